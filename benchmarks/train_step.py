@@ -1,0 +1,201 @@
+"""One training step of a Llama: stock transformers, its tensor parallelism, megatron-core, plain Megatron, hf_megatron.
+
+    python benchmarks/train_step.py --models tiny 61M --dtypes fp32 bf16 --rounds 15 \
+        --out benchmarks/results/train_step_cpu.json
+    python benchmarks/train_step.py --device cuda --ranks 1 --models 1B 8B
+
+README.md beside this file says what is measured and how.
+"""
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import tempfile
+import time
+
+import torch
+import transformers  # imported before the workers are forked, which then need not
+from variants import VARIANTS
+from workers import Skipped, WorkerGroup, median
+
+FOREIGN_LIMIT = 0.08  # a sample counts only if others used less of the machine than this
+LOSS_TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2}
+# A step of the tiny model lasts one or two of the kernel's 10 ms clock ticks, so a turn takes several steps.
+MODELS = {
+    "tiny": {
+        "config": dict(hidden_size=64, intermediate_size=176, num_hidden_layers=8, num_attention_heads=4,
+                       num_key_value_heads=2, vocab_size=512),
+        "batch": dict(batch_size=2, sequence_length=32),
+        "steps_per_turn": 10,
+    },
+    "61M": {
+        "config": dict(hidden_size=1024, intermediate_size=2816, num_hidden_layers=4, num_attention_heads=16,
+                       num_key_value_heads=4, vocab_size=8000),
+        "batch": dict(batch_size=2, sequence_length=256),
+        "steps_per_turn": 1,
+    },
+}  # fmt: skip
+
+
+def save_random_model(shape, folder):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(**shape, max_position_embeddings=1024, use_cache=False, tie_word_embeddings=False)
+    LlamaForCausalLM(config).save_pretrained(folder)
+
+
+def start_groups(names, folder, dtype, batch):
+    """Starts the variants one after the other and compares their first loss with one process."""
+    groups, skipped, expected = {}, {}, None
+    try:
+        for name in names:
+            try:
+                group = WorkerGroup(name, folder=folder, dtype=dtype, **batch)
+            except Skipped as reason:
+                skipped[name] = str(reason)
+                print(f"  {name} skipped: {reason}", flush=True)
+                continue
+            groups[name] = group
+            expected = group.first_loss if expected is None else expected
+            difference = abs(group.first_loss - expected)
+            if not difference <= LOSS_TOLERANCE[dtype]:
+                raise SystemExit(f"{name} {dtype}: first loss {group.first_loss} but one process has {expected}")
+            print(f"  {name} first loss {group.first_loss:.6f}, difference {difference:.1e}", flush=True)
+    except BaseException:
+        for group in groups.values():
+            group.close()
+        raise
+    return groups, skipped
+
+
+def take_turns(groups, rounds, steps):
+    """`rounds` undisturbed samples of every variant where the machine allows it within twice as many turns."""
+    samples = {name: [] for name in groups}
+
+    def undisturbed(name):
+        return [sample for sample in samples[name] if sample["foreign"] <= FOREIGN_LIMIT]
+
+    for group in groups.values():
+        group.sample(steps)  # warm-up
+    for _ in range(2 * rounds):
+        for name, group in groups.items():
+            time.sleep(0.01)  # lets the OpenMP threads of the variant before go to sleep
+            samples[name].append(group.sample(steps))
+        if all(len(undisturbed(name)) >= rounds for name in groups):
+            break
+    return {name: (undisturbed(name), samples[name]) for name in groups}
+
+
+def summarize(groups, samples):
+    results = {}
+    for name, group in groups.items():
+        kept, taken = samples[name]
+        used = kept or taken  # marked below: figures from disturbed samples only
+        results[name] = {
+            "ranks": group.variant.ranks,
+            "threads_per_rank": group.variant.threads,
+            "step_ms": 1e3 * median(s["step"] for s in used),
+            "forward_backward_ms": 1e3 * median(s["forward_backward"] for s in used),
+            "cpu_ms_per_step": 1e3 * median(s["cpu"] for s in used),
+            "peak_rss_mib_per_rank": group.ask("memory"),
+            "samples_kept": len(kept),
+            "samples_taken": len(taken),
+            "disturbed": not kept,
+            "first_loss": group.first_loss,
+        }
+    for entry in results.values():
+        for base in ("one_process_2_threads", "transformers_tp"):
+            if base in results:
+                entry[f"step_over_{base}"] = entry["step_ms"] / results[base]["step_ms"]
+        if "one_process_1_thread" in results:
+            entry["step_over_half_of_one_thread"] = 2 * entry["step_ms"] / results["one_process_1_thread"]["step_ms"]
+    return results
+
+
+def print_table(model, dtype, results):
+    headings = ("step ms", "fwd+bwd", "cpu ms", "/ 1 proc", "/ hf tp", "MiB/rank", "kept")
+    print(f"\n{model} {dtype:27}" + "".join(f"{heading:>10}" for heading in headings))
+    for name, entry in results.items():
+        ratios = [entry.get(f"step_over_{base}") for base in ("one_process_2_threads", "transformers_tp")]
+        print(
+            f"{name:32}{entry['step_ms']:10.1f}{entry['forward_backward_ms']:10.1f}{entry['cpu_ms_per_step']:10.1f}"
+            + "".join(f"{'-' if ratio is None else format(ratio, '.2f'):>10}" for ratio in ratios)
+            + f"{max(entry['peak_rss_mib_per_rank']):10.0f}{entry['samples_kept']:6}/{entry['samples_taken']:<3}"
+            + ("  disturbed" if entry["disturbed"] else "")
+        )
+
+
+def measure(model, dtype, names, rounds):
+    settings = MODELS[model]
+    print(f"\n{model} {dtype}", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        save_random_model(settings["config"], folder)
+        groups, skipped = start_groups(names, folder, dtype, settings["batch"])
+        try:
+            results = summarize(groups, take_turns(groups, rounds, settings["steps_per_turn"]))
+        finally:
+            for group in groups.values():
+                group.close()
+    print_table(model, dtype, results)
+    return {"model": model, "dtype": dtype, **settings, "variants": results, "skipped": skipped}
+
+
+def versions():
+    found = {}
+    for package in ("torch", "transformers", "accelerate", "megatron-core", "hf-megatron"):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = None
+    return {"python": platform.python_version(), **found}
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", help="tiny and 61M on the CPU, 1B and 8B on CUDA; all by default")
+    parser.add_argument("--dtypes", nargs="+", choices=("fp32", "bf16"), default=["fp32", "bf16"])
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--rounds", type=int, default=15, help="undisturbed samples wanted of each variant")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--ranks", type=int, help="2 on the CPU, 1 on CUDA; nothing else is measured here")
+    parser.add_argument("--layers", type=int, help="CUDA: cut the model to this many layers if memory is short")
+    parser.add_argument("--peak-tflops", type=float, help="CUDA: dense bf16 peak of a device that is not in the table")
+    parser.add_argument("--out", help="file for the results as JSON")
+    arguments = parser.parse_args()
+    if arguments.ranks not in (None, 2 if arguments.device == "cpu" else 1):
+        parser.error(f"--ranks {arguments.ranks} is not measured on {arguments.device}")
+    return arguments
+
+
+def main():
+    arguments = parse_arguments()
+    report = {"versions": versions(), "machine": {"processor": platform.machine(), "cores": os.cpu_count()}}
+    if arguments.device == "cuda":
+        from single_gpu import measure_gpu
+
+        report["runs"] = measure_gpu(
+            arguments.models or ["1B", "8B"], arguments.rounds, arguments.layers, arguments.peak_tflops
+        )
+    else:
+        torch.set_num_threads(1)  # this process forks the workers: see workers.py
+        transformers.logging.disable_progress_bar()
+        # One process is always measured, as losses and ratios refer to it.
+        names = [name for name in VARIANTS if name in {"one_process_2_threads", *arguments.variants}]
+        report["method"] = {"rounds": arguments.rounds, "foreign_cpu_limit": FOREIGN_LIMIT, "backend": "gloo"}
+        report["runs"] = [
+            measure(model, dtype, names, arguments.rounds)
+            for model in arguments.models or list(MODELS)
+            for dtype in arguments.dtypes
+        ]
+    if arguments.out:
+        os.makedirs(os.path.dirname(os.path.abspath(arguments.out)), exist_ok=True)
+        with open(arguments.out, "w") as file:
+            json.dump(report, file, indent=2)
+            file.write("\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""Worker processes that stay alive for a whole run and step on command, and the machine's counters around each step.
+
+The parent imports torch and transformers once and forks the workers, which start in milliseconds that way and share
+the libraries' memory. The parent itself must stay single-threaded: an OpenMP pool does not survive a fork.
+An idle worker sleeps in a read of its pipe, so it takes nothing from the variant whose turn it is.
+"""
+
+import ctypes
+import gc
+import multiprocessing
+import os
+import signal
+import socket
+import time
+import traceback
+from multiprocessing.connection import wait
+
+import torch
+import torch.distributed as dist
+from variants import VARIANTS, Job
+
+CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+class Skipped(Exception):
+    """A variant that cannot run here, with the reason to print."""
+
+
+def busy_seconds():
+    """CPU seconds that the whole machine has spent on anything but idling or waiting for disks."""
+    with open("/proc/stat") as file:
+        user, nice, system, idle, iowait, *rest = (int(x) for x in file.readline().split()[1:9])
+    return (user + nice + system + sum(rest)) / CLOCK_TICKS
+
+
+def peak_memory_mib():
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) / 1024 for line in file if line.startswith("VmHWM"))
+
+
+def forget_peak_memory():
+    """Restarts the peak from what is in use now, so that loading the weights does not count as training."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def train(parameters, loss_function, optimizer, steps):
+    """Per step: start, end of backward, end of the optimizer step, CPU seconds of this process, loss."""
+    records = []
+    for _ in range(steps):
+        cpu, start = time.process_time(), time.perf_counter()
+        loss = loss_function()
+        loss.backward()
+        after_backward = time.perf_counter()
+        optimizer.step()
+        optimizer.zero_grad()
+        end = time.perf_counter()
+        loss = loss.full_tensor() if hasattr(loss, "full_tensor") else loss
+        records.append((start, after_backward, end, time.process_time() - cpu, loss.item()))
+    return records
+
+
+def serve(name, job, port, pipe):
+    """Life of one worker: build, one first step, then steps on command until the parent ends it."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: never outlive the parent
+    variant = VARIANTS[name]
+    try:
+        torch.set_num_threads(variant.threads)
+        if variant.needs_group:
+            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(variant.ranks)}
+            os.environ |= {"RANK": str(job.rank), "LOCAL_RANK": str(job.rank), "LOCAL_WORLD_SIZE": str(variant.ranks)}
+            dist.init_process_group("gloo")
+        parameters, loss_function = variant.build(job)
+        optimizer = torch.optim.AdamW(parameters, lr=1e-4)
+        forget_peak_memory()
+        pipe.send(("ready", train(parameters, loss_function, optimizer, 1)[0][-1]))
+        while True:
+            command, argument = pipe.recv()
+            if command == "memory":
+                pipe.send(("done", peak_memory_mib()))
+            else:
+                pipe.send(("done", train(parameters, loss_function, optimizer, argument)))
+    except (ImportError, NotImplementedError) as error:
+        pipe.send(("skipped", f"{type(error).__name__}: {error}"))
+    except EOFError:
+        pass
+    except Exception:
+        pipe.send(("failed", traceback.format_exc()))
+
+
+class WorkerGroup:
+    """The ranks of one variant, as the parent sees them."""
+
+    def __init__(self, name, **job):
+        self.name, self.variant, self.pipes, self.processes = name, VARIANTS[name], [], []
+        port, context = free_port(), multiprocessing.get_context("fork")
+        for rank in range(self.variant.ranks):
+            ours, theirs = context.Pipe()
+            arguments = (name, Job(**job, rank=rank, ranks=self.variant.ranks), port, theirs)
+            self.processes.append(context.Process(target=serve, args=arguments, daemon=True))
+            self.processes[-1].start()
+            theirs.close()
+            self.pipes.append(ours)
+        self.first_loss = sum(self.answers()) / self.variant.ranks
+
+    def answers(self):
+        """One answer of every rank. The first refusal or failure counts, as the other rank may wait for ever."""
+        results, waiting = {}, set(self.pipes)
+        while waiting:
+            for pipe in wait(waiting):
+                try:
+                    kind, value = pipe.recv()
+                except EOFError:
+                    kind, value = "failed", "the process died"
+                if kind in ("skipped", "failed"):
+                    self.close()
+                    raise Skipped(value) if kind == "skipped" else RuntimeError(f"{self.name}: {value}")
+                results[pipe] = value
+                waiting.remove(pipe)
+        return [results[pipe] for pipe in self.pipes]
+
+    def ask(self, command, argument=None):
+        for pipe in self.pipes:
+            pipe.send((command, argument))
+        return self.answers()
+
+    def sample(self, steps):
+        """Medians over `steps` steps, and the share of the machine that others used meanwhile."""
+        parent, busy, start = time.process_time(), busy_seconds(), time.perf_counter()
+        ranks = self.ask("steps", steps)
+        wall = time.perf_counter() - start
+        own = sum(record[3] for rank in ranks for record in rank) + time.process_time() - parent
+        foreign = max(0.0, busy_seconds() - busy - own) / (wall * os.cpu_count())
+        by_step = list(zip(*ranks, strict=True))
+        # A rank that starts late keeps the other waiting in a collective, so the longest of the ranks is the step.
+        return {
+            "step": median(max(r[2] - r[0] for r in step) for step in by_step),
+            "forward_backward": median(max(r[1] - r[0] for r in step) for step in by_step),
+            "cpu": median(sum(r[3] for r in step) for step in by_step),
+            "foreign": foreign,
+        }
+
+    def close(self):
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+
+def median(values):
+    return torch.tensor(list(values), dtype=torch.float64).quantile(0.5).item()

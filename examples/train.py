@@ -1,0 +1,181 @@
+"""Train a causal language model with the stock `transformers.Trainer` and Megatron tensor/sequence parallelism.
+
+    python examples/train.py                                                                         # one process
+    accelerate launch --config_file examples/accelerate_tp2_cpu.yaml examples/train.py               # two CPU processes
+    torchrun --nproc_per_node 2 examples/train.py --tp_size 2 --sequence_parallel                    # the same by flags
+
+With no flags it trains a 1.3M-parameter Llama on Python's own documentation: nothing is downloaded.
+"""
+
+from dataclasses import dataclass, field
+from pydoc_data.topics import topics
+
+import torch
+from datasets import Dataset, load_dataset
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    HfArgumentParser,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainingArguments,
+    default_data_collator,
+    set_seed,
+)
+
+from hf_megatron import MegatronConfig  # importing it gives from_pretrained and from_config their megatron_config
+
+
+@dataclass
+class ScriptArguments:
+    model: str | None = field(default=None, metadata={"help": "Hub name or folder; default: a small new Llama."})
+    from_scratch: bool = field(default=False, metadata={"help": "New weights in --model's architecture."})
+    data: str | None = field(default=None, metadata={"help": "Data set name or file; default: Python's documentation."})
+    data_config: str | None = field(default=None, metadata={"help": "Configuration of a hub data set, if it has any."})
+    text_column: str = field(default="text", metadata={"help": "The column that holds the text."})
+    sequence_length: int = field(default=128, metadata={"help": "Tokens per training example."})
+    tp_size: int | None = field(default=None, metadata={"help": "Tensor-parallel size; default: the launcher's."})
+    sequence_parallel: bool | None = field(
+        default=None, metadata={"help": "Default: the launcher's choice.", "nargs": "?", "const": True}
+    )
+    prompt: str = field(default="The value of", metadata={"help": "The trained model continues this."})
+
+
+def load_texts(args: ScriptArguments) -> Dataset:
+    if args.data is None:
+        return Dataset.from_dict({args.text_column: list(topics.values())})
+    loaders = {"txt": "text", "json": "json", "jsonl": "json", "csv": "csv", "parquet": "parquet"}
+    loader = loaders.get(args.data.rpartition(".")[2])
+    if loader is None:
+        return load_dataset(args.data, args.data_config, split="train")
+    # In a text file, blank lines separate the examples: one example per line would cut sentences apart.
+    options = {"sample_by": "paragraph"} if loader == "text" else {}
+    return load_dataset(loader, data_files=args.data, split="train", **options)
+
+
+def new_tokenizer(texts: Dataset, column: str) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer. The training is deterministic, so every process gets the same one."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    end, pad, alphabet = "<|endoftext|>", "<|pad|>", pre_tokenizers.ByteLevel.alphabet()
+    bpe_trainer = trainers.BpeTrainer(
+        vocab_size=2048, special_tokens=[end, pad], initial_alphabet=alphabet, show_progress=False
+    )
+    bpe.train_from_iterator(texts[column], bpe_trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token=end, eos_token=end, pad_token=pad)
+
+
+def new_llama_config(tokenizer: PreTrainedTokenizerFast) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=False,
+        initializer_range=0.05,  # the usual 0.02 suits wider layers; here it only slows the first steps
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+
+
+def pack(texts: Dataset, column: str, tokenizer, length: int) -> Dataset:
+    """Tokenise, join the texts with the end-of-text token between them, and cut into blocks of equal length."""
+
+    def tokenize_and_cut(batch):
+        # verbose=False: a text longer than the model's context is fine here, it is cut below.
+        rows = tokenizer(batch[column], add_special_tokens=False, verbose=False)["input_ids"]
+        stream = [token for row in rows for token in [*row, tokenizer.eos_token_id]]
+        blocks = [stream[i : i + length] for i in range(0, len(stream) - length + 1, length)]
+        return {"input_ids": blocks, "labels": blocks}
+
+    return texts.map(tokenize_and_cut, batched=True, remove_columns=texts.column_names, desc="Packing")
+
+
+def main():
+    parser = HfArgumentParser((ScriptArguments, TrainingArguments))
+    parser.set_defaults(
+        output_dir="megatron-llama",
+        max_steps=100,
+        learning_rate=None,  # chosen below: new weights want a far larger one than trained weights
+        lr_scheduler_type="cosine",
+        warmup_steps=10,
+        logging_steps=10,
+        logging_first_step=True,
+        save_strategy="no",
+        save_only_model=True,
+        report_to="none",
+        # Without a GPU, Trainer joins the processes of a launch only when told to use the CPU.
+        use_cpu=not torch.accelerator.is_available(),
+    )
+    args, training_args = parser.parse_args_into_dataclasses()
+    new_weights = args.model is None or args.from_scratch
+    if training_args.learning_rate is None:
+        training_args.learning_rate = 6e-3 if new_weights else 2e-5
+    set_seed(training_args.seed)
+
+    # The flags if any is given; else what the accelerate YAML says (no parallelism in a plain process).
+    flags = {name: value for name in ("tp_size", "sequence_parallel") if (value := getattr(args, name)) is not None}
+    megatron_config = MegatronConfig(**flags) if flags else MegatronConfig.from_environment()
+
+    # The first process downloads and prepares, the others then read its cache.
+    with training_args.main_process_first(desc="data"):
+        texts = load_texts(args)
+        if args.text_column not in texts.column_names:
+            raise SystemExit(f"--text_column {args.text_column!r} is not one of the columns {texts.column_names}")
+        tokenizer = AutoTokenizer.from_pretrained(args.model) if args.model else new_tokenizer(texts, args.text_column)
+        blocks = pack(texts, args.text_column, tokenizer, args.sequence_length)
+        if len(blocks) < 2:
+            raise SystemExit(f"--data holds {len(blocks)} blocks of {args.sequence_length} tokens: too few to train on")
+        data = blocks.train_test_split(test_size=min(max(1, len(blocks) // 20), 256), seed=training_args.seed)
+
+    # Weights in float32, whatever the file holds: with --bf16, Trainer computes in bfloat16 and updates in float32.
+    if new_weights:
+        config = AutoConfig.from_pretrained(args.model) if args.model else new_llama_config(tokenizer)
+        model = AutoModelForCausalLM.from_config(config, dtype="float32", megatron_config=megatron_config)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(args.model, dtype="float32", megatron_config=megatron_config)
+
+    trainer = Trainer(
+        model=model,
+        args=training_args,
+        train_dataset=data["train"],
+        eval_dataset=data["test"],
+        data_collator=default_data_collator,
+        processing_class=tokenizer,
+    )
+    trainer.train()
+    eval_loss = trainer.evaluate()["eval_loss"]
+    trainer.save_model()  # the whole model, merged, with the tokenizer: an ordinary checkpoint folder
+
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    trainer.accelerator.end_training()  # the processes part here; what follows needs only one
+    if not trainer.is_world_process_zero():
+        return
+
+    # From here on plain transformers: no megatron_config.
+    tokenizer = AutoTokenizer.from_pretrained(training_args.output_dir)
+    model = AutoModelForCausalLM.from_pretrained(training_args.output_dir).to(training_args.device).eval()
+    with torch.no_grad():
+        rows = torch.tensor(data["test"]["input_ids"], device=model.device).split(1)
+        reloaded_loss = sum(model(input_ids=row, labels=row).loss.item() for row in rows) / len(rows)
+    prompt = tokenizer(args.prompt, return_tensors="pt").to(model.device)
+    generated = model.generate(**prompt, max_new_tokens=40, do_sample=True, top_k=20)
+    print(f"\nGenerated: {tokenizer.decode(generated[0], skip_special_tokens=True)}\n")
+
+    # Mixed precision rounds Trainer's evaluation, and the one here is done in the weights' own precision.
+    tolerance = 1e-5 if training_args.mixed_precision == "no" else 1e-2
+    report = f"{eval_loss:.4f} in Trainer, {reloaded_loss:.4f} reloaded from {training_args.output_dir}"
+    if not abs(reloaded_loss - eval_loss) <= tolerance * eval_loss:  # so written, it also catches NaN
+        raise SystemExit(f"The reloaded model differs: evaluation loss {report}")
+    print(f"Training loss {losses[0]:.4f} -> {losses[-1]:.4f}; evaluation loss {report}: equal within {tolerance:.0e}")
+
+
+if __name__ == "__main__":
+    main()

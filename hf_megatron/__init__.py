@@ -1,0 +1,82 @@
+"""Megatron's parallelism for stock Hugging Face models: an import and one argument.
+
+    import hf_megatron
+    from hf_megatron import MegatronConfig
+
+    model = AutoModelForCausalLM.from_pretrained(path, megatron_config=MegatronConfig(tp_size=2, sequence_parallel=True))
+
+Importing the package declares its patches (see `hf_megatron.integrations.PATCHES`); each is applied when its module is
+imported, and all pass through what was loaded without `megatron_config`.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from .config import MegatronConfig
+from .errors import (
+    CheckpointError,
+    ConfigError,
+    MegatronError,
+    PlanError,
+    RankError,
+    UnsupportedError,
+    UnverifiedLayoutError,
+)
+from .integrations import PATCHES
+from .integrations.accelerate import config_from_environment, take_over_launch
+from .ledger import LEDGER
+from .spec import ModelSpec
+from .version import __version__
+
+if TYPE_CHECKING:
+    from .parallelize import ParallelPlan, parallel_plan
+    from .registry import register_model
+
+# Names whose modules import torch: loaded when first asked for.
+_LAZY = {
+    "ParallelPlan": "parallelize",
+    "parallel_plan": "parallelize",
+    "register_model": "registry",
+}
+
+
+def enable() -> None:
+    """Applies the patches, now or when their modules are imported; twice is once. Called by the import."""
+    for target, make in PATCHES.items():
+        if target not in LEDGER.patches:
+            LEDGER.declare(target, make)
+    take_over_launch()
+    LEDGER.enable()
+
+
+def disable() -> None:
+    """Restores the identical upstream function objects."""
+    LEDGER.disable()
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+enable()
+
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "MegatronConfig",
+    "MegatronError",
+    "ModelSpec",
+    "ParallelPlan",
+    "PlanError",
+    "RankError",
+    "UnsupportedError",
+    "UnverifiedLayoutError",
+    "__version__",
+    "config_from_environment",
+    "disable",
+    "enable",
+    "parallel_plan",
+    "register_model",
+]

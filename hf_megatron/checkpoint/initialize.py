@@ -1,0 +1,115 @@
+"""Weights drawn from scratch, the same global values on every layout for one seed.
+
+`nn.init` on a DTensor draws the same local values on each rank (CPU), or depends on the mesh. Here every module is
+initialised by the model's own `_init_weights` on full tensors under a seed of its own, and each rank keeps its part; at
+most one layer, or one module outside the layers, is whole at a time.
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ..spec import Claim, Placement
+from ..upstream import dtensor_from_local
+
+
+def module_seed(seed: int, name: str) -> int:
+    """A seed per module name that does not depend on the layout."""
+    return int.from_bytes(hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=7).digest(), "big")
+
+
+def local_part(full: Tensor, placement: Placement, ranks: int, rank: int) -> Tensor:
+    """This rank's shard of a full tensor, in storage of its own."""
+    if placement.dim is None:
+        return full.clone()
+    pieces = [full.narrow(placement.dim, a, b - a) for a, b in placement.intervals(full.shape[placement.dim], ranks, rank)]
+    return torch.cat(pieces, placement.dim) if len(pieces) > 1 else pieces[0].clone(memory_format=torch.contiguous_format)
+
+
+def _units(model: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
+    """(name, module, with its children): the outermost layers, then every other module that owns parameters."""
+    layers = {
+        f"{name}.{index}" if name else index: layer
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList)
+        for index, layer in module.named_children()
+    }
+    outermost = {
+        name: layer for name, layer in layers.items() if not any(name.startswith(f"{other}.") for other in layers)
+    }
+    for name, layer in outermost.items():
+        yield name, layer, True
+    for name, module in model.named_modules():
+        inside = any(name == layer or name.startswith(f"{layer}.") for layer in outermost)
+        if module._parameters and not inside:
+            yield name, module, False
+
+
+def _initializer(model: Any, name: str) -> Any:
+    """The innermost PreTrainedModel around a module: composite models initialise each part by its own rules."""
+    # Imported here: this module is loaded while transformers' own modeling_utils is being imported.
+    from transformers import PreTrainedModel
+
+    owner = model
+    path = name.split(".") if name else []
+    for end in range(1, len(path) + 1):
+        module = model.get_submodule(".".join(path[:end]))
+        if isinstance(module, PreTrainedModel):
+            owner = module
+    return owner
+
+
+def initialize(
+    model: Any,
+    claims: Mapping[str, Claim],
+    names: set[str],
+    *,
+    seed: int,
+    ranks: int,
+    rank: int,
+    device: torch.device,
+) -> None:
+    """Fills the named placeholders of a placed model with the values `model._init_weights` draws.
+
+    Args:
+        model (`PreTrainedModel`): every parameter a DTensor.
+        claims (`Mapping[str, Claim]`): the plan.
+        names (`set[str]`): parameters to fill; all others keep their values.
+        seed (`int`): the same seed gives the same global weights on every layout.
+        ranks, rank (`int`): tp size and this rank's place in it.
+        device (`torch.device`): where the shards go.
+    """
+    done: dict[int, nn.Parameter] = {}
+    for unit_name, unit, recurse in list(_units(model)):
+        originals = {
+            name: parameter
+            for name, parameter in unit.named_parameters(prefix=unit_name, recurse=recurse, remove_duplicate=False)
+            if name in names
+        }
+        if not originals:
+            continue
+        for name, original in originals.items():
+            _set(model, name, nn.Parameter(torch.empty(original.shape, dtype=original.dtype), original.requires_grad))
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            modules = list(unit.named_modules(prefix=unit_name)) if recurse else [(unit_name, unit)]
+            # Children first: some architectures overwrite a child's weights from its parent (GPT-2's c_proj).
+            for name, module in reversed(modules):
+                torch.manual_seed(module_seed(seed, name))
+                _initializer(model, name)._init_weights(module)
+        for name, original in originals.items():
+            full = model.get_parameter(name).detach()
+            if id(original) not in done:
+                assert isinstance(original, DTensor)
+                local = local_part(full, claims[name].placement, ranks, rank).to(device)
+                done[id(original)] = nn.Parameter(dtensor_from_local(local, original), original.requires_grad)
+                done[id(original)]._is_hf_initialized = True  # type: ignore[attr-defined]
+            _set(model, name, done[id(original)])
+
+
+def _set(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    owner, _, leaf = name.rpartition(".")
+    (model.get_submodule(owner) if owner else model)._parameters[leaf] = parameter

@@ -1,0 +1,79 @@
+"""What stock loading leaves open: weights that do not match, and shards that keep the whole file mapped."""
+
+import json
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ..errors import CheckpointError
+from ..upstream import dtensor_from_local, local_tensor
+
+
+def check_weight_index(path: str | os.PathLike[str]) -> None:
+    """Refuses an index file whose shards lie outside its directory.
+
+    Raises:
+        CheckpointError: names the entry.
+    """
+    if not os.path.isdir(path):
+        return
+    for name in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
+        index = os.path.join(path, name)
+        if not os.path.isfile(index):
+            continue
+        with open(index, encoding="utf-8") as file:
+            weight_map = json.load(file).get("weight_map", {})
+        root = os.path.realpath(path)
+        for shard in sorted(set(weight_map.values())):
+            inside = os.path.commonpath([root, os.path.abspath(os.path.join(root, shard))]) == root
+            if os.path.isabs(shard) or not inside:
+                raise CheckpointError(f"{index} names {shard!r}, which lies outside the checkpoint's directory; refused.")
+
+
+def check_loaded(model: nn.Module, info: dict[str, Any], *, strict: bool) -> None:
+    """Raises for missing, surplus or mis-shaped weights.
+
+    Raises:
+        CheckpointError: names the weights and the way round.
+    """
+    problems = []
+    mismatched = info.get("mismatched_keys") or ()
+    if mismatched:
+        shown = [f"{name}: file {tuple(found)}, model {tuple(wanted)}" for name, found, wanted in sorted(mismatched)[:5]]
+        problems.append(f"{len(mismatched)} mis-shaped ({'; '.join(shown)})")
+    for kind in ("missing_keys", "unexpected_keys"):
+        names = sorted(info.get(kind) or ())
+        if names and strict:
+            problems.append(f"{len(names)} {kind.removesuffix('_keys')} ({', '.join(names[:5])}{', ...' if len(names) > 5 else ''})")
+    if info.get("error_msgs"):
+        problems.append(str(info["error_msgs"]))
+    if problems:
+        raise CheckpointError(
+            f"The weights do not match {type(model).__name__}: {'; '.join(problems)}. A new head on old weights, or "
+            "weights to leave out, need MegatronConfig(strict_loading=False)."
+        )
+
+
+def own_storage(model: nn.Module) -> None:
+    """Gives every shard storage of exactly its own size.
+
+    A shard that is a view into a memory-mapped file keeps the whole file mapped, and its first update copies every
+    page it shares with other ranks' shards.
+    """
+    seen: set[int] = set()
+    for parameter in _parameters(model):
+        if id(parameter) in seen or not isinstance(parameter, DTensor):
+            continue
+        seen.add(id(parameter))
+        local = local_tensor(parameter)
+        with torch.no_grad():
+            copy = local.clone(memory_format=torch.contiguous_format)
+            parameter.data = dtensor_from_local(copy, parameter)
+
+
+def _parameters(model: nn.Module) -> Iterable[nn.Parameter]:
+    return [parameter for module in model.modules() for parameter in module._parameters.values() if parameter is not None]

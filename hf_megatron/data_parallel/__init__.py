@@ -1,0 +1,1 @@
+"""Gradients across ranks: their norm and clipping."""

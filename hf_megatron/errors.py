@@ -1,0 +1,40 @@
+"""Every exception the library raises on purpose; all derive from `MegatronError`."""
+
+
+class MegatronError(Exception):
+    """Base class of the library's own errors."""
+
+
+class ConfigError(MegatronError, ValueError):
+    """A configuration field, its value and what would be valid."""
+
+
+class UnsupportedError(MegatronError, NotImplementedError):
+    """A feature, module or combination that is refused by name, with the way round it."""
+
+
+class UnverifiedLayoutError(MegatronError):
+    """A model type and layout without a recorded parity result."""
+
+
+class PlanError(MegatronError):
+    """A parameter nobody claims, a rule that matches nothing, or a module a style cannot be applied to."""
+
+
+class CheckpointError(MegatronError):
+    """Weights that are missing, surplus, mis-shaped or unsafe to read."""
+
+
+class RankError(MegatronError):
+    """One or more ranks of a forked group failed, disagreed or got stuck."""
+
+
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "MegatronError",
+    "PlanError",
+    "RankError",
+    "UnsupportedError",
+    "UnverifiedLayoutError",
+]

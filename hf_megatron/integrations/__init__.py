@@ -1,0 +1,35 @@
+"""How the ecosystem's loops meet the library, one file each, all gated on a model being ours.
+
+`PATCHES` is the whole list of what is replaced upstream: target -> the function that wraps the original. Each wrapper
+passes everything through that does not concern a model laid out by this library.
+"""
+
+from collections.abc import Mapping
+
+_HERE = __name__
+_MODEL = "transformers.modeling_utils:PreTrainedModel"
+_MIXIN = "transformers.distributed.mixin:DistributedMixin"
+_ACCELERATOR = "accelerate.accelerator:Accelerator"
+
+PATCHES: Mapping[str, str] = {
+    f"{_MODEL}.from_pretrained": f"{_HERE}.transformers:from_pretrained",
+    f"{_MODEL}._from_config": f"{_HERE}.transformers:from_config",
+    f"{_MODEL}.save_pretrained": f"{_HERE}.transformers:save_pretrained",
+    f"{_MODEL}._initialize_missing_keys": f"{_HERE}.transformers:initialize_missing_keys",
+    f"{_MODEL}.resize_token_embeddings": f"{_HERE}.transformers:resize_token_embeddings",
+    f"{_MIXIN}.prepare_distribute_model": f"{_HERE}.transformers:prepare_distribute_model",
+    f"{_MIXIN}.maybe_distribute_model": f"{_HERE}.transformers:maybe_distribute_model",
+    "transformers.generation.utils:GenerationMixin.generate": f"{_HERE}.transformers:generate",
+    "transformers.trainer:Trainer.__init__": f"{_HERE}.trainer:init",
+    "transformers.trainer:Trainer._build_accelerator_args": f"{_HERE}.trainer:build_accelerator_args",
+    f"{_ACCELERATOR}.__init__": f"{_HERE}.accelerate:init",
+    f"{_ACCELERATOR}.prepare_model": f"{_HERE}.accelerate:prepare_model",
+    f"{_ACCELERATOR}.prepare_scheduler": f"{_HERE}.accelerate:prepare_scheduler",
+    f"{_ACCELERATOR}.clip_grad_norm_": f"{_HERE}.accelerate:clip_grad_norm_",
+    f"{_ACCELERATOR}.gather": f"{_HERE}.accelerate:gather",
+    f"{_ACCELERATOR}.gather_for_metrics": f"{_HERE}.accelerate:gather_for_metrics",
+    f"{_ACCELERATOR}.save_state": f"{_HERE}.accelerate:save_state",
+    f"{_ACCELERATOR}.get_state_dict": f"{_HERE}.accelerate:get_state_dict",
+    "peft.peft_model:PeftModel.__init__": f"{_HERE}.peft:init",
+    "trl.trainer.base_trainer:_BaseTrainer.__init__": f"{_HERE}.trl:init",
+}

@@ -1,0 +1,225 @@
+"""`from_pretrained(..., megatron_config=...)`, `from_config(..., megatron_config=...)` and what such a model does anew.
+
+Every replacement passes models through untouched that were loaded without the argument.
+"""
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..checkpoint.initialize import initialize
+from ..checkpoint.load import check_loaded, check_weight_index, own_storage
+from ..checkpoint.merged import save_merged
+from ..communication.handshake import agree
+from ..config import MegatronConfig
+from ..errors import ConfigError, UnsupportedError
+from ..mesh import ParallelMesh, validate_world_size
+from ..parallelize import install, parallel_plan, parallel_state, place
+from .accelerate import ensure_process_group, job_world_size
+from .verified import require_verified
+
+# Arguments of from_pretrained that lay the model out in another way.
+_EXCLUSIVE = {
+    "distributed_config": "it is transformers' own layout; drop one of the two",
+    "device_map": "each rank holds its shard on its own device; drop device_map",
+    "quantization_config": "quantised weights are not split yet; load without it",
+    "tp_plan": "the plan comes from hf_megatron's registry; drop tp_plan",
+    "tp_size": "state it in megatron_config instead",
+    "gguf_file": "GGUF weights are not split; convert the file to safetensors first",
+}
+
+
+def _start(value: Any, kwargs: dict[str, Any]) -> MegatronConfig:
+    """Validates the argument and the job, before anything is loaded."""
+    config = MegatronConfig.coerce(value)
+    for name, reason in _EXCLUSIVE.items():
+        if kwargs.get(name) is not None:
+            raise UnsupportedError(f"{name} = {kwargs[name]!r} beside megatron_config: {reason}.")
+    validate_world_size(config, job_world_size())
+    return config
+
+
+def from_pretrained(original: classmethod) -> classmethod:
+    function = original.__func__
+
+    @functools.wraps(function)
+    def wrapper(cls: Any, pretrained_model_name_or_path: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if "megatron_config" not in kwargs:
+            return function(cls, pretrained_model_name_or_path, *args, **kwargs)
+        value = kwargs.pop("megatron_config")
+        if value is None:
+            return function(cls, pretrained_model_name_or_path, *args, **kwargs)
+        config = _start(value, kwargs)
+        if not config.is_parallel:
+            return function(cls, pretrained_model_name_or_path, *args, **kwargs)
+        output_loading_info = kwargs.pop("output_loading_info", False)
+        if pretrained_model_name_or_path is not None:
+            check_weight_index(pretrained_model_name_or_path)
+        model, info = function(
+            cls,
+            pretrained_model_name_or_path,
+            *args,
+            **kwargs,
+            weights_only=kwargs.pop("weights_only", True),
+            distributed_config=config,
+            output_loading_info=True,
+        )
+        check_loaded(model, info, strict=config.strict_loading)
+        _finish(model)
+        return (model, info) if output_loading_info else model
+
+    return classmethod(wrapper)
+
+
+def from_config(original: classmethod) -> classmethod:
+    function = original.__func__
+
+    @functools.wraps(function)
+    def wrapper(cls: Any, config: Any, **kwargs: Any) -> Any:
+        value = kwargs.pop("megatron_config", None)
+        if value is None:
+            return function(cls, config, **kwargs)
+        megatron_config = _start(value, kwargs)
+        if not megatron_config.is_parallel:
+            return function(cls, config, **kwargs)
+        dtype = kwargs.pop("dtype", kwargs.pop("torch_dtype", None)) or config.dtype or torch.get_default_dtype()
+        # No weights: the loader finds every parameter missing and has each drawn by `_initialize_missing_keys`.
+        model = cls.from_pretrained.__func__.__wrapped__(
+            cls, None, config=config, state_dict={}, dtype=dtype, distributed_config=megatron_config, **kwargs
+        )
+        _finish(model)
+        return model.train()
+
+    return classmethod(wrapper)
+
+
+def _finish(model: Any) -> None:
+    """After the weights are in: modules compute in parallel and stock loops find what they ask a model for."""
+    state = parallel_state(model)
+    assert state is not None
+    own_storage(model)
+    install(model)
+    model.register_load_state_dict_pre_hook(_shard_full_tensors)
+    model.parallel_plan = types.MethodType(parallel_plan, model)
+    # Trainer and Accelerate read the ranks that share a batch from here; generation would combine it with the plan
+    # to divide KV heads a second time.
+    model._tp_size = state.config.ranks_per_replica
+    model._tp_plan = {}
+    model._is_distributed_loading_by_transformers = True
+    model.config.distributed_config = state.config
+
+
+def prepare_distribute_model(original: classmethod) -> classmethod:
+    function = original.__func__
+
+    @functools.wraps(function)
+    def wrapper(cls: Any, distributed_config: Any, device_map: Any = None) -> Any:
+        if not isinstance(distributed_config, MegatronConfig):
+            return function(cls, distributed_config, device_map=device_map)
+        device = ensure_process_group(distributed_config.timeout)
+        return distributed_config, device, None
+
+    return classmethod(wrapper)
+
+
+def maybe_distribute_model(original: classmethod) -> classmethod:
+    function = original.__func__
+
+    @functools.wraps(function)
+    def wrapper(cls: Any, model: Any, distributed_config: Any, mesh_manager: Any) -> Any:
+        if not isinstance(distributed_config, MegatronConfig):
+            return function(cls, model, distributed_config, mesh_manager)
+        if getattr(model, "hf_quantizer", None) is not None or getattr(model.config, "quantization_config", None):
+            raise UnsupportedError("The checkpoint is quantised (quantization_config in its config.json); not split yet.")
+        facts = {f"MegatronConfig.{name}": value for name, value in distributed_config.to_dict().items()}
+        agree(facts | {"the model's config": model.config.to_json_string(use_diff=False)})
+        require_verified(model, distributed_config)
+        place(model, distributed_config, ParallelMesh(distributed_config, _device_type()))
+        return model
+
+    return classmethod(wrapper)
+
+
+def _device_type() -> str:
+    return "cuda" if torch.cuda.is_available() and dist.get_backend() != "gloo" else "cpu"
+
+
+def initialize_missing_keys(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        state = parallel_state(self)
+        if state is not None:
+            missing = {
+                name
+                for name, parameter in self.named_parameters(remove_duplicate=False)
+                if not getattr(parameter, "_is_hf_initialized", False)
+            }
+            mesh = state.mesh
+            initialize(
+                self, state.claims, missing, seed=state.config.seed, ranks=mesh.tp_size, rank=mesh.tp_rank, device=mesh.device
+            )
+        return original(self, *args, **kwargs)
+
+    return wrapper
+
+
+def _shard_full_tensors(model: Any, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    """`load_state_dict` accepts full tensors, as one process saves them, and DTensors of the same layout."""
+    from torch.distributed.tensor import DTensor
+
+    from ..checkpoint.initialize import local_part
+    from ..upstream import dtensor_from_local
+
+    state = parallel_state(model)
+    assert state is not None
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        value = state_dict.get(prefix + name)
+        if not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or not isinstance(parameter, DTensor):
+            continue
+        if value.shape != parameter.shape:
+            raise ConfigError(
+                f"load_state_dict: {name} has shape {tuple(value.shape)}, the model's global shape is {tuple(parameter.shape)}."
+            )
+        local = local_part(value, state.claims[name].placement, state.mesh.tp_size, state.mesh.tp_rank)
+        state_dict[prefix + name] = dtensor_from_local(local.to(parameter.device), parameter)
+
+
+def save_pretrained(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def wrapper(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+        if parallel_state(self) is None:
+            return original(self, save_directory, *args, **kwargs)
+        return save_merged(self, original, save_directory, *args, **kwargs)
+
+    return wrapper
+
+
+def generate(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        state = parallel_state(self)
+        if state is not None:
+            # Sampling must draw the same tokens on every rank, whatever seeds the user set.
+            from ..communication.random import ReplicatedState
+
+            ReplicatedState(state.mesh.device).synchronise(state.mesh.tp_group)
+        return original(self, *args, **kwargs)
+
+    return wrapper
+
+
+def resize_token_embeddings(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if parallel_state(self) is not None:
+            raise UnsupportedError(
+                f"{type(self).__name__}.resize_token_embeddings on a model that is split over ranks: load it in one "
+                "process, resize, save, and load the result with megatron_config."
+            )
+        return original(self, *args, **kwargs)
+
+    return wrapper

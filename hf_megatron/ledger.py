@@ -1,0 +1,142 @@
+"""The patch ledger: which upstream functions are replaced, by what, and how to put the originals back.
+
+A patch names its target as `module:attribute.path`. If the module is imported already the patch is applied at once,
+otherwise when it is imported, so that `import hf_megatron` neither imports optional packages nor has to come first.
+"""
+
+import importlib
+import importlib.abc
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+from .errors import MegatronError
+
+
+@dataclass
+class Patch:
+    """One replaced function.
+
+    `target` is `module:attribute.path`; `make` is `module:function` and builds the replacement from the original. It
+    is a name, so that declaring a patch imports nothing.
+    """
+
+    target: str
+    make: str
+    original: Any = None
+    applied: bool = False
+
+    @property
+    def module_name(self) -> str:
+        return self.target.partition(":")[0]
+
+    def _owner(self) -> tuple[Any, str]:
+        owner: Any = sys.modules[self.module_name]
+        *path, attribute = self.target.partition(":")[2].split(".")
+        for name in path:
+            owner = getattr(owner, name)
+        return owner, attribute
+
+    def apply(self) -> None:
+        if self.applied:
+            return
+        owner, attribute = self._owner()
+        if attribute not in vars(owner):
+            raise MegatronError(
+                f"{self.target} does not exist in the installed {self.module_name.partition('.')[0]}: this version is "
+                "outside the range hf_megatron supports (see pyproject.toml)."
+            )
+        # `vars` keeps staticmethod and classmethod objects as they are; `getattr` would bind them.
+        self.original = vars(owner)[attribute]
+        module_name, _, function = self.make.partition(":")
+        make: Callable[[Any], Any] = getattr(importlib.import_module(module_name), function)
+        setattr(owner, attribute, make(self.original))
+        self.applied = True
+
+    def restore(self) -> None:
+        if self.applied:
+            owner, attribute = self._owner()
+            setattr(owner, attribute, self.original)
+            self.applied = False
+
+
+@dataclass
+class Ledger:
+    """All patches of the process, in the order they were declared."""
+
+    patches: dict[str, Patch] = field(default_factory=dict)
+    enabled: bool = False
+
+    def declare(self, target: str, make: str) -> None:
+        """Declares a patch; a target has one patch, a second declaration raises `MegatronError`."""
+        if target in self.patches:
+            raise MegatronError(f"{target} is patched twice.")
+        self.patches[target] = Patch(target, make)
+
+    def enable(self) -> None:
+        """Applies every patch whose module is imported and waits for the others; twice is once."""
+        if self.enabled:
+            return
+        self.enabled = True
+        sys.meta_path.insert(0, _Finder(self))
+        for patch in self.patches.values():
+            module = sys.modules.get(patch.module_name)
+            if module is not None and not _is_initializing(module):
+                patch.apply()
+
+    def disable(self) -> None:
+        """Restores the identical original function objects."""
+        sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
+        for patch in reversed(self.patches.values()):
+            patch.restore()
+        self.enabled = False
+
+    def apply_to(self, module_name: str) -> None:
+        for patch in self.patches.values():
+            if patch.module_name == module_name:
+                patch.apply()
+
+
+def _is_initializing(module: ModuleType) -> bool:
+    return bool(module.__spec__ is not None and getattr(module.__spec__, "_initializing", False))
+
+
+class _Loader(importlib.abc.Loader):
+    def __init__(self, loader: importlib.abc.Loader, ledger: Ledger):
+        self.loader = loader
+        self.ledger = ledger
+
+    def create_module(self, spec):
+        return self.loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self.loader.exec_module(module)
+        if module.__spec__ is not None:
+            module.__spec__.loader = self.loader
+        self.ledger.apply_to(module.__name__)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds nothing itself; wraps the real loader of a patched module so that the patches follow its execution."""
+
+    def __init__(self, ledger: Ledger):
+        self.ledger = ledger
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None):
+        if not any(patch.module_name == fullname for patch in self.ledger.patches.values()):
+            return None
+        for finder in sys.meta_path:
+            if isinstance(finder, _Finder):
+                continue
+            spec = finder.find_spec(fullname, path, target)
+            if spec is not None:
+                if spec.loader is not None:
+                    spec.loader = _Loader(spec.loader, self.ledger)  # type: ignore[arg-type]
+                return spec
+        return None
+
+
+LEDGER = Ledger()

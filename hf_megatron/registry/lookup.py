@@ -1,0 +1,60 @@
+"""`register_model` and the lookup by `config.model_type`."""
+
+import importlib
+import pkgutil
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from ..errors import PlanError
+from ..spec import ModelSpec
+from .derive import derive_spec
+
+SpecBuilder = Callable[[Any], ModelSpec]
+
+# One of the library's two module-level states; the other is the patch ledger.
+REGISTRY: dict[str, SpecBuilder] = {}
+
+
+def register_model(model_type: str, builder: SpecBuilder | None = None, *, replace: bool = False):
+    """Registers the function that builds a model type's `ModelSpec` from its config; usable as a decorator.
+
+    Raises:
+        PlanError: the type is registered already and `replace` is not set.
+    """
+
+    def register(function: SpecBuilder) -> SpecBuilder:
+        if model_type in REGISTRY and not replace:
+            raise PlanError(f"model type {model_type!r} is registered already; pass replace=True to override it.")
+        REGISTRY[model_type] = function
+        return function
+
+    return register if builder is None else register(builder)
+
+
+def _load_families() -> None:
+    from . import families
+
+    for module in pkgutil.iter_modules(families.__path__):
+        importlib.import_module(f"{families.__name__}.{module.name}")
+
+
+def registered_types() -> list[str]:
+    """Model types with a spec of their own."""
+    _load_families()
+    return sorted(REGISTRY)
+
+
+def spec_for(model: nn.Module) -> ModelSpec:
+    """The spec of a model on the meta device: its family's, else derived from transformers' plan.
+
+    Raises:
+        PlanError: neither exists.
+        UnsupportedError: the family is refused, with the reason.
+    """
+    _load_families()
+    model_type = model.config.model_type  # type: ignore[union-attr]
+    if model_type in REGISTRY:
+        return REGISTRY[model_type](model)
+    return derive_spec(model)

@@ -1,0 +1,13 @@
+"""Patterns: dotted names in which `*` stands for one number."""
+
+import re
+
+
+def generic(name: str) -> str:
+    """`model.layers.3.mlp` -> `model.layers.*.mlp`."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+
+
+def lookup(name: str, table):
+    """The entry of `table` for a concrete name, or `None`."""
+    return table.get(name) if name in table else table.get(generic(name))

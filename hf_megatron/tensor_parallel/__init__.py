@@ -1,0 +1,1 @@
+"""Parallel linear, embedding and expert modules, sequence regions and the vocab-parallel loss."""

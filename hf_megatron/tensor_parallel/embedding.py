@@ -1,0 +1,47 @@
+"""Embeddings split over the vocabulary or over the hidden dim; any size, the last rank may hold less or nothing."""
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..communication.collectives import bounds, gather_from_ranks, reduce_from_ranks
+from ..errors import UnsupportedError
+from ..mesh import ParallelMesh
+from .local import local_view
+
+
+class VocabParallelEmbedding(nn.Embedding):
+    """Splits the rows: ids `[batch, sequence]` -> `[batch, sequence, hidden]`, the ranks' lookups summed.
+
+    Each rank looks up the ids it owns and contributes zeros for the others (Megatron's `VocabParallelEmbedding`).
+    """
+
+    mesh: ParallelMesh
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.max_norm is not None or self.scale_grad_by_freq:
+            raise UnsupportedError("A vocab-parallel embedding has no max_norm and no scale_grad_by_freq; set both off.")
+        start, stop = bounds(self.weight.shape[0], self.mesh.tp_size, self.mesh.tp_rank)
+        foreign = (input < start) | (input >= stop)
+        weight = local_view(self.weight)
+        assert weight is not None
+        if stop == start:
+            # A rank without rows still joins the sum and keeps its weight in the graph.
+            rows = weight.new_zeros(*input.shape, weight.shape[1]) + weight.sum()
+        else:
+            local_ids = (input - start).masked_fill(foreign, 0)
+            rows = F.embedding(local_ids, weight).masked_fill(foreign.unsqueeze(-1), 0)
+            if self.padding_idx is not None:
+                # The padding row is looked up but gets no gradient, as in nn.Embedding.
+                padding = (input == self.padding_idx).unsqueeze(-1)
+                rows = rows.detach().where(padding, rows)
+        return reduce_from_ranks(rows, self.mesh.tp_group)
+
+
+class HiddenParallelEmbedding(nn.Embedding):
+    """Splits the columns: each rank looks up its part of every vector and the parts are joined."""
+
+    mesh: ParallelMesh
+
+    def forward(self, input: Tensor) -> Tensor:
+        rows = F.embedding(input, local_view(self.weight), self.padding_idx)
+        return gather_from_ranks(rows, -1, self.weight.shape[1], self.mesh.tp_group)

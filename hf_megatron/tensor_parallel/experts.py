@@ -1,0 +1,77 @@
+"""Experts whose widths are split over tp, and the odd modules that transformers' plans name beside them."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..communication.collectives import copy_to_ranks, reduce_from_ranks
+from ..errors import UnsupportedError
+
+
+class PartialSum:
+    """Hooks of a block whose parameters are sharded but whose forward is its own: experts of one MoE layer.
+
+    Every floating input (hidden states, routing weights) is replicated and gets a partial gradient on each rank; the
+    output is a part of the sum.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, *, copy_inputs: bool = True):
+        self.group = group
+        self.copy_inputs = copy_inputs
+
+    def __deepcopy__(self, memo: dict) -> "PartialSum":
+        return self
+
+    def install(self, module: nn.Module) -> None:
+        if self.copy_inputs:
+            module.register_forward_pre_hook(self._enter, with_kwargs=True)
+        module.register_forward_hook(self._leave)
+
+    def _copy(self, value: Any) -> Any:
+        if isinstance(value, Tensor) and value.is_floating_point():
+            return copy_to_ranks(value, self.group)
+        return value
+
+    def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]):
+        return tuple(map(self._copy, args)), {name: self._copy(value) for name, value in kwargs.items()}
+
+    def _leave(self, module: nn.Module, args: tuple, output: Any) -> Any:
+        if isinstance(output, Tensor):
+            return reduce_from_ranks(output, self.group)
+        if output is None:
+            return None
+        raise UnsupportedError(f"{type(module).__name__} returned {type(output).__name__}; experts return one tensor.")
+
+
+class SharedIdentity:
+    """An identity expert inside a partial sum: every rank adds the same value, so each adds its share of it."""
+
+    def __init__(self, ranks: int):
+        self.ranks = ranks
+
+    def install(self, module: nn.Module) -> None:
+        module.register_forward_pre_hook(lambda module, args: (args[0] / self.ranks, *args[1:]))
+
+
+class LatentWithRotary:
+    """Output of an MLA down projection: the latent part meets column linears, the rotary part goes to the heads as is.
+
+    The rotary part reaches only this rank's heads, so its gradient is summed over tp
+    (transformers' `MlaKvAProjParallel`).
+    """
+
+    def __init__(self, rotary_dim: int, group: dist.ProcessGroup):
+        self.rotary_dim = rotary_dim
+        self.group = group
+
+    def __deepcopy__(self, memo: dict) -> "LatentWithRotary":
+        return self
+
+    def install(self, module: nn.Module) -> None:
+        module.register_forward_hook(self._leave)
+
+    def _leave(self, module: nn.Module, args: tuple, output: Tensor) -> Tensor:
+        latent, rotary = output.split([output.shape[-1] - self.rotary_dim, self.rotary_dim], dim=-1)
+        return torch.cat([latent, copy_to_ranks(rotary, self.group)], dim=-1)

@@ -1,0 +1,74 @@
+"""Column and row parallel linears. `in_features` and `out_features` stay global, the parameters are DTensors.
+
+Source of the scheme: Megatron-LM, `megatron/core/tensor_parallel/layers.py`.
+"""
+
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..communication.collectives import copy_to_ranks, gather_from_ranks, reduce_from_ranks, split_over_ranks
+from ..mesh import ParallelMesh
+from .local import local_view
+from .region import UniformRegion
+
+
+class ParallelLinear(nn.Linear):
+    """What the parallel linears share.
+
+    `weight_dim_out` is the weight's output dim: 0 in `nn.Linear`, 1 in transformers' `Conv1D`. With `copies` of more
+    than 1 neighbouring ranks hold the same shard and sum its gradient.
+    """
+
+    mesh: ParallelMesh
+    region: UniformRegion | None = None
+    copies: int = 1
+    sum_bias_gradient: bool = False
+    weight_dim_out: int = 0
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        return self.mesh.tp_group
+
+    @property
+    def copies_group(self) -> dist.ProcessGroup | None:
+        return self.mesh.copies_group(self.copies) if self.copies > 1 else None
+
+    def matmul(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        weight = local_view(self.weight, self.copies_group)
+        assert weight is not None
+        return F.linear(x, weight.t() if self.weight_dim_out == 1 else weight, bias)
+
+
+class ColumnParallelLinear(ParallelLinear):
+    """Splits the output features: `[..., in_features]` -> `[..., out_features / tp]`.
+
+    With `gather_output` the output is `[..., out_features]` on every rank.
+    """
+
+    gather_output: bool = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.region is None:
+            x = copy_to_ranks(x, self.group)
+        y = self.matmul(x, local_view(self.bias, self.copies_group))
+        if self.gather_output:
+            y = gather_from_ranks(y, -1, self.weight.shape[self.weight_dim_out], self.group)
+        return y
+
+
+class RowParallelLinear(ParallelLinear):
+    """Splits the input features: `[..., in_features / tp]` -> `[..., out_features]`, summed over the ranks.
+
+    With `split_input` the input is `[..., in_features]` on every rank. The bias is added once, after the sum.
+    """
+
+    split_input: bool = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.split_input:
+            x = split_over_ranks(x, -1, self.group)
+        y = self.matmul(x)
+        y = reduce_from_ranks(y, self.group) if self.region is None else self.region.leave(y)
+        bias = local_view(self.bias, self.group if self.sum_bias_gradient else None)
+        return y if bias is None else y + bias

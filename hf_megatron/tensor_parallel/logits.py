@@ -1,0 +1,238 @@
+"""The vocabulary head and what it returns while a loss is pending: logits that know how to be a loss.
+
+In `model(**batch, labels=...)` the head returns `ShardedLogits`: the head's input and the elementwise functions the
+model applies to its logits (soft-cap, scale). The model's loss function turns it into a scalar without making full
+logits. Anything else that reads it gets the gathered tensor, with the right gradient, and one warning.
+"""
+
+import inspect
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..communication.collectives import bounds, copy_to_ranks, gather_from_ranks
+from .linear import ColumnParallelLinear
+from .local import local_view
+from .loss import CrossEntropyOptions, linear_cross_entropy
+
+_ELEMENTWISE_FUNCTIONS = {
+    torch.tanh,
+    torch.mul,
+    torch.div,
+    torch.true_divide,
+    torch.Tensor.tanh,
+    torch.Tensor.mul,
+    torch.Tensor.div,
+    F.tanh,
+}
+
+
+class ShardedLogits:
+    """Logits `[batch, sequence, vocab]` that were not computed yet.
+
+    Attributes:
+        hidden (`Tensor`): the head's input.
+        head (`VocabParallelHead`): the head.
+    """
+
+    def __init__(self, hidden: Tensor, head: "VocabParallelHead", functions: tuple[Callable[[Tensor], Tensor], ...] = ()):
+        self.hidden = hidden
+        self.head = head
+        self.functions = functions
+        self.loss_taken = False
+
+    # What the model itself may do to its logits before the loss.
+    def _then(self, function: Callable[[Tensor], Tensor]) -> "ShardedLogits | Tensor":
+        if self.loss_taken:
+            return function(self.gather())
+        return ShardedLogits(self.hidden, self.head, (*self.functions, function))
+
+    def __mul__(self, factor: Any) -> "ShardedLogits | Tensor":
+        return self._then(lambda z: z * factor) if isinstance(factor, int | float) else self.gather() * factor
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, divisor: Any) -> "ShardedLogits | Tensor":
+        return self._then(lambda z: z / divisor) if isinstance(divisor, int | float) else self.gather() / divisor
+
+    def float(self) -> "ShardedLogits | Tensor":
+        return self._then(lambda z: z.float())
+
+    def to(self, *args: Any, **kwargs: Any) -> "ShardedLogits | Tensor":
+        return self._then(lambda z: z.to(*args, **kwargs))
+
+    @classmethod
+    def __torch_function__(cls, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        logits = args[0] if args else None
+        scalars = not kwargs and all(isinstance(value, int | float) for value in args[1:])
+        if isinstance(logits, cls) and function in _ELEMENTWISE_FUNCTIONS and scalars:
+            return logits._then(lambda z: function(z, *args[1:]))
+        return function(
+            *(value.gather() if isinstance(value, cls) else value for value in args),
+            **{name: value.gather() if isinstance(value, cls) else value for name, value in kwargs.items()},
+        )
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((*self.hidden.shape[:-1], self.head.out_features))
+
+    @property
+    def device(self) -> torch.device:
+        return self.hidden.device
+
+    def transform(self, local_logits: Tensor) -> Tensor:
+        for function in self.functions:
+            local_logits = function(local_logits)
+        return local_logits
+
+    def gather(self, *, warn: bool = True) -> Tensor:
+        """The full logits on every rank, differentiable. Every rank has to call it."""
+        if warn:
+            warnings.warn(
+                "Full logits are gathered from all ranks: reading `outputs.logits` in training, or a loss outside the "
+                "model, costs the memory that the vocab-parallel loss saves.",
+                stacklevel=3,
+            )
+        return gather_from_ranks(
+            self.transform(self.head.local_logits(self.hidden)), -1, self.head.out_features, self.head.group
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.gather(), name)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self.gather()[index]
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __repr__(self) -> str:
+        return f"ShardedLogits(shape={tuple(self.shape)}, not gathered)"
+
+    def cross_entropy(
+        self,
+        targets: Tensor,
+        *,
+        num_items_in_batch: Tensor | int | None,
+        ignore_index: int,
+        label_smoothing: float,
+    ) -> Tensor:
+        """The loss against `targets` of the logits' leading shape; see `linear_cross_entropy`."""
+        self.loss_taken = True
+        head = self.head
+        weight, bias = local_view(head.weight), local_view(head.bias)
+        assert weight is not None
+        options = CrossEntropyOptions(
+            group=head.group,
+            first_row=head.first_row,
+            vocabulary=head.out_features,
+            transform=self.transform if self.functions else None,
+            chunk_size=head.loss_chunk_size,
+            label_smoothing=label_smoothing,
+            ignore_index=ignore_index,
+            with_gradient=torch.is_grad_enabled(),
+        )
+        hidden = self.hidden.reshape(-1, self.hidden.shape[-1])
+        return linear_cross_entropy(hidden, weight, bias, targets.reshape(-1), num_items_in_batch, options)
+
+
+class VocabParallelHead(ColumnParallelLinear):
+    """The output embedding, split over the vocabulary.
+
+    `[batch, sequence, hidden]` -> full logits `[batch, sequence, vocab]`, or `ShardedLogits` while the model's forward
+    has labels to take a loss of.
+    """
+
+    loss_is_pending: bool = False
+    loss_chunk_size: int | None = None
+
+    @property
+    def first_row(self) -> int:
+        return bounds(self.weight.shape[0], self.mesh.tp_size, self.mesh.tp_rank)[0]
+
+    def local_logits(self, hidden: Tensor) -> Tensor:
+        return self.matmul(copy_to_ranks(hidden, self.group), local_view(self.bias))
+
+    def forward(self, x: Tensor) -> Any:
+        logits = ShardedLogits(x, self)
+        return logits if self.loss_is_pending else logits.gather(warn=False)
+
+
+def sharded_loss(original: Callable[..., Tensor], *, shift: bool) -> Callable[..., Tensor]:
+    """Wraps a transformers loss function (`ForCausalLMLoss`, or `ForMaskedLMLoss` with `shift=False`).
+
+    The labels are shifted here, on the whole sequence, before anything is sharded.
+    """
+
+    def loss_function(
+        logits: Any,
+        labels: Tensor | None = None,
+        vocab_size: int | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        ignore_index: int = -100,
+        shift_labels: Tensor | None = None,
+        label_smoothing: float = 0.0,
+        **kwargs: Any,
+    ) -> Tensor:
+        if not isinstance(logits, ShardedLogits):
+            if label_smoothing:
+                kwargs["label_smoothing"] = label_smoothing
+            if shift_labels is not None:
+                kwargs["shift_labels"] = shift_labels
+            return original(
+                logits=logits,
+                labels=labels,
+                vocab_size=vocab_size,
+                num_items_in_batch=num_items_in_batch,
+                ignore_index=ignore_index,
+                **kwargs,
+            )
+        targets = shift_labels
+        if targets is None:
+            assert labels is not None
+            targets = F.pad(labels, (0, 1), value=ignore_index)[..., 1:] if shift else labels
+        return logits.cross_entropy(
+            targets.to(logits.device),
+            num_items_in_batch=num_items_in_batch,
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+        )
+
+    return loss_function
+
+
+class PendingLoss:
+    """Model hooks that tell the head whether the forward takes a loss, and hand out full logits in evaluation."""
+
+    def __init__(self, head: VocabParallelHead, model: nn.Module):
+        self.head = head
+        self.signature = inspect.signature(model.forward)
+
+    def install(self, model: nn.Module) -> None:
+        model.register_forward_pre_hook(self._enter, with_kwargs=True)
+        model.register_forward_hook(self._leave, always_call=True)
+
+    def _enter(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        labels = kwargs.get("labels", kwargs.get("shift_labels"))
+        if labels is None and args:
+            labels = self.signature.bind_partial(*args).arguments.get("labels")
+        self.head.loss_is_pending = labels is not None
+
+    def _leave(self, model: nn.Module, args: tuple, output: Any) -> Any:
+        self.head.loss_is_pending = False
+        if torch.is_grad_enabled():
+            return output
+        # Evaluation and prediction read the logits as tensors, on every rank.
+        if isinstance(output, tuple):
+            return tuple(v.gather(warn=False) if isinstance(v, ShardedLogits) else v for v in output)
+        logits = getattr(output, "logits", None)
+        if isinstance(logits, ShardedLogits):
+            output.logits = logits.gather(warn=False)
+        return output

@@ -1,0 +1,179 @@
+"""Linear head and cross entropy in one, over a vocabulary that is split over the ranks.
+
+For each chunk of tokens the local logits `[tokens, vocab / tp]` are made, reduced to three numbers per token (maximum,
+sum of exponentials, target logit) by two all-reduces, turned into their own gradient in place and dropped. Neither the
+full logits nor, with more than one chunk, the local logits of all tokens ever exist.
+
+Source of the reduction: Megatron-LM, `megatron/core/tensor_parallel/cross_entropy.py`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..communication.collectives import copy_to_ranks
+from ..errors import ConfigError
+
+Transform = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class CrossEntropyOptions:
+    """What the kernel needs beside tensors.
+
+    Args:
+        group (`ProcessGroup`): the ranks that split the vocabulary.
+        first_row (`int`): the global id of this rank's first vocabulary row.
+        vocabulary (`int`): rows on all ranks together.
+        transform (`Callable`, *optional*): elementwise function of the logits (soft-cap, scale).
+        chunk_size (`int`, *optional*): tokens per chunk; all at once by default.
+        label_smoothing (`float`): share of the target spread evenly over the vocabulary.
+        ignore_index (`int`): targets that count for nothing.
+        with_gradient (`bool`): compute the gradients on the way.
+    """
+
+    group: dist.ProcessGroup
+    first_row: int
+    vocabulary: int
+    transform: Transform | None = None
+    chunk_size: int | None = None
+    label_smoothing: float = 0.0
+    ignore_index: int = -100
+    with_gradient: bool = True
+
+
+def _token_losses(logits: Tensor, targets: Tensor, options: CrossEntropyOptions) -> tuple[Tensor, Tensor, Tensor]:
+    """Per-token losses `[tokens]`, the probabilities `[tokens, rows]` (in a new buffer) and this rank's target mask."""
+    tokens, rows = logits.shape
+    maximum = logits.max(-1).values if rows else logits.new_full((tokens,), -torch.inf)
+    dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=options.group)
+    shifted = logits - maximum.unsqueeze(-1)
+
+    local_targets = targets - options.first_row
+    owned = (local_targets >= 0) & (local_targets < rows)
+    sums = shifted.new_zeros(3 if options.label_smoothing else 2, tokens)
+    if rows:
+        picked = shifted.gather(1, local_targets.clamp(0, rows - 1).unsqueeze(1)).squeeze(1)
+        sums[1] = picked.masked_fill(~owned, 0)
+    if options.label_smoothing:
+        sums[2] = shifted.sum(-1)
+    probabilities = shifted.exp_()
+    sums[0] = probabilities.sum(-1)
+    dist.all_reduce(sums, group=options.group)
+
+    log_sum = sums[0].log()
+    losses = log_sum - sums[1]
+    if options.label_smoothing:
+        uniform = log_sum - sums[2] / options.vocabulary
+        losses = losses + options.label_smoothing * (uniform - losses)
+    probabilities /= sums[0].unsqueeze(-1)
+    return losses, probabilities, owned
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        scale: Tensor,
+        options: CrossEntropyOptions,
+    ) -> Tensor:
+        needs_hidden, needs_weight, needs_bias = (
+            needed and options.with_gradient for needed in ctx.needs_input_grad[:3]
+        )
+        tokens = hidden.shape[0]
+        chunk_size = options.chunk_size or max(tokens, 1)
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        d_hidden = torch.empty_like(hidden) if needs_hidden else None
+        d_weight: Tensor | None = None
+        d_bias = torch.zeros_like(bias, dtype=torch.float32) if needs_bias and bias is not None else None
+
+        for start in range(0, tokens, chunk_size):
+            x, chunk_targets = hidden[start : start + chunk_size], targets[start : start + chunk_size]
+            valid = chunk_targets != options.ignore_index
+            logits = torch.nn.functional.linear(x, weight, bias)
+            transformed = logits
+            if options.transform is not None:
+                with torch.enable_grad():
+                    logits.requires_grad_(options.with_gradient)
+                    transformed = options.transform(logits)
+            losses, gradient, owned = _token_losses(transformed.detach().float(), chunk_targets, options)
+            total += losses.masked_fill(~valid, 0).sum() * scale
+            if not (needs_hidden or needs_weight or needs_bias):
+                continue
+
+            gradient -= options.label_smoothing / options.vocabulary
+            rows = owned.nonzero().squeeze(1)
+            columns = chunk_targets[rows] - options.first_row
+            gradient[rows, columns] -= 1 - options.label_smoothing
+            gradient *= (valid * scale).unsqueeze(-1)
+            gradient = gradient.to(transformed.dtype)
+            if options.transform is not None:
+                (gradient,) = torch.autograd.grad(transformed, logits, gradient)
+            gradient = gradient.to(weight.dtype)
+            if d_hidden is not None:
+                torch.mm(gradient, weight, out=d_hidden[start : start + chunk_size])
+            if needs_weight:
+                # Chunks are added in fp32, one chunk needs no wider buffer.
+                part = gradient.t() @ x
+                if d_weight is None:
+                    d_weight = part if chunk_size >= tokens else part.float()
+                else:
+                    d_weight += part
+            if d_bias is not None:
+                d_bias += gradient.sum(0)
+
+        if needs_weight and d_weight is None:
+            d_weight = torch.zeros_like(weight)
+        ctx.gradients = (d_hidden, d_weight, d_bias)
+        ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.gradients is None:
+            raise RuntimeError("The vocab-parallel loss was backpropagated twice; its gradients exist only once.")
+        gradients = [
+            None if gradient is None else gradient.mul_(upstream).to(dtype)
+            for gradient, dtype in zip(ctx.gradients, ctx.dtypes, strict=True)
+        ]
+        ctx.gradients = None
+        return (*gradients, None, None, None)
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    denominator: Tensor | int | float | None,
+    options: CrossEntropyOptions,
+) -> Tensor:
+    """Cross entropy of `hidden @ weight.T + bias`, summed over the tokens and divided by `denominator`.
+
+    Args:
+        hidden (`Tensor`): `[tokens, hidden]`, the same on every rank.
+        weight (`Tensor`): this rank's rows of the head, `[rows, hidden]`.
+        bias (`Tensor`, *optional*): `[rows]`.
+        targets (`Tensor`): `[tokens]`, global vocabulary ids or `options.ignore_index`.
+        denominator (`Tensor` or number, *optional*): by default the number of targets that are not ignored; without any
+            the loss is NaN, as in `torch.nn.functional.cross_entropy`.
+        options (`CrossEntropyOptions`): the rest.
+
+    Returns:
+        `Tensor`: a scalar, the same on every rank, in fp32. It can be backpropagated once.
+    """
+    if hidden.shape[0] != targets.shape[0]:
+        raise ConfigError(f"labels have {targets.shape[0]} entries, the logits {hidden.shape[0]}; they must match.")
+    if denominator is None:
+        denominator = (targets != options.ignore_index).sum()
+    scale = 1.0 / torch.as_tensor(denominator, device=hidden.device, dtype=torch.float32)
+    # Without a target the scale is infinite and 0 x infinity the NaN that one process returns.
+    return _LinearCrossEntropy.apply(copy_to_ranks(hidden, options.group), weight, bias, targets, scale, options)

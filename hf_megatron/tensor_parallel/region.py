@@ -1,0 +1,193 @@
+"""Where activations change hands: the entry and exit of sharded blocks, with and without sequence parallelism.
+
+Tensor parallel, one block (attention or MLP), `x` is replicated:
+
+    x --copy_to_ranks--> column linears -> row linear --reduce_from_ranks--> x
+
+Sequence parallel, the residual stream between blocks is split along the sequence:
+
+    x/tp --gather_from_ranks--> column linears -> row linear --reduce_scatter_to_ranks--> x/tp
+
+A block is *uniform* when only column linears read its input and one row linear makes its output; its collectives are
+then fused at the entry and in the row linear. Any other block (router, latent projections, state space mixers) is
+computed on the whole sequence as without sequence parallelism: gathered at its entry and cut at its exit.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..communication.collectives import (
+    copy_to_ranks,
+    gather_from_ranks,
+    reduce_from_ranks,
+    reduce_scatter_to_ranks,
+    split_over_ranks,
+)
+from ..communication.random import ReplicatedState
+from ..errors import UnsupportedError
+
+SEQUENCE_DIM = 1
+HIDDEN_STATES = "hidden_states"
+
+
+def _replace_input(args: tuple, kwargs: dict[str, Any], change) -> tuple[tuple, dict[str, Any]]:
+    """Applies `change` to the hidden states a block was called with: first positional or `hidden_states=`."""
+    if args and isinstance(args[0], Tensor):
+        return (change(args[0]), *args[1:]), kwargs
+    if isinstance(kwargs.get(HIDDEN_STATES), Tensor):
+        return args, {**kwargs, HIDDEN_STATES: change(kwargs[HIDDEN_STATES])}
+    raise UnsupportedError(
+        "A sharded block was called without hidden states as its first argument or `hidden_states=`; its family needs "
+        "a spec of its own (see CONTRIBUTING.md)."
+    )
+
+
+def _replace_output(output: Any, change) -> Any:
+    if isinstance(output, Tensor):
+        return change(output)
+    if isinstance(output, tuple) and isinstance(output[0], Tensor):
+        return (change(output[0]), *output[1:])
+    raise UnsupportedError(f"A sharded block returned {type(output).__name__}, expected a tensor or a tuple of them.")
+
+
+class _RestoreLength(torch.autograd.Function):
+    """Identity at the end of a layer stack whose backward tells the stack which sequence length it is replaying.
+
+    It runs before any layer of its graph is recomputed, so gradient checkpointing sees the right length also when
+    another forward came in between.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, stack: "SequenceStack") -> Tensor:
+        ctx.stack, ctx.length = stack, stack.length
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.stack.length = ctx.length
+        return gradient, None
+
+
+@dataclass
+class SequenceStack:
+    """One stack of layers whose residual stream is split over the group along the sequence."""
+
+    group: dist.ProcessGroup
+    dropout: "DropoutStreams"
+    length: int = 0
+
+    def __deepcopy__(self, memo: dict) -> "SequenceStack":
+        return self
+
+    def install(self, layers: nn.ModuleList) -> None:
+        layers[0].register_forward_pre_hook(self._enter, with_kwargs=True)
+        layers[-1].register_forward_hook(self._leave)
+
+    def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]):
+        def split(hidden_states: Tensor) -> Tensor:
+            self.length = hidden_states.shape[SEQUENCE_DIM]
+            return split_over_ranks(hidden_states, SEQUENCE_DIM, self.group)
+
+        changed = _replace_input(args, kwargs, split)
+        self.dropout.enter_sharded(module)
+        return changed
+
+    def _leave(self, module: nn.Module, args: tuple, output: Any) -> Any:
+        self.dropout.leave_sharded()
+
+        def gather(hidden_states: Tensor) -> Tensor:
+            whole = gather_from_ranks(hidden_states, SEQUENCE_DIM, self.length, self.group)
+            return _RestoreLength.apply(whole, self)
+
+        return _replace_output(output, gather)
+
+
+@dataclass
+class DropoutStreams:
+    """Switches to this rank's own random stream around sharded activations, only where dropout is active."""
+
+    rank: int
+    state: ReplicatedState
+
+    def enter_sharded(self, module: nn.Module) -> None:
+        if module.training and has_dropout(module):
+            self.state.enter_sharded(self.rank)
+
+    def leave_sharded(self) -> None:
+        self.state.leave_sharded()
+
+
+def has_dropout(module: nn.Module) -> bool:
+    """Whether the module draws dropout masks in training: nn.Dropout children or a rate kept as an attribute."""
+    for child in module.modules():
+        if isinstance(child, nn.Dropout) and child.p > 0:
+            return True
+        for name, value in vars(child).items():
+            if "dropout" in name and isinstance(value, float) and value > 0:
+                return True
+    return False
+
+
+@dataclass
+class UniformRegion:
+    """A block whose input only column linears read and whose output one row linear makes."""
+
+    group: dist.ProcessGroup
+    dropout: DropoutStreams
+    stack: SequenceStack | None = None
+    draws_dropout: bool = field(default=False)
+
+    def __deepcopy__(self, memo: dict) -> "UniformRegion":
+        return self
+
+    def install(self, block: nn.Module) -> None:
+        # Under sequence parallelism the whole stack runs on this rank's own stream already.
+        self.draws_dropout = self.stack is None and has_dropout(block)
+        block.register_forward_pre_hook(self._enter, with_kwargs=True)
+
+    def _enter(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]):
+        changed = _replace_input(args, kwargs, self.enter)
+        if self.draws_dropout:
+            self.dropout.enter_sharded(block)
+        return changed
+
+    def enter(self, hidden_states: Tensor) -> Tensor:
+        """Every rank gets the whole input; its gradient is summed over the ranks."""
+        if self.stack is None:
+            return copy_to_ranks(hidden_states, self.group)
+        return gather_from_ranks(hidden_states, SEQUENCE_DIM, self.stack.length, self.group, sum_gradient=True)
+
+    def leave(self, partial_output: Tensor) -> Tensor:
+        """Sums the row linear's partial outputs."""
+        if self.draws_dropout:
+            self.dropout.leave_sharded()
+        if self.stack is None:
+            return reduce_from_ranks(partial_output, self.group)
+        return reduce_scatter_to_ranks(partial_output, SEQUENCE_DIM, self.group)
+
+
+@dataclass
+class WholeSequenceRegion:
+    """A block that every rank computes on the whole sequence, inside a sequence parallel stack."""
+
+    stack: SequenceStack
+
+    def __deepcopy__(self, memo: dict) -> "WholeSequenceRegion":
+        return self
+
+    def install(self, block: nn.Module) -> None:
+        block.register_forward_pre_hook(self._enter, with_kwargs=True)
+        block.register_forward_hook(self._leave)
+
+    def _enter(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]):
+        def gather(hidden_states: Tensor) -> Tensor:
+            return gather_from_ranks(hidden_states, SEQUENCE_DIM, self.stack.length, self.stack.group)
+
+        return _replace_input(args, kwargs, gather)
+
+    def _leave(self, block: nn.Module, args: tuple, output: Any) -> Any:
+        return _replace_output(output, lambda whole: split_over_ranks(whole, SEQUENCE_DIM, self.stack.group))

@@ -1,0 +1,132 @@
+"""Finds layer stacks, uniform blocks and whole-sequence blocks by the structure of a model and its styles.
+
+Nothing here touches a process group: the result is names, and can be tested on the meta device.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from .styles import style
+
+# What works on one token at a time may run on a piece of the sequence.
+_POINTWISE_NAME = re.compile(r"norm|dropout|identity|activation|act$", re.IGNORECASE)
+
+
+@dataclass
+class Structure:
+    """Names of the modules at which activations change hands.
+
+    Attributes:
+        uniform: entry block -> its row linear.
+        stack_of: uniform entry block -> the layer stack whose sequence it gathers; absent inside whole-sequence blocks.
+        whole: block -> its layer stack, for blocks computed on the whole sequence.
+        stacks: names of the layer stacks.
+    """
+
+    uniform: dict[str, str] = field(default_factory=dict)
+    stack_of: dict[str, str] = field(default_factory=dict)
+    whole: dict[str, str] = field(default_factory=dict)
+    stacks: list[str] = field(default_factory=list)
+
+    def is_pointwise_parameter(self, name: str) -> bool:
+        """Whether a parameter is applied to a piece of the sequence: inside a stack, outside whole-sequence blocks."""
+        if not any(name.startswith(stack + ".") for stack in self.stacks):
+            return False
+        return not any(name.startswith(block + ".") for block in self.whole)
+
+
+def _style_of(name: str, styles: Mapping[str, str]):
+    return style(styles[name]) if name in styles else None
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def uniform_row(name: str, module: nn.Module, styles: Mapping[str, str]) -> str | None:
+    """The row linear of a block in which column linears read the input and nothing else does, or `None`."""
+    rows, columns = [], 0
+    for child_name, child in module.named_children():
+        full_name = f"{name}.{child_name}"
+        child_style = _style_of(full_name, styles)
+        if child_style is not None and child_style.is_row:
+            rows.append(full_name)
+        elif child_style is not None and child_style.is_column:
+            columns += 1
+        elif _has_parameters(child) and styles.get(full_name) != "replicated_sum":
+            return None
+    if len(rows) == 1 and columns and all(styles.get(f"{name}.{p}") == "split_rows" for p in module._parameters):
+        return rows[0]
+    return None
+
+
+def _is_pointwise(module: nn.Module) -> bool:
+    if type(module).forward is nn.Linear.forward or isinstance(module, nn.Dropout):
+        return True
+    return bool(_POINTWISE_NAME.search(type(module).__name__)) or not _has_parameters(module)
+
+
+def _blocks(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The children of a layer that are called, looking through module lists."""
+    for child_name, child in module.named_children():
+        full_name = f"{name}.{child_name}"
+        if isinstance(child, nn.ModuleList):
+            yield from _blocks(full_name, child)
+        else:
+            yield full_name, child
+
+
+def find_structure(
+    model: nn.Module,
+    styles: Mapping[str, str],
+    *,
+    stacks: list[str] | None = None,
+    regions: Mapping[str, str] | None = None,
+    several_inputs: frozenset[str] = frozenset(),
+    transparent: frozenset[str] = frozenset(),
+) -> Structure:
+    """Builds the `Structure` of a model.
+
+    Args:
+        model (`nn.Module`): on any device, also meta.
+        styles (`Mapping[str, str]`): concrete module or parameter name -> style name.
+        stacks (`list[str]`, *optional*): names of the layer stacks; by default every outermost `nn.ModuleList` in which
+            something is split.
+        regions (`Mapping[str, str]`, *optional*): uniform blocks whose row linear is not their child.
+        several_inputs: blocks whose linears read more than one tensor, as in cross attention.
+        transparent: wrappers inside a layer that only chain pointwise modules and blocks.
+    """
+    structure = Structure(uniform=dict(regions or {}))
+    modules = dict(model.named_modules())
+    for name, module in modules.items():
+        if name and name not in structure.uniform and name not in several_inputs:
+            row = uniform_row(name, module, styles)
+            if row is not None:
+                structure.uniform[name] = row
+
+    split = [name for name in styles if style(styles[name]).splits]
+    if stacks is None:
+        lists = [
+            name
+            for name, module in modules.items()
+            if isinstance(module, nn.ModuleList) and any(other.startswith(name + ".") for other in split)
+        ]
+        stacks = [name for name in lists if not any(name.startswith(outer + ".") for outer in lists if outer != name)]
+    structure.stacks = stacks
+
+    for stack in stacks:
+        for index, layer in enumerate(modules[stack].children()):
+            pending = list(_blocks(f"{stack}.{index}", layer))
+            while pending:
+                name, block = pending.pop()
+                if name in structure.uniform:
+                    structure.stack_of[name] = stack
+                elif name in transparent:
+                    pending.extend(_blocks(name, block))
+                elif not _is_pointwise(block):
+                    structure.whole[name] = stack
+    return structure
+

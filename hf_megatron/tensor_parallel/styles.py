@@ -1,0 +1,257 @@
+"""Styles: how one module or parameter is laid out over tp, selected by name in a family's plan.
+
+| style | weight | what moves |
+|---|---|---|
+| `column` | output features split | input copied (gradient summed), output stays split |
+| `column_gather` | output features split | output joined on every rank |
+| `packed_column` / `fused_qkv` | 2 / 3 equal blocks of output features, each split | as `column` |
+| `vocab_head` | vocabulary rows split | logits stay split until the loss, or are joined |
+| `row` | input features split | input comes split, output summed |
+| `row_split` | input features split | input comes whole and is cut |
+| `vocab_embedding` | vocabulary rows split | lookups summed |
+| `hidden_embedding` | columns split | parts joined |
+| `replicated` | whole | nothing |
+| `replicated_sum` | whole | sees only this rank's heads: gradient summed |
+| `latent_with_rotary` | whole | gradient of the rotary part of the output summed |
+| `partial_sum` | by its parameters' own rules | inputs copied, output summed (experts) |
+| `output_sum` | by its parts' own rules | output summed |
+| `shared_identity` | none | input divided by tp inside a partial sum |
+| `split_rows` / `split_columns` / `packed_rows` / `packed_columns` | one parameter: dim -2 / dim -1, plain or as 2 blocks | nothing |
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from ..errors import PlanError
+from ..mesh import ParallelMesh
+from ..spec import GradientRule, Placement
+from .embedding import HiddenParallelEmbedding, VocabParallelEmbedding
+from .experts import LatentWithRotary, PartialSum, SharedIdentity
+from .linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear
+from .local import become
+from .logits import VocabParallelHead
+from .region import UniformRegion
+
+
+@dataclass
+class ModuleContext:
+    """What a style may need to know when it is installed on one module."""
+
+    name: str
+    mesh: ParallelMesh
+    gradient: Mapping[str, GradientRule]
+    region: UniformRegion | None = None
+    copies: int = 1
+    rotary_dim: int | None = None
+    loss_chunk_size: int | None = None
+
+
+def _is_transposed(module: nn.Module) -> bool:
+    # transformers.pytorch_utils.Conv1D keeps its weight as [in, out] and names its output width `nf`.
+    return type(module).__name__ == "Conv1D"
+
+
+def _require_linear(module: nn.Module, name: str, style: str, plain_classes: tuple[str, ...]) -> None:
+    if type(module).__name__ in plain_classes and isinstance(module, nn.Linear):
+        return
+    if _is_transposed(module) or (isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward):
+        return
+    raise PlanError(
+        f"{name} is a {type(module).__name__} with a forward of its own; style {style!r} replaces the forward of "
+        "nn.Linear and Conv1D only. Name the class in the family's `plain_linear_classes` if it computes the same."
+    )
+
+
+class Style:
+    """Base: parameters whole, gradients complete, forward untouched."""
+
+    reads_locally = True
+    is_column = False
+    is_row = False
+    splits = False
+
+    def placement(self, parameter_name: str, parameter: Tensor, module: nn.Module) -> Placement:
+        return Placement()
+
+    def gradient(self, placement: Placement) -> GradientRule:
+        return GradientRule.SUM_COPIES if placement.copies > 1 else GradientRule.COMPLETE
+
+    def check(self, module: nn.Module, name: str, plain_linear_classes: tuple[str, ...] = ()) -> None:
+        """Raises `PlanError` when the style cannot be applied to this module."""
+
+    def install(self, module: nn.Module, context: ModuleContext) -> None:
+        """Makes the module compute with its local parameters."""
+
+
+class _Linear(Style):
+    reads_locally = False
+    splits = True
+    parallel_class: type[ParallelLinear]
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def check(self, module: nn.Module, name: str, plain_linear_classes: tuple[str, ...] = ()) -> None:
+        _require_linear(module, name, self.name, plain_linear_classes)
+
+    def install(self, module: nn.Module, context: ModuleContext) -> None:
+        transposed = _is_transposed(module)
+        become(module, self.parallel_class)
+        assert isinstance(module, ParallelLinear)
+        module.mesh = context.mesh
+        module.region = context.region
+        if transposed:
+            module.weight_dim_out = 1
+            module.in_features, module.out_features = module.weight.shape
+        module.copies = context.copies
+        module.sum_bias_gradient = context.gradient.get("bias") is GradientRule.SUM_TP
+
+
+class _Column(_Linear):
+    parallel_class = ColumnParallelLinear
+
+    def __init__(self, name: str, *, groups: int = 1, gather_output: bool = False):
+        super().__init__(name)
+        self.groups = groups
+        self.gather_output = gather_output
+        self.is_column = not gather_output
+
+    def placement(self, parameter_name: str, parameter: Tensor, module: nn.Module) -> Placement:
+        transposed = _is_transposed(module) and parameter_name == "weight"
+        return Placement(1 if transposed else 0, groups=self.groups)
+
+    def install(self, module: nn.Module, context: ModuleContext) -> None:
+        super().install(module, context)
+        assert isinstance(module, ColumnParallelLinear)
+        module.gather_output = self.gather_output
+
+
+class _Row(_Linear):
+    parallel_class = RowParallelLinear
+
+    def __init__(self, name: str, *, split_input: bool = False):
+        super().__init__(name)
+        self.split_input = split_input
+        self.is_row = not split_input
+
+    def placement(self, parameter_name: str, parameter: Tensor, module: nn.Module) -> Placement:
+        if parameter_name == "bias":
+            return Placement()
+        return Placement(0 if _is_transposed(module) else 1)
+
+    def install(self, module: nn.Module, context: ModuleContext) -> None:
+        super().install(module, context)
+        assert isinstance(module, RowParallelLinear)
+        module.split_input = self.split_input
+
+
+class _Head(_Column):
+    parallel_class = VocabParallelHead
+
+    def __init__(self) -> None:
+        super().__init__("vocab_head")
+        self.is_column = False
+
+    def install(self, module: nn.Module, context: ModuleContext) -> None:
+        super().install(module, context)
+        assert isinstance(module, VocabParallelHead)
+        module.loss_chunk_size = context.loss_chunk_size
+
+
+class _Embedding(Style):
+    reads_locally = False
+    splits = True
+
+    def __init__(self, dim: int):
+        self.dim = dim
+
+    def placement(self, parameter_name: str, parameter: Tensor, module: nn.Module) -> Placement:
+        return Placement(self.dim)
+
+    def check(self, module: nn.Module, name: str, plain_linear_classes: tuple[str, ...] = ()) -> None:
+        if not isinstance(module, nn.Embedding):
+            raise PlanError(f"{name} is a {type(module).__name__}; an embedding style needs an nn.Embedding.")
+
+    def install(self, module: nn.Module, context: ModuleContext) -> None:
+        own_forward = type(module).forward is not nn.Embedding.forward
+        become(module, VocabParallelEmbedding if self.dim == 0 else HiddenParallelEmbedding, own_forward=own_forward)
+        module.mesh = context.mesh  # type: ignore[assignment]
+
+
+class _Replicated(Style):
+    def __init__(self, rule: GradientRule = GradientRule.COMPLETE):
+        self.rule = rule
+
+    def gradient(self, placement: Placement) -> GradientRule:
+        return self.rule
+
+
+class _Latent(Style):
+    def install(self, module: nn.Module, context: ModuleContext) -> None:
+        if context.rotary_dim is None:
+            raise PlanError(f"{context.name}: the config has no qk_rope_head_dim, which style 'latent_with_rotary' needs.")
+        LatentWithRotary(context.rotary_dim, context.mesh.tp_group).install(module)
+
+
+class _PartialSum(Style):
+    def __init__(self, *, copy_inputs: bool = True):
+        self.copy_inputs = copy_inputs
+
+    def gradient(self, placement: Placement) -> GradientRule:
+        return GradientRule.SUM_TP if placement.dim is None else GradientRule.COMPLETE
+
+    def install(self, module: nn.Module, context: ModuleContext) -> None:
+        PartialSum(context.mesh.tp_group, copy_inputs=self.copy_inputs).install(module)
+
+
+class _SharedIdentity(Style):
+    def install(self, module: nn.Module, context: ModuleContext) -> None:
+        SharedIdentity(context.mesh.tp_size).install(module)
+
+
+class _SplitParameter(Style):
+    """One bare parameter; its owner's forward reads it as a local tensor."""
+
+    splits = True
+
+    def __init__(self, dim: int, groups: int = 1):
+        self.dim = dim
+        self.groups = groups
+
+    def placement(self, parameter_name: str, parameter: Tensor, module: nn.Module) -> Placement:
+        if parameter.dim() == 1:
+            # Along the outputs a vector is split like them; along the inputs it is a bias, added once.
+            return Placement(0, groups=self.groups) if self.dim == -2 else Placement()
+        return Placement(parameter.dim() + self.dim, groups=self.groups)
+
+
+STYLES: Mapping[str, Style] = {
+    "column": _Column("column"),
+    "column_gather": _Column("column_gather", gather_output=True),
+    "packed_column": _Column("packed_column", groups=2),
+    "fused_qkv": _Column("fused_qkv", groups=3),
+    "vocab_head": _Head(),
+    "row": _Row("row"),
+    "row_split": _Row("row_split", split_input=True),
+    "vocab_embedding": _Embedding(0),
+    "hidden_embedding": _Embedding(1),
+    "replicated": _Replicated(),
+    "replicated_sum": _Replicated(GradientRule.SUM_TP),
+    "latent_with_rotary": _Latent(),
+    "partial_sum": _PartialSum(),
+    "output_sum": _PartialSum(copy_inputs=False),
+    "shared_identity": _SharedIdentity(),
+    "split_rows": _SplitParameter(-2),
+    "split_columns": _SplitParameter(-1),
+    "packed_rows": _SplitParameter(-2, groups=2),
+    "packed_columns": _SplitParameter(-1, groups=2),
+}
+
+
+def style(name: str) -> Style:
+    """Looks a style up; an unknown name raises `PlanError` with the known ones."""
+    if name not in STYLES:
+        raise PlanError(f"Unknown style {name!r}; known: {', '.join(STYLES)}.")
+    return STYLES[name]

@@ -1,0 +1,129 @@
+"""The only file that names private or version-dependent upstream symbols.
+
+Checked with torch 2.11 to 2.13, transformers 5.23, accelerate 1.15. What to watch for: a wired-up
+`enable_sequence_parallel` and a loss-parallel head in transformers make parts of this library unnecessary.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import _StridedShard
+
+# transformers.distributed.tensor_parallel.ALL_PARALLEL_STYLES of 5.23 that plans of models use. A name that is not
+# here appeared later, and `registry.derive` refuses it.
+KNOWN_STYLES = frozenset(
+    {
+        "all_reduce",
+        "colwise",
+        "colwise_gather_output",
+        "colwise_rep",
+        "embedding_colwise",
+        "embedding_rowwise",
+        "local_params",
+        "mla_kv_a_proj",
+        "moe_identity_expert",
+        "moe_tp_experts",
+        "packed_colwise",
+        "packed_rowwise",
+        "replicate",
+        "replicated_with_grad_allreduce",
+        "rowwise",
+        "rowwise_rep",
+        "rowwise_split_input",
+    }
+)
+
+
+def split_mesh_axis(mesh: DeviceMesh, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """Two axes out of one (`DeviceMesh._unflatten`, private in torch 2.11 to 2.13)."""
+    return mesh._unflatten(0, sizes, names)
+
+
+def strided_shard(dim: int, groups: int) -> Any:
+    """The placement of a dim made of `groups` equal blocks that are split one by one (private in torch 2.11 to 2.13)."""
+    return _StridedShard(dim=dim, split_factor=groups)
+
+
+def dtensor_from_local(local: torch.Tensor, like: DTensor) -> DTensor:
+    """A DTensor of the placements, global shape and stride of `like` around a local tensor, without communication."""
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def local_tensor(tensor: DTensor) -> torch.Tensor:
+    """The storage of a DTensor without an autograd node (`to_local` makes one)."""
+    return tensor._local_tensor
+
+
+def merged_tp_plan(model: Any) -> dict[str, str]:
+    """The plan transformers merged from the config, the class and the children of a model (`_tp_plan`)."""
+    return dict(model._tp_plan or {})
+
+
+def loss_functions() -> dict[Any, bool]:
+    """transformers' token losses -> whether they shift the labels."""
+    from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
+
+    return {ForCausalLMLoss: True, ForMaskedLMLoss: False}
+
+
+def untied_state_dict(model: Any) -> dict[str, torch.Tensor]:
+    """A model's state dict as stock `save_pretrained` would write it: ignored keys dropped, tied weights once."""
+    from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+    state_dict = model.state_dict()
+    for name in model._keys_to_ignore_on_save or ():
+        state_dict.pop(name, None)
+    # The helper compares storages; tied DTensors share theirs through the same parameter.
+    by_identity: dict[int, str] = {}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    tied = set(model.all_tied_weights_keys)
+    for name in list(state_dict):
+        identity = id(parameters.get(name, state_dict[name]))
+        first = by_identity.setdefault(identity, name)
+        if first != name:
+            state_dict.pop(name if name in tied or first not in tied else first, None)
+    plain = {name: value for name, value in state_dict.items() if not isinstance(value, DTensor)}
+    kept = remove_tied_weights_from_state_dict(dict(plain), model)
+    return {name: value for name, value in state_dict.items() if name in kept or name not in plain}
+
+
+def revert_conversion(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """In-memory names and shapes -> those of the checkpoint format (`revert_weight_conversion`)."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return revert_weight_conversion(model, tensors)
+
+
+def conversion_groups(model: Any, names: list[str]) -> list[list[str]]:
+    """Names that one reverse conversion combines, together; all others alone."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import PrefixChange, WeightConverter, apply_converters
+
+    conversions = getattr(model, "_weight_conversions", None)
+    if conversions is None:
+        conversions = get_model_conversion_mapping(model, add_legacy=False)
+        conversions = [conversion for conversion in conversions if not isinstance(conversion, PrefixChange)]
+    reverse = [conversion.reverse_transform() for conversion in conversions[::-1]]
+    converters = [conversion for conversion in reverse if isinstance(conversion, WeightConverter)]
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        target, pattern = apply_converters(name, converters)
+        groups.setdefault(target if pattern is not None else name, []).append(name)
+    return list(groups.values())
+
+
+def all_gather_single(output: torch.Tensor, shard: torch.Tensor, group: Any) -> None:
+    """`all_gather_into_tensor`, renamed in torch 2.13."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(output, shard, group=group)
+
+
+def reduce_scatter_single(output: torch.Tensor, parts: torch.Tensor, group: Any) -> None:
+    """`reduce_scatter_tensor`, renamed in torch 2.13."""
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    scatter(output, parts, group=group)

@@ -1,0 +1,104 @@
+"""The metric of a parity case, and its limits.
+
+Limits (fp32). Calibrated on correct code over the recorded model types at tp2, tp2+sp and tp4; `docs/design.md` has the
+observed errors.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .measure import Measurement
+
+LOSS = 1e-6
+NORM = 1e-6
+GRADIENT = 1e-5
+# Gradients that are much smaller than the model's largest are compared with this share of the largest.
+GRADIENT_FLOOR = 1e-3
+WEIGHTS = 1e-5
+
+
+@dataclass(frozen=True)
+class Error:
+    """One compared quantity: `value` is its error over the limit, so that more than 1 is a mismatch."""
+
+    quantity: str
+    value: float
+
+    def __str__(self) -> str:
+        return f"{self.quantity}: {self.value:.3g} x the limit"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All errors of one case, the worst first."""
+
+    errors: tuple[Error, ...]
+
+    @property
+    def worst(self) -> Error:
+        return self.errors[0]
+
+    @property
+    def passed(self) -> bool:
+        return self.worst.value <= 1
+
+    def report(self, count: int = 8) -> str:
+        bad = [error for error in self.errors if not error.value <= 1]
+        lines = [f"{len(bad)} of {len(self.errors)} quantities differ from one process; worst:"] if bad else []
+        return "\n".join([*lines, *(f"  {error}" for error in self.errors[:count])])
+
+
+def _relative(a: float, b: float, limit: float) -> float:
+    error = abs(a - b) / max(abs(b), 1e-30) / limit
+    return error if error == error else float("inf")
+
+
+def _largest(tensor: Tensor) -> float:
+    return tensor.abs().max().item() if tensor.numel() else 0.0
+
+
+def _tensor_error(a: Tensor, b: Tensor, scale: float) -> float:
+    if a.shape != b.shape:
+        return float("inf")
+    difference = _largest(a.double() - b.double())
+    if difference != difference:
+        return float("inf")
+    return difference / scale if scale else (0.0 if difference == 0 else float("inf"))
+
+
+def compare(found: Measurement, reference: Measurement) -> Comparison:
+    """Compares a measurement with the one-process reference."""
+    errors = [
+        Error("loss", _relative(found.loss, reference.loss, LOSS)),
+        Error("eval loss", _relative(found.eval_loss, reference.eval_loss, LOSS)),
+        Error("gradient norm", _relative(found.norm, reference.norm, NORM)),
+    ]
+    largest = max((_largest(g) for g in reference.gradients.values() if g is not None), default=0.0)
+    for name in sorted(found.gradients.keys() | reference.gradients.keys()):
+        a, b = found.gradients.get(name), reference.gradients.get(name)
+        if a is None and b is None:
+            continue
+        if a is None or b is None:
+            errors.append(Error(f"gradient of {name} is {'missing' if a is None else 'surplus'}", float("inf")))
+            continue
+        scale = max(_largest(b), GRADIENT_FLOOR * largest) * GRADIENT
+        errors.append(Error(f"gradient of {name}", _tensor_error(a, b, scale)))
+    for optimizer, weights in reference.weights.items():
+        for name, b in weights.items():
+            a = found.weights.get(optimizer, {}).get(name)
+            value = float("inf") if a is None else _tensor_error(a, b, _largest(b) * WEIGHTS)
+            errors.append(Error(f"{name} after {optimizer}", value))
+    return Comparison(tuple(sorted(errors, key=lambda error: -error.value)))
+
+
+def reference_error(a: Measurement, b: Measurement) -> float:
+    """Root mean square gradient error relative to `b`, for comparing low precision runs with an fp32 one."""
+    squared, total = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+    for name, gradient in b.gradients.items():
+        other = a.gradients.get(name)
+        if gradient is not None and other is not None:
+            squared += (other.double() - gradient.double()).pow(2).sum()
+            total += gradient.double().pow(2).sum()
+    return (squared / total).sqrt().item()

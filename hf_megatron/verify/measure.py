@@ -1,0 +1,86 @@
+"""What is compared: loss, every gradient, its norm, and the weights after two optimizer steps, all in full."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..checkpoint.merged import gather_to_first
+from ..data_parallel.gradient_norm import gradient_norm
+from ..parallelize import parallel_state
+
+# The default eps of AdamW turns round-off in gradients that are zero in exact arithmetic (key biases, for one) into
+# whole steps.
+OPTIMIZERS: Mapping[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, eps=1e-4),
+}
+STEPS = 2
+
+
+@dataclass
+class Measurement:
+    """One model's numbers; gradients and weights are full tensors (on parallel models: of tp rank 0 only)."""
+
+    loss: float
+    eval_loss: float
+    norm: float
+    gradients: dict[str, Tensor | None] = field(default_factory=dict)
+    weights: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+
+
+def _full(model: Any, values: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+    state = parallel_state(model)
+    if state is None:
+        return {name: None if value is None else value.detach().clone() for name, value in values.items()}
+    full: dict[str, Tensor | None] = {}
+    for name, value in values.items():
+        gathered = None if value is None else gather_to_first(value, state.claims[name].placement, state.mesh)
+        # A replicated tensor is handed out as it is; the optimizer is about to change it.
+        full[name] = None if gathered is None else gathered.clone()
+    return full if state.mesh.tp_rank == 0 else {}
+
+
+def _backward(model: nn.Module, batches: list[dict[str, Tensor]]) -> float:
+    """One optimizer step's worth of gradient: the mean of the microbatch losses."""
+    total = 0.0
+    for batch in batches:
+        loss = model(**batch).loss / len(batches)
+        loss.backward()
+        total += loss.item()
+    return total
+
+
+def measure(model: Any, batches: list[dict[str, Tensor]], optimizers: Iterable[str] = tuple(OPTIMIZERS)) -> Measurement:
+    """Measures a model on the microbatches of one step; the model's weights are as before afterwards."""
+    model.eval()
+    with torch.no_grad():
+        eval_loss = model(**batches[0]).loss.item()
+    model.train()
+    model.zero_grad()
+    loss = _backward(model, batches)
+    parameters = dict(model.named_parameters())
+    gradients = {name: parameter.grad for name, parameter in parameters.items()}
+    result = Measurement(loss, eval_loss, float("nan"), _full(model, gradients))
+    if parallel_state(model) is None:
+        norms = [gradient.norm() for gradient in gradients.values() if gradient is not None]
+        result.norm = torch.stack(norms).norm().item()
+    else:
+        result.norm = gradient_norm(parameters.values()).item()
+
+    start = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    for optimizer_name in optimizers:
+        optimizer = OPTIMIZERS[optimizer_name](parameters.values())
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            _backward(model, batches)
+            optimizer.step()
+        weights = _full(model, parameters)
+        result.weights[optimizer_name] = {name: weight for name, weight in weights.items() if weight is not None}
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                parameter.copy_(start[name])
+    model.zero_grad()
+    return result

@@ -1,0 +1,114 @@
+"""A parity case: a tiny twin in one process against the same twin on several ranks."""
+
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from ..config import MegatronConfig
+from .compare import Comparison, compare
+from .measure import Measurement, measure
+from .ranks import run_ranks
+from .twin import draw_parameters, make_batch, tiny_config
+
+TASKS = {"causal": "AutoModelForCausalLM", "masked": "AutoModelForMaskedLM", "seq2seq": "AutoModelForSeq2SeqLM", "classification": "AutoModelForSequenceClassification"}
+
+
+@dataclass
+class Twin:
+    """A tiny model saved to disk, its batches and its one-process numbers."""
+
+    class_name: str
+    directory: Path
+    batches: list[dict[str, Tensor]]
+    reference: Measurement
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+    def load(self, **kwargs: Any) -> Any:
+        """Loads the twin, with `megatron_config=` on the ranks of a job."""
+        return getattr(transformers, self.class_name).from_pretrained(self.directory, **self.kwargs, **kwargs)
+
+    def delete(self) -> None:
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+
+def make_twin(
+    config: PreTrainedConfig,
+    *,
+    task: str = "causal",
+    class_name: str | None = None,
+    changes: dict[str, Any] | None = None,
+    microbatches: int = 1,
+    seed: int = 0,
+    sequence_length: int = 13,
+) -> Twin:
+    """Builds a twin and measures it in this process.
+
+    Args:
+        config (`PreTrainedConfig`): of any size; it is shrunk.
+        task (`str`): `causal`, `masked`, `seq2seq` or `classification`.
+        class_name (`str`, *optional*): a transformers class instead of the task's Auto class.
+        changes (`dict`, *optional*): attributes set on the tiny config.
+        microbatches (`int`): batches per optimizer step, with unequal numbers of labels.
+        seed, sequence_length (`int`): of the parameters and the batches.
+    """
+    tiny = tiny_config(config)
+    for name, value in (changes or {}).items():
+        setattr(tiny.get_text_config(), name, value)
+    builder = getattr(transformers, class_name or TASKS[task])
+    torch.manual_seed(seed)
+    model = (builder(tiny) if class_name else builder.from_config(tiny)).float()
+    draw_parameters(model, seed)
+    directory = Path(tempfile.mkdtemp(prefix="hf_megatron_twin_"))
+    model.save_pretrained(directory)
+    batches = [
+        make_batch(tiny, sequence_length=sequence_length, seed=seed + index, task=task) for index in range(microbatches)
+    ]
+    twin = Twin(type(model).__name__, directory, batches, Measurement(0, 0, 0))
+    # Read back, so that both sides start from the same file.
+    twin.reference = measure(twin.load(), batches)
+    return twin
+
+
+def check_twin(
+    twin: Twin,
+    config: MegatronConfig,
+    *,
+    sabotage: Callable[[], None] | None = None,
+    timeout: float = 120.0,
+    prepare: Callable[[Any], None] | None = None,
+) -> Comparison:
+    """Compares the twin on the ranks of `config` with its reference.
+
+    Args:
+        twin (`Twin`): from `make_twin`.
+        config (`MegatronConfig`): the layout; the gate of recorded results is left open.
+        sabotage (`Callable`, *optional*): called on every rank before the model is made, to seed a fault.
+        timeout (`float`): seconds.
+        prepare (`Callable`, *optional*): called with the model before it is measured.
+    """
+
+    def on_rank() -> Measurement:
+        if sabotage is not None:
+            sabotage()
+        model = twin.load(megatron_config=config)
+        if prepare is not None:
+            prepare(model)
+        return measure(model, twin.batches)
+
+    measurements = run_ranks(on_rank, config.ranks_per_replica, timeout=timeout)
+    comparison = compare(measurements[0], twin.reference)
+    for rank, other in enumerate(measurements[1:], 1):
+        if (other.loss, other.norm) != (measurements[0].loss, measurements[0].norm):
+            from .compare import Error
+
+            disagreement = Error(f"rank {rank} reports another loss or norm than rank 0", float("inf"))
+            return Comparison((disagreement, *comparison.errors))
+    return comparison

@@ -1,0 +1,121 @@
+"""Runs a function on several ranks that are forked from this process.
+
+This process has imported torch and transformers already; a fork starts in milliseconds where a fresh interpreter takes
+seconds. Process groups exist only in the forks.
+"""
+
+import contextlib
+import os
+import pickle
+import shutil
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..errors import RankError
+from ..integrations.accelerate import set_rank_environment
+
+# After one rank failed, the others get this long to fail on their own before they are killed.
+_GRACE_SECONDS = 3.0
+
+
+def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0, **kwargs: Any) -> list[Any]:
+    """Calls `function(*args, **kwargs)` on `world_size` forked ranks of a gloo job, one thread each.
+
+    Args:
+        function (`Callable`): runs on every rank; what it returns must be picklable.
+        world_size (`int`): ranks.
+        timeout (`float`, defaults to 120): seconds until all ranks are killed.
+
+    Returns:
+        `list`: each rank's result, in the order of ranks.
+
+    Raises:
+        RankError: with the traceback of every rank that failed, and the names of those that were stuck.
+    """
+    directory = Path(tempfile.mkdtemp(prefix="hf_megatron_ranks_"))
+    processes: dict[int, int] = {}
+    try:
+        for rank in range(world_size):
+            process = os.fork()
+            if process == 0:
+                _be_rank(function, rank, world_size, directory, args, kwargs)
+            processes[rank] = process
+        stuck = _wait(processes, directory, timeout)
+        return _collect(directory, world_size, stuck, timeout)
+    finally:
+        for process in processes.values():
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                os.kill(process, signal.SIGKILL)
+                os.waitpid(process, 0)
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _be_rank(function: Callable, rank: int, world_size: int, directory: Path, args: tuple, kwargs: dict) -> None:
+    """Runs in the fork and never returns."""
+    status = 1
+    try:
+        torch.set_num_threads(1)
+        set_rank_environment(rank, world_size)
+        store = dist.FileStore(str(directory / "store"), world_size)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+        outcome: tuple[bool, Any] = (True, function(*args, **kwargs))
+        status = 0
+    except BaseException:
+        outcome = (False, traceback.format_exc())
+    try:
+        partial = directory / f"rank{rank}.partial"
+        with open(partial, "wb") as file:
+            try:
+                pickle.dump(outcome, file)
+            except Exception:
+                file.seek(0)
+                file.truncate()
+                status = 1
+                pickle.dump((False, f"the result cannot be pickled:\n{traceback.format_exc()}"), file)
+        partial.rename(directory / f"rank{rank}")
+    finally:
+        # Skips the interpreter's and the test runner's exit handlers, which belong to the parent.
+        os._exit(status)
+
+
+def _wait(processes: dict[int, int], directory: Path, timeout: float) -> list[int]:
+    """Waits for all ranks; returns those still running when time, or patience after a failure, ran out."""
+    deadline = time.monotonic() + timeout
+    running = dict(processes)
+    while running and time.monotonic() < deadline:
+        for rank, process in list(running.items()):
+            finished, status = os.waitpid(process, os.WNOHANG)
+            if finished:
+                del running[rank]
+                del processes[rank]
+                if status != 0:
+                    deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+        time.sleep(0.005)
+    return sorted(running)
+
+
+def _collect(directory: Path, world_size: int, stuck: list[int], timeout: float) -> list[Any]:
+    results, failures = [], []
+    for rank in range(world_size):
+        file = directory / f"rank{rank}"
+        if rank in stuck:
+            failures.append(f"rank {rank} was stuck and killed (time limit {timeout:g} s, {_GRACE_SECONDS:g} s after a failure)")
+        elif not file.exists():
+            failures.append(f"rank {rank} died without a result")
+        else:
+            ok, value = pickle.loads(file.read_bytes())
+            if ok:
+                results.append(value)
+            else:
+                failures.append(f"rank {rank} failed:\n{value}")
+    if failures:
+        raise RankError("\n".join(failures))
+    return results

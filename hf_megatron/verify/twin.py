@@ -1,0 +1,461 @@
+# Copyright 2026 The HuggingFace Team. All rights reserved.
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The tiny twin of a model: a small config, random weights and a batch that keep every feature of the model active."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+
+VOCAB_SIZE = 131
+FIRST_SPECIAL_TOKEN = 120
+MOE_SIZE = 48
+
+
+def _by_name(*rows: tuple[float, str]) -> dict[str, Any]:
+    """Spells out a table of values and of the names of the attributes that take them."""
+    return {name: value for value, names in rows for name in names.split()}
+
+
+EXPERT_COUNTS = "num_experts num_local_experts n_routed_experts moe_num_experts"
+
+# Upper bounds: a value is only ever lowered, so that a feature which is off (0 shared experts) or degenerate (1 KV
+# head, top-1 routing) stays as it is. The numbers are unalike on purpose: swapped dimensions then fail on shapes.
+SIZES: Mapping[str, int] = _by_name(
+    (VOCAB_SIZE, "vocab_size vocab_size_per_layer_input"),
+    # A padded head stays padded.
+    (VOCAB_SIZE - 2, "unpadded_vocab_size"),
+    (64, "hidden_size n_embd d_model"),
+    # Even, and not divisible by 4: four ranks get uneven slices.
+    (90, "intermediate_size ffn_hidden_size ffn_dim d_ff n_inner"),
+    (94, "intermediate_size_mlp dense_intermediate_size"),
+    (38, "shared_expert_intermediate_size shared_experts_intermediate_size shared_intermediate_size"),
+    (38, "moe_shared_expert_intermediate_size"),
+    # A quarter of it still is a multiple of 16 bytes, which the grouped matrix product of the experts asks for.
+    (MOE_SIZE, "moe_intermediate_size expert_ffn_hidden_size"),
+    (4, "num_attention_heads n_head num_heads swa_num_attention_heads index_n_heads indexer_n_heads"),
+    (16, "head_dim d_kv swa_head_dim global_head_dim indexer_head_dim"),
+    # Multi-head latent attention.
+    (24, "q_lora_rank kv_lora_rank o_lora_rank"),
+    (8, "qk_nope_head_dim v_head_dim swa_v_head_dim rotary_dim index_head_dim"),
+    (4, "qk_rope_head_dim o_groups"),
+    # Experts.
+    (4, EXPERT_COUNTS),
+    (2, "num_experts_per_tok num_experts_per_token top_k_experts moe_topk moe_k"),
+    (2, "n_group num_expert_group n_shared_experts num_shared_experts moe_num_shared_experts zero_expert_num"),
+    (1, "topk_group"),
+    # Linear attention and state space models.
+    (4, "linear_num_heads linear_num_key_heads n_groups mamba_n_groups"),
+    (8, "linear_head_dim linear_key_head_dim mamba_num_heads mamba_n_heads"),
+    (12, "linear_value_head_dim"),
+    (16, "mamba_head_dim mamba_d_head ssm_state_size mamba_d_state"),
+    (6, "mamba_dt_rank"),
+    # Several chunks, blocks and windows per sequence, else their boundaries are never crossed.
+    (4, "sliding_window sliding_window_size attention_chunk_size keep_window_size chunk_size mamba_chunk_size"),
+    (4, "block_size index_block_size index_topk floor_scale log_scaling_n_floor rel_extent"),
+    (4, "heavily_compressed_attention"),
+    (2, "index_topk_blocks compressed_sparse_attention"),
+    # Periods of a layer pattern, to show in a few layers. Jamba's first three layers then are Mamba with an MLP, Mamba
+    # with experts, and attention with an MLP.
+    (2, "decoder_sparse_step moe_layer_interval n_layers_per_attn_res_block expert_layer_period attn_layer_offset"),
+    (4, "attn_layer_period"),
+    (2, "num_layers_per_stack"),
+    (64, "max_position_embeddings n_positions model_max_length"),
+    (8, "original_max_position_embeddings"),
+    # Other narrow paths.
+    (12, "hidden_size_per_layer_input laurel_rank gated_norm_rank hc_lowrank"),
+    (6, "d_rel"),
+    (24, "dim_model_base"),
+    (48, "word_embed_proj_dim"),
+    (32, "ple_embed_dim"),
+    (50, "ngram_vocab_size_base"),
+    (8, "make_ngram_vocab_size_divisible_by"),
+    (4, "split_ngram_parts"),
+    (2, "heads_per_ngram"),
+    # The image and audio towers of a model whose text part is tested.
+    (28, "image_size crop_size"),
+    (7, "patch_size"),
+    (16, "input_size num_mel_bins nemo_conv_channels depthwise_separable_out_channel"),
+    (64, "ext_pw_out_channel"),
+    (1, "pretraining_tp"),
+)
+
+# Multipliers and caps. Tuned for large models, they would be invisible here (a cap of 50) or would drown the rest of
+# the model (an embedding scale of 50), and a neutral one would hide a parallel layer that applies it once per rank.
+SCALES: Mapping[str, float] = _by_name(
+    (1, "attn_logit_softcapping swiglu_limit mlp_gate_softcap mlp_up_softcap clip_qkv"),
+    (2, "final_logit_softcapping moe_router_logit_softcapping qk_l2_clip_threshold rel_l2_clip_threshold"),
+    (0.5, "attention_multiplier logit_scale residual_multiplier attn_scale log_scaling_alpha"),
+    (2, "embedding_multiplier embedding_scale scale_emb logits_scaling logits_mup_width_multiplier"),
+    (2, "routed_scaling_factor moe_routed_scaling_factor router_scaling_factor route_scale"),
+    (2, "full_attn_alpha_factor linear_attn_alpha_factor mlp_alpha_factor"),
+    (9, "query_pre_attn_scalar"),
+)
+
+# Query heads and their key/value heads: grouped stays grouped, with fewer key/value heads than four ranks.
+HEAD_PAIRS: Mapping[str, str] = {
+    "num_key_value_heads": "num_attention_heads",
+    "swa_num_key_value_heads": "swa_num_attention_heads",
+    "num_kv_heads": "num_attention_heads",
+    "num_global_key_value_heads": "num_attention_heads",
+}
+
+LAYER_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "num_decoder_layers", "num_blocks")
+# The number of the first layer in each of these lists of layers.
+LAYER_INDICES: Mapping[str, int] = {"mlp_only_layers": 0, "moe_layers": 0, "local_layer_ids": 0, "ple_layer_ids": 1}
+LEADING_LAYERS = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index", "max_window_layers")
+TRAILING_LAYERS = ("num_kv_shared_layers",)
+
+# What the default config of a class lacks to build a model, or to build an interesting one. An entry is applied before
+# the rules above, as a whole, and only to a config that has the default value of each of its attributes.
+OVERRIDES: Mapping[str, Mapping[str, Any]] = {
+    # No rotary parameters by default, which the model reads for every layer type.
+    "cohere_compass_text": {
+        "layer_types": ["sliding_attention", "full_attention"] * 20,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            "full_attention": None,
+        },
+    },
+    # No number of experts per token by default.
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    # No experts by default, but layers of them.
+    "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
+    # No attention layer by default.
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 16},
+    # A single expert by default.
+    "hunyuan_v1_moe": {"num_experts": 8, "moe_topk": 2},
+    # No sliding layer by default, hence one kind of rotary embedding only.
+    "laguna": {
+        "layer_types": ["full_attention", "sliding_attention"] * 20,
+        "num_attention_heads_per_layer": [48, 64] * 20,
+    },
+    "mellum": {"layer_types": ["full_attention", "sliding_attention"] * 14},
+    # No sparse attention by default, and no dense MLP.
+    "minimax_m3_vl_text": {
+        "layer_types": ["full_attention", "minimax_m3_sparse"] * 30,
+        "mlp_layer_types": ["dense"] + ["sparse"] * 59,
+    },
+    # No layer types by default.
+    "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
+    # No indexer by default, which every indexed attention layer builds.
+    "qwen4_exp_text": {
+        "indexer_n_heads": 4,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 4,
+        "indexer_compress_ratio": 2,
+    },
+    # Set by every checkpoint, and needed to shift the labels.
+    "t5": {"decoder_start_token_id": 0},
+}
+
+
+def tiny_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """
+    Shrinks a config to a model that trains in milliseconds and still runs every kind of layer of the original.
+
+    Args:
+        config ([`PreTrainedConfig`]):
+            The config of the model, with sub-configs if it has any. It is not changed.
+
+    Returns:
+        [`PreTrainedConfig`]: A new config of the same class.
+    """
+    values = {name: value for name, value in config.to_dict().items() if name != "quantization_config"}
+    parts = {name: part for name, part in vars(config).items() if isinstance(part, PreTrainedConfig)}
+    values |= {name: tiny_config(part).to_dict() for name, part in parts.items()}
+    default = type(config)().to_dict()
+    overrides = OVERRIDES.get(config.model_type, {})
+    if all(values.get(name) == default.get(name) for name in overrides):
+        values |= overrides
+    # The rules read the original values, so they do not depend on each other's order.
+    tiny = {name: _tiny_value(name, value) for name, value in values.items()}
+    tiny |= _tiny_heads(values, tiny) | _tiny_experts(values)
+    tiny |= _tiny_layers(values, tiny)
+    tiny |= _tiny_rope(tiny)
+    return type(config).from_dict(tiny | {"dtype": "float32"})
+
+
+def draw_parameters(model: nn.Module, seed: int = 0) -> None:
+    """
+    Draws every parameter, and every buffer that is as good as one (such as a router's bias), at random and in place.
+
+    A parameter's values depend on its name, its shape and the seed only, never on the order of the parameters.
+
+    Args:
+        model (`nn.Module`):
+            The model, with the initial weights of its class: they tell a norm that scales by `weight` (drawn around
+            1) from a norm that scales by `1 + weight` (drawn around 0).
+        seed (`int`, *optional*, defaults to 0):
+            The seed of the draw.
+    """
+    # A tied parameter is drawn once, as its first owner: the embedding.
+    drawn: set[Tensor] = set()
+    for prefix, module in model.named_modules():
+        for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+            learned = isinstance(tensor, nn.Parameter) or name.endswith("bias") or name == "tid2eid"
+            if not learned or tensor in drawn:
+                continue
+            drawn.add(tensor)
+            digest = hashlib.blake2b(f"{seed}:{prefix}.{name}".encode(), digest_size=7).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
+            with torch.no_grad():
+                tensor.copy_(_draw(module, name, tensor, generator))
+
+
+def make_batch(
+    config: PreTrainedConfig,
+    *,
+    batch_size: int = 3,
+    sequence_length: int = 13,
+    seed: int = 0,
+    task: str = "causal",
+    padding_side: str = "right",
+) -> dict[str, Tensor]:
+    """
+    Makes a batch with padding in its last row, and without any label in its second row.
+
+    Args:
+        config ([`PreTrainedConfig`]):
+            The config of the model.
+        batch_size (`int`, *optional*, defaults to 3):
+            The number of rows. With a single row, that row is padded and labelled.
+        sequence_length (`int`, *optional*, defaults to 13):
+            The number of tokens of a row, padding included.
+        seed (`int`, *optional*, defaults to 0):
+            The seed of the tokens and the labels.
+        task (`str`, *optional*, defaults to `"causal"`):
+            What the labels are for: `"causal"`, `"masked"`, `"seq2seq"` or `"classification"`.
+        padding_side (`str`, *optional*, defaults to `"right"`):
+            `"right"` or `"left"`.
+
+    Returns:
+        `dict[str, Tensor]`: The `input_ids`, `attention_mask` and `labels`.
+    """
+    if task not in ("causal", "masked", "seq2seq", "classification"):
+        raise ValueError(f'`task` must be "causal", "masked", "seq2seq" or "classification", got {task!r}.')
+    if padding_side not in ("right", "left"):
+        raise ValueError(f'`padding_side` must be "right" or "left", got {padding_side!r}.')
+    generator = torch.Generator().manual_seed(seed)
+    tokens = _plain_tokens(config)
+
+    def draw_tokens(length: int) -> Tensor:
+        return tokens[torch.randint(len(tokens), (batch_size, length), generator=generator)]
+
+    input_ids = draw_tokens(sequence_length)
+    attention_mask = torch.ones_like(input_ids)
+    num_padding = sequence_length // 4
+    padding = slice(sequence_length - num_padding, None) if padding_side == "right" else slice(0, num_padding)
+    attention_mask[-1, padding] = 0
+    pad_token_id = getattr(config.get_text_config(), "pad_token_id", None)
+    input_ids[attention_mask == 0] = 0 if pad_token_id is None else pad_token_id
+
+    batch = {"input_ids": input_ids, "attention_mask": attention_mask}
+    if task == "classification":
+        return batch | {"labels": torch.randint(config.num_labels, (batch_size,), generator=generator)}
+    # The decoder's own length differs from the encoder's, so that a mix-up of the two fails.
+    labels = draw_tokens(sequence_length - 2) if task == "seq2seq" else input_ids.clone()
+    ignored = torch.rand(labels.shape, generator=generator) < (0.6 if task == "masked" else 0.1)
+    if task == "seq2seq":
+        ignored[-1, -num_padding:] = True
+    else:
+        ignored |= attention_mask == 0
+    if batch_size > 1:
+        ignored[1] = True
+    return batch | {"labels": labels.masked_fill(ignored, -100)}
+
+
+def _tiny_value(name: str, value: Any) -> Any:
+    """The tiny value of one attribute, as far as its name alone decides it."""
+    if isinstance(value, bool) or value is None:
+        return False if name == "use_cache" else value
+    if isinstance(value, (list, tuple)):
+        return [_tiny_value(name, item) for item in value]
+    if isinstance(value, Mapping) and name == "compress_rates":
+        return {key: _tiny_value(key, item) for key, item in value.items()}
+    if not isinstance(value, (int, float)):
+        return value
+    if name.endswith(("_token_id", "_token_index")):
+        # Distinct tokens stay distinct as long as their ids are close.
+        return value if value < FIRST_SPECIAL_TOKEN else FIRST_SPECIAL_TOKEN + value % 8
+    if name.endswith(("dropout", "dropout_prob", "dropout_rate", "_pdrop", "jitter_noise", "layerdrop")):
+        return type(value)(0)
+    if name.endswith("rope_theta") or name == "rope_local_base_freq":
+        # The slow frequencies of a large base would not turn within a short sequence.
+        return value**0.25
+    if name in SCALES and value != 0:
+        return type(value)(SCALES[name]) if SCALES[name] >= 1 else SCALES[name]
+    return min(value, SIZES.get(name, value))
+
+
+def _tiny_override(tiny: int, base: Any, value: Any) -> Any:
+    """The tiny value of one layer, given the tiny and the original value of the model: still larger, if it was."""
+    if not isinstance(base, int):
+        return value
+    return 2 * tiny if value > base else min(value, tiny)
+
+
+def _tiny_heads(values: Mapping[str, Any], tiny: Mapping[str, Any]) -> dict[str, Any]:
+    """The attributes that follow from the number and the size of the query heads."""
+    new: dict[str, Any] = {}
+    for kv_heads, heads in HEAD_PAIRS.items():
+        if kv_heads in values and values.get(heads) is not None:
+            grouped = values[kv_heads] is not None and values[kv_heads] != values[heads]
+            new[kv_heads] = min(values[kv_heads], 2) if grouped else tiny[heads]
+    if values.get("linear_num_value_heads") is not None:
+        grouped = values["linear_num_value_heads"] != values["linear_num_key_heads"]
+        new["linear_num_value_heads"] = tiny["linear_num_key_heads"] * (2 if grouped else 1)
+    if isinstance(values.get("num_attention_heads_per_layer"), list):
+        args = (tiny["num_attention_heads"], values["num_attention_heads"])
+        per_layer = values["num_attention_heads_per_layer"]
+        new["num_attention_heads_per_layer"] = [_tiny_override(*args, heads) for heads in per_layer]
+    if "word_embed_proj_dim" in values and values["word_embed_proj_dim"] == values["hidden_size"]:
+        new["word_embed_proj_dim"] = tiny["hidden_size"]
+    if "head_dim" in values:
+        if values["head_dim"] is None:
+            new["head_dim"] = tiny["hidden_size"] // tiny["num_attention_heads"]
+        elif values["head_dim"] == values.get("qk_rope_head_dim"):
+            # Multi-head latent attention: the rotary embedding reads the size of the rotary part there.
+            new["head_dim"] = tiny["qk_rope_head_dim"]
+        elif values.get("qk_nope_head_dim") is not None:
+            # Or the size of the whole head, of the layers with the largest one.
+            new["head_dim"] = 2 * tiny["qk_nope_head_dim"] + tiny["qk_rope_head_dim"]
+    if values.get("qk_head_dim") is not None:
+        new["qk_head_dim"] = tiny["qk_nope_head_dim"] + tiny["qk_rope_head_dim"]
+    return new
+
+
+def _tiny_experts(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The attributes of the experts that depend on each other."""
+    new: dict[str, Any] = {}
+    counts = {name: values[name] for name in EXPERT_COUNTS.split() if values.get(name) is not None}
+    own_size = values.get("moe_intermediate_size") or values.get("expert_ffn_hidden_size")
+    if counts and not own_size and isinstance(values.get("intermediate_size"), int):
+        # The experts are as wide as the MLP of the model.
+        new["intermediate_size"] = min(values["intermediate_size"], MOE_SIZE)
+    if any((values.get(name) or 1) > 1 for name in ("n_group", "num_expert_group")):
+        # Two experts out of a group of two would be no choice.
+        new |= {name: min(count, 2 * SIZES[name]) for name, count in counts.items()}
+    return new
+
+
+def _tiny_layers(values: Mapping[str, Any], tiny: Mapping[str, Any]) -> dict[str, Any]:
+    """The attributes that describe layers one by one, cut down to the first layer of each kind and the last two."""
+    counts = [values[name] for name in LAYER_COUNTS if values.get(name) is not None]
+    num_layers = counts[0] if counts else len(values.get("layers_block_type") or ())
+    per_layer = {
+        name: value
+        for name, value in values.items()
+        if name not in LAYER_INDICES and isinstance(value, Sequence) and not isinstance(value, str)
+        if len(value) == num_layers
+    }
+    overrides = {int(layer): override for layer, override in (values.get("per_layer_config") or {}).items()}
+    # Attributes that name a set of layers, by a list of them or by the number of leading or trailing ones.
+    indices = {name: first for name, first in LAYER_INDICES.items() if values.get(name) is not None}
+    leading = [name for name in LEADING_LAYERS if values.get(name) is not None]
+    trailing = [name for name in TRAILING_LAYERS if values.get(name) is not None]
+    kinds: dict[tuple[Any, ...], int] = {}
+    for layer in range(num_layers):
+        kind = [value[layer] for value in per_layer.values()] + [str(overrides.get(layer))]
+        kind += [layer + first in values[name] for name, first in indices.items()]
+        kind += [layer < values[name] for name in leading]
+        kind += [layer >= num_layers - values[name] for name in trailing]
+        kinds.setdefault(tuple(kind), layer)
+    kept = sorted({*kinds.values(), *range(max(num_layers - 2, 0), num_layers)})
+
+    new: dict[str, Any] = {name: len(kept) for name in LAYER_COUNTS if values.get(name) is not None}
+    new |= {name: [tiny[name][layer] for layer in kept] for name in per_layer}
+    if overrides:
+        new["per_layer_config"] = {
+            position: {
+                name: _tiny_override(tiny.get(name), values.get(name), v) for name, v in overrides[layer].items()
+            }
+            for position, layer in enumerate(kept)
+            if layer in overrides
+        }
+    for name, first in indices.items():
+        new[name] = [position + first for position, layer in enumerate(kept) if layer + first in values[name]]
+    new |= {name: sum(layer < values[name] for layer in kept) for name in leading}
+    new |= {name: sum(layer >= num_layers - values[name] for layer in kept) for name in trailing}
+    return new
+
+
+def _tiny_rope(tiny: Mapping[str, Any]) -> dict[str, Any]:
+    """The rotary attributes of a config whose head sizes are tiny already."""
+    head_dim = tiny.get("head_dim") or tiny.get("qk_rope_head_dim")
+    if head_dim is None and tiny.get("num_attention_heads") is not None:
+        head_dim = tiny["hidden_size"] // tiny["num_attention_heads"]
+
+    def shrink(parameters: Mapping[str, Any]) -> dict[str, Any]:
+        new = {name: shrink(v) if isinstance(v, Mapping) else _tiny_value(name, v) for name, v in parameters.items()}
+        factor = new.get("partial_rotary_factor") or tiny.get("partial_rotary_factor") or 1.0
+        # At least two pairs of rotated dimensions: the first one turns at the same speed whatever the base is.
+        rotary_dim = max(min(4, head_dim), int(head_dim * factor) // 2 * 2)
+        if new.get("partial_rotary_factor") is not None:
+            new["partial_rotary_factor"] = rotary_dim / head_dim
+        beyond = new.get("rope_type") == "longrope" or "llama_4_scaling_beta" in new
+        if "original_max_position_embeddings" in new and not beyond:
+            # The fastest pair is left alone and the slow ones are rescaled. The others need a longer sequence instead.
+            new["original_max_position_embeddings"] = 32
+        for name in ("short_factor", "long_factor"):
+            if name in new:
+                step = max(1, len(new[name]) // (rotary_dim // 2))
+                new[name] = new[name][::step][: rotary_dim // 2]
+        if "mrope_section" in new:
+            third = rotary_dim // 6
+            new["mrope_section"] = [rotary_dim // 2 - 2 * third, third, third]
+        return new
+
+    if not isinstance(tiny.get("rope_parameters"), Mapping):
+        return {}
+    return {"rope_parameters": shrink(tiny["rope_parameters"])}
+
+
+def _draw(module: nn.Module, name: str, tensor: Tensor, generator: torch.Generator) -> Tensor:
+    """Random values for one tensor, of a size that keeps the activations around 1."""
+    if name == "tid2eid":
+        # A table of the experts of each token: distinct ones.
+        num_tokens, top_k = tensor.shape
+        return torch.rand(num_tokens, module.num_experts, generator=generator).argsort(dim=-1)[:, :top_k]
+    noise = torch.randn(tensor.shape, generator=generator)
+    if isinstance(module, nn.Embedding):
+        return 0.3 * noise
+    if name.endswith(("correction_bias", "expert_bias")):
+        # Added to scores that differ by little.
+        return 0.05 * noise
+    if isinstance(module, nn.modules.conv._ConvNd) and name == "weight":
+        return noise / tensor[0].numel() ** 0.5
+    if tensor.dim() < 2:
+        if name.endswith("bias"):
+            return 0.1 * noise
+        return 0.2 * noise + (1.0 if tensor.mean() > 0.5 else 0.0)
+    # The gain makes the attention choose between tokens, as uniform attention would hide their positions.
+    return 1.4 * noise / tensor.shape[-1] ** 0.5
+
+
+def _plain_tokens(config: PreTrainedConfig) -> Tensor:
+    """The tokens that have no special meaning, such as a placeholder for an image."""
+    special: set[int] = set()
+    for part in (config, config.get_text_config()):
+        for name, value in part.to_dict().items():
+            if name.endswith(("_token_id", "_token_index")) and value is not None:
+                special |= set(value) if isinstance(value, list) else {value}
+    text_config = config.get_text_config()
+    num_tokens = getattr(text_config, "unpadded_vocab_size", None) or text_config.vocab_size
+    return torch.tensor([token for token in range(num_tokens) if token not in special])

@@ -1,0 +1,3 @@
+"""The package version, read by the build and by `hf-megatron --version`."""
+
+__version__ = "0.1.0"
