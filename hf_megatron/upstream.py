@@ -4,6 +4,8 @@ Checked with torch 2.11 to 2.13, transformers 5.23, accelerate 1.15. What to wat
 `enable_sequence_parallel` and a loss-parallel head in transformers make parts of this library unnecessary.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -127,3 +129,19 @@ def reduce_scatter_single(output: torch.Tensor, parts: torch.Tensor, group: Any)
     """`reduce_scatter_tensor`, renamed in torch 2.13."""
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     scatter(output, parts, group=group)
+
+
+@contextmanager
+def quiet_loading() -> Iterator[None]:
+    """Silences transformers' report of missing weights, for a model that has none to load."""
+    from transformers.utils import logging
+
+    verbosity, progress = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if progress:
+            logging.enable_progress_bar()

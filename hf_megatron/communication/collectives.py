@@ -48,7 +48,9 @@ def all_gather(tensor: Tensor, dim: int, size: int, group: dist.ProcessGroup) ->
     shard = _pad(tensor, dim, share(size, ranks)).contiguous()
     gathered = shard.new_empty((ranks, *shard.shape))
     all_gather_single(gathered.view(ranks * shard.shape[0], *shard.shape[1:]), shard, group)
-    return torch.cat(gathered.unbind(0), dim).narrow(dim, 0, size)
+    held = [bounds(size, ranks, rank) for rank in range(ranks)]
+    # Trimmed before they are joined, so that the result is contiguous: models reshape it with `view`.
+    return torch.cat([gathered[rank].narrow(dim, 0, stop - start) for rank, (start, stop) in enumerate(held)], dim)
 
 
 def reduce_scatter(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
@@ -66,7 +68,7 @@ def reduce_scatter(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor
         result = torch.empty_like(parts[0])
         reduce_scatter_single(result, parts.view(-1, *parts.shape[2:]), group)
     start, stop = bounds(size, ranks, rank)
-    return result.narrow(dim, 0, stop - start)
+    return result.narrow(dim, 0, stop - start).contiguous()
 
 
 def take_shard(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:

@@ -3,6 +3,7 @@
 Every replacement passes models through untouched that were loaded without the argument.
 """
 
+import dataclasses
 import functools
 import types
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from ..config import MegatronConfig
 from ..errors import ConfigError, UnsupportedError
 from ..mesh import ParallelMesh, validate_world_size
 from ..parallelize import install, parallel_plan, parallel_state, place
+from ..upstream import quiet_loading
 from .accelerate import ensure_process_group, job_world_size
 from .verified import require_verified
 
@@ -39,8 +41,7 @@ def _start(value: Any, kwargs: dict[str, Any]) -> MegatronConfig:
     for name, reason in _EXCLUSIVE.items():
         if kwargs.get(name) is not None:
             raise UnsupportedError(f"{name} = {kwargs[name]!r} beside megatron_config: {reason}.")
-    validate_world_size(config, job_world_size())
-    return config
+    return dataclasses.replace(config, dp_size=validate_world_size(config, job_world_size()))
 
 
 def from_pretrained(original: classmethod) -> classmethod:
@@ -88,9 +89,10 @@ def from_config(original: classmethod) -> classmethod:
             return function(cls, config, **kwargs)
         dtype = kwargs.pop("dtype", kwargs.pop("torch_dtype", None)) or config.dtype or torch.get_default_dtype()
         # No weights: the loader finds every parameter missing and has each drawn by `_initialize_missing_keys`.
-        model = cls.from_pretrained.__func__.__wrapped__(
-            cls, None, config=config, state_dict={}, dtype=dtype, distributed_config=megatron_config, **kwargs
-        )
+        with quiet_loading():
+            model = cls.from_pretrained.__func__.__wrapped__(
+                cls, None, config=config, state_dict={}, dtype=dtype, distributed_config=megatron_config, **kwargs
+            )
         _finish(model)
         return model.train()
 

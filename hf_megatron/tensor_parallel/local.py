@@ -64,7 +64,7 @@ def read_locally(module: nn.Module, mesh: ParallelMesh, summed: frozenset[str]) 
 
 @cache
 def _mixed_class(base: type[nn.Module], parallel: type[nn.Module], own_forward: bool) -> type[nn.Module]:
-    if base.__mro__[1:2] == parallel.__mro__[1:2] or base in parallel.__mro__:
+    if base in parallel.__mro__:
         return parallel
     bases = (base, parallel) if own_forward else (parallel, base)
     return type(f"Parallel{base.__name__}", bases, {})

@@ -1,5 +1,6 @@
 """What is compared: loss, every gradient, its norm, and the weights after two optimizer steps, all in full."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,12 +13,17 @@ from ..data_parallel.gradient_norm import gradient_norm
 from ..parallelize import parallel_state
 
 # The default eps of AdamW turns round-off in gradients that are zero in exact arithmetic (key biases, for one) into
-# whole steps.
-OPTIMIZERS: Mapping[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
-    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
-    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, eps=1e-4),
+# whole steps. SGD's rate follows the gradient, else two steps of a steep model amplify round-off as far as they like.
+OPTIMIZERS: Mapping[str, Callable[[Iterable[nn.Parameter], float], torch.optim.Optimizer]] = {
+    "sgd": lambda parameters, norm: torch.optim.SGD(parameters, lr=0.05 * _power_of_two_below(norm), momentum=0.9),
+    "adamw": lambda parameters, norm: torch.optim.AdamW(parameters, lr=1e-3, eps=1e-4),
 }
 STEPS = 2
+
+
+def _power_of_two_below(norm: float) -> float:
+    """1 / norm in whole powers of two, the same for two norms that differ by round-off; at most 1."""
+    return 2.0 ** -max(0, round(math.log2(norm))) if math.isfinite(norm) and norm > 0 else 1.0
 
 
 @dataclass
@@ -72,7 +78,7 @@ def measure(model: Any, batches: list[dict[str, Tensor]], optimizers: Iterable[s
 
     start = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     for optimizer_name in optimizers:
-        optimizer = OPTIMIZERS[optimizer_name](parameters.values())
+        optimizer = OPTIMIZERS[optimizer_name](parameters.values(), result.norm)
         for _ in range(STEPS):
             optimizer.zero_grad()
             _backward(model, batches)

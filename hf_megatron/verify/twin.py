@@ -1,16 +1,3 @@
-# Copyright 2026 The HuggingFace Team. All rights reserved.
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
 """The tiny twin of a model: a small config, random weights and a batch that keep every feature of the model active."""
 
 import hashlib
@@ -268,7 +255,8 @@ def make_batch(
 
     batch = {"input_ids": input_ids, "attention_mask": attention_mask}
     if task == "classification":
-        return batch | {"labels": torch.randint(config.num_labels, (batch_size,), generator=generator)}
+        first = torch.randint(config.num_labels, (1,), generator=generator)
+        return batch | {"labels": (first + torch.arange(batch_size)) % config.num_labels}
     # The decoder's own length differs from the encoder's, so that a mix-up of the two fails.
     labels = draw_tokens(sequence_length - 2) if task == "seq2seq" else input_ids.clone()
     ignored = torch.rand(labels.shape, generator=generator) < (0.6 if task == "masked" else 0.1)
@@ -383,11 +371,9 @@ def _tiny_layers(values: Mapping[str, Any], tiny: Mapping[str, Any]) -> dict[str
     new |= {name: [tiny[name][layer] for layer in kept] for name in per_layer}
     if overrides:
         new["per_layer_config"] = {
-            position: {
-                name: _tiny_override(tiny.get(name), values.get(name), v) for name, v in overrides[layer].items()
-            }
-            for position, layer in enumerate(kept)
-            if layer in overrides
+            position: {name: _tiny_override(tiny.get(name), values.get(name), value) for name, value in layer.items()}
+            for position, layer in enumerate(overrides.get(layer) for layer in kept)
+            if layer is not None
         }
     for name, first in indices.items():
         new[name] = [position + first for position, layer in enumerate(kept) if layer + first in values[name]]
