@@ -14,11 +14,27 @@ import torch
 BATCH, SEQUENCE, WARM_UP_STEPS, TIMED_STEPS = 1, 4096, 3, 10
 LOSS_TOLERANCE = 2e-2  # both in bf16
 SHAPES = {
-    "1B": dict(hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32, head_dim=64,
-               num_key_value_heads=8, vocab_size=128256, tie_word_embeddings=True),
-    "8B": dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, head_dim=128,
-               num_key_value_heads=8, vocab_size=128256, tie_word_embeddings=False),
-}  # fmt: skip
+    "1B": {
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "head_dim": 64,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "tie_word_embeddings": True,
+    },
+    "8B": {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "head_dim": 128,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "tie_word_embeddings": False,
+    },
+}
 DENSE_BF16_TFLOPS = {"A100": 312, "H100": 989, "H200": 989, "B200": 2250}  # the makers' figures, without sparsity
 
 

@@ -17,6 +17,7 @@ import time
 
 import torch
 import transformers  # imported before the workers are forked, which then need not
+from single_gpu import SHAPES, measure_gpu
 from variants import DTYPES, VARIANTS
 from workers import Skipped, WorkerGroup, median
 
@@ -25,18 +26,30 @@ LOSS_TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2}
 # A step of the tiny model lasts one or two of the kernel's 10 ms clock ticks, so a turn takes several steps.
 MODELS = {
     "tiny": {
-        "config": dict(hidden_size=64, intermediate_size=176, num_hidden_layers=8, num_attention_heads=4,
-                       num_key_value_heads=2, vocab_size=512),
-        "batch": dict(batch_size=2, sequence_length=32),
+        "config": {
+            "hidden_size": 64,
+            "intermediate_size": 176,
+            "num_hidden_layers": 8,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "vocab_size": 512,
+        },
+        "batch": {"batch_size": 2, "sequence_length": 32},
         "steps_per_turn": 10,
     },
     "61M": {
-        "config": dict(hidden_size=1024, intermediate_size=2816, num_hidden_layers=4, num_attention_heads=16,
-                       num_key_value_heads=4, vocab_size=8000),
-        "batch": dict(batch_size=2, sequence_length=256),
+        "config": {
+            "hidden_size": 1024,
+            "intermediate_size": 2816,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 4,
+            "vocab_size": 8000,
+        },
+        "batch": {"batch_size": 2, "sequence_length": 256},
         "steps_per_turn": 1,
     },
-}  # fmt: skip
+}
 
 
 def save_random_model(shape, folder):
@@ -183,6 +196,10 @@ def parse_arguments():
     arguments = parser.parse_args()
     if arguments.ranks not in (None, 2 if arguments.device == "cpu" else 1):
         parser.error(f"--ranks {arguments.ranks} is not measured on {arguments.device}")
+    known = list(MODELS) if arguments.device == "cpu" else list(SHAPES)
+    arguments.models = arguments.models or known
+    if not set(arguments.models) <= set(known):
+        parser.error(f"--models on {arguments.device}: choose from {', '.join(known)}")
     return arguments
 
 
@@ -191,11 +208,8 @@ def main():
     instructions = torch.backends.cpu.get_cpu_capability()
     report = {"versions": versions(), "machine": {"cores": os.cpu_count(), "cpu_capability": instructions}}
     if arguments.device == "cuda":
-        from single_gpu import measure_gpu
-
-        report["runs"] = measure_gpu(
-            arguments.models or ["1B", "8B"], arguments.rounds, arguments.layers, arguments.peak_tflops
-        )
+        report["machine"]["gpu"] = torch.cuda.get_device_name()
+        report["runs"] = measure_gpu(arguments.models, arguments.rounds, arguments.layers, arguments.peak_tflops)
     else:
         torch.set_num_threads(1)  # this process forks the workers: see workers.py
         transformers.logging.disable_progress_bar()
@@ -203,9 +217,7 @@ def main():
         names = [name for name in VARIANTS if name in {"one_process_2_threads", *arguments.variants}]
         report["method"] = {"rounds": arguments.rounds, "foreign_cpu_limit": FOREIGN_LIMIT, "backend": "gloo"}
         report["runs"] = [
-            measure(model, dtype, names, arguments.rounds)
-            for model in arguments.models or list(MODELS)
-            for dtype in arguments.dtypes
+            measure(model, dtype, names, arguments.rounds) for model in arguments.models for dtype in arguments.dtypes
         ]
     if arguments.out:
         os.makedirs(os.path.dirname(os.path.abspath(arguments.out)), exist_ok=True)

@@ -74,6 +74,7 @@ def serve(name, job, port, pipe):
     variant = VARIANTS[name]
     try:
         torch.set_num_threads(variant.threads)
+        os.environ["OMP_NUM_THREADS"] = str(variant.threads)  # accelerate warns and sets one thread without it
         if variant.needs_group:
             os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(variant.ranks)}
             os.environ |= {"RANK": str(job.rank), "LOCAL_RANK": str(job.rank), "LOCAL_WORLD_SIZE": str(variant.ranks)}
@@ -92,7 +93,7 @@ def serve(name, job, port, pipe):
         pipe.send(("skipped", f"{type(error).__name__}: {error}"))
     except EOFError:
         pass
-    except Exception:
+    except Exception:  # noqa: BLE001  the parent raises it, with this trace
         pipe.send(("failed", traceback.format_exc()))
 
 

@@ -26,7 +26,8 @@ from transformers import (
     set_seed,
 )
 
-from hf_megatron import MegatronConfig  # importing it gives from_pretrained and from_config their megatron_config
+# Importing hf_megatron gives from_pretrained and from_config their megatron_config argument.
+from hf_megatron import MegatronConfig, config_from_environment
 
 
 @dataclass
@@ -122,7 +123,7 @@ def main():
 
     # The flags if any is given; else what the accelerate YAML says (no parallelism in a plain process).
     flags = {name: value for name in ("tp_size", "sequence_parallel") if (value := getattr(args, name)) is not None}
-    megatron_config = MegatronConfig(**flags) if flags else MegatronConfig.from_environment()
+    megatron_config = MegatronConfig(**flags) if flags else config_from_environment()
 
     # The first process downloads and prepares, the others then read its cache.
     with training_args.main_process_first(desc="data"):
@@ -155,6 +156,7 @@ def main():
     trainer.save_model()  # the whole model, merged, with the tokenizer: an ordinary checkpoint folder
 
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    trainer.accelerator.wait_for_everyone()
     trainer.accelerator.end_training()  # the processes part here; what follows needs only one
     if not trainer.is_world_process_zero():
         return

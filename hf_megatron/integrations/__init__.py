@@ -22,6 +22,7 @@ PATCHES: Mapping[str, str] = {
     "transformers.generation.utils:GenerationMixin.generate": f"{_HERE}.transformers:generate",
     "transformers.trainer:Trainer.__init__": f"{_HERE}.trainer:init",
     "transformers.trainer:Trainer._build_accelerator_args": f"{_HERE}.trainer:build_accelerator_args",
+    "transformers.trainer:Trainer._get_num_items_in_batch": f"{_HERE}.trainer:get_num_items_in_batch",
     f"{_ACCELERATOR}.__init__": f"{_HERE}.accelerate:init",
     f"{_ACCELERATOR}.prepare_model": f"{_HERE}.accelerate:prepare_model",
     f"{_ACCELERATOR}.prepare_scheduler": f"{_HERE}.accelerate:prepare_scheduler",
@@ -30,6 +31,11 @@ PATCHES: Mapping[str, str] = {
     f"{_ACCELERATOR}.gather_for_metrics": f"{_HERE}.accelerate:gather_for_metrics",
     f"{_ACCELERATOR}.save_state": f"{_HERE}.accelerate:save_state",
     f"{_ACCELERATOR}.get_state_dict": f"{_HERE}.accelerate:get_state_dict",
-    "peft.peft_model:PeftModel.__init__": f"{_HERE}.peft:init",
-    "trl.trainer.base_trainer:_BaseTrainer.__init__": f"{_HERE}.trl:init",
+    "torch.nn.parallel.distributed:DistributedDataParallel.__init__": f"{_HERE}.refusals:data_parallel",
+    "peft.peft_model:PeftModel.__init__": f"{_HERE}.refusals:peft",
+    "peft.tuners.tuners_utils:BaseTuner.__init__": f"{_HERE}.refusals:peft",
+    **{
+        f"trl.trainer.{name.lower()}_trainer:{name}Trainer.__init__": f"{_HERE}.refusals:trl"
+        for name in ("SFT", "DPO", "KTO", "GRPO", "RLOO", "Reward", "Distillation")
+    },
 }

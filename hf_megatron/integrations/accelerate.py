@@ -73,11 +73,24 @@ def job_world_size() -> int:
 
 
 def ensure_process_group(timeout: float) -> "torch.device":
-    """Joins the job's process group through Accelerate's `PartialState`; returns this rank's device."""
+    """Joins the job's process group through Accelerate's `PartialState`; returns this rank's device.
+
+    Raises:
+        ConfigError: something created Accelerate's state before, without joining the job's ranks.
+    """
+    import torch
+    import torch.distributed as dist
     from accelerate import PartialState
 
     use_cpu = os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("true", "1", "yes")
-    return PartialState(cpu=use_cpu, timeout=timedelta(seconds=timeout)).device
+    use_cpu = use_cpu or not torch.accelerator.is_available()
+    state = PartialState(cpu=use_cpu, timeout=timedelta(seconds=timeout))
+    if not dist.is_initialized():
+        raise ConfigError(
+            "Accelerate's state was created before the model and did not join the job's ranks. On CPUs pass "
+            "TrainingArguments(use_cpu=True) or Accelerator(cpu=True), or load the model first."
+        )
+    return state.device
 
 
 def announce(config: MegatronConfig) -> None:
@@ -194,9 +207,20 @@ def gather(original: Callable) -> Callable:
 def gather_for_metrics(original: Callable) -> Callable:
     @functools.wraps(original)
     def wrapper(self: Any, input_data: Any, use_gather_object: bool = False) -> Any:
-        return input_data if _is_ours(self) else original(self, input_data, use_gather_object)
+        objects = use_gather_object or isinstance(input_data, list) and not any(map(_is_tensor, input_data))
+        if not _is_ours(self) or not objects:
+            # Tensors go through `gather` above; stock then drops what fills up the last batch.
+            return original(self, input_data, use_gather_object)
+        state = self.gradient_state
+        return input_data[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else input_data
 
     return wrapper
+
+
+def _is_tensor(value: Any) -> bool:
+    import torch
+
+    return isinstance(value, torch.Tensor)
 
 
 def save_state(original: Callable) -> Callable:

@@ -18,6 +18,8 @@ def init(original: Callable) -> Callable:
             for name in ("deepspeed", "fsdp"):
                 if getattr(args, name, None):
                     raise UnsupportedError(f"TrainingArguments.{name} beside megatron_config: drop it.")
+            if type(self).__module__.startswith("trl."):
+                raise UnsupportedError(f"{type(self).__name__} on a model laid out by hf_megatron: not supported yet.")
         original(self, model, args, *rest, **kwargs)
 
     return wrapper
@@ -31,5 +33,19 @@ def build_accelerator_args(original: Callable) -> Callable:
         if state is not None:
             arguments["parallelism_config"] = parallelism_config(state.config.ranks_per_replica)
         return arguments
+
+    return wrapper
+
+
+def get_num_items_in_batch(original: Callable) -> Callable:
+    """Stock divides the count by the ranks that share a batch, to undo its sum over them; here nothing was summed."""
+
+    @functools.wraps(original)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        count = original(self, *args, **kwargs)
+        state = None if self.model is None else parallel_state(self.model)
+        if state is None or count is None:
+            return count
+        return (count * state.config.ranks_per_replica).round()
 
     return wrapper

@@ -12,6 +12,10 @@ from ..errors import UnverifiedLayoutError
 from ..registry.verified import is_verified, layout_kind
 
 
+class ConfigUnderTest(MegatronConfig):
+    """The layout a parity check is judging: the gate is open for it."""
+
+
 def require_verified(model: Any, config: MegatronConfig) -> None:
     """Raises unless the model type passed the parity check on this kind of layout.
 
@@ -21,7 +25,7 @@ def require_verified(model: Any, config: MegatronConfig) -> None:
         UnverifiedLayoutError: prints the command that runs the check.
     """
     model_type = model.config.model_type
-    if is_verified(type(model).__name__, model_type, config):
+    if isinstance(config, ConfigUnderTest) or is_verified(type(model).__name__, model_type, config):
         return
     kind = layout_kind(config)
     command = f"hf-megatron check {model_type} --tp {config.tp_size}" + (" --sp" if config.sequence_parallel else "")

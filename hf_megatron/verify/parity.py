@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from ..config import MegatronConfig
+from ..integrations.verified import ConfigUnderTest
 from .compare import Comparison, compare
 from .measure import Measurement, measure
 from .ranks import run_ranks
@@ -89,16 +90,18 @@ def check_twin(
 
     Args:
         twin (`Twin`): from `make_twin`.
-        config (`MegatronConfig`): the layout; the gate of recorded results is left open.
+        config (`MegatronConfig`): the layout, whether or not a result is recorded for it.
         sabotage (`Callable`, *optional*): called on every rank before the model is made, to seed a fault.
         timeout (`float`): seconds.
         prepare (`Callable`, *optional*): called with the model before it is measured.
     """
 
+    layout = ConfigUnderTest(**config.to_dict())
+
     def on_rank() -> Measurement:
         if sabotage is not None:
             sabotage()
-        model = twin.load(megatron_config=config)
+        model = twin.load(megatron_config=layout)
         if prepare is not None:
             prepare(model)
         return measure(model, twin.batches)

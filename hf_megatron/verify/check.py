@@ -1,0 +1,137 @@
+"""`hf-megatron check` and `plan`: any architecture, by model type, folder or hub name."""
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from ..config import MegatronConfig
+from ..errors import ConfigError, MegatronError
+from ..registry import registered_types
+from ..registry.verified import layout_kind
+from .parity import TASKS, check_twin, make_twin
+from .results import versions
+
+# Own specs that are not causal, and the tasks they are checked on.
+OTHER_TASKS = {"bert": ("masked", "classification"), "t5": ("seq2seq",)}
+
+
+def parse_layouts(text: str) -> list[MegatronConfig]:
+    """`tp2,tp2+sp` -> configs; a word that is no layout raises `ConfigError`."""
+    configs = []
+    for word in text.split(","):
+        match = re.fullmatch(r"tp(\d+)(\+sp)?", word.strip())
+        if match is None:
+            raise ConfigError(f"layout {word!r}: expected tpN or tpN+sp, for example tp2,tp2+sp,tp4.")
+        configs.append(MegatronConfig(tp_size=int(match[1]), sequence_parallel=bool(match[2])))
+    return configs
+
+
+def causal_types() -> list[str]:
+    """Causal model types with a plan in transformers or a spec here."""
+    own = set(registered_types())
+    return [
+        name
+        for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        if name in own or getattr(CONFIG_MAPPING[name], "base_model_tp_plan", None)
+    ]
+
+
+def resolve_config(model: str) -> PreTrainedConfig:
+    """The config of a model type, a local folder or a hub name."""
+    if not Path(model).exists() and model in CONFIG_MAPPING:
+        return CONFIG_MAPPING[model]()
+    return AutoConfig.from_pretrained(model)
+
+
+def _cases(models: list[str], task: str) -> Iterator[tuple[str, str]]:
+    for model in models:
+        if model == "all":
+            for name in causal_types():
+                yield name, "causal"
+            for name, tasks in OTHER_TASKS.items():
+                for other in tasks:
+                    yield name, other
+        else:
+            tasks = OTHER_TASKS.get(model)
+            if tasks and task == "causal":
+                for other in tasks:
+                    yield model, other
+            else:
+                yield model, task
+
+
+def check_models(
+    models: list[str],
+    layouts: list[MegatronConfig],
+    *,
+    class_name: str | None = None,
+    task: str = "causal",
+    timeout: float = 120.0,
+    echo: Callable[[str], Any] = print,
+) -> list[dict[str, Any]]:
+    """Checks the tiny twin of each model on each layout; returns the rows that `--record` writes.
+
+    Raises:
+        ConfigError: an unknown task or model.
+    """
+    if task not in TASKS:
+        raise ConfigError(f"task {task!r}: valid are {', '.join(TASKS)}.")
+    rows = []
+    for model, case_task in _cases(models, task):
+        config = resolve_config(model)
+        try:
+            twin = make_twin(config, task=case_task, class_name=class_name, microbatches=2)
+        except (ValueError, RuntimeError, TypeError, KeyError, AttributeError, ImportError) as error:
+            raise ConfigError(f"{model}: its tiny twin cannot be built: {type(error).__name__}: {error}") from error
+        for layout in layouts:
+            row: dict[str, Any] = {
+                "model_type": config.model_type,
+                "class": twin.class_name,
+                "layout": layout_kind(layout),
+                "tp_size": layout.tp_size,
+                "versions": versions(),
+            }
+            try:
+                comparison = check_twin(twin, layout, timeout=timeout)
+                row |= {"passed": comparison.passed, "worst": str(comparison.worst)}
+                detail = "" if comparison.passed else "\n" + comparison.report()
+            except MegatronError as error:
+                detail = _last_lines(str(error))
+                row |= {"passed": False, "worst": detail}
+            rows.append(row)
+            verdict = "equal" if row["passed"] else "DIFFERS"
+            echo(f"{config.model_type:24} {twin.class_name:36} {layout.layout():8} {verdict:8} {row['worst']}{detail if not row['passed'] else ''}")
+        twin.delete()
+    return rows
+
+
+def _last_lines(text: str) -> str:
+    """The first rank's error, without the traceback above it."""
+    first = text.split("\nrank ")[0]
+    lines = [line for line in first.strip().splitlines() if line.strip() and not set(line.strip()) <= set("^~ ")]
+    return lines[-1].strip()[:300]
+
+
+def print_plan(model: str, tp_size: int, sequence_parallel: bool) -> str:
+    """The plan of a model's full-size config, made on the meta device on forked ranks that hold no weights."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from ..mesh import ParallelMesh
+    from ..parallelize import parallel_plan, place
+    from .ranks import run_ranks
+
+    config = resolve_config(model)
+    layout = MegatronConfig(tp_size=tp_size, sequence_parallel=sequence_parallel)
+
+    def on_rank() -> str:
+        with torch.device("meta"):
+            instance = AutoModelForCausalLM.from_config(config)
+        place(instance, layout, ParallelMesh(layout, "cpu"))
+        return str(parallel_plan(instance))
+
+    return run_ranks(on_rank, tp_size)[0]

@@ -1,0 +1,81 @@
+"""MegatronConfig: what it accepts, and errors that name field, value and valid choices."""
+
+import copy
+
+import pytest
+
+from hf_megatron import ConfigError, MegatronConfig, UnsupportedError, config_from_environment
+from hf_megatron.mesh import validate_world_size
+
+
+def test_accepts_config_dict_and_yaml(tmp_path):
+    file = tmp_path / "megatron.yaml"
+    file.write_text("tp_size: 2\nsequence_parallel: true\n")
+    expected = MegatronConfig(tp_size=2, sequence_parallel=True)
+    assert MegatronConfig.coerce(expected) is expected
+    assert MegatronConfig.coerce({"tp_size": 2, "sequence_parallel": True}) == expected
+    assert MegatronConfig.coerce(str(file)) == MegatronConfig.coerce(file) == expected
+    assert copy.deepcopy(expected) == expected
+
+
+def test_megatron_arguments():
+    expected = MegatronConfig(tp_size=4, sequence_parallel=True)
+    names = {"tensor_model_parallel_size": 4, "--sequence-parallel": True, "--context-parallel-size": 1}
+    assert MegatronConfig.from_megatron_args(names) == expected
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"tp_size": 0}, ["tp_size", "0", "1 or more"]),
+        ({"tp_size": "2"}, ["tp_size", "'2'"]),
+        ({"tp_size": True}, ["tp_size", "True"]),
+        ({"sequence_parallel": 1, "tp_size": 2}, ["sequence_parallel", "True or False"]),
+        ({"sequence_parallel": True}, ["sequence_parallel", "tp_size"]),
+        ({"loss_chunk_size": 0}, ["loss_chunk_size", "0"]),
+        ({"timeout": -1}, ["timeout", "-1"]),
+        ({"seed": 1.5}, ["seed", "1.5"]),
+        ({"tpsize": 2}, ["tpsize", "2", "tp_size"]),
+    ],
+)
+def test_bad_values_are_named(values, words):
+    with pytest.raises(ConfigError) as error:
+        MegatronConfig.from_dict(values)
+    assert all(word in str(error.value) for word in words)
+
+
+@pytest.mark.parametrize("name", ["pp_size", "cp_size", "ep_size", "dp_size"])
+def test_sizes_to_come_are_refused_by_name(name):
+    with pytest.raises(UnsupportedError, match=name):
+        MegatronConfig(**{name: 2})
+
+
+def test_unknown_megatron_argument_and_type():
+    with pytest.raises(ConfigError, match="tensor_model_parallel_size"):
+        MegatronConfig.from_megatron_args({"tensor-model-parallel": 2})
+    with pytest.raises(ConfigError, match="expected a MegatronConfig"):
+        MegatronConfig.coerce(3)
+
+
+def test_more_ranks_than_the_job_has_prints_the_launch_command():
+    with pytest.raises(ConfigError) as error:
+        validate_world_size(MegatronConfig(tp_size=4), 2)
+    assert "torchrun --nproc_per_node 4" in str(error.value) and "MEGATRON_LM" in str(error.value)
+
+
+def test_world_sizes():
+    assert validate_world_size(MegatronConfig(tp_size=2), 2) == 1
+    with pytest.raises(ConfigError, match="does not divide"):
+        validate_world_size(MegatronConfig(tp_size=2), 3)
+    with pytest.raises(UnsupportedError, match="dp_size = 2"):
+        validate_world_size(MegatronConfig(tp_size=2), 4)
+
+
+def test_launch_environment():
+    block = {"HF_MEGATRON_LAUNCH": "true", "MEGATRON_LM_TP_DEGREE": "2", "MEGATRON_LM_SEQUENCE_PARALLELISM": "true"}
+    assert config_from_environment(block) == MegatronConfig(tp_size=2, sequence_parallel=True)
+    assert config_from_environment({}) == MegatronConfig()
+    with pytest.raises(UnsupportedError, match="pp_size"):
+        config_from_environment(block | {"MEGATRON_LM_PP_DEGREE": "2"})
+    with pytest.raises(ConfigError, match="MEGATRON_LM_TP_DEGREE = 'two'"):
+        config_from_environment(block | {"MEGATRON_LM_TP_DEGREE": "two"})

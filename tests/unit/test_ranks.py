@@ -1,0 +1,48 @@
+"""The fork harness: results in order, every rank's traceback, stuck ranks named and killed."""
+
+import time
+
+import pytest
+import torch.distributed as dist
+
+from hf_megatron import RankError
+from hf_megatron.verify.ranks import run_ranks
+
+
+def test_results_come_in_rank_order():
+    assert run_ranks(lambda factor: dist.get_rank() * factor, 4, 10) == [0, 10, 20, 30]
+
+
+def test_all_tracebacks_are_shown():
+    def fail():
+        raise ValueError(f"broken on {dist.get_rank()}")
+
+    with pytest.raises(RankError) as error:
+        run_ranks(fail, 2)
+    assert "broken on 0" in str(error.value) and "broken on 1" in str(error.value)
+
+
+def test_stuck_rank_is_killed_and_named():
+    def stick():
+        if dist.get_rank() == 1:
+            time.sleep(60)
+
+    start = time.monotonic()
+    with pytest.raises(RankError, match="rank 1 was stuck"):
+        run_ranks(stick, 2, timeout=2)
+    assert time.monotonic() - start < 30
+
+
+def test_a_rank_that_waits_for_a_failed_one_does_not_wait_for_the_time_limit():
+    def fail_on_one():
+        if dist.get_rank() == 1:
+            raise ValueError("gone")
+        time.sleep(100)
+
+    with pytest.raises(RankError, match="gone"):
+        run_ranks(fail_on_one, 2, timeout=90)
+
+
+def test_a_result_that_cannot_be_sent_is_an_error():
+    with pytest.raises(RankError, match="cannot be pickled"):
+        run_ranks(lambda: (lambda: 0), 1)
