@@ -39,9 +39,7 @@ class ScriptArguments:
     text_column: str = field(default="text", metadata={"help": "The column that holds the text."})
     sequence_length: int = field(default=128, metadata={"help": "Tokens per training example."})
     tp_size: int | None = field(default=None, metadata={"help": "Tensor-parallel size; default: the launcher's."})
-    sequence_parallel: bool | None = field(
-        default=None, metadata={"help": "Default: the launcher's choice.", "nargs": "?", "const": True}
-    )
+    sequence_parallel: bool | None = field(default=None, metadata={"nargs": "?", "const": True, "help": "As tp_size."})
     prompt: str = field(default="The value of", metadata={"help": "The trained model continues this."})
 
 
@@ -62,11 +60,9 @@ def new_tokenizer(texts: Dataset, column: str) -> PreTrainedTokenizerFast:
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
-    end, pad, alphabet = "<|endoftext|>", "<|pad|>", pre_tokenizers.ByteLevel.alphabet()
-    bpe_trainer = trainers.BpeTrainer(
-        vocab_size=2048, special_tokens=[end, pad], initial_alphabet=alphabet, show_progress=False
-    )
-    bpe.train_from_iterator(texts[column], bpe_trainer)
+    end, pad, chars = "<|endoftext|>", "<|pad|>", pre_tokenizers.ByteLevel.alphabet()
+    plan = trainers.BpeTrainer(vocab_size=2048, special_tokens=[end, pad], initial_alphabet=chars, show_progress=False)
+    bpe.train_from_iterator(texts[column], plan)
     return PreTrainedTokenizerFast(tokenizer_object=bpe, bos_token=end, eos_token=end, pad_token=pad)
 
 
@@ -102,16 +98,14 @@ def pack(texts: Dataset, column: str, tokenizer, length: int) -> Dataset:
 def main():
     parser = HfArgumentParser((ScriptArguments, TrainingArguments))
     parser.set_defaults(
-        output_dir="megatron-llama",
+        output_dir="outputs/megatron-llama",
         max_steps=100,
         learning_rate=None,  # chosen below: new weights want a far larger one than trained weights
-        lr_scheduler_type="cosine",
         warmup_steps=10,
         logging_steps=10,
         logging_first_step=True,
         save_strategy="no",
         save_only_model=True,
-        report_to="none",
         # Without a GPU, Trainer joins the processes of a launch only when told to use the CPU.
         use_cpu=not torch.accelerator.is_available(),
     )
@@ -134,7 +128,10 @@ def main():
         blocks = pack(texts, args.text_column, tokenizer, args.sequence_length)
         if len(blocks) < 2:
             raise SystemExit(f"--data holds {len(blocks)} blocks of {args.sequence_length} tokens: too few to train on")
-        data = blocks.train_test_split(test_size=min(max(1, len(blocks) // 20), 256), seed=training_args.seed)
+        # Whole batches for all processes: Trainer fills up an incomplete one with repeats, which count in its loss.
+        batch = training_args.per_device_eval_batch_size * training_args.world_size
+        held_out = max(1, min(len(blocks) // 20, 256) // batch * batch)
+        data = blocks.train_test_split(test_size=held_out, seed=training_args.seed)
 
     # Weights in float32, whatever the file holds: with --bf16, Trainer computes in bfloat16 and updates in float32.
     if new_weights:

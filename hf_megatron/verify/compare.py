@@ -74,7 +74,19 @@ def compare(found: Measurement, reference: Measurement) -> Comparison:
         Error("loss", _relative(found.loss, reference.loss, LOSS)),
         Error("eval loss", _relative(found.eval_loss, reference.eval_loss, LOSS)),
         Error("gradient norm", _relative(found.norm, reference.norm, NORM)),
+        *gradient_errors(found, reference),
     ]
+    for optimizer, weights in reference.weights.items():
+        for name, b in weights.items():
+            a = found.weights.get(optimizer, {}).get(name)
+            value = float("inf") if a is None else _tensor_error(a, b, _largest(b) * WEIGHTS)
+            errors.append(Error(f"{name} after {optimizer}", value))
+    return Comparison(tuple(sorted(errors, key=lambda error: -error.value)))
+
+
+def gradient_errors(found: Measurement, reference: Measurement) -> list[Error]:
+    """The error of every gradient; one that only one side has is infinitely wrong."""
+    errors = []
     largest = max((_largest(g) for g in reference.gradients.values() if g is not None), default=0.0)
     for name in sorted(found.gradients.keys() | reference.gradients.keys()):
         a, b = found.gradients.get(name), reference.gradients.get(name)
@@ -85,12 +97,7 @@ def compare(found: Measurement, reference: Measurement) -> Comparison:
             continue
         scale = max(_largest(b), GRADIENT_FLOOR * largest) * GRADIENT
         errors.append(Error(f"gradient of {name}", _tensor_error(a, b, scale)))
-    for optimizer, weights in reference.weights.items():
-        for name, b in weights.items():
-            a = found.weights.get(optimizer, {}).get(name)
-            value = float("inf") if a is None else _tensor_error(a, b, _largest(b) * WEIGHTS)
-            errors.append(Error(f"{name} after {optimizer}", value))
-    return Comparison(tuple(sorted(errors, key=lambda error: -error.value)))
+    return errors
 
 
 def reference_error(a: Measurement, b: Measurement) -> float:

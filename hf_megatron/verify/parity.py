@@ -3,7 +3,7 @@
 import shutil
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,16 @@ from transformers import PreTrainedConfig
 
 from ..config import MegatronConfig
 from ..integrations.verified import ConfigUnderTest
-from .compare import Comparison, compare
+from .compare import Comparison, Error, compare, gradient_errors
 from .measure import Measurement, measure
 from .ranks import run_ranks
 from .twin import draw_parameters, make_batch, tiny_config
 
 TASKS = {"causal": "AutoModelForCausalLM", "masked": "AutoModelForMaskedLM", "seq2seq": "AutoModelForSeq2SeqLM", "classification": "AutoModelForSequenceClassification"}
+
+# Seeds tried for a well-conditioned draw, and what counts as one: round-off of the reference itself, in limits.
+_DRAWS = 6
+_WELL_CONDITIONED = 0.5
 
 
 @dataclass
@@ -30,11 +34,11 @@ class Twin:
     directory: Path
     batches: list[dict[str, Tensor]]
     reference: Measurement
-    kwargs: dict[str, Any] = field(default_factory=dict)
+    condition: float = 0.0
 
     def load(self, **kwargs: Any) -> Any:
         """Loads the twin, with `megatron_config=` on the ranks of a job."""
-        return getattr(transformers, self.class_name).from_pretrained(self.directory, **self.kwargs, **kwargs)
+        return getattr(transformers, self.class_name).from_pretrained(self.directory, **kwargs)
 
     def delete(self) -> None:
         shutil.rmtree(self.directory, ignore_errors=True)
@@ -52,6 +56,9 @@ def make_twin(
 ) -> Twin:
     """Builds a twin and measures it in this process.
 
+    A draw of parameters whose own one-process gradients are off by more than half the limit between fp32 and fp64 is
+    no reference for anything: the next seed is tried. The choice never looks at a parallel run.
+
     Args:
         config (`PreTrainedConfig`): of any size; it is shrunk.
         task (`str`): `causal`, `masked`, `seq2seq` or `classification`.
@@ -63,6 +70,19 @@ def make_twin(
     tiny = tiny_config(config)
     for name, value in (changes or {}).items():
         setattr(tiny.get_text_config(), name, value)
+    draws = [_draw(tiny, task, class_name, microbatches, seed, sequence_length)]
+    while draws[-1].condition > _WELL_CONDITIONED and len(draws) < _DRAWS:
+        draws.append(_draw(tiny, task, class_name, microbatches, seed + len(draws), sequence_length))
+    best = min(draws, key=lambda twin: twin.condition)
+    for twin in draws:
+        if twin is not best:
+            twin.delete()
+    return best
+
+
+def _draw(
+    tiny: PreTrainedConfig, task: str, class_name: str | None, microbatches: int, seed: int, sequence_length: int
+) -> Twin:
     builder = getattr(transformers, class_name or TASKS[task])
     torch.manual_seed(seed)
     model = (builder(tiny) if class_name else builder.from_config(tiny)).float()
@@ -72,9 +92,11 @@ def make_twin(
     batches = [
         make_batch(tiny, sequence_length=sequence_length, seed=seed + index, task=task) for index in range(microbatches)
     ]
-    twin = Twin(type(model).__name__, directory, batches, Measurement(0, 0, 0))
     # Read back, so that both sides start from the same file.
+    twin = Twin(type(model).__name__, directory, batches, Measurement(0, 0, 0))
     twin.reference = measure(twin.load(), batches)
+    precise = measure(twin.load(experts_implementation="eager").double(), batches, optimizers=())
+    twin.condition = max(error.value for error in gradient_errors(twin.reference, precise))
     return twin
 
 
@@ -110,8 +132,6 @@ def check_twin(
     comparison = compare(measurements[0], twin.reference)
     for rank, other in enumerate(measurements[1:], 1):
         if (other.loss, other.norm) != (measurements[0].loss, measurements[0].norm):
-            from .compare import Error
-
             disagreement = Error(f"rank {rank} reports another loss or norm than rank 0", float("inf"))
             return Comparison((disagreement, *comparison.errors))
     return comparison
