@@ -83,7 +83,10 @@ def ensure_process_group(timeout: float) -> "torch.device":
     from accelerate import PartialState
 
     use_cpu = os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("true", "1", "yes")
-    use_cpu = use_cpu or not torch.accelerator.is_available()
+    if not torch.accelerator.is_available():
+        # Otherwise a TrainingArguments or Accelerator created later reports one process on every rank.
+        os.environ["ACCELERATE_USE_CPU"] = "true"
+        use_cpu = True
     state = PartialState(cpu=use_cpu, timeout=timedelta(seconds=timeout))
     if not dist.is_initialized():
         raise ConfigError(

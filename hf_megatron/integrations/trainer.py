@@ -4,7 +4,9 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from ..errors import UnsupportedError
+import torch.distributed as dist
+
+from ..errors import ConfigError, UnsupportedError
 from ..parallelize import parallel_state
 from .accelerate import parallelism_config
 
@@ -18,6 +20,11 @@ def init(original: Callable) -> Callable:
             for name in ("deepspeed", "fsdp"):
                 if getattr(args, name, None):
                     raise UnsupportedError(f"TrainingArguments.{name} beside megatron_config: drop it.")
+            if args.world_size != dist.get_world_size():
+                raise ConfigError(
+                    f"TrainingArguments reports {args.world_size} process(es), the job has {dist.get_world_size()}. On "
+                    "CPUs pass TrainingArguments(use_cpu=True), or create it after the model."
+                )
             if type(self).__module__.startswith("trl."):
                 raise UnsupportedError(f"{type(self).__name__} on a model laid out by hf_megatron: not supported yet.")
         original(self, model, args, *rest, **kwargs)

@@ -21,7 +21,7 @@ from ..errors import ConfigError, UnsupportedError
 from ..mesh import ParallelMesh, validate_world_size
 from ..parallelize import install, parallel_plan, parallel_state, place
 from ..upstream import quiet_loading
-from .accelerate import ensure_process_group, job_world_size
+from .accelerate import announce, ensure_process_group, job_world_size
 from .verified import require_verified
 
 # Arguments of from_pretrained that lay the model out in another way.
@@ -113,6 +113,7 @@ def _finish(model: Any) -> None:
     model._tp_plan = {}
     model._is_distributed_loading_by_transformers = True
     model.config.distributed_config = state.config
+    announce(state.config)
 
 
 def prepare_distribute_model(original: classmethod) -> classmethod:

@@ -28,7 +28,8 @@ def require_verified(model: Any, config: MegatronConfig) -> None:
     if isinstance(config, ConfigUnderTest) or is_verified(type(model).__name__, model_type, config):
         return
     kind = layout_kind(config)
-    command = f"hf-megatron check {model_type} --tp {config.tp_size}" + (" --sp" if config.sequence_parallel else "")
+    options = f"--class {type(model).__name__} --tp {config.tp_size}" + (" --sp" if config.sequence_parallel else "")
+    command = f"hf-megatron check {model_type} {options}"
     if not config.allow_unverified:
         raise UnverifiedLayoutError(
             f"{type(model).__name__} (model type {model_type!r}) has no recorded parity result for {kind}. Run\n"

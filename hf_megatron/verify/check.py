@@ -47,7 +47,32 @@ def resolve_config(model: str) -> PreTrainedConfig:
     return AutoConfig.from_pretrained(model)
 
 
-def _cases(models: list[str], task: str) -> Iterator[tuple[str, str]]:
+def task_of_class(class_name: str) -> str:
+    """The task whose batches fit a transformers class."""
+    for part, task in (("SequenceClassification", "classification"), ("MaskedLM", "masked"), ("Conditional", "seq2seq")):
+        if part in class_name:
+            return task
+    return "causal"
+
+
+def features(config: PreTrainedConfig) -> list[str]:
+    """What of a twin's config a result covers beyond the plain architecture."""
+    text = config.get_text_config()
+    values = text.to_dict()
+    heads, kv_heads = values.get("num_attention_heads"), values.get("num_key_value_heads")
+    found = {
+        "tied embeddings": values.get("tie_word_embeddings"),
+        "grouped key/value heads": kv_heads is not None and kv_heads != heads,
+        "experts": any(values.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts")),
+        "sliding window": values.get("sliding_window"),
+        "latent attention": values.get("kv_lora_rank"),
+        "soft-cap": values.get("final_logit_softcapping") or values.get("attn_logit_softcapping"),
+        "vocabulary and widths that do not divide": True,
+    }
+    return [name for name, active in found.items() if active]
+
+
+def _cases(models: list[str], task: str, given_class: bool) -> Iterator[tuple[str, str]]:
     for model in models:
         if model == "all":
             for name in causal_types():
@@ -57,7 +82,7 @@ def _cases(models: list[str], task: str) -> Iterator[tuple[str, str]]:
                     yield name, other
         else:
             tasks = OTHER_TASKS.get(model)
-            if tasks and task == "causal":
+            if tasks and task == "causal" and not given_class:
                 for other in tasks:
                     yield model, other
             else:
@@ -80,8 +105,10 @@ def check_models(
     """
     if task not in TASKS:
         raise ConfigError(f"task {task!r}: valid are {', '.join(TASKS)}.")
+    if class_name is not None:
+        task = task_of_class(class_name)
     rows = []
-    for model, case_task in _cases(models, task):
+    for model, case_task in _cases(models, task, class_name is not None):
         config = resolve_config(model)
         try:
             twin = make_twin(config, task=case_task, class_name=class_name, microbatches=2)
@@ -93,6 +120,7 @@ def check_models(
                 "class": twin.class_name,
                 "layout": layout_kind(layout),
                 "tp_size": layout.tp_size,
+                "features": features(twin.config),
                 "versions": versions(),
             }
             try:

@@ -34,6 +34,7 @@ class Twin:
     directory: Path
     batches: list[dict[str, Tensor]]
     reference: Measurement
+    config: PreTrainedConfig
     condition: float = 0.0
 
     def load(self, **kwargs: Any) -> Any:
@@ -93,7 +94,7 @@ def _draw(
         make_batch(tiny, sequence_length=sequence_length, seed=seed + index, task=task) for index in range(microbatches)
     ]
     # Read back, so that both sides start from the same file.
-    twin = Twin(type(model).__name__, directory, batches, Measurement(0, 0, 0))
+    twin = Twin(type(model).__name__, directory, batches, Measurement(0, 0, 0), tiny)
     twin.reference = measure(twin.load(), batches)
     precise = measure(twin.load(experts_implementation="eager").double(), batches, optimizers=())
     twin.condition = max(error.value for error in gradient_errors(twin.reference, precise))

@@ -1,0 +1,122 @@
+"""A plain Accelerate loop on two ranks against one process, and what Accelerate must refuse."""
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM
+
+from hf_megatron import ConfigError, MegatronConfig, UnsupportedError
+from hf_megatron.verify.ranks import run_ranks
+
+from .test_trainer import rows
+
+TP2 = MegatronConfig(tp_size=2)
+
+
+def loop(path, config):
+    model = AutoModelForCausalLM.from_pretrained(path, megatron_config=config).train()
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+    train, evaluation = DataLoader(rows(9, 0), batch_size=2), DataLoader(rows(7, 1), batch_size=3)
+    model, optimizer, train, evaluation, scheduler = accelerator.prepare(model, optimizer, train, evaluation, scheduler)
+    numbers = []
+    for batch in train:
+        with accelerator.accumulate(model):
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            norm = accelerator.clip_grad_norm_(model.parameters(), 0.5) if accelerator.sync_gradients else 0.0
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        numbers.append((loss.item(), float(norm), scheduler.get_last_lr()[0]))
+    model.eval()
+    losses, samples = [], 0
+    for batch in evaluation:
+        with torch.no_grad():
+            outputs = model(**batch)
+        predictions = accelerator.gather_for_metrics(outputs.logits.argmax(-1))
+        objects = accelerator.gather_for_metrics(list(range(len(batch["labels"]))), use_gather_object=True)
+        assert len(predictions) == len(objects)
+        samples += len(predictions)
+        losses.append(accelerator.gather(outputs.loss).mean().item())
+    keys = sorted(accelerator.get_state_dict(model)) if config is None else None
+    return numbers, losses, samples, keys
+
+
+def test_loop_equals_one_process(stories):
+    [expected] = run_ranks(loop, 1, stories, None)
+    for numbers, losses, samples, _ in run_ranks(loop, 2, stories, TP2):
+        torch.testing.assert_close(torch.tensor(numbers), torch.tensor(expected[0]), rtol=2e-5, atol=1e-7)
+        assert losses == pytest.approx(expected[1], rel=2e-5)
+        assert samples == expected[2] == 7
+
+
+def test_state_dict_is_full_on_the_first_rank(stories):
+    def gather():
+        model = AutoModelForCausalLM.from_pretrained(stories, megatron_config=TP2)
+        accelerator = Accelerator(cpu=True)
+        model = accelerator.prepare(model)
+        return {name: tensor.shape for name, tensor in accelerator.get_state_dict(model).items()}
+
+    first, second = run_ranks(gather, 2)
+    expected = {name: t.shape for name, t in AutoModelForCausalLM.from_pretrained(stories).state_dict().items()}
+    assert first == expected and second == {}
+
+
+def test_save_state_is_refused(stories, tmp_path):
+    def save():
+        model = AutoModelForCausalLM.from_pretrained(stories, megatron_config=TP2)
+        accelerator = Accelerator(cpu=True)
+        accelerator.prepare(model)
+        with pytest.raises(UnsupportedError, match="save_pretrained"):
+            accelerator.save_state(str(tmp_path / "state"))
+
+    run_ranks(save, 2)
+
+
+def test_an_accelerator_that_came_first_is_refused(stories):
+    def prepare():
+        accelerator = Accelerator(cpu=True)
+        model = AutoModelForCausalLM.from_pretrained(stories, megatron_config=TP2)
+        with pytest.raises(ConfigError, match="Create it after the model"):
+            accelerator.prepare(model)
+
+    run_ranks(prepare, 2)
+
+
+def test_whole_model_ddp_is_refused(stories):
+    def wrap():
+        model = AutoModelForCausalLM.from_pretrained(stories, megatron_config=TP2)
+        with pytest.raises(UnsupportedError, match="DistributedDataParallel"):
+            torch.nn.parallel.DistributedDataParallel(model)
+
+    run_ranks(wrap, 2)
+
+
+def test_gradient_norm_with_shared_key_value_heads_counts_each_entry_once(stories):
+    """Parameters on two meshes, where stock clipping raises."""
+
+    def norm(config):
+        model = AutoModelForCausalLM.from_pretrained(stories, megatron_config=config).train()
+        from hf_megatron.data_parallel.gradient_norm import clip_grad_norm
+
+        batch = {name: torch.stack([row[name] for row in rows(3, 0)]) for name in ("input_ids", "labels")}
+        model(**batch).loss.backward()
+        values = [clip_grad_norm(model.parameters(), 1e9, kind).item() for kind in (2.0, 1.0, float("inf"))]
+        clip_grad_norm(model.parameters(), 0.1)
+        return [*values, clip_grad_norm(model.parameters(), 1e9).item()]
+
+    def stock():
+        model = AutoModelForCausalLM.from_pretrained(stories).train()
+        batch = {name: torch.stack([row[name] for row in rows(3, 0)]) for name in ("input_ids", "labels")}
+        model(**batch).loss.backward()
+        clip = torch.nn.utils.clip_grad_norm_
+        values = [clip(model.parameters(), 1e9, kind).item() for kind in (2.0, 1.0, float("inf"))]
+        clip(model.parameters(), 0.1)
+        return [*values, clip(model.parameters(), 1e9).item()]
+
+    expected = stock()
+    for found in run_ranks(norm, 8, MegatronConfig(tp_size=8)):
+        assert found == pytest.approx(expected, rel=1e-5)

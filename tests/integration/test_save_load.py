@@ -1,0 +1,284 @@
+"""Weights in and out: slices read, merged files written, and everything that must raise instead of going on."""
+
+import json
+import os
+import shutil
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    CONFIG_MAPPING,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+
+from hf_megatron import CheckpointError, MegatronConfig, UnsupportedError
+from hf_megatron.checkpoint.merged import full_state_dict
+from hf_megatron.parallelize import local_numel
+from hf_megatron.verify.parity import make_twin
+from hf_megatron.verify.ranks import run_ranks
+
+TP2 = MegatronConfig(tp_size=2)
+LAYOUTS = [TP2, MegatronConfig(tp_size=2, sequence_parallel=True), MegatronConfig(tp_size=8)]
+
+
+def save(source, target, config, **kwargs):
+    AutoModelForCausalLM.from_pretrained(source, megatron_config=config).save_pretrained(target, **kwargs)
+
+
+@pytest.mark.parametrize("config", LAYOUTS, ids=lambda config: config.layout())
+def test_merged_save_is_bit_equal(stories, tmp_path, config):
+    run_ranks(save, config.tp_size, stories, tmp_path, config)
+    saved, original = load_file(tmp_path / "model.safetensors"), load_file(stories / "model.safetensors")
+    assert saved.keys() == original.keys(), "tied weights are written once"
+    assert all(torch.equal(saved[name], original[name]) for name in original)
+    assert "distributed_config" not in json.loads((tmp_path / "config.json").read_text())
+    assert (tmp_path / "generation_config.json").exists()
+    assert LlamaForCausalLM.from_pretrained(tmp_path).num_parameters() == 260_032
+
+
+def test_merged_save_in_several_files_replaces_an_earlier_one(stories, tmp_path):
+    run_ranks(save, 2, stories, tmp_path, TP2, max_shard_size="300KB")
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 2
+    model, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    original = AutoModelForCausalLM.from_pretrained(stories).state_dict()
+    assert not info["missing_keys"]
+    assert all(torch.equal(tensor, original[name]) for name, tensor in model.state_dict().items())
+    # and a sharded folder is read by slices
+    run_ranks(save, 2, tmp_path, tmp_path / "again", TP2)
+    assert (tmp_path / "again" / "model.safetensors").read_bytes() == (
+        _single_file(stories, tmp_path / "stock") / "model.safetensors"
+    ).read_bytes() or load_file(tmp_path / "again" / "model.safetensors").keys() == original.keys() - {"lm_head.weight"}
+    run_ranks(save, 2, stories, tmp_path, TP2)
+    assert not list(tmp_path.glob("model-*")) and not (tmp_path / "model.safetensors.index.json").exists()
+
+
+def _single_file(source, target):
+    AutoModelForCausalLM.from_pretrained(source).save_pretrained(target)
+    return target
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "gpt_neox", "phi3", "deepseek_v3"])
+def test_conversions_are_reverted_bit_equal(tmp_path, model_type):
+    """Fused experts become per-expert weights again."""
+    twin = make_twin(CONFIG_MAPPING[model_type]())
+    run_ranks(save, 2, twin.directory, tmp_path, TP2)
+    saved, original = load_file(tmp_path / "model.safetensors"), load_file(twin.directory / "model.safetensors")
+    assert saved.keys() == original.keys()
+    assert all(torch.equal(saved[name], original[name]) for name in original)
+    twin.delete()
+
+
+def test_auto_class_concrete_class_dict_and_yaml(stories, tmp_path):
+    file = tmp_path / "megatron.yaml"
+    file.write_text("tp_size: 2\n")
+
+    def load():
+        classes = (AutoModelForCausalLM, LlamaForCausalLM)
+        models = [c.from_pretrained(stories, megatron_config=v) for c in classes for v in (TP2, {"tp_size": 2}, str(file))]
+        return [local_numel(model) for model in models], [model.num_parameters() for model in models]
+
+    for local, whole in run_ranks(load, 2):
+        assert len(set(local)) == 1 and local[0] < 0.52 * 260_032
+        assert set(whole) == {260_032}
+
+
+def test_bin_files_and_unsafe_pickles(stories, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(stories)
+    shutil.copy(stories / "config.json", tmp_path)
+    weights = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+    torch.save(weights, tmp_path / "pytorch_model.bin")
+    run_ranks(save, 2, tmp_path, tmp_path / "out", TP2)
+    saved = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(saved[name], tensor) for name, tensor in weights.items())
+
+    class Payload:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "executed"),)
+
+    torch.save({"x": Payload()}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(Exception, match="weights_only|Unsupported|pickle"):
+        run_ranks(save, 2, tmp_path, tmp_path / "out2", TP2)
+    assert not (tmp_path / "executed").exists()
+
+
+def broken(stories, target, change):
+    shutil.copytree(stories, target)
+    weights = load_file(target / "model.safetensors")
+    change(weights)
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda w: w.pop("model.layers.2.mlp.up_proj.weight"), ["1 missing", "layers.2.mlp.up_proj.weight"]),
+        (lambda w: w.update(surplus=torch.zeros(3)), ["1 unexpected", "surplus"]),
+    ],
+)
+def test_weights_that_do_not_match_raise(stories, tmp_path, change, words):
+    path = broken(stories, tmp_path / "broken", change)
+
+    def load():
+        with pytest.raises(CheckpointError) as error:
+            AutoModelForCausalLM.from_pretrained(path, megatron_config=TP2)
+        assert all(word in str(error.value) for word in [*words, "strict_loading"])
+        AutoModelForCausalLM.from_pretrained(path, megatron_config=MegatronConfig(tp_size=2, strict_loading=False))
+
+    run_ranks(load, 2)
+
+
+def test_mis_shaped_weights_raise(stories, tmp_path):
+    path = broken(
+        stories, tmp_path / "broken", lambda w: w.update({"model.layers.0.mlp.up_proj.weight": torch.zeros(100, 64)})
+    )
+
+    def load():
+        with pytest.raises((CheckpointError, RuntimeError), match="up_proj|mismatch|ignore_mismatched_sizes"):
+            AutoModelForCausalLM.from_pretrained(path, megatron_config=TP2)
+        with pytest.raises(CheckpointError, match="up_proj"):
+            AutoModelForCausalLM.from_pretrained(path, megatron_config=TP2, ignore_mismatched_sizes=True)
+
+    run_ranks(load, 2)
+
+
+@pytest.mark.parametrize("shard", ["../outside.safetensors", "/etc/outside.safetensors"])
+def test_an_index_that_leaves_the_directory_is_refused(stories, tmp_path, shard):
+    shutil.copy(stories / "config.json", tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"model.norm.weight": shard}}))
+
+    def load():
+        with pytest.raises(CheckpointError, match="outside"):
+            AutoModelForCausalLM.from_pretrained(tmp_path, megatron_config=TP2)
+
+    run_ranks(load, 2)
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [{"device_map": "auto"}, {"tp_plan": "auto"}, {"quantization_config": {"quant_method": "x"}}, {"tp_size": 2}],
+    ids=lambda kwargs: next(iter(kwargs)),
+)
+def test_other_layouts_beside_ours_are_refused_by_name(stories, kwargs):
+    def load():
+        with pytest.raises(UnsupportedError, match=next(iter(kwargs))):
+            AutoModelForCausalLM.from_pretrained(stories, megatron_config=TP2, **kwargs)
+
+    run_ranks(load, 2)
+
+
+def test_distributed_config_beside_ours_is_refused(stories):
+    from transformers.distributed import DistributedConfig
+
+    def load():
+        with pytest.raises(UnsupportedError, match="distributed_config"):
+            AutoModelForCausalLM.from_pretrained(
+                stories, megatron_config=TP2, distributed_config=DistributedConfig(tp_size=2)
+            )
+
+    run_ranks(load, 2)
+
+
+def test_ranks_with_different_configurations_are_told_which_field(stories):
+    import torch.distributed as dist
+
+    from hf_megatron import ConfigError
+
+    def load():
+        with pytest.raises(ConfigError, match=r"MegatronConfig.seed: rank 0: 0, rank 1: 1"):
+            AutoModelForCausalLM.from_pretrained(
+                stories, megatron_config=MegatronConfig(tp_size=2, seed=dist.get_rank())
+            )
+
+    run_ranks(load, 2)
+
+
+def from_scratch(config, layout):
+    model = AutoModelForCausalLM.from_config(config, megatron_config=layout)
+    assert model.training
+    return full_state_dict(model)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe"])
+def test_from_scratch_weights_do_not_depend_on_the_layout(model_type):
+    from hf_megatron.verify.twin import tiny_config
+
+    config = tiny_config(CONFIG_MAPPING[model_type]())
+    two = run_ranks(from_scratch, 2, config, MegatronConfig(tp_size=2))[0]
+    four = run_ranks(from_scratch, 4, config, MegatronConfig(tp_size=4))[0]
+    other = run_ranks(from_scratch, 2, config, MegatronConfig(tp_size=2, seed=1))[0]
+    stock = AutoModelForCausalLM.from_config(config).state_dict()
+    assert two.keys() == stock.keys()
+    for name, tensor in stock.items():
+        assert torch.equal(two[name], four[name])
+        assert tensor.dtype == two[name].dtype and tensor.shape == two[name].shape
+        if tensor.std() > 0 and tensor.numel() > 500:
+            assert two[name].std().item() == pytest.approx(tensor.std().item(), rel=0.25)
+            assert not torch.equal(two[name], other[name])
+    shapes = {}
+    for name, tensor in two.items():
+        if tensor.std() > 0:
+            assert not any(torch.equal(tensor, same) for same in shapes.get(tensor.shape, [])), name
+            shapes.setdefault(tensor.shape, []).append(tensor)
+
+
+def test_new_classification_head_is_drawn_when_allowed(stories, tmp_path):
+    def load(strict):
+        layout = MegatronConfig(tp_size=2, strict_loading=strict, allow_unverified=False)
+        return AutoModelForSequenceClassification.from_pretrained(stories, num_labels=3, megatron_config=layout)
+
+    def on_rank():
+        with pytest.raises(CheckpointError, match="score.weight"):
+            load(True)
+        model = load(False)
+        return full_state_dict(model).get("score.weight")
+
+    head = run_ranks(on_rank, 2)[0]
+    assert head.shape == (3, 64) and head.std() > 0
+
+
+def _anonymous_bytes():
+    return psutil.Process().memory_full_info().uss
+
+
+def test_memory_of_loading(tmp_path):
+    """Anonymous memory above the imports: the shard + the largest tensor + 100 MiB, also after touching all."""
+    config = LlamaConfig(
+        hidden_size=1024, intermediate_size=2816, num_hidden_layers=8, num_attention_heads=16, num_key_value_heads=4,
+        vocab_size=32000,
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    total = sum(os.path.getsize(file) for file in tmp_path.glob("*.safetensors"))
+
+    def load():
+        before = psutil.Process().memory_info().rss - psutil.Process().memory_info().shared
+        model = AutoModelForCausalLM.from_pretrained(tmp_path, megatron_config=TP2)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.to_local().add_(1e-3)
+        info = psutil.Process().memory_info()
+        return info.rss - info.shared - before
+
+    limit = total / 2 + 32000 * 1024 * 4 + 100 * 2**20
+    for used in run_ranks(load, 2):
+        assert used < limit, f"{used / 2**20:.0f} MiB of at most {limit / 2**20:.0f}"
+
+
+def test_tokenizer_goes_with_the_model(stories, tmp_path):
+    from transformers import AutoTokenizer, Trainer, TrainingArguments
+
+    def on_rank():
+        model = AutoModelForCausalLM.from_pretrained(stories, megatron_config=TP2)
+        arguments = TrainingArguments(str(tmp_path), use_cpu=True, save_strategy="no")
+        Trainer(model, arguments, processing_class=AutoTokenizer.from_pretrained(stories)).save_model()
+
+    run_ranks(on_rank, 2)
+    assert AutoTokenizer.from_pretrained(tmp_path).vocab_size == 512
+    assert AutoConfig.from_pretrained(tmp_path).num_hidden_layers == 5
