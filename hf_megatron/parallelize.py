@@ -21,6 +21,8 @@ from .mesh import ParallelMesh
 from .registry import spec_for
 from .registry.patterns import generic, lookup
 from .spec import Claim, GradientRule, ModelSpec, Placement
+from .tensor_parallel.heads import LocalArguments
+from .tensor_parallel.forward import RefusedOutputs, SynchronisedDropout
 from .tensor_parallel.local import dtensor_placements, read_locally
 from .tensor_parallel.logits import PendingLoss, VocabParallelHead, sharded_loss
 from .tensor_parallel.region import DropoutStreams, SequenceStack, UniformRegion, WholeSequenceRegion, has_dropout
@@ -70,6 +72,11 @@ def _expand(model: nn.Module, spec: ModelSpec) -> dict[str, str]:
         raise PlanError(f"model type {spec.model_type!r}: rules {sorted(unmatched)} match nothing in {type(model).__name__}.")
     for name in styles.values():
         style(name)
+    modules = {name for name, _ in model.named_modules()} | {generic(name) for name, _ in model.named_modules()}
+    for patterns in (spec.local_attributes, spec.local_arguments, spec.several_inputs, spec.transparent, spec.stacks):
+        if not modules.issuperset(patterns):
+            missing = sorted(set(patterns) - modules)
+            raise PlanError(f"model type {spec.model_type!r}: patterns {missing} match nothing in {type(model).__name__}.")
     return styles
 
 
@@ -219,7 +226,7 @@ def install(model: Any) -> None:
     region_of_linear = {row: uniform[block] for block, row in structure.uniform.items()}
     for block in structure.uniform:
         for name, style_name in state.styles.items():
-            if name.startswith(block + ".") and style(style_name).is_column:
+            if f"{name}.".startswith(f"{block}.") and style(style_name).is_column:
                 region_of_linear[name] = uniform[block]
 
     rotary_dim = getattr(model.config.get_text_config(), "qk_rope_head_dim", None)
@@ -241,9 +248,15 @@ def install(model: Any) -> None:
         )
         rules.install(module, context)
         if rules.reads_locally and gradient:
-            read_locally(module, mesh, frozenset(p for p, rule in gradient.items() if rule is GradientRule.SUM_TP))
+            summed = frozenset(p for p, rule in gradient.items() if rule is GradientRule.SUM_TP)
+            claimed = {p: style(state.claims[f"{name}.{p}" if name else p].style) for p in gradient}
+            read_locally(module, mesh, summed, frozenset(p for p, rule in claimed.items() if rule.shares_sum))
         for attribute in lookup(name, state.spec.local_attributes) or ():
-            _localise(module, name, attribute, mesh.tp_size)
+            copies = state.head_groups.get(f"{name}.k_proj", 1) if "key_value" in attribute else 1
+            _localise(module, name, attribute, mesh.tp_size // copies)
+        if (arguments := lookup(name, state.spec.local_arguments)) is not None:
+            heads = model.config.get_text_config().num_attention_heads
+            LocalArguments(arguments, heads, mesh.tp_size, mesh.tp_rank).install(module)
     _localise_key_value_groups(model, state)
 
     # A block's hooks are installed after the styles', so that its region wraps what happens inside.
@@ -255,26 +268,9 @@ def install(model: Any) -> None:
     for name, stack_state in stacks.items():
         stack_state.install(model.get_submodule(name))
     _install_loss(model)
+    RefusedOutputs(config.sequence_parallel).install(model)
     if has_dropout(model):
-        _SynchronisedDropout(dropout.state, mesh).install(model)
-
-
-class _SynchronisedDropout:
-    """Starts every training forward from the same random stream on all ranks, whatever seeds the user set."""
-
-    def __init__(self, state: ReplicatedState, mesh: ParallelMesh):
-        self.state = state
-        self.mesh = mesh
-
-    def __deepcopy__(self, memo: dict) -> "_SynchronisedDropout":
-        return self
-
-    def install(self, model: nn.Module) -> None:
-        model.register_forward_pre_hook(self._enter)
-
-    def _enter(self, model: nn.Module, args: tuple) -> None:
-        if model.training:
-            self.state.synchronise(self.mesh.tp_group)
+        SynchronisedDropout(dropout.state, mesh).install(model)
 
 
 def _assert_claimed(model: nn.Module, state: ParallelState) -> None:

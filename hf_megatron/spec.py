@@ -79,6 +79,8 @@ class ModelSpec:
         plan (`Mapping[str, str]`): module or parameter pattern -> name of a style.
         local_attributes (`Mapping[str, tuple[str, ...]]`): module pattern -> attributes that count heads or widths and
             are divided by tp_size.
+        local_arguments (`Mapping[str, tuple[str, ...]]`): attention block pattern -> keyword arguments that hold one
+            entry per head and are cut to this rank's heads, such as alibi.
         regions (`Mapping[str, str]`): block pattern -> row linear pattern, for uniform blocks whose row linear is not
             their child (see `tensor_parallel/region.py`).
         several_inputs (`tuple[str, ...]`): blocks whose linears read more than one tensor, as in cross attention.
@@ -92,6 +94,7 @@ class ModelSpec:
     model_type: str
     plan: Mapping[str, str] = field(default_factory=dict)
     local_attributes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    local_arguments: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     regions: Mapping[str, str] = field(default_factory=dict)
     several_inputs: tuple[str, ...] = ()
     transparent: tuple[str, ...] = ()

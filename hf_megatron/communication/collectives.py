@@ -68,7 +68,8 @@ def reduce_scatter(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor
         result = torch.empty_like(parts[0])
         reduce_scatter_single(result, parts.view(-1, *parts.shape[2:]), group)
     start, stop = bounds(size, ranks, rank)
-    return result.narrow(dim, 0, stop - start).contiguous()
+    # Never a view: models add to it in place.
+    return result if stop - start == result.shape[dim] else result.narrow(dim, 0, stop - start).clone()
 
 
 def take_shard(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:

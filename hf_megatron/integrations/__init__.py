@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 _HERE = __name__
 _MODEL = "transformers.modeling_utils:PreTrainedModel"
+_AUTO = "transformers.models.auto.auto_factory:_BaseAutoModelClass"
 _MIXIN = "transformers.distributed.mixin:DistributedMixin"
 _ACCELERATOR = "accelerate.accelerator:Accelerator"
 
@@ -17,6 +18,7 @@ PATCHES: Mapping[str, str] = {
     f"{_MODEL}.save_pretrained": f"{_HERE}.transformers:save_pretrained",
     f"{_MODEL}._initialize_missing_keys": f"{_HERE}.transformers:initialize_missing_keys",
     f"{_MODEL}.resize_token_embeddings": f"{_HERE}.transformers:resize_token_embeddings",
+    f"{_AUTO}.from_pretrained": f"{_HERE}.transformers:auto_from_pretrained",
     f"{_MIXIN}.prepare_distribute_model": f"{_HERE}.transformers:prepare_distribute_model",
     f"{_MIXIN}.maybe_distribute_model": f"{_HERE}.transformers:maybe_distribute_model",
     "transformers.generation.utils:GenerationMixin.generate": f"{_HERE}.transformers:generate",

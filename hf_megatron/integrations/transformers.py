@@ -76,6 +76,19 @@ def from_pretrained(original: classmethod) -> classmethod:
     return classmethod(wrapper)
 
 
+def auto_from_pretrained(original: classmethod) -> classmethod:
+    """The Auto classes read a config before they find the class; a layout that cannot be must raise before that."""
+    function = original.__func__
+
+    @functools.wraps(function)
+    def wrapper(cls: Any, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("megatron_config") is not None:
+            _start(kwargs["megatron_config"], kwargs)
+        return function(cls, pretrained_model_name_or_path, *args, **kwargs)
+
+    return classmethod(wrapper)
+
+
 def from_config(original: classmethod) -> classmethod:
     function = original.__func__
 

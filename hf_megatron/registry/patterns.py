@@ -11,3 +11,8 @@ def generic(name: str) -> str:
 def lookup(name: str, table):
     """The entry of `table` for a concrete name, or `None`."""
     return table.get(name) if name in table else table.get(generic(name))
+
+
+def module_name(model, module) -> str:
+    """The dotted name of a module inside a model."""
+    return next(name for name, other in model.named_modules() if other is module)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -27,24 +28,42 @@ def local_view(parameter: Tensor | None, group: dist.ProcessGroup | None = None)
     if not isinstance(parameter, DTensor):
         return parameter
     local = parameter.to_local()
-    return local if group is None else copy_to_ranks(local, group)
+    if group is None:
+        return local
+    # The compiler takes the view that `to_local` returns for one whose base was changed in place.
+    return copy_to_ranks(local.clone() if torch.compiler.is_compiling() else local, group)
+
+
+class _ShareOfSum(torch.autograd.Function):
+    """Divides a replicated addend by the ranks that add it; its gradient is the whole one on each of them."""
+
+    @staticmethod
+    def forward(ctx: Any, addend: Tensor, ranks: int) -> Tensor:
+        return addend / ranks
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
 
 
 class LocalParameters:
     """Mixin of a module whose own forward, or whose owner's, reads the parameters as plain tensors.
 
     A dynamic subclass of the module's class gets one property per parameter; `named_parameters()`, `state_dict()` and
-    optimizers keep seeing the DTensors. Gradients of the parameters in `summed` are added up over tp.
+    optimizers keep seeing the DTensors. Gradients of the parameters in `summed` are added up over tp; those in
+    `addends` are read as this rank's share, since the results of all ranks are added up.
     """
 
     mesh: ParallelMesh
     summed: frozenset[str]
+    addends: frozenset[str]
     _parameters: dict[str, Tensor]
 
 
 def _reading(name: str) -> Callable[[LocalParameters], Tensor | None]:
     def read(module: LocalParameters) -> Tensor | None:
-        return local_view(module._parameters[name], module.mesh.tp_group if name in module.summed else None)
+        value = local_view(module._parameters[name], module.mesh.tp_group if name in module.summed else None)
+        return _ShareOfSum.apply(value, module.mesh.tp_size) if name in module.addends else value
 
     return read
 
@@ -54,11 +73,14 @@ def _local_class(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Modul
     return type(base.__name__, (LocalParameters, base), {name: property(_reading(name)) for name in names})
 
 
-def read_locally(module: nn.Module, mesh: ParallelMesh, summed: frozenset[str]) -> None:
+def read_locally(
+    module: nn.Module, mesh: ParallelMesh, summed: frozenset[str], addends: frozenset[str] = frozenset()
+) -> None:
     """Makes attribute access to the module's own parameters return local tensors."""
     names = tuple(name for name, parameter in module._parameters.items() if parameter is not None)
     module.mesh = mesh  # type: ignore[assignment]
     module.summed = summed  # type: ignore[assignment]
+    module.addends = addends  # type: ignore[assignment]
     module.__class__ = _local_class(type(module), names)
 
 

@@ -65,10 +65,32 @@ class ShardedLogits:
     def to(self, *args: Any, **kwargs: Any) -> "ShardedLogits | Tensor":
         return self._then(lambda z: z.to(*args, **kwargs))
 
+    def contiguous(self) -> "ShardedLogits":
+        return self
+
+    def view(self, *shape: Any) -> "ShardedLogits | Tensor":
+        sizes = shape[0] if isinstance(shape[0], tuple | list) else shape
+        if self.loss_taken or sizes[-1] != self.head.out_features:
+            return self.gather().view(*shape)
+        return ShardedLogits(self.hidden.reshape(*sizes[:-1], self.hidden.shape[-1]), self.head, self.functions)
+
+    reshape = view
+
+    def size(self, dim: int | None = None) -> torch.Size | int:
+        return self.shape if dim is None else self.shape[dim]
+
     @classmethod
     def __torch_function__(cls, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         logits = args[0] if args else None
+        if function is F.cross_entropy and isinstance(logits, cls) and _is_token_mean(logits, *args[1:], **kwargs):
+            # Models with a `CrossEntropyLoss()` of their own.
+            return logits.cross_entropy(
+                args[1],
+                num_items_in_batch=None,
+                ignore_index=kwargs.get("ignore_index", -100),
+                label_smoothing=kwargs.get("label_smoothing", 0.0),
+            )
         scalars = not kwargs and all(isinstance(value, int | float) for value in args[1:])
         if isinstance(logits, cls) and function in _ELEMENTWISE_FUNCTIONS and scalars:
             return logits._then(lambda z: function(z, *args[1:]))
@@ -141,6 +163,13 @@ class ShardedLogits:
         )
         hidden = self.hidden.reshape(-1, self.hidden.shape[-1])
         return linear_cross_entropy(hidden, weight, bias, targets.reshape(-1), num_items_in_batch, options)
+
+
+def _is_token_mean(logits: ShardedLogits, target: Tensor, weight: Tensor | None = None, **options: Any) -> bool:
+    """Whether a call of `F.cross_entropy` is the mean over class indices, one per row of the logits."""
+    plain = weight is None and options.get("size_average") is None and options.get("reduce") is None
+    rows = logits.hidden.dim() == 2 and target.dim() == 1 and not target.is_floating_point()
+    return plain and rows and options.get("reduction", "mean") == "mean"
 
 
 class VocabParallelHead(ColumnParallelLinear):

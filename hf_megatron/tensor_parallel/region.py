@@ -55,20 +55,20 @@ def _replace_output(output: Any, change) -> Any:
 
 
 class _RestoreLength(torch.autograd.Function):
-    """Identity at the end of a layer stack whose backward tells the stack which sequence length it is replaying.
+    """Identity at the end of a layer stack whose backward tells the stack which batch it is replaying.
 
-    It runs before any layer of its graph is recomputed, so gradient checkpointing sees the right length also when
+    It runs before any layer of its graph is recomputed, so gradient checkpointing sees the right shape also when
     another forward came in between.
     """
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, stack: "SequenceStack") -> Tensor:
-        ctx.stack, ctx.length = stack, stack.length
+        ctx.stack, ctx.shape = stack, (stack.batch, stack.length)
         return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        ctx.stack.length = ctx.length
+        ctx.stack.batch, ctx.stack.length = ctx.shape
         return gradient, None
 
 
@@ -78,6 +78,7 @@ class SequenceStack:
 
     group: dist.ProcessGroup
     dropout: "DropoutStreams"
+    batch: int = 0
     length: int = 0
 
     def __deepcopy__(self, memo: dict) -> "SequenceStack":
@@ -89,7 +90,7 @@ class SequenceStack:
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]):
         def split(hidden_states: Tensor) -> Tensor:
-            self.length = hidden_states.shape[SEQUENCE_DIM]
+            self.batch, self.length = hidden_states.shape[:2]
             return split_over_ranks(hidden_states, SEQUENCE_DIM, self.group)
 
         changed = _replace_input(args, kwargs, split)
@@ -159,7 +160,14 @@ class UniformRegion:
         """Every rank gets the whole input; its gradient is summed over the ranks."""
         if self.stack is None:
             return copy_to_ranks(hidden_states, self.group)
+        if hidden_states.dim() == 2:
+            return self.enter(self._unflatten(hidden_states)).flatten(0, 1)
         return gather_from_ranks(hidden_states, SEQUENCE_DIM, self.stack.length, self.group, sum_gradient=True)
+
+    def _unflatten(self, tokens: Tensor) -> Tensor:
+        # Some layers hand `[batch * sequence, hidden]` to their linears; a rank may hold no token at all.
+        assert self.stack is not None
+        return tokens.view(self.stack.batch, tokens.shape[0] // self.stack.batch, tokens.shape[1])
 
     def leave(self, partial_output: Tensor) -> Tensor:
         """Sums the row linear's partial outputs."""
@@ -167,6 +175,8 @@ class UniformRegion:
             self.dropout.leave_sharded()
         if self.stack is None:
             return reduce_from_ranks(partial_output, self.group)
+        if partial_output.dim() == 2:
+            return self.leave(self._unflatten(partial_output)).flatten(0, 1)
         return reduce_scatter_to_ranks(partial_output, SEQUENCE_DIM, self.group)
 
 

@@ -56,7 +56,7 @@ def uniform_row(name: str, module: nn.Module, styles: Mapping[str, str]) -> str 
             rows.append(full_name)
         elif child_style is not None and child_style.is_column:
             columns += 1
-        elif _has_parameters(child) and styles.get(full_name) != "replicated_sum":
+        elif _has_parameters(child) and not (child_style is not None and child_style.works_on_heads):
             return None
     if len(rows) == 1 and columns and all(styles.get(f"{name}.{p}") == "split_rows" for p in module._parameters):
         return rows[0]

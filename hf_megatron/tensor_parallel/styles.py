@@ -14,6 +14,8 @@
 | `replicated_sum` | whole | sees only this rank's heads: gradient summed |
 | `latent_with_rotary` | whole | gradient of the rotary part of the output summed |
 | `partial_sum` | by its parameters' own rules | inputs copied, output summed (experts) |
+| `shared_addend` | one whole parameter | added by every rank of a partial sum: each reads its share |
+| `norm_per_head` | whole | this rank's heads use their norms |
 | `output_sum` | by its parts' own rules | output summed |
 | `shared_identity` | none | input divided by tp inside a partial sum |
 | `split_rows` / `split_columns` / `packed_rows` / `packed_columns` | one parameter: dim -2 / dim -1, plain or as 2 blocks | nothing |
@@ -29,6 +31,7 @@ from ..mesh import ParallelMesh
 from ..spec import GradientRule, Placement
 from .embedding import HiddenParallelEmbedding, VocabParallelEmbedding
 from .experts import LatentWithRotary, PartialSum, SharedIdentity
+from .heads import NormPerHead, check_norm_per_head
 from .linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear
 from .local import become
 from .logits import VocabParallelHead
@@ -68,6 +71,8 @@ class Style:
     """Base: parameters whole, gradients complete, forward untouched."""
 
     reads_locally = True
+    works_on_heads = False
+    shares_sum = False
     is_column = False
     is_row = False
     splits = False
@@ -183,6 +188,7 @@ class _Embedding(Style):
 class _Replicated(Style):
     def __init__(self, rule: GradientRule = GradientRule.COMPLETE):
         self.rule = rule
+        self.works_on_heads = rule is GradientRule.SUM_TP
 
     def gradient(self, placement: Placement) -> GradientRule:
         return self.rule
@@ -209,6 +215,23 @@ class _PartialSum(Style):
 class _SharedIdentity(Style):
     def install(self, module: nn.Module, context: ModuleContext) -> None:
         SharedIdentity(context.mesh.tp_size).install(module)
+
+
+class _SharedAddend(Style):
+    """One bare parameter that is added inside a partial sum."""
+
+    shares_sum = True
+
+
+class _NormPerHead(Style):
+    works_on_heads = True
+
+    def check(self, module: nn.Module, name: str, plain_linear_classes: tuple[str, ...] = ()) -> None:
+        check_norm_per_head(module, name)
+
+    def install(self, module: nn.Module, context: ModuleContext) -> None:
+        become(module, NormPerHead)
+        module.mesh = context.mesh  # type: ignore[assignment]
 
 
 class _SplitParameter(Style):
@@ -243,6 +266,8 @@ STYLES: Mapping[str, Style] = {
     "partial_sum": _PartialSum(),
     "output_sum": _PartialSum(copy_inputs=False),
     "shared_identity": _SharedIdentity(),
+    "shared_addend": _SharedAddend(),
+    "norm_per_head": _NormPerHead(),
     "split_rows": _SplitParameter(-2),
     "split_columns": _SplitParameter(-1),
     "packed_rows": _SplitParameter(-2, groups=2),

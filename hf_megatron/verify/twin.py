@@ -92,6 +92,8 @@ SCALES: Mapping[str, float] = _by_name(
     (2, "routed_scaling_factor moe_routed_scaling_factor router_scaling_factor route_scale"),
     (2, "full_attn_alpha_factor linear_attn_alpha_factor mlp_alpha_factor"),
     (9, "query_pre_attn_scalar"),
+    # Seen, and enough to keep the norm of a state that is nearly zero from turning round-off into direction.
+    (1e-2, "rms_norm_eps layer_norm_eps layer_norm_epsilon layernorm_epsilon norm_eps norm_epsilon ln_eps"),
 )
 
 # Query heads and their key/value heads: grouped stays grouped, with fewer key/value heads than four ranks.
@@ -426,7 +428,12 @@ def _draw(module: nn.Module, name: str, tensor: Tensor, generator: torch.Generat
         # Added to scores that differ by little.
         return 0.05 * noise
     if isinstance(module, nn.modules.conv._ConvNd) and name == "weight":
-        return noise / tensor[0].numel() ** 0.5
+        # Before a state space the values stay small: its output is normalised, and steep where terms cancel.
+        gain = 0.2 if module.groups > 1 else 1.0
+        return gain * noise / tensor[0].numel() ** 0.5
+    if name == "A_log":
+        # A state that decays slowly, so that it holds several tokens.
+        return 0.2 * noise - 1.0
     if tensor.dim() < 2:
         if name.endswith("bias"):
             return 0.1 * noise

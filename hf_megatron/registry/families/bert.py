@@ -1,0 +1,39 @@
+"""BERT: the row linears stand in modules of their own, beside the residual; the head's bias is tied to its parent's."""
+
+from typing import Any
+
+from ...errors import UnsupportedError
+from ...spec import ModelSpec
+from ..family import family_spec
+from ..lookup import register_model
+
+
+@register_model("bert")
+def bert(model: Any) -> ModelSpec:
+    config = model.config
+    if config.add_cross_attention:
+        raise UnsupportedError("bert with add_cross_attention=True: its cross attention is not covered by a parity check.")
+    return family_spec(
+        model,
+        {
+            "embeddings.word_embeddings": "vocab_embedding",
+            "encoder.layer.*.attention.self.query": "column",
+            "encoder.layer.*.attention.self.key": "column",
+            "encoder.layer.*.attention.self.value": "column",
+            "encoder.layer.*.attention.output.dense": "row",
+            "encoder.layer.*.intermediate.dense": "column",
+            "encoder.layer.*.output.dense": "row",
+        },
+        head_plan={"cls.predictions.bias": "split_rows"},
+        local_attributes={"encoder.layer.*.attention.self": ("num_attention_heads", "all_head_size")},
+        regions={
+            "encoder.layer.*.attention.self": "encoder.layer.*.attention.output.dense",
+            "encoder.layer.*.intermediate": "encoder.layer.*.output.dense",
+        },
+        transparent=("encoder.layer.*.attention", "encoder.layer.*.attention.output", "encoder.layer.*.output"),
+        no_sequence_parallel=(
+            "chunk_size_feed_forward > 0 cuts this rank's piece of the sequence into chunks of its own."
+            if config.chunk_size_feed_forward
+            else None
+        ),
+    )

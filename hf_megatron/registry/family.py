@@ -1,0 +1,52 @@
+"""What the files in `families/` share: specs stated relative to the base model, whatever head is around it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from ..spec import ModelSpec
+from .patterns import module_name
+
+
+def family_spec(
+    model: Any,
+    plan: Mapping[str, str],
+    *,
+    local_attributes: Mapping[str, tuple[str, ...]] | None = None,
+    local_arguments: Mapping[str, tuple[str, ...]] | None = None,
+    regions: Mapping[str, str] | None = None,
+    several_inputs: tuple[str, ...] = (),
+    transparent: tuple[str, ...] = (),
+    head_plan: Mapping[str, str] | None = None,
+    plain_linear_classes: tuple[str, ...] = (),
+    no_sequence_parallel: str | None = None,
+) -> ModelSpec:
+    """A `ModelSpec` whose patterns are names inside the base model; its arguments are those of `ModelSpec`.
+
+    An output embedding, where the class has one, becomes a vocab-parallel head.
+
+    Args:
+        model (`PreTrainedModel`): the base model or any class with a head around it.
+        plan (`Mapping[str, str]`): pattern -> style.
+        head_plan (`Mapping[str, str]`, *optional*): names outside the base model -> style; what the class does not
+            have is left out.
+    """
+    prefix = f"{model.base_model_prefix}." if model.base_model_prefix in model._modules else ""
+    whole = {prefix + pattern: style for pattern, style in plan.items()}
+    names = {name for name, _ in model.named_modules()} | {n for n, _ in model.named_parameters(remove_duplicate=False)}
+    whole |= {name: style for name, style in (head_plan or {}).items() if name in names}
+    head = model.get_output_embeddings()
+    if isinstance(head, nn.Linear):
+        whole[module_name(model, head)] = "vocab_head"
+    return ModelSpec(
+        model.config.model_type,
+        whole,
+        local_attributes={prefix + pattern: names for pattern, names in (local_attributes or {}).items()},
+        local_arguments={prefix + pattern: names for pattern, names in (local_arguments or {}).items()},
+        regions={prefix + block: prefix + row for block, row in (regions or {}).items()},
+        several_inputs=tuple(prefix + pattern for pattern in several_inputs),
+        transparent=tuple(prefix + pattern for pattern in transparent),
+        plain_linear_classes=plain_linear_classes,
+        no_sequence_parallel=no_sequence_parallel,
+    )

@@ -1,0 +1,47 @@
+"""What happens around a whole model's forward: one random stream for all ranks, and outputs no rank has in full."""
+
+from typing import Any
+
+from torch import nn
+
+from ..communication.random import ReplicatedState
+from ..errors import UnsupportedError
+from ..mesh import ParallelMesh
+
+
+class SynchronisedDropout:
+    """Starts every training forward from the same random stream on all ranks, whatever seeds the user set."""
+
+    def __init__(self, state: ReplicatedState, mesh: ParallelMesh):
+        self.state = state
+        self.mesh = mesh
+
+    def __deepcopy__(self, memo: dict) -> "SynchronisedDropout":
+        return self
+
+    def install(self, model: nn.Module) -> None:
+        model.register_forward_pre_hook(self._enter)
+
+    def _enter(self, model: nn.Module, args: tuple) -> None:
+        if model.training:
+            self.state.synchronise(self.mesh.tp_group)
+
+
+class RefusedOutputs:
+    """Refuses outputs that would be one rank's part: attention maps, and hidden states of a split sequence."""
+
+    def __init__(self, sequence_parallel: bool):
+        self.reasons = {"output_attentions": "each rank has the maps of its own heads only; load without megatron_config."}
+        if sequence_parallel:
+            self.reasons["output_hidden_states"] = (
+                "between layers each rank has its part of the sequence only; set sequence_parallel=False."
+            )
+
+    def install(self, model: nn.Module) -> None:
+        model.register_forward_pre_hook(self._enter, with_kwargs=True)
+
+    def _enter(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        for name, reason in self.reasons.items():
+            wanted = kwargs.get(name)
+            if wanted or (wanted is None and getattr(model.config, name, False)):
+                raise UnsupportedError(f"{type(model).__name__}(..., {name}=True): {reason}")

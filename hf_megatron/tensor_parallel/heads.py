@@ -1,0 +1,78 @@
+"""What counts attention heads outside the linears: tensors the model makes for all heads, and lists of one norm per head."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..communication.collectives import copy_to_ranks
+from ..errors import PlanError, UnsupportedError
+from ..mesh import ParallelMesh
+from .local import local_view
+
+
+@dataclass
+class LocalArguments:
+    """Cuts keyword arguments of an attention block to this rank's heads: alibi, or a mask that carries it.
+
+    Args:
+        names (`tuple[str, ...]`): the arguments, each `None`, `[batch, heads, ...]` or `[batch * heads, 1, ...]`; a
+            4-dim tensor with one entry for all heads stays as it is.
+        heads (`int`): heads of the whole model.
+        parts, rank (`int`): the tp size and this rank.
+    """
+
+    names: tuple[str, ...]
+    heads: int
+    parts: int
+    rank: int
+
+    def install(self, block: nn.Module) -> None:
+        block.register_forward_pre_hook(self._enter, with_kwargs=True)
+
+    def _enter(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]):
+        missing = [name for name in self.names if name not in kwargs]
+        if missing:
+            raise UnsupportedError(f"{type(block).__name__} was called without keyword arguments {', '.join(missing)}.")
+        return args, {**kwargs, **{name: self._cut(name, kwargs[name]) for name in self.names}}
+
+    def _cut(self, name: str, value: Tensor | None) -> Tensor | None:
+        if value is None or (value.dim() == 4 and value.shape[1] == 1):
+            return value
+        share = self.heads // self.parts
+        if value.dim() == 4 and value.shape[1] == self.heads:
+            return value.narrow(1, self.rank * share, share)
+        if value.dim() == 3 and value.shape[0] % self.heads == 0:
+            per_head = value.unflatten(0, (-1, self.heads))
+            return per_head.narrow(1, self.rank * share, share).flatten(0, 1)
+        raise UnsupportedError(f"argument {name!r} of shape {tuple(value.shape)} does not show its {self.heads} heads.")
+
+
+class NormPerHead(nn.Module):
+    """One `nn.LayerNorm` per head in `norms`: `[batch, heads / tp, sequence, head_dim]` -> the same shape.
+
+    Every rank keeps all norms, so that names do not depend on the layout, and uses those of its heads. With fewer
+    key/value heads than ranks neighbouring ranks use the same ones.
+    """
+
+    mesh: ParallelMesh
+    norms: nn.ModuleList
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        weights = [local_view(norm._parameters["weight"]) for norm in self.norms]
+        weight = copy_to_ranks(torch.stack(weights), self.mesh.tp_group)  # type: ignore[arg-type]
+        heads = hidden_states.shape[1]
+        copies = self.mesh.tp_size * heads // len(self.norms)
+        weight = weight.narrow(0, self.mesh.tp_rank // copies * heads, heads)
+        normed = F.layer_norm(hidden_states, hidden_states.shape[-1:], eps=self.norms[0].eps)  # type: ignore[arg-type]
+        return normed * weight.unsqueeze(1)
+
+
+def check_norm_per_head(module: nn.Module, name: str) -> None:
+    """Raises `PlanError` when the module is not a list of `nn.LayerNorm` without bias."""
+    norms = module._modules.get("norms")
+    plain = isinstance(norms, nn.ModuleList) and all(type(n) is nn.LayerNorm and n.bias is None for n in norms)
+    if not plain:
+        raise PlanError(f"{name} is a {type(module).__name__}; style 'norm_per_head' needs `norms`, LayerNorms without bias.")

@@ -1,0 +1,38 @@
+"""torch.compile of the layers: no graph break inside a layer, and parity."""
+
+import torch
+from torch._dynamo.utils import counters
+from transformers import CONFIG_MAPPING
+
+from hf_megatron.integrations.verified import ConfigUnderTest
+from hf_megatron.verify.check import parse_layouts
+from hf_megatron.verify.parity import check_twin, make_twin
+from hf_megatron.verify.ranks import run_ranks
+
+
+def compile_layers(model):
+    for layer in model.model.layers:
+        layer.compile(backend="aot_eager", fullgraph=True)
+
+
+def test_compiled_layers_equal_one_process():
+    twin = make_twin(CONFIG_MAPPING["qwen3"]())
+    for layout in parse_layouts("tp2,tp2+sp"):
+        comparison = check_twin(twin, layout, prepare=compile_layers, timeout=300)
+        assert comparison.passed, comparison.report()
+
+
+def test_no_graph_breaks():
+    twin = make_twin(CONFIG_MAPPING["llama"]())
+
+    def on_rank():
+        model = twin.load(megatron_config=ConfigUnderTest(tp_size=2)).train()
+        for layer in model.model.layers:
+            layer.compile(backend="aot_eager")
+        torch._dynamo.reset()
+        counters.clear()
+        model(**twin.batches[0]).loss.backward()
+        return sum(counters["graph_break"].values()), counters["stats"]["unique_graphs"]
+
+    for breaks, graphs in run_ranks(on_rank, 2, timeout=300):
+        assert breaks == 0 and graphs >= 1

@@ -1,0 +1,48 @@
+"""PEFT and TRL train silently wrong on split models today: refused by name before work starts."""
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from hf_megatron import MegatronConfig, UnsupportedError
+from hf_megatron.verify.ranks import run_ranks
+
+TP2 = MegatronConfig(tp_size=2)
+
+
+def test_peft_adapters(stories):
+    def wrap():
+        from peft import LoraConfig, get_peft_model
+
+        model = AutoModelForCausalLM.from_pretrained(stories, megatron_config=TP2)
+        config = LoraConfig(target_modules=["q_proj", "down_proj"])
+        with pytest.raises(UnsupportedError, match="PEFT adapters"):
+            get_peft_model(model, config)
+        with pytest.raises(UnsupportedError, match="PEFT adapters"):
+            model.add_adapter(config)
+
+    run_ranks(wrap, 2)
+
+
+@pytest.mark.parametrize("name", ["SFT", "DPO"])
+def test_trl_trainers(stories, name, tmp_path):
+    def build():
+        import trl
+
+        model = AutoModelForCausalLM.from_pretrained(stories, megatron_config=TP2)
+        with pytest.raises(UnsupportedError, match=f"{name}Trainer"):
+            getattr(trl, f"{name}Trainer")(model=model)
+
+    run_ranks(build, 2)
+
+
+def test_resize_and_distributed_checkpoint(stories, tmp_path):
+    def call():
+        model = AutoModelForCausalLM.from_pretrained(stories, megatron_config=TP2)
+        with pytest.raises(UnsupportedError, match="resize_token_embeddings"):
+            model.resize_token_embeddings(600)
+        with pytest.raises(UnsupportedError, match="distributed_checkpoint"):
+            model.save_pretrained(tmp_path, distributed_checkpoint=True)
+        with pytest.raises(UnsupportedError, match="state_dict"):
+            model.save_pretrained(tmp_path, state_dict={})
+
+    run_ranks(call, 2)

@@ -1,0 +1,292 @@
+"""The ordinary surface of a model, row by row of docs/surface.md: equal to one process, or refused."""
+
+import copy
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from hf_megatron import CheckpointError, ConfigError, MegatronConfig, UnsupportedError
+from hf_megatron.checkpoint.merged import full_state_dict, gather_to_first
+from hf_megatron.parallelize import parallel_state
+from hf_megatron.verify.ranks import run_ranks
+
+TP2 = MegatronConfig(tp_size=2)
+SP2 = MegatronConfig(tp_size=2, sequence_parallel=True)
+
+
+def batch():
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, 512, (2, 9), generator=generator)
+    return {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def load(stories, config=None, **kwargs):
+    return AutoModelForCausalLM.from_pretrained(stories, megatron_config=config, **kwargs)
+
+
+def close(a, b, tolerance=2e-5):
+    torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+def both(stories, check, config=TP2, **kwargs):
+    """Runs `check` on the stock model and on each rank; the results must agree."""
+    expected = check(load(stories, **kwargs))
+    for found in run_ranks(lambda: check(load(stories, config, **kwargs)), config.tp_size):
+        close(found, expected)
+
+
+def test_counts_and_embeddings(stories):
+    def check(model):
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+        assert embedding is model.model.embed_tokens and head is model.lm_head
+        assert embedding.weight is head.weight, "tied"
+        model.tie_weights()
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+        return torch.tensor([model.num_parameters(), *embedding.weight.shape, head.out_features, head.in_features])
+
+    both(stories, check)
+
+
+def test_set_embeddings(stories):
+    def check(model):
+        model.set_input_embeddings(model.get_input_embeddings())
+        model.set_output_embeddings(model.get_output_embeddings())
+        return model(**batch()).loss.detach()
+
+    both(stories, check)
+
+
+@pytest.mark.parametrize("config", [TP2, SP2], ids=["tp2", "tp2+sp"])
+def test_inputs_embeds_hidden_states_and_tuples(stories, config):
+    def check(model):
+        one = batch()
+        embeds = model.get_input_embeddings()(one.pop("input_ids"))
+        outputs = model(inputs_embeds=embeds, **one)
+        as_tuple = model(inputs_embeds=embeds, return_dict=False, **one)
+        assert isinstance(as_tuple, tuple)
+        return torch.stack([outputs.loss.detach(), as_tuple[0].detach()])
+
+    both(stories, check, config)
+
+
+def test_output_hidden_states(stories):
+    def check(model):
+        with torch.no_grad():
+            outputs = model(**batch(), output_hidden_states=True)
+        return torch.stack(list(outputs.hidden_states))
+
+    both(stories, check)
+
+
+def test_output_hidden_states_under_sequence_parallel_is_refused(stories):
+    def check():
+        model = load(stories, SP2)
+        with pytest.raises(UnsupportedError, match="output_hidden_states"):
+            model(**batch(), output_hidden_states=True)
+
+    run_ranks(check, 2)
+
+
+def test_output_attentions_is_refused(stories):
+    def check():
+        model = load(stories, TP2, attn_implementation="eager")
+        with pytest.raises(UnsupportedError, match="output_attentions"):
+            model(**batch(), output_attentions=True)
+
+    run_ranks(check, 2)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_attention_implementations(stories, implementation):
+    both(stories, lambda model: model(**batch()).loss.detach(), attn_implementation=implementation)
+
+
+@pytest.mark.parametrize("config", [TP2, SP2], ids=["tp2", "tp2+sp"])
+def test_left_padding(stories, config):
+    def check(model):
+        one = batch()
+        one["attention_mask"][0, :4] = 0
+        one["labels"] = one["labels"].masked_fill(one["attention_mask"] == 0, -100)
+        return model(**one).loss.detach()
+
+    both(stories, check, config)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_dtype(stories, dtype):
+    def on_rank():
+        model = load(stories, TP2, dtype=dtype)
+        assert model.dtype is dtype
+        return full_state_dict(model)
+
+    expected = load(stories, dtype=dtype).state_dict()
+    found = run_ranks(on_rank, 2)[0]
+    assert all(torch.equal(found[name], tensor) and tensor.dtype is dtype for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize("cast", ["half", "bfloat16", "to"])
+def test_casting(stories, cast):
+    def change(model):
+        return model.to(torch.bfloat16) if cast == "to" else getattr(model, cast)()
+
+    def on_rank():
+        model = change(load(stories, TP2))
+        loss = model(**batch()).loss
+        loss.backward()
+        return full_state_dict(model), loss.item()
+
+    stock = change(load(stories))
+    found, loss = run_ranks(on_rank, 2)[0]
+    assert all(torch.equal(found[name], tensor) for name, tensor in stock.state_dict().items())
+    assert loss == pytest.approx(stock(**batch()).loss.item(), rel=2e-2)
+
+
+def test_state_dict_round_trip_with_full_tensors(stories):
+    def on_rank():
+        model = load(stories, TP2)
+        own = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        torch.manual_seed(0)
+        full = {name: torch.randn(tensor.shape) for name, tensor in own.items()}
+        full["lm_head.weight"] = full["model.embed_tokens.weight"]
+        model.load_state_dict(full)
+        gathered = full_state_dict(model)
+        assert all(torch.equal(gathered[name], full[name]) for name in gathered)
+        model.load_state_dict(own)
+        with pytest.raises((ConfigError, RuntimeError), match="up_proj|shape"):
+            model.load_state_dict({**full, "model.layers.0.mlp.up_proj.weight": torch.zeros(3, 3)})
+        return model(**batch()).loss.item()
+
+    expected = load(stories)(**batch()).loss.item()
+    assert run_ranks(on_rank, 2) == pytest.approx([expected] * 2, rel=1e-6)
+
+
+def test_deepcopy_is_independent(stories):
+    def check(model):
+        twin = copy.deepcopy(model)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0)
+        loss = twin(**batch()).loss
+        loss.backward()
+        assert all(parameter.grad is None for parameter in model.parameters())
+        return loss.detach()
+
+    both(stories, check)
+
+
+def test_freezing_keeps_gradients_where_they_are_wanted(stories):
+    def gradients(model):
+        for parameter in model.parameters():
+            parameter.requires_grad_(False)
+        model.model.norm.requires_grad_(True)
+        for parameter in model.model.layers[2].mlp.down_proj.parameters():
+            parameter.requires_grad_(True)
+        model(**batch()).loss.backward()
+        return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+    def on_rank():
+        model = load(stories, SP2)
+        state = parallel_state(model)
+        return {
+            name: None if grad is None else gather_to_first(grad, state.claims[name].placement, state.mesh)
+            for name, grad in gradients(model).items()
+        }
+
+    expected, found = gradients(load(stories)), run_ranks(on_rank, 2)[0]
+    for name, gradient in expected.items():
+        assert (gradient is None) == (found[name] is None), name
+        if gradient is not None:
+            close(found[name], gradient)
+
+
+def test_reading_logits_in_training_gathers_and_warns_once(stories):
+    def on_rank():
+        model = load(stories, TP2).train()
+        outputs = model(**batch())
+        assert tuple(outputs.logits.shape) == (2, 9, 512)
+        with pytest.warns(UserWarning, match="gathered"):
+            read = outputs.logits.argmax(-1)
+        outputs.loss.backward()
+        return read
+
+    expected = load(stories)(**batch()).logits.argmax(-1)
+    for found in run_ranks(on_rank, 2):
+        assert torch.equal(found, expected)
+
+
+def test_a_loss_outside_the_model_has_the_right_gradient(stories):
+    def check(model):
+        one = batch()
+        labels = one.pop("labels")
+        logits = model.train()(**one).logits
+        torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()).backward()
+        state = parallel_state(model)
+        name = "model.layers.1.self_attn.q_proj.weight"
+        gradient = dict(model.named_parameters())[name].grad
+        if state is None:
+            return gradient
+        full = gather_to_first(gradient, state.claims[name].placement, state.mesh)
+        return full if full is not None else torch.zeros(64, 64)
+
+    expected = check(load(stories))
+    close(run_ranks(lambda: check(load(stories, SP2)), 2)[0], expected)
+
+
+def test_label_smoothing_as_a_loss_argument(stories):
+    def check(model):
+        if parallel_state(model) is None:
+            one = batch()
+            logits = model(**one).logits[:, :-1].flatten(0, 1)
+            return torch.nn.functional.cross_entropy(logits, one["labels"][:, 1:].flatten(), label_smoothing=0.1).detach()
+        return model(**batch(), label_smoothing=0.1).loss.detach()
+
+    both(stories, check)
+
+
+def test_subfolder_variant_and_loading_info(stories, tmp_path):
+    import shutil
+
+    shutil.copytree(stories, tmp_path / "sub")
+    (tmp_path / "sub" / "model.safetensors").rename(tmp_path / "sub" / "model.fp32.safetensors")
+
+    def check():
+        model, info = load(tmp_path, TP2, subfolder="sub", variant="fp32", output_loading_info=True)
+        assert not info["missing_keys"] and not info["unexpected_keys"]
+        model.save_pretrained(tmp_path / "out", variant="x")
+        return model(**batch()).loss.item()
+
+    expected = load(stories)(**batch()).loss.item()
+    assert run_ranks(check, 2) == pytest.approx([expected] * 2, rel=1e-6)
+    assert load(tmp_path / "out", variant="x")(**batch()).loss.item() == pytest.approx(expected, rel=1e-6)
+
+
+def test_sequence_classification(stories, tmp_path):
+    torch.manual_seed(0)
+    AutoModelForSequenceClassification.from_pretrained(stories, num_labels=3, pad_token_id=2).save_pretrained(tmp_path)
+    one = batch() | {"labels": torch.tensor([0, 2])}
+
+    def run(config):
+        model = AutoModelForSequenceClassification.from_pretrained(tmp_path, megatron_config=config).train()
+        outputs = model(**one)
+        outputs.loss.backward()
+        return outputs.loss.detach(), outputs.logits.detach(), model.model.norm._parameters["weight"].grad
+
+    expected = run(None)
+    for config in (TP2, SP2):
+        for loss, logits, gradient in run_ranks(lambda c=config: [_local(v) for v in run(c)], 2):
+            close(loss, expected[0])
+            close(logits, expected[1])
+            close(gradient, expected[2])
+
+
+def _local(value):
+    return value.to_local() if hasattr(value, "to_local") else value
+
+
+def test_missing_weights_are_not_drawn_in_silence(stories):
+    def check():
+        with pytest.raises(CheckpointError, match="score.weight"):
+            AutoModelForSequenceClassification.from_pretrained(stories, megatron_config=TP2)
+
+    run_ranks(check, 2)

@@ -1,0 +1,20 @@
+"""Prints a command of README: `python tests/readme_command.py run` or `... test`."""
+
+import re
+import sys
+from pathlib import Path
+
+README = Path(__file__).parent.parent / "README.md"
+
+
+def readme_command(name: str) -> str:
+    """The shell block that follows `<!-- command: NAME -->` in README."""
+    text = README.read_text(encoding="utf-8")
+    match = re.search(rf"<!-- command: {name} -->\n```bash\n(.*?)```", text, re.DOTALL)
+    if match is None:
+        raise SystemExit(f"README.md has no command {name!r}")
+    return match[1].strip()
+
+
+if __name__ == "__main__":
+    print(readme_command(sys.argv[1]))

@@ -1,0 +1,94 @@
+"""Dropout masks: equal where the activation is replicated, different where it is sharded, identical in recompute."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+from transformers import GPT2Config, AutoModelForCausalLM, set_seed
+
+from hf_megatron import MegatronConfig
+from hf_megatron.integrations.verified import ConfigUnderTest
+from hf_megatron.verify.ranks import run_ranks
+
+
+# The calls of two layers: attention map, attention output, MLP output; the embedding's comes first.
+FORWARD = ["embedding", "map 0", "attention 0", "mlp 0", "map 1", "attention 1", "mlp 1"]
+RECOMPUTED = ["map 1", "attention 1", "mlp 1", "map 0", "attention 0", "mlp 0"]
+
+
+def masks(path, sequence_parallel, checkpointing, seed_by_rank):
+    """The zeroed entries of every dropout's output, in the order of calls."""
+    model = AutoModelForCausalLM.from_pretrained(
+        path, megatron_config=ConfigUnderTest(tp_size=2, sequence_parallel=sequence_parallel), attn_implementation="eager"
+    ).train()
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    found, dropout = [], nn.functional.dropout
+
+    def recording(x, *args, **kwargs):
+        output = dropout(torch.ones_like(x), *args, **kwargs)
+        found.append(output == 0)
+        return x * output
+
+    nn.functional.dropout = recording
+    set_seed(torch.distributed.get_rank() if seed_by_rank else 0)
+    ids = torch.arange(2 * 8).view(2, 8)
+    with set_checkpoint_early_stop(False):
+        model(input_ids=ids, labels=ids).loss.backward()
+    names = FORWARD + (RECOMPUTED if checkpointing else [])
+    assert len(found) == len(names)
+    return list(zip(names, found, strict=True))
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory):
+    path = tmp_path_factory.mktemp("gpt2")
+    rate = {"resid_pdrop": 0.4, "embd_pdrop": 0.4, "attn_pdrop": 0.4}
+    config = GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=64, n_positions=16, **rate)
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("seed_by_rank", [False, True])
+def test_tensor_parallel(gpt2, seed_by_rank):
+    first, second = run_ranks(masks, 2, gpt2, False, False, seed_by_rank)
+    for (name, mask), (_, other) in zip(first, second, strict=True):
+        assert mask.any() and not mask.all()
+        # The attention maps are split by heads, everything else is on every rank.
+        assert torch.equal(mask, other) == ("map" not in name), name
+
+
+def test_sequence_parallel(gpt2):
+    first, second = run_ranks(masks, 2, gpt2, True, False, False)
+    for (name, mask), (_, other) in zip(first, second, strict=True):
+        assert torch.equal(mask, other) == (name == "embedding"), name
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_recompute_draws_the_same_masks(gpt2, sequence_parallel):
+    for found in run_ranks(masks, 2, gpt2, sequence_parallel, True, False):
+        forward = dict(found[: len(FORWARD)])
+        for name, mask in found[len(FORWARD) :]:
+            assert torch.equal(mask, forward[name]), name
+
+
+def test_the_reference_of_this_test_can_fail():
+    """Without a restored state a recomputed mask differs: the comparison above is not vacuous."""
+    dropout, seen = nn.Dropout(0.5), []
+    dropout.register_forward_hook(lambda m, a, output: seen.append(output == 0))
+    x = torch.ones(64, requires_grad=True)
+    with set_checkpoint_early_stop(False):
+        checkpoint(dropout, x, use_reentrant=False, preserve_rng_state=False).sum().backward()
+    assert not torch.equal(*seen)
+
+
+def test_no_dropout_costs_no_random_numbers(stories):
+    def draw():
+        model = AutoModelForCausalLM.from_pretrained(stories, megatron_config=MegatronConfig(tp_size=2)).train()
+        torch.manual_seed(7)
+        ids = torch.arange(8).view(1, 8)
+        model(input_ids=ids, labels=ids).loss.backward()
+        return torch.rand(1).item()
+
+    torch.manual_seed(7)
+    assert run_ranks(draw, 2) == [torch.rand(1).item()] * 2
