@@ -22,7 +22,7 @@ from .twin import draw_parameters, make_batch, tiny_config
 TASKS = {"causal": "AutoModelForCausalLM", "masked": "AutoModelForMaskedLM", "seq2seq": "AutoModelForSeq2SeqLM", "classification": "AutoModelForSequenceClassification"}
 
 # Seeds tried for a well-conditioned draw, and what counts as one: round-off of the reference itself, in limits.
-_DRAWS = 6
+_DRAWS = 10
 _WELL_CONDITIONED = 0.5
 
 

@@ -439,7 +439,7 @@ def _draw(module: nn.Module, name: str, tensor: Tensor, generator: torch.Generat
             return 0.1 * noise
         return 0.2 * noise + (1.0 if tensor.mean() > 0.5 else 0.0)
     # The gain makes the attention choose between tokens, as uniform attention would hide their positions.
-    return 1.4 * noise / tensor.shape[-1] ** 0.5
+    return 1.2 * noise / tensor.shape[-1] ** 0.5
 
 
 def _plain_tokens(config: PreTrainedConfig) -> Tensor:

@@ -1,0 +1,50 @@
+"""Every Python block of README and docs runs, on two ranks, file by file."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_megatron.verify.ranks import run_ranks
+from hf_megatron.verify.table import support_table
+
+ROOT = Path(__file__).parents[2]
+FILES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def blocks(file):
+    return re.findall(r"```python\n(.*?)```", file.read_text(encoding="utf-8"), re.DOTALL)
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if blocks(file)], ids=lambda file: file.name)
+def test_python_blocks_run(file, stories, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def execute():
+        names = {"path": str(stories), "input_ids": torch.arange(3, 19).view(2, 8)}
+        for block in blocks(file):
+            exec(compile(block, file.name, "exec"), names)
+
+    run_ranks(execute, 2)
+
+
+def test_support_table_is_generated():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    begin, end = "<!-- support table -->\n", "<!-- end of support table -->"
+    assert text.split(begin)[1].split(end)[0] == support_table()
+
+
+def test_links_resolve():
+    for file in (*FILES, ROOT / "CONTRIBUTING.md", ROOT / "examples" / "README.md", ROOT / "benchmarks" / "README.md"):
+        for target in re.findall(r"\]\(([^)#]+)\)", file.read_text(encoding="utf-8")):
+            assert target.startswith("http") or (file.parent / target).exists(), f"{file.name}: {target}"
+
+
+def test_nothing_names_a_machine_or_an_index_host():
+    pattern = re.compile(r"(^|[\s\"'(=])/(work|root|home|farm)/|index-url https?://(?!download\.pytorch\.org)")
+    for file in ROOT.rglob("*"):
+        parts = file.relative_to(ROOT).parts
+        if file.suffix in (".py", ".md", ".toml", ".yaml", ".txt", ".json") and not parts[0].startswith((".", "outputs")):
+            if file != Path(__file__):
+                assert not pattern.search(file.read_text(encoding="utf-8", errors="replace")), file

@@ -1,0 +1,98 @@
+"""Every launch command that README, docs and examples show, with a probe in place of the script."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PROBE = """
+import os
+import hf_megatron, torch
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+config = hf_megatron.config_from_environment()
+if config.tp_size == 1 and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    config = hf_megatron.MegatronConfig(tp_size=2)
+model = AutoModelForCausalLM.from_pretrained({stories!r}, megatron_config=config)
+arguments = TrainingArguments({output!r}, save_strategy="no", report_to=[])
+trainer = Trainer(model, arguments)
+print("PROBE", trainer.accelerator.num_processes, config.layout(), getattr(model, "_tp_size", None), flush=True)
+"""
+
+
+def documented_commands():
+    """(file, command) of each launch in a shell block, once."""
+    seen = {}
+    for file in (ROOT / "README.md", ROOT / "examples" / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        for block in re.findall(r"```bash\n(.*?)```", file.read_text(encoding="utf-8"), re.DOTALL):
+            for line in block.replace("\\\n", " ").splitlines():
+                for command in line.split("&&"):
+                    command = command.split("#")[0].strip()
+                    if re.match(r"(accelerate launch|torchrun|python) .*\.py", command) and "train.py" in command:
+                        command = command[: command.index("train.py") + len("train.py")]
+                        seen.setdefault(command, file.name)
+    return [pytest.param(command, id=f"{name}: {command}") for command, name in seen.items()]
+
+
+def run(words, tmp_path):
+    environment = dict(os.environ, HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")
+    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
+    return subprocess.run(
+        words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+@pytest.mark.parametrize("command", documented_commands())
+def test_documented_launch_starts_what_it_says(command, stories, tmp_path):
+    if "gpu.yaml" in command:
+        # The GPU file differs in precision only; on this machine it starts CPU ranks.
+        assert "num_processes: 2" in (ROOT / "examples" / "accelerate_tp2_gpu.yaml").read_text()
+    probe = tmp_path / "probe.py"
+    probe.write_text(PROBE.format(stories=str(stories), output=str(tmp_path)))
+    words = [str(probe) if word.endswith("train.py") else word for word in shlex.split(command)]
+    # Any free port: two suites may run on one machine.
+    if words[0] == "torchrun":
+        words[1:1] = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    elif words[:2] == ["accelerate", "launch"]:
+        words[2:2] = ["--main_process_port", "0"]
+    result = run(words, tmp_path)
+    assert result.returncode == 0, result.stderr[-3000:]
+    lines = sorted(line for line in result.stdout.splitlines() if line.startswith("PROBE"))
+    ranks = 1 if words[0] == "python" else 2
+    assert len(lines) == ranks
+    assert all(line.split()[1] == str(ranks) for line in lines)
+    assert all(line.split()[3] == ("2" if ranks == 2 else "None") for line in lines)
+
+
+def test_the_main_job(tmp_path):
+    """examples/train.py under accelerate launch, shortened: falling loss, merged checkpoint, reloaded, text."""
+    result = run(
+        [
+            "accelerate", "launch", "--main_process_port", "0", "--config_file", "examples/accelerate_tp2_cpu.yaml",
+            "examples/train.py", "--max_steps", "12", "--output_dir", str(tmp_path / "out"), "--logging_steps", "2",
+        ],
+        tmp_path,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    first, last = re.search(r"Training loss ([\d.]+) -> ([\d.]+)", result.stdout).groups()
+    assert float(last) < float(first)
+    assert "Generated:" in result.stdout and "equal within" in result.stdout
+    assert (tmp_path / "out" / "model.safetensors").exists() and (tmp_path / "out" / "tokenizer.json").exists()
+
+
+def test_the_same_script_in_one_process_on_another_model_and_data(stories, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("\n\n".join(f"Story {i}. Once upon a time there was a dog named {i}." * 20 for i in range(60)))
+    result = run(
+        [
+            sys.executable, "examples/train.py", "--model", str(stories), "--data", str(text), "--max_steps", "3",
+            "--output_dir", str(tmp_path / "out"), "--sequence_length", "64",
+        ],
+        tmp_path,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert "equal within" in result.stdout
