@@ -1,7 +1,6 @@
 """`hf-megatron`: the command line. Heavy imports happen inside the commands, so that `--help` answers at once."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -96,4 +95,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -25,7 +25,7 @@ from .tensor_parallel.heads import LocalArguments
 from .tensor_parallel.forward import RefusedOutputs, SynchronisedDropout
 from .tensor_parallel.local import dtensor_placements, read_locally
 from .tensor_parallel.logits import PendingLoss, VocabParallelHead, sharded_loss
-from .tensor_parallel.region import DropoutStreams, SequenceStack, UniformRegion, WholeSequenceRegion, has_dropout
+from .tensor_parallel.region import DropoutStreams, SequenceArguments, SequenceStack, UniformRegion, WholeSequenceRegion, has_dropout
 from .tensor_parallel.structure import Structure, find_structure
 from .tensor_parallel.styles import ModuleContext, style
 from .upstream import loss_functions
@@ -267,6 +267,8 @@ def install(model: Any) -> None:
             WholeSequenceRegion(stacks[stack]).install(model.get_submodule(block))
     for name, stack_state in stacks.items():
         stack_state.install(model.get_submodule(name))
+        if state.spec.sequence_arguments:
+            SequenceArguments(state.spec.sequence_arguments, mesh.tp_group).install(model.get_submodule(name))
     _install_loss(model)
     RefusedOutputs(config.sequence_parallel).install(model)
     if has_dropout(model):
@@ -297,9 +299,8 @@ def _localise_key_value_groups(model: nn.Module, state: ParallelState) -> None:
     for name in {linear.rpartition(".")[0] for linear in state.head_groups}:
         attention = model.get_submodule(name)
         if "num_key_value_groups" in vars(attention):
-            # One KV head per rank is shared by all of the rank's query heads.
-            heads = attention.q_proj.out_features // attention.head_dim
-            attention.num_key_value_groups = heads // state.mesh.tp_size
+            # One KV head per rank is shared by all of the rank's query heads: a part of those that shared it before.
+            attention.num_key_value_groups //= state.head_groups[f"{name}.k_proj"]
 
 
 def _install_loss(model: Any) -> None:

@@ -85,6 +85,8 @@ class ModelSpec:
             their child (see `tensor_parallel/region.py`).
         several_inputs (`tuple[str, ...]`): blocks whose linears read more than one tensor, as in cross attention.
         transparent (`tuple[str, ...]`): wrappers inside a layer that only chain norms, dropout and blocks.
+        sequence_arguments (`tuple[str, ...]`): arguments of a layer that hold one entry per token, `[batch, sequence,
+            ...]`, and are split along the sequence like its hidden states.
         stacks (`tuple[str, ...]`): the layer stacks whose residual stream sequence parallelism splits; empty means
             that they are found by structure.
         plain_linear_classes (`tuple[str, ...]`): subclasses of nn.Linear whose forward is the plain product.
@@ -98,6 +100,7 @@ class ModelSpec:
     regions: Mapping[str, str] = field(default_factory=dict)
     several_inputs: tuple[str, ...] = ()
     transparent: tuple[str, ...] = ()
+    sequence_arguments: tuple[str, ...] = ()
     stacks: tuple[str, ...] = ()
     plain_linear_classes: tuple[str, ...] = ()
     no_sequence_parallel: str | None = None

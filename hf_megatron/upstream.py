@@ -56,9 +56,9 @@ def dtensor_from_local(local: torch.Tensor, like: DTensor) -> DTensor:
     )
 
 
-def local_tensor(tensor: DTensor) -> torch.Tensor:
-    """The storage of a DTensor without an autograd node (`to_local` makes one)."""
-    return tensor._local_tensor
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The storage of a DTensor without an autograd node (`to_local` makes one); a plain tensor is its own."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def merged_tp_plan(model: Any) -> dict[str, str]:

@@ -108,6 +108,11 @@ def initialize(
                 done[id(original)] = nn.Parameter(dtensor_from_local(local, original), original.requires_grad)
                 done[id(original)]._is_hf_initialized = True  # type: ignore[attr-defined]
             _set(model, name, done[id(original)])
+    for module in model.modules():
+        # Some `_init_weights` write in place without asking whether a parameter was loaded; DTensors may refuse.
+        tensors = [tensor for tensor in (*module._parameters.values(), *module._buffers.values()) if tensor is not None]
+        if tensors and all("_is_hf_initialized" in vars(tensor) for tensor in tensors):
+            module._is_hf_initialized = True  # type: ignore[assignment]
 
 
 def _set(model: nn.Module, name: str, parameter: nn.Parameter) -> None:

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from ..errors import UnsupportedError
 from ..mesh import ParallelMesh
@@ -40,7 +39,7 @@ _DTYPE_NAMES = {
 
 def gather_to_first(parameter: Tensor, placement: Placement, mesh: ParallelMesh) -> Tensor | None:
     """The full tensor in CPU memory on tp rank 0, `None` elsewhere. Every tp rank calls it in the same order."""
-    local = local_tensor(parameter.detach()) if isinstance(parameter, DTensor) else parameter.detach()
+    local = local_tensor(parameter.detach())
     if placement.dim is None:
         return local.cpu() if mesh.tp_rank == 0 else None
     if mesh.tp_rank != 0:
@@ -128,7 +127,7 @@ class SafetensorsWriter:
             raise UnsupportedError(f"{name}: planned {entry}, got {tuple(tensor.shape)} {tensor.dtype}.")
         self.file.seek(self.start + entry["data_offsets"][0])
         data = tensor.contiguous()
-        self.file.write(memoryview(data.view(-1).view(torch.uint8).numpy()))
+        self.file.write(data.view(-1).view(torch.uint8).numpy().data)
         self.missing.discard(name)
 
     def close(self, *, complete: bool) -> None:

@@ -12,8 +12,10 @@ from ..errors import ConfigError
 from ..upstream import local_tensor
 
 
-def _copies(tensor: DTensor) -> int:
+def _copies(tensor: Tensor, world: int) -> int:
     """How many ranks hold the same entries."""
+    if not isinstance(tensor, DTensor):
+        return world
     mesh = tensor.device_mesh
     return math.prod(mesh.size(axis) for axis, placement in enumerate(tensor.placements) if placement.is_replicate())
 
@@ -37,10 +39,9 @@ def gradient_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tenso
     total = torch.zeros((), dtype=torch.float32, device=device)
     by_copies: dict[int, list[Tensor]] = {}
     for gradient in gradients:
-        is_dtensor = isinstance(gradient, DTensor)
-        local = local_tensor(gradient) if is_dtensor else gradient
+        local = local_tensor(gradient)
         if local.numel():
-            by_copies.setdefault(_copies(gradient) if is_dtensor else world, []).append(local)
+            by_copies.setdefault(_copies(gradient, world), []).append(local)
     for copies, shards in by_copies.items():
         norms = torch.stack(torch._foreach_norm(shards, norm_type)).float()
         if infinite:
@@ -63,11 +64,7 @@ def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float, norm_type: flo
     norm = gradient_norm(parameters, norm_type)
     # The same formula as torch.nn.utils.clip_grad_norm_, so that clipped runs stay equal to one process.
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    locals_ = [
-        local_tensor(parameter.grad) if isinstance(parameter.grad, DTensor) else parameter.grad
-        for parameter in parameters
-        if parameter.grad is not None
-    ]
-    if locals_:
-        torch._foreach_mul_(locals_, factor)
+    gradients = [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    if gradients:
+        torch._foreach_mul_(gradients, factor)
     return norm

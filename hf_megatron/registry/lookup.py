@@ -54,7 +54,7 @@ def spec_for(model: nn.Module) -> ModelSpec:
         UnsupportedError: the family is refused, with the reason.
     """
     _load_families()
-    model_type = model.config.model_type  # type: ignore[union-attr]
+    model_type = str(model.config.model_type)  # type: ignore[union-attr]
     if model_type in REGISTRY:
         return REGISTRY[model_type](model)
     return derive_spec(model)

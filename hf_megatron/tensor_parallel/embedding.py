@@ -43,5 +43,7 @@ class HiddenParallelEmbedding(nn.Embedding):
     mesh: ParallelMesh
 
     def forward(self, input: Tensor) -> Tensor:
-        rows = F.embedding(input, local_view(self.weight), self.padding_idx)
+        weight = local_view(self.weight)
+        assert weight is not None
+        rows = F.embedding(input, weight, self.padding_idx)
         return gather_from_ranks(rows, -1, self.weight.shape[1], self.mesh.tp_group)

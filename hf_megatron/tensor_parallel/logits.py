@@ -5,6 +5,7 @@ model applies to its logits (soft-cap, scale). The model's loss function turns i
 logits. Anything else that reads it gets the gathered tensor, with the right gradient, and one warning.
 """
 
+import builtins
 import inspect
 import warnings
 from collections.abc import Callable
@@ -144,7 +145,7 @@ class ShardedLogits:
         *,
         num_items_in_batch: Tensor | int | None,
         ignore_index: int,
-        label_smoothing: float,
+        label_smoothing: builtins.float,
     ) -> Tensor:
         """The loss against `targets` of the logits' leading shape; see `linear_cross_entropy`."""
         self.loss_taken = True

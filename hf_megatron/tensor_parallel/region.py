@@ -13,6 +13,7 @@ then fused at the entry and in the row linear. Any other block (router, latent p
 computed on the whole sequence as without sequence parallelism: gathered at its entry and cut at its exit.
 """
 
+import inspect
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -195,9 +196,47 @@ class WholeSequenceRegion:
 
     def _enter(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]):
         def gather(hidden_states: Tensor) -> Tensor:
+            if hidden_states.dim() < 3:
+                raise UnsupportedError(
+                    f"{type(block).__name__} was called with flattened tokens {tuple(hidden_states.shape)}, which cannot "
+                    "be joined along the sequence. Set sequence_parallel=False."
+                )
             return gather_from_ranks(hidden_states, SEQUENCE_DIM, self.stack.length, self.stack.group)
 
         return _replace_input(args, kwargs, gather)
 
     def _leave(self, block: nn.Module, args: tuple, output: Any) -> Any:
-        return _replace_output(output, lambda whole: split_over_ranks(whole, SEQUENCE_DIM, self.stack.group))
+        def split(whole: Tensor) -> Tensor:
+            if whole.dim() == 2:
+                # A mixture of experts that leaves its tokens flattened: [batch * sequence, hidden].
+                whole = whole.unflatten(0, (self.stack.batch, self.stack.length))
+            return split_over_ranks(whole, SEQUENCE_DIM, self.stack.group)
+
+        return _replace_output(output, split)
+
+
+class SequenceArguments:
+    """Splits further arguments of a layer, one entry per token each, along the sequence like its hidden states."""
+
+    def __init__(self, names: tuple[str, ...], group: dist.ProcessGroup):
+        self.names = names
+        self.group = group
+
+    def __deepcopy__(self, memo: dict) -> "SequenceArguments":
+        return self
+
+    def install(self, layers: nn.ModuleList) -> None:
+        for layer in layers:
+            layer.register_forward_pre_hook(self._enter, with_kwargs=True)
+
+    def _enter(self, layer: nn.Module, args: tuple, kwargs: dict[str, Any]):
+        positions = {name: index for index, name in enumerate(inspect.signature(layer.forward).parameters)}
+        positional, named = list(args), dict(kwargs)
+        for name in self.names:
+            values, key = (named, name) if name in named else (positional, positions[name])
+            if isinstance(key, str) or key < len(positional):
+                values[key] = self._split(values[key])
+        return tuple(positional), named
+
+    def _split(self, value: Tensor | None) -> Tensor | None:
+        return None if value is None else split_over_ranks(value, SEQUENCE_DIM, self.group)

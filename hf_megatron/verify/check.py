@@ -81,9 +81,9 @@ def _cases(models: list[str], task: str, given_class: bool) -> Iterator[tuple[st
                 for other in tasks:
                     yield name, other
         else:
-            tasks = OTHER_TASKS.get(model)
-            if tasks and task == "causal" and not given_class:
-                for other in tasks:
+            own_tasks = OTHER_TASKS.get(model)
+            if own_tasks and task == "causal" and not given_class:
+                for other in own_tasks:
                     yield model, other
             else:
                 yield model, task

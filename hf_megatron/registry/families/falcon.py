@@ -33,4 +33,9 @@ def falcon(model: Any) -> ModelSpec:
         # With alibi the mask carries it.
         local_arguments={"h.*.self_attention": ("alibi", "attention_mask")} if splits and config.alibi else {},
         plain_linear_classes=("FalconLinear",),
+        no_sequence_parallel=(
+            "attention that is computed whole on every rank would draw another dropout mask on each; set attention_dropout=0."
+            if config.alibi and not splits and config.attention_dropout > 0
+            else None
+        ),
     )

@@ -31,6 +31,6 @@ def t5(model: Any) -> ModelSpec:
         plan,
         local_attributes=local_attributes,
         regions=regions,
-        several_inputs=("decoder.block.*.layer.*.EncDecAttention",),
+        several_inputs=tuple(name for name in local_attributes if name.endswith("EncDecAttention")),
         transparent=tuple(transparent),
     )

@@ -1,0 +1,27 @@
+"""bf16: the error against an fp32 reference is at most 1.5 times that of one process in bf16."""
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING
+
+from hf_megatron.integrations.verified import ConfigUnderTest
+from hf_megatron.verify.compare import reference_error
+from hf_megatron.verify.measure import measure
+from hf_megatron.verify.parity import make_twin
+from hf_megatron.verify.ranks import run_ranks
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_error_to_fp32(model_type, sequence_parallel):
+    twin = make_twin(CONFIG_MAPPING[model_type](), microbatches=2)
+    one = measure(twin.load(dtype=torch.bfloat16), twin.batches, optimizers=())
+    layout = ConfigUnderTest(tp_size=2, sequence_parallel=sequence_parallel)
+
+    def on_rank():
+        return measure(twin.load(megatron_config=layout, dtype=torch.bfloat16), twin.batches, optimizers=())
+
+    found = run_ranks(on_rank, 2)[0]
+    assert reference_error(found, twin.reference) <= 1.5 * reference_error(one, twin.reference)
+    assert abs(found.loss - twin.reference.loss) <= 1.5 * abs(one.loss - twin.reference.loss) + 1e-3
+    twin.delete()

@@ -1,0 +1,107 @@
+"""The recorded results: a random sample is run again, and nothing outside them runs unasked."""
+
+import random
+from importlib import metadata
+
+import pytest
+from transformers import AutoModelForCausalLM, CONFIG_MAPPING
+
+from hf_megatron import MegatronConfig, UnverifiedLayoutError
+from hf_megatron.registry import register_model, registered_types, verified
+from hf_megatron.registry.lookup import REGISTRY
+from hf_megatron.verify.check import causal_types, parse_layouts
+from hf_megatron.verify.parity import check_twin, make_twin
+from hf_megatron.verify.ranks import run_ranks
+from hf_megatron.verify.twin import tiny_config
+
+REQUIRED = (
+    "gemma2 gemma3_text cohere2 granite granitemoe phi phi3 glm4 olmo2 olmo3 gpt_neox qwen3_moe mixtral deepseek_v3 "
+    "llama4_text gpt2 opt bloom falcon gptj stablelm bert t5 gpt_oss"
+).split()
+
+
+def passed(model_type, layout, tp_size=2):
+    return any(
+        row["model_type"] == model_type and row["layout"] == layout and row["tp_size"] == tp_size and row["passed"]
+        for row in verified.records()
+    )
+
+
+def test_what_must_be_supported_is_recorded():
+    missing = [name for name in REQUIRED if not passed(name, "tp")]
+    assert not missing
+    with_plan = [name for name in causal_types() if getattr(CONFIG_MAPPING[name], "base_model_tp_plan", None)]
+    both = [name for name in with_plan if passed(name, "tp") and passed(name, "tp+sp")]
+    assert len(with_plan) >= 100 and len(both) >= 80
+
+
+def test_every_row_states_versions_and_a_reason():
+    for row in verified.records():
+        assert row["versions"].keys() >= {"torch", "transformers", "accelerate"}
+        assert row["worst"], row
+        assert row["passed"] or len(row["worst"]) > 20, f"a refusal needs a reason: {row}"
+
+
+def _sample():
+    """Three rows a day apart, the same on every rerun of one version."""
+    rows = [row for row in verified.records() if row["passed"] and row["class"].endswith("ForCausalLM")]
+    return random.Random(metadata.version("hf_megatron")).sample(rows, 3)
+
+
+@pytest.mark.parametrize("row", _sample(), ids=lambda row: f"{row['model_type']}-{row['layout']}-tp{row['tp_size']}")
+def test_a_sample_again(row):
+    twin = make_twin(CONFIG_MAPPING[row["model_type"]](), microbatches=2)
+    suffix = "+sp" if row["layout"] == "tp+sp" else ""
+    [layout] = parse_layouts(f"tp{row['tp_size']}{suffix}")
+    comparison = check_twin(twin, layout)
+    twin.delete()
+    assert comparison.passed, comparison.report()
+
+
+@pytest.fixture
+def unrecorded(tmp_path, monkeypatch):
+    """A llama whose results are forgotten."""
+    rows = tuple(row for row in verified.records() if row["model_type"] != "llama")
+    monkeypatch.setattr(verified, "records", lambda: rows)
+    AutoModelForCausalLM.from_config(tiny_config(CONFIG_MAPPING["llama"]())).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_an_unrecorded_layout_raises_and_prints_the_command(unrecorded):
+    def load():
+        with pytest.raises(UnverifiedLayoutError, match="hf-megatron check llama --class LlamaForCausalLM --tp 2 --sp"):
+            AutoModelForCausalLM.from_pretrained(
+                unrecorded, megatron_config=MegatronConfig(tp_size=2, sequence_parallel=True)
+            )
+
+    run_ranks(load, 2)
+
+
+def test_allow_unverified_runs_the_check_first(unrecorded):
+    def load():
+        config = MegatronConfig(tp_size=2, allow_unverified=True)
+        return AutoModelForCausalLM.from_pretrained(unrecorded, megatron_config=config).num_parameters()
+
+    assert all(count > 0 for count in run_ranks(load, 2, timeout=300))
+
+
+def test_allow_unverified_stops_when_the_check_fails(unrecorded, monkeypatch):
+    """The check is run with a Python that fails it: nothing is loaded."""
+    import hf_megatron.integrations.verified as gate
+
+    monkeypatch.setattr(gate.sys, "executable", "/bin/false")
+
+    def load():
+        with pytest.raises(UnverifiedLayoutError, match="failed"):
+            config = MegatronConfig(tp_size=2, allow_unverified=True)
+            AutoModelForCausalLM.from_pretrained(unrecorded, megatron_config=config)
+
+    run_ranks(load, 2)
+
+
+def test_a_type_cannot_be_registered_twice_by_accident():
+    from hf_megatron import PlanError
+
+    name = registered_types()[0]
+    with pytest.raises(PlanError, match="replace=True"):
+        register_model(name, REGISTRY[name])
