@@ -6,6 +6,7 @@
 Between the two, transformers' own loader, or `checkpoint.initialize`, fills each rank's shards.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -25,10 +26,17 @@ from .tensor_parallel.heads import LocalArguments
 from .tensor_parallel.forward import RefusedOutputs, SynchronisedDropout
 from .tensor_parallel.local import dtensor_placements, read_locally
 from .tensor_parallel.logits import PendingLoss, VocabParallelHead, sharded_loss
-from .tensor_parallel.region import DropoutStreams, SequenceArguments, SequenceStack, UniformRegion, WholeSequenceRegion, has_dropout
+from .tensor_parallel.region import (
+    DropoutStreams,
+    SequenceArguments,
+    SequenceStack,
+    UniformRegion,
+    WholeSequenceRegion,
+    has_dropout,
+)
 from .tensor_parallel.structure import Structure, find_structure
 from .tensor_parallel.styles import ModuleContext, style
-from .upstream import loss_functions
+from .upstream import loss_functions, rearranging_conversions
 
 
 @dataclass
@@ -78,6 +86,18 @@ def _expand(model: nn.Module, spec: ModelSpec) -> dict[str, str]:
             missing = sorted(set(patterns) - modules)
             raise PlanError(f"model type {spec.model_type!r}: patterns {missing} match nothing in {type(model).__name__}.")
     return styles
+
+
+def _check_conversions(model: nn.Module, claims: Mapping[str, Claim]) -> None:
+    """Raises for split parameters whose checkpoint holds them in another arrangement than memory does."""
+    split = [name for name, claim in claims.items() if claim.placement.dim is not None]
+    for patterns, operations in rearranging_conversions(model):
+        for name in split:
+            if any(re.search(pattern, name) for pattern in patterns):
+                raise UnsupportedError(
+                    f"{name}: checkpoints of {type(model).__name__} hold it rearranged ({operations}), so that a rank "
+                    "cannot read its part alone. Load this model without tp_size."
+                )
 
 
 def _matching(model: nn.Module, patterns: tuple[str, ...]) -> frozenset[str]:
@@ -184,6 +204,7 @@ def place(model: Any, config: MegatronConfig, mesh: ParallelMesh) -> ParallelSta
         raise UnsupportedError(f"model type {spec.model_type!r}: no stack of layers found to split the sequence of.")
     copies = _copies(model, styles, mesh.tp_size)
     claims = _claim_all(model, styles, structure, copies, config.sequence_parallel)
+    _check_conversions(model, claims)
 
     placeholders: dict[int, nn.Parameter] = {}
     for module_name, module in model.named_modules():

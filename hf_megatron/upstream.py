@@ -56,6 +56,28 @@ def dtensor_from_local(local: torch.Tensor, like: DTensor) -> DTensor:
     )
 
 
+class _LocalView(torch.autograd.Function):
+    """`DTensor.to_local` and its backward without the checks and the specification made anew on each call."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: DTensor) -> torch.Tensor:
+        ctx.spec = parameter._spec
+        local = parameter._local_tensor
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> DTensor:
+        return DTensor(gradient, ctx.spec, requires_grad=False)
+
+
+def local_view(parameter: DTensor) -> torch.Tensor:
+    """The differentiable local tensor of a parameter; its gradient arrives as a DTensor of the same placement.
+
+    Uses the private constructor and fields of `DTensor` (the same in torch 2.11 to 2.13); the compiler knows `to_local`.
+    """
+    return parameter.to_local() if torch.compiler.is_compiling() else _LocalView.apply(parameter)
+
+
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The storage of a DTensor without an autograd node (`to_local` makes one); a plain tensor is its own."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
@@ -117,6 +139,24 @@ def conversion_groups(model: Any, names: list[str]) -> list[list[str]]:
         target, pattern = apply_converters(name, converters)
         groups.setdefault(target if pattern is not None else name, []).append(name)
     return list(groups.values())
+
+
+def rearranging_conversions(model: Any) -> list[tuple[tuple[str, ...], str]]:
+    """(target patterns, operations) of the weight conversions that do not commute with slicing their target.
+
+    The loader slices the source by the target's placement: right when whole tensors are joined, wrong when one is
+    taken apart (`Chunk`) or its rows are reordered (`Interleave`).
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
+
+    found = []
+    for conversion in get_model_conversion_mapping(model, add_legacy=False):
+        if isinstance(conversion, WeightConverter):
+            names = [type(op).__name__ for op in conversion.operations if type(op) not in (Concatenate, MergeModulelist)]
+            if names:
+                found.append((tuple(conversion.target_patterns), ", ".join(names)))
+    return found
 
 
 def all_gather_single(output: torch.Tensor, shard: torch.Tensor, group: Any) -> None:

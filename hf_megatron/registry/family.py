@@ -1,12 +1,40 @@
 """What the files in `families/` share: specs stated relative to the base model, whatever head is around it."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from ..spec import ModelSpec
-from .patterns import module_name
+from .derive import derive_spec
+from .patterns import generic, module_name
+
+
+def base_prefix(model: Any) -> str:
+    """What the names inside the base model start with, seen from this class."""
+    return f"{model.base_model_prefix}." if model.base_model_prefix in model._modules else ""
+
+
+def corrected_spec(
+    model: Any, corrections: Mapping[str, str] | None = None, *, transparent: tuple[str, ...] = (), **changes: Any
+) -> ModelSpec:
+    """The spec derived from transformers' plan, with corrections.
+
+    Args:
+        model (`PreTrainedModel`): the base model or any class with a head around it.
+        corrections (`Mapping[str, str]`, *optional*): pattern inside the base model -> style, added or replaced; what
+            this config does not have is left out.
+        transparent (`tuple[str, ...]`): patterns inside the base model.
+        changes: other arguments of `ModelSpec`.
+    """
+    spec, prefix = derive_spec(model), base_prefix(model)
+    names = [name for name, _ in model.named_modules()] + [n for n, _ in model.named_parameters(remove_duplicate=False)]
+    known = set(names) | {generic(name) for name in names}
+    added = {prefix + pattern: style for pattern, style in (corrections or {}).items() if prefix + pattern in known}
+    return replace(
+        spec, plan={**spec.plan, **added}, transparent=tuple(prefix + pattern for pattern in transparent), **changes
+    )
 
 
 def family_spec(
@@ -32,7 +60,7 @@ def family_spec(
         head_plan (`Mapping[str, str]`, *optional*): names outside the base model -> style; what the class does not
             have is left out.
     """
-    prefix = f"{model.base_model_prefix}." if model.base_model_prefix in model._modules else ""
+    prefix = base_prefix(model)
     whole = {prefix + pattern: style for pattern, style in plan.items()}
     names = {name for name, _ in model.named_modules()} | {n for n, _ in model.named_parameters(remove_duplicate=False)}
     whole |= {name: style for name, style in (head_plan or {}).items() if name in names}

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from ..communication.collectives import copy_to_ranks
 from ..mesh import ParallelMesh
 from ..spec import Placement
+from ..upstream import local_view as differentiable_local
 from ..upstream import strided_shard
 
 
@@ -27,7 +28,7 @@ def local_view(parameter: Tensor | None, group: dist.ProcessGroup | None = None)
     """The differentiable local tensor of a parameter; with `group` its gradient is summed over those ranks."""
     if not isinstance(parameter, DTensor):
         return parameter
-    local = parameter.to_local()
+    local = differentiable_local(parameter)
     if group is None:
         return local
     # The compiler takes the view that `to_local` returns for one whose base was changed in place.

@@ -1,0 +1,32 @@
+"""Gemma 3n and 4: every layer gets an input of its own per token; Gemma 3n's sparse layers look at all gate features."""
+
+from typing import Any
+
+from ...spec import ModelSpec
+from ..family import corrected_spec
+from ..lookup import register_model
+
+
+@register_model("gemma4_text")
+def gemma4_text(model: Any) -> ModelSpec:
+    reason = "its mixture of experts is called from the layer itself, with flattened tokens."
+    return corrected_spec(
+        model,
+        sequence_arguments=("per_layer_input",) if model.config.hidden_size_per_layer_input else (),
+        no_sequence_parallel=reason if model.config.enable_moe_block else None,
+    )
+
+
+@register_model("gemma3n_text")
+def gemma3n_text(model: Any) -> ModelSpec:
+    # The cutoff of a sparse activation is made of the mean and the deviation over all gate features of a token.
+    sparse = [layer for layer, share in enumerate(model.config.activation_sparsity_pattern) if share > 0]
+    return corrected_spec(
+        model,
+        {
+            f"layers.{layer}.mlp.{name}": "replicated"
+            for layer in sparse
+            for name in ("gate_proj", "up_proj", "down_proj")
+        },
+        no_sequence_parallel="its layers pass four alternating streams on, stacked before the batch dimension.",
+    )
