@@ -317,11 +317,17 @@ def _localise(module: nn.Module, name: str, attribute: str, tp_size: int) -> Non
 
 
 def _localise_key_value_groups(model: nn.Module, state: ParallelState) -> None:
-    for name in {linear.rpartition(".")[0] for linear in state.head_groups}:
-        attention = model.get_submodule(name)
-        if "num_key_value_groups" in vars(attention):
-            # One KV head per rank is shared by all of the rank's query heads: a part of those that shared it before.
-            attention.num_key_value_groups //= state.head_groups[f"{name}.k_proj"]
+    """With fewer key/value heads than ranks a head is shared by a part of the query heads that shared it before."""
+    for name, attention in model.named_modules():
+        groups = vars(attention).get("num_key_value_groups")
+        if groups is None or state.styles.get(f"{name}.q_proj") != "column":
+            continue
+        copies = state.head_groups.get(f"{name}.k_proj", 1)
+        if "k_proj" not in attention._modules:
+            # Reads the keys and values of an earlier layer.
+            heads = attention.get_submodule("q_proj").out_features // attention.head_dim  # type: ignore[operator]
+            copies = max(1, state.mesh.tp_size * groups // heads)
+        attention.num_key_value_groups = groups // copies
 
 
 def _install_loss(model: Any) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -159,16 +160,44 @@ def rearranging_conversions(model: Any) -> list[tuple[tuple[str, ...], str]]:
     return found
 
 
-def all_gather_single(output: torch.Tensor, shard: torch.Tensor, group: Any) -> None:
-    """`all_gather_into_tensor`, renamed in torch 2.13."""
+def all_reduce_(tensor: torch.Tensor, group: Any) -> torch.Tensor:
+    """Sums over the group, in place; functionally under the compiler.
+
+    torch 2.11 compiles the in-place call away in the backward of an autograd function.
+    """
+    if torch.compiler.is_compiling():
+        return functional.wait_tensor(functional.all_reduce(tensor, "sum", group))
+    dist.all_reduce(tensor, group=group)
+    return tensor
+
+
+def all_gather_flat(shard: torch.Tensor, group: Any) -> torch.Tensor:
+    """`[ranks * n, ...]` from `[n, ...]` (`all_gather_into_tensor`, renamed `all_gather_single` in torch 2.13)."""
+    if torch.compiler.is_compiling():
+        return functional.wait_tensor(functional.all_gather_tensor(shard, 0, group))
+    output = shard.new_empty((dist.get_world_size(group) * shard.shape[0], *shard.shape[1:]))
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(output, shard, group=group)
+    return output
 
 
-def reduce_scatter_single(output: torch.Tensor, parts: torch.Tensor, group: Any) -> None:
-    """`reduce_scatter_tensor`, renamed in torch 2.13."""
+def reduce_scatter_flat(parts: torch.Tensor, group: Any) -> torch.Tensor:
+    """`[n, ...]` summed from `[ranks * n, ...]` (`reduce_scatter_tensor`, renamed in torch 2.13)."""
+    if torch.compiler.is_compiling():
+        return functional.wait_tensor(functional.reduce_scatter_tensor(parts, "sum", 0, group))
+    output = parts.new_empty((parts.shape[0] // dist.get_world_size(group), *parts.shape[1:]))
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     scatter(output, parts, group=group)
+    return output
+
+
+def all_to_all_flat(parts: torch.Tensor, group: Any) -> torch.Tensor:
+    """Sends the i-th of `ranks` equal parts of dim 0 to rank i and returns what arrived."""
+    if torch.compiler.is_compiling():
+        return functional.wait_tensor(functional.all_to_all_single(parts, None, None, group))
+    received = torch.empty_like(parts)
+    dist.all_to_all_single(received, parts, group=group)
+    return received
 
 
 @contextmanager

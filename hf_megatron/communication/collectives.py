@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..upstream import all_gather_single, reduce_scatter_single
+from ..upstream import all_gather_flat, all_reduce_, all_to_all_flat, reduce_scatter_flat
 
 
 def share(size: int, ranks: int) -> int:
@@ -46,8 +46,7 @@ def all_gather(tensor: Tensor, dim: int, size: int, group: dist.ProcessGroup) ->
     """Joins the ranks' shards of `dim` into the whole dim of `size` entries; not differentiable."""
     ranks = dist.get_world_size(group)
     shard = _pad(tensor, dim, share(size, ranks)).contiguous()
-    gathered = shard.new_empty((ranks, *shard.shape))
-    all_gather_single(gathered.view(ranks * shard.shape[0], *shard.shape[1:]), shard, group)
+    gathered = all_gather_flat(shard, group).view(ranks, *shard.shape)
     held = [bounds(size, ranks, rank) for rank in range(ranks)]
     # Trimmed before they are joined, so that the result is contiguous: models reshape it with `view`.
     return torch.cat([gathered[rank].narrow(dim, 0, stop - start) for rank, (start, stop) in enumerate(held)], dim)
@@ -57,16 +56,14 @@ def reduce_scatter(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor
     """Sums `tensor` over the ranks and keeps this rank's shard of `dim`; not differentiable."""
     ranks, rank, size = dist.get_world_size(group), dist.get_rank(group), tensor.shape[dim]
     padded = _pad(tensor, dim, share(size, ranks) * ranks)
-    parts = torch.stack(padded.chunk(ranks, dim))
+    parts = torch.cat(padded.chunk(ranks, dim)) if dim else padded.contiguous()
     if dist.get_backend(group) == "gloo":
         # gloo's reduce-scatter is slower than its all-reduce at every size; exchanging the parts and adding them here
         # moves the same bytes at three times the rate.
-        received = torch.empty_like(parts)
-        dist.all_to_all_single(received, parts, group=group)
-        result = received.sum(0)
+        received = all_to_all_flat(parts, group)
+        result = received.view(ranks, received.shape[0] // ranks, *received.shape[1:]).sum(0)
     else:
-        result = torch.empty_like(parts[0])
-        reduce_scatter_single(result, parts.view(-1, *parts.shape[2:]), group)
+        result = reduce_scatter_flat(parts, group)
     start, stop = bounds(size, ranks, rank)
     # Never a view: models add to it in place.
     return result if stop - start == result.shape[dim] else result.narrow(dim, 0, stop - start).clone()
@@ -86,21 +83,17 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        gradient = gradient.contiguous()
-        dist.all_reduce(gradient, group=ctx.group)
-        return gradient, None
+        return all_reduce_(gradient.contiguous(), ctx.group), None
 
 
 class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-        if torch.compiler.is_compiling() or not tensor.is_contiguous():
-            # The compiler turns the copy and the in-place collective into one functional collective.
-            tensor = tensor.clone(memory_format=torch.contiguous_format)
-        else:
+        if torch.compiler.is_compiling():
+            return all_reduce_(tensor.contiguous(), group)
+        if tensor.is_contiguous():
             ctx.mark_dirty(tensor)
-        dist.all_reduce(tensor, group=group)
-        return tensor
+        return all_reduce_(tensor.contiguous(), group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:

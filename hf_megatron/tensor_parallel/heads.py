@@ -1,4 +1,4 @@
-"""What counts attention heads outside the linears: tensors the model makes for all heads, and lists of one norm per head."""
+"""What counts heads outside the linears: tensors the model makes for all heads, and lists of one norm per head."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -75,4 +75,4 @@ def check_norm_per_head(module: nn.Module, name: str) -> None:
     norms = module._modules.get("norms")
     plain = isinstance(norms, nn.ModuleList) and all(type(n) is nn.LayerNorm and n.bias is None for n in norms)
     if not plain:
-        raise PlanError(f"{name} is a {type(module).__name__}; style 'norm_per_head' needs `norms`, LayerNorms without bias.")
+        raise PlanError(f"{name}: {type(module).__name__} lacks `norms`, LayerNorms without bias, for 'norm_per_head'.")

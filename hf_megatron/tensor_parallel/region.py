@@ -79,6 +79,7 @@ class SequenceStack:
 
     group: dist.ProcessGroup
     dropout: "DropoutStreams"
+    draws_dropout: bool = False
     batch: int = 0
     length: int = 0
 
@@ -86,6 +87,7 @@ class SequenceStack:
         return self
 
     def install(self, layers: nn.ModuleList) -> None:
+        self.draws_dropout = has_dropout(layers)
         layers[0].register_forward_pre_hook(self._enter, with_kwargs=True)
         layers[-1].register_forward_hook(self._leave)
 
@@ -95,29 +97,31 @@ class SequenceStack:
             return split_over_ranks(hidden_states, SEQUENCE_DIM, self.group)
 
         changed = _replace_input(args, kwargs, split)
-        self.dropout.enter_sharded(module)
+        if self.draws_dropout and module.training:
+            self.dropout.enter_sharded()
         return changed
 
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> Any:
-        self.dropout.leave_sharded()
+        if self.draws_dropout:
+            self.dropout.leave_sharded()
 
         def gather(hidden_states: Tensor) -> Tensor:
             whole = gather_from_ranks(hidden_states, SEQUENCE_DIM, self.length, self.group)
-            return _RestoreLength.apply(whole, self)
+            # A compiled layer recomputes inside its own graph, whose shapes are fixed.
+            return whole if torch.compiler.is_compiling() else _RestoreLength.apply(whole, self)
 
         return _replace_output(output, gather)
 
 
 @dataclass
 class DropoutStreams:
-    """Switches to this rank's own random stream around sharded activations, only where dropout is active."""
+    """Switches to this rank's own random stream around sharded activations."""
 
     rank: int
     state: ReplicatedState
 
-    def enter_sharded(self, module: nn.Module) -> None:
-        if module.training and has_dropout(module):
-            self.state.enter_sharded(self.rank)
+    def enter_sharded(self) -> None:
+        self.state.enter_sharded(self.rank)
 
     def leave_sharded(self) -> None:
         self.state.leave_sharded()
@@ -153,8 +157,8 @@ class UniformRegion:
 
     def _enter(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]):
         changed = _replace_input(args, kwargs, self.enter)
-        if self.draws_dropout:
-            self.dropout.enter_sharded(block)
+        if self.draws_dropout and block.training:
+            self.dropout.enter_sharded()
         return changed
 
     def enter(self, hidden_states: Tensor) -> Tensor:

@@ -36,7 +36,9 @@ SIZES: Mapping[str, int] = _by_name(
     # A quarter of it still is a multiple of 16 bytes, which the grouped matrix product of the experts asks for.
     (MOE_SIZE, "moe_intermediate_size expert_ffn_hidden_size"),
     (4, "num_attention_heads n_head num_heads swa_num_attention_heads index_n_heads indexer_n_heads"),
-    (16, "head_dim d_kv swa_head_dim global_head_dim indexer_head_dim"),
+    (16, "head_dim swa_head_dim global_head_dim indexer_head_dim"),
+    # T5 does not scale its attention scores: wide heads would saturate the softmax.
+    (4, "d_kv"),
     # Multi-head latent attention.
     (24, "q_lora_rank kv_lora_rank o_lora_rank"),
     (8, "qk_nope_head_dim v_head_dim swa_v_head_dim rotary_dim index_head_dim"),
@@ -434,6 +436,9 @@ def _draw(module: nn.Module, name: str, tensor: Tensor, generator: torch.Generat
     if name == "A_log":
         # A state that decays slowly, so that it holds several tokens.
         return 0.2 * noise - 1.0
+    if "hc_mult" in vars(module) and tensor.dim() < 2:
+        # Hyper-connections: with even weights all streams would be alike, and the gradients of the weights round-off.
+        return noise
     if tensor.dim() < 2:
         if name.endswith("bias"):
             return 0.1 * noise

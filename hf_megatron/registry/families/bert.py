@@ -12,7 +12,7 @@ from ..lookup import register_model
 def bert(model: Any) -> ModelSpec:
     config = model.config
     if config.add_cross_attention:
-        raise UnsupportedError("bert with add_cross_attention=True: its cross attention is not covered by a parity check.")
+        raise UnsupportedError("bert with add_cross_attention=True: no parity check covers its cross attention.")
     return family_spec(
         model,
         {

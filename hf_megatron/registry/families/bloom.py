@@ -1,4 +1,4 @@
-"""BLOOM: each head's query, key and value lie together in the fused linear; alibi comes from the model, for all heads."""
+"""BLOOM: each head's query, key and value lie together in one linear; alibi comes from the model, for all heads."""
 
 from typing import Any
 

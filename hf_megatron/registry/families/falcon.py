@@ -1,9 +1,9 @@
 """Falcon: three layouts of the fused query/key/value, with rotary positions or alibi.
 
 New architecture: one group after the other, each with its queries, its key and its value. Old without multi-query: one
-head after the other. Both are split between groups or heads. Old with multi-query (falcon-7b): all queries, then the one
-key and value that all of them share. A split of that would be no split of the tensor, and falcon-7b has 71 heads, which
-no tp size divides, so attention is computed whole on every rank and only the MLP, the embedding and the head are split.
+head after the other. Both are split between groups or heads. Old with multi-query (falcon-7b): all queries, then the
+one key and value that all of them share. A split of that would be no split of the tensor, and falcon-7b has 71 heads,
+which no tp size divides, so attention is computed whole on every rank; the MLP, the embedding and the head are split.
 """
 
 from typing import Any
@@ -34,7 +34,7 @@ def falcon(model: Any) -> ModelSpec:
         local_arguments={"h.*.self_attention": ("alibi", "attention_mask")} if splits and config.alibi else {},
         plain_linear_classes=("FalconLinear",),
         no_sequence_parallel=(
-            "attention that is computed whole on every rank would draw another dropout mask on each; set attention_dropout=0."
+            "attention is computed whole and would draw another dropout mask on every rank; set attention_dropout=0."
             if config.alibi and not splits and config.attention_dropout > 0
             else None
         ),

@@ -11,7 +11,7 @@ from ..lookup import register_model
 @register_model("gpt2")
 def gpt2(model: Any) -> ModelSpec:
     if model.config.add_cross_attention:
-        raise UnsupportedError("gpt2 with add_cross_attention=True: its cross attention is not covered by a parity check.")
+        raise UnsupportedError("gpt2 with add_cross_attention=True: no parity check covers its cross attention.")
     return family_spec(
         model,
         {

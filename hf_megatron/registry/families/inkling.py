@@ -1,4 +1,4 @@
-"""Inkling: the fused gate and up weight of the experts is two blocks in memory, where transformers' plan names one."""
+"""Inkling: two blocks in the experts' fused weight, where transformers' plan names one, and shared experts beside them."""
 
 from typing import Any
 
@@ -10,4 +10,11 @@ from ..lookup import register_model
 @register_model("inkling_text")
 @register_model("inkling2_text")
 def inkling_text(model: Any) -> ModelSpec:
-    return corrected_spec(model, {"layers.*.mlp.experts.gate_up_proj": "packed_rows"})
+    return corrected_spec(
+        model,
+        {
+            "layers.*.mlp.experts.gate_up_proj": "packed_rows",
+            # Their own parameters read the input, so that its gradient is summed as well.
+            "layers.*.mlp.shared_experts": "partial_sum",
+        },
+    )

@@ -6,7 +6,11 @@ from ...spec import ModelSpec
 from ..family import corrected_spec
 from ..lookup import register_model
 
+CONNECTIONS = ("layers.*.attn_hyper_connection", "layers.*.mlp_hyper_connection")
+
 
 @register_model("qwen4_exp_text")
 def qwen4_exp_text(model: Any) -> ModelSpec:
-    return corrected_spec(model, transparent=("layers.*.attn_hyper_connection", "layers.*.mlp_hyper_connection"))
+    # transformers splits the first of two small projections, which would sum over ranks that hold different tokens.
+    whole = {f"{connection}.input_mix_weight_down": "replicated" for connection in CONNECTIONS}
+    return corrected_spec(model, whole, transparent=CONNECTIONS)

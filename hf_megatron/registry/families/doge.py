@@ -1,0 +1,13 @@
+"""Doge: attention stays whole on every rank, because its dynamic mask mixes the values of all heads (`dt_proj`)."""
+
+from typing import Any
+
+from ...spec import ModelSpec
+from ..family import corrected_spec
+from ..lookup import register_model
+
+
+@register_model("doge")
+def doge(model: Any) -> ModelSpec:
+    linears = ("q_proj", "k_proj", "v_proj", "dt_proj", "o_proj")
+    return corrected_spec(model, {f"layers.*.self_attn.{name}": "replicated" for name in linears})
