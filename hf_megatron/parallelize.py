@@ -6,24 +6,31 @@
 Between the two, transformers' own loader, or `checkpoint.initialize`, fills each rank's shards.
 """
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from .communication.random import ReplicatedState
 from .config import MegatronConfig
-from .errors import ConfigError, PlanError, UnsupportedError
+from .errors import ConfigError, UnsupportedError
 from .mesh import ParallelMesh
 from .registry import spec_for
-from .registry.patterns import generic, lookup
+from .registry.claims import (
+    check_conversions,
+    claim_all,
+    expand_plan,
+    expand_regions,
+    local_sizes,
+    matching,
+    shared_heads,
+)
+from .registry.patterns import lookup
 from .spec import Claim, GradientRule, ModelSpec, Placement
+from .tensor_parallel.forward import ClaimCheck, RefusedOutputs, SynchronisedDropout
 from .tensor_parallel.heads import LocalArguments
-from .tensor_parallel.forward import RefusedOutputs, SynchronisedDropout
 from .tensor_parallel.local import dtensor_placements, read_locally
 from .tensor_parallel.logits import PendingLoss, VocabParallelHead, sharded_loss
 from .tensor_parallel.region import (
@@ -36,7 +43,7 @@ from .tensor_parallel.region import (
 )
 from .tensor_parallel.structure import Structure, find_structure
 from .tensor_parallel.styles import ModuleContext, style
-from .upstream import loss_functions, rearranging_conversions
+from .upstream import loss_functions
 
 
 @dataclass
@@ -49,7 +56,8 @@ class ParallelState:
     styles: Mapping[str, str]
     claims: Mapping[str, Claim]
     structure: Structure
-    head_groups: Mapping[str, int]
+    head_copies: Mapping[str, int]
+    local_sizes: Mapping[str, Mapping[str, int]]
 
     def __deepcopy__(self, memo: dict) -> "ParallelState":
         return self
@@ -62,115 +70,13 @@ class ParallelPlan(list[Claim]):
         rows = [("parameter", "global shape", "style", "placement", "gradient")]
         rows += [(c.name, str(list(c.shape)), c.style, str(c.placement), c.gradient.value) for c in self]
         widths = [max(len(row[i]) for row in rows) for i in range(5)]
-        return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+        return "\n".join(line.rstrip() for line in lines)
 
 
 def parallel_state(model: Any) -> ParallelState | None:
     """The parallel state of a model, or `None` for a model this library did not lay out."""
     return vars(model).get("_hf_megatron")
-
-
-def _expand(model: nn.Module, spec: ModelSpec) -> dict[str, str]:
-    """Concrete module and parameter names -> style names; a rule that matches nothing raises."""
-    names = [name for name, _ in model.named_modules()]
-    names += [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    styles = {name: found for name in names if (found := lookup(name, spec.plan)) is not None}
-    unmatched = spec.plan.keys() - {name for name in styles} - {generic(name) for name in styles}
-    if unmatched:
-        raise PlanError(f"model type {spec.model_type!r}: rules {sorted(unmatched)} match nothing in {type(model).__name__}.")
-    for name in styles.values():
-        style(name)
-    modules = {name for name, _ in model.named_modules()} | {generic(name) for name, _ in model.named_modules()}
-    for patterns in (spec.local_attributes, spec.local_arguments, spec.several_inputs, spec.transparent, spec.stacks):
-        if not modules.issuperset(patterns):
-            missing = sorted(set(patterns) - modules)
-            raise PlanError(f"model type {spec.model_type!r}: patterns {missing} match nothing in {type(model).__name__}.")
-    return styles
-
-
-def _check_conversions(model: nn.Module, claims: Mapping[str, Claim]) -> None:
-    """Raises for split parameters whose checkpoint holds them in another arrangement than memory does."""
-    split = [name for name, claim in claims.items() if claim.placement.dim is not None]
-    for patterns, operations in rearranging_conversions(model):
-        for name in split:
-            if any(re.search(pattern, name) for pattern in patterns):
-                raise UnsupportedError(
-                    f"{name}: checkpoints of {type(model).__name__} hold it rearranged ({operations}), so that a rank "
-                    "cannot read its part alone. Load this model without tp_size."
-                )
-
-
-def _matching(model: nn.Module, patterns: tuple[str, ...]) -> frozenset[str]:
-    return frozenset(name for name, _ in model.named_modules() if name in patterns or generic(name) in patterns)
-
-
-def _regions(model: nn.Module, spec: ModelSpec) -> dict[str, str]:
-    pairs = {}
-    for block_pattern, row_pattern in spec.regions.items():
-        blocks = sorted(_matching(model, (block_pattern,)))
-        rows = sorted(_matching(model, (row_pattern,)))
-        if not blocks or len(blocks) != len(rows):
-            raise PlanError(f"model type {spec.model_type!r}: region {block_pattern} -> {row_pattern} does not pair up.")
-        pairs.update(zip(blocks, rows, strict=True))
-    return pairs
-
-
-def _copies(model: nn.Module, styles: Mapping[str, str], tp_size: int) -> dict[str, int]:
-    """How many neighbouring ranks share a shard of each linear that makes heads; heads that do not split raise."""
-    copies = {}
-    for name, module in model.named_modules():
-        parent_name, _, leaf = name.rpartition(".")
-        if styles.get(name) != "column" or leaf not in ("q_proj", "k_proj", "v_proj"):
-            continue
-        parent = model.get_submodule(parent_name)
-        head_dim = vars(parent).get("head_dim")
-        key = parent._modules.get("k_proj") if leaf == "v_proj" else module
-        if not isinstance(head_dim, int) or not isinstance(key, nn.Linear) or key.out_features % head_dim:
-            continue
-        heads = key.out_features // head_dim
-        if heads % tp_size == 0:
-            continue
-        kind = "attention" if leaf == "q_proj" else "key/value"
-        if leaf == "q_proj" or tp_size % heads:
-            valid = [size for size in range(1, heads + 1) if heads % size == 0]
-            raise ConfigError(
-                f"MegatronConfig.tp_size = {tp_size}: {name} has {heads} {kind} heads, which cannot be split; valid "
-                f"tp sizes divide them{'' if leaf == 'q_proj' else ' or are a multiple of them'}: {valid}."
-            )
-        copies[name] = tp_size // heads
-    return copies
-
-
-def _claim_all(
-    model: nn.Module,
-    styles: Mapping[str, str],
-    structure: Structure,
-    copies: Mapping[str, int],
-    sequence_parallel: bool,
-) -> dict[str, Claim]:
-    claims: dict[str, Claim] = {}
-    of_tensor: dict[int, Claim] = {}
-    for module_name, module in model.named_modules():
-        for parameter_name, parameter in module._parameters.items():
-            if parameter is None:
-                continue
-            name = f"{module_name}.{parameter_name}" if module_name else parameter_name
-            style_name = styles.get(name) or styles.get(module_name) or "replicated"
-            rules = style(style_name)
-            placement = rules.placement(parameter_name, parameter, module)
-            if module_name in copies:
-                placement = Placement(placement.dim, placement.groups, copies[module_name])
-            if placement.dim is not None and parameter.shape[placement.dim] % placement.groups:
-                raise PlanError(f"{name}: dim {placement.dim} of {tuple(parameter.shape)} is not {placement.groups} equal blocks.")
-            gradient = rules.gradient(placement)
-            if sequence_parallel and placement.dim is None and structure.is_pointwise_parameter(name):
-                gradient = GradientRule.SUM_TP
-            claim = Claim(name, tuple(parameter.shape), style_name, placement, gradient)
-            tied = of_tensor.setdefault(id(parameter), claim)
-            if (tied.placement, tied.gradient) != (claim.placement, claim.gradient):
-                raise PlanError(f"{name} is tied to {tied.name} but claimed as {placement}, the other as {tied.placement}.")
-            claims[name] = claim
-    return claims
 
 
 def place(model: Any, config: MegatronConfig, mesh: ParallelMesh) -> ParallelState:
@@ -187,7 +93,7 @@ def place(model: Any, config: MegatronConfig, mesh: ParallelMesh) -> ParallelSta
             f"model type {spec.model_type!r} has no sequence parallelism: {spec.no_sequence_parallel} Set "
             "sequence_parallel=False."
         )
-    styles = _expand(model, spec)
+    styles = expand_plan(model, spec)
     modules = dict(model.named_modules())
     for name, style_name in styles.items():
         if name in modules:
@@ -195,16 +101,17 @@ def place(model: Any, config: MegatronConfig, mesh: ParallelMesh) -> ParallelSta
     structure = find_structure(
         model,
         styles,
-        stacks=sorted(_matching(model, spec.stacks)) if spec.stacks else None,
-        regions=_regions(model, spec),
-        several_inputs=_matching(model, spec.several_inputs),
-        transparent=_matching(model, spec.transparent),
+        stacks=sorted(matching(model, spec.stacks)) if spec.stacks else None,
+        regions=expand_regions(model, spec),
+        several_inputs=matching(model, spec.several_inputs),
+        transparent=matching(model, spec.transparent),
     )
     if config.sequence_parallel and not structure.stacks:
         raise UnsupportedError(f"model type {spec.model_type!r}: no stack of layers found to split the sequence of.")
-    copies = _copies(model, styles, mesh.tp_size)
-    claims = _claim_all(model, styles, structure, copies, config.sequence_parallel)
-    _check_conversions(model, claims)
+    copies = shared_heads(model, styles, mesh.tp_size)
+    sizes = local_sizes(model, spec, styles, copies, mesh.tp_size)
+    claims = claim_all(model, styles, structure, copies, config.sequence_parallel)
+    check_conversions(model, claims)
 
     placeholders: dict[int, nn.Parameter] = {}
     for module_name, module in model.named_modules():
@@ -215,13 +122,13 @@ def place(model: Any, config: MegatronConfig, mesh: ParallelMesh) -> ParallelSta
                 claim = claims[f"{module_name}.{parameter_name}" if module_name else parameter_name]
                 placeholders[id(parameter)] = _placeholder(parameter, claim.placement, mesh)
             module._parameters[parameter_name] = placeholders[id(parameter)]
-    state = ParallelState(config, mesh, spec, styles, claims, structure, copies)
+    state = ParallelState(config, mesh, spec, styles, claims, structure, copies, sizes)
     model._hf_megatron = state
     return state
 
 
 def _placeholder(parameter: Tensor, placement: Placement, mesh: ParallelMesh) -> nn.Parameter:
-    axes = mesh.tp if placement.copies == 1 else mesh.tp_with_copies(placement.copies)
+    axes = mesh.tp if placement.copies == 1 else mesh.tp_withshared_heads(placement.copies)
     dtensor = distribute_tensor(parameter.detach(), axes, dtensor_placements(placement), src_data_rank=None)
     result = nn.Parameter(dtensor, requires_grad=parameter.requires_grad)
     for name, value in vars(parameter).items():
@@ -234,7 +141,9 @@ def install(model: Any) -> None:
     state = parallel_state(model)
     assert state is not None
     mesh, config, structure = state.mesh, state.config, state.structure
-    _assert_claimed(model, state)
+    check = ClaimCheck(frozenset(state.claims))
+    check.check(model)
+    check.install(model)
     dropout = DropoutStreams(mesh.tp_rank, ReplicatedState(mesh.device))
 
     stacks = {}
@@ -263,7 +172,7 @@ def install(model: Any) -> None:
             mesh=mesh,
             gradient=gradient,
             region=region_of_linear.get(name),
-            copies=state.head_groups.get(name, 1),
+            copies=state.head_copies.get(name, 1),
             rotary_dim=rotary_dim,
             loss_chunk_size=config.loss_chunk_size,
         )
@@ -272,13 +181,11 @@ def install(model: Any) -> None:
             summed = frozenset(p for p, rule in gradient.items() if rule is GradientRule.SUM_TP)
             claimed = {p: style(state.claims[f"{name}.{p}" if name else p].style) for p in gradient}
             read_locally(module, mesh, summed, frozenset(p for p, rule in claimed.items() if rule.shares_sum))
-        for attribute in lookup(name, state.spec.local_attributes) or ():
-            copies = state.head_groups.get(f"{name}.k_proj", 1) if "key_value" in attribute else 1
-            _localise(module, name, attribute, mesh.tp_size // copies)
+        for attribute, size in state.local_sizes.get(name, {}).items():
+            setattr(module, attribute, size)
         if (arguments := lookup(name, state.spec.local_arguments)) is not None:
             heads = model.config.get_text_config().num_attention_heads
             LocalArguments(arguments, heads, mesh.tp_size, mesh.tp_rank).install(module)
-    _localise_key_value_groups(model, state)
 
     # A block's hooks are installed after the styles', so that its region wraps what happens inside.
     for block, region in uniform.items():
@@ -294,40 +201,6 @@ def install(model: Any) -> None:
     RefusedOutputs(config.sequence_parallel).install(model)
     if has_dropout(model):
         SynchronisedDropout(dropout.state, mesh).install(model)
-
-
-def _assert_claimed(model: nn.Module, state: ParallelState) -> None:
-    for name, parameter in model.named_parameters():
-        if name not in state.claims:
-            raise PlanError(f"{name} appeared after the plan was made; nobody claims it. Add modules before loading.")
-        if not isinstance(parameter, DTensor) or parameter.device.type == "meta":
-            raise PlanError(f"{name} was not loaded as planned: {type(parameter).__name__} on {parameter.device}.")
-
-
-def _localise(module: nn.Module, name: str, attribute: str, tp_size: int) -> None:
-    value = getattr(module, attribute)
-    if isinstance(value, Tensor):
-        rank_slice = value.chunk(tp_size)
-        if value.shape[0] % tp_size:
-            raise ConfigError(f"MegatronConfig.tp_size = {tp_size}: {name}.{attribute} has {value.shape[0]} entries.")
-        raise PlanError(f"{name}.{attribute} is a tensor of {len(rank_slice)} pieces; a family hook has to localise it.")
-    if value % tp_size:
-        raise ConfigError(f"MegatronConfig.tp_size = {tp_size} does not divide {name}.{attribute} = {value}.")
-    setattr(module, attribute, value // tp_size)
-
-
-def _localise_key_value_groups(model: nn.Module, state: ParallelState) -> None:
-    """With fewer key/value heads than ranks a head is shared by a part of the query heads that shared it before."""
-    for name, attention in model.named_modules():
-        groups = vars(attention).get("num_key_value_groups")
-        if groups is None or state.styles.get(f"{name}.q_proj") != "column":
-            continue
-        copies = state.head_groups.get(f"{name}.k_proj", 1)
-        if "k_proj" not in attention._modules:
-            # Reads the keys and values of an earlier layer.
-            heads = attention.get_submodule("q_proj").out_features // attention.head_dim  # type: ignore[operator]
-            copies = max(1, state.mesh.tp_size * groups // heads)
-        attention.num_key_value_groups = groups // copies
 
 
 def _install_loss(model: Any) -> None:
@@ -352,4 +225,4 @@ def local_numel(model: nn.Module) -> int:
     return sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in model.parameters())
 
 
-__all__ = ["ParallelPlan", "ParallelState", "install", "local_numel", "parallel_plan", "parallel_state", "place", "torch"]
+__all__ = ["ParallelPlan", "ParallelState", "install", "local_numel", "parallel_plan", "parallel_state", "place"]

@@ -1,12 +1,37 @@
-"""What happens around a whole model's forward: one random stream for all ranks, and outputs no rank has in full."""
+"""Around a whole model's forward: claims checked, one random stream for all ranks, outputs no rank has in full."""
 
 from typing import Any
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from ..communication.random import ReplicatedState
-from ..errors import UnsupportedError
+from ..errors import PlanError, UnsupportedError
 from ..mesh import ParallelMesh
+
+
+class ClaimCheck:
+    """Every parameter is claimed and filled: after loading, and again before the first optimizer step can happen."""
+
+    def __init__(self, claimed: frozenset[str]):
+        self.claimed = claimed
+        self.done = False
+
+    def install(self, model: nn.Module) -> None:
+        model.register_forward_pre_hook(self._enter)
+
+    def _enter(self, model: nn.Module, args: tuple) -> None:
+        if model.training and not self.done:
+            self.check(model)
+            self.done = True
+
+    def check(self, model: nn.Module) -> None:
+        """Raises `PlanError` for a parameter without a claim, or one that was not loaded as planned."""
+        for name, parameter in model.named_parameters():
+            if name not in self.claimed:
+                raise PlanError(f"{name} appeared after the plan was made; nobody claims it. Add modules before loading.")
+            if not isinstance(parameter, DTensor) or parameter.device.type == "meta":
+                raise PlanError(f"{name} is not laid out as planned: {type(parameter).__name__} on {parameter.device}.")
 
 
 class SynchronisedDropout:

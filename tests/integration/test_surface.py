@@ -290,3 +290,16 @@ def test_missing_weights_are_not_drawn_in_silence(stories):
             AutoModelForSequenceClassification.from_pretrained(stories, megatron_config=TP2)
 
     run_ranks(check, 2)
+
+
+def test_a_parameter_nobody_claims_is_found_before_the_first_step(stories):
+    from hf_megatron import PlanError
+
+    def check():
+        model = load(stories, TP2)
+        model.extra = torch.nn.Linear(2, 2)
+        model.eval()(**batch())
+        with pytest.raises(PlanError, match="extra.weight"):
+            model.train()(**batch())
+
+    run_ranks(check, 2)

@@ -1,0 +1,153 @@
+"""From a spec to one claim per parameter, on the meta model and without a process group.
+
+A claim says where a parameter lies and what its gradient needs. Whatever a plan gets wrong (a rule that matches nothing,
+heads that do not split, tied parameters that disagree) raises here, before a byte of weights is read.
+"""
+
+import re
+from collections.abc import Mapping
+
+from torch import nn
+
+from ..errors import ConfigError, PlanError, UnsupportedError
+from ..spec import Claim, GradientRule, ModelSpec, Placement
+from ..tensor_parallel.structure import Structure
+from ..tensor_parallel.styles import style
+from ..upstream import rearranging_conversions
+from .patterns import generic, lookup
+
+
+def expand_plan(model: nn.Module, spec: ModelSpec) -> dict[str, str]:
+    """Concrete module and parameter names -> style names; a rule that matches nothing raises."""
+    names = [name for name, _ in model.named_modules()]
+    names += [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    styles = {name: found for name in names if (found := lookup(name, spec.plan)) is not None}
+    unmatched = spec.plan.keys() - {name for name in styles} - {generic(name) for name in styles}
+    if unmatched:
+        raise PlanError(f"model type {spec.model_type!r}: rules {sorted(unmatched)} match nothing in {type(model).__name__}.")
+    for name in styles.values():
+        style(name)
+    modules = {name for name, _ in model.named_modules()} | {generic(name) for name, _ in model.named_modules()}
+    for patterns in (spec.local_attributes, spec.local_arguments, spec.several_inputs, spec.transparent, spec.stacks):
+        if not modules.issuperset(patterns):
+            missing = sorted(set(patterns) - modules)
+            raise PlanError(f"model type {spec.model_type!r}: patterns {missing} match nothing in {type(model).__name__}.")
+    return styles
+
+
+def check_conversions(model: nn.Module, claims: Mapping[str, Claim]) -> None:
+    """Raises for split parameters whose checkpoint holds them in another arrangement than memory does."""
+    split = [name for name, claim in claims.items() if claim.placement.dim is not None]
+    for patterns, operations in rearranging_conversions(model):
+        for name in split:
+            if any(re.search(pattern, name) for pattern in patterns):
+                raise UnsupportedError(
+                    f"{name}: checkpoints of {type(model).__name__} hold it rearranged ({operations}), so that a rank "
+                    "cannot read its part alone. Load this model without tp_size."
+                )
+
+
+def matching(model: nn.Module, patterns: tuple[str, ...]) -> frozenset[str]:
+    return frozenset(name for name, _ in model.named_modules() if name in patterns or generic(name) in patterns)
+
+
+def expand_regions(model: nn.Module, spec: ModelSpec) -> dict[str, str]:
+    pairs: dict[str, str] = {}
+    for block_pattern, row_pattern in spec.regions.items():
+        blocks = sorted(matching(model, (block_pattern,)))
+        rows = sorted(matching(model, (row_pattern,)))
+        if not blocks or len(blocks) != len(rows):
+            raise PlanError(f"model type {spec.model_type!r}: region {block_pattern} -> {row_pattern} does not pair up.")
+        pairs.update(zip(blocks, rows, strict=True))
+    return pairs
+
+
+def shared_heads(model: nn.Module, styles: Mapping[str, str], tp_size: int) -> dict[str, int]:
+    """How many neighbouring ranks share a shard of each linear that makes heads; heads that do not split raise."""
+    copies: dict[str, int] = {}
+    for name, module in model.named_modules():
+        parent_name, _, leaf = name.rpartition(".")
+        if styles.get(name) != "column" or leaf not in ("q_proj", "k_proj", "v_proj"):
+            continue
+        parent = model.get_submodule(parent_name)
+        head_dim = vars(parent).get("head_dim")
+        key = parent._modules.get("k_proj") if leaf == "v_proj" else module
+        if not isinstance(head_dim, int) or not isinstance(key, nn.Linear) or key.out_features % head_dim:
+            continue
+        heads = key.out_features // head_dim
+        if heads % tp_size == 0:
+            continue
+        kind = "attention" if leaf == "q_proj" else "key/value"
+        if leaf == "q_proj" or tp_size % heads:
+            valid = [size for size in range(1, heads + 1) if heads % size == 0]
+            raise ConfigError(
+                f"MegatronConfig.tp_size = {tp_size}: {name} has {heads} {kind} heads, which cannot be split; valid "
+                f"tp sizes divide them{'' if leaf == 'q_proj' else ' or are a multiple of them'}: {valid}."
+            )
+        copies[name] = tp_size // heads
+    return copies
+
+
+def claim_all(
+    model: nn.Module,
+    styles: Mapping[str, str],
+    structure: Structure,
+    copies: Mapping[str, int],
+    sequence_parallel: bool,
+) -> dict[str, Claim]:
+    claims: dict[str, Claim] = {}
+    of_tensor: dict[int, Claim] = {}
+    for module_name, module in model.named_modules():
+        for parameter_name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            name = f"{module_name}.{parameter_name}" if module_name else parameter_name
+            style_name = styles.get(name) or styles.get(module_name) or "replicated"
+            rules = style(style_name)
+            placement = rules.placement(parameter_name, parameter, module)
+            if module_name in copies:
+                placement = Placement(placement.dim, placement.groups, copies[module_name])
+            if placement.dim is not None and parameter.shape[placement.dim] % placement.groups:
+                raise PlanError(f"{name}: dim {placement.dim} of {tuple(parameter.shape)} is not {placement.groups} equal blocks.")
+            gradient = rules.gradient(placement)
+            if sequence_parallel and placement.dim is None and structure.is_pointwise_parameter(name):
+                gradient = GradientRule.SUM_TP
+            claim = Claim(name, tuple(parameter.shape), style_name, placement, gradient)
+            tied = of_tensor.setdefault(id(parameter), claim)
+            if (tied.placement, tied.gradient) != (claim.placement, claim.gradient):
+                raise PlanError(f"{name} is tied to {tied.name} but claimed as {placement}, the other as {tied.placement}.")
+            claims[name] = claim
+    return claims
+
+
+def local_sizes(
+    model: nn.Module, spec: ModelSpec, styles: Mapping[str, str], copies: Mapping[str, int], tp_size: int
+) -> dict[str, dict[str, int]]:
+    """Module name -> the attributes that count heads or widths, with this rank's share of them.
+
+    Raises:
+        ConfigError: tp_size does not divide one.
+    """
+    sizes: dict[str, dict[str, int]] = {}
+    for name, module in model.named_modules():
+        for attribute in lookup(name, spec.local_attributes) or ():
+            shards = tp_size // (copies.get(f"{name}.k_proj", 1) if "key_value" in attribute else 1)
+            value = getattr(module, attribute)
+            if value % shards:
+                raise ConfigError(
+                    f"MegatronConfig.tp_size = {tp_size} does not divide {name}.{attribute} = {value}; valid sizes do."
+                )
+            sizes.setdefault(name, {})[attribute] = value // shards
+        groups = vars(module).get("num_key_value_groups")
+        if groups is not None and styles.get(f"{name}.q_proj") == "column":
+            sizes.setdefault(name, {})["num_key_value_groups"] = groups // _copies_of_keys(name, module, copies, tp_size)
+    return sizes
+
+
+def _copies_of_keys(name: str, attention: nn.Module, copies: Mapping[str, int], tp_size: int) -> int:
+    """With fewer key/value heads than ranks a head is shared by a part of the query heads that shared it before."""
+    if "k_proj" in attention._modules:
+        return copies.get(f"{name}.k_proj", 1)
+    # Reads the keys and values of an earlier layer.
+    heads = int(vars(attention)["_modules"]["q_proj"].out_features) // int(vars(attention)["head_dim"])
+    return max(1, tp_size * int(vars(attention)["num_key_value_groups"]) // heads)
