@@ -12,7 +12,7 @@ from ..config import MegatronConfig
 from ..errors import ConfigError, MegatronError
 from ..registry import registered_types
 from ..registry.verified import layout_kind
-from .parity import TASKS, check_twin, make_twin
+from .parity import TASKS, Twin, check_twin, make_twin
 from .results import versions
 
 # Own specs that are not causal, and the tasks they are checked on.
@@ -110,31 +110,46 @@ def check_models(
     rows = []
     for model, case_task in _cases(models, task, class_name is not None):
         config = resolve_config(model)
+        twin: Twin | None = None
+        reason = ""
         try:
             twin = make_twin(config, task=case_task, class_name=class_name, microbatches=2)
         except (ValueError, RuntimeError, TypeError, KeyError, AttributeError, ImportError) as error:
-            raise ConfigError(f"{model}: its tiny twin cannot be built: {type(error).__name__}: {error}") from error
+            reason = f"its tiny twin cannot be built: {type(error).__name__}: {error}"
+            if "all" not in models:
+                raise ConfigError(f"{model}: {reason}") from error
         for layout in layouts:
-            row: dict[str, Any] = {
-                "model_type": config.model_type,
-                "class": twin.class_name,
-                "layout": layout_kind(layout),
-                "tp_size": layout.tp_size,
-                "features": features(twin.config),
-                "versions": versions(),
-            }
-            try:
-                comparison = check_twin(twin, layout, timeout=timeout)
-                row |= {"passed": comparison.passed, "worst": str(comparison.worst)}
-                detail = "" if comparison.passed else "\n" + comparison.report()
-            except MegatronError as error:
-                detail = _last_lines(str(error))
-                row |= {"passed": False, "worst": detail}
+            row = _check_layout(config, twin, layout, timeout, reason)
             rows.append(row)
             verdict = "equal" if row["passed"] else "DIFFERS"
-            echo(f"{config.model_type:24} {twin.class_name:36} {layout.layout():8} {verdict:8} {row['worst']}{detail if not row['passed'] else ''}")
-        twin.delete()
+            echo(f"{row['model_type']:24} {row['class']:36} {layout.layout():8} {verdict:8} {row['worst']}")
+            if details := row.pop("details", None):
+                echo(details)
+        if twin is not None:
+            twin.delete()
     return rows
+
+
+def _check_layout(
+    config: PreTrainedConfig, twin: Twin | None, layout: MegatronConfig, timeout: float, reason: str
+) -> dict[str, Any]:
+    """The row of one twin on one layout."""
+    row: dict[str, Any] = {
+        "model_type": config.model_type,
+        "class": "-" if twin is None else twin.class_name,
+        "layout": layout_kind(layout),
+        "tp_size": layout.tp_size,
+        "features": [] if twin is None else features(twin.config),
+        "versions": versions(),
+    }
+    if twin is None:
+        return row | {"passed": False, "worst": reason}
+    try:
+        comparison = check_twin(twin, layout, timeout=timeout)
+    except MegatronError as error:
+        return row | {"passed": False, "worst": _last_lines(str(error))}
+    row |= {"passed": comparison.passed, "worst": str(comparison.worst)}
+    return row if comparison.passed else row | {"details": comparison.report()}
 
 
 def _last_lines(text: str) -> str:
