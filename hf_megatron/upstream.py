@@ -154,7 +154,8 @@ def rearranging_conversions(model: Any) -> list[tuple[tuple[str, ...], str]]:
     found = []
     for conversion in get_model_conversion_mapping(model, add_legacy=False):
         if isinstance(conversion, WeightConverter):
-            names = [type(op).__name__ for op in conversion.operations if type(op) not in (Concatenate, MergeModulelist)]
+            joining = (Concatenate, MergeModulelist)
+            names = [type(op).__name__ for op in conversion.operations if type(op) not in joining]
             if names:
                 found.append((tuple(conversion.target_patterns), ", ".join(names)))
     return found

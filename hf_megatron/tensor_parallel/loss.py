@@ -46,23 +46,44 @@ class CrossEntropyOptions:
     with_gradient: bool = True
 
 
-def _token_losses(logits: Tensor, targets: Tensor, options: CrossEntropyOptions) -> tuple[Tensor, Tensor, Tensor]:
-    """Per-token losses `[tokens]`, the probabilities `[tokens, rows]` (in a new buffer) and this rank's target mask."""
+@dataclass
+class _Tokens:
+    """One chunk's cross entropy, and what its gradient is made of."""
+
+    losses: Tensor  # [tokens]
+    exponentials: Tensor  # [tokens, rows]: exp(logit - maximum), in the buffer that held the logits
+    sums: Tensor  # [tokens]: of the exponentials over all ranks
+    columns: Tensor  # [tokens]: the target's column on this rank, or any
+    owned: Tensor  # [tokens]: whether this rank has the target's row
+
+    def gradient(self, weights: Tensor, options: "CrossEntropyOptions") -> Tensor:
+        """Of the losses weighted by `weights` `[tokens]`, with respect to the logits; in place."""
+        gradient = self.exponentials.mul_((weights / self.sums).unsqueeze(-1))
+        if options.label_smoothing:
+            gradient -= (weights * (options.label_smoothing / options.vocabulary)).unsqueeze(-1)
+        if gradient.shape[1]:
+            hit = weights * self.owned * (options.label_smoothing - 1)
+            gradient.scatter_add_(1, self.columns.unsqueeze(1), hit.unsqueeze(1))
+        return gradient
+
+
+def _token_losses(logits: Tensor, targets: Tensor, options: CrossEntropyOptions) -> _Tokens:
+    """The losses of fp32 `logits` `[tokens, rows]`, which are overwritten."""
     tokens, rows = logits.shape
     maximum = logits.max(-1).values if rows else logits.new_full((tokens,), -torch.inf)
     dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=options.group)
-    shifted = logits - maximum.unsqueeze(-1)
+    shifted = logits.sub_(maximum.unsqueeze(-1))
 
-    local_targets = targets - options.first_row
-    owned = (local_targets >= 0) & (local_targets < rows)
+    columns = targets - options.first_row
+    owned = (columns >= 0) & (columns < rows)
+    columns = columns.clamp(0, max(rows - 1, 0))
     sums = shifted.new_zeros(3 if options.label_smoothing else 2, tokens)
     if rows:
-        picked = shifted.gather(1, local_targets.clamp(0, rows - 1).unsqueeze(1)).squeeze(1)
-        sums[1] = picked.masked_fill(~owned, 0)
+        sums[1] = shifted.gather(1, columns.unsqueeze(1)).squeeze(1).masked_fill(~owned, 0)
     if options.label_smoothing:
         sums[2] = shifted.sum(-1)
-    probabilities = shifted.exp_()
-    sums[0] = probabilities.sum(-1)
+    exponentials = shifted.exp_()
+    sums[0] = exponentials.sum(-1)
     dist.all_reduce(sums, group=options.group)
 
     log_sum = sums[0].log()
@@ -70,8 +91,7 @@ def _token_losses(logits: Tensor, targets: Tensor, options: CrossEntropyOptions)
     if options.label_smoothing:
         uniform = log_sum - sums[2] / options.vocabulary
         losses = losses + options.label_smoothing * (uniform - losses)
-    probabilities /= sums[0].unsqueeze(-1)
-    return losses, probabilities, owned
+    return _Tokens(losses, exponentials, sums[0], columns, owned)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -104,17 +124,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 with torch.enable_grad():
                     logits.requires_grad_(options.with_gradient)
                     transformed = options.transform(logits)
-            losses, gradient, owned = _token_losses(transformed.detach().float(), chunk_targets, options)
-            total += losses.masked_fill(~valid, 0).sum() * scale
+            values = transformed.detach().float()
+            if options.transform is not None and values.data_ptr() == transformed.data_ptr():
+                # The transform may have saved its output for its backward.
+                values = values.clone()
+            result = _token_losses(values, chunk_targets, options)
+            total += result.losses.masked_fill(~valid, 0).sum() * scale
             if not (needs_hidden or needs_weight or needs_bias):
                 continue
 
-            gradient -= options.label_smoothing / options.vocabulary
-            rows = owned.nonzero().squeeze(1)
-            columns = chunk_targets[rows] - options.first_row
-            gradient[rows, columns] -= 1 - options.label_smoothing
-            gradient *= (valid * scale).unsqueeze(-1)
-            gradient = gradient.to(transformed.dtype)
+            gradient = result.gradient(valid * scale, options).to(transformed.dtype)
             if options.transform is not None:
                 (gradient,) = torch.autograd.grad(transformed, logits, gradient)
             gradient = gradient.to(weight.dtype)
@@ -140,8 +159,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.gradients is None:
             raise RuntimeError("The vocab-parallel loss was backpropagated twice; its gradients exist only once.")
+        # On a GPU the comparison would wait for it.
+        scaled = upstream.device.type != "cpu" or upstream.item() != 1.0
         gradients = [
-            None if gradient is None else gradient.mul_(upstream).to(dtype)
+            None if gradient is None else (gradient.mul_(upstream) if scaled else gradient).to(dtype)
             for gradient, dtype in zip(ctx.gradients, ctx.dtypes, strict=True)
         ]
         ctx.gradients = None

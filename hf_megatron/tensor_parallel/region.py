@@ -202,8 +202,8 @@ class WholeSequenceRegion:
         def gather(hidden_states: Tensor) -> Tensor:
             if hidden_states.dim() < 3:
                 raise UnsupportedError(
-                    f"{type(block).__name__} was called with flattened tokens {tuple(hidden_states.shape)}, which cannot "
-                    "be joined along the sequence. Set sequence_parallel=False."
+                    f"{type(block).__name__} was called with flattened tokens {tuple(hidden_states.shape)}, which "
+                    "cannot be joined along the sequence. Set sequence_parallel=False."
                 )
             return gather_from_ranks(hidden_states, SEQUENCE_DIM, self.stack.length, self.stack.group)
 

@@ -1,4 +1,4 @@
-"""Gemma 3n and 4: every layer gets an input of its own per token; Gemma 3n's sparse layers look at all gate features."""
+"""Gemma 3n and 4: every layer gets an input per token of its own; Gemma 3n's sparse MLPs look at all gate features."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Inkling: two blocks in the experts' fused weight, where transformers' plan names one, and shared experts beside them."""
+"""Inkling: the experts' fused weight is two blocks, not one as in transformers' plan; shared experts beside them."""
 
 from typing import Any
 
