@@ -80,7 +80,13 @@ def _on_rank(variant: str, source: str, target: str) -> dict[str, float]:
         os.sync()
     torch.distributed.barrier()
     saved = time.perf_counter()
-    return {"load": loaded - start, "return": returned - start, "held": held, "save": saved - begin, "extra": _memory("VmHWM") - resident}
+    return {
+        "load": loaded - start,
+        "return": returned - start,
+        "held": held,
+        "save": saved - begin,
+        "extra": _memory("VmHWM") - resident,
+    }
 
 
 def _copy(source: Path, target: Path) -> float:

@@ -3,7 +3,7 @@
     import hf_megatron
     from hf_megatron import MegatronConfig
 
-    model = AutoModelForCausalLM.from_pretrained(path, megatron_config=MegatronConfig(tp_size=2, sequence_parallel=True))
+    model = AutoModelForCausalLM.from_pretrained(path, megatron_config=MegatronConfig(tp_size=2))
 
 Importing the package declares its patches (see `hf_megatron.integrations.PATCHES`); each is applied when its module is
 imported, and all pass through what was loaded without `megatron_config`.

@@ -6,7 +6,9 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(help="Megatron's parallelism for stock Hugging Face models.", no_args_is_help=True, add_completion=False)
+app = typer.Typer(
+    help="Megatron's parallelism for stock Hugging Face models.", no_args_is_help=True, add_completion=False
+)
 
 MISMATCH, USAGE = 1, 2
 
@@ -27,10 +29,14 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 
 @app.command()
 def check(
-    models: Annotated[list[str], typer.Argument(help="Model types, local folders or hub names; `all` for every type with a plan.")],
+    models: Annotated[
+        list[str], typer.Argument(help="Model types, local folders or hub names; `all` for every type with a plan.")
+    ],
     tp: Annotated[int, typer.Option(help="Tensor parallel size.", min=1)] = 2,
     sp: Annotated[bool, typer.Option("--sp", help="With sequence parallelism.")] = False,
-    layouts: Annotated[str, typer.Option(help="Several layouts at once, such as `tp2,tp2+sp,tp4`; replaces --tp and --sp.")] = "",
+    layouts: Annotated[
+        str, typer.Option(help="Several layouts at once, such as `tp2,tp2+sp,tp4`; replaces --tp and --sp.")
+    ] = "",
     class_name: Annotated[str, typer.Option("--class", help="A transformers class instead of the causal one.")] = "",
     task: Annotated[str, typer.Option(help="causal, masked, seq2seq or classification.")] = "causal",
     record: Annotated[Path | None, typer.Option(help="Write the results into this verified.json.")] = None,

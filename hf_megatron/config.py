@@ -104,7 +104,9 @@ class MegatronConfig:
         for name in values:
             if name not in known:
                 near = difflib.get_close_matches(str(name), known, n=3) or known
-                raise ConfigError(f"MegatronConfig has no field {name!r} (value {values[name]!r}); valid: {', '.join(near)}.")
+                raise ConfigError(
+                    f"MegatronConfig has no field {name!r} (value {values[name]!r}); valid: {', '.join(near)}."
+                )
         return cls(**values)
 
     @classmethod
@@ -115,7 +117,9 @@ class MegatronConfig:
         with open(path, encoding="utf-8") as file:
             values = yaml.safe_load(file)
         if not isinstance(values, Mapping):
-            raise ConfigError(f"{os.fspath(path)}: expected a mapping of MegatronConfig fields, got {type(values).__name__}.")
+            raise ConfigError(
+                f"{os.fspath(path)}: expected a mapping of MegatronConfig fields, got {type(values).__name__}."
+            )
         return cls.from_dict(values)
 
     @classmethod
@@ -126,7 +130,9 @@ class MegatronConfig:
             key = name.lstrip("-").replace("-", "_")
             if key not in MEGATRON_ARGUMENTS:
                 near = difflib.get_close_matches(key, MEGATRON_ARGUMENTS, n=3) or list(MEGATRON_ARGUMENTS)
-                raise ConfigError(f"Megatron argument {name!r} (value {value!r}) has no counterpart; valid: {', '.join(near)}.")
+                raise ConfigError(
+                    f"Megatron argument {name!r} (value {value!r}) has no counterpart; valid: {', '.join(near)}."
+                )
             values[MEGATRON_ARGUMENTS[key]] = value
         return cls.from_dict(values)
 

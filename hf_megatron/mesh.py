@@ -39,7 +39,9 @@ def validate_world_size(config: MegatronConfig, world_size: int) -> int:
         )
     dp_size = world_size // replica
     if config.dp_size not in (None, dp_size):
-        raise ConfigError(f"MegatronConfig.dp_size = {config.dp_size}: {world_size} ranks / {replica} leave dp_size = {dp_size}.")
+        raise ConfigError(
+            f"MegatronConfig.dp_size = {config.dp_size}: {world_size} ranks / {replica} leave dp_size = {dp_size}."
+        )
     if dp_size > 1:
         raise UnsupportedError(
             f"The job has {world_size} ranks and one replica uses {replica}: dp_size = {dp_size} is not supported yet. "

@@ -128,7 +128,7 @@ def place(model: Any, config: MegatronConfig, mesh: ParallelMesh) -> ParallelSta
 
 
 def _placeholder(parameter: Tensor, placement: Placement, mesh: ParallelMesh) -> nn.Parameter:
-    axes = mesh.tp if placement.copies == 1 else mesh.tp_withshared_heads(placement.copies)
+    axes = mesh.tp if placement.copies == 1 else mesh.tp_with_copies(placement.copies)
     dtensor = distribute_tensor(parameter.detach(), axes, dtensor_placements(placement), src_data_rank=None)
     result = nn.Parameter(dtensor, requires_grad=parameter.requires_grad)
     for name, value in vars(parameter).items():
@@ -216,7 +216,9 @@ def parallel_plan(model: Any) -> ParallelPlan:
     """The claims of a model in the order of its parameters; `print` shows them as a table."""
     state = parallel_state(model)
     if state is None:
-        raise ConfigError("The model was loaded without megatron_config (or with all sizes 1): it has no parallel plan.")
+        raise ConfigError(
+            "The model was loaded without megatron_config (or with all sizes 1): it has no parallel plan."
+        )
     return ParallelPlan(state.claims.values())
 
 

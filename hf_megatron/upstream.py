@@ -46,7 +46,7 @@ def split_mesh_axis(mesh: DeviceMesh, sizes: tuple[int, ...], names: tuple[str, 
 
 
 def strided_shard(dim: int, groups: int) -> Any:
-    """The placement of a dim made of `groups` equal blocks that are split one by one (private in torch 2.11 to 2.13)."""
+    """A dim made of `groups` equal blocks that are split one by one (private in torch 2.11 to 2.13)."""
     return _StridedShard(dim=dim, split_factor=groups)
 
 
@@ -74,7 +74,7 @@ class _LocalView(torch.autograd.Function):
 def local_view(parameter: DTensor) -> torch.Tensor:
     """The differentiable local tensor of a parameter; its gradient arrives as a DTensor of the same placement.
 
-    Uses the private constructor and fields of `DTensor` (the same in torch 2.11 to 2.13); the compiler knows `to_local`.
+    Uses private fields and the constructor of `DTensor`, the same in torch 2.11 to 2.13; the compiler knows `to_local`.
     """
     return parameter.to_local() if torch.compiler.is_compiling() else _LocalView.apply(parameter)
 

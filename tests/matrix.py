@@ -46,7 +46,9 @@ def run_pair(torch: str, transformers: str, folder: Path) -> dict[str, object]:
         [str(python), "-m", "pytest", *QUICK], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )
     print(result.stdout[-3000:])
-    summary = re.findall(r"\d+ (?:passed|failed|error|skipped)\b", result.stdout.splitlines()[-1] if result.stdout else "")
+    summary = re.findall(
+        r"\d+ (?:passed|failed|error|skipped)\b", result.stdout.splitlines()[-1] if result.stdout else ""
+    )
     versions = subprocess.run(
         [str(python), "-m", "hf_megatron.cli", "env"], capture_output=True, text=True, check=True, cwd=ROOT
     )

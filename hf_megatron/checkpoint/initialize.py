@@ -26,8 +26,12 @@ def local_part(full: Tensor, placement: Placement, ranks: int, rank: int) -> Ten
     """This rank's shard of a full tensor, in storage of its own."""
     if placement.dim is None:
         return full.clone()
-    pieces = [full.narrow(placement.dim, a, b - a) for a, b in placement.intervals(full.shape[placement.dim], ranks, rank)]
-    return torch.cat(pieces, placement.dim) if len(pieces) > 1 else pieces[0].clone(memory_format=torch.contiguous_format)
+    pieces = [
+        full.narrow(placement.dim, a, b - a) for a, b in placement.intervals(full.shape[placement.dim], ranks, rank)
+    ]
+    return (
+        torch.cat(pieces, placement.dim) if len(pieces) > 1 else pieces[0].clone(memory_format=torch.contiguous_format)
+    )
 
 
 def _units(model: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:

@@ -31,7 +31,9 @@ def check_weight_index(path: str | os.PathLike[str]) -> None:
         for shard in sorted(set(weight_map.values())):
             inside = os.path.commonpath([root, os.path.abspath(os.path.join(root, shard))]) == root
             if os.path.isabs(shard) or not inside:
-                raise CheckpointError(f"{index} names {shard!r}, which lies outside the checkpoint's directory; refused.")
+                raise CheckpointError(
+                    f"{index} names {shard!r}, which lies outside the checkpoint's directory; refused."
+                )
 
 
 def check_loaded(model: nn.Module, info: dict[str, Any], *, strict: bool) -> None:
@@ -43,12 +45,16 @@ def check_loaded(model: nn.Module, info: dict[str, Any], *, strict: bool) -> Non
     problems = []
     mismatched = info.get("mismatched_keys") or ()
     if mismatched:
-        shown = [f"{name}: file {tuple(found)}, model {tuple(wanted)}" for name, found, wanted in sorted(mismatched)[:5]]
+        shown = [
+            f"{name}: file {tuple(found)}, model {tuple(wanted)}" for name, found, wanted in sorted(mismatched)[:5]
+        ]
         problems.append(f"{len(mismatched)} mis-shaped ({'; '.join(shown)})")
     for kind in ("missing_keys", "unexpected_keys"):
         names = sorted(info.get(kind) or ())
         if names and strict:
-            problems.append(f"{len(names)} {kind.removesuffix('_keys')} ({', '.join(names[:5])}{', ...' if len(names) > 5 else ''})")
+            problems.append(
+                f"{len(names)} {kind.removesuffix('_keys')} ({', '.join(names[:5])}{', ...' if len(names) > 5 else ''})"
+            )
     if info.get("error_msgs"):
         problems.append(str(info["error_msgs"]))
     if problems:
@@ -76,4 +82,6 @@ def own_storage(model: nn.Module) -> None:
 
 
 def _parameters(model: nn.Module) -> Iterable[nn.Parameter]:
-    return [parameter for module in model.modules() for parameter in module._parameters.values() if parameter is not None]
+    return [
+        parameter for module in model.modules() for parameter in module._parameters.values() if parameter is not None
+    ]

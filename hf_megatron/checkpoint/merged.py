@@ -179,9 +179,13 @@ def save_merged(
     state = parallel_state(model)
     assert state is not None
     if distributed_checkpoint:
-        raise UnsupportedError("save_pretrained(distributed_checkpoint=True): sharded checkpoints are not supported yet.")
+        raise UnsupportedError(
+            "save_pretrained(distributed_checkpoint=True): sharded checkpoints are not supported yet."
+        )
     if state_dict is not None:
-        raise UnsupportedError("save_pretrained(state_dict=...): pass no state dict, the weights are streamed from the ranks.")
+        raise UnsupportedError(
+            "save_pretrained(state_dict=...): pass no state dict, the weights are streamed from the ranks."
+        )
     directory = os.fspath(save_directory)
     # Stock writes config, generation config and custom code; an empty state dict leaves the weights to us.
     original(model, directory, is_main_process=is_main_process, state_dict={}, variant=variant)
@@ -210,10 +214,16 @@ def save_merged(
             writer.close(complete=complete)
     if writes:
         _remove_stale(directory, base, set(split.filename_to_tensors))
-        index = os.path.join(directory, f"{base}.safetensors.index.json" if variant is None else f"model.safetensors.index.{variant}.json")
+        index = os.path.join(
+            directory,
+            f"{base}.safetensors.index.json" if variant is None else f"model.safetensors.index.{variant}.json",
+        )
         if split.is_sharded:
             total = sum(tensor.numel() for tensor in planned.values())
-            content = {"metadata": {"total_parameters": total, **split.metadata}, "weight_map": split.tensor_to_filename}
+            content = {
+                "metadata": {"total_parameters": total, **split.metadata},
+                "weight_map": split.tensor_to_filename,
+            }
             with open(index, "w", encoding="utf-8") as file:
                 file.write(json.dumps(content, indent=2, sort_keys=True) + "\n")
         elif os.path.exists(index):

@@ -113,9 +113,7 @@ class _Split(torch.autograd.Function):
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, tensor: Tensor, dim: int, size: int, group: dist.ProcessGroup, sum_gradient: bool
-    ) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, dim: int, size: int, group: dist.ProcessGroup, sum_gradient: bool) -> Tensor:
         ctx.dim, ctx.group, ctx.sum_gradient = dim, group, sum_gradient
         return all_gather(tensor, dim, size, group)
 

@@ -44,10 +44,8 @@ def gradient_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tenso
             by_copies.setdefault(_copies(gradient, world), []).append(local)
     for copies, shards in by_copies.items():
         norms = torch.stack(torch._foreach_norm(shards, norm_type)).float()
-        if infinite:
-            total = torch.maximum(total, norms.max())
-        else:
-            total = total + norms.pow(norm_type).sum() / copies
+        part = norms.max() if infinite else norms.pow(norm_type).sum() / copies
+        total = torch.maximum(total, part) if infinite else total + part
     dist.all_reduce(total, op=dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM)
     return total if infinite else total.pow(1.0 / norm_type)
 

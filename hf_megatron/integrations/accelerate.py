@@ -166,7 +166,7 @@ def prepare_model(original: Callable) -> Callable:
         if _state(model) is not None and not _is_ours(self):
             raise ConfigError(
                 "This Accelerator was created before the model was loaded with megatron_config and splits batches over "
-                "all ranks. Create it after the model, or launch with an accelerate YAML of distributed_type MEGATRON_LM."
+                "all ranks. Create it after the model, or launch with an accelerate YAML of type MEGATRON_LM."
             )
         return original(self, model, *args, **kwargs)
 
@@ -231,7 +231,7 @@ def save_state(original: Callable) -> Callable:
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         if any(_state(model) is not None for model in self._models):
             raise UnsupportedError(
-                "Accelerator.save_state writes the first rank's shards only; sharded checkpoints are not supported yet. "
+                "Accelerator.save_state writes the first rank's shards; sharded checkpoints are not supported yet. "
                 "Save the weights with model.save_pretrained(...)."
             )
         return original(self, *args, **kwargs)

@@ -150,7 +150,9 @@ def maybe_distribute_model(original: classmethod) -> classmethod:
         if not isinstance(distributed_config, MegatronConfig):
             return function(cls, model, distributed_config, mesh_manager)
         if getattr(model, "hf_quantizer", None) is not None or getattr(model.config, "quantization_config", None):
-            raise UnsupportedError("The checkpoint is quantised (quantization_config in its config.json); not split yet.")
+            raise UnsupportedError(
+                "The checkpoint is quantised (quantization_config in its config.json); not split yet."
+            )
         facts = {f"MegatronConfig.{name}": value for name, value in distributed_config.to_dict().items()}
         agree(facts | {"the model's config": model.config.to_json_string(use_diff=False)})
         require_verified(model, distributed_config)
@@ -176,7 +178,13 @@ def initialize_missing_keys(original: Callable) -> Callable:
             }
             mesh = state.mesh
             initialize(
-                self, state.claims, missing, seed=state.config.seed, ranks=mesh.tp_size, rank=mesh.tp_rank, device=mesh.device
+                self,
+                state.claims,
+                missing,
+                seed=state.config.seed,
+                ranks=mesh.tp_size,
+                rank=mesh.tp_rank,
+                device=mesh.device,
             )
         return original(self, *args, **kwargs)
 
@@ -198,7 +206,7 @@ def _shard_full_tensors(model: Any, state_dict: dict[str, Any], prefix: str, *ar
             continue
         if value.shape != parameter.shape:
             raise ConfigError(
-                f"load_state_dict: {name} has shape {tuple(value.shape)}, the model's global shape is {tuple(parameter.shape)}."
+                f"load_state_dict: {name} has shape {tuple(value.shape)}, the global shape is {tuple(parameter.shape)}."
             )
         local = local_part(value, state.claims[name].placement, state.mesh.tp_size, state.mesh.tp_rank)
         state_dict[prefix + name] = dtensor_from_local(local.to(parameter.device), parameter)

@@ -33,7 +33,7 @@ def require_verified(model: Any, config: MegatronConfig) -> None:
     if not config.allow_unverified:
         raise UnverifiedLayoutError(
             f"{type(model).__name__} (model type {model_type!r}) has no recorded parity result for {kind}. Run\n"
-            f"    {command}\nor pass MegatronConfig(allow_unverified=True), which runs it now and goes on only if it passes."
+            f"    {command}\nor pass MegatronConfig(allow_unverified=True), which runs it and goes on if it passes."
         )
     verdict: list[Any] = [None]
     if dist.get_rank() == 0:

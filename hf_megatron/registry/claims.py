@@ -1,7 +1,7 @@
 """From a spec to one claim per parameter, on the meta model and without a process group.
 
-A claim says where a parameter lies and what its gradient needs. Whatever a plan gets wrong (a rule that matches nothing,
-heads that do not split, tied parameters that disagree) raises here, before a byte of weights is read.
+A claim says where a parameter lies and what its gradient needs. Whatever a plan gets wrong (a rule that matches
+nothing, heads that do not split, tied parameters that disagree) raises here, before a byte of weights is read.
 """
 
 import re
@@ -22,16 +22,20 @@ def expand_plan(model: nn.Module, spec: ModelSpec) -> dict[str, str]:
     names = [name for name, _ in model.named_modules()]
     names += [name for name, _ in model.named_parameters(remove_duplicate=False)]
     styles = {name: found for name in names if (found := lookup(name, spec.plan)) is not None}
-    unmatched = spec.plan.keys() - {name for name in styles} - {generic(name) for name in styles}
+    unmatched = spec.plan.keys() - set(styles) - {generic(name) for name in styles}
     if unmatched:
-        raise PlanError(f"model type {spec.model_type!r}: rules {sorted(unmatched)} match nothing in {type(model).__name__}.")
+        raise PlanError(
+            f"model type {spec.model_type!r}: rules {sorted(unmatched)} match nothing in {type(model).__name__}."
+        )
     for name in styles.values():
         style(name)
     modules = {name for name, _ in model.named_modules()} | {generic(name) for name, _ in model.named_modules()}
     for patterns in (spec.local_attributes, spec.local_arguments, spec.several_inputs, spec.transparent, spec.stacks):
         if not modules.issuperset(patterns):
             missing = sorted(set(patterns) - modules)
-            raise PlanError(f"model type {spec.model_type!r}: patterns {missing} match nothing in {type(model).__name__}.")
+            raise PlanError(
+                f"model type {spec.model_type!r}: patterns {missing} match nothing in {type(model).__name__}."
+            )
     return styles
 
 
@@ -57,7 +61,9 @@ def expand_regions(model: nn.Module, spec: ModelSpec) -> dict[str, str]:
         blocks = sorted(matching(model, (block_pattern,)))
         rows = sorted(matching(model, (row_pattern,)))
         if not blocks or len(blocks) != len(rows):
-            raise PlanError(f"model type {spec.model_type!r}: region {block_pattern} -> {row_pattern} does not pair up.")
+            raise PlanError(
+                f"model type {spec.model_type!r}: region {block_pattern} -> {row_pattern} does not pair up."
+            )
         pairs.update(zip(blocks, rows, strict=True))
     return pairs
 
@@ -108,14 +114,18 @@ def claim_all(
             if module_name in copies:
                 placement = Placement(placement.dim, placement.groups, copies[module_name])
             if placement.dim is not None and parameter.shape[placement.dim] % placement.groups:
-                raise PlanError(f"{name}: dim {placement.dim} of {tuple(parameter.shape)} is not {placement.groups} equal blocks.")
+                raise PlanError(
+                    f"{name}: dim {placement.dim} of {tuple(parameter.shape)} is not {placement.groups} equal blocks."
+                )
             gradient = rules.gradient(placement)
             if sequence_parallel and placement.dim is None and structure.is_pointwise_parameter(name):
                 gradient = GradientRule.SUM_TP
             claim = Claim(name, tuple(parameter.shape), style_name, placement, gradient)
             tied = of_tensor.setdefault(id(parameter), claim)
             if (tied.placement, tied.gradient) != (claim.placement, claim.gradient):
-                raise PlanError(f"{name} is tied to {tied.name} but claimed as {placement}, the other as {tied.placement}.")
+                raise PlanError(
+                    f"{name} is tied to {tied.name} but claimed as {placement}, the other as {tied.placement}."
+                )
             claims[name] = claim
     return claims
 
@@ -140,7 +150,9 @@ def local_sizes(
             sizes.setdefault(name, {})[attribute] = value // shards
         groups = vars(module).get("num_key_value_groups")
         if groups is not None and styles.get(f"{name}.q_proj") == "column":
-            sizes.setdefault(name, {})["num_key_value_groups"] = groups // _copies_of_keys(name, module, copies, tp_size)
+            sizes.setdefault(name, {})["num_key_value_groups"] = groups // _copies_of_keys(
+                name, module, copies, tp_size
+            )
     return sizes
 
 

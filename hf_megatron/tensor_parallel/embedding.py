@@ -19,7 +19,9 @@ class VocabParallelEmbedding(nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         if self.max_norm is not None or self.scale_grad_by_freq:
-            raise UnsupportedError("A vocab-parallel embedding has no max_norm and no scale_grad_by_freq; set both off.")
+            raise UnsupportedError(
+                "A vocab-parallel embedding has no max_norm and no scale_grad_by_freq; set both off."
+            )
         start, stop = bounds(self.weight.shape[0], self.mesh.tp_size, self.mesh.tp_rank)
         foreign = (input < start) | (input >= stop)
         weight = local_view(self.weight)

@@ -29,7 +29,9 @@ class ClaimCheck:
         """Raises `PlanError` for a parameter without a claim, or one that was not loaded as planned."""
         for name, parameter in model.named_parameters():
             if name not in self.claimed:
-                raise PlanError(f"{name} appeared after the plan was made; nobody claims it. Add modules before loading.")
+                raise PlanError(
+                    f"{name} appeared after the plan was made; nobody claims it. Add modules before loading."
+                )
             if not isinstance(parameter, DTensor) or parameter.device.type == "meta":
                 raise PlanError(f"{name} is not laid out as planned: {type(parameter).__name__} on {parameter.device}.")
 
@@ -56,7 +58,9 @@ class RefusedOutputs:
     """Refuses outputs that would be one rank's part: attention maps, and hidden states of a split sequence."""
 
     def __init__(self, sequence_parallel: bool):
-        self.reasons = {"output_attentions": "each rank has the maps of its own heads only; load without megatron_config."}
+        self.reasons = {
+            "output_attentions": "each rank has the maps of its own heads only; load without megatron_config."
+        }
         if sequence_parallel:
             self.reasons["output_hidden_states"] = (
                 "between layers each rank has its part of the sequence only; set sequence_parallel=False."

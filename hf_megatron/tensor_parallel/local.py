@@ -70,7 +70,7 @@ def _reading(name: str) -> Callable[[LocalParameters], Tensor | None]:
 
 
 @cache
-def _local_class(base: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+def _local_class(base: Any, names: tuple[str, ...]) -> type[nn.Module]:
     return type(base.__name__, (LocalParameters, base), {name: property(_reading(name)) for name in names})
 
 
@@ -86,7 +86,7 @@ def read_locally(
 
 
 @cache
-def _mixed_class(base: type[nn.Module], parallel: type[nn.Module], own_forward: bool) -> type[nn.Module]:
+def _mixed_class(base: Any, parallel: Any, own_forward: bool) -> type[nn.Module]:
     if base in parallel.__mro__:
         return parallel
     bases = (base, parallel) if own_forward else (parallel, base)

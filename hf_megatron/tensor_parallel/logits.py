@@ -40,7 +40,9 @@ class ShardedLogits:
         head (`VocabParallelHead`): the head.
     """
 
-    def __init__(self, hidden: Tensor, head: "VocabParallelHead", functions: tuple[Callable[[Tensor], Tensor], ...] = ()):
+    def __init__(
+        self, hidden: Tensor, head: "VocabParallelHead", functions: tuple[Callable[[Tensor], Tensor], ...] = ()
+    ):
         self.hidden = hidden
         self.head = head
         self.functions = functions

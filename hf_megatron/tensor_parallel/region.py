@@ -237,9 +237,10 @@ class SequenceArguments:
         positions = {name: index for index, name in enumerate(inspect.signature(layer.forward).parameters)}
         positional, named = list(args), dict(kwargs)
         for name in self.names:
-            values, key = (named, name) if name in named else (positional, positions[name])
-            if isinstance(key, str) or key < len(positional):
-                values[key] = self._split(values[key])
+            if name in named:
+                named[name] = self._split(named[name])
+            elif positions[name] < len(positional):
+                positional[positions[name]] = self._split(positional[positions[name]])
         return tuple(positional), named
 
     def _split(self, value: Tensor | None) -> Tensor | None:

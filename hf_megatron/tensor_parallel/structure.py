@@ -129,4 +129,3 @@ def find_structure(
                 elif not _is_pointwise(block):
                     structure.whole[name] = stack
     return structure
-

@@ -18,7 +18,8 @@
 | `norm_per_head` | whole | this rank's heads use their norms |
 | `output_sum` | by its parts' own rules | output summed |
 | `shared_identity` | none | input divided by tp inside a partial sum |
-| `split_rows` / `split_columns` / `packed_rows` / `packed_columns` | one parameter: dim -2 / dim -1, plain or as 2 blocks | nothing |
+| `split_rows`, `packed_rows` | one parameter: dim -2, plain or as 2 blocks | nothing |
+| `split_columns`, `packed_columns` | one parameter: dim -1, plain or as 2 blocks | nothing |
 """
 
 from collections.abc import Mapping
@@ -197,7 +198,9 @@ class _Replicated(Style):
 class _Latent(Style):
     def install(self, module: nn.Module, context: ModuleContext) -> None:
         if context.rotary_dim is None:
-            raise PlanError(f"{context.name}: the config has no qk_rope_head_dim, which style 'latent_with_rotary' needs.")
+            raise PlanError(
+                f"{context.name}: the config has no qk_rope_head_dim, which style 'latent_with_rotary' needs."
+            )
         LatentWithRotary(context.rotary_dim, context.mesh.tp_group).install(module)
 
 

@@ -49,7 +49,11 @@ def resolve_config(model: str) -> PreTrainedConfig:
 
 def task_of_class(class_name: str) -> str:
     """The task whose batches fit a transformers class."""
-    for part, task in (("SequenceClassification", "classification"), ("MaskedLM", "masked"), ("Conditional", "seq2seq")):
+    for part, task in (
+        ("SequenceClassification", "classification"),
+        ("MaskedLM", "masked"),
+        ("Conditional", "seq2seq"),
+    ):
         if part in class_name:
             return task
     return "causal"

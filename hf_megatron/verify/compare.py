@@ -14,8 +14,8 @@ from .measure import Measurement
 LOSS = 1e-6
 NORM = 1e-6
 GRADIENT = 1e-5
-# Gradients that are much smaller than the model's largest are compared with this share of the largest. Key biases, whose
-# gradient is zero in exact arithmetic, differ by up to 3.2e-3 of it between fp32 and fp64 in one process.
+# Gradients much smaller than the model's largest are compared with this share of the largest. Those of key biases, zero
+# in exact arithmetic, are off by up to 3.2e-8 of the largest in one process: 3.2 limits with a share of 1e-3.
 GRADIENT_FLOOR = 5e-3
 WEIGHTS = 1e-5
 

@@ -19,7 +19,12 @@ from .measure import Measurement, measure
 from .ranks import run_ranks
 from .twin import draw_parameters, make_batch, tiny_config
 
-TASKS = {"causal": "AutoModelForCausalLM", "masked": "AutoModelForMaskedLM", "seq2seq": "AutoModelForSeq2SeqLM", "classification": "AutoModelForSequenceClassification"}
+TASKS = {
+    "causal": "AutoModelForCausalLM",
+    "masked": "AutoModelForMaskedLM",
+    "seq2seq": "AutoModelForSeq2SeqLM",
+    "classification": "AutoModelForSequenceClassification",
+}
 
 # Seeds tried for a well-conditioned draw, and what counts as one: round-off of the reference itself, in limits.
 _DRAWS = 10

@@ -26,7 +26,9 @@ from ..integrations.accelerate import set_rank_environment
 _GRACE_SECONDS = 3.0
 
 
-def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0, **kwargs: Any) -> list[Any]:
+def run_ranks(
+    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0, **kwargs: Any
+) -> list[Any]:
     """Calls `function(*args, **kwargs)` on `world_size` forked ranks of a gloo job, one thread each.
 
     Args:
@@ -107,7 +109,9 @@ def _collect(directory: Path, world_size: int, stuck: list[int], timeout: float)
     for rank in range(world_size):
         file = directory / f"rank{rank}"
         if rank in stuck:
-            failures.append(f"rank {rank} was stuck and killed (time limit {timeout:g} s, {_GRACE_SECONDS:g} s after a failure)")
+            failures.append(
+                f"rank {rank} was stuck and killed (time limit {timeout:g} s, {_GRACE_SECONDS:g} s after a failure)"
+            )
         elif not file.exists():
             failures.append(f"rank {rank} died without a result")
         else:

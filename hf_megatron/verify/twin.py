@@ -2,12 +2,11 @@
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
-
 
 VOCAB_SIZE = 131
 FIRST_SPECIAL_TOKEN = 120
@@ -254,7 +253,7 @@ def make_batch(
     num_padding = sequence_length // 4
     padding = slice(sequence_length - num_padding, None) if padding_side == "right" else slice(0, num_padding)
     attention_mask[-1, padding] = 0
-    pad_token_id = getattr(config.get_text_config(), "pad_token_id", None)
+    pad_token_id: Any = getattr(config.get_text_config(), "pad_token_id", None)
     input_ids[attention_mask == 0] = 0 if pad_token_id is None else pad_token_id
 
     batch = {"input_ids": input_ids, "attention_mask": attention_mask}
@@ -388,12 +387,14 @@ def _tiny_layers(values: Mapping[str, Any], tiny: Mapping[str, Any]) -> dict[str
 
 def _tiny_rope(tiny: Mapping[str, Any]) -> dict[str, Any]:
     """The rotary attributes of a config whose head sizes are tiny already."""
-    head_dim = tiny.get("head_dim") or tiny.get("qk_rope_head_dim")
+    head_dim: Any = tiny.get("head_dim") or tiny.get("qk_rope_head_dim")
     if head_dim is None and tiny.get("num_attention_heads") is not None:
         head_dim = tiny["hidden_size"] // tiny["num_attention_heads"]
 
     def shrink(parameters: Mapping[str, Any]) -> dict[str, Any]:
-        new = {name: shrink(v) if isinstance(v, Mapping) else _tiny_value(name, v) for name, v in parameters.items()}
+        new: dict[str, Any] = {
+            name: shrink(v) if isinstance(v, Mapping) else _tiny_value(name, v) for name, v in parameters.items()
+        }
         factor = new.get("partial_rotary_factor") or tiny.get("partial_rotary_factor") or 1.0
         # At least two pairs of rotated dimensions: the first one turns at the same speed whatever the base is.
         rotary_dim = max(min(4, head_dim), int(head_dim * factor) // 2 * 2)
@@ -422,7 +423,7 @@ def _draw(module: nn.Module, name: str, tensor: Tensor, generator: torch.Generat
     if name == "tid2eid":
         # A table of the experts of each token: distinct ones.
         num_tokens, top_k = tensor.shape
-        return torch.rand(num_tokens, module.num_experts, generator=generator).argsort(dim=-1)[:, :top_k]
+        return torch.rand(num_tokens, cast(int, module.num_experts), generator=generator).argsort(dim=-1)[:, :top_k]
     noise = torch.randn(tensor.shape, generator=generator)
     if isinstance(module, nn.Embedding):
         return 0.3 * noise

@@ -42,7 +42,9 @@ def test_caches_and_beams_equal_one_process(stories, kwargs):
 def test_sampling_is_equal_across_ranks_whatever_the_seeds(stories):
     def sample():
         set_seed(torch.distributed.get_rank())
-        return generate(stories, layout("tp2"), do_sample=True, top_k=0), generate(stories, layout("tp2"), do_sample=True)
+        return generate(stories, layout("tp2"), do_sample=True, top_k=0), generate(
+            stories, layout("tp2"), do_sample=True
+        )
 
     first, second = run_ranks(sample, 2)
     assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])

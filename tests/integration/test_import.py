@@ -12,7 +12,9 @@ def python(code):
     return result.stdout
 
 
-@pytest.mark.parametrize("order", ["hf_megatron, transformers", "transformers, hf_megatron", "transformers.trainer, hf_megatron"])
+@pytest.mark.parametrize(
+    "order", ["hf_megatron, transformers", "transformers, hf_megatron", "transformers.trainer, hf_megatron"]
+)
 def test_either_order_patches(order):
     python(
         f"""

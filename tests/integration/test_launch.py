@@ -41,9 +41,7 @@ def documented_commands():
 def run(words, tmp_path):
     environment = dict(os.environ, HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
-    return subprocess.run(
-        words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
+    return subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
 
 
 @pytest.mark.parametrize("command", documented_commands())
@@ -72,8 +70,19 @@ def test_the_main_job(tmp_path):
     """examples/train.py under accelerate launch, shortened: falling loss, merged checkpoint, reloaded, text."""
     result = run(
         [
-            "accelerate", "launch", "--main_process_port", "0", "--config_file", "examples/accelerate_tp2_cpu.yaml",
-            "examples/train.py", "--max_steps", "12", "--output_dir", str(tmp_path / "out"), "--logging_steps", "2",
+            "accelerate",
+            "launch",
+            "--main_process_port",
+            "0",
+            "--config_file",
+            "examples/accelerate_tp2_cpu.yaml",
+            "examples/train.py",
+            "--max_steps",
+            "12",
+            "--output_dir",
+            str(tmp_path / "out"),
+            "--logging_steps",
+            "2",
         ],
         tmp_path,
     )
@@ -89,8 +98,18 @@ def test_the_same_script_in_one_process_on_another_model_and_data(stories, tmp_p
     text.write_text("\n\n".join(f"Story {i}. Once upon a time there was a dog named {i}." * 20 for i in range(60)))
     result = run(
         [
-            sys.executable, "examples/train.py", "--model", str(stories), "--data", str(text), "--max_steps", "3",
-            "--output_dir", str(tmp_path / "out"), "--sequence_length", "64",
+            sys.executable,
+            "examples/train.py",
+            "--model",
+            str(stories),
+            "--data",
+            str(text),
+            "--max_steps",
+            "3",
+            "--output_dir",
+            str(tmp_path / "out"),
+            "--sequence_length",
+            "64",
         ],
         tmp_path,
     )

@@ -16,7 +16,11 @@ def built(tmp_path_factory):
     """Both archives, made from a copy of the tracked files so that no build folder appears in the checkout."""
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
     files = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout.split("\n")
     for name in filter(None, files):
         if (ROOT / name).is_file():
@@ -24,7 +28,9 @@ def built(tmp_path_factory):
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes((ROOT / name).read_bytes())
     subprocess.run(
-        [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(source)], check=True, capture_output=True
+        [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(source)],
+        check=True,
+        capture_output=True,
     )
     return next(out.glob("*.whl")), next(out.glob("*.tar.gz"))
 
@@ -33,11 +39,15 @@ def imports_from(folder):
     code = (
         "import hf_megatron, hf_megatron.conversion, hf_megatron.model_cards, hf_megatron.cli\n"
         "from hf_megatron.registry.verified import records\n"
-        "assert len(records()) > 100 and hf_megatron.__file__.startswith(%r), hf_megatron.__file__\n"
-        "import hf_megatron.registry as r; assert 'gpt2' in r.registered_types()\n" % str(folder)
+        f"assert len(records()) > 100 and hf_megatron.__file__.startswith({str(folder)!r}), hf_megatron.__file__\n"
+        "import hf_megatron.registry as r; assert 'gpt2' in r.registered_types()\n"
     )
     result = subprocess.run(
-        [sys.executable, "-c", code], env={"PYTHONPATH": str(folder), "PATH": ""}, cwd=folder, capture_output=True, text=True,
+        [sys.executable, "-c", code],
+        env={"PYTHONPATH": str(folder), "PATH": ""},
+        cwd=folder,
+        capture_output=True,
+        text=True,
         check=False,
     )
     assert result.returncode == 0, result.stderr

@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
+    CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
-    CONFIG_MAPPING,
     LlamaConfig,
     LlamaForCausalLM,
 )
@@ -81,7 +81,9 @@ def test_auto_class_concrete_class_dict_and_yaml(stories, tmp_path):
 
     def load():
         classes = (AutoModelForCausalLM, LlamaForCausalLM)
-        models = [c.from_pretrained(stories, megatron_config=v) for c in classes for v in (TP2, {"tp_size": 2}, str(file))]
+        models = [
+            c.from_pretrained(stories, megatron_config=v) for c in classes for v in (TP2, {"tp_size": 2}, str(file))
+        ]
         return [local_numel(model) for model in models], [model.num_parameters() for model in models]
 
     for local, whole in run_ranks(load, 2):
@@ -251,7 +253,11 @@ def _anonymous_bytes():
 def test_memory_of_loading(tmp_path):
     """Anonymous memory above the imports: the shard + the largest tensor + 100 MiB, also after touching all."""
     config = LlamaConfig(
-        hidden_size=1024, intermediate_size=2816, num_hidden_layers=8, num_attention_heads=16, num_key_value_heads=4,
+        hidden_size=1024,
+        intermediate_size=2816,
+        num_hidden_layers=8,
+        num_attention_heads=16,
+        num_key_value_heads=4,
         vocab_size=32000,
     )
     LlamaForCausalLM(config).save_pretrained(tmp_path)

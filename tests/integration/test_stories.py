@@ -64,8 +64,15 @@ def fine_tune(stories, texts, config, output, steps=50):
     stream = torch.cat([ids[0] for ids in examples(stories, texts)])
     blocks = [stream[i : i + 64] for i in range(0, len(stream) - 64, 16)]
     arguments = TrainingArguments(
-        str(output), max_steps=steps, logging_steps=1, per_device_train_batch_size=4, learning_rate=5e-4,
-        save_strategy="no", use_cpu=True, report_to=[], disable_tqdm=True,
+        str(output),
+        max_steps=steps,
+        logging_steps=1,
+        per_device_train_batch_size=4,
+        learning_rate=5e-4,
+        save_strategy="no",
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
     )
     trainer = Trainer(model, arguments, train_dataset=[{"input_ids": block, "labels": block} for block in blocks])
     trainer.train()

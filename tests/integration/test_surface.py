@@ -238,7 +238,9 @@ def test_label_smoothing_as_a_loss_argument(stories):
         if parallel_state(model) is None:
             one = batch()
             logits = model(**one).logits[:, :-1].flatten(0, 1)
-            return torch.nn.functional.cross_entropy(logits, one["labels"][:, 1:].flatten(), label_smoothing=0.1).detach()
+            return torch.nn.functional.cross_entropy(
+                logits, one["labels"][:, 1:].flatten(), label_smoothing=0.1
+            ).detach()
         return model(**batch(), label_smoothing=0.1).loss.detach()
 
     both(stories, check)

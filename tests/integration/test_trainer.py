@@ -79,7 +79,9 @@ def compare(stories, tmp_path, layout=TP2_SP, tolerance=2e-5, **kwargs):
         np.testing.assert_allclose(predictions, expected[1], atol=1e-3)
         assert test_loss == pytest.approx(expected[2], rel=tolerance)
     for name, weight in expected[3].items():
-        torch.testing.assert_close(found[0][3][name], weight, rtol=0, atol=3e-4, msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(
+            found[0][3][name], weight, rtol=0, atol=3e-4, msg=lambda m, name=name: f"{name}: {m}"
+        )
 
 
 def test_train_evaluate_predict_with_accumulation_and_clipping(stories, tmp_path):

@@ -4,7 +4,7 @@ import random
 from importlib import metadata
 
 import pytest
-from transformers import AutoModelForCausalLM, CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from hf_megatron import MegatronConfig, UnverifiedLayoutError
 from hf_megatron.registry import register_model, registered_types, verified
@@ -14,10 +14,32 @@ from hf_megatron.verify.parity import check_twin, make_twin
 from hf_megatron.verify.ranks import run_ranks
 from hf_megatron.verify.twin import tiny_config
 
-REQUIRED = (
-    "gemma2 gemma3_text cohere2 granite granitemoe phi phi3 glm4 olmo2 olmo3 gpt_neox qwen3_moe mixtral deepseek_v3 "
-    "llama4_text gpt2 opt bloom falcon gptj stablelm bert t5 gpt_oss"
-).split()
+REQUIRED = [
+    "gemma2",
+    "gemma3_text",
+    "cohere2",
+    "granite",
+    "granitemoe",
+    "phi",
+    "phi3",
+    "glm4",
+    "olmo2",
+    "olmo3",
+    "gpt_neox",
+    "qwen3_moe",
+    "mixtral",
+    "deepseek_v3",
+    "llama4_text",
+    "gpt2",
+    "opt",
+    "bloom",
+    "falcon",
+    "gptj",
+    "stablelm",
+    "bert",
+    "t5",
+    "gpt_oss",
+]
 
 
 def passed(model_type, layout, tp_size=2):

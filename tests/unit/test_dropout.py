@@ -4,12 +4,11 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
-from transformers import GPT2Config, AutoModelForCausalLM, set_seed
+from transformers import AutoModelForCausalLM, GPT2Config, set_seed
 
 from hf_megatron import MegatronConfig
 from hf_megatron.integrations.verified import ConfigUnderTest
 from hf_megatron.verify.ranks import run_ranks
-
 
 # The calls of two layers: attention map, attention output, MLP output; the embedding's comes first.
 FORWARD = ["embedding", "map 0", "attention 0", "mlp 0", "map 1", "attention 1", "mlp 1"]
@@ -19,7 +18,9 @@ RECOMPUTED = ["map 1", "attention 1", "mlp 1", "map 0", "attention 0", "mlp 0"]
 def masks(path, sequence_parallel, checkpointing, seed_by_rank):
     """The zeroed entries of every dropout's output, in the order of calls."""
     model = AutoModelForCausalLM.from_pretrained(
-        path, megatron_config=ConfigUnderTest(tp_size=2, sequence_parallel=sequence_parallel), attn_implementation="eager"
+        path,
+        megatron_config=ConfigUnderTest(tp_size=2, sequence_parallel=sequence_parallel),
+        attn_implementation="eager",
     ).train()
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -63,8 +63,18 @@ def _reference(vocabulary, targets, denominator, smoothing, transform, dtype, wi
     return loss.item(), hidden.grad, weight.grad, bias.grad
 
 
-def _check(ranks, vocabulary=17, targets="some ignored", chunk=None, denominator=None, smoothing=0.0,
-           transform="none", dtype=torch.float32, with_bias=False, tolerance=2e-6):
+def _check(
+    ranks,
+    vocabulary=17,
+    targets="some ignored",
+    chunk=None,
+    denominator=None,
+    smoothing=0.0,
+    transform="none",
+    dtype=torch.float32,
+    with_bias=False,
+    tolerance=2e-6,
+):
     found = run_ranks(_on_rank, ranks, vocabulary, targets, chunk, denominator, smoothing, transform, dtype, with_bias)
     loss, d_hidden, d_weight, d_bias = _reference(
         vocabulary, targets, denominator, smoothing, transform, dtype, with_bias

@@ -18,7 +18,9 @@ def test_plain_split_is_torch_chunk(size, ranks):
         assert length == 0 or start == offset
 
 
-@pytest.mark.parametrize("placement", [Placement(0), Placement(1, groups=2), Placement(0, groups=3), Placement(0, copies=2)])
+@pytest.mark.parametrize(
+    "placement", [Placement(0), Placement(1, groups=2), Placement(0, groups=3), Placement(0, copies=2)]
+)
 def test_parts_make_up_the_whole(placement):
     full = torch.arange(12 * 8).view(12, 8)
     parts = [local_part(full, placement, 4, rank) for rank in range(0, 4, placement.copies)]

@@ -45,4 +45,4 @@ def test_a_rank_that_waits_for_a_failed_one_does_not_wait_for_the_time_limit():
 
 def test_a_result_that_cannot_be_sent_is_an_error():
     with pytest.raises(RankError, match="cannot be pickled"):
-        run_ranks(lambda: (lambda: 0), 1)
+        run_ranks(lambda: lambda: 0, 1)
