@@ -82,7 +82,7 @@ def read_locally(
     module.mesh = mesh  # type: ignore[assignment]
     module.summed = summed  # type: ignore[assignment]
     module.addends = addends  # type: ignore[assignment]
-    module.__class__ = _local_class(type(module), names)
+    module.__class__ = _local_class(type(module), names)  # type: ignore[arg-type]
 
 
 @cache
@@ -98,4 +98,4 @@ def become(module: nn.Module, parallel: type[nn.Module], *, own_forward: bool = 
 
     `own_forward=True` keeps the forward of a subclass that calls `super().forward()`, as scaled embeddings do.
     """
-    module.__class__ = _mixed_class(type(module), parallel, own_forward)
+    module.__class__ = _mixed_class(type(module), parallel, own_forward)  # type: ignore[arg-type]

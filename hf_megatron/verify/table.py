@@ -33,10 +33,10 @@ def support_table(rows: Iterable[Mapping[str, Any]] | None = None) -> str:
         cells = [_cell(results.get(column)) for column in COLUMNS]
         lines.append(f"| {model_type} | {name} | {' | '.join(cells)} |")
         for column in COLUMNS:
-            row = results.get(column)
-            if row is not None and not row["passed"]:
+            failed = results.get(column)
+            if failed is not None and not failed["passed"]:
                 layout = f"tp{column[1]}" + ("+sp" if column[0] == "tp+sp" else "")
-                reasons.append(f"- {model_type}, {layout}: {row['worst']}")
+                reasons.append(f"- {model_type}, {layout}: {failed['worst']}")
     text = "\n".join(lines) + "\n"
     return text + ("\nRefused, and why:\n\n" + "\n".join(reasons) + "\n" if reasons else "")
 

@@ -258,8 +258,9 @@ def make_batch(
 
     batch = {"input_ids": input_ids, "attention_mask": attention_mask}
     if task == "classification":
-        first = torch.randint(config.num_labels, (1,), generator=generator)
-        return batch | {"labels": (first + torch.arange(batch_size)) % config.num_labels}
+        num_labels = cast(int, config.num_labels)
+        first = torch.randint(num_labels, (1,), generator=generator)
+        return batch | {"labels": (first + torch.arange(batch_size)) % num_labels}
     # The decoder's own length differs from the encoder's, so that a mix-up of the two fails.
     labels = draw_tokens(sequence_length - 2) if task == "seq2seq" else input_ids.clone()
     ignored = torch.rand(labels.shape, generator=generator) < (0.6 if task == "masked" else 0.1)
@@ -295,7 +296,7 @@ def _tiny_value(name: str, value: Any) -> Any:
     return min(value, SIZES.get(name, value))
 
 
-def _tiny_override(tiny: int, base: Any, value: Any) -> Any:
+def _tiny_override(tiny: Any, base: Any, value: Any) -> Any:
     """The tiny value of one layer, given the tiny and the original value of the model: still larger, if it was."""
     if not isinstance(base, int):
         return value
