@@ -82,6 +82,11 @@ def ensure_process_group(timeout: float) -> "torch.device":
     import torch.distributed as dist
     from accelerate import PartialState
 
+    for name in ("FSDP", "DEEPSPEED"):
+        if os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() in ("true", "1"):
+            raise UnsupportedError(
+                f"ACCELERATE_USE_{name} is set (accelerate's {name} plugin) beside megatron_config: launch without it."
+            )
     use_cpu = os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("true", "1", "yes")
     if not torch.accelerator.is_available():
         # Otherwise a TrainingArguments or Accelerator created later reports one process on every rank.

@@ -20,6 +20,11 @@ def init(original: Callable) -> Callable:
             for name in ("deepspeed", "fsdp"):
                 if getattr(args, name, None):
                     raise UnsupportedError(f"TrainingArguments.{name} beside megatron_config: drop it.")
+            if getattr(args, "torch_compile", False):
+                raise UnsupportedError(
+                    "TrainingArguments.torch_compile compiles the model as a whole; compile layer by layer instead: "
+                    "`for layer in model.model.layers: layer.compile()`."
+                )
             if args.world_size != dist.get_world_size():
                 raise ConfigError(
                     f"TrainingArguments reports {args.world_size} process(es), the job has {dist.get_world_size()}. On "

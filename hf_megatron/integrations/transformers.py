@@ -64,8 +64,7 @@ def from_pretrained(original: classmethod) -> classmethod:
             cls,
             pretrained_model_name_or_path,
             *args,
-            **kwargs,
-            weights_only=kwargs.pop("weights_only", True),
+            **{"weights_only": True, **kwargs},
             distributed_config=config,
             output_loading_info=True,
         )

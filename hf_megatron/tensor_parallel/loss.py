@@ -94,6 +94,64 @@ def _token_losses(logits: Tensor, targets: Tensor, options: CrossEntropyOptions)
     return _Tokens(losses, exponentials, sums[0], columns, owned)
 
 
+def _forward(
+    ctx: Any,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    scale: Tensor,
+    options: CrossEntropyOptions,
+) -> Tensor:
+    """The loss; leaves the gradients for an upstream gradient of 1 in `ctx.gradients`."""
+    needs_hidden, needs_weight, needs_bias = (needed and options.with_gradient for needed in ctx.needs_input_grad[:3])
+    tokens = hidden.shape[0]
+    chunk_size = options.chunk_size or max(tokens, 1)
+    total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+    d_hidden = torch.empty_like(hidden) if needs_hidden else None
+    d_weight: Tensor | None = None
+    d_bias = torch.zeros_like(bias, dtype=torch.float32) if needs_bias and bias is not None else None
+
+    for start in range(0, tokens, chunk_size):
+        x, chunk_targets = hidden[start : start + chunk_size], targets[start : start + chunk_size]
+        valid = chunk_targets != options.ignore_index
+        logits = torch.nn.functional.linear(x, weight, bias)
+        transformed = logits
+        if options.transform is not None:
+            with torch.enable_grad():
+                logits.requires_grad_(options.with_gradient)
+                transformed = options.transform(logits)
+        values = transformed.detach().float()
+        if options.transform is not None and values.data_ptr() == transformed.data_ptr():
+            # The transform may have saved its output for its backward.
+            values = values.clone()
+        result = _token_losses(values, chunk_targets, options)
+        total += result.losses.masked_fill(~valid, 0).sum() * scale
+        if not (needs_hidden or needs_weight or needs_bias):
+            continue
+
+        gradient = result.gradient(valid * scale, options).to(transformed.dtype)
+        if options.transform is not None:
+            (gradient,) = torch.autograd.grad(transformed, logits, gradient)
+        gradient = gradient.to(weight.dtype)
+        if d_hidden is not None:
+            torch.mm(gradient, weight, out=d_hidden[start : start + chunk_size])
+        if needs_weight:
+            # Chunks are added in fp32, one chunk needs no wider buffer.
+            part = gradient.t() @ x
+            if d_weight is None:
+                d_weight = part if chunk_size >= tokens else part.float()
+            else:
+                d_weight += part
+        if d_bias is not None:
+            d_bias += gradient.sum(0)
+
+    if needs_weight and d_weight is None:
+        d_weight = torch.zeros_like(weight)
+    ctx.gradients = (d_hidden, d_weight, d_bias)
+    return total
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -105,55 +163,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
         scale: Tensor,
         options: CrossEntropyOptions,
     ) -> Tensor:
-        needs_hidden, needs_weight, needs_bias = (
-            needed and options.with_gradient for needed in ctx.needs_input_grad[:3]
-        )
-        tokens = hidden.shape[0]
-        chunk_size = options.chunk_size or max(tokens, 1)
-        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        d_hidden = torch.empty_like(hidden) if needs_hidden else None
-        d_weight: Tensor | None = None
-        d_bias = torch.zeros_like(bias, dtype=torch.float32) if needs_bias and bias is not None else None
-
-        for start in range(0, tokens, chunk_size):
-            x, chunk_targets = hidden[start : start + chunk_size], targets[start : start + chunk_size]
-            valid = chunk_targets != options.ignore_index
-            logits = torch.nn.functional.linear(x, weight, bias)
-            transformed = logits
-            if options.transform is not None:
-                with torch.enable_grad():
-                    logits.requires_grad_(options.with_gradient)
-                    transformed = options.transform(logits)
-            values = transformed.detach().float()
-            if options.transform is not None and values.data_ptr() == transformed.data_ptr():
-                # The transform may have saved its output for its backward.
-                values = values.clone()
-            result = _token_losses(values, chunk_targets, options)
-            total += result.losses.masked_fill(~valid, 0).sum() * scale
-            if not (needs_hidden or needs_weight or needs_bias):
-                continue
-
-            gradient = result.gradient(valid * scale, options).to(transformed.dtype)
-            if options.transform is not None:
-                (gradient,) = torch.autograd.grad(transformed, logits, gradient)
-            gradient = gradient.to(weight.dtype)
-            if d_hidden is not None:
-                torch.mm(gradient, weight, out=d_hidden[start : start + chunk_size])
-            if needs_weight:
-                # Chunks are added in fp32, one chunk needs no wider buffer.
-                part = gradient.t() @ x
-                if d_weight is None:
-                    d_weight = part if chunk_size >= tokens else part.float()
-                else:
-                    d_weight += part
-            if d_bias is not None:
-                d_bias += gradient.sum(0)
-
-        if needs_weight and d_weight is None:
-            d_weight = torch.zeros_like(weight)
-        ctx.gradients = (d_hidden, d_weight, d_bias)
         ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
-        return total
+        device_type = hidden.device.type
+        if torch.is_autocast_enabled(device_type):
+            # As autocast would for the head alone: matmuls in its dtype, the rest in fp32.
+            dtype = torch.get_autocast_dtype(device_type)
+            hidden, weight = hidden.to(dtype), weight.to(dtype)
+            bias = None if bias is None else bias.to(dtype)
+            with torch.autocast(device_type, enabled=False):
+                return _forward(ctx, hidden, weight, bias, targets, scale, options)
+        return _forward(ctx, hidden, weight, bias, targets, scale, options)
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:

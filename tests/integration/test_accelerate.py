@@ -120,3 +120,29 @@ def test_gradient_norm_with_shared_key_value_heads_counts_each_entry_once(storie
     expected = stock()
     for found in run_ranks(norm, 8, MegatronConfig(tp_size=8)):
         assert found == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["FSDP", "DEEPSPEED"])
+def test_plugins_of_the_environment_are_refused_by_name(stories, name, monkeypatch):
+    monkeypatch.setenv(f"ACCELERATE_USE_{name}", "true")
+
+    def load():
+        with pytest.raises(UnsupportedError, match=name):
+            AutoModelForCausalLM.from_pretrained(stories, megatron_config=TP2)
+
+    run_ranks(load, 2)
+
+
+def test_mixed_precision_follows_one_process(stories):
+    def run(config):
+        model = AutoModelForCausalLM.from_pretrained(stories, megatron_config=config).train()
+        accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+        model = accelerator.prepare(model)
+        batch = {name: torch.stack([row[name] for row in rows(3, 0)]) for name in ("input_ids", "labels")}
+        loss = model(**batch).loss
+        accelerator.backward(loss)
+        return loss.item(), float(accelerator.clip_grad_norm_(model.parameters(), 1.0))
+
+    [expected] = run_ranks(run, 1, None)
+    for found in run_ranks(run, 2, TP2):
+        assert found == pytest.approx(expected, rel=2e-2)

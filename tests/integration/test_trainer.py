@@ -147,16 +147,16 @@ def test_optimizer_checkpoints_are_refused_before_training(stories, tmp_path):
     run_ranks(build, 2)
 
 
-def test_deepspeed_and_fsdp_are_refused_by_name(stories, tmp_path):
+def test_other_engines_and_whole_model_compile_are_refused_by_name(stories, tmp_path):
     from hf_megatron import UnsupportedError
 
     def build():
         model = AutoModelForCausalLM.from_pretrained(stories, megatron_config=MegatronConfig(tp_size=2))
         arguments = TrainingArguments(str(tmp_path), use_cpu=True)
-        for name in ("fsdp", "deepspeed"):
-            setattr(arguments, name, {"stage": 3})
+        for name in ("fsdp", "deepspeed", "torch_compile"):
+            setattr(arguments, name, {"stage": 3})  # any true value
             with pytest.raises(UnsupportedError, match=name):
                 Trainer(model, arguments)
-            setattr(arguments, name, None)
+            setattr(arguments, name, None if name != "torch_compile" else False)
 
     run_ranks(build, 2)

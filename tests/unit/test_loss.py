@@ -181,3 +181,26 @@ def test_second_backward_raises():
             loss.backward()
 
     run_ranks(on_rank, 1)
+
+
+def test_autocast_computes_as_autocast_does():
+    def on_rank():
+        hidden, weight, _, labels = _case(17, "some ignored")
+        start, stop = bounds(17, 2, dist.get_rank())
+        local = weight[start:stop].clone().requires_grad_()
+        hidden.requires_grad_()
+        options = CrossEntropyOptions(dist.group.WORLD, start, 17, chunk_size=4)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = linear_cross_entropy(hidden, local, None, labels, None, options)
+        loss.backward()
+        assert local.grad.dtype is hidden.grad.dtype is torch.float32
+        return loss.item(), local.grad
+
+    hidden, weight, _, labels = _case(17, "some ignored")
+    weight.requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = F.cross_entropy(F.linear(hidden, weight).float(), labels)
+    expected.backward()
+    found = run_ranks(on_rank, 2)
+    assert found[0][0] == pytest.approx(expected.item(), rel=1e-5)
+    torch.testing.assert_close(torch.cat([f[1] for f in found]), weight.grad, rtol=2e-2, atol=2e-3)
