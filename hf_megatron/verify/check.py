@@ -125,7 +125,8 @@ def check_models(
         for layout in layouts:
             row = _check_layout(config, twin, layout, timeout, reason)
             rows.append(row)
-            verdict = "equal" if row["passed"] else "DIFFERS"
+            refused = row["worst"].startswith("UnsupportedError")
+            verdict = "equal" if row["passed"] else "refused" if refused else "DIFFERS"
             echo(f"{row['model_type']:24} {row['class']:36} {layout.layout():8} {verdict:8} {row['worst']}")
             if details := row.pop("details", None):
                 echo(details)
@@ -160,7 +161,7 @@ def _last_lines(text: str) -> str:
     """The first rank's error, without the traceback above it."""
     first = text.split("\nrank ")[0]
     lines = [line for line in first.strip().splitlines() if line.strip() and not set(line.strip()) <= set("^~ ")]
-    return lines[-1].strip()[:300]
+    return lines[-1].strip().removeprefix("hf_megatron.errors.")[:300]
 
 
 def print_plan(model: str, tp_size: int, sequence_parallel: bool) -> str:

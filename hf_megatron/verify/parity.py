@@ -75,8 +75,12 @@ def make_twin(
         seed, sequence_length (`int`): of the parameters and the batches.
     """
     tiny = tiny_config(config)
+    text = tiny.get_text_config()
+    if task == "classification" and text.pad_token_id is None:
+        # Decoders classify at the last token that is no padding, and ask which one padding is.
+        changes = {"pad_token_id": 0, **(changes or {})}
     for name, value in (changes or {}).items():
-        setattr(tiny.get_text_config(), name, value)
+        setattr(text, name, value)
     draws = [_draw(tiny, task, class_name, microbatches, seed, sequence_length)]
     while draws[-1].condition > _WELL_CONDITIONED and len(draws) < _DRAWS:
         draws.append(_draw(tiny, task, class_name, microbatches, seed + len(draws), sequence_length))
