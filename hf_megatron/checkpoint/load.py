@@ -1,16 +1,12 @@
-"""What stock loading leaves open: weights that do not match, and shards that keep the whole file mapped."""
+"""What stock loading leaves open: weights that do not match, and indexes that leave their folder."""
 
 import json
 import os
-from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from ..errors import CheckpointError
-from ..upstream import dtensor_from_local, local_tensor
 
 
 def check_weight_index(path: str | os.PathLike[str]) -> None:
@@ -62,26 +58,3 @@ def check_loaded(model: nn.Module, info: dict[str, Any], *, strict: bool) -> Non
             f"The weights do not match {type(model).__name__}: {'; '.join(problems)}. A new head on old weights, or "
             "weights to leave out, need MegatronConfig(strict_loading=False)."
         )
-
-
-def own_storage(model: nn.Module) -> None:
-    """Gives every shard storage of exactly its own size.
-
-    A shard that is a view into a memory-mapped file keeps the whole file mapped, and its first update copies every
-    page it shares with other ranks' shards.
-    """
-    seen: set[int] = set()
-    for parameter in _parameters(model):
-        if id(parameter) in seen or not isinstance(parameter, DTensor):
-            continue
-        seen.add(id(parameter))
-        local = local_tensor(parameter)
-        with torch.no_grad():
-            copy = local.clone(memory_format=torch.contiguous_format)
-            parameter.data = dtensor_from_local(copy, parameter)
-
-
-def _parameters(model: nn.Module) -> Iterable[nn.Parameter]:
-    return [
-        parameter for module in model.modules() for parameter in module._parameters.values() if parameter is not None
-    ]

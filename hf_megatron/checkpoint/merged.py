@@ -10,6 +10,7 @@ import os
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import IO, Any
 
 import torch
@@ -37,8 +38,27 @@ _DTYPE_NAMES = {
 }
 
 
-def gather_to_first(parameter: Tensor, placement: Placement, mesh: ParallelMesh) -> Tensor | None:
-    """The full tensor in CPU memory on tp rank 0, `None` elsewhere. Every tp rank calls it in the same order."""
+class Staging:
+    """Two buffers that full tensors are gathered into in turn: one fills while the other is written.
+
+    Fresh memory for every tensor would be mapped and zeroed page by page, which takes as long as the gathering.
+    """
+
+    def __init__(self, largest: int):
+        self.buffers = [torch.empty(largest, dtype=torch.uint8) for _ in range(2)]
+
+    def take(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        self.buffers.reverse()
+        return self.buffers[0][: shape.numel() * dtype.itemsize].view(dtype).view(shape)
+
+
+def gather_to_first(
+    parameter: Tensor, placement: Placement, mesh: ParallelMesh, staging: Staging | None = None
+) -> Tensor | None:
+    """The full tensor in CPU memory on tp rank 0, `None` elsewhere. Every tp rank calls it in the same order.
+
+    With `staging` the tensor is valid until the second call after this one.
+    """
     local = local_tensor(parameter.detach())
     if placement.dim is None:
         return local.cpu() if mesh.tp_rank == 0 else None
@@ -47,7 +67,10 @@ def gather_to_first(parameter: Tensor, placement: Placement, mesh: ParallelMesh)
             dist.send(local.contiguous(), group=mesh.tp_group, group_dst=0)
         return None
     dim, size, ranks = placement.dim, parameter.shape[placement.dim], mesh.tp_size
-    full = torch.empty(parameter.shape, dtype=parameter.dtype)
+    if staging is None:
+        full = torch.empty(parameter.shape, dtype=parameter.dtype)
+    else:
+        full = staging.take(parameter.shape, parameter.dtype)
     for rank in range(0, ranks, placement.copies):
         intervals = placement.intervals(size, ranks, rank)
         width = sum(stop - start for start, stop in intervals)
@@ -145,8 +168,12 @@ def _converted(
 ) -> Iterator[dict[str, Tensor]]:
     """Full tensors under their file names, one group that is converted together at a time; empty off rank 0."""
     groups = [[name] for name in tensors] if keep_names else conversion_groups(model, list(tensors))
+    alone = [tensors[group[0]] for group in groups if len(group) == 1]
+    largest = max((tensor.numel() * tensor.element_size() for tensor in alone), default=0)
+    staging = Staging(largest if state.mesh.tp_rank == 0 else 0)
     for group in groups:
-        gathered = {name: gather_to_first(tensors[name], _placement(state, name), state.mesh) for name in group}
+        place = staging if len(group) == 1 else None
+        gathered = {name: gather_to_first(tensors[name], _placement(state, name), state.mesh, place) for name in group}
         if state.mesh.tp_rank == 0:
             full = {name: tensor for name, tensor in gathered.items() if tensor is not None}
             yield full if keep_names else revert_conversion(model, full)
@@ -204,10 +231,16 @@ def save_merged(
             for filename, names in split.filename_to_tensors.items():
                 path = os.path.join(directory, filename)
                 writers[filename] = SafetensorsWriter(path, {name: planned[name] for name in names}, {"format": "pt"})
-        for converted in _converted(model, state, tensors, not save_original_format):
-            if writes:
-                for name, tensor in converted.items():
-                    writers[split.tensor_to_filename[name]].write(name, tensor)
+        # The next tensors are gathered while the last ones are written; two groups are in memory at a time.
+        with ThreadPoolExecutor(1) as thread:
+            pending: Future[None] | None = None
+            for converted in _converted(model, state, tensors, not save_original_format):
+                if pending is not None:
+                    pending.result()
+                if writes:
+                    pending = thread.submit(_write, writers, split.tensor_to_filename, converted)
+            if pending is not None:
+                pending.result()
         complete = True
     finally:
         for writer in writers.values():
@@ -232,6 +265,11 @@ def save_merged(
     if push_to_hub:
         _push(model, directory, writes, token, kwargs)
         dist.barrier(group=state.mesh.tp_group)
+
+
+def _write(writers: Mapping[str, SafetensorsWriter], files: Mapping[str, str], tensors: Mapping[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
+        writers[files[name]].write(name, tensor)
 
 
 def _remove_stale(directory: str, base: str, written: set[str]) -> None:

@@ -98,7 +98,8 @@ def ensure_process_group(timeout: float) -> "torch.device":
             "Accelerate's state was created before the model and did not join the job's ranks. On CPUs pass "
             "TrainingArguments(use_cpu=True) or Accelerator(cpu=True), or load the model first."
         )
-    return state.device
+    # Accelerate says `cpu:0`, which torch takes for another device than `cpu`: every weight would be copied.
+    return torch.device("cpu") if state.device.type == "cpu" else state.device
 
 
 def announce(config: MegatronConfig) -> None:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ..checkpoint.initialize import initialize
-from ..checkpoint.load import check_loaded, check_weight_index, own_storage
+from ..checkpoint.load import check_loaded, check_weight_index
 from ..checkpoint.merged import save_merged
 from ..communication.handshake import agree
 from ..config import MegatronConfig
@@ -115,7 +115,6 @@ def _finish(model: Any) -> None:
     """After the weights are in: modules compute in parallel and stock loops find what they ask a model for."""
     state = parallel_state(model)
     assert state is not None
-    own_storage(model)
     install(model)
     model.register_load_state_dict_pre_hook(_shard_full_tensors)
     model.parallel_plan = types.MethodType(parallel_plan, model)
