@@ -2,7 +2,6 @@
 
 import dataclasses
 import difflib
-import hashlib
 import json
 import math
 import os
@@ -174,7 +173,3 @@ class MegatronConfig:
 
     def to_json_string(self) -> str:
         return json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n"
-
-    def digest(self) -> str:
-        """A hash of every field, compared over all ranks at start."""
-        return hashlib.sha256(self.to_json_string().encode()).hexdigest()

@@ -19,29 +19,40 @@ CASES = [
     ("llama", "tp4,tp4+sp", {"num_key_value_heads": 1}),
     ("llama", "tp2,tp2+sp", {"attention_bias": True, "mlp_bias": True}),
     ("llama", "tp4+sp", {"vocab_size": 129}),
+    ("bloom", "tp2+sp", {}),
+    ("cohere2", "tp2+sp", {}),
+    ("deepseek_v3", "tp2+sp,tp4", {}),
+    ("falcon", "tp2+sp", {}),
     ("gemma2", "tp2+sp,tp4", {}),
     ("gemma3_text", "tp2+sp", {}),
-    ("cohere2", "tp2+sp", {}),
+    ("glm4", "tp2+sp", {}),
+    ("gpt2", "tp2,tp2+sp", {}),
+    ("gpt_neox", "tp2+sp", {}),
+    ("gpt_oss", "tp2+sp,tp4", {}),
     ("granite", "tp2+sp", {}),
     ("granitemoe", "tp2+sp", {}),
-    ("phi", "tp2+sp", {}),
-    ("phi3", "tp2+sp", {}),
-    ("glm4", "tp2+sp", {}),
+    ("llama4_text", "tp2+sp", {}),
+    ("mixtral", "tp2+sp,tp4", {}),
     ("olmo2", "tp2+sp", {}),
     ("olmo3", "tp2+sp", {}),
-    ("gpt_neox", "tp2+sp", {}),
+    ("opt", "tp2+sp", {}),
+    ("phi", "tp2+sp", {}),
+    ("phi3", "tp2+sp", {}),
     ("qwen2", "tp4+sp", {}),
     ("qwen3", "tp4", {}),
     ("qwen3_moe", "tp2+sp,tp4", {}),
-    ("mixtral", "tp2+sp,tp4", {}),
-    ("deepseek_v3", "tp2+sp,tp4", {}),
-    ("llama4_text", "tp2", {}),
+    ("stablelm", "tp2+sp", {"qk_layernorm": True, "use_parallel_residual": True}),
+    # not causal: the task follows the type
+    ("bert", "tp2+sp", {}),
+    ("t5", "tp2+sp", {}),
 ]
+TASKS = {"bert": "masked", "t5": "seq2seq"}
 
 
 @functools.lru_cache(maxsize=4)
 def _twin(model_type: str, changes: tuple):
-    return make_twin(CONFIG_MAPPING[model_type](), changes=dict(changes), microbatches=2)
+    task = TASKS.get(model_type, "causal")
+    return make_twin(CONFIG_MAPPING[model_type](), task=task, changes=dict(changes), microbatches=2)
 
 
 def _flat():
