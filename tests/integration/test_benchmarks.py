@@ -1,4 +1,4 @@
-"""The benchmarks run, and every variant starts with the loss of one process: megatron-core in processes of its own too."""
+"""The benchmarks run, and every variant starts with one process's loss; megatron-core in processes of its own."""
 
 import json
 import subprocess
