@@ -1,12 +1,15 @@
-"""What stock loading leaves open: weights that do not match, and indexes that leave their folder."""
+"""What stock loading leaves open: weights that do not match, indexes outside their folder, shards with an offset."""
 
 import json
 import os
 from typing import Any
 
+import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from ..errors import CheckpointError
+from ..upstream import dtensor_from_local, local_tensor
 
 
 def check_weight_index(path: str | os.PathLike[str]) -> None:
@@ -58,3 +61,20 @@ def check_loaded(model: nn.Module, info: dict[str, Any], *, strict: bool) -> Non
             f"The weights do not match {type(model).__name__}: {'; '.join(problems)}. A new head on old weights, or "
             "weights to leave out, need MegatronConfig(strict_loading=False)."
         )
+
+
+def drop_offsets(model: nn.Module) -> None:
+    """Makes every shard start at the beginning of its storage, without copying it.
+
+    A shard is read as a view into the mapped tensor. Up to torch 2.12 a DTensor around a view with an offset looks as if
+    it had memory of its own, and `copy.deepcopy` of the model fails.
+    """
+    replaced: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if not isinstance(parameter, DTensor) or not local_tensor(parameter).storage_offset():
+                continue
+            if id(parameter) not in replaced:
+                local = torch.from_dlpack(local_tensor(parameter.detach()))
+                replaced[id(parameter)] = nn.Parameter(dtensor_from_local(local, parameter), parameter.requires_grad)
+            module._parameters[name] = replaced[id(parameter)]

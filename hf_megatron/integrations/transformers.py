@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ..checkpoint.initialize import initialize
-from ..checkpoint.load import check_loaded, check_weight_index
+from ..checkpoint.load import check_loaded, check_weight_index, drop_offsets
 from ..checkpoint.merged import save_merged
 from ..communication.handshake import agree
 from ..config import MegatronConfig
@@ -115,6 +115,7 @@ def _finish(model: Any) -> None:
     """After the weights are in: modules compute in parallel and stock loops find what they ask a model for."""
     state = parallel_state(model)
     assert state is not None
+    drop_offsets(model)
     install(model)
     model.register_load_state_dict_pre_hook(_shard_full_tensors)
     model.parallel_plan = types.MethodType(parallel_plan, model)
