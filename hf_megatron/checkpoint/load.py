@@ -66,8 +66,8 @@ def check_loaded(model: nn.Module, info: dict[str, Any], *, strict: bool) -> Non
 def drop_offsets(model: nn.Module) -> None:
     """Makes every shard start at the beginning of its storage, without copying it.
 
-    A shard is read as a view into the mapped tensor. Up to torch 2.12 a DTensor around a view with an offset looks as if
-    it had memory of its own, and `copy.deepcopy` of the model fails.
+    A shard is read as a view into the mapped tensor. Up to torch 2.12 a DTensor around a view with an offset looks as
+    if it had memory of its own, and `copy.deepcopy` of the model fails.
     """
     replaced: dict[int, nn.Parameter] = {}
     for module in model.modules():
