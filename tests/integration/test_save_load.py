@@ -52,16 +52,11 @@ def test_merged_save_in_several_files_replaces_an_earlier_one(stories, tmp_path)
     assert all(torch.equal(tensor, original[name]) for name, tensor in model.state_dict().items())
     # and a sharded folder is read by slices
     run_ranks(save, 2, tmp_path, tmp_path / "again", TP2)
-    assert (tmp_path / "again" / "model.safetensors").read_bytes() == (
-        _single_file(stories, tmp_path / "stock") / "model.safetensors"
-    ).read_bytes() or load_file(tmp_path / "again" / "model.safetensors").keys() == original.keys() - {"lm_head.weight"}
+    again = load_file(tmp_path / "again" / "model.safetensors")
+    assert again.keys() == original.keys() - {"lm_head.weight"}
+    assert all(torch.equal(tensor, original[name]) for name, tensor in again.items())
     run_ranks(save, 2, stories, tmp_path, TP2)
     assert not list(tmp_path.glob("model-*")) and not (tmp_path / "model.safetensors.index.json").exists()
-
-
-def _single_file(source, target):
-    AutoModelForCausalLM.from_pretrained(source).save_pretrained(target)
-    return target
 
 
 @pytest.mark.parametrize("model_type", ["mixtral", "gpt_neox", "phi3", "deepseek_v3"])

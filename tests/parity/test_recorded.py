@@ -65,7 +65,7 @@ def test_every_row_states_versions_and_a_reason():
 
 
 def _sample():
-    """Three rows a day apart, the same on every rerun of one version."""
+    """Three rows drawn at random, others for each version of the library."""
     rows = [row for row in verified.records() if row["passed"] and row["class"].endswith("ForCausalLM")]
     return random.Random(metadata.version("hf_megatron")).sample(rows, 3)
 
