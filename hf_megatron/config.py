@@ -159,11 +159,6 @@ class MegatronConfig:
         """Ranks that work on one batch: tp x cp x pp."""
         return self.tp_size * self.cp_size * self.pp_size
 
-    # Trainer and Accelerate read this name from `config.distributed_config`.
-    @property
-    def fsdp_size(self) -> int:
-        return 1
-
     def layout(self) -> str:
         """The short name of the layout, for example `tp2+sp`."""
         return f"tp{self.tp_size}" + ("+sp" if self.sequence_parallel else "")

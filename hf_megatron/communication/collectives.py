@@ -58,8 +58,8 @@ def reduce_scatter(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor
     padded = _pad(tensor, dim, share(size, ranks) * ranks)
     parts = torch.cat(padded.chunk(ranks, dim)) if dim else padded.contiguous()
     if dist.get_backend(group) == "gloo":
-        # gloo's reduce-scatter is slower than its all-reduce at every size; exchanging the parts and adding them here
-        # moves the same bytes at three times the rate.
+        # Exchanging the parts and adding them here takes half to a third of the time of gloo's own reduce-scatter
+        # (two ranks on one machine, 16 KiB to 8 MiB).
         received = all_to_all_flat(parts, group)
         result = received.view(ranks, received.shape[0] // ranks, *received.shape[1:]).sum(0)
     else:
