@@ -21,6 +21,7 @@ PATCHES: Mapping[str, str] = {
     f"{_AUTO}.from_pretrained": f"{_HERE}.transformers:auto_from_pretrained",
     f"{_MIXIN}.prepare_distribute_model": f"{_HERE}.transformers:prepare_distribute_model",
     f"{_MIXIN}.maybe_distribute_model": f"{_HERE}.transformers:maybe_distribute_model",
+    "transformers.core_model_loading:set_param_for_module": f"{_HERE}.transformers:set_param_for_module",
     "transformers.generation.utils:GenerationMixin.generate": f"{_HERE}.transformers:generate",
     "transformers.trainer:Trainer.__init__": f"{_HERE}.trainer:init",
     "transformers.trainer:Trainer._build_accelerator_args": f"{_HERE}.trainer:build_accelerator_args",

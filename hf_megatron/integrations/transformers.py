@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ..checkpoint.initialize import initialize
-from ..checkpoint.load import check_loaded, check_weight_index, drop_offsets
+from ..checkpoint.load import check_loaded, check_weight_index, own_memory
 from ..checkpoint.merged import save_merged
 from ..communication.handshake import agree
 from ..config import MegatronConfig
@@ -115,7 +115,6 @@ def _finish(model: Any) -> None:
     """After the weights are in: modules compute in parallel and stock loops find what they ask a model for."""
     state = parallel_state(model)
     assert state is not None
-    drop_offsets(model)
     install(model)
     model.register_load_state_dict_pre_hook(_shard_full_tensors)
     model.parallel_plan = types.MethodType(parallel_plan, model)
@@ -163,6 +162,16 @@ def maybe_distribute_model(original: classmethod) -> classmethod:
 
 def _device_type() -> str:
     return "cuda" if torch.cuda.is_available() and dist.get_backend() != "gloo" else "cpu"
+
+
+def set_param_for_module(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def wrapper(model: Any, target_name: str, param_value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if parallel_state(model) is not None:
+            param_value = own_memory(param_value)
+        return original(model, target_name, param_value, *args, **kwargs)
+
+    return wrapper
 
 
 def initialize_missing_keys(original: Callable) -> Callable:

@@ -42,6 +42,25 @@ def test_merged_save_is_bit_equal(stories, tmp_path, config):
     assert LlamaForCausalLM.from_pretrained(tmp_path).num_parameters() == 260_032
 
 
+def shards_after_truncation(path):
+    """The shards of a model whose file was cut to nothing after it was loaded: a mapping would raise SIGBUS."""
+    model = AutoModelForCausalLM.from_pretrained(path, megatron_config=TP2)
+    torch.distributed.barrier()
+    os.truncate(path / "model.safetensors", 0)
+    return {name: (p.to_local().sum().item(), p.to_local().storage_offset()) for name, p in model.named_parameters()}
+
+
+def test_a_loaded_model_does_not_depend_on_its_file(tmp_path):
+    config = LlamaConfig(hidden_size=1024, intermediate_size=2048, num_hidden_layers=1, vocab_size=1024)
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    full = load_file(tmp_path / "model.safetensors")
+    ranks = run_ranks(shards_after_truncation, 2, tmp_path)
+    for name in ("model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.down_proj.weight"):
+        sums, offsets = zip(*(rank[name] for rank in ranks), strict=True)
+        assert sum(sums) == pytest.approx(full[name].double().sum().item(), rel=1e-3, abs=1e-2)
+        assert offsets == (0, 0)
+
+
 def test_merged_save_in_several_files_replaces_an_earlier_one(stories, tmp_path):
     run_ranks(save, 2, stories, tmp_path, TP2, max_shard_size="300KB")
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
