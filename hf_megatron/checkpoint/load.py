@@ -1,4 +1,4 @@
-"""What stock loading leaves open: weights that do not match, indexes outside their folder, shards that are views into a file."""
+"""What stock loading leaves open: weights that do not match, indexes outside their folder, views into a file."""
 
 import contextlib
 import json
@@ -65,19 +65,19 @@ def check_loaded(model: nn.Module, info: dict[str, Any], *, strict: bool) -> Non
 
 
 def own_memory(shard: torch.Tensor) -> torch.Tensor:
-    """A shard that is a view into a mapped weight file, copied into memory of its own; another one as it is.
+    """A shard in a mapped weight file (memory without an allocator), copied into its own; another one as it is.
 
     Copying once is faster than the page faults of a private mapping when training writes to every weight, the file
     may be overwritten by the next save, and a shard starts at the beginning of its storage (up to torch 2.12
     `copy.deepcopy` fails on a DTensor around a view with an offset).
     """
-    if shard.device.type != "cpu" or shard.untyped_storage().nbytes() == shard.nbytes:
+    if shard.device.type != "cpu" or shard.untyped_storage().resizable():
         return shard
     return _empty_in_huge_pages(shard.shape, shard.dtype).copy_(shard)
 
 
 def _empty_in_huge_pages(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """An uninitialised CPU tensor in 2 MiB pages where Linux grants them, filled in a quarter of the time of 4 KiB pages."""
+    """An uninitialised CPU tensor, in 2 MiB pages where Linux grants them: filled in a quarter of the time."""
     size = shape.numel() * dtype.itemsize
     if sys.platform != "linux" or size < 2**21:
         return torch.empty(shape, dtype=dtype)
