@@ -17,6 +17,7 @@ from .errors import (
     CheckpointError,
     ConfigError,
     MegatronError,
+    NonFiniteGradientError,
     PlanError,
     RankError,
     UnsupportedError,
@@ -24,11 +25,13 @@ from .errors import (
 )
 from .integrations import PATCHES
 from .integrations.accelerate import config_from_environment, take_over_launch
+from .integrations.plugin import MegatronPlugin
 from .ledger import LEDGER
 from .spec import ModelSpec
 from .version import __version__
 
 if TYPE_CHECKING:
+    from .data_parallel.optimizer import prepare_optimizer
     from .parallelize import ParallelPlan, parallel_plan
     from .registry import register_model
 
@@ -36,6 +39,7 @@ if TYPE_CHECKING:
 _LAZY = {
     "ParallelPlan": "parallelize",
     "parallel_plan": "parallelize",
+    "prepare_optimizer": "data_parallel.optimizer",
     "register_model": "registry",
 }
 
@@ -67,7 +71,9 @@ __all__ = [
     "ConfigError",
     "MegatronConfig",
     "MegatronError",
+    "MegatronPlugin",
     "ModelSpec",
+    "NonFiniteGradientError",
     "ParallelPlan",
     "PlanError",
     "RankError",
@@ -78,5 +84,6 @@ __all__ = [
     "disable",
     "enable",
     "parallel_plan",
+    "prepare_optimizer",
     "register_model",
 ]

@@ -19,8 +19,13 @@ MEGATRON_ARGUMENTS: Mapping[str, str] = {
     "expert_model_parallel_size": "ep_size",
     "data_parallel_size": "dp_size",
     "sequence_parallel": "sequence_parallel",
+    "recompute_granularity": "recompute",
+    "clip_grad": "gradient_clipping",
+    "optimizer_cpu_offload": "offload_optimizer",
+    "use_distributed_optimizer": "zero_stage",
 }
-SIZES = ("tp_size", "cp_size", "pp_size", "dp_size", "ep_size")
+SIZES = ("tp_size", "cp_size", "pp_size", "dp_size", "ep_size", "dp_replicate_size")
+RECOMPUTE = (None, "full", "selective")
 
 
 @dataclass(frozen=True)
@@ -33,8 +38,22 @@ class MegatronConfig:
         tp_size (`int`, defaults to 1): ranks that share each layer's weights (tensor parallel).
         sequence_parallel (`bool`, defaults to `False`): split the sequence over the tp ranks wherever weights are
             replicated (norms, dropout, residual stream).
-        dp_size (`int`, *optional*): ranks that see different batches; derived from the world size by default.
-            Only 1 is supported so far.
+        dp_size (`int`, *optional*): ranks that see different batches (data parallel); derived from the world size by
+            default.
+        zero_stage (`int`, defaults to 1): what the dp ranks share instead of each holding it: 0 nothing, 1 the
+            optimizer state, 2 also the reduced gradients, 3 also the weights.
+        dp_replicate_size (`int`, defaults to 1): the dp ranks form this many groups; state is shared inside a group
+            and repeated in each (hybrid sharding: a group per node).
+        bucket_size (`int`, defaults to 32): MiB of gradient that are reduced together while backward goes on.
+        main_weights_in_fp32 (`bool`, defaults to `True`): the optimizer keeps fp32 weights of bf16 and fp16
+            parameters, and their gradients are added up and reduced in fp32.
+        max_skipped_steps (`int`, defaults to 10): optimizer steps that may be skipped in a row for a gradient that is
+            not finite, before training is aborted.
+        offload_optimizer (`bool`, defaults to `False`): optimizer state and main weights stay in CPU memory.
+        recompute (`str`, *optional*): activations that backward computes again: `"full"`, every layer's
+            (gradient checkpointing), or `"selective"`, the attention core's only.
+        gradient_clipping (`float`, *optional*): the optimizer clips gradients to this norm before a step whose
+            gradients the loop has not clipped itself (Trainer's `max_grad_norm`, `accelerator.clip_grad_norm_`).
         pp_size, cp_size, ep_size (`int`, defaults to 1): pipeline, context and expert parallel sizes. Only 1 is
             supported so far.
         loss_chunk_size (`int`, *optional*): tokens per chunk of the fused head and cross entropy; the local logits of
@@ -55,6 +74,14 @@ class MegatronConfig:
     tp_size: int = 1
     sequence_parallel: bool = False
     dp_size: int | None = None
+    zero_stage: int = 1
+    dp_replicate_size: int = 1
+    bucket_size: int = 32
+    main_weights_in_fp32: bool = True
+    max_skipped_steps: int = 10
+    offload_optimizer: bool = False
+    recompute: str | None = None
+    gradient_clipping: float | None = None
     pp_size: int = 1
     cp_size: int = 1
     ep_size: int = 1
@@ -65,13 +92,18 @@ class MegatronConfig:
     timeout: float = 1800.0
 
     def __post_init__(self) -> None:
-        for name in (*SIZES, "loss_chunk_size"):
+        for name in (*SIZES, "loss_chunk_size", "bucket_size", "max_skipped_steps"):
             value = getattr(self, name)
             if name in ("dp_size", "loss_chunk_size") and value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"MegatronConfig.{name} = {value!r}: expected an integer of 1 or more.")
-        for name in ("sequence_parallel", "strict_loading", "allow_unverified"):
+        if isinstance(self.zero_stage, bool) or self.zero_stage not in (0, 1, 2, 3):
+            raise ConfigError(f"MegatronConfig.zero_stage = {self.zero_stage!r}: expected 0, 1, 2 or 3.")
+        if self.recompute not in RECOMPUTE:
+            raise ConfigError(f"MegatronConfig.recompute = {self.recompute!r}: expected None, 'full' or 'selective'.")
+        switches = ("sequence_parallel", "strict_loading", "allow_unverified", "main_weights_in_fp32")
+        for name in (*switches, "offload_optimizer"):
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise ConfigError(f"MegatronConfig.{name} = {value!r}: expected True or False.")
@@ -79,16 +111,21 @@ class MegatronConfig:
             raise ConfigError(f"MegatronConfig.seed = {self.seed!r}: expected an integer.")
         if not isinstance(self.timeout, int | float) or not math.isfinite(self.timeout) or self.timeout <= 0:
             raise ConfigError(f"MegatronConfig.timeout = {self.timeout!r}: expected seconds, more than 0.")
+        norm = self.gradient_clipping
+        if norm is not None and (
+            isinstance(norm, bool) or not isinstance(norm, int | float) or not math.isfinite(norm) or norm <= 0
+        ):
+            raise ConfigError(f"MegatronConfig.gradient_clipping = {norm!r}: expected None or a norm, more than 0.")
         for name in ("pp_size", "cp_size", "ep_size"):
             if getattr(self, name) > 1:
                 raise UnsupportedError(
                     f"MegatronConfig.{name} = {getattr(self, name)}: not supported yet, valid: 1. Use tp_size and "
                     "sequence_parallel to spread a model over more ranks."
                 )
-        if self.dp_size is not None and self.dp_size > 1:
-            raise UnsupportedError(
-                f"MegatronConfig.dp_size = {self.dp_size}: data parallelism is not supported yet, valid: 1. Start as "
-                "many ranks as tp_size."
+        if self.dp_size is not None and self.dp_size % self.dp_replicate_size:
+            raise ConfigError(
+                f"MegatronConfig.dp_replicate_size = {self.dp_replicate_size}: does not divide dp_size = "
+                f"{self.dp_size}."
             )
         if self.sequence_parallel and self.tp_size == 1:
             raise ConfigError(
@@ -132,7 +169,7 @@ class MegatronConfig:
                 raise ConfigError(
                     f"Megatron argument {name!r} (value {value!r}) has no counterpart; valid: {', '.join(near)}."
                 )
-            values[MEGATRON_ARGUMENTS[key]] = value
+            values[MEGATRON_ARGUMENTS[key]] = int(value) if key == "use_distributed_optimizer" else value
         return cls.from_dict(values)
 
     @classmethod
@@ -152,7 +189,7 @@ class MegatronConfig:
     @property
     def is_parallel(self) -> bool:
         """Whether any axis has more than one rank."""
-        return self.ranks_per_replica > 1
+        return self.ranks_per_replica * (self.dp_size or 1) > 1
 
     @property
     def ranks_per_replica(self) -> int:
@@ -160,8 +197,9 @@ class MegatronConfig:
         return self.tp_size * self.cp_size * self.pp_size
 
     def layout(self) -> str:
-        """The short name of the layout, for example `tp2+sp`."""
-        return f"tp{self.tp_size}" + ("+sp" if self.sequence_parallel else "")
+        """The short name of the layout, for example `tp2+sp+dp2+zero1`."""
+        name = f"tp{self.tp_size}" + ("+sp" if self.sequence_parallel else "")
+        return name + (f"+dp{self.dp_size}+zero{self.zero_stage}" if (self.dp_size or 1) > 1 else "")
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

@@ -25,6 +25,10 @@ class CheckpointError(MegatronError):
     """Weights that are missing, surplus, mis-shaped or unsafe to read."""
 
 
+class NonFiniteGradientError(MegatronError):
+    """More optimizer steps in a row than allowed had a gradient that is not finite."""
+
+
 class RankError(MegatronError):
     """One or more ranks of a forked group failed, disagreed or got stuck."""
 
@@ -33,6 +37,7 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "MegatronError",
+    "NonFiniteGradientError",
     "PlanError",
     "RankError",
     "UnsupportedError",

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .config import MegatronConfig
-from .errors import ConfigError, UnsupportedError
+from .errors import ConfigError
 from .upstream import split_mesh_axis
 
 # Outermost first, as DeviceMesh wants them.
@@ -21,7 +21,6 @@ def validate_world_size(config: MegatronConfig, world_size: int) -> int:
 
     Raises:
         ConfigError: the sizes need more ranks than the job has, or do not divide the world; prints the launch command.
-        UnsupportedError: the job has more ranks than one replica needs.
     """
     replica = config.ranks_per_replica
     sizes = f"tp_size={config.tp_size} x cp_size={config.cp_size} x pp_size={config.pp_size} = {replica} ranks"
@@ -42,10 +41,10 @@ def validate_world_size(config: MegatronConfig, world_size: int) -> int:
         raise ConfigError(
             f"MegatronConfig.dp_size = {config.dp_size}: {world_size} ranks / {replica} leave dp_size = {dp_size}."
         )
-    if dp_size > 1:
-        raise UnsupportedError(
-            f"The job has {world_size} ranks and one replica uses {replica}: dp_size = {dp_size} is not supported yet. "
-            f"Start {replica} ranks, or set tp_size = {world_size}."
+    if dp_size % config.dp_replicate_size:
+        raise ConfigError(
+            f"MegatronConfig.dp_replicate_size = {config.dp_replicate_size}: does not divide dp_size = {dp_size} "
+            f"({world_size} ranks / {replica})."
         )
     return dp_size
 
@@ -71,6 +70,17 @@ class ParallelMesh:
         self.tp_size: int = self.tp.size()
         self.tp_rank: int = self.tp.get_local_rank()
         self.tp_group: dist.ProcessGroup = self.tp.get_group()
+        self.dp_size: int = dp_size
+        self.dp_rank: int = self.root["dp"].get_local_rank()
+        self.dp_group: dist.ProcessGroup = self.root["dp"].get_group()
+        # Stage 0 shares nothing: every dp rank is a replica.
+        replicas = dp_size if config.zero_stage == 0 else config.dp_replicate_size
+        self.dp = split_mesh_axis(self.root["dp"], (replicas, dp_size // replicas), ("dp_replicate", "dp_shard"))
+        self.shard_size: int = self.dp["dp_shard"].size()
+        self.shard_rank: int = self.dp["dp_shard"].get_local_rank()
+        self.shard_group: dist.ProcessGroup = self.dp.get_group("dp_shard")
+        self.replicate_group: dist.ProcessGroup = self.dp.get_group("dp_replicate")
+        self.replicate_size: int = replicas
         self._copies: dict[int, tuple[DeviceMesh, dist.ProcessGroup]] = {}
 
     def __deepcopy__(self, memo: dict) -> "ParallelMesh":

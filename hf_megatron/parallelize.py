@@ -1,7 +1,7 @@
 """The one entry: a stock model on the meta device in, the same model laid out over the mesh out.
 
     place    validate -> resolve the spec -> claim every parameter -> DTensor placeholders (before weights are read)
-    install  local attributes -> modules compute with local parameters -> regions and loss (after they are read)
+    install  local attributes -> modules compute with local parameters -> regions and loss -> data parallelism (after)
 
 Between the two, transformers' own loader, or `checkpoint.initialize`, fills each rank's shards.
 """
@@ -15,6 +15,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from .communication.random import ReplicatedState
 from .config import MegatronConfig
+from .data_parallel.engine import DataParallel
+from .data_parallel.fully_sharded import shard_weights
+from .data_parallel.loss import mean_over_ranks
 from .errors import ConfigError, UnsupportedError
 from .mesh import ParallelMesh
 from .registry import spec_for
@@ -58,6 +61,12 @@ class ParallelState:
     structure: Structure
     head_copies: Mapping[str, int]
     local_sizes: Mapping[str, Mapping[str, int]]
+    data_parallel: DataParallel | None = None
+
+    @property
+    def shards_weights(self) -> bool:
+        """Whether the dp ranks split the weights themselves (stage 3)."""
+        return self.config.zero_stage == 3 and self.mesh.dp_size > 1
 
     def __deepcopy__(self, memo: dict) -> "ParallelState":
         return self
@@ -87,6 +96,8 @@ def place(model: Any, config: MegatronConfig, mesh: ParallelMesh) -> ParallelSta
         ConfigError: heads that cannot be split over tp_size.
         UnsupportedError: sequence parallelism for a type that has none.
     """
+    if mesh.tp_size == 1:
+        return _place_whole(model, config, mesh)
     spec = spec_for(model)
     if config.sequence_parallel and spec.no_sequence_parallel is not None:
         raise UnsupportedError(
@@ -127,6 +138,17 @@ def place(model: Any, config: MegatronConfig, mesh: ParallelMesh) -> ParallelSta
     return state
 
 
+def _place_whole(model: Any, config: MegatronConfig, mesh: ParallelMesh) -> ParallelState:
+    """Every rank has every parameter whole, as the plain tensor it is: no spec is asked, any architecture will do."""
+    claims = {
+        name: Claim(name, tuple(parameter.shape), "replicated", Placement(), GradientRule.COMPLETE)
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+    }
+    spec = ModelSpec(model.config.model_type)
+    model._hf_megatron = ParallelState(config, mesh, spec, {}, claims, Structure(), {}, {})
+    return model._hf_megatron
+
+
 def _placeholder(parameter: Tensor, placement: Placement, mesh: ParallelMesh) -> nn.Parameter:
     axes = mesh.tp if placement.copies == 1 else mesh.tp_with_copies(placement.copies)
     dtensor = distribute_tensor(parameter.detach(), axes, dtensor_placements(placement), src_data_rank=None)
@@ -140,6 +162,19 @@ def install(model: Any) -> None:
     """Makes a placed and filled model compute in parallel: each module with its local parameters."""
     state = parallel_state(model)
     assert state is not None
+    if state.shards_weights:
+        # First, so that FSDP2's hooks lie inside those that move activations between ranks.
+        shard_weights(model, state.config, state.mesh)
+    if state.mesh.tp_size > 1:
+        _install_tensor_parallel(model, state)
+    shifting = loss_functions()
+    original = getattr(model.loss_function, "__wrapped__", model.loss_function)
+    if state.mesh.dp_size > 1 and original in shifting:
+        model.loss_function = mean_over_ranks(model.loss_function, shift=shifting[original], mesh=state.mesh)
+    state.data_parallel = DataParallel(model, state.config, state.mesh)
+
+
+def _install_tensor_parallel(model: Any, state: ParallelState) -> None:
     mesh, config, structure = state.mesh, state.config, state.structure
     check = ClaimCheck(frozenset(state.claims))
     check.check(model)

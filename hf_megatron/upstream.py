@@ -4,8 +4,10 @@ Checked with torch 2.11 to 2.13, transformers 5.23, accelerate 1.15. What to wat
 `enable_sequence_parallel` and a loss-parallel head in transformers make parts of this library unnecessary.
 """
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -201,6 +203,18 @@ def all_to_all_flat(parts: torch.Tensor, group: Any) -> torch.Tensor:
     return received
 
 
+def reduce_scatter_started(output: torch.Tensor, parts: torch.Tensor, group: Any) -> Any:
+    """The sum `[n]` into `output` from `[ranks * n]`, not waited for: its work."""
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return scatter(output, parts, group=group, async_op=True)
+
+
+def all_gather_started(output: torch.Tensor, shard: torch.Tensor, group: Any) -> Any:
+    """`[ranks * n]` into `output` from `[n]`, not waited for: its work."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return gather(output, shard, group=group, async_op=True)
+
+
 @contextmanager
 def quiet_loading() -> Iterator[None]:
     """Silences transformers' report of missing weights, for a model that has none to load."""
@@ -215,3 +229,28 @@ def quiet_loading() -> Iterator[None]:
         logging.set_verbosity(verbosity)
         if progress:
             logging.enable_progress_bar()
+
+
+def fetches_attention_core(cls: type) -> bool:
+    """Whether a module class gets its attention function from transformers' interface, in whatever file it is."""
+    return {"ALL_ATTENTION_FUNCTIONS", "get_interface"} <= _names_used(cls)
+
+
+def computes_own_attention(cls: type) -> bool:
+    """Whether an attention class computes the softmax in its own methods; linear attention has none."""
+    softmax = {"softmax", "Softmax", "scaled_dot_product_attention", "multi_head_attention_forward"}
+    return "attention" in cls.__name__.lower() and not softmax.isdisjoint(_names_used(cls))
+
+
+@cache
+def _names_used(cls: type) -> frozenset[str]:
+    """Names that the methods of a module class use, those it inherits and nested functions included."""
+    values = [value for base in cls.__mro__ if base is not torch.nn.Module for value in vars(base).values()]
+    functions = [inspect.unwrap(value) for value in values if inspect.isfunction(value)]
+    codes = [function.__code__ for function in functions if inspect.isfunction(function)]
+    names: set[str] = set()
+    while codes:
+        code = codes.pop()
+        names.update(code.co_names)
+        codes.extend(constant for constant in code.co_consts if inspect.iscode(constant))
+    return frozenset(names)

@@ -107,9 +107,9 @@ def initialize(
         for name, original in originals.items():
             full = model.get_parameter(name).detach()
             if id(original) not in done:
-                assert isinstance(original, DTensor)
                 local = local_part(full, claims[name].placement, ranks, rank).to(device)
-                done[id(original)] = nn.Parameter(dtensor_from_local(local, original), original.requires_grad)
+                value = dtensor_from_local(local, original) if isinstance(original, DTensor) else local
+                done[id(original)] = nn.Parameter(value, original.requires_grad)
                 done[id(original)]._is_hf_initialized = True  # type: ignore[attr-defined]
             _set(model, name, done[id(original)])
     for module in model.modules():

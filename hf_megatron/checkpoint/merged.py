@@ -17,7 +17,9 @@ import torch
 import torch.distributed as dist
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
+from ..data_parallel.fully_sharded import whole_local
 from ..errors import UnsupportedError
 from ..mesh import ParallelMesh
 from ..parallelize import ParallelState, parallel_state
@@ -53,13 +55,18 @@ class Staging:
 
 
 def gather_to_first(
-    parameter: Tensor, placement: Placement, mesh: ParallelMesh, staging: Staging | None = None
+    parameter: Tensor,
+    placement: Placement,
+    mesh: ParallelMesh,
+    staging: Staging | None = None,
+    local: Tensor | None = None,
 ) -> Tensor | None:
     """The full tensor in CPU memory on tp rank 0, `None` elsewhere. Every tp rank calls it in the same order.
 
-    With `staging` the tensor is valid until the second call after this one.
+    With `staging` the tensor is valid until the second call after this one. `local` is this rank's tp shard where it is
+    not what the parameter holds.
     """
-    local = local_tensor(parameter.detach())
+    local = local_tensor(parameter.detach()) if local is None else local
     if placement.dim is None:
         return local.cpu() if mesh.tp_rank == 0 else None
     if mesh.tp_rank != 0:
@@ -103,13 +110,23 @@ def _placement(state: ParallelState, name: str) -> Placement:
     return state.claims[name].placement if name in state.claims else Placement()
 
 
+def gather_parameter(model: Any, name: str, value: Tensor, staging: Staging | None = None) -> Tensor | None:
+    """A parameter, or a gradient of its layout, in full on rank 0 of the tp group; every rank calls it."""
+    state = parallel_state(model)
+    assert state is not None
+    local = None
+    if state.shards_weights and isinstance(value, DTensor):
+        local = whole_local(value, value, state.mesh)
+    return gather_to_first(value, _placement(state, name), state.mesh, staging, local)
+
+
 def full_state_dict(model: Any) -> dict[str, Tensor]:
     """All weights in full, in CPU memory of tp rank 0; empty on the other ranks. Every rank calls it."""
     state = parallel_state(model)
     assert state is not None
     gathered = {}
     for name, tensor in model.state_dict().items():
-        full = gather_to_first(tensor, _placement(state, name), state.mesh)
+        full = gather_parameter(model, name, tensor)
         if full is not None:
             gathered[name] = full
     return gathered
@@ -173,7 +190,7 @@ def _converted(
     staging = Staging(largest if state.mesh.tp_rank == 0 else 0)
     for group in groups:
         place = staging if len(group) == 1 else None
-        gathered = {name: gather_to_first(tensors[name], _placement(state, name), state.mesh, place) for name in group}
+        gathered = {name: gather_parameter(model, name, tensors[name], place) for name in group}
         if state.mesh.tp_rank == 0:
             full = {name: tensor for name, tensor in gathered.items() if tensor is not None}
             yield full if keep_names else revert_conversion(model, full)

@@ -10,39 +10,43 @@ from torch.distributed.tensor import DTensor
 
 from ..errors import ConfigError
 from ..upstream import local_tensor
+from .ownership import engine_of, reducer_of
 
 
-def _copies(tensor: Tensor, world: int) -> int:
-    """How many ranks hold the same entries."""
+def _distinct(tensor: Tensor) -> int:
+    """Into how many different shards a tensor is split by its placements."""
     if not isinstance(tensor, DTensor):
-        return world
-    mesh = tensor.device_mesh
-    return math.prod(mesh.size(axis) for axis, placement in enumerate(tensor.placements) if placement.is_replicate())
+        return 1
+    sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
+    return math.prod(size for size, placement in sizes if not placement.is_replicate())
 
 
-def gradient_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
-    """The norm over all parameters that have a gradient, the same on every rank.
+def local_gradients(parameters: Iterable[Tensor]) -> dict[int, list[Tensor]]:
+    """This rank's share of the gradients -> how many ranks of the world hold the same entries.
 
-    Args:
-        parameters: DTensors or plain tensors (taken as replicated over the world).
-        norm_type (`float`, defaults to 2): any p of 1 or more, or infinity.
-
-    Returns:
-        `Tensor`: a scalar in fp32.
+    Completes what the data parallel ranks have started to reduce, so every rank calls it.
     """
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if not gradients:
-        return torch.zeros(())
     world = dist.get_world_size()
+    shares: dict[int, list[Tensor]] = {}
+    for parameter in parameters:
+        reducer = reducer_of(parameter)
+        if reducer is not None:
+            reducer.finish()
+            gradient, parts = reducer.gradient(parameter), reducer.mesh.shard_size
+        else:
+            gradient, parts = parameter.grad, 1
+        if gradient is None or not local_tensor(gradient).numel():
+            continue
+        placed = parameter if reducer is not None else gradient
+        shares.setdefault(world // (_distinct(placed) * parts), []).append(local_tensor(gradient))
+    return shares
+
+
+def _norm(shares: dict[int, list[Tensor]], norm_type: float) -> Tensor:
     infinite = norm_type == math.inf
-    device = gradients[0].device
+    device = next((shard.device for shards in shares.values() for shard in shards), torch.device("cpu"))
     total = torch.zeros((), dtype=torch.float32, device=device)
-    by_copies: dict[int, list[Tensor]] = {}
-    for gradient in gradients:
-        local = local_tensor(gradient)
-        if local.numel():
-            by_copies.setdefault(_copies(gradient, world), []).append(local)
-    for copies, shards in by_copies.items():
+    for copies, shards in shares.items():
         norms = torch.stack(torch._foreach_norm(shards, norm_type)).float()
         part = norms.max() if infinite else norms.pow(norm_type).sum() / copies
         total = torch.maximum(total, part) if infinite else total + part
@@ -50,7 +54,20 @@ def gradient_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tenso
     return total if infinite else total.pow(1.0 / norm_type)
 
 
-def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
+def gradient_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
+    """The norm over all parameters that have a gradient, the same on every rank.
+
+    Args:
+        parameters: of a model laid out by this library; others are taken as replicated over the world.
+        norm_type (`float`, defaults to 2): any p of 1 or more, or infinity.
+
+    Returns:
+        `Tensor`: a scalar in fp32.
+    """
+    return _norm(local_gradients(parameters), norm_type)
+
+
+def clip_grad_norm(parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
     """Scales all gradients so that their norm is at most `max_norm`; returns the norm before.
 
     Raises:
@@ -59,10 +76,12 @@ def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float, norm_type: flo
     if norm_type < 1:
         raise ConfigError(f"clip_grad_norm: norm_type = {norm_type}; expected 1 or more, or infinity.")
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    norm = gradient_norm(parameters, norm_type)
+    shares = local_gradients(parameters)
+    norm = _norm(shares, norm_type)
+    for engine in {id(engine): engine for engine in map(engine_of, parameters) if engine is not None}.values():
+        engine.note_clipping(parameters, norm, max_norm)
     # The same formula as torch.nn.utils.clip_grad_norm_, so that clipped runs stay equal to one process.
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    gradients = [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None]
-    if gradients:
-        torch._foreach_mul_(gradients, factor)
+    for shards in shares.values():
+        torch._foreach_mul_(shards, factor)
     return norm

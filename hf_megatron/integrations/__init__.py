@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 _HERE = __name__
 _MODEL = "transformers.modeling_utils:PreTrainedModel"
+_ATTENTION = "transformers.modeling_utils:AttentionInterface"
 _AUTO = "transformers.models.auto.auto_factory:_BaseAutoModelClass"
 _MIXIN = "transformers.distributed.mixin:DistributedMixin"
 _ACCELERATOR = "accelerate.accelerator:Accelerator"
@@ -21,17 +22,29 @@ PATCHES: Mapping[str, str] = {
     f"{_AUTO}.from_pretrained": f"{_HERE}.transformers:auto_from_pretrained",
     f"{_MIXIN}.prepare_distribute_model": f"{_HERE}.transformers:prepare_distribute_model",
     f"{_MIXIN}.maybe_distribute_model": f"{_HERE}.transformers:maybe_distribute_model",
+    f"{_ATTENTION}.get_interface": "hf_megatron.memory.recompute:recomputing_interface",
     "transformers.core_model_loading:set_param_for_module": f"{_HERE}.transformers:set_param_for_module",
     "transformers.generation.utils:GenerationMixin.generate": f"{_HERE}.transformers:generate",
     "transformers.trainer:Trainer.__init__": f"{_HERE}.trainer:init",
     "transformers.trainer:Trainer._build_accelerator_args": f"{_HERE}.trainer:build_accelerator_args",
+    "transformers.trainer:Trainer._has_mixed_mesh_grads": f"{_HERE}.trainer:has_mixed_mesh_grads",
+    "transformers.trainer:Trainer._sync_replicated_trainable_parameters": (
+        f"{_HERE}.trainer:sync_replicated_trainable_parameters"
+    ),
     "transformers.trainer:Trainer._get_num_items_in_batch": f"{_HERE}.trainer:get_num_items_in_batch",
     f"{_ACCELERATOR}.__init__": f"{_HERE}.accelerate:init",
     f"{_ACCELERATOR}.prepare_model": f"{_HERE}.accelerate:prepare_model",
+    f"{_ACCELERATOR}._prepare_tp": f"{_HERE}.accelerate:prepare_tp",
+    f"{_ACCELERATOR}.prepare_optimizer": f"{_HERE}.optimizer:prepare_optimizer",
+    "accelerate.optimizer:AcceleratedOptimizer.step": f"{_HERE}.optimizer:optimizer_step",
+    "torch.amp.grad_scaler:GradScaler._unscale_grads_": f"{_HERE}.optimizer:unscale_grads",
+    "torch.nn.utils.clip_grad:clip_grad_norm_": f"{_HERE}.optimizer:clip_grad_norm_",
+    "torch.nn.utils:clip_grad_norm_": f"{_HERE}.optimizer:clip_grad_norm_",
     f"{_ACCELERATOR}.prepare_scheduler": f"{_HERE}.accelerate:prepare_scheduler",
     f"{_ACCELERATOR}.clip_grad_norm_": f"{_HERE}.accelerate:clip_grad_norm_",
     f"{_ACCELERATOR}.gather": f"{_HERE}.accelerate:gather",
     f"{_ACCELERATOR}.gather_for_metrics": f"{_HERE}.accelerate:gather_for_metrics",
+    f"{_ACCELERATOR}.reduce": f"{_HERE}.accelerate:reduce",
     f"{_ACCELERATOR}.save_state": f"{_HERE}.accelerate:save_state",
     f"{_ACCELERATOR}.get_state_dict": f"{_HERE}.accelerate:get_state_dict",
     "torch.nn.parallel.distributed:DistributedDataParallel.__init__": f"{_HERE}.refusals:data_parallel",

@@ -5,7 +5,9 @@ exports its `megatron_lm_config` block as `MEGATRON_LM_*`; `Accelerator()` would
 package, so the block is read here and the switch is cleared when hf_megatron is imported.
 """
 
+import dataclasses
 import functools
+import inspect
 import os
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -13,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import MegatronConfig
 from ..errors import ConfigError, UnsupportedError
+from .launch_keys import FIELD_PREFIX, fields_of_block, fields_of_plugin, fields_of_variables, merge
+from .plugin import MegatronPlugin
 
 if TYPE_CHECKING:
     import torch
@@ -22,14 +26,8 @@ SWITCH = "ACCELERATE_USE_MEGATRON_LM"
 TAKEN_OVER = "HF_MEGATRON_LAUNCH"
 RANKS_PER_BATCH = "HF_MEGATRON_RANKS_PER_BATCH"
 
-# The launcher's variables and what each may hold until this library supports more.
-_SIZES = {
-    "MEGATRON_LM_TP_DEGREE": "tp_size",
-    "MEGATRON_LM_PP_DEGREE": "pp_size",
-    "MEGATRON_LM_CONTEXT_PARALLEL_SIZE": "cp_size",
-    "MEGATRON_LM_EXPERT_MODEL_PARALLEL_SIZE": "ep_size",
-}
-_SEQUENCE_PARALLEL = "MEGATRON_LM_SEQUENCE_PARALLELISM"
+# Variables with the prefix of the fields that are no fields.
+_INTERNAL = (TAKEN_OVER, RANKS_PER_BATCH)
 
 
 def take_over_launch() -> None:
@@ -40,27 +38,33 @@ def take_over_launch() -> None:
 
 
 def config_from_environment(environment: Mapping[str, str] | None = None) -> MegatronConfig:
-    """The layout the launcher describes: the `megatron_lm_config` block of an accelerate YAML, else all sizes 1.
+    """The layout the launcher describes.
+
+    `HF_MEGATRON_<FIELD>` variables (`HF_MEGATRON_TP_SIZE=2`) over the `megatron_lm_config` block of an accelerate YAML
+    (see `launch_keys`), over the defaults.
 
     Raises:
-        ConfigError: a value that is no integer or no truth value, naming the variable.
-        UnsupportedError: a size this version does not support.
+        ConfigError: a value that cannot be read or a name that is no field, naming the variable.
+        UnsupportedError: a key or size this version does not support.
     """
-    environment = os.environ if environment is None else environment
-    if environment.get(TAKEN_OVER) != "true" and environment.get(SWITCH, "false").lower() not in ("true", "1"):
-        return MegatronConfig()
-    values: dict[str, Any] = {}
-    for name, field in _SIZES.items():
-        text = environment.get(name, "1")
-        if not text.isdigit():
-            raise ConfigError(f"{name} = {text!r} (megatron_lm_config of the accelerate YAML): expected an integer.")
-        values[field] = int(text)
-    text = environment.get(_SEQUENCE_PARALLEL, "false").lower()
-    if text not in ("true", "false", "1", "0"):
-        raise ConfigError(f"{_SEQUENCE_PARALLEL} = {text!r}: expected true or false.")
-    # The block accelerate writes says `sequence_parallelism: true` also for tp 1, where it has no meaning.
-    values["sequence_parallel"] = text in ("true", "1") and values["tp_size"] > 1
-    return MegatronConfig.from_dict(values)
+    return _merged(os.environ if environment is None else environment, {})
+
+
+def _merged(environment: Mapping[str, str], plugin: Mapping[str, Any]) -> MegatronConfig:
+    """The launcher's block, what a `MegatronLMPlugin` adds to it, and `HF_MEGATRON_<FIELD>` variables over both."""
+    block = fields_of_block(environment) if _is_launched(environment) else {}
+    return MegatronConfig.from_dict(merge(block, plugin, fields_of_variables(environment, _INTERNAL)))
+
+
+def _is_launched(environment: Mapping[str, str]) -> bool:
+    """Whether an accelerate YAML of type MEGATRON_LM started this process."""
+    return environment.get(TAKEN_OVER) == "true" or environment.get(SWITCH, "false").lower() in ("true", "1")
+
+
+def _says_a_layout(environment: Mapping[str, str]) -> bool:
+    return _is_launched(environment) or any(
+        name.startswith(FIELD_PREFIX) and name not in _INTERNAL for name in environment
+    )
 
 
 def job_world_size() -> int:
@@ -72,8 +76,12 @@ def job_world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def ensure_process_group(timeout: float) -> "torch.device":
+def ensure_process_group(timeout: float, cpu: bool = False) -> "torch.device":
     """Joins the job's process group through Accelerate's `PartialState`; returns this rank's device.
+
+    Args:
+        timeout (`float`): seconds a collective may take.
+        cpu (`bool`, defaults to `False`): the caller asks for CPU ranks where there are accelerators too.
 
     Raises:
         ConfigError: something created Accelerate's state before, without joining the job's ranks.
@@ -87,7 +95,7 @@ def ensure_process_group(timeout: float) -> "torch.device":
             raise UnsupportedError(
                 f"ACCELERATE_USE_{name} is set (accelerate's {name} plugin) beside megatron_config: launch without it."
             )
-    use_cpu = os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("true", "1", "yes")
+    use_cpu = cpu or os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("true", "1", "yes")
     if not torch.accelerator.is_available():
         # Otherwise a TrainingArguments or Accelerator created later reports one process on every rank.
         os.environ["ACCELERATE_USE_CPU"] = "true"
@@ -123,9 +131,10 @@ def set_rank_environment(rank: int, world_size: int) -> None:
 
 
 def parallelism_config(ranks_per_batch: int) -> Any:
-    """A `ParallelismConfig` that declares these ranks as tensor parallel, on CPUs too.
+    """A `ParallelismConfig` of this job: ranks that share a batch declared as tensor parallel, the others as dp shards.
 
-    The stock class refuses MULTI_CPU because its own engines do not run there.
+    From it Accelerate's data loaders give each dp rank its own batches. The stock class refuses MULTI_CPU because its
+    own engines do not run there.
     """
     from accelerate import DistributedType, ParallelismConfig
 
@@ -136,7 +145,14 @@ def parallelism_config(ranks_per_batch: int) -> Any:
             elif self.total_size != accelerator.num_processes:
                 raise ConfigError(f"The layout uses {self.total_size} ranks, the job has {accelerator.num_processes}.")
 
-    return MegatronParallelismConfig(tp_size=ranks_per_batch)
+    # Every size is given: those left out would be read from PARALLELISM_CONFIG_* variables.
+    return MegatronParallelismConfig(
+        tp_size=ranks_per_batch,
+        dp_shard_size=max(1, job_world_size() // ranks_per_batch),
+        dp_replicate_size=1,
+        cp_size=1,
+        sp_size=1,
+    )
 
 
 def _is_ours(accelerator: Any) -> bool:
@@ -150,31 +166,137 @@ def _state(model: Any) -> Any:
     return parallel_state(model)
 
 
+def _data_parallel_size(accelerator: Any) -> int:
+    return accelerator.parallelism_config.dp_shard_size
+
+
+def _data_parallel_group(accelerator: Any) -> Any:
+    """The ranks that see different batches and hold the same part of the model as this one, in dp order."""
+    return accelerator.torch_device_mesh["dp_shard"].get_group()
+
+
+def config_of_plugin(plugin: Any) -> MegatronConfig | None:
+    """The layout a `megatron_lm_plugin=` argument describes: ours, or accelerate's own class; `None` for anything else.
+
+    What accelerate's class leaves at its defaults comes from the launcher.
+    """
+    from accelerate.utils import MegatronLMPlugin
+
+    if isinstance(plugin, MegatronPlugin):
+        return plugin.config
+    if isinstance(plugin, MegatronLMPlugin):
+        return _merged(os.environ, fields_of_plugin(plugin))
+    return None
+
+
+def _layout(arguments: dict[str, Any]) -> MegatronConfig | None:
+    """The layout an Accelerator is to have by its plugin or, where no model announced one, by the launcher."""
+    config = config_of_plugin(arguments.get("megatron_lm_plugin"))
+    if config is not None:
+        del arguments["megatron_lm_plugin"]
+    elif RANKS_PER_BATCH not in os.environ and _says_a_layout(os.environ):
+        config = config_from_environment()
+    return config
+
+
 def init(original: Callable) -> Callable:
+    signature = inspect.signature(original)
+
     @functools.wraps(original)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
-        ranks = int(os.environ.get(RANKS_PER_BATCH, "1"))
-        if os.environ.get(TAKEN_OVER) == "true":
-            ranks = max(ranks, config_from_environment().ranks_per_replica)
-        if ranks > 1 and kwargs.get("parallelism_config") is None:
+        arguments = dict(signature.bind(self, *args, **kwargs).arguments)
+        del arguments["self"]
+        by_plugin = arguments.get("megatron_lm_plugin") is not None
+        config = _layout(arguments)
+        if config is not None:
+            from ..mesh import validate_world_size
+
+            validate_world_size(config, job_world_size())
+            if job_world_size() > 1:
+                ensure_process_group(config.timeout, cpu=bool(arguments.get("cpu")))
+                announce(config)
+            if by_plugin:
+                self._hf_megatron_plugin = config
+        if RANKS_PER_BATCH in os.environ and job_world_size() > 1 and arguments.get("parallelism_config") is None:
             for name in ("deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin"):
-                if kwargs.get(name) is not None:
+                if arguments.get(name) is not None:
                     raise UnsupportedError(f"Accelerator({name}=...) beside megatron_config: drop the plugin.")
-            kwargs["parallelism_config"] = parallelism_config(ranks)
-        original(self, *args, **kwargs)
+            arguments["parallelism_config"] = parallelism_config(int(os.environ[RANKS_PER_BATCH]))
+        mine = type(arguments.get("parallelism_config")).__name__ == "MegatronParallelismConfig"
+        original(self, **_with_data(arguments) if mine else arguments)
 
     return wrapper
 
 
+def _with_data(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments, with data loading that gives ranks of one batch the same samples and other ranks others."""
+    from accelerate.utils import DataLoaderConfiguration
+
+    layout = arguments["parallelism_config"]
+    if layout.dp_shard_size == 1 and arguments.get("rng_types") is None:
+        # A shuffling sampler draws its seed from torch's generator; with one dp rank stock does not align it.
+        return arguments | {"rng_types": ["torch", "generator"]}
+    if layout.tp_size > 1 and layout.dp_shard_size > 1:
+        configuration = arguments.get("dataloader_config") or DataLoaderConfiguration()
+        if configuration.dispatch_batches:
+            raise UnsupportedError(
+                f"dispatch_batches=True with {layout.dp_shard_size} dp ranks of {layout.tp_size} ranks each: "
+                "Accelerate would send all of them the same batch. Leave it out; each rank then reads its own batches."
+            )
+        # None means True for an IterableDataset.
+        return arguments | {"dataloader_config": dataclasses.replace(configuration, dispatch_batches=False)}
+    return arguments
+
+
 def prepare_model(original: Callable) -> Callable:
     @functools.wraps(original)
-    def wrapper(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        if _state(model) is not None and not _is_ours(self):
+    def wrapper(
+        self: Any, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False, **kwargs: Any
+    ) -> Any:
+        state = _state(model)
+        if state is None:
+            return original(self, model, device_placement, evaluation_mode, **kwargs)
+        if not _is_ours(self):
             raise ConfigError(
                 "This Accelerator was created before the model was loaded with megatron_config and splits batches over "
-                "all ranks. Create it after the model, or launch with an accelerate YAML of type MEGATRON_LM."
+                "all ranks. Create it after the model, pass it megatron_lm_plugin=MegatronPlugin(...), or launch with "
+                "an accelerate YAML of type MEGATRON_LM."
             )
-        return original(self, model, *args, **kwargs)
+        _require_same_layout(self, state.config)
+        # Stock's evaluation mode applies mixed precision and leaves out DistributedDataParallel: gradients are
+        # reduced by the model's own hooks.
+        return original(self, model, device_placement, True, **kwargs)
+
+    return wrapper
+
+
+def _require_same_layout(accelerator: Any, config: MegatronConfig) -> None:
+    """Raises if the Accelerator was set up for another layout than the model has."""
+    ranks = accelerator.parallelism_config.tp_size
+    if config.ranks_per_replica != ranks:
+        raise ConfigError(
+            f"The model was loaded with {config.ranks_per_replica} ranks per batch (tp_size x cp_size x pp_size), this "
+            f"Accelerator was set up for {ranks}. Create it after the model, or pass both the same MegatronConfig."
+        )
+    plugin = getattr(accelerator, "_hf_megatron_plugin", None)
+    if plugin is None:
+        return
+    asked, loaded = plugin.to_dict() | {"dp_size": config.dp_size}, config.to_dict()
+    differing = [
+        f"{name} = {loaded[name]!r} (plugin: {value!r})" for name, value in asked.items() if value != loaded[name]
+    ]
+    if differing:
+        raise ConfigError(
+            f"The model was loaded with {', '.join(differing)}. Pass it the plugin's: megatron_config=plugin.config."
+        )
+
+
+def prepare_tp(original: Callable) -> Callable:
+    """Stock would put the model's DTensors back into the optimizer's groups; there is nothing left to prepare."""
+
+    @functools.wraps(original)
+    def wrapper(self: Any, *args: Any) -> Any:
+        return list(args) if _is_ours(self) else original(self, *args)
 
     return wrapper
 
@@ -207,29 +329,83 @@ def clip_grad_norm_(original: Callable) -> Callable:
 def gather(original: Callable) -> Callable:
     @functools.wraps(original)
     def wrapper(self: Any, tensor: Any) -> Any:
-        # Every rank holds the same batch: what each has is the whole already.
-        return tensor if _is_ours(self) else original(self, tensor)
+        if not _is_ours(self):
+            return original(self, tensor)
+        if _data_parallel_size(self) == 1:
+            # Every rank holds the same batch: what each has is the whole already.
+            return tensor
+        from accelerate.utils.operations import recursively_apply
+
+        group = _data_parallel_group(self)
+        return recursively_apply(functools.partial(_gather_one, group=group), tensor, error_on_other_type=True)
 
     return wrapper
+
+
+def _gather_one(tensor: "torch.Tensor", group: Any) -> "torch.Tensor":
+    import torch
+    import torch.distributed as dist
+
+    tensor = (tensor[None] if tensor.ndim == 0 else tensor).contiguous()
+    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, tensor, group=group)
+    return torch.cat(parts)
 
 
 def gather_for_metrics(original: Callable) -> Callable:
     @functools.wraps(original)
     def wrapper(self: Any, input_data: Any, use_gather_object: bool = False) -> Any:
-        objects = use_gather_object or isinstance(input_data, list) and not any(map(_is_tensor, input_data))
-        if not _is_ours(self) or not objects:
+        if not _is_ours(self) or not (use_gather_object or _holds_other_than_tensors(input_data)):
             # Tensors go through `gather` above; stock then drops what fills up the last batch.
             return original(self, input_data, use_gather_object)
+        import torch.distributed as dist
+
+        if _data_parallel_size(self) > 1:
+            parts: list[Any] = [None] * _data_parallel_size(self)
+            dist.all_gather_object(parts, input_data, group=_data_parallel_group(self))
+            input_data = [item for part in parts for item in part]
         state = self.gradient_state
         return input_data[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else input_data
 
     return wrapper
 
 
-def _is_tensor(value: Any) -> bool:
-    import torch
+def _holds_other_than_tensors(data: Any) -> bool:
+    from accelerate.utils.operations import recursively_apply
 
-    return isinstance(value, torch.Tensor)
+    try:
+        recursively_apply(lambda tensor: tensor, data, error_on_other_type=True)
+    except TypeError:
+        return True
+    return False
+
+
+def reduce(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def wrapper(self: Any, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        if not _is_ours(self):
+            return original(self, tensor, reduction, scale)
+        from accelerate.utils.operations import recursively_apply
+
+        # Over all ranks a sum would count each batch once for every rank that works on it.
+        group = _data_parallel_group(self) if _data_parallel_size(self) > 1 else None
+        return recursively_apply(
+            functools.partial(_reduce_one, reduction=reduction, group=group), tensor, error_on_other_type=True
+        )
+
+    return wrapper
+
+
+def _reduce_one(tensor: "torch.Tensor", reduction: str, group: Any) -> "torch.Tensor":
+    import torch.distributed as dist
+
+    tensor = tensor.clone()
+    if group is not None:
+        # As in stock, "none" adds up too; only "mean" divides.
+        dist.all_reduce(tensor, dist.ReduceOp.MAX if reduction == "max" else dist.ReduceOp.SUM, group=group)
+        if reduction == "mean":
+            tensor /= dist.get_world_size(group)
+    return tensor
 
 
 def save_state(original: Callable) -> Callable:

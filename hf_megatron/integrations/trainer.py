@@ -49,6 +49,27 @@ def build_accelerator_args(original: Callable) -> Callable:
     return wrapper
 
 
+def has_mixed_mesh_grads(original: Callable) -> Callable:
+    """Stock's norm over several meshes knows neither data parallel shards nor who has clipped."""
+
+    @functools.wraps(original)
+    def wrapper(self: Any, model: Any) -> bool:
+        return original(self, model) if parallel_state(self.model) is None else False
+
+    return wrapper
+
+
+def sync_replicated_trainable_parameters(original: Callable) -> Callable:
+    """Stock averages the gradients of plain parameters over the world; here the model's own hooks reduce them."""
+
+    @functools.wraps(original)
+    def wrapper(self: Any, model: Any) -> None:
+        if parallel_state(self.model) is None:
+            original(self, model)
+
+    return wrapper
+
+
 def get_num_items_in_batch(original: Callable) -> Callable:
     """Stock divides the count by the ranks that share a batch, to undo its sum over them; here nothing was summed."""
 

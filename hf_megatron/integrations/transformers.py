@@ -18,6 +18,7 @@ from ..checkpoint.merged import save_merged
 from ..communication.handshake import agree
 from ..config import MegatronConfig
 from ..errors import ConfigError, UnsupportedError
+from ..memory.recompute import apply_recompute
 from ..mesh import ParallelMesh, validate_world_size
 from ..parallelize import install, parallel_plan, parallel_state, place
 from ..upstream import quiet_loading
@@ -116,6 +117,7 @@ def _finish(model: Any) -> None:
     state = parallel_state(model)
     assert state is not None
     install(model)
+    apply_recompute(model, state.config.recompute)
     model.register_load_state_dict_pre_hook(_shard_full_tensors)
     model.parallel_plan = types.MethodType(parallel_plan, model)
     # Trainer and Accelerate read the ranks that share a batch from here; generation would combine it with the plan
@@ -153,7 +155,9 @@ def maybe_distribute_model(original: classmethod) -> classmethod:
             )
         facts = {f"MegatronConfig.{name}": value for name, value in distributed_config.to_dict().items()}
         agree(facts | {"the model's config": model.config.to_json_string(use_diff=False)})
-        require_verified(model, distributed_config)
+        if distributed_config.tp_size > 1:
+            # Data parallelism changes no module: it needs no result of its own.
+            require_verified(model, distributed_config)
         place(model, distributed_config, ParallelMesh(distributed_config, _device_type()))
         return model
 

@@ -61,8 +61,15 @@ class LocalParameters:
     _parameters: dict[str, Tensor]
 
 
+def _split_over_dp(parameter: Tensor | None) -> bool:
+    return isinstance(parameter, DTensor) and parameter.device_mesh.mesh_dim_names[0].startswith("dp")  # type: ignore[index]
+
+
 def _reading(name: str) -> Callable[[LocalParameters], Tensor | None]:
     def read(module: LocalParameters) -> Tensor | None:
+        if _split_over_dp(module._parameters[name]):
+            # Between forwards FSDP2 asks for the parameter itself.
+            return module._parameters[name]
         value = local_view(module._parameters[name], module.mesh.tp_group if name in module.summed else None)
         return _ShareOfSum.apply(value, module.mesh.tp_size) if name in module.addends else value
 

@@ -6,6 +6,7 @@ logits. Anything else that reads it gets the gathered tensor, with the right gra
 """
 
 import builtins
+import functools
 import inspect
 import warnings
 from collections.abc import Callable
@@ -203,6 +204,7 @@ def sharded_loss(original: Callable[..., Tensor], *, shift: bool) -> Callable[..
     The labels are shifted here, on the whole sequence, before anything is sharded.
     """
 
+    @functools.wraps(original)
     def loss_function(
         logits: Any,
         labels: Tensor | None = None,

@@ -19,14 +19,25 @@ from .results import versions
 OTHER_TASKS = {"bert": ("masked", "classification"), "t5": ("seq2seq",)}
 
 
+_LAYOUT_WORDS = {"tp": "tp_size", "dp": "dp_size", "zero": "zero_stage", "replicas": "dp_replicate_size"}
+
+
 def parse_layouts(text: str) -> list[MegatronConfig]:
-    """`tp2,tp2+sp` -> configs; a word that is no layout raises `ConfigError`."""
+    """`tp2,tp2+sp,tp2+dp2+zero3` -> configs; a word that is no layout raises `ConfigError`."""
     configs = []
-    for word in text.split(","):
-        match = re.fullmatch(r"tp(\d+)(\+sp)?", word.strip())
-        if match is None:
-            raise ConfigError(f"layout {word!r}: expected tpN or tpN+sp, for example tp2,tp2+sp,tp4.")
-        configs.append(MegatronConfig(tp_size=int(match[1]), sequence_parallel=bool(match[2])))
+    for layout in text.split(","):
+        fields: dict[str, Any] = {}
+        for word in layout.strip().split("+"):
+            match = re.fullmatch(r"([a-z]+)(\d*)", word)
+            if word == "sp":
+                fields["sequence_parallel"] = True
+            elif match is not None and match[1] in _LAYOUT_WORDS and match[2]:
+                fields[_LAYOUT_WORDS[match[1]]] = int(match[2])
+            else:
+                raise ConfigError(
+                    f"layout {layout!r}: expected tpN, sp, dpN, zeroN, replicasN joined by +, such as tp2,tp2+sp,tp4."
+                )
+        configs.append(MegatronConfig(**fields))
     return configs
 
 

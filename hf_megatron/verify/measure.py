@@ -1,5 +1,6 @@
 """What is compared: loss, every gradient, its norm, and the weights after two optimizer steps, all in full."""
 
+import contextlib
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -8,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint.merged import gather_to_first
+from ..checkpoint.merged import gather_parameter
 from ..data_parallel.gradient_norm import gradient_norm
+from ..data_parallel.optimizer import prepare_optimizer
 from ..parallelize import parallel_state
 
 # The default eps of AdamW turns round-off in gradients that are zero in exact arithmetic (key biases, for one) into
@@ -37,24 +39,45 @@ class Measurement:
     weights: dict[str, dict[str, Tensor]] = field(default_factory=dict)
 
 
+def _rows_of_this_rank(model: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The rows of a batch that this data parallel rank sees, as equal in number as they come."""
+    state = parallel_state(model)
+    if state is None or state.mesh.dp_size == 1:
+        return batch
+    return {name: value.tensor_split(state.mesh.dp_size)[state.mesh.dp_rank] for name, value in batch.items()}
+
+
+def _gradients(model: Any) -> dict[str, Tensor | None]:
+    """The gradients as the optimizer will use them, each in its parameter's local shape."""
+    state = parallel_state(model)
+    reducer = None if state is None or state.data_parallel is None else state.data_parallel.reducer
+    if reducer is None:
+        return {name: parameter.grad for name, parameter in model.named_parameters()}
+    reducer.finish()
+    return {name: reducer.full_gradient(parameter) for name, parameter in model.named_parameters()}
+
+
 def _full(model: Any, values: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
     state = parallel_state(model)
     if state is None:
         return {name: None if value is None else value.detach().clone() for name, value in values.items()}
     full: dict[str, Tensor | None] = {}
     for name, value in values.items():
-        gathered = None if value is None else gather_to_first(value, state.claims[name].placement, state.mesh)
+        gathered = None if value is None else gather_parameter(model, name, value)
         # A replicated tensor is handed out as it is; the optimizer is about to change it.
         full[name] = None if gathered is None else gathered.clone()
     return full if state.mesh.tp_rank == 0 else {}
 
 
 def _backward(model: nn.Module, batches: list[dict[str, Tensor]]) -> float:
-    """One optimizer step's worth of gradient: the mean of the microbatch losses."""
+    """One optimizer step's worth of gradient: the mean of the microbatch losses, reduced with the last one."""
     total = 0.0
-    for batch in batches:
-        loss = model(**batch).loss / len(batches)
-        loss.backward()
+    for index, batch in enumerate(batches):
+        with contextlib.ExitStack() as stack:
+            if index < len(batches) - 1 and "no_sync" in vars(model):
+                stack.enter_context(model.no_sync())  # type: ignore[operator]
+            loss = model(**_rows_of_this_rank(model, batch)).loss / len(batches)
+            loss.backward()
         total += loss.item()
     return total
 
@@ -67,8 +90,8 @@ def measure(model: Any, batches: list[dict[str, Tensor]], optimizers: Iterable[s
     model.train()
     model.zero_grad()
     loss = _backward(model, batches)
+    gradients = _gradients(model)
     parameters = dict(model.named_parameters())
-    gradients = {name: parameter.grad for name, parameter in parameters.items()}
     result = Measurement(loss, eval_loss, float("nan"), _full(model, gradients))
     if parallel_state(model) is None:
         norms = [gradient.norm() for gradient in gradients.values() if gradient is not None]
@@ -78,7 +101,7 @@ def measure(model: Any, batches: list[dict[str, Tensor]], optimizers: Iterable[s
 
     start = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     for optimizer_name in optimizers:
-        optimizer = OPTIMIZERS[optimizer_name](parameters.values(), result.norm)
+        optimizer = prepare_optimizer(OPTIMIZERS[optimizer_name](parameters.values(), result.norm))
         for _ in range(STEPS):
             optimizer.zero_grad()
             _backward(model, batches)

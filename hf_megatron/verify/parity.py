@@ -59,6 +59,7 @@ def make_twin(
     microbatches: int = 1,
     seed: int = 0,
     sequence_length: int = 13,
+    batch_size: int = 3,
 ) -> Twin:
     """Builds a twin and measures it in this process.
 
@@ -72,7 +73,7 @@ def make_twin(
         class_name (`str`, *optional*): a transformers class instead of the task's Auto class.
         changes (`dict`, *optional*): attributes set on the tiny config.
         microbatches (`int`): batches per optimizer step, with unequal numbers of labels.
-        seed, sequence_length (`int`): of the parameters and the batches.
+        seed, sequence_length, batch_size (`int`): of the parameters and the batches.
     """
     tiny = tiny_config(config)
     text = tiny.get_text_config()
@@ -81,9 +82,10 @@ def make_twin(
         changes = {"pad_token_id": 0, **(changes or {})}
     for name, value in (changes or {}).items():
         setattr(text, name, value)
-    draws = [_draw(tiny, task, class_name, microbatches, seed, sequence_length)]
+    sizes = {"batch_size": batch_size, "sequence_length": sequence_length}
+    draws = [_draw(tiny, task, class_name, microbatches, seed, sizes)]
     while draws[-1].condition > _WELL_CONDITIONED and len(draws) < _DRAWS:
-        draws.append(_draw(tiny, task, class_name, microbatches, seed + len(draws), sequence_length))
+        draws.append(_draw(tiny, task, class_name, microbatches, seed + len(draws), sizes))
     best = min(draws, key=lambda twin: twin.condition)
     for twin in draws:
         if twin is not best:
@@ -92,7 +94,7 @@ def make_twin(
 
 
 def _draw(
-    tiny: PreTrainedConfig, task: str, class_name: str | None, microbatches: int, seed: int, sequence_length: int
+    tiny: PreTrainedConfig, task: str, class_name: str | None, microbatches: int, seed: int, sizes: dict[str, Any]
 ) -> Twin:
     builder = getattr(transformers, class_name or TASKS[task])
     torch.manual_seed(seed)
@@ -100,9 +102,7 @@ def _draw(
     draw_parameters(model, seed)
     directory = Path(tempfile.mkdtemp(prefix="hf_megatron_twin_"))
     model.save_pretrained(directory)
-    batches = [
-        make_batch(tiny, sequence_length=sequence_length, seed=seed + index, task=task) for index in range(microbatches)
-    ]
+    batches = [make_batch(tiny, seed=seed + index, task=task, **sizes) for index in range(microbatches)]
     # Read back, so that both sides start from the same file.
     twin = Twin(type(model).__name__, directory, batches, Measurement(0, 0, 0), tiny)
     twin.reference = measure(twin.load(), batches)
@@ -143,7 +143,7 @@ def check_twin(
             prepare(model)
         return measure(model, twin.batches)
 
-    measurements = run_ranks(on_rank, config.ranks_per_replica, timeout=timeout)
+    measurements = run_ranks(on_rank, config.ranks_per_replica * (config.dp_size or 1), timeout=timeout)
     comparison = compare(measurements[0], twin.reference)
     for rank, other in enumerate(measurements[1:], 1):
         if (other.loss, other.norm) != (measurements[0].loss, measurements[0].norm):

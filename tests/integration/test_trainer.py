@@ -32,7 +32,7 @@ def accuracy(prediction):
     return {"accuracy": float(right.mean()), "samples": len(prediction.predictions)}
 
 
-def train(path, output, config, compute_loss_func=None, prepare=None, **arguments):
+def train(path, output, config, compute_loss_func=None, prepare=None, train_rows=22, eval_rows=7, **arguments):
     model = AutoModelForCausalLM.from_pretrained(path, megatron_config=config)
     if prepare is not None:
         prepare(model)
@@ -54,14 +54,14 @@ def train(path, output, config, compute_loss_func=None, prepare=None, **argument
     trainer = Trainer(
         model,
         TrainingArguments(str(output), **(defaults | arguments)),
-        train_dataset=rows(22, 0),
-        eval_dataset=rows(7, 1),
+        train_dataset=rows(train_rows, 0),
+        eval_dataset=rows(eval_rows, 1),
         data_collator=default_data_collator,
         compute_metrics=accuracy,
         compute_loss_func=compute_loss_func,
     )
     trainer.train()
-    prediction = trainer.predict(rows(5, 2))
+    prediction = trainer.predict(rows(6, 2))
     weights = full_state_dict(model) if parallel_state(model) is not None else model.state_dict()
     names = ("loss", "grad_norm", "eval_loss", "eval_accuracy", "eval_samples", "epoch", "num_input_tokens_seen")
     log = [{name: entry[name] for name in names if name in entry} for entry in trainer.state.log_history]
@@ -69,8 +69,13 @@ def train(path, output, config, compute_loss_func=None, prepare=None, **argument
 
 
 def compare(stories, tmp_path, layout=TP2_SP, tolerance=2e-5, **kwargs):
-    [expected] = run_ranks(train, 1, stories, tmp_path / "one", None, timeout=200, **kwargs)
-    found = run_ranks(train, layout.tp_size, stories, tmp_path / "two", layout, timeout=200, **kwargs)
+    dp_size = layout.dp_size or 1
+    if dp_size > 1:
+        # The same global batches, without rows that fill up the last one.
+        kwargs = {"train_rows": 24, "eval_rows": 12} | kwargs
+    one = kwargs | {"per_device_train_batch_size": 2 * dp_size, "per_device_eval_batch_size": 3 * dp_size}
+    [expected] = run_ranks(train, 1, stories, tmp_path / "one", None, timeout=200, **one)
+    found = run_ranks(train, layout.tp_size * dp_size, stories, tmp_path / "two", layout, timeout=200, **kwargs)
     assert len(expected[0]) >= 6
     for log, predictions, test_loss, _ in found:
         assert len(log) == len(expected[0])
@@ -86,6 +91,20 @@ def compare(stories, tmp_path, layout=TP2_SP, tolerance=2e-5, **kwargs):
 
 def test_train_evaluate_predict_with_accumulation_and_clipping(stories, tmp_path):
     compare(stories, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        MegatronConfig(dp_size=2),
+        MegatronConfig(dp_size=2, zero_stage=0),
+        MegatronConfig(tp_size=2, sequence_parallel=True, dp_size=2, zero_stage=2),
+        MegatronConfig(tp_size=2, dp_size=2, zero_stage=3),
+    ],
+    ids=lambda config: config.layout(),
+)
+def test_data_parallel(stories, tmp_path, layout):
+    compare(stories, tmp_path, layout)
 
 
 def test_without_averaging_tokens_across_devices(stories, tmp_path):

@@ -44,7 +44,7 @@ def test_bad_values_are_named(values, words):
     assert all(word in str(error.value) for word in words)
 
 
-@pytest.mark.parametrize("name", ["pp_size", "cp_size", "ep_size", "dp_size"])
+@pytest.mark.parametrize("name", ["pp_size", "cp_size", "ep_size"])
 def test_sizes_to_come_are_refused_by_name(name):
     with pytest.raises(UnsupportedError, match=name):
         MegatronConfig(**{name: 2})
@@ -67,8 +67,17 @@ def test_world_sizes():
     assert validate_world_size(MegatronConfig(tp_size=2), 2) == 1
     with pytest.raises(ConfigError, match="does not divide"):
         validate_world_size(MegatronConfig(tp_size=2), 3)
-    with pytest.raises(UnsupportedError, match="dp_size = 2"):
-        validate_world_size(MegatronConfig(tp_size=2), 4)
+    assert validate_world_size(MegatronConfig(tp_size=2), 4) == 2
+    with pytest.raises(ConfigError, match="dp_size = 4"):
+        validate_world_size(MegatronConfig(tp_size=2, dp_size=4), 4)
+    with pytest.raises(ConfigError, match="dp_replicate_size = 3"):
+        validate_world_size(MegatronConfig(dp_replicate_size=3), 4)
+
+
+@pytest.mark.parametrize("values", [{"zero_stage": 4}, {"zero_stage": True}, {"recompute": "some"}, {"bucket_size": 0}])
+def test_data_parallel_fields_are_checked(values):
+    with pytest.raises(ConfigError, match=next(iter(values))):
+        MegatronConfig(**values)
 
 
 def test_launch_environment():

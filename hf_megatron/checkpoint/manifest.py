@@ -1,0 +1,265 @@
+"""The manifest of a sharded checkpoint: its files with their digests, its tensors and where their pieces lie.
+
+A manifest is untrusted input. Whatever it says is checked before any other file is opened.
+"""
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import safetensors
+import torch
+import transformers
+
+from ..errors import CheckpointError
+from ..version import __version__
+from .pieces import Box, check_boxes
+from .shards import DTYPES, FileEntry
+
+FORMAT_VERSION = 1
+MANIFEST = "manifest.json"
+
+LARGEST_MANIFEST = 1 << 30
+MOST_BOXES = 1 << 24
+# Boxes that return after so many others are written once, with the number of times they repeat.
+_PERIODS = 4
+
+_DTYPE_OF_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
+
+
+@dataclass(frozen=True)
+class PieceEntry:
+    """Which boxes of a tensor a file's flat tensor `key` holds."""
+
+    file: str
+    key: str
+    boxes: tuple[Box, ...]
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """A global tensor and its pieces, which may overlap where ranks held copies."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    pieces: tuple[PieceEntry, ...]
+
+
+def library_versions() -> dict[str, str]:
+    return {
+        "hf_megatron": __version__,
+        "safetensors": safetensors.__version__,
+        "torch": str(torch.__version__),
+        "transformers": transformers.__version__,
+    }
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Everything a checkpoint states about itself.
+
+    Args:
+        world_size (`int`): ranks that wrote it.
+        facts (`Mapping[str, Any]`): the caller's own facts, JSON values only.
+        files (`Mapping[str, FileEntry]`): every file but the manifest, by its path relative to the checkpoint.
+        tensors (`Mapping[str, TensorEntry]`): by name.
+        versions (`Mapping[str, str]`): of the libraries that wrote it.
+    """
+
+    world_size: int
+    facts: Mapping[str, Any]
+    files: Mapping[str, FileEntry]
+    tensors: Mapping[str, TensorEntry]
+    versions: Mapping[str, str] = field(default_factory=library_versions)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "format_version": FORMAT_VERSION,
+            "versions": dict(self.versions),
+            "world_size": self.world_size,
+            "facts": dict(self.facts),
+            "files": {name: {"size": entry.size, "sha256": entry.sha256} for name, entry in self.files.items()},
+            "tensors": {
+                name: {
+                    "shape": list(entry.shape),
+                    "dtype": str(entry.dtype).removeprefix("torch."),
+                    "pieces": [
+                        {"file": piece.file, "key": piece.key, "boxes": _encode_boxes(piece.boxes)}
+                        for piece in entry.pieces
+                    ],
+                }
+                for name, entry in self.tensors.items()
+            },
+        }
+
+    @classmethod
+    def from_dict(cls, data: Any, where: str) -> "Manifest":
+        """Checks every field; `where` names the file in errors.
+
+        Raises:
+            CheckpointError: naming the file, the field and its value.
+        """
+        check = _Checker(where)
+        version = check.value(check.table(data, "content"), "format_version", int)
+        if version != FORMAT_VERSION:
+            raise CheckpointError(f"{where}: format version {version}, this library reads {FORMAT_VERSION}.")
+        files = {}
+        for name, entry in check.value(data, "files", dict).items():
+            check.file_name(name)
+            size, digest = check.value(entry, "size", int), check.value(entry, "sha256", str)
+            if size < 0 or not re.fullmatch("[0-9a-f]{64}", digest):
+                raise CheckpointError(f"{where}: file {name!r} has size {size} and sha256 {digest!r}.")
+            files[name] = FileEntry(size, digest)
+        tensors = {name: check.tensor(name, entry, files) for name, entry in check.value(data, "tensors", dict).items()}
+        world_size, facts = check.value(data, "world_size", int), check.value(data, "facts", dict)
+        return cls(world_size, facts, files, tensors, check.value(data, "versions", dict))
+
+    @classmethod
+    def load(cls, directory: Path) -> "Manifest":
+        """Reads and checks the manifest of a checkpoint.
+
+        Raises:
+            CheckpointError: when it is missing or anything in it is wrong.
+        """
+        path = inside(directory, MANIFEST)
+        try:
+            size = path.stat().st_size
+            if size > LARGEST_MANIFEST:
+                raise CheckpointError(f"{path}: {size} bytes, at most {LARGEST_MANIFEST} are read.")
+            data = json.loads(path.read_bytes())
+        except OSError as error:
+            raise CheckpointError(f"{directory} is not a complete checkpoint: its {MANIFEST}: {error}") from error
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(f"{path}: not JSON ({size} bytes): {error}") from error
+        manifest = cls.from_dict(data, str(path))
+        for name in manifest.files:
+            inside(directory, name)
+        return manifest
+
+
+def inside(directory: Path, name: str) -> Path:
+    """The path of a file of a checkpoint.
+
+    Raises:
+        CheckpointError: when links lead out of the checkpoint.
+    """
+    path = directory / name
+    real, root = os.path.realpath(path), os.path.realpath(directory)
+    if os.path.commonpath([real, root]) != root:
+        raise CheckpointError(f"{path} leads out of the checkpoint, to {real}.")
+    return path
+
+
+class _Checker:
+    """Takes values out of a manifest, with the manifest's name in every error."""
+
+    def __init__(self, where: str):
+        self.where = where
+        self.boxes = 0
+
+    def table(self, value: Any, what: str) -> dict[str, Any]:
+        if not isinstance(value, dict):
+            raise CheckpointError(f"{self.where}: {what} is {str(value)[:100]!r}, not a table.")
+        return value
+
+    def value(self, table: Any, key: str, kind: type) -> Any:
+        value = self.table(table, f"the table with {key!r}").get(key)
+        # JSON's true is an int in Python.
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise CheckpointError(f"{self.where}: {key!r} is {str(value)[:100]!r}, expected a {kind.__name__}.")
+        return value
+
+    def file_name(self, name: str) -> None:
+        parts = PurePosixPath(name).parts
+        plain = parts and ".." not in parts and not name.startswith("/") and "\\" not in name and "\0" not in name
+        if not plain or os.path.isabs(name) or name == MANIFEST or name != "/".join(parts):
+            raise CheckpointError(f"{self.where}: {name!r} is not the name of a file inside the checkpoint.")
+
+    def integers(self, value: Any, what: str) -> tuple[int, ...]:
+        if not isinstance(value, list) or not all(type(number) is int and 0 <= number < 1 << 62 for number in value):
+            raise CheckpointError(f"{self.where}: {what} is {str(value)[:100]!r}, expected a list of sizes.")
+        return tuple(value)
+
+    def tensor(self, name: str, entry: Any, files: Mapping[str, FileEntry]) -> TensorEntry:
+        shape, dtype = (
+            self.integers(self.value(entry, "shape", list), f"{name}: shape"),
+            self.value(entry, "dtype", str),
+        )
+        if dtype not in _DTYPE_OF_NAME:
+            raise CheckpointError(f"{self.where}: {name} has the unknown dtype {dtype!r}.")
+        pieces = []
+        for piece in self.value(entry, "pieces", list):
+            file, key = self.value(piece, "file", str), self.value(piece, "key", str)
+            if file not in files:
+                raise CheckpointError(f"{self.where}: {name} lies in {file!r}, which is not among the files.")
+            boxes = self.decode_boxes(self.value(piece, "boxes", list), name)
+            check_boxes(f"{self.where}: {name}", shape, boxes)
+            if sum(box.numel for box in boxes) * _DTYPE_OF_NAME[dtype].itemsize > files[file].size:
+                raise CheckpointError(f"{self.where}: the boxes of {name} have more entries than {file!r}.")
+            pieces.append(PieceEntry(file, key, boxes))
+        return TensorEntry(shape, _DTYPE_OF_NAME[dtype], tuple(pieces))
+
+    def decode_boxes(self, runs: list[Any], name: str) -> tuple[Box, ...]:
+        boxes: list[Box] = []
+        for run in runs:
+            repeat = self.value(run, "repeat", int) if "repeat" in self.table(run, f"{name}: a box") else 1
+            corners = self.value(run, "offset", list), self.value(run, "shape", list)
+            step = self.value(run, "step", list) if repeat != 1 else []
+            steps = self.integers(step, f"{name}: step")
+            pattern = [
+                Box(self.integers(offset, f"{name}: offset"), self.integers(shape, f"{name}: shape"))
+                for offset, shape in zip(*corners, strict=False)
+            ]
+            self.boxes += max(repeat, 1) * len(pattern)
+            if self.boxes > MOST_BOXES or not pattern or len(corners[0]) != len(corners[1]):
+                raise CheckpointError(f"{self.where}: {name} has boxes that do not pair up, none at all, or too many.")
+            if repeat == 1:
+                boxes.extend(pattern)
+            elif any(len(steps) != len(box.offset) for box in pattern):
+                raise CheckpointError(f"{self.where}: {name}: step {list(steps)} does not fit its boxes.")
+            else:
+                boxes.extend(_shifted(box, steps, turn) for turn in range(repeat) for box in pattern)
+        return tuple(boxes)
+
+
+def _shifted(box: Box, step: Sequence[int], times: int) -> Box:
+    return Box(tuple(start + times * by for start, by in zip(box.offset, step, strict=True)), box.shape)
+
+
+def _encode_boxes(boxes: Sequence[Box]) -> list[dict[str, Any]]:
+    """Runs of boxes; interleaved intervals, thousands of boxes, become one run that repeats."""
+    runs: list[dict[str, Any]] = []
+    begin = 0
+    while begin < len(boxes):
+        best, repeat = 1, 1
+        step: tuple[int, ...] = ()
+        for period in range(1, _PERIODS + 1):
+            count, by = _repeats(boxes, begin, period)
+            if count > 1 and count * period > best * repeat:
+                best, repeat, step = period, count, by
+        pattern = boxes[begin : begin + best]
+        run: dict[str, Any] = {
+            "offset": [list(box.offset) for box in pattern],
+            "shape": [list(box.shape) for box in pattern],
+        }
+        runs.append(run if repeat == 1 else run | {"repeat": repeat, "step": list(step)})
+        begin += best * repeat
+    return runs
+
+
+def _repeats(boxes: Sequence[Box], begin: int, period: int) -> tuple[int, tuple[int, ...]]:
+    pattern = boxes[begin : begin + period]
+    following = boxes[begin + period : begin + period + 1]
+    step = tuple(b - a for a, b in zip(pattern[0].offset, following[0].offset, strict=True)) if following else ()
+    if not following or min(step, default=0) < 0:
+        return 1, ()
+    available = (len(boxes) - begin) // period
+    for count in range(1, available):
+        turn = boxes[begin + count * period : begin + (count + 1) * period]
+        if list(turn) != [_shifted(box, step, count) for box in pattern]:
+            return count, step
+    return max(available, 1), step

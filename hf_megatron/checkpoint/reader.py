@@ -1,0 +1,237 @@
+"""Reading sharded checkpoints in any layout; everything is checked before the first entry is copied."""
+
+import re
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ..errors import CheckpointError
+from .manifest import MANIFEST, Manifest, PieceEntry, TensorEntry, inside
+from .pieces import Box, check_boxes, copy_overlap, overlaps, uncovered
+from .shards import MappedShard, hash_file
+from .together import raise_together, rank_and_size
+
+LATEST = "latest"
+
+
+class Checkpoint:
+    """A complete checkpoint, opened for reading by one rank; files are mapped when they are first needed.
+
+    Args:
+        path (`str` or `Path`): its directory.
+
+    Raises:
+        CheckpointError: for a manifest that is missing or wrong, listing all files that are missing, or for a file
+            whose size is not the one in the manifest.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self.manifest = Manifest.load(self.path)
+        self._shards: dict[str, MappedShard] = {}
+        missing, wrong = [], []
+        for name, entry in self.manifest.files.items():
+            file = self.path / name
+            if not file.is_file():
+                missing.append(name)
+            elif file.stat().st_size != entry.size:
+                wrong.append(f"{name} has {file.stat().st_size} bytes instead of {entry.size}")
+        if missing:
+            raise CheckpointError(f"{self.path}: {len(missing)} files are missing: {', '.join(missing)}.")
+        if wrong:
+            raise CheckpointError(f"{self.path}: {'; '.join(wrong)}.")
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """What the caller of the save noted."""
+        return self.manifest.facts
+
+    def names(self) -> list[str]:
+        return list(self.manifest.tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._tensor(name).shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._tensor(name).dtype
+
+    def _tensor(self, name: str) -> TensorEntry:
+        entry = self.manifest.tensors.get(name)
+        if entry is None:
+            raise CheckpointError(f"{self.path} has no tensor {name!r}.")
+        return entry
+
+    def verify(self, rank: int = 0, ranks: int = 1) -> None:
+        """Compares the digests of this rank's share of the files.
+
+        Raises:
+            CheckpointError: naming the files that differ.
+        """
+        # Largest first, so that the shares are of like size.
+        ordered = sorted(self.manifest.files.items(), key=lambda item: (-item[1].size, item[0]))
+        wrong = [name for name, entry in ordered[rank::ranks] if hash_file(self.path / name) != entry]
+        if wrong:
+            raise CheckpointError(f"{self.path}: the checksums of {', '.join(wrong)} are not those of the save.")
+
+    def compare(
+        self, expected: Mapping[str, Sequence[int]] | Iterable[str], strict: bool = True
+    ) -> tuple[list[str], list[str]]:
+        """Compares the tensors that are wanted with those that are there.
+
+        Args:
+            expected (`Mapping[str, Sequence[int]]` or `Iterable[str]`): names, with or without global shapes.
+            strict (`bool`, defaults to `True`): raise unless the names are the same.
+
+        Returns:
+            `tuple[list[str], list[str]]`: names that the checkpoint lacks, and names that nobody wants.
+
+        Raises:
+            CheckpointError: listing the names, or for a shape that differs, strict or not.
+        """
+        wanted = dict.fromkeys(expected)
+        missing = sorted(wanted.keys() - self.manifest.tensors.keys())
+        unexpected = sorted(self.manifest.tensors.keys() - wanted.keys())
+        if strict and (missing or unexpected):
+            raise CheckpointError(f"{self.path}: missing tensors: {missing}; unexpected tensors: {unexpected}.")
+        if isinstance(expected, Mapping):
+            differing = [
+                f"{name} is {list(self.shape(name))}, expected {list(shape)}"
+                for name, shape in expected.items()
+                if name in self.manifest.tensors and self.shape(name) != tuple(shape)
+            ]
+            if differing:
+                raise CheckpointError(f"{self.path}: shapes differ: {'; '.join(differing)}.")
+        return missing, unexpected
+
+    def read(self, name: str, boxes: Sequence[Box], out: Tensor, cast: bool = False) -> None:
+        """Fills `out`, one dim, with the row-major contents of the boxes one after another.
+
+        Args:
+            name (`str`): the tensor.
+            boxes (`Sequence[Box]`): which of its entries.
+            out (`Tensor`): one dim, as many entries as the boxes have; untouched when anything is wrong.
+            cast (`bool`, defaults to `False`): convert when the dtypes differ.
+
+        Raises:
+            CheckpointError: naming the tensor, for another dtype, boxes outside it, or entries that no file has.
+        """
+        entry = self._tensor(name)
+        where = f"{self.path}: {name}"
+        check_boxes(where, entry.shape, boxes)
+        if out.dim() != 1 or out.numel() != sum(box.numel for box in boxes):
+            raise CheckpointError(f"{where}: {sum(box.numel for box in boxes)} entries do not fit {tuple(out.shape)}.")
+        if out.dtype != entry.dtype and not cast:
+            raise CheckpointError(f"{where} is {entry.dtype} and {out.dtype} was asked for; pass cast=True to convert.")
+        # Copies on several ranks are the same boxes; any one of them is read.
+        distinct = list({piece.boxes: piece for piece in entry.pieces}.values())
+        needed = [piece for piece in distinct if overlaps(piece.boxes, boxes)]
+        lacking = uncovered([piece.boxes for piece in needed], boxes)
+        if lacking:
+            raise CheckpointError(f"{where}: {lacking} of {out.numel()} entries are in no file of the checkpoint.")
+        sources = [(piece.boxes, self._contents(name, entry, piece)) for piece in needed]
+        for source_boxes, data in sources:
+            copy_overlap(source_boxes, data, boxes, out)
+
+    def _contents(self, name: str, entry: TensorEntry, piece: PieceEntry) -> Tensor:
+        shard = self._shards.get(piece.file)
+        if shard is None:
+            shard = self._shards[piece.file] = MappedShard(inside(self.path, piece.file))
+        data = shard.tensor(piece.key)
+        if data.dtype != entry.dtype or data.numel() != sum(box.numel for box in piece.boxes):
+            raise CheckpointError(
+                f"{shard.path}: {piece.key!r} has {data.numel()} entries of {data.dtype}, which is not what the "
+                f"manifest says of {name}."
+            )
+        return data
+
+
+def open_checkpoint(path: str | Path, group: ProcessGroup | None = None, verify: bool = True) -> Checkpoint:
+    """Opens a checkpoint on all ranks and checks its files, each rank its share.
+
+    Raises:
+        CheckpointError: the same on every rank.
+    """
+    checkpoint, error = None, None
+    try:
+        checkpoint = Checkpoint(path)
+    except (CheckpointError, OSError) as caught:
+        error = caught
+    raise_together(error, group, f"Opening {path}")
+    assert checkpoint is not None
+    if verify:
+        verify_on_all_ranks(checkpoint, group)
+    return checkpoint
+
+
+def verify_on_all_ranks(checkpoint: Checkpoint, group: ProcessGroup | None = None) -> None:
+    """Compares all digests, each rank those of its share of the files.
+
+    Raises:
+        CheckpointError: the same on every rank, naming the rank that found it and the file.
+    """
+    error: Exception | None = None
+    try:
+        checkpoint.verify(*rank_and_size(group))
+    except (CheckpointError, OSError) as caught:
+        error = caught
+    raise_together(error, group, f"Checking {checkpoint.path}")
+
+
+def is_committed(path: str | Path) -> bool:
+    """Whether a directory has a valid manifest; its files are not looked at."""
+    try:
+        Manifest.load(Path(path))
+    except CheckpointError:
+        return False
+    return True
+
+
+def committed(parent: Path) -> list[Path]:
+    """The complete checkpoints of a directory, newest first: by the number their name ends in, then by time."""
+    found = []
+    for path in parent.iterdir() if parent.is_dir() else ():
+        if not path.name.startswith(".tmp-") and (path / MANIFEST).is_file() and is_committed(path):
+            number = re.search(r"\d+$", path.name)
+            found.append((int(number[0]) if number else -1, path.stat().st_mtime_ns, path))
+    return [path for *_, path in sorted(found, reverse=True)]
+
+
+def pointed_at(parent: Path, pointer: str = LATEST) -> Path | None:
+    """What the pointer file names; `None` when there is none, or when it holds no plain name."""
+    try:
+        name = (parent / pointer).read_bytes()[:4096].decode().strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+    return parent / name if re.fullmatch(r"[^/\\\0]+", name) and name not in (".", "..") else None
+
+
+def latest(parent: str | Path, pointer: str = LATEST) -> Path | None:
+    """The checkpoint to resume from: the one that `latest` names, else the newest complete one, with a warning."""
+    root = Path(parent)
+    current = pointed_at(root, pointer)
+    if current is not None and is_committed(current):
+        return current
+    candidates = committed(root)
+    if not candidates:
+        return None
+    said = "missing or unreadable" if current is None else f"{current.name!r}, which is not a complete checkpoint"
+    warnings.warn(f"{root / pointer} is {said}; falling back to {candidates[0].name}.", stacklevel=2)
+    return candidates[0]
+
+
+def find(parent: str | Path, name: str) -> Path:
+    """Exactly this checkpoint.
+
+    Raises:
+        CheckpointError: when it is missing or incomplete.
+    """
+    if Path(name).name != name or name in ("", ".", ".."):
+        raise CheckpointError(f"{name!r} is not the name of a checkpoint in {parent}.")
+    path = Path(parent) / name
+    Manifest.load(path)
+    return path

@@ -1,0 +1,186 @@
+"""Which part of each parameter a data parallel rank owns, and the flat rows that parts travel in.
+
+Rank r of S owns the entries `[r * width, (r + 1) * width)` of a flattened local parameter, `width = ceil(entries / S)`.
+The rule looks at one parameter alone: freezing another, or another bucket size, moves nothing. A bucket lays several
+parameters side by side in rows `[S, width of all]`, row r what rank r owns of each.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ..communication.collectives import bounds, share
+from ..upstream import local_tensor
+
+
+def owned_range(entries: int, ranks: int, rank: int) -> tuple[int, int]:
+    """`[start, stop)` of the flattened local parameter that `rank` owns; the last ranks may own nothing."""
+    return bounds(entries, ranks, rank)
+
+
+@dataclass
+class Slot:
+    """A parameter's columns in the rows of a bucket."""
+
+    parameter: nn.Parameter
+    start: int
+    width: int
+    entries: int
+
+    def scatter_into(self, rows: Tensor, local: Tensor, *, add: bool) -> None:
+        """Writes (or adds) a local tensor into the slot's columns; columns beyond the parameter's end stay."""
+        for columns, part in self._pairs(rows, local.reshape(-1)):
+            if add:
+                columns.add_(part)
+            else:
+                columns.copy_(part)
+
+    def collect_from(self, rows: Tensor, local: Tensor) -> None:
+        """Writes the slot's columns into a contiguous local tensor."""
+        for columns, part in self._pairs(rows, local.view(-1)):
+            part.copy_(columns)
+
+    def _pairs(self, rows: Tensor, flat: Tensor) -> list[tuple[Tensor, Tensor]]:
+        whole = self.entries // self.width if self.width else 0
+        pairs = []
+        if whole:
+            columns = rows[:whole, self.start : self.start + self.width]
+            pairs.append((columns, flat[: whole * self.width].view(whole, self.width)))
+        rest = self.entries - whole * self.width
+        if rest:
+            pairs.append((rows[whole, self.start : self.start + rest], flat[whole * self.width :]))
+        return pairs
+
+    def own_columns(self, row: Tensor, ranks: int, rank: int) -> Tensor:
+        """This rank's entries in its row."""
+        start, stop = owned_range(self.entries, ranks, rank)
+        return row[self.start : self.start + stop - start]
+
+
+class Bucket:
+    """Parameters whose gradients are reduced together, and the state of that reduction.
+
+    The rows end in one column per parameter that counts the ranks which have a gradient of it, so that every rank
+    learns of parameters that nobody used.
+
+    Attributes:
+        rows (`Tensor`, *optional*): `[ranks, width + parameters]`, this rank's gradient, not reduced yet.
+        shard (`Tensor`, *optional*): `[width]`, the reduced gradient of what this rank owns.
+        written: indices of slots that hold a gradient of this window; `arrived` those of the last backward.
+        used: indices of slots whose parameter has a gradient on some rank.
+    """
+
+    def __init__(self, slots: Sequence[Slot], ranks: int, dtype: torch.dtype, device: torch.device):
+        self.slots, self.ranks, self.dtype, self.device = slots, ranks, dtype, device
+        self.width = slots[-1].start + slots[-1].width
+        self.rows: Tensor | None = None
+        self.shard: Tensor | None = None
+        self.written: set[int] = set()
+        self.arrived: set[int] = set()
+        self.used: set[int] = set()
+        self._inbox: Tensor | None = None
+
+    def open_rows(self) -> Tensor:
+        if self.rows is None:
+            self.rows = torch.empty((self.ranks, self.width + len(self.slots)), dtype=self.dtype, device=self.device)
+        return self.rows
+
+    def close_rows(self) -> Tensor:
+        """The rows, complete: zeros where this rank has no gradient, and the flags."""
+        rows = self.open_rows()
+        for index, slot in enumerate(self.slots):
+            if index not in self.written:
+                rows[:, slot.start : slot.start + slot.width].zero_()
+        flags = rows[:, self.width :]
+        flags.fill_(1)
+        for index in range(len(self.slots)):
+            if index not in self.written:
+                flags[:, index] = 0
+        return rows
+
+    def rows_for(self, dtype: torch.dtype) -> Tensor:
+        """Rows of another content while no gradient is in them: the bucket's own memory where the dtype allows it."""
+        if self.rows is not None and self.rows.dtype == dtype and not self.written:
+            return self.rows
+        return torch.empty((self.ranks, self.width + len(self.slots)), dtype=dtype, device=self.device)
+
+    def take_inbox(self) -> Tensor:
+        """Memory for the rows of other ranks; the last one may still hold the shard."""
+        if self._inbox is None or self.shard is not None:
+            shape = (max(self.ranks - 1, 1), self.width + len(self.slots))
+            self._inbox = torch.empty(shape, dtype=self.dtype, device=self.device)
+        return self._inbox
+
+    def take_in(self, reduced: Tensor, replicas: int, *, keep: bool) -> None:
+        """Adds the sum over the data parallel ranks, `[width + parameters]`, to the shard as an average."""
+        if len(self.written) == len(self.slots):
+            self.used.update(range(len(self.slots)))
+        else:
+            self.used.update(torch.nonzero(reduced[self.width :]).flatten().tolist())
+        gradient = reduced[: self.width].div_(replicas)
+        if self.shard is not None:
+            self.shard.add_(gradient)
+        else:
+            self.shard = gradient if keep or self.ranks <= 2 else gradient.clone()
+        if self.ranks == 1:
+            # Without other ranks the sum lies in the rows themselves.
+            self.rows = None
+        if not keep:
+            self.rows = self._inbox = None
+        self.written.clear()
+        self.arrived.clear()
+
+    def discard_slots(self, indices: set[int], *, keep: bool) -> None:
+        """Forgets the gradients of some parameters."""
+        if indices >= self.written | self.used:
+            self.discard(keep=keep)
+            return
+        for index in indices:
+            if self.shard is not None:
+                self.shard[self.slots[index].start :][: self.slots[index].width].zero_()
+        self.written -= indices
+        self.arrived -= indices
+        self.used -= indices
+
+    def discard(self, *, keep: bool) -> None:
+        """Forgets all gradients; `keep` keeps their memory."""
+        if self.ranks == 1 and keep and self.shard is not None and self.rows is None:
+            self.rows = self.shard._base
+        self.shard = None
+        for indices in (self.written, self.arrived, self.used):
+            indices.clear()
+
+
+def make_buckets(
+    parameters: Iterable[nn.Parameter], ranks: int, capacity: int, gradient_dtype: torch.dtype | None
+) -> list[Bucket]:
+    """Fills buckets in the given order, up to `capacity` bytes each; one dtype and device per bucket.
+
+    Args:
+        parameters: in the order in which backward is expected to reach them.
+        ranks (`int`): ranks that share a parameter.
+        capacity (`int`): bytes; a larger parameter has a bucket of its own.
+        gradient_dtype (`torch.dtype`, *optional*): of the sums of half-precision parameters; their own by default.
+    """
+    buckets: list[Bucket] = []
+    open_buckets: dict[tuple[torch.dtype, torch.dtype, torch.device], list[Slot]] = {}
+
+    def close(key: tuple[torch.dtype, torch.dtype, torch.device]) -> None:
+        slots = open_buckets.pop(key)
+        buckets.append(Bucket(slots, ranks, key[1], key[2]))
+
+    for parameter in parameters:
+        entries = local_tensor(parameter).numel()
+        half = parameter.dtype in (torch.bfloat16, torch.float16)
+        dtype = gradient_dtype if half and gradient_dtype is not None else parameter.dtype
+        key = (parameter.dtype, dtype, local_tensor(parameter).device)
+        slots = open_buckets.setdefault(key, [])
+        start = slots[-1].start + slots[-1].width if slots else 0
+        slots.append(Slot(parameter, start, share(entries, ranks), entries))
+        if (start + slots[-1].width) * ranks * dtype.itemsize >= capacity:
+            close(key)
+    for key in list(open_buckets):
+        close(key)
+    return buckets

@@ -1,0 +1,134 @@
+"""Data parallelism of one model: how its gradients are reduced and how its weights are shared."""
+
+import math
+import types
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ..config import MegatronConfig
+from ..errors import ConfigError, NonFiniteGradientError
+from ..mesh import ParallelMesh
+from ..upstream import local_tensor
+from .fully_sharded import no_sync
+from .ownership import mark, reducer_of
+from .reduction import GradientReducer
+
+
+class DataParallel:
+    """Attached to a laid out model; its parameters carry it (see `ownership.py`).
+
+    Attributes:
+        reducer (`GradientReducer`, *optional*): takes the gradients out of `.grad`; absent with one dp rank, where
+            `.grad` is complete, and in stage 3, where FSDP2 reduces.
+        skipped_steps (`int`): optimizer steps that were skipped for a gradient that is not finite.
+    """
+
+    def __init__(self, model: nn.Module, config: MegatronConfig, mesh: ParallelMesh):
+        self.model, self.config, self.mesh = model, config, mesh
+        self.reducer: GradientReducer | None = None
+        self.optimizers: list[Any] = []
+        self.skipped_steps = 0
+        self._skipped_in_a_row = 0
+        # Of the gradients of this step: clipped by the loop, found finite (or not) by whoever looked at all of them.
+        self.clipped = False
+        self.finite: bool | None = None
+        # A loss scaler looked at the gradients and decides itself whether to step.
+        self.scaled = False
+        if mesh.dp_size > 1 and config.zero_stage < 3:
+            self.reduce_gradients()
+        elif mesh.dp_size > 1:
+            model.no_sync = partial(no_sync, model)  # type: ignore[assignment]
+        self.mark_parameters()
+        model.register_forward_pre_hook(lambda *_: self.mark_parameters())
+        model.register_load_state_dict_post_hook(lambda *_: self._refresh_main_weights())
+        register_optimizer_step_pre_hook(_refuse_unprepared)
+
+    def __deepcopy__(self, memo: dict) -> "DataParallel":
+        return self
+
+    def reduce_gradients(self) -> None:
+        """Takes gradients out of `.grad` from now on; twice is once."""
+        if self.reducer is None:
+            self.reducer = GradientReducer(
+                self.model,
+                self.mesh,
+                bucket_size=self.config.bucket_size,
+                main_gradients=self.config.main_weights_in_fp32,
+                keep_rows=self.config.zero_stage < 2,
+            )
+            model: Any = self.model
+            model.no_sync = self.reducer.no_sync
+            model.zero_grad = types.MethodType(_zero_grad, model)
+
+    def mark_parameters(self) -> None:
+        """Lets every parameter know its engine; moving a model may have replaced them."""
+        for parameter in self.model.parameters():
+            mark(parameter, self)
+
+    def names(self) -> dict[int, str]:
+        """Identity of a parameter -> its name in the state dict; a tied one has the first."""
+        return {id(parameter): name for name, parameter in self.model.named_parameters()}
+
+    def note_clipping(self, parameters: list[Tensor], norm: Tensor, max_norm: float) -> None:
+        """Remembers that the loop clipped (a loop that only wants the norm clips to infinity), and what was finite."""
+        self.clipped = self.clipped or math.isfinite(max_norm)
+        finite = bool(torch.isfinite(norm))
+        seen = {id(parameter) for parameter in parameters}
+        if not finite or all(id(p) in seen for p in self.model.parameters() if p.requires_grad):
+            self.finite = finite
+
+    def start_step(self) -> None:
+        """Forgets what was noted of the last step's gradients."""
+        self.clipped, self.finite, self.scaled = False, None, False
+
+    def count(self, *, skipped: bool) -> None:
+        """Counts a step.
+
+        Raises:
+            NonFiniteGradientError: too many were skipped in a row.
+        """
+        if not skipped:
+            self._skipped_in_a_row = 0
+            return
+        self.skipped_steps += 1
+        self._skipped_in_a_row += 1
+        limit = self.config.max_skipped_steps
+        if self._skipped_in_a_row >= limit:
+            raise NonFiniteGradientError(
+                f"{limit} optimizer steps in a row had a gradient that is not finite (MegatronConfig.max_skipped_steps "
+                f"= {limit}); on this rank {self._not_finite()}."
+            )
+
+    def _not_finite(self) -> str:
+        reducer, bad = self.reducer, []
+        for name, parameter in self.model.named_parameters():
+            owned = reducer is not None and reducer.owns(parameter)
+            gradient = reducer.gradient(parameter) if owned and reducer is not None else parameter.grad
+            if gradient is not None and not torch.isfinite(local_tensor(gradient)).all():
+                bad.append(name)
+        return f"those of {', '.join(bad[:5])}" + (" and others" if len(bad) > 5 else "") if bad else "all are finite"
+
+    def _refresh_main_weights(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.refresh_main_weights()
+
+
+def _refuse_unprepared(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
+    """A stock optimizer would find no gradient at all, and do nothing."""
+    first = next((p for group in optimizer.param_groups for p in group["params"]), None)
+    if first is not None and reducer_of(first) is not None:
+        raise ConfigError(
+            f"{type(optimizer).__name__} steps on a data parallel model without knowing it: pass it through "
+            "accelerator.prepare(...) or hf_megatron.prepare_optimizer(optimizer)."
+        )
+
+
+def _zero_grad(model: Any, set_to_none: bool = True) -> None:
+    nn.Module.zero_grad(model, set_to_none)
+    engine = vars(model)["_hf_megatron"].data_parallel
+    if engine.reducer is not None:
+        engine.reducer.discard()

@@ -1,0 +1,312 @@
+"""The user's optimizer, stepping on local tensors: fp32 main weights and moments of what this rank owns.
+
+`prepare_optimizer` replaces the parameters in the optimizer's own groups by leaves. The optimizer stays the object it
+is: schedulers change its groups, `foreach` and `fused` apply, loss scalers read the leaves' gradients.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..communication.sharding import AllGather
+from ..config import MegatronConfig
+from ..errors import ConfigError, UnsupportedError
+from ..mesh import ParallelMesh
+from ..upstream import local_tensor
+from .buckets import Bucket, owned_range
+from .engine import DataParallel
+from .gradient_norm import clip_grad_norm, gradient_norm
+from .ownership import engine_of
+
+# Optimizers whose update of an entry depends on that entry alone: package -> classes.
+ELEMENTWISE = {
+    "torch": {
+        "ASGD",
+        "Adadelta",
+        "Adagrad",
+        "Adam",
+        "AdamW",
+        "Adamax",
+        "NAdam",
+        "RAdam",
+        "RMSprop",
+        "Rprop",
+        "SGD",
+    },
+    "apex": {"FusedAdam", "FusedSGD", "FusedAdagrad"},
+    "transformer_engine": {"FusedAdam", "FusedSGD"},
+    "lion_pytorch": {"Lion"},
+}
+
+
+@dataclass
+class Leaf:
+    """What the optimizer steps on in place of a parameter.
+
+    Attributes:
+        start, stop: the entries of the flattened local parameter that the leaf holds.
+        tensor: of the parameter's local shape, or 1-D where dp ranks share the parameter.
+        separate: has memory of its own (fp32 main weights, CPU offload) instead of the parameter's.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    start: int
+    stop: int
+    tensor: Tensor
+    separate: bool
+    flat: bool
+
+    def view(self) -> Tensor:
+        """The leaf's entries in the parameter itself."""
+        local = local_tensor(self.parameter.detach())
+        return local.view(-1)[self.start : self.stop] if self.flat else local
+
+
+def _make_leaf(name: str, parameter: nn.Parameter, config: MegatronConfig, mesh: ParallelMesh) -> Leaf:
+    local = local_tensor(parameter.detach())
+    if not local.is_contiguous():
+        raise UnsupportedError(f"{name} is not contiguous in memory; its optimizer state cannot be shared.")
+    shares = config.zero_stage in (1, 2) and mesh.shard_size > 1
+    start, stop = owned_range(local.numel(), mesh.shard_size, mesh.shard_rank) if shares else (0, local.numel())
+    half = parameter.dtype in (torch.bfloat16, torch.float16) and config.main_weights_in_fp32
+    leaf = Leaf(name, parameter, start, stop, local, half or config.offload_optimizer, shares)
+    leaf.tensor = leaf.view()
+    if leaf.separate:
+        device = torch.device("cpu") if config.offload_optimizer else local.device
+        dtype = torch.float32 if half else local.dtype
+        # A copy even where device and dtype are the same: numbers must not depend on where the state lies.
+        leaf.tensor = leaf.tensor.to(device=device, dtype=dtype, copy=True)
+    return leaf
+
+
+class ShardedOptimizer:
+    """What `prepare_optimizer` attaches to an optimizer as `_hf_megatron`."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, engine: DataParallel):
+        self.optimizer, self.engine = optimizer, engine
+        self.step_was_skipped = False
+        self.leaves: list[Leaf] = []
+        for group in optimizer.param_groups:
+            self.replace(group)
+        engine.optimizers.append(self)
+        optimizer.register_step_pre_hook(self._before_step)
+        optimizer.register_step_post_hook(self._after_step)
+
+    def replace(self, group: dict[str, Any]) -> None:
+        """Puts leaves in the place of a group's parameters."""
+        names, tensors = self.engine.names(), []
+        for parameter in group["params"]:
+            if id(parameter) not in names:
+                raise ConfigError(
+                    f"The optimizer holds a parameter of shape {tuple(parameter.shape)} that is not one of "
+                    f"{type(self.engine.model).__name__}'s: make one optimizer per model."
+                )
+            leaf = _make_leaf(names[id(parameter)], parameter, self.engine.config, self.engine.mesh)
+            self.leaves.append(leaf)
+            tensors.append(leaf.tensor)
+        group["params"] = tensors
+
+    # A step
+
+    def collect(self) -> None:
+        """Gives every leaf its gradient; every rank calls it after backward."""
+        reducer = self.engine.reducer
+        if reducer is not None:
+            reducer.finish()
+        for leaf in self.leaves:
+            gradient: Tensor | None
+            if reducer is not None and reducer.owns(leaf.parameter):
+                gradient = reducer.gradient(leaf.parameter)
+                if gradient is not None and not leaf.flat:
+                    gradient = gradient.view(leaf.tensor.shape)
+            else:
+                gradient = None if leaf.parameter.grad is None else local_tensor(leaf.parameter.grad)
+            leaf.tensor.grad = None if gradient is None else gradient.to(leaf.tensor.device, leaf.tensor.dtype)
+
+    def parameters(self) -> list[nn.Parameter]:
+        return [leaf.parameter for leaf in self.leaves]
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
+        # `args` begins with the optimizer itself.
+        if any(value is not None for value in (*args[1:], kwargs.get("closure"))):
+            raise UnsupportedError(f"{type(optimizer).__name__}.step(closure) on a model split over ranks.")
+        engine = self.engine
+        for leaf in self.leaves:
+            # Moving the model gave its parameters new memory; leaves share it.
+            if not leaf.separate and leaf.tensor.data_ptr() != leaf.view().data_ptr():
+                leaf.tensor.data = leaf.view()
+        self.step_was_skipped = False
+        if not engine.scaled:
+            limit = engine.config.gradient_clipping
+            if limit is not None and not engine.clipped:
+                clip_grad_norm(self.parameters(), limit)
+            if engine.finite is None:
+                engine.finite = bool(torch.isfinite(gradient_norm(self.parameters())))
+            self.step_was_skipped = not engine.finite
+            engine.count(skipped=self.step_was_skipped)
+        self.collect()
+        if self.step_was_skipped:
+            # Without a gradient no leaf moves, on any rank: the decision came from the norm over all of them.
+            for leaf in self.leaves:
+                leaf.tensor.grad = None
+        engine.start_step()
+
+    @torch.no_grad()
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
+        if self.step_was_skipped:
+            return
+        for leaf in self.leaves:
+            if leaf.separate:
+                leaf.view().copy_(leaf.tensor)
+        self.publish()
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Sends what this rank owns to the ranks that share the parameters, and receives theirs."""
+        reducer, mesh = self.engine.reducer, self.engine.mesh
+        if reducer is None or mesh.shard_size == 1 or not self.leaves or not self.leaves[0].flat:
+            return
+        ours = {id(leaf.parameter) for leaf in self.leaves}
+        buckets = [b for b in reducer.buckets if any(id(slot.parameter) in ours for slot in b.slots)]
+        started: list[tuple[Bucket, Tensor, AllGather]] = []
+        for bucket in buckets:
+            rows = bucket.rows_for(local_tensor(bucket.slots[0].parameter).dtype)
+            own = rows[mesh.shard_rank]
+            for slot in bucket.slots:
+                start, stop = owned_range(slot.entries, mesh.shard_size, mesh.shard_rank)
+                own[slot.start : slot.start + stop - start].copy_(
+                    local_tensor(slot.parameter.detach()).view(-1)[start:stop]
+                )
+            started.append((bucket, rows, AllGather(rows, mesh.shard_group)))
+            if len(started) > 1:
+                _receive(*started.pop(0))
+        for item in started:
+            _receive(*item)
+
+    @torch.no_grad()
+    def refresh_main_weights(self) -> None:
+        """Takes the parameters' present values over into leaves with memory of their own."""
+        for leaf in self.leaves:
+            if leaf.separate:
+                leaf.tensor.copy_(leaf.view())
+
+    def zero_grad(self) -> None:
+        reducer = self.engine.reducer
+        if reducer is not None:
+            reducer.discard(self.parameters())
+        for leaf in self.leaves:
+            leaf.tensor.grad = leaf.parameter.grad = None
+
+
+def _receive(bucket: Bucket, rows: Tensor, gather: AllGather) -> None:
+    gather.wait()
+    for slot in bucket.slots:
+        slot.collect_from(rows, local_tensor(slot.parameter.detach()))
+
+
+class _TakenOver:
+    """Mixin of a prepared optimizer's class."""
+
+    _hf_megatron: ShardedOptimizer
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._hf_megatron.zero_grad()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)  # type: ignore[misc]
+        self._hf_megatron.replace(self.param_groups[-1])  # type: ignore[attr-defined]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of what this rank owns under the parameters' names in the model."""
+        packed = super().state_dict()  # type: ignore[misc]
+        names = [leaf.name for leaf in self._hf_megatron.leaves]
+        groups = [{**group, "params": [names[index] for index in group["params"]]} for group in packed["param_groups"]]
+        return {
+            "state": {names[index]: state for index, state in packed["state"].items()},
+            "param_groups": groups,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        index_of = {leaf.name: index for index, leaf in enumerate(self._hf_megatron.leaves)}
+        named = [name for group in state_dict["param_groups"] for name in group["params"]]
+        unknown = sorted(set(map(str, named)) - index_of.keys())
+        if unknown:
+            raise ConfigError(f"The optimizer's state dict names parameters that it does not hold: {unknown[:5]}.")
+        packed = {
+            "state": {index_of[name]: state for name, state in state_dict["state"].items()},
+            "param_groups": [
+                {**group, "params": [index_of[name] for name in group["params"]]}
+                for group in state_dict["param_groups"]
+            ],
+        }
+        super().load_state_dict(packed)  # type: ignore[misc]
+
+
+@cache
+def _taken_over(base: Any) -> type:
+    return type(base.__name__, (_TakenOver, base), {})
+
+
+def sharded(optimizer: Any) -> ShardedOptimizer | None:
+    """What `prepare_optimizer` attached, if it did."""
+    return vars(optimizer).get("_hf_megatron")
+
+
+def is_elementwise(optimizer_class: type) -> bool:
+    package = optimizer_class.__module__.partition(".")[0]
+    return optimizer_class.__name__ in ELEMENTWISE.get(package, ())
+
+
+def prepare_optimizer(optimizer: torch.optim.Optimizer, *, elementwise: bool = False) -> torch.optim.Optimizer:
+    """Makes an optimizer of a laid out model step on what this rank owns; Trainer and Accelerate call it themselves.
+
+    Args:
+        optimizer (`torch.optim.Optimizer`): made from the model's parameters, before its first step.
+        elementwise (`bool`, defaults to `False`): the class is not in `ELEMENTWISE`, and its update of an entry does
+            depend on that entry alone.
+
+    Returns:
+        `torch.optim.Optimizer`: the same object; its groups hold local tensors from now on.
+
+    Raises:
+        UnsupportedError: the class looks at whole parameters (Adafactor, Muon, LBFGS, block-wise 8-bit) or is unknown.
+        ConfigError: the optimizer holds parameters of several models, or has stepped already.
+    """
+    if sharded(optimizer) is not None:
+        return optimizer
+    engines = [engine_of(p) for p in _parameters(optimizer)]
+    engine = next((engine for engine in engines if engine is not None), None)
+    if engine is None:
+        return optimizer
+    name = type(optimizer).__name__
+    if optimizer.state:
+        raise ConfigError(f"{name} has stepped already; prepare it before its first step.")
+    whole = engine.mesh.tp_size == 1 and engine.config.zero_stage == 0
+    if not (elementwise or whole or is_elementwise(type(optimizer))):
+        raise UnsupportedError(
+            f"{type(optimizer).__module__}.{name} is not known to be elementwise (known: {', '.join(known())}): it "
+            "would see parts of parameters and compute something else. Use zero_stage=0 with tp_size=1, where it sees "
+            "whole ones, or hf_megatron.prepare_optimizer(optimizer, elementwise=True) if each entry is updated from "
+            "that entry alone."
+        )
+    half = any(p.dtype in (torch.bfloat16, torch.float16) for p in _parameters(optimizer))
+    if half and engine.config.main_weights_in_fp32 and engine.config.zero_stage < 3:
+        engine.reduce_gradients()
+    # Attached last: the mixin's methods need it.
+    state = ShardedOptimizer(optimizer, engine)
+    optimizer._hf_megatron = state  # type: ignore[attr-defined]
+    optimizer.__class__ = _taken_over(type(optimizer))  # type: ignore[arg-type]
+    return optimizer
+
+
+def known() -> list[str]:
+    return sorted({name for names in ELEMENTWISE.values() for name in names})
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])

@@ -1,0 +1,28 @@
+"""What a parameter itself tells of the model it belongs to: stock loops hand over parameters, not models."""
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from .engine import DataParallel
+    from .reduction import GradientReducer
+
+_MARK = "_hf_megatron"
+
+
+def mark(parameter: nn.Parameter, engine: "DataParallel") -> None:
+    setattr(parameter, _MARK, engine)
+
+
+def engine_of(parameter: Tensor) -> "DataParallel | None":
+    """The data parallel engine of the model a parameter belongs to, if it is one of ours."""
+    return vars(parameter).get(_MARK)
+
+
+def reducer_of(parameter: Tensor) -> "GradientReducer | None":
+    """The reducer that takes a parameter's gradient out of `.grad`."""
+    engine = engine_of(parameter)
+    if engine is None or engine.reducer is None or not engine.reducer.owns(parameter):
+        return None
+    return engine.reducer

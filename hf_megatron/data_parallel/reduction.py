@@ -1,0 +1,228 @@
+"""Gradients of the data parallel ranks: averaged in buckets while backward goes on, each rank keeping what it owns.
+
+Megatron's distributed optimizer (`megatron/core/distributed/param_and_grad_buffer.py`) without its buffers: parameters
+stay where they are, so that freezing, copying, saving and moving a model work as always. A gradient leaves `.grad` for
+its bucket as soon as autograd has added it up; `gradient(parameter)` is the reduced part that this rank owns.
+"""
+
+import operator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ..communication.sharding import ReduceScatter, gather_rows, sum_over
+from ..errors import UnsupportedError
+from ..mesh import ParallelMesh
+from ..upstream import dtensor_from_local, local_tensor
+from .buckets import Bucket, Slot, make_buckets
+
+_MIB = 2**20
+
+
+@dataclass
+class _Started:
+    """A bucket's reduction under way."""
+
+    bucket: Bucket
+    work: Callable[[], Tensor]
+
+
+class GradientReducer:
+    """Averages the gradients of a model's trainable parameters over the data parallel ranks.
+
+    Args:
+        model (`nn.Module`): laid out, weights loaded.
+        mesh (`ParallelMesh`): gives the group that shares a parameter (`shard_group`) and the one that repeats it.
+        bucket_size (`int`): MiB of gradient per bucket.
+        main_gradients (`bool`): gradients of half-precision parameters are added up and reduced in fp32.
+        keep_rows (`bool`): buckets keep their memory between steps (stages 0 and 1).
+    """
+
+    def __init__(
+        self, model: nn.Module, mesh: ParallelMesh, *, bucket_size: int, main_gradients: bool, keep_rows: bool
+    ):
+        self.model, self.mesh = model, mesh
+        self.bucket_size = bucket_size
+        self.main_gradients = main_gradients
+        self.keep_rows = keep_rows
+        self.synchronise = True
+        self._buckets: list[Bucket] = []
+        self._place_of: dict[int, tuple[int, int]] = {}
+        self._hooks: list[Any] = []
+        self._parameters: list[nn.Parameter] = []
+        self._started: list[_Started] = []
+        self._next = 0
+        self._build()
+        model.register_forward_pre_hook(self._begin)
+
+    def __deepcopy__(self, memo: dict) -> "GradientReducer":
+        return self
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters that were trainable when the last forward began."""
+        return self._parameters
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        return self._buckets
+
+    def owns(self, parameter: Tensor) -> bool:
+        return id(parameter) in self._place_of
+
+    # Backward
+
+    def _build(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        # Backward reaches the last layers first.
+        self._buckets = make_buckets(
+            reversed(self._parameters),
+            self.mesh.shard_size,
+            self.bucket_size * _MIB,
+            torch.float32 if self.main_gradients else None,
+        )
+        self._place_of = {
+            id(slot.parameter): (number, index)
+            for number, bucket in enumerate(self._buckets)
+            for index, slot in enumerate(bucket.slots)
+        }
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(partial(self._arrive, self._place_of[id(parameter)]))
+            for parameter in self._parameters
+        ]
+
+    def refresh(self) -> None:
+        """Takes note of parameters that were frozen, unfrozen or replaced since."""
+        trainable = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        if len(trainable) == len(self._parameters) and all(map(operator.is_, trainable, self._parameters)):
+            return
+        if any(bucket.written for bucket in self._buckets):
+            raise UnsupportedError(
+                "Parameters were frozen, unfrozen or replaced between the microbatches of a step: do so after "
+                "optimizer.step() and zero_grad()."
+            )
+        self.discard()
+        self._build()
+
+    def _begin(self, model: nn.Module, args: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        self.refresh()
+        if self._started:
+            self.finish()
+        for bucket in self._buckets:
+            bucket.arrived.clear()
+
+    def _arrive(self, place: tuple[int, int], parameter: nn.Parameter) -> None:
+        """Autograd has added up a parameter's gradient."""
+        bucket, index = self._buckets[place[0]], place[1]
+        gradient = parameter.grad
+        assert gradient is not None
+        if place[0] < self._next:
+            raise UnsupportedError(
+                f"{self._name(parameter)} received another gradient after it was reduced. Put every backward but the "
+                "last of a step inside `with model.no_sync():`; gradient checkpointing needs use_reentrant=False."
+            )
+        bucket.slots[index].scatter_into(bucket.open_rows(), local_tensor(gradient), add=index in bucket.written)
+        bucket.written.add(index)
+        parameter.grad = None
+        if not self.synchronise:
+            return
+        bucket.arrived.add(index)
+        # In the order of buckets on every rank, whatever order backward takes: the collectives have to match.
+        while self._next < len(self._buckets):
+            following = self._buckets[self._next]
+            if len(following.arrived) < len(following.slots):
+                break
+            self._start(following)
+
+    def _start(self, bucket: Bucket) -> None:
+        """Starts the reduction of the next bucket; a parameter without a gradient adds zero."""
+        rows = bucket.close_rows()
+        if self.mesh.shard_size > 1:
+            work: Callable[[], Tensor] = ReduceScatter(rows, bucket.take_inbox(), self.mesh.shard_group).wait
+        else:
+            reduction = dist.all_reduce(rows, group=self.mesh.replicate_group, async_op=True)
+            work = partial(_wait_for, reduction, rows)
+        self._started.append(_Started(bucket, work))
+        self._next += 1
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Completes the reduction of everything that backward left; every data parallel rank calls it."""
+        if not any(bucket.written for bucket in self._buckets):
+            return
+        while self._next < len(self._buckets):
+            self._start(self._buckets[self._next])
+        for started in self._started:
+            reduced = started.work()
+            if self.mesh.shard_size > 1:
+                sum_over(reduced, self.mesh.replicate_group)
+            started.bucket.take_in(reduced, self.mesh.dp_size, keep=self.keep_rows)
+        self._started.clear()
+        self._next = 0
+
+    def discard(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        """Forgets the gradients of these parameters, by default of all, as `zero_grad()` does."""
+        if self._started:
+            self.finish()
+        if parameters is None:
+            for bucket in self._buckets:
+                bucket.discard(keep=self.keep_rows)
+        else:
+            slots: dict[int, set[int]] = {}
+            for parameter in parameters:
+                if self.owns(parameter):
+                    number, index = self._place_of[id(parameter)]
+                    slots.setdefault(number, set()).add(index)
+            for number, indices in slots.items():
+                self._buckets[number].discard_slots(indices, keep=self.keep_rows)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Gradients of backwards inside are only added up; the next backward outside reduces the sum."""
+        before, self.synchronise = self.synchronise, False
+        try:
+            yield
+        finally:
+            self.synchronise = before
+
+    # Reading
+
+    def gradient(self, parameter: Tensor) -> Tensor | None:
+        """The reduced gradient of the entries of a parameter that this rank owns, 1-D; `finish()` comes before."""
+        number, index = self._place_of[id(parameter)]
+        bucket = self._buckets[number]
+        if bucket.shard is None or index not in bucket.used:
+            return None
+        return bucket.slots[index].own_columns(bucket.shard, self.mesh.shard_size, self.mesh.shard_rank)
+
+    def full_gradient(self, parameter: nn.Parameter) -> Tensor | None:
+        """The reduced gradient in the parameter's own shape, on every rank; for tests and debugging."""
+        number, index = self._place_of[id(parameter)]
+        bucket = self._buckets[number]
+        if bucket.shard is None or index not in bucket.used:
+            return None
+        slot = bucket.slots[index]
+        columns = bucket.shard[slot.start : slot.start + slot.width].contiguous()
+        rows = gather_rows(columns, self.mesh.shard_group)
+        local = torch.empty(local_tensor(parameter).shape, dtype=bucket.dtype, device=bucket.device)
+        Slot(parameter, 0, slot.width, slot.entries).collect_from(rows, local)
+        return dtensor_from_local(local, parameter) if isinstance(parameter, DTensor) else local
+
+    def _name(self, parameter: nn.Parameter) -> str:
+        return next((name for name, other in self.model.named_parameters() if other is parameter), "a parameter")
+
+
+def _wait_for(work: Any, rows: Tensor) -> Tensor:
+    work.wait()
+    return rows[0]

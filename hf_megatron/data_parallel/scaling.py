@@ -1,0 +1,35 @@
+"""fp16 loss scaling: one verdict on overflow for all ranks.
+
+Each rank sees its own shards. torch's scaler asks only those, and a rank without an overflow would step while another
+skips: the weights diverge in silence.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .gradient_norm import local_gradients
+from .optimizer import ShardedOptimizer
+
+
+@torch.no_grad()
+def unscale(optimizer: ShardedOptimizer, inv_scale: Tensor, found_inf: Tensor) -> dict[torch.device, Tensor]:
+    """`GradScaler._unscale_grads_` on the reduced gradients of an optimizer.
+
+    Args:
+        inv_scale (`Tensor`): one over the loss scale.
+        found_inf (`Tensor`): 0, set to 1 if any rank's gradient is not finite.
+
+    Returns:
+        `dict`: device -> `found_inf`, as the scaler keeps it.
+    """
+    shares = local_gradients(optimizer.parameters())
+    found = found_inf.clone()
+    for shards in shares.values():
+        torch._amp_foreach_non_finite_check_and_unscale_(shards, found, inv_scale)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    optimizer.engine.start_step()
+    optimizer.engine.scaled = True
+    optimizer.collect()
+    optimizer.engine.count(skipped=bool(found))
+    return {found.device: found}

@@ -1,0 +1,1 @@
+"""What backward keeps of forward, and what it computes again instead."""

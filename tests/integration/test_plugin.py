@@ -1,0 +1,264 @@
+"""Accelerator(megatron_lm_plugin=MegatronPlugin(...)): data, gathering and stepping over tp and dp ranks."""
+
+import types
+
+import pytest
+import torch
+from accelerate import Accelerator, skip_first_batches
+from accelerate.tracking import GeneralTracker
+from accelerate.utils import DataLoaderConfiguration, MegatronLMPlugin
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, IterableDataset
+
+from hf_megatron import ConfigError, MegatronConfig, MegatronPlugin, UnsupportedError
+from hf_megatron.verify.ranks import run_ranks
+
+# name -> world size and fields; every layout that spreads data.
+LAYOUTS = {"tp1 x dp2": (2, {}), "tp2 x dp2": (4, {"tp_size": 2}), "tp2": (2, {"tp_size": 2})}
+layouts = pytest.mark.parametrize("name", LAYOUTS)
+
+
+def started(name, **kwargs):
+    return Accelerator(cpu=True, megatron_lm_plugin=MegatronPlugin(MegatronConfig(**LAYOUTS[name][1])), **kwargs)
+
+
+def by_dp_rank(name, results):
+    """One result per dp rank, after checking that ranks of one batch agree."""
+    size = LAYOUTS[name][1].get("tp_size", 1)
+    groups = [results[start : start + size] for start in range(0, len(results), size)]
+    assert all(result == group[0] for group in groups for result in group)
+    return [group[0] for group in groups]
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(12))
+
+
+class Stub(torch.nn.Linear):
+    """A module that says of itself what a model loaded with `megatron_config` says."""
+
+    def __init__(self, **fields):
+        super().__init__(2, 2)
+        config = MegatronConfig(**fields)
+        self.__dict__["_hf_megatron"] = types.SimpleNamespace(config=config)
+        self.tp_size = config.ranks_per_replica
+
+    def forward(self, rows):
+        self.computed_in = super().forward(rows).dtype
+        return super().forward(rows)
+
+
+@layouts
+def test_dp_ranks_have_batches_of_their_own(name):
+    def batches():
+        accelerator = started(name)
+        loader = accelerator.prepare(DataLoader(range(8), batch_size=2))
+        return [batch.tolist() for batch in loader]
+
+    expected = [[[0, 1], [4, 5]], [[2, 3], [6, 7]]] if "dp2" in name else [[[0, 1], [2, 3], [4, 5], [6, 7]]]
+    assert by_dp_rank(name, run_ranks(batches, LAYOUTS[name][0])) == expected
+
+
+@layouts
+@pytest.mark.parametrize("seedable", [False, True])
+def test_a_shuffled_epoch_has_every_sample_once_whatever_the_ranks_seeds(name, seedable):
+    def epochs():
+        import torch.distributed as dist
+
+        # Seedable samplers take their seed from the script's set_seed, which all ranks share.
+        torch.manual_seed(0 if seedable else dist.get_rank())
+        accelerator = started(name, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=seedable))
+        loader = accelerator.prepare(DataLoader(range(12), batch_size=2, shuffle=True))
+        return [[sample for batch in loader for sample in batch.tolist()] for _ in range(2)]
+
+    parts = by_dp_rank(name, run_ranks(epochs, LAYOUTS[name][0]))
+    for epoch in range(2):
+        samples = [sample for part in parts for sample in part[epoch]]
+        assert sorted(samples) == list(range(12)) and samples != list(range(12))
+
+
+@layouts
+def test_an_iterable_data_set(name):
+    def batches():
+        accelerator = started(name)
+        return [
+            sample for batch in accelerator.prepare(DataLoader(Stream(), batch_size=2)) for sample in batch.tolist()
+        ]
+
+    parts = by_dp_rank(name, run_ranks(batches, LAYOUTS[name][0]))
+    assert sorted(sample for part in parts for sample in part) == list(range(12))
+
+
+def test_dispatching_one_batch_to_all_ranks_is_refused():
+    def refused():
+        with pytest.raises(UnsupportedError, match="dispatch_batches"):
+            started("tp2 x dp2", dataloader_config=DataLoaderConfiguration(dispatch_batches=True))
+
+    run_ranks(refused, 4)
+
+
+@layouts
+def test_gather_is_over_dp_and_drops_what_filled_the_last_batch(name):
+    def gathered():
+        accelerator = started(name)
+        loader = accelerator.prepare(DataLoader(range(7), batch_size=2))
+        tensors, objects, nested = [], [], []
+        for batch in loader:
+            tensors += accelerator.gather_for_metrics(batch).tolist()
+            objects += accelerator.gather_for_metrics([f"sample {i}" for i in batch.tolist()])
+            nested += accelerator.gather_for_metrics({"ids": (batch, batch[:, None])})["ids"][1][:, 0].tolist()
+        everything = accelerator.gather(torch.tensor([accelerator.process_index]))
+        scalar = accelerator.gather(torch.tensor(float(accelerator.process_index)))
+        return tensors, objects, nested, everything.tolist(), scalar.reshape(-1).tolist()
+
+    world, fields = LAYOUTS[name]
+    tp = fields.get("tp_size", 1)
+    for rank, (tensors, objects, nested, everything, scalar) in enumerate(run_ranks(gathered, world)):
+        assert tensors == nested == list(range(7)) and objects == [f"sample {i}" for i in range(7)]
+        assert everything == scalar == list(range(rank % tp, world, tp))
+
+
+@layouts
+def test_reduce_counts_each_batch_once(name):
+    def reduced():
+        accelerator = started(name)
+        mine = torch.tensor([1.0 + accelerator.process_index // accelerator.parallelism_config.tp_size])
+        return [accelerator.reduce({"count": mine}, kind)["count"].item() for kind in ("sum", "mean", "max")]
+
+    expected = [3.0, 1.5, 2.0] if "dp2" in name else [1.0, 1.0, 1.0]
+    assert run_ranks(reduced, LAYOUTS[name][0]) == [expected] * LAYOUTS[name][0]
+
+
+@layouts
+def test_the_scheduler_steps_once_per_optimizer_step(name):
+    def rates():
+        accelerator = started(name, gradient_accumulation_steps=2)
+        weight = torch.nn.Parameter(torch.ones(1))
+        optimizer = torch.optim.SGD([weight], lr=1.0)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+        optimizer, scheduler, loader = accelerator.prepare(optimizer, scheduler, DataLoader(range(8), batch_size=1))
+        found = []
+        for _ in loader:
+            with accelerator.accumulate():
+                accelerator.backward((weight * 0.0).sum())
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            found.append((accelerator.sync_gradients, scheduler.get_last_lr()[0]))
+        return found
+
+    batches = 4 if "dp2" in name else 8
+    expected = [(step % 2 == 0, 0.5 ** (step // 2)) for step in range(1, batches + 1)]
+    assert run_ranks(rates, LAYOUTS[name][0]) == [expected] * LAYOUTS[name][0]
+
+
+@layouts
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_our_model_is_not_wrapped_and_keeps_mixed_precision(name, precision):
+    def prepare():
+        accelerator = started(name, mixed_precision=precision)
+        model = Stub(**LAYOUTS[name][1])
+        prepared = accelerator.prepare(model)
+        assert prepared is model and not isinstance(prepared, DistributedDataParallel)
+        assert prepared(torch.ones(1, 2)).dtype == torch.float32
+        computed_in = model.computed_in
+        # Unwrapping gives back the forward without mixed precision.
+        assert accelerator.unwrap_model(prepared, keep_fp32_wrapper=False) is model
+        model(torch.ones(1, 2))
+        return computed_in, model.computed_in
+
+    expected = torch.bfloat16 if precision == "bf16" else torch.float32
+    assert run_ranks(prepare, LAYOUTS[name][0]) == [(expected, torch.float32)] * LAYOUTS[name][0]
+
+
+def test_a_plain_model_is_ddp_where_ranks_do_not_share_a_batch():
+    def prepare():
+        accelerator = started("tp1 x dp2")
+        plain = torch.nn.Linear(2, 2)
+        prepared = accelerator.prepare(plain)
+        assert isinstance(prepared, DistributedDataParallel) and accelerator.unwrap_model(prepared) is plain
+
+    run_ranks(prepare, 2)
+
+
+def test_skip_first_batches():
+    def rest():
+        accelerator = started("tp2 x dp2")
+        loader = accelerator.prepare(DataLoader(range(16), batch_size=2))
+        first = [batch.tolist() for batch in skip_first_batches(loader, 3)]
+        return first, [batch.tolist() for batch in accelerator.skip_first_batches(loader, 3)]
+
+    expected = [([[12, 13]], [[12, 13]]), ([[14, 15]], [[14, 15]])]
+    assert by_dp_rank("tp2 x dp2", run_ranks(rest, 4)) == expected
+
+
+class Notes(GeneralTracker):
+    name = "notes"
+    requires_logging_directory = False
+
+    def __init__(self):
+        super().__init__()
+        self.logged = []
+
+    @property
+    def tracker(self):
+        return self.logged
+
+    def store_init_configuration(self, values):
+        self.logged.append(("config", values))
+
+    def log(self, values, step=None, **kwargs):
+        self.logged.append((step, values))
+
+
+def test_trackers_log_once():
+    def log():
+        notes = Notes()
+        accelerator = started("tp2 x dp2", log_with=notes)
+        accelerator.init_trackers("run", config={"lr": 0.1})
+        accelerator.log({"loss": 1.5}, step=3)
+        assert accelerator.is_main_process == (accelerator.process_index == 0)
+        accelerator.end_training()
+        return notes.logged
+
+    assert run_ranks(log, 4) == [[("config", {"lr": 0.1}), (3, {"loss": 1.5})], [], [], []]
+
+
+def test_an_accelerator_and_a_model_of_different_layouts_are_refused():
+    def prepare():
+        accelerator = started("tp2")
+        with pytest.raises(ConfigError, match="1 ranks per batch.*set up for 2"):
+            accelerator.prepare(Stub())
+        with pytest.raises(ConfigError, match=r"zero_stage = 3 \(plugin: 1\).*plugin.config"):
+            accelerator.prepare(Stub(tp_size=2, zero_stage=3))
+        accelerator.prepare(Stub(tp_size=2, dp_size=1))
+        with pytest.raises(ConfigError, match="tp_size=4"):
+            Accelerator(cpu=True, megatron_lm_plugin=MegatronPlugin(tp_size=4))
+
+    run_ranks(prepare, 2)
+
+
+def test_accelerates_own_plugin_and_the_environment(monkeypatch):
+    def sizes(plugin):
+        accelerator = Accelerator(cpu=True, megatron_lm_plugin=plugin)
+        layout = accelerator.parallelism_config
+        again = Accelerator(cpu=True).parallelism_config
+        assert (again.dp_shard_size, again.tp_size) == (layout.dp_shard_size, layout.tp_size)
+        return layout.dp_shard_size, layout.tp_size
+
+    assert run_ranks(sizes, 4, MegatronLMPlugin(tp_degree=2)) == [(2, 2)] * 4
+    with pytest.raises(Exception, match="train_iters"):
+        run_ranks(sizes, 2, MegatronLMPlugin(train_iters=3))
+    monkeypatch.setenv("HF_MEGATRON_TP_SIZE", "2")
+    assert run_ranks(sizes, 4, None) == [(2, 2)] * 4
+    monkeypatch.setenv("HF_MEGATRON_TP_SIZE", "1")
+    assert run_ranks(sizes, 2, None) == [(2, 1)] * 2
+
+
+def test_one_process_needs_no_layout(monkeypatch):
+    assert Accelerator(cpu=True, megatron_lm_plugin=MegatronPlugin(zero_stage=0)).parallelism_config is None
+    with pytest.raises(ConfigError, match="the job has 1"):
+        Accelerator(cpu=True, megatron_lm_plugin=MegatronPlugin(tp_size=2))
+    with pytest.raises(TypeError, match="MegatronLMPlugin"):
+        Accelerator(cpu=True, megatron_lm_plugin=3)

@@ -1,0 +1,200 @@
+"""Sharded checkpoints as a format: written in one layout, read in any other, pruned, saved in the background."""
+
+import itertools
+import json
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hf_megatron.checkpoint.asynchronous import AsyncSaver
+from hf_megatron.checkpoint.commit import Transaction, prune
+from hf_megatron.checkpoint.manifest import MANIFEST
+from hf_megatron.checkpoint.pieces import Box, Piece, local_boxes
+from hf_megatron.checkpoint.reader import Checkpoint, find, is_committed, latest, open_checkpoint
+from hf_megatron.errors import CheckpointError
+from hf_megatron.spec import Placement
+from hf_megatron.verify.ranks import run_ranks
+
+# name -> global shape, dtype, placement
+TENSORS = {
+    "embedding": ((26, 8), torch.float32, Placement(0)),
+    "gate_up": ((24, 8), torch.bfloat16, Placement(0, groups=2)),
+    "fused": ((6, 24), torch.float32, Placement(1, groups=3)),
+    "kv": ((4, 8), torch.float16, Placement(0, copies=2)),
+    "norm": ((8,), torch.float32, Placement()),
+    "scale": ((), torch.float64, Placement()),
+    "mask": ((5,), torch.bool, Placement()),
+    "empty": ((0, 4), torch.float32, Placement()),
+    "step": ((), torch.int64, Placement()),
+}
+
+
+def full(name):
+    shape, dtype, _ = TENSORS[name]
+    generator = torch.Generator().manual_seed(sum(name.encode()))
+    return (torch.rand(shape, generator=generator) * 200 - 100).to(dtype)
+
+
+def shard(name, ranks, rank):
+    tensor, placement = full(name), TENSORS[name][2]
+    if placement.dim is None:
+        return tensor.reshape(-1)
+    intervals = placement.intervals(tensor.shape[placement.dim], ranks, rank)
+    return torch.cat([tensor.narrow(placement.dim, a, b - a) for a, b in intervals], placement.dim).reshape(-1)
+
+
+def pieces(tp, dp, rank):
+    """Rank `rank` of a tp x dp grid; dp cuts every flattened shard in uneven ranges, as a sharded optimizer does."""
+    tp_rank, dp_rank = rank % tp, rank // tp
+    for name, (shape, _, placement) in TENSORS.items():
+        placement = placement if tp % placement.copies == 0 else Placement(placement.dim)
+        data = shard(name, tp, tp_rank) if placement == TENSORS[name][2] else _split(name, placement, tp, tp_rank)
+        borders = [data.numel() * index * index // (dp * dp) for index in range(dp + 1)]
+        start, stop = borders[dp_rank], borders[dp_rank + 1]
+        yield Piece(name, shape, local_boxes(shape, placement, tp, tp_rank, start, stop), data[start:stop])
+
+
+def _split(name, placement, ranks, rank):
+    (start, stop), *_ = placement.intervals(TENSORS[name][0][placement.dim], ranks, rank)
+    return full(name).narrow(placement.dim, start, stop - start).reshape(-1)
+
+
+def read_all(path, tp, dp):
+    checkpoint = Checkpoint(path)
+    checkpoint.verify()
+    for rank in range(tp * dp):
+        for piece in pieces(tp, dp, rank):
+            out = torch.zeros_like(piece.data)
+            checkpoint.read(piece.name, piece.boxes, out)
+            assert torch.equal(out, piece.data), (piece.name, tp, dp, rank)
+
+
+def save_grid(path, tp, dp):
+    with Transaction(path, {"tp": tp}, expected_bytes=10_000) as transaction:
+        (transaction.directory / f"rng-{dist.get_rank()}.json").write_text("{}")
+        transaction.write(pieces(tp, dp, dist.get_rank()))
+    open_checkpoint(path)
+    return sorted(path.parent.iterdir())
+
+
+@pytest.mark.parametrize("tp,dp", [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (3, 1)])
+def test_every_layout_reads_every_other(tmp_path, tp, dp):
+    began = time.monotonic()
+    path = tmp_path / "checkpoint-3"
+    listing = run_ranks(save_grid, tp * dp, path, tp, dp, timeout=20)
+    assert listing == [[path, tmp_path / "latest"]] * (tp * dp)
+    assert latest(tmp_path) == path == find(tmp_path, "checkpoint-3")
+    checkpoint = Checkpoint(path)
+    assert checkpoint.facts == {"tp": tp}
+    assert sorted(checkpoint.names()) == sorted(TENSORS)
+    assert sum(name.startswith("rng-") for name in checkpoint.manifest.files) == tp * dp
+    for name, (shape, dtype, _) in TENSORS.items():
+        assert checkpoint.shape(name) == shape and checkpoint.dtype(name) == dtype
+    for other_tp, other_dp in itertools.product((1, 2, 4), (1, 3)):
+        read_all(path, other_tp, other_dp)
+    assert time.monotonic() - began < 20
+
+
+def save_alone(path, value=1.0, **arguments):
+    with Transaction(path, **arguments) as transaction:
+        transaction.write([Piece("x", (4,), (Box((0,), (4,)),), torch.full((4,), value))])
+
+
+def test_strided_and_equal_names(tmp_path):
+    with Transaction(tmp_path / "one") as transaction:
+        halves = torch.arange(8.0).view(4, 2)
+        transaction.write([Piece("x", (8,), (Box((at,), (4,)),), halves[:, column]) for column, at in ((0, 0), (1, 4))])
+        transaction.write([Piece("y", (2,), (Box((0,), (2,)),), torch.ones(2))], file="more.safetensors")
+    out = torch.zeros(8)
+    Checkpoint(tmp_path / "one").read("x", [Box((0,), (8,))], out)
+    assert out.tolist() == [0, 2, 4, 6, 1, 3, 5, 7]
+    assert "more.safetensors" in Checkpoint(tmp_path / "one").manifest.files
+
+
+def test_an_existing_target_is_refused_and_kept(tmp_path):
+    save_alone(tmp_path / "step-1")
+    with pytest.raises(CheckpointError, match="step-1 exists; an existing checkpoint is never written over"):
+        save_alone(tmp_path / "step-1", 2.0)
+    Checkpoint(tmp_path / "step-1").verify()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-1"]
+
+
+def test_facts_and_links_are_checked(tmp_path):
+    with pytest.raises(CheckpointError, match="facts"):
+        save_alone(tmp_path / "step-1", facts={"x": object()})
+    with pytest.raises(CheckpointError, match="plain files"), Transaction(tmp_path / "step-1") as transaction:
+        (transaction.directory / "link").symlink_to("/etc/passwd")
+    for name in (MANIFEST, "back\\slash"):
+        with pytest.raises(CheckpointError, match="is not the name"), Transaction(tmp_path / "step-1") as transaction:
+            (transaction.directory / name).write_text("{}")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_free_space_is_looked_at_first(tmp_path):
+    with pytest.raises(CheckpointError, match=r"needed and \d+ are free"):
+        Transaction(tmp_path / "step-1", expected_bytes=1 << 60)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_prune_keeps_the_newest_and_the_one_pointed_at(tmp_path):
+    for step in (5, 10, 15, 20):
+        save_alone(tmp_path / f"checkpoint-{step}")
+    save_alone(tmp_path / "other-1", pointer=None)
+    (tmp_path / "checkpoint-1").mkdir()
+    (tmp_path / "latest").write_text("checkpoint-5\n")
+    assert [path.name for path in prune(tmp_path, 2)] == ["checkpoint-10"]
+    kept = ["checkpoint-1", "checkpoint-15", "checkpoint-20", "checkpoint-5", "latest", "other-1"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == kept
+    with pytest.raises(CheckpointError, match="keep=0"):
+        prune(tmp_path, 0)
+
+
+def test_latest_without_any_checkpoint(tmp_path):
+    assert latest(tmp_path) is None and latest(tmp_path / "nowhere") is None
+    assert not is_committed(tmp_path)
+    with pytest.raises(CheckpointError, match="not a complete checkpoint"):
+        find(tmp_path, "checkpoint-1")
+    with pytest.raises(CheckpointError, match="not the name"):
+        find(tmp_path, "../elsewhere")
+
+
+def test_manifest_states_versions_and_layout(tmp_path):
+    save_alone(tmp_path / "one", facts={"config": [1, {"a": None}]})
+    content = json.loads((tmp_path / "one" / MANIFEST).read_text())
+    assert content["format_version"] == 1 and content["world_size"] == 1
+    assert set(content["versions"]) == {"hf_megatron", "safetensors", "torch", "transformers"}
+    assert content["tensors"]["x"]["pieces"][0]["boxes"] == [{"offset": [[0]], "shape": [[4]]}]
+    from safetensors.torch import load_file
+
+    assert load_file(tmp_path / "one" / "shard-00000-of-00001.safetensors")["x"].tolist() == [1.0] * 4
+
+
+def save_in_background(parent):
+    group = dist.new_group(backend="gloo")
+    rank = dist.get_rank()
+    saver, data, sums = AsyncSaver(group), torch.zeros(1000), []
+    for step in range(1, 4):
+        data.fill_(step)
+        piece = Piece("x", (2000,), (Box((1000 * rank,), (1000,)),), data)
+        saver.save([piece], parent / f"step-{step}", files={f"state-{rank}": b"state"})
+        data.fill_(-1)
+        # Training's own collectives go on meanwhile.
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        sums.append(total.item())
+    saver.close()
+    return sums
+
+
+def test_background_saves_and_training_collectives_do_not_mix(tmp_path):
+    assert run_ranks(save_in_background, 2, tmp_path, timeout=20) == [[2.0] * 3] * 2
+    for step in range(1, 4):
+        out = torch.empty(2000)
+        checkpoint = Checkpoint(tmp_path / f"step-{step}")
+        checkpoint.verify()
+        checkpoint.read("x", [Box((0,), (2000,))], out)
+        assert torch.equal(out, torch.full((2000,), float(step)))
+        assert {"state-0", "state-1"} <= checkpoint.manifest.files.keys()
+    assert latest(tmp_path) == tmp_path / "step-3"

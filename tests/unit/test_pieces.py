@@ -1,0 +1,148 @@
+"""Boxes of split tensors, against brute force over numbered entries."""
+
+import itertools
+import json
+import math
+import random
+import time
+
+import pytest
+import torch
+
+from hf_megatron.checkpoint.manifest import Manifest, PieceEntry, TensorEntry
+from hf_megatron.checkpoint.pieces import Box, Piece, copy_overlap, local_boxes, overlaps, uncovered
+from hf_megatron.checkpoint.shards import FileEntry
+from hf_megatron.errors import CheckpointError
+from hf_megatron.spec import Placement
+
+SHAPES = [(), (1,), (12,), (7,), (0, 3), (6, 5), (12, 1), (4, 6, 3), (2, 12, 2), (3, 2, 6, 2)]
+
+
+def numbered(shape):
+    return torch.arange(math.prod(shape)).view(shape)
+
+
+def shard_of(tensor, placement, ranks, rank):
+    """The flattened shard as slicing and joining gives it."""
+    if placement.dim is None:
+        return tensor.reshape(-1)
+    intervals = placement.intervals(tensor.shape[placement.dim], ranks, rank)
+    parts = [tensor.narrow(placement.dim, start, stop - start) for start, stop in intervals]
+    return torch.cat(parts, placement.dim).reshape(-1)
+
+
+def contents(tensor, boxes):
+    """What the boxes hold, one after another."""
+    parts = [
+        tensor[tuple(slice(start, start + size) for start, size in zip(box.offset, box.shape, strict=True))].reshape(-1)
+        for box in boxes
+    ]
+    return torch.cat(parts) if parts else tensor.new_empty(0)
+
+
+def placements(shape):
+    yield Placement(), 2
+    for dim, groups, copies, shards in itertools.product(range(len(shape)), (1, 2, 3), (1, 2), (1, 2, 3, 5)):
+        if shape[dim] % groups == 0:
+            yield Placement(dim, groups, copies), shards * copies
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_boxes_are_the_entries_of_every_shard_and_range(shape):
+    tensor, generator = numbered(shape), random.Random(0)
+    for placement, ranks in placements(shape):
+        for rank in range(ranks):
+            expected = shard_of(tensor, placement, ranks, rank)
+            size = expected.numel()
+            assert torch.equal(contents(tensor, local_boxes(shape, placement, ranks, rank)), expected)
+            for _ in range(6):
+                start, stop = sorted(generator.choices(range(size + 1), k=2))
+                boxes = local_boxes(shape, placement, ranks, rank, start, stop)
+                assert torch.equal(contents(tensor, boxes), expected[start:stop]), (placement, ranks, rank, start, stop)
+                assert all(box.numel for box in boxes)
+
+
+def test_number_of_boxes_is_small():
+    assert len(local_boxes((64, 32), Placement(0), 4, 1)) == 1
+    assert len(local_boxes((64, 32), Placement(1), 4, 1)) == 1
+    assert len(local_boxes((64, 32), Placement(0, groups=2), 4, 1)) == 2
+    assert len(local_boxes((64, 32), Placement(0, groups=2), 1, 0)) == 1
+    assert len(local_boxes((64, 32), Placement(), 1, 0, 5, 2000)) == 3
+    assert len(local_boxes((8, 64, 32), Placement(1), 2, 1, 5, 7990)) == 5
+
+
+def test_range_outside_the_shard_is_refused():
+    with pytest.raises(CheckpointError, match="which has 24 entries"):
+        local_boxes((6, 8), Placement(0), 2, 0, 0, 25)
+
+
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if math.prod(shape)], ids=str)
+def test_any_layout_is_copied_from_any_other(shape):
+    tensor, generator = numbered(shape), random.Random(1)
+    options = list(placements(shape))
+    for _ in range(40):
+        (source, source_ranks), (target, target_ranks) = generator.choices(options, k=2)
+        rank = generator.randrange(target_ranks)
+        expected = shard_of(tensor, target, target_ranks, rank)
+        boxes = local_boxes(shape, target, target_ranks, rank)
+        out = torch.full_like(expected, -1)
+        copied, sources = 0, []
+        for source_rank in range(0, source_ranks, source.copies if source.dim is not None else source_ranks):
+            shard = shard_of(tensor, source, source_ranks, source_rank)
+            cut = generator.randrange(shard.numel() + 1)
+            for start, stop in ((0, cut), (cut, shard.numel())):
+                held = local_boxes(shape, source, source_ranks, source_rank, start, stop)
+                copied += copy_overlap(held, shard[start:stop], boxes, out)
+                sources.append(held)
+        assert torch.equal(out, expected)
+        assert copied == out.numel()
+        assert uncovered(sources, boxes) == 0
+        assert sum(bool(overlaps(held, boxes)) for held in sources) <= len(sources)
+
+
+def test_copy_returns_what_both_have():
+    whole = (Box((0, 0), (4, 4)),)
+    out = torch.zeros(16)
+    assert copy_overlap((Box((1, 2), (2, 2)),), torch.ones(4), whole, out) == 4
+    assert out.view(4, 4)[1:3, 2:].sum() == out.sum() == 4
+    assert copy_overlap((), torch.ones(0), whole, out) == 0
+    assert uncovered([(Box((1, 2), (2, 2)),), (Box((0, 0), (3, 4)),)], whole) == 4
+    with pytest.raises(CheckpointError, match="4 entries and the data 5"):
+        copy_overlap((Box((1, 2), (2, 2)),), torch.ones(5), whole, out)
+
+
+def test_thousands_of_boxes_are_fast_and_small_in_the_manifest():
+    shape, placement = (3000, 24), Placement(1, groups=3)
+    source = [local_boxes(shape, placement, 2, rank) for rank in range(2)]
+    assert len(source[0]) == 9000
+    tensor = numbered(shape)
+    out = torch.full((36000,), -1)
+    began = time.monotonic()
+    copied = copy_overlap(source[1], shard_of(tensor, placement, 2, 1), source[1], out)
+    assert time.monotonic() - began < 3
+    assert copied == 36000 and torch.equal(out, shard_of(tensor, placement, 2, 1))
+
+    entry = TensorEntry(shape, torch.int64, (PieceEntry("a.safetensors", "x", source[1]),))
+    manifest = Manifest(1, {}, {"a.safetensors": FileEntry(1 << 20, "0" * 64)}, {"x": entry})
+    text = json.dumps(manifest.to_dict())
+    assert len(text) < 1000
+    assert Manifest.from_dict(json.loads(text), "here").tensors == {"x": entry}
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_manifest_keeps_all_boxes(shape):
+    for placement, ranks in placements(shape):
+        boxes = local_boxes(shape, placement, ranks, ranks - 1)
+        entry = TensorEntry(shape, torch.int64, (PieceEntry("a", "x", boxes),))
+        manifest = Manifest(1, {}, {"a": FileEntry(1 << 20, "0" * 64)}, {"x": entry})
+        assert Manifest.from_dict(json.loads(json.dumps(manifest.to_dict())), "here").tensors["x"] == entry
+
+
+def test_piece_checks_itself():
+    assert Piece("scalar", (), (Box((), ()),), torch.ones(1)).boxes[0].numel == 1
+    with pytest.raises(CheckpointError, match="weight: the box .* leaves"):
+        Piece("weight", (4, 4), (Box((3, 0), (2, 4)),), torch.ones(8))
+    with pytest.raises(CheckpointError, match="weight: the boxes have 8 entries and the data 7"):
+        Piece("weight", (4, 4), (Box((2, 0), (2, 4)),), torch.ones(7))
+    with pytest.raises(CheckpointError, match="one dim"):
+        Piece("weight", (4, 4), (Box((2, 0), (2, 4)),), torch.ones(2, 4))
