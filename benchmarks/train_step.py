@@ -60,13 +60,13 @@ def save_random_model(shape, folder):
     LlamaForCausalLM(config).save_pretrained(folder)
 
 
-def start_groups(names, folder, dtype, batch):
+def start_groups(variants, folder, dtype, batch):
     """Starts the variants one after the other and compares their first loss with one process."""
     groups, skipped, expected = {}, {}, None
     try:
-        for name in names:
+        for name, variant in variants.items():
             try:
-                group = WorkerGroup(name, folder=folder, dtype=dtype, **batch)
+                group = WorkerGroup(name, variant, folder=folder, dtype=dtype, **batch)
             except Skipped as reason:
                 skipped[name] = str(reason)
                 print(f"  {name} skipped: {reason}", flush=True)
@@ -162,7 +162,7 @@ def measure(model, dtype, names, rounds):
         return {"model": model, "dtype": dtype, "variants": {}, "skipped": dict.fromkeys(names, reason)}
     with tempfile.TemporaryDirectory() as folder:
         save_random_model(settings["config"], folder)
-        groups, skipped = start_groups(names, folder, dtype, settings["batch"])
+        groups, skipped = start_groups({name: VARIANTS[name] for name in names}, folder, dtype, settings["batch"])
         try:
             results = summarize(groups, take_turns(groups, rounds, settings["steps_per_turn"]))
         finally:

@@ -29,12 +29,17 @@ class Job:
         return torch.randint(0, config.vocab_size, (self.batch_size, self.sequence_length), generator=generator)
 
 
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=1e-4)
+
+
 @dataclass(frozen=True)
 class Variant:
     build: Callable
     ranks: int
     threads: int
     needs_group: bool = True
+    optimizer: Callable = adamw
 
 
 def load_model(job, **kwargs):

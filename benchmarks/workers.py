@@ -17,7 +17,7 @@ from multiprocessing.connection import wait
 
 import torch
 import torch.distributed as dist
-from variants import VARIANTS, Job
+from variants import Job
 
 CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -46,6 +46,20 @@ def forget_peak_memory():
         file.write("5")
 
 
+def optimizer_bytes(optimizer, parameters):
+    """What the optimizer holds beyond the model's own parameters: its state, and main weights if it has such."""
+    optimizer = getattr(optimizer, "optim", optimizer)  # ZeroRedundancyOptimizer keeps the state in an inner one
+
+    def local(tensor):
+        return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+    weights = {local(parameter).untyped_storage().data_ptr() for parameter in parameters}
+    held = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+    stepped_on = (tensor for group in optimizer.param_groups for tensor in group["params"])
+    held += [tensor for tensor in stepped_on if local(tensor).untyped_storage().data_ptr() not in weights]
+    return sum(local(tensor).numel() * tensor.itemsize for tensor in held)
+
+
 def free_port():
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -68,10 +82,9 @@ def train(parameters, loss_function, optimizer, steps):
     return records
 
 
-def serve(name, job, port, pipe):
+def serve(variant, job, port, pipe):
     """Life of one worker: build, one first step, then steps on command until the parent ends it."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: never outlive the parent
-    variant = VARIANTS[name]
     try:
         torch.set_num_threads(variant.threads)
         os.environ["OMP_NUM_THREADS"] = str(variant.threads)  # accelerate warns and sets one thread without it
@@ -80,13 +93,15 @@ def serve(name, job, port, pipe):
             os.environ |= {"RANK": str(job.rank), "LOCAL_RANK": str(job.rank), "LOCAL_WORLD_SIZE": str(variant.ranks)}
             dist.init_process_group("gloo")
         parameters, loss_function = variant.build(job)
-        optimizer = torch.optim.AdamW(parameters, lr=1e-4)
+        optimizer = variant.optimizer(parameters)
         forget_peak_memory()
         pipe.send(("ready", train(parameters, loss_function, optimizer, 1)[0][-1]))
         while True:
             command, argument = pipe.recv()
             if command == "memory":
                 pipe.send(("done", peak_memory_mib()))
+            elif command == "optimizer_bytes":
+                pipe.send(("done", optimizer_bytes(optimizer, parameters)))
             else:
                 pipe.send(("done", train(parameters, loss_function, optimizer, argument)))
     except (ImportError, NotImplementedError) as error:
@@ -100,17 +115,17 @@ def serve(name, job, port, pipe):
 class WorkerGroup:
     """The ranks of one variant, as the parent sees them."""
 
-    def __init__(self, name, **job):
-        self.name, self.variant, self.pipes, self.processes = name, VARIANTS[name], [], []
+    def __init__(self, name, variant, **job):
+        self.name, self.variant, self.pipes, self.processes = name, variant, [], []
         port, context = free_port(), multiprocessing.get_context("fork")
-        for rank in range(self.variant.ranks):
+        for rank in range(variant.ranks):
             ours, theirs = context.Pipe()
-            arguments = (name, Job(**job, rank=rank, ranks=self.variant.ranks), port, theirs)
+            arguments = (variant, Job(**job, rank=rank, ranks=variant.ranks), port, theirs)
             self.processes.append(context.Process(target=serve, args=arguments, daemon=True))
             self.processes[-1].start()
             theirs.close()
             self.pipes.append(ours)
-        self.first_loss = sum(self.answers()) / self.variant.ranks
+        self.first_loss = sum(self.answers()) / variant.ranks
 
     def answers(self):
         """One answer of every rank. The first refusal or failure counts, as the other rank may wait for ever."""

@@ -32,6 +32,7 @@ from .version import __version__
 
 if TYPE_CHECKING:
     from .data_parallel.optimizer import prepare_optimizer
+    from .integrations.termination import TerminationSignal
     from .parallelize import ParallelPlan, parallel_plan
     from .registry import register_model
 
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 _LAZY = {
     "ParallelPlan": "parallelize",
     "parallel_plan": "parallelize",
+    "TerminationSignal": "integrations.termination",
     "prepare_optimizer": "data_parallel.optimizer",
     "register_model": "registry",
 }
@@ -77,6 +79,7 @@ __all__ = [
     "ParallelPlan",
     "PlanError",
     "RankError",
+    "TerminationSignal",
     "UnsupportedError",
     "UnverifiedLayoutError",
     "__version__",

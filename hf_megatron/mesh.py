@@ -81,6 +81,7 @@ class ParallelMesh:
         self.shard_group: dist.ProcessGroup = self.dp.get_group("dp_shard")
         self.replicate_group: dist.ProcessGroup = self.dp.get_group("dp_replicate")
         self.replicate_size: int = replicas
+        self.replicate_rank: int = self.dp["dp_replicate"].get_local_rank()
         self._copies: dict[int, tuple[DeviceMesh, dist.ProcessGroup]] = {}
 
     def __deepcopy__(self, memo: dict) -> "ParallelMesh":

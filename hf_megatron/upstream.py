@@ -7,6 +7,7 @@ Checked with torch 2.11 to 2.13, transformers 5.23, accelerate 1.15. What to wat
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import cache
 from typing import Any
 
@@ -254,3 +255,28 @@ def _names_used(cls: type) -> frozenset[str]:
         names.update(code.co_names)
         codes.extend(constant for constant in code.co_consts if inspect.iscode(constant))
     return frozenset(names)
+
+
+def default_store(prefix: str) -> dist.Store:
+    """A client of the job's store with a connection of its own (`_get_default_store`, private in torch 2.11 to 2.13).
+
+    The store's own client is locked while a process group that is being made waits in it.
+    """
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    store: Any = _get_default_store()
+    return dist.PrefixStore(prefix, store.clone())
+
+
+def set_group_timeouts(seconds: float) -> None:
+    """The timeout of every existing process group of this rank (`_set_pg_timeout`, private in torch 2.11 to 2.13)."""
+    from torch.distributed.distributed_c10d import _set_pg_timeout, _world
+
+    for group in list(_world.pg_map):
+        if dist.get_rank(group) >= 0:
+            _set_pg_timeout(timedelta(seconds=seconds), group)
+
+
+def group_description(group: Any) -> str | None:
+    """How a process group was named when it was made; `None` for anything else."""
+    return group.group_desc or group.group_name if isinstance(group, dist.ProcessGroup) else None

@@ -264,7 +264,13 @@ class Transaction:
             self.abort(error)
 
 
-def prune(parent: str | Path, keep: int, pattern: str = "checkpoint-*", pointer: str = LATEST) -> list[Path]:
+def prune(
+    parent: str | Path,
+    keep: int,
+    pattern: str = "checkpoint-*",
+    pointer: str = LATEST,
+    protected: Iterable[Path] = (),
+) -> list[Path]:
     """Deletes the oldest complete checkpoints; one rank calls it, after a commit.
 
     Args:
@@ -272,6 +278,7 @@ def prune(parent: str | Path, keep: int, pattern: str = "checkpoint-*", pointer:
         keep (`int`): how many stay; the one that `pointer` names stays in any case.
         pattern (`str`, defaults to `"checkpoint-*"`): the names that may be deleted.
         pointer (`str`, defaults to `"latest"`): the file that names the newest.
+        protected (`Iterable[Path]`): checkpoints that stay too, such as the best one.
 
     Returns:
         `list[Path]`: what was deleted, oldest first.
@@ -283,8 +290,10 @@ def prune(parent: str | Path, keep: int, pattern: str = "checkpoint-*", pointer:
         raise CheckpointError(f"keep={keep}: at least one checkpoint stays.")
     root = Path(parent)
     current = pointed_at(root, pointer)
+    kept = {current, *map(Path, protected)}
     newest_first = [path for path in committed(root) if path.match(pattern) and not path.is_symlink()]
-    doomed = [path for path in reversed(newest_first[keep:]) if path != current]
+    room = max(1, keep - sum(path in kept for path in newest_first[keep:]))
+    doomed = [path for path in reversed(newest_first[room:]) if path not in kept]
     for path in doomed:
         # A deletion that is interrupted must not leave half a checkpoint under a valid name.
         trash = root / f".tmp-{path.name}-{uuid.uuid4().hex}"

@@ -73,10 +73,10 @@ def own_memory(shard: torch.Tensor) -> torch.Tensor:
     """
     if shard.device.type != "cpu" or shard.untyped_storage().resizable():
         return shard
-    return _empty_in_huge_pages(shard.shape, shard.dtype).copy_(shard)
+    return empty_in_huge_pages(shard.shape, shard.dtype).copy_(shard)
 
 
-def _empty_in_huge_pages(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+def empty_in_huge_pages(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
     """An uninitialised CPU tensor, in 2 MiB pages where Linux grants them: filled in a quarter of the time."""
     size = shape.numel() * dtype.itemsize
     if sys.platform != "linux" or size < 2**21:

@@ -1,5 +1,6 @@
 """Reading sharded checkpoints in any layout; everything is checked before the first entry is copied."""
 
+import os
 import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -108,6 +109,21 @@ class Checkpoint:
                 raise CheckpointError(f"{self.path}: shapes differ: {'; '.join(differing)}.")
         return missing, unexpected
 
+    def check(self, name: str, shape: Sequence[int], dtype: torch.dtype, boxes: Sequence[Box]) -> None:
+        """Whether `read` will succeed with a tensor of this global shape and dtype.
+
+        Raises:
+            CheckpointError: naming the tensor and what differs.
+        """
+        entry, where = self._tensor(name), f"{self.path}: {name}"
+        if entry.shape != tuple(shape):
+            raise CheckpointError(f"{where} is {list(entry.shape)}, expected {list(shape)}.")
+        if entry.dtype != dtype:
+            raise CheckpointError(f"{where} is {entry.dtype}, expected {dtype}: load the model with that dtype.")
+        lacking = uncovered([piece.boxes for piece in entry.pieces], boxes)
+        if lacking:
+            raise CheckpointError(f"{where}: {lacking} entries are in no file of the checkpoint.")
+
     def read(self, name: str, boxes: Sequence[Box], out: Tensor, cast: bool = False) -> None:
         """Fills `out`, one dim, with the row-major contents of the boxes one after another.
 
@@ -192,13 +208,33 @@ def is_committed(path: str | Path) -> bool:
 
 
 def committed(parent: Path) -> list[Path]:
-    """The complete checkpoints of a directory, newest first: by the number their name ends in, then by time."""
+    """The complete checkpoints of a directory, newest first: by the number their name ends in, then by time.
+
+    `checkpoint-5.1` is a second save of step 5 (see `fresh_name`).
+    """
     found = []
     for path in parent.iterdir() if parent.is_dir() else ():
         if not path.name.startswith(".tmp-") and (path / MANIFEST).is_file() and is_committed(path):
-            number = re.search(r"\d+$", path.name)
-            found.append((int(number[0]) if number else -1, path.stat().st_mtime_ns, path))
+            number = re.search(r"(\d+)(?:\.(\d+))?$", path.name)
+            step, again = (int(number[1]), int(number[2] or 0)) if number else (-1, 0)
+            found.append((step, again, path.stat().st_mtime_ns, path))
     return [path for *_, path in sorted(found, reverse=True)]
+
+
+def versions(path: Path) -> list[Path]:
+    """The complete checkpoints saved under a name, newest first: `name` itself, `name.1` and so on."""
+    same = re.compile(re.escape(path.name) + r"(?:\.(\d+))?")
+    found = [(int(match[1] or 0), other) for other in committed(path.parent) if (match := same.fullmatch(other.name))]
+    return [other for _, other in sorted(found, reverse=True)]
+
+
+def fresh_name(path: Path) -> Path:
+    """`path`, or where that exists already `path.1` and so on: a checkpoint is never written over."""
+    taken, again = path, 0
+    while os.path.lexists(taken):
+        again += 1
+        taken = path.with_name(f"{path.name}.{again}")
+    return taken
 
 
 def pointed_at(parent: Path, pointer: str = LATEST) -> Path | None:

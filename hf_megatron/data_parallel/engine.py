@@ -44,7 +44,7 @@ class DataParallel:
             model.no_sync = partial(no_sync, model)  # type: ignore[assignment]
         self.mark_parameters()
         model.register_forward_pre_hook(lambda *_: self.mark_parameters())
-        model.register_load_state_dict_post_hook(lambda *_: self._refresh_main_weights())
+        model.register_load_state_dict_post_hook(lambda *_: self.refresh_main_weights())
         register_optimizer_step_pre_hook(_refuse_unprepared)
 
     def __deepcopy__(self, memo: dict) -> "DataParallel":
@@ -112,7 +112,7 @@ class DataParallel:
                 bad.append(name)
         return f"those of {', '.join(bad[:5])}" + (" and others" if len(bad) > 5 else "") if bad else "all are finite"
 
-    def _refresh_main_weights(self) -> None:
+    def refresh_main_weights(self) -> None:
         for optimizer in self.optimizers:
             optimizer.refresh_main_weights()
 

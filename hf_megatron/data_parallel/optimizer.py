@@ -63,7 +63,18 @@ class Leaf:
 
     def view(self) -> Tensor:
         """The leaf's entries in the parameter itself."""
-        local = local_tensor(self.parameter.detach())
+        return self._own(self.parameter)
+
+    def take_over(self, state: dict[str, Any]) -> dict[str, Any]:
+        """A parameter's state, as a constructor made it (Adagrad's), for the leaf."""
+        shape = self.parameter.shape
+        return {
+            name: self._own(value).to(self.tensor, copy=True) if isinstance(value, Tensor) and value.shape == shape else value
+            for name, value in state.items()
+        }
+
+    def _own(self, tensor: Tensor) -> Tensor:
+        local = local_tensor(tensor.detach())
         return local.view(-1)[self.start : self.stop] if self.flat else local
 
 
@@ -109,6 +120,8 @@ class ShardedOptimizer:
             leaf = _make_leaf(names[id(parameter)], parameter, self.engine.config, self.engine.mesh)
             self.leaves.append(leaf)
             tensors.append(leaf.tensor)
+            if parameter in self.optimizer.state:
+                self.optimizer.state[leaf.tensor] = leaf.take_over(self.optimizer.state.pop(parameter))
         group["params"] = tensors
 
     # A step
@@ -284,7 +297,8 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer, *, elementwise: bool = F
     if engine is None:
         return optimizer
     name = type(optimizer).__name__
-    if optimizer.state:
+    # Adagrad makes its state when it is made.
+    if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values()):
         raise ConfigError(f"{name} has stepped already; prepare it before its first step.")
     whole = engine.mesh.tp_size == 1 and engine.config.zero_stage == 0
     if not (elementwise or whole or is_elementwise(type(optimizer))):

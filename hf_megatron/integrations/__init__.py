@@ -27,6 +27,19 @@ PATCHES: Mapping[str, str] = {
     "transformers.generation.utils:GenerationMixin.generate": f"{_HERE}.transformers:generate",
     "transformers.trainer:Trainer.__init__": f"{_HERE}.trainer:init",
     "transformers.trainer:Trainer._build_accelerator_args": f"{_HERE}.trainer:build_accelerator_args",
+    **{
+        f"transformers.trainer:Trainer.{name}": f"{_HERE}.checkpoints:{name.removeprefix('_')}"
+        for name in (
+            "train",
+            "_save_checkpoint",
+            "_load_from_checkpoint",
+            "_load_optimizer_and_scheduler",
+            "_load_scaler",
+            "_load_rng_state",
+            "_load_best_model",
+        )
+    },
+    "transformers.trainer:get_last_checkpoint": f"{_HERE}.checkpoints:get_last_checkpoint",
     "transformers.trainer:Trainer._has_mixed_mesh_grads": f"{_HERE}.trainer:has_mixed_mesh_grads",
     "transformers.trainer:Trainer._sync_replicated_trainable_parameters": (
         f"{_HERE}.trainer:sync_replicated_trainable_parameters"
@@ -47,6 +60,8 @@ PATCHES: Mapping[str, str] = {
     f"{_ACCELERATOR}.reduce": f"{_HERE}.accelerate:reduce",
     f"{_ACCELERATOR}.save_state": f"{_HERE}.accelerate:save_state",
     f"{_ACCELERATOR}.get_state_dict": f"{_HERE}.accelerate:get_state_dict",
+    "accelerate.data_loader:DataLoaderShard.__iter__": f"{_HERE}.data:iterate",
+    "torch.distributed.distributed_c10d:_get_default_timeout": f"{_HERE}.accelerate:default_timeout",
     "torch.nn.parallel.distributed:DistributedDataParallel.__init__": f"{_HERE}.refusals:data_parallel",
     "peft.peft_model:PeftModel.__init__": f"{_HERE}.refusals:peft",
     "peft.tuners.tuners_utils:BaseTuner.__init__": f"{_HERE}.refusals:peft",

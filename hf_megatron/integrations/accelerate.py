@@ -106,8 +106,27 @@ def ensure_process_group(timeout: float, cpu: bool = False) -> "torch.device":
             "Accelerate's state was created before the model and did not join the job's ranks. On CPUs pass "
             "TrainingArguments(use_cpu=True) or Accelerator(cpu=True), or load the model first."
         )
+    if dist.get_world_size() > 1:
+        from ..communication.watch import watch_ranks
+
+        # torchrun and accelerate launch hold the store in the launcher, which outlives the ranks.
+        by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "false").lower() == "true"
+        watch_ranks(timeout, hosts_store=dist.get_rank() == 0 and not by_launcher)
     # Accelerate says `cpu:0`, which torch takes for another device than `cpu`: every weight would be copied.
     return torch.device("cpu") if state.device.type == "cpu" else state.device
+
+
+def default_timeout(original: Callable) -> Callable:
+    """Groups made without a timeout of their own (meshes, FSDP2) would wait half an hour, whatever the job's is."""
+
+    @functools.wraps(original)
+    def wrapper(backend: Any = None) -> timedelta:
+        from ..communication.watch import running_watch
+
+        watch = running_watch()
+        return original(backend) if watch is None else timedelta(seconds=watch.timeout)
+
+    return wrapper
 
 
 def announce(config: MegatronConfig) -> None:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from ..errors import ConfigError, UnsupportedError
 from ..parallelize import parallel_state
 from .accelerate import parallelism_config
+from .termination import TerminationCallback
 
 
 def init(original: Callable) -> Callable:
@@ -32,6 +33,14 @@ def init(original: Callable) -> Callable:
                 )
             if type(self).__module__.startswith("trl."):
                 raise UnsupportedError(f"{type(self).__name__} on a model laid out by hf_megatron: not supported yet.")
+            # Stock cannot resume models that were sharded at load time, and says so unless only weights are saved.
+            weights_only, args.save_only_model = args.save_only_model, True
+            try:
+                original(self, model, args, *rest, **kwargs)
+            finally:
+                args.save_only_model = weights_only
+            self.add_callback(TerminationCallback())
+            return
         original(self, model, args, *rest, **kwargs)
 
     return wrapper

@@ -5,12 +5,14 @@ Every replacement passes models through untouched that were loaded without the a
 
 import dataclasses
 import functools
+import json
 import types
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import transformers
 
 from ..checkpoint.initialize import initialize
 from ..checkpoint.load import check_loaded, check_weight_index, own_memory
@@ -22,6 +24,7 @@ from ..memory.recompute import apply_recompute
 from ..mesh import ParallelMesh, validate_world_size
 from ..parallelize import install, parallel_plan, parallel_state, place
 from ..upstream import quiet_loading
+from ..version import __version__
 from .accelerate import announce, ensure_process_group, job_world_size
 from .verified import require_verified
 
@@ -153,8 +156,7 @@ def maybe_distribute_model(original: classmethod) -> classmethod:
             raise UnsupportedError(
                 "The checkpoint is quantised (quantization_config in its config.json); not split yet."
             )
-        facts = {f"MegatronConfig.{name}": value for name, value in distributed_config.to_dict().items()}
-        agree(facts | {"the model's config": model.config.to_json_string(use_diff=False)})
+        agree(_facts(model, distributed_config))
         if distributed_config.tp_size > 1:
             # Data parallelism changes no module: it needs no result of its own.
             require_verified(model, distributed_config)
@@ -162,6 +164,21 @@ def maybe_distribute_model(original: classmethod) -> classmethod:
         return model
 
     return classmethod(wrapper)
+
+
+def _facts(model: Any, config: MegatronConfig) -> dict[str, Any]:
+    """What has to be the same on every rank, by the name an error gives it."""
+    described = json.loads(model.config.to_json_string(use_diff=False))
+    return {
+        **{f"the version of {name}": version for name, version in _versions().items()},
+        **{f"MegatronConfig.{name}": value for name, value in config.to_dict().items()},
+        **{f"the model's config.{name}": value for name, value in described.items()},
+        "the model's class": type(model).__name__,
+    }
+
+
+def _versions() -> dict[str, str]:
+    return {"hf_megatron": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
 
 
 def _device_type() -> str:

@@ -1,9 +1,13 @@
 """Tests of the tests: each seeded fault must make the comparison fail."""
 
 import pytest
+import torch
 from transformers import CONFIG_MAPPING
 
 from hf_megatron.communication import collectives
+from hf_megatron.communication.sharding import AllGather
+from hf_megatron.data_parallel import gradient_norm, optimizer, reduction
+from hf_megatron.data_parallel.buckets import Bucket, Slot
 from hf_megatron.tensor_parallel import logits, region
 from hf_megatron.verify.check import parse_layouts
 from hf_megatron.verify.parity import check_twin, make_twin
@@ -98,3 +102,93 @@ def test_missing_copies_sum_is_found():
     comparison = check_twin(twin, layout, sabotage=forget)
     assert not comparison.passed
     assert "k_proj" in comparison.worst.quantity or "v_proj" in comparison.worst.quantity
+
+
+# Data parallel
+
+
+@pytest.fixture(scope="module")
+def uneven_twin():
+    """Five rows: dp ranks with unequal numbers of rows and labels."""
+    return make_twin(CONFIG_MAPPING["llama"](), microbatches=2, batch_size=5)
+
+
+def last_rank_left_out_of_the_reduction():
+    original = Bucket.close_rows
+
+    def close_rows(self):
+        rows = original(self)
+        if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
+            rows[:, : self.width].zero_()
+        return rows
+
+    Bucket.close_rows = close_rows
+
+
+def sum_instead_of_average():
+    original = Bucket.take_in
+    Bucket.take_in = lambda self, reduced, replicas, *, keep: original(self, reduced, 1, keep=keep)
+
+
+def own_denominator_instead_of_the_global_one():
+    from hf_megatron import parallelize
+
+    parallelize.mean_over_ranks = lambda loss_function, **_: loss_function
+
+
+def forget_another_ranks_weights():
+    original = AllGather.wait
+
+    def wait(self):
+        original(self)
+        self.rows[1 - torch.distributed.get_rank()].zero_()
+
+    def start(self, rows, group):
+        self.rows = rows
+        begin(self, rows, group)
+
+    begin = AllGather.__init__
+    AllGather.__init__, AllGather.wait = start, wait
+
+
+def never_publish():
+    optimizer.ShardedOptimizer.publish = lambda self: None
+
+
+def drop_the_earlier_microbatches():
+    original = Slot.scatter_into
+    Slot.scatter_into = lambda self, rows, local, *, add: original(self, rows, local, add=False)
+
+
+def count_what_tp_ranks_repeat_twice():
+    gradient_norm._distinct = lambda tensor: 2
+
+
+def forget_the_sum_over_replicas():
+    reduction.sum_over = lambda tensor, group: tensor
+
+
+DATA_PARALLEL = [
+    (last_rank_left_out_of_the_reduction, "dp2"),
+    (last_rank_left_out_of_the_reduction, "dp2+zero0"),
+    (sum_instead_of_average, "dp2"),
+    (own_denominator_instead_of_the_global_one, "dp2"),
+    (own_denominator_instead_of_the_global_one, "dp2+zero3"),
+    (forget_another_ranks_weights, "dp2"),
+    (never_publish, "dp2"),
+    (drop_the_earlier_microbatches, "dp2"),
+    (count_what_tp_ranks_repeat_twice, "tp2+dp2"),
+    (forget_the_sum_over_replicas, "dp4+replicas2"),
+]
+
+
+@pytest.mark.parametrize(("fault", "layout"), DATA_PARALLEL, ids=lambda value: getattr(value, "__name__", value))
+def test_data_parallel_fault_is_found(uneven_twin, fault, layout):
+    [config] = parse_layouts(layout)
+    assert not check_twin(uneven_twin, config, sabotage=fault).passed
+
+
+@pytest.mark.parametrize("layout", sorted({layout for _, layout in DATA_PARALLEL}))
+def test_data_parallel_is_equal_without_a_fault(uneven_twin, layout):
+    [config] = parse_layouts(layout)
+    assert check_twin(uneven_twin, config).passed

@@ -158,14 +158,6 @@ def test_load_best_model_at_end(stories, tmp_path):
     )
 
 
-def test_optimizer_checkpoints_are_refused_before_training(stories, tmp_path):
-    def build():
-        with pytest.raises(ValueError, match="save_only_model=True"):
-            train(stories, tmp_path, MegatronConfig(tp_size=2), save_strategy="steps")
-
-    run_ranks(build, 2)
-
-
 def test_other_engines_and_whole_model_compile_are_refused_by_name(stories, tmp_path):
     from hf_megatron import UnsupportedError
 

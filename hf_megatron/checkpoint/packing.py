@@ -1,0 +1,102 @@
+"""Nested Python state in one safetensors file: tensors as tensors, everything around them as JSON in its header.
+
+What schedulers, scalers, samplers and random generators call their state is built of a handful of types. These are
+written as they are; anything else is refused by its place in the state, because only pickle could hold it.
+"""
+
+import collections
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import numpy
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ..errors import CheckpointError
+
+_PLAIN = (bool, int, float, str)
+
+
+def pack(value: Any, tensors: dict[str, Tensor], place: str = "state") -> Any:
+    """A JSON value for `value`; its tensors go into `tensors`.
+
+    Raises:
+        CheckpointError: names the place of what is no number, text, list, tuple, mapping, tensor or array.
+    """
+    if value is None or type(value) in _PLAIN:
+        return value
+    if isinstance(value, Tensor):
+        if value.dim() == 0:
+            return {"scalar": value.item(), "dtype": str(value.dtype).removeprefix("torch.")}
+        tensors[place] = value.detach().cpu().contiguous().clone()
+        return {"tensor": place}
+    if isinstance(value, numpy.generic):
+        return value.item()
+    if isinstance(value, numpy.ndarray):
+        # safetensors' torch side has no 32-bit unsigned integers, which numpy's generator state is made of.
+        wide = value.astype(numpy.int64) if value.dtype.kind in "iu" else value
+        tensors[place] = torch.from_numpy(numpy.ascontiguousarray(wide))
+        return {"array": place, "dtype": str(value.dtype)}
+    if type(value) in (list, tuple):
+        items = [pack(item, tensors, f"{place}.{index}") for index, item in enumerate(value)]
+        return items if type(value) is list else {"tuple": items}
+    if isinstance(value, Mapping):
+        kind = "counter" if isinstance(value, collections.Counter) else "dict"
+        if any(type(key) not in _PLAIN for key in value):
+            raise CheckpointError(f"{place} has a key that is no number or text; it cannot be stored without pickle.")
+        return {kind: [[key, pack(item, tensors, f"{place}.{key}")] for key, item in value.items()]}
+    if isinstance(value, _PLAIN):
+        # Subclasses such as enums of text compare equal to their plain value.
+        return next(base(value) for base in _PLAIN if isinstance(value, base))
+    raise CheckpointError(
+        f"{place} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be stored without pickle. Let "
+        "state_dict() return numbers, text, lists, mappings, tensors and arrays."
+    )
+
+
+def unpack(packed: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """What `pack` made the JSON value from."""
+    if isinstance(packed, list):
+        return [unpack(item, tensors) for item in packed]
+    if not isinstance(packed, dict):
+        return packed
+    if "scalar" in packed:
+        return torch.tensor(packed["scalar"], dtype=getattr(torch, packed["dtype"]))
+    if "tensor" in packed:
+        return tensors[packed["tensor"]]
+    if "array" in packed:
+        return tensors[packed["array"]].numpy().astype(packed["dtype"])
+    if "tuple" in packed:
+        return tuple(unpack(item, tensors) for item in packed["tuple"])
+    (kind, items), *_ = packed.items()
+    mapping = {key: unpack(item, tensors) for key, item in items}
+    return collections.Counter(mapping) if kind == "counter" else mapping
+
+
+def write_packed(path: str | os.PathLike[str], value: Any) -> None:
+    """Writes a nested state to one file."""
+    tensors: dict[str, Tensor] = {}
+    text = json.dumps(pack(value, tensors))
+    save_file(tensors, path, metadata={"state": text})
+
+
+def read_packed(path: str | os.PathLike[str]) -> Any:
+    """Reads what `write_packed` wrote.
+
+    Raises:
+        CheckpointError: the file is missing or holds something else.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            # Copied, so that nothing depends on the file any more.
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 - no iterator
+        return unpack(json.loads(metadata["state"]), tensors)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing from the checkpoint.") from None
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} holds no state of this library: {error}") from error

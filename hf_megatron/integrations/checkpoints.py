@@ -1,0 +1,286 @@
+"""transformers.Trainer and checkpoints: a folder that is complete or absent, and resuming from it on any layout.
+
+Everything stock writes into `checkpoint-N` goes into a temporary folder, whose name Trainer's own pattern does not
+match, and is renamed last. Weights and optimizer state are sharded (see `checkpoint/`); scheduler, scaler and random
+states are JSON and safetensors.
+"""
+
+import functools
+import tempfile
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from ..checkpoint import random_state
+from ..checkpoint.asynchronous import AsyncSaver
+from ..checkpoint.commit import Transaction, prune
+from ..checkpoint.packing import read_packed, write_packed
+from ..checkpoint.reader import Checkpoint, committed, fresh_name, is_committed, latest, open_checkpoint, versions
+from ..checkpoint.together import gather, raise_together, rank_and_size
+from ..checkpoint.training_state import facts, load_model, load_optimizers, pieces
+from ..parallelize import parallel_state
+
+LOOP = "loop.safetensors"
+STATE = "trainer_state.json"
+
+
+def _optimizers(trainer: Any) -> list[Any]:
+    return [getattr(trainer.optimizer, "optimizer", trainer.optimizer)]
+
+
+def _holds_shards(path: Any) -> bool:
+    return is_committed(path) and bool(Checkpoint(path).names())
+
+
+def train(original: Callable) -> Callable:
+    """`Trainer.train`: a folder that cannot be written to is found before training, a save under way is waited for."""
+
+    @functools.wraps(original)
+    def wrapper(self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(resume_from_checkpoint, str) and (saved := versions(Path(resume_from_checkpoint))):
+            resume_from_checkpoint = str(saved[0])
+        state = parallel_state(self.model)
+        if state is None:
+            return original(self, resume_from_checkpoint, *args, **kwargs)
+        if self.args.save_strategy != "no":
+            _probe(Path(self.args.output_dir))
+        saver = None
+        if state.config.async_save:
+            saver = AsyncSaver(dist.new_group(backend="gloo"))
+            self._hf_megatron_saver = saver
+        try:
+            return original(self, resume_from_checkpoint, *args, **kwargs)
+        finally:
+            if saver is not None:
+                saver.close()
+
+    return wrapper
+
+
+def _probe(directory: Path) -> None:
+    error: OSError | None = None
+    if rank_and_size(None)[0] == 0:
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=directory) as file:
+                file.write(b"probe")
+        except OSError as caught:
+            error = caught
+    raise_together(error, None, f"Writing to output_dir {directory} (TrainingArguments)")
+
+
+def save_checkpoint(original: Callable) -> Callable:
+    """`Trainer._save_checkpoint`."""
+
+    @functools.wraps(original)
+    def wrapper(self: Any, model: Any, trial: Any) -> None:
+        state = parallel_state(self.model)
+        if state is None:
+            original(self, model, trial)
+            return
+        if self.hp_search_backend is None and trial is None:
+            self.store_flos()
+        run_directory = Path(self._get_output_dir(trial=trial))
+        step = self.state.global_step
+        # The first rank's view of the file system counts.
+        target = gather(fresh_name(run_directory / f"checkpoint-{step}"), None, f"Saving step {step}")[0]
+        before = self.state.best_model_checkpoint
+        if self.state.best_global_step == step:
+            self.state.best_model_checkpoint = str(target)
+        saver = vars(self).get("_hf_megatron_saver")
+        try:
+            if saver is None or self.args.save_only_model:
+                _save(self, target)
+            else:
+                _save_in_background(self, saver, target)
+        except BaseException:
+            self.state.best_model_checkpoint = before
+            raise
+
+    return wrapper
+
+
+def _save(trainer: Any, target: Path) -> None:
+    model, optimizers = trainer.model, _optimizers(trainer)
+    weights_only = trainer.args.save_only_model
+    described = {"step": trainer.state.global_step}
+    if not weights_only:
+        described |= facts(model, optimizers)
+    with Transaction(target, described) as transaction:
+        _write_files(trainer, transaction.directory)
+        if weights_only:
+            model.save_pretrained(transaction.directory, is_main_process=trainer.args.should_save)
+        else:
+            transaction.write(pieces(model, optimizers))
+    _after_commit(trainer, target)
+
+
+def _save_in_background(trainer: Any, saver: AsyncSaver, target: Path) -> None:
+    model, optimizers = trainer.model, _optimizers(trainer)
+    with tempfile.TemporaryDirectory() as staging:
+        _write_files(trainer, Path(staging))
+        files = {path.name: path.read_bytes() for path in Path(staging).iterdir()}
+    described = {"step": trainer.state.global_step, **facts(model, optimizers)}
+    after = functools.partial(_after_commit, trainer, target)
+    saver.save(pieces(model, optimizers), target, described, files, after=after)
+
+
+def _write_files(trainer: Any, directory: Path) -> None:
+    """What a checkpoint holds beside weights and moments."""
+    args, rank = trainer.args, rank_and_size(None)[0]
+    if not args.save_only_model:
+        random_state.save(directory, rank)
+    if not args.should_save:
+        return
+    model = trainer.model
+    if not args.save_only_model:
+        model.config.architectures = [type(model).__name__.removeprefix("FSDP")]
+        model.config.save_pretrained(directory)
+        if model.can_generate():
+            model.generation_config.save_pretrained(directory)
+        scaler = getattr(trainer.accelerator, "scaler", None)
+        loop = {
+            "scheduler": trainer.lr_scheduler.state_dict(),
+            "scaler": None if scaler is None else scaler.state_dict(),
+        }
+        write_packed(directory / LOOP, loop)
+    tokenizer = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(directory)
+    (directory / "training_args.json").write_text(args.to_json_string(), encoding="utf-8")
+    _export_callbacks(trainer)
+    trainer.state.save_to_json(str(directory / STATE))
+
+
+def _export_callbacks(trainer: Any) -> None:
+    """Callbacks and the control that keep state put it into the trainer's, as stock does on every save."""
+    from transformers.trainer_callback import ExportableState
+
+    kept = trainer.state.stateful_callbacks
+    for callback in (*trainer.callback_handler.callbacks, trainer.control):
+        if isinstance(callback, ExportableState):
+            name = type(callback).__name__
+            if isinstance(kept[name], list):
+                kept[name].append(callback.state())
+            else:
+                kept[name] = callback.state()
+
+
+def _after_commit(trainer: Any, target: Path) -> None:
+    args = trainer.args
+    if args.push_to_hub:
+        trainer._push_from_checkpoint(str(target))
+    if args.should_save and args.save_total_limit:
+        best = trainer.state.best_model_checkpoint
+        prune(target.parent, args.save_total_limit, protected=[] if best is None else [Path(best)])
+
+
+def get_last_checkpoint(original: Callable) -> Callable:
+    """`resume_from_checkpoint=True`: stock takes the highest number, complete or not."""
+
+    @functools.wraps(original)
+    def wrapper(folder: str) -> str | None:
+        parent = Path(folder)
+        if not committed(parent):
+            return original(folder)
+        found = latest(parent)
+        return None if found is None else str(found)
+
+    return wrapper
+
+
+def load_from_checkpoint(original: Callable) -> Callable:
+    """`Trainer._load_from_checkpoint`: the weights."""
+
+    @functools.wraps(original)
+    def wrapper(self: Any, resume_from_checkpoint: str, model: Any = None) -> None:
+        if not is_committed(resume_from_checkpoint):
+            original(self, resume_from_checkpoint, model)
+            return
+        checkpoint = open_checkpoint(resume_from_checkpoint)
+        if checkpoint.names():
+            load_model(self.model, checkpoint)
+        else:
+            original(self, resume_from_checkpoint, model)
+
+    return wrapper
+
+
+def load_optimizer_and_scheduler(original: Callable) -> Callable:
+    """`Trainer._load_optimizer_and_scheduler`."""
+
+    @functools.wraps(original)
+    def wrapper(self: Any, checkpoint: str | None) -> None:
+        if checkpoint is None or not _holds_shards(checkpoint):
+            original(self, checkpoint)
+            return
+        load_optimizers(self.model, _optimizers(self), Checkpoint(checkpoint))
+        self.lr_scheduler.load_state_dict(read_packed(Path(checkpoint) / LOOP)["scheduler"])
+
+    return wrapper
+
+
+def load_scaler(original: Callable) -> Callable:
+    """`Trainer._load_scaler`."""
+
+    @functools.wraps(original)
+    def wrapper(self: Any, checkpoint: str | None) -> None:
+        if checkpoint is None or not _holds_shards(checkpoint):
+            original(self, checkpoint)
+            return
+        saved, scaler = read_packed(Path(checkpoint) / LOOP)["scaler"], getattr(self.accelerator, "scaler", None)
+        if saved and scaler is not None:
+            scaler.load_state_dict(saved)
+
+    return wrapper
+
+
+def load_rng_state(original: Callable) -> Callable:
+    """`Trainer._load_rng_state`."""
+
+    @functools.wraps(original)
+    def wrapper(self: Any, checkpoint: str | None) -> None:
+        if checkpoint is None or not _holds_shards(checkpoint):
+            original(self, checkpoint)
+            return
+        restore_random_state(self.model, Path(checkpoint), self.state.global_step)
+
+    return wrapper
+
+
+def restore_random_state(model: Any, directory: Path, step: int) -> None:
+    """Every generator continues, or starts anew where the layout is another."""
+    state, saved = parallel_state(model), Checkpoint(directory).facts
+    layout = None if state is None else state.config
+    sizes = ("tp_size", "dp_size", "cp_size", "pp_size", "ep_size")
+    before = saved.get("layout") or {}
+    same = saved.get("world_size") == rank_and_size(None)[1] and all(
+        getattr(layout, name, 1) == before.get(name, 1) for name in sizes
+    )
+    stream = 0 if state is None else state.mesh.dp_rank
+    random_state.load(directory, rank_and_size(None)[0], same_layout=same, stream=stream, step=step)
+
+
+def load_best_model(original: Callable) -> Callable:
+    """`Trainer._load_best_model`."""
+
+    @functools.wraps(original)
+    def wrapper(self: Any) -> None:
+        if parallel_state(self.model) is None:
+            original(self)
+            return
+        saver = vars(self).get("_hf_megatron_saver")
+        if saver is not None:
+            saver.wait()
+        path = self.state.best_model_checkpoint
+        if not is_committed(path):
+            warnings.warn(f"{path} is not a complete checkpoint: the model keeps its present weights.", stacklevel=2)
+        elif _holds_shards(path):
+            load_model(self.model, open_checkpoint(path))
+        else:
+            original(self)
+
+    return wrapper

@@ -1,0 +1,87 @@
+"""SIGTERM: the current step is finished, everything is saved and all ranks stop at the same step."""
+
+import os
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
+
+
+class TerminationSignal:
+    """Notes SIGTERM inside its `with` block, so that a loop can stop between two steps.
+
+        with TerminationSignal() as termination:
+            for batch in loader:
+                ...
+                if termination.requested():
+                    save()
+                    break
+
+    The handler that was there before is called as well and put back at the end. A second SIGTERM terminates at once.
+    Outside the main thread Python allows no handler: such a rank still stops when another one got the signal.
+    """
+
+    def __init__(self) -> None:
+        self.received = False
+        self._installed = False
+        self._previous: Any = None
+        self._process = os.getpid()
+
+    def __enter__(self) -> "TerminationSignal":
+        if not self._installed and threading.current_thread() is threading.main_thread():
+            self._installed, self._process = True, os.getpid()
+            self._previous = signal.signal(signal.SIGTERM, self._handle)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None = None,
+        error: BaseException | None = None,
+        trace: TracebackType | None = None,
+    ) -> None:
+        # A handler that somebody installed since then stays; one from outside Python, read as None, cannot be set.
+        if self._installed and signal.getsignal(signal.SIGTERM) == self._handle:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL if self._previous is None else self._previous)
+        self._installed = False
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        # Data loader workers are forks with the same handler; they are to end as ever.
+        if self.received or os.getpid() != self._process:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
+            return
+        self.received = True
+        if callable(self._previous):
+            self._previous(number, frame)
+
+    def requested(self) -> bool:
+        """Whether any rank has received the signal; every rank of the job must call it, at the same step."""
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return self.received
+        device = "cpu" if "gloo" in dist.get_backend() else torch.accelerator.current_accelerator()
+        flag = torch.tensor(int(self.received), device=device)
+        dist.all_reduce(flag, dist.ReduceOp.MAX)
+        return bool(flag.item())
+
+
+class TerminationCallback(TrainerCallback):
+    """Trainer saves, unless `save_strategy="no"`, and `train()` returns after the step in which SIGTERM came."""
+
+    def __init__(self) -> None:
+        self.signal = TerminationSignal()
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        # Entered already where an earlier training ended by an exception.
+        self.signal.__enter__()
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self.signal.requested():
+            control.should_save = args.save_strategy != "no"
+            control.should_training_stop = True
+
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self.signal.__exit__()

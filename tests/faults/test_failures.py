@@ -1,0 +1,436 @@
+"""Faults of running jobs: every rank ends in bounded time, with an exit code and the name of the rank at fault.
+
+Ranks are forks that end as a script does: through `sys.excepthook`, in a process of their own.
+"""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration
+from torch.utils.data import DataLoader, IterableDataset
+from transformers import AutoModelForCausalLM
+
+import hf_megatron
+from hf_megatron import ConfigError, MegatronConfig
+from hf_megatron.communication import watch
+from hf_megatron.integrations import transformers as integration
+from hf_megatron.integrations.accelerate import set_rank_environment
+from hf_megatron.mesh import ParallelMesh
+from hf_megatron.upstream import set_group_timeouts
+from hf_megatron.verify.ranks import run_ranks
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT = 5.0
+TP2 = MegatronConfig(tp_size=2, timeout=TIMEOUT)
+DP2 = MegatronConfig(dp_size=2, timeout=TIMEOUT)
+# Loading the model and the first steps, on a busy machine.
+START_SECONDS = 20.0
+
+
+class Job:
+    """Forked ranks that run `function(*args)`; what rank n writes goes to `directory/rankn.log`."""
+
+    def __init__(self, directory, world_size, function, *args):
+        self.directory = directory
+        directory.mkdir(exist_ok=True)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.processes, self.codes, self.ended_at = {}, {}, {}
+        self.started_at = time.monotonic()
+        for rank in range(world_size):
+            process = os.fork()
+            if process == 0:
+                self._be_rank(rank, world_size, port, function, args)
+            self.processes[rank] = process
+
+    def _be_rank(self, rank, world_size, port, function, args):
+        status = 1
+        try:
+            log = os.open(self.directory / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            sys.stdout, sys.stderr = (os.fdopen(number, "w", closefd=False) for number in (1, 2))
+            sys.excepthook = sys.__excepthook__
+            set_rank_environment(rank, world_size)
+            os.environ["MASTER_PORT"] = str(port)
+            torch.set_num_threads(1)
+            function(*args)
+            # The exit handlers of this process belong to pytest; the watch's own is called as the interpreter would.
+            watch.running_watch()._on_exit()
+            sys.stdout.flush()
+            status = 0
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+        finally:
+            os._exit(status)
+
+    def wait(self, seconds, ranks=None):
+        """Exit codes by rank, negative for a signal, `None` for a rank that still runs after `seconds`."""
+        deadline = time.monotonic() + seconds
+        waiting = set(self.processes if ranks is None else ranks) - set(self.codes)
+        while waiting and time.monotonic() < deadline:
+            for rank in list(waiting):
+                process, status = os.waitpid(self.processes[rank], os.WNOHANG)
+                if process:
+                    self.codes[rank] = os.waitstatus_to_exitcode(status)
+                    self.ended_at[rank] = time.monotonic()
+                    waiting.remove(rank)
+            time.sleep(0.02)
+        return {rank: self.codes.get(rank) for rank in self.processes}
+
+    def kill(self):
+        for rank, process in self.processes.items():
+            if rank not in self.codes:
+                os.kill(process, signal.SIGKILL)
+                os.waitpid(process, 0)
+
+    def text(self, rank):
+        return (self.directory / f"rank{rank}.log").read_text()
+
+    def wait_for(self, pattern, rank, seconds=START_SECONDS):
+        """Waits until a rank has written what matches; returns when."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if re.search(pattern, self.text(rank) if (self.directory / f"rank{rank}.log").exists() else ""):
+                return time.monotonic()
+            time.sleep(0.02)
+        raise AssertionError(f"rank {rank} has not written {pattern!r}: {self.text(rank)[-3000:]}")
+
+
+@pytest.fixture
+def start(tmp_path):
+    jobs = []
+
+    def function(name, *args):
+        jobs.append(Job(tmp_path / name, 2, *args))
+        return jobs[-1]
+
+    yield function
+    for job in jobs:
+        job.kill()
+
+
+def train(stories, config, fault, steps=1000):
+    """A plain Accelerate loop; `fault(step)` runs inside each forward."""
+    model = AutoModelForCausalLM.from_pretrained(stories, megatron_config=config)
+    accelerator = Accelerator(cpu=True)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-4))
+    ids = torch.randint(3, 512, (2, 17), generator=torch.Generator().manual_seed(0))
+    done = 0
+    # A layer in the middle: the other rank is in a collective, or comes to one.
+    model.model.layers[2].register_forward_pre_hook(lambda *_: fault(done))
+    for step in range(steps):
+        accelerator.backward(model(input_ids=ids, labels=ids).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        done = step + 1
+
+
+def raise_in_forward(step):
+    if step == 3 and dist.get_rank() == 1:
+        print("FAULT", flush=True)
+        raise ValueError("boom on one rank")
+
+
+def signal_self(number):
+    def fault(step):
+        if step == 3 and dist.get_rank() == 1:
+            time.sleep(0.5)  # the other rank is in a collective by now
+            print("FAULT", flush=True)
+            os.kill(os.getpid(), number)
+
+    return fault
+
+
+def be_slow(step):
+    if step == 3 and dist.get_rank() == 1:
+        print("FAULT", flush=True)
+        time.sleep(120)
+
+
+def test_fault_17_one_rank_raises_in_forward(stories, start):
+    jobs = {name: start(name, train, stories, config, raise_in_forward) for name, config in LAYOUTS.items()}
+    for name, job in jobs.items():
+        fault_at = job.wait_for("FAULT", 1)
+        assert job.wait(TIMEOUT + 5) == {0: 1, 1: 1}, (name, job.text(0))
+        assert max(job.ended_at.values()) - fault_at < TIMEOUT + 5
+        assert "rank 1 failed after 3 optimizer steps: ValueError: boom on one rank" in job.text(1)
+        survivor = job.text(0)
+        assert "rank 0 ends because rank 1 failed first, after 3 optimizer steps: ValueError: boom" in survivor
+        assert "in raise_in_forward" in survivor, "the other rank's traceback"
+        assert re.search(WAITING[name], survivor), survivor
+
+
+LAYOUTS = {"tp2": TP2, "dp2": DP2}
+WAITING = {
+    "tp2": r"waiting in all_reduce over \S+ in RowParallelLinear\.forward \(test_failures\.py:\d+\)",
+    "dp2": r"waiting in all_reduce over \S+ in _MeanOverRanks\.forward \(test_failures\.py:\d+\)",
+}
+
+
+def test_fault_18_sigkill_mid_collective(stories, start):
+    fault = signal_self(signal.SIGKILL)
+    jobs = {name: start(name, train, stories, config, fault) for name, config in LAYOUTS.items()}
+    for name, job in jobs.items():
+        fault_at = job.wait_for("FAULT", 1)
+        assert job.wait(TIMEOUT + 5) == {0: 1, 1: -signal.SIGKILL}, (name, job.text(0))
+        assert job.ended_at[0] - fault_at < TIMEOUT + 5
+        survivor = job.text(0)
+        assert re.search(WAITING[name].replace("waiting", "rank 0 was waiting"), survivor), survivor
+        assert re.search(r"Rank 1 has gone silent \(killed or stopped\): last heartbeat \d\d:\d\d:\d\d", survivor)
+
+
+def test_fault_19_sigstop_slow_rank(stories, start, monkeypatch):
+    # A rank that is slow, not dead, ends this long after it heard of the failure.
+    monkeypatch.setattr(watch, "_GRACE_SECONDS", 2.0)
+    jobs = {
+        "stopped": start("stopped", train, stories, TP2, signal_self(signal.SIGSTOP)),
+        "stopped host": start("host", train, stories, DP2, stop_rank_0),
+        "slow": start("slow", train, stories, DP2, be_slow),
+    }
+    for name, job in jobs.items():
+        stuck = 0 if name == "stopped host" else 1
+        fault_at = job.wait_for("FAULT", stuck)
+        codes = job.wait(TIMEOUT + 9, ranks=[1 - stuck])
+        assert codes[1 - stuck] == 1, (name, job.text(1 - stuck))
+        assert TIMEOUT - 1 < job.ended_at[1 - stuck] - fault_at < TIMEOUT + 9
+    assert re.search(WAITING["tp2"], jobs["stopped"].text(0))
+    assert "Rank 1 has gone silent (killed or stopped)" in jobs["stopped"].text(0)
+    # The stopped rank holds the store: nobody can say more.
+    assert "The job's store does not answer: rank 0 or the launcher" in jobs["stopped host"].text(1)
+    found = r"Rank 1 has not come to it, it is in .*be_slow \(test_failures\.py:\d+\), after 3 optimizer steps"
+    assert re.search(f"{WAITING['dp2']}.*{found}", jobs["slow"].text(0)), jobs["slow"].text(0)
+    assert jobs["slow"].wait(6)[1] == 1, "a rank that is alive ends as well"
+    assert "Rank 0 found that first" in jobs["slow"].text(1)
+
+
+def stop_rank_0(step):
+    if step == 3 and dist.get_rank() == 0:
+        print("FAULT", flush=True)
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def test_timeout_holds_for_every_group(stories):
+    def check():
+        from datetime import timedelta
+
+        model = AutoModelForCausalLM.from_pretrained(
+            stories, megatron_config=MegatronConfig(tp_size=2, dp_size=2, timeout=TIMEOUT)
+        )
+        groups = [dist.group.WORLD, dist.new_group([0, 1, 2, 3])]
+        mesh = integration.parallel_state(model).mesh
+        groups += [mesh.tp_group, mesh.dp_group, mesh.shard_group, mesh.replicate_group]
+        return all(
+            group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=TIMEOUT) for group in groups
+        )
+
+    assert run_ranks(check, 4) == [True] * 4
+
+
+def test_a_wait_for_a_started_collective_ends_at_the_timeout():
+    def check():
+        set_group_timeouts(1.0)
+        mesh = ParallelMesh(MegatronConfig(dp_size=2), "cpu")
+        dist.barrier()
+        if dist.get_rank() == 1:
+            time.sleep(4)
+            return 1.0
+        start = time.monotonic()
+        with pytest.raises(RuntimeError):
+            dist.irecv(torch.ones(1), group=mesh.dp_group, group_src=1).wait()
+        return time.monotonic() - start
+
+    assert run_ranks(check, 2)[0] == pytest.approx(1.0, abs=0.5)
+
+
+def differ(**kwargs):
+    """Keyword arguments that rank 1 alone gets."""
+    return kwargs if dist.get_rank() == 1 else {}
+
+
+DIFFERENCES = {
+    "MegatronConfig.seed": lambda: ({"seed": 7}, {}),
+    "MegatronConfig.sequence_parallel": lambda: ({"sequence_parallel": True}, {}),
+    "the model's config.rms_norm_eps": lambda: ({}, {"rms_norm_eps": 1e-3}),
+    "the version of hf_megatron": lambda: setattr(integration, "__version__", "9.9") or ({}, {}),
+    "the version of torch": lambda: setattr(torch, "__version__", "9.9") or ({}, {}),
+    "the version of transformers": lambda: setattr(integration.transformers, "__version__", "9.9") or ({}, {}),
+}
+
+
+@pytest.mark.parametrize("field", DIFFERENCES)
+def test_fault_20_ranks_started_differently(stories, field):
+    def load():
+        config, model = DIFFERENCES[field]() if dist.get_rank() == 1 else ({}, {})
+        start = time.monotonic()
+        with pytest.raises(ConfigError) as error:
+            AutoModelForCausalLM.from_pretrained(stories, megatron_config={"tp_size": 2} | config, **model)
+        assert time.monotonic() - start < START_SECONDS
+        return str(error.value)
+
+    for message in run_ranks(load, 2):
+        assert message.startswith(f"The ranks disagree on {field}: rank 0: ") and ", rank 1: " in message
+
+
+class Endless(IterableDataset):
+    """As many rows as this rank is to have, whatever the others have."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __iter__(self):
+        return iter(torch.arange(self.rows))
+
+
+@pytest.mark.parametrize("kind", ["iterable", "uneven", "equal"])
+def test_fault_21_data_ends_early_on_one_rank(stories, kind):
+    def read():
+        AutoModelForCausalLM.from_pretrained(stories, megatron_config=DP2)
+        configuration = DataLoaderConfiguration(dispatch_batches=False, even_batches=kind != "uneven")
+        accelerator = Accelerator(cpu=True, dataloader_config=configuration)
+        # Each rank reads every other batch of its own source: 3 batches on rank 0, 5 on rank 1.
+        source = (
+            Endless(12 + 8 * dist.get_rank()) if kind == "iterable" else torch.arange(14 if kind == "uneven" else 16)
+        )
+        loader = accelerator.prepare(DataLoader(source, batch_size=2))
+        last = []
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in loader:
+                last.append(accelerator.gradient_state.end_of_dataloader)
+                dist.all_reduce(torch.ones(1))
+        return last, [str(each.message) for each in caught if "ran out of data" in str(each.message)]
+
+    start = time.monotonic()
+    results = run_ranks(read, 2, timeout=40)
+    assert time.monotonic() - start < START_SECONDS
+    batches = {"iterable": 3, "uneven": 3, "equal": 4}[kind]
+    assert [last for last, _ in results] == [[False] * (batches - 1) + [True]] * 2
+    expected = {
+        "iterable": ["Rank 0 ran out of data first, after 3 batches; all ranks stop there and at least 1"],
+        "uneven": ["Rank 1 ran out of data first, after 3 batches; all ranks stop there and at most 1"],
+        "equal": [],
+    }[kind]
+    assert len(results[0][1]) == len(expected) and results[1][1] == []
+    for message, beginning in zip(results[0][1], expected, strict=True):
+        assert message.startswith(beginning), message
+
+
+def leave_early(stories):
+    train(stories, DP2, lambda step: None, steps=3 if dist.get_rank() == 1 else 1000)
+    print("FAULT", flush=True)
+
+
+def test_fault_21_plain_loop_that_one_rank_leaves_early(stories, start):
+    job = start("early", leave_early, stories)
+    fault_at = job.wait_for("FAULT", 1)
+    assert job.wait(TIMEOUT + 5) == {0: 1, 1: 0}, job.text(0)
+    assert job.ended_at[0] - fault_at < TIMEOUT + 5
+    assert "Rank 1 has ended: its script finished or left early, after 3 optimizer steps." in job.text(0)
+    assert re.search(WAITING["dp2"], job.text(0))
+
+
+def loop_until_requested():
+    set_group_timeouts(TIMEOUT)
+    with hf_megatron.TerminationSignal() as termination:
+        for step in range(2000):
+            time.sleep(0.01)
+            if step == 5:
+                print("READY", flush=True)
+            if termination.requested():
+                print(f"STOPPED at {step}", flush=True)
+                break
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    if dist.get_rank() == 0:
+        return
+    with hf_megatron.TerminationSignal():
+        os.kill(os.getpid(), signal.SIGTERM)
+        print("ALIVE", flush=True)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+
+
+def loop_with_group():
+    from hf_megatron.integrations.accelerate import ensure_process_group
+
+    ensure_process_group(TIMEOUT, cpu=True)
+    loop_until_requested()
+
+
+def test_termination_signal_stops_all_ranks_at_the_same_step_and_twice_at_once(start):
+    job = start("loop", loop_with_group)
+    signalled_at = job.wait_for("READY", 1)
+    os.kill(job.processes[1], signal.SIGTERM)
+    assert job.wait(10) == {0: 0, 1: -signal.SIGTERM}, job.text(0)
+    assert job.ended_at[1] - signalled_at < 5
+    stopped = [re.search(r"STOPPED at (\d+)", job.text(rank))[1] for rank in (0, 1)]
+    assert stopped[0] == stopped[1] and "ALIVE" in job.text(1)
+
+
+SCRIPT = """
+import os, signal, sys
+import hf_megatron, torch
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+class Tell(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 3 and int(os.environ["RANK"]) == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+torch.manual_seed(0)
+ids = torch.randint(3, 512, (64, 17))
+rows = [{{"input_ids": row, "labels": row}} for row in ids]
+model = AutoModelForCausalLM.from_pretrained({stories!r}, megatron_config={{"tp_size": 2, "timeout": 20}})
+arguments = TrainingArguments(
+    {output!r}, max_steps=10000, save_strategy=sys.argv[1], save_steps=5000, save_only_model=True, report_to=[],
+    disable_tqdm=True, per_device_train_batch_size=2, logging_steps=10000,
+)
+trainer = Trainer(model, arguments, train_dataset=rows, callbacks=[Tell()])
+trainer.train()
+os.write(1, f"RETURNED {{trainer.state.global_step}}\\n".encode())
+"""
+
+
+@pytest.mark.parametrize("save_strategy", ["steps", "no"])
+def test_sigterm_saves_and_exits(stories, tmp_path, save_strategy):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.format(stories=str(stories), output=str(tmp_path / "out")))
+    environment = dict(os.environ, HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+    words = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
+    words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", str(script), save_strategy]
+    result = subprocess.run(words, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=90, check=False)
+    assert result.returncode == 0, result.stderr[-3000:]
+    found = [int(step) for step in re.findall(r"RETURNED (\d+)", result.stdout)]
+    assert len(found) == 2 and found[0] == found[1] and 3 <= found[0] <= 4
+    checkpoint = tmp_path / "out" / f"checkpoint-{found[0]}"
+    assert checkpoint.exists() == (save_strategy == "steps")
+    if save_strategy == "steps":
+        assert list(checkpoint.glob("*.safetensors"))
+
+
+def test_watch_is_one_per_process_group_and_puts_everything_back(stories):
+    def check():
+        before = sys.excepthook
+        for _ in range(2):
+            AutoModelForCausalLM.from_pretrained(stories, megatron_config=TP2)
+        running = [thread for thread in watch.threading.enumerate() if isinstance(thread, watch.RankWatch)]
+        assert len(running) == 1 and running[0].daemon and sys.excepthook == running[0]._on_exception
+        time.sleep(1.5)
+        assert set(running[0]._read_beats()) == {1 - dist.get_rank()}
+        dist.barrier()
+        running[0].stop()
+        assert sys.excepthook is before and watch.running_watch() is None
+
+    run_ranks(check, 2)

@@ -1,0 +1,73 @@
+"""Data parallelism against one process: the same rows over the dp ranks give the same loss, gradients and weights.
+
+Five rows, one of them without any label, so that dp ranks have unequal numbers of rows and of labels.
+"""
+
+import functools
+
+import pytest
+from transformers import CONFIG_MAPPING
+
+from hf_megatron.data_parallel import reduction
+from hf_megatron.parallelize import parallel_state
+from hf_megatron.verify.check import parse_layouts
+from hf_megatron.verify.parity import check_twin, make_twin
+
+ALL_STAGES = "dp2+zero0,dp2+zero1,dp2+zero2,dp2+zero3"
+TP_AND_DP = "tp2+dp2+zero0,tp2+dp2+zero1,tp2+sp+dp2+zero2,tp2+sp+dp2+zero3"
+HYBRID = "dp4+replicas2+zero1,dp4+replicas2+zero2,dp4+replicas2+zero3"
+CASES = [
+    # model type, microbatches per step, layouts
+    ("llama", 1, ALL_STAGES),
+    ("llama", 3, ALL_STAGES),
+    ("llama", 3, TP_AND_DP),
+    ("llama", 3, HYBRID),
+    ("llama", 1, "dp4+zero1,dp4+zero3,tp2+dp4+zero1,tp4+dp2+zero3"),
+    ("gemma2", 1, "dp2+zero1,tp2+sp+dp2+zero3"),
+    ("gpt2", 3, "dp2+zero1,dp4+zero3,tp2+dp2+zero1"),
+    ("opt", 3, "dp2+zero2,tp2+sp+dp2+zero1"),
+    ("qwen3_moe", 3, "dp4+zero2,dp2+zero3,tp2+dp2+zero1"),
+]
+
+
+@functools.lru_cache(maxsize=2)
+def _twin(model_type: str, microbatches: int):
+    return make_twin(CONFIG_MAPPING[model_type](), microbatches=microbatches, batch_size=5)
+
+
+def _flat():
+    for model_type, microbatches, layouts in CASES:
+        for text, layout in zip(layouts.split(","), parse_layouts(layouts), strict=True):
+            yield pytest.param(model_type, microbatches, layout, id=f"{model_type}-{text}-{microbatches}")
+
+
+@pytest.mark.parametrize(("model_type", "microbatches", "layout"), _flat())
+def test_equals_one_process(model_type, microbatches, layout):
+    comparison = check_twin(_twin(model_type, microbatches), layout)
+    assert comparison.passed, comparison.report()
+
+
+def small_buckets():
+    reduction._MIB = 1024
+
+
+def several_buckets(model):
+    assert len(parallel_state(model).data_parallel.reducer.buckets) > 3
+
+
+@pytest.mark.parametrize(
+    "layout",
+    parse_layouts("dp2+zero0,dp2+zero1,dp2+zero2,dp4+replicas2,tp2+sp+dp2"),
+    ids=lambda layout: f"{layout.layout()}-{layout.dp_replicate_size}",
+)
+def test_several_buckets_equal_one_process(layout):
+    comparison = check_twin(_twin("llama", 3), layout, sabotage=small_buckets, prepare=several_buckets)
+    assert comparison.passed, comparison.report()
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_have_unequal_rows_and_labels(ranks):
+    """What the cases above rely on."""
+    parts = _twin("llama", 3).batches[0]["labels"].tensor_split(ranks)
+    assert len({len(part) for part in parts}) == 2
+    assert len({int((part[:, 1:] != -100).sum()) for part in parts}) == 2
