@@ -91,6 +91,7 @@ def check_later_losses(groups):
     for name, group in groups.items():
         if name != "two_processes_no_communication":
             losses = [records[-1][-1] for records in group.ask("steps", CHECKED_STEPS)]
+            group.ask("give_back_memory")
             found[name] = sum(losses) / len(losses)
             expected = found[name] if expected is None else expected
             difference = abs(found[name] - expected)
@@ -153,7 +154,7 @@ def measure(model, names, rounds):
         groups, skipped = start_groups(variants, folder, "fp32", settings["batch"])
         try:
             later = check_later_losses(groups)
-            samples = take_turns(groups, rounds, settings["steps_per_turn"])
+            samples = take_turns(groups, rounds, settings["steps_per_turn"], lean=True)
             results = summarize(groups, samples)
             for name, entry in results.items():
                 used = samples[name][0] or samples[name][1]

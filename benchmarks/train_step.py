@@ -71,6 +71,7 @@ def start_groups(variants, folder, dtype, batch):
                 skipped[name] = str(reason)
                 print(f"  {name} skipped: {reason}", flush=True)
                 continue
+            group.ask("give_back_memory")
             groups[name] = group
             expected = group.first_loss if expected is None else expected
             difference = abs(group.first_loss - expected)
@@ -84,8 +85,12 @@ def start_groups(variants, folder, dtype, batch):
     return groups, skipped
 
 
-def take_turns(groups, rounds, steps):
-    """`rounds` undisturbed samples of every variant where the machine allows it within twice as many turns."""
+def take_turns(groups, rounds, steps, lean=False):
+    """`rounds` undisturbed samples of every variant where the machine allows it within twice as many turns.
+
+    Where the memory of all variants is short, `lean` gives back what is free inside waiting ones; a turn then begins
+    with a step that is not timed, in which the variant takes its memory again.
+    """
     samples = {name: [] for name in groups}
 
     def undisturbed(name):
@@ -93,10 +98,16 @@ def take_turns(groups, rounds, steps):
 
     for group in groups.values():
         group.sample(steps)  # warm-up
+        if lean:
+            group.ask("give_back_memory")
     for _ in range(2 * rounds):
         for name, group in groups.items():
             time.sleep(0.01)  # lets the OpenMP threads of the variant before go to sleep
+            if lean:
+                group.ask("steps", 1)
             samples[name].append(group.sample(steps))
+            if lean:
+                group.ask("give_back_memory")
         if all(len(undisturbed(name)) >= rounds for name in groups):
             break
     return {name: (undisturbed(name), samples[name]) for name in groups}

@@ -38,10 +38,15 @@ def peak_memory_mib():
         return next(int(line.split()[1]) / 1024 for line in file if line.startswith("VmHWM"))
 
 
-def forget_peak_memory():
-    """Restarts the peak from what is in use now, so that loading the weights does not count as training."""
+def give_back_memory():
+    """Returns what is free inside this process to the machine."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
+
+
+def forget_peak_memory():
+    """Restarts the peak from what is in use now, so that loading the weights does not count as training."""
+    give_back_memory()
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")
 
@@ -100,6 +105,8 @@ def serve(variant, job, port, pipe):
             command, argument = pipe.recv()
             if command == "memory":
                 pipe.send(("done", peak_memory_mib()))
+            elif command == "give_back_memory":
+                pipe.send(("done", give_back_memory()))
             elif command == "optimizer_bytes":
                 pipe.send(("done", optimizer_bytes(optimizer, parameters)))
             else:

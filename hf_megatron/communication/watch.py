@@ -108,22 +108,23 @@ class RankWatch(threading.Thread):
     Args:
         store (`dist.Store`): a client of the job's store that nobody else uses.
         timeout (`float`): seconds a collective may take.
-        hosts_store (`bool`): the store lives in this process and ends with it.
+        store_host (`int`, *optional*): the rank with which the store ends; by default a launcher holds it.
     """
 
-    def __init__(self, store: dist.Store, timeout: float, hosts_store: bool):
+    def __init__(self, store: dist.Store, timeout: float, store_host: int | None):
         super().__init__(name="hf_megatron rank watch", daemon=True)
         self.timeout = timeout
         self.group = dist.group.WORLD
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.steps = 0
-        self._store, self._hosts_store = store, hosts_store
+        self._store, self._store_host = store, store_host
         self._process = os.getpid()
         self._requests: queue.Queue[tuple[Callable[[], Any], Future]] = queue.Queue()
         self._stopped = self._leaving = False
         self._beats = 0
         self._first: dict[str, Any] | None = None
         self._first_seen_at = 0.0
+        self._silent: list[int] = []
         self._stack: tuple[Any, ...] = ()
         self._stack_since = time.monotonic()
         self._early_beats: dict[int, dict[str, Any]] | None = None
@@ -176,6 +177,13 @@ class RankWatch(threading.Thread):
                 return
 
     def _beat(self) -> None:
+        if self._first is not None:
+            # The job is over, and the store may be gone.
+            if not self._leaving and time.monotonic() - self._first_seen_at > _GRACE_SECONDS:
+                self._leaving = True
+                self._say(self._because_of(self._first, None))
+                self._leave(1)
+            return
         self._beats += 1
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         frames = [] if frame is None else [each for each, _ in traceback.walk_stack(frame)]
@@ -187,16 +195,14 @@ class RankWatch(threading.Thread):
             self._look_for_stall((self.steps, *((each.f_code, each.f_lasti) for each in frames)), waits)
 
     def _look_for_failure(self) -> None:
-        if self._first is None:
-            if not self._store.check(["first"]):
-                return
+        if self._store.check(["first"]):
             self._first = json.loads(self._store.get("first"))
             self._first_seen_at = time.monotonic()
             self._store.set(f"seen/{self.rank}", "")
-        if not self._leaving and time.monotonic() - self._first_seen_at > _GRACE_SECONDS:
-            self._leaving = True
-            self._say(self._because_of(self._first, None))
-            self._leave(1)
+        elif self._store_host is not None and self._store.check([f"ended/{self._store_host}"]):
+            # A store that ends under its clients makes torch print a C++ stack in each.
+            self._store.set(f"seen/{self.rank}", "")
+            self._stopped = True
 
     def _look_for_stall(self, stack: tuple[Any, ...], waits: str | None) -> None:
         """Says who is missing shortly before the timeout: NCCL's own watchdog kills a process without asking Python."""
@@ -272,7 +278,7 @@ class RankWatch(threading.Thread):
         }
         try:
             if waits is not None:
-                first, report["cause"] = self._cause(waits)
+                first, report["cause"] = self._cause()
                 if first is not None:
                     self._say(self._because_of(first, waits))
                 else:
@@ -296,16 +302,21 @@ class RankWatch(threading.Thread):
         self._store.set(f"failed/{self.rank}", "")
         return json.loads(self._store.compare_set("first", "", json.dumps(report)))
 
-    def _cause(self, waits: str) -> tuple[dict[str, Any] | None, str | None]:
+    def _cause(self) -> tuple[dict[str, Any] | None, str | None]:
         """Why a collective of this rank raised: the first failure's report, or else who is missing."""
+        if self._first is not None:
+            return self._first, None
         early, deadline = self._ask(self._read_beats), time.monotonic() + 2.5 * INTERVAL
         while time.monotonic() < deadline:
+            # The thread may have read it before the store ended.
+            if self._first is not None:
+                return self._first, None
             if self._ask(lambda: self._store.check(["first"])):
                 return json.loads(self._ask(lambda: self._store.get("first"))), None
             time.sleep(0.05)
         beats, ended = self._ask(self._read_beats), self._ask(lambda: self._read_names("ended"))
-        silent = [rank for rank, beat in beats.items() if beat == early.get(rank) and rank not in ended]
-        return None, self._missing(silent, beats, ended)
+        self._silent = [rank for rank, beat in beats.items() if beat == early.get(rank) and rank not in ended]
+        return None, self._missing(self._silent, beats, ended)
 
     def _missing(self, silent: list[int], beats: dict[int, dict[str, Any]], ended: list[int]) -> str:
         """A sentence for each rank that is not where this one waits for it."""
@@ -340,17 +351,19 @@ class RankWatch(threading.Thread):
 
     def _leave(self, status: int) -> None:
         """Ends the process without the destructors of process groups, which may wait for the other ranks."""
-        if self._hosts_store:
-            self._wait_for_readers()
+        self._wait_for_readers()
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         os._exit(status)
 
     def _wait_for_readers(self) -> None:
+        """Keeps a store of this process until the other ranks have read what is in it, or for two heartbeats."""
+        if self.rank != self._store_host:
+            return
         deadline = time.monotonic() + 2.5 * INTERVAL
 
         def left() -> list[int]:
-            heard = {rank for kind in ("seen", "failed", "ended") for rank in self._read_names(kind)}
+            heard = {*self._silent, *(rank for kind in ("seen", "failed", "ended") for rank in self._read_names(kind))}
             return [rank for rank in range(self.world_size) if rank != self.rank and rank not in heard]
 
         while time.monotonic() < deadline:
@@ -366,7 +379,8 @@ class RankWatch(threading.Thread):
         if os.getpid() != self._process or self._stopped:
             return
         try:
-            self._ask(lambda: self._store.set(f"ended/{self.rank}", ""))
+            self._ask(lambda: (self._beat(), self._store.set(f"ended/{self.rank}", "")))
+            self._wait_for_readers()
         except ConnectionError:
             # Nobody is left to tell.
             return
@@ -381,12 +395,12 @@ def running_watch() -> RankWatch | None:
     return None
 
 
-def watch_ranks(timeout: float, hosts_store: bool) -> None:
+def watch_ranks(timeout: float, store_host: int | None) -> None:
     """Gives every process group `timeout` and starts this rank's watch, once per default process group.
 
     Args:
         timeout (`float`): seconds a collective may take.
-        hosts_store (`bool`): the job's store lives in this process.
+        store_host (`int`, *optional*): the rank in whose process the job's store lives; `None` for a launcher's.
     """
     set_group_timeouts(timeout)
     watch = running_watch()
@@ -396,4 +410,4 @@ def watch_ranks(timeout: float, hosts_store: bool) -> None:
     for thread in threading.enumerate():
         if isinstance(thread, RankWatch):
             thread.stop()
-    RankWatch(default_store("hf_megatron/watch"), timeout, hosts_store).start()
+    RankWatch(default_store("hf_megatron/watch"), timeout, store_host).start()

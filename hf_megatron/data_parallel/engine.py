@@ -2,6 +2,7 @@
 
 import math
 import types
+import weakref
 from functools import partial
 from typing import Any
 
@@ -30,7 +31,7 @@ class DataParallel:
     def __init__(self, model: nn.Module, config: MegatronConfig, mesh: ParallelMesh):
         self.model, self.config, self.mesh = model, config, mesh
         self.reducer: GradientReducer | None = None
-        self.optimizers: list[Any] = []
+        self._optimizers: list[weakref.ref] = []
         self.skipped_steps = 0
         self._skipped_in_a_row = 0
         # Of the gradients of this step: clipped by the loop, found finite (or not) by whoever looked at all of them.
@@ -49,6 +50,15 @@ class DataParallel:
 
     def __deepcopy__(self, memo: dict) -> "DataParallel":
         return self
+
+    @property
+    def optimizers(self) -> list[Any]:
+        """What `prepare_optimizer` attached to the optimizers that still exist, in the order they were made."""
+        attached = (reference() for reference in self._optimizers)
+        return [optimizer for optimizer in attached if optimizer is not None]
+
+    def add_optimizer(self, optimizer: Any) -> None:
+        self._optimizers = [weakref.ref(other) for other in (*self.optimizers, optimizer)]
 
     def reduce_gradients(self) -> None:
         """Takes gradients out of `.grad` from now on; twice is once."""

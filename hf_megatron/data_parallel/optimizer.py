@@ -69,7 +69,9 @@ class Leaf:
         """A parameter's state, as a constructor made it (Adagrad's), for the leaf."""
         shape = self.parameter.shape
         return {
-            name: self._own(value).to(self.tensor, copy=True) if isinstance(value, Tensor) and value.shape == shape else value
+            name: self._own(value).to(self.tensor, copy=True)
+            if isinstance(value, Tensor) and value.shape == shape
+            else value
             for name, value in state.items()
         }
 
@@ -104,7 +106,7 @@ class ShardedOptimizer:
         self.leaves: list[Leaf] = []
         for group in optimizer.param_groups:
             self.replace(group)
-        engine.optimizers.append(self)
+        engine.add_optimizer(self)
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
 
@@ -154,10 +156,12 @@ class ShardedOptimizer:
             if not leaf.separate and leaf.tensor.data_ptr() != leaf.view().data_ptr():
                 leaf.tensor.data = leaf.view()
         self.step_was_skipped = False
+        limit = engine.config.gradient_clipping
+        if limit is not None and not engine.clipped:
+            # A fused optimizer that a loss scaler steps divides by the scale itself.
+            scale = getattr(optimizer, "grad_scale", None)
+            clip_grad_norm(self.parameters(), limit if scale is None else limit * float(scale))
         if not engine.scaled:
-            limit = engine.config.gradient_clipping
-            if limit is not None and not engine.clipped:
-                clip_grad_norm(self.parameters(), limit)
             if engine.finite is None:
                 engine.finite = bool(torch.isfinite(gradient_norm(self.parameters())))
             self.step_was_skipped = not engine.finite

@@ -59,6 +59,8 @@ class GradientReducer:
         self._parameters: list[nn.Parameter] = []
         self._started: list[_Started] = []
         self._next = 0
+        # A backward outside `no_sync` has left gradients. All ranks agree on it, whatever each has started already.
+        self._pending = False
         self._build()
         model.register_forward_pre_hook(self._begin)
 
@@ -117,7 +119,7 @@ class GradientReducer:
         if not torch.is_grad_enabled():
             return
         self.refresh()
-        if self._started:
+        if self._pending:
             self.finish()
         for bucket in self._buckets:
             bucket.arrived.clear()
@@ -137,6 +139,7 @@ class GradientReducer:
         parameter.grad = None
         if not self.synchronise:
             return
+        self._pending = True
         bucket.arrived.add(index)
         # In the order of buckets on every rank, whatever order backward takes: the collectives have to match.
         while self._next < len(self._buckets):
@@ -170,10 +173,11 @@ class GradientReducer:
             started.bucket.take_in(reduced, self.mesh.dp_size, keep=self.keep_rows)
         self._started.clear()
         self._next = 0
+        self._pending = False
 
     def discard(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Forgets the gradients of these parameters, by default of all, as `zero_grad()` does."""
-        if self._started:
+        if self._pending:
             self.finish()
         if parameters is None:
             for bucket in self._buckets:

@@ -111,7 +111,7 @@ def ensure_process_group(timeout: float, cpu: bool = False) -> "torch.device":
 
         # torchrun and accelerate launch hold the store in the launcher, which outlives the ranks.
         by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "false").lower() == "true"
-        watch_ranks(timeout, hosts_store=dist.get_rank() == 0 and not by_launcher)
+        watch_ranks(timeout, store_host=None if by_launcher else 0)
     # Accelerate says `cpu:0`, which torch takes for another device than `cpu`: every weight would be copied.
     return torch.device("cpu") if state.device.type == "cpu" else state.device
 
@@ -248,23 +248,40 @@ def init(original: Callable) -> Callable:
 
 
 def _with_data(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments, with data loading that gives ranks of one batch the same samples and other ranks others."""
+    """The arguments, with data loading that gives ranks of one batch the same samples and other ranks others.
+
+    Unless the loop configures it, shuffling depends on one seed and the epoch alone: stock draws from a generator whose
+    state at the start of the epoch nobody can tell later, so no order could be resumed.
+    """
     from accelerate.utils import DataLoaderConfiguration
 
     layout = arguments["parallelism_config"]
-    if layout.dp_shard_size == 1 and arguments.get("rng_types") is None:
-        # A shuffling sampler draws its seed from torch's generator; with one dp rank stock does not align it.
-        return arguments | {"rng_types": ["torch", "generator"]}
+    configuration = arguments.get("dataloader_config")
+    if configuration is None:
+        configuration = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=_seed_of_first_rank())
     if layout.tp_size > 1 and layout.dp_shard_size > 1:
-        configuration = arguments.get("dataloader_config") or DataLoaderConfiguration()
         if configuration.dispatch_batches:
             raise UnsupportedError(
                 f"dispatch_batches=True with {layout.dp_shard_size} dp ranks of {layout.tp_size} ranks each: "
                 "Accelerate would send all of them the same batch. Leave it out; each rank then reads its own batches."
             )
         # None means True for an IterableDataset.
-        return arguments | {"dataloader_config": dataclasses.replace(configuration, dispatch_batches=False)}
+        configuration = dataclasses.replace(configuration, dispatch_batches=False)
+    arguments = arguments | {"dataloader_config": configuration}
+    if layout.dp_shard_size == 1 and arguments.get("rng_types") is None:
+        # A shuffling sampler draws its seed from torch's generator; with one dp rank stock does not align it.
+        return arguments | {"rng_types": ["torch", "generator"]}
     return arguments
+
+
+def _seed_of_first_rank() -> int:
+    import torch
+    import torch.distributed as dist
+
+    seed: list[Any] = [torch.random.initial_seed()]
+    if dist.is_initialized():
+        dist.broadcast_object_list(seed, src=0)
+    return seed[0]
 
 
 def prepare_model(original: Callable) -> Callable:
@@ -425,19 +442,6 @@ def _reduce_one(tensor: "torch.Tensor", reduction: str, group: Any) -> "torch.Te
         if reduction == "mean":
             tensor /= dist.get_world_size(group)
     return tensor
-
-
-def save_state(original: Callable) -> Callable:
-    @functools.wraps(original)
-    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if any(_state(model) is not None for model in self._models):
-            raise UnsupportedError(
-                "Accelerator.save_state writes the first rank's shards; sharded checkpoints are not supported yet. "
-                "Save the weights with model.save_pretrained(...)."
-            )
-        return original(self, *args, **kwargs)
-
-    return wrapper
 
 
 def get_state_dict(original: Callable) -> Callable:

@@ -36,7 +36,7 @@ def _holds_shards(path: Any) -> bool:
 
 
 def train(original: Callable) -> Callable:
-    """`Trainer.train`: a folder that cannot be written to is found before training, a save under way is waited for."""
+    """`Trainer.train`: the newest save of a step is resumed, and a save under way is waited for at the end."""
 
     @functools.wraps(original)
     def wrapper(self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -45,8 +45,6 @@ def train(original: Callable) -> Callable:
         state = parallel_state(self.model)
         if state is None:
             return original(self, resume_from_checkpoint, *args, **kwargs)
-        if self.args.save_strategy != "no":
-            _probe(Path(self.args.output_dir))
         saver = None
         if state.config.async_save:
             saver = AsyncSaver(dist.new_group(backend="gloo"))
@@ -60,7 +58,12 @@ def train(original: Callable) -> Callable:
     return wrapper
 
 
-def _probe(directory: Path) -> None:
+def probe(directory: Path) -> None:
+    """Writes to a directory on rank 0.
+
+    Raises:
+        CheckpointError: on every rank, naming the directory.
+    """
     error: OSError | None = None
     if rank_and_size(None)[0] == 0:
         try:

@@ -60,6 +60,8 @@ def _may_differ(loader: Any) -> bool:
 class _Agreed:
     """A data loader whose iteration ends on all ranks of a group when it ends on one."""
 
+    # Without slots of its own the class could not take the place of the loader's.
+    __slots__ = ()
     _hf_megatron_group: Any
 
     def __iter__(self) -> Iterator[Any]:

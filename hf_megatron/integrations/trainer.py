@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from ..errors import ConfigError, UnsupportedError
 from ..parallelize import parallel_state
 from .accelerate import parallelism_config
+from .checkpoints import probe
 from .termination import TerminationCallback
 
 
@@ -33,6 +35,9 @@ def init(original: Callable) -> Callable:
                 )
             if type(self).__module__.startswith("trl."):
                 raise UnsupportedError(f"{type(self).__name__} on a model laid out by hf_megatron: not supported yet.")
+            if args.save_strategy != "no":
+                # Stock makes it on rank 0 alone; where that fails the other ranks would wait for it.
+                probe(Path(args.output_dir))
             # Stock cannot resume models that were sharded at load time, and says so unless only weights are saved.
             weights_only, args.save_only_model = args.save_only_model, True
             try:

@@ -39,14 +39,14 @@ def own_rows(model, whole):
     return {name: value.tensor_split(state.mesh.dp_size)[state.mesh.dp_rank] for name, value in whole.items()}
 
 
-def backward(model, seeds=(0,), scale=1.0):
+def backward(model, seeds=(0,), scale=lambda loss: loss):
     """One window: every microbatch but the last inside `no_sync`; returns its loss."""
     total = 0.0
     for seed in seeds:
         waits = seed != seeds[-1] and parallel_state(model) is not None and hasattr(model, "no_sync")
         with model.no_sync() if waits else contextlib.nullcontext():
             loss = model(**own_rows(model, batch(seed))).loss / len(seeds)
-            (loss * scale).backward()
+            scale(loss).backward()
         total += loss.item()
     return total
 

@@ -65,17 +65,6 @@ def test_state_dict_is_full_on_the_first_rank(stories):
     assert first == expected and second == {}
 
 
-def test_save_state_is_refused(stories, tmp_path):
-    def save():
-        model = AutoModelForCausalLM.from_pretrained(stories, megatron_config=TP2)
-        accelerator = Accelerator(cpu=True)
-        accelerator.prepare(model)
-        with pytest.raises(UnsupportedError, match="save_pretrained"):
-            accelerator.save_state(str(tmp_path / "state"))
-
-    run_ranks(save, 2)
-
-
 def test_an_accelerator_that_came_first_is_refused(stories):
     def prepare():
         accelerator = Accelerator(cpu=True)

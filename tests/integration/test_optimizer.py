@@ -496,7 +496,9 @@ def test_offloaded_state_gives_bitwise_the_same(stories, dtype):
             model = load(stories, MegatronConfig(dp_size=2, zero_stage=stage, offload_optimizer=offload), dtype=dtype)
             train(model, prepare_optimizer(adamw(groups(model))), 2)
             results.append(snapshot(model))
-        return all(torch.equal(results[0][name].view(torch.uint8), v.view(torch.uint8)) for name, v in results[1].items())
+        return all(
+            torch.equal(results[0][name].view(torch.uint8), v.view(torch.uint8)) for name, v in results[1].items()
+        )
 
     for stage in (0, 1):
         assert run_ranks(on_rank, 2, stage) == [True, True]

@@ -4,11 +4,22 @@ import json
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments, default_data_collator
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    default_data_collator,
+)
 
-from hf_megatron import MegatronConfig
+from hf_megatron import CheckpointError, MegatronConfig, prepare_optimizer
+from hf_megatron.checkpoint.commit import Transaction
 from hf_megatron.checkpoint.merged import full_state_dict
-from hf_megatron.checkpoint.reader import Checkpoint, is_committed, latest
+from hf_megatron.checkpoint.pieces import Box
+from hf_megatron.checkpoint.reader import Checkpoint, is_committed, latest, open_checkpoint
+from hf_megatron.checkpoint.training_state import facts, load_model, load_optimizers, pieces
 from hf_megatron.parallelize import parallel_state
 from hf_megatron.verify.ranks import run_ranks
 
@@ -92,9 +103,10 @@ def uninterrupted(stories, tmp_path_factory):
     return result
 
 
-@pytest.mark.parametrize("saved", SAVED)
-@pytest.mark.parametrize("loaded", ["one process", "tp4", "dp4", "tp2", "tp2 x dp2 zero3"])
-def test_fault_14_resume_on_another_layout(stories, tmp_path, uninterrupted, saved, loaded):
+@pytest.mark.parametrize(
+    ("saved", "loaded"), [("tp2 x dp2", "one process"), ("dp2", "tp2 x dp2 zero3"), ("dp2 zero3", "tp4")]
+)
+def test_trainer_resumes_on_another_layout(stories, tmp_path, uninterrupted, saved, loaded):
     run_ranks(train, ranks_of(LAYOUTS[saved]), stories, tmp_path, LAYOUTS[saved], stop=4)
     log, weights, _ = run_ranks(train, ranks_of(LAYOUTS[loaded]), stories, tmp_path, LAYOUTS[loaded], resume=True)[0]
     for (step, loss, norm), (expected_step, expected_loss, expected_norm) in zip(
@@ -104,3 +116,162 @@ def test_fault_14_resume_on_another_layout(stories, tmp_path, uninterrupted, sav
         assert (loss, norm) == pytest.approx((expected_loss, expected_norm), rel=1e-5)
     for name, weight in uninterrupted[1].items():
         torch.testing.assert_close(weights[name], weight, rtol=0, atol=3e-4)
+
+
+def batch():
+    some = rows(4, 3)
+    return {name: torch.stack([row[name] for row in some]) for name in ("input_ids", "labels")}
+
+
+def make(path, config, dtype):
+    model = AutoModelForCausalLM.from_pretrained(path, megatron_config=config, dtype=dtype).train()
+    return model, prepare_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
+
+
+def save_after_steps(path, target, config, dtype):
+    model, optimizer = make(path, config, dtype)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(**batch()).loss.backward()
+        optimizer.step()
+    with Transaction(target, facts(model, [optimizer])) as transaction:
+        transaction.write(pieces(model, [optimizer]))
+
+
+def load_and_save_again(path, source, target, config, dtype):
+    """The loss of the next step, after a checkpoint was read and written in this layout."""
+    model, optimizer = make(path, config, dtype)
+    checkpoint = open_checkpoint(source)
+    load_model(model, checkpoint)
+    load_optimizers(model, [optimizer], checkpoint)
+    with Transaction(target, facts(model, [optimizer])) as transaction:
+        transaction.write(pieces(model, [optimizer]))
+    return model(**batch()).loss.item()
+
+
+def whole_tensors(path):
+    checkpoint = Checkpoint(path)
+    checkpoint.verify()
+    found = {}
+    for name in checkpoint.names():
+        shape = checkpoint.shape(name)
+        out = torch.empty(torch.Size(shape).numel(), dtype=checkpoint.dtype(name))
+        checkpoint.read(name, [Box((0,) * len(shape), shape)], out)
+        found[name] = out
+    return found
+
+
+@pytest.fixture(scope="module", params=SAVED)
+def saved_checkpoint(request, stories, tmp_path_factory):
+    config, path = LAYOUTS[request.param], tmp_path_factory.mktemp("saved") / "checkpoint-2"
+    run_ranks(save_after_steps, ranks_of(config), stories, path, config, torch.float32)
+    return path
+
+
+@pytest.mark.parametrize("loaded", ["one process", "tp4", "dp4", "tp2", "tp2 x dp2 zero3"])
+def test_fault_14_weights_and_moments_are_bit_equal_on_another_layout(stories, tmp_path, saved_checkpoint, loaded):
+    config = LAYOUTS[loaded]
+    losses = run_ranks(
+        load_and_save_again,
+        ranks_of(config),
+        stories,
+        saved_checkpoint,
+        tmp_path / "checkpoint-2",
+        config,
+        torch.float32,
+    )
+    [expected] = run_ranks(
+        load_and_save_again, 1, stories, saved_checkpoint, tmp_path / "one" / "checkpoint-2", None, torch.float32
+    )
+    assert losses == pytest.approx([expected] * len(losses), rel=1e-6)
+    before, after = whole_tensors(saved_checkpoint), whole_tensors(tmp_path / "checkpoint-2")
+    assert len(before) == len(after) == 3 * 47
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_main_weights_of_half_precision_are_kept(stories, tmp_path):
+    dp2, tp2 = LAYOUTS["dp2"], LAYOUTS["tp2"]
+    run_ranks(save_after_steps, 2, stories, tmp_path / "a" / "checkpoint-2", dp2, torch.bfloat16)
+    paths = tmp_path / "a" / "checkpoint-2", tmp_path / "b" / "checkpoint-2"
+    run_ranks(load_and_save_again, 2, stories, *paths, tp2, torch.bfloat16)
+    before, after = map(whole_tensors, paths)
+    name = "optimizer/0/main_weight/model.embed_tokens.weight"
+    assert before[name].dtype == torch.float32 and not torch.equal(before[name], before[name].bfloat16().float())
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_what_a_checkpoint_folder_holds(stories, tmp_path):
+    """The manifest covers every file, nothing is a pickle, older steps are pruned after the commit."""
+    run_ranks(train, 2, stories, tmp_path, LAYOUTS["dp2"], save_total_limit=2)
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-4", "checkpoint-6"]
+    folder = tmp_path / "checkpoint-6"
+    files = {path.name for path in folder.iterdir()}
+    assert {"config.json", "trainer_state.json", "loop.safetensors", "random-00001.safetensors"} <= files
+    assert not [name for name in files if not name.endswith((".json", ".safetensors"))]
+    assert set(json.loads((folder / "manifest.json").read_text())["files"]) == files - {"manifest.json"}
+    # Each rank wrote its own half.
+    sizes = [(folder / f"shard-{rank:05d}-of-00002.safetensors").stat().st_size for rank in range(2)]
+    assert max(sizes) < 1.1 * min(sizes)
+
+
+def test_a_step_is_never_written_over(stories, tmp_path):
+    run_ranks(train, 2, stories, tmp_path, LAYOUTS["tp2"], steps=2)
+    first = (tmp_path / "checkpoint-2" / "manifest.json").read_bytes()
+    run_ranks(train, 2, stories, tmp_path, LAYOUTS["tp2"], steps=2, learning_rate=5e-3)
+    assert (tmp_path / "checkpoint-2" / "manifest.json").read_bytes() == first
+    assert latest(tmp_path).name == "checkpoint-2.1"
+
+
+def test_resume_skips_a_folder_that_is_not_complete(stories, tmp_path):
+    run_ranks(train, 2, stories, tmp_path, LAYOUTS["dp2"], stop=4)
+    (tmp_path / "checkpoint-4" / "manifest.json").unlink()
+    with pytest.warns(UserWarning, match="checkpoint-2"):
+        assert latest(tmp_path).name == "checkpoint-2"
+    log, *_ = run_ranks(train, 2, stories, tmp_path, LAYOUTS["dp2"], steps=4, resume=True)[0]
+    assert [step for step, *_ in log] == [1, 2, 3, 4]
+
+
+def test_best_model_at_end_comes_from_a_sharded_checkpoint(stories, tmp_path):
+    arguments = {
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "eval_loss",
+        "greater_is_better": True,  # the first is the worst and stays the "best"
+        "save_total_limit": 1,
+    }
+    [_, weights, best], _ = run_ranks(train, 2, stories, tmp_path, LAYOUTS["dp2"], **arguments)
+    assert best == str(tmp_path / "checkpoint-2")
+    saved = whole_tensors(tmp_path / "checkpoint-2")
+    assert all(torch.equal(saved[name], weight.flatten()) for name, weight in weights.items() if name in saved)
+
+
+def test_background_saves_are_complete(stories, tmp_path):
+    config = MegatronConfig(dp_size=2, async_save=True)
+    run_ranks(train, 2, stories, tmp_path, config, save_total_limit=2)
+    assert [is_committed(tmp_path / f"checkpoint-{step}") for step in (2, 4, 6)] == [False, True, True]
+    sync = run_ranks(train, 2, stories, tmp_path / "sync", LAYOUTS["dp2"])[0]
+    final = whole_tensors(tmp_path / "checkpoint-6")
+    assert all(torch.equal(final[name], weight.flatten()) for name, weight in sync[1].items() if name in final)
+
+
+def test_another_models_checkpoint_is_refused(stories, tmp_path):
+    config = LlamaConfig(hidden_size=64, intermediate_size=64, num_hidden_layers=1, vocab_size=512)
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "other")
+    run_ranks(train, 2, stories, tmp_path / "out", LAYOUTS["dp2"], stop=2)
+
+    def resume():
+        with pytest.raises(CheckpointError, match="not a checkpoint of this LlamaForCausalLM: missing"):
+            train(tmp_path / "other", tmp_path / "out", LAYOUTS["dp2"], resume=True)
+
+    run_ranks(resume, 2)
+
+
+def test_fault_07_output_dir_that_cannot_be_written_to(stories, tmp_path):
+    (tmp_path / "file").write_text("")
+
+    def start():
+        with pytest.raises(CheckpointError, match="output_dir"):
+            train(stories, tmp_path / "file" / "out", LAYOUTS["dp2"])
+
+    run_ranks(start, 2)

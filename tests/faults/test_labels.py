@@ -1,0 +1,77 @@
+"""Labels that are all ignored: on one dp rank, and in a whole batch."""
+
+import pytest
+import torch
+
+from hf_megatron import prepare_optimizer
+from hf_megatron.parallelize import parallel_state
+from hf_megatron.verify.ranks import run_ranks
+
+from ..integration.dp_training import batch, error_of, layout, load, own_rows, ranks_of, snapshot
+
+LAYOUTS = ["dp2", "dp2+zero0", "tp2+dp2+zero2", "tp2+sp+dp2", "dp2+zero3"]
+
+
+def ignored(rank, ranks=2):
+    """A batch in which the rows of one dp rank have no label; of every rank with `None`."""
+    whole = batch(0)
+    labels = whole["labels"].clone()
+    for index, rows in enumerate(labels.tensor_split(ranks)):
+        if rank in (index, None):
+            rows.fill_(-100)
+    return whole | {"labels": labels}
+
+
+def local_norms(model):
+    """Norms of this rank's gradients, as the optimizer gets them."""
+    reducer = parallel_state(model).data_parallel.reducer
+    if reducer is None:
+        return [p.grad.to_local().norm().item() for p in model.parameters() if p.grad is not None]
+    reducer.finish()
+    return [reducer.gradient(p).norm().item() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("text", LAYOUTS)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_fault_23_all_labels_ignored_on_one_dp_rank(stories, text, rank):
+    expected = load(stories)(**ignored(rank)).loss.item()
+
+    def run(model, lr=0.1):
+        optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=lr))
+        loss = model(**own_rows(model, ignored(rank))).loss
+        assert loss.item() == pytest.approx(expected, rel=1e-5)
+        loss.backward()
+        optimizer.step()
+
+    assert error_of(stories, run, layout(text)) < 1e-4
+
+
+@pytest.mark.parametrize("text", LAYOUTS)
+def test_fault_23_all_labels_of_the_whole_batch_ignored(stories, text):
+    def on_rank():
+        model = load(stories, layout(text))
+        before = snapshot(model)
+        optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        loss = model(**own_rows(model, ignored(None))).loss
+        loss.backward()
+        norms = local_norms(model)
+        optimizer.step()
+        unmoved = all(torch.equal(before[name], new) for name, new in snapshot(model).items())
+        return loss.item(), max(norms), unmoved, parallel_state(model).data_parallel.skipped_steps
+
+    assert run_ranks(on_rank, ranks_of(layout(text))) == [(0.0, 0.0, True, 0)] * ranks_of(layout(text))
+
+
+def test_each_ranks_own_mean_is_found(stories):
+    """The seeded fault: a rank without a label has no mean."""
+    from hf_megatron import parallelize
+
+    def sabotage():
+        parallelize.mean_over_ranks = lambda loss_function, **_: loss_function
+
+    def run(model):
+        optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        model(**own_rows(model, ignored(1))).loss.backward()
+        optimizer.step()
+
+    assert not error_of(stories, run, layout("dp2"), sabotage) < 1e-2

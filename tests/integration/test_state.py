@@ -1,0 +1,153 @@
+"""A plain Accelerate loop that saves its state, stops, and goes on elsewhere."""
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.utils import ProjectConfiguration
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM
+
+from hf_megatron import CheckpointError, MegatronConfig
+from hf_megatron.checkpoint.reader import is_committed
+from hf_megatron.verify.ranks import run_ranks
+
+from .test_trainer import rows
+
+
+class Counter:
+    """A custom object registered for checkpointing."""
+
+    def __init__(self):
+        self.seen, self.history = 0, torch.zeros(3)
+
+    def state_dict(self):
+        return {"seen": self.seen, "history": self.history}
+
+    def load_state_dict(self, state):
+        self.seen, self.history = state["seen"], state["history"]
+
+
+def loop(path, project, config, *, steps, load=None, save_at=(), prepare=None, custom=True):
+    model = AutoModelForCausalLM.from_pretrained(path, megatron_config=config, attention_dropout=0.1).train()
+    accelerator = Accelerator(
+        cpu=True,
+        gradient_accumulation_steps=2,
+        project_config=ProjectConfiguration(str(project), automatic_checkpoint_naming=True, total_limit=2),
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4], gamma=0.5)
+    dp_size = 1 if config is None else config.dp_size or 1
+    data = DataLoader(rows(32, 0), batch_size=4 // dp_size, shuffle=True)
+    model, optimizer, data, scheduler = accelerator.prepare(model, optimizer, data, scheduler)
+    counter = Counter()
+    if custom:
+        accelerator.register_for_checkpointing(counter)
+    if load is not None:
+        accelerator.load_state(None if load is True else load)
+    done, losses = counter.seen, []
+    batches = accelerator.skip_first_batches(data, 2 * done) if done else data
+    for batch in batches:
+        with accelerator.accumulate(model):
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        losses.append(accelerator.gather(loss.detach()).mean().item())
+        if accelerator.sync_gradients:
+            counter.seen += 1
+            if counter.seen in save_at:
+                accelerator.save_state()
+            if counter.seen >= steps:
+                break
+    return losses, scheduler.get_last_lr(), counter.seen
+
+
+LAYOUTS = [MegatronConfig(tp_size=2), MegatronConfig(dp_size=2), MegatronConfig(tp_size=2, dp_size=2, zero_stage=3)]
+
+
+def ranks_of(config):
+    return config.tp_size * (config.dp_size or 1)
+
+
+@pytest.mark.parametrize("config", LAYOUTS, ids=lambda config: config.layout())
+def test_load_state_continues_bit_equal(stories, tmp_path, config):
+    torch.manual_seed(0)
+    whole = run_ranks(loop, ranks_of(config), stories, tmp_path / "whole", config, steps=4)
+    run_ranks(loop, ranks_of(config), stories, tmp_path / "parts", config, steps=2, save_at=(1, 2))
+    resumed = run_ranks(loop, ranks_of(config), stories, tmp_path / "parts", config, steps=4, load=True)
+    for (losses, rate, seen), (expected, expected_rate, _) in zip(resumed, whole, strict=True):
+        assert losses == expected[4:]
+        assert rate == expected_rate and seen == 4
+
+
+def test_automatic_naming_prunes_after_the_commit(stories, tmp_path):
+    run_ranks(loop, 2, stories, tmp_path, LAYOUTS[1], steps=4, save_at=(1, 2, 3, 4))
+    folders = sorted(path.name for path in (tmp_path / "checkpoints").iterdir() if path.is_dir())
+    assert folders == ["checkpoint_2", "checkpoint_3"]
+    assert all(is_committed(tmp_path / "checkpoints" / name) for name in folders)
+
+
+def test_one_folder_saved_twice_keeps_both_and_loads_the_last(stories, tmp_path):
+    def save_twice():
+        model = AutoModelForCausalLM.from_pretrained(stories, megatron_config=LAYOUTS[1])
+        accelerator = Accelerator(cpu=True)
+        model = accelerator.prepare(model)
+        first = accelerator.save_state(str(tmp_path / "state"))
+        with torch.no_grad():
+            model.model.norm.weight.fill_(3.0)
+        second = accelerator.save_state(str(tmp_path / "state"))
+        with torch.no_grad():
+            model.model.norm.weight.fill_(5.0)
+        accelerator.load_state(str(tmp_path / "state"))
+        return first.name, second.name, model.model.norm.weight.mean().item()
+
+    assert run_ranks(save_twice, 2) == [("state", "state.1", 3.0)] * 2
+
+
+def test_what_cannot_be_stored_without_pickle_is_refused(stories, tmp_path):
+    class Odd:
+        def state_dict(self):
+            return {"function": print}
+
+        def load_state_dict(self, state):
+            pass
+
+    def save():
+        model = AutoModelForCausalLM.from_pretrained(stories, megatron_config=LAYOUTS[1])
+        accelerator = Accelerator(cpu=True)
+        accelerator.prepare(model)
+        accelerator.register_for_checkpointing(Odd())
+        with pytest.raises(CheckpointError, match="state.custom.0.function"):
+            accelerator.save_state(str(tmp_path / "state"))
+        return list(tmp_path.iterdir())
+
+    assert run_ranks(save, 2) == [[], []]
+
+
+def test_a_folder_without_a_manifest_is_refused(stories, tmp_path):
+    def load():
+        model = AutoModelForCausalLM.from_pretrained(stories, megatron_config=LAYOUTS[0])
+        accelerator = Accelerator(cpu=True)
+        accelerator.prepare(model)
+        with pytest.raises(CheckpointError, match="manifest"):
+            accelerator.load_state(str(tmp_path))
+
+    run_ranks(load, 2)
+
+
+def test_save_model_writes_whole_weights(stories, tmp_path):
+    from safetensors.torch import load_file
+
+    def save():
+        model = AutoModelForCausalLM.from_pretrained(stories, megatron_config=LAYOUTS[2])
+        accelerator = Accelerator(cpu=True)
+        model = accelerator.prepare(model)
+        assert accelerator.unwrap_model(model) is model
+        accelerator.save_model(model, str(tmp_path))
+
+    run_ranks(save, 4)
+    saved, original = load_file(tmp_path / "model.safetensors"), load_file(stories / "model.safetensors")
+    assert all(torch.equal(saved[name], original[name]) for name in original)
