@@ -81,6 +81,23 @@ def plan(
 
 
 @app.command()
+def merge(
+    checkpoint: Annotated[Path, typer.Argument(help="A sharded checkpoint of Trainer or Accelerator.save_state.")],
+    out: Annotated[Path, typer.Argument(help="The folder to write; must not exist.")],
+    max_shard_size: Annotated[str, typer.Option(help="Largest weight file, such as 5GB.")] = "50GB",
+    no_verify: Annotated[bool, typer.Option("--no-verify", help="Do not compare checksums first.")] = False,
+) -> None:
+    """Write the weights of a sharded CHECKPOINT as Hugging Face files that `from_pretrained` reads."""
+    from .checkpoint.merge import merge as merge_checkpoint
+    from .errors import MegatronError
+
+    try:
+        typer.echo(merge_checkpoint(checkpoint, out, max_shard_size=max_shard_size, verify=not no_verify))
+    except (MegatronError, ValueError, OSError) as error:
+        raise _fail(str(error), MISMATCH) from None
+
+
+@app.command()
 def env() -> None:
     """Print the versions that matter in a report."""
     import platform

@@ -8,6 +8,7 @@
 """
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -76,6 +77,14 @@ def pieces(model: Any, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[
     yield from model_pieces(model)
     for number, optimizer in enumerate(optimizers):
         yield from optimizer_pieces(model, optimizer, number)
+
+
+def write_config(model: Any, directory: Path) -> None:
+    """The model's config files, as `save_pretrained` writes them."""
+    model.config.architectures = [type(model).__name__.removeprefix("FSDP")]
+    model.config.save_pretrained(directory)
+    if model.can_generate():
+        model.generation_config.save_pretrained(directory)
 
 
 def facts(model: Any, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:

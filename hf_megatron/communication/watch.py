@@ -375,11 +375,16 @@ class RankWatch(threading.Thread):
                 return
             time.sleep(0.05)
 
+    def _report_end(self) -> None:
+        # The last heartbeat says how many steps were taken.
+        self._beat()
+        self._store.set(f"ended/{self.rank}", "")
+
     def _on_exit(self) -> None:
         if os.getpid() != self._process or self._stopped:
             return
         try:
-            self._ask(lambda: (self._beat(), self._store.set(f"ended/{self.rank}", "")))
+            self._ask(self._report_end)
             self._wait_for_readers()
         except ConnectionError:
             # Nobody is left to tell.

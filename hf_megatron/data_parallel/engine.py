@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..config import MegatronConfig
-from ..errors import ConfigError, NonFiniteGradientError
+from ..errors import ConfigError, NonFiniteGradientError, UnsupportedError
 from ..mesh import ParallelMesh
 from ..upstream import local_tensor
 from .fully_sharded import no_sync
@@ -44,7 +44,7 @@ class DataParallel:
         elif mesh.dp_size > 1:
             model.no_sync = partial(no_sync, model)  # type: ignore[assignment]
         self.mark_parameters()
-        model.register_forward_pre_hook(lambda *_: self.mark_parameters())
+        model.register_forward_pre_hook(self._before_forward)
         model.register_load_state_dict_post_hook(lambda *_: self.refresh_main_weights())
         register_optimizer_step_pre_hook(_refuse_unprepared)
 
@@ -78,6 +78,15 @@ class DataParallel:
         """Lets every parameter know its engine; moving a model may have replaced them."""
         for parameter in self.model.parameters():
             mark(parameter, self)
+
+    def _before_forward(self, model: nn.Module, args: tuple) -> None:
+        # A deep copy shares its hooks' engine, which reduces the original's gradients only.
+        if model is not self.model and self.reducer is not None and model.training and torch.is_grad_enabled():
+            raise UnsupportedError(
+                f"A deep copy of a data parallel {type(model).__name__} can be evaluated, not trained: its gradients "
+                "would not be reduced. Load it a second time with from_pretrained(..., megatron_config=...)."
+            )
+        self.mark_parameters()
 
     def names(self) -> dict[int, str]:
         """Identity of a parameter -> its name in the state dict; a tied one has the first."""
@@ -140,5 +149,5 @@ def _refuse_unprepared(optimizer: torch.optim.Optimizer, args: tuple, kwargs: di
 def _zero_grad(model: Any, set_to_none: bool = True) -> None:
     nn.Module.zero_grad(model, set_to_none)
     engine = vars(model)["_hf_megatron"].data_parallel
-    if engine.reducer is not None:
+    if engine.reducer is not None and engine.model is model:
         engine.reducer.discard()

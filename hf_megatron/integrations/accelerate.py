@@ -26,6 +26,9 @@ SWITCH = "ACCELERATE_USE_MEGATRON_LM"
 TAKEN_OVER = "HF_MEGATRON_LAUNCH"
 RANKS_PER_BATCH = "HF_MEGATRON_RANKS_PER_BATCH"
 
+# Ranks start at different times: joining the job gets at least this long, whatever a collective may take.
+_START_SECONDS = 60.0
+
 # Variables with the prefix of the fields that are no fields.
 _INTERNAL = (TAKEN_OVER, RANKS_PER_BATCH)
 
@@ -100,7 +103,7 @@ def ensure_process_group(timeout: float, cpu: bool = False) -> "torch.device":
         # Otherwise a TrainingArguments or Accelerator created later reports one process on every rank.
         os.environ["ACCELERATE_USE_CPU"] = "true"
         use_cpu = True
-    state = PartialState(cpu=use_cpu, timeout=timedelta(seconds=timeout))
+    state = PartialState(cpu=use_cpu, timeout=timedelta(seconds=max(timeout, _START_SECONDS)))
     if not dist.is_initialized():
         raise ConfigError(
             "Accelerate's state was created before the model and did not join the job's ranks. On CPUs pass "

@@ -20,7 +20,7 @@ from ..checkpoint.commit import Transaction, prune
 from ..checkpoint.packing import read_packed, write_packed
 from ..checkpoint.reader import Checkpoint, committed, fresh_name, is_committed, latest, open_checkpoint, versions
 from ..checkpoint.together import gather, raise_together, rank_and_size
-from ..checkpoint.training_state import facts, load_model, load_optimizers, pieces
+from ..checkpoint.training_state import facts, load_model, load_optimizers, pieces, write_config
 from ..parallelize import parallel_state
 
 LOOP = "loop.safetensors"
@@ -138,12 +138,8 @@ def _write_files(trainer: Any, directory: Path) -> None:
         random_state.save(directory, rank)
     if not args.should_save:
         return
-    model = trainer.model
     if not args.save_only_model:
-        model.config.architectures = [type(model).__name__.removeprefix("FSDP")]
-        model.config.save_pretrained(directory)
-        if model.can_generate():
-            model.generation_config.save_pretrained(directory)
+        write_config(trainer.model, directory)
         scaler = getattr(trainer.accelerator, "scaler", None)
         loop = {
             "scheduler": trainer.lr_scheduler.state_dict(),

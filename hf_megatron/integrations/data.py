@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 
 def iterate(original: Callable) -> Callable:
-    """`DataLoaderShard.__iter__`: what it reads from becomes a loader whose ranks agree on each further batch.
+    """`DataLoaderShard.__iter__`: what it reads from becomes a loader whose ranks agree on each batch.
 
     The stock iteration looks one batch ahead to flag the last one, so that every rank flags the same.
     """
@@ -23,9 +23,9 @@ def iterate(original: Callable) -> Callable:
     def wrapper(self: Any) -> Iterator[Any]:
         group = _data_parallel_group()
         base = self.base_dataloader
-        if group is not None and not isinstance(base, _Agreed) and _may_differ(base):
-            base.__class__ = type(f"Agreed{type(base).__name__}", (_Agreed, type(base)), {})
+        if group is not None and not hasattr(base, "_hf_megatron_group") and _may_differ(base):
             base._hf_megatron_group = group
+            base.__class__ = _agreed_class(type(base))
         return original(self)
 
     return wrapper
@@ -57,33 +57,26 @@ def _may_differ(loader: Any) -> bool:
     return False
 
 
-class _Agreed:
-    """A data loader whose iteration ends on all ranks of a group when it ends on one."""
-
-    # Without slots of its own the class could not take the place of the loader's.
-    __slots__ = ()
-    _hf_megatron_group: Any
-
-    def __iter__(self) -> Iterator[Any]:
-        group = self._hf_megatron_group
-        read = 0
-        iterator = super().__iter__()  # type: ignore[misc]
-        while True:
-            batch = next(iterator, _END)
-            # On gloo a CPU tensor, elsewhere on the accelerator.
-            device = "cpu" if dist.get_backend(group) == "gloo" else torch.accelerator.current_accelerator()
-            ended = torch.tensor([int(batch is _END), 1 - int(batch is _END)], device=device)
-            dist.all_reduce(ended, dist.ReduceOp.MAX, group=group)
-            some_ended, some_go_on = ended.tolist()
-            if some_ended:
-                if some_go_on:
-                    _warn(self, batch is _END, read, group)
-                return
-            read += 1
-            yield batch
+def _agreed_class(base: Any) -> type:
+    """A data loader's class whose iteration ends on all ranks of the loader's group when it ends on one."""
+    # One base only: Python puts an instance into no class of another layout.
+    return type(f"Agreed{base.__name__}", (base,), {"__iter__": lambda self: _agreed(self, iter(base.__iter__(self)))})
 
 
-_END = object()
+def _agreed(loader: Any, iterator: Iterator[Any]) -> Iterator[Any]:
+    group, read, nothing = loader._hf_megatron_group, 0, object()
+    device = "cpu" if "gloo" in dist.get_backend(group) else torch.accelerator.current_accelerator()
+    while True:
+        batch = next(iterator, nothing)
+        ended = torch.tensor([batch is nothing, batch is not nothing], dtype=torch.int, device=device)
+        dist.all_reduce(ended, dist.ReduceOp.MAX, group=group)
+        some_ended, some_go_on = ended.tolist()
+        if some_ended:
+            if some_go_on:
+                _warn(loader, batch is nothing, read, group)
+            return
+        read += 1
+        yield batch
 
 
 def _warn(loader: Any, ended: bool, read: int, group: Any) -> None:

@@ -10,7 +10,7 @@ from ..checkpoint.commit import Transaction, prune
 from ..checkpoint.packing import read_packed, write_packed
 from ..checkpoint.reader import fresh_name, is_committed, latest, open_checkpoint, versions
 from ..checkpoint.together import gather, rank_and_size
-from ..checkpoint.training_state import facts, load_model, load_optimizers, pieces
+from ..checkpoint.training_state import facts, load_model, load_optimizers, pieces, write_config
 from ..errors import CheckpointError, UnsupportedError
 from ..parallelize import parallel_state
 from .checkpoints import LOOP, restore_random_state
@@ -81,6 +81,7 @@ def _write_files(accelerator: Any, directory: Path) -> None:
     data = [_data_state(loader) for loader in accelerator._dataloaders]
     write_packed(directory / _data_file(rank), data)
     if rank == 0:
+        write_config(accelerator._models[0], directory)
         scaler = accelerator.scaler
         loop = {
             "schedulers": [scheduler.state_dict() for scheduler in accelerator._schedulers],

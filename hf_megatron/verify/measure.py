@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..checkpoint.merged import gather_parameter
@@ -66,7 +67,7 @@ def _full(model: Any, values: Mapping[str, Tensor | None]) -> dict[str, Tensor |
         gathered = None if value is None else gather_parameter(model, name, value)
         # A replicated tensor is handed out as it is; the optimizer is about to change it.
         full[name] = None if gathered is None else gathered.clone()
-    return full if state.mesh.tp_rank == 0 else {}
+    return full if dist.get_rank() == 0 else {}
 
 
 def _backward(model: nn.Module, batches: list[dict[str, Tensor]]) -> float:

@@ -22,6 +22,7 @@ from ..integration.dp_training import (
     ranks_of,
     snapshot,
     train,
+    unmoved,
 )
 
 LIMIT = 2e-4
@@ -77,7 +78,7 @@ def test_every_rank_skips_and_training_goes_on(stories, text, value):
             (loss * value if dist.get_rank() == 1 else loss).backward()
             optimizer.step()
             assert optimizer._hf_megatron.step_was_skipped and engine.skipped_steps == 1
-            assert all(torch.equal(weights[name], new) for name, new in snapshot(model).items())
+            assert unmoved(model, weights)
             assert same(state, state_of(optimizer))
         train(model, optimizer, 1, first=2)
         if parallel_state(model) is not None:
@@ -97,7 +98,7 @@ def test_one_bad_entry_on_one_rank_is_enough(stories, text):
         spoil_an_entry(model, rank=1)
         backward(model)
         optimizer.step()
-        skipped = all(torch.equal(before[name], new) for name, new in snapshot(model).items())
+        skipped = unmoved(model, before)
         return skipped, parallel_state(model).data_parallel.skipped_steps
 
     assert run_ranks(on_rank, ranks_of(layout(text)), timeout=30) == [(True, 1)] * ranks_of(layout(text))
@@ -191,7 +192,7 @@ def test_fault_22_overflow_on_one_rank_makes_all_ranks_skip(stories, text, max_n
             scaled_step(model, optimizer, scaler, (2 * step, 2 * step + 1), max_norm)
             if handle is not None:
                 handle.remove()
-                assert all(torch.equal(before[name], new) for name, new in snapshot(model).items())
+                assert unmoved(model, before)
                 assert same(state, state_of(optimizer))
         assert scaler.get_scale() == (2.0**9 if parallel else 2.0**10)
         assert not parallel or parallel_state(model).data_parallel.skipped_steps == 1
@@ -240,7 +241,7 @@ def test_fault_22_fused_optimizer_skips_too(stories):
         optimizer, before, scaler = adamw(model, fused=True), snapshot(model), new_scaler()
         spoil_an_entry(model, 1)
         scaled_step(model, optimizer, scaler, (0, 1))
-        skipped = all(torch.equal(before[name], new) for name, new in snapshot(model).items())
+        skipped = unmoved(model, before)
         return skipped, scaler.get_scale(), parallel_state(model).data_parallel.skipped_steps
 
     assert run_ranks(on_rank, 2) == [(True, 2.0**9, 1)] * 2
@@ -256,7 +257,7 @@ def test_fault_22_without_one_verdict_the_ranks_part(stories):
         optimizer, before, scaler = adamw(model), snapshot(model), new_scaler()
         spoil_an_entry(model, 1)
         scaled_step(model, optimizer, scaler, (0, 1))
-        return all(torch.equal(before[name], new) for name, new in snapshot(model).items()), scaler.get_scale()
+        return unmoved(model, before), scaler.get_scale()
 
     assert run_ranks(on_rank, 2, False) == [(True, 2.0**9), (True, 2.0**9)]
     assert run_ranks(on_rank, 2, True) == [(False, 2.0**10), (True, 2.0**9)]

@@ -7,6 +7,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_megatron.checkpoint.merged import full_state_dict
 from hf_megatron.parallelize import parallel_state
+from hf_megatron.upstream import local_tensor
 from hf_megatron.verify.check import parse_layouts
 from hf_megatron.verify.ranks import run_ranks
 
@@ -68,6 +69,11 @@ def weights(model):
 
 def snapshot(model):
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def unmoved(model, before):
+    """Whether this rank's part of every parameter is what it was."""
+    return all(torch.equal(local_tensor(p.detach()), local_tensor(before[n])) for n, p in model.named_parameters())
 
 
 @torch.no_grad()

@@ -1,6 +1,7 @@
 """A stock Trainer that is stopped and resumed, on the same layout and on others, against one that never stopped."""
 
 import json
+import subprocess
 
 import pytest
 import torch
@@ -253,6 +254,23 @@ def test_background_saves_are_complete(stories, tmp_path):
     sync = run_ranks(train, 2, stories, tmp_path / "sync", LAYOUTS["dp2"])[0]
     final = whole_tensors(tmp_path / "checkpoint-6")
     assert all(torch.equal(final[name], weight.flatten()) for name, weight in sync[1].items() if name in final)
+
+
+def test_merge_writes_files_that_transformers_reads(stories, tmp_path):
+    """From the command line, in a process without ranks; tied weights once."""
+    _, weights, _ = run_ranks(train, 4, stories, tmp_path, LAYOUTS["tp2 x dp2 zero3"], steps=2)[0]
+    command = ["hf-megatron", "merge", str(tmp_path / "checkpoint-2"), str(tmp_path / "merged")]
+    subprocess.run(command, check=True, timeout=60)
+    assert {path.name for path in (tmp_path / "merged").iterdir()} == {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+    }
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert type(model) is LlamaForCausalLM
+    assert all(torch.equal(weight, weights[name]) for name, weight in model.state_dict().items() if name in weights)
+    again = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert again.returncode == 1 and "exists" in again.stderr
 
 
 def test_another_models_checkpoint_is_refused(stories, tmp_path):

@@ -1,0 +1,139 @@
+"""The ordinary surface of a data parallel model."""
+
+import copy
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hf_megatron import MegatronConfig, UnsupportedError
+from hf_megatron.parallelize import parallel_state
+from hf_megatron.verify.ranks import run_ranks
+
+from .dp_training import backward, gradients, layout, load, ranks_of, snapshot, unmoved, weights
+
+STAGES = ["dp2", "dp2+zero3", "tp2+dp2+zero0", "tp2+dp2+zero1", "tp2+dp2+zero3"]
+
+
+def equal(found, expected):
+    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("text", STAGES)
+def test_saved_files_are_the_source(stories, tmp_path, text):
+    run_ranks(lambda: load(stories, layout(text)).save_pretrained(tmp_path), ranks_of(layout(text)))
+    assert equal(load_file(tmp_path / "model.safetensors"), load_file(stories / "model.safetensors"))
+    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+    assert not [file for file in tmp_path.iterdir() if file.suffix == ".tmp"]
+
+
+@pytest.mark.parametrize("text", STAGES)
+def test_accelerates_state_dict_is_full_on_the_first_rank(stories, text):
+    def on_rank():
+        model = load(stories, layout(text))
+        accelerator = Accelerator(cpu=True)
+        return accelerator.get_state_dict(accelerator.prepare(model))
+
+    assert equal(run_ranks(on_rank, ranks_of(layout(text)))[0], load(stories).state_dict())
+
+
+@pytest.mark.parametrize("text", STAGES)
+def test_generate_with_another_prompt_on_each_dp_rank(stories, text):
+    """Of different lengths until the end: under stage 3 the rank that is done must go on with the other."""
+    prompts, lengths = [[1, 403, 407, 261], [1, 410]], [5, 21]
+
+    def generate(model, rank):
+        tokens = torch.tensor([prompts[rank]])
+        return model.eval().generate(tokens, max_new_tokens=lengths[rank], do_sample=False)
+
+    def on_rank():
+        model = load(stories, layout(text))
+        rank = parallel_state(model).mesh.dp_rank
+        return rank, generate(model, rank)
+
+    expected = [generate(load(stories), rank) for rank in (0, 1)]
+    for rank, tokens in run_ranks(on_rank, ranks_of(layout(text)), timeout=60):
+        assert torch.equal(tokens, expected[rank])
+
+
+def test_drawn_weights_do_not_depend_on_the_layout(stories):
+    source = AutoConfig.from_pretrained(stories)
+
+    def on_rank(text, seed=3):
+        torch.manual_seed(dist.get_rank())
+        values = layout(text).to_dict() | {"seed": seed}
+        return weights(
+            AutoModelForCausalLM.from_config(
+                AutoConfig.from_pretrained(stories), megatron_config=MegatronConfig(**values)
+            )
+        )
+
+    expected = run_ranks(on_rank, 2, "tp2")[0]
+    for text in STAGES:
+        for found in run_ranks(on_rank, ranks_of(layout(text)), text):
+            assert not found or equal(found, expected), text
+    assert not equal(run_ranks(on_rank, 2, "dp2", seed=4)[0], expected)
+
+
+def test_a_deep_copy_evaluates_and_stays_behind(stories):
+    def on_rank():
+        model = load(stories, layout("dp2"))
+        twin = copy.deepcopy(model)
+        before = snapshot(twin)
+        backward(model)
+        twin.zero_grad()
+        assert all(gradient is not None for gradient in gradients(model).values())
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        assert unmoved(twin, before)
+        return twin.eval()(input_ids=torch.tensor([[1, 403, 407]])).logits.detach()
+
+    expected = load(stories)(input_ids=torch.tensor([[1, 403, 407]])).logits
+    for logits in run_ranks(on_rank, 2):
+        torch.testing.assert_close(logits, expected)
+
+
+def test_training_a_deep_copy_is_refused(stories):
+    def on_rank():
+        twin = copy.deepcopy(load(stories, layout("dp2")))
+        with pytest.raises(UnsupportedError, match="deep copy"):
+            backward(twin)
+
+    run_ranks(on_rank, 2)
+
+
+@pytest.mark.parametrize("text", ["dp2+zero0", "dp2", "dp2+zero2"])
+def test_one_rank_evaluates_alone(stories, text):
+    def on_rank():
+        model = load(stories, layout(text))
+        backward(model)
+        loss = 0.0
+        if dist.get_rank() == 0:
+            with torch.no_grad():
+                ids = torch.tensor([[1, 403, 407, 261]])
+                loss = model.eval()(input_ids=ids, labels=ids).loss.item()
+        model.train()
+        backward(model)
+        return loss, gradients(model).keys() == dict(model.named_parameters()).keys()
+
+    ids = torch.tensor([[1, 403, 407, 261]])
+    expected = load(stories)(input_ids=ids, labels=ids).loss.item()
+    assert run_ranks(on_rank, 2, timeout=30) == [(pytest.approx(expected, rel=1e-5), True), (0.0, True)]
+
+
+def test_zero_grad_of_a_fully_sharded_model(stories):
+    def on_rank():
+        model = load(stories, layout("dp2+zero3"))
+        model(
+            **own_rows(model, {"input_ids": torch.ones(2, 5).long(), "labels": torch.ones(2, 5).long()})
+        ).loss.backward()
+        assert all(parameter.grad is not None for parameter in model.parameters())
+        model.zero_grad()
+        return all(parameter.grad is None for parameter in model.parameters())
+
+    assert run_ranks(on_rank, 2) == [True, True]
