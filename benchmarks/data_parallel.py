@@ -16,7 +16,7 @@ from functools import partial
 import torch
 import transformers  # imported before the workers are forked, which then need not
 from train_step import FOREIGN_LIMIT, MODELS, save_random_model, start_groups, summarize, take_turns, versions
-from variants import VARIANTS, Variant, adamw, half_batch, load_model, loss_of
+from variants import VARIANTS, Variant, half_batch, load_model, loss_of, prepared_adamw
 from workers import WorkerGroup, median
 
 CHECKED_STEPS = 2  # after the first: their losses show whether the gradients were averaged
@@ -62,12 +62,6 @@ def hf_megatron_zero(job, stage):
 
     config = hf_megatron.MegatronConfig(dp_size=job.ranks, zero_stage=stage)
     return on_its_part(load_model(job, megatron_config=config), job)
-
-
-def prepared_adamw(parameters):
-    import hf_megatron
-
-    return hf_megatron.prepare_optimizer(adamw(parameters))
 
 
 def hf_megatron_variant(stage, ranks):

@@ -33,6 +33,12 @@ def adamw(parameters):
     return torch.optim.AdamW(parameters, lr=1e-4)
 
 
+def prepared_adamw(parameters):
+    import hf_megatron
+
+    return hf_megatron.prepare_optimizer(adamw(parameters))
+
+
 @dataclass(frozen=True)
 class Variant:
     build: Callable
@@ -122,7 +128,7 @@ VARIANTS = {
     "transformers_tp": Variant(transformers_tp, ranks=2, threads=1),
     "megatron_core": Variant(megatron_core, ranks=2, threads=1),
     "plain_megatron": Variant(plain_megatron, ranks=2, threads=1),
-    "hf_megatron": Variant(hf_megatron_with(), ranks=2, threads=1),
-    "hf_megatron_chunked": Variant(hf_megatron_with(loss_chunk_size=128), ranks=2, threads=1),
-    "hf_megatron_sp": Variant(hf_megatron_with(sequence_parallel=True), ranks=2, threads=1),
+    "hf_megatron": Variant(hf_megatron_with(), ranks=2, threads=1, optimizer=prepared_adamw),
+    "hf_megatron_chunked": Variant(hf_megatron_with(loss_chunk_size=128), ranks=2, threads=1, optimizer=prepared_adamw),
+    "hf_megatron_sp": Variant(hf_megatron_with(sequence_parallel=True), ranks=2, threads=1, optimizer=prepared_adamw),
 }

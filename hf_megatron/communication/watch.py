@@ -286,7 +286,7 @@ class RankWatch(threading.Thread):
                 self._ask(lambda: self._report(report))
             else:
                 first = self._ask(lambda: self._report(report))
-                self._say(f"rank {self.rank} failed {_after(self.steps)}: {report['error']} The other ranks are told.")
+                self._say(f"rank {self.rank} failed {_after(self.steps)}: {report['error']}\nThe other ranks are told.")
                 if first["rank"] != self.rank and first["error"] != report["error"]:
                     self._say(self._because_of(first, None))
         except ConnectionError:

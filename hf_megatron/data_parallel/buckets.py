@@ -29,13 +29,16 @@ class Slot:
     width: int
     entries: int
 
-    def scatter_into(self, rows: Tensor, local: Tensor, *, add: bool) -> None:
-        """Writes (or adds) a local tensor into the slot's columns; columns beyond the parameter's end stay."""
+    def scatter_into(self, rows: Tensor, local: Tensor, *, factor: float, add: bool) -> None:
+        """Writes (or adds) a local tensor times `factor` into the slot's columns; those beyond its end stay."""
         for columns, part in self._pairs(rows, local.reshape(-1)):
             if add:
-                columns.add_(part)
+                columns.add_(part, alpha=factor)
+            elif part.dtype == columns.dtype:
+                torch.mul(part, factor, out=columns)
             else:
-                columns.copy_(part)
+                # The product of a half-precision tensor would be rounded before it is widened.
+                columns.copy_(part).mul_(factor)
 
     def collect_from(self, rows: Tensor, local: Tensor) -> None:
         """Writes the slot's columns into a contiguous local tensor."""
@@ -100,12 +103,6 @@ class Bucket:
                 flags[:, index] = 0
         return rows
 
-    def rows_for(self, dtype: torch.dtype) -> Tensor:
-        """Rows of another content while no gradient is in them: the bucket's own memory where the dtype allows it."""
-        if self.rows is not None and self.rows.dtype == dtype and not self.written:
-            return self.rows
-        return torch.empty((self.ranks, self.width + len(self.slots)), dtype=dtype, device=self.device)
-
     def take_inbox(self) -> Tensor:
         """Memory for the rows of other ranks; the last one may still hold the shard."""
         if self._inbox is None or self.shard is not None:
@@ -113,13 +110,13 @@ class Bucket:
             self._inbox = torch.empty(shape, dtype=self.dtype, device=self.device)
         return self._inbox
 
-    def take_in(self, reduced: Tensor, replicas: int, *, keep: bool) -> None:
-        """Adds the sum over the data parallel ranks, `[width + parameters]`, to the shard as an average."""
+    def take_in(self, reduced: Tensor, *, keep: bool) -> None:
+        """Adds the sum over the data parallel ranks, `[width + parameters]`, to the shard."""
         if len(self.written) == len(self.slots):
             self.used.update(range(len(self.slots)))
         else:
             self.used.update(torch.nonzero(reduced[self.width :]).flatten().tolist())
-        gradient = reduced[: self.width].div_(replicas)
+        gradient = reduced[: self.width]
         if self.shard is not None:
             self.shard.add_(gradient)
         else:

@@ -1,6 +1,7 @@
 """Data parallelism of one model: how its gradients are reduced and how its weights are shared."""
 
 import math
+import operator
 import types
 import weakref
 from functools import partial
@@ -15,7 +16,7 @@ from ..errors import ConfigError, NonFiniteGradientError, UnsupportedError
 from ..mesh import ParallelMesh
 from ..upstream import local_tensor
 from .fully_sharded import no_sync
-from .ownership import mark, reducer_of
+from .ownership import ParameterList, mark, reducer_of
 from .reduction import GradientReducer
 
 
@@ -31,6 +32,9 @@ class DataParallel:
     def __init__(self, model: nn.Module, config: MegatronConfig, mesh: ParallelMesh):
         self.model, self.config, self.mesh = model, config, mesh
         self.reducer: GradientReducer | None = None
+        self._parameters = ParameterList(model)
+        self._marked: list[nn.Parameter] = []
+        self._mark(self._parameters.current())
         self._optimizers: list[weakref.ref] = []
         self.skipped_steps = 0
         self._skipped_in_a_row = 0
@@ -43,7 +47,6 @@ class DataParallel:
             self.reduce_gradients()
         elif mesh.dp_size > 1:
             model.no_sync = partial(no_sync, model)  # type: ignore[assignment]
-        self.mark_parameters()
         model.register_forward_pre_hook(self._before_forward)
         model.register_load_state_dict_post_hook(lambda *_: self.refresh_main_weights())
         register_optimizer_step_pre_hook(_refuse_unprepared)
@@ -65,6 +68,7 @@ class DataParallel:
         if self.reducer is None:
             self.reducer = GradientReducer(
                 self.model,
+                self._parameters.current(),
                 self.mesh,
                 bucket_size=self.config.bucket_size,
                 main_gradients=self.config.main_weights_in_fp32,
@@ -74,10 +78,18 @@ class DataParallel:
             model.no_sync = self.reducer.no_sync
             model.zero_grad = types.MethodType(_zero_grad, model)
 
-    def mark_parameters(self) -> None:
-        """Lets every parameter know its engine; moving a model may have replaced them."""
-        for parameter in self.model.parameters():
+    def scan(self) -> None:
+        """Takes note of modules and parameters that were added or replaced since."""
+        self._parameters.scan()
+        self._mark(self._parameters.current())
+        if self.reducer is not None:
+            self.reducer.refresh(self._marked)
+
+    def _mark(self, parameters: list[nn.Parameter]) -> None:
+        """Lets every parameter know its engine."""
+        for parameter in parameters:
             mark(parameter, self)
+        self._marked = parameters
 
     def _before_forward(self, model: nn.Module, args: tuple) -> None:
         # A deep copy shares its hooks' engine, which reduces the original's gradients only.
@@ -86,7 +98,11 @@ class DataParallel:
                 f"A deep copy of a data parallel {type(model).__name__} can be evaluated, not trained: its gradients "
                 "would not be reduced. Load it a second time with from_pretrained(..., megatron_config=...)."
             )
-        self.mark_parameters()
+        parameters = self._parameters.current()
+        if len(parameters) != len(self._marked) or not all(map(operator.is_, parameters, self._marked)):
+            self._mark(parameters)
+        if self.reducer is not None and torch.is_grad_enabled():
+            self.reducer.begin(parameters)
 
     def names(self) -> dict[int, str]:
         """Identity of a parameter -> its name in the state dict; a tied one has the first."""

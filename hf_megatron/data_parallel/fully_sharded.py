@@ -10,11 +10,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from ..communication.collectives import all_gather, bounds
+from ..communication.sharding import AllGather, ReduceScatter
 from ..config import MegatronConfig
 from ..mesh import ParallelMesh
 from ..upstream import local_tensor
@@ -35,10 +37,45 @@ def shard_weights(model: Any, config: MegatronConfig, mesh: ParallelMesh) -> Non
     """Makes every layer, and the model around them, an FSDP2 unit over the dp ranks."""
     axes = mesh.dp if config.dp_replicate_size > 1 else mesh.root["dp"]
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if config.main_weights_in_fp32 else None)
-    for layer in outermost_layers(model):
-        if next(layer.parameters(), None) is not None:
-            fully_shard(layer, mesh=axes, mp_policy=policy)
-    fully_shard(model, mesh=axes, mp_policy=policy)
+    units = [layer for layer in outermost_layers(model) if next(layer.parameters(), None) is not None]
+    for unit in (*units, model):
+        fully_shard(unit, mesh=axes, mp_policy=policy)
+        if mesh.shard_size > 1 and dist.get_backend(mesh.shard_group) == "gloo":
+            unit.set_custom_all_gather(PairwiseAllGather())
+            unit.set_custom_reduce_scatter(PairwiseReduceScatter())
+
+
+class _Memory:
+    """Where FSDP2 puts what it communicates."""
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class PairwiseAllGather(_Memory):
+    """FSDP2's all-gather over gloo, which sends and receives at several times the speed of its collectives."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> None:
+        rows = output_tensor.view(dist.get_world_size(group), -1)
+        own = rows[dist.get_rank(group)]
+        if own.data_ptr() != input_tensor.data_ptr():
+            own.copy_(input_tensor.view(-1))
+        AllGather(rows, group).wait()
+
+
+class PairwiseReduceScatter(_Memory):
+    """FSDP2's reduce-scatter over gloo."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        ranks = dist.get_world_size(group)
+        rows = input_tensor.view(ranks, -1)
+        inbox = rows.new_empty((ranks - 1, rows.shape[1]))
+        total = ReduceScatter(rows, inbox, group).wait()
+        output_tensor.copy_(total.div_(ranks) if op == dist.ReduceOp.AVG else total)
 
 
 @contextmanager

@@ -28,10 +28,13 @@ def local_gradients(parameters: Iterable[Tensor]) -> dict[int, list[Tensor]]:
     """
     world = dist.get_world_size()
     shares: dict[int, list[Tensor]] = {}
+    finished = set()
     for parameter in parameters:
         reducer = reducer_of(parameter)
         if reducer is not None:
-            reducer.finish()
+            if reducer not in finished:
+                reducer.finish()
+                finished.add(reducer)
             gradient, parts = reducer.gradient(parameter), reducer.mesh.shard_size
         else:
             gradient, parts = parameter.grad, 1

@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..communication.sharding import AllGather
 from ..config import MegatronConfig
 from ..errors import ConfigError, UnsupportedError
 from ..mesh import ParallelMesh
 from ..upstream import local_tensor
-from .buckets import Bucket, owned_range
+from .buckets import owned_range
 from .engine import DataParallel
 from .gradient_norm import clip_grad_norm, gradient_norm
 from .ownership import engine_of
+from .publishing import Publisher
 
 # Optimizers whose update of an entry depends on that entry alone: package -> classes.
 ELEMENTWISE = {
@@ -104,6 +104,7 @@ class ShardedOptimizer:
         self.optimizer, self.engine = optimizer, engine
         self.step_was_skipped = False
         self.leaves: list[Leaf] = []
+        self._publisher: Publisher | None = None
         for group in optimizer.param_groups:
             self.replace(group)
         engine.add_optimizer(self)
@@ -112,7 +113,9 @@ class ShardedOptimizer:
 
     def replace(self, group: dict[str, Any]) -> None:
         """Puts leaves in the place of a group's parameters."""
+        self.engine.scan()
         names, tensors = self.engine.names(), []
+        self._publisher = None
         for parameter in group["params"]:
             if id(parameter) not in names:
                 raise ConfigError(
@@ -182,28 +185,12 @@ class ShardedOptimizer:
                 leaf.view().copy_(leaf.tensor)
         self.publish()
 
-    @torch.no_grad()
     def publish(self) -> None:
-        """Sends what this rank owns to the ranks that share the parameters, and receives theirs."""
-        reducer, mesh = self.engine.reducer, self.engine.mesh
-        if reducer is None or mesh.shard_size == 1 or not self.leaves or not self.leaves[0].flat:
-            return
-        ours = {id(leaf.parameter) for leaf in self.leaves}
-        buckets = [b for b in reducer.buckets if any(id(slot.parameter) in ours for slot in b.slots)]
-        started: list[tuple[Bucket, Tensor, AllGather]] = []
-        for bucket in buckets:
-            rows = bucket.rows_for(local_tensor(bucket.slots[0].parameter).dtype)
-            own = rows[mesh.shard_rank]
-            for slot in bucket.slots:
-                start, stop = owned_range(slot.entries, mesh.shard_size, mesh.shard_rank)
-                own[slot.start : slot.start + stop - start].copy_(
-                    local_tensor(slot.parameter.detach()).view(-1)[start:stop]
-                )
-            started.append((bucket, rows, AllGather(rows, mesh.shard_group)))
-            if len(started) > 1:
-                _receive(*started.pop(0))
-        for item in started:
-            _receive(*item)
+        """Makes parameters that dp ranks share whole again on every one of them."""
+        if self._publisher is None:
+            shared = [leaf.parameter for leaf in self.leaves if leaf.flat]
+            self._publisher = Publisher(shared, self.engine.mesh)
+        self._publisher.run()
 
     @torch.no_grad()
     def refresh_main_weights(self) -> None:
@@ -218,12 +205,6 @@ class ShardedOptimizer:
             reducer.discard(self.parameters())
         for leaf in self.leaves:
             leaf.tensor.grad = leaf.parameter.grad = None
-
-
-def _receive(bucket: Bucket, rows: Tensor, gather: AllGather) -> None:
-    gather.wait()
-    for slot in bucket.slots:
-        slot.collect_from(rows, local_tensor(slot.parameter.detach()))
 
 
 class _TakenOver:

@@ -24,6 +24,8 @@ from ..upstream import dtensor_from_local, local_tensor
 from .buckets import Bucket, Slot, make_buckets
 
 _MIB = 2**20
+# Buckets whose rows exist at a time where they are not kept; more would overlap no better.
+_IN_FLIGHT = 2
 
 
 @dataclass
@@ -39,6 +41,7 @@ class GradientReducer:
 
     Args:
         model (`nn.Module`): laid out, weights loaded.
+        parameters: all of the model's, in its order.
         mesh (`ParallelMesh`): gives the group that shares a parameter (`shard_group`) and the one that repeats it.
         bucket_size (`int`): MiB of gradient per bucket.
         main_gradients (`bool`): gradients of half-precision parameters are added up and reduced in fp32.
@@ -46,7 +49,14 @@ class GradientReducer:
     """
 
     def __init__(
-        self, model: nn.Module, mesh: ParallelMesh, *, bucket_size: int, main_gradients: bool, keep_rows: bool
+        self,
+        model: nn.Module,
+        parameters: Iterable[nn.Parameter],
+        mesh: ParallelMesh,
+        *,
+        bucket_size: int,
+        main_gradients: bool,
+        keep_rows: bool,
     ):
         self.model, self.mesh = model, mesh
         self.bucket_size = bucket_size
@@ -61,8 +71,7 @@ class GradientReducer:
         self._next = 0
         # A backward outside `no_sync` has left gradients. All ranks agree on it, whatever each has started already.
         self._pending = False
-        self._build()
-        model.register_forward_pre_hook(self._begin)
+        self._build(parameters)
 
     def __deepcopy__(self, memo: dict) -> "GradientReducer":
         return self
@@ -81,10 +90,10 @@ class GradientReducer:
 
     # Backward
 
-    def _build(self) -> None:
+    def _build(self, parameters: Iterable[nn.Parameter]) -> None:
         for hook in self._hooks:
             hook.remove()
-        self._parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
         # Backward reaches the last layers first.
         self._buckets = make_buckets(
             reversed(self._parameters),
@@ -102,9 +111,9 @@ class GradientReducer:
             for parameter in self._parameters
         ]
 
-    def refresh(self) -> None:
+    def refresh(self, parameters: Iterable[nn.Parameter]) -> None:
         """Takes note of parameters that were frozen, unfrozen or replaced since."""
-        trainable = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        trainable = [parameter for parameter in parameters if parameter.requires_grad]
         if len(trainable) == len(self._parameters) and all(map(operator.is_, trainable, self._parameters)):
             return
         if any(bucket.written for bucket in self._buckets):
@@ -113,12 +122,15 @@ class GradientReducer:
                 "optimizer.step() and zero_grad()."
             )
         self.discard()
-        self._build()
+        self._build(trainable)
 
-    def _begin(self, model: nn.Module, args: Any) -> None:
-        if not torch.is_grad_enabled():
-            return
-        self.refresh()
+    def begin(self, parameters: Iterable[nn.Parameter]) -> None:
+        """A forward that records gradients begins.
+
+        Args:
+            parameters: all of the model's.
+        """
+        self.refresh(parameters)
         if self._pending:
             self.finish()
         for bucket in self._buckets:
@@ -134,7 +146,10 @@ class GradientReducer:
                 f"{self._name(parameter)} received another gradient after it was reduced. Put every backward but the "
                 "last of a step inside `with model.no_sync():`; gradient checkpointing needs use_reentrant=False."
             )
-        bucket.slots[index].scatter_into(bucket.open_rows(), local_tensor(gradient), add=index in bucket.written)
+        # The ranks' sum of gradients over dp_size is their average.
+        bucket.slots[index].scatter_into(
+            bucket.open_rows(), local_tensor(gradient), factor=1 / self.mesh.dp_size, add=index in bucket.written
+        )
         bucket.written.add(index)
         parameter.grad = None
         if not self.synchronise:
@@ -158,6 +173,8 @@ class GradientReducer:
             work = partial(_wait_for, reduction, rows)
         self._started.append(_Started(bucket, work))
         self._next += 1
+        if not self.keep_rows and len(self._started) > _IN_FLIGHT:
+            self._complete(self._started.pop(0))
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -167,13 +184,17 @@ class GradientReducer:
         while self._next < len(self._buckets):
             self._start(self._buckets[self._next])
         for started in self._started:
-            reduced = started.work()
-            if self.mesh.shard_size > 1:
-                sum_over(reduced, self.mesh.replicate_group)
-            started.bucket.take_in(reduced, self.mesh.dp_size, keep=self.keep_rows)
+            self._complete(started)
         self._started.clear()
         self._next = 0
         self._pending = False
+
+    @torch.no_grad()
+    def _complete(self, started: _Started) -> None:
+        reduced = started.work()
+        if self.mesh.shard_size > 1:
+            sum_over(reduced, self.mesh.replicate_group)
+        started.bucket.take_in(reduced, keep=self.keep_rows)
 
     def discard(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Forgets the gradients of these parameters, by default of all, as `zero_grad()` does."""

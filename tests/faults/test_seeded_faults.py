@@ -6,7 +6,7 @@ from transformers import CONFIG_MAPPING
 
 from hf_megatron.communication import collectives
 from hf_megatron.communication.sharding import AllGather
-from hf_megatron.data_parallel import gradient_norm, optimizer, reduction
+from hf_megatron.data_parallel import gradient_norm, optimizer, publishing, reduction
 from hf_megatron.data_parallel.buckets import Bucket, Slot
 from hf_megatron.tensor_parallel import logits, region
 from hf_megatron.verify.check import parse_layouts
@@ -126,8 +126,8 @@ def last_rank_left_out_of_the_reduction():
 
 
 def sum_instead_of_average():
-    original = Bucket.take_in
-    Bucket.take_in = lambda self, reduced, replicas, *, keep: original(self, reduced, 1, keep=keep)
+    original = Slot.scatter_into
+    Slot.scatter_into = lambda self, rows, local, *, factor, add: original(self, rows, local, factor=1.0, add=add)
 
 
 def own_denominator_instead_of_the_global_one():
@@ -137,18 +137,16 @@ def own_denominator_instead_of_the_global_one():
 
 
 def forget_another_ranks_weights():
-    original = AllGather.wait
+    class Forgetful(AllGather):
+        def __init__(self, rows, group):
+            super().__init__(rows, group)
+            self.rows = rows
 
-    def wait(self):
-        original(self)
-        self.rows[1 - torch.distributed.get_rank()].zero_()
+        def wait(self):
+            super().wait()
+            self.rows[1 - torch.distributed.get_rank()].zero_()
 
-    def start(self, rows, group):
-        self.rows = rows
-        begin(self, rows, group)
-
-    begin = AllGather.__init__
-    AllGather.__init__, AllGather.wait = start, wait
+    publishing.AllGather = Forgetful
 
 
 def never_publish():
@@ -157,7 +155,7 @@ def never_publish():
 
 def drop_the_earlier_microbatches():
     original = Slot.scatter_into
-    Slot.scatter_into = lambda self, rows, local, *, add: original(self, rows, local, add=False)
+    Slot.scatter_into = lambda self, rows, local, *, factor, add: original(self, rows, local, factor=factor, add=False)
 
 
 def count_what_tp_ranks_repeat_twice():

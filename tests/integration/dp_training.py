@@ -5,7 +5,8 @@ import contextlib
 import torch
 from transformers import AutoModelForCausalLM
 
-from hf_megatron.checkpoint.merged import full_state_dict
+from hf_megatron.checkpoint.merged import gather_to_first
+from hf_megatron.data_parallel.fully_sharded import whole_local
 from hf_megatron.parallelize import parallel_state
 from hf_megatron.upstream import local_tensor
 from hf_megatron.verify.check import parse_layouts
@@ -62,9 +63,17 @@ def train(model, optimizer, steps=3, first=0, schedulers=()):
 
 
 def weights(model):
-    """The full weights on the first tp rank."""
-    full = model.state_dict() if parallel_state(model) is None else full_state_dict(model)
-    return {name: tensor.detach().clone() for name, tensor in full.items()}
+    """The full weights on the first tp rank of each dp rank."""
+    state = parallel_state(model)
+    if state is None:
+        return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    full = {}
+    for name, tensor in model.state_dict().items():
+        local = whole_local(tensor, tensor, state.mesh) if state.shards_weights else None
+        value = gather_to_first(tensor, state.claims[name].placement, state.mesh, None, local)
+        if value is not None:
+            full[name] = value.clone()
+    return full
 
 
 def snapshot(model):
