@@ -104,8 +104,8 @@ def main():
         warmup_steps=10,
         logging_steps=10,
         logging_first_step=True,
-        save_strategy="no",
-        save_only_model=True,
+        save_steps=50,
+        save_total_limit=2,
         # Without a GPU, Trainer joins the processes of a launch only when told to use the CPU.
         use_cpu=not torch.accelerator.is_available(),
     )
@@ -148,7 +148,7 @@ def main():
         data_collator=default_data_collator,
         processing_class=tokenizer,
     )
-    trainer.train()
+    trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
     eval_loss = trainer.evaluate()["eval_loss"]
     trainer.save_model()  # the whole model, merged, with the tokenizer: an ordinary checkpoint folder
 

@@ -269,33 +269,30 @@ def test_a_wait_for_a_started_collective_ends_at_the_timeout():
     assert run_ranks(check, 2)[0] == pytest.approx([1.0, 1.0], abs=0.5)
 
 
-def differ(**kwargs):
-    """Keyword arguments that rank 1 alone gets."""
-    return kwargs if dist.get_rank() == 1 else {}
-
-
 DIFFERENCES = {
-    "MegatronConfig.seed": lambda: ({"seed": 7}, {}),
-    "MegatronConfig.sequence_parallel": lambda: ({"sequence_parallel": True}, {}),
-    "the model's config.rms_norm_eps": lambda: ({}, {"rms_norm_eps": 1e-3}),
-    "the version of hf_megatron": lambda: setattr(integration, "__version__", "9.9") or ({}, {}),
-    "the version of torch": lambda: setattr(torch, "__version__", "9.9") or ({}, {}),
-    "the version of transformers": lambda: setattr(integration.transformers, "__version__", "9.9") or ({}, {}),
+    "MegatronConfig.seed": lambda patch: ({"seed": 7}, {}),
+    "MegatronConfig.sequence_parallel": lambda patch: ({"sequence_parallel": True}, {}),
+    "the model's config.rms_norm_eps": lambda patch: ({}, {"rms_norm_eps": 1e-3}),
+    "the version of hf_megatron": lambda patch: patch.setattr(integration, "__version__", "9.9") or ({}, {}),
+    "the version of torch": lambda patch: patch.setattr(torch, "__version__", "9.9") or ({}, {}),
+    "the version of transformers": (
+        lambda patch: patch.setattr(integration.transformers, "__version__", "9.9") or ({}, {})
+    ),
 }
 
 
-@pytest.mark.parametrize("field", DIFFERENCES)
-def test_fault_20_ranks_started_differently(stories, field):
-    def load():
-        config, model = DIFFERENCES[field]() if dist.get_rank() == 1 else ({}, {})
-        start = time.monotonic()
-        with pytest.raises(ConfigError) as error:
+def test_fault_20_ranks_started_differently(stories):
+    def load(field):
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(ConfigError) as error:
+            config, model = DIFFERENCES[field](patch) if dist.get_rank() == 1 else ({}, {})
             AutoModelForCausalLM.from_pretrained(stories, megatron_config={"tp_size": 2} | config, **model)
-        assert time.monotonic() - start < START_SECONDS
         return str(error.value)
 
-    for message in run_ranks(load, 2):
-        assert message.startswith(f"The ranks disagree on {field}: rank 0: ") and ", rank 1: " in message
+    start = time.monotonic()
+    for messages in run_ranks(lambda: {field: load(field) for field in DIFFERENCES}, 2):
+        for field, message in messages.items():
+            assert message.startswith(f"The ranks disagree on {field}: rank 0: ") and ", rank 1: " in message
+    assert time.monotonic() - start < START_SECONDS
 
 
 class Endless(IterableDataset):
@@ -308,16 +305,21 @@ class Endless(IterableDataset):
         return iter(torch.arange(self.rows))
 
 
-@pytest.mark.parametrize("kind", ["iterable", "uneven", "equal"])
-def test_fault_21_data_ends_early_on_one_rank(stories, kind):
-    def read():
-        AutoModelForCausalLM.from_pretrained(stories, megatron_config=DP2)
+# kind -> batches that every rank reads, and how rank 0's warning begins.
+ENDINGS = {
+    "iterable": (3, "Rank 0 ran out of data first, after 3 batches; all ranks stop there and at least 1"),
+    "uneven": (3, "Rank 1 ran out of data first, after 3 batches; all ranks stop there and at most 1"),
+    "equal": (4, None),
+}
+
+
+def test_fault_21_data_ends_early_on_one_rank(stories):
+    def read(kind):
         configuration = DataLoaderConfiguration(dispatch_batches=False, even_batches=kind != "uneven")
         accelerator = Accelerator(cpu=True, dataloader_config=configuration)
         # Each rank reads every other batch of its own source: 3 batches on rank 0, 5 on rank 1.
-        source = (
-            Endless(12 + 8 * dist.get_rank()) if kind == "iterable" else torch.arange(14 if kind == "uneven" else 16)
-        )
+        iterable = Endless(12 + 8 * dist.get_rank())
+        source = {"iterable": iterable, "uneven": torch.arange(14), "equal": torch.arange(16)}[kind]
         loader = accelerator.prepare(DataLoader(source, batch_size=2))
         last = []
         with warnings.catch_warnings(record=True) as caught:
@@ -327,19 +329,17 @@ def test_fault_21_data_ends_early_on_one_rank(stories, kind):
                 dist.all_reduce(torch.ones(1))
         return last, [str(each.message) for each in caught if "ran out of data" in str(each.message)]
 
-    start = time.monotonic()
-    results = run_ranks(read, 2, timeout=40)
-    assert time.monotonic() - start < 40
-    batches = {"iterable": 3, "uneven": 3, "equal": 4}[kind]
-    assert [last for last, _ in results] == [[False] * (batches - 1) + [True]] * 2
-    expected = {
-        "iterable": ["Rank 0 ran out of data first, after 3 batches; all ranks stop there and at least 1"],
-        "uneven": ["Rank 1 ran out of data first, after 3 batches; all ranks stop there and at most 1"],
-        "equal": [],
-    }[kind]
-    assert len(results[0][1]) == len(expected) and results[1][1] == []
-    for message, beginning in zip(results[0][1], expected, strict=True):
-        assert message.startswith(beginning), message
+    def read_all():
+        AutoModelForCausalLM.from_pretrained(stories, megatron_config=DP2)
+        return {kind: read(kind) for kind in ENDINGS}
+
+    results = run_ranks(read_all, 2, timeout=40)
+    for rank, found in enumerate(results):
+        for kind, (batches, beginning) in ENDINGS.items():
+            last, messages = found[kind]
+            assert last == [False] * (batches - 1) + [True]
+            assert len(messages) == (rank == 0 and beginning is not None)
+            assert all(message.startswith(beginning) for message in messages), messages
 
 
 def leave_early(stories):

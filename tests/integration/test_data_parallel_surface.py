@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hf_megatron import MegatronConfig, UnsupportedError
+from hf_megatron import MegatronConfig, RankError, UnsupportedError
 from hf_megatron.parallelize import parallel_state
 from hf_megatron.verify.ranks import run_ranks
 
@@ -58,6 +58,17 @@ def test_generate_with_another_prompt_on_each_dp_rank(stories, text):
     expected = [generate(load(stories), rank) for rank in (0, 1)]
     for rank, tokens in run_ranks(on_rank, ranks_of(layout(text)), timeout=60):
         assert torch.equal(tokens, expected[rank])
+
+
+def test_generate_without_waiting_for_the_others_is_found(stories):
+    """The seeded fault: one rank leaves while the other still gathers weights."""
+
+    def on_rank():
+        model, rank = load(stories, layout("dp2+zero3")).eval(), dist.get_rank()
+        model.generate(torch.tensor([[1, 403]]), max_new_tokens=3 + 5 * rank, do_sample=False, synced_gpus=False)
+
+    with pytest.raises(RankError):
+        run_ranks(on_rank, 2, timeout=15)
 
 
 def test_drawn_weights_do_not_depend_on_the_layout(stories):
