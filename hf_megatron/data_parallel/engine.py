@@ -4,6 +4,7 @@ import math
 import operator
 import types
 import weakref
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,23 @@ from ..upstream import local_tensor
 from .fully_sharded import no_sync
 from .ownership import ParameterList, mark, reducer_of
 from .reduction import GradientReducer
+
+
+@dataclass
+class Verdict:
+    """What is known of the gradients of one step before optimizers take them.
+
+    Attributes:
+        clipped: the loop has clipped them.
+        finite: whether all are, once somebody has looked at all of them.
+        scaled: a loss scaler has looked at them and decides itself whether to step.
+        used: an optimizer has stepped on it; another one of the same model may still.
+    """
+
+    clipped: bool = False
+    finite: bool | None = None
+    scaled: bool = False
+    used: bool = False
 
 
 class DataParallel:
@@ -38,11 +56,7 @@ class DataParallel:
         self._optimizers: list[weakref.ref] = []
         self.skipped_steps = 0
         self._skipped_in_a_row = 0
-        # Of the gradients of this step: clipped by the loop, found finite (or not) by whoever looked at all of them.
-        self.clipped = False
-        self.finite: bool | None = None
-        # A loss scaler looked at the gradients and decides itself whether to step.
-        self.scaled = False
+        self.verdict = Verdict()
         if mesh.dp_size > 1 and config.zero_stage < 3:
             self.reduce_gradients()
         elif mesh.dp_size > 1:
@@ -110,15 +124,21 @@ class DataParallel:
 
     def note_clipping(self, parameters: list[Tensor], norm: Tensor, max_norm: float) -> None:
         """Remembers that the loop clipped (a loop that only wants the norm clips to infinity), and what was finite."""
-        self.clipped = self.clipped or math.isfinite(max_norm)
+        verdict = self._open_verdict()
+        verdict.clipped = verdict.clipped or math.isfinite(max_norm)
         finite = bool(torch.isfinite(norm))
         seen = {id(parameter) for parameter in parameters}
         if not finite or all(id(p) in seen for p in self.model.parameters() if p.requires_grad):
-            self.finite = finite
+            verdict.finite = finite
 
-    def start_step(self) -> None:
-        """Forgets what was noted of the last step's gradients."""
-        self.clipped, self.finite, self.scaled = False, None, False
+    def note_scaler(self) -> None:
+        """Remembers that a loss scaler looked at the gradients and decides itself whether to step."""
+        self._open_verdict().scaled = True
+
+    def _open_verdict(self) -> "Verdict":
+        if self.verdict.used:
+            self.verdict = Verdict()
+        return self.verdict
 
     def count(self, *, skipped: bool) -> None:
         """Counts a step.

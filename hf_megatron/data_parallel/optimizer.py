@@ -17,7 +17,7 @@ from ..errors import ConfigError, UnsupportedError
 from ..mesh import ParallelMesh
 from ..upstream import local_tensor
 from .buckets import owned_range
-from .engine import DataParallel
+from .engine import DataParallel, Verdict
 from .gradient_norm import clip_grad_norm, gradient_norm
 from .ownership import engine_of
 from .publishing import Publisher
@@ -104,7 +104,9 @@ class ShardedOptimizer:
         self.optimizer, self.engine = optimizer, engine
         self.step_was_skipped = False
         self.leaves: list[Leaf] = []
+        self._used: Verdict | None = None
         self._publisher: Publisher | None = None
+        self._published: list[nn.Parameter] = []
         for group in optimizer.param_groups:
             self.replace(group)
         engine.add_optimizer(self)
@@ -115,7 +117,6 @@ class ShardedOptimizer:
         """Puts leaves in the place of a group's parameters."""
         self.engine.scan()
         names, tensors = self.engine.names(), []
-        self._publisher = None
         for parameter in group["params"]:
             if id(parameter) not in names:
                 raise ConfigError(
@@ -159,22 +160,25 @@ class ShardedOptimizer:
             if not leaf.separate and leaf.tensor.data_ptr() != leaf.view().data_ptr():
                 leaf.tensor.data = leaf.view()
         self.step_was_skipped = False
+        verdict = engine.verdict if engine.verdict is not self._used else Verdict()
         limit = engine.config.gradient_clipping
-        if limit is not None and not engine.clipped:
+        if limit is not None and not verdict.clipped:
             # A fused optimizer that a loss scaler steps divides by the scale itself.
             scale = getattr(optimizer, "grad_scale", None)
             clip_grad_norm(self.parameters(), limit if scale is None else limit * float(scale))
-        if not engine.scaled:
-            if engine.finite is None:
-                engine.finite = bool(torch.isfinite(gradient_norm(self.parameters())))
-            self.step_was_skipped = not engine.finite
+            verdict = engine.verdict
+        if not verdict.scaled:
+            if verdict.finite is None:
+                verdict.finite = bool(torch.isfinite(gradient_norm(self.parameters())))
+            self.step_was_skipped = not verdict.finite
             engine.count(skipped=self.step_was_skipped)
         self.collect()
         if self.step_was_skipped:
             # Without a gradient no leaf moves, on any rank: the decision came from the norm over all of them.
             for leaf in self.leaves:
                 leaf.tensor.grad = None
-        engine.start_step()
+        self._used = engine.verdict
+        engine.verdict.used = True
 
     @torch.no_grad()
     def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -186,10 +190,10 @@ class ShardedOptimizer:
         self.publish()
 
     def publish(self) -> None:
-        """Makes parameters that dp ranks share whole again on every one of them."""
-        if self._publisher is None:
-            shared = [leaf.parameter for leaf in self.leaves if leaf.flat]
-            self._publisher = Publisher(shared, self.engine.mesh)
+        """Makes parameters that dp ranks share, and that have moved, whole again on every one of them."""
+        moved = [leaf.parameter for leaf in self.leaves if leaf.flat and leaf.tensor.grad is not None]
+        if self._publisher is None or [id(p) for p in moved] != [id(p) for p in self._published]:
+            self._publisher, self._published = Publisher(moved, self.engine.mesh), moved
         self._publisher.run()
 
     @torch.no_grad()

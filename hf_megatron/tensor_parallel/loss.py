@@ -130,7 +130,8 @@ def _forward(
         if not (needs_hidden or needs_weight or needs_bias):
             continue
 
-        gradient = result.gradient(valid * scale, options).to(transformed.dtype)
+        # A batch without any label has an infinite scale; its tokens add nothing all the same, as in one process.
+        gradient = result.gradient(torch.where(valid, scale, 0.0), options).to(transformed.dtype)
         if options.transform is not None:
             (gradient,) = torch.autograd.grad(transformed, logits, gradient)
         gradient = gradient.to(weight.dtype)
