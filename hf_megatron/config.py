@@ -52,6 +52,8 @@ class MegatronConfig:
         offload_optimizer (`bool`, defaults to `False`): optimizer state and main weights stay in CPU memory.
         async_save (`bool`, defaults to `False`): checkpoints are written while training goes on, from a copy in CPU
             memory.
+        verify_checksums (`bool`, defaults to `True`): compare the checksums of a sharded checkpoint's files before
+            it is read.
         recompute (`str`, *optional*): activations that backward computes again: `"full"`, every layer's
             (gradient checkpointing), or `"selective"`, the attention core's only.
         gradient_clipping (`float`, *optional*): the optimizer clips gradients to this norm before a step whose
@@ -83,6 +85,7 @@ class MegatronConfig:
     max_skipped_steps: int = 10
     offload_optimizer: bool = False
     async_save: bool = False
+    verify_checksums: bool = True
     recompute: str | None = None
     gradient_clipping: float | None = None
     pp_size: int = 1
@@ -106,7 +109,7 @@ class MegatronConfig:
         if self.recompute not in RECOMPUTE:
             raise ConfigError(f"MegatronConfig.recompute = {self.recompute!r}: expected None, 'full' or 'selective'.")
         switches = ("sequence_parallel", "strict_loading", "allow_unverified", "main_weights_in_fp32")
-        for name in (*switches, "offload_optimizer", "async_save"):
+        for name in (*switches, "offload_optimizer", "async_save", "verify_checksums"):
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise ConfigError(f"MegatronConfig.{name} = {value!r}: expected True or False.")

@@ -8,7 +8,8 @@ states are JSON and safetensors.
 import functools
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -106,13 +107,22 @@ def save_checkpoint(original: Callable) -> Callable:
     return wrapper
 
 
+@contextmanager
+def progress(what: str) -> Iterator[Callable[[str], None]]:
+    """A bar on the first rank that counts the tensors it has written; a save of under a second shows none."""
+    from tqdm.auto import tqdm
+
+    with tqdm(desc=what, unit=" tensors", delay=1.0, disable=rank_and_size(None)[0] > 0) as bar:
+        yield lambda step: bar.update() if step.startswith("tensor ") else None
+
+
 def _save(trainer: Any, target: Path) -> None:
     model, optimizers = trainer.model, _optimizers(trainer)
     weights_only = trainer.args.save_only_model
     described = {"step": trainer.state.global_step}
     if not weights_only:
         described |= facts(model, optimizers)
-    with Transaction(target, described) as transaction:
+    with progress(f"Saving {target.name}") as advance, Transaction(target, described, on_step=advance) as transaction:
         _write_files(trainer, transaction.directory)
         if weights_only:
             model.save_pretrained(transaction.directory, is_main_process=trainer.args.should_save)
@@ -191,6 +201,12 @@ def get_last_checkpoint(original: Callable) -> Callable:
     return wrapper
 
 
+def open_verified(path: Any, model: Any) -> Checkpoint:
+    """Opens a checkpoint on all ranks, with its checksums compared unless the model's layout says otherwise."""
+    state = parallel_state(model)
+    return open_checkpoint(path, verify=state is None or state.config.verify_checksums)
+
+
 def load_from_checkpoint(original: Callable) -> Callable:
     """`Trainer._load_from_checkpoint`: the weights."""
 
@@ -199,7 +215,7 @@ def load_from_checkpoint(original: Callable) -> Callable:
         if not is_committed(resume_from_checkpoint):
             original(self, resume_from_checkpoint, model)
             return
-        checkpoint = open_checkpoint(resume_from_checkpoint)
+        checkpoint = open_verified(resume_from_checkpoint, self.model)
         if checkpoint.names():
             load_model(self.model, checkpoint)
         else:
@@ -278,7 +294,7 @@ def load_best_model(original: Callable) -> Callable:
         if not is_committed(path):
             warnings.warn(f"{path} is not a complete checkpoint: the model keeps its present weights.", stacklevel=2)
         elif _holds_shards(path):
-            load_model(self.model, open_checkpoint(path))
+            load_model(self.model, open_verified(path, self.model))
         else:
             original(self)
 

@@ -8,12 +8,12 @@ from typing import Any
 from ..checkpoint import random_state
 from ..checkpoint.commit import Transaction, prune
 from ..checkpoint.packing import read_packed, write_packed
-from ..checkpoint.reader import fresh_name, is_committed, latest, open_checkpoint, versions
+from ..checkpoint.reader import fresh_name, is_committed, latest, versions
 from ..checkpoint.together import gather, rank_and_size
 from ..checkpoint.training_state import facts, load_model, load_optimizers, pieces, write_config
 from ..errors import CheckpointError, UnsupportedError
 from ..parallelize import parallel_state
-from .checkpoints import LOOP, restore_random_state
+from .checkpoints import LOOP, open_verified, progress, restore_random_state
 
 
 def _only_model(accelerator: Any) -> Any | None:
@@ -62,7 +62,11 @@ def save_state(original: Callable) -> Callable:
             wanted = Path(output_dir).expanduser()
         target = gather(fresh_name(wanted), None, f"Saving {wanted}")[0]
         optimizers = _optimizers(self)
-        with Transaction(target, {"step": self.step, **facts(model, optimizers)}) as transaction:
+        described = {"step": self.step, **facts(model, optimizers)}
+        with (
+            progress(f"Saving {target.name}") as advance,
+            Transaction(target, described, on_step=advance) as transaction,
+        ):
             for hook in self._save_model_state_pre_hook.values():
                 hook(self._models, [], str(transaction.directory))
             _write_files(self, transaction.directory)
@@ -138,7 +142,7 @@ def load_state(original: Callable) -> Callable:
             raise UnsupportedError(f"{path} holds one model, this Accelerator has prepared {len(models)}.")
         for hook in self._load_model_state_pre_hook.values():
             hook(models, str(path))
-        checkpoint = open_checkpoint(path)
+        checkpoint = open_verified(path, models[0])
         loop = read_packed(path / LOOP)
         wanted = {"schedulers": len(self._schedulers), "custom": len(self._custom_objects)}
         for name, count in wanted.items():

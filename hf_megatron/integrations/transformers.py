@@ -188,7 +188,9 @@ def _device_type() -> str:
 def set_param_for_module(original: Callable) -> Callable:
     @functools.wraps(original)
     def wrapper(model: Any, target_name: str, param_value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if parallel_state(model) is not None:
+        state = parallel_state(model)
+        # FSDP2 copies its part of what stays mapped until then.
+        if state is not None and not state.shards_weights:
             param_value = own_memory(param_value)
         return original(model, target_name, param_value, *args, **kwargs)
 

@@ -2,13 +2,14 @@
 
 import copy
 import json
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from hf_megatron import MegatronConfig, RankError, UnsupportedError
 from hf_megatron.parallelize import parallel_state
@@ -142,3 +143,26 @@ def test_zero_grad_of_a_fully_sharded_model(stories):
         return all(parameter.grad is None for parameter in model.parameters())
 
     assert run_ranks(on_rank, 2) == [True, True]
+
+
+def anonymous():
+    """Memory of this process that no file is behind, in bytes."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+
+
+def anonymous_after_loading(path):
+    before = anonymous()
+    model = AutoModelForCausalLM.from_pretrained(path, megatron_config=MegatronConfig(dp_size=2, zero_stage=3))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.to_local().mul_(1.0)
+    return anonymous() - before
+
+
+def test_stage_three_holds_its_own_part_only_after_loading(tmp_path):
+    config = LlamaConfig(hidden_size=1024, intermediate_size=4096, num_hidden_layers=6, vocab_size=8192)
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    size = (tmp_path / "model.safetensors").stat().st_size
+    for held in run_ranks(anonymous_after_loading, 2, tmp_path):
+        assert held < 0.5 * size + 2**25 + 100 * 2**20
