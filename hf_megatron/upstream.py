@@ -280,3 +280,11 @@ def set_group_timeouts(seconds: float) -> None:
 def group_description(group: Any) -> str | None:
     """How a process group was named when it was made; `None` for anything else."""
     return group.group_desc or group.group_name if isinstance(group, dist.ProcessGroup) else None
+
+
+def forget_accelerate_state() -> None:
+    """Drops the state that every Accelerator of a process shares; a fork inherits that of the process it came from."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()

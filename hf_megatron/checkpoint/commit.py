@@ -275,7 +275,7 @@ def prune(
 
     Args:
         parent (`str` or `Path`): where the checkpoints are.
-        keep (`int`): how many stay; the one that `pointer` names stays in any case.
+        keep (`int`): how many stay, the newest, the protected and the one that `pointer` names among them.
         pattern (`str`, defaults to `"checkpoint-*"`): the names that may be deleted.
         pointer (`str`, defaults to `"latest"`): the file that names the newest.
         protected (`Iterable[Path]`): checkpoints that stay too, such as the best one.

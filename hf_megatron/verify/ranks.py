@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from ..errors import RankError
 from ..integrations.accelerate import set_rank_environment
+from ..upstream import forget_accelerate_state
 
 # After one rank failed, the others get this long to fail on their own before they are killed.
 _GRACE_SECONDS = 3.0
@@ -66,6 +67,7 @@ def _be_rank(function: Callable, rank: int, world_size: int, directory: Path, ar
     try:
         torch.set_num_threads(1)
         set_rank_environment(rank, world_size)
+        forget_accelerate_state()
         store = dist.FileStore(str(directory / "store"), world_size)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
         outcome: tuple[bool, Any] = (True, function(*args, **kwargs))

@@ -60,10 +60,10 @@ def test_documented_launch_starts_what_it_says(command, stories, tmp_path):
     result = run(words, tmp_path)
     assert result.returncode == 0, result.stderr[-3000:]
     lines = sorted(line for line in result.stdout.splitlines() if line.startswith("PROBE"))
-    ranks = 1 if words[0] == "python" else 2
+    ranks = 1 if words[0] == "python" else 4 if "dp2" in command else 2
     assert len(lines) == ranks
     assert all(line.split()[1] == str(ranks) for line in lines)
-    assert all(line.split()[3] == ("2" if ranks == 2 else "None") for line in lines)
+    assert all(line.split()[3] == ("None" if ranks == 1 else "2") for line in lines)
 
 
 def test_the_main_job(tmp_path):

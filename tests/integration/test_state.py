@@ -122,9 +122,9 @@ def test_what_cannot_be_stored_without_pickle_is_refused(stories, tmp_path):
         accelerator.register_for_checkpointing(Odd())
         with pytest.raises(CheckpointError, match="state.custom.0.function"):
             accelerator.save_state(str(tmp_path / "state"))
-        return list(tmp_path.iterdir())
 
-    assert run_ranks(save, 2) == [[], []]
+    run_ranks(save, 2)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_folder_without_a_manifest_is_refused(stories, tmp_path):

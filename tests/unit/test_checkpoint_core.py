@@ -144,8 +144,10 @@ def test_prune_keeps_the_newest_and_the_one_pointed_at(tmp_path):
     save_alone(tmp_path / "other-1", pointer=None)
     (tmp_path / "checkpoint-1").mkdir()
     (tmp_path / "latest").write_text("checkpoint-5\n")
-    assert [path.name for path in prune(tmp_path, 2)] == ["checkpoint-10"]
-    kept = ["checkpoint-1", "checkpoint-15", "checkpoint-20", "checkpoint-5", "latest", "other-1"]
+    assert [path.name for path in prune(tmp_path, 3)] == ["checkpoint-10"]
+    # Two stay: the newest, and the one that `latest` names.
+    assert [path.name for path in prune(tmp_path, 2)] == ["checkpoint-15"]
+    kept = ["checkpoint-1", "checkpoint-20", "checkpoint-5", "latest", "other-1"]
     assert sorted(path.name for path in tmp_path.iterdir()) == kept
     with pytest.raises(CheckpointError, match="keep=0"):
         prune(tmp_path, 0)
