@@ -4,12 +4,13 @@
 
 Two tensor parallel ranks are forked once; in every round they take turns at each way of writing the same bytes (5.7 GB
 in fp32) and reading them back. `plain_write` writes each rank's bytes to a file with fsync and nothing else. Reported
-are medians, ratios within a round, and each rank's extra memory.
+are medians, ratios within a round, and each rank's extra resident memory, mapped file pages included.
 """
 
 import argparse
 import json
 import os
+import random
 import shutil
 import statistics
 import tempfile
@@ -35,6 +36,7 @@ def _timed(action):
     """Seconds until the slowest rank is done, and this rank's extra memory."""
     if dist.get_rank() == 0:
         os.sync()
+        time.sleep(0.5)
     dist.barrier()
     _reset_peak()
     resident, start = _memory("VmRSS"), time.perf_counter()
@@ -105,8 +107,14 @@ def _on_rank(source, folder, rounds):
                 shutil.rmtree(path, ignore_errors=True)
                 path.mkdir()
         dist.barrier()
-        for name, way in ways.items():
-            sample = _timed(way)
+        # Another order in every round: a disk is faster or slower for what was written to it just before.
+        order = random.Random(index)
+        saves, loads = [name for name in ways if "load" not in name], [name for name in ways if "load" in name]
+        # cp needs the files to copy.
+        first = order.sample(saves, len(saves))
+        first.sort(key=lambda name: name == "cp_and_sync")
+        for name in (*first, *order.sample(loads, len(loads))):
+            sample = _timed(ways[name])
             if index:  # the first round warms up
                 samples[name].append(sample)
     return bytes_here, samples
@@ -131,7 +139,7 @@ def main():
         rows[name] = {
             "seconds": round(statistics.median(seconds[name]), 3),
             "gb_per_s": round(size / 1e9 / statistics.median(seconds[name]), 3),
-            "extra_memory_per_rank_gib": round(statistics.median(extra) / 2**30, 3),
+            "extra_resident_per_rank_gib": round(statistics.median(extra) / 2**30, 3),
         }
 
     def ratio(one, other):

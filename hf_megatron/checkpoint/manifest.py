@@ -82,7 +82,7 @@ class Manifest:
             "versions": dict(self.versions),
             "world_size": self.world_size,
             "facts": dict(self.facts),
-            "files": {name: {"size": entry.size, "sha256": entry.sha256} for name, entry in self.files.items()},
+            "files": {name: {"size": entry.size, "blake3": entry.blake3} for name, entry in self.files.items()},
             "tensors": {
                 name: {
                     "shape": list(entry.shape),
@@ -110,9 +110,9 @@ class Manifest:
         files = {}
         for name, entry in check.value(data, "files", dict).items():
             check.file_name(name)
-            size, digest = check.value(entry, "size", int), check.value(entry, "sha256", str)
+            size, digest = check.value(entry, "size", int), check.value(entry, "blake3", str)
             if size < 0 or not re.fullmatch("[0-9a-f]{64}", digest):
-                raise CheckpointError(f"{where}: file {name!r} has size {size} and sha256 {digest!r}.")
+                raise CheckpointError(f"{where}: file {name!r} has size {size} and blake3 {digest!r}.")
             files[name] = FileEntry(size, digest)
         tensors = {name: check.tensor(name, entry, files) for name, entry in check.value(data, "tensors", dict).items()}
         world_size, facts = check.value(data, "world_size", int), check.value(data, "facts", dict)

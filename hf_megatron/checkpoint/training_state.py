@@ -123,9 +123,14 @@ def _describe(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {"class": type(optimizer).__name__, "groups": groups, "scalars": scalars}
 
 
-def _read(checkpoint: Checkpoint, name: str, holding: Holding, shape: torch.Size) -> Tensor:
-    """The entries a rank holds, in CPU memory of their own."""
-    out = empty_in_huge_pages(torch.Size([holding.stop - holding.start]), checkpoint.dtype(name))
+def _read(checkpoint: Checkpoint, name: str, holding: Holding, shape: torch.Size, old: Tensor | None = None) -> Tensor:
+    """The entries a rank holds, in CPU memory: that of `old` where they fit it, else their own."""
+    dtype = checkpoint.dtype(name)
+    usable = old is not None and old.device.type == "cpu" and old.dtype == dtype and old.is_contiguous()
+    if usable and old is not None and old.numel() == holding.stop - holding.start:
+        out = old.view(-1)
+    else:
+        out = empty_in_huge_pages(torch.Size([holding.stop - holding.start]), dtype)
     checkpoint.read(name, holding.boxes(), out)
     return out.view(shape)
 
@@ -220,7 +225,8 @@ def _load_optimizer(
             values = {key: v.to(leaf.tensor.device) if isinstance(v, Tensor) else v for key, v in values.items()}
         for key in keys.get(leaf.name, ()):
             name = _key(number, key, leaf.name)
-            value = _read(checkpoint, name, holding, local_tensor(leaf.tensor).shape)
+            old = optimizer.state.get(leaf.tensor, {}).get(key)
+            value = _read(checkpoint, name, holding, local_tensor(leaf.tensor).shape, old)
             if key == MAIN_WEIGHT:
                 if leaf.separate:
                     leaf.tensor.copy_(value)

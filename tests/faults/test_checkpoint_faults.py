@@ -6,7 +6,6 @@ The numbers are those of the list of faults that the checkpoint design was check
 import contextlib
 import ctypes
 import errno
-import hashlib
 import json
 import os
 import pickle
@@ -22,6 +21,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from blake3 import blake3
 
 from hf_megatron.checkpoint.asynchronous import AsyncSaver
 from hf_megatron.checkpoint.commit import Transaction
@@ -460,7 +460,7 @@ def test_fault_24_link_that_leads_out(parent, file):
 def replace_shard(path, content):
     """A shard with other content, and a manifest that agrees with it."""
     (path / SHARDS[0]).write_bytes(content)
-    entry = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    entry = {"size": len(content), "blake3": blake3(content).hexdigest()}
     edit_manifest(path, lambda manifest: manifest["files"].update({SHARDS[0]: entry}))
 
 
