@@ -23,7 +23,7 @@ def iterate(original: Callable) -> Callable:
     def wrapper(self: Any) -> Iterator[Any]:
         group = _data_parallel_group()
         base = self.base_dataloader
-        if group is not None and not hasattr(base, "_hf_megatron_group") and _may_differ(base):
+        if group is not None and "_hf_megatron_group" not in vars(base) and _may_differ(base):
             base._hf_megatron_group = group
             base.__class__ = _agreed_class(type(base))
         return original(self)
