@@ -107,6 +107,6 @@ import sys, transformers.modeling_utils, accelerate
 before = set(sys.modules)
 import hf_megatron, hf_megatron.integrations.transformers
 new = {name.split(".")[0] for name in set(sys.modules) - before}
-assert new <= {"hf_megatron", "torch", "huggingface_hub", "yaml", "transformers", "_yaml"}, new
+assert new <= {"hf_megatron", "torch", "huggingface_hub", "yaml", "transformers", "_yaml", "blake3"}, new
 """
     )
