@@ -107,6 +107,6 @@ def model_pieces(model: Any) -> Iterator[Piece]:
     """This rank's share of a model's weights."""
     state = parallel_state(model)
     for name, tensor in named_tensors(model):
-        piece = parameter_holding(state, name, tensor).share(name, local_tensor(tensor.detach()))
+        piece = parameter_holding(state, name, tensor).share(name, local_tensor(tensor).detach())
         if piece is not None:
             yield piece

@@ -49,7 +49,7 @@ def gather_to_first(
     With `staging` the tensor is valid until the second call after this one. `local` is this rank's tp shard where it is
     not what the parameter holds.
     """
-    local = local_tensor(parameter.detach()) if local is None else local
+    local = local_tensor(parameter).detach() if local is None else local
     if placement.dim is None:
         return local.cpu() if mesh.tp_rank == 0 else None
     if mesh.tp_rank != 0:

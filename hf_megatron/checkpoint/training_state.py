@@ -163,7 +163,7 @@ def load_model(model: Any, checkpoint: Checkpoint, *, strict: bool = True) -> tu
     for name, tensor in wanted.items():
         checkpoint.check(name, tuple(tensor.shape), tensor.dtype, holdings[name].boxes())
     for name, tensor in wanted.items():
-        local = local_tensor(tensor.detach())
+        local = local_tensor(tensor).detach()
         if local.device.type == "cpu" and local.is_contiguous():
             checkpoint.read(name, holdings[name].boxes(), local.view(-1))
         else:

@@ -95,7 +95,7 @@ def whole_local(tensor: Tensor, like: Tensor, mesh: ParallelMesh) -> Tensor:
         tensor: a weight, or a gradient or moment of its shape.
         like: the weight, a DTensor over dp, or over dp and tp.
     """
-    part = local_tensor(tensor.detach())
+    part = local_tensor(tensor).detach()
     shape = tp_local_shape(like, mesh)
     return all_gather(part, 0, shape[0], mesh.shard_group) if shape else part
 

@@ -76,12 +76,12 @@ class Leaf:
         }
 
     def _own(self, tensor: Tensor) -> Tensor:
-        local = local_tensor(tensor.detach())
+        local = local_tensor(tensor).detach()
         return local.view(-1)[self.start : self.stop] if self.flat else local
 
 
 def _make_leaf(name: str, parameter: nn.Parameter, config: MegatronConfig, mesh: ParallelMesh) -> Leaf:
-    local = local_tensor(parameter.detach())
+    local = local_tensor(parameter).detach()
     if not local.is_contiguous():
         raise UnsupportedError(f"{name} is not contiguous in memory; its optimizer state cannot be shared.")
     shares = config.zero_stage in (1, 2) and mesh.shard_size > 1

@@ -48,7 +48,7 @@ class Publisher:
             for slot in bucket.slots:
                 start, stop = owned_range(slot.entries, self.mesh.shard_size, self.mesh.shard_rank)
                 own = slot.own_columns(rows[self.mesh.shard_rank], self.mesh.shard_size, self.mesh.shard_rank)
-                own.copy_(local_tensor(slot.parameter.detach()).view(-1)[start:stop])
+                own.copy_(local_tensor(slot.parameter).detach().view(-1)[start:stop])
             started.append((bucket, AllGather(rows, self.mesh.shard_group)))
             if len(started) > 1:
                 _receive(*started.pop(0))
@@ -58,7 +58,7 @@ class Publisher:
             work.wait()
 
     def _exchange(self, parameter: nn.Parameter) -> list[Any]:
-        flat: Tensor = local_tensor(parameter.detach()).view(-1)
+        flat: Tensor = local_tensor(parameter).detach().view(-1)
         ranks, rank, group = self.mesh.shard_size, self.mesh.shard_rank, self.mesh.shard_group
         parts = [flat[slice(*owned_range(flat.numel(), ranks, other))] for other in range(ranks)]
         works: list[Any] = []
@@ -76,4 +76,4 @@ def _receive(bucket: Bucket, gather: AllGather) -> None:
     gather.wait()
     rows = bucket.open_rows()
     for slot in bucket.slots:
-        slot.collect_from(rows, local_tensor(slot.parameter.detach()))
+        slot.collect_from(rows, local_tensor(slot.parameter).detach())
