@@ -224,46 +224,41 @@ def load_from_checkpoint(original: Callable) -> Callable:
     return wrapper
 
 
-def load_optimizer_and_scheduler(original: Callable) -> Callable:
+def _from_shards(load: Callable[[Any, Path], None]) -> Callable:
+    """A patch of a Trainer method that reads one part of a checkpoint: ours by `load`, others by the original."""
+
+    def make(original: Callable) -> Callable:
+        @functools.wraps(original)
+        def wrapper(self: Any, checkpoint: str | None) -> None:
+            if checkpoint is None or not _holds_shards(checkpoint):
+                original(self, checkpoint)
+            else:
+                load(self, Path(checkpoint))
+
+        return wrapper
+
+    return make
+
+
+@_from_shards
+def load_optimizer_and_scheduler(trainer: Any, checkpoint: Path) -> None:
     """`Trainer._load_optimizer_and_scheduler`."""
-
-    @functools.wraps(original)
-    def wrapper(self: Any, checkpoint: str | None) -> None:
-        if checkpoint is None or not _holds_shards(checkpoint):
-            original(self, checkpoint)
-            return
-        load_optimizers(self.model, _optimizers(self), Checkpoint(checkpoint))
-        self.lr_scheduler.load_state_dict(read_packed(Path(checkpoint) / LOOP)["scheduler"])
-
-    return wrapper
+    load_optimizers(trainer.model, _optimizers(trainer), Checkpoint(checkpoint))
+    trainer.lr_scheduler.load_state_dict(read_packed(checkpoint / LOOP)["scheduler"])
 
 
-def load_scaler(original: Callable) -> Callable:
+@_from_shards
+def load_scaler(trainer: Any, checkpoint: Path) -> None:
     """`Trainer._load_scaler`."""
-
-    @functools.wraps(original)
-    def wrapper(self: Any, checkpoint: str | None) -> None:
-        if checkpoint is None or not _holds_shards(checkpoint):
-            original(self, checkpoint)
-            return
-        saved, scaler = read_packed(Path(checkpoint) / LOOP)["scaler"], getattr(self.accelerator, "scaler", None)
-        if saved and scaler is not None:
-            scaler.load_state_dict(saved)
-
-    return wrapper
+    saved, scaler = read_packed(checkpoint / LOOP)["scaler"], getattr(trainer.accelerator, "scaler", None)
+    if saved and scaler is not None:
+        scaler.load_state_dict(saved)
 
 
-def load_rng_state(original: Callable) -> Callable:
+@_from_shards
+def load_rng_state(trainer: Any, checkpoint: Path) -> None:
     """`Trainer._load_rng_state`."""
-
-    @functools.wraps(original)
-    def wrapper(self: Any, checkpoint: str | None) -> None:
-        if checkpoint is None or not _holds_shards(checkpoint):
-            original(self, checkpoint)
-            return
-        restore_random_state(self.model, Path(checkpoint), self.state.global_step)
-
-    return wrapper
+    restore_random_state(trainer.model, checkpoint, trainer.state.global_step)
 
 
 def restore_random_state(model: Any, directory: Path, step: int) -> None:
