@@ -8,14 +8,22 @@ Every variant trains on the same global batch, of which each rank has half. READ
 """
 
 import argparse
-import json
 import os
 import tempfile
 from functools import partial
 
 import torch
 import transformers  # imported before the workers are forked, which then need not
-from train_step import FOREIGN_LIMIT, MODELS, save_random_model, start_groups, summarize, take_turns, versions
+from train_step import (
+    FOREIGN_LIMIT,
+    MODELS,
+    save_random_model,
+    start_groups,
+    summarize,
+    take_turns,
+    versions,
+    write_report,
+)
 from variants import VARIANTS, Variant, half_batch, load_model, loss_of, prepared_adamw
 from workers import WorkerGroup, median
 
@@ -209,10 +217,7 @@ def main():
         report["method"] = {"rounds": arguments.rounds, "foreign_cpu_limit": FOREIGN_LIMIT, "backend": "gloo"}
         report["runs"] = [measure(model, names, arguments.rounds) for model in arguments.models]
     if arguments.out:
-        os.makedirs(os.path.dirname(os.path.abspath(arguments.out)), exist_ok=True)
-        with open(arguments.out, "w") as file:
-            json.dump(report, file, indent=2)
-            file.write("\n")
+        write_report(arguments.out, report)
 
 
 if __name__ == "__main__":

@@ -214,6 +214,13 @@ def parse_arguments():
     return arguments
 
 
+def write_report(path, report):
+    os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+    with open(path, "w") as file:
+        json.dump(report, file, indent=2)
+        file.write("\n")
+
+
 def main():
     arguments = parse_arguments()
     instructions = torch.backends.cpu.get_cpu_capability()
@@ -231,10 +238,7 @@ def main():
             measure(model, dtype, names, arguments.rounds) for model in arguments.models for dtype in arguments.dtypes
         ]
     if arguments.out:
-        os.makedirs(os.path.dirname(os.path.abspath(arguments.out)), exist_ok=True)
-        with open(arguments.out, "w") as file:
-            json.dump(report, file, indent=2)
-            file.write("\n")
+        write_report(arguments.out, report)
 
 
 if __name__ == "__main__":
