@@ -15,6 +15,7 @@ from .errors import ConfigError, UnsupportedError
 MEGATRON_ARGUMENTS: Mapping[str, str] = {
     "tensor_model_parallel_size": "tp_size",
     "pipeline_model_parallel_size": "pp_size",
+    "num_virtual_stages_per_pipeline_rank": "virtual_stages",
     "context_parallel_size": "cp_size",
     "expert_model_parallel_size": "ep_size",
     "data_parallel_size": "dp_size",
@@ -25,6 +26,7 @@ MEGATRON_ARGUMENTS: Mapping[str, str] = {
     "use_distributed_optimizer": "zero_stage",
 }
 SIZES = ("tp_size", "cp_size", "pp_size", "dp_size", "ep_size", "dp_replicate_size")
+PARTITIONS = ("cost", "layers")
 RECOMPUTE = (None, "full", "selective")
 
 
@@ -58,8 +60,16 @@ class MegatronConfig:
             (gradient checkpointing), or `"selective"`, the attention core's only.
         gradient_clipping (`float`, *optional*): the optimizer clips gradients to this norm before a step whose
             gradients the loop has not clipped itself (Trainer's `max_grad_norm`, `accelerator.clip_grad_norm_`).
-        pp_size, cp_size, ep_size (`int`, defaults to 1): pipeline, context and expert parallel sizes. Only 1 is
-            supported so far.
+        pp_size (`int`, defaults to 1): ranks that hold consecutive layers each (pipeline parallel).
+        num_microbatches (`int`, *optional*): parts a batch is cut into, along its rows, so that stages work at the
+            same time; a batch with fewer rows is cut into as many as it has. By default 4 x `pp_size`.
+        pipeline_schedule (`str`, defaults to `"1f1b"`): the order of the microbatches' forwards and backwards:
+            `"gpipe"`, `"1f1b"`, `"interleaved_1f1b"`, `"interleaved_zero_bubble"`, `"zbv"` or `"dualpipev"`.
+        virtual_stages (`int`, *optional*): stages per rank, for the schedules that interleave them; by default the
+            schedule's own number.
+        pipeline_partition (`str` or list of `int`, defaults to `"cost"`): how layers are shared out: `"cost"` evens out
+            the estimated work, the output head's included, `"layers"` their number, a list states it for each stage.
+        cp_size, ep_size (`int`, defaults to 1): context and expert parallel sizes. Only 1 is supported so far.
         loss_chunk_size (`int`, *optional*): tokens per chunk of the fused head and cross entropy; the local logits of
             one chunk are all that exists at a time. By default all tokens are one chunk.
         strict_loading (`bool`, defaults to `True`): missing, surplus or mis-shaped weights raise. With `False` missing
@@ -89,6 +99,10 @@ class MegatronConfig:
     recompute: str | None = None
     gradient_clipping: float | None = None
     pp_size: int = 1
+    num_microbatches: int | None = None
+    pipeline_schedule: str = "1f1b"
+    virtual_stages: int | None = None
+    pipeline_partition: str | tuple[int, ...] = "cost"
     cp_size: int = 1
     ep_size: int = 1
     loss_chunk_size: int | None = None
@@ -98,9 +112,10 @@ class MegatronConfig:
     timeout: float = 1800.0
 
     def __post_init__(self) -> None:
-        for name in (*SIZES, "loss_chunk_size", "bucket_size", "max_skipped_steps"):
+        optional = ("dp_size", "loss_chunk_size", "num_microbatches", "virtual_stages")
+        for name in (*SIZES, *optional, "bucket_size", "max_skipped_steps"):
             value = getattr(self, name)
-            if name in ("dp_size", "loss_chunk_size") and value is None:
+            if name in optional and value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"MegatronConfig.{name} = {value!r}: expected an integer of 1 or more.")
@@ -122,11 +137,12 @@ class MegatronConfig:
             isinstance(norm, bool) or not isinstance(norm, int | float) or not math.isfinite(norm) or norm <= 0
         ):
             raise ConfigError(f"MegatronConfig.gradient_clipping = {norm!r}: expected None or a norm, more than 0.")
-        for name in ("pp_size", "cp_size", "ep_size"):
+        self._check_partition()
+        for name in ("cp_size", "ep_size"):
             if getattr(self, name) > 1:
                 raise UnsupportedError(
-                    f"MegatronConfig.{name} = {getattr(self, name)}: not supported yet, valid: 1. Use tp_size and "
-                    "sequence_parallel to spread a model over more ranks."
+                    f"MegatronConfig.{name} = {getattr(self, name)}: not supported yet, valid: 1. Use tp_size, "
+                    "sequence_parallel and pp_size to spread a model over more ranks."
                 )
         if self.dp_size is not None and self.dp_size % self.dp_replicate_size:
             raise ConfigError(
@@ -137,6 +153,18 @@ class MegatronConfig:
             raise ConfigError(
                 "MegatronConfig.sequence_parallel = True: needs tp_size of 2 or more, the sequence is split over the "
                 "tp ranks (tp_size = 1)."
+            )
+
+    def _check_partition(self) -> None:
+        value = self.pipeline_partition
+        if isinstance(value, list):
+            value = tuple(value)
+            object.__setattr__(self, "pipeline_partition", value)
+        counts = isinstance(value, tuple) and all(type(count) is int and count > 0 for count in value)
+        if not counts and value not in PARTITIONS:
+            raise ConfigError(
+                f"MegatronConfig.pipeline_partition = {value!r}: expected 'cost', 'layers' or the number of layers of "
+                "each stage, such as [5, 3]."
             )
 
     @classmethod
@@ -203,8 +231,9 @@ class MegatronConfig:
         return self.tp_size * self.cp_size * self.pp_size
 
     def layout(self) -> str:
-        """The short name of the layout, for example `tp2+sp+dp2+zero1`."""
+        """The short name of the layout, for example `tp2+sp+pp2+dp2+zero1`."""
         name = f"tp{self.tp_size}" + ("+sp" if self.sequence_parallel else "")
+        name += f"+pp{self.pp_size}" if self.pp_size > 1 else ""
         return name + (f"+dp{self.dp_size}+zero{self.zero_stage}" if (self.dp_size or 1) > 1 else "")
 
     def to_dict(self) -> dict[str, Any]:

@@ -70,6 +70,9 @@ class ParallelMesh:
         self.tp_size: int = self.tp.size()
         self.tp_rank: int = self.tp.get_local_rank()
         self.tp_group: dist.ProcessGroup = self.tp.get_group()
+        self.pp_size: int = config.pp_size
+        self.pp_rank: int = self.root["pp"].get_local_rank()
+        self.pp_group: dist.ProcessGroup = self.root["pp"].get_group()
         self.dp_size: int = dp_size
         self.dp_rank: int = self.root["dp"].get_local_rank()
         self.dp_group: dist.ProcessGroup = self.root["dp"].get_group()

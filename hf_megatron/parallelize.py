@@ -20,7 +20,9 @@ from .data_parallel.fully_sharded import shard_weights
 from .data_parallel.loss import mean_over_ranks
 from .errors import ConfigError, UnsupportedError
 from .mesh import ParallelMesh
-from .registry import spec_for
+from .pipeline_parallel.cut import Cut, cut
+from .pipeline_parallel.engine import Pipeline
+from .registry import own_spec, spec_for
 from .registry.claims import (
     check_conversions,
     claim_all,
@@ -51,7 +53,13 @@ from .upstream import loss_functions
 
 @dataclass
 class ParallelState:
-    """What hf_megatron knows of one model; kept on it as `_hf_megatron`."""
+    """What hf_megatron knows of one model; kept on it as `_hf_megatron`.
+
+    Attributes:
+        claims: of every parameter of the whole model, those of other pipeline stages included.
+        cut, pipeline (*optional*): how the layers were cut into stages, and what runs them.
+        elsewhere: names in the whole model's state dict that other stages hold.
+    """
 
     config: MegatronConfig
     mesh: ParallelMesh
@@ -61,6 +69,9 @@ class ParallelState:
     structure: Structure
     head_copies: Mapping[str, int]
     local_sizes: Mapping[str, Mapping[str, int]]
+    cut: Cut | None = None
+    elsewhere: frozenset[str] = frozenset()
+    pipeline: Pipeline | None = None
     data_parallel: DataParallel | None = None
 
     @property
@@ -124,6 +135,10 @@ def place(model: Any, config: MegatronConfig, mesh: ParallelMesh) -> ParallelSta
     claims = claim_all(model, styles, structure, copies, config.sequence_parallel)
     check_conversions(model, claims)
 
+    pieces, elsewhere = _cut(model, spec, config, mesh)
+    present = {name for name, _ in model.named_modules()}
+    structure = structure.restricted_to(present)
+
     placeholders: dict[int, nn.Parameter] = {}
     for module_name, module in model.named_modules():
         for parameter_name, parameter in module._parameters.items():
@@ -133,20 +148,32 @@ def place(model: Any, config: MegatronConfig, mesh: ParallelMesh) -> ParallelSta
                 claim = claims[f"{module_name}.{parameter_name}" if module_name else parameter_name]
                 placeholders[id(parameter)] = _placeholder(parameter, claim.placement, mesh)
             module._parameters[parameter_name] = placeholders[id(parameter)]
-    state = ParallelState(config, mesh, spec, styles, claims, structure, copies, sizes)
+    state = ParallelState(config, mesh, spec, styles, claims, structure, copies, sizes, pieces, elsewhere)
     model._hf_megatron = state
     return state
 
 
 def _place_whole(model: Any, config: MegatronConfig, mesh: ParallelMesh) -> ParallelState:
-    """Every rank has every parameter whole, as the plain tensor it is: no spec is asked, any architecture will do."""
+    """Parameters stay whole, as the plain tensors they are: no plan is asked, any architecture will do."""
     claims = {
         name: Claim(name, tuple(parameter.shape), "replicated", Placement(), GradientRule.COMPLETE)
         for name, parameter in model.named_parameters(remove_duplicate=False)
     }
-    spec = ModelSpec(model.config.model_type)
-    model._hf_megatron = ParallelState(config, mesh, spec, {}, claims, Structure(), {}, {})
+    spec = own_spec(model) or ModelSpec(model.config.model_type)
+    pieces, elsewhere = _cut(model, spec, config, mesh)
+    model._hf_megatron = ParallelState(config, mesh, spec, {}, claims, Structure(), {}, {}, pieces, elsewhere)
     return model._hf_megatron
+
+
+def _cut(
+    model: Any, spec: ModelSpec, config: MegatronConfig, mesh: ParallelMesh
+) -> tuple[Cut | None, frozenset[str]]:
+    """Leaves of the model what this rank's stages own; returns also the names of weights that went."""
+    if mesh.pp_size == 1:
+        return None, frozenset()
+    names = model.state_dict().keys()
+    pieces = cut(model, spec, config, mesh)
+    return pieces, frozenset(names - model.state_dict().keys())
 
 
 def _placeholder(parameter: Tensor, placement: Placement, mesh: ParallelMesh) -> nn.Parameter:
@@ -169,9 +196,11 @@ def install(model: Any) -> None:
         _install_tensor_parallel(model, state)
     shifting = loss_functions()
     original = getattr(model.loss_function, "__wrapped__", model.loss_function)
-    if state.mesh.dp_size > 1 and original in shifting:
+    if state.mesh.dp_size > 1 and state.cut is None and original in shifting:
         model.loss_function = mean_over_ranks(model.loss_function, shift=shifting[original], mesh=state.mesh)
     state.data_parallel = DataParallel(model, state.config, state.mesh)
+    if state.cut is not None:
+        state.pipeline = Pipeline(model, state.config, state.mesh, state.cut, state.data_parallel)
 
 
 def _install_tensor_parallel(model: Any, state: ParallelState) -> None:
@@ -229,9 +258,13 @@ def _install_tensor_parallel(model: Any, state: ParallelState) -> None:
         if config.sequence_parallel:
             WholeSequenceRegion(stacks[stack]).install(model.get_submodule(block))
     for name, stack_state in stacks.items():
-        stack_state.install(model.get_submodule(name))
+        layers: Any = model.get_submodule(name)
+        stack_state.install(layers)
+        owned = [layer for layer in layers if next(layer.parameters(), None) is not None]
         if state.spec.sequence_arguments:
-            SequenceArguments(state.spec.sequence_arguments, mesh.tp_group).install(model.get_submodule(name))
+            SequenceArguments(state.spec.sequence_arguments, mesh.tp_group).install(owned)
+        if state.cut is not None:
+            state.cut.boundary.leaving = stack_state.leave_split
     _install_loss(model)
     RefusedOutputs(config.sequence_parallel).install(model)
     if has_dropout(model):

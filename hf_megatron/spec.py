@@ -91,6 +91,10 @@ class ModelSpec:
             that they are found by structure.
         plain_linear_classes (`tuple[str, ...]`): subclasses of nn.Linear whose forward is the plain product.
         no_sequence_parallel (`str`, *optional*): why the type has no sequence parallelism.
+        layers (`str`, *optional*): the module list that a pipeline cuts; by default the one of the class's
+            `_no_split_modules`.
+        after_layers (`tuple[str, ...]`): modules that run after the layers although they are defined before them.
+        no_pipeline (`str`, *optional*): why the type's layers cannot lie on different ranks.
     """
 
     model_type: str
@@ -104,3 +108,6 @@ class ModelSpec:
     stacks: tuple[str, ...] = ()
     plain_linear_classes: tuple[str, ...] = ()
     no_sequence_parallel: str | None = None
+    layers: str | None = None
+    after_layers: tuple[str, ...] = ()
+    no_pipeline: str | None = None

@@ -6,7 +6,7 @@ parameters side by side in rows `[S, width of all]`, row r what rank r owns of e
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -60,6 +60,14 @@ class Slot:
         """This rank's entries in its row."""
         start, stop = owned_range(self.entries, ranks, rank)
         return row[self.start : self.start + stop - start]
+
+
+@dataclass
+class Sum:
+    """Gradients of this rank alone, in the rows of a bucket, and the slots that have one."""
+
+    rows: Tensor | None = None
+    written: set[int] = field(default_factory=set)
 
 
 class Bucket:
@@ -128,6 +136,33 @@ class Bucket:
             self.rows = self._inbox = None
         self.written.clear()
         self.arrived.clear()
+
+    def exchange(self, other: Sum) -> Sum:
+        """Puts another sum of this rank's gradients in place of the present one, which is returned."""
+        before = Sum(self.rows, self.written)
+        self.rows, self.written = other.rows, other.written
+        return before
+
+    def add(self, other: Sum, factor: float) -> None:
+        """Adds `factor` times another sum."""
+        if other.rows is None or not other.written:
+            return
+        rows = self.open_rows()
+        for index in other.written:
+            slot = self.slots[index]
+            columns, added = (r[:, slot.start : slot.start + slot.width] for r in (rows, other.rows))
+            if index in self.written:
+                columns.add_(added, alpha=factor)
+            else:
+                torch.mul(added, factor, out=columns)
+        self.written |= other.written
+
+    def scale(self, factor: float) -> None:
+        """Multiplies what is reduced and what is not."""
+        if self.shard is not None:
+            self.shard.mul_(factor)
+        if self.rows is not None and self.written:
+            self.rows.mul_(factor)
 
     def discard_slots(self, indices: set[int], *, keep: bool) -> None:
         """Forgets the gradients of some parameters."""

@@ -17,7 +17,8 @@ from ..errors import ConfigError, NonFiniteGradientError, UnsupportedError
 from ..mesh import ParallelMesh
 from ..upstream import local_tensor
 from .fully_sharded import no_sync
-from .ownership import ParameterList, mark, reducer_of
+from .ownership import ParameterList, engine_of, mark, reducer_of
+from .plain_gradients import PlainGradients
 from .reduction import GradientReducer
 
 
@@ -45,6 +46,7 @@ class DataParallel:
         reducer (`GradientReducer`, *optional*): takes the gradients out of `.grad`; absent with one dp rank, where
             `.grad` is complete, and in stage 3, where FSDP2 reduces.
         skipped_steps (`int`): optimizer steps that were skipped for a gradient that is not finite.
+        unsettled: numbers of pipelined forwards whose gradients are in the sums although nobody has called backward.
     """
 
     def __init__(self, model: nn.Module, config: MegatronConfig, mesh: ParallelMesh):
@@ -57,6 +59,8 @@ class DataParallel:
         self.skipped_steps = 0
         self._skipped_in_a_row = 0
         self.verdict = Verdict()
+        self.unsettled: set[int] = set()
+        self._shared: set[int] = set()
         if mesh.dp_size > 1 and config.zero_stage < 3:
             self.reduce_gradients()
         elif mesh.dp_size > 1:
@@ -74,8 +78,30 @@ class DataParallel:
         attached = (reference() for reference in self._optimizers)
         return [optimizer for optimizer in attached if optimizer is not None]
 
+    def is_shared(self, parameter: Tensor) -> bool:
+        """Whether two pipeline stages hold this parameter."""
+        return id(parameter) in self._shared
+
+    def share(self, parameters: list[nn.Parameter]) -> None:
+        """Takes note of parameters that the other end of the pipeline holds too."""
+        self._shared = {id(parameter) for parameter in parameters}
+
     def add_optimizer(self, optimizer: Any) -> None:
         self._optimizers = [weakref.ref(other) for other in (*self.optimizers, optimizer)]
+
+    @property
+    def gradients(self) -> "GradientReducer | PlainGradients":
+        """Where the gradients of the trainable parameters are added up."""
+        return self.reducer or PlainGradients(p for p in self._marked if p.requires_grad)
+
+    def require_settled(self) -> None:
+        """Raises `ConfigError` if the gradients of a forward would be used that nobody called backward for."""
+        if self.unsettled and not self.gradients.is_empty:
+            raise ConfigError(
+                "optimizer.step() after a training forward of a pipelined model whose loss was never backpropagated: "
+                "its gradients exist already. Compute losses that are not trained on under torch.no_grad(), or call "
+                "zero_grad() after them."
+            )
 
     def reduce_gradients(self) -> None:
         """Takes gradients out of `.grad` from now on; twice is once."""
@@ -175,6 +201,9 @@ class DataParallel:
 def _refuse_unprepared(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
     """A stock optimizer would find no gradient at all, and do nothing."""
     first = next((p for group in optimizer.param_groups for p in group["params"]), None)
+    engine = None if first is None else engine_of(first)
+    if engine is not None:
+        engine.require_settled()
     if first is not None and reducer_of(first) is not None:
         raise ConfigError(
             f"{type(optimizer).__name__} steps on a data parallel model without knowing it: pass it through "
@@ -185,5 +214,7 @@ def _refuse_unprepared(optimizer: torch.optim.Optimizer, args: tuple, kwargs: di
 def _zero_grad(model: Any, set_to_none: bool = True) -> None:
     nn.Module.zero_grad(model, set_to_none)
     engine = vars(model)["_hf_megatron"].data_parallel
-    if engine.reducer is not None and engine.model is model:
-        engine.reducer.discard()
+    if engine.model is model:
+        engine.unsettled.clear()
+        if engine.reducer is not None:
+            engine.reducer.discard()

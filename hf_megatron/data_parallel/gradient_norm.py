@@ -21,12 +21,19 @@ def _distinct(tensor: Tensor) -> int:
     return math.prod(size for size, placement in sizes if not placement.is_replicate())
 
 
+def _holders(parameter: Tensor) -> int:
+    """How many ranks of the world hold a parameter or a part of it."""
+    engine, world = engine_of(parameter), dist.get_world_size()
+    if engine is None or engine.mesh.pp_size == 1:
+        return world
+    return world // engine.mesh.pp_size * (2 if engine.is_shared(parameter) else 1)
+
+
 def local_gradients(parameters: Iterable[Tensor]) -> dict[int, list[Tensor]]:
     """This rank's share of the gradients -> how many ranks of the world hold the same entries.
 
     Completes what the data parallel ranks have started to reduce, so every rank calls it.
     """
-    world = dist.get_world_size()
     shares: dict[int, list[Tensor]] = {}
     finished = set()
     for parameter in parameters:
@@ -41,7 +48,7 @@ def local_gradients(parameters: Iterable[Tensor]) -> dict[int, list[Tensor]]:
         if gradient is None or not local_tensor(gradient).numel():
             continue
         placed = parameter if reducer is not None else gradient
-        shares.setdefault(world // (_distinct(placed) * parts), []).append(local_tensor(gradient))
+        shares.setdefault(_holders(parameter) // (_distinct(placed) * parts), []).append(local_tensor(gradient))
     return shares
 
 

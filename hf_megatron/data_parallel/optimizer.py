@@ -155,6 +155,7 @@ class ShardedOptimizer:
         if any(value is not None for value in (*args[1:], kwargs.get("closure"))):
             raise UnsupportedError(f"{type(optimizer).__name__}.step(closure) on a model split over ranks.")
         engine = self.engine
+        engine.require_settled()
         for leaf in self.leaves:
             # Moving the model gave its parameters new memory; leaves share it.
             if not leaf.separate and leaf.tensor.data_ptr() != leaf.view().data_ptr():

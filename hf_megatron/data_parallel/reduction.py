@@ -21,7 +21,7 @@ from ..communication.sharding import ReduceScatter, gather_rows, sum_over
 from ..errors import UnsupportedError
 from ..mesh import ParallelMesh
 from ..upstream import dtensor_from_local, local_tensor
-from .buckets import Bucket, Slot, make_buckets
+from .buckets import Bucket, Slot, Sum, make_buckets
 
 _MIB = 2**20
 # Buckets whose rows exist at a time where they are not kept; more would overlap no better.
@@ -71,6 +71,7 @@ class GradientReducer:
         self._next = 0
         # A backward outside `no_sync` has left gradients. All ranks agree on it, whatever each has started already.
         self._pending = False
+        self._held: set[int] = set()
         self._build(parameters)
 
     def __deepcopy__(self, memo: dict) -> "GradientReducer":
@@ -138,6 +139,8 @@ class GradientReducer:
 
     def _arrive(self, place: tuple[int, int], parameter: nn.Parameter) -> None:
         """Autograd has added up a parameter's gradient."""
+        if id(parameter) in self._held:
+            return
         bucket, index = self._buckets[place[0]], place[1]
         gradient = parameter.grad
         assert gradient is not None
@@ -220,6 +223,53 @@ class GradientReducer:
             yield
         finally:
             self.synchronise = before
+
+    # What a pipeline needs besides; `PlainGradients` has the same methods.
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no gradient has been added up since the last `zero_grad()`."""
+        return not any(bucket.written or bucket.shard is not None for bucket in self._buckets)
+
+    def put_aside(self) -> list[Sum]:
+        """Starts an empty sum of this rank's gradients beside the present one, which is returned."""
+        return [bucket.exchange(Sum()) for bucket in self._buckets]
+
+    def take_back(self, before: list[Sum]) -> list[Sum]:
+        """Puts a sum back in place of the present one, which is returned."""
+        return [bucket.exchange(sum_) for bucket, sum_ in zip(self._buckets, before, strict=True)]
+
+    @torch.no_grad()
+    def add(self, other: list[Sum], factor: float) -> None:
+        """Adds `factor` times another sum; outside `no_sync` all buckets are reduced then."""
+        for bucket, sum_ in zip(self._buckets, other, strict=True):
+            bucket.add(sum_, factor)
+        if self.synchronise:
+            self._pending = True
+            while self._next < len(self._buckets):
+                self._start(self._buckets[self._next])
+
+    @torch.no_grad()
+    def scale(self, factor: float) -> None:
+        """Multiplies the present sum."""
+        if self._pending:
+            self.finish()
+        for bucket in self._buckets:
+            bucket.scale(factor)
+
+    def take(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Takes in gradients that were added to `.grad` without the parameters' hooks."""
+        for parameter in parameters:
+            if parameter.grad is not None:
+                self._arrive(self._place_of[id(parameter)], parameter)
+
+    @contextmanager
+    def hold(self, parameters: list[nn.Parameter]) -> Iterator[None]:
+        """Inside, `.grad` of these parameters keeps what was added inside; afterwards it is taken in."""
+        self._held = {id(parameter) for parameter in parameters}
+        yield
+        self._held = set()
+        self.take(parameters)
 
     # Reading
 

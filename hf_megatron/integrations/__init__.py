@@ -23,6 +23,9 @@ PATCHES: Mapping[str, str] = {
     f"{_MIXIN}.prepare_distribute_model": f"{_HERE}.transformers:prepare_distribute_model",
     f"{_MIXIN}.maybe_distribute_model": f"{_HERE}.transformers:maybe_distribute_model",
     f"{_ATTENTION}.get_interface": "hf_megatron.memory.recompute:recomputing_interface",
+    "transformers.core_model_loading:_add_unmatched_checkpoint_key": (
+        f"{_HERE}.transformers:add_unmatched_checkpoint_key"
+    ),
     "transformers.core_model_loading:set_param_for_module": f"{_HERE}.transformers:set_param_for_module",
     "transformers.generation.utils:GenerationMixin.generate": f"{_HERE}.transformers:generate",
     "transformers.trainer:Trainer.__init__": f"{_HERE}.trainer:init",

@@ -157,7 +157,7 @@ def maybe_distribute_model(original: classmethod) -> classmethod:
                 "The checkpoint is quantised (quantization_config in its config.json); not split yet."
             )
         agree(_facts(model, distributed_config))
-        if distributed_config.tp_size > 1:
+        if distributed_config.tp_size > 1 or distributed_config.pp_size > 1:
             # Data parallelism changes no module: it needs no result of its own.
             require_verified(model, distributed_config)
         place(model, distributed_config, ParallelMesh(distributed_config, _device_type()))
@@ -183,6 +183,25 @@ def _versions() -> dict[str, str]:
 
 def _device_type() -> str:
     return "cuda" if torch.cuda.is_available() and dist.get_backend() != "gloo" else "cpu"
+
+
+def is_elsewhere(model: Any, name: str) -> bool:
+    """Whether a weight belongs to another stage of the pipeline."""
+    state = parallel_state(model)
+    if state is None or state.cut is None:
+        return False
+    return name in state.elsewhere or f"{model.base_model_prefix}.{name}" in state.elsewhere
+
+
+def add_unmatched_checkpoint_key(original: Callable) -> Callable:
+    """Stock reports every weight of a checkpoint that the model has not."""
+
+    @functools.wraps(original)
+    def wrapper(key: str, model: Any, loading_info: Any) -> None:
+        if not is_elsewhere(model, key):
+            original(key, model, loading_info)
+
+    return wrapper
 
 
 def set_param_for_module(original: Callable) -> Callable:
@@ -231,6 +250,8 @@ def _shard_full_tensors(model: Any, state_dict: dict[str, Any], prefix: str, *ar
 
     state = parallel_state(model)
     assert state is not None
+    for name in state.elsewhere:
+        state_dict.pop(prefix + name, None)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         value = state_dict.get(prefix + name)
         if not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or not isinstance(parameter, DTensor):

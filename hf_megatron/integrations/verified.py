@@ -28,7 +28,7 @@ def require_verified(model: Any, config: MegatronConfig) -> None:
     if isinstance(config, ConfigUnderTest) or is_verified(type(model).__name__, model_type, config):
         return
     kind = layout_kind(config)
-    options = f"--class {type(model).__name__} --tp {config.tp_size}" + (" --sp" if config.sequence_parallel else "")
+    options = f"--class {type(model).__name__} {' '.join(_options(config))}"
     command = f"hf-megatron check {model_type} {options}"
     if not config.allow_unverified:
         raise UnverifiedLayoutError(
@@ -44,11 +44,15 @@ def require_verified(model: Any, config: MegatronConfig) -> None:
         raise UnverifiedLayoutError(f"The parity check of {model_type!r} on {kind} failed (`{command}`):\n{report}")
 
 
+def _options(config: MegatronConfig) -> list[str]:
+    options = ["--tp", str(config.tp_size)] + ["--sp"] * config.sequence_parallel
+    return options + (["--pp", str(config.pp_size)] if config.pp_size > 1 else [])
+
+
 def _check(model: Any, config: MegatronConfig) -> tuple[int, str]:
     with tempfile.TemporaryDirectory() as directory:
         model.config.save_pretrained(directory)
-        arguments = ["check", directory, "--tp", str(config.tp_size), "--class", type(model).__name__]
-        arguments += ["--sp"] if config.sequence_parallel else []
+        arguments = ["check", directory, *_options(config), "--class", type(model).__name__]
         # A process of its own: forking this one would copy its process group and device context.
         result = subprocess.run(
             [sys.executable, "-m", "hf_megatron.cli", *arguments], capture_output=True, text=True, check=False

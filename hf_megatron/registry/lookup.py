@@ -46,6 +46,13 @@ def registered_types() -> list[str]:
     return sorted(REGISTRY)
 
 
+def own_spec(model: nn.Module) -> ModelSpec | None:
+    """The spec a family states itself; `None` for a model whose spec would be derived."""
+    _load_families()
+    builder = REGISTRY.get(str(model.config.model_type))  # type: ignore[union-attr]
+    return None if builder is None else builder(model)
+
+
 def spec_for(model: nn.Module) -> ModelSpec:
     """The spec of a model on the meta device: its family's, else derived from transformers' plan.
 
@@ -53,8 +60,4 @@ def spec_for(model: nn.Module) -> ModelSpec:
         PlanError: neither exists.
         UnsupportedError: the family is refused, with the reason.
     """
-    _load_families()
-    model_type = str(model.config.model_type)  # type: ignore[union-attr]
-    if model_type in REGISTRY:
-        return REGISTRY[model_type](model)
-    return derive_spec(model)
+    return own_spec(model) or derive_spec(model)

@@ -17,15 +17,22 @@ def records() -> tuple[dict[str, Any], ...]:
     return tuple(json.loads(text)["results"])
 
 
+def layout_kinds(config: MegatronConfig) -> list[str]:
+    """The kinds that a layout is made of, each with a result of its own: `tp` or `tp+sp`, and `pp`."""
+    within_layers = "tp+sp" if config.sequence_parallel else "tp"
+    return [within_layers] * (config.tp_size > 1) + ["pp"] * (config.pp_size > 1)
+
+
 def layout_kind(config: MegatronConfig) -> str:
-    """The kind of a layout that one result stands for: `tp` or `tp+sp`."""
-    return "tp+sp" if config.sequence_parallel else "tp"
+    """The kind of a layout, such as `tp+sp` or `tp+pp`."""
+    return "+".join(layout_kinds(config))
 
 
 def is_verified(class_name: str, model_type: str, config: MegatronConfig) -> bool:
-    """Whether the model's type passed the check for this kind of layout."""
-    kind = layout_kind(config)
-    return any(
-        row["model_type"] == model_type and row["class"] == class_name and row["layout"] == kind and row["passed"]
+    """Whether the model's type passed the check for every kind that this layout is made of."""
+    passed = {
+        row["layout"]
         for row in records()
-    )
+        if row["model_type"] == model_type and row["class"] == class_name and row["passed"]
+    }
+    return passed.issuperset(layout_kinds(config))

@@ -14,6 +14,7 @@ computed on the whole sequence as without sequence parallelism: gathered at its 
 """
 
 import inspect
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -100,6 +101,12 @@ class SequenceStack:
         if self.draws_dropout and module.training:
             self.dropout.enter_sharded()
         return changed
+
+    def leave_split(self, hidden_states: Tensor) -> Tensor:
+        """Ends the part of the stack that a pipeline stage holds; the sequence stays split."""
+        if self.draws_dropout:
+            self.dropout.leave_sharded()
+        return _RestoreLength.apply(hidden_states, self)
 
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> Any:
         if self.draws_dropout:
@@ -229,7 +236,7 @@ class SequenceArguments:
     def __deepcopy__(self, memo: dict) -> "SequenceArguments":
         return self
 
-    def install(self, layers: nn.ModuleList) -> None:
+    def install(self, layers: Iterable[nn.Module]) -> None:
         for layer in layers:
             layer.register_forward_pre_hook(self._enter, with_kwargs=True)
 

@@ -31,6 +31,15 @@ class Structure:
     whole: dict[str, str] = field(default_factory=dict)
     stacks: list[str] = field(default_factory=list)
 
+    def restricted_to(self, names: set[str]) -> "Structure":
+        """What is left of it in a model that has only the modules of these names."""
+        return Structure(
+            {block: row for block, row in self.uniform.items() if block in names and row in names},
+            {block: stack for block, stack in self.stack_of.items() if block in names},
+            {block: stack for block, stack in self.whole.items() if block in names},
+            self.stacks,
+        )
+
     def is_pointwise_parameter(self, name: str) -> bool:
         """Whether a parameter is applied to a piece of the sequence: inside a stack, outside whole-sequence blocks."""
         if not any(name.startswith(stack + ".") for stack in self.stacks):

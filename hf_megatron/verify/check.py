@@ -19,7 +19,14 @@ from .results import versions
 OTHER_TASKS = {"bert": ("masked", "classification"), "t5": ("seq2seq",)}
 
 
-_LAYOUT_WORDS = {"tp": "tp_size", "dp": "dp_size", "zero": "zero_stage", "replicas": "dp_replicate_size"}
+_LAYOUT_WORDS = {
+    "tp": "tp_size",
+    "pp": "pp_size",
+    "mb": "num_microbatches",
+    "dp": "dp_size",
+    "zero": "zero_stage",
+    "replicas": "dp_replicate_size",
+}
 
 
 def parse_layouts(text: str) -> list[MegatronConfig]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..checkpoint.merged import gather_parameter
 from ..data_parallel.gradient_norm import gradient_norm
 from ..data_parallel.optimizer import prepare_optimizer
+from ..mesh import ParallelMesh
 from ..parallelize import parallel_state
 
 # The default eps of AdamW turns round-off in gradients that are zero in exact arithmetic (key biases, for one) into
@@ -67,7 +68,22 @@ def _full(model: Any, values: Mapping[str, Tensor | None]) -> dict[str, Tensor |
         gathered = None if value is None else gather_parameter(model, name, value)
         # A replicated tensor is handed out as it is; the optimizer is about to change it.
         full[name] = None if gathered is None else gathered.clone()
+    if state.mesh.pp_size > 1:
+        full = _of_all_stages(full, state.mesh)
     return full if dist.get_rank() == 0 else {}
+
+
+def _of_all_stages(own: dict[str, Tensor | None], mesh: ParallelMesh) -> dict[str, Tensor | None]:
+    """The tensors of every stage; copies of a tied one that differ are worth nothing."""
+    parts: list[dict[str, Tensor | None]] = [{}] * mesh.pp_size
+    dist.all_gather_object(parts, own, group=mesh.pp_group)
+    whole: dict[str, Tensor | None] = {}
+    for part in parts:
+        for name, tensor in part.items():
+            other = whole.setdefault(name, tensor)
+            if tensor is not None and other is not None and not torch.equal(tensor, other):
+                whole[name] = torch.full_like(tensor, math.nan)
+    return whole
 
 
 def _backward(model: nn.Module, batches: list[dict[str, Tensor]]) -> float:

@@ -1,0 +1,211 @@
+"""Where a stack of layers is cut: what enters a stage's first layer, what leaves its last, what stands for the rest.
+
+The forward of the model stays untouched on every stage: it builds masks, positions and rotary tables. On later stages
+the modules before the layers return zeros of the right shape, layers of other stages pass them on, and the stage's
+first layer gets what the stage before sent. Behind a stage's last layer the forward is left, so that only the last
+stage reaches the final norm, the head and the loss.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import PlanError, UnsupportedError
+from ..upstream import recorded_outputs
+from .partition import Stages
+
+HIDDEN_STATES = "hidden_states"
+ROUTER_LOGITS = "router_logits"
+
+
+class StageLeft(Exception):
+    """Unwinds a model's forward behind the last layer of a stage that is not the last."""
+
+    def __init__(self, outputs: tuple[Tensor, ...]):
+        super().__init__("behind the last layer of a pipeline stage")
+        self.outputs = outputs
+
+
+class StageBoundary:
+    """The stage whose forward is under way on this rank, and how layers behave in it.
+
+    Args:
+        stages (`Stages`): which layers belong to which stage.
+
+    Attributes:
+        leaving (`Callable`, *optional*): applied to the hidden states that leave a stage.
+    """
+
+    def __init__(self, stages: Stages):
+        self.stages = stages
+        self.leaving: Callable[[Tensor], Tensor] | None = None
+        self.entered = False
+        self._stage = 0
+        self._received: tuple[Tensor, ...] | None = None
+        self._zeros: Tensor | None = None
+
+    def __deepcopy__(self, memo: dict) -> "StageBoundary":
+        return self
+
+    def run(self, stage: int, received: tuple[Tensor, ...] | None, forward: Callable[[], Any]) -> Any:
+        """Runs the model's forward as one stage.
+
+        Args:
+            stage (`int`): a stage of this rank.
+            received: what the stage before returned; `None` for the first.
+            forward: calls the model's own forward.
+
+        Returns:
+            The hidden states and router logits so far, or, from the last stage, what the model returned.
+        """
+        self._stage, self._received, self.entered = stage, received, False
+        try:
+            output = forward()
+        except StageLeft as left:
+            return left.outputs
+        finally:
+            self._received = self._zeros = None
+        if not self.entered or stage < len(self.stages.ranges) - 1:
+            raise PlanError("A pipeline stage ran through the model without meeting its layers.")
+        return output
+
+    def pass_layer(self, index: int, call: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        """What happens at layer `index` in the present stage."""
+        start, stop = self.stages.ranges[self._stage]
+        if index < start:
+            return self.pass_on(args, kwargs)
+        if index >= stop:
+            raise PlanError(f"Layer {index} was called outside of its pipeline stage.")
+        if index == start:
+            self.entered = True
+            if self._received is not None:
+                args, kwargs = self._enter(args, kwargs)
+        output = call(*args, **kwargs)
+        if index == stop - 1 and self._stage < len(self.stages.ranges) - 1:
+            self._leave(output)
+        return output
+
+    def pass_on(self, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+        """A layer of another stage: the same zeros, whether its caller reads the output or the first entry of it."""
+        if self._zeros is None:
+            self._zeros = args[0] if args else kwargs[HIDDEN_STATES]
+        return self._zeros
+
+    def _enter(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        assert self._received is not None
+        hidden_states, *router_logits = self._received
+        recorded = recorded_outputs()
+        if router_logits:
+            # What the layers of earlier stages would have recorded.
+            recorded[ROUTER_LOGITS][:0] = router_logits
+        if args and isinstance(args[0], Tensor):
+            return (hidden_states, *args[1:]), kwargs
+        return args, {**kwargs, HIDDEN_STATES: hidden_states}
+
+    def _leave(self, output: Any) -> None:
+        hidden_states = output[0] if isinstance(output, tuple) else output
+        if self.leaving is not None:
+            hidden_states = self.leaving(hidden_states)
+        router_logits = recorded_outputs().get(ROUTER_LOGITS, [])
+        if not all(isinstance(logits, Tensor) for logits in router_logits):
+            raise UnsupportedError(
+                "output_router_logits: these router logits are no tensors; a pipeline cannot send them."
+            )
+        raise StageLeft((hidden_states, *router_logits))
+
+
+class StagedLayer:
+    """Mixin of a layer that this rank owns; it stands around hooks, gradient checkpointing and compilation."""
+
+    _stage_boundary: StageBoundary
+    _layer_index: int
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._stage_boundary.pass_layer(self._layer_index, super().__call__, args, kwargs)  # type: ignore[misc]
+
+
+class ForeignLayer(nn.Module):
+    """Stands where a layer of another rank is: no parameters, the plain attributes a model's forward reads."""
+
+    def __init__(self, layer: nn.Module, boundary: StageBoundary):
+        super().__init__()
+        plain = (str, int, float, bool, type(None))
+        for name, value in vars(layer).items():
+            if not name.startswith("_") and name != "training" and isinstance(value, plain):
+                setattr(self, name, value)
+        self._stage_boundary = boundary
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self._stage_boundary.pass_on(args, kwargs)
+
+
+class ForeignInput(nn.Module):
+    """Stands where a module before the layers is on later stages: zeros of its shape, or its input."""
+
+    like: Tensor
+
+    def __init__(self, name: str, module: nn.Module, boundary: StageBoundary):
+        super().__init__()
+        self.name, self._stage_boundary = name, boundary
+        self.width = _output_width(module)
+        dtype = next(module.parameters()).dtype
+        # Follows the model's dtype and device.
+        self.register_buffer("like", torch.empty(0, dtype=dtype), persistent=False)
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        _require_before_layers(self.name, self._stage_boundary)
+        if self.width is None:
+            return x
+        shape = x.shape[:-1] if x.is_floating_point() else x.shape
+        return self.like.new_zeros((*shape, self.width), device=x.device)
+
+
+class ForeignOutput(nn.Module):
+    """Stands where a module behind the layers is on earlier stages, which never reach it."""
+
+    def __init__(self, name: str):
+        super().__init__()
+        self.name = name
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise PlanError(f"{self.name} is defined behind the layers but runs before them; its family needs a spec.")
+
+
+class UnusedInput:
+    """Mixin of an embedding that the last stage holds for its tied head only."""
+
+    _stage_boundary: StageBoundary
+    _name: str
+
+    def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        _require_before_layers(self._name, self._stage_boundary)
+        weight = self._parameters["weight"]  # type: ignore[attr-defined]
+        return torch.zeros((*x.shape, weight.shape[-1]), dtype=weight.dtype, device=x.device)
+
+
+def _require_before_layers(name: str, boundary: StageBoundary) -> None:
+    if boundary.entered:
+        raise PlanError(
+            f"{name} is defined before the layers but runs behind them; name it in its family's `after_layers`."
+        )
+
+
+def _output_width(module: nn.Module) -> int | None:
+    if isinstance(module, nn.Embedding):
+        return module.embedding_dim
+    return module.out_features if isinstance(module, nn.Linear) else None
+
+
+@cache
+def _staged_class(mixin: Any, base: Any) -> type[nn.Module]:
+    return type(base.__name__, (mixin, base), {})
+
+
+def stand_around(module: nn.Module, mixin: type, **attributes: Any) -> None:
+    """Puts a mixin in front of a module's class; what it keeps stays out of the module's own names."""
+    module.__class__ = _staged_class(mixin, type(module))  # type: ignore[arg-type]
+    for name, value in attributes.items():
+        object.__setattr__(module, name, value)

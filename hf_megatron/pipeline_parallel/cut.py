@@ -1,0 +1,206 @@
+"""Cuts a model on the meta device: what another rank owns is replaced before anything is loaded for it."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ..config import MegatronConfig
+from ..errors import PlanError, UnsupportedError
+from ..mesh import ParallelMesh
+from ..spec import ModelSpec
+from .boundary import (
+    ForeignInput,
+    ForeignLayer,
+    ForeignOutput,
+    StageBoundary,
+    StagedLayer,
+    UnusedInput,
+    stand_around,
+)
+from .partition import Stages, check_partition, estimate_cost, even, partition
+from .schedules import rank_of_stage, schedule
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a model was cut.
+
+    Attributes:
+        layers: the name of the module list.
+        before, after: names of the modules with parameters before and behind the layers.
+        tied: names of parameters that the first and the last rank both hold.
+    """
+
+    boundary: StageBoundary
+    layers: str
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+    tied: tuple[str, ...]
+
+    def modules_of(self, model: nn.Module, stage: int) -> list[nn.Module]:
+        """The modules with parameters of one of this rank's stages."""
+        start, stop = self.boundary.stages.ranges[stage]
+        names = [f"{self.layers}.{index}" for index in range(start, stop)]
+        if stage == 0:
+            names = [*self.before, *names]
+        if stage == len(self.boundary.stages.ranges) - 1:
+            names = [*names, *self.after]
+        return [model.get_submodule(name) for name in names]
+
+    def stage_of(self, parameter: str) -> int:
+        """The stage that owns a parameter; a tied one belongs to the first."""
+        if parameter.startswith(f"{self.layers}."):
+            layer = parameter.removeprefix(f"{self.layers}.").partition(".")[0]
+            return self.boundary.stages.stage_of_layer(int(layer))
+        behind = any(parameter.startswith(f"{module}.") for module in self.after)
+        return len(self.boundary.stages.ranges) - 1 if behind else 0
+
+
+def find_layers(model: Any, spec: ModelSpec) -> str:
+    """The name of the module list whose members are the class's `_no_split_modules`, or the spec's.
+
+    Raises:
+        UnsupportedError: there is none, or there are several.
+    """
+    if spec.layers is not None:
+        return spec.layers
+    classes = set(model._no_split_modules or ())
+    lists = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) and {type(layer).__name__ for layer in module} <= classes
+    ]
+    if len(lists) != 1:
+        found = ", ".join(lists) or "none"
+        raise UnsupportedError(
+            f"MegatronConfig.pp_size: {type(model).__name__} has to have one list of {sorted(classes)} to cut; found: "
+            f"{found}. Load it with pp_size=1, or register a spec with `layers`."
+        )
+    return lists[0]
+
+
+def stages_per_rank(config: MegatronConfig) -> int:
+    """Stages on each rank: the config's, or by default the schedule's."""
+    return schedule(config.pipeline_schedule).resolve(config.virtual_stages)
+
+
+def make_stages(model: Any, layers: nn.ModuleList, config: MegatronConfig) -> Stages:
+    """Shares the layers out over the stages of the schedule."""
+    per_rank = stages_per_rank(config)
+    count = config.pp_size * per_rank
+    if isinstance(config.pipeline_partition, tuple):
+        counts = config.pipeline_partition
+    elif config.pipeline_partition == "layers":
+        counts = even(len(layers), count)
+    else:
+        text = model.config.get_text_config()
+        head = model.get_output_embeddings()
+        after = 0.0 if head is None else estimate_cost(head, text)
+        counts = partition([estimate_cost(layer, text) for layer in layers], count, after=after)
+    check_partition(counts, len(layers), count)
+    return Stages.of(counts, rank_of_stage(config.pipeline_schedule, config.pp_size, per_rank))
+
+
+def cut(model: Any, spec: ModelSpec, config: MegatronConfig, mesh: ParallelMesh) -> Cut:
+    """Leaves of a meta model what this rank's stages need.
+
+    Raises:
+        UnsupportedError: the model is no single stack of layers.
+        ConfigError: more stages than layers, or a partition that does not fit.
+    """
+    if spec.no_pipeline is not None:
+        raise UnsupportedError(
+            f"MegatronConfig.pp_size = {config.pp_size}: model type {spec.model_type!r} cannot be cut: "
+            f"{spec.no_pipeline}"
+        )
+    if model.config.is_encoder_decoder:
+        raise UnsupportedError(
+            f"MegatronConfig.pp_size = {config.pp_size}: {type(model).__name__} has two stacks of layers, encoder and "
+            "decoder, and every decoder layer reads the encoder's output. Load it with pp_size=1."
+        )
+    name = find_layers(model, spec)
+    layers = model.get_submodule(name)
+    stages = make_stages(model, layers, config)
+    boundary = StageBoundary(stages)
+    owned = stages.of_rank(mesh.pp_rank)
+    holds_first, holds_last = 0 in owned, len(stages.ranges) - 1 in owned
+    before, after = _around(model, name, spec)
+    tied = _tied(model, before, after)
+
+    for index, layer in enumerate(layers):
+        if stages.stage_of_layer(index) in owned:
+            stand_around(layer, StagedLayer, _stage_boundary=boundary, _layer_index=index)
+        else:
+            layers[index] = ForeignLayer(layer, boundary)
+    for module_name in before if not holds_first else ():
+        module = model.get_submodule(module_name)
+        if holds_last and any(_owner(source) == module_name for source in tied.values()):
+            stand_around(module, UnusedInput, _stage_boundary=boundary, _name=module_name)
+        else:
+            _replace(model, module_name, ForeignInput(module_name, module, boundary))
+    for module_name in after if not holds_last else ():
+        _replace(model, module_name, ForeignOutput(module_name))
+    if not holds_last:
+        _untie(model, set(tied))
+    crossing = stages.rank_of[0] != stages.rank_of[-1]
+    shared = sorted(set(tied.values())) if crossing else ()
+    return Cut(boundary, name, tuple(before), tuple(after), tuple(shared))
+
+
+def _around(model: nn.Module, layers: str, spec: ModelSpec) -> tuple[list[str], list[str]]:
+    """Names of the modules with parameters before and behind the layers, in the order of their definition."""
+    before: list[str] = []
+    after: list[str] = []
+    path = layers.split(".")
+    for depth, on_path in enumerate(path):
+        prefix = ".".join(path[:depth])
+        ancestor = model.get_submodule(prefix)
+        if own := [name for name, parameter in ancestor._parameters.items() if parameter is not None]:
+            raise UnsupportedError(
+                f"{prefix or type(model).__name__} has parameters of its own beside its layers ({', '.join(own)}): no "
+                "stage can be told to own them. Load the model with pp_size=1."
+            )
+        place = before
+        for name, child in ancestor.named_children():
+            full_name = f"{prefix}.{name}" if prefix else name
+            if name == on_path:
+                place = after
+            elif next(child.parameters(), None) is not None:
+                (after if full_name in spec.after_layers else place).append(full_name)
+    return before, after
+
+
+def _owner(parameter: str) -> str:
+    return parameter.rpartition(".")[0]
+
+
+def _tied(model: Any, before: list[str], after: list[str]) -> dict[str, str]:
+    """Parameter behind the layers -> the one before them that it is tied to."""
+    tied = {}
+    for target, source in model.all_tied_weights_keys.items():
+        ends = [_side(name, before, after) for name in (target, source)]
+        if ends == ["after", "before"]:
+            tied[target] = source
+        elif ends[0] != ends[1]:
+            raise PlanError(f"{target} is tied to {source}: a pipeline can tie the head to the embedding only.")
+    return tied
+
+
+def _side(name: str, before: list[str], after: list[str]) -> str:
+    for side, modules in (("before", before), ("after", after)):
+        if any(name.startswith(f"{module}.") for module in modules):
+            return side
+    return "layers"
+
+
+def _untie(model: Any, targets: set[str]) -> None:
+    """Keeps the loader from tying a head that is not here."""
+    kept = {target: source for target, source in model.all_tied_weights_keys.items() if target not in targets}
+    model.all_tied_weights_keys = kept
+    model._tied_weights_keys = kept
+
+
+def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
+    owner, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(owner), leaf, module)

@@ -1,0 +1,492 @@
+"""`model(**batch)` over pipeline stages.
+
+| call | what happens |
+|---|---|
+| training, with labels | the whole schedule, backwards included; `loss.backward()` says how much they count |
+| gradients, without labels or in evaluation | forwards that keep their graphs; the reverse pipeline runs in backward |
+| no gradients | forwards only |
+
+Every rank of a pipeline gets the same batch, calls the model alike and gets the same numbers.
+"""
+
+import functools
+import inspect
+import itertools
+import math
+import types
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers.utils import ModelOutput
+
+from ..config import MegatronConfig
+from ..data_parallel.engine import DataParallel
+from ..errors import ConfigError, UnsupportedError
+from ..mesh import ParallelMesh
+from ..upstream import local_tensor, loss_functions
+from .cut import Cut, stages_per_rank
+from .executor import Execution
+from .loss import Denominator, batch_denominator, over_denominator
+from .microbatches import batch_rows, describe, split
+from .schedules import Action, Kind, backward_plan, forward_plan, plan, schedule, valid_microbatches
+from .transport import Transport
+
+if TYPE_CHECKING:
+    from ..profile.spans import SpanRecorder
+
+# Microbatches per stage unless the user says otherwise: a bubble of a fifth at most in 1F1B.
+_PER_RANK = 4
+_TIED_TAG = 0
+
+
+@dataclass
+class PipelineOutput(ModelOutput):
+    """What a pipelined model returns, the same on every rank.
+
+    Args:
+        loss (`Tensor`, *optional*): a scalar.
+        logits (`Tensor`, *optional*): `[batch, sequence, vocab]`; not there in training with labels.
+        aux_loss (`Tensor`, *optional*): a scalar, the mean over microbatches.
+        past_key_values (`Cache`, *optional*): with the keys and values of this rank's layers.
+    """
+
+    loss: Tensor | None = None
+    logits: Any = None
+    past_key_values: Any = None
+    aux_loss: Tensor | None = None
+
+
+class AbsentLogits:
+    """Stands where logits were not kept; says so when somebody reads it."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in ("dtype", "to", "is_nested_tensor"):
+            raise AttributeError(name)
+        raise UnsupportedError(
+            "A pipelined model has no logits in a training step with labels: its backward is over already. Call it "
+            "without labels to get logits that a loss of your own can be computed from."
+        )
+
+
+class _ScheduledLoss(torch.autograd.Function):
+    """A loss whose gradients exist already; its backward says how much they count."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, loss: Tensor, settle: Callable[[float], None]) -> Tensor:
+        ctx.settle = settle
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        ctx.settle(gradient.item())
+        return torch.zeros_like(gradient), None, None
+
+
+class _KeptGraphs(torch.autograd.Function):
+    """Values of the last stage on every rank; their backward runs the pipeline in reverse."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, backward: Callable[[tuple[Tensor, ...]], None], *values: Tensor) -> Any:
+        ctx.run = backward
+        return tuple(value.clone() for value in values)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.run(gradients)
+        return (torch.zeros(()), *(None for _ in range(len(gradients) + 1)))
+
+
+class Pipeline:
+    """Attached to a model whose layers lie on several ranks.
+
+    Attributes:
+        recorder (`SpanRecorder`, *optional*): measures what this rank does, when set.
+        expected_scale (`Callable`, *optional*): the gradient that the next loss will receive in backward, for loops
+            that know it; gradients then need no second sum.
+        wants_logits (`bool`): whether evaluation hands out logits.
+    """
+
+    def __init__(self, model: Any, config: MegatronConfig, mesh: ParallelMesh, cut: Cut, engine: DataParallel):
+        self.model, self.config, self.mesh, self.engine = model, config, mesh, engine
+        self.boundary, self.cut = cut.boundary, cut
+        self.schedule = schedule(config.pipeline_schedule)
+        self.stages_per_rank = stages_per_rank(config)
+        self.transport = Transport(mesh.pp_group, mesh.device)
+        self.recorder: SpanRecorder | None = None
+        self.expected_scale: Callable[[], float] | None = None
+        self.wants_logits = True
+        self.denominator = Denominator()
+        self._numbers = itertools.count()
+        self._alone: int | None = None
+        self._scale = 1.0
+        self._first, self._last = cut.boundary.stages.rank_of[0], cut.boundary.stages.rank_of[-1]
+        engine.share(self._tied())
+        self._install()
+
+    def __deepcopy__(self, memo: dict) -> "Pipeline":
+        return self
+
+    def _install(self) -> None:
+        model = self.model
+        shifting = loss_functions()
+        original = inspect.unwrap(model.loss_function) if model.loss_function is not None else None
+        self._shifts: bool | None = shifting.get(original)
+        if self._shifts is not None:
+            model.loss_function = over_denominator(model.loss_function, self.denominator)
+        stock = type(model).forward
+        self._signature = inspect.signature(stock)
+        self._forward = functools.partial(stock, model)
+
+        @functools.wraps(stock)
+        def forward(model: Any, *args: Any, **kwargs: Any) -> Any:
+            if model is not self.model:
+                raise UnsupportedError("A deep copy of a pipelined model cannot be called: load it a second time.")
+            return self(*args, **kwargs)
+
+        model.forward = types.MethodType(forward, model)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank holds the last stage."""
+        return self.mesh.pp_rank == self._last
+
+    def describe(self) -> dict[str, Any]:
+        """The schedule and its sizes; `microbatches` are those of a batch with enough rows."""
+        return {
+            "schedule": self.schedule.name,
+            "ranks": self.config.pp_size,
+            "stages_per_rank": self.stages_per_rank,
+            "microbatches": self._microbatches_at_most(),
+        }
+
+    def _microbatches_at_most(self) -> int:
+        return self.config.num_microbatches or _PER_RANK * self.config.pp_size
+
+    # One call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        arguments = self._arguments(args, kwargs)
+        return_dict = arguments.pop("return_dict", None)
+        labels = arguments.get("labels") is not None or arguments.get("shift_labels") is not None
+        if labels and self._shifts is None:
+            raise UnsupportedError(
+                f"{type(self.model).__name__} computes a loss that is no mean over tokens; with a pipeline call it "
+                "without labels and compute the loss from its logits."
+            )
+        if torch.is_grad_enabled() and labels and self.model.training:
+            output = self._train(arguments)
+        else:
+            output = self._forward_only(arguments, labels)
+        wants_dict = self.model.config.return_dict if return_dict is None else return_dict
+        return output if wants_dict else output.to_tuple()
+
+    def _arguments(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+        bound = self._signature.bind_partial(self.model, *args, **kwargs).arguments
+        bound.pop("self")
+        for name, parameter in self._signature.parameters.items():
+            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+                bound |= bound.pop(name, {})
+        return dict(bound)
+
+    def _train(self, arguments: dict[str, Any]) -> PipelineOutput:
+        """The whole schedule."""
+        mean_over_ranks = arguments.get("num_items_in_batch") is None
+        microbatches, weights = self._prepare(arguments, for_backward=True)
+        losses = torch.zeros(3, device=self.mesh.device)
+
+        def read(number: int, output: Any) -> tuple[Tensor, ...]:
+            loss = self._loss_of(output) * weights[number]
+            losses[0] += loss.detach().float()
+            if (aux_loss := output.get("aux_loss")) is not None:
+                losses[1:] += torch.stack([aux_loss.detach().float() * weights[number], losses.new_ones(())])
+            return (loss,)
+
+        count = len(microbatches)
+        actions = plan(self.schedule.name, self.config.pp_size, self.stages_per_rank, count)[self.mesh.pp_rank]
+        call = _Call(self, actions)
+        execution = self._execution(microbatches, weights, read)
+        seed = torch.tensor(call.seed, device=self.mesh.device)
+        execution.seeds = lambda number: (seed,)
+        execution.before_backward, execution.after_backward = call.before_backward, call.after_backward
+        with call, self._quiet_autocast():
+            execution.run(actions)
+        self._from_last(losses)
+        if mean_over_ranks and self.mesh.dp_size > 1:
+            dist.all_reduce(losses[0], group=self.mesh.dp_group)
+            losses[0] /= self.mesh.dp_size
+        anchor = torch.zeros((), device=self.mesh.device, requires_grad=True)
+        loss = _ScheduledLoss.apply(anchor, losses[0], call.settle)
+        return PipelineOutput(loss=loss, logits=AbsentLogits(), aux_loss=losses[1] if losses[2] else None)
+
+    def _forward_only(self, arguments: dict[str, Any], labels: bool) -> PipelineOutput:
+        """Forwards, whose graphs are kept if gradients are wanted."""
+        cache = arguments.get("past_key_values") is not None or bool(arguments.get("use_cache"))
+        microbatches, weights = self._prepare(arguments, for_backward=False, whole=cache)
+        caches: list[Any] = []
+
+        def read(number: int, output: Any) -> tuple[Tensor, ...]:
+            caches.append(output.get("past_key_values"))
+            values = [(self._loss_of(output) * weights[number]).reshape(1)] if labels else []
+            if self.wants_logits or not labels:
+                values.append(self._logits_of(output))
+            return tuple(values)
+
+        execution = self._execution(microbatches, weights, read)
+        sizes = self.schedule.name, self.config.pp_size, self.stages_per_rank, len(microbatches)
+        with self._quiet_autocast():
+            execution.run(forward_plan(*sizes)[self.mesh.pp_rank])
+        parts = execution.results
+        values = tuple(torch.cat(column) for column in zip(*parts, strict=True))
+        values = self._broadcast(values)
+        if labels:
+            values = (values[0].sum(), *values[1:])
+        if torch.is_grad_enabled():
+            values = self._kept(execution, values, backward_plan(*sizes)[self.mesh.pp_rank], labels)
+        output = PipelineOutput(loss=values[0] if labels else None)
+        if len(values) > labels:
+            output["logits"] = values[-1]
+        if cache:
+            output["past_key_values"] = arguments.get("past_key_values") if not caches else caches[0]
+        return output
+
+    def _kept(
+        self, execution: Execution, values: tuple[Tensor, ...], actions: tuple[Action, ...], labels: bool
+    ) -> tuple[Tensor, ...]:
+        """Gives values of the last stage a backward that runs the pipeline in reverse."""
+        rows = [batch_rows(microbatch) for microbatch in execution.microbatches]
+
+        def backward(gradients: tuple[Tensor, ...]) -> None:
+            parts = [list(gradient.split(rows)) for gradient in gradients[labels:]]
+            if labels:
+                parts.insert(0, [gradients[0].reshape(1)] * len(rows))
+            execution.seeds = lambda number: tuple(part[number] for part in parts)
+            call = _Call(self, actions, seed=1.0)
+            execution.before_backward, execution.after_backward = call.before_backward, call.after_backward
+            with call, self._quiet_autocast():
+                execution.run(actions)
+            call.settle(1.0)
+
+        anchor = torch.zeros((), requires_grad=True)
+        return _KeptGraphs.apply(anchor, backward, *values)
+
+    # What calls share
+
+    def _prepare(
+        self, arguments: dict[str, Any], *, for_backward: bool, whole: bool = False
+    ) -> tuple[list[dict[str, Any]], list[float]]:
+        """Microbatches, their shares of the rows, and the denominator of the losses."""
+        for name in ("output_attentions", "output_hidden_states"):
+            if arguments.get(name) or getattr(self.model.config, name, False):
+                raise UnsupportedError(f"{name}=True: no rank of a pipeline has those of all layers.")
+        rows = batch_rows(arguments)
+        given = arguments.pop("num_items_in_batch", None)
+        at_most = min(rows, self._microbatches_at_most())
+        if whole:
+            count = 1
+        elif for_backward:
+            count = valid_microbatches(self.schedule.name, self.config.pp_size, self.stages_per_rank, at_most)
+        else:
+            count = at_most
+        if not whole and "use_cache" in self._signature.parameters:
+            arguments["use_cache"] = False
+        self.denominator.value = None
+        if arguments.get("labels") is not None or arguments.get("shift_labels") is not None:
+            assert self._shifts is not None
+            self.denominator.value = (
+                batch_denominator(arguments, self._shifts, self.mesh, for_backward) if given is None else given
+            )
+        microbatches = split(arguments, count)
+        return microbatches, [batch_rows(microbatch) / rows for microbatch in microbatches]
+
+    def _execution(
+        self, microbatches: list[dict[str, Any]], weights: list[float], read: Callable[[int, Any], tuple[Tensor, ...]]
+    ) -> Execution:
+        batch_wide = self.denominator.value
+        config = self.model.config
+
+        def forward(number: int) -> Any:
+            self.denominator.was_used = False
+            self.denominator.value = None if batch_wide is None else batch_wide * weights[number]
+            try:
+                return self._forward(**microbatches[number])
+            finally:
+                self.denominator.value = None
+
+        flags = (self.model.training, getattr(config, "output_router_logits", None), self._autocast_dtype())
+        return Execution(
+            self.boundary,
+            self.mesh.pp_rank,
+            self.transport,
+            forward,
+            microbatches,
+            [(flags, describe(microbatch)) for microbatch in microbatches],
+            read,
+            self.trainable,
+            self.schedule.splits_backward,
+            None if self.recorder is None else self.recorder.record,
+        )
+
+    def _autocast_dtype(self) -> torch.dtype | None:
+        device_type = self.mesh.device.type
+        return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+
+    @contextmanager
+    def _quiet_autocast(self) -> Iterator[None]:
+        """Weights are cast for each microbatch: a cached cast would be part of several graphs."""
+        before = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)
+        try:
+            yield
+        finally:
+            torch.set_autocast_cache_enabled(before)
+
+    def trainable(self, stage: int) -> list[nn.Parameter]:
+        """The parameters with gradients of one of this rank's stages."""
+        found = {id(p): p for module in self.cut.modules_of(self.model, stage) for p in module.parameters()}
+        return [parameter for parameter in found.values() if parameter.requires_grad]
+
+    def _tied(self) -> list[nn.Parameter]:
+        """Parameters of this rank that the stage at the other end holds too."""
+        if self.mesh.pp_rank not in (self._first, self._last):
+            return []
+        return [self.model.get_parameter(name) for name in self.cut.tied]
+
+    def tied(self) -> list[nn.Parameter]:
+        """Those of them that are trained."""
+        parameters = self._tied()
+        self.engine.share(parameters)
+        return [parameter for parameter in parameters if parameter.requires_grad]
+
+    def sum_tied(self) -> None:
+        """Adds up the gradients of tied parameters over both ends of the pipeline."""
+        other = self._last if self.mesh.pp_rank == self._first else self._first
+        for number, parameter in enumerate(self.tied()):
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            with self._measured("tied"):
+                self.transport.sum_with(local_tensor(parameter.grad), other, _TIED_TAG + number)
+
+    def _measured(self, kind: str) -> AbstractContextManager:
+        return nullcontext() if self.recorder is None else self.recorder.record(kind, 0, 0)
+
+    def _loss_of(self, output: Any) -> Tensor:
+        if not self.denominator.was_used:
+            raise UnsupportedError(
+                f"{type(self.model).__name__} computes its loss itself, each microbatch's by its own targets; with a "
+                "pipeline call it without labels and compute the loss from its logits."
+            )
+        return output["loss"]
+
+    def _logits_of(self, output: Any) -> Tensor:
+        if output.get("logits") is None:
+            raise UnsupportedError(
+                f"{type(self.model).__name__} returns no logits; a pipeline hands out logits and losses only."
+            )
+        logits = output["logits"]
+        return logits if isinstance(logits, Tensor) else logits.gather(warn=False)
+
+    def _from_last(self, tensor: Tensor) -> None:
+        dist.broadcast(tensor, group=self.mesh.pp_group, group_src=self._last)
+
+    def _broadcast(self, values: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Tensors of the last stage, on every rank."""
+        return self.transport.broadcast(values, self._last)
+
+
+class _Call:
+    """Where the gradients of one schedule go.
+
+    Straight into the model's sums, if these are empty (they can be scaled afterwards) or the scale is known; else into
+    sums of their own until backward tells the scale.
+
+    Attributes:
+        seed (`float`): what each microbatch's backward starts from.
+    """
+
+    def __init__(self, pipeline: Pipeline, actions: tuple[Action, ...], seed: float | None = None):
+        self.pipeline, self.engine = pipeline, pipeline.engine
+        self.store: Any = pipeline.engine.gradients
+        self.number = next(pipeline._numbers)
+        self.final = _final_backwards(actions)
+        self.is_known = seed is not None or pipeline.expected_scale is not None
+        if self.store.is_empty:
+            self.engine.unsettled.clear()
+            pipeline._alone = self.number
+        else:
+            pipeline._alone = None
+        self.is_direct = self.is_known or pipeline._alone == self.number
+        if seed is not None:
+            self.seed = seed
+        elif pipeline.expected_scale is not None:
+            self.seed = pipeline.expected_scale()
+        else:
+            self.seed = pipeline._scale
+        self.settled = False
+        self._sums: Any = None
+        self._stack = ExitStack()
+
+    def __enter__(self) -> "_Call":
+        self.synchronise = self.store.synchronise
+        self.tied = self.pipeline.tied()
+        if not self.is_direct:
+            before = self.store.put_aside()
+            self._stack.callback(lambda: setattr(self, "_sums", self.store.take_back(before)))
+            self._stack.enter_context(self.store.no_sync())
+        self._stack.callback(lambda: setattr(self.store, "synchronise", self.synchronise))
+        self._held = ExitStack()
+        self._held.enter_context(self.store.hold(self.tied))
+        if self.is_direct:
+            self.engine.unsettled.add(self.number)
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if kind is None:
+            self.pipeline.sum_tied()
+        self.store.synchronise = self.synchronise and self.is_direct
+        self._held.close()
+        self._stack.close()
+
+    def before_backward(self, action: Action) -> None:
+        """Reduction over dp ranks may begin with the last microbatch of a stage."""
+        self.store.synchronise = self.synchronise and self.is_direct and action in self.final
+
+    def after_backward(self, action: Action) -> None:
+        if action.kind is Kind.BACKWARD_WEIGHT:
+            self.store.take(self.pipeline.trainable(action.stage))
+
+    def settle(self, scale: float) -> None:
+        """Backward tells the scale of the gradients.
+
+        Raises:
+            ConfigError: the gradients are mixed with others already, at another scale.
+        """
+        if self.settled or (self.is_direct and self.number not in self.engine.unsettled):
+            raise ConfigError(
+                "The loss of a pipelined model was backpropagated twice, or after zero_grad() or a later step: its "
+                "gradients are no longer there."
+            )
+        self.settled = True
+        self.engine.unsettled.discard(self.number)
+        if not self.is_direct:
+            self.store.add(self._sums, scale / self.seed)
+            self._sums = None
+        elif scale != self.seed:
+            if self.pipeline._alone != self.number:
+                raise ConfigError(
+                    f"The loss received the gradient {scale}, the loop announced {self.seed}: this step's gradients "
+                    "are added up already. Set `pipeline.expected_scale = None`."
+                )
+            self.store.scale(scale / self.seed)
+        if math.isfinite(scale) and scale:
+            self.pipeline._scale = scale
+
+
+def _final_backwards(actions: tuple[Action, ...]) -> frozenset[Action]:
+    """Each stage's last action that adds gradients to its parameters."""
+    last = {a.stage: a for a in actions if a.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)}
+    return frozenset(last.values())

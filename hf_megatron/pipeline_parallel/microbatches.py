@@ -1,0 +1,54 @@
+"""A batch as microbatches: every tensor with a row per sample is cut along its rows, everything else is passed on."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import ConfigError
+
+ROW_DIM = 0
+
+
+def batch_rows(arguments: Mapping[str, Any]) -> int:
+    """The number of samples of a batch.
+
+    Raises:
+        ConfigError: neither `input_ids` nor `inputs_embeds` is there.
+    """
+    for name in ("input_ids", "inputs_embeds"):
+        if isinstance(arguments.get(name), Tensor):
+            return arguments[name].shape[ROW_DIM]
+    raise ConfigError("A pipelined model needs input_ids (or inputs_embeds) to cut a batch into microbatches.")
+
+
+def split(arguments: Mapping[str, Any], microbatches: int) -> list[dict[str, Any]]:
+    """Cuts a batch into microbatches whose rows differ by one at most."""
+    rows = batch_rows(arguments)
+    edges = [rows * index // microbatches for index in range(microbatches + 1)]
+    return [
+        {name: _rows(value, rows, start, stop) for name, value in arguments.items()}
+        for start, stop in zip(edges[:-1], edges[1:], strict=True)
+    ]
+
+
+def _rows(value: Any, rows: int, start: int, stop: int) -> Any:
+    if isinstance(value, Tensor):
+        return value[start:stop] if value.dim() and value.shape[ROW_DIM] == rows else value
+    if isinstance(value, tuple | list):
+        return type(value)(_rows(item, rows, start, stop) for item in value)
+    if isinstance(value, dict):
+        return {name: _rows(item, rows, start, stop) for name, item in value.items()}
+    return value
+
+
+def describe(arguments: Mapping[str, Any]) -> tuple:
+    """What decides the shapes that travel between stages: the same on every rank of a pipeline."""
+    found: list[Any] = [torch.is_grad_enabled()]
+    for name, value in sorted(arguments.items()):
+        if isinstance(value, Tensor):
+            found.append((name, tuple(value.shape), value.dtype))
+        elif isinstance(value, str | int | float | bool | type(None)):
+            found.append((name, value))
+    return tuple(found)

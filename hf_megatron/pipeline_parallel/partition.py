@@ -1,0 +1,181 @@
+"""How many layers each pipeline stage holds, and what a layer costs."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+from torch import nn
+
+from ..errors import ConfigError
+
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+EXPERTS_PER_TOKEN = ("num_experts_per_tok", "top_k_experts")
+
+
+@dataclass(frozen=True)
+class Stages:
+    """Which layers a stage holds and which rank holds a stage.
+
+    Args:
+        ranges (`tuple[tuple[int, int], ...]`): the `[start, stop)` layers of each stage.
+        rank_of (`tuple[int, ...]`): the pipeline rank of each stage.
+    """
+
+    ranges: tuple[tuple[int, int], ...]
+    rank_of: tuple[int, ...]
+
+    @classmethod
+    def of(cls, counts: Sequence[int], rank_of: Sequence[int]) -> "Stages":
+        """From the number of layers of each stage and the rank of each stage."""
+        if len(counts) != len(rank_of):
+            raise ValueError(f"{len(counts)} numbers of layers for {len(rank_of)} stages.")
+        stops = tuple(accumulate(counts))
+        return cls(tuple(zip((0, *stops), stops, strict=False)), tuple(rank_of))
+
+    def of_rank(self, rank: int) -> tuple[int, ...]:
+        """The stages of a rank, first to last."""
+        return tuple(stage for stage, owner in enumerate(self.rank_of) if owner == rank)
+
+    def stage_of_layer(self, layer: int) -> int:
+        """The stage that holds a layer."""
+        for stage, (start, stop) in enumerate(self.ranges):
+            if start <= layer < stop:
+                return stage
+        raise IndexError(f"layer {layer} of {self.ranges[-1][1]}")
+
+
+def check_partition(counts: Sequence[int], layers: int, stages: int) -> None:
+    """Checks that a stated number of layers for each stage fits the model and the stages.
+
+    Raises:
+        ConfigError: it does not; names the field, its value and what would be valid.
+    """
+    _check_stages(layers, stages)
+    if len(counts) != stages or sum(counts) != layers or min(counts) < 1:
+        raise ConfigError(
+            f"MegatronConfig.pipeline_partition = {list(counts)}: expected {stages} numbers of 1 or more (pp_size x "
+            f"virtual_stages) that add up to the model's {layers} layers, for example {list(even(layers, stages))}."
+        )
+
+
+def even(layers: int, stages: int) -> tuple[int, ...]:
+    """As many layers for each stage as for any other, one more for the first ones where they do not divide.
+
+    Raises:
+        ConfigError: there are fewer layers than stages.
+    """
+    _check_stages(layers, stages)
+    share, rest = divmod(layers, stages)
+    return tuple(share + (stage < rest) for stage in range(stages))
+
+
+def partition(costs: Sequence[float], stages: int, *, before: float = 0.0, after: float = 0.0) -> tuple[int, ...]:
+    """The number of layers of each stage that makes the most expensive stage as cheap as can be.
+
+    Every stage gets a layer. Among partitions with the same most expensive stage the sum of the squared costs is the
+    smallest, which evens out the others, and then the earlier stages get more layers; so equal layers are shared out
+    as by `even`.
+
+    Args:
+        costs (`Sequence[float]`): the cost of each layer, 0 or more.
+        stages (`int`): the number of stages.
+        before (`float`, defaults to 0.0): what the first stage costs besides its layers.
+        after (`float`, defaults to 0.0): what the last stage costs besides its layers.
+
+    Raises:
+        ConfigError: there are fewer layers than stages.
+    """
+    layers = len(costs)
+    _check_stages(layers, stages)
+    # Whole multiples of a common unit: sums of floats would break ties by their rounding.
+    ratios = [float(cost).as_integer_ratio() for cost in (*costs, before, after)]
+    unit = max(denominator for _, denominator in ratios)
+    *exact, first, last = [numerator * (unit // denominator) for numerator, denominator in ratios]
+    sums = (0, *accumulate(exact))
+
+    def cost(stage: int, start: int, stop: int) -> int:
+        around = (first if stage == 0 else 0) + (last if stage == stages - 1 else 0)
+        return sums[stop] - sums[start] + around
+
+    def stops(stage: int, start: int) -> range:
+        """Where a stage may end, latest first: with one layer or more for it and for each stage behind it."""
+        latest = layers - (stages - 1 - stage)
+        return range(latest, latest - 1 if stage == stages - 1 else start, -1)
+
+    # From the last stage to the first: the lowest maximum, for every layer that a stage may start with.
+    lowest = {layers: 0}
+    for stage in reversed(range(stages)):
+        lowest = {
+            start: min(max(cost(stage, start, stop), lowest[stop]) for stop in stops(stage, start))
+            for start in _starts(stage, stages, layers)
+        }
+    limit = lowest[0]
+    # Once more with this limit: the smallest sum of squares and the counts that make it. `min` keeps the first, which
+    # has the most layers in this stage.
+    best: dict[int, tuple[int, tuple[int, ...]]] = {layers: (0, ())}
+    for stage in reversed(range(stages)):
+        found = {}
+        for start in _starts(stage, stages, layers):
+            choices = [
+                (cost(stage, start, stop) ** 2 + best[stop][0], (stop - start, *best[stop][1]))
+                for stop in stops(stage, start)
+                if stop in best and cost(stage, start, stop) <= limit
+            ]
+            if choices:
+                found[start] = min(choices, key=lambda choice: choice[0])
+        best = found
+    return best[0][1]
+
+
+def estimate_cost(module: nn.Module, config: Any = None) -> float:
+    """Multiply-adds of a module for one token, from the shapes of its weights; attention's own product is left out.
+
+    Of experts only those a token is sent to count, and embeddings cost nothing. Parameters may be on the meta device.
+
+    Args:
+        module (`nn.Module`): a layer, or an output head.
+        config (`PretrainedConfig`, *optional*): says how many experts there are and how many see a token; without it
+            every weight counts.
+    """
+    experts, active = _first_number(config, EXPERTS), _first_number(config, EXPERTS_PER_TOKEN)
+    share = active / experts if experts and active else 1.0
+    lists = [
+        f"{name}."
+        for name, child in module.named_modules()
+        if isinstance(child, nn.ModuleList) and len(child) == experts
+    ]
+    total = 0.0
+    for name, parameter in module.named_parameters():
+        owner = module.get_submodule(name.rpartition(".")[0])
+        # Biases of experts have two dims.
+        if parameter.dim() < 2 or name.endswith("bias") or isinstance(owner, nn.Embedding):
+            continue
+        routed = parameter.dim() == 3 and parameter.shape[0] == experts
+        routed = routed or any(name.startswith(prefix) for prefix in lists)
+        total += parameter.numel() * (share if routed else 1.0)
+    return total
+
+
+def estimate_costs(layers: Iterable[nn.Module], config: Any = None) -> tuple[float, ...]:
+    """`estimate_cost` of each layer."""
+    return tuple(estimate_cost(layer, config) for layer in layers)
+
+
+def _starts(stage: int, stages: int, layers: int) -> range:
+    """The layers that a stage may start with when every stage has one."""
+    return range(1) if stage == 0 else range(stage, layers - (stages - stage) + 1)
+
+
+def _check_stages(layers: int, stages: int) -> None:
+    if not 1 <= stages <= layers:
+        raise ConfigError(
+            f"MegatronConfig.pp_size x virtual_stages = {stages}: expected 1 to {layers} stages, one for each of the "
+            f"model's {layers} layers at most."
+        )
+
+
+def _first_number(config: Any, names: tuple[str, ...]) -> int | None:
+    """The first of several attributes that is set to a number; families name the same thing differently."""
+    values = (getattr(config, name, None) for name in names)
+    return next((value for value in values if isinstance(value, int) and value > 0), None)

@@ -1,0 +1,371 @@
+"""Pipeline schedules as data: what every rank computes, sends and receives, and in what order.
+
+Nothing here runs a model or needs a process group; the orders of schedules with several stages per rank are torch's.
+"""
+
+import enum
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache, partial
+
+from ..errors import ConfigError
+from ..upstream import add_sends_and_receives, pipeline_orders
+
+
+class Kind(enum.Enum):
+    """What an action does; the values are the names torch prints."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    BACKWARD_INPUT = "I"
+    BACKWARD_WEIGHT = "W"
+    SEND_FORWARD = "SEND_F"
+    RECEIVE_FORWARD = "RECV_F"
+    SEND_BACKWARD = "SEND_B"
+    RECEIVE_BACKWARD = "RECV_B"
+
+    @property
+    def communicates(self) -> bool:
+        """Whether the action is a send or a receive."""
+        return len(self.value) > 1
+
+
+@dataclass(frozen=True)
+class Action:
+    """One step of one rank.
+
+    Args:
+        kind (`Kind`): what is done. `BACKWARD` computes all gradients; `BACKWARD_INPUT` and, any time later,
+            `BACKWARD_WEIGHT` do it in two steps.
+        stage (`int`): the stage that computes, sends (to `stage + 1` forward, `stage - 1` backward) or receives (from
+            `stage - 1` forward, `stage + 1` backward).
+        microbatch (`int`): counted from 0.
+    """
+
+    kind: Kind
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind.value}{self.microbatch}"
+
+
+# The actions of each rank.
+Plan = tuple[tuple[Action, ...], ...]
+
+
+def _any_number(ranks: int, stages_per_rank: int, microbatches: int) -> bool:
+    return True
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One pipeline schedule.
+
+    Args:
+        name (`str`): the value of `MegatronConfig.pipeline_schedule`.
+        orders (`Callable`): (ranks, stages per rank, microbatches) -> what each rank computes, without communication.
+        stages_per_rank (`int`, defaults to 1): stages on each rank unless the user says otherwise.
+        fixed (`int`, *optional*): the only number of stages per rank that there is; `None` when any will do.
+        v_shaped (`bool`, defaults to `False`): stages run down the ranks and back up, so that the first rank holds
+            both ends; by default they go round.
+        splits_backward (`bool`, defaults to `False`): gradients of inputs and of weights are computed in two steps.
+        runs (`Callable`, *optional*): (ranks, stages per rank, microbatches) -> whether there is such a schedule; by
+            default any number of microbatches will do.
+        rule (`str`, *optional*): `runs` in words, for errors; `{ranks}` and `{stages}` are filled in.
+    """
+
+    name: str
+    orders: Callable[[int, int, int], Plan]
+    stages_per_rank: int = 1
+    fixed: int | None = None
+    v_shaped: bool = False
+    splits_backward: bool = False
+    runs: Callable[[int, int, int], bool] = _any_number
+    rule: str = "1 or more"
+
+    def resolve(self, virtual_stages: int | None) -> int:
+        """The number of stages per rank that `MegatronConfig.virtual_stages` asks for.
+
+        Raises:
+            ConfigError: the schedule does not take that many.
+        """
+        count = self.stages_per_rank if virtual_stages is None else virtual_stages
+        if count < 1 or self.fixed not in (None, count):
+            valid = "1 or more" if self.fixed is None else f"{self.fixed} only"
+            raise ConfigError(
+                f"MegatronConfig.virtual_stages = {count}: pipeline_schedule = {self.name!r} takes {valid}."
+            )
+        return count
+
+
+SCHEDULES: dict[str, Schedule] = {}
+
+
+def register_schedule(schedule: Schedule, *, replace: bool = False) -> Schedule:
+    """Makes a schedule available under its name.
+
+    Raises:
+        ConfigError: the name is taken already and `replace` is not set.
+    """
+    if schedule.name in SCHEDULES and not replace:
+        raise ConfigError(
+            f"pipeline schedule {schedule.name!r} is registered already; pass replace=True to override it."
+        )
+    SCHEDULES[schedule.name] = schedule
+    return schedule
+
+
+def schedule(name: str) -> Schedule:
+    """The schedule of this name.
+
+    Raises:
+        ConfigError: there is none; names the field, its value and the valid names.
+    """
+    if name not in SCHEDULES:
+        raise ConfigError(f"MegatronConfig.pipeline_schedule = {name!r}: expected one of {', '.join(SCHEDULES)}.")
+    return SCHEDULES[name]
+
+
+def _takes(found: Schedule, ranks: int, stages_per_rank: int) -> str:
+    """The end of an error about the number of microbatches: what the schedule takes."""
+    rule = found.rule.format(ranks=ranks, stages=ranks * stages_per_rank)
+    return (
+        f"pipeline_schedule = {found.name!r} with pp_size = {ranks} and virtual_stages = {stages_per_rank} takes {rule}"
+    )
+
+
+def check_schedule(name: str, ranks: int, stages_per_rank: int, microbatches: int | None = None) -> None:
+    """Checks that a schedule exists for these sizes; `None` leaves the number of microbatches open.
+
+    Raises:
+        ConfigError: it does not; names the field, its value and what would be valid.
+    """
+    found = schedule(name)
+    if ranks < 1:
+        raise ConfigError(f"MegatronConfig.pp_size = {ranks}: expected an integer of 1 or more.")
+    found.resolve(stages_per_rank)
+    if microbatches is None or (microbatches > 0 and found.runs(ranks, stages_per_rank, microbatches)):
+        return
+    # As many microbatches as stages, or a multiple, is right for every schedule here: one lies within this distance.
+    start = max(microbatches, 0)
+    near = [
+        next((number for number in numbers if found.runs(ranks, stages_per_rank, number)), None)
+        for numbers in (range(start - 1, 0, -1), range(start + 1, start + ranks * stages_per_rank + 1))
+    ]
+    raise ConfigError(
+        f"MegatronConfig.num_microbatches = {microbatches}: {_takes(found, ranks, stages_per_rank)}, for example "
+        f"{' or '.join(str(number) for number in near if number)}."
+    )
+
+
+def valid_microbatches(name: str, ranks: int, stages_per_rank: int, at_most: int) -> int:
+    """The largest number of microbatches that a schedule can run, `at_most` (the batch, say) or fewer.
+
+    Raises:
+        ConfigError: there is none; says which numbers and batches would be valid and which schedules run this one.
+    """
+    check_schedule(name, ranks, stages_per_rank)
+    found = schedule(name)
+    for microbatches in range(at_most, 0, -1):
+        if found.runs(ranks, stages_per_rank, microbatches):
+            return microbatches
+    others = [
+        repr(other.name)
+        for other in SCHEDULES.values()
+        if at_most > 0 and other.fixed in (None, stages_per_rank) and other.runs(ranks, stages_per_rank, at_most)
+    ]
+    way_round = f" With {at_most}, use {' or '.join(others)}." if others else ""
+    raise ConfigError(
+        f"MegatronConfig.num_microbatches = {at_most}: {_takes(found, ranks, stages_per_rank)}, and a batch of as many "
+        f"rows or more.{way_round}"
+    )
+
+
+def rank_of_stage(name: str, ranks: int, stages_per_rank: int) -> tuple[int, ...]:
+    """The rank that holds each stage: round and round, or down and back up for V-shaped schedules."""
+    check_schedule(name, ranks, stages_per_rank)
+    v_shaped = schedule(name).v_shaped
+    rounds = [range(ranks)[:: -1 if v_shaped and number % 2 else 1] for number in range(stages_per_rank)]
+    return tuple(rank for one in rounds for rank in one)
+
+
+def plan(name: str, ranks: int, stages_per_rank: int, microbatches: int) -> Plan:
+    """The actions of every rank for one training step, sends and receives included.
+
+    Raises:
+        ConfigError: the schedule cannot run these sizes.
+    """
+    check_schedule(name, ranks, stages_per_rank, microbatches)
+    return _plan(schedule(name), ranks, stages_per_rank, microbatches)
+
+
+def forward_plan(name: str, ranks: int, stages_per_rank: int, microbatches: int) -> Plan:
+    """The actions of every rank for forwards alone, stage by stage; any number of microbatches will do.
+
+    Raises:
+        ConfigError: the schedule does not exist for this number of stages.
+    """
+    return _one_way(Kind.FORWARD, rank_of_stage(name, ranks, stages_per_rank), ranks, microbatches)
+
+
+def backward_plan(name: str, ranks: int, stages_per_rank: int, microbatches: int) -> Plan:
+    """The actions of every rank for full backwards alone, in the reverse order of `forward_plan`.
+
+    Raises:
+        ConfigError: the schedule does not exist for this number of stages.
+    """
+    return _one_way(Kind.BACKWARD, rank_of_stage(name, ranks, stages_per_rank), ranks, microbatches)
+
+
+def bubble(
+    name: str,
+    ranks: int,
+    stages_per_rank: int,
+    microbatches: int,
+    costs: tuple[float, float, float] = (1.0, 1.0, 1.0),
+) -> float:
+    """The share of all ranks' time that a schedule leaves idle, without communication.
+
+    Args:
+        costs (`tuple[float, float, float]`): time of one stage's forward, gradient of inputs and gradient of weights.
+
+    Raises:
+        ConfigError: the schedule cannot run these sizes.
+    """
+    actions = plan(name, ranks, stages_per_rank, microbatches)
+    forward, inputs, weights = costs
+    time = {
+        Kind.FORWARD: forward,
+        Kind.BACKWARD: inputs + weights,
+        Kind.BACKWARD_INPUT: inputs,
+        Kind.BACKWARD_WEIGHT: weights,
+    }
+    waiting = [[action for action in order if action.kind in time] for order in actions]
+    busy = sum(time[action.kind] for order in waiting for action in order)
+    clocks, following = [0.0] * ranks, [0] * ranks
+    # When the outputs and the gradients of the inputs of a stage and microbatch are there.
+    done: dict[tuple[bool, int, int], float] = {}
+    stages = ranks * stages_per_rank
+    while any(following[rank] < len(waiting[rank]) for rank in range(ranks)):
+        for rank, order in enumerate(waiting):
+            while following[rank] < len(order):
+                action = order[following[rank]]
+                is_forward, start = action.kind is Kind.FORWARD, clocks[rank]
+                source = action.stage - 1 if is_forward else action.stage + 1
+                if action.kind is not Kind.BACKWARD_WEIGHT and 0 <= source < stages:
+                    if (is_forward, source, action.microbatch) not in done:
+                        break
+                    start = max(start, done[is_forward, source, action.microbatch])
+                clocks[rank] = start + time[action.kind]
+                if action.kind is not Kind.BACKWARD_WEIGHT:
+                    done[is_forward, action.stage, action.microbatch] = clocks[rank]
+                following[rank] += 1
+    return 1 - busy / (ranks * max(clocks))
+
+
+@cache
+def _plan(found: Schedule, ranks: int, stages_per_rank: int, microbatches: int) -> Plan:
+    orders = found.orders(ranks, stages_per_rank, microbatches)
+    return _with_communication(orders, rank_of_stage(found.name, ranks, stages_per_rank))
+
+
+@cache
+def _one_way(kind: Kind, placement: tuple[int, ...], ranks: int, microbatches: int) -> Plan:
+    orders = []
+    for rank in range(ranks):
+        stages = [stage for stage, owner in enumerate(placement) if owner == rank]
+        order = [Action(kind, stage, microbatch) for stage in stages for microbatch in range(microbatches)]
+        orders.append(order if kind is Kind.FORWARD else order[::-1])
+    return _with_communication(orders, placement)
+
+
+def _with_communication(orders: Iterable[Iterable[Action]], placement: tuple[int, ...]) -> Plan:
+    plain = tuple(tuple((action.kind.value, action.stage, action.microbatch) for action in order) for order in orders)
+    return _actions(add_sends_and_receives(plain, placement))
+
+
+def _actions(orders: tuple[tuple[tuple[str, int, int], ...], ...]) -> Plan:
+    return tuple(tuple(Action(Kind(kind), stage, microbatch) for kind, stage, microbatch in order) for order in orders)
+
+
+def _gpipe(ranks: int, stages_per_rank: int, microbatches: int) -> Plan:
+    kinds = (Kind.FORWARD, Kind.BACKWARD)
+    return tuple(
+        tuple(Action(kind, rank, microbatch) for kind in kinds for microbatch in range(microbatches))
+        for rank in range(ranks)
+    )
+
+
+def _one_forward_one_backward(ranks: int, stages_per_rank: int, microbatches: int) -> Plan:
+    orders = []
+    for rank in range(ranks):
+        # The forwards that are on their way to the last stage and back when this rank's first backward can start.
+        ahead = min(ranks - 1 - rank, microbatches)
+        order = [Action(Kind.FORWARD, rank, microbatch) for microbatch in range(ahead)]
+        for microbatch in range(microbatches):
+            if microbatch + ahead < microbatches:
+                order.append(Action(Kind.FORWARD, rank, microbatch + ahead))
+            order.append(Action(Kind.BACKWARD, rank, microbatch))
+        orders.append(tuple(order))
+    return tuple(orders)
+
+
+def _torch_order(schedule_class: str, ranks: int, stages_per_rank: int, microbatches: int) -> Plan:
+    return _actions(pipeline_orders(schedule_class, ranks, stages_per_rank, microbatches))
+
+
+def _equal_rounds(ranks: int, stages_per_rank: int, microbatches: int) -> bool:
+    return microbatches % max(1, microbatches // ranks) == 0
+
+
+def _as_many_as_stages(ranks: int, stages_per_rank: int, microbatches: int) -> bool:
+    return microbatches >= ranks * stages_per_rank
+
+
+_ROUNDS = "a number that num_microbatches // {ranks} divides, as any multiple of {ranks}"
+
+register_schedule(Schedule("gpipe", _gpipe, fixed=1))
+register_schedule(Schedule("1f1b", _one_forward_one_backward, fixed=1))
+register_schedule(
+    Schedule(
+        "interleaved_1f1b",
+        partial(_torch_order, "ScheduleInterleaved1F1B"),
+        stages_per_rank=2,
+        runs=_equal_rounds,
+        rule=_ROUNDS,
+    )
+)
+register_schedule(
+    Schedule(
+        "interleaved_zero_bubble",
+        partial(_torch_order, "ScheduleInterleavedZeroBubble"),
+        stages_per_rank=2,
+        splits_backward=True,
+        runs=_equal_rounds,
+        rule=_ROUNDS,
+    )
+)
+register_schedule(
+    Schedule(
+        "zbv",
+        partial(_torch_order, "ScheduleZBVZeroBubble"),
+        stages_per_rank=2,
+        fixed=2,
+        v_shaped=True,
+        splits_backward=True,
+    )
+)
+register_schedule(
+    Schedule(
+        "dualpipev",
+        partial(_torch_order, "ScheduleDualPipeV"),
+        stages_per_rank=2,
+        fixed=2,
+        v_shaped=True,
+        splits_backward=True,
+        runs=_as_many_as_stages,
+        rule="{stages} or more",
+    )
+)
+register_schedule(Schedule("looped_bfs", partial(_torch_order, "ScheduleLoopedBFS"), stages_per_rank=2))

@@ -1,0 +1,149 @@
+"""Activations and their gradients between neighbouring stages.
+
+Both sides know from the batch which shapes will travel once they have seen them; only the first time a batch of a kind
+comes by does a header go ahead.
+"""
+
+from collections import deque
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..errors import UnsupportedError
+
+_HEADER_SIZE = 256
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.bool)
+# Sends that may be under way: the receiver takes them in order.
+_IN_FLIGHT = 2
+
+Shapes = tuple[tuple[tuple[int, ...], torch.dtype], ...]
+
+
+def encode(tensors: tuple[Tensor, ...]) -> Tensor:
+    """Shapes and dtypes of tensors as `[256]` integers."""
+    numbers = [len(tensors)]
+    for tensor in tensors:
+        numbers += [_DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
+    if len(numbers) > _HEADER_SIZE:
+        raise UnsupportedError(f"{len(tensors)} tensors leave a pipeline stage; their shapes do not fit the header.")
+    return torch.tensor(numbers + [0] * (_HEADER_SIZE - len(numbers)))
+
+
+def decode(header: Tensor) -> Shapes:
+    numbers = iter(header.tolist())
+    shapes = []
+    for _ in range(next(numbers)):
+        dtype = _DTYPES[next(numbers)]
+        shapes.append((tuple(next(numbers) for _ in range(next(numbers))), dtype))
+    return tuple(shapes)
+
+
+def _shapes_of(tensors: tuple[Tensor, ...]) -> Shapes:
+    return tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
+
+
+@dataclass
+class Arriving:
+    """Tensors on their way to this rank."""
+
+    tensors: tuple[Tensor, ...]
+    works: list[Any]
+
+    def wait(self) -> tuple[Tensor, ...]:
+        for work in self.works:
+            work.wait()
+        return self.tensors
+
+
+class Transport:
+    """Sends and receives over the ranks of a pipeline.
+
+    Args:
+        group (`ProcessGroup`): the pipeline's ranks.
+        device (`torch.device`): where received tensors go.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device):
+        self.group, self.device = group, device
+        self._known: dict[Hashable, Shapes] = {}
+        self._sends: deque[tuple[list[Any], tuple[Tensor, ...]]] = deque()
+
+    def send(self, tensors: tuple[Tensor, ...], peer: int, tag: int, kind: Hashable) -> None:
+        """Starts sending.
+
+        Args:
+            tensors: kept until they are sent.
+            peer (`int`): rank in the group.
+            tag (`int`): the same on both sides, different for messages that are under way together.
+            kind: equal for messages of equal shapes; `None` if the receiver knows them.
+
+        Raises:
+            UnsupportedError: messages of one kind have different shapes.
+        """
+        tensors = tuple(tensor.detach().contiguous() for tensor in tensors)
+        shapes = _shapes_of(tensors)
+        held = tensors
+        if kind is not None and kind not in self._known:
+            self._known[kind] = shapes
+            held = (encode(tensors).to(self.device), *tensors)
+        elif kind is not None and self._known[kind] != shapes:
+            raise UnsupportedError(
+                f"What leaves a pipeline stage has the shapes {shapes} and had {self._known[kind]} for a batch of the "
+                "same shapes: they must follow from the batch."
+            )
+        works = [work for tensor in held for work in self._start(dist.isend, tensor, peer, tag)]
+        self._sends.append((works, held))
+        while len(self._sends) > _IN_FLIGHT:
+            self._finish_oldest()
+
+    def receive(self, peer: int, tag: int, kind: Hashable) -> Arriving:
+        """Starts receiving tensors of a kind."""
+        if kind not in self._known:
+            header = torch.empty(_HEADER_SIZE, dtype=torch.int64, device=self.device)
+            for work in self._start(dist.irecv, header, peer, tag):
+                work.wait()
+            self._known[kind] = decode(header)
+        return self.receive_shapes(self._known[kind], peer, tag)
+
+    def receive_shapes(self, shapes: Shapes, peer: int, tag: int) -> Arriving:
+        """Starts receiving tensors of known shapes."""
+        tensors = tuple(torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in shapes)
+        works = [work for tensor in tensors for work in self._start(dist.irecv, tensor, peer, tag)]
+        return Arriving(tensors, works)
+
+    def broadcast(self, tensors: tuple[Tensor, ...], source: int) -> tuple[Tensor, ...]:
+        """The tensors of one rank of the group, on all of them; the others pass none."""
+        is_source = dist.get_rank(self.group) == source
+        header = encode(tensors) if is_source else torch.empty(_HEADER_SIZE, dtype=torch.int64)
+        header = header.to(self.device)
+        dist.broadcast(header, group=self.group, group_src=source)
+        if not is_source:
+            tensors = tuple(torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in decode(header))
+        for tensor in tensors:
+            dist.broadcast(tensor, group=self.group, group_src=source)
+        return tensors
+
+    def sum_with(self, tensor: Tensor, peer: int, tag: int) -> None:
+        """Adds another rank's tensor of the same shape in place; both ranks call it and get the same bits."""
+        arriving = self.receive_shapes(_shapes_of((tensor,)), peer, tag)
+        self.send((tensor,), peer, tag, kind=None)
+        (other,) = arriving.wait()
+        self.flush()
+        tensor += other
+
+    def flush(self) -> None:
+        """Waits for all sends."""
+        while self._sends:
+            self._finish_oldest()
+
+    def _finish_oldest(self) -> None:
+        works, _ = self._sends.popleft()
+        for work in works:
+            work.wait()
+
+    def _start(self, operation: Any, tensor: Tensor, peer: int, tag: int) -> list[Any]:
+        return dist.batch_isend_irecv([dist.P2POp(operation, tensor, group=self.group, group_peer=peer, tag=tag)])

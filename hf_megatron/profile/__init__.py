@@ -1,0 +1,1 @@
+"""What the ranks of a pipeline did when: recorded, gathered and drawn."""

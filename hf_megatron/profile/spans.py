@@ -1,0 +1,117 @@
+"""Spans of real time per rank: what was computed or waited for, for which stage and microbatch."""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any
+
+import torch.distributed as dist
+
+# Forward, full backward, and its two halves where a schedule splits it: gradient of the input and of the weights.
+COMPUTE = ("F", "B", "I", "W")
+# Waiting for a neighbour, the data parallel reduction, and the sum over the two ends of a tied embedding.
+COMMUNICATION = ("receive_forward", "send_forward", "receive_backward", "send_backward", "reduce", "tied")
+# Spans of no microbatch, such as the optimizer's.
+NO_MICROBATCH = -1
+
+_ALIGN_ROUNDS = 9
+
+
+@dataclass(frozen=True)
+class Span:
+    """One thing a rank did.
+
+    Args:
+        kind (`str`): one of `COMPUTE`, `COMMUNICATION` or `"optimizer"`.
+        stage (`int`): the pipeline stage, counted over all ranks; the chunk is `stage // ranks`.
+        microbatch (`int`): from 0; `NO_MICROBATCH` for what belongs to none.
+        start, stop (`float`): seconds of `time.time()`, one clock for the ranks of one host. Clocks of several hosts
+            differ by more than a span lasts; `align` makes them one.
+    """
+
+    kind: str
+    stage: int
+    microbatch: int
+    start: float
+    stop: float
+
+    @property
+    def duration(self) -> float:
+        return self.stop - self.start
+
+
+class SpanRecorder:
+    """Collects the spans of this rank.
+
+        with recorder.record("F", stage=0, microbatch=3):
+            ...
+
+    Args:
+        synchronize (`Callable`, *optional*): called before either time is taken. A GPU computes after the call that
+            started it has returned, so its spans need the device's `synchronize`; the run then loses the overlap of
+            computing, communication and launching that it has unrecorded, and takes longer.
+    """
+
+    def __init__(self, synchronize: Callable[[], Any] | None = None) -> None:
+        self.synchronize = synchronize
+        self._spans: list[Span] = []
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """What was recorded since the last `clear`, in the order in which it ended."""
+        return tuple(self._spans)
+
+    def record(self, kind: str, stage: int, microbatch: int = NO_MICROBATCH) -> "_Recording":
+        """A context manager whose block becomes a span; an exception in it leaves none."""
+        return _Recording(self, kind, stage, microbatch)
+
+    def clear(self) -> None:
+        """Forgets all spans."""
+        self._spans.clear()
+
+    def _now(self) -> float:
+        if self.synchronize is not None:
+            self.synchronize()
+        return time.time()
+
+
+class _Recording:
+    """A class rather than a generator: a third of its cost, and it runs several times per microbatch."""
+
+    __slots__ = ("kind", "microbatch", "recorder", "stage", "start")
+
+    def __init__(self, recorder: SpanRecorder, kind: str, stage: int, microbatch: int) -> None:
+        self.recorder, self.kind, self.stage, self.microbatch = recorder, kind, stage, microbatch
+
+    def __enter__(self) -> None:
+        self.start = self.recorder._now()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            stop = self.recorder._now()
+            self.recorder._spans.append(Span(self.kind, self.stage, self.microbatch, self.start, stop))
+
+
+def clock_offset(group: dist.ProcessGroup | None = None) -> float:
+    """Seconds by which this rank's clock is ahead of the group's first rank; every rank of the group must call it.
+
+    All ranks read their clocks as they leave a barrier, several times, and the median counts. It is as exact as ranks
+    leave a barrier together: some tenths of a millisecond.
+    """
+    differences = []
+    for _ in range(_ALIGN_ROUNDS):
+        dist.barrier(group)
+        now = time.time()
+        times: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(times, now, group)
+        differences.append(now - times[0])
+    return statistics.median(differences)
+
+
+def align(spans: tuple[Span, ...], offset: float) -> tuple[Span, ...]:
+    """The spans on the clock of the rank that `clock_offset` compared with."""
+    return tuple(replace(span, start=span.start - offset, stop=span.stop - offset) for span in spans)

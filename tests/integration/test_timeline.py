@@ -1,0 +1,109 @@
+"""Recorded steps of real ranks: every computation is there once, on its rank, after what it needs."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator
+
+from hf_megatron.config import MegatronConfig
+from hf_megatron.integrations.timeline import TimelineCallback
+from hf_megatron.integrations.verified import ConfigUnderTest
+from hf_megatron.pipeline_parallel.schedules import plan
+from hf_megatron.profile.spans import COMPUTE
+from hf_megatron.profile.timeline import bubble_share
+from hf_megatron.verify.ranks import run_ranks
+from hf_megatron.verify.timeline import draw_timeline
+
+RANKS, MICROBATCHES = 2, 4
+
+
+@pytest.fixture(scope="module", params=["gpipe", "1f1b", "interleaved_1f1b", "zbv"])
+def timeline(request, tmp_path_factory):
+    config = MegatronConfig(pp_size=RANKS, num_microbatches=MICROBATCHES, pipeline_schedule=request.param)
+    folder = tmp_path_factory.mktemp("timeline")
+    lines: list[str] = []
+    result = draw_timeline("llama", config, folder, layers=4, batch_size=4, sequence_length=16, echo=lines.append)
+    assert {path.name for path in folder.iterdir()} == {f"timeline-step2.{end}" for end in ("png", "html", "json")}
+    assert lines[-1].startswith("bubble: measured ") and "formula" in lines[-1]
+    return result
+
+
+def computations(timeline, rank):
+    return [span for span in timeline.spans[rank] if span.kind in COMPUTE]
+
+
+def test_every_computation_is_there_once_on_its_rank_and_in_order(timeline):
+    actions = plan(timeline.schedule, RANKS, timeline.stages // RANKS, MICROBATCHES)
+    for rank in range(RANKS):
+        planned = [(action.kind.value, action.stage, action.microbatch) for action in actions[rank]]
+        # The first stage hands no gradient on: its whole backward is the second of the two steps.
+        planned = [entry for entry in planned if entry[0] in COMPUTE and entry[:2] != ("I", 0)]
+        assert [(span.kind, span.stage, span.microbatch) for span in computations(timeline, rank)] == planned
+
+
+def test_a_rank_computes_one_thing_at_a_time(timeline):
+    for rank in range(RANKS):
+        spans = computations(timeline, rank)
+        assert all(first.stop <= second.start for first, second in zip(spans[:-1], spans[1:], strict=True))
+
+
+def test_nothing_starts_before_what_it_needs_has_ended(timeline):
+    forwards, backwards = {}, {}
+    for rank in range(RANKS):
+        for span in computations(timeline, rank):
+            if span.kind == "F":
+                forwards[span.stage, span.microbatch] = span
+            elif span.kind in ("B", "I") or span.stage == 0:
+                backwards[span.stage, span.microbatch] = span
+    assert len(forwards) == len(backwards) == timeline.stages * MICROBATCHES
+    for (stage, microbatch), span in forwards.items():
+        if stage > 0:
+            assert forwards[stage - 1, microbatch].stop <= span.start
+        assert span.stop <= backwards[stage, microbatch].start
+    for (stage, microbatch), span in backwards.items():
+        if stage < timeline.stages - 1:
+            assert backwards[stage + 1, microbatch].stop <= span.start
+
+
+def test_the_rest_of_the_step(timeline):
+    kinds = [{span.kind for span in spans} for spans in timeline.spans]
+    assert "receive_backward" in kinds[0] and "receive_forward" in kinds[1]
+    assert all("optimizer" in found for found in kinds)
+    assert 0 < bubble_share(timeline) < 1
+
+
+def test_command(tmp_path):
+    command = [sys.executable, "-m", "hf_megatron.cli", "timeline", "gpt2", "--output", str(tmp_path)]
+    options = ["--microbatches", "2", "--batch-size", "2", "--layers", "2", "--sequence-length", "8", "--steps", "1"]
+    result = subprocess.run([*command, *options], capture_output=True, text=True, timeout=300, check=False)
+    assert result.returncode == 0, result.stderr
+    assert "bubble: measured" in result.stdout and (tmp_path / "timeline-step0.png").stat().st_size > 5000
+    wrong = subprocess.run([*command, "--schedule", "fast"], capture_output=True, text=True, timeout=300, check=False)
+    assert wrong.returncode == 2 and "pipeline_schedule" in wrong.stderr
+
+
+def test_trainer(stories, tmp_path):
+    def train():
+        layout = ConfigUnderTest(pp_size=RANKS, num_microbatches=MICROBATCHES)
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(stories), megatron_config=layout)
+        arguments = TrainingArguments(
+            str(tmp_path / "out"),
+            per_device_train_batch_size=4,
+            max_steps=3,
+            save_strategy="no",
+            report_to=[],
+            use_cpu=True,
+            disable_tqdm=True,
+        )
+        ids = torch.randint(3, 512, (16, 17), generator=torch.Generator().manual_seed(0))
+        rows = [{"input_ids": row, "labels": row} for row in ids]
+        callback = TimelineCallback(tmp_path / "pictures", steps=(1,))
+        Trainer(model, arguments, train_dataset=rows, data_collator=default_data_collator, callbacks=[callback]).train()
+
+    run_ranks(train, RANKS)
+    events = json.loads((tmp_path / "pictures" / "timeline-step1.json").read_text())["traceEvents"]
+    counts = {kind: sum(event.get("cat") == kind for event in events) for kind in ("F", "B", "optimizer")}
+    assert counts == {"F": RANKS * MICROBATCHES, "B": RANKS * MICROBATCHES, "optimizer": RANKS}
