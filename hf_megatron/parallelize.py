@@ -165,9 +165,7 @@ def _place_whole(model: Any, config: MegatronConfig, mesh: ParallelMesh) -> Para
     return model._hf_megatron
 
 
-def _cut(
-    model: Any, spec: ModelSpec, config: MegatronConfig, mesh: ParallelMesh
-) -> tuple[Cut | None, frozenset[str]]:
+def _cut(model: Any, spec: ModelSpec, config: MegatronConfig, mesh: ParallelMesh) -> tuple[Cut | None, frozenset[str]]:
     """Leaves of the model what this rank's stages own; returns also the names of weights that went."""
     if mesh.pp_size == 1:
         return None, frozenset()

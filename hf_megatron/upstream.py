@@ -379,3 +379,8 @@ def backward_weights(parameters: list[Any], groups: Any) -> None:
     from torch.distributed.pipelining._backward import stage_backward_weight
 
     stage_backward_weight(iter(parameters), groups)
+
+
+def keeps_graph() -> bool:
+    """Inside a backward: whether the graph is kept for another one (private in torch 2.11 to 2.13)."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()

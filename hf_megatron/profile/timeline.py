@@ -293,8 +293,8 @@ def to_png(timeline: Timeline, path: str | os.PathLike[str], formula: float) -> 
             communicates = span.kind in COMMUNICATION
             low, high = (rank + 0.22, 0.2) if communicates else (rank - 0.4, 0.62)
             # An edge would hide a communication that is thinner than it.
-            edge = {"edgecolor": "none" if communicates else "white", "linewidth": 0.3}
-            axes.broken_barh([(start, duration)], (low, high), facecolor=colour, **edge)
+            edge = "none" if communicates else "white"
+            axes.broken_barh([(start, duration)], (low, high), facecolor=colour, edgecolor=edge, linewidth=0.3)
             if span.kind in COMPUTE and duration >= digit * len(str(span.microbatch)):
                 axes.text(
                     start + duration / 2,

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..communication.collectives import copy_to_ranks
 from ..errors import ConfigError
+from ..upstream import keeps_graph
 
 Transform = Callable[[Tensor], Tensor]
 
@@ -164,6 +165,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         scale: Tensor,
         options: CrossEntropyOptions,
     ) -> Tensor:
+        ctx.upstream = None
         ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
         device_type = hidden.device.type
         if torch.is_autocast_enabled(device_type):
@@ -179,13 +181,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.gradients is None:
             raise RuntimeError("The vocab-parallel loss was backpropagated twice; its gradients exist only once.")
-        # On a GPU the comparison would wait for it.
-        scaled = upstream.device.type != "cpu" or upstream.item() != 1.0
-        gradients = [
-            None if gradient is None else (gradient.mul_(upstream) if scaled else gradient).to(dtype)
-            for gradient, dtype in zip(ctx.gradients, ctx.dtypes, strict=True)
-        ]
-        ctx.gradients = None
+        if ctx.upstream is None:
+            # On a GPU the comparison would wait for it.
+            scaled = upstream.device.type != "cpu" or upstream.item() != 1.0
+            ctx.gradients = [
+                None if gradient is None else (gradient.mul_(upstream) if scaled else gradient).to(dtype)
+                for gradient, dtype in zip(ctx.gradients, ctx.dtypes, strict=True)
+            ]
+        elif not torch.equal(ctx.upstream, upstream):
+            raise RuntimeError("The vocab-parallel loss was backpropagated twice, with different gradients.")
+        gradients = ctx.gradients
+        # A backward of its inputs first and of its weights later comes by twice.
+        ctx.gradients, ctx.upstream = (gradients, upstream) if keeps_graph() else (None, None)
         return (*gradients, None, None, None)
 
 
