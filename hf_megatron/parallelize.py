@@ -48,7 +48,7 @@ from .tensor_parallel.region import (
 )
 from .tensor_parallel.structure import Structure, find_structure
 from .tensor_parallel.styles import ModuleContext, style
-from .upstream import loss_functions
+from .upstream import loss_functions, renamed_by_loader
 
 
 @dataclass
@@ -58,7 +58,8 @@ class ParallelState:
     Attributes:
         claims: of every parameter of the whole model, those of other pipeline stages included.
         cut, pipeline (*optional*): how the layers were cut into stages, and what runs them.
-        elsewhere: names in the whole model's state dict that other stages hold.
+        names: in the whole model's state dict, in its order; empty where no other stage holds any.
+        elsewhere: those of them that other stages hold, under the names of files too.
     """
 
     config: MegatronConfig
@@ -70,6 +71,7 @@ class ParallelState:
     head_copies: Mapping[str, int]
     local_sizes: Mapping[str, Mapping[str, int]]
     cut: Cut | None = None
+    names: tuple[str, ...] = ()
     elsewhere: frozenset[str] = frozenset()
     pipeline: Pipeline | None = None
     data_parallel: DataParallel | None = None
@@ -135,7 +137,7 @@ def place(model: Any, config: MegatronConfig, mesh: ParallelMesh) -> ParallelSta
     claims = claim_all(model, styles, structure, copies, config.sequence_parallel)
     check_conversions(model, claims)
 
-    pieces, elsewhere = _cut(model, spec, config, mesh)
+    pieces, names, elsewhere = _cut(model, spec, config, mesh)
     present = {name for name, _ in model.named_modules()}
     structure = structure.restricted_to(present)
 
@@ -148,7 +150,7 @@ def place(model: Any, config: MegatronConfig, mesh: ParallelMesh) -> ParallelSta
                 claim = claims[f"{module_name}.{parameter_name}" if module_name else parameter_name]
                 placeholders[id(parameter)] = _placeholder(parameter, claim.placement, mesh)
             module._parameters[parameter_name] = placeholders[id(parameter)]
-    state = ParallelState(config, mesh, spec, styles, claims, structure, copies, sizes, pieces, elsewhere)
+    state = ParallelState(config, mesh, spec, styles, claims, structure, copies, sizes, pieces, names, elsewhere)
     model._hf_megatron = state
     return state
 
@@ -160,18 +162,21 @@ def _place_whole(model: Any, config: MegatronConfig, mesh: ParallelMesh) -> Para
         for name, parameter in model.named_parameters(remove_duplicate=False)
     }
     spec = own_spec(model) or ModelSpec(model.config.model_type)
-    pieces, elsewhere = _cut(model, spec, config, mesh)
-    model._hf_megatron = ParallelState(config, mesh, spec, {}, claims, Structure(), {}, {}, pieces, elsewhere)
+    cuts = _cut(model, spec, config, mesh)
+    model._hf_megatron = ParallelState(config, mesh, spec, {}, claims, Structure(), {}, {}, *cuts)
     return model._hf_megatron
 
 
-def _cut(model: Any, spec: ModelSpec, config: MegatronConfig, mesh: ParallelMesh) -> tuple[Cut | None, frozenset[str]]:
-    """Leaves of the model what this rank's stages own; returns also the names of weights that went."""
+def _cut(
+    model: Any, spec: ModelSpec, config: MegatronConfig, mesh: ParallelMesh
+) -> tuple[Cut | None, tuple[str, ...], frozenset[str]]:
+    """Leaves of the model what this rank's stages own; returns also the names of all weights and of those that went."""
     if mesh.pp_size == 1:
-        return None, frozenset()
-    names = model.state_dict().keys()
+        return None, (), frozenset()
+    names = tuple(model.state_dict())
     pieces = cut(model, spec, config, mesh)
-    return pieces, frozenset(names - model.state_dict().keys())
+    gone = set(names) - model.state_dict().keys()
+    return pieces, names, frozenset(gone | renamed_by_loader(model, gone))
 
 
 def _placeholder(parameter: Tensor, placement: Placement, mesh: ParallelMesh) -> nn.Parameter:
@@ -189,7 +194,8 @@ def install(model: Any) -> None:
     assert state is not None
     if state.shards_weights:
         # First, so that FSDP2's hooks lie inside those that move activations between ranks.
-        shard_weights(model, state.config, state.mesh)
+        ends = [] if state.cut is None else state.cut.ends(model)
+        shard_weights(model, state.config, state.mesh, ends)
     if state.mesh.tp_size > 1:
         _install_tensor_parallel(model, state)
     shifting = loss_functions()

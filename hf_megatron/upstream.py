@@ -5,7 +5,7 @@ Checked with torch 2.11 to 2.13, transformers 5.23, accelerate 1.15. What to wat
 """
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
@@ -46,6 +46,11 @@ KNOWN_STYLES = frozenset(
 def split_mesh_axis(mesh: DeviceMesh, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
     """Two axes out of one (`DeviceMesh._unflatten`, private in torch 2.11 to 2.13)."""
     return mesh._unflatten(0, sizes, names)
+
+
+def at_end_of_backward(function: Callable[[], None]) -> None:
+    """Calls a function when the backward under way has done everything else (private; FSDP2 uses it)."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)  # type: ignore[attr-defined]
 
 
 def strided_shard(dim: int, groups: int) -> Any:
@@ -125,6 +130,11 @@ def revert_conversion(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str,
     from transformers.core_model_loading import revert_weight_conversion
 
     return revert_weight_conversion(model, tensors)
+
+
+def forget_conversions(model: Any) -> None:
+    """Lets a model that was not loaded be saved in its type's checkpoint format: a loader that read nothing says none."""
+    del model._weight_conversions
 
 
 def conversion_groups(model: Any, names: list[str]) -> list[list[str]]:
@@ -384,3 +394,14 @@ def backward_weights(parameters: list[Any], groups: Any) -> None:
 def keeps_graph() -> bool:
     """Inside a backward: whether the graph is kept for another one (private in torch 2.11 to 2.13)."""
     return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def renamed_by_loader(model: Any, names: set[str]) -> set[str]:
+    """What transformers' loader takes weights for that a model has not: its renamings then apply to any name."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming, rename_source_key
+
+    conversions = [c for c in get_model_conversion_mapping(model, add_legacy=False) if not isinstance(c, PrefixChange)]
+    renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
+    converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
+    return {rename_source_key(name, renamings, converters)[0] for name in names}

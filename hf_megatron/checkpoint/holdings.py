@@ -1,7 +1,7 @@
 """Which entries of which global tensor a rank holds, and which of them it writes.
 
-Ranks that hold the same entries (copies over tp, replicas over dp) each write an equal share of them, so that a save
-takes every rank the same time and nothing is gathered.
+Ranks that hold the same entries (copies over tp, replicas over dp, tied weights at both ends of a pipeline) each write
+an equal share of them, so that a save takes every rank the same time and nothing is gathered.
 """
 
 from collections.abc import Iterator
@@ -18,6 +18,7 @@ from ..parallelize import ParallelState, parallel_state
 from ..spec import Placement
 from ..upstream import local_tensor
 from .pieces import Box, Piece, local_boxes
+from .stages import resharded, is_owned, is_shared
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,8 @@ def parameter_holding(state: ParallelState | None, name: str, parameter: Tensor)
     if state is None:
         return _whole(parameter)
     mesh = state.mesh
-    placement = state.claims[name].placement if name in state.claims else Placement()
-    copies = mesh.tp_size if placement.dim is None else placement.copies
+    placement = _placement(state, name)
+    copies, copy = _copies(state, name)
     shape = tuple(parameter.shape)
     replicas, replica = mesh.dp_size, mesh.dp_rank
     start, stop = 0, local_tensor(parameter).numel()
@@ -70,8 +71,23 @@ def parameter_holding(state: ParallelState | None, name: str, parameter: Tensor)
         row = int(torch.Size(local[1:]).numel())
         start, stop = (edge * row for edge in owned_rows(local, mesh))
         replicas, replica = mesh.replicate_size, mesh.replicate_rank
-    index = replica * copies + mesh.tp_rank % copies
+    index = replica * copies + copy
     return Holding(shape, placement, mesh.tp_size, mesh.tp_rank, start, stop, replicas * copies, index)
+
+
+def _placement(state: ParallelState, name: str) -> Placement:
+    # Buffers are not claimed: every rank has them whole.
+    return state.claims[name].placement if name in state.claims else Placement()
+
+
+def _copies(state: ParallelState, name: str) -> tuple[int, int]:
+    """How many ranks of one dp replica hold the same tp shard, and which of them this rank is."""
+    mesh, placement = state.mesh, _placement(state, name)
+    copies = mesh.tp_size if placement.dim is None else placement.copies
+    copy = mesh.tp_rank % copies
+    if is_shared(state, name):
+        return 2 * copies, copy if is_owned(state, name) else copies + copy
+    return copies, copy
 
 
 def leaf_holding(state: ParallelState | None, leaf: Leaf) -> Holding:
@@ -80,8 +96,8 @@ def leaf_holding(state: ParallelState | None, leaf: Leaf) -> Holding:
     if state is None or not leaf.flat:
         return whole
     mesh = state.mesh
-    copies = whole.holders // mesh.dp_size
-    index = mesh.replicate_rank * copies + mesh.tp_rank % copies
+    copies, copy = _copies(state, leaf.name)
+    index = mesh.replicate_rank * copies + copy
     return Holding(
         whole.shape,
         whole.placement,
@@ -96,7 +112,7 @@ def leaf_holding(state: ParallelState | None, leaf: Leaf) -> Holding:
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Parameters, a tied one under its first name, and the buffers that belong to a model's state."""
-    yield from model.named_parameters()
+    yield from resharded(model).named_parameters()
     persistent = model.state_dict(keep_vars=True).keys()
     for name, buffer in model.named_buffers():
         if name in persistent:
@@ -107,6 +123,9 @@ def model_pieces(model: Any) -> Iterator[Piece]:
     """This rank's share of a model's weights."""
     state = parallel_state(model)
     for name, tensor in named_tensors(model):
+        # Buffers outside the layers are on every stage.
+        if state is not None and not is_owned(state, name) and not is_shared(state, name):
+            continue
         piece = parameter_holding(state, name, tensor).share(name, local_tensor(tensor).detach())
         if piece is not None:
             yield piece

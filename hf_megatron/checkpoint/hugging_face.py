@@ -84,7 +84,7 @@ def write_weights(
         UnsupportedError: what arrives is not what was planned; no file is left then.
     """
     base = "model" if variant is None else f"model.{variant}"
-    pattern = f"model{{suffix}}.{variant + '.' if variant else ''}safetensors"
+    pattern = f"{base}{{suffix}}.safetensors"
     split = split_torch_state_dict_into_shards(dict(planned), filename_pattern=pattern, max_shard_size=max_shard_size)
     writers: dict[str, SafetensorsWriter] = {}
     complete = False

@@ -1,8 +1,9 @@
 """Merged Hugging Face files from any layout, streamed: no rank ever holds the whole model.
 
 The output is planned first, on meta tensors: transformers' own `revert_weight_conversion` says which file names and
-shapes come out (fused experts become per-expert weights again, for example). Then, parameter by parameter, the ranks
-send their shards to rank 0, which writes each tensor to its place in the safetensors file and forgets it.
+shapes come out (fused experts become per-expert weights again, for example). Then, parameter by parameter, the tp ranks
+of the stage that owns it send their shards to its first, this one sends the whole to rank 0, and rank 0 writes each
+tensor to its place in the safetensors file and forgets it.
 """
 
 import os
@@ -21,6 +22,7 @@ from ..parallelize import ParallelState, parallel_state
 from ..spec import Placement
 from ..upstream import conversion_groups, local_tensor, revert_conversion, untied_state_dict
 from .hugging_face import write_weights
+from .stages import Entry, check_copies, entries, in_order, joined, tied_weights
 
 
 class Staging:
@@ -94,7 +96,10 @@ def _placement(state: ParallelState, name: str) -> Placement:
 
 
 def gather_parameter(model: Any, name: str, value: Tensor, staging: Staging | None = None) -> Tensor | None:
-    """A parameter, or a gradient of its layout, in full in CPU memory of rank 0; every rank calls it."""
+    """A parameter, or a gradient of its layout, in full in CPU memory of its stage's first rank, `None` elsewhere.
+
+    Every rank of the stage calls it.
+    """
     state = parallel_state(model)
     assert state is not None
     local = None
@@ -106,30 +111,77 @@ def gather_parameter(model: Any, name: str, value: Tensor, staging: Staging | No
     return gather_to_first(value, _placement(state, name), state.mesh, staging, local)
 
 
+def _fetch(
+    model: Any, state: ParallelState, name: str, entry: Entry, value: Tensor | None, staging: Staging | None = None
+) -> Tensor | None:
+    """A tensor of any stage in CPU memory of rank 0, `None` elsewhere; every rank calls it.
+
+    Args:
+        value: this rank's part of it; not asked for on other stages.
+    """
+    mesh, full = state.mesh, None
+    if entry.owner == mesh.pp_rank:
+        assert value is not None
+        full = gather_parameter(model, name, value, staging)
+    if entry.owner == 0 or mesh.tp_rank > 0 or mesh.dp_rank > 0:
+        return full
+    if full is not None:
+        if full.numel():
+            dist.send(full.to(mesh.device).contiguous(), group=mesh.pp_group, group_dst=0)
+        return None
+    return _receive(entry, mesh, staging) if mesh.pp_rank == 0 else None
+
+
+def _receive(entry: Entry, mesh: ParallelMesh, staging: Staging | None) -> Tensor:
+    shape = torch.Size(entry.shape)
+    full = torch.empty(shape, dtype=entry.dtype) if staging is None else staging.take(shape, entry.dtype)
+    if not full.numel():
+        return full
+    arriving = full if mesh.device.type == "cpu" else torch.empty_like(full, device=mesh.device)
+    dist.recv(arriving, group=mesh.pp_group, group_src=entry.owner)
+    return full if arriving is full else full.copy_(arriving)
+
+
 def full_state_dict(model: Any) -> dict[str, Tensor]:
-    """All weights in full, in CPU memory of rank 0; empty on the other ranks. Every rank calls it."""
+    """All weights in full, in CPU memory of rank 0; empty on the other ranks. Every rank calls it.
+
+    Raises:
+        CheckpointError: pipeline stages hold different copies of a tied weight.
+    """
     state = parallel_state(model)
     assert state is not None
+    check_copies(state, tied_weights(model))
+    tensors = model.state_dict()
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    names: dict[int, str] = {}
+    first = {name: names.setdefault(id(parameters.get(name, tensor)), name) for name, tensor in tensors.items()}
+    # The head's stage knows under which name its tied weight comes.
+    first = joined(state, {name: other for name, other in first.items() if name != other})
     gathered = {}
-    for name, tensor in model.state_dict().items():
-        full = gather_parameter(model, name, tensor)
+    whole = entries(state, {name: tensor for name, tensor in tensors.items() if name not in first})
+    for name, entry in whole.items():
+        full = _fetch(model, state, name, entry, tensors.get(name))
         if full is not None:
             gathered[name] = full
-    return gathered
+    if not gathered:
+        return {}
+    order = in_order(state, [*whole, *first]) if state.names else tensors
+    return {name: gathered[first.get(name, name)] for name in order}
 
 
 def _converted(
-    model: Any, state: ParallelState, tensors: Mapping[str, Tensor], keep_names: bool
+    model: Any, state: ParallelState, tensors: Mapping[str, Tensor], whole: Mapping[str, Entry], keep_names: bool
 ) -> Iterator[dict[str, Tensor]]:
     """Full tensors under their file names, one group that is converted together at a time; empty off rank 0."""
-    groups = [[name] for name in tensors] if keep_names else conversion_groups(model, list(tensors))
-    alone = [tensors[group[0]] for group in groups if len(group) == 1]
-    largest = max((tensor.numel() * tensor.element_size() for tensor in alone), default=0)
-    first = state.mesh.tp_rank == 0 and state.mesh.dp_rank == 0
-    staging = Staging(largest if first else 0)
+    groups = [[name] for name in whole] if keep_names else conversion_groups(model, list(whole))
+    mesh, first = state.mesh, dist.get_rank() == 0
+    gathers = mesh.tp_rank == 0 and mesh.dp_rank == 0
+    alone = [whole[group[0]] for group in groups if len(group) == 1]
+    sizes = [entry.nbytes for entry in alone if gathers and mesh.pp_rank in (0, entry.owner)]
+    staging = Staging(max(sizes, default=0))
     for group in groups:
         place = staging if len(group) == 1 else None
-        gathered = {name: gather_parameter(model, name, tensors[name], place) for name in group}
+        gathered = {name: _fetch(model, state, name, whole[name], tensors.get(name), place) for name in group}
         if first:
             full = {name: tensor for name, tensor in gathered.items() if tensor is not None}
             yield full if keep_names else revert_conversion(model, full)
@@ -158,6 +210,7 @@ def save_merged(
 
     Raises:
         UnsupportedError: `distributed_checkpoint`, or a state dict of the caller's own.
+        CheckpointError: pipeline stages hold different copies of a tied weight.
     """
     state = parallel_state(model)
     assert state is not None
@@ -169,14 +222,16 @@ def save_merged(
         raise UnsupportedError(
             "save_pretrained(state_dict=...): pass no state dict, the weights are streamed from the ranks."
         )
+    check_copies(state, tied_weights(model))
     directory = os.fspath(save_directory)
     # Stock writes config, generation config and custom code; an empty state dict leaves the weights to us.
     original(model, directory, is_main_process=is_main_process, state_dict={}, variant=variant)
 
     tensors = untied_state_dict(model)
-    meta = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in tensors.items()}
-    streamed = _converted(model, state, tensors, not save_original_format)
-    writes = state.mesh.tp_rank == 0 and dist.get_rank() == 0 and is_main_process
+    whole = entries(state, tensors)
+    meta = {name: torch.empty(entry.shape, dtype=entry.dtype, device="meta") for name, entry in whole.items()}
+    streamed = _converted(model, state, tensors, whole, not save_original_format)
+    writes = dist.get_rank() == 0 and is_main_process
     if writes:
         planned = revert_conversion(model, meta) if save_original_format else meta
         write_weights(directory, planned, streamed, max_shard_size=max_shard_size, variant=variant)

@@ -15,6 +15,7 @@ from blake3 import blake3
 from torch import Tensor
 
 from ..errors import CheckpointError
+from ..upstream import local_tensor
 
 # dtype -> its name in a safetensors header.
 DTYPES = {
@@ -113,6 +114,14 @@ def _blocks(tensor: Tensor) -> Iterator[memoryview]:
 def _write_all(descriptor: int, data: memoryview) -> None:
     while data:
         data = data[os.write(descriptor, data) :]
+
+
+def hash_tensor(tensor: Tensor) -> str:
+    """The digest of what this rank holds of a tensor."""
+    digest = blake3()
+    for block in _blocks(local_tensor(tensor).detach().reshape(-1)):
+        digest.update(block)
+    return digest.hexdigest()
 
 
 def hash_file(path: Path) -> FileEntry:

@@ -1,5 +1,7 @@
 """Agreement of all ranks about a save or a load: an error on one rank is the same error on all."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch.distributed as dist
@@ -64,6 +66,21 @@ def raise_together(error: BaseException | None, group: ProcessGroup | None, doin
         return
     also = f" (ranks {', '.join(map(str, failed[1:]))} failed too)" if failed[1:] else ""
     raise CheckpointError(f"{doing} failed on rank {failed[0]}: {texts[failed[0]]}{also}") from error
+
+
+@contextmanager
+def agreed(doing: str) -> Iterator[None]:
+    """An error inside, on any rank of the default group, is raised at the end on all of them.
+
+    Raises:
+        CheckpointError: as `raise_together`.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as caught:  # noqa: BLE001 - the other ranks have to hear of it before it is raised
+        error = caught
+    raise_together(error, None, doing)
 
 
 def _lost(rank: int, doing: str, error: RuntimeError) -> NoReturn:

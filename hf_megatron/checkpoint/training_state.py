@@ -4,10 +4,12 @@
 |---|---|
 | tensor `<name>` | a weight or buffer under its name in the state dict |
 | tensor `optimizer/<number>/<key>/<name>` | a moment of that weight; key `main_weight` is its fp32 copy |
-| fact `optimizers` | hyperparameters of the groups, names of their parameters, steps |
+| fact `optimizers` | hyperparameters of the groups, names of their parameters and moments, steps |
+
+Every pipeline stage writes and reads its own part of both; the facts are those of the whole model.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +19,15 @@ from torch import Tensor
 
 from ..data_parallel.optimizer import Leaf, sharded
 from ..errors import CheckpointError
-from ..parallelize import parallel_state
+from ..parallelize import ParallelState, parallel_state
 from ..upstream import local_tensor
 from .holdings import Holding, leaf_holding, model_pieces, named_tensors, parameter_holding
 from .load import empty_in_huge_pages
 from .packing import pack, unpack
 from .pieces import Piece
 from .reader import Checkpoint
+from .stages import check_copies, resharded, in_order, is_shared, joined, of_all_stages, tied_weights
+from .together import agreed
 
 MAIN_WEIGHT = "main_weight"
 
@@ -33,7 +37,7 @@ def _leaves(model: Any, optimizer: torch.optim.Optimizer) -> list[Leaf]:
     prepared = sharded(optimizer)
     if prepared is not None:
         return prepared.leaves
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    names = {id(parameter): name for name, parameter in resharded(model).named_parameters()}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return [Leaf(names[id(p)], p, 0, local_tensor(p).numel(), p, False, False) for p in parameters]
 
@@ -58,15 +62,20 @@ def _scalars(optimizer: torch.optim.Optimizer, leaf: Leaf) -> dict[str, Any]:
     return {key: value for key, value in optimizer.state.get(leaf.tensor, {}).items() if key not in moments}
 
 
+def _stored(optimizer: torch.optim.Optimizer, leaf: Leaf) -> dict[str, Tensor]:
+    """The moments of a leaf, and its entries where they are more precise than the parameter's."""
+    tensors = _moments(optimizer, leaf)
+    if leaf.separate and leaf.tensor.dtype != leaf.parameter.dtype:
+        tensors = tensors | {MAIN_WEIGHT: leaf.tensor}
+    return tensors
+
+
 def optimizer_pieces(model: Any, optimizer: torch.optim.Optimizer, number: int) -> Iterator[Piece]:
     """This rank's share of an optimizer's moments and main weights."""
     state = parallel_state(model)
     for leaf in _leaves(model, optimizer):
         holding = leaf_holding(state, leaf)
-        tensors = _moments(optimizer, leaf)
-        if leaf.separate and leaf.tensor.dtype != leaf.parameter.dtype:
-            tensors = tensors | {MAIN_WEIGHT: leaf.tensor}
-        for key, tensor in tensors.items():
+        for key, tensor in _stored(optimizer, leaf).items():
             piece = holding.share(_key(number, key, leaf.name), local_tensor(tensor))
             if piece is not None:
                 yield piece
@@ -88,10 +97,19 @@ def write_config(model: Any, directory: Path) -> None:
 
 
 def facts(model: Any, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
-    """What the manifest says beside the tensors; collective, since a rank may own nothing of a small parameter."""
+    """What the manifest says beside the tensors; every rank calls it and gets the same.
+
+    Raises:
+        CheckpointError: pipeline stages hold different copies of a tied weight or of its moments, or have different
+            parameter groups; or an optimizer's state cannot be read in another layout.
+    """
     state = parallel_state(model)
     layout = None if state is None else state.config.to_dict()
-    described = [_describe(model, optimizer) for optimizer in optimizers]
+    with agreed("Saving"):
+        described = [_describe(model, optimizer) for optimizer in optimizers]
+    if state is not None and state.cut is not None:
+        check_copies(state, _tied_tensors(model, state, optimizers))
+        described = _of_the_whole_model(state, described)
     skipped = 0 if state is None or state.data_parallel is None else state.data_parallel.skipped_steps
     return {
         "model": {"class": type(model).__name__.removeprefix("FSDP"), "model_type": model.config.model_type},
@@ -102,25 +120,69 @@ def facts(model: Any, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, 
     }
 
 
+def _tied_tensors(model: Any, state: ParallelState, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Tensor]:
+    """What is saved of weights that this rank and the other end of the pipeline hold."""
+    tensors = tied_weights(model)
+    for number, optimizer in enumerate(optimizers):
+        for leaf in _leaves(model, optimizer):
+            if is_shared(state, leaf.name):
+                stored = _stored(optimizer, leaf).items()
+                tensors |= {_key(number, key, leaf.name): tensor for key, tensor in stored}
+    return tensors
+
+
 def _describe(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    leaves = iter(_leaves(model, optimizer))
+    leaves = _leaves(model, optimizer)
+    remaining = iter(leaves)
     tensors: dict[str, Tensor] = {}
     groups = []
     for group in optimizer.param_groups:
-        names = [next(leaves).name for _ in group["params"]]
+        names = [next(remaining).name for _ in group["params"]]
         hyperparameters = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         groups.append({"names": names, "hyperparameters": pack(hyperparameters, tensors, "group")})
-    scalars = {
-        leaf.name: pack(values, tensors, leaf.name)
-        for leaf in _leaves(model, optimizer)
-        if (values := _scalars(optimizer, leaf))
-    }
+    scalars = {leaf.name: pack(values, tensors, leaf.name) for leaf in leaves if (values := _scalars(optimizer, leaf))}
     if tensors:
         raise CheckpointError(
             f"{type(optimizer).__name__} keeps state that belongs to no single entry of a parameter: "
             f"{', '.join(sorted(tensors)[:3])}. It cannot be read in another layout and is not saved."
         )
-    return {"class": type(optimizer).__name__, "groups": groups, "scalars": scalars}
+    moments = {leaf.name: sorted(keys) for leaf in leaves if (keys := _stored(optimizer, leaf))}
+    return {"class": type(optimizer).__name__, "groups": groups, "scalars": scalars, "moments": moments}
+
+
+def _of_the_whole_model(state: ParallelState, described: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Optimizers as one process would describe them, from the descriptions of all stages."""
+    parts = of_all_stages(state, described)
+    _check_alike(parts)
+    whole = []
+    for number, own in enumerate(described):
+        stages = [part[number] for part in parts]
+        groups = [
+            {**group, "names": in_order(state, [n for stage in stages for n in stage["groups"][index]["names"]])}
+            for index, group in enumerate(own["groups"])
+        ]
+        by_name = {key: joined(state, own[key]) for key in ("scalars", "moments")}
+        whole.append({"class": own["class"], "groups": groups, **by_name})
+    return whole
+
+
+def _check_alike(parts: list[list[dict[str, Any]]]) -> None:
+    """The stages' optimizers differ in nothing but the parameters they hold."""
+    outlines = [
+        [(optimizer["class"], [group["hyperparameters"] for group in optimizer["groups"]]) for optimizer in part]
+        for part in parts
+    ]
+    for rank, outline in enumerate(outlines):
+        if outline != outlines[0]:
+            shown = "; ".join(
+                f"pipeline rank {number}: " + ", ".join(f"{name} with {len(groups)} groups" for name, groups in other)
+                for number, other in ((0, outlines[0]), (rank, outline))
+            )
+            raise CheckpointError(
+                f"The optimizers differ between pipeline stages in their class, groups or hyperparameters ({shown}). "
+                "Make every stage the same groups in the same order, each with the parameters that this stage holds; "
+                "a group may be empty."
+            )
 
 
 def _read(checkpoint: Checkpoint, name: str, holding: Holding, shape: torch.Size, old: Tensor | None = None) -> Tensor:
@@ -147,21 +209,23 @@ def load_model(model: Any, checkpoint: Checkpoint, *, strict: bool = True) -> tu
         `tuple`: names that the checkpoint lacks and names the model has not; both empty when strict.
 
     Raises:
-        CheckpointError: names, shapes or dtypes that differ, or entries that no file has.
+        CheckpointError: on every rank; names, shapes or dtypes that differ, or entries that no file has.
     """
     state = parallel_state(model)
     tensors = dict(named_tensors(model))
-    found = [name for name in checkpoint.names() if _is_weight(name)]
+    elsewhere = frozenset() if state is None else state.elsewhere
+    found = [name for name in checkpoint.names() if _is_weight(name) and name not in elsewhere]
     missing, surplus = sorted(tensors.keys() - set(found)), sorted(set(found) - tensors.keys())
-    if strict and (missing or surplus):
-        raise CheckpointError(
-            f"{checkpoint.path} is not a checkpoint of this {type(model).__name__}: missing {missing[:5]}, surplus "
-            f"{surplus[:5]}."
-        )
     wanted = {name: tensors[name] for name in found if name in tensors}
     holdings = {name: parameter_holding(state, name, tensor) for name, tensor in wanted.items()}
-    for name, tensor in wanted.items():
-        checkpoint.check(name, tuple(tensor.shape), tensor.dtype, holdings[name].boxes())
+    with agreed(f"Loading {checkpoint.path}"):
+        if strict and (missing or surplus):
+            raise CheckpointError(
+                f"{checkpoint.path} is not a checkpoint of this {type(model).__name__}: missing {missing[:5]}, surplus "
+                f"{surplus[:5]}."
+            )
+        for name, tensor in wanted.items():
+            checkpoint.check(name, tuple(tensor.shape), tensor.dtype, holdings[name].boxes())
     for name, tensor in wanted.items():
         local = local_tensor(tensor).detach()
         if local.device.type == "cpu" and local.is_contiguous():
@@ -180,15 +244,18 @@ def load_optimizers(model: Any, optimizers: Sequence[torch.optim.Optimizer], che
     """Fills the optimizers' state, hyperparameters and main weights from a checkpoint of any layout.
 
     Raises:
-        CheckpointError: another number or class of optimizers, or other parameters in their groups.
+        CheckpointError: on every rank; another number or class of optimizers, other parameters in their groups, or
+            moments that no file has.
     """
     described = checkpoint.facts.get("optimizers", [])
-    if len(described) != len(optimizers):
-        raise CheckpointError(
-            f"{checkpoint.path} holds the state of {len(described)} optimizer(s), this run has {len(optimizers)}."
-        )
-    for optimizer, description in zip(optimizers, described, strict=True):
-        _check_groups(model, optimizer, description, checkpoint)
+    with agreed(f"Loading {checkpoint.path}"):
+        if len(described) != len(optimizers):
+            raise CheckpointError(
+                f"{checkpoint.path} holds the state of {len(described)} optimizer(s), this run has {len(optimizers)}."
+            )
+        for number, (optimizer, description) in enumerate(zip(optimizers, described, strict=True)):
+            _check_groups(model, optimizer, description, checkpoint)
+            _check_moments(model, optimizer, number, description, checkpoint)
     for number, (optimizer, description) in enumerate(zip(optimizers, described, strict=True)):
         _load_optimizer(model, optimizer, number, description, checkpoint)
 
@@ -201,13 +268,28 @@ def _check_groups(
         raise CheckpointError(f"{checkpoint.path} holds the state of a {description['class']}, this run uses {name}.")
     leaves = iter(_leaves(model, optimizer))
     names = [[next(leaves).name for _ in group["params"]] for group in optimizer.param_groups]
-    saved = [group["names"] for group in description["groups"]]
+    state = parallel_state(model)
+    elsewhere = frozenset() if state is None else state.elsewhere
+    saved = [[name for name in group["names"] if name not in elsewhere] for group in description["groups"]]
     if [sorted(group) for group in names] != [sorted(group) for group in saved]:
         differing = sorted(set(sum(names, [])) ^ set(sum(saved, [])))
         raise CheckpointError(
             f"{checkpoint.path}: the parameter groups of {name} differ from this run's"
             + (f" in {', '.join(differing[:5])}." if differing else " in how parameters are grouped.")
         )
+
+
+def _check_moments(
+    model: Any, optimizer: torch.optim.Optimizer, number: int, description: dict[str, Any], checkpoint: Checkpoint
+) -> None:
+    state = parallel_state(model)
+    # Checkpoints of earlier versions do not say which there should be.
+    moments: Mapping[str, list[str]] = description.get("moments", {})
+    for leaf in _leaves(model, optimizer):
+        holding = leaf_holding(state, leaf)
+        for key in moments.get(leaf.name, ()):
+            name = _key(number, key, leaf.name)
+            checkpoint.check(name, holding.shape, checkpoint.dtype(name), holding.boxes())
 
 
 def _load_optimizer(

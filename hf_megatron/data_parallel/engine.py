@@ -63,7 +63,8 @@ class DataParallel:
         self._shared: set[int] = set()
         if mesh.dp_size > 1 and config.zero_stage < 3:
             self.reduce_gradients()
-        elif mesh.dp_size > 1:
+        elif mesh.dp_size > 1 and mesh.pp_size == 1:
+            # A pipeline has to scale a call's gradients, which FSDP2 would keep from it until they are reduced.
             model.no_sync = partial(no_sync, model)  # type: ignore[assignment]
         model.register_forward_pre_hook(self._before_forward)
         model.register_load_state_dict_post_hook(lambda *_: self.refresh_main_weights())

@@ -5,7 +5,7 @@ tp and FSDP2 both split goes wrong for many uneven sizes (`DTensor.full_tensor` 
 right), so nothing here or in checkpoints asks DTensor: `whole_local` puts the ranks' parts together.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,16 +33,50 @@ def outermost_layers(model: nn.Module) -> list[nn.Module]:
     return list(layers.values())
 
 
-def shard_weights(model: Any, config: MegatronConfig, mesh: ParallelMesh) -> None:
-    """Makes every layer, and the model around them, an FSDP2 unit over the dp ranks."""
+def shard_weights(
+    model: Any, config: MegatronConfig, mesh: ParallelMesh, around_layers: Sequence[nn.Module] = ()
+) -> None:
+    """Makes every layer, and the model around them, an FSDP2 unit over the dp ranks.
+
+    Args:
+        around_layers: modules that are units of their own, because the model around them is not called as often.
+    """
     axes = mesh.dp if config.dp_replicate_size > 1 else mesh.root["dp"]
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if config.main_weights_in_fp32 else None)
     units = [layer for layer in outermost_layers(model) if next(layer.parameters(), None) is not None]
-    for unit in (*units, model):
-        fully_shard(unit, mesh=axes, mp_policy=policy)
-        if mesh.shard_size > 1 and dist.get_backend(mesh.shard_group) == "gloo":
-            unit.set_custom_all_gather(PairwiseAllGather())
-            unit.set_custom_reduce_scatter(PairwiseReduceScatter())
+    tied = _tied_parameters(model) if around_layers else []
+    for unit in units:
+        _make_unit(unit, mesh.shard_group, mesh=axes, mp_policy=policy)
+    for unit in around_layers:
+        # The loss reads a vocab-parallel head after its forward, and backward never tells an embedding, whose inputs
+        # have no gradient, that it is over: the caller splits these weights again with `reshard`.
+        _make_unit(unit, mesh.shard_group, mesh=axes, mp_policy=policy, reshard_after_forward=False)
+        unit.set_reshard_after_backward(False)  # type: ignore[operator]
+    for (owner, name), (other, other_name) in tied:
+        # FSDP2 ties what lies inside one unit only.
+        owner._parameters[name] = other._parameters[other_name]
+    shared = {owner._parameters[name] for (owner, name), _ in tied}
+    _make_unit(model, mesh.shard_group, mesh=axes, mp_policy=policy, ignored_params=shared)
+
+
+def _make_unit(module: Any, group: dist.ProcessGroup, **options: Any) -> None:
+    fully_shard(module, **options)
+    if dist.get_world_size(group) > 1 and dist.get_backend(group) == "gloo":
+        module.set_custom_all_gather(PairwiseAllGather())
+        module.set_custom_reduce_scatter(PairwiseReduceScatter())
+
+
+_Place = tuple[nn.Module, str]
+
+
+def _tied_parameters(model: nn.Module) -> list[tuple[_Place, _Place]]:
+    """Pairs of places that hold the same parameter, the first and the last one in the model's order."""
+    places: dict[int, list[_Place]] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                places.setdefault(id(parameter), []).append((module, name))
+    return [(found[0], found[-1]) for found in places.values() if len(found) > 1]
 
 
 class _Memory:
@@ -76,6 +110,12 @@ class PairwiseReduceScatter(_Memory):
         inbox = rows.new_empty((ranks - 1, rows.shape[1]))
         total = ReduceScatter(rows, inbox, group).wait()
         output_tensor.copy_(total.div_(ranks) if op == dist.ReduceOp.AVG else total)
+
+
+def reshard(units: Iterable[Any]) -> None:
+    """Splits the weights of units again that a batch needed whole."""
+    for unit in units:
+        unit.reshard()
 
 
 @contextmanager

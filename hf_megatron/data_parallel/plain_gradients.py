@@ -56,6 +56,12 @@ class PlainGradients:
             if parameter.grad is not None:
                 local_tensor(parameter.grad).mul_(factor)
 
+    def reduce(self) -> None:
+        """Nothing is reduced here."""
+
+    def complete(self) -> None:
+        """Nothing is under way here."""
+
     def take(self, parameters: Iterable[nn.Parameter]) -> None:
         """Gradients were added to `.grad` without the parameters' hooks: nothing to do here."""
 

@@ -245,9 +245,19 @@ class GradientReducer:
         for bucket, sum_ in zip(self._buckets, other, strict=True):
             bucket.add(sum_, factor)
         if self.synchronise:
-            self._pending = True
-            while self._next < len(self._buckets):
-                self._start(self._buckets[self._next])
+            self.reduce()
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """Starts the reduction of everything that is not reduced yet; every data parallel rank calls it."""
+        self._pending = True
+        while self._next < len(self._buckets):
+            self._start(self._buckets[self._next])
+
+    def complete(self) -> None:
+        """Waits for a reduction under way; every data parallel rank calls it."""
+        if self._pending:
+            self.finish()
 
     @torch.no_grad()
     def scale(self, factor: float) -> None:

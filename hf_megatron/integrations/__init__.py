@@ -11,6 +11,7 @@ _MODEL = "transformers.modeling_utils:PreTrainedModel"
 _ATTENTION = "transformers.modeling_utils:AttentionInterface"
 _AUTO = "transformers.models.auto.auto_factory:_BaseAutoModelClass"
 _MIXIN = "transformers.distributed.mixin:DistributedMixin"
+_GENERATION = "transformers.generation.utils:GenerationMixin"
 _ACCELERATOR = "accelerate.accelerator:Accelerator"
 
 PATCHES: Mapping[str, str] = {
@@ -27,7 +28,10 @@ PATCHES: Mapping[str, str] = {
         f"{_HERE}.transformers:add_unmatched_checkpoint_key"
     ),
     "transformers.core_model_loading:set_param_for_module": f"{_HERE}.transformers:set_param_for_module",
-    "transformers.generation.utils:GenerationMixin.generate": f"{_HERE}.transformers:generate",
+    f"{_GENERATION}.generate": f"{_HERE}.generation:generate",
+    f"{_GENERATION}._get_stopping_criteria": f"{_HERE}.generation:get_stopping_criteria",
+    f"{_GENERATION}._get_static_cache_init_shape": f"{_HERE}.generation:get_static_cache_init_shape",
+    f"{_GENERATION}._valid_auto_compile_criteria": f"{_HERE}.generation:valid_auto_compile_criteria",
     "transformers.trainer:Trainer.__init__": f"{_HERE}.trainer:init",
     "transformers.trainer:Trainer._build_accelerator_args": f"{_HERE}.trainer:build_accelerator_args",
     **{
@@ -48,19 +52,22 @@ PATCHES: Mapping[str, str] = {
         f"{_HERE}.trainer:sync_replicated_trainable_parameters"
     ),
     "transformers.trainer:Trainer._get_num_items_in_batch": f"{_HERE}.trainer:get_num_items_in_batch",
+    "transformers.trainer:Trainer.prediction_step": f"{_HERE}.evaluation:prediction_step",
+    "transformers.trainer:Trainer.training_step": f"{_HERE}.pipeline:training_step",
     f"{_ACCELERATOR}.__init__": f"{_HERE}.accelerate:init",
     f"{_ACCELERATOR}.prepare_model": f"{_HERE}.accelerate:prepare_model",
     f"{_ACCELERATOR}._prepare_tp": f"{_HERE}.accelerate:prepare_tp",
     f"{_ACCELERATOR}.prepare_optimizer": f"{_HERE}.optimizer:prepare_optimizer",
     "accelerate.optimizer:AcceleratedOptimizer.step": f"{_HERE}.optimizer:optimizer_step",
+    "torch.amp.grad_scaler:GradScaler.__init__": f"{_HERE}.optimizer:init_scaler",
     "torch.amp.grad_scaler:GradScaler._unscale_grads_": f"{_HERE}.optimizer:unscale_grads",
     "torch.nn.utils.clip_grad:clip_grad_norm_": f"{_HERE}.optimizer:clip_grad_norm_",
     "torch.nn.utils:clip_grad_norm_": f"{_HERE}.optimizer:clip_grad_norm_",
     f"{_ACCELERATOR}.prepare_scheduler": f"{_HERE}.accelerate:prepare_scheduler",
     f"{_ACCELERATOR}.clip_grad_norm_": f"{_HERE}.accelerate:clip_grad_norm_",
-    f"{_ACCELERATOR}.gather": f"{_HERE}.accelerate:gather",
-    f"{_ACCELERATOR}.gather_for_metrics": f"{_HERE}.accelerate:gather_for_metrics",
-    f"{_ACCELERATOR}.reduce": f"{_HERE}.accelerate:reduce",
+    f"{_ACCELERATOR}.gather": f"{_HERE}.gathering:gather",
+    f"{_ACCELERATOR}.gather_for_metrics": f"{_HERE}.gathering:gather_for_metrics",
+    f"{_ACCELERATOR}.reduce": f"{_HERE}.gathering:reduce",
     f"{_ACCELERATOR}.save_state": f"{_HERE}.state:save_state",
     f"{_ACCELERATOR}.load_state": f"{_HERE}.state:load_state",
     f"{_ACCELERATOR}.get_state_dict": f"{_HERE}.accelerate:get_state_dict",

@@ -177,7 +177,8 @@ def parallelism_config(ranks_per_batch: int) -> Any:
     )
 
 
-def _is_ours(accelerator: Any) -> bool:
+def is_ours(accelerator: Any) -> bool:
+    """Whether an Accelerator was set up for a layout of this library."""
     config = accelerator.parallelism_config
     return config is not None and type(config).__name__ == "MegatronParallelismConfig"
 
@@ -186,15 +187,6 @@ def _state(model: Any) -> Any:
     from ..parallelize import parallel_state
 
     return parallel_state(model)
-
-
-def _data_parallel_size(accelerator: Any) -> int:
-    return accelerator.parallelism_config.dp_shard_size
-
-
-def _data_parallel_group(accelerator: Any) -> Any:
-    """The ranks that see different batches and hold the same part of the model as this one, in dp order."""
-    return accelerator.torch_device_mesh["dp_shard"].get_group()
 
 
 def config_of_plugin(plugin: Any) -> MegatronConfig | None:
@@ -295,13 +287,16 @@ def prepare_model(original: Callable) -> Callable:
         state = _state(model)
         if state is None:
             return original(self, model, device_placement, evaluation_mode, **kwargs)
-        if not _is_ours(self):
+        if not is_ours(self):
             raise ConfigError(
                 "This Accelerator was created before the model was loaded with megatron_config and splits batches over "
                 "all ranks. Create it after the model, pass it megatron_lm_plugin=MegatronPlugin(...), or launch with "
                 "an accelerate YAML of type MEGATRON_LM."
             )
         _require_same_layout(self, state.config)
+        if state.pipeline is not None and self.scaler is not None:
+            # What `backward` multiplies a loss by, unless the loop does something to it as well.
+            state.pipeline.scale_hint = lambda: self.scaler.get_scale() / self.gradient_accumulation_steps
         # Stock's evaluation mode applies mixed precision and leaves out DistributedDataParallel: gradients are
         # reduced by the model's own hooks.
         return original(self, model, device_placement, True, **kwargs)
@@ -335,7 +330,7 @@ def prepare_tp(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def wrapper(self: Any, *args: Any) -> Any:
-        return list(args) if _is_ours(self) else original(self, *args)
+        return list(args) if is_ours(self) else original(self, *args)
 
     return wrapper
 
@@ -344,7 +339,7 @@ def prepare_scheduler(original: Callable) -> Callable:
     @functools.wraps(original)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         scheduler = original(self, *args, **kwargs)
-        if _is_ours(self):
+        if is_ours(self):
             # Stock steps once per rank of the world; ranks that share a batch are one.
             scheduler.split_batches = True
         return scheduler
@@ -355,7 +350,7 @@ def prepare_scheduler(original: Callable) -> Callable:
 def clip_grad_norm_(original: Callable) -> Callable:
     @functools.wraps(original)
     def wrapper(self: Any, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-        if not _is_ours(self):
+        if not is_ours(self):
             return original(self, parameters, max_norm, norm_type=norm_type)
         from ..data_parallel.gradient_norm import clip_grad_norm
 
@@ -363,88 +358,6 @@ def clip_grad_norm_(original: Callable) -> Callable:
         return clip_grad_norm(parameters, max_norm, norm_type)
 
     return wrapper
-
-
-def gather(original: Callable) -> Callable:
-    @functools.wraps(original)
-    def wrapper(self: Any, tensor: Any) -> Any:
-        if not _is_ours(self):
-            return original(self, tensor)
-        if _data_parallel_size(self) == 1:
-            # Every rank holds the same batch: what each has is the whole already.
-            return tensor
-        from accelerate.utils.operations import recursively_apply
-
-        group = _data_parallel_group(self)
-        return recursively_apply(functools.partial(_gather_one, group=group), tensor, error_on_other_type=True)
-
-    return wrapper
-
-
-def _gather_one(tensor: "torch.Tensor", group: Any) -> "torch.Tensor":
-    import torch
-    import torch.distributed as dist
-
-    tensor = (tensor[None] if tensor.ndim == 0 else tensor).contiguous()
-    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, tensor, group=group)
-    return torch.cat(parts)
-
-
-def gather_for_metrics(original: Callable) -> Callable:
-    @functools.wraps(original)
-    def wrapper(self: Any, input_data: Any, use_gather_object: bool = False) -> Any:
-        if not _is_ours(self) or not (use_gather_object or _holds_other_than_tensors(input_data)):
-            # Tensors go through `gather` above; stock then drops what fills up the last batch.
-            return original(self, input_data, use_gather_object)
-        import torch.distributed as dist
-
-        if _data_parallel_size(self) > 1:
-            parts: list[Any] = [None] * _data_parallel_size(self)
-            dist.all_gather_object(parts, input_data, group=_data_parallel_group(self))
-            input_data = [item for part in parts for item in part]
-        state = self.gradient_state
-        return input_data[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else input_data
-
-    return wrapper
-
-
-def _holds_other_than_tensors(data: Any) -> bool:
-    from accelerate.utils.operations import recursively_apply
-
-    try:
-        recursively_apply(lambda tensor: tensor, data, error_on_other_type=True)
-    except TypeError:
-        return True
-    return False
-
-
-def reduce(original: Callable) -> Callable:
-    @functools.wraps(original)
-    def wrapper(self: Any, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        if not _is_ours(self):
-            return original(self, tensor, reduction, scale)
-        from accelerate.utils.operations import recursively_apply
-
-        # Over all ranks a sum would count each batch once for every rank that works on it.
-        group = _data_parallel_group(self) if _data_parallel_size(self) > 1 else None
-        return recursively_apply(
-            functools.partial(_reduce_one, reduction=reduction, group=group), tensor, error_on_other_type=True
-        )
-
-    return wrapper
-
-
-def _reduce_one(tensor: "torch.Tensor", reduction: str, group: Any) -> "torch.Tensor":
-    import torch.distributed as dist
-
-    tensor = tensor.clone()
-    if group is not None:
-        # As in stock, "none" adds up too; only "mean" divides.
-        dist.all_reduce(tensor, dist.ReduceOp.MAX if reduction == "max" else dist.ReduceOp.SUM, group=group)
-        if reduction == "mean":
-            tensor /= dist.get_world_size(group)
-    return tensor
 
 
 def get_state_dict(original: Callable) -> Callable:

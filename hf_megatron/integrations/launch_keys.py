@@ -69,11 +69,12 @@ LAUNCH_KEYS: Mapping[str, LaunchKey] = {
         int, 1, accepted=(1,), instead="every layer is recomputed by itself, not in chunks of several"
     ),
     "gradient_clipping": LaunchKey(float, 1.0, "gradient_clipping"),
+    # Accepted without stages to feed when it is 1, see `_fields`.
     "num_micro_batches": LaunchKey(
-        int, 1, accepted=(1,), instead="micro batches belong to pipeline parallelism; use gradient_accumulation_steps"
+        int, 1, "num_microbatches", instead="without pp_degree nothing is cut; use gradient_accumulation_steps"
     ),
     "decoder_last_pipeline_num_layers": LaunchKey(
-        int, None, instead="it belongs to pipeline parallelism, which is not supported yet: leave the key out"
+        int, None, instead="the layers of every stage are stated together: HF_MEGATRON_PIPELINE_PARTITION=3,2"
     ),
     "use_custom_fsdp": LaunchKey(
         bool, False, accepted=(False,), instead="to split the weights over the dp ranks set HF_MEGATRON_ZERO_STAGE=3"
@@ -105,6 +106,14 @@ LAUNCH_KEYS: Mapping[str, LaunchKey] = {
     "attention_dropout": LaunchKey(float, 0.0, instead=_MODEL.format("attention_dropout=)")),
     "hidden_dropout": LaunchKey(float, 0.0, instead=_MODEL.format("the dropout's name in its config)")),
     "use_rotary_position_embeddings": LaunchKey(bool, True, instead="it follows from the model: leave the key out"),
+}
+
+# Attributes of accelerate's plugin that no variable and no key stands for, and what to do instead.
+_PLUGIN_ONLY = {
+    "num_layers_per_virtual_pipeline_stage": (
+        "set the stages per rank, MegatronConfig(virtual_stages=...) or HF_MEGATRON_VIRTUAL_STAGES, and an interleaved "
+        "pipeline_schedule"
+    ),
 }
 
 
@@ -143,6 +152,10 @@ def _fields(given: Mapping[str, tuple[Any, str]]) -> dict[str, Any]:
                 valid = (given["tp_degree"][0] if "tp_degree" in given else 1,)
             if (value.lower() if isinstance(value, str) else value) not in valid:
                 raise _refusal(source, name, value, valid)
+            continue
+        if name == "num_micro_batches" and given.get("pp_degree", (1, ""))[0] == 1:
+            if value != 1:
+                raise _refusal(source, name, value, (1,))
             continue
         if name == "gradient_clipping":
             # accelerate documents 0 as "no clipping".
@@ -196,10 +209,11 @@ def fields_of_plugin(plugin: Any) -> dict[str, Any]:
         key = LAUNCH_KEYS.get(attribute.name)
         if key is None:
             if value != attribute.default:
-                raise UnsupportedError(
-                    f"{source} = {value!r} has no counterpart here; leave it out. It configures accelerate's own "
-                    "Megatron engine, which hf_megatron replaces."
+                instead = _PLUGIN_ONLY.get(
+                    attribute.name,
+                    "leave it out. It configures accelerate's own Megatron engine, which hf_megatron replaces",
                 )
+                raise UnsupportedError(f"{source} = {value!r} has no counterpart here; {instead}.")
         elif value != key.default:
             given[attribute.name] = (str(value).lower() if key.parse is str else value), source
     return _fields(given)
@@ -228,6 +242,10 @@ def fields_of_variables(environment: Mapping[str, str], internal: tuple[str, ...
                 f"{', '.join(FIELD_PREFIX + other.upper() for other in near)}."
             )
         kinds = typing.get_args(known[name]) or (known[name],)
+        counts = text.strip("[]() ").split(",")
+        if name == "pipeline_partition" and counts[0].strip().isdecimal():
+            fields[name] = tuple(_parse(int, count, variable) for count in counts)
+            continue
         if types.NoneType in kinds and text.strip().lower() in ("none", ""):
             fields[name] = None
         else:

@@ -23,7 +23,7 @@ from ..errors import ConfigError, UnsupportedError
 from ..memory.recompute import apply_recompute
 from ..mesh import ParallelMesh, validate_world_size
 from ..parallelize import install, parallel_plan, parallel_state, place
-from ..upstream import quiet_loading
+from ..upstream import forget_conversions, quiet_loading
 from ..version import __version__
 from .accelerate import announce, ensure_process_group, job_world_size
 from .verified import require_verified
@@ -109,6 +109,7 @@ def from_config(original: classmethod) -> classmethod:
             model = cls.from_pretrained.__func__.__wrapped__(
                 cls, None, config=config, state_dict={}, dtype=dtype, distributed_config=megatron_config, **kwargs
             )
+        forget_conversions(model)
         _finish(model)
         return model.train()
 
@@ -270,20 +271,6 @@ def save_pretrained(original: Callable) -> Callable:
         if parallel_state(self) is None:
             return original(self, save_directory, *args, **kwargs)
         return save_merged(self, original, save_directory, *args, **kwargs)
-
-    return wrapper
-
-
-def generate(original: Callable) -> Callable:
-    @functools.wraps(original)
-    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        state = parallel_state(self)
-        if state is not None:
-            # Sampling must draw the same tokens on every rank, whatever seeds the user set.
-            from ..communication.random import ReplicatedState
-
-            ReplicatedState(state.mesh.device).synchronise(state.mesh.tp_group)
-        return original(self, *args, **kwargs)
 
     return wrapper
 

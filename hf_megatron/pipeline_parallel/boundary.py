@@ -50,6 +50,11 @@ class StageBoundary:
     def __deepcopy__(self, memo: dict) -> "StageBoundary":
         return self
 
+    @property
+    def stage(self) -> int:
+        """The stage whose forward is under way."""
+        return self._stage
+
     def run(self, stage: int, received: tuple[Tensor, ...] | None, forward: Callable[[], Any]) -> Any:
         """Runs the model's forward as one stage.
 
@@ -68,7 +73,9 @@ class StageBoundary:
             return left.outputs
         finally:
             self._received = self._zeros = None
-        if not self.entered or stage < len(self.stages.ranges) - 1:
+            # Outside of a forward an embedding may be asked for by itself.
+            entered, self.entered = self.entered, False
+        if not entered or stage < len(self.stages.ranges) - 1:
             raise PlanError("A pipeline stage ran through the model without meeting its layers.")
         return output
 
@@ -133,9 +140,11 @@ class ForeignLayer(nn.Module):
     def __init__(self, layer: nn.Module, boundary: StageBoundary):
         super().__init__()
         plain = (str, int, float, bool, type(None))
-        for name, value in vars(layer).items():
-            if not name.startswith("_") and name != "training" and isinstance(value, plain):
-                setattr(self, name, value)
+        classes = type(layer).__mro__[: type(layer).__mro__.index(nn.Module)]
+        for names in (*(vars(cls) for cls in reversed(classes)), vars(layer)):
+            for name, value in names.items():
+                if not name.startswith("_") and name != "training" and isinstance(value, plain):
+                    setattr(self, name, value)
         self._stage_boundary = boundary
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -145,22 +154,25 @@ class ForeignLayer(nn.Module):
 class ForeignInput(nn.Module):
     """Stands where a module before the layers is on later stages: zeros of its shape, or its input."""
 
-    like: Tensor
+    weight: Tensor
 
     def __init__(self, name: str, module: nn.Module, boundary: StageBoundary):
         super().__init__()
         self.name, self._stage_boundary = name, boundary
         self.width = _output_width(module)
         dtype = next(module.parameters()).dtype
-        # Follows the model's dtype and device.
-        self.register_buffer("like", torch.empty(0, dtype=dtype), persistent=False)
+        # Follows the model's dtype and device, and answers forwards that ask their embedding for those.
+        self.register_buffer("weight", torch.empty(0, dtype=dtype), persistent=False)
 
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, x: Tensor, *args: Any, position_ids: Tensor | None = None, **kwargs: Any) -> Tensor:
         _require_before_layers(self.name, self._stage_boundary)
         if self.width is None:
             return x
+        if position_ids is not None:
+            # Learned positions that take the mask of the whole past first.
+            x = position_ids
         shape = x.shape[:-1] if x.is_floating_point() else x.shape
-        return self.like.new_zeros((*shape, self.width), device=x.device)
+        return self.weight.new_zeros((*shape, self.width), device=x.device)
 
 
 class ForeignOutput(nn.Module):

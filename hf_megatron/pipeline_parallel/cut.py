@@ -48,6 +48,12 @@ class Cut:
             names = [*names, *self.after]
         return [model.get_submodule(name) for name in names]
 
+    def ends(self, model: nn.Module) -> list[nn.Module]:
+        """The modules with parameters around the layers that run on this rank."""
+        modules = [model.get_submodule(name) for name in (*self.before, *self.after)]
+        used = [module for module in modules if not isinstance(module, UnusedInput)]
+        return [module for module in used if next(module.parameters(), None) is not None]
+
     def stage_of(self, parameter: str) -> int:
         """The stage that owns a parameter; a tied one belongs to the first."""
         if parameter.startswith(f"{self.layers}."):

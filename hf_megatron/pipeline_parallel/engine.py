@@ -24,13 +24,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
+from ..communication.random import ReplicatedState
 from ..config import MegatronConfig
 from ..data_parallel.engine import DataParallel
+from ..data_parallel.fully_sharded import reshard
 from ..errors import ConfigError, UnsupportedError
 from ..mesh import ParallelMesh
-from ..upstream import local_tensor, loss_functions
+from ..upstream import at_end_of_backward, local_tensor, loss_functions
+from .cache import StagedCache, cache_name, new_inputs
 from .cut import Cut, stages_per_rank
 from .executor import Execution
+from .first_scale import first_scale
 from .loss import Denominator, batch_denominator, over_denominator
 from .microbatches import batch_rows, describe, split
 from .schedules import Action, Kind, backward_plan, forward_plan, plan, schedule, valid_microbatches
@@ -42,6 +46,8 @@ if TYPE_CHECKING:
 # Microbatches per stage unless the user says otherwise: a bubble of a fifth at most in 1F1B.
 _PER_RANK = 4
 _TIED_TAG = 0
+# An announced scale and the one that arrives are rounded differently, to fp32 at every factor.
+_SAME_SCALE = 1e-6
 
 
 @dataclass
@@ -108,6 +114,8 @@ class Pipeline:
         recorder (`SpanRecorder`, *optional*): measures what this rank does, when set.
         expected_scale (`Callable`, *optional*): the gradient that the next loss will receive in backward, for loops
             that know it; gradients then need no second sum.
+        scale_hint (`Callable`): a guess at it for the first loss, when nothing is announced; later losses are taken to
+            receive what the last one did.
         wants_logits (`bool`): whether evaluation hands out logits.
     """
 
@@ -119,11 +127,12 @@ class Pipeline:
         self.transport = Transport(mesh.pp_group, mesh.device)
         self.recorder: SpanRecorder | None = None
         self.expected_scale: Callable[[], float] | None = None
+        self.scale_hint: Callable[[], float] = first_scale
         self.wants_logits = True
         self.denominator = Denominator()
         self._numbers = itertools.count()
-        self._alone: int | None = None
-        self._scale = 1.0
+        self._alone: _Call | None = None
+        self._scale: float | None = None
         self._first, self._last = cut.boundary.stages.rank_of[0], cut.boundary.stages.rank_of[-1]
         engine.share(self._tied())
         self._install()
@@ -213,8 +222,8 @@ class Pipeline:
         seed = torch.tensor(call.seed, device=self.mesh.device)
         execution.seeds = lambda number: (seed,)
         execution.before_backward, execution.after_backward = call.before_backward, call.after_backward
-        with call, self._quiet_autocast():
-            execution.run(actions)
+        with call:
+            self._run(execution, actions)
         self._from_last(losses)
         if mean_over_ranks and self.mesh.dp_size > 1:
             dist.all_reduce(losses[0], group=self.mesh.dp_group)
@@ -225,21 +234,19 @@ class Pipeline:
 
     def _forward_only(self, arguments: dict[str, Any], labels: bool) -> PipelineOutput:
         """Forwards, whose graphs are kept if gradients are wanted."""
-        cache = arguments.get("past_key_values") is not None or bool(arguments.get("use_cache"))
-        microbatches, weights = self._prepare(arguments, for_backward=False, whole=cache)
-        caches: list[Any] = []
+        parameters, stages = self._signature.parameters, self.boundary.stages
+        cache = StagedCache.of_call(self.model, arguments, parameters, stages, self.mesh.pp_rank)
+        microbatches, weights = self._prepare(arguments, for_backward=False, whole=cache is not None)
 
         def read(number: int, output: Any) -> tuple[Tensor, ...]:
-            caches.append(output.get("past_key_values"))
             values = [(self._loss_of(output) * weights[number]).reshape(1)] if labels else []
             if self.wants_logits or not labels:
                 values.append(self._logits_of(output))
             return tuple(values)
 
-        execution = self._execution(microbatches, weights, read)
+        execution = self._execution(microbatches, weights, read, cache)
         sizes = self.schedule.name, self.config.pp_size, self.stages_per_rank, len(microbatches)
-        with self._quiet_autocast():
-            execution.run(forward_plan(*sizes)[self.mesh.pp_rank])
+        self._run(execution, forward_plan(*sizes)[self.mesh.pp_rank])
         parts = execution.results
         values = tuple(torch.cat(column) for column in zip(*parts, strict=True))
         values = self._broadcast(values)
@@ -250,8 +257,12 @@ class Pipeline:
         output = PipelineOutput(loss=values[0] if labels else None)
         if len(values) > labels:
             output["logits"] = values[-1]
-        if cache:
-            output["past_key_values"] = arguments.get("past_key_values") if not caches else caches[0]
+        if cache is not None:
+            cache.advance(new_inputs(arguments))
+            output[cache.name] = cache.cache
+        if self.model.training and not torch.is_grad_enabled():
+            # Stages drew different dropout; a token that is sampled next has to be the same on all of them.
+            ReplicatedState(self.mesh.device).synchronise(self.mesh.pp_group)
         return output
 
     def _kept(
@@ -267,9 +278,12 @@ class Pipeline:
             execution.seeds = lambda number: tuple(part[number] for part in parts)
             call = _Call(self, actions, seed=1.0)
             execution.before_backward, execution.after_backward = call.before_backward, call.after_backward
-            with call, self._quiet_autocast():
-                execution.run(actions)
+            with call:
+                self._run(execution, actions)
             call.settle(1.0)
+            if call.synchronise:
+                # Other forwards may be under way in reverse in the same backward: none of them is the last.
+                at_end_of_backward(call.store.reduce)
 
         anchor = torch.zeros((), requires_grad=True)
         return _KeptGraphs.apply(anchor, backward, *values)
@@ -283,9 +297,11 @@ class Pipeline:
         for name in ("output_attentions", "output_hidden_states"):
             if arguments.get(name) or getattr(self.model.config, name, False):
                 raise UnsupportedError(f"{name}=True: no rank of a pipeline has those of all layers.")
+        if not whole and (name := cache_name(arguments)) is not None:
+            raise UnsupportedError(f"{name} in a training step: a pipeline fills caches in evaluation only.")
         rows = batch_rows(arguments)
         given = arguments.pop("num_items_in_batch", None)
-        at_most = min(rows, self._microbatches_at_most())
+        at_most = self._same_on_dp_ranks(min(rows, self._microbatches_at_most()))
         if whole:
             count = 1
         elif for_backward:
@@ -303,8 +319,20 @@ class Pipeline:
         microbatches = split(arguments, count)
         return microbatches, [batch_rows(microbatch) / rows for microbatch in microbatches]
 
+    def _same_on_dp_ranks(self, microbatches: int) -> int:
+        """In stage 3 weights are gathered for each microbatch: dp ranks with fewer rows decide for all."""
+        if self.config.zero_stage < 3 or self.mesh.dp_size == 1:
+            return microbatches
+        lowest = torch.tensor(microbatches, device=self.mesh.device)
+        dist.all_reduce(lowest, dist.ReduceOp.MIN, group=self.mesh.dp_group)
+        return int(lowest)
+
     def _execution(
-        self, microbatches: list[dict[str, Any]], weights: list[float], read: Callable[[int, Any], tuple[Tensor, ...]]
+        self,
+        microbatches: list[dict[str, Any]],
+        weights: list[float],
+        read: Callable[[int, Any], tuple[Tensor, ...]],
+        cache: StagedCache | None = None,
     ) -> Execution:
         batch_wide = self.denominator.value
         config = self.model.config
@@ -312,8 +340,9 @@ class Pipeline:
         def forward(number: int) -> Any:
             self.denominator.was_used = False
             self.denominator.value = None if batch_wide is None else batch_wide * weights[number]
+            seen = {} if cache is None else {cache.name: cache.seen_by(self.boundary.stage)}
             try:
-                return self._forward(**microbatches[number])
+                return self._forward(**(microbatches[number] | seen))
             finally:
                 self.denominator.value = None
 
@@ -330,6 +359,12 @@ class Pipeline:
             self.schedule.splits_backward,
             None if self.recorder is None else self.recorder.record,
         )
+
+    def _run(self, execution: Execution, actions: tuple[Action, ...]) -> None:
+        with self._quiet_autocast():
+            execution.run(actions)
+        if self.config.zero_stage == 3 and self.mesh.dp_size > 1:
+            reshard(self.cut.ends(self.model))
 
     def _autocast_dtype(self) -> torch.dtype | None:
         device_type = self.mesh.device.type
@@ -371,8 +406,15 @@ class Pipeline:
             with self._measured("tied"):
                 self.transport.sum_with(local_tensor(parameter.grad), other, _TIED_TAG + number)
 
+    def waited_for(self) -> "_Call | None":
+        """The call whose gradients are alone in the sums, at a scale that is not known yet."""
+        call = self._alone
+        return call if call is not None and call.is_guess and call.number in self.engine.unsettled else None
+
     def _measured(self, kind: str) -> AbstractContextManager:
-        return nullcontext() if self.recorder is None else self.recorder.record(kind, 0, 0)
+        if self.recorder is None:
+            return nullcontext()
+        return self.recorder.record(kind, self.boundary.stages.of_rank(self.mesh.pp_rank)[0])
 
     def _loss_of(self, output: Any) -> Tensor:
         if not self.denominator.was_used:
@@ -413,26 +455,31 @@ class _Call:
         self.store: Any = pipeline.engine.gradients
         self.number = next(pipeline._numbers)
         self.final = _final_backwards(actions)
-        self.is_known = seed is not None or pipeline.expected_scale is not None
+        is_known = seed is not None or pipeline.expected_scale is not None
         if self.store.is_empty:
             self.engine.unsettled.clear()
-            pipeline._alone = self.number
-        else:
+            pipeline._alone = self
+        self.is_direct = pipeline._alone is self or (is_known and pipeline.waited_for() is None)
+        if self.is_direct and pipeline._alone is not self:
             pipeline._alone = None
-        self.is_direct = self.is_known or pipeline._alone == self.number
+        # What a reverse pipeline is given is scaled already, by a factor that nobody knows.
+        self.is_reverse = seed is not None
         if seed is not None:
             self.seed = seed
         elif pipeline.expected_scale is not None:
             self.seed = pipeline.expected_scale()
         else:
-            self.seed = pipeline._scale
+            self.seed = pipeline.scale_hint() if pipeline._scale is None else pipeline._scale
+        self.is_guess = seed is None and pipeline.expected_scale is None
         self.settled = False
         self._sums: Any = None
+        self._waiting: list[tuple[Any, float]] = []
         self._stack = ExitStack()
 
     def __enter__(self) -> "_Call":
         self.synchronise = self.store.synchronise
         self.tied = self.pipeline.tied()
+        self.store.complete()
         if not self.is_direct:
             before = self.store.put_aside()
             self._stack.callback(lambda: setattr(self, "_sums", self.store.take_back(before)))
@@ -447,13 +494,14 @@ class _Call:
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         if kind is None:
             self.pipeline.sum_tied()
-        self.store.synchronise = self.synchronise and self.is_direct
+        self.store.synchronise = self.synchronise and self.is_direct and not self.is_reverse
         self._held.close()
         self._stack.close()
 
     def before_backward(self, action: Action) -> None:
         """Reduction over dp ranks may begin with the last microbatch of a stage."""
-        self.store.synchronise = self.synchronise and self.is_direct and action in self.final
+        is_last = self.is_direct and not self.is_reverse and action in self.final
+        self.store.synchronise = self.synchronise and is_last
 
     def after_backward(self, action: Action) -> None:
         if action.kind is Kind.BACKWARD_WEIGHT:
@@ -473,16 +521,22 @@ class _Call:
         self.settled = True
         self.engine.unsettled.discard(self.number)
         if not self.is_direct:
-            self.store.add(self._sums, scale / self.seed)
-            self._sums = None
-        elif scale != self.seed:
-            if self.pipeline._alone != self.number:
+            sums, self._sums = (self._sums, scale / self.seed), None
+            first = self.pipeline.waited_for()
+            if first is None:
+                self.store.add(*sums)
+            else:
+                first._waiting.append(sums)
+        elif not math.isclose(scale, self.seed, rel_tol=_SAME_SCALE):
+            if self.pipeline._alone is not self:
                 raise ConfigError(
                     f"The loss received the gradient {scale}, the loop announced {self.seed}: this step's gradients "
                     "are added up already. Set `pipeline.expected_scale = None`."
                 )
             self.store.scale(scale / self.seed)
-        if math.isfinite(scale) and scale:
+        while self._waiting:
+            self.store.add(*self._waiting.pop(0))
+        if not self.is_reverse and math.isfinite(scale) and scale:
             self.pipeline._scale = scale
 
 

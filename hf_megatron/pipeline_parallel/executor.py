@@ -5,8 +5,8 @@ in one call; batches of changing length, arguments that differ per rank and a ba
 The order of actions is torch's (see `schedules.py`).
 """
 
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -137,6 +137,12 @@ class Execution:
 
     # Backward
 
+    @contextmanager
+    def _differentiating(self, kind: str, cell: Cell) -> Iterator[None]:
+        """Measures a backward; autocast, on while a loop's forward is, would cast what the forward kept in fp32."""
+        with self.record(kind, *cell), torch.autocast(self.transport.device.type, enabled=False):
+            yield
+
     def _receive_backward(self, action: Action) -> None:
         stage, microbatch = cell = action.stage, action.microbatch
         shapes = tuple((tuple(output.shape), output.dtype) for output in self._outputs[cell])
@@ -169,7 +175,7 @@ class Execution:
         cell = action.stage, action.microbatch
         roots, seeds = self._roots(cell)
         self.before_backward(action)
-        with self.record("B", *cell):
+        with self._differentiating("B", cell):
             torch.autograd.backward(roots, seeds)
         self.after_backward(action)
         inputs = self._inputs.pop(cell, None)
@@ -183,7 +189,7 @@ class Execution:
             return
         roots, seeds = self._roots(cell)
         inputs = self._inputs.pop(cell)
-        with self.record("I", *cell):
+        with self._differentiating("I", cell):
             self._groups[cell] = backward_inputs(roots, seeds, inputs, self.parameters(action.stage))
         self._hand_back(cell, inputs)
 
@@ -192,9 +198,9 @@ class Execution:
         self.before_backward(action)
         if action.stage == 0:
             roots, seeds = self._roots(cell)
-            with self.record("W", *cell):
+            with self._differentiating("W", cell):
                 torch.autograd.backward(roots, seeds)
         else:
-            with self.record("W", *cell):
+            with self._differentiating("W", cell):
                 backward_weights(self.parameters(action.stage), self._groups.pop(cell))
         self.after_backward(action)

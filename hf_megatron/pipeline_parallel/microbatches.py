@@ -9,6 +9,8 @@ from torch import Tensor
 from ..errors import ConfigError
 
 ROW_DIM = 0
+# Positions in a sequence, of which there may be as many as rows.
+_PASSED_ON = ("logits_to_keep",)
 
 
 def batch_rows(arguments: Mapping[str, Any]) -> int:
@@ -28,7 +30,7 @@ def split(arguments: Mapping[str, Any], microbatches: int) -> list[dict[str, Any
     rows = batch_rows(arguments)
     edges = [rows * index // microbatches for index in range(microbatches + 1)]
     return [
-        {name: _rows(value, rows, start, stop) for name, value in arguments.items()}
+        {name: value if name in _PASSED_ON else _rows(value, rows, start, stop) for name, value in arguments.items()}
         for start, stop in zip(edges[:-1], edges[1:], strict=True)
     ]
 

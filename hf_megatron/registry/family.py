@@ -47,8 +47,8 @@ def family_spec(
     several_inputs: tuple[str, ...] = (),
     transparent: tuple[str, ...] = (),
     head_plan: Mapping[str, str] | None = None,
-    plain_linear_classes: tuple[str, ...] = (),
-    no_sequence_parallel: str | None = None,
+    after_layers: tuple[str, ...] = (),
+    **changes: Any,
 ) -> ModelSpec:
     """A `ModelSpec` whose patterns are names inside the base model; its arguments are those of `ModelSpec`.
 
@@ -59,6 +59,7 @@ def family_spec(
         plan (`Mapping[str, str]`): pattern -> style.
         head_plan (`Mapping[str, str]`, *optional*): names outside the base model -> style; what the class does not
             have is left out.
+        changes: other arguments of `ModelSpec`, which have no patterns.
     """
     prefix = base_prefix(model)
     whole = {prefix + pattern: style for pattern, style in plan.items()}
@@ -75,6 +76,6 @@ def family_spec(
         regions={prefix + block: prefix + row for block, row in (regions or {}).items()},
         several_inputs=tuple(prefix + pattern for pattern in several_inputs),
         transparent=tuple(prefix + pattern for pattern in transparent),
-        plain_linear_classes=plain_linear_classes,
-        no_sequence_parallel=no_sequence_parallel,
+        after_layers=tuple(prefix + pattern for pattern in after_layers),
+        **changes,
     )

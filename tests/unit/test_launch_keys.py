@@ -94,6 +94,9 @@ def test_what_accelerate_config_writes_is_honoured():
         ({"gradient_clipping": 0.5}, {"gradient_clipping": 0.5}),
         ({"gradient_clipping": 0}, {"gradient_clipping": None}),
         ({"num_micro_batches": 1}, {}),
+        ({"pp_degree": 2}, {"pp_size": 2}),
+        ({"pp_degree": 2, "num_micro_batches": 4}, {"pp_size": 2, "num_microbatches": 4}),
+        ({"pp_degree": 2, "num_micro_batches": 1}, {"pp_size": 2, "num_microbatches": 1}),
         ({"attention_backend": "true", "attention_softmax_in_fp32": "true", "calculate_per_token_loss": "true"}, {}),
         ({"use_custom_fsdp": False, "no_load_optim": False, "no_save_optim": False, "eod_mask_loss": False}, {}),
         ({"use_precision_aware_optimizer": False, "overlap_cpu_optimizer_d2h_h2d": False}, {}),
@@ -108,14 +111,13 @@ def test_honoured(keys, fields):
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [
-        ("pp_degree", 2, ["pp_size", "valid: 1"]),
         ("context_parallel_size", 2, ["cp_size", "valid: 1"]),
         ("expert_model_parallel_size", 2, ["ep_size", "valid: 1"]),
         ("expert_tensor_parallel_size", 2, ["valid: 1", "tp_degree"]),
         ("recompute_method", "block", ["valid: uniform"]),
         ("recompute_num_layers", 4, ["valid: 1"]),
         ("num_micro_batches", 4, ["valid: 1", "gradient_accumulation_steps"]),
-        ("decoder_last_pipeline_num_layers", 3, ["leave it out"]),
+        ("decoder_last_pipeline_num_layers", 3, ["HF_MEGATRON_PIPELINE_PARTITION"]),
         ("use_custom_fsdp", True, ["valid: false", "HF_MEGATRON_ZERO_STAGE"]),
         ("no_load_optim", True, ["valid: false"]),
         ("no_save_optim", True, ["valid: false"]),
@@ -158,6 +160,7 @@ def test_every_key_without_a_field_is_refused_somewhere():
         ({"HF_MEGATRON_TP_SIZE": "0"}, ["tp_size", "1 or more"]),
         ({"HF_MEGATRON_SEQUENCE_PARALLEL": "perhaps"}, ["true or false"]),
         ({"HF_MEGATRON_SEQUENCE_PARALLEL": "true"}, ["sequence_parallel", "tp_size"]),
+        ({"HF_MEGATRON_PIPELINE_PARTITION": "2,x"}, ["HF_MEGATRON_PIPELINE_PARTITION = 'x'", "an integer"]),
         ({"HF_MEGATRON_TIMEOUT": "soon"}, ["HF_MEGATRON_TIMEOUT", "a number"]),
     ],
     ids=str,
@@ -181,7 +184,11 @@ def test_every_field_can_be_set_by_a_variable():
         "offload_optimizer": True,
         "recompute": "full",
         "gradient_clipping": 0.5,
-        "pp_size": 1,
+        "pp_size": 2,
+        "num_microbatches": 6,
+        "pipeline_schedule": "interleaved_1f1b",
+        "virtual_stages": 2,
+        "pipeline_partition": (1, 2, 1, 1),
         "cp_size": 1,
         "ep_size": 1,
         "loss_chunk_size": 64,
@@ -208,6 +215,11 @@ def test_variables_go_before_the_block():
     assert config_from_environment(environment | {"MEGATRON_LM_GRADIENT_CLIPPING": "1.0"}).gradient_clipping is None
 
 
+@pytest.mark.parametrize("text", ["2,3", "[2, 3]", "(2, 3)"])
+def test_a_partition_is_a_list_in_a_variable(text):
+    assert config_from_environment({"HF_MEGATRON_PIPELINE_PARTITION": text}).pipeline_partition == (2, 3)
+
+
 def test_a_block_nobody_launched_is_not_read():
     environment = {"MEGATRON_LM_TP_DEGREE": "2"}
     assert config_from_environment(environment) == MegatronConfig()
@@ -221,6 +233,9 @@ def test_gradient_clipping_is_a_norm(value):
 
 
 def test_accelerates_own_plugin_is_read(monkeypatch):
+    assert config_of_plugin(MegatronLMPlugin(pp_degree=2, num_micro_batches=4)) == MegatronConfig(
+        pp_size=2, num_microbatches=4
+    )
     plugin = MegatronLMPlugin(
         tp_degree=2, sequence_parallelism=True, use_distributed_optimizer=True, gradient_clipping=0.5
     )

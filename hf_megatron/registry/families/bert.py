@@ -36,4 +36,5 @@ def bert(model: Any) -> ModelSpec:
             if config.chunk_size_feed_forward
             else None
         ),
+        no_pipeline="its head is tied to parts of itself and of the embedding. Load it with pp_size=1.",
     )

@@ -6,12 +6,16 @@ from ...spec import ModelSpec
 from ..family import corrected_spec
 from ..lookup import register_model
 
+_CROSSING = "its layers read the embedding, or keys and values of earlier layers. Load it with pp_size=1."
+
 
 @register_model("gemma4_text")
 def gemma4_text(model: Any) -> ModelSpec:
     reason = "its mixture of experts is called from the layer itself, with flattened tokens."
+    crossing = model.config.hidden_size_per_layer_input or model.config.num_kv_shared_layers
     return corrected_spec(
         model,
+        no_pipeline=_CROSSING if crossing else None,
         sequence_arguments=("per_layer_input",) if model.config.hidden_size_per_layer_input else (),
         no_sequence_parallel=reason if model.config.enable_moe_block else None,
     )
@@ -28,5 +32,6 @@ def gemma3n_text(model: Any) -> ModelSpec:
             for layer in sparse
             for name in ("gate_proj", "up_proj", "down_proj")
         },
+        no_pipeline=_CROSSING,
         no_sequence_parallel="its layers pass four alternating streams on, stacked before the batch dimension.",
     )

@@ -9,4 +9,8 @@ from ..lookup import register_model
 
 @register_model("hy_v4")
 def hy_v4(model: Any) -> ModelSpec:
-    return corrected_spec(model, transparent=("layers.*.attn_hc", "layers.*.ffn_hc"))
+    return corrected_spec(
+        model,
+        transparent=("layers.*.attn_hc", "layers.*.ffn_hc"),
+        no_pipeline="layers read the token indices that earlier layers chose. Load it with pp_size=1.",
+    )

@@ -10,9 +10,13 @@ from ..lookup import register_model
 @register_model("inkling_text")
 @register_model("inkling2_text")
 def inkling_text(model: Any) -> ModelSpec:
+    attends_to_layers = model.config.model_type == "inkling2_text"
     return corrected_spec(
         model,
-        {
+        no_pipeline="every layer reads the outputs of all layers before it. Load it with pp_size=1."
+        if attends_to_layers
+        else None,
+        corrections={
             "layers.*.mlp.experts.gate_up_proj": "packed_rows",
             # Their own parameters read the input, so that its gradient is summed as well.
             "layers.*.mlp.shared_experts": "partial_sum",

@@ -22,4 +22,5 @@ def opt(model: Any) -> ModelSpec:
         },
         local_attributes={"decoder.layers.*.self_attn": ("num_heads",)},
         regions={"decoder.layers.*.fc1": "decoder.layers.*.fc2"},
+        after_layers=("decoder.final_layer_norm", "decoder.project_out"),
     )

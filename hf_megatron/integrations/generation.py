@@ -1,0 +1,97 @@
+"""`generate()`: the ranks that share a model draw the same tokens and stop at the same one."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers.generation.stopping_criteria import (
+    ConfidenceCriteria,
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
+
+from ..communication.random import ReplicatedState
+from ..mesh import ParallelMesh
+from ..parallelize import parallel_state
+
+# They decide by tokens and scores alone, which are the same on every rank.
+_ALIKE = (ConfidenceCriteria, EosTokenCriteria, MaxLengthCriteria, StopStringCriteria)
+
+
+class AgreedCriterion(StoppingCriteria):
+    """A criterion that may decide differently on different ranks, such as one that reads a clock: the first decides.
+
+    Args:
+        criterion (`StoppingCriteria`): asked on every rank.
+        mesh (`ParallelMesh`): of the ranks that generate together.
+    """
+
+    def __init__(self, criterion: StoppingCriteria, mesh: ParallelMesh):
+        self.criterion, self.mesh = criterion, mesh
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("criterion", "mesh"):
+            raise AttributeError(name)
+        return getattr(self.criterion, name)
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        done = torch.as_tensor(self.criterion(input_ids, scores, **kwargs), device=self.mesh.device)
+        decided = done.to(torch.uint8).contiguous()
+        for group in (self.mesh.tp_group, self.mesh.pp_group):
+            dist.broadcast(decided, group=group, group_src=0)
+        return decided.to(input_ids.device).bool()
+
+
+def generate(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        state = parallel_state(self)
+        if state is not None:
+            # Sampling must draw the same tokens on every rank, whatever seeds the user set.
+            stream = ReplicatedState(state.mesh.device)
+            for group in (state.mesh.tp_group, state.mesh.pp_group):
+                stream.synchronise(group)
+        return original(self, *args, **kwargs)
+
+    return wrapper
+
+
+def get_stopping_criteria(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        criteria = original(self, *args, **kwargs)
+        state = parallel_state(self)
+        if state is None or state.config.ranks_per_replica == 1:
+            return criteria
+        return StoppingCriteriaList(
+            one if type(one) in _ALIKE else AgreedCriterion(one, state.mesh) for one in criteria
+        )
+
+    return wrapper
+
+
+def valid_auto_compile_criteria(original: Callable) -> Callable:
+    """Stock compiles the whole forward for a static cache; a pipeline's sends and receives between its stages."""
+
+    @functools.wraps(original)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> bool:
+        state = parallel_state(self)
+        return False if state is not None and state.pipeline is not None else original(self, *args, **kwargs)
+
+    return wrapper
+
+
+def get_static_cache_init_shape(original: Callable) -> Callable:
+    """Stock's only use of the shape is to spare compiled prefills an allocation; it knows nothing of a rank's heads."""
+
+    @functools.wraps(original)
+    def wrapper(self: Any) -> Any:
+        return original(self) if parallel_state(self) is None else None
+
+    return wrapper

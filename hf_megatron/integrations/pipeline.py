@@ -1,0 +1,51 @@
+"""What a stock loop does to the loss between forward and backward, told to pipelined models before the forward.
+
+A pipelined model computes its gradients while it computes the loss. Where the factor that backward will bring is known,
+they are added straight to those of earlier batches; where it is not, they need a buffer of their own until then.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from ..parallelize import parallel_state
+
+
+def training_step(original: Callable) -> Callable:
+    """`Trainer.training_step`; a compute_loss that somebody replaced may do anything to the loss, and tells nothing."""
+
+    @functools.wraps(original)
+    def wrapper(self: Any, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        state = parallel_state(self.model)
+        pipeline = None if state is None else state.pipeline
+        if pipeline is None or not _computes_stock_loss(self):
+            return original(self, model, inputs, num_items_in_batch)
+        before = pipeline.expected_scale
+        pipeline.expected_scale = functools.partial(_scale, self, num_items_in_batch is not None)
+        try:
+            return original(self, model, inputs, num_items_in_batch)
+        finally:
+            pipeline.expected_scale = before
+
+    return wrapper
+
+
+def _computes_stock_loss(trainer: Any) -> bool:
+    from transformers import Trainer
+
+    return "compute_loss" not in vars(trainer) and type(trainer).compute_loss is Trainer.compute_loss
+
+
+def _scale(trainer: Any, has_count: bool) -> float:
+    """What stock `compute_loss`, `training_step` and `Accelerator.backward` multiply a model's loss by."""
+    accelerator, scale = trainer.accelerator, 1.0
+    passes_count = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
+    if has_count and trainer.args.average_tokens_across_devices and passes_count:
+        scale *= accelerator.num_processes // trainer.get_tp_size()
+    divided = trainer.loss_is_scaled_for_ga
+    if divided is None:
+        divided = (trainer.model_accepts_loss_kwargs and has_count) or trainer.compute_loss_func is not None
+    if not divided:
+        scale /= trainer.current_gradient_accumulation_steps
+    scale /= accelerator.gradient_accumulation_steps
+    return scale if accelerator.scaler is None else scale * accelerator.scaler.get_scale()

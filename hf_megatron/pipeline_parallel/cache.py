@@ -1,0 +1,163 @@
+"""The key-value cache of a generation over pipeline stages.
+
+Every rank has a cache of its own, of which it fills the entries of its own layers. A model's forward asks whichever
+entry it likes (the first, the first of each kind, the last state space layer's) how long the past is, so the entries of
+other ranks' layers are kept at the right length, one head and one value wide: they are reordered, repeated and cropped
+with the rest.
+
+A rank with several stages runs the forward once for each. All of them have to find the past as it was before the first:
+each sees its own layers' entries and, of all others, copies from before.
+"""
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    LinearAttentionCacheLayerMixin,
+    QuantizedCache,
+    StaticCache,
+)
+
+from ..errors import UnsupportedError
+from .partition import Stages
+
+# Under which name a model takes its cache.
+_NAMES = ("past_key_values", "cache_params")
+_CLASSES = (Cache, DynamicCache, StaticCache, QuantizedCache)
+
+
+def cache_name(arguments: Mapping[str, Any]) -> str | None:
+    """The argument that holds a cache, if there is one."""
+    return next((name for name in _NAMES if arguments.get(name) is not None), None)
+
+
+class StagedCache:
+    """A rank's cache during one call of a pipelined model.
+
+    Args:
+        name (`str`): the argument that it was given as.
+        cache (`Cache`): this rank's, the same object in every step of a generation.
+        stages (`Stages`): which layers belong to which stage.
+        rank (`int`): this rank's place in the pipeline.
+
+    Raises:
+        UnsupportedError: a cache whose entries cannot be kept at the right length, or one with a graph.
+    """
+
+    def __init__(self, name: str, cache: Any, stages: Stages, rank: int):
+        self.name, self.cache, self.stages = name, cache, stages
+        self.own = stages.of_rank(rank)
+        self._check()
+        self._foreign = [i for i in range(len(cache.layers)) if stages.stage_of_layer(i) not in self.own]
+        if isinstance(cache, QuantizedCache):
+            for index in self._foreign:
+                if type(cache.layers[index]) is not DynamicLayer:
+                    # Nothing one value wide can be quantised in groups.
+                    cache.layers[index] = DynamicLayer()
+        # Taken before any stage runs; a rank's only stage changes no other entry.
+        self._before = [_at_rest(layer) for layer in cache.layers] if len(self.own) > 1 else []
+
+    @classmethod
+    def of_call(cls, model: Any, arguments: dict[str, Any], parameters: Mapping[str, Any], stages: Stages, rank: int):
+        """The cache that a call was given, or that it asks for with `use_cache=True`; `None` if neither.
+
+        Args:
+            model (`PreTrainedModel`): the model that is called.
+            arguments (`dict`): of the call.
+            parameters (`Mapping`): by name, those of the model's own forward.
+            stages, rank: as for the class.
+        """
+        name = cache_name(arguments)
+        if name is not None:
+            return cls(name, arguments[name], stages, rank)
+        name = next((name for name in _NAMES if name in parameters), None)
+        if name is None or not arguments.get("use_cache"):
+            return None
+        return cls(name, DynamicCache(config=model.config), stages, rank)
+
+    def _check(self) -> None:
+        cache, layers = self.cache, self.stages.ranges[-1][1]
+        if type(cache) not in _CLASSES:
+            raise UnsupportedError(
+                f"{type(cache).__name__}: a pipeline knows {', '.join(known.__name__ for known in _CLASSES[1:])} only. "
+                "Generate with use_cache=False, or load the model with pp_size=1."
+            )
+        if cache.offloading:
+            raise UnsupportedError(
+                f"{type(cache).__name__}(offloading=True): the layer that would be fetched next is another rank's. "
+                "Leave offloading out: each rank of a pipeline holds the cache of its own layers only."
+            )
+        if cache.layer_class_to_replicate is not None:
+            cache.layers += [cache.layer_class_to_replicate() for _ in range(len(cache.layers), layers)]
+        if len(cache.layers) != layers:
+            raise UnsupportedError(
+                f"{type(cache).__name__}: it has {len(cache.layers)} entries for the {layers} layers that the pipeline "
+                "cuts. Generate with use_cache=False, or load the model with pp_size=1."
+            )
+        if torch.is_grad_enabled() and any(_has_graph(layer) for layer in cache.layers):
+            raise UnsupportedError(
+                f"{self.name}: its entries have a graph, which a pipeline's backward cannot follow into an earlier "
+                "call. Fill caches under torch.no_grad()."
+            )
+
+    def seen_by(self, stage: int) -> Any:
+        """The cache to run a stage's forward with."""
+        if not self._before:
+            return self.cache
+        start, stop = self.stages.ranges[stage]
+        view = copy.copy(self.cache)
+        view.layers = [*self._before[:start], *self.cache.layers[start:stop], *self._before[stop:]]
+        return view
+
+    def advance(self, inputs: Tensor) -> None:
+        """After all stages: the entries of other ranks' layers grow by as many tokens as this rank's did.
+
+        Args:
+            inputs (`Tensor`): `[batch, tokens, ...]`, the token ids or embeddings of the call.
+        """
+        for index in self._foreign:
+            _grow(self.cache.layers[index], *inputs.shape[:2], inputs.device)
+
+
+def new_inputs(arguments: Mapping[str, Any]) -> Tensor:
+    """What a call adds to the past: its embeddings, else its token ids."""
+    embeddings = arguments.get("inputs_embeds")
+    return arguments["input_ids"] if embeddings is None else embeddings
+
+
+def _grow(layer: Any, rows: int, tokens: int, device: torch.device) -> None:
+    zeros = torch.zeros((rows, 1, tokens, 1), device=device)
+    if isinstance(layer, LinearAttentionCacheLayerMixin):
+        for state in range(layer.number_of_states):
+            layer.update_conv_state(zeros[..., 0], state_idx=state, conv_kernel_size=1)
+    if isinstance(layer, CacheLayerMixin):
+        layer.update(*(_like(held, zeros) for held in (layer.keys, layer.values)))
+
+
+def _like(held: Tensor | None, zeros: Tensor) -> Tensor:
+    """Zeros as wide as what is there already: a static cache may have been allocated for every layer in advance."""
+    if held is None or held.dim() != zeros.dim():
+        return zeros
+    return zeros.to(held.dtype).expand(-1, held.shape[1], -1, held.shape[-1])
+
+
+def _at_rest(layer: Any) -> Any:
+    """A copy that keeps telling the present length; it shares what is larger than a number."""
+    snapshot = copy.copy(layer)
+    for name, value in vars(layer).items():
+        if isinstance(value, dict):
+            setattr(snapshot, name, dict(value))
+        elif isinstance(value, Tensor) and value.numel() == 1:
+            setattr(snapshot, name, value.clone())
+    return snapshot
+
+
+def _has_graph(layer: Any) -> bool:
+    return any(isinstance(value, Tensor) and value.requires_grad for value in vars(layer).values())
