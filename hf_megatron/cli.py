@@ -34,8 +34,9 @@ def check(
     ],
     tp: Annotated[int, typer.Option(help="Tensor parallel size.", min=1)] = 2,
     sp: Annotated[bool, typer.Option("--sp", help="With sequence parallelism.")] = False,
+    pp: Annotated[int, typer.Option(help="Pipeline parallel size.", min=1)] = 1,
     layouts: Annotated[
-        str, typer.Option(help="Several layouts at once, such as `tp2,tp2+sp,tp4`; replaces --tp and --sp.")
+        str, typer.Option(help="Several layouts at once, such as `tp2,tp2+sp,pp2`; replaces --tp, --sp and --pp.")
     ] = "",
     class_name: Annotated[str, typer.Option("--class", help="A transformers class instead of the causal one.")] = "",
     task: Annotated[str, typer.Option(help="causal, masked, seq2seq or classification.")] = "causal",
@@ -50,7 +51,7 @@ def check(
     from .verify.check import check_models, parse_layouts
 
     try:
-        wanted = parse_layouts(layouts or f"tp{tp}" + ("+sp" if sp else ""))
+        wanted = parse_layouts(layouts or f"tp{tp}" + ("+sp" if sp else "") + f"+pp{pp}")
         rows = check_models(models, wanted, class_name=class_name or None, task=task, timeout=timeout, echo=typer.echo)
     except (MegatronError, ValueError, OSError) as error:
         raise _fail(str(error), USAGE) from None

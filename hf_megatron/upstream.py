@@ -133,7 +133,7 @@ def revert_conversion(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str,
 
 
 def forget_conversions(model: Any) -> None:
-    """Lets a model that was not loaded be saved in its type's checkpoint format: a loader that read nothing says none."""
+    """Lets a model be saved in its type's format; the loader, which had nothing to read, noted that it needs none."""
     del model._weight_conversions
 
 

@@ -18,7 +18,7 @@ from ..parallelize import ParallelState, parallel_state
 from ..spec import Placement
 from ..upstream import local_tensor
 from .pieces import Box, Piece, local_boxes
-from .stages import resharded, is_owned, is_shared
+from .stages import is_owned, is_shared, resharded
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from .load import empty_in_huge_pages
 from .packing import pack, unpack
 from .pieces import Piece
 from .reader import Checkpoint
-from .stages import check_copies, resharded, in_order, is_shared, joined, of_all_stages, tied_weights
+from .stages import check_copies, in_order, is_shared, joined, of_all_stages, resharded, tied_weights
 from .together import agreed
 
 MAIN_WEIGHT = "main_weight"

@@ -242,6 +242,7 @@ class GradientReducer:
     @torch.no_grad()
     def add(self, other: list[Sum], factor: float) -> None:
         """Adds `factor` times another sum; outside `no_sync` all buckets are reduced then."""
+        self.complete()
         for bucket, sum_ in zip(self._buckets, other, strict=True):
             bucket.add(sum_, factor)
         if self.synchronise:

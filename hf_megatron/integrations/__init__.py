@@ -29,6 +29,9 @@ PATCHES: Mapping[str, str] = {
     ),
     "transformers.core_model_loading:set_param_for_module": f"{_HERE}.transformers:set_param_for_module",
     f"{_GENERATION}.generate": f"{_HERE}.generation:generate",
+    "transformers.generation.continuous_batching.continuous_api:ContinuousMixin.init_continuous_batching": (
+        f"{_HERE}.generation:init_continuous_batching"
+    ),
     f"{_GENERATION}._get_stopping_criteria": f"{_HERE}.generation:get_stopping_criteria",
     f"{_GENERATION}._get_static_cache_init_shape": f"{_HERE}.generation:get_static_cache_init_shape",
     f"{_GENERATION}._valid_auto_compile_criteria": f"{_HERE}.generation:valid_auto_compile_criteria",

@@ -17,6 +17,7 @@ from transformers.generation.stopping_criteria import (
 )
 
 from ..communication.random import ReplicatedState
+from ..errors import UnsupportedError
 from ..mesh import ParallelMesh
 from ..parallelize import parallel_state
 
@@ -57,6 +58,22 @@ def generate(original: Callable) -> Callable:
             stream = ReplicatedState(state.mesh.device)
             for group in (state.mesh.tp_group, state.mesh.pp_group):
                 stream.synchronise(group)
+        return original(self, *args, **kwargs)
+
+    return wrapper
+
+
+def init_continuous_batching(original: Callable) -> Callable:
+    """Stock schedules requests on each rank by its own clock and memory."""
+
+    @functools.wraps(original)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        state = parallel_state(self)
+        if state is not None and (state.config.ranks_per_replica > 1 or state.shards_weights):
+            raise UnsupportedError(
+                f"{type(self).__name__}.generate_batch (continuous batching) on a model that is split over ranks: use "
+                "generate(), or serve the saved model with an inference engine."
+            )
         return original(self, *args, **kwargs)
 
     return wrapper

@@ -74,7 +74,7 @@ class StageBoundary:
         finally:
             self._received = self._zeros = None
             # Outside of a forward an embedding may be asked for by itself.
-            entered, self.entered = self.entered, False
+            entered, self.entered, self._stage = self.entered, False, 0
         if not entered or stage < len(self.stages.ranges) - 1:
             raise PlanError("A pipeline stage ran through the model without meeting its layers.")
         return output
@@ -159,20 +159,41 @@ class ForeignInput(nn.Module):
     def __init__(self, name: str, module: nn.Module, boundary: StageBoundary):
         super().__init__()
         self.name, self._stage_boundary = name, boundary
-        self.width = _output_width(module)
+        self.width = output_width(module)
         dtype = next(module.parameters()).dtype
         # Follows the model's dtype and device, and answers forwards that ask their embedding for those.
         self.register_buffer("weight", torch.empty(0, dtype=dtype), persistent=False)
 
     def forward(self, x: Tensor, *args: Any, position_ids: Tensor | None = None, **kwargs: Any) -> Tensor:
         _require_before_layers(self.name, self._stage_boundary)
-        if self.width is None:
-            return x
-        if position_ids is not None:
-            # Learned positions that take the mask of the whole past first.
-            x = position_ids
-        shape = x.shape[:-1] if x.is_floating_point() else x.shape
-        return self.weight.new_zeros((*shape, self.width), device=x.device)
+        # Learned positions take the mask of the whole past first.
+        return _nothing(x if position_ids is None else position_ids, self.width, self.weight.dtype)
+
+
+class StagedInput:
+    """Mixin of a module before the layers on a rank that holds later stages too, where it does nothing.
+
+    The rank of the last stage also holds an embedding that its head is tied to.
+    """
+
+    _stage_boundary: StageBoundary
+    _name: str
+    _width: int | None
+
+    def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if self._stage_boundary.stage == 0:
+            return super().__call__(x, *args, **kwargs)  # type: ignore[misc]
+        _require_before_layers(self._name, self._stage_boundary)
+        dtype = next(self.parameters()).dtype  # type: ignore[attr-defined]
+        positions = kwargs.get("position_ids")
+        return _nothing(x if positions is None else positions, self._width, dtype)
+
+
+def _nothing(x: Tensor, width: int | None, dtype: torch.dtype) -> Tensor:
+    """Zeros in the shape of what a module makes of `x`."""
+    if width is None:
+        return x
+    return torch.zeros((*(x.shape[:-1] if x.is_floating_point() else x.shape), width), dtype=dtype, device=x.device)
 
 
 class ForeignOutput(nn.Module):
@@ -186,18 +207,6 @@ class ForeignOutput(nn.Module):
         raise PlanError(f"{self.name} is defined behind the layers but runs before them; its family needs a spec.")
 
 
-class UnusedInput:
-    """Mixin of an embedding that the last stage holds for its tied head only."""
-
-    _stage_boundary: StageBoundary
-    _name: str
-
-    def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        _require_before_layers(self._name, self._stage_boundary)
-        weight = self._parameters["weight"]  # type: ignore[attr-defined]
-        return torch.zeros((*x.shape, weight.shape[-1]), dtype=weight.dtype, device=x.device)
-
-
 def _require_before_layers(name: str, boundary: StageBoundary) -> None:
     if boundary.entered:
         raise PlanError(
@@ -205,7 +214,8 @@ def _require_before_layers(name: str, boundary: StageBoundary) -> None:
         )
 
 
-def _output_width(module: nn.Module) -> int | None:
+def output_width(module: nn.Module) -> int | None:
+    """The last dim of what an embedding or a linear makes; `None` for what keeps its input's."""
     if isinstance(module, nn.Embedding):
         return module.embedding_dim
     return module.out_features if isinstance(module, nn.Linear) else None

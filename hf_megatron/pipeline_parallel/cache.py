@@ -123,7 +123,7 @@ class StagedCache:
             inputs (`Tensor`): `[batch, tokens, ...]`, the token ids or embeddings of the call.
         """
         for index in self._foreign:
-            _grow(self.cache.layers[index], *inputs.shape[:2], inputs.device)
+            _grow(self.cache.layers[index], inputs)
 
 
 def new_inputs(arguments: Mapping[str, Any]) -> Tensor:
@@ -132,11 +132,12 @@ def new_inputs(arguments: Mapping[str, Any]) -> Tensor:
     return arguments["input_ids"] if embeddings is None else embeddings
 
 
-def _grow(layer: Any, rows: int, tokens: int, device: torch.device) -> None:
-    zeros = torch.zeros((rows, 1, tokens, 1), device=device)
+def _grow(layer: Any, inputs: Tensor) -> None:
+    rows, tokens = inputs.shape[:2]
+    zeros = torch.zeros((rows, 1, tokens, 1), device=inputs.device)
     if isinstance(layer, LinearAttentionCacheLayerMixin):
         for state in range(layer.number_of_states):
-            layer.update_conv_state(zeros[..., 0], state_idx=state, conv_kernel_size=1)
+            layer.update_conv_state(zeros[..., :1, 0], state_idx=state)
     if isinstance(layer, CacheLayerMixin):
         layer.update(*(_like(held, zeros) for held in (layer.keys, layer.values)))
 

@@ -14,8 +14,9 @@ from .boundary import (
     ForeignLayer,
     ForeignOutput,
     StageBoundary,
+    StagedInput,
     StagedLayer,
-    UnusedInput,
+    output_width,
     stand_around,
 )
 from .partition import Stages, check_partition, estimate_cost, even, partition
@@ -30,6 +31,7 @@ class Cut:
         layers: the name of the module list.
         before, after: names of the modules with parameters before and behind the layers.
         tied: names of parameters that the first and the last rank both hold.
+        holds_first: whether this rank holds the first stage.
     """
 
     boundary: StageBoundary
@@ -37,6 +39,7 @@ class Cut:
     before: tuple[str, ...]
     after: tuple[str, ...]
     tied: tuple[str, ...]
+    holds_first: bool
 
     def modules_of(self, model: nn.Module, stage: int) -> list[nn.Module]:
         """The modules with parameters of one of this rank's stages."""
@@ -50,9 +53,9 @@ class Cut:
 
     def ends(self, model: nn.Module) -> list[nn.Module]:
         """The modules with parameters around the layers that run on this rank."""
-        modules = [model.get_submodule(name) for name in (*self.before, *self.after)]
-        used = [module for module in modules if not isinstance(module, UnusedInput)]
-        return [module for module in used if next(module.parameters(), None) is not None]
+        used = (*self.before, *self.after) if self.holds_first else self.after
+        modules = [model.get_submodule(name) for name in used]
+        return [module for module in modules if next(module.parameters(), None) is not None]
 
     def stage_of(self, parameter: str) -> int:
         """The stage that owns a parameter; a tied one belongs to the first."""
@@ -125,6 +128,11 @@ def cut(model: Any, spec: ModelSpec, config: MegatronConfig, mesh: ParallelMesh)
             f"MegatronConfig.pp_size = {config.pp_size}: {type(model).__name__} has two stacks of layers, encoder and "
             "decoder, and every decoder layer reads the encoder's output. Load it with pp_size=1."
         )
+    if schedule(config.pipeline_schedule).splits_backward and config.zero_stage == 3 and mesh.dp_size > 1:
+        raise UnsupportedError(
+            f"MegatronConfig.pipeline_schedule = {config.pipeline_schedule!r} with zero_stage = 3: FSDP2 reduces "
+            "gradients before those of the weights are computed. Use '1f1b', 'interleaved_1f1b', or zero_stage 1 or 2."
+        )
     name = find_layers(model, spec)
     layers = model.get_submodule(name)
     stages = make_stages(model, layers, config)
@@ -139,10 +147,12 @@ def cut(model: Any, spec: ModelSpec, config: MegatronConfig, mesh: ParallelMesh)
             stand_around(layer, StagedLayer, _stage_boundary=boundary, _layer_index=index)
         else:
             layers[index] = ForeignLayer(layer, boundary)
-    for module_name in before if not holds_first else ():
+    for module_name in before:
         module = model.get_submodule(module_name)
-        if holds_last and any(_owner(source) == module_name for source in tied.values()):
-            stand_around(module, UnusedInput, _stage_boundary=boundary, _name=module_name)
+        needed_by_head = holds_last and any(_owner(source) == module_name for source in tied.values())
+        if holds_first or needed_by_head:
+            width = output_width(module)
+            stand_around(module, StagedInput, _stage_boundary=boundary, _name=module_name, _width=width)
         else:
             _replace(model, module_name, ForeignInput(module_name, module, boundary))
     for module_name in after if not holds_last else ():
@@ -151,7 +161,7 @@ def cut(model: Any, spec: ModelSpec, config: MegatronConfig, mesh: ParallelMesh)
         _untie(model, set(tied))
     crossing = stages.rank_of[0] != stages.rank_of[-1]
     shared = sorted(set(tied.values())) if crossing else ()
-    return Cut(boundary, name, tuple(before), tuple(after), tuple(shared))
+    return Cut(boundary, name, tuple(before), tuple(after), tuple(shared), holds_first)
 
 
 def _around(model: nn.Module, layers: str, spec: ModelSpec) -> tuple[list[str], list[str]]:

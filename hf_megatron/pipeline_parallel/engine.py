@@ -297,8 +297,8 @@ class Pipeline:
         for name in ("output_attentions", "output_hidden_states"):
             if arguments.get(name) or getattr(self.model.config, name, False):
                 raise UnsupportedError(f"{name}=True: no rank of a pipeline has those of all layers.")
-        if not whole and (name := cache_name(arguments)) is not None:
-            raise UnsupportedError(f"{name} in a training step: a pipeline fills caches in evaluation only.")
+        if not whole and (past := cache_name(arguments)) is not None:
+            raise UnsupportedError(f"{past} in a training step: a pipeline fills caches in evaluation only.")
         rows = batch_rows(arguments)
         given = arguments.pop("num_items_in_batch", None)
         at_most = self._same_on_dp_ranks(min(rows, self._microbatches_at_most()))

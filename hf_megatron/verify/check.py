@@ -42,7 +42,8 @@ def parse_layouts(text: str) -> list[MegatronConfig]:
                 fields[_LAYOUT_WORDS[match[1]]] = int(match[2])
             else:
                 raise ConfigError(
-                    f"layout {layout!r}: expected tpN, sp, dpN, zeroN, replicasN joined by +, such as tp2,tp2+sp,tp4."
+                    f"layout {layout!r}: expected tpN, sp, ppN, mbN (microbatches), dpN, zeroN, replicasN joined by +, "
+                    "such as tp2,tp2+sp,tp4."
                 )
         configs.append(MegatronConfig(**fields))
     return configs
@@ -135,7 +136,7 @@ def check_models(
         twin: Twin | None = None
         reason = ""
         try:
-            twin = make_twin(config, task=case_task, class_name=class_name, microbatches=2)
+            twin = make_twin(config, task=case_task, class_name=class_name, microbatches=2, min_layers=_stages(layouts))
         except (ValueError, RuntimeError, TypeError, KeyError, AttributeError, ImportError) as error:
             reason = f"its tiny twin cannot be built: {type(error).__name__}: {error}"
             if "all" not in models:
@@ -153,6 +154,11 @@ def check_models(
     return rows
 
 
+def _stages(layouts: list[MegatronConfig]) -> int:
+    """The largest number of pipeline stages, each of which needs a layer."""
+    return max(layout.pp_size * (layout.virtual_stages or 1) for layout in layouts)
+
+
 def _check_layout(
     config: PreTrainedConfig, twin: Twin | None, layout: MegatronConfig, timeout: float, reason: str
 ) -> dict[str, Any]:
@@ -162,6 +168,7 @@ def _check_layout(
         "class": "-" if twin is None else twin.class_name,
         "layout": layout_kind(layout),
         "tp_size": layout.tp_size,
+        "pp_size": layout.pp_size,
         "features": [] if twin is None else features(twin.config),
         "versions": versions(),
     }

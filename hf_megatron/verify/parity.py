@@ -60,6 +60,7 @@ def make_twin(
     seed: int = 0,
     sequence_length: int = 13,
     batch_size: int = 3,
+    min_layers: int = 2,
 ) -> Twin:
     """Builds a twin and measures it in this process.
 
@@ -74,8 +75,9 @@ def make_twin(
         changes (`dict`, *optional*): attributes set on the tiny config.
         microbatches (`int`): batches per optimizer step, with unequal numbers of labels.
         seed, sequence_length, batch_size (`int`): of the parameters and the batches.
+        min_layers (`int`): layers of the twin, as far as the config has them.
     """
-    tiny = tiny_config(config)
+    tiny = tiny_config(config, min_layers)
     text = tiny.get_text_config()
     if task == "classification" and text.pad_token_id is None:
         # Decoders classify at the last token that is no padding, and ask which one padding is.

@@ -19,7 +19,7 @@ def write_results(path: str | os.PathLike[str], rows: Iterable[Mapping[str, Any]
     """Merges rows into a results file; a row replaces the one of the same class, layout and size."""
     file = Path(path)
     old = json.loads(file.read_text(encoding="utf-8"))["results"] if file.exists() else []
-    key = lambda row: (row["model_type"], row["class"], row["layout"], row.get("tp_size", 0))  # noqa: E731
+    key = lambda row: (row["model_type"], row["class"], row["layout"], row.get("tp_size", 0), row.get("pp_size", 1))  # noqa: E731
     merged = {key(row): dict(row) for row in old} | {key(row): dict(row) for row in rows}
     ordered = [merged[name] for name in sorted(merged)]
     lines = ",\n".join("  " + json.dumps(row, sort_keys=True) for row in ordered)

@@ -9,7 +9,8 @@ from typing import Any
 
 from ..registry.verified import records
 
-COLUMNS = (("tp", 2), ("tp+sp", 2), ("tp", 4))
+# Heading -> kind of layout, tp size, pp size.
+COLUMNS = {"tp2": ("tp", 2, 1), "tp2 + sp": ("tp+sp", 2, 1), "tp4": ("tp", 4, 1), "pp2": ("pp", 1, 2)}
 _BEGIN, _END = "<!-- support table -->\n", "<!-- end of support table -->"
 
 
@@ -24,19 +25,18 @@ def _cell(row: Mapping[str, Any] | None) -> str:
 
 def support_table(rows: Iterable[Mapping[str, Any]] | None = None) -> str:
     """A Markdown table: one line per model class, one column per layout, then the reasons of what is refused."""
-    by_class: dict[tuple[str, str], dict[tuple[str, int], Mapping[str, Any]]] = defaultdict(dict)
+    by_class: dict[tuple[str, str], dict[tuple[str, int, int], Mapping[str, Any]]] = defaultdict(dict)
     for row in records() if rows is None else rows:
-        by_class[row["model_type"], row["class"]][row["layout"], row["tp_size"]] = row
-    lines = ["| model type | class | tp2 | tp2 + sp | tp4 |", "|---|---|---|---|---|"]
+        by_class[row["model_type"], row["class"]][row["layout"], row["tp_size"], row.get("pp_size", 1)] = row
+    lines = [f"| model type | class | {' | '.join(COLUMNS)} |", "|---|---" + "|---" * len(COLUMNS) + "|"]
     reasons = []
     for (model_type, name), results in sorted(by_class.items()):
-        cells = [_cell(results.get(column)) for column in COLUMNS]
+        cells = [_cell(results.get(column)) for column in COLUMNS.values()]
         lines.append(f"| {model_type} | {name} | {' | '.join(cells)} |")
-        for column in COLUMNS:
+        for heading, column in COLUMNS.items():
             failed = results.get(column)
             if failed is not None and not failed["passed"]:
-                layout = f"tp{column[1]}" + ("+sp" if column[0] == "tp+sp" else "")
-                reasons.append(f"- {model_type}, {layout}: {failed['worst']}")
+                reasons.append(f"- {model_type}, {heading.replace(' ', '')}: {failed['worst']}")
     text = "\n".join(lines) + "\n"
     return text + ("\nRefused, and why:\n\n" + "\n".join(reasons) + "\n" if reasons else "")
 

@@ -156,20 +156,22 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def tiny_config(config: PreTrainedConfig) -> PreTrainedConfig:
+def tiny_config(config: PreTrainedConfig, min_layers: int = 2) -> PreTrainedConfig:
     """
     Shrinks a config to a model that trains in milliseconds and still runs every kind of layer of the original.
 
     Args:
         config ([`PreTrainedConfig`]):
             The config of the model, with sub-configs if it has any. It is not changed.
+        min_layers (`int`, *optional*, defaults to 2):
+            The number of layers at the end that are kept beside the first one of each kind.
 
     Returns:
         [`PreTrainedConfig`]: A new config of the same class.
     """
     values = {name: value for name, value in config.to_dict().items() if name != "quantization_config"}
     parts = {name: part for name, part in vars(config).items() if isinstance(part, PreTrainedConfig)}
-    values |= {name: tiny_config(part).to_dict() for name, part in parts.items()}
+    values |= {name: tiny_config(part, min_layers).to_dict() for name, part in parts.items()}
     default = type(config)().to_dict()
     overrides = OVERRIDES.get(config.model_type, {})
     if all(values.get(name) == default.get(name) for name in overrides):
@@ -177,7 +179,7 @@ def tiny_config(config: PreTrainedConfig) -> PreTrainedConfig:
     # The rules read the original values, so they do not depend on each other's order.
     tiny = {name: _tiny_value(name, value) for name, value in values.items()}
     tiny |= _tiny_heads(values, tiny) | _tiny_experts(values)
-    tiny |= _tiny_layers(values, tiny)
+    tiny |= _tiny_layers(values, tiny, min_layers)
     tiny |= _tiny_rope(tiny)
     return type(config).from_dict(tiny | {"dtype": "float32"})
 
@@ -347,8 +349,8 @@ def _tiny_experts(values: Mapping[str, Any]) -> dict[str, Any]:
     return new
 
 
-def _tiny_layers(values: Mapping[str, Any], tiny: Mapping[str, Any]) -> dict[str, Any]:
-    """The attributes that describe layers one by one, cut down to the first layer of each kind and the last two."""
+def _tiny_layers(values: Mapping[str, Any], tiny: Mapping[str, Any], min_layers: int) -> dict[str, Any]:
+    """The attributes that describe layers one by one, cut down to the first layer of each kind and the last ones."""
     counts = [values[name] for name in LAYER_COUNTS if values.get(name) is not None]
     num_layers = counts[0] if counts else len(values.get("layers_block_type") or ())
     per_layer = {
@@ -369,7 +371,7 @@ def _tiny_layers(values: Mapping[str, Any], tiny: Mapping[str, Any]) -> dict[str
         kind += [layer < values[name] for name in leading]
         kind += [layer >= num_layers - values[name] for name in trailing]
         kinds.setdefault(tuple(kind), layer)
-    kept = sorted({*kinds.values(), *range(max(num_layers - 2, 0), num_layers)})
+    kept = sorted({*kinds.values(), *range(max(num_layers - min_layers, 0), num_layers)})
 
     new: dict[str, Any] = {name: len(kept) for name in LAYER_COUNTS if values.get(name) is not None}
     new |= {name: [tiny[name][layer] for layer in kept] for name in per_layer}

@@ -115,3 +115,56 @@ def test_the_same_script_in_one_process_on_another_model_and_data(stories, tmp_p
     )
     assert result.returncode == 0, result.stderr[-3000:]
     assert "equal within" in result.stdout
+
+
+STAGES = """
+compute_environment: LOCAL_MACHINE
+distributed_type: MEGATRON_LM
+num_machines: 1
+num_processes: 2
+machine_rank: 0
+mixed_precision: "no"
+use_cpu: true
+megatron_lm_config:
+  megatron_lm_tp_degree: 1
+  megatron_lm_pp_degree: 2
+  megatron_lm_num_micro_batches: 3
+  megatron_lm_gradient_clipping: 1.0
+  megatron_lm_use_distributed_optimizer: true
+"""
+STAGES_SCRIPT = """
+import hf_megatron, torch
+from hf_megatron.integrations.verified import ConfigUnderTest
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, set_seed
+config = ConfigUnderTest(**hf_megatron.config_from_environment().to_dict())
+set_seed(0)
+model = AutoModelForCausalLM.from_pretrained({stories!r}, megatron_config=config)
+ids = torch.randint(3, 512, (16, 20))
+arguments = TrainingArguments(
+    {output!r}, save_strategy="no", report_to=[], logging_steps=1, max_steps=2, max_grad_norm=1.0,
+    gradient_accumulation_steps=2, per_device_train_batch_size=4, disable_tqdm=True,
+)
+trainer = Trainer(model, arguments, train_dataset=[dict(input_ids=row, labels=row) for row in ids])
+trainer.train()
+numbers = [x for entry in trainer.state.log_history if "loss" in entry for x in (entry["loss"], entry["grad_norm"])]
+print("PROBE", config.layout(), config.num_microbatches, *numbers, flush=True)
+"""
+
+
+def test_pipeline_stages_from_a_yaml(stories, tmp_path):
+    """`megatron_lm_pp_degree` and `megatron_lm_num_micro_batches`, trained by a stock Trainer, against one process."""
+    (tmp_path / "stages.yaml").write_text(STAGES)
+    (tmp_path / "stages.py").write_text(STAGES_SCRIPT.format(stories=str(stories), output=str(tmp_path)))
+    options = ["--main_process_port", "0", "--config_file", str(tmp_path / "stages.yaml")]
+    results = [
+        run(["accelerate", "launch", *options, str(tmp_path / "stages.py")], tmp_path),
+        run([sys.executable, str(tmp_path / "stages.py")], tmp_path),
+    ]
+    for result in results:
+        assert result.returncode == 0, result.stderr[-3000:]
+    found, expected = (
+        [line.split()[1:] for line in result.stdout.splitlines() if line.startswith("PROBE")] for result in results
+    )
+    assert [line[:2] for line in found] == [["tp1+pp2", "3"]] * 2 and len(expected) == 1
+    for line in found:
+        assert [float(x) for x in line[2:]] == pytest.approx([float(x) for x in expected[0][2:]], rel=2e-6)

@@ -1,6 +1,5 @@
 """Evaluation over pipeline stages: generate() with every cache, and losses and predictions, equal to one process."""
 
-import tempfile
 import time
 
 import numpy as np
@@ -20,8 +19,8 @@ from transformers.generation import StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from hf_megatron import MegatronConfig, UnsupportedError
-from hf_megatron.parallelize import parallel_state
 from hf_megatron.errors import RankError
+from hf_megatron.parallelize import parallel_state
 from hf_megatron.pipeline_parallel.cache import StagedCache
 from hf_megatron.verify.parity import ConfigUnderTest
 from hf_megatron.verify.ranks import run_ranks
@@ -43,7 +42,7 @@ LAYOUTS = [
 ]
 
 
-def make_model(model_type, layers=None):
+def make_model(directory, model_type, layers=None):
     """A tiny model on disk whose windows are shorter than what is generated."""
     config = tiny_config(AutoConfig.for_model(model_type))
     # A tied head repeats the last token, whatever came before.
@@ -54,7 +53,6 @@ def make_model(model_type, layers=None):
         config.layer_types = [kinds[index % len(kinds)] for index in range(layers)]
     model = AutoModelForCausalLM.from_config(config).float()
     draw_parameters(model)
-    directory = tempfile.mkdtemp(prefix="hf_megatron_generate_")
     model.save_pretrained(directory)
     return directory
 
@@ -102,9 +100,9 @@ def difference(found, expected):
 
 
 @pytest.fixture(scope="module")
-def families():
+def families(tmp_path_factory):
     """What each family generates in one process, and on both ranks of one job."""
-    directories = {model_type: make_model(model_type) for model_type in FAMILIES}
+    directories = {model_type: make_model(tmp_path_factory.mktemp(model_type), model_type) for model_type in FAMILIES}
     return of_families(directories, None), run_ranks(of_families, 2, directories, PP2)
 
 
@@ -116,9 +114,9 @@ def test_every_family_equals_one_process(families, model_type):
 
 
 @pytest.fixture(scope="module")
-def gemma():
+def gemma(tmp_path_factory):
     """A model of sliding and full layers, and what it generates in one process."""
-    directory = make_model("gemma3_text", layers=5)
+    directory = make_model(tmp_path_factory.mktemp("gemma"), "gemma3_text", layers=5)
     return directory, tokens_and_logits(directory, None, KINDS)
 
 
@@ -282,6 +280,8 @@ def test_caches_that_a_pipeline_cannot_keep_are_refused_by_name(stories):
             model(input_ids=ids, past_key_values=offloaded)
         with pytest.raises(UnsupportedError, match="no_grad"):
             model(input_ids=ids, past_key_values=model(input_ids=ids, use_cache=True).past_key_values)
+        with pytest.raises(UnsupportedError, match="generate_batch"):
+            model.generate_batch([[1, 5]])
         with pytest.raises(UnsupportedError, match="past_key_values in a training step"):
             model.train()(input_ids=ids, labels=ids, past_key_values=DynamicCache())
 

@@ -281,9 +281,7 @@ def uninterrupted(stories, tmp_path_factory):
     return result
 
 
-@pytest.mark.parametrize(
-    ("saved", "loaded"), [("pp2", "one process"), ("dp2", "tp2 x pp2 zbv"), ("tp2 x pp2 zbv", "pp2")]
-)
+@pytest.mark.parametrize(("saved", "loaded"), [("pp2", "one process"), ("dp2", "tp2 x pp2 zbv")])
 def test_trainer_resumes_with_other_stages(stories, tmp_path, uninterrupted, saved, loaded):
     run_ranks(train, ranks_of(TRAINER[saved]), stories, tmp_path, TRAINER[saved], stop=4)
     log, weights, _ = run_ranks(train, ranks_of(TRAINER[loaded]), stories, tmp_path, TRAINER[loaded], resume=True)[0]
@@ -294,10 +292,8 @@ def test_trainer_resumes_with_other_stages(stories, tmp_path, uninterrupted, sav
         torch.testing.assert_close(weights[name], weight, rtol=0, atol=3e-4)
 
 
-@pytest.mark.parametrize(
-    "options", [{"async_save": True}, {"save_only_model": True}], ids=lambda options: [*options][0]
-)
-def test_trainer_loads_its_best_checkpoint(stories, tmp_path, options):
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_trainer_loads_its_best_checkpoint(stories, tmp_path, weights_only):
     arguments = {
         "eval_strategy": "steps",
         "eval_steps": 2,
@@ -305,9 +301,9 @@ def test_trainer_loads_its_best_checkpoint(stories, tmp_path, options):
         "metric_for_best_model": "eval_loss",
         "greater_is_better": True,  # the first is the worst and stays the "best"
         "save_total_limit": 1,
-        "save_only_model": "save_only_model" in options,
+        "save_only_model": weights_only,
     }
-    config = layout(pp_size=2, async_save="async_save" in options)
+    config = layout(pp_size=2, async_save=True)
     [_, weights, best], _ = run_ranks(train, 2, stories, tmp_path, config, **arguments)
     assert best == str(tmp_path / "checkpoint-2")
     saved = load_file(f"{best}/model.safetensors") if "save_only_model" in options else whole_tensors(best)
@@ -327,8 +323,9 @@ def test_accelerate_state_continues_bit_equal(stories, tmp_path):
 
 def test_accelerate_save_model_and_get_state_dict(stories, tmp_path):
     def on_rank():
+        model = AutoModelForCausalLM.from_pretrained(stories, megatron_config=layout(pp_size=2))
         accelerator = Accelerator(cpu=True)
-        model = accelerator.prepare(AutoModelForCausalLM.from_pretrained(stories, megatron_config=layout(pp_size=2)))
+        model = accelerator.prepare(model)
         accelerator.save_model(model, str(tmp_path))
         return sorted(accelerator.get_state_dict(model))
 

@@ -2,6 +2,8 @@
 
 import dataclasses
 import math
+import os
+import signal
 
 import pytest
 import torch
@@ -56,7 +58,15 @@ class Sums:
 
 
 def train(
-    path, output, config, trainer_class=Trainer, train_rows=24, samples=rows, collate=default_data_collator, **kwargs
+    path,
+    output,
+    config,
+    trainer_class=Trainer,
+    train_rows=24,
+    samples=rows,
+    collate=default_data_collator,
+    resume=None,
+    **kwargs,
 ):
     """What Trainer logs, and how many sums of gradients were made beside the model's own."""
     extra = {name: kwargs.pop(name) for name in ("compute_loss_func", "callbacks") if name in kwargs}
@@ -71,7 +81,7 @@ def train(
         compute_metrics=accuracy,
         **extra,
     )
-    result = trainer.train()
+    result = trainer.train(resume_from_checkpoint=resume)
     log = [{name: entry[name] for name in LOGGED if name in entry} for entry in trainer.state.log_history]
     log.append({"train_loss": result.training_loss, "tokens": trainer.state.num_input_tokens_seen})
     return log, sums.count
@@ -133,6 +143,45 @@ def test_trajectory_with_accumulation_clipping_and_evaluation(stories, story_tex
         lr_scheduler_type="cosine",
         learning_rate=5e-4,
     )
+
+
+class KillAt(TrainerCallback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step >= self.step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train_until_killed(*args, step, **kwargs):
+    callbacks = [KillAt(step)] if torch.distributed.get_rank() == 1 else []
+    return train(*args, callbacks=callbacks, **kwargs)
+
+
+def test_a_kill_and_a_resume_on_other_layouts_keep_the_trajectory(stories, story_texts, tmp_path):
+    """Killed on two stages, again on two stages of two dp ranks, and finished on two stages of two tp ranks."""
+    arguments = {
+        "samples": story_blocks(stories, story_texts),
+        "max_steps": 20,
+        "eval_strategy": "steps",
+        "eval_steps": 5,
+        "save_strategy": "steps",
+        "save_steps": 4,
+        "save_total_limit": 2,
+        "learning_rate": 5e-4,
+    }
+    [(expected, _)] = run_ranks(train, 1, stories, tmp_path / "one", None, **(arguments | {"save_strategy": "no"}))
+    output = tmp_path / "many"
+    with pytest.raises(RankError, match="rank 1 died"):
+        run_ranks(train_until_killed, 2, stories, output, PP2, step=7, **arguments)
+    halves = {f"per_device_{kind}_batch_size": 2 for kind in ("train", "eval")}
+    config = layout(dp_size=2, zero_stage=2)
+    with pytest.raises(RankError, match="rank 1 died"):
+        run_ranks(train_until_killed, 4, stories, output, config, step=15, resume=True, **(arguments | halves))
+    for log, _ in run_ranks(train, 4, stories, output, layout(tp_size=2), resume=True, **arguments):
+        # The mean over a resumed run is of other steps.
+        assert apart(log[:-2], expected[:-2]) < 1e-5
 
 
 def test_an_epoch_that_ends_in_the_middle_of_everything(stories, tmp_path):
