@@ -60,9 +60,9 @@ def save_random_model(shape, folder):
     LlamaForCausalLM(config).save_pretrained(folder)
 
 
-def start_groups(variants, folder, dtype, batch):
-    """Starts the variants one after the other and compares their first loss with one process."""
-    groups, skipped, expected = {}, {}, None
+def start_groups(variants, folder, dtype, batch, expected=None):
+    """Starts the variants one after the other and compares their first loss with `expected`, or with the first one's."""
+    groups, skipped = {}, {}
     try:
         for name, variant in variants.items():
             try:
@@ -85,7 +85,7 @@ def start_groups(variants, folder, dtype, batch):
     return groups, skipped
 
 
-def take_turns(groups, rounds, steps, lean=False):
+def take_turns(groups, rounds, steps, lean=False, warm_up=True):
     """`rounds` undisturbed samples of every variant where the machine allows it within twice as many turns.
 
     Where the memory of all variants is short, `lean` gives back what is free inside waiting ones; a turn then begins
@@ -96,8 +96,8 @@ def take_turns(groups, rounds, steps, lean=False):
     def undisturbed(name):
         return [sample for sample in samples[name] if sample["foreign"] <= FOREIGN_LIMIT]
 
-    for group in groups.values():
-        group.sample(steps)  # warm-up
+    for group in groups.values() if warm_up else ():
+        group.sample(steps)
         if lean:
             group.ask("give_back_memory")
     for _ in range(2 * rounds):

@@ -33,6 +33,7 @@ from .version import __version__
 if TYPE_CHECKING:
     from .data_parallel.optimizer import prepare_optimizer
     from .integrations.termination import TerminationSignal
+    from .log_probs import token_log_probs
     from .parallelize import ParallelPlan, parallel_plan
     from .registry import register_model
 
@@ -43,6 +44,7 @@ _LAZY = {
     "TerminationSignal": "integrations.termination",
     "prepare_optimizer": "data_parallel.optimizer",
     "register_model": "registry",
+    "token_log_probs": "log_probs",
 }
 
 
@@ -89,4 +91,5 @@ __all__ = [
     "parallel_plan",
     "prepare_optimizer",
     "register_model",
+    "token_log_probs",
 ]

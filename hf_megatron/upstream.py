@@ -53,6 +53,20 @@ def at_end_of_backward(function: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(function)  # type: ignore[attr-defined]
 
 
+@contextmanager
+def finishing_itself(model: Any) -> Iterator[None]:
+    """Inside a backward, has FSDP2 finish each backward that is run in it at that one's end, not at the outer one's.
+
+    FSDP2 notes that it has queued its last work for the backward under way (private in torch 2.11 to 2.13).
+    """
+    context = model._get_fsdp_state()._state_ctx
+    before, context.post_backward_final_callback_queued = context.post_backward_final_callback_queued, False
+    try:
+        yield
+    finally:
+        context.post_backward_final_callback_queued = before
+
+
 def strided_shard(dim: int, groups: int) -> Any:
     """A dim made of `groups` equal blocks that are split one by one (private in torch 2.11 to 2.13)."""
     return _StridedShard(dim=dim, split_factor=groups)
@@ -405,3 +419,15 @@ def renamed_by_loader(model: Any, names: set[str]) -> set[str]:
     renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
     converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
     return {rename_source_key(name, renamings, converters)[0] for name in names}
+
+
+def count_tokens_once(trainer: Any) -> None:
+    """Keeps a TRL trainer from dividing its count of tokens by the ranks that share a batch (`_tp_size`, private)."""
+    trainer._tp_size = 1
+
+
+def trl_output(**fields: Any) -> Any:
+    """What TRL's trainers read of a forward (`FusedCausalLMOutput`, not exported)."""
+    from trl.trainer.utils import FusedCausalLMOutput
+
+    return FusedCausalLMOutput(**fields)

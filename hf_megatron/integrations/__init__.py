@@ -81,6 +81,16 @@ PATCHES: Mapping[str, str] = {
     "peft.tuners.tuners_utils:BaseTuner.__init__": f"{_HERE}.refusals:peft",
     **{
         f"trl.trainer.{name.lower()}_trainer:{name}Trainer.__init__": f"{_HERE}.refusals:trl"
-        for name in ("SFT", "DPO", "KTO", "GRPO", "RLOO", "Reward", "Distillation")
+        for name in ("KTO", "GRPO", "RLOO", "Reward", "Distillation")
     },
+    **{
+        f"trl.trainer.{name.lower()}_trainer:{target}": f"{_HERE}.trl:{function}"
+        for name in ("SFT", "DPO")
+        for target, function in (
+            (f"{name}Trainer.__init__", "init"),
+            ("add_fused_lm_head", "add_fused_lm_head"),
+            ("create_model_from_path", "create_model_from_path"),
+        )
+    },
+    "trl.trainer.dpo_trainer:hash_module": f"{_HERE}.trl:hash_module",
 }

@@ -7,25 +7,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers.generation.stopping_criteria import (
-    ConfidenceCriteria,
-    EosTokenCriteria,
-    MaxLengthCriteria,
-    StoppingCriteria,
-    StoppingCriteriaList,
-    StopStringCriteria,
-)
 
 from ..communication.random import ReplicatedState
 from ..errors import UnsupportedError
 from ..mesh import ParallelMesh
 from ..parallelize import parallel_state
 
-# They decide by tokens and scores alone, which are the same on every rank.
-_ALIKE = (ConfidenceCriteria, EosTokenCriteria, MaxLengthCriteria, StopStringCriteria)
+# Criteria that decide by tokens and scores alone, which are the same on every rank.
+_ALIKE = ("ConfidenceCriteria", "EosTokenCriteria", "MaxLengthCriteria", "StopStringCriteria")
 
 
-class AgreedCriterion(StoppingCriteria):
+class AgreedCriterion:
     """A criterion that may decide differently on different ranks, such as one that reads a clock: the first decides.
 
     Args:
@@ -33,7 +25,7 @@ class AgreedCriterion(StoppingCriteria):
         mesh (`ParallelMesh`): of the ranks that generate together.
     """
 
-    def __init__(self, criterion: StoppingCriteria, mesh: ParallelMesh):
+    def __init__(self, criterion: Any, mesh: ParallelMesh):
         self.criterion, self.mesh = criterion, mesh
 
     def __getattr__(self, name: str) -> Any:
@@ -86,9 +78,11 @@ def get_stopping_criteria(original: Callable) -> Callable:
         state = parallel_state(self)
         if state is None or state.config.ranks_per_replica == 1:
             return criteria
-        return StoppingCriteriaList(
-            one if type(one) in _ALIKE else AgreedCriterion(one, state.mesh) for one in criteria
-        )
+        # Here, so that an import of the library does not bring transformers' tokenizers in.
+        from transformers.generation import stopping_criteria
+
+        alike = {getattr(stopping_criteria, name) for name in _ALIKE}
+        return type(criteria)(one if type(one) in alike else AgreedCriterion(one, state.mesh) for one in criteria)
 
     return wrapper
 

@@ -37,10 +37,20 @@ def peft(original: Callable) -> Callable:
     )
 
 
+_TRL = (
+    "of TRL's trainers SFTTrainer and DPOTrainer train a model laid out by hf_megatron. Use one of them, "
+    "transformers.Trainer or an Accelerate loop."
+)
+_TRL_TRAINERS = ("trl.trainer.sft_trainer.SFTTrainer", "trl.trainer.dpo_trainer.DPOTrainer")
+
+
 def trl(original: Callable) -> Callable:
-    """TRL's fused head would read one rank's vocabulary as the whole."""
-    return _refusing(
-        original,
-        "TRL's trainers on a model laid out by hf_megatron are not supported yet. Use transformers.Trainer or an "
-        "Accelerate loop.",
-    )
+    """Others compute their losses in ways nobody has compared with one process."""
+    return _refusing(original, _TRL)
+
+
+def refuse_other_trl_trainers(trainer: Any) -> None:
+    """Raises for a trainer whose nearest class of TRL's is none of those that were compared with one process."""
+    nearest = next((cls for cls in type(trainer).__mro__ if cls.__module__.startswith("trl.")), None)
+    if nearest is not None and f"{nearest.__module__}.{nearest.__qualname__}" not in _TRL_TRAINERS:
+        raise UnsupportedError(f"{type(trainer).__name__}: {_TRL}")

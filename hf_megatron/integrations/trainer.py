@@ -11,6 +11,7 @@ from ..errors import ConfigError, UnsupportedError
 from ..parallelize import parallel_state
 from .accelerate import parallelism_config
 from .checkpoints import probe
+from .refusals import refuse_other_trl_trainers
 from .termination import TerminationCallback
 
 
@@ -33,8 +34,7 @@ def init(original: Callable) -> Callable:
                     f"TrainingArguments reports {args.world_size} process(es), the job has {dist.get_world_size()}. On "
                     "CPUs pass TrainingArguments(use_cpu=True), or create it after the model."
                 )
-            if type(self).__module__.startswith("trl."):
-                raise UnsupportedError(f"{type(self).__name__} on a model laid out by hf_megatron: not supported yet.")
+            refuse_other_trl_trainers(self)
             if args.save_strategy != "no":
                 # Stock makes it on rank 0 alone; where that fails the other ranks would wait for it.
                 probe(Path(args.output_dir))

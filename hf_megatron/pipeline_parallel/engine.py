@@ -30,7 +30,7 @@ from ..data_parallel.engine import DataParallel
 from ..data_parallel.fully_sharded import reshard
 from ..errors import ConfigError, UnsupportedError
 from ..mesh import ParallelMesh
-from ..upstream import at_end_of_backward, local_tensor, loss_functions
+from ..upstream import at_end_of_backward, finishing_itself, local_tensor, loss_functions
 from .cache import StagedCache, cache_name, new_inputs
 from .cut import Cut, stages_per_rank
 from .executor import Execution
@@ -129,6 +129,7 @@ class Pipeline:
         self.expected_scale: Callable[[], float] | None = None
         self.scale_hint: Callable[[], float] = first_scale
         self.wants_logits = True
+        self._read: Callable[[Any, slice], tuple[Tensor, ...]] | None = None
         self.denominator = Denominator()
         self._numbers = itertools.count()
         self._alone: _Call | None = None
@@ -181,6 +182,8 @@ class Pipeline:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         arguments = self._arguments(args, kwargs)
         return_dict = arguments.pop("return_dict", None)
+        if self._read is not None:
+            return self._values_of(arguments, self._read)
         labels = arguments.get("labels") is not None or arguments.get("shift_labels") is not None
         if labels and self._shifts is None:
             raise UnsupportedError(
@@ -193,6 +196,20 @@ class Pipeline:
             output = self._forward_only(arguments, labels)
         wants_dict = self.model.config.return_dict if return_dict is None else return_dict
         return output if wants_dict else output.to_tuple()
+
+    @contextmanager
+    def reading(self, read: Callable[[Any, slice], tuple[Tensor, ...]]) -> Iterator[None]:
+        """Inside, calls of the model return on every rank what `read` makes of the last stage's outputs.
+
+        Args:
+            read (`Callable`): (what the model returned for a microbatch, its rows in the batch) -> tensors with a row
+                per sample, and scalars, which are added up. Their backward runs the pipeline in reverse.
+        """
+        before, self._read = self._read, read
+        try:
+            yield
+        finally:
+            self._read = before
 
     def _arguments(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
         bound = self._signature.bind_partial(self.model, *args, **kwargs).arguments
@@ -236,49 +253,59 @@ class Pipeline:
         """Forwards, whose graphs are kept if gradients are wanted."""
         parameters, stages = self._signature.parameters, self.boundary.stages
         cache = StagedCache.of_call(self.model, arguments, parameters, stages, self.mesh.pp_rank)
-        microbatches, weights = self._prepare(arguments, for_backward=False, whole=cache is not None)
+        rows = batch_rows(arguments)
 
-        def read(number: int, output: Any) -> tuple[Tensor, ...]:
-            values = [(self._loss_of(output) * weights[number]).reshape(1)] if labels else []
+        def read(output: Any, part: slice) -> tuple[Tensor, ...]:
+            values = [self._loss_of(output) * ((part.stop - part.start) / rows)] if labels else []
             if self.wants_logits or not labels:
                 values.append(self._logits_of(output))
             return tuple(values)
 
-        execution = self._execution(microbatches, weights, read, cache)
-        sizes = self.schedule.name, self.config.pp_size, self.stages_per_rank, len(microbatches)
-        self._run(execution, forward_plan(*sizes)[self.mesh.pp_rank])
-        parts = execution.results
-        values = tuple(torch.cat(column) for column in zip(*parts, strict=True))
-        values = self._broadcast(values)
-        if labels:
-            values = (values[0].sum(), *values[1:])
-        if torch.is_grad_enabled():
-            values = self._kept(execution, values, backward_plan(*sizes)[self.mesh.pp_rank], labels)
+        values = self._values_of(arguments, read, cache)
         output = PipelineOutput(loss=values[0] if labels else None)
         if len(values) > labels:
             output["logits"] = values[-1]
         if cache is not None:
             cache.advance(new_inputs(arguments))
             output[cache.name] = cache.cache
-        if self.model.training and not torch.is_grad_enabled():
-            # Stages drew different dropout; a token that is sampled next has to be the same on all of them.
-            ReplicatedState(self.mesh.device).synchronise(self.mesh.pp_group)
         return output
 
+    def _values_of(
+        self,
+        arguments: dict[str, Any],
+        read: Callable[[Any, slice], tuple[Tensor, ...]],
+        cache: StagedCache | None = None,
+    ) -> tuple[Tensor, ...]:
+        """What `read` makes of the microbatches' outputs, together and on every rank; see `reading`."""
+        microbatches, weights = self._prepare(arguments, for_backward=False, whole=cache is not None)
+        edges = [0, *itertools.accumulate(map(batch_rows, microbatches))]
+        parts = [slice(start, stop) for start, stop in itertools.pairwise(edges)]
+        execution = self._execution(microbatches, weights, lambda number, output: read(output, parts[number]), cache)
+        sizes = self.schedule.name, self.config.pp_size, self.stages_per_rank, len(microbatches)
+        self._run(execution, forward_plan(*sizes)[self.mesh.pp_rank])
+        columns = zip(*execution.results, strict=True)
+        values = tuple(torch.cat(column) if column[0].dim() else torch.stack(column).sum() for column in columns)
+        values = self._broadcast(values)
+        if torch.is_grad_enabled():
+            values = self._kept(execution, values, backward_plan(*sizes)[self.mesh.pp_rank])
+        elif self.model.training:
+            # Stages drew different dropout; a token that is sampled next has to be the same on all of them.
+            ReplicatedState(self.mesh.device).synchronise(self.mesh.pp_group)
+        return values
+
     def _kept(
-        self, execution: Execution, values: tuple[Tensor, ...], actions: tuple[Action, ...], labels: bool
+        self, execution: Execution, values: tuple[Tensor, ...], actions: tuple[Action, ...]
     ) -> tuple[Tensor, ...]:
         """Gives values of the last stage a backward that runs the pipeline in reverse."""
         rows = [batch_rows(microbatch) for microbatch in execution.microbatches]
 
         def backward(gradients: tuple[Tensor, ...]) -> None:
-            parts = [list(gradient.split(rows)) for gradient in gradients[labels:]]
-            if labels:
-                parts.insert(0, [gradients[0].reshape(1)] * len(rows))
+            parts = [gradient.split(rows) if gradient.dim() else [gradient] * len(rows) for gradient in gradients]
             execution.seeds = lambda number: tuple(part[number] for part in parts)
             call = _Call(self, actions, seed=1.0)
             execution.before_backward, execution.after_backward = call.before_backward, call.after_backward
-            with call:
+            shards_weights = self.config.zero_stage == 3 and self.mesh.dp_size > 1
+            with call, finishing_itself(self.model) if shards_weights else nullcontext():
                 self._run(execution, actions)
             call.settle(1.0)
             if call.synchronise:

@@ -13,7 +13,7 @@ from .derive import derive_spec
 
 SpecBuilder = Callable[[Any], ModelSpec]
 
-# One of the library's two module-level states; the other is the patch ledger.
+# Module-level state: this registry, that of the pipeline schedules, and the patch ledger.
 REGISTRY: dict[str, SpecBuilder] = {}
 
 

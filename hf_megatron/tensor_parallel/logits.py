@@ -53,7 +53,10 @@ class ShardedLogits:
     def _then(self, function: Callable[[Tensor], Tensor]) -> "ShardedLogits | Tensor":
         if self.loss_taken:
             return function(self.gather())
-        return ShardedLogits(self.hidden, self.head, (*self.functions, function))
+        return self._like(self.hidden, (*self.functions, function))
+
+    def _like(self, hidden: Tensor, functions: tuple[Callable[[Tensor], Tensor], ...]) -> "ShardedLogits":
+        return ShardedLogits(hidden, self.head, functions)
 
     def __mul__(self, factor: Any) -> "ShardedLogits | Tensor":
         return self._then(lambda z: z * factor) if isinstance(factor, int | float) else self.gather() * factor
@@ -76,7 +79,7 @@ class ShardedLogits:
         sizes = shape[0] if isinstance(shape[0], tuple | list) else shape
         if self.loss_taken or sizes[-1] != self.head.out_features:
             return self.gather().view(*shape)
-        return ShardedLogits(self.hidden.reshape(*sizes[:-1], self.hidden.shape[-1]), self.head, self.functions)
+        return self._like(self.hidden.reshape(*sizes[:-1], self.hidden.shape[-1]), self.functions)
 
     reshape = view
 

@@ -163,22 +163,22 @@ def test_a_kill_and_a_resume_on_other_layouts_keep_the_trajectory(stories, story
     """Killed on two stages, again on two stages of two dp ranks, and finished on two stages of two tp ranks."""
     arguments = {
         "samples": story_blocks(stories, story_texts),
-        "max_steps": 20,
+        "max_steps": 12,
         "eval_strategy": "steps",
-        "eval_steps": 5,
+        "eval_steps": 3,
         "save_strategy": "steps",
-        "save_steps": 4,
+        "save_steps": 2,
         "save_total_limit": 2,
         "learning_rate": 5e-4,
     }
     [(expected, _)] = run_ranks(train, 1, stories, tmp_path / "one", None, **(arguments | {"save_strategy": "no"}))
     output = tmp_path / "many"
     with pytest.raises(RankError, match="rank 1 died"):
-        run_ranks(train_until_killed, 2, stories, output, PP2, step=7, **arguments)
+        run_ranks(train_until_killed, 2, stories, output, PP2, step=5, **arguments)
     halves = {f"per_device_{kind}_batch_size": 2 for kind in ("train", "eval")}
     config = layout(dp_size=2, zero_stage=2)
     with pytest.raises(RankError, match="rank 1 died"):
-        run_ranks(train_until_killed, 4, stories, output, config, step=15, resume=True, **(arguments | halves))
+        run_ranks(train_until_killed, 4, stories, output, config, step=9, resume=True, **(arguments | halves))
     for log, _ in run_ranks(train, 4, stories, output, layout(tp_size=2), resume=True, **arguments):
         # The mean over a resumed run is of other steps.
         assert apart(log[:-2], expected[:-2]) < 1e-5
@@ -230,12 +230,27 @@ def test_batches_padded_to_their_longest_row(stories, tmp_path):
         {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
         {"label_smoothing_factor": 0.1},
         {"compute_loss_func": mean_loss},
-        {"auto_find_batch_size": True, "accelerator_config": {"split_batches": False}},
     ],
-    ids=["checkpointing", "reentrant", "label smoothing", "compute_loss_func", "auto_find_batch_size"],
+    ids=["checkpointing", "reentrant", "label smoothing", "compute_loss_func"],
 )
 def test_as_one_process(stories, tmp_path, arguments):
     compare(stories, tmp_path, **arguments)
+
+
+class OutOfMemoryOnce(Trainer):
+    failed = False
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        if self.state.global_step == 1 and not self.failed:
+            self.failed = True
+            self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+            raise RuntimeError("CUDA out of memory.")
+        return super().training_step(model, inputs, num_items_in_batch)
+
+
+def test_a_smaller_batch_after_running_out_of_memory(stories, tmp_path):
+    """In the middle of a step, behind a forward whose gradients exist already."""
+    compare(stories, tmp_path, trainer_class=OutOfMemoryOnce, auto_find_batch_size=True, own_sums=0)
 
 
 @pytest.mark.parametrize("recompute", ["full", "selective"])
@@ -254,11 +269,13 @@ def test_bf16_autocast_is_as_near_to_fp32_as_one_process(stories, tmp_path):
 
 
 class OwnLoss(Trainer):
-    """Does what nobody can know before the forward."""
+    """Does what nobody can know before the forward: every batch counts another number of times."""
+
+    batches = 0
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        loss = super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch) * 3
-        return (loss, {"loss": loss}) if return_outputs else loss
+        self.batches += 1
+        return super().compute_loss(model, inputs, False, num_items_in_batch) * (2 + self.batches % 3)
 
 
 def test_a_loss_that_a_subclass_changes_takes_a_second_sum(stories, tmp_path):

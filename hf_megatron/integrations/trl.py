@@ -1,0 +1,162 @@
+"""TRL's SFTTrainer and DPOTrainer: per-token numbers of a laid out model, and a reference model laid out alike.
+
+TRL replaces a model's forward by one that reads the head's weight and returns numbers per token instead of logits. Of a
+model that is laid out over ranks these numbers come from `token_scores`, which needs no rank to have the whole head.
+"""
+
+import functools
+import types
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..config import MegatronConfig
+from ..errors import UnsupportedError
+from ..log_probs import next_tokens, scores_of_call
+from ..parallelize import parallel_state
+from ..tensor_parallel.token_scores import FIELDS, IGNORE_INDEX, LOG_PROBS
+from ..upstream import count_tokens_once, local_tensor, trl_output
+
+_REFUSED = {
+    "activation_offloading": "its hooks know one device's memory. Use MegatronConfig(recompute=...).",
+    "use_liger_kernel": "its kernels replace the forwards of modules that are split over ranks. Drop it.",
+    "sync_ref_model": "it mixes two models parameter by parameter, as one process holds them. Drop it.",
+}
+
+# The layout of the policy whose trainer is being built: of reference models that it loads itself.
+_layouts: list[MegatronConfig] = []
+
+
+def init(original: Callable) -> Callable:
+    """Refuses, before anything is built, what would be wrong; a reference model gets the policy's layout."""
+
+    @functools.wraps(original)
+    def wrapper(self: Any, model: Any = None, *args: Any, **kwargs: Any) -> None:
+        state = None if model is None or isinstance(model, str) else parallel_state(model)
+        given = next((value for value in (*args, *kwargs.values()) if _is_config(value)), None)
+        layout = None if state is None else state.config
+        if layout is None and given is not None:
+            layout = (given.model_init_kwargs or {}).get("megatron_config")
+        if layout is None:
+            original(self, model, *args, **kwargs)
+            return
+        for name, reason in _REFUSED.items():
+            if getattr(given, name, False):
+                raise UnsupportedError(f"{type(self).__name__}, {name}=True with megatron_config: {reason}")
+        with _loading_like(MegatronConfig.coerce(layout)):
+            original(self, model, *args, **kwargs)
+        # `gather_for_metrics` counts each batch once, whatever ranks share it.
+        count_tokens_once(self)
+
+    return wrapper
+
+
+def _is_config(value: Any) -> bool:
+    from transformers import TrainingArguments
+
+    return isinstance(value, TrainingArguments)
+
+
+@contextmanager
+def _loading_like(layout: MegatronConfig) -> Iterator[None]:
+    _layouts.append(layout)
+    try:
+        yield
+    finally:
+        _layouts.pop()
+
+
+def create_model_from_path(original: Callable) -> Callable:
+    """Stock loads a reference model whole on every rank."""
+
+    @functools.wraps(original)
+    def wrapper(model_id: str, *args: Any, **kwargs: Any) -> Any:
+        if _layouts:
+            kwargs.setdefault("megatron_config", _layouts[-1])
+            kwargs.setdefault("device_map", None)
+        return original(model_id, *args, **kwargs)
+
+    return wrapper
+
+
+def hash_module(original: Callable) -> Callable:
+    """Stock hashes the tensors of one rank, which have to be whole."""
+
+    @functools.wraps(original)
+    def wrapper(module: Any) -> str:
+        if parallel_state(module) is None:
+            return original(module)
+        parts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, original(_LocalTensors(module)))
+        return "-".join(parts)
+
+    return wrapper
+
+
+class _LocalTensors:
+    """A module as `hash_module` reads it: this rank's part of every tensor."""
+
+    def __init__(self, module: Any):
+        self.module = module
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {name: local_tensor(tensor.detach()) for name, tensor in self.module.state_dict().items()}
+
+
+def add_fused_lm_head(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def wrapper(
+        model: Any,
+        temperature: float = 1.0,
+        cast_lm_head_to_fp32: bool = False,
+        outputs: Sequence[str] = (LOG_PROBS,),
+    ) -> None:
+        state = parallel_state(model)
+        if state is None:
+            original(model, temperature, cast_lm_head_to_fp32, outputs)
+            return
+        if temperature != 1.0 or cast_lm_head_to_fp32:
+            raise UnsupportedError(
+                "temperature and cast_lm_head_to_fp32 on a model laid out by hf_megatron: drop them."
+            )
+        # As TRL's own, and in one order.
+        wanted = tuple(name for name in FIELDS if name in outputs or name == LOG_PROBS)
+        model.forward = types.MethodType(_with_scores(model, wanted), model)
+
+    return wrapper
+
+
+def _with_scores(model: Any, wanted: tuple[str, ...]) -> Callable:
+    original_forward = model.forward
+
+    @functools.wraps(type(model).forward)
+    def forward(
+        self: Any,
+        *args: Any,
+        fused_lm_head: bool = False,
+        labels: Any = None,
+        shift_labels: Any = None,
+        num_items_in_batch: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        if not fused_lm_head:
+            given = {"labels": labels, "shift_labels": shift_labels, "num_items_in_batch": num_items_in_batch}
+            given = {name: value for name, value in given.items() if value is not None}
+            return original_forward(*args, **given, **kwargs)
+        targets = next_tokens(labels) if shift_labels is None else shift_labels
+        kwargs |= {"use_cache": False, "return_dict": True}
+        values, aux_loss = scores_of_call(self, lambda read: read(original_forward(*args, **kwargs)), targets, wanted)
+        fields = dict(zip(wanted, values, strict=True)) | {"label_mask": targets != IGNORE_INDEX}
+        if shift_labels is None:
+            # No views: FSDP2 warns of them.
+            fields = {name: value[:, :-1].contiguous() for name, value in fields.items()}
+        loss = -fields[LOG_PROBS].sum()
+        loss = loss / (fields["label_mask"].sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch)
+        if aux_loss is not None:
+            loss = loss + getattr(self.config.get_text_config(), "router_aux_loss_coef", 0.0) * aux_loss
+        return trl_output(loss=loss, aux_loss=aux_loss, **fields)
+
+    return forward

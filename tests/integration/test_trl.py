@@ -1,0 +1,152 @@
+"""Stock SFTTrainer and DPOTrainer on every axis against the same trainer in one process, and losses of one's own."""
+
+import functools
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from datasets import Dataset
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+
+from hf_megatron import ConfigError, UnsupportedError, token_log_probs
+from hf_megatron.checkpoint.merged import full_state_dict
+from hf_megatron.integrations import trl as integration
+from hf_megatron.integrations.verified import ConfigUnderTest
+from hf_megatron.parallelize import parallel_state
+from hf_megatron.pipeline_parallel.transport import Transport
+from hf_megatron.tensor_parallel import token_scores
+from hf_megatron.verify.check import parse_layouts
+from hf_megatron.verify.compare import gradient_errors
+from hf_megatron.verify.measure import Measurement, _full, _gradients
+from hf_megatron.verify.parity import make_twin
+from hf_megatron.verify.ranks import run_ranks
+
+from .dp_training import ranks_of
+
+LAYOUTS = ["tp2", "tp2+sp", "pp2", "tp2+pp2", "dp2", "pp2+dp2", "tp2+sp+pp2", "pp2+dp2+zero3"]
+DEFAULTS = {
+    "per_device_train_batch_size": 4,
+    "per_device_eval_batch_size": 4,
+    "gradient_accumulation_steps": 2,
+    "max_steps": 4,
+    "logging_steps": 1,
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+    "save_strategy": "no",
+    "report_to": [],
+    "use_cpu": True,
+    "disable_tqdm": True,
+    "learning_rate": 1e-3,
+    "max_grad_norm": 0.5,
+    "bf16": False,
+    "gradient_checkpointing": False,
+}
+ANIMALS, PLACES = ("cat", "dog", "bird", "big bear", "frog"), ("park", "old house", "garden", "wood by the sea")
+UNEQUAL = ("runtime", "per_second", "flos")
+
+
+def layout(text):
+    [config] = parse_layouts(text)
+    return ConfigUnderTest(**config.to_dict())
+
+
+def preferences(count, seed=0):
+    """Prompts with a better and a worse end, of unequal lengths."""
+    found = []
+    for number in range(seed, seed + count):
+        animal, place = ANIMALS[number % 5], PLACES[number % 4]
+        chosen = f" It was happy and ran to the {PLACES[(number + 1) % 4]}." + " They played." * (number % 3)
+        prompt = f"Once upon a time a {animal} lived in the {place}."
+        found.append({"prompt": prompt, "chosen": chosen, "rejected": f" The {animal} {place} {place}."})
+    return found
+
+
+def completions(count, seed=0):
+    return [{"prompt": row["prompt"], "completion": row["chosen"]} for row in preferences(count, seed)]
+
+
+def texts(count, seed=0):
+    return [{"text": row["prompt"] + row["chosen"]} for row in preferences(count, seed)]
+
+
+def train(path, output, config, trainer_class, samples, prepare=None, by_name=False, **kwargs):
+    """Everything the trainer logs, the trained weights, and the most numbers one broadcast over stages had."""
+    dp_size = 1 if config is None else config.dp_size or 1
+    shapes = [()]
+    original = Transport.broadcast
+
+    def broadcast(self, tensors, source):
+        tensors = original(self, tensors, source)
+        shapes.extend(tuple(tensor.shape) for tensor in tensors)
+        return tensors
+
+    Transport.broadcast = broadcast
+    sizes = {name: DEFAULTS[name] // dp_size for name in DEFAULTS if name.startswith("per_device")}
+    config_class = SFTConfig if trainer_class is SFTTrainer else DPOConfig
+    if by_name:
+        kwargs["model_init_kwargs"] = {} if config is None else {"megatron_config": config}
+        model = str(path)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(path, megatron_config=config)
+        if prepare is not None:
+            prepare(model)
+    extra = {name: kwargs.pop(name) for name in ("compute_metrics", "compute_loss_func") if name in kwargs}
+    if "ref_model" in kwargs:
+        extra["ref_model"] = kwargs.pop("ref_model")(path, config)
+    trainer = trainer_class(
+        model=model,
+        args=config_class(str(output), **(DEFAULTS | sizes | kwargs)),
+        train_dataset=Dataset.from_list(samples(16)),
+        eval_dataset=Dataset.from_list(samples(8, 3)),
+        **extra,
+    )
+    trainer.train()
+    log = [
+        {name: value for name, value in entry.items() if not any(part in name for part in UNEQUAL)}
+        for entry in trainer.state.log_history
+    ]
+    model = trainer.model
+    weights = full_state_dict(model) if parallel_state(model) is not None else model.state_dict()
+    return log, weights, shapes
+
+
+@functools.lru_cache(maxsize=None)
+def reference(path, output, trainer_class, samples, options):
+    [found] = run_ranks(train, 1, path, output, None, trainer_class, samples, timeout=200, **dict(options))
+    return found
+
+
+def compare(stories, tmp_path, text, trainer_class, samples, tolerance=2e-5, **kwargs):
+    config = layout(text) if isinstance(text, str) else text
+    options = tuple((name, tuple(value) if isinstance(value, list) else value) for name, value in kwargs.items())
+    expected = reference(stories, tmp_path.parent / "one", trainer_class, samples, options)
+    found = run_ranks(
+        train, ranks_of(config), stories, tmp_path, config, trainer_class, samples, timeout=200, **kwargs
+    )
+    assert len(expected[0]) >= 4
+    for log, _, _ in found:
+        assert log == found[0][0], "every rank logs the same"
+        assert len(log) == len(expected[0])
+        for entry, other in zip(log, expected[0], strict=True):
+            assert entry == pytest.approx(other, rel=tolerance, abs=1e-5)
+    for name, weight in expected[1].items():
+        torch.testing.assert_close(
+            found[0][1][name], weight, rtol=0, atol=3e-4, msg=lambda m, name=name: f"{name}: {m}"
+        )
+    return [shape for _, _, shapes in found for shape in shapes]
+
+
+@pytest.mark.parametrize("text", LAYOUTS)
+def test_sft(stories, tmp_path, text):
+    shapes = compare(stories, tmp_path, text, SFTTrainer, completions)
+    assert ("pp" in text) == (len(shapes) > 50)
+    assert all(len(shape) <= 2 for shape in shapes), "nothing of vocabulary size travels"
+
+
+@pytest.mark.parametrize("text", LAYOUTS)
+def test_dpo(stories, tmp_path, text):
+    shapes = compare(stories, tmp_path, text, DPOTrainer, preferences)
+    assert ("pp" in text) == (len(shapes) > 50)
+    assert all(len(shape) <= 2 for shape in shapes), "nothing of vocabulary size travels"
