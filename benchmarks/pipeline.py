@@ -14,8 +14,16 @@ from functools import partial
 import torch
 import transformers  # imported before the workers are forked, which then need not
 from data_parallel import check_later_losses, ratio
-from train_step import FOREIGN_LIMIT, MODELS, save_random_model, start_groups, summarize, take_turns
-from train_step import versions, write_report
+from train_step import (
+    FOREIGN_LIMIT,
+    MODELS,
+    save_random_model,
+    start_groups,
+    summarize,
+    take_turns,
+    versions,
+    write_report,
+)
 from variants import Variant, load_model, prepared_adamw
 
 RANKS = 2
@@ -224,7 +232,7 @@ def measure_schedule(one, later, schedule, microbatches, start, turns):
 
 
 def measure(model, schedules, microbatches, rounds):
-    """One number of microbatches: one process by itself, then with each schedule. More at once takes too much memory."""
+    """One number of microbatches: one process by itself, then with each schedule; all at once would not fit."""
     settings = PIPELINE_MODELS[model]
     batch = {"batch_size": max(ROWS, microbatches), "sequence_length": settings["sequence_length"]}
     title = f"{model}, batch {batch['batch_size']} x {batch['sequence_length']}, {microbatches} microbatches"

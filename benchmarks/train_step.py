@@ -61,7 +61,7 @@ def save_random_model(shape, folder):
 
 
 def start_groups(variants, folder, dtype, batch, expected=None):
-    """Starts the variants one after the other and compares their first loss with `expected`, or with the first one's."""
+    """Starts the variants one after the other and compares their first loss with `expected` or the first one's."""
     groups, skipped = {}, {}
     try:
         for name, variant in variants.items():

@@ -62,7 +62,6 @@ PATCHES: Mapping[str, str] = {
     f"{_ACCELERATOR}._prepare_tp": f"{_HERE}.accelerate:prepare_tp",
     f"{_ACCELERATOR}.prepare_optimizer": f"{_HERE}.optimizer:prepare_optimizer",
     "accelerate.optimizer:AcceleratedOptimizer.step": f"{_HERE}.optimizer:optimizer_step",
-    "torch.amp.grad_scaler:GradScaler.__init__": f"{_HERE}.optimizer:init_scaler",
     "torch.amp.grad_scaler:GradScaler._unscale_grads_": f"{_HERE}.optimizer:unscale_grads",
     "torch.nn.utils.clip_grad:clip_grad_norm_": f"{_HERE}.optimizer:clip_grad_norm_",
     "torch.nn.utils:clip_grad_norm_": f"{_HERE}.optimizer:clip_grad_norm_",

@@ -40,19 +40,6 @@ def optimizer_step(original: Callable) -> Callable:
     return wrapper
 
 
-def init_scaler(original: Callable) -> Callable:
-    """`GradScaler.__init__`: a pipelined model wants to know the scale before its first loss is multiplied by it."""
-
-    @functools.wraps(original)
-    def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
-        from ..pipeline_parallel.first_scale import remember
-
-        original(self, *args, **kwargs)
-        remember(self)
-
-    return wrapper
-
-
 def unscale_grads(original: Callable) -> Callable:
     """`GradScaler._unscale_grads_`: the gradients are the reduced ones, and all ranks find the same."""
 

@@ -12,32 +12,30 @@ Every rank of a pipeline gets the same batch, calls the model alike and gets the
 import functools
 import inspect
 import itertools
-import math
 import types
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers.utils import ModelOutput
 
 from ..communication.random import ReplicatedState
 from ..config import MegatronConfig
 from ..data_parallel.engine import DataParallel
 from ..data_parallel.fully_sharded import reshard
-from ..errors import ConfigError, UnsupportedError
+from ..errors import UnsupportedError
 from ..mesh import ParallelMesh
 from ..upstream import at_end_of_backward, finishing_itself, local_tensor, loss_functions
 from .cache import StagedCache, cache_name, new_inputs
+from .call import Call
 from .cut import Cut, stages_per_rank
 from .executor import Execution
-from .first_scale import first_scale
 from .loss import Denominator, batch_denominator, over_denominator
 from .microbatches import batch_rows, describe, split
-from .schedules import Action, Kind, backward_plan, forward_plan, plan, schedule, valid_microbatches
+from .outputs import AbsentLogits, KeptGraphs, PipelineOutput, ScheduledLoss
+from .schedules import Action, backward_plan, forward_plan, plan, schedule, valid_microbatches
 from .transport import Transport
 
 if TYPE_CHECKING:
@@ -46,65 +44,8 @@ if TYPE_CHECKING:
 # Microbatches per stage unless the user says otherwise: a bubble of a fifth at most in 1F1B.
 _PER_RANK = 4
 _TIED_TAG = 0
-# An announced scale and the one that arrives are rounded differently, to fp32 at every factor.
-_SAME_SCALE = 1e-6
-
-
-@dataclass
-class PipelineOutput(ModelOutput):
-    """What a pipelined model returns, the same on every rank.
-
-    Args:
-        loss (`Tensor`, *optional*): a scalar.
-        logits (`Tensor`, *optional*): `[batch, sequence, vocab]`; not there in training with labels.
-        aux_loss (`Tensor`, *optional*): a scalar, the mean over microbatches.
-        past_key_values (`Cache`, *optional*): with the keys and values of this rank's layers.
-    """
-
-    loss: Tensor | None = None
-    logits: Any = None
-    past_key_values: Any = None
-    aux_loss: Tensor | None = None
-
-
-class AbsentLogits:
-    """Stands where logits were not kept; says so when somebody reads it."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name in ("dtype", "to", "is_nested_tensor"):
-            raise AttributeError(name)
-        raise UnsupportedError(
-            "A pipelined model has no logits in a training step with labels: its backward is over already. Call it "
-            "without labels to get logits that a loss of your own can be computed from."
-        )
-
-
-class _ScheduledLoss(torch.autograd.Function):
-    """A loss whose gradients exist already; its backward says how much they count."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, loss: Tensor, settle: Callable[[float], None]) -> Tensor:
-        ctx.settle = settle
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        ctx.settle(gradient.item())
-        return torch.zeros_like(gradient), None, None
-
-
-class _KeptGraphs(torch.autograd.Function):
-    """Values of the last stage on every rank; their backward runs the pipeline in reverse."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, backward: Callable[[tuple[Tensor, ...]], None], *values: Tensor) -> Any:
-        ctx.run = backward
-        return tuple(value.clone() for value in values)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.run(gradients)
-        return (torch.zeros(()), *(None for _ in range(len(gradients) + 1)))
+# `torch.amp.GradScaler`'s default. Unscaled, most fp16 gradients would be zero before anything can be multiplied.
+_SCALER_STARTS_AT = 2.0**16
 
 
 class Pipeline:
@@ -127,12 +68,12 @@ class Pipeline:
         self.transport = Transport(mesh.pp_group, mesh.device)
         self.recorder: SpanRecorder | None = None
         self.expected_scale: Callable[[], float] | None = None
-        self.scale_hint: Callable[[], float] = first_scale
+        self.scale_hint: Callable[[], float] = self._usual_scale
         self.wants_logits = True
         self._read: Callable[[Any, slice], tuple[Tensor, ...]] | None = None
         self.denominator = Denominator()
         self._numbers = itertools.count()
-        self._alone: _Call | None = None
+        self._alone: Call | None = None
         self._scale: float | None = None
         self._first, self._last = cut.boundary.stages.rank_of[0], cut.boundary.stages.rank_of[-1]
         engine.share(self._tied())
@@ -234,7 +175,7 @@ class Pipeline:
 
         count = len(microbatches)
         actions = plan(self.schedule.name, self.config.pp_size, self.stages_per_rank, count)[self.mesh.pp_rank]
-        call = _Call(self, actions)
+        call = Call(self, actions)
         execution = self._execution(microbatches, weights, read)
         seed = torch.tensor(call.seed, device=self.mesh.device)
         execution.seeds = lambda number: (seed,)
@@ -246,7 +187,7 @@ class Pipeline:
             dist.all_reduce(losses[0], group=self.mesh.dp_group)
             losses[0] /= self.mesh.dp_size
         anchor = torch.zeros((), device=self.mesh.device, requires_grad=True)
-        loss = _ScheduledLoss.apply(anchor, losses[0], call.settle)
+        loss = ScheduledLoss.apply(anchor, losses[0], call.settle)
         return PipelineOutput(loss=loss, logits=AbsentLogits(), aux_loss=losses[1] if losses[2] else None)
 
     def _forward_only(self, arguments: dict[str, Any], labels: bool) -> PipelineOutput:
@@ -302,7 +243,7 @@ class Pipeline:
         def backward(gradients: tuple[Tensor, ...]) -> None:
             parts = [gradient.split(rows) if gradient.dim() else [gradient] * len(rows) for gradient in gradients]
             execution.seeds = lambda number: tuple(part[number] for part in parts)
-            call = _Call(self, actions, seed=1.0)
+            call = Call(self, actions, seed=1.0)
             execution.before_backward, execution.after_backward = call.before_backward, call.after_backward
             shards_weights = self.config.zero_stage == 3 and self.mesh.dp_size > 1
             with call, finishing_itself(self.model) if shards_weights else nullcontext():
@@ -313,7 +254,7 @@ class Pipeline:
                 at_end_of_backward(call.store.reduce)
 
         anchor = torch.zeros((), requires_grad=True)
-        return _KeptGraphs.apply(anchor, backward, *values)
+        return KeptGraphs.apply(anchor, backward, *values)
 
     # What calls share
 
@@ -393,6 +334,10 @@ class Pipeline:
         if self.config.zero_stage == 3 and self.mesh.dp_size > 1:
             reshard(self.cut.ends(self.model))
 
+    def _usual_scale(self) -> float:
+        """What the first loss will probably be multiplied by: in fp16 a scaler's first scale, else nothing."""
+        return _SCALER_STARTS_AT if self._autocast_dtype() is torch.float16 else 1.0
+
     def _autocast_dtype(self) -> torch.dtype | None:
         device_type = self.mesh.device.type
         return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
@@ -416,7 +361,8 @@ class Pipeline:
         """Parameters of this rank that the stage at the other end holds too."""
         if self.mesh.pp_rank not in (self._first, self._last):
             return []
-        return [self.model.get_parameter(name) for name in self.cut.tied]
+        parameters = dict(self.model.named_parameters(remove_duplicate=False)) if self.cut.tied else {}
+        return [parameters[name] for name in self.cut.tied]
 
     def tied(self) -> list[nn.Parameter]:
         """Those of them that are trained."""
@@ -433,7 +379,7 @@ class Pipeline:
             with self._measured("tied"):
                 self.transport.sum_with(local_tensor(parameter.grad), other, _TIED_TAG + number)
 
-    def waited_for(self) -> "_Call | None":
+    def waited_for(self) -> "Call | None":
         """The call whose gradients are alone in the sums, at a scale that is not known yet."""
         call = self._alone
         return call if call is not None and call.is_guess and call.number in self.engine.unsettled else None
@@ -465,109 +411,3 @@ class Pipeline:
     def _broadcast(self, values: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Tensors of the last stage, on every rank."""
         return self.transport.broadcast(values, self._last)
-
-
-class _Call:
-    """Where the gradients of one schedule go.
-
-    Straight into the model's sums, if these are empty (they can be scaled afterwards) or the scale is known; else into
-    sums of their own until backward tells the scale.
-
-    Attributes:
-        seed (`float`): what each microbatch's backward starts from.
-    """
-
-    def __init__(self, pipeline: Pipeline, actions: tuple[Action, ...], seed: float | None = None):
-        self.pipeline, self.engine = pipeline, pipeline.engine
-        self.store: Any = pipeline.engine.gradients
-        self.number = next(pipeline._numbers)
-        self.final = _final_backwards(actions)
-        is_known = seed is not None or pipeline.expected_scale is not None
-        if self.store.is_empty:
-            self.engine.unsettled.clear()
-            pipeline._alone = self
-        self.is_direct = pipeline._alone is self or (is_known and pipeline.waited_for() is None)
-        if self.is_direct and pipeline._alone is not self:
-            pipeline._alone = None
-        # What a reverse pipeline is given is scaled already, by a factor that nobody knows.
-        self.is_reverse = seed is not None
-        if seed is not None:
-            self.seed = seed
-        elif pipeline.expected_scale is not None:
-            self.seed = pipeline.expected_scale()
-        else:
-            self.seed = pipeline.scale_hint() if pipeline._scale is None else pipeline._scale
-        self.is_guess = seed is None and pipeline.expected_scale is None
-        self.settled = False
-        self._sums: Any = None
-        self._waiting: list[tuple[Any, float]] = []
-        self._stack = ExitStack()
-
-    def __enter__(self) -> "_Call":
-        self.synchronise = self.store.synchronise
-        self.tied = self.pipeline.tied()
-        self.store.complete()
-        if not self.is_direct:
-            before = self.store.put_aside()
-            self._stack.callback(lambda: setattr(self, "_sums", self.store.take_back(before)))
-            self._stack.enter_context(self.store.no_sync())
-        self._stack.callback(lambda: setattr(self.store, "synchronise", self.synchronise))
-        self._held = ExitStack()
-        self._held.enter_context(self.store.hold(self.tied))
-        if self.is_direct:
-            self.engine.unsettled.add(self.number)
-        return self
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if kind is None:
-            self.pipeline.sum_tied()
-        self.store.synchronise = self.synchronise and self.is_direct and not self.is_reverse
-        self._held.close()
-        self._stack.close()
-
-    def before_backward(self, action: Action) -> None:
-        """Reduction over dp ranks may begin with the last microbatch of a stage."""
-        is_last = self.is_direct and not self.is_reverse and action in self.final
-        self.store.synchronise = self.synchronise and is_last
-
-    def after_backward(self, action: Action) -> None:
-        if action.kind is Kind.BACKWARD_WEIGHT:
-            self.store.take(self.pipeline.trainable(action.stage))
-
-    def settle(self, scale: float) -> None:
-        """Backward tells the scale of the gradients.
-
-        Raises:
-            ConfigError: the gradients are mixed with others already, at another scale.
-        """
-        if self.settled or (self.is_direct and self.number not in self.engine.unsettled):
-            raise ConfigError(
-                "The loss of a pipelined model was backpropagated twice, or after zero_grad() or a later step: its "
-                "gradients are no longer there."
-            )
-        self.settled = True
-        self.engine.unsettled.discard(self.number)
-        if not self.is_direct:
-            sums, self._sums = (self._sums, scale / self.seed), None
-            first = self.pipeline.waited_for()
-            if first is None:
-                self.store.add(*sums)
-            else:
-                first._waiting.append(sums)
-        elif not math.isclose(scale, self.seed, rel_tol=_SAME_SCALE):
-            if self.pipeline._alone is not self:
-                raise ConfigError(
-                    f"The loss received the gradient {scale}, the loop announced {self.seed}: this step's gradients "
-                    "are added up already. Set `pipeline.expected_scale = None`."
-                )
-            self.store.scale(scale / self.seed)
-        while self._waiting:
-            self.store.add(*self._waiting.pop(0))
-        if not self.is_reverse and math.isfinite(scale) and scale:
-            self.pipeline._scale = scale
-
-
-def _final_backwards(actions: tuple[Action, ...]) -> frozenset[Action]:
-    """Each stage's last action that adds gradients to its parameters."""
-    last = {a.stage: a for a in actions if a.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)}
-    return frozenset(last.values())

@@ -9,6 +9,7 @@ from torch import Tensor
 from ..errors import ConfigError
 
 ROW_DIM = 0
+INPUTS = ("input_ids", "inputs_embeds")
 # Positions in a sequence, of which there may be as many as rows.
 _PASSED_ON = ("logits_to_keep",)
 
@@ -19,7 +20,7 @@ def batch_rows(arguments: Mapping[str, Any]) -> int:
     Raises:
         ConfigError: neither `input_ids` nor `inputs_embeds` is there.
     """
-    for name in ("input_ids", "inputs_embeds"):
+    for name in INPUTS:
         if isinstance(arguments.get(name), Tensor):
             return arguments[name].shape[ROW_DIM]
     raise ConfigError("A pipelined model needs input_ids (or inputs_embeds) to cut a batch into microbatches.")
@@ -49,7 +50,7 @@ def describe(arguments: Mapping[str, Any]) -> tuple:
     """What decides the shapes that travel between stages: the same on every rank of a pipeline."""
     found: list[Any] = [torch.is_grad_enabled()]
     for name, value in sorted(arguments.items()):
-        if isinstance(value, Tensor):
+        if isinstance(value, Tensor) and name in INPUTS:
             found.append((name, tuple(value.shape), value.dtype))
         elif isinstance(value, str | int | float | bool | type(None)):
             found.append((name, value))

@@ -6,7 +6,7 @@ from hf_megatron import RankError
 from hf_megatron.data_parallel.plain_gradients import PlainGradients
 from hf_megatron.data_parallel.reduction import GradientReducer
 from hf_megatron.integrations import pipeline as integration
-from hf_megatron.pipeline_parallel import engine
+from hf_megatron.pipeline_parallel import call, engine
 from hf_megatron.verify.ranks import run_ranks
 from tests.integration.dp_training import ranks_of
 from tests.integration.test_pipeline_accelerate import mixed, preferences, worst
@@ -32,20 +32,20 @@ def lose_all_but_the_first_batch_of_a_step():
 
 
 def ignore_what_backward_brings():
-    original = engine._Call.settle
-    engine._Call.settle = lambda self, scale: original(self, self.seed)
+    original = call.Call.settle
+    call.Call.settle = lambda self, scale: original(self, self.seed)
 
 
 def scale_the_sum_and_not_the_call():
     """As if the first batch's factor came after the second batch was added."""
-    original = engine._Call.settle
+    original = call.Call.settle
 
     def settle(self, scale):
         original(self, scale)
         if not self.is_direct:
             self.store.scale(scale / self.seed)
 
-    engine._Call.settle = settle
+    call.Call.settle = settle
 
 
 def forget_the_division_by_accumulation():

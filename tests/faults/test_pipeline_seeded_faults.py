@@ -7,7 +7,7 @@ from transformers import CONFIG_MAPPING
 
 from hf_megatron.data_parallel.engine import DataParallel
 from hf_megatron.errors import RankError
-from hf_megatron.pipeline_parallel import engine, executor, loss
+from hf_megatron.pipeline_parallel import call, engine, executor, loss
 from hf_megatron.pipeline_parallel.boundary import StageBoundary
 from hf_megatron.pipeline_parallel.transport import Transport
 from hf_megatron.verify.check import parse_layouts
@@ -53,7 +53,7 @@ def sum_tied_gradients_of_the_whole_step_again():
     """Sums what was summed in the call before once more."""
     engine.Pipeline.tied = lambda self: []
 
-    original = engine._Call.settle
+    original = call.Call.settle
 
     def settle(self, scale):
         original(self, scale)
@@ -61,7 +61,7 @@ def sum_tied_gradients_of_the_whole_step_again():
             other = self.pipeline._last if self.pipeline.mesh.pp_rank == self.pipeline._first else self.pipeline._first
             self.pipeline.transport.sum_with(parameter.grad, other, 0)
 
-    engine._Call.settle = settle
+    call.Call.settle = settle
 
 
 def count_the_tied_weight_twice_in_the_norm():
@@ -69,8 +69,8 @@ def count_the_tied_weight_twice_in_the_norm():
 
 
 def ignore_the_scale_of_backward():
-    original = engine._Call.settle
-    engine._Call.settle = lambda self, scale: original(self, self.seed)
+    original = call.Call.settle
+    call.Call.settle = lambda self, scale: original(self, self.seed)
 
 
 def each_microbatch_by_its_own_targets():
@@ -151,13 +151,13 @@ def average_over_stages_instead_of_dp_ranks():
 
 def forget_that_reduction_comes_last():
     """Buckets are reduced with the first microbatch that fills them."""
-    original = engine._Call.before_backward
+    original = call.Call.before_backward
 
     def before_backward(self, action):
         original(self, action)
         self.store.synchronise = True
 
-    engine._Call.before_backward = before_backward
+    call.Call.before_backward = before_backward
 
 
 def test_faults_with_data_parallelism_are_found(twin):
