@@ -68,15 +68,16 @@ def check(
 @app.command()
 def plan(
     model: Annotated[str, typer.Argument(help="Model type, local folder or hub name.")],
-    tp: Annotated[int, typer.Option(help="Tensor parallel size.", min=2)] = 2,
+    tp: Annotated[int, typer.Option(help="Tensor parallel size.", min=1)] = 2,
     sp: Annotated[bool, typer.Option("--sp", help="With sequence parallelism.")] = False,
+    pp: Annotated[int, typer.Option(help="Pipeline parallel size.", min=1)] = 1,
 ) -> None:
     """Print which axes split each parameter of MODEL and what its gradient needs; reads the config only."""
     from .errors import MegatronError
     from .verify.check import print_plan
 
     try:
-        typer.echo(print_plan(model, tp, sp))
+        typer.echo(print_plan(model, tp, sp, pp))
     except (MegatronError, ValueError, OSError) as error:
         raise _fail(str(error), USAGE) from None
 

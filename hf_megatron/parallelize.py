@@ -6,7 +6,7 @@
 Between the two, transformers' own loader, or `checkpoint.initialize`, fills each rank's shards.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,12 +86,24 @@ class ParallelState:
 
 
 class ParallelPlan(list[Claim]):
-    """The claims of a model, one row per parameter; prints as a table."""
+    """The claims of a model, one row per parameter; prints as a table.
+
+    Attributes:
+        cut (`Cut`, *optional*): the pipeline stages, where there are several.
+    """
+
+    def __init__(self, claims: Iterable[Claim] = (), cut: Cut | None = None):
+        super().__init__(claims)
+        self.cut = cut
 
     def __str__(self) -> str:
-        rows = [("parameter", "global shape", "style", "placement", "gradient")]
-        rows += [(c.name, str(list(c.shape)), c.style, str(c.placement), c.gradient.value) for c in self]
-        widths = [max(len(row[i]) for row in rows) for i in range(5)]
+        rows = [["parameter", "global shape", "style", "placement", "gradient"]]
+        rows += [[c.name, str(list(c.shape)), c.style, str(c.placement), c.gradient.value] for c in self]
+        if self.cut is not None:
+            stages = [self.cut.stages_of(claim.name) for claim in self]
+            for row, cell in zip(rows, ["stage", *stages], strict=True):
+                row.append(cell)
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
         return "\n".join(line.rstrip() for line in lines)
 
@@ -291,7 +303,7 @@ def parallel_plan(model: Any) -> ParallelPlan:
         raise ConfigError(
             "The model was loaded without megatron_config (or with all sizes 1): it has no parallel plan."
         )
-    return ParallelPlan(state.claims.values())
+    return ParallelPlan(state.claims.values(), state.cut)
 
 
 def local_numel(model: nn.Module) -> int:

@@ -57,6 +57,12 @@ class Cut:
         modules = [model.get_submodule(name) for name in used]
         return [module for module in modules if next(module.parameters(), None) is not None]
 
+    def stages_of(self, parameter: str) -> str:
+        """The stages that hold a parameter, in words."""
+        first = self.stage_of(parameter)
+        last = len(self.boundary.stages.ranges) - 1
+        return f"{first} and {last}" if parameter in self.tied else str(first)
+
     def stage_of(self, parameter: str) -> int:
         """The stage that owns a parameter; a tied one belongs to the first."""
         if parameter.startswith(f"{self.layers}."):

@@ -189,7 +189,7 @@ def _last_lines(text: str) -> str:
     return lines[-1].strip().removeprefix("hf_megatron.errors.")[:300]
 
 
-def print_plan(model: str, tp_size: int, sequence_parallel: bool) -> str:
+def print_plan(model: str, tp_size: int, sequence_parallel: bool, pp_size: int = 1) -> str:
     """The plan of a model's full-size config, made on the meta device on forked ranks that hold no weights."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -199,7 +199,7 @@ def print_plan(model: str, tp_size: int, sequence_parallel: bool) -> str:
     from .ranks import run_ranks
 
     config = resolve_config(model)
-    layout = MegatronConfig(tp_size=tp_size, sequence_parallel=sequence_parallel)
+    layout = MegatronConfig(tp_size=tp_size, sequence_parallel=sequence_parallel, pp_size=pp_size)
 
     def on_rank() -> str:
         with torch.device("meta"):
@@ -207,4 +207,4 @@ def print_plan(model: str, tp_size: int, sequence_parallel: bool) -> str:
         place(instance, layout, ParallelMesh(layout, "cpu"))
         return str(parallel_plan(instance))
 
-    return run_ranks(on_rank, tp_size)[0]
+    return run_ranks(on_rank, layout.ranks_per_replica)[0]

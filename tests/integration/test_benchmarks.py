@@ -8,21 +8,31 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def test_train_step_with_megatron_core(tmp_path):
-    out = tmp_path / "result.json"
-    variants = ["transformers_tp", "megatron_core", "plain_megatron", "hf_megatron", "hf_megatron_chunked"]
-    command = [sys.executable, "benchmarks/train_step.py", "--models", "tiny", "--dtypes", "fp32", "--rounds", "1"]
-    result = subprocess.run(
-        [*command, "--variants", *variants, "--out", str(out)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+def the_run(out, script, *arguments):
+    command = [sys.executable, f"benchmarks/{script}", "--models", "tiny", "--rounds", "1", "--out", str(out)]
+    result = subprocess.run([*command, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert result.returncode == 0, result.stderr[-3000:]
     [run] = json.loads(out.read_text())["runs"]
+    return run
+
+
+def test_train_step_with_megatron_core(tmp_path):
+    variants = ["transformers_tp", "megatron_core", "plain_megatron", "hf_megatron", "hf_megatron_chunked"]
+    run = the_run(tmp_path / "result.json", "train_step.py", "--dtypes", "fp32", "--variants", *variants)
     assert run["skipped"] == {}
     assert run["variants"].keys() == {"one_process_2_threads", *variants}
     losses = [entry["first_loss"] for entry in run["variants"].values()]
     assert max(losses) - min(losses) < 1e-5 * losses[0]
+
+
+def test_pipelines_by_hand_and_ours(tmp_path):
+    schedules = ["1f1b", "zbv"]
+    options = ["--microbatches", "4", "--schedules", *schedules]
+    run = the_run(tmp_path / "result.json", "pipeline.py", *options)
+    assert run["schedules"].keys() == set(schedules)
+    for entry in run["schedules"].values():
+        assert entry["variants"].keys() == {"one_process_2_threads", "torch", "hf_megatron"}
+        assert len(entry["peak_rss_over_torch"]) == 2
+        assert 0 < entry["bubble"] < 0.3
+        losses = [variant["first_loss"] for variant in entry["variants"].values()]
+        assert max(losses) - min(losses) < 1e-5 * losses[0]

@@ -4,7 +4,9 @@ import functools
 
 import pytest
 import torch
-from datasets import Dataset
+import torch.distributed as dist
+import torch.nn.functional as F
+from datasets import Dataset, load_from_disk
 from transformers import AutoModelForCausalLM
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
@@ -63,6 +65,13 @@ def texts(count, seed=0):
     return [{"text": row["prompt"] + row["chosen"]} for row in preferences(count, seed)]
 
 
+def on_disk(dataset, directory):
+    if dist.get_rank() == 0:
+        dataset.save_to_disk(directory)
+    dist.barrier()
+    return load_from_disk(directory)
+
+
 def train(path, output, config, trainer_class, samples, prepare=None, by_name=False, **kwargs):
     """Everything the trainer logs, the trained weights, and the most numbers one broadcast over stages had."""
     dp_size = 1 if config is None else config.dp_size or 1
@@ -87,11 +96,15 @@ def train(path, output, config, trainer_class, samples, prepare=None, by_name=Fa
     extra = {name: kwargs.pop(name) for name in ("compute_metrics", "compute_loss_func") if name in kwargs}
     if "ref_model" in kwargs:
         extra["ref_model"] = kwargs.pop("ref_model")(path, config)
+    datasets = [Dataset.from_list(samples(8)), Dataset.from_list(samples(4, 3))]
+    if kwargs.get("precompute_ref_log_probs"):
+        # Ranks read what the first one computed from beside a dataset's file.
+        datasets = [on_disk(dataset, output / name) for dataset, name in zip(datasets, ("train", "eval"), strict=True)]
     trainer = trainer_class(
         model=model,
         args=config_class(str(output), **(DEFAULTS | sizes | kwargs)),
-        train_dataset=Dataset.from_list(samples(8)),
-        eval_dataset=Dataset.from_list(samples(4, 3)),
+        train_dataset=datasets[0],
+        eval_dataset=datasets[1],
         **extra,
     )
     trainer.train()
@@ -155,12 +168,17 @@ def own_loss(outputs, labels, num_items_in_batch=None):
     return F.cross_entropy(logits, labels[:, 1:].reshape(-1), reduction="sum") / num_items_in_batch
 
 
-def whole_reference(path, config):
-    return AutoModelForCausalLM.from_pretrained(path)
-
-
+@torch.no_grad()
 def laid_out_reference(path, config):
-    return AutoModelForCausalLM.from_pretrained(path, megatron_config=config)
+    """Another model than the policy: of equal ones the better reward is a matter of rounding."""
+    model = AutoModelForCausalLM.from_pretrained(path, megatron_config=config)
+    for parameter in model.parameters():
+        parameter.mul_(0.98)
+    return model
+
+
+def whole_reference(path, config):
+    return laid_out_reference(path, None)
 
 
 @pytest.mark.parametrize(

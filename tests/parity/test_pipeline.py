@@ -10,7 +10,7 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from hf_megatron import ConfigError, MegatronConfig, UnsupportedError
 from hf_megatron.integrations.verified import ConfigUnderTest
@@ -18,9 +18,10 @@ from hf_megatron.parallelize import parallel_state
 from hf_megatron.pipeline_parallel.schedules import SCHEDULES
 from hf_megatron.verify.check import parse_layouts
 from hf_megatron.verify.compare import gradient_errors
-from hf_megatron.verify.measure import Measurement, _full, _gradients
-from hf_megatron.verify.parity import check_twin, make_twin
+from hf_megatron.verify.measure import Measurement, _full, _gradients, measure
+from hf_megatron.verify.parity import Twin, check_twin, make_twin
 from hf_megatron.verify.ranks import run_ranks
+from hf_megatron.verify.twin import make_batch
 
 ALL_ZERO_STAGES = "pp2+dp2+zero0,pp2+dp2+zero1,pp2+dp2+zero2,pp2+dp2+zero3"
 # Model type, optimizer step's batches, layouts; types with tied and untied heads, and every odd boundary of the table
@@ -61,13 +62,35 @@ def test_equals_one_process(model_type, microbatches, layout):
     assert comparison.passed, comparison.report()
 
 
-@pytest.mark.parametrize("layout", ["pp2", "tp2+pp2", "tp2+sp+pp2"])
+@pytest.mark.parametrize(("model_type", "layout"), [("gpt2", "pp2"), ("gpt2", "tp2+pp2"), ("llama", "tp2+sp+pp2")])
 @pytest.mark.parametrize("schedule", sorted(SCHEDULES))
-@pytest.mark.parametrize("model_type", ["llama", "gpt2"])
-def test_schedules_equal_one_process(model_type, schedule, layout):
+def test_schedules_equal_one_process(model_type, layout, schedule):
     [config] = parse_layouts(layout)
     config = dataclasses.replace(config, pipeline_schedule=schedule, num_microbatches=5)
     comparison = check_twin(_twin(model_type, 2), config)
+    assert comparison.passed, comparison.report()
+
+
+@pytest.fixture(scope="module")
+def trained(stories):
+    """Five layers and a tied head, as it was trained."""
+    model = AutoModelForCausalLM.from_pretrained(stories)
+    batches = [make_batch(model.config, batch_size=5, seed=seed) for seed in range(2)]
+    return Twin(type(model).__name__, stories, batches, measure(model, batches), model.config)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"pp_size": 2},
+        {"pp_size": 4},
+        {"pp_size": 2, "pipeline_schedule": "dualpipev", "num_microbatches": 4},
+        {"pp_size": 2, "tp_size": 2, "pipeline_schedule": "interleaved_zero_bubble"},
+    ],
+    ids=str,
+)
+def test_a_trained_model_of_five_layers(trained, changes):
+    comparison = check_twin(trained, MegatronConfig(**changes))
     assert comparison.passed, comparison.report()
 
 
