@@ -1,6 +1,7 @@
 """One pipelined training step of a Llama on two CPU ranks: torch.distributed.pipelining by hand and hf_megatron.
 
     python benchmarks/pipeline.py --out benchmarks/results/pipeline_cpu.json
+    python benchmarks/pipeline.py --models tiny --rounds 5 --out benchmarks/results/pipeline_tiny_cpu.json
     python benchmarks/pipeline.py --models tiny --schedules 1f1b zbv --microbatches 4 --rounds 2
 
 Every variant does the same microbatches of the same rows. README.md says what is measured and how.
@@ -296,10 +297,10 @@ def print_table(run):
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=PIPELINE_MODELS, default=list(PIPELINE_MODELS))
+    parser.add_argument("--models", nargs="+", choices=PIPELINE_MODELS, default=["107M"])
     parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES))
     parser.add_argument("--microbatches", nargs="+", type=int, default=[4, 8, 16])
-    parser.add_argument("--rounds", type=int, default=3, help="undisturbed samples wanted of each variant")
+    parser.add_argument("--rounds", type=int, default=2, help="undisturbed samples wanted of each variant")
     parser.add_argument("--out", help="file for the results as JSON")
     arguments = parser.parse_args()
     if not all(count in (4, 8) or (count > 8 and count % 4 == 0) for count in arguments.microbatches):

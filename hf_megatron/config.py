@@ -160,7 +160,7 @@ class MegatronConfig:
         if isinstance(value, list):
             value = tuple(value)
             object.__setattr__(self, "pipeline_partition", value)
-        counts = isinstance(value, tuple) and all(type(count) is int and count > 0 for count in value)
+        counts = isinstance(value, tuple) and value and all(type(count) is int and count > 0 for count in value)
         if not counts and value not in PARTITIONS:
             raise ConfigError(
                 f"MegatronConfig.pipeline_partition = {value!r}: expected 'cost', 'layers' or the number of layers of "

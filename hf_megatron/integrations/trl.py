@@ -19,11 +19,11 @@ from ..log_probs import next_tokens, scores_of_call
 from ..parallelize import parallel_state
 from ..tensor_parallel.token_scores import FIELDS, IGNORE_INDEX, LOG_PROBS
 from ..upstream import count_tokens_once, local_tensor, trl_output
+from .refusals import refuse_other_trl_trainers
 
 _REFUSED = {
     "activation_offloading": "its hooks know one device's memory. Use MegatronConfig(recompute=...).",
     "use_liger_kernel": "its kernels replace the forwards of modules that are split over ranks. Drop it.",
-    "sync_ref_model": "it mixes two models parameter by parameter, as one process holds them. Drop it.",
 }
 
 # The layout of the policy whose trainer is being built: of reference models that it loads itself.
@@ -43,6 +43,7 @@ def init(original: Callable) -> Callable:
         if layout is None:
             original(self, model, *args, **kwargs)
             return
+        refuse_other_trl_trainers(self)
         for name, reason in _REFUSED.items():
             if getattr(given, name, False):
                 raise UnsupportedError(f"{type(self).__name__}, {name}=True with megatron_config: {reason}")

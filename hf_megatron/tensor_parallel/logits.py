@@ -66,8 +66,11 @@ class ShardedLogits:
     def __truediv__(self, divisor: Any) -> "ShardedLogits | Tensor":
         return self._then(lambda z: z / divisor) if isinstance(divisor, int | float) else self.gather() / divisor
 
-    def float(self) -> "ShardedLogits | Tensor":
-        return self._then(lambda z: z.float())
+    def float(self) -> "ShardedLogits":
+        # Accelerate casts what a model returns in half precision, when the loss is taken already.
+        logits = self._like(self.hidden, (*self.functions, lambda z: z.float()))
+        logits.loss_taken = self.loss_taken
+        return logits
 
     def to(self, *args: Any, **kwargs: Any) -> "ShardedLogits | Tensor":
         return self._then(lambda z: z.to(*args, **kwargs))
@@ -113,6 +116,10 @@ class ShardedLogits:
     @property
     def device(self) -> torch.device:
         return self.hidden.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.hidden.dtype
 
     def transform(self, local_logits: Tensor) -> Tensor:
         for function in self.functions:

@@ -53,17 +53,17 @@ class DeferredLogits(ShardedLogits):
     """Logits of any linear head that were not computed yet, split over ranks or not.
 
     Attributes:
-        dtype (`torch.dtype`): what the head would have computed them in.
+        compute_dtype (`torch.dtype`): what the head would have computed them in.
     """
 
     def __init__(
         self, hidden: Tensor, head: Any, dtype: torch.dtype, functions: tuple[Callable[[Tensor], Tensor], ...] = ()
     ):
         super().__init__(hidden, head, functions)
-        self.dtype = dtype
+        self.compute_dtype = dtype
 
     def _like(self, hidden: Tensor, functions: tuple[Callable[[Tensor], Tensor], ...]) -> "DeferredLogits":
-        return DeferredLogits(hidden, self.head, self.dtype, functions)
+        return DeferredLogits(hidden, self.head, self.compute_dtype, functions)
 
     def gather(self, *, warn: bool = True) -> Tensor:
         if isinstance(self.head, VocabParallelHead):
@@ -112,7 +112,7 @@ def token_scores(logits: Tensor | DeferredLogits, targets: Tensor, wanted: Seque
     if isinstance(logits, DeferredLogits):
         head, hidden = logits.head, logits.hidden[mask]
         weight, bias = local_view(head.weight), local_view(head.bias)
-        options = ScoreOptions(kept, head.out_features, logits.dtype, transform=logits.transform)
+        options = ScoreOptions(kept, head.out_features, logits.compute_dtype, transform=logits.transform)
         if isinstance(head, VocabParallelHead):
             size = head.loss_chunk_size or _TOKENS_PER_CHUNK
             options = replace(options, group=head.group, first_row=head.first_row, chunk_size=size)

@@ -1,23 +1,34 @@
 """Stock SFTTrainer and DPOTrainer on every axis against the same trainer in one process, and losses of one's own."""
 
 import functools
+import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import trl
+from accelerate import Accelerator
 from datasets import Dataset, load_from_disk
-from transformers import AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
+from hf_megatron import ConfigError, UnsupportedError, token_log_probs
 from hf_megatron.checkpoint.merged import full_state_dict
+from hf_megatron.integrations import trl as integration
 from hf_megatron.integrations.verified import ConfigUnderTest
 from hf_megatron.parallelize import parallel_state
+from hf_megatron.pipeline_parallel import engine
 from hf_megatron.pipeline_parallel.transport import Transport
+from hf_megatron.tensor_parallel import token_scores
 from hf_megatron.verify.check import parse_layouts
+from hf_megatron.verify.compare import gradient_errors
+from hf_megatron.verify.measure import Measurement, _full, _gradients
+from hf_megatron.verify.parity import make_twin
 from hf_megatron.verify.ranks import run_ranks
 
 from .dp_training import ranks_of
+from .test_trainer import mean_loss
 
 LAYOUTS = ["tp2", "pp2", "dp2", "tp2+sp+pp2", "pp2+dp2"]
 DEFAULTS = {
@@ -163,11 +174,6 @@ def count_right(prediction):
     return {"right": float(right.mean())}
 
 
-def own_loss(outputs, labels, num_items_in_batch=None):
-    logits = outputs.logits[:, :-1].reshape(-1, 512)
-    return F.cross_entropy(logits, labels[:, 1:].reshape(-1), reduction="sum") / num_items_in_batch
-
-
 @torch.no_grad()
 def laid_out_reference(path, config):
     """Another model than the policy: of equal ones the better reward is a matter of rounding."""
@@ -191,7 +197,7 @@ def whole_reference(path, config):
         ("tp2", SFTTrainer, texts, {"packing": True, "max_length": 64}),
         ("pp2", SFTTrainer, completions, {"completion_only_loss": False, "gradient_checkpointing": True}),
         ("pp2", SFTTrainer, completions, {"label_smoothing_factor": 0.1}),
-        ("pp2", SFTTrainer, completions, {"compute_loss_func": own_loss}),
+        ("pp2", SFTTrainer, completions, {"compute_loss_func": mean_loss}),
         ("pp2", SFTTrainer, completions, {"compute_metrics": count_right}),
         ("pp2", SFTTrainer, completions, {"by_name": True}),
         ("tp2", SFTTrainer, completions, {"average_tokens_across_devices": False}),
@@ -200,6 +206,7 @@ def whole_reference(path, config):
         ("pp2", DPOTrainer, preferences, {"use_weighting": True, "ld_alpha": 0.5, "gradient_checkpointing": True}),
         ("tp2+pp2", DPOTrainer, preferences, {"precompute_ref_log_probs": True}),
         ("pp2+dp2", DPOTrainer, preferences, {"precompute_ref_log_probs": True}),
+        ("pp2", DPOTrainer, preferences, {"sync_ref_model": True, "ref_model_sync_steps": 1}),
         ("pp2", DPOTrainer, preferences, {"compute_metrics": count_right}),
         ("pp2", DPOTrainer, preferences, {"by_name": True}),
         ("pp2", DPOTrainer, preferences, {"ref_model": whole_reference}),
@@ -208,3 +215,218 @@ def whole_reference(path, config):
 )
 def test_options(stories, tmp_path, text, trainer_class, samples, options):
     compare(stories, tmp_path, text, trainer_class, samples, max_steps=2, eval_steps=2, **options)
+
+
+def test_half_precision_and_checkpointing_as_trl_sets_them(stories, tmp_path):
+    """Defaults: autocast to bf16 and gradient checkpointing."""
+    options = {"bf16": True, "gradient_checkpointing": True, "max_steps": 2}
+    [expected] = run_ranks(train, 1, stories, tmp_path / "one", None, DPOTrainer, preferences, **options)
+    for log, _, _ in run_ranks(train, 2, stories, tmp_path, layout("pp2"), DPOTrainer, preferences, **options):
+        for entry, other in zip(log, expected[0], strict=True):
+            assert entry["epoch"] == other["epoch"]
+            assert entry.get("loss", 0) == pytest.approx(other.get("loss", 0), rel=2e-2)
+
+
+def test_what_is_refused(stories, tmp_path):
+    def build():
+        model = AutoModelForCausalLM.from_pretrained(stories, megatron_config=layout("pp2"))
+        rows = Dataset.from_list(preferences(2))
+        arguments = {"report_to": [], "use_cpu": True, "bf16": False}
+        for name in ("activation_offloading", "use_liger_kernel"):
+            with pytest.raises(UnsupportedError, match=name):
+                DPOTrainer(model, args=DPOConfig(str(tmp_path), **arguments, **{name: True}), train_dataset=rows)
+
+        class OtherTrainer(SFTTrainer):
+            pass
+
+        OtherTrainer.__module__ = "trl.experimental.other"
+        with pytest.raises(UnsupportedError, match="OtherTrainer: of TRL's trainers SFTTrainer and DPOTrainer"):
+            OtherTrainer(model, args=SFTConfig(str(tmp_path), **arguments), train_dataset=rows)
+
+    run_ranks(build, 2)
+
+
+# One call
+
+
+@functools.lru_cache(maxsize=1)
+def twin(model_type):
+    return make_twin(CONFIG_MAPPING[model_type](), batch_size=5, min_layers=4)
+
+
+def plain_log_probs(model, labels, **batch):
+    logits = model(**batch).logits[:, :-1].float()
+    found = F.log_softmax(logits, -1).gather(2, labels[:, 1:].clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    return found.masked_fill(labels[:, 1:] == -100, 0)
+
+
+def measured(twin, config, log_probs_of, sabotage=lambda: None):
+    """A loss that pairs rows and weighs tokens, its gradients, and the log-probabilities themselves."""
+    sabotage()
+    model = twin.load(megatron_config=config).train()
+    [batch] = twin.batches
+    log_probs = log_probs_of(model, **batch)
+    assert log_probs.dtype == torch.float32
+    sums = log_probs.sum(-1)
+    loss = -F.logsigmoid(0.1 * (sums[2:4] - sums[:2])).mean() - (log_probs.exp() * log_probs).mean()
+    loss.backward()
+    measurement = Measurement(loss.item(), 0, 0, _full(model, _gradients(model)))
+    with torch.no_grad():
+        torch.testing.assert_close(log_probs_of(model.eval(), **batch), log_probs.detach(), rtol=0, atol=1e-4)
+    return measurement, log_probs.detach()
+
+
+def worst_error(twin, text, **kwargs):
+    config = layout(text)
+    [(expected, numbers)] = run_ranks(measured, 1, twin, None, plain_log_probs)
+    found = run_ranks(measured, ranks_of(config), twin, config, token_log_probs, **kwargs)
+    for measurement, log_probs in found:
+        assert measurement.loss == found[0][0].loss and torch.equal(log_probs, found[0][1])
+    errors = [error.value for error in gradient_errors(found[0][0], expected)]
+    return max(*errors, abs(found[0][0].loss / expected.loss - 1) / 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "text"),
+    [
+        ("gemma2", "tp2"),
+        ("gemma2", "tp2+sp"),
+        ("gemma2", "pp2"),
+        ("gemma2", "tp2+sp+pp2"),
+        ("gemma2", "pp2+dp2+zero3"),
+        ("gemma2", "dp2+zero3"),
+        ("cohere2", "tp2"),
+        ("cohere2", "pp2"),
+        ("gpt2", "tp2+pp2"),
+    ],
+)
+def test_token_log_probs(model_type, text):
+    assert worst_error(twin(model_type), text) <= 1
+
+
+def test_token_log_probs_of_a_model_in_one_process(stories):
+    assert worst_error(twin("gemma2"), "dp1") <= 1
+
+
+def mixed_precision_step(path, config):
+    """A step's log-probabilities and loss; reading them must not make full logits."""
+    model = AutoModelForCausalLM.from_pretrained(path, megatron_config=config).train()
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    ids = torch.arange(3, 43).view(4, 10)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "Full logits")
+        log_probs = token_log_probs(model if config else model.module, ids, input_ids=ids)
+        accelerator.backward(-log_probs.mean())
+        norm = float(accelerator.clip_grad_norm_(model.parameters(), 1.0))
+        optimizer.zero_grad()
+        loss = model(input_ids=ids, labels=ids).loss
+        accelerator.backward(loss)
+    return norm, loss.item()
+
+
+@pytest.mark.parametrize("text", ["tp2", "pp2"])
+def test_mixed_precision(stories, text):
+    [expected] = run_ranks(mixed_precision_step, 1, stories, None)
+    for found in run_ranks(mixed_precision_step, 2, stories, layout(text)):
+        assert found == pytest.approx(expected, rel=1e-2)
+
+
+def test_labels_that_do_not_fit():
+    def call():
+        model = twin("gemma2").load(megatron_config=layout("tp2"))
+        ids = torch.arange(12).view(2, 6)
+        with pytest.raises(ConfigError, match="labels of shape .2, 6., logits for .2, 1."):
+            token_log_probs(model, ids, input_ids=ids, logits_to_keep=1)
+        # Nothing is left behind: the next call has logits, and no label is no log-probability.
+        assert model(input_ids=ids).logits.shape[:2] == (2, 6)
+        assert not token_log_probs(model, ids.fill_(-100), input_ids=ids.clamp(min=0)).any()
+
+    twin("gemma2")
+    run_ranks(call, 2)
+
+
+def test_logits_that_are_there_already():
+    """Of heads that are no linears, and of models that do more to their logits than scale and cap them."""
+    logits = torch.randn(2, 5, 11, requires_grad=True)
+    targets = torch.tensor([[1, 2, -100, 10, 0], [-100] * 5])
+    log_probs, entropy, best = token_scores.token_scores(logits, targets, ("log_probs", "entropy", "is_top1"))
+    expected = F.log_softmax(logits, -1)
+    mask = targets != -100
+    picked = expected.gather(2, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1) * mask
+    expected_entropy = -(expected.exp() * expected).sum(-1) * mask
+    torch.testing.assert_close(log_probs, picked)
+    torch.testing.assert_close(entropy, expected_entropy)
+    assert torch.equal(best, (logits.argmax(-1) == targets) & mask)
+    weights = torch.randn(2, 5)
+    [found] = torch.autograd.grad((log_probs * weights + entropy).sum(), logits)
+    torch.testing.assert_close(found, torch.autograd.grad((picked * weights + expected_entropy).sum(), logits)[0])
+
+
+def fused(twin, config, chunk):
+    """Every field of TRL's own forward, with the router loss, and the gradients of both differentiable ones."""
+    token_scores._TOKENS_PER_CHUNK = chunk
+    model = twin.load(megatron_config=config).train()
+    trl.trainer.sft_trainer.add_fused_lm_head(model, outputs=token_scores.FIELDS)
+    output = model(**twin.batches[0], output_router_logits=True, fused_lm_head=True)
+    (output.loss + output.entropy.sum() / 100).backward()
+    fields = {name: value.detach() for name, value in output.items()}
+    return fields, Measurement(output.loss.item(), 0, 0, _full(model, _gradients(model)))
+
+
+@pytest.mark.parametrize("text", ["tp2", "tp2+sp", "pp2+mb1", "tp2+pp2+mb1"])
+def test_every_field_equals_trls_own(text):
+    mixture = twin("qwen3_moe")
+    [(expected, reference)] = run_ranks(fused, 1, mixture, None, 1024)
+    for fields, measurement in run_ranks(fused, ranks_of(layout(text)), mixture, layout(text), 7):
+        assert list(fields) == list(expected)
+        for name, value in expected.items():
+            torch.testing.assert_close(fields[name], value, rtol=1e-5, atol=1e-5)
+        if measurement.gradients.keys() == reference.gradients.keys():
+            assert max(error.value for error in gradient_errors(measurement, reference)) <= 1
+
+
+# Faults: each must make a comparison above fail
+
+
+def keep_each_ranks_part_of_the_hidden_gradient():
+    token_scores.copy_to_ranks = lambda tensor, group: tensor
+
+
+def take_every_vocabulary_for_the_first():
+    token_scores.VocabParallelHead.first_row = 0
+
+
+def score_every_microbatch_by_the_first_rows():
+    original = engine.Pipeline.reading
+    engine.Pipeline.reading = lambda self, read: original(
+        self, lambda output, rows: read(output, slice(0, rows.stop - rows.start))
+    )
+
+
+def give_gradients_to_the_wrong_microbatches():
+    original = engine.KeptGraphs.backward
+    engine.KeptGraphs.backward = staticmethod(lambda ctx, *gradients: original(ctx, *(g.flip(0) for g in gradients)))
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("tp2", keep_each_ranks_part_of_the_hidden_gradient),
+        ("tp2", take_every_vocabulary_for_the_first),
+        ("pp2", score_every_microbatch_by_the_first_rows),
+        ("pp2", give_gradients_to_the_wrong_microbatches),
+    ],
+)
+def test_fault_is_found(text, fault):
+    assert worst_error(twin("gemma2"), text, sabotage=fault) > 10
+
+
+def count_tokens_of_ranks_that_share_a_batch(trainer):
+    trainer._tp_size = 2
+
+
+def test_a_wrong_count_of_tokens_is_found(stories, tmp_path, monkeypatch):
+    monkeypatch.setattr(integration, "count_tokens_once", count_tokens_of_ranks_that_share_a_batch)
+    with pytest.raises(AssertionError, match="num_tokens"):
+        compare(stories, tmp_path, "tp2", SFTTrainer, completions, max_steps=2, eval_steps=2)

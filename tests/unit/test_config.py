@@ -44,10 +44,18 @@ def test_bad_values_are_named(values, words):
     assert all(word in str(error.value) for word in words)
 
 
-@pytest.mark.parametrize("name", ["pp_size", "cp_size", "ep_size"])
+@pytest.mark.parametrize("name", ["cp_size", "ep_size"])
 def test_sizes_to_come_are_refused_by_name(name):
     with pytest.raises(UnsupportedError, match=name):
         MegatronConfig(**{name: 2})
+
+
+@pytest.mark.parametrize("value", ["even", [2, 0], [1.5, 2], (), 3])
+def test_partitions(value):
+    with pytest.raises(ConfigError, match="pipeline_partition"):
+        MegatronConfig(pp_size=2, pipeline_partition=value)
+    config = MegatronConfig(pp_size=2, pipeline_partition=[5, 3])
+    assert config.pipeline_partition == (5, 3) and MegatronConfig.from_dict(config.to_dict()) == config
 
 
 def test_unknown_megatron_argument_and_type():
@@ -84,7 +92,6 @@ def test_launch_environment():
     block = {"HF_MEGATRON_LAUNCH": "true", "MEGATRON_LM_TP_DEGREE": "2", "MEGATRON_LM_SEQUENCE_PARALLELISM": "true"}
     assert config_from_environment(block) == MegatronConfig(tp_size=2, sequence_parallel=True)
     assert config_from_environment({}) == MegatronConfig()
-    with pytest.raises(UnsupportedError, match="pp_size"):
-        config_from_environment(block | {"MEGATRON_LM_PP_DEGREE": "2"})
+    assert config_from_environment(block | {"MEGATRON_LM_PP_DEGREE": "2"}).pp_size == 2
     with pytest.raises(ConfigError, match="MEGATRON_LM_TP_DEGREE = 'two'"):
         config_from_environment(block | {"MEGATRON_LM_TP_DEGREE": "two"})

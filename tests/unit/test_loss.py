@@ -169,7 +169,9 @@ def test_full_logits_never_exist():
     assert all(size <= 8 * 256 for size in run_ranks(on_rank, 2, 8))
 
 
-def test_second_backward_raises():
+def test_a_second_backward_of_a_kept_graph():
+    """A split backward comes by twice with the same gradient; another one cannot be served."""
+
     def on_rank():
         hidden, weight, _, labels = _case(17, "all")
         start, stop = bounds(17, 1, 0)
@@ -177,6 +179,12 @@ def test_second_backward_raises():
             hidden.requires_grad_(), weight, None, labels, None, CrossEntropyOptions(dist.group.WORLD, 0, 17)
         )
         loss.backward(retain_graph=True)
+        once = hidden.grad.clone()
+        loss.backward(retain_graph=True)
+        torch.testing.assert_close(hidden.grad, 2 * once)
+        with pytest.raises(RuntimeError, match="twice, with different gradients"):
+            (loss * 2).backward(retain_graph=True)
+        loss.backward()
         with pytest.raises(RuntimeError, match="twice"):
             loss.backward()
 
