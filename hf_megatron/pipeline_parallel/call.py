@@ -77,10 +77,6 @@ class Call:
         is_last = self.is_direct and not self.is_reverse and action in self.final
         self.store.synchronise = self.synchronise and is_last
 
-    def after_backward(self, action: Action) -> None:
-        if action.kind is Kind.BACKWARD_WEIGHT:
-            self.store.take(self.pipeline.trainable(action.stage))
-
     def settle(self, scale: float) -> None:
         """Backward tells the scale of the gradients.
 

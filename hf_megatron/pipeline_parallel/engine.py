@@ -179,7 +179,7 @@ class Pipeline:
         execution = self._execution(microbatches, weights, read)
         seed = torch.tensor(call.seed, device=self.mesh.device)
         execution.seeds = lambda number: (seed,)
-        execution.before_backward, execution.after_backward = call.before_backward, call.after_backward
+        execution.before_backward, execution.added = call.before_backward, call.store.take
         with call:
             self._run(execution, actions)
         self._from_last(losses)
@@ -197,15 +197,22 @@ class Pipeline:
         rows = batch_rows(arguments)
 
         def read(output: Any, part: slice) -> tuple[Tensor, ...]:
-            values = [self._loss_of(output) * ((part.stop - part.start) / rows)] if labels else []
+            share, values = (part.stop - part.start) / rows, []
             if self.wants_logits or not labels:
                 values.append(self._logits_of(output))
+            if labels:
+                values.append(self._loss_of(output) * share)
+            if labels and output.get("aux_loss") is not None:
+                values.append(output["aux_loss"] * share)
             return tuple(values)
 
-        values = self._values_of(arguments, read, cache)
-        output = PipelineOutput(loss=values[0] if labels else None)
-        if len(values) > labels:
-            output["logits"] = values[-1]
+        values = list(self._values_of(arguments, read, cache))
+        output = PipelineOutput()
+        if self.wants_logits or not labels:
+            output["logits"] = values.pop(0)
+        # Only the last stage knows whether the model has an auxiliary loss.
+        for name, value in zip(("loss", "aux_loss"), values, strict=False):
+            output[name] = value
         if cache is not None:
             cache.advance(new_inputs(arguments))
             output[cache.name] = cache.cache
@@ -244,7 +251,7 @@ class Pipeline:
             parts = [gradient.split(rows) if gradient.dim() else [gradient] * len(rows) for gradient in gradients]
             execution.seeds = lambda number: tuple(part[number] for part in parts)
             call = Call(self, actions, seed=1.0)
-            execution.before_backward, execution.after_backward = call.before_backward, call.after_backward
+            execution.before_backward = call.before_backward
             shards_weights = self.config.zero_stage == 3 and self.mesh.dp_size > 1
             with call, finishing_itself(self.model) if shards_weights else nullcontext():
                 self._run(execution, actions)
@@ -323,7 +330,7 @@ class Pipeline:
             microbatches,
             [(flags, describe(microbatch)) for microbatch in microbatches],
             read,
-            self.trainable,
+            self.trainable(),
             self.schedule.splits_backward,
             None if self.recorder is None else self.recorder.record,
         )
@@ -352,10 +359,16 @@ class Pipeline:
         finally:
             torch.set_autocast_cache_enabled(before)
 
-    def trainable(self, stage: int) -> list[nn.Parameter]:
-        """The parameters with gradients of one of this rank's stages."""
-        found = {id(p): p for module in self.cut.modules_of(self.model, stage) for p in module.parameters()}
-        return [parameter for parameter in found.values() if parameter.requires_grad]
+    def trainable(self) -> dict[int, list[nn.Parameter]]:
+        """The parameters with gradients of each of this rank's stages."""
+        if not self.schedule.splits_backward:
+            # Autograd finds them by itself.
+            return {}
+        found = {}
+        for stage in self.boundary.stages.of_rank(self.mesh.pp_rank):
+            parameters = {id(p): p for module in self.cut.modules_of(self.model, stage) for p in module.parameters()}
+            found[stage] = [parameter for parameter in parameters.values() if parameter.requires_grad]
+        return found
 
     def _tied(self) -> list[nn.Parameter]:
         """Parameters of this rank that the stage at the other end holds too."""

@@ -5,7 +5,7 @@ in one call; batches of changing length, arguments that differ per rank and a ba
 The order of actions is torch's (see `schedules.py`).
 """
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -31,14 +31,15 @@ class Execution:
         microbatches: the arguments of each.
         kinds: one per microbatch, equal for those whose activations have equal shapes.
         read (`Callable`): (microbatch number, what the last stage's forward returned) -> tensors to differentiate.
-        parameters (`Callable`): stage -> its trainable parameters.
+        parameters: stage -> its trainable parameters, where backward is split.
         splits_backward (`bool`): gradients of inputs and weights are computed in two steps.
         record (`Callable`, *optional*): (kind, stage, microbatch) -> a context that measures it.
 
     Attributes:
         results: on the last stage's rank, what `read` returned of each microbatch, without its graph.
         seeds (`Callable`): microbatch number -> the gradients of what `read` returned.
-        before_backward, after_backward (`Callable`): called around actions that add gradients to parameters.
+        before_backward (`Callable`): called before an action that adds gradients to parameters.
+        added (`Callable`): called with parameters whose gradients were added without running their hooks.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class Execution:
         microbatches: Sequence[dict[str, Any]],
         kinds: Sequence[Hashable],
         read: Callable[[int, Any], tuple[Tensor, ...]],
-        parameters: Callable[[int], list[nn.Parameter]],
+        parameters: Mapping[int, list[nn.Parameter]],
         splits_backward: bool,
         record: Callable[[str, int, int], AbstractContextManager] | None = None,
     ):
@@ -62,7 +63,7 @@ class Execution:
         self.results: list[tuple[Tensor, ...]] = []
         self.seeds: Callable[[int], tuple[Tensor | None, ...]] = lambda microbatch: ()
         self.before_backward: Callable[[Action], None] = lambda action: None
-        self.after_backward: Callable[[Action], None] = lambda action: None
+        self.added: Callable[[list[nn.Parameter]], None] = lambda parameters: None
         self._rank_of = boundary.stages.rank_of
         self._last = len(self._rank_of) - 1
         self._inputs: dict[Cell, tuple[Tensor, ...]] = {}
@@ -177,7 +178,6 @@ class Execution:
         self.before_backward(action)
         with self._differentiating("B", cell):
             torch.autograd.backward(roots, seeds)
-        self.after_backward(action)
         inputs = self._inputs.pop(cell, None)
         if inputs is not None:
             self._hand_back(cell, inputs)
@@ -190,7 +190,7 @@ class Execution:
         roots, seeds = self._roots(cell)
         inputs = self._inputs.pop(cell)
         with self._differentiating("I", cell):
-            self._groups[cell] = backward_inputs(roots, seeds, inputs, self.parameters(action.stage))
+            self._groups[cell] = backward_inputs(roots, seeds, inputs, self.parameters[action.stage])
         self._hand_back(cell, inputs)
 
     def _backward_weight(self, action: Action) -> None:
@@ -202,5 +202,5 @@ class Execution:
                 torch.autograd.backward(roots, seeds)
         else:
             with self._differentiating("W", cell):
-                backward_weights(self.parameters(action.stage), self._groups.pop(cell))
-        self.after_backward(action)
+                backward_weights(self.parameters[action.stage], self._groups.pop(cell))
+                self.added(self.parameters[action.stage])

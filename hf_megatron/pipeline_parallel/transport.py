@@ -69,6 +69,7 @@ class Transport:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
         self.group, self.device = group, device
+        self._is_gloo = dist.get_backend(group) == "gloo"
         self._known: dict[Hashable, Shapes] = {}
         self._sends: deque[tuple[list[Any], tuple[Tensor, ...]]] = deque()
 
@@ -146,4 +147,7 @@ class Transport:
             work.wait()
 
     def _start(self, operation: Any, tensor: Tensor, peer: int, tag: int) -> list[Any]:
+        if self._is_gloo:
+            end = "group_dst" if operation is dist.isend else "group_src"
+            return [operation(tensor, group=self.group, tag=tag, **{end: peer})]
         return dist.batch_isend_irecv([dist.P2POp(operation, tensor, group=self.group, group_peer=peer, tag=tag)])
