@@ -54,7 +54,8 @@ UNEQUAL = ("runtime", "per_second", "flos")
 
 def layout(text):
     [config] = parse_layouts(text)
-    return ConfigUnderTest(**config.to_dict())
+    fields = config.to_dict()
+    return ConfigUnderTest(**fields | {"num_microbatches": fields["num_microbatches"] or 2})
 
 
 def preferences(count, seed=0):
@@ -158,14 +159,14 @@ def compare(stories, tmp_path, text, trainer_class, samples, tolerance=2e-5, **k
 @pytest.mark.parametrize("text", LAYOUTS)
 def test_sft(stories, tmp_path, text):
     shapes = compare(stories, tmp_path, text, SFTTrainer, completions)
-    assert ("pp" in text) == (len(shapes) > 50)
+    assert ("pp" in text) == (len(shapes) > 20)
     assert all(len(shape) <= 2 for shape in shapes), "nothing of vocabulary size travels"
 
 
 @pytest.mark.parametrize("text", LAYOUTS)
 def test_dpo(stories, tmp_path, text):
     shapes = compare(stories, tmp_path, text, DPOTrainer, preferences)
-    assert ("pp" in text) == (len(shapes) > 50)
+    assert ("pp" in text) == (len(shapes) > 20)
     assert all(len(shape) <= 2 for shape in shapes), "nothing of vocabulary size travels"
 
 
@@ -215,7 +216,7 @@ def test_options(stories, tmp_path, text, trainer_class, samples, options):
 
 def test_half_precision_and_checkpointing_as_trl_sets_them(stories, tmp_path):
     """Defaults: autocast to bf16 and gradient checkpointing."""
-    options = {"bf16": True, "gradient_checkpointing": True, "max_steps": 2}
+    options = {"bf16": True, "gradient_checkpointing": True, "max_steps": 2, "eval_strategy": "no"}
     [expected] = run_ranks(train, 1, stories, tmp_path / "one", None, DPOTrainer, preferences, **options)
     for log, _, _ in run_ranks(train, 2, stories, tmp_path, layout("pp2"), DPOTrainer, preferences, **options):
         for entry, other in zip(log, expected[0], strict=True):
