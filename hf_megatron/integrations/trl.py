@@ -8,6 +8,7 @@ import functools
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -26,8 +27,8 @@ _REFUSED = {
     "use_liger_kernel": "its kernels replace the forwards of modules that are split over ranks. Drop it.",
 }
 
-# The layout of the policy whose trainer is being built: of reference models that it loads itself.
-_layouts: list[MegatronConfig] = []
+# Set while a trainer is being built, for the reference model that it loads itself.
+_LAYOUT: ContextVar[MegatronConfig | None] = ContextVar("layout of the policy", default=None)
 
 
 def init(original: Callable) -> Callable:
@@ -63,11 +64,11 @@ def _is_config(value: Any) -> bool:
 
 @contextmanager
 def _loading_like(layout: MegatronConfig) -> Iterator[None]:
-    _layouts.append(layout)
+    token = _LAYOUT.set(layout)
     try:
         yield
     finally:
-        _layouts.pop()
+        _LAYOUT.reset(token)
 
 
 def create_model_from_path(original: Callable) -> Callable:
@@ -75,8 +76,9 @@ def create_model_from_path(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def wrapper(model_id: str, *args: Any, **kwargs: Any) -> Any:
-        if _layouts:
-            kwargs.setdefault("megatron_config", _layouts[-1])
+        layout = _LAYOUT.get()
+        if layout is not None:
+            kwargs.setdefault("megatron_config", layout)
             kwargs.setdefault("device_map", None)
         return original(model_id, *args, **kwargs)
 

@@ -57,6 +57,15 @@ def test_what_must_be_supported_is_recorded():
     assert len(with_plan) >= 100 and len(both) >= 80
 
 
+def test_causal_types_that_were_split_are_also_cut_or_refused_by_name():
+    causal = {row["model_type"] for row in verified.records() if row["class"].endswith("CausalLM") and row["passed"]}
+    rows = {row["model_type"]: row for row in verified.records() if row["layout"] == "pp"}
+    assert not causal - rows.keys()
+    cut = {name for name in causal if rows[name]["passed"]}
+    assert len(cut) >= 95 and cut.issuperset(set(REQUIRED) - {"bert", "t5"})
+    assert all("cannot be cut" in rows[name]["worst"] for name in causal - cut)
+
+
 def test_every_row_states_versions_and_a_reason():
     for row in verified.records():
         assert row["versions"].keys() >= {"torch", "transformers", "accelerate"}
@@ -70,11 +79,15 @@ def _sample():
     return random.Random(metadata.version("hf_megatron")).sample(rows, 3)
 
 
-@pytest.mark.parametrize("row", _sample(), ids=lambda row: f"{row['model_type']}-{row['layout']}-tp{row['tp_size']}")
+def _layout(row):
+    suffix = "+sp" if row["layout"] == "tp+sp" else ""
+    return f"tp{row['tp_size']}{suffix}+pp{row.get('pp_size', 1)}"
+
+
+@pytest.mark.parametrize("row", _sample(), ids=lambda row: f"{row['model_type']}-{_layout(row)}")
 def test_a_sample_again(row):
     twin = make_twin(CONFIG_MAPPING[row["model_type"]](), microbatches=2)
-    suffix = "+sp" if row["layout"] == "tp+sp" else ""
-    [layout] = parse_layouts(f"tp{row['tp_size']}{suffix}")
+    [layout] = parse_layouts(_layout(row))
     comparison = check_twin(twin, layout)
     twin.delete()
     assert comparison.passed, comparison.report()
