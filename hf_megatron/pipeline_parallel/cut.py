@@ -20,7 +20,7 @@ from .boundary import (
     stand_around,
 )
 from .partition import Stages, check_partition, estimate_cost, even, partition
-from .schedules import rank_of_stage, schedule
+from .schedules import check_schedule, rank_of_stage, schedule
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,9 @@ def find_layers(model: Any, spec: ModelSpec) -> str:
 
 def stages_per_rank(config: MegatronConfig) -> int:
     """Stages on each rank: the config's, or by default the schedule's."""
-    return schedule(config.pipeline_schedule).resolve(config.virtual_stages)
+    number = schedule(config.pipeline_schedule).resolve(config.virtual_stages)
+    check_schedule(config.pipeline_schedule, config.pp_size, number, config.num_microbatches)
+    return number
 
 
 def make_stages(model: Any, layers: nn.ModuleList, config: MegatronConfig) -> Stages:

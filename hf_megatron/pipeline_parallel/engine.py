@@ -33,7 +33,7 @@ from .call import Call
 from .cut import Cut, stages_per_rank
 from .executor import Execution
 from .loss import Denominator, batch_denominator, over_denominator
-from .microbatches import batch_rows, describe, split
+from .microbatches import batch_rows, describe, split, without_targets
 from .outputs import AbsentLogits, KeptGraphs, PipelineOutput, ScheduledLoss
 from .schedules import Action, backward_plan, forward_plan, plan, schedule, valid_microbatches
 from .transport import Transport
@@ -291,8 +291,10 @@ class Pipeline:
             self.denominator.value = (
                 batch_denominator(arguments, self._shifts, self.mesh, for_backward) if given is None else given
             )
-        microbatches = split(arguments, count)
-        return microbatches, [batch_rows(microbatch) / rows for microbatch in microbatches]
+        microbatches = split(arguments, min(count, rows))
+        weights = [batch_rows(microbatch) / rows for microbatch in microbatches]
+        missing = count - len(microbatches)
+        return microbatches + [without_targets(microbatches[0])] * missing, weights + [0.0] * missing
 
     def _same_on_dp_ranks(self, microbatches: int) -> int:
         """In stage 3 weights are gathered for each microbatch: dp ranks with fewer rows decide for all."""
@@ -314,7 +316,7 @@ class Pipeline:
 
         def forward(number: int) -> Any:
             self.denominator.was_used = False
-            self.denominator.value = None if batch_wide is None else batch_wide * weights[number]
+            self.denominator.value = None if batch_wide is None else batch_wide * (weights[number] or 1.0)
             seen = {} if cache is None else {cache.name: cache.seen_by(self.boundary.stage)}
             try:
                 return self._forward(**(microbatches[number] | seen))

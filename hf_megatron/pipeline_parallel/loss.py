@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..mesh import ParallelMesh
-
-IGNORE_INDEX = -100
+from .microbatches import IGNORE_INDEX
 
 
 class Denominator:

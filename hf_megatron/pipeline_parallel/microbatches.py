@@ -12,6 +12,7 @@ ROW_DIM = 0
 INPUTS = ("input_ids", "inputs_embeds")
 # Positions in a sequence, of which there may be as many as rows.
 _PASSED_ON = ("logits_to_keep",)
+IGNORE_INDEX = -100
 
 
 def batch_rows(arguments: Mapping[str, Any]) -> int:
@@ -31,9 +32,25 @@ def split(arguments: Mapping[str, Any], microbatches: int) -> list[dict[str, Any
     rows = batch_rows(arguments)
     edges = [rows * index // microbatches for index in range(microbatches + 1)]
     return [
-        {name: value if name in _PASSED_ON else _rows(value, rows, start, stop) for name, value in arguments.items()}
+        {name: _part(name, value, rows, start, stop) for name, value in arguments.items()}
         for start, stop in zip(edges[:-1], edges[1:], strict=True)
     ]
+
+
+def _part(name: str, value: Any, rows: int, start: int, stop: int) -> Any:
+    if name in _PASSED_ON:
+        return value
+    if name == "position_ids" and isinstance(value, Tensor) and value.dim() == 3:
+        # Multimodal rotary positions: the first dim is time, height and width.
+        return value[:, start:stop] if value.shape[1] == rows else value
+    return _rows(value, rows, start, stop)
+
+
+def without_targets(microbatch: Mapping[str, Any]) -> dict[str, Any]:
+    """A microbatch that counts for nothing, for schedules that need more of them than a batch has rows."""
+    targets = ("labels", "shift_labels")
+    ignored = {name: torch.full_like(microbatch[name], IGNORE_INDEX) for name in targets if name in microbatch}
+    return dict(microbatch) | ignored
 
 
 def _rows(value: Any, rows: int, start: int, stop: int) -> Any:

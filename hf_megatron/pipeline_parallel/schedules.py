@@ -4,6 +4,7 @@ Nothing here runs a model or needs a process group; the orders of schedules with
 """
 
 import enum
+import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache, partial
@@ -160,26 +161,15 @@ def check_schedule(name: str, ranks: int, stages_per_rank: int, microbatches: in
 
 
 def valid_microbatches(name: str, ranks: int, stages_per_rank: int, at_most: int) -> int:
-    """The largest number of microbatches that a schedule can run, `at_most` (the batch, say) or fewer.
+    """The largest number of microbatches that a schedule can run, `at_most` or fewer; if it takes more, the smallest.
 
     Raises:
-        ConfigError: there is none; says which numbers and batches would be valid and which schedules run this one.
+        ConfigError: the schedule does not exist for this number of stages.
     """
     check_schedule(name, ranks, stages_per_rank)
     found = schedule(name)
-    for microbatches in range(at_most, 0, -1):
-        if found.runs(ranks, stages_per_rank, microbatches):
-            return microbatches
-    others = [
-        repr(other.name)
-        for other in SCHEDULES.values()
-        if at_most > 0 and other.fixed in (None, stages_per_rank) and other.runs(ranks, stages_per_rank, at_most)
-    ]
-    way_round = f" With {at_most}, use {' or '.join(others)}." if others else ""
-    raise ConfigError(
-        f"MegatronConfig.num_microbatches = {at_most}: {_takes(found, ranks, stages_per_rank)}, and a batch of as many "
-        f"rows or more.{way_round}"
-    )
+    numbers = itertools.chain(range(at_most, 0, -1), itertools.count(max(at_most, 0) + 1))
+    return next(number for number in numbers if found.runs(ranks, stages_per_rank, number))
 
 
 def rank_of_stage(name: str, ranks: int, stages_per_rank: int) -> tuple[int, ...]:

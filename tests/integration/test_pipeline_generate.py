@@ -358,7 +358,7 @@ def evaluate(stories, output, config, evaluation_rows):
     [
         MegatronConfig(pp_size=2),
         MegatronConfig(pp_size=2, tp_size=2),
-        MegatronConfig(pp_size=2, num_microbatches=5, pipeline_schedule="interleaved_1f1b"),
+        MegatronConfig(pp_size=2, num_microbatches=4, pipeline_schedule="interleaved_1f1b"),
     ],
     ids=lambda config: f"{config.layout()}-{config.pipeline_schedule}",
 )

@@ -65,7 +65,8 @@ def test_equals_one_process(model_type, microbatches, layout):
 @pytest.mark.parametrize("schedule", sorted(SCHEDULES))
 def test_schedules_equal_one_process(model_type, layout, schedule):
     [config] = parse_layouts(layout)
-    config = dataclasses.replace(config, pipeline_schedule=schedule, num_microbatches=5)
+    # Four microbatches of five rows, except where the schedule takes any number.
+    config = dataclasses.replace(config, pipeline_schedule=schedule, num_microbatches=4 if "int" in schedule else 5)
     comparison = check_twin(_twin(model_type, 2), config)
     assert comparison.passed, comparison.report()
 
@@ -109,6 +110,14 @@ def test_uneven_stages_and_recomputation(changes):
     twin = _twin("gemma2", 2)
     assert twin.config.num_hidden_layers == 6
     comparison = check_twin(twin, MegatronConfig(pp_size=2, **changes))
+    assert comparison.passed, comparison.report()
+
+
+def test_fewer_rows_than_a_schedule_needs():
+    """DualPipeV over two ranks needs four microbatches; three rows are filled up with one that counts for nothing."""
+    twin = make_twin(CONFIG_MAPPING["qwen3_moe"](), microbatches=2, batch_size=3, min_layers=4)
+    comparison = check_twin(twin, MegatronConfig(pp_size=2, pipeline_schedule="dualpipev"))
+    twin.delete()
     assert comparison.passed, comparison.report()
 
 
@@ -299,6 +308,8 @@ def test_what_is_refused():
     [
         ({"pipeline_schedule": "2f2b"}, "pipeline_schedule = '2f2b': expected one of"),
         ({"virtual_stages": 2}, "virtual_stages = 2"),
+        ({"pipeline_schedule": "interleaved_1f1b", "num_microbatches": 5}, "num_microbatches = 5"),
+        ({"pipeline_schedule": "dualpipev", "num_microbatches": 3}, "num_microbatches = 3"),
         ({"pipeline_partition": [1, 1]}, "pipeline_partition = .1, 1.: expected 2 numbers"),
         ({"pp_size": 2, "pipeline_schedule": "interleaved_1f1b", "virtual_stages": 4}, "one for each of the model's 5"),
     ],
