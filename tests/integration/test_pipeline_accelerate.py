@@ -2,6 +2,9 @@
 
 import contextlib
 import dataclasses
+import json
+import os
+import signal
 
 import pytest
 import torch
@@ -10,13 +13,14 @@ from accelerate import Accelerator
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
-from hf_megatron import prepare_optimizer
+from hf_megatron import RankError, prepare_optimizer
 from hf_megatron.integrations.verified import ConfigUnderTest
 from hf_megatron.parallelize import parallel_state
 from hf_megatron.upstream import local_tensor
 from hf_megatron.verify.ranks import run_ranks
 
 from .dp_training import gradients, load, own_rows, ranks_of
+from .test_pipeline_trainer import story_blocks
 from .test_trainer import rows
 
 PP2 = ConfigUnderTest(pp_size=2, num_microbatches=2)
@@ -96,6 +100,74 @@ def test_loop_equals_one_process(stories, config):
     [expected] = run_ranks(loop, 1, stories, None, train_rows)
     for found in run_ranks(loop, ranks_of(config), stories, config, train_rows):
         check(found, expected, config)
+
+
+def long_loop(path, config, blocks, folder, resume=False, kill=False):
+    """50 steps of two batches, evaluated every 10, saved after 20; rank 1 is killed in step 26. Logs to a file."""
+    dp_size = 1 if config is None else config.dp_size or 1
+    model = AutoModelForCausalLM.from_pretrained(path, megatron_config=config).train()
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4)
+    train = DataLoader(blocks("train"), batch_size=4 // dp_size)
+    evaluation = DataLoader(blocks("evaluation"), batch_size=4 // dp_size)
+    model, optimizer, train, evaluation = accelerator.prepare(model, optimizer, train, evaluation)
+    start = 20 if resume else 0
+    if resume:
+        accelerator.load_state(folder / "saved")
+    losses = []
+    for index, batch in enumerate(accelerator.skip_first_batches(train, 2 * start), 2 * start):
+        with accelerator.accumulate(model):
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            losses.append(loss.item())
+            if not accelerator.sync_gradients:
+                continue
+            norm = accelerator.clip_grad_norm_(model.parameters(), 0.5).item()
+            optimizer.step()
+            optimizer.zero_grad()
+        step, entry = (index + 1) // 2, [sum(losses) / 2, norm]
+        losses.clear()
+        if step % 10 == 0:
+            model.eval()
+            with torch.no_grad():
+                held_out = [accelerator.gather(model(**batch).loss).mean().item() for batch in evaluation]
+            entry.append(sum(held_out) / len(held_out))
+            model.train()
+        if accelerator.is_main_process:
+            with open(folder / "log.jsonl", "a") as log:
+                log.write(json.dumps([step, *entry]) + "\n")
+        if step == 20 and not resume:
+            accelerator.save_state(folder / "saved")
+        if kill and step == 25 and accelerator.process_index == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def read_log(folder):
+    """Entries by step; a resumed run writes those after the save once more."""
+    entries = map(json.loads, (folder / "log.jsonl").read_text().splitlines())
+    return {step: numbers for step, *numbers in entries}
+
+
+def test_fifty_steps_with_a_kill_and_a_resume_on_another_layout(stories, story_texts, tmp_path):
+    samples = story_blocks(stories, story_texts)
+
+    def blocks(which):
+        # As many as are there, again and again.
+        found = samples(10_000, 0)
+        return [found[index % len(found)] for index in (range(400) if which == "train" else range(8))]
+
+    one, many = tmp_path / "one", tmp_path / "many"
+    for folder in (one, many):
+        folder.mkdir()
+    run_ranks(long_loop, 1, stories, None, blocks, one)
+    with pytest.raises(RankError, match="rank 1 died"):
+        run_ranks(long_loop, 2, stories, PP2, blocks, many, kill=True)
+    assert max(read_log(many)) < 50
+    run_ranks(long_loop, 4, stories, layout(dp_size=2, zero_stage=1), blocks, many, resume=True)
+    expected, found = read_log(one), read_log(many)
+    assert found.keys() == expected.keys() == set(range(1, 51))
+    for step, numbers in expected.items():
+        assert found[step] == pytest.approx(numbers, rel=1e-5), step
 
 
 @pytest.mark.parametrize("config", LAYOUTS[:3], ids=["pp2", "zero1", "zero2"])

@@ -123,7 +123,7 @@ def story_blocks(stories, texts):
 @pytest.mark.parametrize(
     ("config", "steps"),
     [
-        (PP2, 50),
+        (PP2, 10),
         (layout(pp_size=2, dp_size=2, zero_stage=2), 10),
         (layout(tp_size=2, sequence_parallel=True), 10),
         (layout(pipeline_schedule="interleaved_1f1b", virtual_stages=2, num_microbatches=4), 10),
@@ -160,25 +160,25 @@ def train_until_killed(*args, step, **kwargs):
 
 
 def test_a_kill_and_a_resume_on_other_layouts_keep_the_trajectory(stories, story_texts, tmp_path):
-    """Killed on two stages, again on two stages of two dp ranks, and finished on two stages of two tp ranks."""
+    """50 steps: killed on two stages, again on two stages of two dp ranks, finished on two stages of two tp ranks."""
     arguments = {
         "samples": story_blocks(stories, story_texts),
-        "max_steps": 12,
+        "max_steps": 50,
         "eval_strategy": "steps",
-        "eval_steps": 3,
+        "eval_steps": 10,
         "save_strategy": "steps",
-        "save_steps": 2,
+        "save_steps": 10,
         "save_total_limit": 2,
         "learning_rate": 5e-4,
     }
     [(expected, _)] = run_ranks(train, 1, stories, tmp_path / "one", None, **(arguments | {"save_strategy": "no"}))
     output = tmp_path / "many"
     with pytest.raises(RankError, match="rank 1 died"):
-        run_ranks(train_until_killed, 2, stories, output, PP2, step=5, **arguments)
+        run_ranks(train_until_killed, 2, stories, output, PP2, step=23, **arguments)
     halves = {f"per_device_{kind}_batch_size": 2 for kind in ("train", "eval")}
     config = layout(dp_size=2, zero_stage=2)
     with pytest.raises(RankError, match="rank 1 died"):
-        run_ranks(train_until_killed, 4, stories, output, config, step=9, resume=True, **(arguments | halves))
+        run_ranks(train_until_killed, 4, stories, output, config, step=36, resume=True, **(arguments | halves))
     for log, _ in run_ranks(train, 4, stories, output, layout(tp_size=2), resume=True, **arguments):
         # The mean over a resumed run is of other steps.
         assert apart(log[:-2], expected[:-2]) < 1e-5

@@ -124,6 +124,7 @@ def test_fewer_rows_than_a_schedule_needs():
 # What a step communicates
 
 
+@functools.lru_cache
 def _collectives(layout):
     """Collectives of each kind in one training step of each rank, those over tp and over pp."""
     counts: dict[str, int] = {}
@@ -153,11 +154,12 @@ def _collectives(layout):
     return run_ranks(on_rank, layout.ranks_per_replica)
 
 
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp2+pp2", "tp2+sp+pp2"])
 @pytest.mark.parametrize("schedule", sorted(SCHEDULES))
-def test_every_schedule_communicates_the_same(schedule):
+def test_every_schedule_communicates_the_same(schedule, sequence_parallel):
     """A split backward enters nodes of the graph twice; a collective among them would run twice."""
     # Interleaved schedules cannot run five.
-    config = ConfigUnderTest(pp_size=2, tp_size=2, sequence_parallel=True, num_microbatches=4)
+    config = ConfigUnderTest(pp_size=2, tp_size=2, sequence_parallel=sequence_parallel, num_microbatches=4)
     found = _collectives(dataclasses.replace(config, pipeline_schedule=schedule))
     plain = _collectives(config)
 
