@@ -386,6 +386,11 @@ def recorded_outputs() -> dict[str, list[Any]]:
     return _active_collector.get() or {}
 
 
+def splits_python_functions() -> bool:
+    """Whether `backward_weights` can start from a `torch.autograd.Function` (not in torch 2.11; 2.12 was not tried)."""
+    return torch.__version__ >= "2.13"
+
+
 def without_view(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor, or a copy of a view: `backward_inputs` cuts the graph off in place, which views do not allow."""
     return tensor.clone() if tensor._is_view() else tensor

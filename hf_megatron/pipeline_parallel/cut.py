@@ -3,12 +3,14 @@
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..config import MegatronConfig
 from ..errors import PlanError, UnsupportedError
 from ..mesh import ParallelMesh
 from ..spec import ModelSpec
+from ..upstream import splits_python_functions
 from .boundary import (
     ForeignInput,
     ForeignLayer,
@@ -140,6 +142,11 @@ def cut(model: Any, spec: ModelSpec, config: MegatronConfig, mesh: ParallelMesh)
         raise UnsupportedError(
             f"MegatronConfig.pipeline_schedule = {config.pipeline_schedule!r} with zero_stage = 3: FSDP2 reduces "
             "gradients before those of the weights are computed. Use '1f1b', 'interleaved_1f1b', or zero_stage 1 or 2."
+        )
+    if schedule(config.pipeline_schedule).splits_backward and mesh.tp_size > 1 and not splits_python_functions():
+        raise UnsupportedError(
+            f"MegatronConfig.pipeline_schedule = {config.pipeline_schedule!r} with tp_size = {config.tp_size} needs "
+            f"torch 2.13, this is {torch.__version__}. Use '1f1b' or 'interleaved_1f1b'."
         )
     name = find_layers(model, spec)
     layers = model.get_submodule(name)

@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from hf_megatron import ConfigError, MegatronConfig, UnsupportedError
+from hf_megatron import ConfigError, MegatronConfig, RankError, UnsupportedError
 from hf_megatron.integrations.verified import ConfigUnderTest
 from hf_megatron.parallelize import parallel_state
 from hf_megatron.pipeline_parallel.schedules import SCHEDULES
+from hf_megatron.upstream import splits_python_functions
 from hf_megatron.verify.check import parse_layouts
 from hf_megatron.verify.compare import gradient_errors
 from hf_megatron.verify.measure import Measurement, _full, _gradients, measure
@@ -67,8 +68,17 @@ def test_schedules_equal_one_process(model_type, layout, schedule):
     [config] = parse_layouts(layout)
     # Four microbatches of five rows, except where the schedule takes any number.
     config = dataclasses.replace(config, pipeline_schedule=schedule, num_microbatches=4 if "int" in schedule else 5)
+    if refused_on_this_torch(config):
+        with pytest.raises(RankError, match="needs torch 2.13"):
+            check_twin(_twin(model_type, 2), config)
+        return
     comparison = check_twin(_twin(model_type, 2), config)
     assert comparison.passed, comparison.report()
+
+
+def refused_on_this_torch(config):
+    splits = SCHEDULES[config.pipeline_schedule].splits_backward
+    return splits and config.tp_size > 1 and not splits_python_functions()
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +95,7 @@ def trained(stories):
         {"pp_size": 2},
         {"pp_size": 4},
         {"pp_size": 2, "pipeline_schedule": "dualpipev", "num_microbatches": 4},
-        {"pp_size": 2, "tp_size": 2, "pipeline_schedule": "interleaved_zero_bubble"},
+        {"pp_size": 2, "tp_size": 2, "pipeline_schedule": "interleaved_1f1b"},
     ],
     ids=str,
 )
@@ -160,7 +170,10 @@ def test_every_schedule_communicates_the_same(schedule, sequence_parallel):
     """A split backward enters nodes of the graph twice; a collective among them would run twice."""
     # Interleaved schedules cannot run five.
     config = ConfigUnderTest(pp_size=2, tp_size=2, sequence_parallel=sequence_parallel, num_microbatches=4)
-    found = _collectives(dataclasses.replace(config, pipeline_schedule=schedule))
+    config_of_schedule = dataclasses.replace(config, pipeline_schedule=schedule)
+    if refused_on_this_torch(config_of_schedule):
+        return
+    found = _collectives(config_of_schedule)
     plain = _collectives(config)
 
     def total(ranks, word):
