@@ -42,7 +42,7 @@ def test_check_mismatch_names_the_worst_tensor(tmp_path):
 
 def test_usage_errors():
     assert run("check", "no-such-model").returncode == 2
-    assert run("check", "llama", "--layouts", "pp2").returncode == 2
+    assert run("check", "llama", "--layouts", "rr2").returncode == 2
     assert run("check", "llama", "--task", "poetry").returncode == 2
     assert run("check").returncode == 2
     result = run("check", "llama", "--tp", "3")

@@ -41,7 +41,7 @@ class Stub(torch.nn.Linear):
     def __init__(self, **fields):
         super().__init__(2, 2)
         config = MegatronConfig(**fields)
-        self.__dict__["_hf_megatron"] = types.SimpleNamespace(config=config)
+        self.__dict__["_hf_megatron"] = types.SimpleNamespace(config=config, pipeline=None)
         self.tp_size = config.ranks_per_replica
 
     def forward(self, rows):
