@@ -64,7 +64,8 @@ class MegatronConfig:
         num_microbatches (`int`, *optional*): parts a batch is cut into, along its rows, so that stages work at the
             same time; a batch with fewer rows is cut into as many as it has. By default 4 x `pp_size`.
         pipeline_schedule (`str`, defaults to `"1f1b"`): the order of the microbatches' forwards and backwards:
-            `"gpipe"`, `"1f1b"`, `"interleaved_1f1b"`, `"interleaved_zero_bubble"`, `"zbv"` or `"dualpipev"`.
+            `"gpipe"`, `"1f1b"`, `"interleaved_1f1b"`, `"looped_bfs"`, `"interleaved_zero_bubble"`, `"zbv"` or
+            `"dualpipev"`.
         virtual_stages (`int`, *optional*): stages per rank, for the schedules that interleave them; by default the
             schedule's own number.
         pipeline_partition (`str` or list of `int`, defaults to `"cost"`): how layers are shared out: `"cost"` evens out

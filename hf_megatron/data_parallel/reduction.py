@@ -132,8 +132,7 @@ class GradientReducer:
             parameters: all of the model's.
         """
         self.refresh(parameters)
-        if self._pending:
-            self.finish()
+        self.complete()
         for bucket in self._buckets:
             bucket.arrived.clear()
 
@@ -263,8 +262,7 @@ class GradientReducer:
     @torch.no_grad()
     def scale(self, factor: float) -> None:
         """Multiplies the present sum."""
-        if self._pending:
-            self.finish()
+        self.complete()
         for bucket in self._buckets:
             bucket.scale(factor)
 

@@ -21,7 +21,7 @@ from .boundary import (
     output_width,
     stand_around,
 )
-from .partition import Stages, check_partition, estimate_cost, even, partition
+from .partition import Stages, check_partition, estimate_cost, estimate_costs, even, partition
 from .schedules import check_schedule, rank_of_stage, schedule
 
 
@@ -116,7 +116,7 @@ def make_stages(model: Any, layers: nn.ModuleList, config: MegatronConfig) -> St
         text = model.config.get_text_config()
         head = model.get_output_embeddings()
         after = 0.0 if head is None else estimate_cost(head, text)
-        counts = partition([estimate_cost(layer, text) for layer in layers], count, after=after)
+        counts = partition(estimate_costs(layers, text), count, after=after)
     check_partition(counts, len(layers), count)
     return Stages.of(counts, rank_of_stage(config.pipeline_schedule, config.pp_size, per_rank))
 

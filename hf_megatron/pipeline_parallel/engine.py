@@ -101,11 +101,6 @@ class Pipeline:
 
         model.forward = types.MethodType(forward, model)
 
-    @property
-    def is_last(self) -> bool:
-        """Whether this rank holds the last stage."""
-        return self.mesh.pp_rank == self._last
-
     def describe(self) -> dict[str, Any]:
         """The schedule and its sizes; `microbatches` are those of a batch with enough rows."""
         return {

@@ -128,14 +128,6 @@ def schedule(name: str) -> Schedule:
     return SCHEDULES[name]
 
 
-def _takes(found: Schedule, ranks: int, stages_per_rank: int) -> str:
-    """The end of an error about the number of microbatches: what the schedule takes."""
-    rule = found.rule.format(ranks=ranks, stages=ranks * stages_per_rank)
-    return (
-        f"pipeline_schedule = {found.name!r} with pp_size = {ranks} and virtual_stages = {stages_per_rank} takes {rule}"
-    )
-
-
 def check_schedule(name: str, ranks: int, stages_per_rank: int, microbatches: int | None = None) -> None:
     """Checks that a schedule exists for these sizes; `None` leaves the number of microbatches open.
 
@@ -154,8 +146,10 @@ def check_schedule(name: str, ranks: int, stages_per_rank: int, microbatches: in
         next((number for number in numbers if found.runs(ranks, stages_per_rank, number)), None)
         for numbers in (range(start - 1, 0, -1), range(start + 1, start + ranks * stages_per_rank + 1))
     ]
+    rule = found.rule.format(ranks=ranks, stages=ranks * stages_per_rank)
     raise ConfigError(
-        f"MegatronConfig.num_microbatches = {microbatches}: {_takes(found, ranks, stages_per_rank)}, for example "
+        f"MegatronConfig.num_microbatches = {microbatches}: pipeline_schedule = {name!r} with pp_size = {ranks} and "
+        f"virtual_stages = {stages_per_rank} takes {rule}, for example "
         f"{' or '.join(str(number) for number in near if number)}."
     )
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 # Forward, full backward, and its two halves where a schedule splits it: gradient of the input and of the weights.
 COMPUTE = ("F", "B", "I", "W")
 # Waiting for a neighbour, the data parallel reduction, and the sum over the two ends of a tied embedding.
-COMMUNICATION = ("receive_forward", "send_forward", "receive_backward", "send_backward", "reduce", "tied")
+COMMUNICATION = ("receive_forward", "send_forward", "receive_backward", "send_backward", "tied")
 # Spans of no microbatch, such as the optimizer's.
 NO_MICROBATCH = -1
 

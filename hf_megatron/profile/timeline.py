@@ -26,7 +26,6 @@ _OTHER_COLOURS = {
     "send_forward": "#c9d6e2",
     "receive_backward": "#a9bda5",
     "send_backward": "#d3dfd0",
-    "reduce": "#d1495b",
     "tied": "#e39fc2",
     "optimizer": "#5c5c5c",
 }
@@ -40,7 +39,6 @@ _NAMES = {
     "send_forward": "send forward",
     "receive_backward": "receive backward",
     "send_backward": "send backward",
-    "reduce": "data parallel reduction",
     "tied": "tied embedding sum",
     "optimizer": "optimizer",
 }
