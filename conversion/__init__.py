@@ -1,4 +1,12 @@
 """Converters between checkpoint layouts; ships as `hf_megatron.conversion`.
 
-So far only merged Hugging Face files are written, by `hf_megatron.checkpoint.merged`.
+`convert` moves weights and optimizer moments between Hugging Face folders, the library's sharded checkpoints,
+Megatron-Core's `torch_dist`, Megatron's legacy `torch` and torch DCP; `compare` compares any two of them. Neither needs
+Megatron, a GPU, or memory for more than a few tensors.
 """
+
+from .compare import Comparison
+from .convert import Report, compare, convert, plan_conversion
+from .tensors import Layout
+
+__all__ = ["Comparison", "Layout", "Report", "compare", "convert", "plan_conversion"]

@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from . import cli_convert
+
 app = typer.Typer(
     help="Megatron's parallelism for stock Hugging Face models.", no_args_is_help=True, add_completion=False
 )
@@ -130,23 +132,6 @@ def timeline(
 
 
 @app.command()
-def merge(
-    checkpoint: Annotated[Path, typer.Argument(help="A sharded checkpoint of Trainer or Accelerator.save_state.")],
-    out: Annotated[Path, typer.Argument(help="The folder to write; must not exist.")],
-    max_shard_size: Annotated[str, typer.Option(help="Largest weight file, such as 5GB.")] = "50GB",
-    no_verify: Annotated[bool, typer.Option("--no-verify", help="Do not compare checksums first.")] = False,
-) -> None:
-    """Write the weights of a sharded CHECKPOINT as Hugging Face files that `from_pretrained` reads."""
-    from .checkpoint.merge import merge as merge_checkpoint
-    from .errors import MegatronError
-
-    try:
-        typer.echo(merge_checkpoint(checkpoint, out, max_shard_size=max_shard_size, verify=not no_verify))
-    except (MegatronError, ValueError, OSError) as error:
-        raise _fail(str(error), MISMATCH) from None
-
-
-@app.command()
 def env() -> None:
     """Print the versions that matter in a report."""
     import platform
@@ -159,6 +144,11 @@ def env() -> None:
         except metadata.PackageNotFoundError:
             versions[name] = "not installed"
     typer.echo(json.dumps(versions, indent=2))
+
+
+app.command()(cli_convert.convert)
+app.command()(cli_convert.verify)
+app.command()(cli_convert.merge)
 
 
 def main() -> None:

@@ -4,12 +4,14 @@ Checked with torch 2.11 to 2.13, transformers 5.23, accelerate 1.15. What to wat
 `enable_sequence_parallel` and a loss-parallel head in transformers make parts of this library unnecessary.
 """
 
+import copy
 import inspect
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -436,3 +438,74 @@ def trl_output(**fields: Any) -> Any:
     from trl.trainer.utils import FusedCausalLMOutput
 
     return FusedCausalLMOutput(**fields)
+
+
+class LoadingGroup(NamedTuple):
+    """Tensors of a file that one conversion of transformers' loader turns into weights of a model.
+
+    Attributes:
+        sources: names in the file with the pattern that each matched, in the loader's order.
+        target: the weight that the loader knows the conversion by.
+    """
+
+    transform: Any
+    sources: tuple[tuple[str, str], ...]
+    target: str
+
+
+def loading_groups(model: Any, names: Iterable[str]) -> tuple[list[LoadingGroup], list[str]]:
+    """How the loader would make a model's weights from a file's tensors, and the names that it would not expect.
+
+    The second list leaves out what the model's class says to ignore.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+    mapping = get_model_conversion_mapping(model)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    expected = model.state_dict()
+    found: dict[str, tuple[Any, list[tuple[str, str]]]] = {}
+    surplus = []
+    for name in sorted(names, key=dot_natural_key):
+        target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, expected)
+        if target not in expected and name in expected:
+            target, pattern = name, None
+        if target not in expected:
+            surplus.append(name)
+        elif pattern is None:
+            found.setdefault(target, (WeightRenaming(name, target), []))[1].append((name, name))
+        else:
+            found.setdefault(target, (by_pattern[pattern], []))[1].append((name, pattern))
+    groups = [LoadingGroup(transform, tuple(sources), target) for target, (transform, sources) in found.items()]
+    ignored = re.compile("|".join([*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"]))
+    return groups, [name for name in surplus if not ignored.search(name)]
+
+
+def convert_loaded(model: Any, group: LoadingGroup, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A file's tensors, by their names in it, as weights of the model; works on meta tensors too."""
+    transform = copy.deepcopy(group.transform)
+    for name, pattern in group.sources:
+        transform.add_tensor(group.target, name, pattern, tensors[name])
+    converted = transform.convert(group.target, model=model, config=model.config)
+    return {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}
+
+
+def rebuild_tensor() -> Callable[..., torch.Tensor]:
+    """The function by which the files of `torch.save` make a tensor of its storage (private in torch 2.11 to 2.13)."""
+    return torch._utils._rebuild_tensor_v2
+
+
+def storage_info(relative_path: str, offset: int, length: int) -> Any:
+    """Where a blob lies in a distributed checkpoint of torch (`_StorageInfo`, private in torch 2.11 to 2.13)."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    return _StorageInfo(relative_path, offset, length)
+
+
+def dcp_version() -> str:
+    """The version that torch's distributed checkpoints note in their metadata (not exported)."""
+    from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
+
+    return CURRENT_DCP_VERSION

@@ -169,6 +169,25 @@ def full_state_dict(model: Any) -> dict[str, Tensor]:
     return {name: gathered[first.get(name, name)] for name in order}
 
 
+def stream_weights(model: Any) -> tuple[dict[str, Entry], Callable[[str], Tensor | None]]:
+    """What `save_pretrained` would write of a model, and a function that gives a tensor of it in full on rank 0.
+
+    Every rank calls the function with the same names in the same order; it returns `None` on the others. Models that
+    are not split over ranks give their own tensors, on every rank.
+
+    Raises:
+        CheckpointError: pipeline stages hold different copies of a tied weight.
+    """
+    state, tensors = parallel_state(model), untied_state_dict(model)
+    if state is None:
+        return {name: Entry(0, tuple(t.shape), t.dtype) for name, t in tensors.items()}, lambda name: tensors[
+            name
+        ].cpu()
+    check_copies(state, tied_weights(model))
+    whole = entries(state, tensors)
+    return whole, lambda name: _fetch(model, state, name, whole[name], tensors.get(name))
+
+
 def _converted(
     model: Any, state: ParallelState, tensors: Mapping[str, Tensor], whole: Mapping[str, Entry], keep_names: bool
 ) -> Iterator[dict[str, Tensor]]:
@@ -202,15 +221,21 @@ def save_merged(
     save_peft_format: bool = True,
     save_original_format: bool = True,
     distributed_checkpoint: bool = False,
+    *,
+    before_push: Callable[[str], None] | None = None,
     **kwargs: Any,
 ) -> None:
     """`save_pretrained` of a model that is split over ranks; every rank calls it, rank 0 writes.
 
-    The arguments are those of `PreTrainedModel.save_pretrained`.
+    The arguments are those of `PreTrainedModel.save_pretrained`, and
+
+    Args:
+        before_push: called with the directory, where the weights are complete, on the rank that wrote them. What it
+            adds is pushed too. It must not raise: the other ranks go on.
 
     Raises:
         UnsupportedError: `distributed_checkpoint`, or a state dict of the caller's own.
-        CheckpointError: pipeline stages hold different copies of a tied weight.
+        CheckpointError: pipeline stages hold different copies of a tied weight, or the push failed.
     """
     state = parallel_state(model)
     assert state is not None
@@ -235,23 +260,26 @@ def save_merged(
     if writes:
         planned = revert_conversion(model, meta) if save_original_format else meta
         write_weights(directory, planned, streamed, max_shard_size=max_shard_size, variant=variant)
+        if before_push is not None:
+            before_push(directory)
     else:
         for _ in streamed:
             pass
     dist.barrier()
     if push_to_hub:
-        _push(model, directory, writes, token, kwargs)
-        dist.barrier()
+        _push(directory, token, kwargs)
 
 
-def _push(model: Any, directory: str, writes: bool, token: str | bool | None, kwargs: dict[str, Any]) -> None:
-    if not writes:
-        return
-    from huggingface_hub import HfApi
+def _push(directory: str, token: str | bool | None, arguments: dict[str, Any]) -> None:
+    """What `save_pretrained(push_to_hub=True)` does behind the save, with its keyword arguments."""
+    from .hub_push import push_folder
 
-    api = HfApi(token=token)
-    repo_id = kwargs.pop("repo_id", os.path.basename(os.path.normpath(directory)))
-    commit_message = kwargs.pop("commit_message", None) or "Upload model"
-    create_pr = kwargs.pop("create_pr", False)
-    repo_id = api.create_repo(repo_id, exist_ok=True, private=kwargs.pop("private", None)).repo_id
-    api.upload_folder(repo_id=repo_id, folder_path=directory, commit_message=commit_message, create_pr=create_pr)
+    push_folder(
+        directory,
+        arguments.get("repo_id") or os.path.basename(os.path.normpath(directory)),
+        token=token,
+        private=arguments.get("private"),
+        revision=arguments.get("revision"),
+        create_pr=arguments.get("create_pr", False),
+        commit_message=arguments.get("commit_message") or "Upload model",
+    )

@@ -1,5 +1,6 @@
 """Reading sharded checkpoints in any layout; everything is checked before the first entry is copied."""
 
+import json
 import os
 import re
 import warnings
@@ -18,13 +19,21 @@ from .shards import MappedShard, hash_file
 from .together import raise_together, rank_and_size
 
 LATEST = "latest"
+# Names the files that `pull` left out on purpose, because no rank it pulled for needs them.
+PARTIAL = "partial.json"
 
 
 class Checkpoint:
     """A complete checkpoint, opened for reading by one rank; files are mapped when they are first needed.
 
+    One that was pulled for some ranks of a layout is complete for them: entries that only its absent files hold raise
+    when they are checked or read.
+
     Args:
         path (`str` or `Path`): its directory.
+
+    Attributes:
+        absent (`frozenset[str]`): files that were left out on purpose.
 
     Raises:
         CheckpointError: for a manifest that is missing or wrong, listing all files that are missing, or for a file
@@ -35,9 +44,15 @@ class Checkpoint:
         self.path = Path(path)
         self.manifest = Manifest.load(self.path)
         self._shards: dict[str, MappedShard] = {}
+        left_out = read_partial(self.path)
+        self.absent = frozenset(
+            name for name in self.manifest.files.keys() & left_out if not (self.path / name).is_file()
+        )
         missing, wrong = [], []
         for name, entry in self.manifest.files.items():
             file = self.path / name
+            if name in self.absent:
+                continue
             if not file.is_file():
                 missing.append(name)
             elif file.stat().st_size != entry.size:
@@ -68,13 +83,17 @@ class Checkpoint:
         return entry
 
     def verify(self, rank: int = 0, ranks: int = 1) -> None:
-        """Compares the digests of this rank's share of the files.
+        """Compares the digests of this rank's share of the files; all those that are here of a partial checkpoint.
 
         Raises:
             CheckpointError: naming the files that differ.
         """
+        present = [item for item in self.manifest.files.items() if item[0] not in self.absent]
+        if self.absent:
+            # Other ranks may have other files of it, in a folder of their own.
+            rank, ranks = 0, 1
         # Largest first, so that the shares are of like size.
-        ordered = sorted(self.manifest.files.items(), key=lambda item: (-item[1].size, item[0]))
+        ordered = sorted(present, key=lambda item: (-item[1].size, item[0]))
         wrong = [name for name, entry in ordered[rank::ranks] if hash_file(self.path / name) != entry]
         if wrong:
             raise CheckpointError(f"{self.path}: the checksums of {', '.join(wrong)} are not those of the save.")
@@ -120,9 +139,22 @@ class Checkpoint:
             raise CheckpointError(f"{where} is {list(entry.shape)}, expected {list(shape)}.")
         if entry.dtype != dtype:
             raise CheckpointError(f"{where} is {entry.dtype}, expected {dtype}: load the model with that dtype.")
-        lacking = uncovered([piece.boxes for piece in entry.pieces], boxes)
+        lacking = uncovered([piece.boxes for piece in self._present(entry)], boxes)
         if lacking:
-            raise CheckpointError(f"{where}: {lacking} entries are in no file of the checkpoint.")
+            raise CheckpointError(f"{where}: {lacking} entries are in no file of the checkpoint{self._where(entry)}.")
+
+    def _present(self, entry: TensorEntry) -> list[PieceEntry]:
+        return [piece for piece in entry.pieces if piece.file not in self.absent]
+
+    def _where(self, entry: TensorEntry) -> str:
+        """Which files that were left out hold a tensor, for an error."""
+        files = sorted({piece.file for piece in entry.pieces} & self.absent)
+        if not files:
+            return ""
+        return (
+            f" that is here; it was pulled for other ranks or another layout ({PARTIAL}) without {', '.join(files)}: "
+            "run `hf-megatron pull` for this layout"
+        )
 
     def read(self, name: str, boxes: Sequence[Box], out: Tensor, cast: bool = False) -> None:
         """Fills `out`, one dim, with the row-major contents of the boxes one after another.
@@ -144,11 +176,13 @@ class Checkpoint:
         if out.dtype != entry.dtype and not cast:
             raise CheckpointError(f"{where} is {entry.dtype} and {out.dtype} was asked for; pass cast=True to convert.")
         # Copies on several ranks are the same boxes; any one of them is read.
-        distinct = list({piece.boxes: piece for piece in entry.pieces}.values())
+        distinct = list({piece.boxes: piece for piece in self._present(entry)}.values())
         needed = [piece for piece in distinct if overlaps(piece.boxes, boxes)]
         lacking = uncovered([piece.boxes for piece in needed], boxes)
         if lacking:
-            raise CheckpointError(f"{where}: {lacking} of {out.numel()} entries are in no file of the checkpoint.")
+            raise CheckpointError(
+                f"{where}: {lacking} of {out.numel()} entries are in no file of the checkpoint{self._where(entry)}."
+            )
         sources = [(piece.boxes, self._contents(name, entry, piece)) for piece in needed]
         for source_boxes, data in sources:
             copy_overlap(source_boxes, data, boxes, out)
@@ -164,6 +198,24 @@ class Checkpoint:
                 f"manifest says of {name}."
             )
         return data
+
+
+def read_partial(folder: Path) -> frozenset[str]:
+    """The names of the files that `pull` left out of a folder; none of a folder that is whole.
+
+    Raises:
+        CheckpointError: the note about them cannot be read.
+    """
+    path = folder / PARTIAL
+    try:
+        absent = json.loads(path.read_bytes())["absent"]
+        if not isinstance(absent, list) or not all(isinstance(name, str) for name in absent):
+            raise ValueError(f"'absent' is {str(absent)[:100]!r}, expected a list of names")
+    except FileNotFoundError:
+        return frozenset()
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{path}: {error!r}; delete the folder and pull it again.") from error
+    return frozenset(absent)
 
 
 def open_checkpoint(path: str | Path, group: ProcessGroup | None = None, verify: bool = True) -> Checkpoint:

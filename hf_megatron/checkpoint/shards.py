@@ -53,8 +53,16 @@ class Span:
     """Where a tensor lies in a file, in bytes from the start of the file."""
 
     dtype: torch.dtype
-    numel: int
+    shape: tuple[int, ...]
     start: int
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
 
 
 def write_shard(path: Path, tensors: Mapping[str, Tensor], on_step: Callable[[str], None]) -> FileEntry:
@@ -183,7 +191,7 @@ def _span(where: str, entry: Any, origin: int, size: int) -> Span:
         raise CheckpointError(f"{where} has the unreadable header entry {str(entry)[:200]}.") from error
     if not sound or end - begin != numel * dtype.itemsize or origin + end > size:
         raise CheckpointError(f"{where}: bytes [{begin}, {end}) for {shape} {dtype} in a file of {size} bytes.")
-    return Span(dtype, numel, origin + begin)
+    return Span(dtype, tuple(shape), origin + begin)
 
 
 class MappedShard:

@@ -5,6 +5,7 @@
 | tensor `<name>` | a weight or buffer under its name in the state dict |
 | tensor `optimizer/<number>/<key>/<name>` | a moment of that weight; key `main_weight` is its fp32 copy |
 | fact `optimizers` | hyperparameters of the groups, names of their parameters and moments, steps |
+| fact `converted` | made from another library's checkpoint: `groups` is null, the run that reads it has its own |
 
 Every pipeline stage writes and reads its own part of both; the facts are those of the whole model.
 """
@@ -266,6 +267,8 @@ def _check_groups(
     name = type(optimizer).__name__
     if description["class"] != name:
         raise CheckpointError(f"{checkpoint.path} holds the state of a {description['class']}, this run uses {name}.")
+    if description["groups"] is None:
+        return
     leaves = iter(_leaves(model, optimizer))
     names = [[next(leaves).name for _ in group["params"]] for group in optimizer.param_groups]
     state = parallel_state(model)
@@ -296,7 +299,7 @@ def _load_optimizer(
     model: Any, optimizer: torch.optim.Optimizer, number: int, description: dict[str, Any], checkpoint: Checkpoint
 ) -> None:
     state = parallel_state(model)
-    for group, saved in zip(optimizer.param_groups, description["groups"], strict=True):
+    for group, saved in zip(optimizer.param_groups, description["groups"] or (), strict=bool(description["groups"])):
         group.update(unpack(saved["hyperparameters"], {}))
     keys = _keys_of(checkpoint, number)
     on_device = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)

@@ -18,6 +18,7 @@ PATCHES: Mapping[str, str] = {
     f"{_MODEL}.from_pretrained": f"{_HERE}.transformers:from_pretrained",
     f"{_MODEL}._from_config": f"{_HERE}.transformers:from_config",
     f"{_MODEL}.save_pretrained": f"{_HERE}.transformers:save_pretrained",
+    f"{_MODEL}.push_to_hub": f"{_HERE}.hub:push_to_hub",
     f"{_MODEL}._initialize_missing_keys": f"{_HERE}.transformers:initialize_missing_keys",
     f"{_MODEL}.resize_token_embeddings": f"{_HERE}.transformers:resize_token_embeddings",
     f"{_AUTO}.from_pretrained": f"{_HERE}.transformers:auto_from_pretrained",
@@ -49,6 +50,17 @@ PATCHES: Mapping[str, str] = {
             "_load_best_model",
         )
     },
+    **{
+        f"transformers.trainer:Trainer.{name}": f"{_HERE}.hub:{function}"
+        for name, function in (
+            ("init_hf_repo", "init_hf_repo"),
+            ("push_to_hub", "trainer_push_to_hub"),
+            ("_push_from_checkpoint", "push_from_checkpoint"),
+        )
+    },
+    "transformers.trainer:Trainer._save": f"{_HERE}.cards:save",
+    "transformers.trainer:Trainer.create_model_card": f"{_HERE}.cards:create_model_card",
+    "trl.trainer.base_trainer:_BaseTrainer.create_model_card": f"{_HERE}.cards:create_model_card",
     "transformers.trainer:get_last_checkpoint": f"{_HERE}.checkpoints:get_last_checkpoint",
     "transformers.trainer:Trainer._has_mixed_mesh_grads": f"{_HERE}.trainer:has_mixed_mesh_grads",
     "transformers.trainer:Trainer._sync_replicated_trainable_parameters": (

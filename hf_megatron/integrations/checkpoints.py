@@ -23,6 +23,7 @@ from ..checkpoint.reader import Checkpoint, committed, fresh_name, is_committed,
 from ..checkpoint.together import gather, raise_together, rank_and_size
 from ..checkpoint.training_state import facts, load_model, load_optimizers, pieces, write_config
 from ..parallelize import parallel_state
+from .cards import write_trainer_card
 
 LOOP = "loop.safetensors"
 STATE = "trainer_state.json"
@@ -128,6 +129,7 @@ def _save(trainer: Any, target: Path) -> None:
             model.save_pretrained(transaction.directory, is_main_process=trainer.args.should_save)
         else:
             transaction.write(pieces(model, optimizers))
+        write_trainer_card(trainer, transaction.directory, files="merged" if weights_only else "sharded")
     _after_commit(trainer, target)
 
 
@@ -135,6 +137,7 @@ def _save_in_background(trainer: Any, saver: AsyncSaver, target: Path) -> None:
     model, optimizers = trainer.model, _optimizers(trainer)
     with tempfile.TemporaryDirectory() as staging:
         _write_files(trainer, Path(staging))
+        write_trainer_card(trainer, staging, files="sharded")
         files = {path.name: path.read_bytes() for path in Path(staging).iterdir()}
     described = {"step": trainer.state.global_step, **facts(model, optimizers)}
     after = functools.partial(_after_commit, trainer, target)
@@ -243,13 +246,28 @@ def _from_shards(load: Callable[[Any, Path], None]) -> Callable:
 @_from_shards
 def load_optimizer_and_scheduler(trainer: Any, checkpoint: Path) -> None:
     """`Trainer._load_optimizer_and_scheduler`."""
-    load_optimizers(trainer.model, _optimizers(trainer), Checkpoint(checkpoint))
-    trainer.lr_scheduler.load_state_dict(read_packed(checkpoint / LOOP)["scheduler"])
+    opened = Checkpoint(checkpoint)
+    load_optimizers(trainer.model, _optimizers(trainer), opened)
+    if opened.facts.get("converted"):
+        advance(trainer.lr_scheduler, trainer.state.global_step)
+    else:
+        trainer.lr_scheduler.load_state_dict(read_packed(checkpoint / LOOP)["scheduler"])
+
+
+def advance(scheduler: Any, steps: int) -> None:
+    """Puts the scheduler of this run to where it is after so many steps: another library's has no counterpart here."""
+    with warnings.catch_warnings():
+        # torch expects an optimizer step before each.
+        warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*")
+        for _ in range(steps):
+            scheduler.step()
 
 
 @_from_shards
 def load_scaler(trainer: Any, checkpoint: Path) -> None:
     """`Trainer._load_scaler`."""
+    if Checkpoint(checkpoint).facts.get("converted"):
+        return
     saved, scaler = read_packed(checkpoint / LOOP)["scaler"], getattr(trainer.accelerator, "scaler", None)
     if saved and scaler is not None:
         scaler.load_state_dict(saved)
@@ -262,8 +280,10 @@ def load_rng_state(trainer: Any, checkpoint: Path) -> None:
 
 
 def restore_random_state(model: Any, directory: Path, step: int) -> None:
-    """Every generator continues, or starts anew where the layout is another."""
+    """Every generator continues, or starts anew where the layout is another; a converted checkpoint has none."""
     state, saved = parallel_state(model), Checkpoint(directory).facts
+    if saved.get("converted"):
+        return
     layout = None if state is None else state.config
     sizes = ("tp_size", "dp_size", "cp_size", "pp_size", "ep_size")
     before = saved.get("layout") or {}

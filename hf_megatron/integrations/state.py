@@ -13,7 +13,7 @@ from ..checkpoint.together import gather, rank_and_size
 from ..checkpoint.training_state import facts, load_model, load_optimizers, pieces, write_config
 from ..errors import CheckpointError, UnsupportedError
 from ..parallelize import parallel_state
-from .checkpoints import LOOP, open_verified, progress, restore_random_state
+from .checkpoints import LOOP, advance, open_verified, progress, restore_random_state
 
 
 def _only_model(accelerator: Any) -> Any | None:
@@ -143,6 +143,12 @@ def load_state(original: Callable) -> Callable:
         for hook in self._load_model_state_pre_hook.values():
             hook(models, str(path))
         checkpoint = open_verified(path, models[0])
+        if checkpoint.facts.get("converted"):
+            load_model(models[0], checkpoint)
+            load_optimizers(models[0], _optimizers(self), checkpoint)
+            for scheduler in self._schedulers:
+                advance(getattr(scheduler, "scheduler", scheduler), checkpoint.facts["step"])
+            return
         loop = read_packed(path / LOOP)
         wanted = {"schedulers": len(self._schedulers), "custom": len(self._custom_objects)}
         for name, count in wanted.items():

@@ -26,6 +26,9 @@ from ..parallelize import install, parallel_plan, parallel_state, place
 from ..upstream import forget_conversions, quiet_loading
 from ..version import __version__
 from .accelerate import announce, ensure_process_group, job_world_size
+from .cards import write_model_card
+from .foreign import foreign_source, reading, save_in_format
+from .hub import check_part, readable_part
 from .verified import require_verified
 
 # Arguments of from_pretrained that lay the model out in another way.
@@ -59,20 +62,31 @@ def from_pretrained(original: classmethod) -> classmethod:
         if value is None:
             return function(cls, pretrained_model_name_or_path, *args, **kwargs)
         config = _start(value, kwargs)
+        source = foreign_source(cls, pretrained_model_name_or_path, kwargs.get("config"))
+        if source is not None:
+            with reading(source, config) as arguments:
+                return wrapper(cls, None, *args, **{**arguments, **kwargs}, megatron_config=config)
+        given = kwargs.get("state_dict") is not None
         if not config.is_parallel:
-            return function(cls, pretrained_model_name_or_path, *args, **kwargs)
+            loaded = function(cls, pretrained_model_name_or_path, *args, **kwargs)
+            if given:
+                forget_conversions(loaded[0] if kwargs.get("output_loading_info") else loaded)
+            return loaded
         output_loading_info = kwargs.pop("output_loading_info", False)
         if pretrained_model_name_or_path is not None:
             check_weight_index(pretrained_model_name_or_path)
         model, info = function(
             cls,
-            pretrained_model_name_or_path,
+            readable_part(pretrained_model_name_or_path),
             *args,
             **{"weights_only": True, **kwargs},
             distributed_config=config,
             output_loading_info=True,
         )
+        check_part(model, info, pretrained_model_name_or_path)
         check_loaded(model, info, strict=config.strict_loading)
+        if given:
+            forget_conversions(model)
         _finish(model)
         return (model, info) if output_loading_info else model
 
@@ -267,10 +281,13 @@ def _shard_full_tensors(model: Any, state_dict: dict[str, Any], prefix: str, *ar
 
 def save_pretrained(original: Callable) -> Callable:
     @functools.wraps(original)
-    def wrapper(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+    def wrapper(self: Any, save_directory: Any, *args: Any, format: str = "hf", **kwargs: Any) -> Any:
+        if format != "hf":
+            return save_in_format(self, original, save_directory, format, *args, **{"layout": None, **kwargs})
         if parallel_state(self) is None:
             return original(self, save_directory, *args, **kwargs)
-        return save_merged(self, original, save_directory, *args, **kwargs)
+        card = functools.partial(write_model_card, self, repo_id=kwargs.get("repo_id"))
+        return save_merged(self, original, save_directory, *args, before_push=card, **kwargs)
 
     return wrapper
 

@@ -1,0 +1,120 @@
+"""The model that a checkpoint belongs to: which tensors it has in memory, and under which names its files have them."""
+
+import copy
+import os
+from collections.abc import Iterable
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import CheckpointError
+from ..upstream import untied_state_dict
+from .tensors import WEIGHT, Key
+
+
+class Architecture:
+    """A model class of transformers with a config, without weights.
+
+    Args:
+        model: an instance on the meta device.
+
+    Attributes:
+        names: its parameters and persistent buffers in the order of its modules, a tied one under its first name.
+    """
+
+    def __init__(self, model: Any):
+        self.model = model
+        self.config = model.config
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        first: dict[int, str] = {}
+        self._first = {
+            name: first.setdefault(id(parameters.get(name, tensor)), name)
+            for name, tensor in model.state_dict(keep_vars=True).items()
+        }
+        self.names = tuple(dict.fromkeys(self._first.values()))
+
+    @classmethod
+    def from_config(cls, config: Any, where: str = "config") -> "Architecture":
+        """Of a config that names its class of transformers.
+
+        Raises:
+            CheckpointError: it names none, or several.
+        """
+        import transformers
+
+        names = config.architectures or []
+        if len(names) != 1 or not isinstance(getattr(transformers, names[0], None), type):
+            raise CheckpointError(f"{where} names the architectures {names}: expected one class of transformers.")
+        return cls.from_class(getattr(transformers, names[0]), config)
+
+    @classmethod
+    def from_class(cls, model_class: Any, config: Any) -> "Architecture":
+        """Of a class of transformers with a config."""
+        with torch.device("meta"):
+            return cls(model_class._from_config(copy.deepcopy(config)))
+
+    @classmethod
+    def from_folder(cls, path: str | os.PathLike[str]) -> "Architecture":
+        """Of the config.json in a folder.
+
+        Raises:
+            CheckpointError: there is none, or it names no class of transformers.
+        """
+        from transformers import AutoConfig
+
+        file = Path(path) / "config.json"
+        if not file.is_file():
+            raise CheckpointError(
+                f"{path} has no config.json, so its architecture is not known: name a folder or a model of the Hub "
+                "that has one with --config."
+            )
+        try:
+            config = AutoConfig.from_pretrained(os.fspath(path))
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{file} cannot be read: {error}") from error
+        return cls.from_config(config, os.fspath(file))
+
+    def first_name(self, name: str) -> str:
+        """The name under which a weight is converted, for any of the names it has."""
+        return self._first.get(name, name)
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        state = self.model.state_dict()
+        return {name: tuple(state[name].shape) for name in self.names}
+
+    @cached_property
+    def saved_names(self) -> dict[str, str]:
+        """For each name in `names`, the one that `save_pretrained` would start from; tied weights may differ."""
+        return {self.first_name(name): name for name in untied_state_dict(self.model)}
+
+    def check(self, names: Iterable[str], where: str) -> None:
+        """A checkpoint has every weight of the model and no other.
+
+        Raises:
+            CheckpointError: naming those that are missing or surplus.
+        """
+        found = set(names)
+        missing = [name for name in self.saved_names if name not in found]
+        surplus = sorted(found - set(self.names))
+        if missing or surplus:
+            raise CheckpointError(
+                f"{where} does not fit {type(self.model).__name__}: {_some('missing', missing)}"
+                f"{_some('surplus', surplus)}see that the config is the one of this checkpoint."
+            )
+
+    def sort_key(self, key: Key) -> tuple[int, bool, str]:
+        """Orders tensors as the model has them, each weight before what belongs to it."""
+        return self._position[key.name], key.kind != WEIGHT, key.kind
+
+    @cached_property
+    def _position(self) -> dict[str, int]:
+        return {name: index for index, name in enumerate(self.names)}
+
+
+def _some(what: str, names: list[str]) -> str:
+    if not names:
+        return ""
+    return f"{len(names)} {what} ({', '.join(names[:5])}{', ...' if len(names) > 5 else ''}); "

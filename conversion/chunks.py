@@ -1,0 +1,145 @@
+"""Global tensors that are stored in chunks: which chunks make up a tensor, and reading any part of it from them."""
+
+import bisect
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..checkpoint.pieces import Box, check_boxes, overlaps
+from ..errors import CheckpointError
+from .tensors import Entry
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A box of a tensor, and where its entries are stored."""
+
+    box: Box
+    place: Any
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """The chunks of a tensor in the order of their offsets, and their largest length in dim 0."""
+
+    chunks: tuple[Chunk, ...]
+    reach: int
+
+
+class ChunkedTensors(ABC):
+    """Tensors of which each is stored in chunks that cover it exactly.
+
+    Args:
+        where: the file that describes them, for errors.
+        tensors: shape, dtype and chunks of each.
+
+    Attributes:
+        entries: global shapes and dtypes.
+
+    Raises:
+        CheckpointError: naming the tensor whose chunks leave gaps, overlap or lie outside of it.
+    """
+
+    def __init__(self, where: str, tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype, Sequence[Chunk]]]):
+        self._stored: dict[str, _Stored] = {}
+        entries: dict[str, Entry] = {}
+        for name, (shape, dtype, chunks) in tensors.items():
+            numbers = [*shape, *(number for chunk in chunks for number in (*chunk.box.offset, *chunk.box.shape))]
+            if not all(type(number) is int and number >= 0 for number in numbers):
+                raise CheckpointError(f"{where}: {name} has the shape {list(shape)} and chunks at {numbers[:8]}.")
+            check_cover(f"{where}: {name}", shape, [chunk.box for chunk in chunks])
+            filled = sorted((chunk for chunk in chunks if chunk.box.numel), key=lambda chunk: chunk.box.offset)
+            reach = max((chunk.box.shape[0] for chunk in filled), default=0) if shape else 0
+            self._stored[name] = _Stored(tuple(filled), reach)
+            entries[name] = Entry(shape, dtype)
+        self.entries: Mapping[str, Entry] = entries
+
+    @abstractmethod
+    def read_chunk(self, name: str, chunk: Chunk, starts: Sequence[int], target: Tensor) -> None:
+        """Fills `target` with the part of a chunk that begins at `starts`."""
+
+    def read(self, name: str) -> Tensor:
+        """A whole tensor."""
+        shape = self.entries[name].shape
+        return self.read_box(name, [0] * len(shape), shape)
+
+    def read_box(self, name: str, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
+        """A part of a tensor, in memory of its own. Little more than its bytes is read.
+
+        Raises:
+            CheckpointError: naming the file, for what is damaged.
+        """
+        out = torch.empty(tuple(lengths), dtype=self.entries[name].dtype)
+        self.read_into(name, offsets, out)
+        return out
+
+    def read_into(self, name: str, offsets: Sequence[int], out: Tensor) -> None:
+        """The same into a tensor that is there."""
+        chunks, reach = self._stored[name].chunks, self._stored[name].reach
+        wanted = Box(tuple(offsets), tuple(out.shape))
+        check_boxes(name, self.entries[name].shape, [wanted])
+        if wanted.offset:
+            start, stop = wanted.offset[0], wanted.offset[0] + wanted.shape[0]
+            first = bisect.bisect_left(chunks, start - reach + 1, key=_row)
+            chunks = chunks[first : bisect.bisect_left(chunks, stop, key=_row)]
+        for chunk in chunks:
+            low = [max(pair) for pair in zip(chunk.box.offset, wanted.offset, strict=True)]
+            high = [min(pair) for pair in zip(_end(chunk.box), _end(wanted), strict=True)]
+            if all(begin < end for begin, end in zip(low, high, strict=True)):
+                corners = zip(low, high, wanted.offset, strict=True)
+                target = out[tuple(slice(begin - origin, end - origin) for begin, end, origin in corners)]
+                starts = [begin - origin for begin, origin in zip(low, chunk.box.offset, strict=True)]
+                self.read_chunk(name, chunk, starts, target)
+
+
+def _row(chunk: Chunk) -> int:
+    return chunk.box.offset[0]
+
+
+def _end(box: Box) -> list[int]:
+    return [start + length for start, length in zip(box.offset, box.shape, strict=True)]
+
+
+def check_cover(where: str, shape: Sequence[int], boxes: Sequence[Box]) -> None:
+    """Every entry of a tensor is in exactly one of its boxes.
+
+    Raises:
+        CheckpointError: naming the tensor, for gaps and overlaps.
+    """
+    check_boxes(where, shape, boxes)
+    found, size = sum(box.numel for box in boxes), math.prod(shape)
+    if found != size or not _disjoint([box for box in boxes if box.numel]):
+        kind = "there are gaps" if found < size else "they overlap"
+        raise CheckpointError(f"{where}: {len(boxes)} chunks of {found} entries for a tensor of {size}: {kind}.")
+
+
+def _disjoint(boxes: list[Box]) -> bool:
+    """Cuts along any dim divide the boxes into fewer and fewer; the few that no cut divides are compared."""
+    remaining = [boxes]
+    while remaining:
+        together = remaining.pop()
+        if len(together) < 2:
+            continue
+        groups = next((found for found in map(_cut, [together] * len(together[0].shape), range(64)) if found), None)
+        if groups:
+            remaining.extend(groups)
+        elif len(together) > 1024 or len(overlaps(together, together)) > len(together):
+            return False
+    return True
+
+
+def _cut(boxes: list[Box], dim: int) -> list[list[Box]]:
+    """Groups of boxes that share no place along a dim; none when all belong together."""
+    groups: list[list[Box]] = []
+    end = -1
+    for box in sorted(boxes, key=lambda box: box.offset[dim]):
+        if box.offset[dim] >= end:
+            groups.append([])
+        groups[-1].append(box)
+        end = max(end, box.offset[dim] + box.shape[dim])
+    return groups if len(groups) > 1 else []

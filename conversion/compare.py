@@ -1,0 +1,117 @@
+"""Two checkpoints of any layouts, compared tensor by tensor and, on request, by the logits of their models."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from .architecture import Architecture
+from .tensors import MAIN_WEIGHT, WEIGHT, Key, Reader
+
+
+@dataclass
+class Comparison:
+    """What two checkpoints have in common.
+
+    Attributes:
+        compared: tensors that both have.
+        only_first, only_second: those that only one has.
+        different: what differs, by tensor.
+        logits: largest absolute difference of the logits, where they were compared.
+    """
+
+    compared: int = 0
+    only_first: list[Key] = field(default_factory=list)
+    only_second: list[Key] = field(default_factory=list)
+    different: dict[Key, str] = field(default_factory=dict)
+    logits: float | None = None
+
+    @property
+    def equal(self) -> bool:
+        return not (self.only_first or self.only_second or self.different)
+
+    def summary(self) -> str:
+        parts = [f"{self.compared} tensors compared, {len(self.different)} different"]
+        parts += [f"{key}: {what}" for key, what in list(self.different.items())[:20]]
+        for where, keys in (("first", self.only_first), ("second", self.only_second)):
+            if keys:
+                shown = ", ".join(map(str, keys[:5])) + (", ..." if len(keys) > 5 else "")
+                parts.append(f"{len(keys)} only in the {where}: {shown}")
+        if self.logits is not None:
+            parts.append(f"largest difference of logits {self.logits:.3e}")
+        return "; ".join(parts)
+
+
+def compare_readers(first: Reader, second: Reader, *, moments: bool, on_tensor: Callable[[int], None]) -> Comparison:
+    """Compares two checkpoints of one model, one tensor at a time; equal means equal bytes.
+
+    Args:
+        moments: compare what optimizers keep too, where both have it.
+    """
+    result = Comparison()
+
+    def relevant(reader: Reader, other: Reader) -> set[Key]:
+        keys = {key for key in reader.entries if key.kind == WEIGHT}
+        if moments and first.optimizer is not None and second.optimizer is not None:
+            # fp32 copies of fp32 weights are stored by some formats only.
+            keys |= {
+                key
+                for key in reader.entries
+                if key.kind != WEIGHT and (key.kind != MAIN_WEIGHT or key in other.entries)
+            }
+        return keys
+
+    wanted, there = relevant(first, second), relevant(second, first)
+    for key in first.entries:
+        if key not in wanted:
+            continue
+        if key not in there:
+            result.only_first.append(key)
+            continue
+        result.compared += 1
+        one, other = first.entries[key], second.entries[key]
+        if one != other:
+            result.different[key] = f"{list(one.shape)} {one.dtype} and {list(other.shape)} {other.dtype}"
+            continue
+        a, b = first.read(key), second.read(key)
+        if not torch.equal(_bits(a), _bits(b)):
+            result.different[key] = f"largest difference {_difference(a, b):.3e}"
+        on_tensor(one.nbytes)
+    result.only_second = [key for key in second.entries if key in there - wanted]
+    return result
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Bytes, so that what is not a number equals itself."""
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def _difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a.double() - b.double()).abs().max()) if a.numel() else 0.0
+
+
+def compare_logits(
+    architecture: Architecture, first: Callable[[bool], Reader], second: Callable[[bool], Reader]
+) -> float:
+    """The largest absolute difference of the logits of two checkpoints of a model, one in memory at a time.
+
+    Args:
+        first, second: open the checkpoints; checksums are not compared.
+    """
+    config = architecture.config
+    size = getattr(config.get_text_config(), "vocab_size", 2)
+    tokens = torch.randint(0, size, (2, 16), generator=torch.Generator().manual_seed(0))
+    one, other = (_logits(architecture, open_reader, tokens) for open_reader in (first, second))
+    return _difference(one, other)
+
+
+@torch.no_grad()
+def _logits(architecture: Architecture, open_reader: Callable[[bool], Reader], tokens: torch.Tensor) -> torch.Tensor:
+    """Of the stock model in fp32 with the weights of a checkpoint; tokens are [batch, sequence]."""
+    model = type(architecture.model)._from_config(architecture.config, dtype=torch.float32).eval()
+    state = model.state_dict(keep_vars=True)
+    with open_reader(False) as reader:
+        for key in reader.entries:
+            if key.kind == WEIGHT:
+                state[key.name].data.copy_(reader.read(key))
+    return model(input_ids=tokens).logits

@@ -1,0 +1,207 @@
+"""Moving a checkpoint from one layout to another, tensor by tensor, and comparing two of any layouts."""
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch import Tensor
+
+from ..errors import CheckpointError
+from .compare import Comparison, compare_logits, compare_readers
+from .formats import Format, format_named, rules_of
+from .source import Source, find_source, local_folder, with_config
+from .tensors import MAIN_WEIGHT, MOMENTS, WEIGHT, Entry, Key, Layout, Reader
+from .write import notes_of, order_by_rules, planned_entries, write_checkpoint
+
+
+@dataclass
+class Report:
+    """What a conversion is going to do or has done.
+
+    Attributes:
+        rows: (name in the model, names in Megatron if they are others, shape, dtype, bytes).
+        notes: what a reader of the result has to know.
+        comparison: of source and target, where it was asked for.
+    """
+
+    source: Source
+    target: Path
+    format: Format
+    rows: list[tuple[str, str, Entry]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    comparison: Comparison | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(entry.nbytes for _, _, entry in self.rows)
+
+    def table(self) -> str:
+        """Every mapping and size, one line each."""
+        lines = [
+            f"{name}{' -> ' + other if other else ''}  {list(entry.shape)} "
+            f"{str(entry.dtype).removeprefix('torch.')}  {entry.nbytes:,} bytes"
+            for name, other, entry in self.rows
+        ]
+        total = f"{len(self.rows)} tensors, {self.nbytes:,} bytes: {self.source.format.title} -> {self.format.title}"
+        return "\n".join([*lines, total, *self.notes])
+
+
+def _tensors(
+    reader: Reader, plan: Mapping[Key, Entry], on_tensor: Callable[[int], None]
+) -> Iterator[tuple[Key, Tensor]]:
+    for key, entry in plan.items():
+        yield key, reader.read(key) if key in reader.entries else reader.read(Key(WEIGHT, key.name)).float()
+        on_tensor(entry.nbytes)
+
+
+def plan_conversion(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    to: str,
+    *,
+    from_format: str | None = None,
+    config: str | None = None,
+    layout: Layout | None = None,
+    optimizer: bool = True,
+) -> Report:
+    """What `convert` would do with the same arguments: every mapping and size, without reading a tensor.
+
+    Raises:
+        CheckpointError, ConfigError, UnsupportedError: as `convert`.
+    """
+    report, layout = _report(source, target, to, from_format, config), layout or Layout()
+    with report.source.open(checksums=False) as reader:
+        _plan(report, reader, layout, optimizer)
+    return report
+
+
+def convert(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    to: str,
+    *,
+    from_format: str | None = None,
+    config: str | None = None,
+    layout: Layout | None = None,
+    optimizer: bool = True,
+    verify: bool = False,
+    logits: bool = False,
+    checksums: bool = True,
+    on_tensor: Callable[[int], None] = lambda size: None,
+) -> Report:
+    """Writes a checkpoint in another layout; the target appears when everything was written and read back.
+
+    Args:
+        source: a folder, or the id of a model of the Hub.
+        target: a folder that does not exist.
+        to: `"hf"`, `"sharded"`, `"megatron_core"` (`"torch_dist"`), `"megatron_legacy"` (`"torch"`) or `"dcp"`.
+        from_format: the source's layout, recognised by default.
+        config: a folder or model id with the config.json of a source that has none.
+        layout: how the target is split, where its format knows of that.
+        optimizer: bring moments along where both sides have them.
+        verify: compare source and target tensor by tensor at the end.
+        logits: compare their logits too.
+        checksums: compare the source's files with the checksums that it has.
+        on_tensor: called with the bytes of each tensor that was read.
+
+    Raises:
+        CheckpointError: the source is damaged, unsafe or does not fit its config, a name has no counterpart, the target
+            exists or there is too little space; nothing is left behind then. Or source and target differ.
+        ConfigError: a format or a size of the layout that does not exist.
+        UnsupportedError: Megatron's layouts cannot express the model.
+    """
+    report, layout = _report(source, target, to, from_format, config), layout or Layout()
+    found = report.source
+    with found.open(checksums) as reader:
+        plan = _plan(report, reader, layout, optimizer)
+        state = reader.optimizer if any(key.kind in MOMENTS for key in plan) else None
+        write_checkpoint(
+            report.target,
+            report.format,
+            found.architecture,
+            plan,
+            _tensors(reader, plan, on_tensor),
+            layout,
+            found.config_folder,
+            iteration=reader.iteration,
+            optimizer=state,
+            facts={"source_format": found.format.name, "notes": report.notes},
+        )
+    if verify or logits:
+        made = Source(report.target, report.format, report.source.architecture, report.target)
+        report.comparison = _compare(report.source, made, report.format.moments, logits)
+        if not report.comparison.equal:
+            raise CheckpointError(f"{report.target} differs from its source: {report.comparison.summary()}")
+    return report
+
+
+def compare(
+    first: str | os.PathLike[str],
+    second: str | os.PathLike[str],
+    *,
+    config: str | None = None,
+    logits: bool = False,
+    on_tensor: Callable[[int], None] = lambda size: None,
+) -> Comparison:
+    """Compares two checkpoints of any layouts tensor by tensor: equal means equal bytes.
+
+    Args:
+        first, second: folders, or ids of models of the Hub.
+        config: a folder or model id with the config.json, where neither has one.
+        logits: compare the logits of both through transformers, in fp32.
+        on_tensor: called with the bytes of each tensor.
+
+    Raises:
+        CheckpointError: one is damaged, unsafe, or does not fit its config.
+    """
+    sources = []
+    for one, other in ((first, second), (second, first)):
+        own = with_config(local_folder(one))
+        known = config or (None if (own / "config.json").is_file() else os.fspath(with_config(local_folder(other))))
+        sources.append(find_source(one, None, known))
+    return _compare(*sources, True, logits, on_tensor)
+
+
+def _compare(
+    first: Source, second: Source, moments: bool, logits: bool, on_tensor: Callable[[int], None] = lambda size: None
+) -> Comparison:
+    with first.open(checksums=False) as one, second.open(checksums=False) as other:
+        result = compare_readers(one, other, moments=moments, on_tensor=on_tensor)
+    if logits and not (result.only_first or result.only_second):
+        result.logits = compare_logits(first.architecture, first.open, second.open)
+    return result
+
+
+def _report(
+    source: str | os.PathLike[str], target: str | os.PathLike[str], to: str, from_format: str | None, config: str | None
+) -> Report:
+    to_format = format_named(to)
+    if os.path.lexists(target):
+        raise CheckpointError(f"{target} exists; give a folder that does not.")
+    found = find_source(source, from_format, config)
+    report = Report(found, Path(os.path.abspath(target)), to_format)
+    if found.format.megatron or to_format.megatron:
+        report.notes.extend(notes_of(found.architecture.config))
+    return report
+
+
+def _plan(report: Report, reader: Reader, layout: Layout, optimizer: bool) -> dict[Key, Entry]:
+    plan = planned_entries(reader, report.format, optimizer)
+    if report.source.format.megatron or report.format.megatron:
+        plan = order_by_rules(plan, report.source.architecture.config, layout)
+    if reader.optimizer is not None and not any(key.kind in MOMENTS for key in plan):
+        why = "--no-optimizer" if report.format.moments else f"{report.format.title} does not hold one"
+        report.notes.append(f"the optimizer's state is left out: {why}")
+    if any(key.kind == MAIN_WEIGHT for key in reader.entries) and report.format.main_weights == "never":
+        report.notes.append(f"fp32 copies of the weights are left out: {report.format.title} does not hold them")
+    report.rows = _rows(plan, report.source, report.format, layout)
+    return plan
+
+
+def _rows(plan: dict[Key, Entry], found: Source, to: Format, layout: Layout) -> list[tuple[str, str, Entry]]:
+    names: dict[str, str] = {}
+    if found.format.megatron or to.megatron:
+        rules = rules_of(found.architecture.config, layout)
+        names = {name: ", ".join(rule.megatron) for rule in rules for name in rule.transformers}
+    return [(str(key), names.get(key.name, ""), entry) for key, entry in plan.items()]

@@ -1,0 +1,82 @@
+"""A model in memory, on any layout, written as a checkpoint of another library: every rank calls, rank 0 writes."""
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ..checkpoint.merged import stream_weights
+from ..checkpoint.together import agreed, raise_together, rank_and_size
+from ..errors import CheckpointError
+from .architecture import Architecture
+from .formats import format_named
+from .tensors import WEIGHT, Entry, Key, Layout
+from .write import notes_of, order_by_rules, write_checkpoint
+
+
+def export(
+    model: Any, target: Path, format: str, layout: Layout | None, write_config: Callable[[Path], Any]
+) -> list[str]:
+    """Writes a model's weights as `convert` would write them; no rank ever holds the model.
+
+    Args:
+        model: a stock model, or one that is split over ranks.
+        target: a folder that does not exist.
+        format: as `to` of `convert`.
+        layout: how the target is split, where its format knows of that.
+        write_config: writes config and the like into a folder of this rank's own; stock does so on all ranks together.
+
+    Returns:
+        `list[str]`: what a reader of the result has to know.
+
+    Raises:
+        CheckpointError: on every rank, naming the rank that failed; nothing is left behind then.
+    """
+    to, layout = format_named(format), layout or Layout()
+    stored, fetch = stream_weights(model)
+    with agreed(f"Saving {target}"):
+        if os.path.lexists(target) and rank_and_size(None)[0] == 0:
+            raise CheckpointError(f"{target} exists; give a folder that does not.")
+        architecture = Architecture.from_class(stock_class(model), model.config)
+        names = {architecture.first_name(name): name for name in stored}
+        plan = {Key(WEIGHT, first): Entry(stored[name].shape, stored[name].dtype) for first, name in names.items()}
+        if to.megatron:
+            plan = order_by_rules(plan, model.config, layout)
+        notes = notes_of(model.config) if to.megatron else []
+    tensors = _Stream(plan, lambda key: fetch(names[key.name]))
+    error: Exception | None = None
+    with tempfile.TemporaryDirectory() as folder:
+        write_config(Path(folder))
+        if rank_and_size(None)[0] == 0:
+            try:
+                facts = {"source_format": "model", "notes": notes}
+                write_checkpoint(target, to, architecture, plan, tensors, layout, Path(folder), facts=facts)
+            except Exception as caught:  # noqa: BLE001 - the other ranks have to hear of it
+                error = caught
+    # The other ranks, and a first one that failed, go through what was planned: each tensor is sent and received.
+    for _ in tensors:
+        pass
+    raise_together(error, None, f"Saving {target}")
+    return notes
+
+
+class _Stream:
+    """Tensors in a planned order, each fetched once, however many iterate."""
+
+    def __init__(self, plan: Mapping[Key, Entry], fetch: Callable[[Key], Tensor | None]):
+        self._remaining = iter(plan)
+        self._fetch = fetch
+
+    def __iter__(self) -> Iterator[tuple[Key, Tensor | None]]:
+        for key in self._remaining:
+            yield key, self._fetch(key)
+
+
+def stock_class(model: Any) -> Any:
+    """The class of transformers that a model is of; FSDP2 puts one of its own in front."""
+    import transformers
+
+    return getattr(transformers, type(model).__name__.removeprefix("FSDP"))

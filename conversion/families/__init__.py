@@ -1,0 +1,38 @@
+"""Names and shapes of model families in Megatron, one small file each; a new family is one more file."""
+
+import importlib
+import pkgutil
+from functools import cache
+from typing import Any
+
+from ...errors import UnsupportedError
+from .family import Family
+
+__all__ = ["Family", "family_of", "known_families"]
+
+
+@cache
+def known_families() -> dict[str, Family]:
+    """By model type, from every module of this package that has a `FAMILY`."""
+    found: dict[str, Family] = {}
+    for module in pkgutil.iter_modules(__path__):
+        family = vars(importlib.import_module(f"{__name__}.{module.name}")).get("FAMILY")
+        if family is not None:
+            found |= dict.fromkeys(family.model_types, family)
+    return found
+
+
+def family_of(config: Any) -> Family:
+    """The family of a config.
+
+    Raises:
+        UnsupportedError: naming the model types that there are.
+    """
+    family = known_families().get(config.model_type)
+    if family is None:
+        known = ", ".join(sorted(known_families()))
+        raise UnsupportedError(
+            f"Megatron's names for model type {config.model_type!r} are not known; known are {known}. A new one is a "
+            "file in conversion/families."
+        )
+    return family

@@ -1,0 +1,89 @@
+"""DeepSeek-V2 and V3: multi-latent attention, dense layers first, then experts with shared ones."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from ..rules import InterleavedRows, Operation, Rule, Same
+from .family import Arguments, Family, common_arguments, experts, fused_norm, gated_mlp, layers, renamed, vocabulary
+
+
+def _rotary(config: Any, heads: int, start: int) -> Operation:
+    """Megatron turns neighbouring rows (`rope_utils.py`, `multi_latent_attention`), as most of these models do."""
+    if getattr(config, "rope_interleave", True):
+        return Same()
+    return InterleavedRows(heads, start, config.qk_rope_head_dim)
+
+
+def _attention(config: Any, source: str, target: str) -> Iterator[Rule]:
+    queries = _rotary(config, config.num_attention_heads, config.qk_nope_head_dim)
+    if config.q_lora_rank is None:
+        yield from renamed(f"{source}.q_proj", f"{target}.linear_q_proj", operation=queries)
+    else:
+        yield from renamed(f"{source}.q_a_proj", f"{target}.linear_q_down_proj")
+        yield from fused_norm(f"{source}.q_a_layernorm", f"{target}.linear_q_up_proj")
+        yield from renamed(f"{source}.q_b_proj", f"{target}.linear_q_up_proj", operation=queries)
+    keys = _rotary(config, 1, config.kv_lora_rank)
+    yield from renamed(f"{source}.kv_a_proj_with_mqa", f"{target}.linear_kv_down_proj", operation=keys)
+    yield from fused_norm(f"{source}.kv_a_layernorm", f"{target}.linear_kv_up_proj")
+    yield from renamed(f"{source}.kv_b_proj", f"{target}.linear_kv_up_proj")
+    yield from renamed(f"{source}.o_proj", f"{target}.linear_proj")
+
+
+def _rules(config: Any, padded: int) -> Iterator[Rule]:
+    yield from vocabulary(config, padded, "model.embed_tokens")
+    for number in layers(config):
+        source, target = f"model.layers.{number}", f"decoder.layers.{number}"
+        yield from renamed(f"{source}.input_layernorm", f"{target}.input_layernorm")
+        yield from _attention(config, f"{source}.self_attn", f"{target}.self_attention")
+        if number < config.first_k_dense_replace:
+            yield from fused_norm(f"{source}.post_attention_layernorm", f"{target}.mlp.linear_fc1")
+            yield from gated_mlp(config.intermediate_size, f"{source}.mlp", f"{target}.mlp")
+            continue
+        yield from renamed(f"{source}.post_attention_layernorm", f"{target}.pre_mlp_layernorm")
+        yield from renamed(f"{source}.mlp.gate", f"{target}.mlp.router")
+        if config.model_type == "deepseek_v3":
+            correction = f"{source}.mlp.gate.e_score_correction_bias"
+            yield Rule((correction,), (f"{target}.mlp.router.expert_bias",))
+        yield from experts(f"{source}.mlp.experts", f"{target}.mlp")
+        width = config.moe_intermediate_size * config.n_shared_experts
+        yield from gated_mlp(width, f"{source}.mlp.shared_experts", f"{target}.mlp.shared_experts")
+    yield from renamed("model.norm", "decoder.final_layernorm")
+
+
+def _arguments(config: Any) -> Arguments:
+    v3 = config.model_type == "deepseek_v3"
+    return common_arguments(
+        config,
+        multi_latent_attention=True,
+        num_query_groups=config.num_attention_heads,
+        group_query_attention=False,
+        kv_channels=config.v_head_dim,
+        q_lora_rank=config.q_lora_rank,
+        kv_lora_rank=config.kv_lora_rank,
+        qk_head_dim=config.qk_nope_head_dim,
+        qk_pos_emb_head_dim=config.qk_rope_head_dim,
+        v_head_dim=config.v_head_dim,
+        qk_layernorm=True,
+        rotary_base=config.rope_parameters["rope_theta"],
+        position_embedding_type="rope",
+        ffn_hidden_size=config.intermediate_size,
+        norm_epsilon=config.rms_norm_eps,
+        add_bias_linear=False,
+        num_experts=config.n_routed_experts,
+        moe_ffn_hidden_size=config.moe_intermediate_size,
+        moe_shared_expert_intermediate_size=config.moe_intermediate_size * config.n_shared_experts,
+        moe_layer_freq=[int(number >= config.first_k_dense_replace) for number in layers(config)],
+        moe_router_topk=config.num_experts_per_tok,
+        moe_router_topk_scaling_factor=config.routed_scaling_factor,
+        moe_router_score_function="sigmoid" if v3 else "softmax",
+        moe_router_enable_expert_bias=v3,
+    )
+
+
+def _refuse(config: Any) -> str | None:
+    if config.attention_bias:
+        return "attention_bias: the linears of Megatron-Core's latent attention have none"
+    return None
+
+
+FAMILY = Family(model_types=("deepseek_v2", "deepseek_v3"), rules=_rules, arguments=_arguments, refuse=_refuse)

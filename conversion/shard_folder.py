@@ -1,0 +1,115 @@
+"""Folders of `shard-*.safetensors` that several ranks of transformers write (`distributed/checkpoint.py` in it).
+
+Each file has the chunks of one rank under the model's names in memory; where they belong is in its header
+(torch's `HuggingFaceStorageWriter`).
+"""
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..checkpoint.manifest import inside
+from ..checkpoint.pieces import Box
+from ..checkpoint.shards import LARGEST_HEADER, read_header
+from ..errors import CheckpointError
+from .chunks import Chunk, ChunkedTensors
+from .data_file import DataFile, read_strided, row_major
+from .output import Output
+from .safetensors_file import SafetensorsStream
+from .tensors import WEIGHT, Entry, Key, Writer
+
+SHARD = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
+# The only file of a checkpoint that one process writes.
+ONLY_SHARD = "shard-00001-model-00001-of-00001.safetensors"
+_SHARDING = "DCP_SHARDING_INFO"
+
+
+def is_shard_folder(path: Path) -> bool:
+    """Whether a folder has files of this kind."""
+    return any(SHARD.fullmatch(name) for name in os.listdir(path))
+
+
+class ShardFolder(ChunkedTensors):
+    """The weights of such a folder.
+
+    Raises:
+        CheckpointError: naming the file and the tensor, for damaged headers and chunks that do not fit together.
+    """
+
+    def __init__(self, path: Path):
+        chunks: dict[str, list[Chunk]] = {}
+        dtypes: dict[str, torch.dtype] = {}
+        for file in sorted(inside(path, name) for name in os.listdir(path) if SHARD.fullmatch(name)):
+            spans = read_header(file)
+            offsets = _offsets(file)
+            for name, span in spans.items():
+                offset = offsets.get(name, (0,) * len(span.shape))
+                if len(offset) != len(span.shape) or dtypes.setdefault(name, span.dtype) != span.dtype:
+                    raise CheckpointError(f"{file}: {name} differs from other files in its dims or its dtype.")
+                chunks.setdefault(name, []).append(Chunk(Box(offset, span.shape), (file, span)))
+        # The format says nothing of global shapes: a tensor ends where its last chunk does.
+        shapes = {
+            name: tuple(
+                max(chunk.box.offset[dim] + chunk.box.shape[dim] for chunk in found)
+                for dim in range(len(found[0].box.shape))
+            )
+            for name, found in chunks.items()
+        }
+        # Tensors that are not distributed are in every file.
+        unique = {name: list({chunk.box: chunk for chunk in found}.values()) for name, found in chunks.items()}
+        super().__init__(str(path), {name: (shapes[name], dtypes[name], unique[name]) for name in chunks})
+
+    def read_chunk(self, name: str, chunk: Chunk, starts: Sequence[int], target: Tensor) -> None:
+        path, span = chunk.place
+        with DataFile(path) as file:
+            stride = row_major(span.shape)
+            first = sum(start * step for start, step in zip(starts, stride, strict=True))
+            read_strided(file, span.start, first, stride, target)
+
+
+def _offsets(path: Path) -> Mapping[str, tuple[int, ...]]:
+    """Where the tensors of a file begin in the global ones; empty where the header does not say."""
+    with DataFile(path) as file:
+        length = int.from_bytes(file.read(0, 8), "little")
+        if length > LARGEST_HEADER:
+            raise CheckpointError(f"{path}: a header of {length} bytes.")
+        try:
+            metadata = json.loads(file.read(8, length)).get("__metadata__", {})
+            table: dict[str, Any] = json.loads(metadata.get(_SHARDING, "{}"))
+            return {name: tuple(entry["saved_offsets"]) for name, entry in table.items()}
+        except (ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{path}: the header does not say where its tensors belong: {error!r}.") from error
+
+
+class ShardsWriter(Writer):
+    """Writes such a folder: weights in one file, which `from_pretrained` reads beside a config.json.
+
+    Args:
+        output: the directory.
+        plan: every weight in the order in which it will come.
+
+    Raises:
+        CheckpointError: moments are planned, which the format has no place for.
+    """
+
+    naming = "transformers"
+
+    def __init__(self, output: Output, plan: Mapping[Key, Entry]):
+        self.plan = plan
+        others = [str(key) for key in plan if key.kind != WEIGHT]
+        if others:
+            raise CheckpointError(f"shard-*.safetensors hold weights only, not {others[0]}.")
+        self._stream = SafetensorsStream(output.create(ONLY_SHARD), {key.name: entry for key, entry in plan.items()})
+
+    def write(self, key: Key, tensor: Tensor) -> None:
+        self.check(key, tensor)
+        self._stream.write(key.name, tensor)
+
+    def finish(self) -> None:
+        self._stream.finish()

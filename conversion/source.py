@@ -1,0 +1,109 @@
+"""A checkpoint to read: found, recognised, and opened under the names of its model."""
+
+import json
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..checkpoint.shards import FileEntry, hash_file
+from ..errors import CheckpointError
+from .architecture import Architecture
+from .formats import Format, format_named, open_reader, recognise
+from .tensors import Reader
+
+# What a conversion writes beside its files: where they come from, and their checksums.
+RECORD = "conversion.json"
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint to convert from.
+
+    Attributes:
+        path: its folder.
+        architecture: its model, from its own config or the one that was named.
+        config_folder: where config, tokenizer and the like come from.
+    """
+
+    path: Path
+    format: Format
+    architecture: Architecture
+    config_folder: Path
+
+    def open(self, checksums: bool) -> Reader:
+        """Its tensors under the model's names."""
+        if checksums:
+            check_record(self.path)
+        return open_reader(self.path, self.format, self.architecture, checksums)
+
+
+def find_source(source: str | os.PathLike[str], format: str | None = None, config: str | None = None) -> Source:
+    """A folder, or a model of the Hub, whose safetensors and JSON files are fetched into the cache.
+
+    Args:
+        source: a folder or the id of a model.
+        format: its layout, recognised by default.
+        config: a folder or the id of a model with the config.json, where the source has none.
+
+    Raises:
+        CheckpointError: it is missing, of no known layout, or its model is not known.
+    """
+    path = local_folder(source)
+    found = format_named(format) if format else recognise(path)
+    folder = local_folder(config) if config else with_config(path)
+    return Source(path, found, Architecture.from_folder(folder), folder)
+
+
+def with_config(path: Path) -> Path:
+    """Megatron's folders of iterations have it beside them."""
+    for folder in (path, path.parent):
+        if (folder / "config.json").is_file():
+            return folder
+    return path
+
+
+def local_folder(name: str | os.PathLike[str]) -> Path:
+    """A folder as it is, or a model of the Hub in the cache: its safetensors, JSON and tokenizer files.
+
+    Raises:
+        CheckpointError: neither is there.
+    """
+    path = Path(name)
+    if path.exists():
+        return path
+    if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", os.fspath(name)):
+        raise CheckpointError(f"{name} does not exist.")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(os.fspath(name), allow_patterns=["*.safetensors", "*.json", "*.txt", "*.model"]))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise CheckpointError(f"{name} is no folder, and not to be had from the Hub: {error}") from error
+
+
+def check_record(path: Path) -> None:
+    """Compares the files of a converted checkpoint with the checksums it was written with, if it is one.
+
+    Raises:
+        CheckpointError: naming the files that are missing or have changed.
+    """
+    record = path / RECORD
+    if not record.is_file():
+        return
+    try:
+        files = {name: FileEntry(**entry) for name, entry in json.loads(record.read_text("utf-8"))["files"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{record} cannot be read: {error}") from error
+    wrong = []
+    for name, expected in files.items():
+        file = path / name
+        inside = os.path.commonpath([os.path.realpath(path), os.path.realpath(file)]) == os.path.realpath(path)
+        # Cards, configs and tokenizers are text that people edit.
+        if name.endswith((".md", ".json", ".txt", ".model", ".jinja")) and file.is_file():
+            continue
+        if not inside or not file.is_file() or hash_file(file) != expected:
+            wrong.append(name)
+    if wrong:
+        raise CheckpointError(f"{path}: {', '.join(wrong[:5])} missing or other than when they were written.")

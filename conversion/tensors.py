@@ -1,0 +1,182 @@
+"""What every checkpoint layout looks like to a conversion: named global tensors, read and written one at a time.
+
+Two namings exist. `transformers`: the names of a model in memory, as `state_dict()` has them, a tied weight under its
+first name; experts are packed as the model has them. `megatron`: Megatron-Core's names with the layer's global number
+in them (`decoder.layers.3.mlp.linear_fc1.weight`) and global shapes, however a layout stacks or splits them on disk.
+`families/` leads from one to the other.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError, ConfigError
+
+Naming = Literal["transformers", "megatron"]
+
+WEIGHT = "weight"
+# fp32 copies of weights, and Adam's moments: they have the shape of the weight and are converted as it is.
+MAIN_WEIGHT, EXP_AVG, EXP_AVG_SQ = "main_weight", "exp_avg", "exp_avg_sq"
+MOMENTS = (EXP_AVG, EXP_AVG_SQ)
+
+
+class Key(NamedTuple):
+    """A tensor of a checkpoint: a weight, or what an optimizer keeps of that weight."""
+
+    kind: str
+    name: str
+
+    def __str__(self) -> str:
+        return self.name if self.kind == WEIGHT else f"{self.kind} of {self.name}"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """The global shape and the dtype of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    def meta(self) -> Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Entry":
+        return cls(tuple(tensor.shape), tensor.dtype)
+
+
+@dataclass(frozen=True)
+class OptimizerState:
+    """What an Adam optimizer keeps beside its tensors.
+
+    Attributes:
+        step: optimizer steps taken.
+        hyperparameters: of each parameter group, for the reader's information.
+    """
+
+    step: int
+    hyperparameters: tuple[Mapping[str, Any], ...] = ()
+
+
+class Reader(ABC):
+    """A checkpoint opened for reading.
+
+    Attributes:
+        naming: whose names `entries` has.
+        entries: every tensor, in an order in which reading costs little memory.
+        optimizer: of the optimizer whose moments are among the entries, `None` without.
+        optimizer_refusal: why the state of an optimizer that is there is not among the entries, and what to do.
+        iteration: optimizer steps of the run that wrote it, `None` where it is not known.
+    """
+
+    naming: Naming
+    entries: Mapping[Key, Entry]
+    optimizer: OptimizerState | None = None
+    optimizer_refusal: str | None = None
+    iteration: int | None = None
+
+    @abstractmethod
+    def read(self, key: Key) -> Tensor:
+        """The whole tensor in CPU memory; it is the caller's own, or a view of a file that nobody writes to.
+
+        Raises:
+            CheckpointError: naming the file and the tensor, for what is damaged or missing.
+        """
+
+    def close(self) -> None:  # noqa: B027 - most have nothing to let go of
+        """Lets go of files; afterwards nothing is read."""
+
+    def __enter__(self) -> "Reader":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Writer(ABC):
+    """A checkpoint being written into a directory that nobody sees yet.
+
+    Args:
+        plan: every tensor that will come, in the order in which it will come.
+
+    Attributes:
+        naming: whose names it takes.
+    """
+
+    naming: Naming
+    plan: Mapping[Key, Entry]
+
+    def check(self, key: Key, tensor: Tensor) -> None:
+        """A tensor that arrives is the one that was planned."""
+        if self.plan.get(key) != Entry.of(tensor):
+            raise CheckpointError(f"{key}: planned {self.plan.get(key)}, got {tuple(tensor.shape)} {tensor.dtype}.")
+
+    @abstractmethod
+    def write(self, key: Key, tensor: Tensor) -> None:
+        """Takes one tensor; it may be kept until others that belong to it have come, and must not change until then.
+
+        Raises:
+            CheckpointError: not what was planned.
+        """
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Writes what remains; called once, after the last tensor.
+
+        Raises:
+            CheckpointError: naming planned tensors that never came.
+        """
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a written checkpoint is split, where its format knows of that.
+
+    Args:
+        tp_size, pp_size, ep_size: ranks of Megatron's legacy layout.
+        make_vocab_size_divisible_by: the vocabulary of Megatron's formats is padded to a multiple of this times
+            `tp_size` (`--make-vocab-size-divisible-by`).
+        local_names: name norms in the legacy layout as Megatron-Core's own layers do (`--transformer-impl local`), not
+            as TransformerEngine's.
+        max_shard_size: largest weight file of safetensors formats, such as `"5GB"`.
+    """
+
+    tp_size: int = 1
+    pp_size: int = 1
+    ep_size: int = 1
+    make_vocab_size_divisible_by: int = 128
+    max_shard_size: int | str = "5GB"
+    local_names: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("tp_size", "pp_size", "ep_size", "make_vocab_size_divisible_by"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)}: expected 1 or more.")
+
+
+@dataclass(frozen=True)
+class MegatronModel:
+    """What Megatron's layouts need to know of an architecture beside its tensors.
+
+    Args:
+        arguments: Megatron-LM's own arguments (`num_layers`, `hidden_size`, `num_query_groups`, ...).
+        gated: whether `linear_fc1` holds gate and up, each split over tp by itself.
+    """
+
+    arguments: Mapping[str, Any]
+    gated: bool
+
+    @property
+    def num_layers(self) -> int:
+        return int(self.arguments["num_layers"])

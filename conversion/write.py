@@ -1,0 +1,118 @@
+"""Writing a checkpoint: what it will hold, in which order, and the loop that does it."""
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ..checkpoint.manifest import library_versions
+from ..errors import CheckpointError
+from .architecture import Architecture
+from .families import family_of
+from .formats import Format, create_writer, rules_of
+from .hugging_face import copy_small_files
+from .output import Output
+from .source import RECORD
+from .tensors import MAIN_WEIGHT, MOMENTS, WEIGHT, Entry, Key, Layout, OptimizerState, Reader
+
+# Headers, indexes and the like, beside the tensors.
+_OVERHEAD = 64 << 20
+
+
+def notes_of(config: Any) -> list[str]:
+    """What a user of a checkpoint in Megatron's layouts has to know of a model."""
+    reason = family_of(config).unchecked(config)
+    return [f"format checked by round trip only: {reason}"] if reason else []
+
+
+def planned_entries(reader: Reader, to: Format, optimizer: bool) -> dict[Key, Entry]:
+    """What a checkpoint of another layout will hold, in the order of the reader.
+
+    Raises:
+        CheckpointError: the optimizer's state is there and wanted, and cannot be converted.
+    """
+    if not (optimizer and to.moments):
+        return {key: entry for key, entry in reader.entries.items() if key.kind == WEIGHT}
+    if reader.optimizer_refusal:
+        raise CheckpointError(
+            f"The optimizer's state cannot be converted: {reader.optimizer_refusal}. Weights alone: --no-optimizer."
+        )
+    plan: dict[Key, Entry] = {}
+    for key, entry in reader.entries.items():
+        weight = reader.entries[Key(WEIGHT, key.name)]
+        redundant = to.main_weights == "narrower" and weight.dtype == entry.dtype
+        if key.kind == MAIN_WEIGHT and (redundant or to.main_weights == "never"):
+            continue
+        plan[key] = entry
+        main = Key(MAIN_WEIGHT, key.name)
+        if key.kind == MOMENTS[0] and to.main_weights == "always" and main not in reader.entries:
+            plan[main] = Entry(weight.shape, entry.dtype)
+    return plan
+
+
+def order_by_rules(plan: dict[Key, Entry], config: Any, layout: Layout) -> dict[Key, Entry]:
+    """The tensors of one rule after another, of each first the weights."""
+    rules = rules_of(config, layout)
+    position = {name: index for index, rule in enumerate(rules) for name in rule.transformers}
+    last = len(rules)
+    keys = sorted(plan, key=lambda key: (position.get(key.name, last), key.kind != WEIGHT, key.kind))
+    return {key: plan[key] for key in keys}
+
+
+def write_checkpoint(
+    target: Path,
+    to: Format,
+    architecture: Architecture,
+    plan: Mapping[Key, Entry],
+    tensors: Iterable[tuple[Key, Tensor | None]],
+    layout: Layout,
+    small_files: Path,
+    *,
+    iteration: int | None = None,
+    optimizer: OptimizerState | None = None,
+    facts: Mapping[str, Any],
+) -> None:
+    """Writes tensors that come in the order of a plan; the next is read while the last is written.
+
+    Args:
+        small_files: a folder whose config, tokenizer and the like are copied.
+        facts: for the record that is written with the checksums of all files.
+
+    Raises:
+        CheckpointError: nothing is left behind then.
+    """
+    total = sum(entry.nbytes for entry in plan.values())
+    with Output(target, total + _OVERHEAD) as output:
+        writer = create_writer(output, plan, to, architecture, layout, iteration, optimizer)
+        with _in_background() as submit:
+            for key, tensor in tensors:
+                submit(writer.write, key, tensor)
+        writer.finish()
+        copy_small_files(small_files, output)
+        output.before_commit(lambda: _record({"format": to.name, **facts}, output))
+
+
+@contextmanager
+def _in_background() -> Iterator[Callable[..., None]]:
+    """Runs calls one after another in a thread; at most one waits, so that memory stays bounded."""
+    with ThreadPoolExecutor(1) as thread:
+        pending: list[Future[Any]] = []
+
+        def submit(function: Callable[..., Any], *arguments: Any) -> None:
+            if pending:
+                pending.pop().result()
+            pending.append(thread.submit(function, *arguments))
+
+        yield submit
+        if pending:
+            pending.pop().result()
+
+
+def _record(facts: Mapping[str, Any], output: Output) -> None:
+    files = {name: {"size": entry.size, "blake3": entry.blake3} for name, entry in output.entries().items()}
+    content = {**facts, "versions": library_versions(), "files": files}
+    output.add(RECORD, json.dumps(content, indent=1) + "\n")

@@ -1,0 +1,131 @@
+"""`hf-megatron convert`, `verify` and `merge`."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+MISMATCH, USAGE = 1, 2
+
+
+def _fail(error: Exception) -> typer.Exit:
+    from .errors import CheckpointError
+
+    typer.echo(str(error), err=True)
+    return typer.Exit(MISMATCH if isinstance(error, CheckpointError) else USAGE)
+
+
+@contextmanager
+def _bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    from tqdm.auto import tqdm
+
+    with tqdm(desc=what, total=total, unit="B", unit_scale=True, delay=1.0) as bar:
+        yield lambda size: bar.update(size) and None
+
+
+def convert(
+    source: Annotated[str, typer.Argument(help="A checkpoint's folder, of any layout, or a model of the Hub.")],
+    target: Annotated[Path, typer.Argument(help="The folder to write; must not exist.")],
+    to: Annotated[str, typer.Option(help="hf, sharded, megatron_core (torch_dist), megatron_legacy (torch) or dcp.")],
+    from_format: Annotated[str, typer.Option("--from", help="The source's layout; recognised by default.")] = "",
+    config: Annotated[
+        str, typer.Option(help="A folder or a model of the Hub with the config.json, where SOURCE has none.")
+    ] = "",
+    tp: Annotated[int, typer.Option(help="Tensor parallel size that the target is padded or split for.", min=1)] = 1,
+    pp: Annotated[int, typer.Option(help="Pipeline parallel size of megatron_legacy.", min=1)] = 1,
+    ep: Annotated[int, typer.Option(help="Expert parallel size of megatron_legacy.", min=1)] = 1,
+    make_vocab_size_divisible_by: Annotated[
+        int, typer.Option(help="As in Megatron-LM: its vocabulary is padded to a multiple of this times --tp.", min=1)
+    ] = 128,
+    local_names: Annotated[
+        bool, typer.Option("--local-names", help="megatron_legacy for --transformer-impl local.")
+    ] = False,
+    max_shard_size: Annotated[str, typer.Option(help="Largest weight file of hf, such as 5GB.")] = "5GB",
+    optimizer: Annotated[bool, typer.Option(help="Bring moments along where both sides have them.")] = True,
+    plan: Annotated[bool, typer.Option("--plan", help="Print every mapping and size; read and write nothing.")] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="Compare source and target tensor by tensor.")] = False,
+    logits: Annotated[bool, typer.Option("--logits", help="With --verify: compare logits too.")] = False,
+    no_checksums: Annotated[
+        bool, typer.Option("--no-checksums", help="Do not compare the source with its checksums first.")
+    ] = False,
+) -> None:
+    """Write the checkpoint SOURCE in another layout: weights, and optimizer moments where both have them.
+
+    Exit codes: 0 done, 1 damaged, unsafe or unfitting input, 2 wrong usage.
+    """
+    from .conversion import Layout, convert, plan_conversion
+    from .errors import MegatronError
+
+    try:
+        layout = Layout(tp, pp, ep, make_vocab_size_divisible_by, max_shard_size, local_names)
+        arguments = {
+            "from_format": from_format or None,
+            "config": config or None,
+            "layout": layout,
+            "optimizer": optimizer,
+        }
+        report = plan_conversion(source, target, to, **arguments)
+        if plan:
+            typer.echo(report.table())
+            return
+        with _bar(f"{report.source.format.name} -> {report.format.name}", report.nbytes) as advance:
+            report = convert(
+                source,
+                target,
+                to,
+                **arguments,
+                verify=verify,
+                logits=logits,
+                checksums=not no_checksums,
+                on_tensor=advance,
+            )
+    except (MegatronError, ValueError, OSError) as error:
+        raise _fail(error) from None
+    for note in report.notes:
+        typer.echo(note)
+    if report.comparison is not None:
+        typer.echo(report.comparison.summary())
+    typer.echo(report.target)
+
+
+def verify(
+    first: Annotated[str, typer.Argument(help="A checkpoint's folder, of any layout, or a model of the Hub.")],
+    second: Annotated[str, typer.Argument(help="Another one.")],
+    config: Annotated[str, typer.Option(help="Where the config.json is, if neither has one.")] = "",
+    logits: Annotated[bool, typer.Option("--logits", help="Compare logits through transformers too.")] = False,
+) -> None:
+    """Compare two checkpoints of any layouts tensor by tensor.
+
+    Exit codes: 0 equal, 1 different or damaged, 2 wrong usage.
+    """
+    from .conversion import compare
+    from .errors import MegatronError
+
+    try:
+        with _bar("comparing", 0) as advance:
+            comparison = compare(first, second, config=config or None, logits=logits, on_tensor=advance)
+    except (MegatronError, ValueError, OSError) as error:
+        raise _fail(error) from None
+    typer.echo(comparison.summary())
+    if not comparison.equal:
+        raise typer.Exit(MISMATCH)
+
+
+def merge(
+    checkpoint: Annotated[Path, typer.Argument(help="A sharded checkpoint of Trainer or Accelerator.save_state.")],
+    out: Annotated[Path, typer.Argument(help="The folder to write; must not exist.")],
+    max_shard_size: Annotated[str, typer.Option(help="Largest weight file, such as 5GB.")] = "50GB",
+    no_verify: Annotated[bool, typer.Option("--no-verify", help="Do not compare checksums first.")] = False,
+) -> None:
+    """Write the weights of a sharded CHECKPOINT as Hugging Face files: `convert --from sharded --to hf`."""
+    from .conversion import Layout, convert
+    from .errors import MegatronError
+
+    try:
+        layout = Layout(max_shard_size=max_shard_size)
+        report = convert(checkpoint, out, "hf", from_format="sharded", layout=layout, checksums=not no_verify)
+    except (MegatronError, ValueError, OSError) as error:
+        raise _fail(error) from None
+    typer.echo(report.target)

@@ -1,0 +1,124 @@
+"""Model cards on every save and push of a laid out model; `docs/model_cards.md` says what they hold.
+
+The first rank alone writes, and what it writes needs nothing of the others. A card that cannot be written is a warning:
+the weights beside it are worth more.
+"""
+
+import functools
+import inspect
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ..checkpoint.together import rank_and_size
+from ..parallelize import parallel_state
+
+# What folders begin with that get their name later.
+_NAMELESS = "."
+
+
+@contextmanager
+def _warning(directory: Any) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - whatever it is, the save goes on
+        warnings.warn(
+            f"No model card was written to {directory}: {type(error).__name__}: {error}. Everything else was saved.",
+            stacklevel=3,
+        )
+
+
+def write_model_card(model: Any, directory: Any, repo_id: str | None = None, **known: Any) -> None:
+    """The card of a model that `save_pretrained` has saved; does nothing but on the first rank.
+
+    Args:
+        model (`PreTrainedModel`): laid out by this library.
+        directory (`str` or `Path`): where it was saved.
+        repo_id (`str`, *optional*): where it is going to be pushed.
+        known: fields of `CardFacts` that the model does not say.
+    """
+    if rank_and_size(None)[0]:
+        return
+    with _warning(directory):
+        from ..model_cards import facts_of_model, write_card
+
+        name = os.path.basename(os.path.abspath(directory) if repo_id is None else repo_id)
+        known = {"model_name": None if name.startswith(_NAMELESS) else name, **known}
+        if repo_id is not None and "/" in repo_id:
+            known["model_id"] = repo_id
+        write_card(directory, facts_of_model(model, **known))
+
+
+def write_trainer_card(trainer: Any, directory: Any, **known: Any) -> None:
+    """The card of what a Trainer has saved, with its log; does nothing but on the first rank.
+
+    Args:
+        trainer (`transformers.Trainer`): its model is laid out by this library.
+        directory (`str` or `Path`): where it was saved.
+        known: fields of `CardFacts` that the trainer does not say, or that it says otherwise.
+    """
+    if rank_and_size(None)[0]:
+        return
+    with _warning(directory):
+        from ..model_cards import facts_of_trainer, write_card
+
+        write_card(directory, facts_of_trainer(trainer, **known))
+
+
+def save(original: Callable) -> Callable:
+    """`Trainer._save`, the part of `save_model` that writes: the model's card becomes the trainer's."""
+
+    @functools.wraps(original)
+    def wrapper(self: Any, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        original(self, output_dir, state_dict)
+        if parallel_state(self.model) is not None:
+            write_trainer_card(self, self.args.output_dir if output_dir is None else output_dir)
+
+    return wrapper
+
+
+def create_model_card(original: Callable) -> Callable:
+    """`create_model_card` of Trainer and of TRL's trainers: ours, with the arguments of either."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
+        if parallel_state(self.model) is None:
+            original(self, *args, **kwargs)
+            return
+        given = signature.bind(self, *args, **kwargs).arguments
+        write_trainer_card(self, self.args.output_dir, **_known(self, given))
+
+    return wrapper
+
+
+def _known(trainer: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of `create_model_card` as fields of `CardFacts`; what was not given stays as the trainer says."""
+    known: dict[str, Any] = {
+        "language": _listed(given.get("language")),
+        "license": given.get("license"),
+        "model_name": given.get("model_name"),
+        "base_model": given.get("finetuned_from"),
+        # TRL's `dataset_name` goes into the metadata, as Trainer's `dataset_tags` do.
+        "datasets": _listed(given.get("dataset_tags")) or _listed(given.get("dataset_name")),
+        "dataset_names": _listed(given.get("dataset")),
+    }
+    tasks = _listed(given.get("tasks"))
+    if len(tasks) == 1:
+        known["pipeline_tag"] = tasks[0]
+    if len(known["datasets"]) == 1 and trainer.eval_dataset is not None:
+        # Of several it is not known which one the metrics are of.
+        configs = _listed(given.get("dataset_args"))
+        known |= {"evaluation_dataset": known["datasets"][0], "evaluation_config": configs[0] if configs else None}
+    if tags := _listed(given.get("tags")):
+        own = ("hf_megatron", "generated_from_trainer", *(trainer.model.model_tags or ()))
+        known["tags"] = tuple(dict.fromkeys((*own, *tags)))
+    return {name: value for name, value in known.items() if value not in (None, ())}
+
+
+def _listed(value: Any) -> tuple[Any, ...]:
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, str) else tuple(value)

@@ -1,0 +1,247 @@
+"""What a model card may say. A field that is not known stays `None` or empty, and the card does not mention it."""
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from ..checkpoint.reader import Checkpoint
+from ..config import MegatronConfig
+from ..parallelize import ParallelState, parallel_state
+from ..registry.verified import layout_kinds, records
+from ..version import __version__
+
+LIBRARY_TAG = "hf_megatron"
+_VERSIONS = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors", "huggingface_hub")
+
+
+@dataclass(frozen=True)
+class Parity:
+    """What `verified.json` says of a model class and the kinds that a layout is made of.
+
+    Attributes:
+        kinds: such as `tp+sp` and `pp`; none for data parallelism alone, which changes no module.
+        rows: the rows of these kinds, whatever their sizes, passed or not.
+        missing: kinds without a row that passed.
+    """
+
+    kinds: tuple[str, ...] = ()
+    rows: tuple[Mapping[str, Any], ...] = ()
+    missing: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class CardFacts:
+    """Everything a card may say.
+
+    Attributes:
+        model_name, model_id, base_model: the title; this repository and the model it derives from, as ids on the Hub.
+        architecture, model_type, parameters, dtype: class name, transformers' type, entries of the whole model.
+        license, language, datasets, tags, pipeline_tag, library_name: of the metadata block, as the Hub names them.
+        dataset_names: data that has no id on the Hub.
+        layout, world_size: how the model was laid out, over how many ranks.
+        trainer, optimizer, mixed_precision: class names, `bf16` or `fp16`.
+        steps, epochs, batch_size, accumulation, tokens, learning_rates, seed: of the training; the batch size is the
+            rows of one optimizer step on all ranks, the learning rates those of the parameter groups.
+        log_history: as in `TrainerState`.
+        metrics, metrics_step: the last evaluation's, without `eval_`.
+        evaluation_dataset, evaluation_config, evaluation_split: what it was on, as ids on the Hub.
+        versions: of the libraries that wrote the model.
+        source_format, target_format, notes: of a conversion.
+        parity: recorded results behind the layout.
+        files: `"merged"` (plain Hugging Face files) or `"sharded"` (a checkpoint folder); with `None` the folder is
+            looked at, and the card has no word on loading where it holds neither.
+        tokenizer: whether the folder has one; with `None` the folder is looked at.
+    """
+
+    model_name: str | None = None
+    model_id: str | None = None
+    base_model: str | None = None
+    architecture: str | None = None
+    model_type: str | None = None
+    parameters: int | None = None
+    dtype: str | None = None
+    license: str | None = None
+    language: tuple[str, ...] = ()
+    datasets: tuple[str, ...] = ()
+    dataset_names: tuple[str, ...] = ()
+    tags: tuple[str, ...] = (LIBRARY_TAG,)
+    pipeline_tag: str | None = None
+    library_name: str | None = "transformers"
+    layout: MegatronConfig | None = None
+    world_size: int | None = None
+    trainer: str | None = None
+    steps: int | None = None
+    epochs: float | None = None
+    batch_size: int | None = None
+    accumulation: int | None = None
+    tokens: int | None = None
+    optimizer: str | None = None
+    learning_rates: tuple[float, ...] = ()
+    mixed_precision: str | None = None
+    seed: int | None = None
+    log_history: tuple[Mapping[str, Any], ...] = ()
+    metrics: Mapping[str, float] | None = None
+    metrics_step: int | None = None
+    evaluation_dataset: str | None = None
+    evaluation_config: str | None = None
+    evaluation_split: str | None = None
+    versions: Mapping[str, str] | None = None
+    source_format: str | None = None
+    target_format: str | None = None
+    notes: tuple[str, ...] = ()
+    parity: Parity | None = None
+    files: str | None = None
+    tokenizer: bool | None = None
+
+
+def recorded_parity(class_name: str, model_type: str, layout: MegatronConfig) -> Parity:
+    """The recorded results of a model class on the kinds of layout that `layout` is made of."""
+    kinds = tuple(layout_kinds(layout))
+    rows = tuple(
+        row
+        for row in records()
+        if row["class"] == class_name and row["model_type"] == model_type and row["layout"] in kinds
+    )
+    passed = {row["layout"] for row in rows if row["passed"]}
+    return Parity(kinds, rows, tuple(kind for kind in kinds if kind not in passed))
+
+
+def installed_versions(*further: str) -> dict[str, str]:
+    """The versions of this library, of those it works with, and of `further` ones, as far as they are installed."""
+    found = {"hf_megatron": __version__}
+    for name in (*_VERSIONS, *further):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def hub_id(name: Any) -> str | None:
+    """The name that a model was loaded by if it is one on the Hub, which its files in the cache prove."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    if not name or os.path.exists(name):
+        return None
+    try:
+        cached = try_to_load_from_cache(name, "config.json")
+    except HFValidationError:
+        # A path, which is not for a card.
+        return None
+    return name if isinstance(cached, str) else None
+
+
+def task_of(architecture: str | None) -> str | None:
+    """The Hub's name of what a model class is for, such as `text-generation`."""
+    from transformers.modelcard import TASK_MAPPING
+
+    tasks: dict[str, Any] = TASK_MAPPING
+    return next((task for task, classes in tasks.items() if architecture in classes.values()), None)
+
+
+def facts_of_config(config: Any, **known: Any) -> CardFacts:
+    """Facts of a model of which only the config is at hand, as in a conversion.
+
+    Args:
+        config (`PretrainedConfig`): read for class, type, dtype and the model it was loaded as.
+        known: further fields of `CardFacts`; they win over what the config says.
+    """
+    architectures = config.architectures or []
+    architecture = architectures[0] if len(architectures) == 1 else None
+    dtype = config.dtype
+    found = {
+        "architecture": architecture,
+        "model_type": config.model_type,
+        "dtype": None if dtype is None else str(dtype).removeprefix("torch."),
+        "base_model": hub_id(config.name_or_path),
+        "pipeline_tag": task_of(architecture),
+        "versions": installed_versions(),
+    }
+    return CardFacts(**(found | known))
+
+
+def facts_of_model(model: Any, **known: Any) -> CardFacts:
+    """Facts of a model that is loaded, laid out over ranks or not; one rank alone may call it.
+
+    Args:
+        model (`PreTrainedModel`): the model.
+        known: further fields of `CardFacts`; they win over what the model says.
+    """
+    state = parallel_state(model)
+    # FSDP2 puts a class of its own in front.
+    architecture = type(model).__name__.removeprefix("FSDP")
+    found: dict[str, Any] = {
+        "architecture": architecture,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "parameters": _parameters(model, state),
+        "pipeline_tag": task_of(architecture),
+        "tags": (LIBRARY_TAG, *(model.model_tags or ())),
+    }
+    if state is not None:
+        found |= {
+            "layout": state.config,
+            "world_size": state.mesh.root.size(),
+            "parity": recorded_parity(architecture, model.config.model_type, state.config),
+        }
+    return facts_of_config(model.config, **(found | known))
+
+
+def _parameters(model: Any, state: ParallelState | None) -> int:
+    if state is None or state.cut is None:
+        return model.num_parameters()
+    tied = set(model.all_tied_weights_keys)
+    if state.cut.tied:
+        # A stage without the head no longer knows that the head's weight is the embedding; its class does.
+        patterns = type(model)._tied_weights_keys
+        tied |= {name for name in state.claims if any(re.search(pattern, name) for pattern in patterns)}
+    sizes = {name: _size(claim.shape) for name, claim in state.claims.items() if name not in tied}
+    return sum(sizes.values())
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    size = 1
+    for length in shape:
+        size *= length
+    return size
+
+
+def facts_of_checkpoint(path: str | Path) -> CardFacts:
+    """Facts of a sharded checkpoint: its config, its manifest and, where Trainer wrote it, the log.
+
+    Raises:
+        CheckpointError: the folder has no valid manifest.
+        ConfigError: its layout has fields that this version does not know.
+    """
+    checkpoint = Checkpoint(path)
+    saved, config = checkpoint.facts, _json(checkpoint.path / "config.json")
+    state = _json(checkpoint.path / "trainer_state.json")
+    described = saved.get("model") or {}
+    architecture, model_type = described.get("class"), described.get("model_type")
+    layout = None if saved.get("layout") is None else MegatronConfig.from_dict(saved["layout"])
+    parity = None
+    if layout is not None and architecture is not None and model_type is not None:
+        parity = recorded_parity(architecture, model_type, layout)
+    return CardFacts(
+        architecture=architecture,
+        model_type=model_type,
+        dtype=config.get("dtype"),
+        pipeline_tag=task_of(architecture),
+        layout=layout,
+        world_size=saved.get("world_size"),
+        parity=parity,
+        steps=state.get("global_step"),
+        epochs=state.get("epoch"),
+        log_history=tuple(state.get("log_history", ())),
+        versions=dict(checkpoint.manifest.versions),
+        files="sharded",
+    )
+
+
+def _json(file: Path) -> dict[str, Any]:
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}

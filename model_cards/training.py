@@ -1,0 +1,141 @@
+"""Facts of a Trainer: data, steps, losses, evaluation."""
+
+import dataclasses
+import math
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from ..parallelize import parallel_state
+from .facts import CardFacts, facts_of_model, installed_versions
+
+_HUB = "hf://datasets/"
+# What an evaluation logs beside its metrics.
+_TIMES = ("runtime", "samples_per_second", "steps_per_second", "tokens_per_second", "model_preparation_time")
+# Builders of files that may be anyone's; transformers' own cards leave out the same.
+_FILE_BUILDERS = (None, "csv", "json", "pandas", "parquet", "text", "generator")
+
+
+def facts_of_trainer(trainer: Any, **known: Any) -> CardFacts:
+    """Facts of a Trainer and its model; one rank alone may call it, before, during and after training.
+
+    Args:
+        trainer (`transformers.Trainer`): or a subclass, such as TRL's.
+        known: further fields of `CardFacts`; they win over what the trainer says.
+    """
+    args, state = trainer.args, trainer.state
+    model = facts_of_model(trainer.model)
+    name = args.hub_model_id.split("/")[-1] if args.hub_model_id else os.path.basename(os.path.abspath(args.output_dir))
+    repository = trainer.hub_model_id or ""
+    metrics, step = _last_evaluation(trainer)
+    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    precision = trainer.accelerator.mixed_precision
+    further = ("trl",) if type(trainer).__module__.partition(".")[0] == "trl" else ()
+    found = {
+        "model_name": name,
+        "model_id": repository if "/" in repository else None,
+        "tags": (*model.tags, "generated_from_trainer"),
+        "trainer": type(trainer).__name__,
+        "steps": state.global_step,
+        "epochs": state.epoch,
+        "batch_size": _rows_of_a_step(trainer),
+        "accumulation": args.gradient_accumulation_steps,
+        "tokens": state.num_input_tokens_seen or None,
+        "optimizer": None if optimizer is None else type(optimizer).__name__,
+        "learning_rates": () if optimizer is None else _learning_rates(optimizer),
+        "mixed_precision": None if precision == "no" else precision,
+        "seed": args.seed,
+        "datasets": tuple(dataset_ids(trainer.train_dataset)),
+        "log_history": tuple(state.log_history),
+        "metrics": metrics,
+        "metrics_step": step,
+        "versions": installed_versions(*further),
+        **_evaluation_dataset(trainer.eval_dataset),
+    }
+    return dataclasses.replace(model, **(found | known))
+
+
+def _rows_of_a_step(trainer: Any) -> int:
+    """Rows of one optimizer step on all ranks; ranks that work on one batch count once."""
+    layout = parallel_state(trainer.model)
+    ranks = trainer.args.world_size if layout is None else layout.mesh.dp_size
+    # The size may have been lowered since (`auto_find_batch_size`).
+    rows = trainer.state.train_batch_size or trainer.args.train_batch_size
+    if trainer.accelerator.split_batches:
+        ranks = 1
+    return rows * ranks * trainer.args.gradient_accumulation_steps
+
+
+def _learning_rates(optimizer: Any) -> tuple[float, ...]:
+    """What the groups began with: a scheduler notes it, without one it is what they have."""
+    return tuple(sorted({float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups}))
+
+
+def dataset_ids(dataset: Any) -> list[str]:
+    """Ids on the Hub of what a dataset of the `datasets` library was read from; none for any other."""
+    from transformers.modelcard import is_hf_dataset
+
+    if not is_hf_dataset(dataset):
+        return []
+    info = dataset.info
+    files = [str(url) for url in info.download_checksums or {} if str(url).startswith(_HUB)]
+    ids = {file.removeprefix(_HUB).partition("@")[0] for file in files}
+    if not ids and info.builder_name not in _FILE_BUILDERS:
+        ids = {info.builder_name}
+    return sorted(ids)
+
+
+def _evaluation_dataset(dataset: Any) -> dict[str, str | None]:
+    """The one dataset that the metrics are of; several are not told apart by their metrics."""
+    ids = dataset_ids(dataset)
+    if len(ids) != 1:
+        return {}
+    split = None if dataset.split is None else str(dataset.split)
+    return {"evaluation_dataset": ids[0], "evaluation_config": dataset.info.config_name, "evaluation_split": split}
+
+
+def _last_evaluation(trainer: Any) -> tuple[dict[str, float] | None, int | None]:
+    """The metrics of the weights that the trainer holds, as far as they were evaluated, and their step."""
+    log, state = trainer.state.log_history, trainer.state
+    evaluations = [(place, entry) for place, entry in enumerate(log) if _metrics_of(entry)]
+    if not evaluations:
+        return None, None
+    ends = [place for place, entry in enumerate(log) if "train_runtime" in entry]
+    last, step = evaluations[-1][0], evaluations[-1][1].get("step")
+    best = trainer.args.load_best_model_at_end and not trainer.is_in_train and state.best_global_step is not None
+    if best and ends and last < ends[-1]:
+        # After training it holds the weights of the best step again, not those of the last.
+        step = state.best_global_step
+    found: dict[str, float] = {}
+    for _, entry in evaluations:
+        if entry.get("step") == step:
+            found |= _metrics_of(entry)
+    return found, step
+
+
+def _metrics_of(entry: Mapping[str, Any]) -> dict[str, float]:
+    names = {name: name.removeprefix("eval_") for name in entry if name.startswith("eval_")}
+    return {
+        short: float(entry[name])
+        for name, short in names.items()
+        if not short.endswith(_TIMES) and isinstance(entry[name], int | float)
+    }
+
+
+def curves(log: tuple[Mapping[str, Any], ...]) -> dict[str, list[tuple[float, float]]]:
+    """Losses by step, one list for training and one for each evaluation set."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for entry in log:
+        for name, value in entry.items():
+            of_evaluation = name.startswith("eval_") and name.endswith("_loss")
+            if "step" not in entry or not isinstance(value, int | float) or not (name == "loss" or of_evaluation):
+                continue
+            which = name.removeprefix("eval_").removesuffix("loss").strip("_")
+            label = "training loss" if name == "loss" else "evaluation loss" + (f" ({which})" if which else "")
+            found.setdefault(label, []).append((entry["step"], float(value)))
+    return found
+
+
+def is_drawable(log: tuple[Mapping[str, Any], ...]) -> bool:
+    """Whether there are two finite losses or more."""
+    return sum(math.isfinite(value) for points in curves(log).values() for _, value in points) >= 2

@@ -1,0 +1,288 @@
+"""`hf-megatron convert` and `verify`: every family through every layout, and all that must be refused."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from hf_megatron import CheckpointError, ConfigError, UnsupportedError
+from hf_megatron.cli import app
+from hf_megatron.conversion import Layout, compare, convert, plan_conversion
+from hf_megatron.conversion.formats import FORMATS
+from hf_megatron.conversion.tensors import WEIGHT, Key
+from tests.twins import FAMILIES, twin
+
+OTHERS = [name for name in FORMATS if name != "hf"]
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    found = {}
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    return found
+
+
+def assert_equal(first: Path, second: Path) -> None:
+    """The same names, dtypes and bytes."""
+    one, other = tensors_of(first), tensors_of(second)
+    assert one.keys() == other.keys()
+    for name in one:
+        assert one[name].dtype == other[name].dtype, name
+        assert torch.equal(one[name].view(torch.uint8), other[name].view(torch.uint8)), name
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("llama") / "hf"
+    twin("llama").save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("case", FAMILIES)
+def test_every_layout_gives_back_the_bytes(case, tmp_path):
+    source = tmp_path / "hf"
+    model = twin(case, torch.bfloat16)
+    model.save_pretrained(source, max_shard_size="100KB")
+    for to in OTHERS:
+        pipeline = 2 if to == "megatron_legacy" and model.config.num_hidden_layers == 2 else 1
+        convert(source, tmp_path / to, to, layout=Layout(tp_size=2, pp_size=pipeline))
+        convert(tmp_path / to, tmp_path / f"{to}-hf", "hf")
+        assert_equal(source, tmp_path / f"{to}-hf")
+
+
+@pytest.mark.parametrize("first", OTHERS)
+@pytest.mark.parametrize("second", OTHERS)
+def test_between_any_two_layouts(llama, tmp_path, first, second):
+    convert(llama, tmp_path / "first", first, layout=Layout(tp_size=2))
+    convert(tmp_path / "first", tmp_path / "second", second, layout=Layout(make_vocab_size_divisible_by=32))
+    report = convert(tmp_path / "second", tmp_path / "hf", "hf", verify=True, logits=True)
+    assert report.comparison is not None
+    assert (report.comparison.equal, report.comparison.logits) == (True, 0.0)
+    assert_equal(llama, tmp_path / "hf")
+
+
+def test_padded_rows_are_zero_and_cut(llama, tmp_path):
+    report = convert(llama, tmp_path / "core", "megatron_core", layout=Layout(tp_size=2))
+    (row,) = [row for row in report.rows if row[0] == "model.embed_tokens.weight"]
+    assert row[1] == "embedding.word_embeddings.weight"
+    from hf_megatron.conversion.megatron_core import MegatronCoreReader
+
+    with MegatronCoreReader(tmp_path / "core") as reader:
+        embedding = reader.read(Key(WEIGHT, "embedding.word_embeddings.weight"))
+    assert embedding.shape == (256, 64)
+    assert not embedding[250:].any()
+
+
+def test_a_plan_reads_and_writes_nothing(llama, tmp_path):
+    result = CliRunner().invoke(app, ["convert", str(llama), str(tmp_path / "out"), "--to", "torch_dist", "--plan"])
+    assert result.exit_code == 0, result.output
+    assert (
+        "model.layers.1.self_attn.q_proj.weight -> decoder.layers.1.self_attention.linear_qkv.weight" in result.output
+    )
+    assert "21 tensors" in result.output
+    assert not (tmp_path / "out").exists()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_command_line(llama, tmp_path):
+    run = CliRunner().invoke
+    result = run(app, ["convert", str(llama), str(tmp_path / "core"), "--to", "torch_dist", "--verify", "--logits"])
+    assert result.exit_code == 0, result.output
+    assert "0 different" in result.output
+    assert "largest difference of logits 0.000e+00" in result.output
+    assert run(app, ["verify", str(llama), str(tmp_path / "core"), "--logits"]).exit_code == 0
+    again = run(app, ["convert", str(llama), str(tmp_path / "core"), "--to", "hf"])
+    assert (again.exit_code, "exists" in again.output) == (1, True)
+    wrong = run(app, ["convert", str(llama), str(tmp_path / "x"), "--to", "zarr"])
+    assert (wrong.exit_code, "megatron_core" in wrong.output) == (2, True)
+
+
+def test_verify_finds_one_changed_entry(llama, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(llama, other)
+    tensors = load_file(other / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 5] += 1e-3
+    save_file(tensors, other / "model.safetensors", {"format": "pt"})
+    comparison = compare(llama, other, logits=True)
+    assert [str(key) for key in comparison.different] == ["model.layers.1.mlp.up_proj.weight"]
+    assert comparison.logits > 0
+    result = CliRunner().invoke(app, ["verify", str(llama), str(other)])
+    assert result.exit_code == 1
+    assert "model.layers.1.mlp.up_proj.weight" in result.output
+
+
+def test_unknown_and_missing_tensors_are_named(llama, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(llama, other)
+    tensors = load_file(other / "model.safetensors")
+    del tensors["model.layers.0.mlp.up_proj.weight"]
+    tensors["model.layers.0.mlp.side_proj.weight"] = torch.zeros(2)
+    save_file(tensors, other / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"1 missing \(model.layers.0.mlp.up_proj.weight\).*side_proj"):
+        convert(other, tmp_path / "out", "sharded")
+    convert(llama, tmp_path / "core", "megatron_core")
+    config = json.loads((tmp_path / "core" / "config.json").read_text())
+    config["num_hidden_layers"] = 1
+    (tmp_path / "core" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="decoder.layers.1"):
+        convert(tmp_path / "core", tmp_path / "out", "hf")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_config_of_another_model_is_refused(llama, tmp_path):
+    convert(llama, tmp_path / "core", "megatron_core")
+    config = json.loads((tmp_path / "core" / "config.json").read_text())
+    config["num_key_value_heads"] = 4
+    (tmp_path / "core" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="k_proj|linear_qkv"):
+        convert(tmp_path / "core", tmp_path / "out", "hf")
+    (tmp_path / "core" / "config.json").unlink()
+    with pytest.raises(CheckpointError, match="--config"):
+        convert(tmp_path / "core", tmp_path / "out", "hf")
+    convert(tmp_path / "core", tmp_path / "out", "hf", config=str(llama))
+    assert_equal(llama, tmp_path / "out")
+
+
+def test_families_without_names_are_refused(tmp_path):
+    from transformers import OPTConfig, OPTForCausalLM
+
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64, "max_position_embeddings": 32}
+    config = OPTConfig(hidden_size=32, ffn_dim=32, word_embed_proj_dim=32, **sizes)
+    OPTForCausalLM(config).save_pretrained(tmp_path / "opt")
+    with pytest.raises(UnsupportedError, match="'opt'.*llama"):
+        plan_conversion(tmp_path / "opt", tmp_path / "out", "megatron_core")
+    # Layouts under Hugging Face names need no rules.
+    convert(tmp_path / "opt", tmp_path / "sharded", "sharded", verify=True)
+
+
+def test_nothing_is_left_of_an_interrupted_conversion(llama, tmp_path, monkeypatch):
+    from hf_megatron.conversion.output import HashedFile
+
+    original = HashedFile.write_tensor
+
+    def fails(self, tensor):
+        if self.size > 100_000:
+            raise OSError(28, "No space left on device")
+        return original(self, tensor)
+
+    monkeypatch.setattr(HashedFile, "write_tensor", fails)
+    with pytest.raises(OSError, match="No space"):
+        convert(llama, tmp_path / "out", "sharded")
+    monkeypatch.undo()
+    assert list(tmp_path.iterdir()) == []
+    # What a killed process leaves is removed by the next conversion to the same target.
+    (tmp_path / f".tmp-out-{'0' * 32}").mkdir()
+    convert(llama, tmp_path / "out", "sharded")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_space_is_checked_first(llama, tmp_path, monkeypatch):
+    from hf_megatron.conversion import output
+
+    monkeypatch.setattr(output.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 10, 5))
+    with pytest.raises(CheckpointError, match="bytes are needed and 5 are free"):
+        convert(llama, tmp_path / "out", "megatron_core")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_a_flipped_bit_is_found(llama, tmp_path, to):
+    convert(llama, tmp_path / "made", to)
+    largest = max((path for path in (tmp_path / "made").rglob("*") if path.is_file()), key=os.path.getsize)
+    data = bytearray(largest.read_bytes())
+    data[len(data) // 2] ^= 1
+    largest.write_bytes(data)
+    with pytest.raises(CheckpointError, match=largest.name):
+        convert(tmp_path / "made", tmp_path / "out", "hf" if to != "hf" else "sharded")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_a_truncated_file_is_found_without_checksums_too(llama, tmp_path, to):
+    convert(llama, tmp_path / "made", to)
+    largest = max((path for path in (tmp_path / "made").rglob("*") if path.is_file()), key=os.path.getsize)
+    os.truncate(largest, largest.stat().st_size - 1000)
+    with pytest.raises(CheckpointError, match=largest.name):
+        target = "hf" if to != "hf" else "sharded"
+        convert(tmp_path / "made", tmp_path / "out", target, checksums=False)
+    assert not (tmp_path / "out").exists()
+
+
+class Bomb:
+    def __init__(self, command: str):
+        self.command = command
+
+    def __reduce__(self):
+        return os.system, (self.command,)
+
+
+def test_pickles_and_paths_out_of_the_folder_are_refused(llama, tmp_path):
+    canary, folder = tmp_path / "canary", tmp_path / "bad"
+    folder.mkdir()
+    shutil.copy(llama / "config.json", folder)
+    torch.save({"model.norm.weight": Bomb(f"touch {canary}")}, folder / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="pytorch_model.bin"):
+        convert(folder, tmp_path / "out", "sharded")
+    (folder / "pytorch_model.bin").unlink()
+    index = {"metadata": {}, "weight_map": {"model.norm.weight": "../hf/model.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"\.\./hf"):
+        convert(folder, tmp_path / "out", "sharded")
+    (folder / "model.safetensors.index.json").unlink()
+    os.symlink(llama / "model.safetensors", folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match="leads out"):
+        convert(folder, tmp_path / "out", "sharded")
+    (folder / "model.safetensors").unlink()
+    (folder / "latest_checkpointed_iteration.txt").write_text("../hf")
+    with pytest.raises(CheckpointError, match=r"'\.\./hf'"):
+        convert(folder, tmp_path / "out", "hf")
+    assert not canary.exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bad"]
+
+
+def test_bin_files_and_old_names_are_read(llama, tmp_path):
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    shutil.copy(llama / "config.json", folder)
+    tensors = load_file(llama / "model.safetensors")
+    # Checkpoints of base models lack the prefix, old ones have buffers that are computed today.
+    tensors = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    tensors["layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(8)
+    torch.save(tensors, folder / "pytorch_model.bin")
+    convert(folder, tmp_path / "hf", "hf")
+    assert_equal(llama, tmp_path / "hf")
+
+
+def test_a_tied_weight_that_is_stored_twice(tmp_path):
+    twin("llama_tied").save_pretrained(tmp_path / "tied")
+    tensors = load_file(tmp_path / "tied" / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, tmp_path / "tied" / "model.safetensors", {"format": "pt"})
+    convert(tmp_path / "tied", tmp_path / "core", "megatron_core")
+    tensors["lm_head.weight"][0, 0] += 1
+    save_file(tensors, tmp_path / "tied" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match="lm_head.weight.*differ"):
+        convert(tmp_path / "tied", tmp_path / "other", "megatron_core")
+
+
+def test_round_trip_only_is_said(tmp_path):
+    twin("gemma2").save_pretrained(tmp_path / "gemma2")
+    arguments = ["convert", str(tmp_path / "gemma2"), str(tmp_path / "core"), "--to", "torch_dist"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert "format checked by round trip only" in result.output
+
+
+def test_sizes_are_checked(llama, tmp_path):
+    with pytest.raises(ConfigError, match="tp_size=0"):
+        Layout(tp_size=0)
+    with pytest.raises((CheckpointError, ConfigError), match="3"):
+        convert(llama, tmp_path / "out", "megatron_legacy", layout=Layout(pp_size=3))
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,138 @@
+"""Tiny models of every family that the converters know, with no two tensors alike."""
+
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+VOCABULARY = 250
+
+_LLAMA = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+_LATENT = {
+    "num_hidden_layers": 3,
+    # transformers' norms inside latent attention have this one whatever the config says.
+    "rms_norm_eps": 1e-6,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+}
+_NEOX = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "rotary_pct": 0.5,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+}
+
+# case -> (model type, what its config changes)
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", _LLAMA),
+    "llama_tied": ("llama", {**_LLAMA, "tie_word_embeddings": True}),
+    "llama_mqa": ("llama", {**_LLAMA, "num_key_value_heads": 1}),
+    "llama_bias": ("llama", {**_LLAMA, "attention_bias": True, "mlp_bias": True}),
+    "mistral": ("mistral", {**_LLAMA, "sliding_window": 8}),
+    "qwen2": ("qwen2", _LLAMA),
+    "qwen3": ("qwen3", {**_LLAMA, "head_dim": 32}),
+    "qwen3_moe": ("qwen3_moe", {**_LLAMA, **_EXPERTS, "head_dim": 32}),
+    "qwen3_moe_mixed": ("qwen3_moe", {**_LLAMA, **_EXPERTS, "mlp_only_layers": [0]}),
+    "qwen2_moe": ("qwen2_moe", {**_LLAMA, **_EXPERTS, "shared_expert_intermediate_size": 48}),
+    "mixtral": ("mixtral", {**_LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+    "phi3": ("phi3", _LLAMA),
+    "gpt2": (
+        "gpt2",
+        {
+            "vocab_size": VOCABULARY,
+            "n_embd": 64,
+            "n_layer": 2,
+            "n_head": 4,
+            "n_positions": 64,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
+    ),
+    "gpt_neox": ("gpt_neox", {**_NEOX, "use_parallel_residual": False}),
+    "gpt_neox_parallel": ("gpt_neox", {**_NEOX, "use_parallel_residual": True}),
+    "deepseek_v2": ("deepseek_v2", {**_LLAMA, **_LATENT, "routed_scaling_factor": 1.5}),
+    "deepseek_v2_lite": ("deepseek_v2", {**_LLAMA, **_LATENT, "q_lora_rank": None}),
+    "deepseek_v3": ("deepseek_v3", {**_LLAMA, **_LATENT, "n_group": 4, "topk_group": 2}),
+    "deepseek_v3_halves": (
+        "deepseek_v3",
+        {**_LLAMA, **_LATENT, "n_group": 1, "topk_group": 1, "rope_interleave": False},
+    ),
+    "gpt_oss": (
+        "gpt_oss",
+        {
+            **_LLAMA,
+            "head_dim": 16,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 32,
+            "sliding_window": 8,
+            "rope_parameters": _YARN,
+        },
+    ),
+    "gemma": ("gemma", {**_LLAMA, "head_dim": 16, "tie_word_embeddings": True}),
+    "gemma2": ("gemma2", {**_LLAMA, "head_dim": 16, "tie_word_embeddings": True, "sliding_window": 8}),
+    "gemma3": ("gemma3_text", {**_LLAMA, "head_dim": 16, "tie_word_embeddings": True, "sliding_window": 8}),
+    "olmo2": ("olmo2", _LLAMA),
+}
+
+
+def config_of(case: str) -> Any:
+    """The config of a case."""
+    model_type, changes = FAMILIES[case]
+    return AutoConfig.for_model(model_type, **changes)
+
+
+def twin(case: str, dtype: torch.dtype = torch.float32) -> Any:
+    """A model whose norms and biases are no constants, so that one in another's place is seen."""
+    torch.manual_seed(0)
+    config = config_of(case)
+    config._attn_implementation = "eager"
+    model = AutoModelForCausalLM.from_config(config).eval()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            noise = torch.randn(tensor.shape, generator=generator)
+            if tensor.dim() == 1:
+                tensor.add_(noise * 0.1)
+            elif "gate.weight" in name or "router" in name:
+                tensor.copy_(noise * 0.3)
+            elif "experts" in name:
+                tensor.copy_(noise * 0.05)
+    return model.to(dtype)

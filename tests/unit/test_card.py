@@ -1,0 +1,325 @@
+"""Model cards from facts alone: what they say, what they refuse, and whose files they replace."""
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import huggingface_hub
+import pytest
+import yaml
+from datasets import Dataset, DatasetInfo
+from hf_megatron.model_cards import (
+    MARKER,
+    CardFacts,
+    carry_card,
+    check_card,
+    facts_of_config,
+    recorded_parity,
+    render,
+    write_card,
+)
+from hf_megatron.model_cards.facts import hub_id
+from hf_megatron.model_cards.training import dataset_ids
+from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub.repocard_data import model_index_to_eval_results
+from transformers import LlamaConfig
+
+from hf_megatron import ConfigError, MegatronConfig
+from hf_megatron.registry.verified import records
+
+LOG = tuple({"step": step, "loss": 3.0 / step, "epoch": step / 8} for step in range(1, 9)) + (
+    {"step": 4, "eval_loss": 1.25, "eval_accuracy": 0.5, "eval_runtime": 3.0},
+    {"step": 8, "eval_loss": 0.75, "eval_accuracy": 0.625, "eval_runtime": 3.0},
+)
+FACTS = CardFacts(
+    model_name="stories-tuned",
+    base_model="tests/stories",
+    architecture="LlamaForCausalLM",
+    model_type="llama",
+    parameters=260_032,
+    license="apache-2.0",
+    language=("en",),
+    datasets=("tests/tales",),
+    pipeline_tag="text-generation",
+    layout=MegatronConfig(tp_size=2, sequence_parallel=True),
+    world_size=2,
+    steps=8,
+    learning_rates=(1e-3,),
+    log_history=LOG,
+    metrics={"loss": 0.75, "accuracy": 0.625, "perplexity": float("inf")},
+    metrics_step=8,
+    evaluation_dataset="tests/tales",
+    evaluation_split="validation",
+    parity=recorded_parity("LlamaForCausalLM", "llama", MegatronConfig(tp_size=2, sequence_parallel=True)),
+    files="merged",
+)
+
+
+def test_metadata_reads_back_and_results_are_a_model_index():
+    card = render(FACTS)
+    check_card(card)
+    found = yaml.safe_load(str(card).split("---")[1])
+    expected = {"base_model": "tests/stories", "datasets": ["tests/tales"], "language": ["en"], "license": "apache-2.0"}
+    assert expected.items() <= found.items() and found["library_name"] == "transformers"
+    name, results = model_index_to_eval_results(found["model-index"])
+    # What is not finite is in the table only.
+    assert name == "stories-tuned" and {r.metric_type: r.metric_value for r in results} == {
+        "loss": 0.75,
+        "accuracy": 0.625,
+    }
+    assert {(r.task_type, r.dataset_type, r.dataset_split) for r in results} == {
+        ("text-generation", "tests/tales", "validation")
+    }
+    assert "| perplexity | inf |" in card.text and "Trained from [tests/stories]" in card.text
+    without = render(dataclasses.replace(FACTS, evaluation_dataset=None))
+    assert "model-index" not in without.data.to_dict() and "| accuracy | 0.625 |" in without.text
+
+
+def test_what_is_not_known_is_not_mentioned():
+    card = render(CardFacts())
+    check_card(card)
+    assert card.data.to_dict() == {"library_name": "transformers", "tags": ["hf_megatron"]}
+    assert "##" not in card.text and "None" not in card.text and "# Model\n" in card.text
+
+
+def test_losses_are_those_of_the_log():
+    text = render(FACTS).text
+    for entry in LOG:
+        value = entry.get("loss", entry.get("eval_loss"))
+        assert re.search(rf"^\| {entry['step']} \|.*\b{re.escape(f'{value:.6g}')} \|", text, re.MULTILINE), entry
+    long = tuple({"step": step, "loss": float(step)} for step in range(1, 1001))
+    rows = re.findall(r"^\| (\d+) \| \S+ \|$", render(CardFacts(log_history=long)).text, re.MULTILINE)
+    assert len(rows) == 50 and (rows[0], rows[-1]) == ("1", "1000")
+
+
+def test_parity_rows_are_the_recorded_ones():
+    layout = MegatronConfig(tp_size=8, pp_size=2)
+    parity = recorded_parity("LlamaForCausalLM", "llama", layout)
+    wanted = [
+        row
+        for row in records()
+        if (row["class"], row["model_type"]) == ("LlamaForCausalLM", "llama") and row["layout"] in ("tp", "pp")
+    ]
+    assert list(parity.rows) == wanted and len(wanted) >= 3 and parity.missing == ()
+    text = render(dataclasses.replace(FACTS, layout=layout, parity=parity)).text
+    assert all(row["worst"] in text for row in wanted) and "not their combination" in text
+    # Another layout's rows are not claimed.
+    assert recorded_parity("LlamaForCausalLM", "llama", MegatronConfig(tp_size=2)).rows != parity.rows
+
+
+def test_no_recorded_result_is_said():
+    layout = MegatronConfig(tp_size=2, allow_unverified=True)
+    parity = recorded_parity("HrmTextForCausalLM", "hrm_text", layout)
+    facts = dataclasses.replace(
+        FACTS, architecture="HrmTextForCausalLM", model_type="hrm_text", layout=layout, parity=parity
+    )
+    text = render(facts).text
+    assert "No passed parity result is recorded for HrmTextForCausalLM (`hrm_text`) on `tp`" in text
+    assert "allow_unverified=True" in text and "| not equal |" in text
+    strict = dataclasses.replace(facts, layout=MegatronConfig(tp_size=2))
+    assert "allow_unverified" not in render(strict).text
+    alone = recorded_parity("LlamaForCausalLM", "llama", MegatronConfig(dp_size=2))
+    assert "No parity result is needed" in render(dataclasses.replace(FACTS, parity=alone)).text
+
+
+@pytest.mark.parametrize(
+    "note", ["read from /data/models/llama", "see file:///etc/hosts", "from ~/models", r"from C:\models"]
+)
+def test_a_path_of_the_machine_is_refused(tmp_path, note):
+    with pytest.raises(ConfigError, match="path of this machine"):
+        write_card(tmp_path, dataclasses.replace(FACTS, notes=(note,)))
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_looks_like_a_path_and_is_none(tmp_path):
+    notes = ("tp/pp and zero 1/2", "https://huggingface.co/tests/stories/tree/main", "`shards/00/x` of the source")
+    assert write_card(tmp_path, dataclasses.replace(FACTS, notes=notes, source_format="megatron-core torch_dist"))
+    assert "- from: megatron-core torch_dist" in (tmp_path / "README.md").read_text()
+
+
+def test_licenses():
+    other = render(dataclasses.replace(FACTS, license="house-license"))
+    check_card(other)
+    assert other.data.to_dict()["license"] == "other" and other.data.to_dict()["license_name"] == "house-license"
+    for data in (ModelCardData(license="house-license"), ModelCardData(license="other")):
+        with pytest.raises(ConfigError, match="license"):
+            check_card(ModelCard(f"---\n{data.to_yaml()}\n---\n"))
+
+
+def test_metadata_that_changes_on_the_way_is_found():
+    card = render(FACTS)
+    card.data.tags = ("a", "b")  # a tuple: YAML reads a list
+    with pytest.raises(ConfigError, match="read back"):
+        check_card(card)
+
+
+def test_a_card_of_the_user_is_kept_and_ours_is_replaced(tmp_path):
+    (tmp_path / "README.md").write_bytes("# Mine, in another encoding: é\n".encode("latin-1"))
+    before = (tmp_path / "README.md").read_bytes()
+    assert write_card(tmp_path, FACTS) is None
+    assert [path.name for path in tmp_path.iterdir()] == ["README.md"]
+    assert (tmp_path / "README.md").read_bytes() == before
+    (tmp_path / "README.md").unlink()
+    assert write_card(tmp_path, FACTS) == tmp_path / "README.md"
+    write_card(tmp_path, dataclasses.replace(FACTS, model_name="another"))
+    text = (tmp_path / "README.md").read_text()
+    assert "# another" in text and "stories-tuned" not in text
+    # Without the marker it is the user's.
+    (tmp_path / "README.md").write_text(text.replace(MARKER, ""))
+    assert write_card(tmp_path, FACTS) is None
+
+
+def test_picture(tmp_path):
+    write_card(tmp_path, FACTS)
+    assert (tmp_path / "loss.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert "](loss.png)" in (tmp_path / "README.md").read_text()
+    # Without losses the picture goes with the card that showed it.
+    write_card(tmp_path, dataclasses.replace(FACTS, log_history=()))
+    assert [path.name for path in tmp_path.iterdir()] == ["README.md"]
+    # Somebody else's file of that name is neither replaced nor shown nor removed.
+    (tmp_path / "loss.png").write_text("mine")
+    write_card(tmp_path, FACTS)
+    assert (tmp_path / "loss.png").read_text() == "mine" and "](loss.png)" not in (tmp_path / "README.md").read_text()
+
+
+def test_without_matplotlib_there_is_a_table(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    write_card(tmp_path, FACTS)
+    text = (tmp_path / "README.md").read_text()
+    assert [path.name for path in tmp_path.iterdir()] == ["README.md"]
+    assert "| 8 | 0.375 | 0.75 |" in text and "<details>" not in text
+
+
+def test_a_picture_that_cannot_be_written_leaves_the_old_card(tmp_path):
+    write_card(tmp_path, FACTS)
+    before = (tmp_path / "README.md").read_bytes()
+    (tmp_path / "loss.png").unlink()
+    (tmp_path / "loss.png").mkdir()
+    with pytest.raises(OSError):
+        write_card(tmp_path, dataclasses.replace(FACTS, model_name="another"))
+    assert (tmp_path / "README.md").read_bytes() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["README.md", "loss.png"]
+    with pytest.raises(OSError):
+        write_card(tmp_path / "absent", FACTS)
+
+
+def test_a_card_that_is_carried_says_anew_how_to_load(tmp_path):
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.mkdir()
+    target.mkdir()
+    write_card(source, dataclasses.replace(FACTS, files="sharded"))
+    before = (source / "README.md").read_text()
+    assert "hf-megatron merge . ../merged" in before and "from_pretrained" not in before
+    now = CardFacts(architecture="LlamaForCausalLM", files="merged")
+    assert carry_card(source, target, now) == target / "README.md"
+    after = (target / "README.md").read_text()
+    assert "LlamaForCausalLM.from_pretrained" in after and "hf-megatron merge" not in after
+    outside = [re.sub(r"<!-- how to load it -->.*<!-- end", "", text, flags=re.DOTALL) for text in (before, after)]
+    assert outside[0] == outside[1]
+    assert (target / "loss.png").read_bytes() == (source / "loss.png").read_bytes()
+    check_card(ModelCard.load(target / "README.md"))
+    # Somebody else's is copied, and one that is in the target stays.
+    (source / "README.md").write_text("# Theirs\n")
+    assert carry_card(source, target, now) is None and (target / "README.md").read_text() == "# Theirs\n"
+    (source / "README.md").write_text("# Another\n")
+    assert carry_card(source, target, now) is None and (target / "README.md").read_text() == "# Theirs\n"
+    # Without any a new one is written.
+    (source / "README.md").unlink()
+    (target / "README.md").unlink()
+    carry_card(source, target, now)
+    assert "LlamaForCausalLM.from_pretrained" in (target / "README.md").read_text()
+
+
+def test_a_conversion_writes_a_card(tmp_path):
+    config = LlamaConfig(architectures=["LlamaForCausalLM"], dtype="bfloat16")
+    notes = ("format checked by a round trip only",)
+    facts = facts_of_config(config, model_name="llama", source_format="Megatron-LM", files="merged", notes=notes)
+    write_card(tmp_path, facts)
+    text = (tmp_path / "README.md").read_text()
+    for words in ("Converted from Megatron-LM by hf_megatron", notes[0], "`bfloat16`", "pipeline_tag: text-generation"):
+        assert words in text
+    other = render(dataclasses.replace(facts, files=None, target_format="torch_dist", library_name=None))
+    assert "How to load" not in other.text and "library_name" not in other.data.to_dict()
+
+
+def test_only_names_that_came_from_the_hub_are_base_models(tmp_path, monkeypatch):
+    snapshot = tmp_path / "models--tests--stories" / "snapshots" / "0" / "config.json"
+    snapshot.parent.mkdir(parents=True)
+    snapshot.write_text("{}")
+    (tmp_path / "models--tests--stories" / "refs").mkdir()
+    (tmp_path / "models--tests--stories" / "refs" / "main").write_text("0")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    assert hub_id("tests/stories") == "tests/stories"
+    for name in ("outputs/model", str(tmp_path), f"{tmp_path}/gone", "", None):
+        assert hub_id(name) is None
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tests" / "stories").mkdir(parents=True)
+    assert hub_id("tests/stories") is None, "a folder of that name is what was read"
+
+
+def test_ids_of_datasets():
+    def dataset(**info):
+        return Dataset.from_dict({"text": ["a"]}, info=DatasetInfo(**info))
+
+    files = {f"hf://datasets/tests/tales@0123/part-{n}.parquet": {"num_bytes": 1, "checksum": None} for n in range(2)}
+    assert dataset_ids(dataset(download_checksums=files, builder_name="parquet")) == ["tests/tales"]
+    assert dataset_ids(dataset(builder_name="tales")) == ["tales"]
+    assert dataset_ids(dataset(builder_name="json", download_checksums={"/data/tales.json": {}})) == []
+    assert dataset_ids(dataset()) == dataset_ids([1, 2]) == dataset_ids(None) == []
+
+
+@pytest.fixture
+def hub():
+    """A server on this machine with the Hub's check of metadata: it keeps what it is sent and knows two licenses."""
+    received = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            received.append((self.path, body))
+            block = yaml.safe_load(body["content"].split("---")[1])
+            valid = block.get("license") in ("apache-2.0", "other", None)
+            answer = b"{}" if valid else b"license must be one of the list"
+            self.send_response(200 if valid else 400)
+            self.send_header("Content-Length", str(len(answer)))
+            self.end_headers()
+            self.wfile.write(answer)
+
+        def log_message(self, *args):
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}", received
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def validate(endpoint, card):
+    """`ModelCard.validate` in an interpreter of its own: this one is offline."""
+    code = "import sys; from huggingface_hub import ModelCard; ModelCard.load(sys.argv[1]).validate()"
+    environment = os.environ | {"HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1"}
+    return subprocess.run(
+        [sys.executable, "-c", code, str(card)], env=environment, capture_output=True, text=True, check=False
+    )
+
+
+def test_validation_by_the_hubs_client(tmp_path, hub):
+    endpoint, received = hub
+    write_card(tmp_path, FACTS)
+    result = validate(endpoint, tmp_path / "README.md")
+    assert result.returncode == 0, result.stderr
+    [(path, body)] = received
+    assert path == "/api/validate-yaml" and body["repoType"] == "model"
+    assert yaml.safe_load(body["content"].split("---")[1]) == render(FACTS).data.to_dict()
+    text = (tmp_path / "README.md").read_text()
+    (tmp_path / "README.md").write_text(text.replace("license: apache-2.0", "license: house-license"))
+    result = validate(endpoint, tmp_path / "README.md")
+    assert result.returncode != 0 and "license must be one of the list" in result.stderr

@@ -1,0 +1,179 @@
+"""Megatron-Core's names of tensors: splits, other names, experts."""
+
+import pytest
+import torch
+from hf_megatron.conversion.megatron_names import (
+    Split,
+    canonical,
+    cut,
+    expert_of,
+    extra_states,
+    local,
+    name_of_expert,
+    spellings,
+    tensor_parallel_split,
+)
+
+from hf_megatron.errors import CheckpointError
+
+LAYER = "decoder.layers.3."
+MTP = "mtp.layers.0.transformer_layer."
+SPLITS = {
+    "embedding.word_embeddings.weight": Split(0),
+    "embedding.position_embeddings.weight": None,
+    "output_layer.weight": Split(0),
+    "output_layer.bias": Split(0),
+    "decoder.final_layernorm.weight": None,
+    "decoder.final_layernorm.bias": None,
+    "mtp.layers.0.eh_proj.weight": Split(0),
+    "mtp.layers.0.enorm.weight": None,
+    "mtp.layers.0.final_layernorm.weight": None,
+}
+IN_LAYER = {
+    "input_layernorm.weight": None,
+    "pre_mlp_layernorm.bias": None,
+    "self_attention.linear_qkv.weight": Split(0),
+    "self_attention.linear_qkv.bias": Split(0),
+    "self_attention.linear_qkv.layer_norm_weight": None,
+    "self_attention.linear_qkv.layer_norm_bias": None,
+    "self_attention.linear_proj.weight": Split(1),
+    "self_attention.linear_proj.bias": None,
+    "self_attention.linear_proj.post_layernorm.weight": None,
+    "self_attention.q_layernorm.weight": None,
+    "self_attention.k_layernorm.weight": None,
+    "self_attention.core_attention.softmax_offset": Split(0),
+    "self_attention.linear_q_proj.weight": Split(0),
+    "self_attention.linear_q_down_proj.weight": Split(0, whole_in_te=True),
+    "self_attention.linear_q_up_proj.weight": Split(0),
+    "self_attention.linear_q_up_proj.layer_norm_weight": None,
+    "self_attention.linear_kv_down_proj.weight": Split(0, whole_in_te=True),
+    "self_attention.linear_kv_up_proj.weight": Split(0),
+    "self_attention.kv_layernorm.weight": None,
+    "mlp.linear_fc1.weight": Split(0, halves=True),
+    "mlp.linear_fc1.bias": Split(0, halves=True),
+    "mlp.linear_fc1.layer_norm_weight": None,
+    "mlp.linear_fc2.weight": Split(1),
+    "mlp.linear_fc2.bias": None,
+    "mlp.router.weight": None,
+    "mlp.router.bias": None,
+    "mlp.router.expert_bias": None,
+    "mlp.shared_experts.linear_fc1.weight": Split(0, halves=True),
+    "mlp.shared_experts.linear_fc2.weight": Split(1),
+    "mlp.shared_experts.gate_weight": None,
+    "mlp.experts.experts.linear_fc1.weight": Split(1, halves=True),
+    "mlp.experts.experts.linear_fc1.bias": Split(1, halves=True),
+    "mlp.experts.experts.linear_fc2.weight": Split(2),
+    "mlp.experts.experts.linear_fc2.bias": None,
+}
+# Inside a linear, on its own.
+NORMS = {
+    "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
+    "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
+    "self_attention.linear_q_up_proj.layer_norm_": "self_attention.q_layernorm.",
+    "self_attention.linear_kv_up_proj.layer_norm_": "self_attention.kv_layernorm.",
+}
+
+
+@pytest.mark.parametrize("name", SPLITS)
+def test_split_outside_layers(name):
+    assert tensor_parallel_split(name) == SPLITS[name]
+
+
+@pytest.mark.parametrize("prefix", [LAYER, MTP])
+@pytest.mark.parametrize("name", IN_LAYER)
+def test_split_in_layers(prefix, name):
+    assert tensor_parallel_split(prefix + name) == IN_LAYER[name]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "decoder.layers.weight",
+        "decoder.layers.0.self_attention.linear_qkv.weight.more",
+        "decoder.layers.0.mlp.linear_fc1.weight0",
+        "decoder.layers.0.self_attention.unknown.weight",
+        "language_model.embedding.word_embeddings.weight",
+        "model.embed_tokens.weight",
+    ],
+)
+def test_an_unknown_name_is_refused_by_name(name):
+    with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
+        tensor_parallel_split(name)
+
+
+@pytest.mark.parametrize("kind", ["weight", "bias"])
+@pytest.mark.parametrize("inside", NORMS)
+def test_norms_have_two_names(inside, kind):
+    fused, alone = LAYER + inside + kind, LAYER + NORMS[inside] + kind
+    assert spellings(fused) == (alone,)
+    assert spellings(alone) == (fused,)
+    linear = fused.rpartition(".")[0] + ".weight"
+    assert canonical(alone, {alone, linear}) == fused
+    assert canonical(alone, {alone}) == alone
+    assert canonical(fused, {fused, linear}) == fused
+    assert local(fused) == alone
+    assert local(alone) == alone
+
+
+def test_a_norm_of_another_layer_stays():
+    assert canonical("decoder.layers.1.pre_mlp_layernorm.weight", {"decoder.layers.0.mlp.linear_fc1.weight"}) == (
+        "decoder.layers.1.pre_mlp_layernorm.weight"
+    )
+
+
+def test_other_names_have_one_spelling():
+    for name in ("decoder.final_layernorm.weight", LAYER + "mlp.linear_fc1.weight"):
+        assert spellings(name) == ()
+        assert local(name) == name
+
+
+@pytest.mark.parametrize("grouped", [True, False])
+@pytest.mark.parametrize("tensor", ["linear_fc1.weight", "linear_fc2.weight", "linear_fc1.bias"])
+def test_experts_have_names_of_their_own(grouped, tensor):
+    name = f"{LAYER}mlp.experts.experts.{tensor}"
+    own = name_of_expert(name, 12, grouped)
+    assert own == (f"{LAYER}mlp.experts.{tensor}12" if grouped else f"{LAYER}mlp.experts.local_experts.12.{tensor}")
+    assert expert_of(own) == (name, 12)
+
+
+def test_all_experts_in_one_tensor():
+    assert expert_of(LAYER + "mlp.experts.weight1") == (LAYER + "mlp.experts.experts.linear_fc1.weight", None)
+    assert expert_of(LAYER + "mlp.experts.weight2") == (LAYER + "mlp.experts.experts.linear_fc2.weight", None)
+    assert expert_of(LAYER + "mlp.shared_experts.linear_fc1.weight") is None
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_ranks_share_gate_and_up(gated):
+    tensor = torch.arange(8)
+    split = Split(0, halves=True)
+    parts = [torch.cat(cut(tensor, split, rank, 2, gated)).tolist() for rank in range(2)]
+    assert parts == ([[0, 1, 4, 5], [2, 3, 6, 7]] if gated else [[0, 1, 2, 3], [4, 5, 6, 7]])
+
+
+def test_columns_are_views():
+    tensor = torch.arange(12).view(2, 6)
+    (part,) = cut(tensor, Split(1), 1, 3, gated=True)
+    assert part.tolist() == [[2, 3], [8, 9]]
+    assert part.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+
+
+def test_what_does_not_divide_is_refused():
+    with pytest.raises(CheckpointError, match="10 in dimension 0 do not divide evenly over 4 ranks"):
+        cut(torch.empty(10), Split(0), 0, 4, gated=True)
+    with pytest.raises(CheckpointError, match="in each of gate and up"):
+        cut(torch.empty(6), Split(0, halves=True), 0, 2, gated=True)
+
+
+def test_extra_states_are_those_of_modules_that_have_them():
+    names = ["linear_qkv.weight", "linear_qkv.bias", "linear_proj.weight", "q_layernorm.weight", "k_layernorm.weight"]
+    names = [f"decoder.layers.0.self_attention.{name}" for name in names]
+    prefix = "decoder.layers.0.self_attention."
+    own = [f"{prefix}linear_qkv._extra_state", f"{prefix}linear_proj._extra_state"]
+    assert list(extra_states(names, local_names=True, last=False)) == own
+    assert set(extra_states(names, local_names=False, last=True)) == {
+        *own,
+        f"{prefix}core_attention._extra_state",
+        f"{prefix}q_layernorm._extra_state",
+        f"{prefix}k_layernorm._extra_state",
+        "output_layer._extra_state",
+    }

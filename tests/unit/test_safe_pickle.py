@@ -1,0 +1,186 @@
+"""Pickles are looked at, never run: what they may hold, and everything hostile they may try."""
+
+import argparse
+import collections
+import os
+import pickle
+import random
+import struct
+import subprocess
+
+import pytest
+from hf_megatron.conversion.safe_pickle import Named, Record, records, unpickle
+
+from hf_megatron import CheckpointError
+
+VALUES = [
+    None,
+    True,
+    [1, -1, 255, 256, 70000, 2**31, -(2**40), 2**80, 1.5, float("inf")],
+    {"a": (1,), "b": (1, 2), "c": (1, 2, 3), "d": (1, 2, 3, 4), "e": ()},
+    {1: [[], [[]]], None: {"nested": {"x" * 300: "Ω" * 300}}},
+    {"set": {1, 2, 3}, "bytes": b"ab" * 300, "frozen": frozenset([1])},
+    collections.OrderedDict([("first", 1), ("second", 2)]),
+    {("a", 1): 2},
+]
+
+
+def system(command: str) -> object:
+    """An object whose pickle runs a command."""
+
+    class Bomb:
+        def __reduce__(self):
+            return os.system, (command,)
+
+    return Bomb()
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+@pytest.mark.parametrize("value", VALUES, ids=range(len(VALUES)))
+def test_plain_values_are_those_of_pickle(value, protocol):
+    names = {"builtins.frozenset": Named("builtins.frozenset", lambda arguments: frozenset(arguments[0]))}
+    names["__builtin__.frozenset"] = names["builtins.frozenset"]
+    assert unpickle(pickle.dumps(value, protocol), "here", names) == value
+
+
+def test_objects_become_records():
+    shared = [1]
+    value = argparse.Namespace(a=shared, b=shared)
+    found = unpickle(pickle.dumps(value), "here", records("argparse.Namespace"))
+    assert type(found) is Record
+    assert (found.kind, found["a"], found.get("c")) == ("argparse.Namespace", [1], None)
+    assert found["a"] is found["b"]
+    with pytest.raises(KeyError):
+        found["c"]
+
+
+def refused(data: bytes, *needles: str) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        unpickle(data, "folder/.metadata", records("argparse.Namespace"), prefixes=("megatron.",))
+    assert "folder/.metadata" in str(caught.value)
+    for needle in needles:
+        assert needle in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "name"),
+    [
+        ("os\nsystem", "touch {canary}", "os.system"),
+        ("posix\nsystem", "touch {canary}", "posix.system"),
+        ("builtins\neval", "open({canary!r}, 'w')", "builtins.eval"),
+        ("builtins\nexec", "open({canary!r}, 'w')", "builtins.exec"),
+        ("__builtin__\neval", "open({canary!r}, 'w')", "__builtin__.eval"),
+        ("builtins\ngetattr", "x", "builtins.getattr"),
+        ("builtins\nopen", "{canary}", "builtins.open"),
+        ("torch\nload", "{canary}", "torch.load"),
+        ("torch.serialization\nload", "{canary}", "torch.serialization.load"),
+        ("torch\nimport_ir_module", "{canary}", "torch.import_ir_module"),
+        ("subprocess\nPopen", "touch {canary}", "subprocess.Popen"),
+        ("importlib\nimport_module", "antigravity", "importlib.import_module"),
+        ("argparse\nNamespace.__init__.__globals__", "x", "argparse.Namespace.__init__.__globals__"),
+        ("argparse\nArgumentParser", "x", "argparse.ArgumentParser"),
+    ],
+)
+def test_no_function_is_called(tmp_path, function, arguments, name):
+    canary = tmp_path / "canary"
+    argument = arguments.format(canary=str(canary)).encode()
+    text = b"X" + struct.pack("<I", len(argument)) + argument
+    refused(b"\x80\x02c" + function.encode() + b"\n(" + text + b"tR.", name)
+    module, _, attribute = function.encode().partition(b"\n")
+    named = b"".join(b"\x8c" + bytes([len(part)]) + part for part in (module, attribute))
+    refused(b"\x80\x04" + named + b"\x93(" + text + b"tR.", name)
+    refused(b"\x80\x04" + named + b"\x93(" + text + b"t\x81.", name)
+    refused(pickle.dumps({"state": [system(f"touch {canary}")]}), "system")
+    assert not canary.exists()
+
+
+def test_a_record_is_not_called_and_a_prefix_is_no_pattern(tmp_path):
+    found = unpickle(b"\x80\x02cmegatron.evil\nrun\n(X\x01\x00\x00\x00atR.", "here", {}, prefixes=("megatron.",))
+    assert (found.kind, found.arguments) == ("megatron.evil.run", ("a",))
+    refused(b"\x80\x02cmegatron\nx\n)R)R.")
+    refused(b"\x80\x02cmegatronx.y\nz\n)R.", "megatronx.y.z")
+    refused(b"\x80\x02)\x81.")
+    # Attributes are set on records alone.
+    refused(b"\x80\x02]}b.")
+    refused(b"\x80\x02cargparse\nNamespace\n}b.")
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"", "damaged"),
+        (b"\x80\x02", "damaged"),
+        (b"\x80\x01N.", "protocol 1"),
+        (b"\x80\x07N.", "protocol 7"),
+        (b"(S'text'\ni.", "operation"),
+        (b"\x80\x04\x95" + b"\xff" * 8 + b"N.", "cut off"),
+        # Claims of lengths that are not there.
+        (b"\x80\x04\x8e" + struct.pack("<Q", 1 << 62) + b"x.", "cut off"),
+        (b"\x80\x05\x96" + struct.pack("<Q", 1 << 40) + b"x.", "cut off"),
+        (b"\x80\x04\x8d" + struct.pack("<Q", 1 << 40) + b"x.", "cut off"),
+        (b"\x80\x02\x8b" + struct.pack("<I", 1 << 31) + b"x.", "cut off"),
+        # Places of the memo and the stack that do not exist.
+        (b"\x80\x02h\x05.", "damaged"),
+        (b"\x80\x04\x94.", "damaged"),
+        (b"\x80\x02a.", "damaged"),
+        (b"\x80\x02(.", "damaged"),
+        (b"\x80\x02NN.", "damaged"),
+        (b"\x80\x02(\x85.", "damaged"),
+        (b"\x80\x02}(Ku.", "damaged"),
+        (b"\x80\x02}](NNeNs.", "key"),
+        (b"\x80\x02NQ.", "persistent"),
+        (b"\x80\x02P1\n.", "operation"),
+        # Extension codes and buffers beside the pickle.
+        (b"\x80\x02\x82\x01.", "operation"),
+        (b"\x80\x05\x97.", "operation"),
+    ],
+)
+def test_damaged_pickles(data, reason):
+    refused(data, reason)
+
+
+def test_a_far_place_in_the_memo_takes_no_memory():
+    assert unpickle(b"\x80\x02Nr\xff\xff\xff\xff0j\xff\xff\xff\xff.", "here", {}) is None
+
+
+def test_a_tuple_whose_hash_takes_exponential_time():
+    # ((), ()) of the one before, again and again, as a key of a table and in a set.
+    doubled = b")q\x00" + b"0h\x00h\x00\x86q\x00" * 200
+    refused(b"\x80\x02}" + doubled + b"Ns.", "key")
+    refused(b"\x80\x04\x8f(" + doubled + b"\x90.", "key")
+    refused(b"\x80\x04(" + doubled + b"\x91.", "key")
+
+
+def test_deep_nesting_needs_no_recursion():
+    depth = 200_000
+    found = unpickle(b"\x80\x02" + b"]" * depth + b"a" * (depth - 1) + b".", "here", {})
+    for _ in range(depth - 1):
+        (found,) = found
+    assert found == []
+
+
+def test_every_cut_and_any_flipped_byte_is_refused_or_harmless(tmp_path):
+    value = {"items": [argparse.Namespace(shape=(1, 2), name="x" * 40, big=2**70)] * 3, "rest": {1, 2}}
+    names = records("argparse.Namespace")
+    for protocol in (2, 4):
+        data = pickle.dumps(value, protocol)
+        for end in range(len(data)):
+            refused(data[:end])
+        draw = random.Random(0)
+        for _ in range(3000):
+            changed = bytearray(data)
+            for _ in range(draw.choice((1, 2, 4))):
+                changed[draw.randrange(len(data))] = draw.randrange(256)
+            try:
+                unpickle(bytes(changed), "here", names)
+            except CheckpointError as error:
+                assert str(error).startswith("here ")
+
+
+def test_pickle_itself_would_have_run_it(tmp_path):
+    """The bombs of these tests are live."""
+    canary = tmp_path / "canary"
+    bomb = tmp_path / "bomb"
+    bomb.write_bytes(pickle.dumps(system(f"touch {canary}")))
+    subprocess.run(["python3", "-c", f"import pickle; pickle.load(open({str(bomb)!r}, 'rb'))"], check=True)
+    assert canary.exists()
