@@ -1,14 +1,11 @@
 """The model that a checkpoint belongs to: which tensors it has in memory, and under which names its files have them."""
 
-import copy
 import os
 from collections.abc import Iterable
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
-import torch
-
+from ..checkpoint.meta_model import meta_model, meta_model_of
 from ..errors import CheckpointError
 from ..upstream import untied_state_dict
 from .tensors import WEIGHT, Key
@@ -36,24 +33,9 @@ class Architecture:
         self.names = tuple(dict.fromkeys(self._first.values()))
 
     @classmethod
-    def from_config(cls, config: Any, where: str = "config") -> "Architecture":
-        """Of a config that names its class of transformers.
-
-        Raises:
-            CheckpointError: it names none, or several.
-        """
-        import transformers
-
-        names = config.architectures or []
-        if len(names) != 1 or not isinstance(getattr(transformers, names[0], None), type):
-            raise CheckpointError(f"{where} names the architectures {names}: expected one class of transformers.")
-        return cls.from_class(getattr(transformers, names[0]), config)
-
-    @classmethod
     def from_class(cls, model_class: Any, config: Any) -> "Architecture":
         """Of a class of transformers with a config."""
-        with torch.device("meta"):
-            return cls(model_class._from_config(copy.deepcopy(config)))
+        return cls(meta_model(model_class, config))
 
     @classmethod
     def from_folder(cls, path: str | os.PathLike[str]) -> "Architecture":
@@ -62,19 +44,7 @@ class Architecture:
         Raises:
             CheckpointError: there is none, or it names no class of transformers.
         """
-        from transformers import AutoConfig
-
-        file = Path(path) / "config.json"
-        if not file.is_file():
-            raise CheckpointError(
-                f"{path} has no config.json, so its architecture is not known: name a folder or a model of the Hub "
-                "that has one with --config."
-            )
-        try:
-            config = AutoConfig.from_pretrained(os.fspath(path))
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{file} cannot be read: {error}") from error
-        return cls.from_config(config, os.fspath(file))
+        return cls(meta_model_of(path))
 
     def first_name(self, name: str) -> str:
         """The name under which a weight is converted, for any of the names it has."""

@@ -31,6 +31,8 @@ from .spec import ModelSpec
 from .version import __version__
 
 if TYPE_CHECKING:
+    from .checkpoint.hub_pull import pull
+    from .checkpoint.hub_push import push_checkpoint
     from .data_parallel.optimizer import prepare_optimizer
     from .integrations.termination import TerminationSignal
     from .log_probs import token_log_probs
@@ -41,6 +43,8 @@ if TYPE_CHECKING:
 _LAZY = {
     "ParallelPlan": "parallelize",
     "parallel_plan": "parallelize",
+    "pull": "checkpoint.hub_pull",
+    "push_checkpoint": "checkpoint.hub_push",
     "TerminationSignal": "integrations.termination",
     "prepare_optimizer": "data_parallel.optimizer",
     "register_model": "registry",
@@ -90,6 +94,8 @@ __all__ = [
     "enable",
     "parallel_plan",
     "prepare_optimizer",
+    "pull",
+    "push_checkpoint",
     "register_model",
     "token_log_probs",
 ]

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from . import cli_convert
+from . import cli_convert, cli_hub
 
 app = typer.Typer(
     help="Megatron's parallelism for stock Hugging Face models.", no_args_is_help=True, add_completion=False
@@ -149,6 +149,8 @@ def env() -> None:
 app.command()(cli_convert.convert)
 app.command()(cli_convert.verify)
 app.command()(cli_convert.merge)
+app.command()(cli_hub.push)
+app.command()(cli_hub.pull)
 
 
 def main() -> None:

@@ -2,7 +2,7 @@
 
 Gemma 2 and 3 have norms behind attention and MLP, for which Megatron-Core 0.16.1 has no place. Their names are those
 that Megatron-Bridge gives them (`src/megatron/bridge/models/gemma/gemma2_bridge.py` at 0a12eb78, `gemma3_bridge.py` at
-61f77f53).
+0a12eb78).
 """
 
 from collections.abc import Iterator

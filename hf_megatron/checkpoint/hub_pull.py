@@ -18,7 +18,7 @@ from ..errors import CheckpointError, ConfigError, MegatronError
 from .hub_files import INDEX, REFUSED, explained, is_plain, weight_map
 from .hub_folder import WAITING, Pulled, link_part, note_absent, put_in_place, sha256_of
 from .manifest import MANIFEST, Manifest
-from .merge import _model_on_meta
+from .meta_model import meta_model_of
 from .needs import Seat, Stage, files_for, merged_files_for, stage_of
 from .random_state import file_name as random_file
 from .reader import PARTIAL
@@ -164,7 +164,7 @@ class _Pull:
         stages: dict[int, Stage] = {}
         for seat in seats.values():
             if seat.pp_rank not in stages:
-                stages[seat.pp_rank] = stage_of(_model_on_meta(self.target), config, seat)
+                stages[seat.pp_rank] = stage_of(meta_model_of(self.target), config, seat)
             stage = stages[seat.pp_rank]
             if manifest is not None:
                 needed |= files_for(manifest, stage, config, seat, optimizer=optimizer)

@@ -1,4 +1,4 @@
-"""Distributed checkpoints of torch under the model's names: as torch, Accelerate and transformers write and load them."""
+"""Distributed checkpoints of torch under names of the model: those of torch, Accelerate and transformers."""
 
 from pathlib import Path
 

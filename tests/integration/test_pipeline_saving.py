@@ -6,13 +6,13 @@ import pytest
 import torch
 import transformers
 from accelerate import Accelerator
+from hf_megatron.conversion import convert
 from safetensors.torch import load_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from hf_megatron import CheckpointError, prepare_optimizer
 from hf_megatron.checkpoint.commit import Transaction
 from hf_megatron.checkpoint.manifest import MANIFEST
-from hf_megatron.checkpoint.merge import merge
 from hf_megatron.checkpoint.merged import full_state_dict
 from hf_megatron.checkpoint.reader import Checkpoint, open_checkpoint
 from hf_megatron.checkpoint.training_state import facts, load_model, load_optimizers, pieces
@@ -227,7 +227,7 @@ def test_a_state_passes_through_every_layout(stories, tmp_path):
     # Tied weights are written once, half by each of the two ranks that hold them.
     entry = Checkpoint(tmp_path / "pp2").manifest.tensors["model.embed_tokens.weight"]
     assert [sum(box.numel for box in piece.boxes) for piece in entry.pieces] == [512 * 64 // 2] * 2
-    merge(tmp_path / "pp2", tmp_path / "merged")
+    convert(tmp_path / "pp2", tmp_path / "merged", "hf")
     merged, weights = load_file(tmp_path / "merged" / "model.safetensors"), whole_tensors(tmp_path / "pp2")
     assert merged.keys() == load_file(stories / "model.safetensors").keys()
     assert all(torch.equal(tensor.flatten(), weights[key]) for key, tensor in merged.items())
