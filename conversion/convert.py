@@ -8,6 +8,7 @@ from pathlib import Path
 from torch import Tensor
 
 from ..errors import CheckpointError
+from .card import write_conversion_card
 from .compare import Comparison, compare_logits, compare_readers
 from .formats import Format, format_named, rules_of
 from .source import Source, find_source, local_folder, with_config
@@ -127,6 +128,7 @@ def convert(
             iteration=reader.iteration,
             optimizer=state,
             facts={"source_format": found.format.name, "notes": report.notes},
+            write_card=lambda folder: _write_card(report, folder),
         )
     if verify or logits:
         made = Source(report.target, report.format, report.source.architecture, report.target)
@@ -134,6 +136,19 @@ def convert(
         if not report.comparison.equal:
             raise CheckpointError(f"{report.target} differs from its source: {report.comparison.summary()}")
     return report
+
+
+def _write_card(report: Report, folder: Path) -> None:
+    found = report.source
+    write_conversion_card(
+        folder,
+        report.target.name,
+        found.architecture.config,
+        found.format.title,
+        report.format,
+        report.notes,
+        found.config_folder,
+    )
 
 
 def compare(

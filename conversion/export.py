@@ -12,6 +12,7 @@ from ..checkpoint.merged import stream_weights
 from ..checkpoint.together import agreed, raise_together, rank_and_size
 from ..errors import CheckpointError
 from .architecture import Architecture
+from .card import write_conversion_card
 from .formats import format_named
 from .tensors import WEIGHT, Entry, Key, Layout
 from .write import notes_of, order_by_rules, write_checkpoint
@@ -53,7 +54,19 @@ def export(
         if rank_and_size(None)[0] == 0:
             try:
                 facts = {"source_format": "model", "notes": notes}
-                write_checkpoint(target, to, architecture, plan, tensors, layout, Path(folder), facts=facts)
+                write_checkpoint(
+                    target,
+                    to,
+                    architecture,
+                    plan,
+                    tensors,
+                    layout,
+                    Path(folder),
+                    facts=facts,
+                    write_card=lambda place: write_conversion_card(
+                        place, target.name, architecture.config, "a model in training", to, notes, None
+                    ),
+                )
             except Exception as caught:  # noqa: BLE001 - the other ranks have to hear of it
                 error = caught
     # The other ranks, and a first one that failed, go through what was planned: each tensor is sent and received.

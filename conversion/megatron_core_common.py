@@ -47,10 +47,11 @@ def arguments_of(common: Mapping[Any, Any]) -> dict[str, Any]:
     found = common.get("args")
     if not isinstance(found, Record) or not isinstance(found.state, dict):
         return {}
-    return {name: value for name, value in found.state.items() if isinstance(name, str) and _is_plain(value)}
+    return {name: value for name, value in found.state.items() if isinstance(name, str) and is_plain(value)}
 
 
-def _is_plain(value: Any) -> bool:
+def is_plain(value: Any) -> bool:
+    """Whether a value needs no class of Megatron."""
     if isinstance(value, (list, tuple)):
         return len(value) < 10_000 and all(isinstance(item, (str, int, float, type(None))) for item in value)
     return isinstance(value, (str, int, float, type(None), torch.dtype))
@@ -89,7 +90,7 @@ def optimizer_of(common: Mapping[Any, Any]) -> OptimizerState | None:
             if isinstance(group, dict):
                 steps |= _steps([group.get("step")])
                 groups.append(
-                    {name: group[name] for name in group if name not in ("params", "step") and _is_plain(group[name])}
+                    {name: group[name] for name in group if name not in ("params", "step") and is_plain(group[name])}
                 )
     return OptimizerState(max(steps), tuple(groups)) if steps else None
 

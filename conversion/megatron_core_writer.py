@@ -14,12 +14,12 @@ from torch import Tensor
 from ..errors import CheckpointError
 from .blob_writer import write_object
 from .megatron_core import COMMON, COMMON_OBJECT, CONFIG, TRACKER
-from .megatron_core_common import RELEASE, optimizer_state, schedule
+from .megatron_core_common import RELEASE, is_plain, optimizer_state, schedule
 from .output import Output
 from .tensors import EXP_AVG, EXP_AVG_SQ, MAIN_WEIGHT, WEIGHT, Entry, Key, MegatronModel, OptimizerState, Writer
 from .torch_store_writer import StoreWriter
 
-_LAYER = re.compile(r"(decoder\.layers|encoder\.layers)\.(\d+)\.(.+)")
+_LAYER = re.compile(r"(decoder\.layers)\.(\d+)\.(.+)")
 _EXPERTS = ".mlp.experts.experts."
 _FIRST_LINEAR = re.compile(r".+\.linear_fc1\.(weight|bias)")
 _MOMENTS = {MAIN_WEIGHT: "param", EXP_AVG: "exp_avg", EXP_AVG_SQ: "exp_avg_sq"}
@@ -45,7 +45,7 @@ class MegatronCoreWriter(Writer):
         optimizer: of the moments, `None` without.
 
     Raises:
-        CheckpointError: moments are planned without an optimizer, or not all three of a weight.
+        CheckpointError: moments are planned without an optimizer, or not all three of a weight, or layers are missing.
     """
 
     naming = "megatron"
@@ -82,20 +82,20 @@ class MegatronCoreWriter(Writer):
 
     def _layers_are_alike(self) -> bool:
         """Whether Megatron stacks the layers of such a model (transformer/transformer_block.py)."""
+        layers: dict[int, dict[str, Entry]] = {}
+        for key, entry in self.plan.items():
+            if key.kind == WEIGHT and (match := _LAYER.fullmatch(key.name)):
+                layers.setdefault(int(match[2]), {})[match[3]] = entry
+        if layers.keys() != set(range(self._model.num_layers)):
+            raise CheckpointError(f"The model has {self._model.num_layers} layers, planned are {sorted(layers)}.")
         arguments = self._model.arguments
-        for name in ("moe_layer_freq", "linear_attention_freq"):
-            # One number says that every n-th layer is another, a list is taken for different layers in any case.
-            if arguments.get(name) not in (None, 1):
-                return False
+        # One number says that every n-th layer is another, a list is taken for different layers in any case.
+        frequencies = (arguments.get("moe_layer_freq"), arguments.get("linear_attention_freq"))
+        if any(frequency is not None and frequency != 1 for frequency in frequencies):
+            return False
         if arguments.get("heterogeneous_block_specs") or arguments.get("hetereogenous_dist_checkpoint"):
             return False
-        layers: dict[tuple[str, str], dict[tuple[str, str], Entry]] = {}
-        for key, entry in self.plan.items():
-            if match := _LAYER.fullmatch(key.name):
-                layers.setdefault((match[1], match[2]), {})[key.kind, match[3]] = entry
-        first = next(iter(layers.values()), {})
-        expected = {("decoder.layers", str(layer)) for layer in range(self._model.num_layers)}
-        return layers.keys() == expected and all(layer == first for layer in layers.values())
+        return all(layer == layers[0] for layer in layers.values())
 
     def write(self, key: Key, tensor: Tensor) -> None:
         self.check(key, tensor)
@@ -211,4 +211,7 @@ class MegatronCoreWriter(Writer):
             arguments["padded_vocab_size"] = embedding.shape[0]
         if self._optimizer is not None:
             arguments |= {"use_distributed_optimizer": True, "dist_ckpt_optim_fully_reshardable": True}
+        for name, value in arguments.items():
+            if not is_plain(value):
+                raise CheckpointError(f"The argument {name} is {value!r}: expected a plain value.")
         return Namespace(**arguments)

@@ -75,12 +75,14 @@ def write_checkpoint(
     iteration: int | None = None,
     optimizer: OptimizerState | None = None,
     facts: Mapping[str, Any],
+    write_card: Callable[[Path], None],
 ) -> None:
     """Writes tensors that come in the order of a plan; the next is read while the last is written.
 
     Args:
         small_files: a folder whose config, tokenizer and the like are copied.
         facts: for the record that is written with the checksums of all files.
+        write_card: puts a model card into the folder; people edit it, so it has no checksum.
 
     Raises:
         CheckpointError: nothing is left behind then.
@@ -93,6 +95,7 @@ def write_checkpoint(
                 submit(writer.write, key, tensor)
         writer.finish()
         copy_small_files(small_files, output)
+        write_card(output.directory)
         output.before_commit(lambda: _record({"format": to.name, **facts}, output))
 
 

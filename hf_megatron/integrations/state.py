@@ -13,6 +13,7 @@ from ..checkpoint.together import gather, rank_and_size
 from ..checkpoint.training_state import facts, load_model, load_optimizers, pieces, write_config
 from ..errors import CheckpointError, UnsupportedError
 from ..parallelize import parallel_state
+from .cards import write_model_card
 from .checkpoints import LOOP, advance, open_verified, progress, restore_random_state
 
 
@@ -71,6 +72,7 @@ def save_state(original: Callable) -> Callable:
                 hook(self._models, [], str(transaction.directory))
             _write_files(self, transaction.directory)
             transaction.write(pieces(model, optimizers))
+            write_model_card(model, transaction.directory, files="sharded")
         if naming.automatic_checkpoint_naming and naming.total_limit and self.is_main_process:
             prune(target.parent, naming.total_limit, pattern="checkpoint_*")
         naming.iteration += 1

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from hf_megatron.conversion import Layout, compare, convert, plan_conversion
+from hf_megatron.conversion.formats import FORMATS
+from hf_megatron.conversion.tensors import WEIGHT, Key
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from hf_megatron import CheckpointError, ConfigError, UnsupportedError
 from hf_megatron.cli import app
-from hf_megatron.conversion import Layout, compare, convert, plan_conversion
-from hf_megatron.conversion.formats import FORMATS
-from hf_megatron.conversion.tensors import WEIGHT, Key
 from tests.twins import FAMILIES, twin
 
 OTHERS = [name for name in FORMATS if name != "hf"]
@@ -278,6 +278,8 @@ def test_round_trip_only_is_said(tmp_path):
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     assert "format checked by round trip only" in result.output
+    assert "format checked by round trip only" in (tmp_path / "core" / "README.md").read_text()
+    assert "round trip only" in json.loads((tmp_path / "core" / "conversion.json").read_text())["notes"][0]
 
 
 def test_sizes_are_checked(llama, tmp_path):

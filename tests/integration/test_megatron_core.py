@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
-
-from hf_megatron import MegatronConfig
 from hf_megatron.conversion import Layout, compare, convert
 from hf_megatron.conversion.families import family_of
 from hf_megatron.conversion.megatron_core import MegatronCoreReader
 from hf_megatron.conversion.tensors import MAIN_WEIGHT, WEIGHT
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from hf_megatron import MegatronConfig
 from hf_megatron.verify.ranks import run_ranks
 from tests.twins import FAMILIES, VOCABULARY, config_of, twin
 
@@ -57,10 +57,11 @@ def written(tmp_path_factory):
         twin(case).save_pretrained(root / case / "hf")
         convert(root / case / "hf", root / case / "core", "megatron_core", layout=Layout(tp_size=2))
     for case in ("llama", "gpt2", "qwen3"):
-        convert(root / case / "hf", root / case / "legacy", "megatron_legacy", layout=Layout(tp_size=2, local_names=True))
+        layout = Layout(tp_size=2, local_names=True)
+        convert(root / case / "hf", root / case / "legacy", "megatron_legacy", layout=layout)
     launches = []
-    for name, layout in LAYOUTS.items():
-        cases = EXPERTS if "ep" in layout else BUILT
+    for name, ranks in LAYOUTS.items():
+        cases = EXPERTS if "ep" in ranks else BUILT
         tasks = [
             {
                 "task": "load_logits",
@@ -83,7 +84,7 @@ def written(tmp_path_factory):
                 for task in tasks
                 if task["name"] in ("llama", "gpt2", "qwen3")
             ]
-        launches.append({"name": name, "layout": layout, "tasks": tasks})
+        launches.append({"name": name, "layout": ranks, "tasks": tasks})
     run_peer(root / "out", launches)
     return root
 

@@ -166,8 +166,9 @@ def test_what_a_checkpoint_folder_holds(stories, tmp_path):
     folder = tmp_path / "checkpoint-6"
     files = {path.name for path in folder.iterdir()}
     assert {"config.json", "trainer_state.json", "loop.safetensors", "random-00001.safetensors"} <= files
-    assert not [name for name in files if not name.endswith((".json", ".safetensors"))]
-    assert set(json.loads((folder / "manifest.json").read_text())["files"]) == files - {"manifest.json"}
+    card = {"README.md", "loss.png"}
+    assert {name for name in files if not name.endswith((".json", ".safetensors"))} == card
+    assert set(json.loads((folder / "manifest.json").read_text())["files"]) == files - card - {"manifest.json"}
     # Each rank wrote its own half.
     sizes = [(folder / f"shard-{rank:05d}-of-00002.safetensors").stat().st_size for rank in range(2)]
     assert max(sizes) < 1.1 * min(sizes)
@@ -220,8 +221,11 @@ def test_merge_writes_files_that_transformers_reads(stories, tmp_path):
     command = ["hf-megatron", "merge", str(tmp_path / "checkpoint-2"), str(tmp_path / "merged")]
     subprocess.run(command, check=True, timeout=60)
     assert {path.name for path in (tmp_path / "merged").iterdir()} == {
+        "README.md",
         "config.json",
+        "conversion.json",
         "generation_config.json",
+        "loss.png",
         "model.safetensors",
     }
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")

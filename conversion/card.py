@@ -1,0 +1,42 @@
+"""The model card of a converted checkpoint."""
+
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..errors import MegatronError
+from ..model_cards import carry_card, facts_of_config, write_card
+from .formats import HF, SHARDED, Format
+
+
+def write_conversion_card(
+    folder: Path, name: str, config: Any, source: str, to: Format, notes: Sequence[str], before: Path | None
+) -> None:
+    """Says where a checkpoint comes from, how to load it, and what was not checked.
+
+    A card that cannot be written is a warning: the weights beside it are worth more.
+
+    Args:
+        folder: where the files are.
+        name: what it will be called.
+        source: the layout it comes from.
+        before: a folder with the card of the source; its text comes along into Hugging Face folders.
+    """
+    readable = to in (HF, SHARDED)
+    facts = facts_of_config(
+        config,
+        model_name=name,
+        source_format=source,
+        target_format=to.title,
+        notes=tuple(notes),
+        files={HF: "merged", SHARDED: "sharded"}.get(to),
+        library_name="transformers" if readable else None,
+    )
+    try:
+        if to is HF and before is not None:
+            carry_card(before, folder, facts)
+        else:
+            write_card(folder, facts)
+    except (MegatronError, OSError, ValueError) as error:
+        warnings.warn(f"No model card was written to {folder}: {error}. Everything else was written.", stacklevel=2)
