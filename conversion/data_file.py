@@ -105,9 +105,13 @@ def read_strided(file: DataFile, begin: int, first: int, stride: tuple[int, ...]
         file.read_into(_memory(part), place)
         out.copy_(part.as_strided(out.shape, stride))
     else:
-        rows = max(CHUNK // max(stride[0] * out.element_size(), 1), 1)
-        for row in range(0, out.shape[0], rows):
-            read_strided(file, begin, first + row * stride[0], stride, out[row : row + rows])
+        # The dim that reaches furthest; at least two steps, so that each is smaller.
+        dim = max(range(out.dim()), key=lambda dim: (out.shape[dim] - 1) * stride[dim])
+        rows = min(CHUNK // max(stride[dim] * out.element_size(), 1), out.shape[dim] // 2)
+        rows, length = max(rows, 1), out.shape[dim]
+        for row in range(0, length, rows):
+            part = out.narrow(dim, row, min(rows, length - row))
+            read_strided(file, begin, first + row * stride[dim], stride, part)
 
 
 def row_major(shape: Sequence[int]) -> tuple[int, ...]:

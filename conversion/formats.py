@@ -3,7 +3,7 @@
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -177,6 +177,9 @@ def create_writer(
     inner = megatron_plan(plan, rules, str(output.target))
     writer: Writer
     if format is MEGATRON_CORE:
+        # Experts have an optimizer of their own under expert parallelism.
+        arguments = {**model.arguments, "expert_model_parallel_size": layout.ep_size}
+        model = replace(model, arguments=arguments)
         writer = MegatronCoreWriter(output, inner, model, iteration, optimizer)
     else:
         writer = MegatronLegacyWriter(output, inner, model, layout, iteration, layout.local_names)
