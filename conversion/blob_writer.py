@@ -26,6 +26,6 @@ def write_tensor(file: HashedFile, tensor: Tensor) -> tuple[int, int]:
     """
     tensor, start = tensor.detach().contiguous(), file.tell()
     archive = ArchiveWriter(file, Slot(0, Entry.of(tensor)))
-    archive.append(0, [tensor], checksum=False)
+    archive.append(0, [tensor])
     archive.finish()
     return start, file.tell() - start

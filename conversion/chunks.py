@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..checkpoint.pieces import Box, check_boxes, overlaps
 from ..errors import CheckpointError
+from .memory import FRESH, Memory
 from .tensors import Entry
 
 
@@ -63,18 +64,18 @@ class ChunkedTensors(ABC):
     def read_chunk(self, name: str, chunk: Chunk, starts: Sequence[int], target: Tensor) -> None:
         """Fills `target` with the part of a chunk that begins at `starts`."""
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str, memory: Memory = FRESH) -> Tensor:
         """A whole tensor."""
         shape = self.entries[name].shape
-        return self.read_box(name, [0] * len(shape), shape)
+        return self.read_box(name, [0] * len(shape), shape, memory)
 
-    def read_box(self, name: str, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
-        """A part of a tensor, in memory of its own. Little more than its bytes is read.
+    def read_box(self, name: str, offsets: Sequence[int], lengths: Sequence[int], memory: Memory = FRESH) -> Tensor:
+        """A part of a tensor. Little more than its bytes is read.
 
         Raises:
             CheckpointError: naming the file, for what is damaged.
         """
-        out = torch.empty(tuple(lengths), dtype=self.entries[name].dtype)
+        out = memory.empty(lengths, self.entries[name].dtype)
         self.read_into(name, offsets, out)
         return out
 

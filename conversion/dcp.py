@@ -139,7 +139,7 @@ class DcpReader(Reader):
 
     def read(self, key: Key) -> Tensor:
         (store, name), *copies = self._sources[key]
-        tensor = store.read(name)
+        tensor = store.read(name, self.memory)
         for other, copy in copies:
             if not _equal(other.read(copy), tensor):
                 raise CheckpointError(f"{self.path}: {name} and {copy} are one weight of the model and differ.")

@@ -116,7 +116,7 @@ class HuggingFaceReader(Reader):
         return tensor
 
     def _converted(self, group: LoadingGroup) -> dict[Key, Tensor]:
-        tensors = {name: self._found[name].read(name) for name, _ in group.sources}
+        tensors = {name: self._found[name].read(name, self.memory) for name, _ in group.sources}
         converted = convert_loaded(self.architecture.model, group, tensors)
         return {Key(WEIGHT, self.architecture.first_name(name)): tensor for name, tensor in converted.items()}
 

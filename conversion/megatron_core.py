@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
@@ -149,7 +148,7 @@ class MegatronCoreReader(Reader):
 
     def read(self, key: Key) -> Tensor:
         entry, rows = self.entries[key], self._parts[key]
-        out = torch.empty(entry.shape, dtype=entry.dtype)
+        out = self.memory.empty(entry.shape, entry.dtype)
         for row, target in zip(rows, out if self._stacks_experts(rows[0][0]) else [out], strict=True):
             start = 0
             for part in row:

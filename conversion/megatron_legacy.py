@@ -172,7 +172,7 @@ class MegatronLegacyReader(Reader):
         embedding.copies += [*copy.copies, *zip(embedding.pieces[0], copy.pieces[0], strict=True)]
 
     def read(self, key: Key) -> Tensor:
-        return self._merged[key.name].read(key.name, self._model.gated)
+        return self._merged[key.name].read(key.name, self._model.gated, self.memory)
 
     def close(self) -> None:
         self._ranks.close()

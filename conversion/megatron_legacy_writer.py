@@ -45,7 +45,7 @@ class _Shard:
         views = cut(whole, self.split, self.tp, size, gated)
         if self.split.dim == 0:
             return tuple(view.contiguous() for view in views)
-        return (torch.cat(views, self.split.dim).contiguous(),)
+        return (torch.cat(views, self.split.dim),)
 
 
 class MegatronLegacyWriter(Writer):

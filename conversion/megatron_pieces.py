@@ -12,6 +12,7 @@ from ..errors import CheckpointError
 from .blobs import StoredTensor
 from .megatron_names import Split, cut
 from .megatron_ranks import RankFile
+from .memory import Memory
 from .tensors import Entry
 
 
@@ -80,7 +81,7 @@ class Merged:
             shape[self.split.dim] *= len(self.pieces[0])
         return Entry((len(self.pieces), *shape) if self.experts else tuple(shape), first.dtype)
 
-    def read(self, name: str, gated: bool) -> Tensor:
+    def read(self, name: str, gated: bool, memory: Memory) -> Tensor:
         """The global tensor.
 
         Raises:
@@ -90,7 +91,7 @@ class Merged:
             if not _equal(first, other):
                 raise CheckpointError(f"{name}: {first} and {other} differ, and should be copies.")
         entry = self.entry()
-        merged = torch.empty(entry.shape, dtype=entry.dtype)
+        merged = memory.empty(entry.shape, entry.dtype)
         for index, ranks in enumerate(self.pieces):
             _merge(merged[index] if self.experts else merged, self.split, ranks, gated)
         return merged

@@ -7,6 +7,7 @@ from torch import Tensor
 from ..errors import CheckpointError
 from .architecture import Architecture
 from .megatron_names import spellings
+from .memory import FRESH, Memory, Pool
 from .rules import Rule
 from .tensors import WEIGHT, Entry, Key, Reader, Writer
 
@@ -77,7 +78,8 @@ class TransformersView(Reader):
     def read(self, key: Key) -> Tensor:
         if key not in self._ready:
             rule, sources = self._source_of[key]
-            tensors = rule.operation.to_transformers([self._reader.read(source) for source in sources])
+            self._reader.memory = self.memory
+            tensors = rule.operation.to_transformers([self._reader.read(source) for source in sources], self.memory)
             self._ready |= {
                 Key(key.kind, name): tensor for name, tensor in zip(rule.transformers, tensors, strict=True)
             }
@@ -90,7 +92,8 @@ class TransformersView(Reader):
 class Regrouping:
     """Collects tensors of the model until a rule has all of its own, then gives what Megatron has of them."""
 
-    def __init__(self, rules: Sequence[Rule]):
+    def __init__(self, rules: Sequence[Rule], memory: Memory = FRESH):
+        self._memory = memory
         self._rule_of = {name: rule for rule in rules for name in rule.transformers}
         self._waiting: dict[Key, Tensor] = {}
 
@@ -100,7 +103,7 @@ class Regrouping:
         wanted = [Key(key.kind, name) for name in rule.transformers]
         if any(other not in self._waiting for other in wanted):
             return {}
-        converted = rule.operation.to_megatron([self._waiting.pop(other) for other in wanted])
+        converted = rule.operation.to_megatron([self._waiting.pop(other) for other in wanted], self._memory)
         return {Key(key.kind, name): out for name, out in zip(rule.megatron, converted, strict=True)}
 
 
@@ -128,12 +131,14 @@ class TransformersNames(Writer):
 
     def __init__(self, writer: Writer, plan: Mapping[Key, Entry], rules: Sequence[Rule]):
         self._writer, self.plan = writer, plan
-        self._regrouping = Regrouping(rules)
+        self._regrouping = Regrouping(rules, Pool())
+
+    def arrange(self, key: Key, tensor: Tensor) -> Iterable[tuple[Key, Tensor]]:
+        self.check(key, tensor)
+        return self._regrouping.take(key, tensor).items()
 
     def write(self, key: Key, tensor: Tensor) -> None:
-        self.check(key, tensor)
-        for other, converted in self._regrouping.take(key, tensor).items():
-            self._writer.write(other, converted)
+        self._writer.write(key, tensor)
 
     def finish(self) -> None:
         self._writer.finish()

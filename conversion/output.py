@@ -5,6 +5,7 @@ import re
 import shutil
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import IO
@@ -54,12 +55,16 @@ class HashedFile:
     def seekable(self) -> bool:
         return False
 
-    def close(self) -> FileEntry:
-        """Makes the file durable, and says what it has to contain."""
+    @property
+    def entry(self) -> FileEntry:
+        """What the file contains, if all went well."""
+        return FileEntry(self.size, self._digest.hexdigest())
+
+    def close(self) -> None:
+        """Makes the file durable."""
         if not self._file.closed:
             os.fsync(self._file.fileno())
             self._file.close()
-        return FileEntry(self.size, self._digest.hexdigest())
 
 
 class Output:
@@ -105,7 +110,7 @@ class Output:
                 yield Path(entry.path)
 
     def create(self, name: str) -> HashedFile:
-        """A new file at a path relative to the directory; `HashedFile.close` need not be called."""
+        """A new file at a path relative to the directory; `commit` closes it."""
         path = self.directory / name
         path.parent.mkdir(parents=True, exist_ok=True)
         file = HashedFile(path)
@@ -121,8 +126,8 @@ class Output:
         self._last.append(action)
 
     def entries(self) -> dict[str, FileEntry]:
-        """Sizes and digests of all files so far, by relative path; no more is written to them."""
-        return {file.path.relative_to(self.directory).as_posix(): file.close() for file in self._files}
+        """Sizes and digests of all files so far, by relative path."""
+        return {file.path.relative_to(self.directory).as_posix(): file.entry for file in self._files}
 
     def commit(self) -> None:
         """Reads every file back, compares it with what was handed in, and renames the directory.
@@ -133,10 +138,14 @@ class Output:
         try:
             for action in self._last:
                 action()
-            for name, expected in self.entries().items():
-                found = hash_file(self.directory / name)
-                if found != expected:
-                    raise CheckpointError(f"{self.directory / name} was read back with other content than was written.")
+            # One thread waits for the disk while another reads.
+            with ThreadPoolExecutor(1) as thread:
+                durable = [thread.submit(file.close) for file in self._files]
+                for file in self._files:
+                    if hash_file(file.path) != file.entry:
+                        raise CheckpointError(f"{file.path} was read back with other content than was written.")
+                for future in durable:
+                    future.result()
             for path in [self.directory, *self.directory.rglob("*")]:
                 if path.is_dir():
                     sync_directory(path)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..checkpoint.shards import Span
 from ..errors import CheckpointError
+from .memory import FRESH, Memory
 
 
 class PickledFile:
@@ -31,7 +32,8 @@ class PickledFile:
             name: Span(tensor.dtype, tuple(tensor.shape), 0) for name, tensor in content.items()
         }
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str, memory: Memory = FRESH) -> Tensor:
+        """A whole tensor, mapped from the file."""
         return self._tensors[name]
 
     def close(self) -> None:

@@ -12,26 +12,27 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
+from .memory import FRESH, Memory
 
 
 class Operation(ABC):
-    """Turns tensors of the model into tensors of Megatron and back."""
+    """Turns tensors of the model into tensors of Megatron and back; results are views, or lie in `memory`."""
 
     @abstractmethod
-    def to_megatron(self, tensors: Sequence[Tensor]) -> list[Tensor]: ...
+    def to_megatron(self, tensors: Sequence[Tensor], memory: Memory = FRESH) -> list[Tensor]: ...
 
     @abstractmethod
-    def to_transformers(self, tensors: Sequence[Tensor]) -> list[Tensor]: ...
+    def to_transformers(self, tensors: Sequence[Tensor], memory: Memory = FRESH) -> list[Tensor]: ...
 
 
 @dataclass(frozen=True)
 class Same(Operation):
     """Another name for the same tensor."""
 
-    def to_megatron(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def to_megatron(self, tensors: Sequence[Tensor], memory: Memory = FRESH) -> list[Tensor]:
         return list(tensors)
 
-    def to_transformers(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def to_transformers(self, tensors: Sequence[Tensor], memory: Memory = FRESH) -> list[Tensor]:
         return list(tensors)
 
 
@@ -39,11 +40,11 @@ class Same(Operation):
 class Transposed(Operation):
     """The last two dims exchanged (GPT-2's Conv1D, experts that are stored [in, out])."""
 
-    def to_megatron(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        return [tensor if tensor.dim() < 2 else tensor.transpose(-2, -1).contiguous() for tensor in tensors]
+    def to_megatron(self, tensors: Sequence[Tensor], memory: Memory = FRESH) -> list[Tensor]:
+        return [tensor if tensor.dim() < 2 else memory.contiguous(tensor.transpose(-2, -1)) for tensor in tensors]
 
-    def to_transformers(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        return self.to_megatron(tensors)
+    def to_transformers(self, tensors: Sequence[Tensor], memory: Memory = FRESH) -> list[Tensor]:
+        return self.to_megatron(tensors, memory)
 
 
 @dataclass(frozen=True)
@@ -53,12 +54,12 @@ class Joined(Operation):
     sizes: tuple[int, ...]
     dim: int = 0
 
-    def to_megatron(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        return [torch.cat(list(tensors), self.dim)]
+    def to_megatron(self, tensors: Sequence[Tensor], memory: Memory = FRESH) -> list[Tensor]:
+        return [memory.joined(tensors, self.dim)]
 
-    def to_transformers(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        (joined,) = tensors
-        return [part.contiguous() for part in joined.split(self.sizes, self.dim)]
+    def to_transformers(self, tensors: Sequence[Tensor], memory: Memory = FRESH) -> list[Tensor]:
+        (whole,) = tensors
+        return [memory.contiguous(part) for part in whole.split(self.sizes, self.dim)]
 
 
 @dataclass(frozen=True)
@@ -68,11 +69,11 @@ class Split(Operation):
     sizes: tuple[int, ...]
     dim: int = 0
 
-    def to_megatron(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        return Joined(self.sizes, self.dim).to_transformers(tensors)
+    def to_megatron(self, tensors: Sequence[Tensor], memory: Memory = FRESH) -> list[Tensor]:
+        return Joined(self.sizes, self.dim).to_transformers(tensors, memory)
 
-    def to_transformers(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        return Joined(self.sizes, self.dim).to_megatron(tensors)
+    def to_transformers(self, tensors: Sequence[Tensor], memory: Memory = FRESH) -> list[Tensor]:
+        return Joined(self.sizes, self.dim).to_megatron(tensors, memory)
 
 
 @dataclass(frozen=True)
@@ -86,15 +87,15 @@ class GroupedQKV(Operation):
     groups: int
     head_dim: int
 
-    def to_megatron(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def to_megatron(self, tensors: Sequence[Tensor], memory: Memory = FRESH) -> list[Tensor]:
         rows = tuple(part.shape[0] for part in tensors)
         wanted = tuple(heads * self.head_dim for heads in (self.heads, self.groups, self.groups))
         if rows != wanted:
             raise CheckpointError(f"query, key and value have {rows} rows, expected {wanted}.")
         parts = [part.reshape(self.groups, -1, *part.shape[1:]) for part in tensors]
-        return [torch.cat(parts, 1).reshape(-1, *tensors[0].shape[1:])]
+        return [memory.joined(parts, 1).view(-1, *tensors[0].shape[1:])]
 
-    def to_transformers(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def to_transformers(self, tensors: Sequence[Tensor], memory: Memory = FRESH) -> list[Tensor]:
         (packed,) = tensors
         wanted = (self.heads + 2 * self.groups) * self.head_dim
         if packed.shape[0] != wanted:
@@ -102,7 +103,7 @@ class GroupedQKV(Operation):
         rows = packed.reshape(self.groups, -1, self.head_dim, *packed.shape[1:])
         queries = self.heads // self.groups
         parts = rows[:, :queries], rows[:, queries : queries + 1], rows[:, queries + 1 :]
-        return [part.reshape(-1, *packed.shape[1:]) for part in parts]
+        return [memory.contiguous(part).view(-1, *packed.shape[1:]) for part in parts]
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ class Interleaved(Operation):
     parts: int = 2
     dim: int = -2
 
-    def to_megatron(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def to_megatron(self, tensors: Sequence[Tensor], memory: Memory = FRESH) -> list[Tensor]:
         (tensor,) = tensors
         return [
             torch.cat(
@@ -124,7 +125,7 @@ class Interleaved(Operation):
             )
         ]
 
-    def to_transformers(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def to_transformers(self, tensors: Sequence[Tensor], memory: Memory = FRESH) -> list[Tensor]:
         (tensor,) = tensors
         dim = self._dim(tensor)
         return [torch.stack(tensor.chunk(self.parts, dim), dim + 1).flatten(dim, dim + 1)]
@@ -141,10 +142,10 @@ class InterleavedRows(Operation):
     start: int
     size: int
 
-    def to_megatron(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def to_megatron(self, tensors: Sequence[Tensor], memory: Memory = FRESH) -> list[Tensor]:
         return self._apply(tensors, Interleaved(dim=1).to_transformers)
 
-    def to_transformers(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def to_transformers(self, tensors: Sequence[Tensor], memory: Memory = FRESH) -> list[Tensor]:
         return self._apply(tensors, Interleaved(dim=1).to_megatron)
 
     def _apply(self, tensors: Sequence[Tensor], order: Callable[[Sequence[Tensor]], list[Tensor]]) -> list[Tensor]:
@@ -161,16 +162,16 @@ class PaddedVocabulary(Operation):
     size: int
     padded: int
 
-    def to_megatron(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def to_megatron(self, tensors: Sequence[Tensor], memory: Memory = FRESH) -> list[Tensor]:
         (tensor,) = tensors
         if self.padded == self.size:
             return [tensor]
-        out = tensor.new_empty((self.padded, *tensor.shape[1:]))
+        out = memory.like(tensor, (self.padded, *tensor.shape[1:]))
         out[: self.size] = tensor
         out[self.size :] = 0
         return [out]
 
-    def to_transformers(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def to_transformers(self, tensors: Sequence[Tensor], memory: Memory = FRESH) -> list[Tensor]:
         (tensor,) = tensors
         return [tensor[: self.size]]
 
@@ -181,16 +182,16 @@ class Chain(Operation):
 
     operations: tuple[Operation, ...]
 
-    def to_megatron(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def to_megatron(self, tensors: Sequence[Tensor], memory: Memory = FRESH) -> list[Tensor]:
         result = list(tensors)
         for operation in self.operations:
-            result = operation.to_megatron(result)
+            result = operation.to_megatron(result, memory)
         return result
 
-    def to_transformers(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def to_transformers(self, tensors: Sequence[Tensor], memory: Memory = FRESH) -> list[Tensor]:
         result = list(tensors)
         for operation in reversed(self.operations):
-            result = operation.to_transformers(result)
+            result = operation.to_transformers(result, memory)
         return result
 
 

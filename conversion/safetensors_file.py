@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..checkpoint.shards import DTYPES, LARGEST_HEADER, Span, read_header
 from ..errors import CheckpointError
+from .memory import FRESH, Memory
 from .output import HashedFile
 from .tensors import Entry
 
@@ -29,19 +30,12 @@ class SafetensorsFile:
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from error
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str, memory: Memory = FRESH) -> Tensor:
         """A whole tensor."""
         span = self.spans[name]
-        return self.read_rows(name, 0, span.shape[0] if span.shape else 1).view(span.shape)
-
-    def read_rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Some rows of a tensor's first dim."""
-        span = self.spans[name]
-        row = span.numel // span.shape[0] if span.shape and span.shape[0] else 1
-        out = torch.empty(((stop - start), *span.shape[1:]), dtype=span.dtype)
+        out = memory.empty(span.shape, span.dtype)
         if out.numel():
-            buffer = memoryview(out.view(-1).view(torch.uint8).numpy())
-            read_at(self._descriptor, buffer, span.start + start * row * span.dtype.itemsize, self.path)
+            read_at(self._descriptor, memoryview(out.view(-1).view(torch.uint8).numpy()), span.start, self.path)
         return out
 
     def close(self) -> None:
@@ -91,11 +85,6 @@ class SafetensorsStream:
         self._file.write_tensor(tensor)
 
     def finish(self) -> None:
-        """Makes the file durable.
-
-        Raises:
-            CheckpointError: naming tensors that never came.
-        """
+        """Raises for tensors that never came."""
         if self._remaining:
             raise CheckpointError(f"{self._file.path}: {list(self._remaining)[:5]} were planned and never came.")
-        self._file.close()

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checkpoint.manifest import MANIFEST, Manifest, PieceEntry, TensorEntry
+from ..checkpoint.manifest import MANIFEST, Manifest, PieceEntry, TensorEntry, inside
 from ..checkpoint.packing import pack, unpack
 from ..checkpoint.pieces import Box
 from ..checkpoint.reader import Checkpoint
+from ..errors import CheckpointError
 from .architecture import Architecture
 from .output import Output
-from .safetensors_file import SafetensorsStream
+from .safetensors_file import SafetensorsFile, SafetensorsStream
 from .tensors import MAIN_WEIGHT, MOMENTS, WEIGHT, Entry, Key, Layout, OptimizerState, Reader, Writer
 
 _KINDS = (MAIN_WEIGHT, *MOMENTS)
@@ -37,6 +38,7 @@ class ShardedReader(Reader):
 
     def __init__(self, path: Path, architecture: Architecture, verify: bool = True):
         self._checkpoint = Checkpoint(path)
+        self._files: dict[str, SafetensorsFile] = {}
         if verify:
             self._checkpoint.verify()
         facts = self._checkpoint.facts
@@ -58,9 +60,31 @@ class ShardedReader(Reader):
 
     def read(self, key: Key) -> Tensor:
         entry, name = self.entries[key], self._names[key]
-        out = torch.empty(torch.Size(entry.shape).numel(), dtype=entry.dtype)
-        self._checkpoint.read(name, [Box((0,) * len(entry.shape), entry.shape)], out)
+        pieces = self._checkpoint.manifest.tensors[name].pieces
+        if pieces[0].boxes == (_whole(entry),):
+            file, stored = self._file(pieces[0].file), pieces[0].key
+            span = file.spans.get(stored)
+            if span is None or (span.dtype, span.numel) != (entry.dtype, torch.Size(entry.shape).numel()):
+                raise CheckpointError(f"{file.path}: {stored!r} is not what the manifest says of {name}.")
+            return file.read(stored, self.memory).view(entry.shape)
+        out = self.memory.empty([torch.Size(entry.shape).numel()], entry.dtype)
+        self._checkpoint.read(name, [_whole(entry)], out)
+        self._checkpoint.forget()
         return out.view(entry.shape)
+
+    def _file(self, name: str) -> SafetensorsFile:
+        """A file of which whole tensors are read: what is mapped counts as memory until it is given back."""
+        if name not in self._files:
+            self._files[name] = SafetensorsFile(inside(self._checkpoint.path, name))
+        return self._files[name]
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+
+
+def _whole(entry: Entry) -> Box:
+    return Box((0,) * len(entry.shape), entry.shape)
 
 
 def _optimizer(described: list[dict[str, Any]], converted: Any) -> tuple[OptimizerState | None, str | None]:
@@ -142,8 +166,8 @@ class ShardedWriter(Writer):
         self._output.add(MANIFEST, json.dumps(manifest.to_dict(), separators=(",", ":")))
 
     def _tensor(self, key: Key, entry: Entry) -> TensorEntry:
-        box = Box((0,) * len(entry.shape), entry.shape)
-        return TensorEntry(entry.shape, entry.dtype, (PieceEntry(self._file_of[key], key.name, (box,)),))
+        piece = PieceEntry(self._file_of[key], key.name, (_whole(entry),))
+        return TensorEntry(entry.shape, entry.dtype, (piece,))
 
     def _facts(self) -> dict[str, Any]:
         model = self._architecture.model

@@ -7,7 +7,7 @@ in them (`decoder.layers.3.mlp.linear_fc1.weight`) and global shapes, however a 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, NamedTuple
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError, ConfigError
+from .memory import FRESH, Memory
 
 Naming = Literal["transformers", "megatron"]
 
@@ -75,6 +76,7 @@ class Reader(ABC):
         entries: every tensor, in an order in which reading costs little memory.
         optimizer: of the optimizer whose moments are among the entries, `None` without.
         optimizer_refusal: why the state of an optimizer that is there is not among the entries, and what to do.
+        memory: where what is read is put.
         iteration: optimizer steps of the run that wrote it, `None` where it is not known.
     """
 
@@ -83,6 +85,7 @@ class Reader(ABC):
     optimizer: OptimizerState | None = None
     optimizer_refusal: str | None = None
     iteration: int | None = None
+    memory: Memory = FRESH
 
     @abstractmethod
     def read(self, key: Key) -> Tensor:
@@ -122,9 +125,16 @@ class Writer(ABC):
         if self.plan.get(key) != Entry.of(tensor):
             raise CheckpointError(f"{key}: planned {self.plan.get(key)}, got {tuple(tensor.shape)} {tensor.dtype}.")
 
+    def arrange(self, key: Key, tensor: Tensor) -> Iterable[tuple[Key, Tensor]]:
+        """What is to be written once a planned tensor has come, under the names that `write` wants.
+
+        It is apart from `write` so that one thread may compute while another writes.
+        """
+        return [(key, tensor)]
+
     @abstractmethod
     def write(self, key: Key, tensor: Tensor) -> None:
-        """Takes one tensor; it may be kept until others that belong to it have come, and must not change until then.
+        """Writes one tensor; it may be kept until others that belong to it have come, and must not change until then.
 
         Raises:
             CheckpointError: not what was planned.

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checkpoint.shards import BLOCK
 from ..errors import CheckpointError
 from ..upstream import rebuild_tensor
 from .output import HashedFile
@@ -82,19 +81,13 @@ class ArchiveWriter:
             self._header(name, zlib.crc32(data), len(data))
             file.write(data)
 
-    def append(self, number: int, pieces: Sequence[Tensor], checksum: bool = True) -> None:
+    def append(self, number: int, pieces: Sequence[Tensor]) -> None:
         """The bytes of a slot's tensor: those of contiguous tensors one after the other.
 
-        Args:
-            checksum: whether the record has one. torch does not look at it, and writes 0 itself with
-                `torch.serialization.set_crc32_options(False)`; it takes half as long again as hashing and writing.
+        The record has no checksum, as with `torch.serialization.set_crc32_options(False)`: torch does not look at it,
+        and it would take half as long again as hashing and writing.
         """
-        crc = 0
-        for piece in pieces if checksum else ():
-            data = _bytes_of(piece)
-            for start in range(0, len(data), BLOCK):
-                crc = zlib.crc32(data[start : start + BLOCK], crc)
-        self._header(f"data/{number}", crc, sum(piece.nbytes for piece in pieces))
+        self._header(f"data/{number}", 0, sum(piece.nbytes for piece in pieces))
         for piece in pieces:
             self._file.write_tensor(piece)
 
@@ -129,6 +122,3 @@ class ArchiveWriter:
         end_fields = struct.pack("<HHHHIIH", 0, 0, short, short, min(size, _LARGE), min(start, _LARGE), 0)
         self._file.write(b"PK\5\6" + end_fields)
 
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    return tensor.detach().view(-1).view(torch.uint8).numpy().data if tensor.numel() else memoryview(b"")

@@ -1,6 +1,7 @@
 """Writing a checkpoint: what it will hold, in which order, and the loop that does it."""
 
 import json
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from .formats import Format, create_writer, rules_of
 from .hugging_face import copy_small_files
 from .output import Output
 from .source import RECORD
-from .tensors import MAIN_WEIGHT, MOMENTS, WEIGHT, Entry, Key, Layout, OptimizerState, Reader
+from .tensors import MAIN_WEIGHT, MOMENTS, WEIGHT, Entry, Key, Layout, OptimizerState, Reader, Writer
 
 # Headers, indexes and the like, beside the tensors.
 _OVERHEAD = 64 << 20
@@ -90,9 +91,11 @@ def write_checkpoint(
     total = sum(entry.nbytes for entry in plan.values())
     with Output(target, total + _OVERHEAD) as output:
         writer = create_writer(output, plan, to, architecture, layout, iteration, optimizer)
-        with _in_background() as submit:
+        # Half the largest tensor evens out large and small ones.
+        with _in_background(writer, max((entry.nbytes for entry in plan.values()), default=0) // 2) as submit:
             for key, tensor in tensors:
-                submit(writer.write, key, tensor)
+                for arranged, converted in writer.arrange(key, tensor):
+                    submit(arranged, converted)
         writer.finish()
         copy_small_files(small_files, output)
         write_card(output.directory)
@@ -100,19 +103,19 @@ def write_checkpoint(
 
 
 @contextmanager
-def _in_background() -> Iterator[Callable[..., None]]:
-    """Runs calls one after another in a thread; at most one waits, so that memory stays bounded."""
+def _in_background(writer: Writer, limit: int) -> Iterator[Callable[[Key, Tensor], None]]:
+    """Writes tensors one after another in a thread; at most `limit` bytes wait, or a single tensor."""
     with ThreadPoolExecutor(1) as thread:
-        pending: list[Future[Any]] = []
+        pending: deque[tuple[int, Future[None]]] = deque()
 
-        def submit(function: Callable[..., Any], *arguments: Any) -> None:
-            if pending:
-                pending.pop().result()
-            pending.append(thread.submit(function, *arguments))
+        def submit(key: Key, tensor: Tensor) -> None:
+            while pending and (pending[0][1].done() or sum(size for size, _ in pending) > limit):
+                pending.popleft()[1].result()
+            pending.append((tensor.nbytes, thread.submit(writer.write, key, tensor)))
 
         yield submit
-        if pending:
-            pending.pop().result()
+        for _, future in pending:
+            future.result()
 
 
 def _record(facts: Mapping[str, Any], output: Output) -> None:

@@ -35,7 +35,9 @@ def convert(
     ] = "",
     tp: Annotated[int, typer.Option(help="Tensor parallel size that the target is padded or split for.", min=1)] = 1,
     pp: Annotated[int, typer.Option(help="Pipeline parallel size of megatron_legacy.", min=1)] = 1,
-    ep: Annotated[int, typer.Option(help="Expert parallel size of megatron_legacy, and for moments of megatron_core.", min=1)] = 1,
+    ep: Annotated[
+        int, typer.Option(help="Expert parallel size of megatron_legacy, and for moments of megatron_core.", min=1)
+    ] = 1,
     make_vocab_size_divisible_by: Annotated[
         int, typer.Option(help="As in Megatron-LM: its vocabulary is padded to a multiple of this times --tp.", min=1)
     ] = 128,

@@ -187,6 +187,11 @@ class Checkpoint:
         for source_boxes, data in sources:
             copy_overlap(source_boxes, data, boxes, out)
 
+    def forget(self) -> None:
+        """Gives back the memory of what was read so far, for a reader that needs each tensor once."""
+        for shard in self._shards.values():
+            shard.forget()
+
     def _contents(self, name: str, entry: TensorEntry, piece: PieceEntry) -> Tensor:
         shard = self._shards.get(piece.file)
         if shard is None:

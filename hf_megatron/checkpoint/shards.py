@@ -134,6 +134,7 @@ def hash_tensor(tensor: Tensor) -> str:
 
 def hash_file(path: Path) -> FileEntry:
     """Size and digest of a file as it is now."""
+    # More threads would be blake3's own pool, which a forked process waits for forever.
     digest, size = blake3(), 0
     buffer = bytearray(BLOCK)
     with open(path, "rb", buffering=0) as file:
@@ -203,6 +204,10 @@ class MappedShard:
         with open(path, "rb") as file:
             # Private and never written to: torch takes no read-only memory without a warning.
             self._memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+
+    def forget(self) -> None:
+        """Gives back the memory of pages that were read; they are read again when they are needed."""
+        self._memory.madvise(mmap.MADV_DONTNEED)
 
     def tensor(self, key: str) -> Tensor:
         """The flat contents of a tensor, without a copy.

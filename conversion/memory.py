@@ -1,0 +1,94 @@
+"""Memory for tensors that live as long as it takes to write them.
+
+Reading from the page cache into memory that was used before takes a fifth of the time of fresh memory, whose pages have
+to be mapped and zeroed. So a conversion hands its memory round.
+"""
+
+import contextlib
+import mmap
+import sys
+import weakref
+from collections.abc import Sequence
+from threading import Lock
+
+import numpy
+import torch
+from torch import Tensor
+
+# Below, torch's own allocation reuses memory.
+_SMALLEST = 1 << 20
+
+
+class Memory:
+    """Where tensors are put; this one takes fresh memory for each."""
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """An uninitialised tensor on the CPU."""
+        return torch.empty(tuple(shape), dtype=dtype)
+
+    def like(self, tensor: Tensor, shape: Sequence[int]) -> Tensor:
+        """An uninitialised tensor of another shape; on the meta device where `tensor` is."""
+        if tensor.device.type == "meta":
+            return torch.empty(tuple(shape), dtype=tensor.dtype, device="meta")
+        return self.empty(shape, tensor.dtype)
+
+    def joined(self, parts: Sequence[Tensor], dim: int) -> Tensor:
+        """Tensors one after another along a dim, copied."""
+        shape = list(parts[0].shape)
+        dim %= len(shape)
+        shape[dim] = sum(part.shape[dim] for part in parts)
+        out, start = self.like(parts[0], shape), 0
+        for part in parts:
+            out.narrow(dim, start, part.shape[dim]).copy_(part)
+            start += part.shape[dim]
+        return out
+
+    def contiguous(self, tensor: Tensor) -> Tensor:
+        """The tensor itself where its entries lie in order, else a copy in which they do."""
+        if tensor.is_contiguous():
+            return tensor
+        return self.like(tensor, tensor.shape).copy_(tensor)
+
+
+FRESH = Memory()
+
+
+class Pool(Memory):
+    """Takes memory that tensors before have let go of; what is free is at most 1.5 times the largest tensor."""
+
+    def __init__(self) -> None:
+        self._free: list[mmap.mmap] = []
+        self._largest = 0
+        self._lock = Lock()
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        size = torch.Size(shape).numel() * dtype.itemsize
+        if size < _SMALLEST:
+            return torch.empty(tuple(shape), dtype=dtype)
+        block = self._take(size)
+        # The tensor's storage holds the array; with the last view of it the block comes back.
+        array = numpy.frombuffer(block, dtype=numpy.uint8, count=size)
+        weakref.finalize(array, self._give, block).atexit = False
+        return torch.frombuffer(array, dtype=dtype).view(tuple(shape))
+
+    def _take(self, size: int) -> mmap.mmap:
+        with self._lock:
+            self._largest = max(self._largest, size)
+            fitting = [block for block in self._free if size <= len(block) <= 2 * size]
+            if fitting:
+                block = min(fitting, key=len)
+                self._free.remove(block)
+                return block
+        block = mmap.mmap(-1, size)
+        if sys.platform == "linux":
+            # A kernel built without huge pages answers EINVAL; the memory is as good in small ones.
+            with contextlib.suppress(OSError):
+                block.madvise(mmap.MADV_HUGEPAGE)
+        return block
+
+    def _give(self, block: mmap.mmap) -> None:
+        with self._lock:
+            self._free.append(block)
+            while sum(map(len, self._free)) > 1.5 * self._largest:
+                # The embedding's comes once, those of layers again and again.
+                self._free.remove(max(self._free, key=len))
