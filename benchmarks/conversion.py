@@ -2,8 +2,8 @@
 
     python benchmarks/conversion.py --rounds 5 --out benchmarks/results/conversion_cpu.json
 
-Each sample runs in a process forked for it, with the files in the page cache: seconds until the result is durable, and
-how far its memory grew. Variants take turns; reported are medians, ratios to `cp` + sync followed by blake3 of the copy,
+Each sample runs in a process forked for it, with files in the page cache: seconds until the result is durable, and
+how far its memory grew. Variants take turns; reported are medians, ratios to `cp` + sync then blake3 of the copy,
 and memory in units of the largest of layer and embedding. `--sizes 1 2` measures the model with twice the layers too.
 """
 
@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from hf_megatron.conversion import Layout, convert
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_megatron.checkpoint.shards import hash_file
-from hf_megatron.conversion import Layout, convert
 from hf_megatron.verify.ranks import run_ranks
 
 # name -> (layout of the source, layout of the target)

@@ -87,4 +87,4 @@ class Architecture:
 def _some(what: str, names: list[str]) -> str:
     if not names:
         return ""
-    return f"{len(names)} {what} ({', '.join(names[:5])}{', ...' if len(names) > 5 else ''}); "
+    return f"{len(names)} {what} ({', '.join(names[:50])}{', ...' if len(names) > 50 else ''}); "

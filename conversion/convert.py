@@ -13,7 +13,7 @@ from .compare import Comparison, compare_logits, compare_readers
 from .formats import Format, format_named, rules_of
 from .memory import Pool
 from .source import Source, find_source, local_folder, with_config
-from .tensors import MAIN_WEIGHT, MOMENTS, WEIGHT, Entry, Key, Layout, Reader
+from .tensors import MAIN_WEIGHT, MOMENTS, WEIGHT, Entry, Key, Layout, Reader, largest
 from .write import notes_of, order_by_rules, planned_entries, write_checkpoint
 
 
@@ -116,7 +116,7 @@ def convert(
     report, layout = _report(source, target, to, from_format, config), layout or Layout()
     found = report.source
     with found.open(checksums) as reader:
-        reader.memory = Pool()
+        reader.memory = Pool(largest(reader.entries))
         plan = _plan(report, reader, layout, optimizer)
         state = reader.optimizer if any(key.kind in MOMENTS for key in plan) else None
         write_checkpoint(
@@ -184,7 +184,7 @@ def _compare(
     first: Source, second: Source, moments: bool, logits: bool, on_tensor: Callable[[int], None] = lambda size: None
 ) -> Comparison:
     with first.open(checksums=False) as one, second.open(checksums=False) as other:
-        one.memory, other.memory = Pool(), Pool()
+        one.memory, other.memory = Pool(largest(one.entries)), Pool(largest(other.entries))
         result = compare_readers(one, other, moments=moments, on_tensor=on_tensor)
     if logits and not (result.only_first or result.only_second):
         result.logits = compare_logits(first.architecture, first.open, second.open)

@@ -15,6 +15,7 @@ from .families import family_of
 from .hugging_face import HuggingFaceReader, HuggingFaceWriter
 from .megatron_core import MegatronCoreReader
 from .megatron_core_writer import MegatronCoreWriter
+from .megatron_folder import iteration_folder
 from .megatron_legacy import MegatronLegacyReader
 from .megatron_legacy_writer import MegatronLegacyWriter
 from .naming import TransformersNames, TransformersView, megatron_plan
@@ -22,8 +23,6 @@ from .output import Output
 from .rules import Rule
 from .sharded import ShardedReader, ShardedWriter
 from .tensors import Entry, Key, Layout, OptimizerState, Reader, Writer
-
-TRACKER = "latest_checkpointed_iteration.txt"
 
 
 @dataclass(frozen=True)
@@ -66,25 +65,6 @@ def format_named(name: str) -> Format:
     return found
 
 
-def resolve(path: Path) -> Path:
-    """The folder with the tensors: of Megatron's folders the iteration that the tracker file names.
-
-    Raises:
-        CheckpointError: the tracker names no plain folder, or one that is missing.
-    """
-    tracker = path / TRACKER
-    if not tracker.is_file():
-        return path
-    with open(tracker, encoding="utf-8", errors="replace") as file:
-        name = file.read(100).strip()
-    if not re.fullmatch(r"\d{1,12}|release", name):
-        raise CheckpointError(f"{tracker} says {name!r}, expected a number or 'release'.")
-    folder = path / (name if name == "release" else f"iter_{int(name):07d}")
-    if not folder.is_dir():
-        raise CheckpointError(f"{tracker} names {folder.name}, which is missing from {path}.")
-    return folder
-
-
 def recognise(path: Path) -> Format:
     """The layout of a folder.
 
@@ -93,7 +73,7 @@ def recognise(path: Path) -> Format:
     """
     if not path.is_dir():
         raise CheckpointError(f"{path} is no folder.")
-    folder = resolve(path)
+    folder = iteration_folder(path)
     names = os.listdir(folder)
     if "metadata.json" in names:
         return MEGATRON_CORE
@@ -146,7 +126,7 @@ def open_reader(path: Path, format: Format, architecture: Architecture, verify: 
         return DcpReader(path, architecture.names, architecture.first_name)
     config = architecture.config
     rules = rules_of(config, Layout())
-    folder = resolve(path)
+    folder = iteration_folder(path)
     reader: Reader
     if format is MEGATRON_CORE:
         reader = MegatronCoreReader(folder)

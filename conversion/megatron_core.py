@@ -15,11 +15,11 @@ from torch import Tensor
 from ..errors import CheckpointError
 from .blobs import read_saved
 from .data_file import DataFile
-from .megatron_core_common import RELEASE, arguments_of, iteration_of, optimizer_of, optimizers_of
+from .megatron_core_common import arguments_of, iteration_of, optimizer_of, optimizers_of
+from .megatron_folder import iteration_folder
 from .tensors import EXP_AVG, EXP_AVG_SQ, MAIN_WEIGHT, WEIGHT, Entry, Key, Reader
 from .torch_store import METADATA, StoreReader
 
-TRACKER = "latest_checkpointed_iteration.txt"
 CONFIG = "metadata.json"
 COMMON = "common.pt"
 COMMON_OBJECT = "common_state/shard_0_1"
@@ -160,20 +160,6 @@ class MegatronCoreReader(Reader):
                 else:
                     self._store.read_into(part.stored, [part.layer] + [0] * len(shape), box[None])
         return out
-
-
-def iteration_folder(path: Path) -> Path:
-    """The folder of the iteration that the tracker file names, or the folder itself where there is none."""
-    tracker = path / TRACKER
-    if not tracker.is_file():
-        return path
-    with DataFile(tracker) as file:
-        text = file.read(0, min(file.size, 100)).decode(errors="replace").strip()
-    if text == RELEASE:
-        return path / RELEASE
-    if not re.fullmatch(r"[0-9]{1,12}", text):
-        raise CheckpointError(f"{tracker} says {text!r}: expected a number or {RELEASE!r}.")
-    return path / f"iter_{int(text):07d}"
 
 
 def check_format(path: Path) -> None:

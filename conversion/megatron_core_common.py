@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from .blobs import StoredTensor
+from .megatron_folder import RELEASE
 from .safe_pickle import Record
 from .tensors import OptimizerState
 
 # The folder of a checkpoint without an iteration.
-RELEASE = "release"
 
 # What torch's, Apex's and TransformerEngine's Adam keep of a group, and by what Megatron recognises one
 # (optimizer/optimizer.py, `param_group_identifier_keys`).

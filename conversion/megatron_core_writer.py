@@ -13,8 +13,9 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 from .blob_writer import write_object
-from .megatron_core import COMMON, COMMON_OBJECT, CONFIG, TRACKER
-from .megatron_core_common import RELEASE, is_plain, optimizer_state, schedule
+from .megatron_core import COMMON, COMMON_OBJECT, CONFIG
+from .megatron_core_common import is_plain, optimizer_state, schedule
+from .megatron_folder import TRACKER, folder_name, tracker_text
 from .output import Output
 from .tensors import EXP_AVG, EXP_AVG_SQ, MAIN_WEIGHT, WEIGHT, Entry, Key, MegatronModel, OptimizerState, Writer
 from .torch_store_writer import StoreWriter
@@ -62,7 +63,7 @@ class MegatronCoreWriter(Writer):
         if iteration is None and optimizer is not None:
             iteration = optimizer.step
         self._iteration = iteration
-        self._folder = f"{RELEASE}/" if iteration is None else f"iter_{iteration:07d}/"
+        self._folder = f"{folder_name(iteration)}/"
         self._check_moments()
         self._stacked = self._layers_are_alike()
         self._store = StoreWriter(output, self._folder)
@@ -153,7 +154,7 @@ class MegatronCoreWriter(Writer):
             "common_backend_version": 1,
         }
         self._output.add(self._folder + CONFIG, json.dumps(config))
-        self._output.add(TRACKER, RELEASE if self._iteration is None else str(self._iteration))
+        self._output.add(TRACKER, tracker_text(self._iteration))
 
     def _extra_states(self) -> Iterator[str]:
         """Objects that a strict load asks for: one per layer and expert of modules that may be TransformerEngine's.

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 from .blobs import StoredTensor
+from .megatron_folder import RELEASE
 from .megatron_names import LAYER, canonical, expert_of, tensor_parallel_split
 from .megatron_pieces import Merged, Piece
 from .megatron_ranks import Rank, RankFile, Ranks
@@ -49,7 +50,7 @@ class MegatronLegacyReader(Reader):
     def _open(self) -> None:
         model, first = self._model, self._ranks.first
         self.arguments = first.arguments
-        self.iteration = None if self._ranks.folder.name == "release" else first.iteration
+        self.iteration = None if self._ranks.folder.name == RELEASE else first.iteration
         self.optimizer_refusal = _refusal(self._ranks)
         for name in _COMPARED:
             if {name} <= model.arguments.keys() & self.arguments.keys():

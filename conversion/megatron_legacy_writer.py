@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
+from .megatron_folder import TRACKER, folder_name, tracker_text
 from .megatron_names import EXPERTS, LAYER, Split, cut, extra_states, local, name_of_expert, tensor_parallel_split
-from .megatron_ranks import FILE, TRACKER, Rank, iteration_folder, rank_folder
+from .megatron_ranks import FILE, Rank, rank_folder
 from .output import Output
 from .tensors import WEIGHT, Entry, Key, Layout, MegatronModel, Naming, Writer
 from .torch_archive import ArchiveWriter, Slot
@@ -90,8 +91,8 @@ class MegatronLegacyWriter(Writer):
         self._check_sizes()
         self._missing = dict.fromkeys(plan)
         self._shards = {key: self._plan(key, entry) for key, entry in plan.items()}
-        models, arguments, folder = self._models(), self._arguments(), iteration_folder(iteration)
-        output.add(TRACKER, "release" if iteration is None else str(iteration))
+        models, arguments, folder = self._models(), self._arguments(), folder_name(iteration)
+        output.add(TRACKER, tracker_text(iteration))
         self._files = {
             rank: ArchiveWriter(
                 output.create(f"{folder}/{rank_folder(rank, self._sizes)}/{FILE}"),

@@ -12,9 +12,9 @@ import torch
 
 from ..errors import CheckpointError
 from .blobs import Blob, DataFile, StoredTensor
+from .megatron_folder import iteration_folder
 from .safe_pickle import Record
 
-TRACKER = "latest_checkpointed_iteration.txt"
 FILE = "model_optim_rng.pt"
 _FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 
@@ -32,11 +32,6 @@ def rank_folder(rank: Rank, sizes: Rank) -> str:
     pipeline = f"_{rank.pp:03d}" if sizes.pp > 1 else ""
     expert = f"_{rank.ep:03d}" if sizes.ep > 1 else ""
     return f"mp_rank_{rank.tp:02d}{pipeline}{expert}"
-
-
-def iteration_folder(iteration: int | None) -> str:
-    """The name of a checkpoint's folder; weights that belong to no iteration are a release."""
-    return "release" if iteration is None else f"iter_{iteration:07d}"
 
 
 @dataclass(frozen=True)
@@ -152,7 +147,9 @@ class Ranks:
         Raises:
             CheckpointError: naming a folder that is missing or surplus, or a file that is refused.
         """
-        folder = _find(Path(path))
+        folder = iteration_folder(Path(path))
+        if not folder.is_dir():
+            raise CheckpointError(f"{folder} is no folder.")
         found = {
             tuple(int(number) for number in match.groups() if number is not None): entry
             for entry in sorted(folder.iterdir())
@@ -190,23 +187,6 @@ class Ranks:
 
     def close(self) -> None:
         self._open.close()
-
-
-def _find(path: Path) -> Path:
-    """The folder that the ranks' folders lie in."""
-    if not path.is_dir():
-        raise CheckpointError(f"{path} is no folder.")
-    tracker = path / TRACKER
-    if not tracker.is_file():
-        return path
-    with open(tracker, "rb") as file:
-        text = file.read(64).decode("ascii", "replace").strip()
-    if text != "release" and not re.fullmatch(r"\d{1,18}", text):
-        raise CheckpointError(f"{tracker} has neither a number nor release in it: {text!r}.")
-    folder = path / iteration_folder(None if text == "release" else int(text))
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder} is missing; {tracker} names it.")
-    return folder
 
 
 def _second_is_expert(files: Mapping[tuple[int, ...], RankFile]) -> bool:

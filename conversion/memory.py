@@ -54,11 +54,15 @@ FRESH = Memory()
 
 
 class Pool(Memory):
-    """Takes memory that tensors before have let go of; what is free is at most 1.5 times the largest tensor."""
+    """Takes memory that tensors before have let go of.
 
-    def __init__(self) -> None:
+    Args:
+        limit: bytes that may lie free.
+    """
+
+    def __init__(self, limit: int):
         self._free: list[mmap.mmap] = []
-        self._largest = 0
+        self._limit = limit
         self._lock = Lock()
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -73,7 +77,6 @@ class Pool(Memory):
 
     def _take(self, size: int) -> mmap.mmap:
         with self._lock:
-            self._largest = max(self._largest, size)
             fitting = [block for block in self._free if size <= len(block) <= 2 * size]
             if fitting:
                 block = min(fitting, key=len)
@@ -89,6 +92,6 @@ class Pool(Memory):
     def _give(self, block: mmap.mmap) -> None:
         with self._lock:
             self._free.append(block)
-            while sum(map(len, self._free)) > 1.5 * self._largest:
+            while sum(map(len, self._free)) > self._limit:
                 # The embedding's comes once, those of layers again and again.
                 self._free.remove(max(self._free, key=len))

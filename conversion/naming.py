@@ -9,7 +9,7 @@ from .architecture import Architecture
 from .megatron_names import spellings
 from .memory import FRESH, Memory, Pool
 from .rules import Rule
-from .tensors import WEIGHT, Entry, Key, Reader, Writer
+from .tensors import WEIGHT, Entry, Key, Reader, Writer, largest
 
 
 def kinds_of(keys: Iterable[Key]) -> list[str]:
@@ -51,9 +51,10 @@ class TransformersView(Reader):
                     self._source_of[Key(kind, name)] = rule, sources
         unknown = [str(key) for key in reader.entries if key not in used]
         if unknown:
+            shown = ", ".join(unknown[:50]) + (", ..." if len(unknown) > 50 else "")
             raise CheckpointError(
-                f"{where}: {len(unknown)} tensors have no counterpart in {type(architecture.model).__name__}: "
-                f"{', '.join(unknown[:5])}; see that the config is the one of this checkpoint."
+                f"{where}: {len(unknown)} tensors have no counterpart in {type(architecture.model).__name__}: {shown}; "
+                "see that the config is the one of this checkpoint."
             )
         architecture.check((key.name for key in entries if key.kind == WEIGHT), where)
         for key, entry in entries.items():
@@ -131,7 +132,7 @@ class TransformersNames(Writer):
 
     def __init__(self, writer: Writer, plan: Mapping[Key, Entry], rules: Sequence[Rule]):
         self._writer, self.plan = writer, plan
-        self._regrouping = Regrouping(rules, Pool())
+        self._regrouping = Regrouping(rules, Pool(largest(plan)))
 
     def arrange(self, key: Key, tensor: Tensor) -> Iterable[tuple[Key, Tensor]]:
         self.check(key, tensor)

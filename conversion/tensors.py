@@ -55,6 +55,11 @@ class Entry:
         return cls(tuple(tensor.shape), tensor.dtype)
 
 
+def largest(entries: Mapping[Key, Entry]) -> int:
+    """Bytes of the largest of some tensors."""
+    return max((entry.nbytes for entry in entries.values()), default=0)
+
+
 @dataclass(frozen=True)
 class OptimizerState:
     """What an Adam optimizer keeps beside its tensors.

@@ -121,4 +121,3 @@ class ArchiveWriter:
         short = min(count, 0xFFFF)
         end_fields = struct.pack("<HHHHIIH", 0, 0, short, short, min(size, _LARGE), min(start, _LARGE), 0)
         self._file.write(b"PK\5\6" + end_fields)
-

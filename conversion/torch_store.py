@@ -4,7 +4,6 @@
 torch 2.11 to 2.13, transformers, Accelerate and megatron-core 0.15 and 0.16 write.
 """
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..checkpoint.manifest import inside
 from ..checkpoint.pieces import Box
 from ..errors import CheckpointError
 from .blobs import DTYPES, Blob
@@ -120,7 +120,7 @@ class StoreReader(ChunkedTensors):
             if type(place.offset) is not int or type(place.length) is not int or not isinstance(place.file, str):
                 raise ValueError(f"{index['fqn']} lies at {place}")
             if place.file not in self._sizes:
-                with DataFile(self._inside(place.file)) as file:
+                with DataFile(inside(self.path, place.file)) as file:
                     self._sizes[place.file] = file.size
             size = self._sizes[place.file]
             if place.offset < 0 or place.length < 0 or place.offset + place.length > size:
@@ -130,17 +130,6 @@ class StoreReader(ChunkedTensors):
                 )
             found[index["fqn"], index.get("offset")] = place
         return found
-
-    def _inside(self, name: str) -> Path:
-        """A file of the folder; the Hub's cache links into a folder of its own."""
-        root = Path(os.path.realpath(self.path))
-        allowed = [root] + [parent.parent / "blobs" for parent in root.parents if parent.name == "snapshots"]
-        if os.path.isabs(name) or ".." in Path(name).parts or "\0" in name:
-            raise CheckpointError(f"{self._where} names the file {name!r}, which is outside of the folder.")
-        real = Path(os.path.realpath(root / name))
-        if not any(real.is_relative_to(folder) for folder in allowed):
-            raise CheckpointError(f"{self.path / name} leads out of the folder, to {real}.")
-        return self.path / name
 
     def _chunks(self, name: str, item: Record, places: Mapping[tuple[str, Any], Place]) -> list[Chunk]:
         found = []
@@ -155,7 +144,7 @@ class StoreReader(ChunkedTensors):
 
     def read_chunk(self, name: str, chunk: Chunk, starts: Sequence[int], target: Tensor) -> None:
         place: Place = chunk.place
-        with DataFile(self._inside(place.file)) as file:
+        with DataFile(inside(self.path, place.file)) as file:
             blob = Blob(file, place.offset, place.length)
             stored = blob.tensor()
             if (stored.shape, stored.dtype) != (chunk.box.shape, target.dtype):
@@ -168,7 +157,7 @@ class StoreReader(ChunkedTensors):
     def read_object(self, name: str) -> Any:
         """What is stored under the name of an object; see `Blob.value`."""
         place = self._objects[name]
-        with DataFile(self._inside(place.file)) as file:
+        with DataFile(inside(self.path, place.file)) as file:
             return Blob(file, place.offset, place.length).value
 
 

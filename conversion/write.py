@@ -18,7 +18,7 @@ from .formats import Format, create_writer, rules_of
 from .hugging_face import copy_small_files
 from .output import Output
 from .source import RECORD
-from .tensors import MAIN_WEIGHT, MOMENTS, WEIGHT, Entry, Key, Layout, OptimizerState, Reader, Writer
+from .tensors import MAIN_WEIGHT, MOMENTS, WEIGHT, Entry, Key, Layout, OptimizerState, Reader, Writer, largest
 
 # Headers, indexes and the like, beside the tensors.
 _OVERHEAD = 64 << 20
@@ -92,7 +92,7 @@ def write_checkpoint(
     with Output(target, total + _OVERHEAD) as output:
         writer = create_writer(output, plan, to, architecture, layout, iteration, optimizer)
         # Half the largest tensor evens out large and small ones.
-        with _in_background(writer, max((entry.nbytes for entry in plan.values()), default=0) // 2) as submit:
+        with _in_background(writer, largest(plan) // 2) as submit:
             for key, tensor in tensors:
                 for arranged, converted in writer.arrange(key, tensor):
                     submit(arranged, converted)

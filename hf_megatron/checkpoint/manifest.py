@@ -142,16 +142,18 @@ class Manifest:
 
 
 def inside(directory: Path, name: str) -> Path:
-    """The path of a file of a checkpoint.
+    """The path of a file of a checkpoint; in the Hub's cache, files are links into a folder of its own.
 
     Raises:
-        CheckpointError: when links lead out of the checkpoint.
+        CheckpointError: when the name or links lead out of the checkpoint.
     """
-    path = directory / name
-    real, root = os.path.realpath(path), os.path.realpath(directory)
-    if os.path.commonpath([real, root]) != root:
-        raise CheckpointError(f"{path} leads out of the checkpoint, to {real}.")
-    return path
+    if os.path.isabs(name) or ".." in Path(name).parts or "\0" in name:
+        raise CheckpointError(f"{directory} names the file {name!r}, which lies outside of it.")
+    real, root = Path(os.path.realpath(directory / name)), Path(os.path.realpath(directory))
+    allowed = [root, *(parent.parent / "blobs" for parent in root.parents if parent.name == "snapshots")]
+    if not any(real.is_relative_to(folder) for folder in allowed):
+        raise CheckpointError(f"{directory / name} leads out of the checkpoint, to {real}.")
+    return directory / name
 
 
 class _Checker:

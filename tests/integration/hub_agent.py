@@ -23,6 +23,7 @@ from hf_megatron.checkpoint.merged import full_state_dict
 from hf_megatron.checkpoint.reader import open_checkpoint
 from hf_megatron.checkpoint.shards import hash_tensor
 from hf_megatron.checkpoint.training_state import facts, load_model, load_optimizers, pieces, write_config
+from hf_megatron.conversion import convert
 from hf_megatron.data_parallel.optimizer import prepare_optimizer
 from hf_megatron.verify.ranks import run_ranks
 
@@ -117,6 +118,11 @@ def pull_for(repo, target, layout=None, **kwargs):
     }
 
 
+def convert_repo(repo, target, to):
+    report = convert(repo, target, to, verify=True)
+    return report.comparison.compared
+
+
 def trainer_push(source, layout, output, repo, **arguments):
     model = _model(source, layout)
     defaults = {"max_steps": 2, "save_strategy": "steps", "save_steps": 2, "per_device_train_batch_size": 2}
@@ -142,6 +148,7 @@ def commands():
             load_merged,
             plain_hashes,
             pull_for,
+            convert_repo,
             trainer_push,
         )
     }

@@ -131,6 +131,13 @@ def test_push_to_hub_is_one_commit_that_plain_transformers_reads(hub, agent, sto
     assert agent("plain_hashes", repo) == original
 
 
+def test_models_of_the_hub_are_converted(hub, agent, untied, sharded, on_hub, tmp_path):
+    agent("push", untied, "tester/untied")
+    assert agent("convert_repo", "tester/untied", tmp_path / "core", "megatron_core") == 39
+    assert agent("convert_repo", on_hub, tmp_path / "hf", "hf") == 39
+    assert "tester/nobody" in agent.error("convert_repo", "tester/nobody", tmp_path / "x", "hf")
+
+
 def test_save_pretrained_pushes_to_branches_and_pull_requests_too(hub, agent, stories, original, tmp_path):
     agent("save_and_push", stories, TP2, tmp_path / "out", "tester/saved", ranks=2)
     assert agent("plain_hashes", "tester/saved") == original

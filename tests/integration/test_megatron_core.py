@@ -331,3 +331,49 @@ def test_save_pretrained_writes_megatron_core(written, tmp_path, case, config):
     comparison = compare(written / case / "core", tmp_path / "core")
     assert comparison.equal, comparison.summary()
     assert compare(written / case / "hf", tmp_path / "core").equal
+
+
+def test_moments_through_every_layout_that_holds_them(trained, tmp_path):
+    root, _ = trained
+    folder = root / "llama"
+    convert(folder / "core", tmp_path / "dcp", "dcp", config=str(folder / "hf"))
+    convert(tmp_path / "dcp", tmp_path / "sharded", "sharded")
+    convert(tmp_path / "sharded", tmp_path / "core", "megatron_core")
+    comparison = compare(folder / "core", tmp_path / "core", config=str(folder / "hf"))
+    assert comparison.equal, comparison.summary()
+    # Weights, fp32 weights and two moments of each.
+    assert comparison.compared == 4 * 21
+
+
+def train_in_bf16(source: Path, target: Path, steps: int, checkpoint: Path | None) -> list[float]:
+    from accelerate import Accelerator
+
+    model = AutoModelForCausalLM.from_pretrained(
+        source, megatron_config=MegatronConfig(dp_size=2), dtype=torch.bfloat16
+    )
+    accelerator = Accelerator(cpu=True)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    if checkpoint is not None:
+        accelerator.load_state(checkpoint)
+    losses = []
+    for batch in BATCHES[:steps]:
+        loss = model(input_ids=batch, labels=batch).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    accelerator.save_state(target)
+    return losses
+
+
+def test_main_weights_of_a_bf16_run_survive(tmp_path):
+    twin("llama", torch.bfloat16).save_pretrained(tmp_path / "hf")
+    run_ranks(train_in_bf16, 2, tmp_path / "hf", tmp_path / "state", 2, None)
+    convert(tmp_path / "state", tmp_path / "core", "megatron_core")
+    with MegatronCoreReader(tmp_path / "core") as reader:
+        dtypes = {key.kind: entry.dtype for key, entry in reader.entries.items()}
+    assert (dtypes[WEIGHT], dtypes[MAIN_WEIGHT]) == (torch.bfloat16, torch.float32)
+    convert(tmp_path / "core", tmp_path / "again", "sharded", verify=True)
+    assert compare(tmp_path / "state", tmp_path / "again").equal
+    expected = run_ranks(train_in_bf16, 2, tmp_path / "hf", tmp_path / "one", 3, tmp_path / "state")
+    assert run_ranks(train_in_bf16, 2, tmp_path / "hf", tmp_path / "other", 3, tmp_path / "again") == expected

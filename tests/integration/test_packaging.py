@@ -41,6 +41,7 @@ def imports_from(folder):
         "from hf_megatron.registry.verified import records\n"
         f"assert len(records()) > 100 and hf_megatron.__file__.startswith({str(folder)!r}), hf_megatron.__file__\n"
         "import hf_megatron.registry as r; assert 'gpt2' in r.registered_types()\n"
+        "from hf_megatron.conversion.families import known_families; assert 'gpt2' in known_families()\n"
     )
     result = subprocess.run(
         [sys.executable, "-c", code],

@@ -100,6 +100,11 @@ def test_names_and_shapes_are_those_of_megatron_bridge(case):
     assert found == expected
 
 
+def test_a_parallel_residual_changes_no_name():
+    """megatron-core loads the names of the sequential GPT-NeoX; the other has the same tensors."""
+    assert rules_of("gpt_neox_parallel") == rules_of("gpt_neox")
+
+
 def test_queries_are_grouped_with_their_key_and_value():
     query, key, value = torch.arange(8.0), 10 + torch.arange(4.0), 20 + torch.arange(4.0)
     (packed,) = GroupedQKV(heads=4, groups=2, head_dim=2).to_megatron([query, key, value])
