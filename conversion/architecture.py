@@ -1,14 +1,14 @@
 """The model that a checkpoint belongs to: which tensors it has in memory, and under which names its files have them."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import Any
 
 from ..checkpoint.meta_model import meta_model, meta_model_of
 from ..errors import CheckpointError
 from ..upstream import untied_state_dict
-from .tensors import WEIGHT, Key
+from .tensors import WEIGHT, Entry, Key
 
 
 class Architecture:
@@ -74,6 +74,21 @@ class Architecture:
                 f"{where} does not fit {type(self.model).__name__}: {_some('missing', missing)}"
                 f"{_some('surplus', surplus)}see that the config is the one of this checkpoint."
             )
+
+    def check_entries(self, entries: Mapping[Key, Entry], where: str) -> None:
+        """Every tensor has the shape that the config gives it, and belongs to a weight that is there.
+
+        Raises:
+            CheckpointError: naming the tensor.
+        """
+        for key, entry in entries.items():
+            if Key(WEIGHT, key.name) not in entries:
+                raise CheckpointError(f"{where} has {key}, and no such weight.")
+            if entry.shape != self.shapes[key.name]:
+                raise CheckpointError(
+                    f"{where}: {key} has shape {entry.shape}, {type(self.model).__name__} with this config has "
+                    f"{self.shapes[key.name]}."
+                )
 
     def sort_key(self, key: Key) -> tuple[int, bool, str]:
         """Orders tensors as the model has them, each weight before what belongs to it."""

@@ -12,6 +12,7 @@ from .card import write_conversion_card
 from .compare import Comparison, compare_logits, compare_readers
 from .formats import Format, format_named, rules_of
 from .memory import Pool
+from .naming import megatron_plan
 from .source import Source, find_source, local_folder, with_config
 from .tensors import MAIN_WEIGHT, MOMENTS, WEIGHT, Entry, Key, Layout, Reader, largest
 from .write import notes_of, order_by_rules, planned_entries, write_checkpoint
@@ -22,7 +23,7 @@ class Report:
     """What a conversion is going to do or has done.
 
     Attributes:
-        rows: (name in the model, names in Megatron if they are others, shape, dtype, bytes).
+        rows: (name in the model, names in Megatron if they are others, shape and dtype).
         notes: what a reader of the result has to know.
         comparison: of source and target, where it was asked for.
     """
@@ -70,7 +71,7 @@ def plan_conversion(
     """What `convert` would do with the same arguments: every mapping and size, without reading a tensor.
 
     Raises:
-        CheckpointError, ConfigError, UnsupportedError: as `convert`.
+        CheckpointError, ConfigError, UnsupportedError: as `convert`, but for sizes of ranks that do not divide.
     """
     report, layout = _report(source, target, to, from_format, config), layout or Layout()
     with report.source.open(checksums=False) as reader:
@@ -97,7 +98,8 @@ def convert(
     Args:
         source: a folder, or the id of a model of the Hub.
         target: a folder that does not exist.
-        to: `"hf"`, `"sharded"`, `"megatron_core"` (`"torch_dist"`), `"megatron_legacy"` (`"torch"`) or `"dcp"`.
+        to: `"hf"`, `"sharded"`, `"megatron_core"` (`"torch_dist"`), `"megatron_legacy"` (`"torch"`), `"dcp"` or
+            `"shards"`.
         from_format: the source's layout, recognised by default.
         config: a folder or model id with the config.json of a source that has none.
         layout: how the target is split, where its format knows of that.
@@ -213,6 +215,9 @@ def _plan(report: Report, reader: Reader, layout: Layout, optimizer: bool) -> di
         report.notes.append(f"the optimizer's state is left out: {why}")
     if any(key.kind == MAIN_WEIGHT for key in reader.entries) and report.format.main_weights == "never":
         report.notes.append(f"fp32 copies of the weights are left out: {report.format.title} does not hold them")
+    if report.format.megatron:
+        config = report.source.architecture.config
+        megatron_plan(plan, rules_of(config, layout), str(report.target))
     report.rows = _rows(plan, report.source, report.format, layout)
     return plan
 

@@ -42,8 +42,6 @@ class DcpReader(Reader):
         CheckpointError: naming the file that is damaged or unsafe, and tensors that are missing or unexpected.
     """
 
-    naming = "transformers"
-
     def __init__(
         self,
         path: Path,

@@ -44,8 +44,6 @@ class DcpWriter(Writer):
         CheckpointError: main weights are planned.
     """
 
-    naming = "transformers"
-
     def __init__(self, output: Output, plan: Mapping[Key, Entry], optimizer: OptimizerState | None = None):
         self.plan, self._optimizer = plan, optimizer
         self._missing = dict.fromkeys(plan)

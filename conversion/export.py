@@ -1,6 +1,7 @@
 """A model in memory, on any layout, written as a checkpoint of another library: every rank calls, rank 0 writes."""
 
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from ..checkpoint.merged import stream_weights
 from ..checkpoint.together import agreed, raise_together, rank_and_size
-from ..errors import CheckpointError
+from ..errors import CheckpointError, UnsupportedError
 from .architecture import Architecture
 from .card import write_conversion_card
 from .formats import format_named
@@ -36,24 +37,25 @@ def export(
     Raises:
         CheckpointError: on every rank, naming the rank that failed; nothing is left behind then.
     """
-    to, layout = format_named(format), layout or Layout()
+    to, layout, first = format_named(format), layout or Layout(), rank_and_size(None)[0] == 0
     stored, fetch = stream_weights(model)
     with agreed(f"Saving {target}"):
-        if os.path.lexists(target) and rank_and_size(None)[0] == 0:
+        if first and os.path.lexists(target):
             raise CheckpointError(f"{target} exists; give a folder that does not.")
         architecture = Architecture.from_class(stock_class(model), model.config)
         names = {architecture.first_name(name): name for name in stored}
-        plan = {Key(WEIGHT, first): Entry(stored[name].shape, stored[name].dtype) for first, name in names.items()}
+        plan = {Key(WEIGHT, own): Entry(stored[name].shape, stored[name].dtype) for own, name in names.items()}
         if to.megatron:
             plan = order_by_rules(plan, model.config, layout)
         notes = notes_of(model.config) if to.megatron else []
-    tensors = _Stream(plan, lambda key: fetch(names[key.name]))
-    error: Exception | None = None
-    with tempfile.TemporaryDirectory() as folder:
-        write_config(Path(folder))
-        if rank_and_size(None)[0] == 0:
-            try:
-                facts = {"source_format": "model", "notes": notes}
+        small_files = Path(tempfile.mkdtemp(prefix="hf_megatron_"))
+    try:
+        with agreed(f"Saving {target}"):
+            write_config(small_files)
+        tensors = _Stream(plan, lambda key: fetch(names[key.name]))
+        error: Exception | None = None
+        try:
+            if first:
                 write_checkpoint(
                     target,
                     to,
@@ -61,18 +63,23 @@ def export(
                     plan,
                     tensors,
                     layout,
-                    Path(folder),
-                    facts=facts,
-                    write_card=lambda place: write_conversion_card(
-                        place, target.name, architecture.config, "a model in training", to, notes, None
+                    small_files,
+                    facts={"source_format": "model", "notes": notes},
+                    write_card=lambda folder: write_conversion_card(
+                        folder, target.name, architecture.config, "a model in training", to, notes, None
                     ),
                 )
-            except Exception as caught:  # noqa: BLE001 - the other ranks have to hear of it
-                error = caught
-    # The other ranks, and a first one that failed, go through what was planned: each tensor is sent and received.
-    for _ in tensors:
-        pass
-    raise_together(error, None, f"Saving {target}")
+        except Exception as caught:  # noqa: BLE001 - the other ranks have to hear of it
+            error = caught
+        try:
+            # The other ranks, and a first one that failed, go through what was planned: what is sent is received.
+            for _ in tensors:
+                pass
+        except Exception as caught:  # noqa: BLE001 - the other ranks have to hear of it
+            error = error or caught
+        raise_together(error, None, f"Saving {target}")
+    finally:
+        shutil.rmtree(small_files, ignore_errors=True)
     return notes
 
 
@@ -89,7 +96,12 @@ class _Stream:
 
 
 def stock_class(model: Any) -> Any:
-    """The class of transformers that a model is of; FSDP2 puts one of its own in front."""
-    import transformers
+    """The class of transformers that a model is of: not FSDP2's in front of it, nor a subclass of the user's.
 
-    return getattr(transformers, type(model).__name__.removeprefix("FSDP"))
+    Raises:
+        UnsupportedError: naming a class that is none of transformers'.
+    """
+    for found in type(model).__mro__:
+        if found.__module__.startswith("transformers.models."):
+            return found
+    raise UnsupportedError(f"{type(model).__name__} is no model of transformers: call save_pretrained without format=.")

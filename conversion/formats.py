@@ -5,6 +5,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 from ..checkpoint.manifest import MANIFEST
@@ -15,12 +16,13 @@ from .families import family_of
 from .hugging_face import HuggingFaceReader, HuggingFaceWriter
 from .megatron_core import MegatronCoreReader
 from .megatron_core_writer import MegatronCoreWriter
-from .megatron_folder import iteration_folder
+from .megatron_folder import TRACKER, iteration_folder
 from .megatron_legacy import MegatronLegacyReader
 from .megatron_legacy_writer import MegatronLegacyWriter
 from .naming import TransformersNames, TransformersView, megatron_plan
 from .output import Output
 from .rules import Rule
+from .shard_folder import ShardsWriter
 from .sharded import ShardedReader, ShardedWriter
 from .tensors import Entry, Key, Layout, OptimizerState, Reader, Writer
 
@@ -47,10 +49,13 @@ SHARDED = Format("sharded", "hf_megatron sharded checkpoint", moments=True, main
 MEGATRON_CORE = Format("megatron_core", "Megatron-Core torch_dist", True, moments=True, main_weights="always")
 MEGATRON_LEGACY = Format("megatron_legacy", "Megatron legacy torch (mp_rank_XX)", megatron=True)
 DCP = Format("dcp", "torch DCP under Hugging Face names", moments=True)
+SHARDS = Format("shards", "transformers' shard-*.safetensors folder")
 
-FORMATS = {format.name: format for format in (HF, SHARDED, MEGATRON_CORE, MEGATRON_LEGACY, DCP)}
+FORMATS = MappingProxyType(
+    {format.name: format for format in (HF, SHARDED, MEGATRON_CORE, MEGATRON_LEGACY, DCP, SHARDS)}
+)
 # What `--ckpt-format` of Megatron-LM calls them.
-ALIASES = {"torch_dist": MEGATRON_CORE, "torch": MEGATRON_LEGACY, "huggingface": HF}
+ALIASES = MappingProxyType({"torch_dist": MEGATRON_CORE, "torch": MEGATRON_LEGACY})
 
 
 def format_named(name: str) -> Format:
@@ -65,6 +70,18 @@ def format_named(name: str) -> Format:
     return found
 
 
+def is_known(path: Path) -> bool:
+    """Whether a folder has what some layout has, other than Hugging Face's; it may be damaged."""
+    if not path.is_dir():
+        return False
+    if (path / TRACKER).is_file():
+        return True
+    try:
+        return recognise(path) is not HF
+    except CheckpointError:
+        return False
+
+
 def recognise(path: Path) -> Format:
     """The layout of a folder.
 
@@ -75,7 +92,7 @@ def recognise(path: Path) -> Format:
         raise CheckpointError(f"{path} is no folder.")
     folder = iteration_folder(path)
     names = os.listdir(folder)
-    if "metadata.json" in names:
+    if "metadata.json" in names and ".metadata" in names:
         return MEGATRON_CORE
     if any(re.fullmatch(r"mp_rank_\d{2,}(_\d{3,}){0,2}", name) for name in names):
         return MEGATRON_LEGACY
@@ -117,13 +134,27 @@ def rules_of(config: Any, layout: Layout) -> list[Rule]:
 
 
 def open_reader(path: Path, format: Format, architecture: Architecture, verify: bool = True) -> Reader:
-    """A checkpoint as tensors of the model, whatever its layout."""
+    """A checkpoint as tensors of the model, whatever its layout.
+
+    Raises:
+        CheckpointError: it is damaged or unsafe, or not one of this model with this config.
+    """
+    reader = _open(path, format, architecture, verify)
+    try:
+        architecture.check_entries(reader.entries, str(path))
+    except CheckpointError:
+        reader.close()
+        raise
+    return reader
+
+
+def _open(path: Path, format: Format, architecture: Architecture, verify: bool) -> Reader:
     if format is HF:
         return HuggingFaceReader(path, architecture)
     if format is SHARDED:
         return ShardedReader(path, architecture, verify)
-    if format is DCP:
-        return DcpReader(path, architecture.names, architecture.first_name)
+    if format in (DCP, SHARDS):
+        return DcpReader(path, architecture.saved_names, architecture.first_name)
     config = architecture.config
     rules = rules_of(config, Layout())
     folder = iteration_folder(path)
@@ -132,7 +163,11 @@ def open_reader(path: Path, format: Format, architecture: Architecture, verify: 
         reader = MegatronCoreReader(folder)
     else:
         reader = MegatronLegacyReader(folder, family_of(config).model(config))
-    return TransformersView(reader, rules, architecture, str(folder))
+    try:
+        return TransformersView(reader, rules, architecture, str(folder))
+    except CheckpointError:
+        reader.close()
+        raise
 
 
 def create_writer(
@@ -151,6 +186,8 @@ def create_writer(
         return ShardedWriter(output, plan, architecture, layout, iteration, optimizer)
     if format is DCP:
         return DcpWriter(output, plan, optimizer)
+    if format is SHARDS:
+        return ShardsWriter(output, plan)
     config = architecture.config
     rules = rules_of(config, layout)
     model = family_of(config).model(config)

@@ -5,7 +5,6 @@ transformers' own conversions lead from one to the other, in both directions.
 """
 
 import json
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,6 +23,8 @@ from .pickled_file import PickledFile
 from .safetensors_file import SafetensorsFile, SafetensorsStream
 from .tensors import WEIGHT, Entry, Key, Layout, Reader, Writer
 
+# Tokenizers have tens of megabytes.
+LARGEST_SMALL_FILE = 256 << 20
 INDEX = "model.safetensors.index.json"
 _WEIGHTS = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)")
 
@@ -58,8 +59,6 @@ class HuggingFaceReader(Reader):
         CheckpointError: files are missing or damaged, or hold other weights than the architecture has.
     """
 
-    naming = "transformers"
-
     def __init__(self, path: Path, architecture: Architecture):
         self.path, self.architecture = path, architecture
         self._files: list[SafetensorsFile | PickledFile] = []
@@ -90,20 +89,11 @@ class HuggingFaceReader(Reader):
         architecture.check([*(key.name for key in entries), *surplus], str(path))
         saved = [key for key in entries if key.name in architecture.saved_names]
         self.entries = {key: entries[key] for key in sorted(saved, key=architecture.sort_key)}
-        self._shapes()
         self._ready: dict[Key, Tensor] = {}
 
     def _meta(self, name: str) -> Tensor:
         span = self._found[name].spans[name]
         return torch.empty(span.shape, dtype=span.dtype, device="meta")
-
-    def _shapes(self) -> None:
-        for key, entry in self.entries.items():
-            if entry.shape != self.architecture.shapes[key.name]:
-                raise CheckpointError(
-                    f"{self.path}: {key.name} has shape {entry.shape}, {type(self.architecture.model).__name__} with "
-                    f"its config.json has {self.architecture.shapes[key.name]}."
-                )
 
     def read(self, key: Key) -> Tensor:
         if key not in self._ready:
@@ -127,8 +117,6 @@ class HuggingFaceReader(Reader):
 
 class HuggingFaceWriter(Writer):
     """Writes the weights of a folder, in files of at most `layout.max_shard_size`."""
-
-    naming = "transformers"
 
     def __init__(self, output: Output, plan: Mapping[Key, Entry], architecture: Architecture, layout: Layout):
         self.plan, self.architecture = plan, architecture
@@ -160,6 +148,8 @@ class HuggingFaceWriter(Writer):
         for key, entry in self.plan.items():
             waiting[key.name] = entry.meta()
             files |= {name: Entry.of(tensor) for name, tensor in self._complete(key.name, waiting).items()}
+        if waiting:
+            raise CheckpointError(f"{', '.join(waiting)} lie in one tensor of the file with others that are not there.")
         return files
 
     def _complete(self, name: str, waiting: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -180,13 +170,20 @@ class HuggingFaceWriter(Writer):
             stream.finish()
 
 
-def copy_small_files(source: Path, output: Output) -> None:
-    """Config, tokenizer and the like: every plain file that holds no weights and belongs to no training run."""
+def copy_small_files(source: Path, output: Output) -> list[str]:
+    """Config, tokenizer and the like: every plain file that holds no weights and belongs to no training run.
+
+    Raises:
+        CheckpointError: a link leads out of the folder, or a file is large.
+    """
+    copied = []
     for path in sorted(source.iterdir()):
-        if path.is_symlink() and not os.path.exists(path):
-            continue
         if path.is_file() and _is_small(path.name):
+            if inside(source, path.name).stat().st_size > LARGEST_SMALL_FILE:
+                raise CheckpointError(f"{path} is neither weights nor a small file: move it out of the folder.")
             output.add(path.name, path.read_bytes())
+            copied.append(path.name)
+    return copied
 
 
 _OTHERS = re.compile(

@@ -59,8 +59,6 @@ class MegatronCoreReader(Reader):
         CheckpointError: it is in another format, unsafe, damaged or incomplete.
     """
 
-    naming = "megatron"
-
     def __init__(self, path: Path):
         self.path = iteration_folder(path)
         check_format(self.path)

@@ -49,8 +49,6 @@ class MegatronCoreWriter(Writer):
         CheckpointError: moments are planned without an optimizer, or not all three of a weight, or layers are missing.
     """
 
-    naming = "megatron"
-
     def __init__(
         self,
         output: Output,

@@ -11,7 +11,7 @@ from .megatron_folder import RELEASE
 from .megatron_names import LAYER, canonical, expert_of, tensor_parallel_split
 from .megatron_pieces import Merged, Piece
 from .megatron_ranks import Rank, RankFile, Ranks
-from .tensors import WEIGHT, Entry, Key, MegatronModel, Naming, Reader
+from .tensors import WEIGHT, Entry, Key, MegatronModel, Reader
 
 _EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 # Arguments that have to be those of the model.
@@ -34,8 +34,6 @@ class MegatronLegacyReader(Reader):
     Raises:
         CheckpointError: naming a folder, file or tensor that is missing, unknown or not what it should be.
     """
-
-    naming: Naming = "megatron"
 
     def __init__(self, path: str | Path, model: MegatronModel):
         self._ranks = Ranks.open(path)

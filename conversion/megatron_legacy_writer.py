@@ -15,7 +15,7 @@ from .megatron_folder import TRACKER, folder_name, tracker_text
 from .megatron_names import EXPERTS, LAYER, Split, cut, extra_states, local, name_of_expert, tensor_parallel_split
 from .megatron_ranks import FILE, Rank, rank_folder
 from .output import Output
-from .tensors import WEIGHT, Entry, Key, Layout, MegatronModel, Naming, Writer
+from .tensors import WEIGHT, Entry, Key, Layout, MegatronModel, Writer
 from .torch_archive import ArchiveWriter, Slot
 
 CHECKPOINT_VERSION = 3.0
@@ -67,8 +67,6 @@ class MegatronLegacyWriter(Writer):
     Raises:
         CheckpointError: naming sizes that do not divide, or a tensor that Megatron-Core does not have.
     """
-
-    naming: Naming = "megatron"
 
     def __init__(
         self,

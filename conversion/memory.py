@@ -9,11 +9,14 @@ import mmap
 import sys
 import weakref
 from collections.abc import Sequence
+from queue import SimpleQueue
 from threading import Lock
 
 import numpy
 import torch
 from torch import Tensor
+
+from ..errors import CheckpointError
 
 # Below, torch's own allocation reuses memory.
 _SMALLEST = 1 << 20
@@ -34,6 +37,9 @@ class Memory:
 
     def joined(self, parts: Sequence[Tensor], dim: int) -> Tensor:
         """Tensors one after another along a dim, copied."""
+        dtypes = {part.dtype for part in parts}
+        if len(dtypes) > 1:
+            raise CheckpointError(f"tensors of {', '.join(sorted(map(str, dtypes)))} do not become one.")
         shape = list(parts[0].shape)
         dim %= len(shape)
         shape[dim] = sum(part.shape[dim] for part in parts)
@@ -64,6 +70,9 @@ class Pool(Memory):
         self._free: list[mmap.mmap] = []
         self._limit = limit
         self._lock = Lock()
+        # A tensor may go at any moment, in any thread, and in the midst of `_take`: putting into this queue is all that
+        # is done then.
+        self._returned: SimpleQueue[mmap.mmap] = SimpleQueue()
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         size = torch.Size(shape).numel() * dtype.itemsize
@@ -72,26 +81,25 @@ class Pool(Memory):
         block = self._take(size)
         # The tensor's storage holds the array; with the last view of it the block comes back.
         array = numpy.frombuffer(block, dtype=numpy.uint8, count=size)
-        weakref.finalize(array, self._give, block).atexit = False
+        weakref.finalize(array, self._returned.put, block).atexit = False
         return torch.frombuffer(array, dtype=dtype).view(tuple(shape))
 
     def _take(self, size: int) -> mmap.mmap:
         with self._lock:
+            while not self._returned.empty():
+                self._free.append(self._returned.get())
             fitting = [block for block in self._free if size <= len(block) <= 2 * size]
             if fitting:
                 block = min(fitting, key=len)
                 self._free.remove(block)
                 return block
-        block = mmap.mmap(-1, size)
-        if sys.platform == "linux":
-            # A kernel built without huge pages answers EINVAL; the memory is as good in small ones.
-            with contextlib.suppress(OSError):
-                block.madvise(mmap.MADV_HUGEPAGE)
-        return block
-
-    def _give(self, block: mmap.mmap) -> None:
-        with self._lock:
-            self._free.append(block)
             while sum(map(len, self._free)) > self._limit:
                 # The embedding's comes once, those of layers again and again.
                 self._free.remove(max(self._free, key=len))
+        if sys.platform != "linux":
+            return mmap.mmap(-1, size)
+        block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        # A kernel built without huge pages answers EINVAL; the memory is as good in small ones.
+        with contextlib.suppress(OSError):
+            block.madvise(mmap.MADV_HUGEPAGE)
+        return block

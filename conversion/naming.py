@@ -24,8 +24,6 @@ class TransformersView(Reader):
         CheckpointError: naming tensors that no rule knows, that are missing, or whose shapes are not the model's.
     """
 
-    naming = "transformers"
-
     def __init__(self, reader: Reader, rules: Sequence[Rule], architecture: Architecture, where: str):
         self._reader = reader
         self.optimizer, self.optimizer_refusal = reader.optimizer, reader.optimizer_refusal
@@ -57,12 +55,6 @@ class TransformersView(Reader):
                 "see that the config is the one of this checkpoint."
             )
         architecture.check((key.name for key in entries if key.kind == WEIGHT), where)
-        for key, entry in entries.items():
-            if entry.shape != architecture.shapes[key.name]:
-                raise CheckpointError(
-                    f"{where}: {key} would have shape {entry.shape}, {type(architecture.model).__name__} with this "
-                    f"config has {architecture.shapes[key.name]}."
-                )
         self.entries = entries
 
     def _present(self, kind: str, rule: Rule) -> tuple[Key, ...] | None:
@@ -107,6 +99,15 @@ class Regrouping:
         converted = rule.operation.to_megatron([self._waiting.pop(other) for other in wanted], self._memory)
         return {Key(key.kind, name): out for name, out in zip(rule.megatron, converted, strict=True)}
 
+    def check(self, where: str) -> None:
+        """Raises for tensors that are still waiting for others of their rule."""
+        if self._waiting:
+            shown = ", ".join(map(str, list(self._waiting)[:20]))
+            raise CheckpointError(
+                f"{where}: {shown} become one tensor of Megatron with others that are not there; frozen weights have "
+                "no moments."
+            )
+
 
 def megatron_plan(plan: Mapping[Key, Entry], rules: Sequence[Rule], where: str) -> dict[Key, Entry]:
     """What a plan in the model's names becomes in Megatron's, in the order in which it is complete.
@@ -121,14 +122,16 @@ def megatron_plan(plan: Mapping[Key, Entry], rules: Sequence[Rule], where: str) 
     regrouping = Regrouping(rules)
     converted: dict[Key, Entry] = {}
     for key, entry in plan.items():
-        converted |= {other: Entry.of(tensor) for other, tensor in regrouping.take(key, entry.meta()).items()}
+        try:
+            converted |= {other: Entry.of(tensor) for other, tensor in regrouping.take(key, entry.meta()).items()}
+        except (RuntimeError, CheckpointError) as error:
+            raise CheckpointError(f"{where}: {key}: {error}") from error
+    regrouping.check(where)
     return converted
 
 
 class TransformersNames(Writer):
     """Takes tensors of the model and hands Megatron's to a writer of them."""
-
-    naming = "transformers"
 
     def __init__(self, writer: Writer, plan: Mapping[Key, Entry], rules: Sequence[Rule]):
         self._writer, self.plan = writer, plan
@@ -142,4 +145,5 @@ class TransformersNames(Writer):
         self._writer.write(key, tensor)
 
     def finish(self) -> None:
+        self._regrouping.check("Tensors")
         self._writer.finish()

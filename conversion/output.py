@@ -1,5 +1,7 @@
 """The directory that a conversion writes: unseen until it is complete, and read back before it is shown."""
 
+import contextlib
+import fcntl
 import os
 import re
 import shutil
@@ -60,11 +62,28 @@ class HashedFile:
         """What the file contains, if all went well."""
         return FileEntry(self.size, self._digest.hexdigest())
 
+    def discard(self) -> None:
+        """Closes the file, which is going to be deleted."""
+        with contextlib.suppress(OSError):
+            self._file.close()
+
     def close(self) -> None:
         """Makes the file durable."""
         if not self._file.closed:
             os.fsync(self._file.fileno())
             self._file.close()
+
+
+def _is_in_use(directory: str) -> bool:
+    """Whether another process is writing there."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
 
 
 class Output:
@@ -99,6 +118,9 @@ class Output:
                 )
             self.directory = parent / f".tmp-{self.target.name}-{uuid.uuid4().hex}"
             self.directory.mkdir()
+            # Held as long as this process writes here.
+            self._lock = os.open(self.directory, os.O_RDONLY)
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
         except OSError as error:
             raise CheckpointError(f"{self.target} cannot be written: {error}") from error
 
@@ -106,7 +128,7 @@ class Output:
         """What interrupted conversions to the same target left."""
         pattern = re.compile(rf"\.tmp-{re.escape(self.target.name)}-[0-9a-f]{{32}}")
         for entry in os.scandir(self.target.parent):
-            if pattern.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
+            if pattern.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False) and not _is_in_use(entry.path):
                 yield Path(entry.path)
 
     def create(self, name: str) -> HashedFile:
@@ -165,13 +187,17 @@ class Output:
         if error is None:
             try:
                 self.commit()
+                os.close(self._lock)
                 return
             except BaseException:
                 self._remove()
                 raise
         self._remove()
+        if isinstance(error, OSError):
+            raise CheckpointError(f"{self.target} cannot be written: {error}") from error
 
     def _remove(self) -> None:
         for file in self._files:
-            file.close()
+            file.discard()
         shutil.rmtree(self.directory, ignore_errors=True)
+        os.close(self._lock)

@@ -98,8 +98,6 @@ class ShardsWriter(Writer):
         CheckpointError: moments are planned, which the format has no place for.
     """
 
-    naming = "transformers"
-
     def __init__(self, output: Output, plan: Mapping[Key, Entry]):
         self.plan = plan
         others = [str(key) for key in plan if key.kind != WEIGHT]

@@ -34,8 +34,6 @@ class ShardedReader(Reader):
         CheckpointError: it is incomplete or damaged, or holds other weights than the architecture has.
     """
 
-    naming = "transformers"
-
     def __init__(self, path: Path, architecture: Architecture, verify: bool = True):
         self._checkpoint = Checkpoint(path)
         self._files: dict[str, SafetensorsFile] = {}
@@ -45,14 +43,26 @@ class ShardedReader(Reader):
         step = facts.get("step")
         self.iteration = step if isinstance(step, int) else None
         described = facts.get("optimizers") or []
-        self.optimizer, self.optimizer_refusal = _optimizer(described, facts.get("converted"))
+        try:
+            self.optimizer, self.optimizer_refusal = _optimizer(described, facts.get("converted"))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(
+                f"{path}: what its manifest says of the optimizer cannot be read: {error!r}"
+            ) from error
         names = {Key(WEIGHT, name): name for name in self._checkpoint.names() if not name.startswith("optimizer/")}
         architecture.check((key.name for key in names), str(path))
+        stored_kinds = {name.split("/")[2] for name in self._checkpoint.names() if name.startswith("optimizer/0/")}
+        if further := sorted(stored_kinds - set(_KINDS)):
+            self.optimizer, self.optimizer_refusal = None, f"it keeps {', '.join(further)} too"
         if self.optimizer is not None:
             for kind in _KINDS:
                 prefix = f"optimizer/0/{kind}/"
                 stored = (name for name in self._checkpoint.names() if name.startswith(prefix))
                 names |= {Key(kind, name.removeprefix(prefix)): name for name in stored}
+        if unknown := [str(key) for key in names if key.name not in architecture.names]:
+            raise CheckpointError(
+                f"{path} has {', '.join(unknown[:5])}, which {type(architecture.model).__name__} has not."
+            )
         self._names = {key: names[key] for key in sorted(names, key=architecture.sort_key)}
         self.entries = {
             key: Entry(self._checkpoint.shape(name), self._checkpoint.dtype(name)) for key, name in self._names.items()
@@ -123,8 +133,6 @@ class ShardedWriter(Writer):
         iteration: optimizer steps taken so far.
         optimizer: of the moments in the plan.
     """
-
-    naming = "transformers"
 
     def __init__(
         self,

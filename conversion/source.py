@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..checkpoint.manifest import inside
 from ..checkpoint.shards import FileEntry, hash_file
 from ..errors import CheckpointError
 from .architecture import Architecture
@@ -57,10 +58,8 @@ def find_source(source: str | os.PathLike[str], format: str | None = None, confi
 
 def with_config(path: Path) -> Path:
     """Megatron's folders of iterations have it beside them."""
-    for folder in (path, path.parent):
-        if (folder / "config.json").is_file():
-            return folder
-    return path
+    beside = path.parent if re.fullmatch(r"iter_\d{7,}|release", path.name) else path
+    return beside if (beside / "config.json").is_file() and not (path / "config.json").is_file() else path
 
 
 def local_folder(name: str | os.PathLike[str]) -> Path:
@@ -99,11 +98,7 @@ def check_record(path: Path) -> None:
     wrong = []
     for name, expected in files.items():
         file = path / name
-        inside = os.path.commonpath([os.path.realpath(path), os.path.realpath(file)]) == os.path.realpath(path)
-        # Configs and tokenizers are text that people edit.
-        if name.endswith((".json", ".txt", ".jinja")):
-            continue
-        if not inside or not file.is_file() or hash_file(file) != expected:
+        if not file.is_file() or hash_file(inside(path, name)) != expected:
             wrong.append(name)
     if wrong:
         raise CheckpointError(f"{path}: {', '.join(wrong[:5])} missing or other than when they were written.")

@@ -10,15 +10,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..errors import CheckpointError, ConfigError
 from .memory import FRESH, Memory
-
-Naming = Literal["transformers", "megatron"]
 
 WEIGHT = "weight"
 # fp32 copies of weights, and Adam's moments: they have the shape of the weight and are converted as it is.
@@ -77,7 +75,6 @@ class Reader(ABC):
     """A checkpoint opened for reading.
 
     Attributes:
-        naming: whose names `entries` has.
         entries: every tensor, in an order in which reading costs little memory.
         optimizer: of the optimizer whose moments are among the entries, `None` without.
         optimizer_refusal: why the state of an optimizer that is there is not among the entries, and what to do.
@@ -85,7 +82,6 @@ class Reader(ABC):
         iteration: optimizer steps of the run that wrote it, `None` where it is not known.
     """
 
-    naming: Naming
     entries: Mapping[Key, Entry]
     optimizer: OptimizerState | None = None
     optimizer_refusal: str | None = None
@@ -118,11 +114,8 @@ class Writer(ABC):
     Args:
         plan: every tensor that will come, in the order in which it will come.
 
-    Attributes:
-        naming: whose names it takes.
     """
 
-    naming: Naming
     plan: Mapping[Key, Entry]
 
     def check(self, key: Key, tensor: Tensor) -> None:

@@ -2,12 +2,13 @@
 
 import json
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..checkpoint.manifest import library_versions
@@ -51,7 +52,7 @@ def planned_entries(reader: Reader, to: Format, optimizer: bool) -> dict[Key, En
         plan[key] = entry
         main = Key(MAIN_WEIGHT, key.name)
         if key.kind == MOMENTS[0] and to.main_weights == "always" and main not in reader.entries:
-            plan[main] = Entry(weight.shape, entry.dtype)
+            plan[main] = Entry(weight.shape, torch.float32)
     return plan
 
 
@@ -97,9 +98,10 @@ def write_checkpoint(
                 for arranged, converted in writer.arrange(key, tensor):
                     submit(arranged, converted)
         writer.finish()
-        copy_small_files(small_files, output)
+        # What is copied is text that people edit: it has no checksum.
+        copied = copy_small_files(small_files, output)
         write_card(output.directory)
-        output.before_commit(lambda: _record({"format": to.name, **facts}, output))
+        output.before_commit(lambda: _record({"format": to.name, **facts}, output, copied))
 
 
 @contextmanager
@@ -118,7 +120,8 @@ def _in_background(writer: Writer, limit: int) -> Iterator[Callable[[Key, Tensor
             future.result()
 
 
-def _record(facts: Mapping[str, Any], output: Output) -> None:
-    files = {name: {"size": entry.size, "blake3": entry.blake3} for name, entry in output.entries().items()}
+def _record(facts: Mapping[str, Any], output: Output, without: Collection[str]) -> None:
+    found = output.entries()
+    files = {name: {"size": found[name].size, "blake3": found[name].blake3} for name in found if name not in without}
     content = {**facts, "versions": library_versions(), "files": files}
     output.add(RECORD, json.dumps(content, indent=1) + "\n")

@@ -14,7 +14,7 @@ def _fail(error: Exception) -> typer.Exit:
     from .errors import CheckpointError
 
     typer.echo(str(error), err=True)
-    return typer.Exit(MISMATCH if isinstance(error, CheckpointError) else USAGE)
+    return typer.Exit(MISMATCH if isinstance(error, (CheckpointError, OSError)) else USAGE)
 
 
 @contextmanager
@@ -28,7 +28,9 @@ def _bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
 def convert(
     source: Annotated[str, typer.Argument(help="A checkpoint's folder, of any layout, or a model of the Hub.")],
     target: Annotated[Path, typer.Argument(help="The folder to write; must not exist.")],
-    to: Annotated[str, typer.Option(help="hf, sharded, megatron_core (torch_dist), megatron_legacy (torch) or dcp.")],
+    to: Annotated[
+        str, typer.Option(help="hf, sharded, megatron_core (torch_dist), megatron_legacy (torch), dcp or shards.")
+    ],
     from_format: Annotated[str, typer.Option("--from", help="The source's layout; recognised by default.")] = "",
     config: Annotated[
         str, typer.Option(help="A folder or a model of the Hub with the config.json, where SOURCE has none.")

@@ -2,7 +2,9 @@
 
 import importlib
 import pkgutil
+from collections.abc import Mapping
 from functools import cache
+from types import MappingProxyType
 from typing import Any
 
 from ...errors import UnsupportedError
@@ -12,14 +14,14 @@ __all__ = ["Family", "family_of", "known_families"]
 
 
 @cache
-def known_families() -> dict[str, Family]:
+def known_families() -> Mapping[str, Family]:
     """By model type, from every module of this package that has a `FAMILY`."""
     found: dict[str, Family] = {}
     for module in pkgutil.iter_modules(__path__):
         family = vars(importlib.import_module(f"{__name__}.{module.name}")).get("FAMILY")
         if family is not None:
             found |= dict.fromkeys(family.model_types, family)
-    return found
+    return MappingProxyType(found)
 
 
 def family_of(config: Any) -> Family:

@@ -119,7 +119,7 @@ class _Pull:
         safe = {
             name
             for name in self.remote
-            if not name.endswith(REFUSED) and not any(part.startswith(".") for part in name.split("/"))
+            if not name.lower().endswith(REFUSED) and not any(part.startswith(".") for part in name.split("/"))
         }
         if manifest is None:
             return safe - {PARTIAL}

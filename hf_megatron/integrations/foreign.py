@@ -7,47 +7,64 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers import GenerationConfig
 
-from ..checkpoint.together import agreed, rank_and_size
+from ..checkpoint.together import agreed, gather, rank_and_size
 from ..config import MegatronConfig
 from ..errors import CheckpointError
+from .accelerate import ensure_process_group
 
 if TYPE_CHECKING:
     from ..conversion.source import Source
     from ..conversion.tensors import Layout
 
 
-def foreign_source(model_class: Any, path: Any, config: Any) -> "Source | None":
+def foreign_source(model_class: Any, path: Any, config: Any, layout: MegatronConfig) -> "Source | None":
     """A folder in another layout than Hugging Face's; `None` for everything that stock reads.
 
     Args:
         config: the model's, of the folder's `config.json` by default.
+        layout: of the model.
+
+    Raises:
+        CheckpointError: on every rank; the folder is damaged, has no config, or is not the same for all ranks.
     """
-    if path is None or not os.path.isdir(path):
+    if path is None:
         return None
-    # Most loads need none of the converters.
+    if layout.is_parallel:
+        # Before the ranks agree on anything.
+        ensure_process_group(layout.timeout)
+    found = None
+    with agreed(f"Opening {path}"):
+        if os.path.isdir(path):
+            # Most loads need none of the converters.
+            from ..conversion.formats import HF, is_known, recognise
+
+            found = recognise(Path(path)) if is_known(Path(path)) else HF
+    names = gather("absent" if found is None else found.name, None, f"Opening {path}")
+    if len(set(names)) > 1:
+        shown = ", ".join(f"rank {rank}: {name}" for rank, name in enumerate(names))
+        raise CheckpointError(f"{path} is not the same for all ranks ({shown}).")
+    if found is None or found.name == "hf":
+        return None
     from ..conversion.architecture import Architecture
-    from ..conversion.formats import HF, recognise
     from ..conversion.source import Source, with_config
 
     folder = Path(path)
-    try:
-        found = recognise(folder)
-    except CheckpointError:
-        # Stock says what it looks for.
-        return None
-    if found is HF:
-        return None
-    if config is None:
-        config = Architecture.from_folder(with_config(folder)).config
-    return Source(folder, found, Architecture.from_class(model_class, config), with_config(folder))
+    with agreed(f"Opening {path}"):
+        own = Architecture.from_folder(with_config(folder)).config if config is None else config
+        source = Source(folder, found, Architecture.from_class(model_class, own), with_config(folder))
+    return source
 
 
 @contextmanager
-def reading(source: "Source", config: MegatronConfig) -> Iterator[dict[str, Any]]:
+def reading(source: "Source", config: MegatronConfig, dtype: Any) -> Iterator[dict[str, Any]]:
     """Arguments for stock `from_pretrained` with which it reads a checkpoint through a converter.
 
     Each rank reads whole tensors of the stages it holds, one at a time, and keeps its part of them.
+
+    Args:
+        dtype: that the user asked for; `None` and `"auto"` are the config's, or else the checkpoint's.
 
     Raises:
         CheckpointError: on every rank; the checkpoint is damaged or does not fit the model.
@@ -59,9 +76,16 @@ def reading(source: "Source", config: MegatronConfig) -> Iterator[dict[str, Any]
         reader = source.open(checksums=config.verify_checksums and rank_and_size(None)[0] == 0)
     with reader:
         own = source.architecture.config
-        floating = (entry.dtype for entry in reader.entries.values() if entry.dtype.is_floating_point)
-        dtype = own.dtype or next(floating, torch.get_default_dtype())
+        if dtype in (None, "auto"):
+            floating = (entry.dtype for entry in reader.entries.values() if entry.dtype.is_floating_point)
+            dtype = own.dtype or next(floating, torch.get_default_dtype())
         yield {"config": own, "state_dict": lazy_weights(reader), "dtype": dtype}
+
+
+def restore_generation_config(model: Any, folder: Path) -> None:
+    """What stock reads beside the weights, and has no folder to read from here."""
+    if model.can_generate() and (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
 
 
 def save_in_format(

@@ -27,7 +27,7 @@ from ..upstream import forget_conversions, quiet_loading
 from ..version import __version__
 from .accelerate import announce, ensure_process_group, job_world_size
 from .cards import write_model_card
-from .foreign import foreign_source, reading, save_in_format
+from .foreign import foreign_source, reading, restore_generation_config, save_in_format
 from .hub import check_part, readable_part
 from .verified import require_verified
 
@@ -62,10 +62,13 @@ def from_pretrained(original: classmethod) -> classmethod:
         if value is None:
             return function(cls, pretrained_model_name_or_path, *args, **kwargs)
         config = _start(value, kwargs)
-        source = foreign_source(cls, pretrained_model_name_or_path, kwargs.get("config"))
+        source = foreign_source(cls, pretrained_model_name_or_path, kwargs.get("config"), config)
         if source is not None:
-            with reading(source, config) as arguments:
-                return wrapper(cls, None, *args, **{**arguments, **kwargs}, megatron_config=config)
+            dtype = kwargs.pop("dtype", kwargs.pop("torch_dtype", None))
+            with reading(source, config, dtype) as arguments:
+                loaded = wrapper(cls, None, *args, **{**kwargs, **arguments}, megatron_config=config)
+            restore_generation_config(loaded[0] if kwargs.get("output_loading_info") else loaded, source.config_folder)
+            return loaded
         given = kwargs.get("state_dict") is not None
         if not config.is_parallel:
             loaded = function(cls, pretrained_model_name_or_path, *args, **kwargs)

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from hf_megatron import CheckpointError, ConfigError, UnsupportedError
 from hf_megatron.cli import app
+from hf_megatron.verify.ranks import run_ranks
 from tests.twins import FAMILIES, twin
 
 OTHERS = [name for name in FORMATS if name != "hf"]
@@ -245,6 +246,75 @@ def test_pickles_and_paths_out_of_the_folder_are_refused(llama, tmp_path):
         convert(folder, tmp_path / "out", "hf")
     assert not canary.exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bad"]
+
+
+def test_links_and_large_files_are_not_copied(llama, tmp_path):
+    folder = tmp_path / "linked"
+    shutil.copytree(llama, folder)
+    (tmp_path / "secret").write_text("token")
+    os.symlink(tmp_path / "secret", folder / "notes.txt")
+    with pytest.raises(CheckpointError, match="notes.txt leads out"):
+        convert(folder, tmp_path / "out", "sharded")
+    (folder / "notes.txt").unlink()
+    with open(folder / "data.parquet", "wb") as file:
+        file.truncate(1 << 30)
+    with pytest.raises(CheckpointError, match="data.parquet"):
+        convert(folder, tmp_path / "out", "sharded")
+    assert not (tmp_path / "out").exists()
+
+
+def with_moments(source: Path, target: Path, frozen: str, **options) -> None:
+    """A sharded checkpoint with an optimizer's state, of a run that trains everything but one weight."""
+    from accelerate import Accelerator
+    from transformers import AutoModelForCausalLM
+
+    from hf_megatron import MegatronConfig
+
+    model = AutoModelForCausalLM.from_pretrained(source, megatron_config=MegatronConfig(dp_size=2))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name != frozen)
+    accelerator = Accelerator(cpu=True)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(trained, lr=1e-3, **options))
+    ids = torch.arange(16)[None]
+    accelerator.backward(model(input_ids=ids, labels=ids).loss)
+    optimizer.step()
+    accelerator.save_state(target)
+
+
+def test_moments_without_their_counterparts_are_named(llama, tmp_path):
+    run_ranks(with_moments, 2, llama, tmp_path / "state", "model.layers.1.self_attn.v_proj.weight")
+    for action in (plan_conversion, convert):
+        with pytest.raises(CheckpointError, match="exp_avg of model.layers.1.self_attn.q_proj.weight.*frozen"):
+            action(tmp_path / "state", tmp_path / "core", "megatron_core")
+    convert(tmp_path / "state", tmp_path / "core", "megatron_core", optimizer=False, verify=True)
+    convert(tmp_path / "state", tmp_path / "dcp", "dcp", verify=True)
+
+
+def test_state_beside_the_moments_is_refused_by_name(llama, tmp_path):
+    run_ranks(with_moments, 2, llama, tmp_path / "state", "", amsgrad=True)
+    with pytest.raises(CheckpointError, match="max_exp_avg_sq"):
+        convert(tmp_path / "state", tmp_path / "core", "megatron_core")
+
+
+@pytest.mark.parametrize("to", OTHERS)
+def test_shapes_are_those_of_the_config(llama, tmp_path, to):
+    convert(llama, tmp_path / "made", to)
+    other = tmp_path / "other"
+    other.mkdir()
+    config = json.loads((llama / "config.json").read_text())
+    config["intermediate_size"] = 64
+    (other / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="linear_fc1|gate_proj|down_proj"):
+        convert(tmp_path / "made", tmp_path / "out", "hf", config=str(other))
+
+
+def test_a_running_conversion_is_left_alone(llama, tmp_path):
+    from hf_megatron.conversion.output import Output
+
+    running = Output(tmp_path / "out")
+    Output(tmp_path / "out")
+    assert running.directory.is_dir()
 
 
 def test_bin_files_and_old_names_are_read(llama, tmp_path):

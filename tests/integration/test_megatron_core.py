@@ -315,6 +315,11 @@ def test_from_pretrained_reads_megatron_core(written, case, config):
     for found in run_ranks(load_split, 2, written / case / "core", config):
         assert torch.allclose(found, expected, atol=1e-5)
     one = AutoModelForCausalLM.from_pretrained(written / case / "core", megatron_config=MegatronConfig())
+    assert one.generation_config.eos_token_id == 2 and one.dtype == torch.float32
+    half = AutoModelForCausalLM.from_pretrained(
+        written / case / "core", megatron_config=MegatronConfig(), torch_dtype=torch.bfloat16
+    )
+    assert half.dtype == torch.bfloat16
     with torch.no_grad():
         assert torch.allclose(one.eval()(IDS).logits, expected, atol=1e-5)
 
