@@ -68,9 +68,10 @@ def test_every_package_is_listed():
     listed = set((ROOT / "pyproject.toml").read_text().split("packages = [")[1].split("]")[0].replace('"', "").split())
     listed = {name.strip(",") for name in listed}
     expected = {
-        ".".join(("hf_megatron", *file.parent.relative_to(ROOT / "hf_megatron").parts))
-        for file in (ROOT / "hf_megatron").rglob("__init__.py")
-    } | {"hf_megatron.conversion", "hf_megatron.model_cards"}
+        ".".join(("hf_megatron", *file.parent.relative_to(root).parts))
+        for root, package in ((ROOT / "hf_megatron", "."), (ROOT, "conversion"), (ROOT, "model_cards"))
+        for file in (root / package).rglob("__init__.py")
+    }
     assert listed == expected
 
 

@@ -45,7 +45,7 @@ def test_places_outside_of_the_folder(damaged, tmp_path):
 
         return edit
 
-    damaged(to("../outside.distcp"), ".metadata", "../outside.distcp", "outside")
+    damaged(to("../outside.distcp"), "../outside.distcp", "outside")
     damaged(to(str(tmp_path / "outside.distcp")), "outside")
     damaged(to("inner/../../outside.distcp"), "outside")
     damaged(to("missing.distcp"), "missing.distcp")
@@ -53,9 +53,9 @@ def test_places_outside_of_the_folder(damaged, tmp_path):
     damaged(to("."), "regular file")
     damaged(to(7), ".metadata")
     (folder / "link.distcp").symlink_to(tmp_path / "outside.distcp")
-    damaged(to("link.distcp"), "leads out of the folder")
+    damaged(to("link.distcp"), "leads out of the checkpoint")
     (folder / "up").symlink_to(tmp_path)
-    damaged(to("up/outside.distcp"), "leads out of the folder")
+    damaged(to("up/outside.distcp"), "leads out of the checkpoint")
     (folder / "inside.distcp").symlink_to("__0_0.distcp")
     path = folder / ".metadata"
     metadata = pickle.loads(path.read_bytes())
