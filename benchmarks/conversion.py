@@ -37,7 +37,10 @@ CONVERSIONS = {
     "hf -> dcp": ("hf", "dcp"),
     "dcp -> hf": ("dcp", "hf"),
 }
-LAYOUT = Layout(tp_size=2)
+
+
+def _layout(name: str) -> Layout:
+    return Layout(tp_size=2) if name.startswith("megatron") else Layout()
 
 
 def _config(size: int, layers: int) -> LlamaConfig:
@@ -70,7 +73,7 @@ def _measured(action: Callable[[], Any]) -> dict[str, float]:
 
 
 def _convert(source: str, target: str, to: str, checksums: bool) -> dict[str, float]:
-    return _measured(lambda: convert(source, target, to, layout=LAYOUT, checksums=checksums))
+    return _measured(lambda: convert(source, target, to, layout=_layout(to), checksums=checksums))
 
 
 def _copy_and_hash(source: str, target: str) -> dict[str, float]:
@@ -116,7 +119,7 @@ def measure(folder: Path, size: int, layers: int, rounds: int) -> dict[str, Any]
     model.save_pretrained(source)
     del model
     for name in sorted({first for first, _ in CONVERSIONS.values()} - {"hf"}):
-        convert(source, folder / name, name, layout=LAYOUT)
+        convert(source, folder / name, name, layout=_layout(name))
     samples: dict[str, list[dict[str, float]]] = {}
     for turn in range(rounds + 1):
         found = {

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 
 from .architecture import Architecture
-from .tensors import MAIN_WEIGHT, WEIGHT, Key, Reader
+from .tensors import MAIN_WEIGHT, WEIGHT, Key, Reader, same_bytes
 
 
 @dataclass
@@ -74,16 +74,11 @@ def compare_readers(first: Reader, second: Reader, *, moments: bool, on_tensor: 
             result.different[key] = f"{list(one.shape)} {one.dtype} and {list(other.shape)} {other.dtype}"
             continue
         a, b = first.read(key), second.read(key)
-        if not torch.equal(_bits(a), _bits(b)):
+        if not same_bytes(a, b):
             result.different[key] = f"largest difference {_difference(a, b):.3e}"
         on_tensor(one.nbytes)
     result.only_second = [key for key in second.entries if key in there - wanted]
     return result
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Bytes, so that what is not a number equals itself."""
-    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 def _difference(a: torch.Tensor, b: torch.Tensor) -> float:

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..errors import CheckpointError
 from .card import write_conversion_card
 from .compare import Comparison, compare_logits, compare_readers
-from .formats import Format, format_named, rules_of
+from .formats import Format, check_layout, format_named, rules_of
 from .memory import Pool
 from .naming import megatron_plan
 from .source import Source, find_source, local_folder, with_config
@@ -73,7 +73,8 @@ def plan_conversion(
     Raises:
         CheckpointError, ConfigError, UnsupportedError: as `convert`, but for sizes of ranks that do not divide.
     """
-    report, layout = _report(source, target, to, from_format, config), layout or Layout()
+    layout = layout or Layout()
+    report = _report(source, target, to, from_format, config, layout)
     with report.source.open(checksums=False) as reader:
         _plan(report, reader, layout, optimizer)
     return report
@@ -115,7 +116,8 @@ def convert(
         ConfigError: a format or a size of the layout that does not exist.
         UnsupportedError: Megatron's layouts cannot express the model.
     """
-    report, layout = _report(source, target, to, from_format, config), layout or Layout()
+    layout = layout or Layout()
+    report = _report(source, target, to, from_format, config, layout)
     found = report.source
     with found.open(checksums) as reader:
         reader.memory = Pool(largest(reader.entries))
@@ -194,9 +196,15 @@ def _compare(
 
 
 def _report(
-    source: str | os.PathLike[str], target: str | os.PathLike[str], to: str, from_format: str | None, config: str | None
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    to: str,
+    from_format: str | None,
+    config: str | None,
+    layout: Layout,
 ) -> Report:
     to_format = format_named(to)
+    check_layout(to_format, layout)
     if os.path.lexists(target):
         raise CheckpointError(f"{target} exists; give a folder that does not.")
     found = find_source(source, from_format, config)
@@ -210,7 +218,8 @@ def _plan(report: Report, reader: Reader, layout: Layout, optimizer: bool) -> di
     plan = planned_entries(reader, report.format, optimizer)
     if report.source.format.megatron or report.format.megatron:
         plan = order_by_rules(plan, report.source.architecture.config, layout)
-    if reader.optimizer is not None and not any(key.kind in MOMENTS for key in plan):
+    there = reader.optimizer is not None or reader.optimizer_refusal is not None
+    if there and not (optimizer and report.format.moments):
         why = "--no-optimizer" if report.format.moments else f"{report.format.title} does not hold one"
         report.notes.append(f"the optimizer's state is left out: {why}")
     if any(key.kind == MAIN_WEIGHT for key in reader.entries) and report.format.main_weights == "never":

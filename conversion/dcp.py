@@ -19,7 +19,7 @@ from .blobs import StoredTensor
 from .chunks import ChunkedTensors
 from .dcp_writer import DcpWriter
 from .shard_folder import ShardFolder, is_shard_folder
-from .tensors import EXP_AVG, EXP_AVG_SQ, WEIGHT, Entry, Key, OptimizerState, Reader
+from .tensors import EXP_AVG, EXP_AVG_SQ, WEIGHT, Entry, Key, OptimizerState, Reader, same_bytes
 from .torch_store import METADATA, StoreReader
 
 __all__ = ["DcpReader", "DcpWriter"]
@@ -59,7 +59,7 @@ class DcpReader(Reader):
             prefix = self._prefix(store)
             for stored in store.entries:
                 key = self._key(store, stored, prefix)
-                if key is not None and key.kind == "step":
+                if key is not None and key.kind == "step" and torch.Size(store.entries[stored].shape).numel() == 1:
                     steps.append((store, stored))
                 elif key is not None and key.kind in (WEIGHT, EXP_AVG, EXP_AVG_SQ):
                     self._sources.setdefault(key, []).append((store, stored))
@@ -139,13 +139,9 @@ class DcpReader(Reader):
         (store, name), *copies = self._sources[key]
         tensor = store.read(name, self.memory)
         for other, copy in copies:
-            if not _equal(other.read(copy), tensor):
+            if not same_bytes(other.read(copy), tensor):
                 raise CheckpointError(f"{self.path}: {name} and {copy} are one weight of the model and differ.")
         return tensor
-
-
-def _equal(one: Tensor, other: Tensor) -> bool:
-    return torch.equal(one.view(-1).view(torch.uint8), other.view(-1).view(torch.uint8))
 
 
 def _other(kind: str) -> str:

@@ -14,7 +14,7 @@ from ..checkpoint.together import agreed, raise_together, rank_and_size
 from ..errors import CheckpointError, UnsupportedError
 from .architecture import Architecture
 from .card import write_conversion_card
-from .formats import format_named
+from .formats import check_layout, format_named
 from .tensors import WEIGHT, Entry, Key, Layout
 from .write import notes_of, order_by_rules, write_checkpoint
 
@@ -38,6 +38,7 @@ def export(
         CheckpointError: on every rank, naming the rank that failed; nothing is left behind then.
     """
     to, layout, first = format_named(format), layout or Layout(), rank_and_size(None)[0] == 0
+    check_layout(to, layout)
     stored, fetch = stream_weights(model)
     with agreed(f"Saving {target}"):
         if first and os.path.lexists(target):

@@ -1,5 +1,6 @@
 """The layouts: how each is recognised, opened and written."""
 
+import dataclasses
 import os
 import re
 from collections.abc import Mapping
@@ -34,6 +35,7 @@ class Format:
     Attributes:
         megatron: whether its names are Megatron's.
         moments: whether it can hold an optimizer's moments so that they can be read on other layouts.
+        sizes: the fields of `Layout` that it knows.
         main_weights: when moments come with fp32 weights: always, where weights are narrower, or never.
     """
 
@@ -41,13 +43,22 @@ class Format:
     title: str
     megatron: bool = False
     moments: bool = False
+    sizes: frozenset[str] = frozenset()
     main_weights: Literal["always", "narrower", "never"] = "never"
 
 
-HF = Format("hf", "Hugging Face folder")
+_VOCABULARY = frozenset({"tp_size", "ep_size", "make_vocab_size_divisible_by"})
+HF = Format("hf", "Hugging Face folder", sizes=frozenset({"max_shard_size"}))
 SHARDED = Format("sharded", "hf_megatron sharded checkpoint", moments=True, main_weights="narrower")
-MEGATRON_CORE = Format("megatron_core", "Megatron-Core torch_dist", True, moments=True, main_weights="always")
-MEGATRON_LEGACY = Format("megatron_legacy", "Megatron legacy torch (mp_rank_XX)", megatron=True)
+MEGATRON_CORE = Format(
+    "megatron_core", "Megatron-Core torch_dist", True, moments=True, sizes=_VOCABULARY, main_weights="always"
+)
+MEGATRON_LEGACY = Format(
+    "megatron_legacy",
+    "Megatron legacy torch (mp_rank_XX)",
+    True,
+    sizes=_VOCABULARY | {"pp_size", "local_names"},
+)
 DCP = Format("dcp", "torch DCP under Hugging Face names", moments=True)
 SHARDS = Format("shards", "transformers' shard-*.safetensors folder")
 
@@ -80,6 +91,19 @@ def is_known(path: Path) -> bool:
         return recognise(path) is not HF
     except CheckpointError:
         return False
+
+
+def check_layout(format: Format, layout: Layout) -> None:
+    """Whether a format knows of the sizes that were given.
+
+    Raises:
+        ConfigError: naming a size that would have no effect, and those that the format has.
+    """
+    for field in dataclasses.fields(layout):
+        value = getattr(layout, field.name)
+        if value != field.default and field.name not in format.sizes:
+            known = ", ".join(sorted(format.sizes)) or "none"
+            raise ConfigError(f"{field.name}={value!r} means nothing to {format.name}; the sizes it has are: {known}.")
 
 
 def recognise(path: Path) -> Format:

@@ -21,7 +21,7 @@ from .architecture import Architecture
 from .output import Output
 from .pickled_file import PickledFile
 from .safetensors_file import SafetensorsFile, SafetensorsStream
-from .tensors import WEIGHT, Entry, Key, Layout, Reader, Writer
+from .tensors import WEIGHT, Entry, Key, Layout, Reader, Writer, same_bytes
 
 # Tokenizers have tens of megabytes.
 LARGEST_SMALL_FILE = 256 << 20
@@ -100,7 +100,7 @@ class HuggingFaceReader(Reader):
             self._ready |= self._converted(self._group_of[key])
         tensor = self._ready.pop(key)
         for group in self._copies.get(key, ()):
-            if not torch.equal(tensor, self._converted(group)[key]):
+            if not same_bytes(tensor, self._converted(group)[key]):
                 names = ", ".join(name for name, _ in (*self._group_of[key].sources, *group.sources))
                 raise CheckpointError(f"{self.path}: {names} are one tied weight of the model, and differ.")
         return tensor

@@ -13,7 +13,7 @@ from .blobs import StoredTensor
 from .megatron_names import Split, cut
 from .megatron_ranks import RankFile
 from .memory import Memory
-from .tensors import Entry
+from .tensors import Entry, same_bytes
 
 
 class Piece(NamedTuple):
@@ -119,6 +119,6 @@ def _equal(first: Piece, second: Piece) -> bool:
         parts = [torch.empty(shape, dtype=entry.dtype) for _ in range(2)]
         for piece, part in zip((first, second), parts, strict=True):
             piece.read_into([start] + [0] * (len(shape) - 1), part)
-        if not torch.equal(*(part.view(-1).view(torch.uint8) for part in parts)):
+        if not same_bytes(*parts):
             return False
     return True

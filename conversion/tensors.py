@@ -53,6 +53,11 @@ class Entry:
         return cls(tuple(tensor.shape), tensor.dtype)
 
 
+def same_bytes(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of one shape and dtype hold the same bytes; what is not a number equals itself."""
+    return torch.equal(*(tensor.contiguous().view(-1).view(torch.uint8) for tensor in (one, other)))
+
+
 def largest(entries: Mapping[Key, Entry]) -> int:
     """Bytes of the largest of some tensors."""
     return max((entry.nbytes for entry in entries.values()), default=0)
@@ -152,12 +157,13 @@ class Layout:
     """How a written checkpoint is split, where its format knows of that.
 
     Args:
-        tp_size, pp_size, ep_size: ranks of Megatron's legacy layout.
+        tp_size, pp_size, ep_size: ranks of Megatron's legacy layout; Megatron-Core's pads its vocabulary for `tp_size`,
+            and stores moments for expert parallelism with `ep_size` above 1.
         make_vocab_size_divisible_by: the vocabulary of Megatron's formats is padded to a multiple of this times
             `tp_size` (`--make-vocab-size-divisible-by`).
         local_names: name norms in the legacy layout as Megatron-Core's own layers do (`--transformer-impl local`), not
             as TransformerEngine's.
-        max_shard_size: largest weight file of safetensors formats, such as `"5GB"`.
+        max_shard_size: largest weight file of a Hugging Face folder, such as `"5GB"`.
     """
 
     tp_size: int = 1

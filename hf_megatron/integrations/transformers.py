@@ -287,6 +287,8 @@ def save_pretrained(original: Callable) -> Callable:
     def wrapper(self: Any, save_directory: Any, *args: Any, format: str = "hf", **kwargs: Any) -> Any:
         if format != "hf":
             return save_in_format(self, original, save_directory, format, *args, **{"layout": None, **kwargs})
+        if "layout" in kwargs:
+            raise ConfigError("save_pretrained(layout=...): Hugging Face files have none; give format= too.")
         if parallel_state(self) is None:
             return original(self, save_directory, *args, **kwargs)
         card = functools.partial(write_model_card, self, repo_id=kwargs.get("repo_id"))

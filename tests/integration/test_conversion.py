@@ -22,6 +22,11 @@ from tests.twins import FAMILIES, twin
 OTHERS = [name for name in FORMATS if name != "hf"]
 
 
+def split(to: str, **sizes: int) -> Layout:
+    """For two tensor parallel ranks, where the format knows of any."""
+    return Layout(tp_size=2, **sizes) if to.startswith("megatron") else Layout()
+
+
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     found = {}
     for path in folder.glob("*.safetensors"):
@@ -53,7 +58,7 @@ def test_every_layout_gives_back_the_bytes(case, tmp_path):
     model.save_pretrained(source, max_shard_size="100KB")
     for to in OTHERS:
         pipeline = 2 if to == "megatron_legacy" and model.config.num_hidden_layers == 2 else 1
-        convert(source, tmp_path / to, to, layout=Layout(tp_size=2, pp_size=pipeline))
+        convert(source, tmp_path / to, to, layout=split(to, pp_size=pipeline))
         convert(tmp_path / to, tmp_path / f"{to}-hf", "hf")
         assert_equal(source, tmp_path / f"{to}-hf")
 
@@ -61,8 +66,8 @@ def test_every_layout_gives_back_the_bytes(case, tmp_path):
 @pytest.mark.parametrize("first", OTHERS)
 @pytest.mark.parametrize("second", OTHERS)
 def test_between_any_two_layouts(llama, tmp_path, first, second):
-    convert(llama, tmp_path / "first", first, layout=Layout(tp_size=2))
-    convert(tmp_path / "first", tmp_path / "second", second, layout=Layout(make_vocab_size_divisible_by=32))
+    convert(llama, tmp_path / "first", first, layout=split(first))
+    convert(tmp_path / "first", tmp_path / "second", second, layout=split(second, make_vocab_size_divisible_by=32))
     report = convert(tmp_path / "second", tmp_path / "hf", "hf", verify=True, logits=True)
     assert report.comparison is not None
     assert (report.comparison.equal, report.comparison.logits) == (True, 0.0)
@@ -355,6 +360,10 @@ def test_round_trip_only_is_said(tmp_path):
 def test_sizes_are_checked(llama, tmp_path):
     with pytest.raises(ConfigError, match="tp_size=0"):
         Layout(tp_size=0)
+    with pytest.raises(ConfigError, match="pp_size=3 means nothing to megatron_core.*tp_size"):
+        plan_conversion(llama, tmp_path / "out", "megatron_core", layout=Layout(pp_size=3))
+    with pytest.raises(ConfigError, match="tp_size=2 means nothing to sharded.*none"):
+        convert(llama, tmp_path / "out", "sharded", layout=Layout(tp_size=2))
     with pytest.raises((CheckpointError, ConfigError), match="3"):
         convert(llama, tmp_path / "out", "megatron_legacy", layout=Layout(pp_size=3))
     assert list(tmp_path.iterdir()) == []
