@@ -61,7 +61,8 @@ def test_torch_loads_what_is_written(tmp_path, tensors, mapped):
     write(tmp_path / "out", tensors, model(), Layout(tp_size=2, make_vocab_size_divisible_by=12))
     path = tmp_path / "out" / FIRST
     content = torch.load(path, weights_only=False, mmap=mapped)
-    assert zipfile.ZipFile(path).testzip() is None
+    # Records of tensors have no checksum, as torch writes them with `set_crc32_options(False)`.
+    assert not any(record.CRC for record in zipfile.ZipFile(path).infolist() if "/data/" in record.filename)
     assert content["checkpoint_version"] == 3.0 and content["iteration"] == 7
     args = content["args"]
     assert isinstance(args, Namespace)
