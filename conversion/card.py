@@ -24,6 +24,9 @@ def write_conversion_card(
         before: a folder with the card of the source; its text comes along into Hugging Face folders.
     """
     readable = to in (HF, SHARDED)
+    if not readable:
+        how = "`AutoModelForCausalLM.from_pretrained(folder, megatron_config=MegatronConfig())` under hf_megatron"
+        notes = [*notes, f"to load it: {how}; `hf-megatron convert FOLDER OUT --to hf` makes plain files"]
     facts = facts_of_config(
         config,
         model_name=name,

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from hf_megatron import CheckpointError, ConfigError, UnsupportedError
+from hf_megatron import CheckpointError, ConfigError, RankError, UnsupportedError
 from hf_megatron.cli import app
 from hf_megatron.verify.ranks import run_ranks
 from tests.twins import FAMILIES, twin
@@ -72,6 +72,29 @@ def test_between_any_two_layouts(llama, tmp_path, first, second):
     assert report.comparison is not None
     assert (report.comparison.equal, report.comparison.logits) == (True, 0.0)
     assert_equal(llama, tmp_path / "hf")
+
+
+def loaded_logits(folder: Path) -> torch.Tensor:
+    from transformers import AutoModelForCausalLM
+
+    from hf_megatron import MegatronConfig
+
+    model = AutoModelForCausalLM.from_pretrained(folder, megatron_config=MegatronConfig(tp_size=2)).eval()
+    with torch.no_grad():
+        return model(torch.arange(16)[None]).logits
+
+
+@pytest.mark.parametrize("to", OTHERS)
+def test_from_pretrained_reads_every_layout(llama, tmp_path, to):
+    convert(llama, tmp_path / "made", to, layout=split(to))
+    expected = run_ranks(loaded_logits, 2, llama)
+    found = run_ranks(loaded_logits, 2, tmp_path / "made")
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    # An error is the same on all ranks.
+    largest = max((path for path in (tmp_path / "made").rglob("*") if path.is_file()), key=os.path.getsize)
+    os.truncate(largest, 100)
+    with pytest.raises(RankError, match="(?s)rank 0.*Opening.*rank 1.*Opening"):
+        run_ranks(loaded_logits, 2, tmp_path / "made")
 
 
 def test_padded_rows_are_zero_and_cut(llama, tmp_path):
