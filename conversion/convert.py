@@ -176,12 +176,13 @@ def compare(
     Raises:
         CheckpointError: one is damaged, unsafe, or does not fit its config.
     """
-    sources = []
-    for one, other in ((first, second), (second, first)):
+
+    def found(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> Source:
         own = with_config(local_folder(one))
         known = config or (None if (own / "config.json").is_file() else os.fspath(with_config(local_folder(other))))
-        sources.append(find_source(one, None, known))
-    return _compare(*sources, True, logits, on_tensor)
+        return find_source(one, None, known)
+
+    return _compare(found(first, second), found(second, first), True, logits, on_tensor)
 
 
 def _compare(

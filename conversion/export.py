@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from ..checkpoint.merged import stream_weights
 from ..checkpoint.together import agreed, raise_together, rank_and_size
 from ..errors import CheckpointError, UnsupportedError
@@ -85,13 +83,13 @@ def export(
 
 
 class _Stream:
-    """Tensors in a planned order, each fetched once, however many iterate."""
+    """Tensors in a planned order, each fetched once, however many iterate; there are none but on the first rank."""
 
-    def __init__(self, plan: Mapping[Key, Entry], fetch: Callable[[Key], Tensor | None]):
+    def __init__(self, plan: Mapping[Key, Entry], fetch: Callable[[Key], Any]):
         self._remaining = iter(plan)
         self._fetch = fetch
 
-    def __iter__(self) -> Iterator[tuple[Key, Tensor | None]]:
+    def __iter__(self) -> Iterator[tuple[Key, Any]]:
         for key in self._remaining:
             yield key, self._fetch(key)
 

@@ -35,7 +35,7 @@ class SafetensorsFile:
         span = self.spans[name]
         out = memory.empty(span.shape, span.dtype)
         if out.numel():
-            read_at(self._descriptor, memoryview(out.view(-1).view(torch.uint8).numpy()), span.start, self.path)
+            read_at(self._descriptor, out.view(-1).view(torch.uint8).numpy().data, span.start, self.path)
         return out
 
     def close(self) -> None:

@@ -70,7 +70,7 @@ def write_checkpoint(
     to: Format,
     architecture: Architecture,
     plan: Mapping[Key, Entry],
-    tensors: Iterable[tuple[Key, Tensor | None]],
+    tensors: Iterable[tuple[Key, Tensor]],
     layout: Layout,
     small_files: Path,
     *,

@@ -64,13 +64,15 @@ def convert(
 
     try:
         layout = Layout(tp, pp, ep, make_vocab_size_divisible_by, max_shard_size, local_names)
-        arguments = {
-            "from_format": from_format or None,
-            "config": config or None,
-            "layout": layout,
-            "optimizer": optimizer,
-        }
-        report = plan_conversion(source, target, to, **arguments)
+        report = plan_conversion(
+            source,
+            target,
+            to,
+            from_format=from_format or None,
+            config=config or None,
+            layout=layout,
+            optimizer=optimizer,
+        )
         if plan:
             typer.echo(report.table())
             return
@@ -79,7 +81,10 @@ def convert(
                 source,
                 target,
                 to,
-                **arguments,
+                from_format=from_format or None,
+                config=config or None,
+                layout=layout,
+                optimizer=optimizer,
                 verify=verify,
                 logits=logits,
                 checksums=not no_checksums,

@@ -63,6 +63,15 @@ def test_wheel(built, tmp_path):
     imports_from(tmp_path)
 
 
+def test_types_of_what_is_installed(built, tmp_path):
+    """The mapped packages are where the type checker finds them in a wheel alone."""
+    with zipfile.ZipFile(built[0]) as wheel:
+        wheel.extractall(tmp_path)
+    command = [sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml")]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    assert result.returncode == 0, result.stdout[-3000:]
+
+
 def test_every_package_is_listed():
     """`find:` misses mapped packages, so the list is explicit; a new folder must be added to it."""
     listed = set((ROOT / "pyproject.toml").read_text().split("packages = [")[1].split("]")[0].replace('"', "").split())
