@@ -101,4 +101,7 @@ def check_record(path: Path) -> None:
         if not file.is_file() or hash_file(inside(path, name)) != expected:
             wrong.append(name)
     if wrong:
-        raise CheckpointError(f"{path}: {', '.join(wrong[:5])} missing or other than when they were written.")
+        raise CheckpointError(
+            f"{path}: {', '.join(wrong[:5])} missing or other than when they were written; where that was on purpose, "
+            f"delete {RECORD} or leave checksums out."
+        )
