@@ -128,7 +128,7 @@ def test_a_missing_file_and_folder_are_named(tmp_path, tensors):
     with pytest.raises(CheckpointError, match=f"mp_rank_01/{FILE} is missing"):
         read(tmp_path / "out", model())
     tracker = tmp_path / "out" / "latest_checkpointed_iteration.txt"
-    for text, message in (("8", "names iter_0000008, which is missing"), ("../../x", "expected a number"), ("", "expected")):
+    for text, message in (("8", "names iter_0000008"), ("../../x", "expected a number"), ("", "expected")):
         tracker.write_text(text)
         with pytest.raises(CheckpointError, match=message):
             read(tmp_path / "out", model())
