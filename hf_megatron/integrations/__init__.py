@@ -62,6 +62,7 @@ PATCHES: Mapping[str, str] = {
     "transformers.trainer:Trainer.create_model_card": f"{_HERE}.cards:create_model_card",
     "trl.trainer.base_trainer:_BaseTrainer.create_model_card": f"{_HERE}.cards:create_model_card",
     "transformers.trainer:get_last_checkpoint": f"{_HERE}.checkpoints:get_last_checkpoint",
+    "transformers.trainer:compare_trainer_and_checkpoint_args": f"{_HERE}.checkpoints:compare_arguments",
     "transformers.trainer:Trainer._has_mixed_mesh_grads": f"{_HERE}.trainer:has_mixed_mesh_grads",
     "transformers.trainer:Trainer._sync_replicated_trainable_parameters": (
         f"{_HERE}.trainer:sync_replicated_trainable_parameters"

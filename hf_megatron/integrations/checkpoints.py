@@ -175,7 +175,8 @@ def _export_callbacks(trainer: Any) -> None:
     for callback in (*trainer.callback_handler.callbacks, trainer.control):
         if isinstance(callback, ExportableState):
             name = type(callback).__name__
-            if isinstance(kept[name], list):
+            # A converted checkpoint knows of none.
+            if isinstance(kept.get(name), list):
                 kept[name].append(callback.state())
             else:
                 kept[name] = callback.state()
@@ -188,6 +189,19 @@ def _after_commit(trainer: Any, target: Path) -> None:
     if args.should_save and args.save_total_limit:
         best = trainer.state.best_model_checkpoint
         prune(target.parent, args.save_total_limit, protected=[] if best is None else [Path(best)])
+
+
+def compare_arguments(original: Callable) -> Callable:
+    """Stock compares arguments with those of the run that saved; for a converted checkpoint, this run's are taken."""
+
+    @functools.wraps(original)
+    def wrapper(training_args: Any, trainer_state: Any) -> None:
+        if trainer_state.train_batch_size is None:
+            trainer_state.train_batch_size = training_args.train_batch_size
+            trainer_state.compute_steps(training_args, training_args.max_steps)
+        original(training_args, trainer_state)
+
+    return wrapper
 
 
 def get_last_checkpoint(original: Callable) -> Callable:

@@ -5,6 +5,7 @@ import subprocess
 
 import pytest
 import torch
+from hf_megatron.conversion import convert
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -101,6 +102,20 @@ def test_trainer_resumes_on_another_layout(stories, tmp_path, uninterrupted, sav
     ):
         assert step == expected_step
         assert (loss, norm) == pytest.approx((expected_loss, expected_norm), rel=1e-5)
+    for name, weight in uninterrupted[1].items():
+        torch.testing.assert_close(weights[name], weight, rtol=0, atol=3e-4)
+
+
+def test_trainer_resumes_from_a_converted_checkpoint(stories, tmp_path, uninterrupted):
+    """Through Megatron-Core's layout, which keeps neither scheduler nor groups: the script has its own."""
+    run_ranks(train, 2, stories, tmp_path / "run", LAYOUTS["tp2"], stop=4)
+    convert(tmp_path / "run" / "checkpoint-4", tmp_path / "core", "megatron_core")
+    folder = tmp_path / "again" / "checkpoint-4"
+    convert(tmp_path / "core", folder, "sharded")
+    log, weights, _ = run_ranks(train, 2, stories, tmp_path / "other", LAYOUTS["dp2"], resume=str(folder))[0]
+    assert [entry[0] for entry in log] == [5, 6]
+    for found, expected in zip(log, uninterrupted[0][-2:], strict=True):
+        assert found == pytest.approx(expected, rel=1e-5)
     for name, weight in uninterrupted[1].items():
         torch.testing.assert_close(weights[name], weight, rtol=0, atol=3e-4)
 
