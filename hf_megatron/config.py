@@ -242,3 +242,36 @@ class MegatronConfig:
 
     def to_json_string(self) -> str:
         return json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n"
+
+
+def validate_world_size(config: MegatronConfig, world_size: int) -> int:
+    """Returns the data parallel size of the job, or raises before anything is loaded.
+
+    Raises:
+        ConfigError: the sizes need more ranks than the job has, or do not divide the world; prints the launch command.
+    """
+    replica = config.ranks_per_replica
+    sizes = f"tp_size={config.tp_size} x cp_size={config.cp_size} x pp_size={config.pp_size} = {replica} ranks"
+    if replica > world_size:
+        raise ConfigError(
+            f"MegatronConfig needs {sizes}, the job has {world_size}. Start it with\n"
+            f"    torchrun --nproc_per_node {replica} train.py\n"
+            f"or `accelerate launch --config_file megatron.yaml train.py` with `distributed_type: MEGATRON_LM` and\n"
+            f"`num_processes: {replica}` in the file (on CPUs `--cpu --num_processes` alone starts one process)."
+        )
+    if world_size % replica:
+        raise ConfigError(
+            f"MegatronConfig needs {sizes}, which does not divide the job's {world_size} ranks; valid world sizes: "
+            f"multiples of {replica}."
+        )
+    dp_size = world_size // replica
+    if config.dp_size not in (None, dp_size):
+        raise ConfigError(
+            f"MegatronConfig.dp_size = {config.dp_size}: {world_size} ranks / {replica} leave dp_size = {dp_size}."
+        )
+    if dp_size % config.dp_replicate_size:
+        raise ConfigError(
+            f"MegatronConfig.dp_replicate_size = {config.dp_replicate_size}: does not divide dp_size = {dp_size} "
+            f"({world_size} ranks / {replica})."
+        )
+    return dp_size

@@ -4,16 +4,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from .parallelize import parallel_state
-from .tensor_parallel.token_scores import IGNORE_INDEX, LOG_PROBS, deferring, token_scores
-
-
-def next_tokens(labels: Tensor) -> Tensor:
-    """`[batch, sequence]`: the label each position predicts; the last one predicts nothing."""
-    return F.pad(labels, (0, 1), value=IGNORE_INDEX)[..., 1:]
+from .loss import next_tokens
+from .state import parallel_state
+from .tensor_parallel.token_scores import LOG_PROBS, deferring, token_scores
 
 
 def scores_of_call(

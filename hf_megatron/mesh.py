@@ -1,91 +1,44 @@
-"""`ParallelMesh`: the ranks of a job as axes. world = tp x cp x pp x dp, tp innermost, dp outermost.
-
-transformers' own mesh and Megatron's default put pp outermost; dp is outermost here because Trainer's and
-Accelerate's data arithmetic then holds unchanged: neighbouring ranks share a batch.
-"""
+"""`ParallelMesh`: the axes of a layout with the process groups along them."""
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from .config import MegatronConfig
-from .errors import ConfigError
+from .axes import Axes, Axis
+from .placement import Placement
 from .upstream import split_mesh_axis
 
 # Outermost first, as DeviceMesh wants them.
-AXES = ("dp", "pp", "cp", "tp")
-
-
-def validate_world_size(config: MegatronConfig, world_size: int) -> int:
-    """Returns the data parallel size of the job, or raises before anything is loaded.
-
-    Raises:
-        ConfigError: the sizes need more ranks than the job has, or do not divide the world; prints the launch command.
-    """
-    replica = config.ranks_per_replica
-    sizes = f"tp_size={config.tp_size} x cp_size={config.cp_size} x pp_size={config.pp_size} = {replica} ranks"
-    if replica > world_size:
-        raise ConfigError(
-            f"MegatronConfig needs {sizes}, the job has {world_size}. Start it with\n"
-            f"    torchrun --nproc_per_node {replica} train.py\n"
-            f"or `accelerate launch --config_file megatron.yaml train.py` with `distributed_type: MEGATRON_LM` and\n"
-            f"`num_processes: {replica}` in the file (on CPUs `--cpu --num_processes` alone starts one process)."
-        )
-    if world_size % replica:
-        raise ConfigError(
-            f"MegatronConfig needs {sizes}, which does not divide the job's {world_size} ranks; valid world sizes: "
-            f"multiples of {replica}."
-        )
-    dp_size = world_size // replica
-    if config.dp_size not in (None, dp_size):
-        raise ConfigError(
-            f"MegatronConfig.dp_size = {config.dp_size}: {world_size} ranks / {replica} leave dp_size = {dp_size}."
-        )
-    if dp_size % config.dp_replicate_size:
-        raise ConfigError(
-            f"MegatronConfig.dp_replicate_size = {config.dp_replicate_size}: does not divide dp_size = {dp_size} "
-            f"({world_size} ranks / {replica})."
-        )
-    return dp_size
+WORLD_AXES = ("dp", "pp", "cp", "tp")
 
 
 class ParallelMesh:
     """The device mesh of a job and the groups cut from it.
 
     Args:
-        config (`MegatronConfig`): the sizes.
+        axes (`Axes`): of the whole world, as this rank sees them.
         device_type (`str`): `"cpu"` or `"cuda"`.
 
     Process groups cannot be copied; a deep copy of a model shares its mesh.
     """
 
-    def __init__(self, config: MegatronConfig, device_type: str):
-        dp_size = validate_world_size(config, dist.get_world_size())
+    def __init__(self, axes: Axes, device_type: str):
+        self.axes = axes
         self.device_type = device_type
-        self.root = init_device_mesh(
-            device_type, (dp_size, config.pp_size, config.cp_size, config.tp_size), mesh_dim_names=AXES
-        )
+        sizes = tuple(axes.size(name) for name in WORLD_AXES)
+        self.root = init_device_mesh(device_type, sizes, mesh_dim_names=WORLD_AXES)
         self.tp: DeviceMesh = self.root["tp"]
         # Read on every forward of every module, so looked up once.
-        self.tp_size: int = self.tp.size()
-        self.tp_rank: int = self.tp.get_local_rank()
+        self.tp_size, self.tp_rank = axes.size("tp"), axes.rank("tp")
         self.tp_group: dist.ProcessGroup = self.tp.get_group()
-        self.pp_size: int = config.pp_size
-        self.pp_rank: int = self.root["pp"].get_local_rank()
+        self.pp_size, self.pp_rank = axes.size("pp"), axes.rank("pp")
         self.pp_group: dist.ProcessGroup = self.root["pp"].get_group()
-        self.dp_size: int = dp_size
-        self.dp_rank: int = self.root["dp"].get_local_rank()
+        self.dp_size, self.dp_rank = axes.size("dp"), axes.rank("dp")
         self.dp_group: dist.ProcessGroup = self.root["dp"].get_group()
-        # Stage 0 shares nothing: every dp rank is a replica.
-        replicas = dp_size if config.zero_stage == 0 else config.dp_replicate_size
-        self.dp = split_mesh_axis(self.root["dp"], (replicas, dp_size // replicas), ("dp_replicate", "dp_shard"))
-        self.shard_size: int = self.dp["dp_shard"].size()
-        self.shard_rank: int = self.dp["dp_shard"].get_local_rank()
-        self.shard_group: dist.ProcessGroup = self.dp.get_group("dp_shard")
-        self.replicate_group: dist.ProcessGroup = self.dp.get_group("dp_replicate")
-        self.replicate_size: int = replicas
-        self.replicate_rank: int = self.dp["dp_replicate"].get_local_rank()
-        self._copies: dict[int, tuple[DeviceMesh, dist.ProcessGroup]] = {}
+        halves = axes.size("dp_replicate"), axes.size("dp_shard")
+        self.dp = split_mesh_axis(self.root["dp"], halves, ("dp_replicate", "dp_shard"))
+        self._with_copies: dict[int, DeviceMesh] = {}
+        self._meshes: dict[tuple[Axis, ...], DeviceMesh] = {}
 
     def __deepcopy__(self, memo: dict) -> "ParallelMesh":
         return self
@@ -96,14 +49,48 @@ class ParallelMesh:
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device(self.device_type)
 
+    def group(self, name: str) -> dist.ProcessGroup:
+        """The ranks along an axis; the first call for one that is not of the world makes groups, on every rank."""
+        if name in ("dp_shard", "dp_replicate"):
+            return self.dp.get_group(name)
+        same = next((other for other in WORLD_AXES if self.axes[other] == self.axes[name]), None)
+        return self._mesh_of(name).get_group() if same is None else self.root.get_group(same)
+
+    def of(self, placement: Placement) -> DeviceMesh:
+        """The mesh of a DTensor that is placed so; like `group`, every rank calls it for the same placements."""
+        if not placement.is_split:
+            return self.tp
+        if len(placement.splits) == 1 and placement.splits[0].axis == "tp":
+            return self.tp_with_copies(placement.splits[0].copies)
+        return self._mesh_of(*(split.axis for split in placement.splits))
+
     def tp_with_copies(self, copies: int) -> DeviceMesh:
         """The tp axis as two: `tp_shard` x `tp_copy`, where `copies` neighbouring ranks hold the same shard."""
-        if copies not in self._copies:
-            axes = split_mesh_axis(self.tp, (self.tp_size // copies, copies), ("tp_shard", "tp_copy"))
-            self._copies[copies] = axes, axes.get_group("tp_copy")
-        return self._copies[copies][0]
+        if copies == 1:
+            return self.tp
+        if copies not in self._with_copies:
+            sizes = self.tp_size // copies, copies
+            self._with_copies[copies] = split_mesh_axis(self.tp, sizes, ("tp_shard", "tp_copy"))
+        return self._with_copies[copies]
 
     def copies_group(self, copies: int) -> dist.ProcessGroup:
         """The ranks that hold the same shard as this one."""
-        self.tp_with_copies(copies)
-        return self._copies[copies][1]
+        return self.tp_with_copies(copies).get_group("tp_copy")
+
+    def _mesh_of(self, *names: str) -> DeviceMesh:
+        """Axes that are none of the world's, as a mesh of their own."""
+        key = tuple(self.axes[name] for name in names)
+        if key not in self._meshes:
+            whole = key[0].joined(*key[1:])
+            first_ranks = sorted({whole.ranks(rank)[0] for rank in range(self.axes.size("world"))})
+            ranks = torch.tensor([_grid(key, first) for first in first_ranks])
+            mesh = DeviceMesh(self.device_type, ranks, mesh_dim_names=("others", *names))
+            self._meshes[key] = mesh[names]
+        return self._meshes[key]
+
+
+def _grid(axes: tuple[Axis, ...], first: int) -> list:
+    """The ranks of the axes through a rank, nested as a mesh has them."""
+    if not axes:
+        return first  # type: ignore[return-value]
+    return [_grid(axes[1:], rank) for rank in axes[0].ranks(first)]

@@ -1,71 +1,7 @@
-"""Plain frozen data: what a family's file states, and what is claimed of every parameter."""
+"""`ModelSpec`: plain frozen data, what a family's file states of a model type."""
 
-import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-
-
-class GradientRule(enum.Enum):
-    """What has to happen to a parameter's local gradient before it is the whole model's gradient."""
-
-    COMPLETE = "complete"
-    SUM_TP = "sum over tp"
-    SUM_COPIES = "sum over copies"
-
-
-@dataclass(frozen=True)
-class Placement:
-    """How one parameter lies over the tp axis.
-
-    Args:
-        dim (`int`, *optional*): the tensor dim that is split, counted from 0; `None` keeps the parameter whole.
-        groups (`int`, defaults to 1): the dim consists of this many equal blocks and each of them is split, as in
-            packed gate/up (2) and fused query/key/value (3).
-        copies (`int`, defaults to 1): this many neighbouring ranks hold the same shard, as with fewer KV heads than
-            ranks.
-    """
-
-    dim: int | None = None
-    groups: int = 1
-    copies: int = 1
-
-    def intervals(self, size: int, parts: int, rank: int) -> list[tuple[int, int]]:
-        """The `[start, stop)` ranges of the split dim that `rank` of `parts` holds, for a dim of `size` entries.
-
-        Uneven sizes follow `torch.chunk`: the first ranks take `ceil(size / parts)`, the last may be empty.
-        """
-        if self.dim is None:
-            return [(0, size)]
-        shards, shard = parts // self.copies, rank // self.copies
-        block = size // self.groups
-        width = -(-block // shards)
-        ranges = []
-        for group in range(self.groups):
-            start = min(shard * width, block)
-            stop = min(start + width, block)
-            ranges.append((group * block + start, group * block + stop))
-        return ranges
-
-    def __str__(self) -> str:
-        if self.dim is None:
-            return "replicated"
-        text = f"split dim {self.dim}"
-        if self.groups > 1:
-            text += f" in {self.groups} blocks"
-        if self.copies > 1:
-            text += f", {self.copies} copies"
-        return text
-
-
-@dataclass(frozen=True)
-class Claim:
-    """One row of the plan: a parameter, who claimed it, where it lies and what its gradient needs."""
-
-    name: str
-    shape: tuple[int, ...]
-    style: str
-    placement: Placement
-    gradient: GradientRule
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from typing import Any
 
 from ..checkpoint.reader import Checkpoint
 from ..config import MegatronConfig
-from ..parallelize import ParallelState, parallel_state
 from ..registry.verified import layout_kinds, records
+from ..state import ParallelState, parallel_state
 from ..version import __version__
 
 LIBRARY_TAG = "hf_megatron"

@@ -4,35 +4,36 @@ Ranks that hold the same entries (copies over tp, replicas over dp, tied weights
 an equal share of them, so that a save takes every rank the same time and nothing is gathered.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from ..axes import Axes
 from ..data_parallel.buckets import owned_range
-from ..data_parallel.fully_sharded import owned_rows, tp_local_shape
+from ..data_parallel.fully_sharded import owned_rows
 from ..data_parallel.optimizer import Leaf
-from ..parallelize import ParallelState, parallel_state
-from ..spec import Placement
+from ..placement import Placement
+from ..state import ParallelState, parallel_state
 from ..upstream import local_tensor
 from .pieces import Box, Piece, local_boxes
-from .stages import is_owned, is_shared, resharded
+from .stages import is_owned, resharded
 
 
 @dataclass(frozen=True)
 class Holding:
-    """The entries `[start, stop)` of a rank's flattened tp shard of a global tensor.
+    """The entries `[start, stop)` of a rank's flattened part of a global tensor.
 
     Attributes:
+        axes: of the rank.
         holders: how many ranks hold exactly these, of which this rank is number `index`.
     """
 
     shape: tuple[int, ...]
     placement: Placement
-    tp_size: int
-    tp_rank: int
+    axes: Axes
     start: int
     stop: int
     holders: int
@@ -40,7 +41,7 @@ class Holding:
 
     def boxes(self) -> tuple[Box, ...]:
         """All that is held."""
-        return local_boxes(self.shape, self.placement, self.tp_size, self.tp_rank, self.start, self.stop)
+        return local_boxes(self.shape, self.placement, self.axes, self.start, self.stop)
 
     def share(self, name: str, data: Tensor) -> Piece | None:
         """This rank's share of the writing; `data` holds the entries, flat or in their local shape."""
@@ -48,66 +49,51 @@ class Holding:
         if first == last:
             return None
         start = self.start
-        boxes = local_boxes(self.shape, self.placement, self.tp_size, self.tp_rank, start + first, start + last)
+        boxes = local_boxes(self.shape, self.placement, self.axes, start + first, start + last)
         return Piece(name, self.shape, boxes, data.detach().reshape(-1)[first:last])
 
 
-def _whole(tensor: Tensor) -> Holding:
-    return Holding(tuple(tensor.shape), Placement(), 1, 0, 0, tensor.numel(), 1, 0)
+def holding(state: ParallelState, name: str, shape: tuple[int, ...], *, is_moment: bool = False) -> Holding:
+    """What a rank holds of a weight or buffer, or of a moment of it; no process group is asked.
+
+    Args:
+        shape: the global one; of a stage 3 weight too.
+        is_moment (`bool`, defaults to `False`): what an optimizer that shares its state keeps (stages 1 and 2).
+    """
+    axes, placement = state.axes, state.placement(name)
+    local = placement.local_shape(shape, axes)
+    start, stop = 0, math.prod(local)
+    repeated = placement.repeated_on(axes)
+    claim = state.claims.get(name)
+    shard = f"{claim.gradient.average}_shard" if claim is not None else "dp_shard"
+    if state.shards_weights and claim is not None:
+        row = math.prod(local[1:])
+        start, stop = (edge * row for edge in owned_rows(local, axes))
+        repeated = repeated.without(axes[shard])
+    elif is_moment and state.config.zero_stage in (1, 2):
+        start, stop = owned_range(stop, axes.size(shard), axes.rank(shard))
+        repeated = repeated.without(axes[shard])
+    holders, index = repeated.size, repeated.rank(axes.world_rank)
+    if state.cut is not None and state.is_tied(name):
+        # The ranks of the first stage count before those of the last.
+        index += 0 if is_owned(state, name) else holders
+        holders *= 2
+    return Holding(shape, placement, axes, start, stop, holders, index)
 
 
 def parameter_holding(state: ParallelState | None, name: str, parameter: Tensor) -> Holding:
     """What a rank holds of a parameter, or of a buffer, which every rank has whole."""
-    if state is None:
-        return _whole(parameter)
-    mesh = state.mesh
-    placement = _placement(state, name)
-    copies, copy = _copies(state, name)
     shape = tuple(parameter.shape)
-    replicas, replica = mesh.dp_size, mesh.dp_rank
-    start, stop = 0, local_tensor(parameter).numel()
-    if state.shards_weights and name in state.claims:
-        local = tp_local_shape(parameter, mesh)
-        row = int(torch.Size(local[1:]).numel())
-        start, stop = (edge * row for edge in owned_rows(local, mesh))
-        replicas, replica = mesh.replicate_size, mesh.replicate_rank
-    index = replica * copies + copy
-    return Holding(shape, placement, mesh.tp_size, mesh.tp_rank, start, stop, replicas * copies, index)
-
-
-def _placement(state: ParallelState, name: str) -> Placement:
-    # Buffers are not claimed: every rank has them whole.
-    return state.claims[name].placement if name in state.claims else Placement()
-
-
-def _copies(state: ParallelState, name: str) -> tuple[int, int]:
-    """How many ranks of one dp replica hold the same tp shard, and which of them this rank is."""
-    mesh, placement = state.mesh, _placement(state, name)
-    copies = mesh.tp_size if placement.dim is None else placement.copies
-    copy = mesh.tp_rank % copies
-    if is_shared(state, name):
-        return 2 * copies, copy if is_owned(state, name) else copies + copy
-    return copies, copy
+    if state is None:
+        return Holding(shape, Placement(), Axes.of_sizes(0), 0, parameter.numel(), 1, 0)
+    return holding(state, name, shape)
 
 
 def leaf_holding(state: ParallelState | None, leaf: Leaf) -> Holding:
     """What a rank holds of an optimizer's leaf, and of moments of its shape."""
-    whole = parameter_holding(state, leaf.name, leaf.parameter)
     if state is None or not leaf.flat:
-        return whole
-    mesh = state.mesh
-    copies, copy = _copies(state, leaf.name)
-    index = mesh.replicate_rank * copies + copy
-    return Holding(
-        whole.shape,
-        whole.placement,
-        mesh.tp_size,
-        mesh.tp_rank,
-        leaf.start,
-        leaf.stop,
-        mesh.replicate_size * copies,
-        index,
-    )
+        return parameter_holding(state, leaf.name, leaf.parameter)
+    return holding(state, leaf.name, tuple(leaf.parameter.shape), is_moment=True)
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -124,7 +110,7 @@ def model_pieces(model: Any) -> Iterator[Piece]:
     state = parallel_state(model)
     for name, tensor in named_tensors(model):
         # Buffers outside the layers are on every stage.
-        if state is not None and not is_owned(state, name) and not is_shared(state, name):
+        if state is not None and not is_owned(state, name) and not state.is_tied(name):
             continue
         piece = parameter_holding(state, name, tensor).share(name, local_tensor(tensor).detach())
         if piece is not None:

@@ -13,13 +13,14 @@ from huggingface_hub import HfApi, RepoFile, hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
+from ..axes import Axes
 from ..config import MegatronConfig
 from ..errors import CheckpointError, ConfigError, MegatronError
 from .hub_files import INDEX, REFUSED, explained, is_plain, weight_map
 from .hub_folder import WAITING, Pulled, link_part, note_absent, put_in_place, sha256_of
 from .manifest import MANIFEST, Manifest
 from .meta_model import meta_model_of
-from .needs import Seat, Stage, files_for, merged_files_for, stage_of
+from .needs import Stage, axes_of, files_for, merged_files_for, stage_of
 from .random_state import file_name as random_file
 from .reader import PARTIAL
 from .shards import FileEntry, hash_file
@@ -55,28 +56,28 @@ def pull(
         CheckpointError: a file that is not what the manifest says, another checkpoint in the folder, or what the Hub
             answered.
     """
-    seats = _seats(config, rank)
+    ranks = _axes_of(config, rank)
     try:
         validate_repo_id(repo_id)
     except HFValidationError as error:
         raise ConfigError(f"repo_id = {repo_id!r}: {error}") from error
     try:
-        return _Pull(repo_id, Path(os.path.abspath(target)), revision, token).run(config, seats, optimizer)
+        return _Pull(repo_id, Path(os.path.abspath(target)), revision, token).run(config, ranks, optimizer)
     except MegatronError:
         raise
     except Exception as error:  # noqa: BLE001 - the client raises many kinds, those of its HTTP library among them
         raise CheckpointError(f"Pulling {repo_id} to {target} failed: {explained(error)}") from error
 
 
-def _seats(config: MegatronConfig | None, rank: int | Sequence[int] | None) -> dict[int, Seat]:
+def _axes_of(config: MegatronConfig | None, rank: int | Sequence[int] | None) -> dict[int, Axes]:
     if rank is None:
         return {}
     if config is None:
         raise ConfigError(f"rank = {rank!r} without a layout: pass config=MegatronConfig(...) with it.")
-    ranks = [rank] if isinstance(rank, int) else list(rank)
-    if not ranks:
+    numbers = [rank] if isinstance(rank, int) else list(rank)
+    if not numbers:
         raise ConfigError("rank = []: expected at least one rank, or None for all.")
-    return {number: Seat.of(config, number) for number in ranks}
+    return {number: axes_of(config, number) for number in numbers}
 
 
 class _Pull:
@@ -94,7 +95,7 @@ class _Pull:
                 raise CheckpointError(f"{repo_id} has a file {name!r}, which leaves the folder; refused.")
         self.fetched = 0
 
-    def run(self, config: MegatronConfig | None, seats: Mapping[int, Seat], optimizer: bool) -> Pulled:
+    def run(self, config: MegatronConfig | None, ranks: Mapping[int, Axes], optimizer: bool) -> Pulled:
         last = MANIFEST if MANIFEST in self.remote else INDEX if INDEX in self.remote else None
         manifest = None
         if last is not None:
@@ -107,12 +108,12 @@ class _Pull:
         digests: Mapping[str, FileEntry] = {} if manifest is None else manifest.files
         for name in sorted(small):
             self._checked(name, digests.get(name))
-        needed = self._needed(manifest, config, seats, names, optimizer) | small
+        needed = self._needed(manifest, config, ranks, names, optimizer) | small
         # What an earlier pull for other ranks brought stays.
         here = {name for name in names - needed if (self.target / name).is_file()}
         for name in sorted((needed | here) - small - {last}):
             self._checked(name, digests.get(name))
-        return self._finish(last, names, needed | here, config, seats)
+        return self._finish(last, names, needed | here, config, ranks)
 
     def _wanted(self, manifest: Manifest | None) -> set[str]:
         """Everything a pull without a rank fetches."""
@@ -147,11 +148,11 @@ class _Pull:
         self,
         manifest: Manifest | None,
         config: MegatronConfig | None,
-        seats: Mapping[int, Seat],
+        ranks: Mapping[int, Axes],
         names: set[str],
         optimizer: bool,
     ) -> set[str]:
-        if config is None or not seats or (manifest is None and INDEX not in self.remote):
+        if config is None or not ranks or (manifest is None and INDEX not in self.remote):
             # Without a rank all are needed.
             return set(names)
         if manifest is None:
@@ -162,15 +163,16 @@ class _Pull:
                 )
         needed: set[str] = set()
         stages: dict[int, Stage] = {}
-        for seat in seats.values():
-            if seat.pp_rank not in stages:
-                stages[seat.pp_rank] = stage_of(meta_model_of(self.target), config, seat)
-            stage = stages[seat.pp_rank]
+        for axes in ranks.values():
+            pp_rank = axes.rank("pp")
+            if pp_rank not in stages:
+                stages[pp_rank] = stage_of(meta_model_of(self.target), config, axes)
+            stage = stages[pp_rank].of_rank(axes)
             if manifest is not None:
-                needed |= files_for(manifest, stage, config, seat, optimizer=optimizer)
+                needed |= files_for(manifest, stage, optimizer=optimizer)
             else:
                 needed |= merged_files_for(index, stage)
-        return needed if manifest is None else needed | _without_layout(manifest, names, seats)
+        return needed if manifest is None else needed | _without_layout(manifest, names, ranks)
 
     def _fetch(self, name: str, folder: Path) -> Path:
         try:
@@ -217,13 +219,13 @@ class _Pull:
         names: set[str],
         files: set[str],
         config: MegatronConfig | None,
-        seats: Mapping[int, Seat],
+        ranks: Mapping[int, Axes],
     ) -> Pulled:
         files = files | ({last} if last is not None else set())
         absent = sorted(names - files)
         if absent:
             assert config is not None
-            layout = {"layout": config.to_dict(), "ranks": sorted(seats)}
+            layout = {"layout": config.to_dict(), "ranks": sorted(ranks)}
             note_absent(self.target, {"repo_id": self.repo_id, "commit": self.commit, "absent": absent, **layout})
         else:
             (self.target / PARTIAL).unlink(missing_ok=True)

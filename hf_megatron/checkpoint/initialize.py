@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..spec import Claim, Placement
+from ..axes import Axes
+from ..placement import Claim, Placement
 from ..upstream import dtensor_from_local
 
 
@@ -22,16 +23,13 @@ def module_seed(seed: int, name: str) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=7).digest(), "big")
 
 
-def local_part(full: Tensor, placement: Placement, ranks: int, rank: int) -> Tensor:
+def local_part(full: Tensor, placement: Placement, axes: Axes) -> Tensor:
     """This rank's shard of a full tensor, in storage of its own."""
-    if placement.dim is None:
-        return full.clone()
-    pieces = [
-        full.narrow(placement.dim, a, b - a) for a, b in placement.intervals(full.shape[placement.dim], ranks, rank)
-    ]
-    return (
-        torch.cat(pieces, placement.dim) if len(pieces) > 1 else pieces[0].clone(memory_format=torch.contiguous_format)
-    )
+    for split in placement.splits:
+        intervals = split.intervals(full.shape[split.dim], axes)
+        pieces = [full.narrow(split.dim, start, stop - start) for start, stop in intervals]
+        full = torch.cat(pieces, split.dim) if len(pieces) > 1 else pieces[0]
+    return full.clone(memory_format=torch.contiguous_format)
 
 
 def _units(model: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
@@ -73,8 +71,7 @@ def initialize(
     names: set[str],
     *,
     seed: int,
-    ranks: int,
-    rank: int,
+    axes: Axes,
     device: torch.device,
 ) -> None:
     """Fills the named placeholders of a placed model with the values `model._init_weights` draws.
@@ -84,7 +81,7 @@ def initialize(
         claims (`Mapping[str, Claim]`): the plan.
         names (`set[str]`): parameters to fill; all others keep their values.
         seed (`int`): the same seed gives the same global weights on every layout.
-        ranks, rank (`int`): tp size and this rank's place in it.
+        axes (`Axes`): this rank's place in the layout.
         device (`torch.device`): where the shards go.
     """
     done: dict[int, nn.Parameter] = {}
@@ -107,7 +104,7 @@ def initialize(
         for name, original in originals.items():
             full = model.get_parameter(name).detach()
             if id(original) not in done:
-                local = local_part(full, claims[name].placement, ranks, rank).to(device)
+                local = local_part(full, claims[name].placement, axes).to(device)
                 value = dtensor_from_local(local, original) if isinstance(original, DTensor) else local
                 done[id(original)] = nn.Parameter(value, original.requires_grad)
                 done[id(original)]._is_hf_initialized = True  # type: ignore[attr-defined]

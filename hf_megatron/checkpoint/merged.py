@@ -6,8 +6,10 @@ of the stage that owns it send their shards to its first, this one sends the who
 tensor to its place in the safetensors file and forgets it.
 """
 
+import itertools
+import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,8 +20,8 @@ from torch.distributed.tensor import DTensor
 from ..data_parallel.fully_sharded import whole_local
 from ..errors import UnsupportedError
 from ..mesh import ParallelMesh
-from ..parallelize import ParallelState, parallel_state
-from ..spec import Placement
+from ..placement import Placement
+from ..state import ParallelState, parallel_state
 from ..upstream import conversion_groups, local_tensor, revert_conversion, untied_state_dict
 from .hugging_face import write_weights
 from .stages import Entry, check_copies, entries, in_order, joined, tied_weights
@@ -46,53 +48,64 @@ def gather_to_first(
     staging: Staging | None = None,
     local: Tensor | None = None,
 ) -> Tensor | None:
-    """The full tensor in CPU memory on tp rank 0, `None` elsewhere. Every tp rank calls it in the same order.
+    """The full tensor in CPU memory of the first of the ranks that hold it together, `None` on the others.
 
-    With `staging` the tensor is valid until the second call after this one. `local` is this rank's tp shard where it is
-    not what the parameter holds.
+    They call it in the same order. With `staging` the tensor is valid until the second call after this one. `local` is
+    this rank's part where it is not what the parameter holds.
     """
+    axes, rank = mesh.axes, mesh.axes.world_rank
+    ranks = placement.split_over(axes).ranks(rank)
+    first = ranks[0]
     local = local_tensor(parameter).detach() if local is None else local
-    if placement.dim is None:
-        return local.cpu() if mesh.tp_rank == 0 else None
-    if mesh.tp_rank != 0:
-        if mesh.tp_rank % placement.copies == 0 and local.numel():
-            dist.send(local.contiguous(), group=mesh.tp_group, group_dst=0)
+    if not placement.is_split:
+        return local.cpu()
+    # Of ranks with the same part the first one sends.
+    senders = [other for other in ranks if placement.repeated_on(axes).ranks(other)[0] == other]
+    group = mesh.group(placement.splits[0].axis) if len(placement.splits) == 1 else None
+    if rank != first:
+        if rank in senders and local.numel():
+            dist.send(local.contiguous(), first, group=group)
         return None
-    dim, size, ranks = placement.dim, parameter.shape[placement.dim], mesh.tp_size
     if staging is None:
         full = torch.empty(parameter.shape, dtype=parameter.dtype)
     else:
         full = staging.take(parameter.shape, parameter.dtype)
-    for rank in range(0, ranks, placement.copies):
-        intervals = placement.intervals(size, ranks, rank)
-        width = sum(stop - start for start, stop in intervals)
-        if not width:
+    for sender in senders:
+        held = placement.intervals(parameter.shape, axes.of_rank(sender))
+        shape = placement.local_shape(parameter.shape, axes.of_rank(sender))
+        if not math.prod(shape):
             continue
-        shape = list(parameter.shape)
-        shape[dim] = width
+        places = list(_places(held))
         piece = local
-        if rank:
-            direct = full.narrow(dim, *_start_and_length(intervals[0]))
-            if len(intervals) == 1 and direct.is_contiguous() and local.device.type == "cpu":
-                dist.recv(direct, group=mesh.tp_group, group_src=rank)
+        if sender != rank:
+            direct = full[places[0][0]]
+            if len(places) == 1 and direct.is_contiguous() and local.device.type == "cpu":
+                dist.recv(direct, sender, group=group)
                 continue
             piece = torch.empty(shape, dtype=parameter.dtype, device=local.device)
-            dist.recv(piece, group=mesh.tp_group, group_src=rank)
-        offset = 0
-        for interval in intervals:
-            start, length = _start_and_length(interval)
-            full.narrow(dim, start, length).copy_(piece.narrow(dim, offset, length))
-            offset += length
+            dist.recv(piece, sender, group=group)
+        for place, part in places:
+            full[place].copy_(piece[part])
     return full
 
 
-def _start_and_length(interval: tuple[int, int]) -> tuple[int, int]:
-    return interval[0], interval[1] - interval[0]
+def _places(held: Sequence[Sequence[tuple[int, int]]]) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
+    """Where each box of a rank's part lies in the whole tensor, and where in the part.
 
-
-def _placement(state: ParallelState, name: str) -> Placement:
-    # Buffers are not claimed: every rank has them whole.
-    return state.claims[name].placement if name in state.claims else Placement()
+    Args:
+        held: for each dim the `[start, stop)` ranges that the rank holds.
+    """
+    dims = []
+    for intervals in held:
+        ends = itertools.accumulate(stop - start for start, stop in intervals)
+        dims.append(
+            [
+                (slice(start, stop), slice(end - stop + start, end))
+                for (start, stop), end in zip(intervals, ends, strict=True)
+            ]
+        )
+    for box in itertools.product(*dims):
+        yield tuple(place for place, _ in box), tuple(part for _, part in box)
 
 
 def gather_parameter(model: Any, name: str, value: Tensor, staging: Staging | None = None) -> Tensor | None:
@@ -102,13 +115,13 @@ def gather_parameter(model: Any, name: str, value: Tensor, staging: Staging | No
     """
     state = parallel_state(model)
     assert state is not None
-    local = None
+    placement, local = state.placement(name), None
     if state.shards_weights and isinstance(value, DTensor):
-        local = whole_local(value, value, state.mesh)
-    if state.mesh.dp_rank > 0:
-        # The first replica has all of it.
+        local = whole_local(value, placement.local_shape(value.shape, state.axes), state.mesh)
+    if placement.split_over(state.axes).ranks(state.axes.world_rank)[0] != state.axes.ranks("stage")[0]:
+        # Another group of ranks has all of it.
         return None
-    return gather_to_first(value, _placement(state, name), state.mesh, staging, local)
+    return gather_to_first(value, placement, state.mesh, staging, local)
 
 
 def _fetch(
@@ -123,7 +136,7 @@ def _fetch(
     if entry.owner == mesh.pp_rank:
         assert value is not None
         full = gather_parameter(model, name, value, staging)
-    if entry.owner == 0 or mesh.tp_rank > 0 or mesh.dp_rank > 0:
+    if entry.owner == 0 or mesh.axes.rank("stage") > 0:
         return full
     if full is not None:
         if full.numel():
@@ -194,7 +207,7 @@ def _converted(
     """Full tensors under their file names, one group that is converted together at a time; empty off rank 0."""
     groups = [[name] for name in whole] if keep_names else conversion_groups(model, list(whole))
     mesh, first = state.mesh, dist.get_rank() == 0
-    gathers = mesh.tp_rank == 0 and mesh.dp_rank == 0
+    gathers = mesh.axes.rank("stage") == 0
     alone = [whole[group[0]] for group in groups if len(group) == 1]
     sizes = [entry.nbytes for entry in alone if gathers and mesh.pp_rank in (0, entry.owner)]
     staging = Staging(max(sizes, default=0))

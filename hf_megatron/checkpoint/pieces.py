@@ -14,8 +14,9 @@ import numpy
 import torch
 from torch import Tensor
 
+from ..axes import Axes
 from ..errors import CheckpointError
-from ..spec import Placement
+from ..placement import Placement
 
 # Boxes that are compared with all others at once.
 _BATCH = 256
@@ -83,38 +84,42 @@ def _check_length(name: str, boxes: Sequence[Box], data: Tensor) -> None:
 
 
 def local_boxes(
-    shape: Sequence[int], placement: Placement, ranks: int, rank: int, start: int = 0, stop: int | None = None
+    shape: Sequence[int], placement: Placement, axes: Axes, start: int = 0, stop: int | None = None
 ) -> tuple[Box, ...]:
     """The boxes that the entries `[start, stop)` of a rank's flattened shard fill in the global tensor, in order.
 
     Args:
         shape (`Sequence[int]`): the global shape.
-        placement (`Placement`): how the tensor is split; the shard is its intervals joined along the split dim.
-        ranks (`int`): ranks it is split over.
-        rank (`int`): the rank whose shard it is.
+        placement (`Placement`): how the tensor is split; the shard is its intervals joined along each split dim.
+        axes (`Axes`): of the rank whose shard it is.
         start (`int`, defaults to 0): first entry.
         stop (`int`, *optional*): one past the last entry; the end of the shard by default.
 
     Raises:
         CheckpointError: when the range leaves the shard.
     """
-    dim, local = placement.dim, list(shape)
-    intervals: list[tuple[int, int]] = []
-    if dim is not None:
-        for first, last in placement.intervals(shape[dim], ranks, rank):
-            if intervals and intervals[-1][1] == first:
-                intervals[-1] = (intervals[-1][0], last)
-            elif first < last:
-                intervals.append((first, last))
-        local[dim] = sum(last - first for first, last in intervals)
+    held = [_merged(intervals) for intervals in placement.intervals(shape, axes)]
+    local = tuple(sum(last - first for first, last in intervals) for intervals in held)
     size = math.prod(local)
     stop = size if stop is None else stop
     if not 0 <= start <= stop <= size:
-        raise CheckpointError(f"Entries [{start}, {stop}) of a shard of shape {local}, which has {size} entries.")
-    boxes: list[Box] = []
-    for box in _flat_range(tuple(local), start, stop):
-        boxes.extend([box] if dim is None else _to_global(box, dim, intervals))
+        raise CheckpointError(f"Entries [{start}, {stop}) of a shard of shape {list(local)}, which has {size} entries.")
+    boxes = list(_flat_range(local, start, stop))
+    # Innermost dims first: what is cut along a dim has one entry in those before it, or all in one interval.
+    for dim in sorted({split.dim for split in placement.splits}, reverse=True):
+        boxes = [part for box in boxes for part in _to_global(box, dim, held[dim])]
     return tuple(boxes)
+
+
+def _merged(intervals: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Intervals that meet as one, without the empty ones."""
+    merged: list[tuple[int, int]] = []
+    for first, last in intervals:
+        if merged and merged[-1][1] == first:
+            merged[-1] = (merged[-1][0], last)
+        elif first < last:
+            merged.append((first, last))
+    return merged
 
 
 def _flat_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:

@@ -9,24 +9,14 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from ..errors import CheckpointError
-from ..parallelize import ParallelState, parallel_state
+from ..state import ParallelState, parallel_state
 from .shards import hash_tensor
 from .together import gather, raise_together
 
 
-def owner(state: ParallelState, name: str) -> int:
-    """The pipeline rank that a weight or buffer belongs to; of a tied one that two ranks hold, the first stage's."""
-    return 0 if state.cut is None else state.cut.boundary.stages.rank_of[state.cut.stage_of(name)]
-
-
 def is_owned(state: ParallelState, name: str) -> bool:
     """Whether a weight or buffer belongs to this rank's stages."""
-    return owner(state, name) == state.mesh.pp_rank
-
-
-def is_shared(state: ParallelState | None, name: str) -> bool:
-    """Whether the first and the last rank of the pipeline both hold this parameter."""
-    return state is not None and state.cut is not None and name in state.cut.tied
+    return state.cut is None or state.cut.owner(name) == state.axes.rank("pp")
 
 
 @dataclass(frozen=True)

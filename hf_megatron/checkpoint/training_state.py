@@ -20,14 +20,14 @@ from torch import Tensor
 
 from ..data_parallel.optimizer import Leaf, sharded
 from ..errors import CheckpointError
-from ..parallelize import ParallelState, parallel_state
+from ..state import ParallelState, parallel_state
 from ..upstream import local_tensor
 from .holdings import Holding, leaf_holding, model_pieces, named_tensors, parameter_holding
 from .load import empty_in_huge_pages
 from .packing import pack, unpack
 from .pieces import Piece
 from .reader import Checkpoint
-from .stages import check_copies, in_order, is_shared, joined, of_all_stages, resharded, tied_weights
+from .stages import check_copies, in_order, joined, of_all_stages, resharded, tied_weights
 from .together import agreed
 
 MAIN_WEIGHT = "main_weight"
@@ -126,7 +126,7 @@ def _tied_tensors(model: Any, state: ParallelState, optimizers: Sequence[torch.o
     tensors = tied_weights(model)
     for number, optimizer in enumerate(optimizers):
         for leaf in _leaves(model, optimizer):
-            if is_shared(state, leaf.name):
+            if state.is_tied(leaf.name):
                 stored = _stored(optimizer, leaf).items()
                 tensors |= {_key(number, key, leaf.name): tensor for key, tensor in stored}
     return tensors

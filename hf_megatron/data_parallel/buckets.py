@@ -5,7 +5,7 @@ The rule looks at one parameter alone: freezing another, or another bucket size,
 parameters side by side in rows `[S, width of all]`, row r what rank r owns of each.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -13,6 +13,9 @@ from torch import Tensor, nn
 
 from ..communication.collectives import bounds, share
 from ..upstream import local_tensor
+from .sharing import Sharing
+
+_Key = tuple[Sharing, torch.dtype, torch.dtype, torch.device]
 
 
 def owned_range(entries: int, ranks: int, rank: int) -> tuple[int, int]:
@@ -83,8 +86,9 @@ class Bucket:
         used: indices of slots whose parameter has a gradient on some rank.
     """
 
-    def __init__(self, slots: Sequence[Slot], ranks: int, dtype: torch.dtype, device: torch.device):
-        self.slots, self.ranks, self.dtype, self.device = slots, ranks, dtype, device
+    def __init__(self, slots: Sequence[Slot], sharing: Sharing, dtype: torch.dtype, device: torch.device):
+        self.slots, self.sharing, self.dtype, self.device = slots, sharing, dtype, device
+        self.ranks = sharing.shard_size
         self.width = slots[-1].start + slots[-1].width
         self.rows: Tensor | None = None
         self.shard: Tensor | None = None
@@ -186,32 +190,36 @@ class Bucket:
 
 
 def make_buckets(
-    parameters: Iterable[nn.Parameter], ranks: int, capacity: int, gradient_dtype: torch.dtype | None
+    parameters: Iterable[nn.Parameter],
+    sharing_of: Callable[[nn.Parameter], Sharing],
+    capacity: int,
+    gradient_dtype: torch.dtype | None,
 ) -> list[Bucket]:
-    """Fills buckets in the given order, up to `capacity` bytes each; one dtype and device per bucket.
+    """Fills buckets in the given order, up to `capacity` bytes each; one sharing, dtype and device per bucket.
 
     Args:
         parameters: in the order in which backward is expected to reach them.
-        ranks (`int`): ranks that share a parameter.
+        sharing_of (`Callable`): parameter -> the ranks that share it.
         capacity (`int`): bytes; a larger parameter has a bucket of its own.
         gradient_dtype (`torch.dtype`, *optional*): of the sums of half-precision parameters; their own by default.
     """
     buckets: list[Bucket] = []
-    open_buckets: dict[tuple[torch.dtype, torch.dtype, torch.device], list[Slot]] = {}
+    open_buckets: dict[_Key, list[Slot]] = {}
 
-    def close(key: tuple[torch.dtype, torch.dtype, torch.device]) -> None:
-        slots = open_buckets.pop(key)
-        buckets.append(Bucket(slots, ranks, key[1], key[2]))
+    def close(key: _Key) -> None:
+        sharing, _, dtype, device = key
+        buckets.append(Bucket(open_buckets.pop(key), sharing, dtype, device))
 
     for parameter in parameters:
         entries = local_tensor(parameter).numel()
         half = parameter.dtype in (torch.bfloat16, torch.float16)
         dtype = gradient_dtype if half and gradient_dtype is not None else parameter.dtype
-        key = (parameter.dtype, dtype, local_tensor(parameter).device)
+        sharing = sharing_of(parameter)
+        key = (sharing, parameter.dtype, dtype, local_tensor(parameter).device)
         slots = open_buckets.setdefault(key, [])
         start = slots[-1].start + slots[-1].width if slots else 0
-        slots.append(Slot(parameter, start, share(entries, ranks), entries))
-        if (start + slots[-1].width) * ranks * dtype.itemsize >= capacity:
+        slots.append(Slot(parameter, start, share(entries, sharing.shard_size), entries))
+        if (start + slots[-1].width) * sharing.shard_size * dtype.itemsize >= capacity:
             close(key)
     for key in list(open_buckets):
         close(key)

@@ -4,6 +4,7 @@ import math
 import operator
 import types
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,14 +13,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..config import MegatronConfig
 from ..errors import ConfigError, NonFiniteGradientError, UnsupportedError
-from ..mesh import ParallelMesh
+from ..placement import Claim
+from ..state import ParallelState, parallel_state
 from ..upstream import local_tensor
 from .fully_sharded import no_sync
-from .ownership import ParameterList, engine_of, mark, reducer_of
-from .plain_gradients import PlainGradients
+from .gradient_store import GradientStore, PlainGradients
+from .parameter_list import ParameterList
 from .reduction import GradientReducer
+from .sharing import Sharing
+
+# Stock loops hand over parameters, not models: each one carries its engine.
+_MARK = "_hf_megatron"
 
 
 @dataclass
@@ -40,18 +45,26 @@ class Verdict:
 
 
 class DataParallel:
-    """Attached to a laid out model; its parameters carry it (see `ownership.py`).
+    """Attached to a laid out model; its parameters carry it (see `engine_of`).
 
     Attributes:
         reducer (`GradientReducer`, *optional*): takes the gradients out of `.grad`; absent with one dp rank, where
             `.grad` is complete, and in stage 3, where FSDP2 reduces.
         skipped_steps (`int`): optimizer steps that were skipped for a gradient that is not finite.
-        unsettled: numbers of pipelined forwards whose gradients are in the sums although nobody has called backward.
+        guards: called before an optimizer takes the gradients; one that raises keeps it from stepping.
+        on_cleared: called when `zero_grad()` has cleared the gradients.
     """
 
-    def __init__(self, model: nn.Module, config: MegatronConfig, mesh: ParallelMesh):
-        self.model, self.config, self.mesh = model, config, mesh
+    def __init__(self, model: nn.Module, state: ParallelState):
+        self.model, self.state = model, state
+        self.config, self.mesh = state.config, state.mesh
         self.reducer: GradientReducer | None = None
+        self.guards: list[Callable[[], None]] = []
+        self.on_cleared: list[Callable[[], None]] = []
+        self._claims: dict[int, Claim] = {}
+        # Of all stages' parameters: groups are made by all ranks together.
+        averages = sorted({"dp"} | {claim.gradient.average for claim in state.claims.values()})
+        self._sharings = {axis: Sharing.along(axis, state.mesh) for axis in averages}
         self._parameters = ParameterList(model)
         self._marked: list[nn.Parameter] = []
         self._mark(self._parameters.current())
@@ -59,13 +72,12 @@ class DataParallel:
         self.skipped_steps = 0
         self._skipped_in_a_row = 0
         self.verdict = Verdict()
-        self.unsettled: set[int] = set()
-        self._shared: set[int] = set()
-        if mesh.dp_size > 1 and config.zero_stage < 3:
-            self.reduce_gradients()
-        elif mesh.dp_size > 1 and mesh.pp_size == 1:
+        if state.shards_weights:
             # A pipeline has to scale a call's gradients, which FSDP2 would keep from it until they are reduced.
-            model.no_sync = partial(no_sync, model)  # type: ignore[assignment]
+            if state.cut is None:
+                model.no_sync = partial(no_sync, model)  # type: ignore[assignment]
+        elif any(self.sharing(parameter).size > 1 for parameter in self._marked):
+            self.reduce_gradients()
         model.register_forward_pre_hook(self._before_forward)
         model.register_load_state_dict_post_hook(lambda *_: self.refresh_main_weights())
         register_optimizer_step_pre_hook(_refuse_unprepared)
@@ -79,38 +91,46 @@ class DataParallel:
         attached = (reference() for reference in self._optimizers)
         return [optimizer for optimizer in attached if optimizer is not None]
 
-    def is_shared(self, parameter: Tensor) -> bool:
-        """Whether two pipeline stages hold this parameter."""
-        return id(parameter) in self._shared
+    def claim(self, parameter: Tensor) -> Claim | None:
+        """The claim of a parameter; one that came after the plan was made has none."""
+        return self._claims.get(id(parameter))
 
-    def share(self, parameters: list[nn.Parameter]) -> None:
-        """Takes note of parameters that the other end of the pipeline holds too."""
-        self._shared = {id(parameter) for parameter in parameters}
+    def sharing(self, parameter: Tensor) -> Sharing:
+        """The ranks that average a parameter's gradient."""
+        claim = self.claim(parameter)
+        return self._sharings["dp" if claim is None else claim.gradient.average]
+
+    def is_split(self, parameter: Tensor) -> bool:
+        """Whether ranks hold different parts of a parameter."""
+        claim = self.claim(parameter)
+        return claim is not None and claim.placement.on(self.state.axes).is_split
+
+    def holders(self, parameter: Tensor) -> int:
+        """How many ranks of the world hold a parameter or a part of it."""
+        claim = self.claim(parameter)
+        tied = claim is not None and self.state.is_tied(claim.name)
+        return self.state.axes.size("stage") * (2 if tied else 1)
 
     def add_optimizer(self, optimizer: Any) -> None:
         self._optimizers = [weakref.ref(other) for other in (*self.optimizers, optimizer)]
 
     @property
-    def gradients(self) -> "GradientReducer | PlainGradients":
+    def gradients(self) -> GradientStore:
         """Where the gradients of the trainable parameters are added up."""
         return self.reducer or PlainGradients(p for p in self._marked if p.requires_grad)
 
-    def require_settled(self) -> None:
-        """Raises `ConfigError` if the gradients of a forward would be used that nobody called backward for."""
-        if self.unsettled and not self.gradients.is_empty:
-            raise ConfigError(
-                "optimizer.step() after a training forward of a pipelined model whose loss was never backpropagated: "
-                "its gradients exist already. Compute losses that are not trained on under torch.no_grad(), or call "
-                "zero_grad() after them."
-            )
+    def check_before_step(self) -> None:
+        """Raises `ConfigError` if the gradients are not what a loop takes them for."""
+        for guard in self.guards:
+            guard()
 
     def reduce_gradients(self) -> None:
         """Takes gradients out of `.grad` from now on; twice is once."""
         if self.reducer is None:
             self.reducer = GradientReducer(
-                self.model,
                 self._parameters.current(),
-                self.mesh,
+                self.name_of,
+                self.sharing,
                 bucket_size=self.config.bucket_size,
                 main_gradients=self.config.main_weights_in_fp32,
                 keep_rows=self.config.zero_stage < 2,
@@ -127,9 +147,11 @@ class DataParallel:
             self.reducer.refresh(self._marked)
 
     def _mark(self, parameters: list[nn.Parameter]) -> None:
-        """Lets every parameter know its engine."""
+        """Lets every parameter know its engine, and the engine their claims."""
+        names, claims = self.names(), self.state.claims
         for parameter in parameters:
-            mark(parameter, self)
+            setattr(parameter, _MARK, self)
+        self._claims = {identity: claims[name] for identity, name in names.items() if name in claims}
         self._marked = parameters
 
     def _before_forward(self, model: nn.Module, args: tuple) -> None:
@@ -148,6 +170,10 @@ class DataParallel:
     def names(self) -> dict[int, str]:
         """Identity of a parameter -> its name in the state dict; a tied one has the first."""
         return {id(parameter): name for name, parameter in self.model.named_parameters()}
+
+    def name_of(self, parameter: Tensor) -> str:
+        """A parameter's name in the state dict, in words where it has none."""
+        return self.names().get(id(parameter), "a parameter")
 
     def note_clipping(self, parameters: list[Tensor], norm: Tensor, max_norm: float) -> None:
         """Remembers that the loop clipped (a loop that only wants the norm clips to infinity), and what was finite."""
@@ -199,12 +225,25 @@ class DataParallel:
             optimizer.refresh_main_weights()
 
 
+def engine_of(parameter: Tensor) -> DataParallel | None:
+    """The data parallel engine of the model a parameter belongs to, if it is one of ours."""
+    return vars(parameter).get(_MARK)
+
+
+def reducer_of(parameter: Tensor) -> GradientReducer | None:
+    """The reducer that takes a parameter's gradient out of `.grad`."""
+    engine = engine_of(parameter)
+    if engine is None or engine.reducer is None or not engine.reducer.owns(parameter):
+        return None
+    return engine.reducer
+
+
 def _refuse_unprepared(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
     """A stock optimizer would find no gradient at all, and do nothing."""
     first = next((p for group in optimizer.param_groups for p in group["params"]), None)
     engine = None if first is None else engine_of(first)
     if engine is not None:
-        engine.require_settled()
+        engine.check_before_step()
     if first is not None and reducer_of(first) is not None:
         raise ConfigError(
             f"{type(optimizer).__name__} steps on a data parallel model without knowing it: pass it through "
@@ -214,8 +253,11 @@ def _refuse_unprepared(optimizer: torch.optim.Optimizer, args: tuple, kwargs: di
 
 def _zero_grad(model: Any, set_to_none: bool = True) -> None:
     nn.Module.zero_grad(model, set_to_none)
-    engine = vars(model)["_hf_megatron"].data_parallel
+    state = parallel_state(model)
+    assert state is not None
+    engine: Any = state.data_parallel
     if engine.model is model:
-        engine.unsettled.clear()
         if engine.reducer is not None:
             engine.reducer.discard()
+        for cleared in engine.on_cleared:
+            cleared()

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
+from ..axes import Axes
 from ..communication.collectives import all_gather, bounds
 from ..communication.sharding import AllGather, ReduceScatter
 from ..config import MegatronConfig
@@ -46,17 +46,17 @@ def shard_weights(
     units = [layer for layer in outermost_layers(model) if next(layer.parameters(), None) is not None]
     tied = _tied_parameters(model) if around_layers else []
     for unit in units:
-        _make_unit(unit, mesh.shard_group, mesh=axes, mp_policy=policy)
+        _make_unit(unit, mesh.group("dp_shard"), mesh=axes, mp_policy=policy)
     for unit in around_layers:
         # The loss reads a vocab-parallel head after its forward, and backward never tells an embedding, whose inputs
         # have no gradient, that it is over: the caller splits these weights again with `reshard`.
-        _make_unit(unit, mesh.shard_group, mesh=axes, mp_policy=policy, reshard_after_forward=False)
+        _make_unit(unit, mesh.group("dp_shard"), mesh=axes, mp_policy=policy, reshard_after_forward=False)
         unit.set_reshard_after_backward(False)  # type: ignore[operator]
     for (owner, name), (other, other_name) in tied:
         # FSDP2 ties what lies inside one unit only.
         owner._parameters[name] = other._parameters[other_name]
     shared = {owner._parameters[name] for (owner, name), _ in tied}
-    _make_unit(model, mesh.shard_group, mesh=axes, mp_policy=policy, ignored_params=shared)
+    _make_unit(model, mesh.group("dp_shard"), mesh=axes, mp_policy=policy, ignored_params=shared)
 
 
 def _make_unit(module: Any, group: dist.ProcessGroup, **options: Any) -> None:
@@ -128,34 +128,17 @@ def no_sync(model: Any) -> Iterator[None]:
         model.set_requires_gradient_sync(True)
 
 
-def whole_local(tensor: Tensor, like: Tensor, mesh: ParallelMesh) -> Tensor:
-    """The tp-local tensor of which each dp rank holds a part; every rank of the shard group calls it.
+def whole_local(tensor: Tensor, shape: tuple[int, ...], mesh: ParallelMesh) -> Tensor:
+    """A rank's part of a parameter as it was before the dp ranks split it; every rank of the shard group calls it.
 
     Args:
-        tensor: a weight, or a gradient or moment of its shape.
-        like: the weight, a DTensor over dp, or over dp and tp.
+        tensor: a weight, or a gradient or moment of its shape, as FSDP2 holds it.
+        shape: of the part, `[rows, ...]`.
     """
     part = local_tensor(tensor).detach()
-    shape = tp_local_shape(like, mesh)
-    return all_gather(part, 0, shape[0], mesh.shard_group) if shape else part
+    return all_gather(part, 0, shape[0], mesh.group("dp_shard")) if shape else part
 
 
-def tp_local_shape(parameter: Tensor, mesh: ParallelMesh) -> tuple[int, ...]:
-    """The shape of a stage 3 parameter's tp shard before the dp ranks split it."""
-    assert isinstance(parameter, DTensor)
-    shape = list(parameter.shape)
-    names = parameter.device_mesh.mesh_dim_names or ()
-    placements: tuple[Any, ...] = parameter.placements
-    for axis, (name, placement) in enumerate(zip(names, placements, strict=True)):
-        if name.startswith("tp") and not placement.is_replicate():
-            size = parameter.device_mesh.size(axis)
-            rank = parameter.device_mesh.get_local_rank(axis)
-            groups = getattr(placement, "split_factor", 1) if not placement.is_shard() else 1
-            start, stop = bounds(shape[placement.dim] // groups, size, rank)
-            shape[placement.dim] = (stop - start) * groups
-    return tuple(shape)
-
-
-def owned_rows(shape: tuple[int, ...], mesh: ParallelMesh) -> tuple[int, int]:
-    """`[start, stop)` of dim 0 of a tp-local tensor that this dp rank holds (`torch.chunk`'s rule)."""
-    return bounds(shape[0], mesh.shard_size, mesh.shard_rank) if shape else (0, 1)
+def owned_rows(shape: tuple[int, ...], axes: Axes) -> tuple[int, int]:
+    """`[start, stop)` of dim 0 of a part that this dp rank holds (`torch.chunk`'s rule)."""
+    return bounds(shape[0], axes.size("dp_shard"), axes.rank("dp_shard")) if shape else (0, 1)

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from ..errors import ConfigError
 from ..upstream import local_tensor
-from .ownership import engine_of, reducer_of
+from .engine import engine_of, reducer_of
 
 
 def _distinct(tensor: Tensor) -> int:
@@ -23,10 +23,8 @@ def _distinct(tensor: Tensor) -> int:
 
 def _holders(parameter: Tensor) -> int:
     """How many ranks of the world hold a parameter or a part of it."""
-    engine, world = engine_of(parameter), dist.get_world_size()
-    if engine is None or engine.mesh.pp_size == 1:
-        return world
-    return world // engine.mesh.pp_size * (2 if engine.is_shared(parameter) else 1)
+    engine = engine_of(parameter)
+    return dist.get_world_size() if engine is None else engine.holders(parameter)
 
 
 def local_gradients(parameters: Iterable[Tensor]) -> dict[int, list[Tensor]]:
@@ -42,7 +40,7 @@ def local_gradients(parameters: Iterable[Tensor]) -> dict[int, list[Tensor]]:
             if reducer not in finished:
                 reducer.finish()
                 finished.add(reducer)
-            gradient, parts = reducer.gradient(parameter), reducer.mesh.shard_size
+            gradient, parts = reducer.gradient(parameter), reducer.sharing_of(parameter).shard_size
         else:
             gradient, parts = parameter.grad, 1
         if gradient is None or not local_tensor(gradient).numel():

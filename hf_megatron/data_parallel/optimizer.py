@@ -14,13 +14,12 @@ from torch import Tensor, nn
 
 from ..config import MegatronConfig
 from ..errors import ConfigError, UnsupportedError
-from ..mesh import ParallelMesh
 from ..upstream import local_tensor
 from .buckets import owned_range
-from .engine import DataParallel, Verdict
+from .engine import DataParallel, Verdict, engine_of
 from .gradient_norm import clip_grad_norm, gradient_norm
-from .ownership import engine_of
 from .publishing import Publisher
+from .sharing import Sharing
 
 # Optimizers whose update of an entry depends on that entry alone: package -> classes.
 ELEMENTWISE = {
@@ -51,6 +50,8 @@ class Leaf:
         start, stop: the entries of the flattened local parameter that the leaf holds.
         tensor: of the parameter's local shape, or 1-D where dp ranks share the parameter.
         separate: has memory of its own (fp32 main weights, CPU offload) instead of the parameter's.
+        flat: holds a part that other ranks do not step on.
+        sharing: the ranks that step on the other parts.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Leaf:
     tensor: Tensor
     separate: bool
     flat: bool
+    sharing: Sharing | None = None
 
     def view(self) -> Tensor:
         """The leaf's entries in the parameter itself."""
@@ -80,14 +82,14 @@ class Leaf:
         return local.view(-1)[self.start : self.stop] if self.flat else local
 
 
-def _make_leaf(name: str, parameter: nn.Parameter, config: MegatronConfig, mesh: ParallelMesh) -> Leaf:
+def _make_leaf(name: str, parameter: nn.Parameter, config: MegatronConfig, sharing: Sharing) -> Leaf:
     local = local_tensor(parameter).detach()
     if not local.is_contiguous():
         raise UnsupportedError(f"{name} is not contiguous in memory; its optimizer state cannot be shared.")
-    shares = config.zero_stage in (1, 2) and mesh.shard_size > 1
-    start, stop = owned_range(local.numel(), mesh.shard_size, mesh.shard_rank) if shares else (0, local.numel())
+    shares = config.zero_stage in (1, 2) and sharing.shard_size > 1
+    start, stop = owned_range(local.numel(), sharing.shard_size, sharing.shard_rank) if shares else (0, local.numel())
     half = parameter.dtype in (torch.bfloat16, torch.float16) and config.main_weights_in_fp32
-    leaf = Leaf(name, parameter, start, stop, local, half or config.offload_optimizer, shares)
+    leaf = Leaf(name, parameter, start, stop, local, half or config.offload_optimizer, shares, sharing)
     leaf.tensor = leaf.view()
     if leaf.separate:
         device = torch.device("cpu") if config.offload_optimizer else local.device
@@ -105,8 +107,8 @@ class ShardedOptimizer:
         self.step_was_skipped = False
         self.leaves: list[Leaf] = []
         self._used: Verdict | None = None
-        self._publisher: Publisher | None = None
-        self._published: list[nn.Parameter] = []
+        self._publishers: list[Publisher] = []
+        self._published: list[Leaf] = []
         for group in optimizer.param_groups:
             self.replace(group)
         engine.add_optimizer(self)
@@ -123,7 +125,8 @@ class ShardedOptimizer:
                     f"The optimizer holds a parameter of shape {tuple(parameter.shape)} that is not one of "
                     f"{type(self.engine.model).__name__}'s: make one optimizer per model."
                 )
-            leaf = _make_leaf(names[id(parameter)], parameter, self.engine.config, self.engine.mesh)
+            sharing = self.engine.sharing(parameter)
+            leaf = _make_leaf(names[id(parameter)], parameter, self.engine.config, sharing)
             self.leaves.append(leaf)
             tensors.append(leaf.tensor)
             if parameter in self.optimizer.state:
@@ -155,7 +158,7 @@ class ShardedOptimizer:
         if any(value is not None for value in (*args[1:], kwargs.get("closure"))):
             raise UnsupportedError(f"{type(optimizer).__name__}.step(closure) on a model split over ranks.")
         engine = self.engine
-        engine.require_settled()
+        engine.check_before_step()
         for leaf in self.leaves:
             # Moving the model gave its parameters new memory; leaves share it.
             if not leaf.separate and leaf.tensor.data_ptr() != leaf.view().data_ptr():
@@ -192,10 +195,16 @@ class ShardedOptimizer:
 
     def publish(self) -> None:
         """Makes parameters that dp ranks share, and that have moved, whole again on every one of them."""
-        moved = [leaf.parameter for leaf in self.leaves if leaf.flat and leaf.tensor.grad is not None]
-        if self._publisher is None or [id(p) for p in moved] != [id(p) for p in self._published]:
-            self._publisher, self._published = Publisher(moved, self.engine.mesh), moved
-        self._publisher.run()
+        moved = [leaf for leaf in self.leaves if leaf.flat and leaf.tensor.grad is not None]
+        if [id(leaf.parameter) for leaf in moved] != [id(leaf.parameter) for leaf in self._published]:
+            together: dict[Sharing, list[nn.Parameter]] = {}
+            for leaf in moved:
+                assert leaf.sharing is not None
+                together.setdefault(leaf.sharing, []).append(leaf.parameter)
+            self._publishers = [Publisher(parameters, sharing) for sharing, parameters in together.items()]
+            self._published = moved
+        for publisher in self._publishers:
+            publisher.run()
 
     @torch.no_grad()
     def refresh_main_weights(self) -> None:
@@ -290,7 +299,7 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer, *, elementwise: bool = F
     # Adagrad makes its state when it is made.
     if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values()):
         raise ConfigError(f"{name} has stepped already; prepare it before its first step.")
-    whole = engine.mesh.tp_size == 1 and engine.config.zero_stage == 0
+    whole = engine.config.zero_stage == 0 and not any(engine.is_split(p) for p in _parameters(optimizer))
     if not (elementwise or whole or is_elementwise(type(optimizer))):
         raise UnsupportedError(
             f"{type(optimizer).__module__}.{name} is not known to be elementwise (known: {', '.join(known())}): it "

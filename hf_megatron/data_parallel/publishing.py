@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..communication.sharding import AllGather
-from ..mesh import ParallelMesh
 from ..upstream import local_tensor
 from .buckets import Bucket, make_buckets, owned_range
+from .sharing import Sharing
 
 # Below this, in entries, a message costs more than a copy.
 _LARGE = 2**15
@@ -26,30 +26,31 @@ class Publisher:
 
     Args:
         parameters (`Sequence[nn.Parameter]`): in the same order on every rank.
-        mesh (`ParallelMesh`): gives the group that shares them.
+        sharing (`Sharing`): of all of them.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], mesh: ParallelMesh):
-        self.mesh = mesh
-        in_place = dist.get_backend(mesh.shard_group) == "gloo"
-        large = [p for p in parameters if in_place and local_tensor(p).numel() >= _LARGE * mesh.shard_size]
+    def __init__(self, parameters: Sequence[nn.Parameter], sharing: Sharing):
+        self.sharing = sharing
+        in_place = dist.get_backend(sharing.shard_group) == "gloo"
+        large = [p for p in parameters if in_place and local_tensor(p).numel() >= _LARGE * sharing.shard_size]
         self._in_place = large
         known = {id(parameter) for parameter in large}
         others = [parameter for parameter in parameters if id(parameter) not in known]
-        self._buckets = make_buckets(others, mesh.shard_size, _CAPACITY, None)
+        self._buckets = make_buckets(others, lambda _: sharing, _CAPACITY, None)
 
     @torch.no_grad()
     def run(self) -> None:
         """Returns when the parameters are whole on every rank."""
+        ranks, rank = self.sharing.shard_size, self.sharing.shard_rank
         works = [work for parameter in self._in_place for work in self._exchange(parameter)]
         started: list[tuple[Bucket, AllGather]] = []
         for bucket in self._buckets:
             rows = bucket.open_rows()
             for slot in bucket.slots:
-                start, stop = owned_range(slot.entries, self.mesh.shard_size, self.mesh.shard_rank)
-                own = slot.own_columns(rows[self.mesh.shard_rank], self.mesh.shard_size, self.mesh.shard_rank)
+                start, stop = owned_range(slot.entries, ranks, rank)
+                own = slot.own_columns(rows[rank], ranks, rank)
                 own.copy_(local_tensor(slot.parameter).detach().view(-1)[start:stop])
-            started.append((bucket, AllGather(rows, self.mesh.shard_group)))
+            started.append((bucket, AllGather(rows, self.sharing.shard_group)))
             if len(started) > 1:
                 _receive(*started.pop(0))
         for item in started:
@@ -59,7 +60,7 @@ class Publisher:
 
     def _exchange(self, parameter: nn.Parameter) -> list[Any]:
         flat: Tensor = local_tensor(parameter).detach().view(-1)
-        ranks, rank, group = self.mesh.shard_size, self.mesh.shard_rank, self.mesh.shard_group
+        ranks, rank, group = self.sharing.shard_size, self.sharing.shard_rank, self.sharing.shard_group
         parts = [flat[slice(*owned_range(flat.numel(), ranks, other))] for other in range(ranks)]
         works: list[Any] = []
         for other, part in enumerate(parts):

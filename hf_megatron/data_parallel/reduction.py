@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor
 
 from ..communication.sharding import ReduceScatter, gather_rows, sum_over
 from ..errors import UnsupportedError
-from ..mesh import ParallelMesh
 from ..upstream import dtensor_from_local, local_tensor
 from .buckets import Bucket, Slot, Sum, make_buckets
+from .sharing import Sharing
 
 _MIB = 2**20
 # Buckets whose rows exist at a time where they are not kept; more would overlap no better.
@@ -40,9 +40,9 @@ class GradientReducer:
     """Averages the gradients of a model's trainable parameters over the data parallel ranks.
 
     Args:
-        model (`nn.Module`): laid out, weights loaded.
-        parameters: all of the model's, in its order.
-        mesh (`ParallelMesh`): gives the group that shares a parameter (`shard_group`) and the one that repeats it.
+        parameters: all of a model's, in its order.
+        name_of (`Callable`): parameter -> its name, for errors.
+        sharing_of (`Callable`): parameter -> the ranks that average its gradient.
         bucket_size (`int`): MiB of gradient per bucket.
         main_gradients (`bool`): gradients of half-precision parameters are added up and reduced in fp32.
         keep_rows (`bool`): buckets keep their memory between steps (stages 0 and 1).
@@ -50,15 +50,15 @@ class GradientReducer:
 
     def __init__(
         self,
-        model: nn.Module,
         parameters: Iterable[nn.Parameter],
-        mesh: ParallelMesh,
+        name_of: Callable[[nn.Parameter], str],
+        sharing_of: Callable[[Tensor], Sharing],
         *,
         bucket_size: int,
         main_gradients: bool,
         keep_rows: bool,
     ):
-        self.model, self.mesh = model, mesh
+        self._name_of, self.sharing_of = name_of, sharing_of
         self.bucket_size = bucket_size
         self.main_gradients = main_gradients
         self.keep_rows = keep_rows
@@ -98,7 +98,7 @@ class GradientReducer:
         # Backward reaches the last layers first.
         self._buckets = make_buckets(
             reversed(self._parameters),
-            self.mesh.shard_size,
+            self.sharing_of,
             self.bucket_size * _MIB,
             torch.float32 if self.main_gradients else None,
         )
@@ -145,13 +145,12 @@ class GradientReducer:
         assert gradient is not None
         if place[0] < self._next:
             raise UnsupportedError(
-                f"{self._name(parameter)} received another gradient after it was reduced. Put every backward but the "
-                "last of a step inside `with model.no_sync():`; gradient checkpointing needs use_reentrant=False."
+                f"{self._name_of(parameter)} received another gradient after it was reduced. Put every backward but "
+                "the last of a step inside `with model.no_sync():`; gradient checkpointing needs use_reentrant=False."
             )
         # The ranks' sum of gradients over dp_size is their average.
-        bucket.slots[index].scatter_into(
-            bucket.open_rows(), local_tensor(gradient), factor=1 / self.mesh.dp_size, add=index in bucket.written
-        )
+        factor, add = 1 / bucket.sharing.divisor, index in bucket.written
+        bucket.slots[index].scatter_into(bucket.open_rows(), local_tensor(gradient), factor=factor, add=add)
         bucket.written.add(index)
         parameter.grad = None
         if not self.synchronise:
@@ -168,10 +167,11 @@ class GradientReducer:
     def _start(self, bucket: Bucket) -> None:
         """Starts the reduction of the next bucket; a parameter without a gradient adds zero."""
         rows = bucket.close_rows()
-        if self.mesh.shard_size > 1:
-            work: Callable[[], Tensor] = ReduceScatter(rows, bucket.take_inbox(), self.mesh.shard_group).wait
+        sharing = bucket.sharing
+        if sharing.shard_size > 1:
+            work: Callable[[], Tensor] = ReduceScatter(rows, bucket.take_inbox(), sharing.shard_group).wait
         else:
-            reduction = dist.all_reduce(rows, group=self.mesh.replicate_group, async_op=True)
+            reduction = dist.all_reduce(rows, group=sharing.replicate_group, async_op=True)
             work = partial(_wait_for, reduction, rows)
         self._started.append(_Started(bucket, work))
         self._next += 1
@@ -193,9 +193,9 @@ class GradientReducer:
 
     @torch.no_grad()
     def _complete(self, started: _Started) -> None:
-        reduced = started.work()
-        if self.mesh.shard_size > 1:
-            sum_over(reduced, self.mesh.replicate_group)
+        reduced, sharing = started.work(), started.bucket.sharing
+        if sharing.shard_size > 1:
+            sum_over(reduced, sharing.replicate_group)
         started.bucket.take_in(reduced, keep=self.keep_rows)
 
     def discard(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
@@ -223,7 +223,7 @@ class GradientReducer:
         finally:
             self.synchronise = before
 
-    # What a pipeline needs besides; `PlainGradients` has the same methods.
+    # What `GradientStore` asks for besides
 
     @property
     def is_empty(self) -> bool:
@@ -276,9 +276,11 @@ class GradientReducer:
     def hold(self, parameters: list[nn.Parameter]) -> Iterator[None]:
         """Inside, `.grad` of these parameters keeps what was added inside; afterwards it is taken in."""
         self._held = {id(parameter) for parameter in parameters}
-        yield
-        self._held = set()
-        self.take(parameters)
+        try:
+            yield
+        finally:
+            self._held = set()
+            self.take(parameters)
 
     # Reading
 
@@ -288,7 +290,7 @@ class GradientReducer:
         bucket = self._buckets[number]
         if bucket.shard is None or index not in bucket.used:
             return None
-        return bucket.slots[index].own_columns(bucket.shard, self.mesh.shard_size, self.mesh.shard_rank)
+        return bucket.slots[index].own_columns(bucket.shard, bucket.sharing.shard_size, bucket.sharing.shard_rank)
 
     def full_gradient(self, parameter: nn.Parameter) -> Tensor | None:
         """The reduced gradient in the parameter's own shape, on every rank; for tests and debugging."""
@@ -298,13 +300,10 @@ class GradientReducer:
             return None
         slot = bucket.slots[index]
         columns = bucket.shard[slot.start : slot.start + slot.width].contiguous()
-        rows = gather_rows(columns, self.mesh.shard_group)
+        rows = gather_rows(columns, bucket.sharing.shard_group)
         local = torch.empty(local_tensor(parameter).shape, dtype=bucket.dtype, device=bucket.device)
         Slot(parameter, 0, slot.width, slot.entries).collect_from(rows, local)
         return dtensor_from_local(local, parameter) if isinstance(parameter, DTensor) else local
-
-    def _name(self, parameter: nn.Parameter) -> str:
-        return next((name for name, other in self.model.named_parameters() if other is parameter), "a parameter")
 
 
 def _wait_for(work: Any, rows: Tensor) -> Tensor:

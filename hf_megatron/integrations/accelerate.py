@@ -184,7 +184,7 @@ def is_ours(accelerator: Any) -> bool:
 
 
 def _state(model: Any) -> Any:
-    from ..parallelize import parallel_state
+    from ..state import parallel_state
 
     return parallel_state(model)
 
@@ -223,7 +223,7 @@ def init(original: Callable) -> Callable:
         by_plugin = arguments.get("megatron_lm_plugin") is not None
         config = _layout(arguments)
         if config is not None:
-            from ..mesh import validate_world_size
+            from ..config import validate_world_size
 
             validate_world_size(config, job_world_size())
             if job_world_size() > 1:
@@ -296,7 +296,7 @@ def prepare_model(original: Callable) -> Callable:
         _require_same_layout(self, state.config)
         if state.pipeline is not None and self.scaler is not None:
             # What `backward` multiplies a loss by, unless the loop does something to it as well.
-            state.pipeline.scale_hint = lambda: self.scaler.get_scale() / self.gradient_accumulation_steps
+            state.pipeline.loss_scale.usual = lambda: self.scaler.get_scale() / self.gradient_accumulation_steps
         # Stock's evaluation mode applies mixed precision and leaves out DistributedDataParallel: gradients are
         # reduced by the model's own hooks.
         return original(self, model, device_placement, True, **kwargs)

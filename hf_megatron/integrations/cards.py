@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..checkpoint.together import rank_and_size
-from ..parallelize import parallel_state
+from ..state import parallel_state
 
 # What folders begin with that get their name later.
 _NAMELESS = "."

@@ -22,7 +22,7 @@ from ..checkpoint.packing import read_packed, write_packed
 from ..checkpoint.reader import Checkpoint, committed, fresh_name, is_committed, latest, open_checkpoint, versions
 from ..checkpoint.together import gather, raise_together, rank_and_size
 from ..checkpoint.training_state import facts, load_model, load_optimizers, pieces, write_config
-from ..parallelize import parallel_state
+from ..state import parallel_state
 from .cards import write_trainer_card
 
 LOOP = "loop.safetensors"

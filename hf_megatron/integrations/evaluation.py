@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from ..parallelize import parallel_state
+from ..state import parallel_state
 
 
 def prediction_step(original: Callable) -> Callable:

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..communication.random import ReplicatedState
 from ..errors import UnsupportedError
 from ..mesh import ParallelMesh
-from ..parallelize import parallel_state
+from ..state import parallel_state
 
 # Criteria that decide by tokens and scores alone, which are the same on every rank.
 _ALIKE = ("ConfidenceCriteria", "EosTokenCriteria", "MaxLengthCriteria", "StopStringCriteria")

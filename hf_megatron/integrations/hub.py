@@ -22,7 +22,7 @@ from ..checkpoint.hub_push import push_folder
 from ..checkpoint.reader import PARTIAL, read_partial
 from ..checkpoint.together import agreed, gather, rank_and_size
 from ..errors import CheckpointError, UnsupportedError
-from ..parallelize import parallel_state
+from ..state import parallel_state
 
 # What stock leaves out of the folder it pushes.
 _IGNORED = ("_*", "checkpoint-*")

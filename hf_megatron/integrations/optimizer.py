@@ -63,8 +63,8 @@ def clip_grad_norm_(original: Callable) -> Callable:
     def wrapper(parameters: Any, max_norm: float, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Any:
         from torch import Tensor
 
+        from ..data_parallel.engine import engine_of
         from ..data_parallel.gradient_norm import clip_grad_norm
-        from ..data_parallel.ownership import engine_of
 
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         if any(engine_of(parameter) is not None for parameter in parameters):

@@ -8,7 +8,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from ..parallelize import parallel_state
+from ..state import parallel_state
 
 
 def training_step(original: Callable) -> Callable:
@@ -20,12 +20,8 @@ def training_step(original: Callable) -> Callable:
         pipeline = None if state is None else state.pipeline
         if pipeline is None or not _computes_stock_loss(self):
             return original(self, model, inputs, num_items_in_batch)
-        before = pipeline.expected_scale
-        pipeline.expected_scale = functools.partial(_scale, self, num_items_in_batch is not None)
-        try:
+        with pipeline.loss_scale.announce(functools.partial(_scale, self, num_items_in_batch is not None)):
             return original(self, model, inputs, num_items_in_batch)
-        finally:
-            pipeline.expected_scale = before
 
     return wrapper
 

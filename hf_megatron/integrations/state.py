@@ -12,7 +12,7 @@ from ..checkpoint.reader import fresh_name, is_committed, latest, versions
 from ..checkpoint.together import gather, rank_and_size
 from ..checkpoint.training_state import facts, load_model, load_optimizers, pieces, write_config
 from ..errors import CheckpointError, UnsupportedError
-from ..parallelize import parallel_state
+from ..state import parallel_state
 from .cards import write_model_card
 from .checkpoints import LOOP, advance, open_verified, progress, restore_random_state
 

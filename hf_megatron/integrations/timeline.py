@@ -10,10 +10,10 @@ import torch.distributed as dist
 from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
 
 from ..errors import ConfigError
-from ..parallelize import parallel_state
 from ..pipeline_parallel.schedules import bubble
 from ..profile.spans import SpanRecorder
 from ..profile.timeline import gather_timeline, require_plots, write_pictures
+from ..state import parallel_state
 
 
 class TimelineCallback(TrainerCallback):

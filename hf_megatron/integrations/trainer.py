@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ..errors import ConfigError, UnsupportedError
-from ..parallelize import parallel_state
+from ..state import parallel_state
 from .accelerate import parallelism_config
 from .checkpoints import probe
 from .refusals import refuse_other_trl_trainers

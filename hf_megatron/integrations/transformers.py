@@ -14,15 +14,16 @@ import torch
 import torch.distributed as dist
 import transformers
 
+from ..axes import Axes
 from ..checkpoint.initialize import initialize
 from ..checkpoint.load import check_loaded, check_weight_index, own_memory
 from ..checkpoint.merged import save_merged
 from ..communication.handshake import agree
-from ..config import MegatronConfig
+from ..config import MegatronConfig, validate_world_size
 from ..errors import ConfigError, UnsupportedError
 from ..memory.recompute import apply_recompute
-from ..mesh import ParallelMesh, validate_world_size
-from ..parallelize import install, parallel_plan, parallel_state, place
+from ..parallelize import install, parallel_plan, place
+from ..state import parallel_state
 from ..upstream import forget_conversions, quiet_loading
 from ..version import __version__
 from .accelerate import announce, ensure_process_group, job_world_size
@@ -178,7 +179,7 @@ def maybe_distribute_model(original: classmethod) -> classmethod:
         if distributed_config.tp_size > 1 or distributed_config.pp_size > 1:
             # Data parallelism changes no module: it needs no result of its own.
             require_verified(model, distributed_config)
-        place(model, distributed_config, ParallelMesh(distributed_config, _device_type()))
+        place(model, distributed_config, Axes.of(distributed_config, dist.get_rank()), _device_type())
         return model
 
     return classmethod(wrapper)
@@ -244,15 +245,13 @@ def initialize_missing_keys(original: Callable) -> Callable:
                 for name, parameter in self.named_parameters(remove_duplicate=False)
                 if not getattr(parameter, "_is_hf_initialized", False)
             }
-            mesh = state.mesh
             initialize(
                 self,
                 state.claims,
                 missing,
                 seed=state.config.seed,
-                ranks=mesh.tp_size,
-                rank=mesh.tp_rank,
-                device=mesh.device,
+                axes=state.axes,
+                device=state.mesh.device,
             )
         return original(self, *args, **kwargs)
 
@@ -278,7 +277,7 @@ def _shard_full_tensors(model: Any, state_dict: dict[str, Any], prefix: str, *ar
             raise ConfigError(
                 f"load_state_dict: {name} has shape {tuple(value.shape)}, the global shape is {tuple(parameter.shape)}."
             )
-        local = local_part(value, state.claims[name].placement, state.mesh.tp_size, state.mesh.tp_rank)
+        local = local_part(value, state.placement(name), state.axes)
         state_dict[prefix + name] = dtensor_from_local(local.to(parameter.device), parameter)
 
 

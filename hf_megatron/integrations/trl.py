@@ -16,9 +16,10 @@ import torch.distributed as dist
 
 from ..config import MegatronConfig
 from ..errors import UnsupportedError
-from ..log_probs import next_tokens, scores_of_call
-from ..parallelize import parallel_state
-from ..tensor_parallel.token_scores import FIELDS, IGNORE_INDEX, LOG_PROBS
+from ..log_probs import scores_of_call
+from ..loss import IGNORE_INDEX, next_tokens, token_mean
+from ..state import parallel_state
+from ..tensor_parallel.token_scores import FIELDS, LOG_PROBS
 from ..upstream import count_tokens_once, local_tensor, trl_output
 from .refusals import refuse_other_trl_trainers
 
@@ -156,8 +157,7 @@ def _with_scores(model: Any, wanted: tuple[str, ...]) -> Callable:
         if shift_labels is None:
             # No views: FSDP2 warns of them.
             fields = {name: value[:, :-1].contiguous() for name, value in fields.items()}
-        loss = -fields[LOG_PROBS].sum()
-        loss = loss / (fields["label_mask"].sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch)
+        loss = token_mean(-fields[LOG_PROBS], fields["label_mask"], num_items_in_batch)
         if aux_loss is not None:
             loss = loss + getattr(self.config.get_text_config(), "router_aux_loss_coef", 0.0) * aux_loss
         return trl_output(loss=loss, aux_loss=aux_loss, **fields)

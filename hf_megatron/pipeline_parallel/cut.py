@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..axes import Axes
 from ..config import MegatronConfig
 from ..errors import PlanError, UnsupportedError
-from ..mesh import ParallelMesh
 from ..spec import ModelSpec
 from ..upstream import splits_python_functions
 from .boundary import (
@@ -64,6 +64,10 @@ class Cut:
         first = self.stage_of(parameter)
         last = len(self.boundary.stages.ranges) - 1
         return f"{first} and {last}" if parameter in self.tied else str(first)
+
+    def owner(self, name: str) -> int:
+        """The pipeline rank that a weight or buffer belongs to; of a tied weight the first stage's."""
+        return self.boundary.stages.rank_of[self.stage_of(name)]
 
     def stage_of(self, parameter: str) -> int:
         """The stage that owns a parameter; a tied one belongs to the first."""
@@ -121,7 +125,7 @@ def make_stages(model: Any, layers: nn.ModuleList, config: MegatronConfig) -> St
     return Stages.of(counts, rank_of_stage(config.pipeline_schedule, config.pp_size, per_rank))
 
 
-def cut(model: Any, spec: ModelSpec, config: MegatronConfig, mesh: ParallelMesh) -> Cut:
+def cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> Cut:
     """Leaves of a meta model what this rank's stages need.
 
     Raises:
@@ -138,12 +142,12 @@ def cut(model: Any, spec: ModelSpec, config: MegatronConfig, mesh: ParallelMesh)
             f"MegatronConfig.pp_size = {config.pp_size}: {type(model).__name__} has two stacks of layers, encoder and "
             "decoder, and every decoder layer reads the encoder's output. Load it with pp_size=1."
         )
-    if schedule(config.pipeline_schedule).splits_backward and config.zero_stage == 3 and mesh.dp_size > 1:
+    if schedule(config.pipeline_schedule).splits_backward and config.zero_stage == 3 and axes.size("dp") > 1:
         raise UnsupportedError(
             f"MegatronConfig.pipeline_schedule = {config.pipeline_schedule!r} with zero_stage = 3: FSDP2 reduces "
             "gradients before those of the weights are computed. Use '1f1b', 'interleaved_1f1b', or zero_stage 1 or 2."
         )
-    if schedule(config.pipeline_schedule).splits_backward and mesh.tp_size > 1 and not splits_python_functions():
+    if schedule(config.pipeline_schedule).splits_backward and axes.size("tp") > 1 and not splits_python_functions():
         raise UnsupportedError(
             f"MegatronConfig.pipeline_schedule = {config.pipeline_schedule!r} with tp_size = {config.tp_size} needs "
             f"torch 2.13, this is {torch.__version__}. Use '1f1b' or 'interleaved_1f1b'."
@@ -152,7 +156,7 @@ def cut(model: Any, spec: ModelSpec, config: MegatronConfig, mesh: ParallelMesh)
     layers = model.get_submodule(name)
     stages = make_stages(model, layers, config)
     boundary = StageBoundary(stages)
-    owned = stages.of_rank(mesh.pp_rank)
+    owned = stages.of_rank(axes.rank("pp"))
     holds_first, holds_last = 0 in owned, len(stages.ranges) - 1 in owned
     before, after = _around(model, name, spec)
     tied = _tied(model, before, after)

@@ -22,18 +22,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..communication.random import ReplicatedState
-from ..config import MegatronConfig
 from ..data_parallel.engine import DataParallel
 from ..data_parallel.fully_sharded import reshard
 from ..errors import UnsupportedError
-from ..mesh import ParallelMesh
-from ..upstream import at_end_of_backward, finishing_itself, local_tensor, loss_functions
+from ..loss import has_labels, without_targets
+from ..state import ParallelState
+from ..upstream import at_end_of_backward, finishing_itself, local_tensor
 from .cache import StagedCache, cache_name, new_inputs
-from .call import Call
 from .cut import Cut, stages_per_rank
 from .executor import Execution
-from .loss import Denominator, batch_denominator, over_denominator
-from .microbatches import batch_rows, describe, split, without_targets
+from .loss_scale import LossScale, ScheduledGradients
+from .microbatches import batch_rows, describe, split
 from .outputs import AbsentLogits, KeptGraphs, PipelineOutput, ScheduledLoss
 from .schedules import Action, backward_plan, forward_plan, plan, schedule, valid_microbatches
 from .transport import Transport
@@ -53,30 +52,24 @@ class Pipeline:
 
     Attributes:
         recorder (`SpanRecorder`, *optional*): measures what this rank does, when set.
-        expected_scale (`Callable`, *optional*): the gradient that the next loss will receive in backward, for loops
-            that know it; gradients then need no second sum.
-        scale_hint (`Callable`): a guess at it for the first loss, when nothing is announced; later losses are taken to
-            receive what the last one did.
+        loss_scale (`LossScale`): what is known of the factors that losses receive in backward.
         wants_logits (`bool`): whether evaluation hands out logits.
     """
 
-    def __init__(self, model: Any, config: MegatronConfig, mesh: ParallelMesh, cut: Cut, engine: DataParallel):
-        self.model, self.config, self.mesh, self.engine = model, config, mesh, engine
-        self.boundary, self.cut = cut.boundary, cut
+    def __init__(self, model: Any, state: ParallelState, cut: Cut, engine: DataParallel):
+        self.model, self.config, self.mesh, self.engine = model, state.config, state.mesh, engine
+        self.boundary, self.cut, self.loss = cut.boundary, cut, state.loss
+        config, mesh = state.config, state.mesh
         self.schedule = schedule(config.pipeline_schedule)
         self.stages_per_rank = stages_per_rank(config)
         self.transport = Transport(mesh.pp_group, mesh.device)
         self.recorder: SpanRecorder | None = None
-        self.expected_scale: Callable[[], float] | None = None
-        self.scale_hint: Callable[[], float] = self._usual_scale
+        self.loss_scale = LossScale(self._usual_scale)
         self.wants_logits = True
         self._read: Callable[[Any, slice], tuple[Tensor, ...]] | None = None
-        self.denominator = Denominator()
-        self._numbers = itertools.count()
-        self._alone: Call | None = None
-        self._scale: float | None = None
         self._first, self._last = cut.boundary.stages.rank_of[0], cut.boundary.stages.rank_of[-1]
-        engine.share(self._tied())
+        engine.guards.append(lambda: self.loss_scale.require_settled(engine.gradients))
+        engine.on_cleared.append(self.loss_scale.clear)
         self._install()
 
     def __deepcopy__(self, memo: dict) -> "Pipeline":
@@ -84,11 +77,6 @@ class Pipeline:
 
     def _install(self) -> None:
         model = self.model
-        shifting = loss_functions()
-        original = inspect.unwrap(model.loss_function) if model.loss_function is not None else None
-        self._shifts: bool | None = shifting.get(original)
-        if self._shifts is not None:
-            model.loss_function = over_denominator(model.loss_function, self.denominator)
         stock = type(model).forward
         self._signature = inspect.signature(stock)
         self._forward = functools.partial(stock, model)
@@ -120,8 +108,8 @@ class Pipeline:
         return_dict = arguments.pop("return_dict", None)
         if self._read is not None:
             return self._values_of(arguments, self._read)
-        labels = arguments.get("labels") is not None or arguments.get("shift_labels") is not None
-        if labels and self._shifts is None:
+        labels = has_labels(arguments)
+        if labels and self.loss is None:
             raise UnsupportedError(
                 f"{type(self.model).__name__} computes a loss that is no mean over tokens; with a pipeline call it "
                 "without labels and compute the loss from its logits."
@@ -157,8 +145,8 @@ class Pipeline:
 
     def _train(self, arguments: dict[str, Any]) -> PipelineOutput:
         """The whole schedule."""
-        mean_over_ranks = arguments.get("num_items_in_batch") is None
-        microbatches, weights = self._prepare(arguments, for_backward=True)
+        is_counted = arguments.get("num_items_in_batch") is not None
+        microbatches, weights, denominator = self._prepare(arguments, for_backward=True)
         losses = torch.zeros(3, device=self.mesh.device)
 
         def read(number: int, output: Any) -> tuple[Tensor, ...]:
@@ -170,19 +158,18 @@ class Pipeline:
 
         count = len(microbatches)
         actions = plan(self.schedule.name, self.config.pp_size, self.stages_per_rank, count)[self.mesh.pp_rank]
-        call = Call(self, actions)
-        execution = self._execution(microbatches, weights, read)
-        seed = torch.tensor(call.seed, device=self.mesh.device)
+        gradients = self._gradients(actions)
+        execution = self._execution(microbatches, weights, denominator, read)
+        seed = torch.tensor(gradients.seed, device=self.mesh.device)
         execution.seeds = lambda number: (seed,)
-        execution.before_backward, execution.added = call.before_backward, call.store.take
-        with call:
+        execution.before_backward, execution.added = gradients.before_backward, gradients.store.take
+        with gradients.collecting():
             self._run(execution, actions)
         self._from_last(losses)
-        if mean_over_ranks and self.mesh.dp_size > 1:
-            dist.all_reduce(losses[0], group=self.mesh.dp_group)
-            losses[0] /= self.mesh.dp_size
+        if self.loss is not None and not is_counted:
+            self.loss.mean_over_ranks(losses[0])
         anchor = torch.zeros((), device=self.mesh.device, requires_grad=True)
-        loss = ScheduledLoss.apply(anchor, losses[0], call.settle)
+        loss = ScheduledLoss.apply(anchor, losses[0], gradients.settle)
         return PipelineOutput(loss=loss, logits=AbsentLogits(), aux_loss=losses[1] if losses[2] else None)
 
     def _forward_only(self, arguments: dict[str, Any], labels: bool) -> PipelineOutput:
@@ -220,10 +207,12 @@ class Pipeline:
         cache: StagedCache | None = None,
     ) -> tuple[Tensor, ...]:
         """What `read` makes of the microbatches' outputs, together and on every rank; see `reading`."""
-        microbatches, weights = self._prepare(arguments, for_backward=False, whole=cache is not None)
+        microbatches, weights, denominator = self._prepare(arguments, for_backward=False, whole=cache is not None)
         edges = [0, *itertools.accumulate(map(batch_rows, microbatches))]
         parts = [slice(start, stop) for start, stop in itertools.pairwise(edges)]
-        execution = self._execution(microbatches, weights, lambda number, output: read(output, parts[number]), cache)
+        execution = self._execution(
+            microbatches, weights, denominator, lambda number, output: read(output, parts[number]), cache
+        )
         sizes = self.schedule.name, self.config.pp_size, self.stages_per_rank, len(microbatches)
         self._run(execution, forward_plan(*sizes)[self.mesh.pp_rank])
         columns = zip(*execution.results, strict=True)
@@ -245,15 +234,15 @@ class Pipeline:
         def backward(gradients: tuple[Tensor, ...]) -> None:
             parts = [gradient.split(rows) if gradient.dim() else [gradient] * len(rows) for gradient in gradients]
             execution.seeds = lambda number: tuple(part[number] for part in parts)
-            call = Call(self, actions, seed=1.0)
-            execution.before_backward = call.before_backward
+            collected = self._gradients(actions, seed=1.0)
+            execution.before_backward = collected.before_backward
             shards_weights = self.config.zero_stage == 3 and self.mesh.dp_size > 1
-            with call, finishing_itself(self.model) if shards_weights else nullcontext():
+            with collected.collecting(), finishing_itself(self.model) if shards_weights else nullcontext():
                 self._run(execution, actions)
-            call.settle(1.0)
-            if call.synchronise:
+            collected.settle(1.0)
+            if collected.synchronise:
                 # Other forwards may be under way in reverse in the same backward: none of them is the last.
-                at_end_of_backward(call.store.reduce)
+                at_end_of_backward(collected.store.reduce)
 
         anchor = torch.zeros((), requires_grad=True)
         return KeptGraphs.apply(anchor, backward, *values)
@@ -262,8 +251,8 @@ class Pipeline:
 
     def _prepare(
         self, arguments: dict[str, Any], *, for_backward: bool, whole: bool = False
-    ) -> tuple[list[dict[str, Any]], list[float]]:
-        """Microbatches, their shares of the rows, and the denominator of the losses."""
+    ) -> tuple[list[dict[str, Any]], list[float], Tensor | float | None]:
+        """Microbatches, their shares of the rows, and the denominator of the batch's loss."""
         for name in ("output_attentions", "output_hidden_states"):
             if arguments.get(name) or getattr(self.model.config, name, False):
                 raise UnsupportedError(f"{name}=True: no rank of a pipeline has those of all layers.")
@@ -280,16 +269,13 @@ class Pipeline:
             count = at_most
         if not whole and "use_cache" in self._signature.parameters:
             arguments["use_cache"] = False
-        self.denominator.value = None
-        if arguments.get("labels") is not None or arguments.get("shift_labels") is not None:
-            assert self._shifts is not None
-            self.denominator.value = (
-                batch_denominator(arguments, self._shifts, self.mesh, for_backward) if given is None else given
-            )
+        denominator = None
+        if self.loss is not None and has_labels(arguments):
+            denominator = self.loss.denominator(arguments, over_ranks=for_backward) if given is None else given
         microbatches = split(arguments, min(count, rows))
         weights = [batch_rows(microbatch) / rows for microbatch in microbatches]
         missing = count - len(microbatches)
-        return microbatches + [without_targets(microbatches[0])] * missing, weights + [0.0] * missing
+        return microbatches + [without_targets(microbatches[0])] * missing, weights + [0.0] * missing, denominator
 
     def _same_on_dp_ranks(self, microbatches: int) -> int:
         """In stage 3 weights are gathered for each microbatch: dp ranks with fewer rows decide for all."""
@@ -303,20 +289,16 @@ class Pipeline:
         self,
         microbatches: list[dict[str, Any]],
         weights: list[float],
+        denominator: Tensor | float | None,
         read: Callable[[int, Any], tuple[Tensor, ...]],
         cache: StagedCache | None = None,
     ) -> Execution:
-        batch_wide = self.denominator.value
         config = self.model.config
 
         def forward(number: int) -> Any:
-            self.denominator.was_used = False
-            self.denominator.value = None if batch_wide is None else batch_wide * (weights[number] or 1.0)
             seen = {} if cache is None else {cache.name: cache.seen_by(self.boundary.stage)}
-            try:
+            with self._loss_over(None if denominator is None else denominator * (weights[number] or 1.0)):
                 return self._forward(**(microbatches[number] | seen))
-            finally:
-                self.denominator.value = None
 
         flags = (self.model.training, getattr(config, "output_router_logits", None), self._autocast_dtype())
         return Execution(
@@ -337,6 +319,14 @@ class Pipeline:
             execution.run(actions)
         if self.config.zero_stage == 3 and self.mesh.dp_size > 1:
             reshard(self.cut.ends(self.model))
+
+    def _loss_over(self, denominator: Tensor | float | None) -> AbstractContextManager[None]:
+        return nullcontext() if self.loss is None else self.loss.over(denominator)
+
+    def _gradients(self, actions: tuple[Action, ...], seed: float | None = None) -> ScheduledGradients:
+        return ScheduledGradients(
+            self.loss_scale, self.engine.gradients, actions, tied=self.tied(), sum_tied=self.sum_tied, seed=seed
+        )
 
     def _usual_scale(self) -> float:
         """What the first loss will probably be multiplied by: in fp16 a scaler's first scale, else nothing."""
@@ -376,9 +366,7 @@ class Pipeline:
 
     def tied(self) -> list[nn.Parameter]:
         """Those of them that are trained."""
-        parameters = self._tied()
-        self.engine.share(parameters)
-        return [parameter for parameter in parameters if parameter.requires_grad]
+        return [parameter for parameter in self._tied() if parameter.requires_grad]
 
     def sum_tied(self) -> None:
         """Adds up the gradients of tied parameters over both ends of the pipeline."""
@@ -389,18 +377,13 @@ class Pipeline:
             with self._measured("tied"):
                 self.transport.sum_with(local_tensor(parameter.grad), other, _TIED_TAG + number)
 
-    def waited_for(self) -> "Call | None":
-        """The call whose gradients are alone in the sums, at a scale that is not known yet."""
-        call = self._alone
-        return call if call is not None and call.is_guess and call.number in self.engine.unsettled else None
-
     def _measured(self, kind: str) -> AbstractContextManager:
         if self.recorder is None:
             return nullcontext()
         return self.recorder.record(kind, self.boundary.stages.of_rank(self.mesh.pp_rank)[0])
 
     def _loss_of(self, output: Any) -> Tensor:
-        if not self.denominator.was_used:
+        if self.loss is None or not self.loss.was_used:
             raise UnsupportedError(
                 f"{type(self.model).__name__} computes its loss itself, each microbatch's by its own targets; with a "
                 "pipeline call it without labels and compute the loss from its logits."

@@ -19,6 +19,17 @@ from .transport import Arriving, Transport
 
 Cell = tuple[int, int]
 
+_METHODS: Mapping[Kind, str] = {
+    Kind.FORWARD: "_forward",
+    Kind.BACKWARD: "_backward",
+    Kind.BACKWARD_INPUT: "_backward_input",
+    Kind.BACKWARD_WEIGHT: "_backward_weight",
+    Kind.SEND_FORWARD: "_send_forward",
+    Kind.RECEIVE_FORWARD: "_receive_forward",
+    Kind.SEND_BACKWARD: "_send_backward",
+    Kind.RECEIVE_BACKWARD: "_receive_backward",
+}
+
 
 class Execution:
     """The microbatches of one batch on this rank, between their forwards and their backwards.
@@ -72,21 +83,11 @@ class Execution:
         self._leaving: dict[Cell, tuple[Tensor, ...]] = {}
         self._arriving: dict[tuple[Kind, int, int], Arriving] = {}
         self._groups: dict[Cell, Any] = {}
-        self._do = {
-            Kind.FORWARD: self._forward,
-            Kind.BACKWARD: self._backward,
-            Kind.BACKWARD_INPUT: self._backward_input,
-            Kind.BACKWARD_WEIGHT: self._backward_weight,
-            Kind.SEND_FORWARD: self._send_forward,
-            Kind.RECEIVE_FORWARD: self._receive_forward,
-            Kind.SEND_BACKWARD: self._send_backward,
-            Kind.RECEIVE_BACKWARD: self._receive_backward,
-        }
 
     def run(self, actions: Sequence[Action]) -> None:
         """Does the actions in order and waits until everything is sent."""
         for action in actions:
-            self._do[action.kind](action)
+            getattr(self, _METHODS[action.kind])(action)
         self.transport.flush()
 
     def _tag(self, stage: int, microbatch: int, backward: bool) -> int:

@@ -12,7 +12,6 @@ ROW_DIM = 0
 INPUTS = ("input_ids", "inputs_embeds")
 # Positions in a sequence, of which there may be as many as rows.
 _PASSED_ON = ("logits_to_keep",)
-IGNORE_INDEX = -100
 
 
 def batch_rows(arguments: Mapping[str, Any]) -> int:
@@ -44,13 +43,6 @@ def _part(name: str, value: Any, rows: int, start: int, stop: int) -> Any:
         # Multimodal rotary positions: the first dim is time, height and width.
         return value[:, start:stop] if value.shape[1] == rows else value
     return _rows(value, rows, start, stop)
-
-
-def without_targets(microbatch: Mapping[str, Any]) -> dict[str, Any]:
-    """A microbatch that counts for nothing, for schedules that need more of them than a batch has rows."""
-    targets = ("labels", "shift_labels")
-    ignored = {name: torch.full_like(microbatch[name], IGNORE_INDEX) for name in targets if name in microbatch}
-    return dict(microbatch) | ignored
 
 
 def _rows(value: Any, rows: int, start: int, stop: int) -> Any:

@@ -6,9 +6,9 @@ from typing import Any
 from torch import nn
 
 from ..errors import PlanError
+from ..patterns import generic
 from ..spec import ModelSpec
 from ..upstream import KNOWN_STYLES, merged_tp_plan
-from .patterns import generic
 
 MODULE_STYLES: Mapping[str, str] = {
     "colwise": "column",

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import nn
 
+from ..patterns import generic, module_name
 from ..spec import ModelSpec
 from .derive import derive_spec
-from .patterns import generic, module_name
 
 
 def base_prefix(model: Any) -> str:

@@ -7,21 +7,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
 from ..communication.collectives import copy_to_ranks
 from ..mesh import ParallelMesh
-from ..spec import Placement
 from ..upstream import local_view as differentiable_local
-from ..upstream import strided_shard
-
-
-def dtensor_placements(placement: Placement) -> list[Any]:
-    """A `Placement` in DTensor's terms; with copies on the two-axis view of tp."""
-    if placement.dim is None:
-        return [Replicate()]
-    split = Shard(placement.dim) if placement.groups == 1 else strided_shard(placement.dim, placement.groups)
-    return [split] if placement.copies == 1 else [split, Replicate()]
 
 
 def local_view(parameter: Tensor | None, group: dist.ProcessGroup | None = None) -> Tensor | None:

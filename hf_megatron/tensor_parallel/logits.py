@@ -6,7 +6,6 @@ logits. Anything else that reads it gets the gathered tensor, with the right gra
 """
 
 import builtins
-import functools
 import inspect
 import warnings
 from collections.abc import Callable
@@ -17,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..communication.collectives import bounds, copy_to_ranks, gather_from_ranks
+from ..loss import IGNORE_INDEX
 from .linear import ColumnParallelLinear
 from .local import local_view
 from .loss import CrossEntropyOptions, linear_cross_entropy
@@ -98,7 +98,7 @@ class ShardedLogits:
             return logits.cross_entropy(
                 args[1],
                 num_items_in_batch=None,
-                ignore_index=kwargs.get("ignore_index", -100),
+                ignore_index=kwargs.get("ignore_index", IGNORE_INDEX),
                 label_smoothing=kwargs.get("label_smoothing", 0.0),
             )
         scalars = not kwargs and all(isinstance(value, int | float) for value in args[1:])
@@ -176,7 +176,8 @@ class ShardedLogits:
             with_gradient=torch.is_grad_enabled(),
         )
         hidden = self.hidden.reshape(-1, self.hidden.shape[-1])
-        return linear_cross_entropy(hidden, weight, bias, targets.reshape(-1), num_items_in_batch, options)
+        targets = targets.to(self.device).reshape(-1)
+        return linear_cross_entropy(hidden, weight, bias, targets, num_items_in_batch, options)
 
 
 def _is_token_mean(logits: ShardedLogits, target: Tensor, weight: Tensor | None = None, **options: Any) -> bool:
@@ -208,50 +209,6 @@ class VocabParallelHead(ColumnParallelLinear):
         return logits if self.loss_is_pending else logits.gather(warn=False)
 
 
-def sharded_loss(original: Callable[..., Tensor], *, shift: bool) -> Callable[..., Tensor]:
-    """Wraps a transformers loss function (`ForCausalLMLoss`, or `ForMaskedLMLoss` with `shift=False`).
-
-    The labels are shifted here, on the whole sequence, before anything is sharded.
-    """
-
-    @functools.wraps(original)
-    def loss_function(
-        logits: Any,
-        labels: Tensor | None = None,
-        vocab_size: int | None = None,
-        num_items_in_batch: Tensor | int | None = None,
-        ignore_index: int = -100,
-        shift_labels: Tensor | None = None,
-        label_smoothing: float = 0.0,
-        **kwargs: Any,
-    ) -> Tensor:
-        if not isinstance(logits, ShardedLogits):
-            if label_smoothing:
-                kwargs["label_smoothing"] = label_smoothing
-            if shift_labels is not None:
-                kwargs["shift_labels"] = shift_labels
-            return original(
-                logits=logits,
-                labels=labels,
-                vocab_size=vocab_size,
-                num_items_in_batch=num_items_in_batch,
-                ignore_index=ignore_index,
-                **kwargs,
-            )
-        targets = shift_labels
-        if targets is None:
-            assert labels is not None
-            targets = F.pad(labels, (0, 1), value=ignore_index)[..., 1:] if shift else labels
-        return logits.cross_entropy(
-            targets.to(logits.device),
-            num_items_in_batch=num_items_in_batch,
-            ignore_index=ignore_index,
-            label_smoothing=label_smoothing,
-        )
-
-    return loss_function
-
-
 class PendingLoss:
     """Model hooks that tell the head whether the forward takes a loss, and hand out full logits in evaluation."""
 
@@ -280,3 +237,9 @@ class PendingLoss:
         if isinstance(logits, ShardedLogits):
             output.logits = logits.gather(warn=False)
         return output
+
+
+def install_pending_loss(model: nn.Module) -> None:
+    """Tells a model's vocabulary heads when a loss is taken of their logits."""
+    for head in [module for module in model.modules() if isinstance(module, VocabParallelHead)]:
+        PendingLoss(head, model).install(model)

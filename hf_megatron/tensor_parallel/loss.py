@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..communication.collectives import copy_to_ranks
 from ..errors import ConfigError
+from ..loss import IGNORE_INDEX
 from ..upstream import keeps_graph
 
 Transform = Callable[[Tensor], Tensor]
@@ -43,7 +44,7 @@ class CrossEntropyOptions:
     transform: Transform | None = None
     chunk_size: int | None = None
     label_smoothing: float = 0.0
-    ignore_index: int = -100
+    ignore_index: int = IGNORE_INDEX
     with_gradient: bool = True
 
 

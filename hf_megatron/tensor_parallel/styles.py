@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from ..errors import PlanError
 from ..mesh import ParallelMesh
-from ..spec import GradientRule, Placement
+from ..placement import GradientRule, Placement
 from .embedding import HiddenParallelEmbedding, VocabParallelEmbedding
 from .experts import LatentWithRotary, PartialSum, SharedIdentity
 from .heads import NormPerHead, check_norm_per_head
@@ -37,6 +37,8 @@ from .linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear
 from .local import become
 from .logits import VocabParallelHead
 from .region import UniformRegion
+
+AXIS = "tp"
 
 
 @dataclass
@@ -82,7 +84,8 @@ class Style:
         return Placement()
 
     def gradient(self, placement: Placement) -> GradientRule:
-        return GradientRule.SUM_COPIES if placement.copies > 1 else GradientRule.COMPLETE
+        shared = [split.copies for split in placement.splits if split.copies > 1]
+        return GradientRule(sum=AXIS, copies=shared[0]) if shared else GradientRule()
 
     def check(self, module: nn.Module, name: str, plain_linear_classes: tuple[str, ...] = ()) -> None:
         """Raises `PlanError` when the style cannot be applied to this module."""
@@ -112,7 +115,7 @@ class _Linear(Style):
             module.weight_dim_out = 1
             module.in_features, module.out_features = module.weight.shape
         module.copies = context.copies
-        module.sum_bias_gradient = context.gradient.get("bias") is GradientRule.SUM_TP
+        module.sum_bias_gradient = context.gradient.get("bias") == GradientRule(sum=AXIS)
 
 
 class _Column(_Linear):
@@ -126,7 +129,7 @@ class _Column(_Linear):
 
     def placement(self, parameter_name: str, parameter: Tensor, module: nn.Module) -> Placement:
         transposed = _is_transposed(module) and parameter_name == "weight"
-        return Placement(1 if transposed else 0, groups=self.groups)
+        return Placement.split(AXIS, 1 if transposed else 0, groups=self.groups)
 
     def install(self, module: nn.Module, context: ModuleContext) -> None:
         super().install(module, context)
@@ -145,7 +148,7 @@ class _Row(_Linear):
     def placement(self, parameter_name: str, parameter: Tensor, module: nn.Module) -> Placement:
         if parameter_name == "bias":
             return Placement()
-        return Placement(0 if _is_transposed(module) else 1)
+        return Placement.split(AXIS, 0 if _is_transposed(module) else 1)
 
     def install(self, module: nn.Module, context: ModuleContext) -> None:
         super().install(module, context)
@@ -174,7 +177,7 @@ class _Embedding(Style):
         self.dim = dim
 
     def placement(self, parameter_name: str, parameter: Tensor, module: nn.Module) -> Placement:
-        return Placement(self.dim)
+        return Placement.split(AXIS, self.dim)
 
     def check(self, module: nn.Module, name: str, plain_linear_classes: tuple[str, ...] = ()) -> None:
         if not isinstance(module, nn.Embedding):
@@ -187,9 +190,9 @@ class _Embedding(Style):
 
 
 class _Replicated(Style):
-    def __init__(self, rule: GradientRule = GradientRule.COMPLETE):
-        self.rule = rule
-        self.works_on_heads = rule is GradientRule.SUM_TP
+    def __init__(self, sum_over: str | None = None):
+        self.rule = GradientRule(sum=sum_over)
+        self.works_on_heads = sum_over is not None
 
     def gradient(self, placement: Placement) -> GradientRule:
         return self.rule
@@ -209,7 +212,7 @@ class _PartialSum(Style):
         self.copy_inputs = copy_inputs
 
     def gradient(self, placement: Placement) -> GradientRule:
-        return GradientRule.SUM_TP if placement.dim is None else GradientRule.COMPLETE
+        return GradientRule() if placement.is_split else GradientRule(sum=AXIS)
 
     def install(self, module: nn.Module, context: ModuleContext) -> None:
         PartialSum(context.mesh.tp_group, copy_inputs=self.copy_inputs).install(module)
@@ -249,8 +252,8 @@ class _SplitParameter(Style):
     def placement(self, parameter_name: str, parameter: Tensor, module: nn.Module) -> Placement:
         if parameter.dim() == 1:
             # Along the outputs a vector is split like them; along the inputs it is a bias, added once.
-            return Placement(0, groups=self.groups) if self.dim == -2 else Placement()
-        return Placement(parameter.dim() + self.dim, groups=self.groups)
+            return Placement.split(AXIS, 0, groups=self.groups) if self.dim == -2 else Placement()
+        return Placement.split(AXIS, parameter.dim() + self.dim, groups=self.groups)
 
 
 STYLES: Mapping[str, Style] = {
@@ -264,7 +267,7 @@ STYLES: Mapping[str, Style] = {
     "vocab_embedding": _Embedding(0),
     "hidden_embedding": _Embedding(1),
     "replicated": _Replicated(),
-    "replicated_sum": _Replicated(GradientRule.SUM_TP),
+    "replicated_sum": _Replicated(sum_over=AXIS),
     "latent_with_rotary": _Latent(),
     "partial_sum": _PartialSum(),
     "output_sum": _PartialSum(copy_inputs=False),

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 from ..communication.collectives import copy_to_ranks, gather_from_ranks
 from ..errors import ConfigError, UnsupportedError
+from ..loss import IGNORE_INDEX
 from .local import local_view
 from .logits import ShardedLogits, VocabParallelHead
 
 LOG_PROBS = "log_probs"
 FIELDS = (LOG_PROBS, "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 _DIFFERENTIABLE = FIELDS[:2]
-IGNORE_INDEX = -100
 _TOKENS_PER_CHUNK = 1024
 
 

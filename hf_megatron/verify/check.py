@@ -190,21 +190,16 @@ def _last_lines(text: str) -> str:
 
 
 def print_plan(model: str, tp_size: int, sequence_parallel: bool, pp_size: int = 1) -> str:
-    """The plan of a model's full-size config, made on the meta device on forked ranks that hold no weights."""
+    """The plan of a model's full-size config, made on the meta device, without weights and without ranks."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    from ..mesh import ParallelMesh
-    from ..parallelize import parallel_plan, place
-    from .ranks import run_ranks
+    from ..axes import Axes
+    from ..parallelize import ParallelPlan, plan
 
     config = resolve_config(model)
     layout = MegatronConfig(tp_size=tp_size, sequence_parallel=sequence_parallel, pp_size=pp_size)
-
-    def on_rank() -> str:
-        with torch.device("meta"):
-            instance = AutoModelForCausalLM.from_config(config)
-        place(instance, layout, ParallelMesh(layout, "cpu"))
-        return str(parallel_plan(instance))
-
-    return run_ranks(on_rank, layout.ranks_per_replica)[0]
+    with torch.device("meta"):
+        instance = AutoModelForCausalLM.from_config(config)
+    state = plan(instance, layout, Axes.of(layout, 0))
+    return str(ParallelPlan(state.claims.values(), state.cut))

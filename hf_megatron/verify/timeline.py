@@ -12,10 +12,10 @@ from ..config import MegatronConfig
 from ..data_parallel.optimizer import prepare_optimizer
 from ..errors import ConfigError
 from ..integrations.verified import ConfigUnderTest
-from ..parallelize import parallel_state
 from ..pipeline_parallel.schedules import bubble, check_schedule, schedule
 from ..profile.spans import SpanRecorder
 from ..profile.timeline import Timeline, bubble_share, gather_timeline, require_plots, write_pictures
+from ..state import parallel_state
 from .check import resolve_config
 from .ranks import run_ranks
 from .twin import LAYER_COUNTS, LAYER_INDICES, make_batch, tiny_config

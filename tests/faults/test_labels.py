@@ -63,10 +63,10 @@ def test_fault_23_all_labels_of_the_whole_batch_ignored(stories, text):
 
 def test_each_ranks_own_mean_is_found(stories):
     """The seeded fault: a rank without a label has no mean."""
-    from hf_megatron import parallelize
+    from hf_megatron.loss import TokenLoss
 
     def sabotage():
-        parallelize.mean_over_ranks = lambda loss_function, **_: loss_function
+        TokenLoss.__call__ = lambda self, **arguments: self.original(**arguments)
 
     def run(model):
         optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))

@@ -3,10 +3,11 @@
 import pytest
 
 from hf_megatron import RankError
-from hf_megatron.data_parallel.plain_gradients import PlainGradients
+from hf_megatron.data_parallel.gradient_store import PlainGradients
 from hf_megatron.data_parallel.reduction import GradientReducer
 from hf_megatron.integrations import pipeline as integration
-from hf_megatron.pipeline_parallel import call, engine
+from hf_megatron.pipeline_parallel import engine
+from hf_megatron.pipeline_parallel.loss_scale import LossScale, ScheduledGradients
 from hf_megatron.verify.ranks import run_ranks
 from tests.integration.dp_training import ranks_of
 from tests.integration.test_pipeline_accelerate import mixed, preferences, worst
@@ -32,20 +33,20 @@ def lose_all_but_the_first_batch_of_a_step():
 
 
 def ignore_what_backward_brings():
-    original = call.Call.settle
-    call.Call.settle = lambda self, scale: original(self, self.seed)
+    original = ScheduledGradients.settle
+    ScheduledGradients.settle = lambda self, scale: original(self, self.seed)
 
 
 def scale_the_sum_and_not_the_call():
     """As if the first batch's factor came after the second batch was added."""
-    original = call.Call.settle
+    original = ScheduledGradients.settle
 
     def settle(self, scale):
         original(self, scale)
         if not self.is_direct:
             self.store.scale(scale / self.seed)
 
-    call.Call.settle = settle
+    ScheduledGradients.settle = settle
 
 
 def forget_the_division_by_accumulation():
@@ -106,7 +107,7 @@ def reduce_with_every_reverse_pipeline():
 
 
 def mix_sums_of_unknown_scale():
-    engine.Pipeline.waited_for = lambda self: None
+    LossScale.waited_for = lambda self: None
 
 
 @pytest.mark.parametrize(

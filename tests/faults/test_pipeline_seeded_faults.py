@@ -1,5 +1,6 @@
 """Tests of the pipeline's tests: each seeded fault must make the comparison fail."""
 
+import contextlib
 import dataclasses
 
 import pytest
@@ -7,8 +8,10 @@ from transformers import CONFIG_MAPPING
 
 from hf_megatron.data_parallel.engine import DataParallel
 from hf_megatron.errors import RankError
-from hf_megatron.pipeline_parallel import call, engine, executor, loss
+from hf_megatron.loss import TokenLoss
+from hf_megatron.pipeline_parallel import engine, executor
 from hf_megatron.pipeline_parallel.boundary import StageBoundary
+from hf_megatron.pipeline_parallel.loss_scale import ScheduledGradients
 from hf_megatron.pipeline_parallel.transport import Transport
 from hf_megatron.verify.check import parse_layouts
 from hf_megatron.verify.parity import check_twin, make_twin
@@ -53,35 +56,34 @@ def sum_tied_gradients_of_the_whole_step_again():
     """Sums what was summed in the call before once more."""
     engine.Pipeline.tied = lambda self: []
 
-    original = call.Call.settle
+    original = ScheduledGradients.settle
 
     def settle(self, scale):
         original(self, scale)
-        for parameter in self.pipeline._tied():
-            other = self.pipeline._last if self.pipeline.mesh.pp_rank == self.pipeline._first else self.pipeline._first
-            self.pipeline.transport.sum_with(parameter.grad, other, 0)
+        pipeline = self.sum_tied.__self__
+        for parameter in pipeline._tied():
+            other = pipeline._last if pipeline.mesh.pp_rank == pipeline._first else pipeline._first
+            pipeline.transport.sum_with(parameter.grad, other, 0)
 
-    call.Call.settle = settle
+    ScheduledGradients.settle = settle
 
 
 def count_the_tied_weight_twice_in_the_norm():
-    DataParallel.is_shared = lambda self, parameter: False
+    DataParallel.holders = lambda self, parameter: self.state.axes.size("stage")
 
 
 def ignore_the_scale_of_backward():
-    original = call.Call.settle
-    call.Call.settle = lambda self, scale: original(self, self.seed)
+    original = ScheduledGradients.settle
+    ScheduledGradients.settle = lambda self, scale: original(self, self.seed)
 
 
 def each_microbatch_by_its_own_targets():
-    def over_denominator(loss_function, denominator):
-        def function(*args, **kwargs):
-            denominator.was_used = True
-            return loss_function(*args, **{**kwargs, "num_items_in_batch": None})
+    @contextlib.contextmanager
+    def over(self, denominator):
+        self.was_used = True
+        yield
 
-        return function
-
-    engine.over_denominator = over_denominator
+    TokenLoss.over = over
 
 
 def keep_the_zeros_instead_of_what_was_received():
@@ -141,23 +143,19 @@ def test_faults_of_a_split_backward_are_found(twin):
 
 
 def average_over_stages_instead_of_dp_ranks():
-    original = loss.batch_denominator
-
-    def batch_denominator(arguments, shifts, mesh, all_ranks):
-        return original(arguments, shifts, mesh, all_ranks=False)
-
-    engine.batch_denominator = batch_denominator
+    original = TokenLoss.denominator
+    TokenLoss.denominator = lambda self, arguments, over_ranks: original(self, arguments, over_ranks=False)
 
 
 def forget_that_reduction_comes_last():
     """Buckets are reduced with the first microbatch that fills them."""
-    original = call.Call.before_backward
+    original = ScheduledGradients.before_backward
 
     def before_backward(self, action):
         original(self, action)
         self.store.synchronise = True
 
-    call.Call.before_backward = before_backward
+    ScheduledGradients.before_backward = before_backward
 
 
 def test_faults_with_data_parallelism_are_found(twin):

@@ -131,9 +131,9 @@ def sum_instead_of_average():
 
 
 def own_denominator_instead_of_the_global_one():
-    from hf_megatron import parallelize
+    from hf_megatron.loss import TokenLoss
 
-    parallelize.mean_over_ranks = lambda loss_function, **_: loss_function
+    TokenLoss.__call__ = lambda self, **arguments: self.original(**arguments)
 
 
 def forget_another_ranks_weights():

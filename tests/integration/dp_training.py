@@ -69,9 +69,11 @@ def weights(model):
         return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     full = {}
     for name, tensor in model.state_dict().items():
-        local = whole_local(tensor, tensor, state.mesh) if state.shards_weights else None
-        value = gather_to_first(tensor, state.claims[name].placement, state.mesh, None, local)
-        if value is not None:
+        placement, local = state.placement(name), None
+        if state.shards_weights:
+            local = whole_local(tensor, placement.local_shape(tensor.shape, state.axes), state.mesh)
+        value = gather_to_first(tensor, placement, state.mesh, None, local)
+        if value is not None and state.mesh.tp_rank == 0:
             full[name] = value.clone()
     return full
 

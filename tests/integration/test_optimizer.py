@@ -458,7 +458,7 @@ def test_bf16_parameters_follow_fp32(stories, text):
 
             def part(full, leaf=leaf):
                 place = state.claims[leaf.name].placement
-                local = local_part(full, place, state.mesh.tp_size, state.mesh.tp_rank).reshape(-1)
+                local = local_part(full, place, state.axes).reshape(-1)
                 return local[leaf.start : leaf.stop]
 
             own, begin, end = leaf.tensor.detach().reshape(-1), part(start[leaf.name]), part(expected[leaf.name])

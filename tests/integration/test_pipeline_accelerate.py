@@ -237,7 +237,7 @@ def scaled(path, config, seed=None):
     if config is not None:
         optimizer = prepare_optimizer(optimizer)
     if seed is not None:
-        parallel_state(model).pipeline.scale_hint = lambda: seed
+        parallel_state(model).pipeline.loss_scale.usual = lambda: seed
     items = 2**18 // (1 if config is None else config.dp_size or 1)
     for number in (0, 1):
         waits = config is not None and config.dp_size and number == 0

@@ -7,10 +7,10 @@ import signal
 
 import pytest
 import torch
+from hf_megatron.data_parallel.plain_gradients import PlainGradients
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments, default_data_collator
 
 from hf_megatron import ConfigError, RankError, UnsupportedError
-from hf_megatron.data_parallel.plain_gradients import PlainGradients
 from hf_megatron.data_parallel.reduction import GradientReducer
 from hf_megatron.integrations.verified import ConfigUnderTest
 from hf_megatron.parallelize import parallel_state
@@ -357,7 +357,7 @@ def test_whole_model_compile_is_refused(stories, tmp_path):
         model = AutoModelForCausalLM.from_pretrained(stories, megatron_config=PP2)
         with pytest.raises(UnsupportedError, match="torch_compile"):
             Trainer(model, TrainingArguments(str(tmp_path), use_cpu=True, torch_compile=True))
-        assert parallel_state(model).pipeline.expected_scale is None
+        assert parallel_state(model).pipeline.loss_scale.announced is None
 
     run_ranks(build, 2)
 

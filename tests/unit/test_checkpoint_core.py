@@ -8,21 +8,22 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hf_megatron.axes import Axes
 from hf_megatron.checkpoint.asynchronous import AsyncSaver
 from hf_megatron.checkpoint.commit import Transaction, prune
 from hf_megatron.checkpoint.manifest import MANIFEST
 from hf_megatron.checkpoint.pieces import Box, Piece, local_boxes
 from hf_megatron.checkpoint.reader import Checkpoint, find, is_committed, latest, open_checkpoint
 from hf_megatron.errors import CheckpointError
-from hf_megatron.spec import Placement
+from hf_megatron.placement import Placement
 from hf_megatron.verify.ranks import run_ranks
 
 # name -> global shape, dtype, placement
 TENSORS = {
-    "embedding": ((26, 8), torch.float32, Placement(0)),
-    "gate_up": ((24, 8), torch.bfloat16, Placement(0, groups=2)),
-    "fused": ((6, 24), torch.float32, Placement(1, groups=3)),
-    "kv": ((4, 8), torch.float16, Placement(0, copies=2)),
+    "embedding": ((26, 8), torch.float32, Placement.split("tp", 0)),
+    "gate_up": ((24, 8), torch.bfloat16, Placement.split("tp", 0, groups=2)),
+    "fused": ((6, 24), torch.float32, Placement.split("tp", 1, groups=3)),
+    "kv": ((4, 8), torch.float16, Placement.split("tp", 0, copies=2)),
     "norm": ((8,), torch.float32, Placement()),
     "scale": ((), torch.float64, Placement()),
     "mask": ((5,), torch.bool, Placement()),
@@ -37,28 +38,24 @@ def full(name):
     return (torch.rand(shape, generator=generator) * 200 - 100).to(dtype)
 
 
-def shard(name, ranks, rank):
-    tensor, placement = full(name), TENSORS[name][2]
-    if placement.dim is None:
-        return tensor.reshape(-1)
-    intervals = placement.intervals(tensor.shape[placement.dim], ranks, rank)
-    return torch.cat([tensor.narrow(placement.dim, a, b - a) for a, b in intervals], placement.dim).reshape(-1)
+def shard(name, placement, axes):
+    part = full(name)
+    for split in placement.splits:
+        intervals = split.intervals(part.shape[split.dim], axes)
+        part = torch.cat([part.narrow(split.dim, start, stop - start) for start, stop in intervals], split.dim)
+    return part.reshape(-1)
 
 
 def pieces(tp, dp, rank):
     """Rank `rank` of a tp x dp grid; dp cuts every flattened shard in uneven ranges, as a sharded optimizer does."""
-    tp_rank, dp_rank = rank % tp, rank // tp
+    axes = Axes.of_sizes(rank, tp=tp, dp=dp)
     for name, (shape, _, placement) in TENSORS.items():
-        placement = placement if tp % placement.copies == 0 else Placement(placement.dim)
-        data = shard(name, tp, tp_rank) if placement == TENSORS[name][2] else _split(name, placement, tp, tp_rank)
+        if any(tp % split.copies for split in placement.splits):
+            placement = Placement.split("tp", placement.splits[0].dim)
+        data = shard(name, placement, axes)
         borders = [data.numel() * index * index // (dp * dp) for index in range(dp + 1)]
-        start, stop = borders[dp_rank], borders[dp_rank + 1]
-        yield Piece(name, shape, local_boxes(shape, placement, tp, tp_rank, start, stop), data[start:stop])
-
-
-def _split(name, placement, ranks, rank):
-    (start, stop), *_ = placement.intervals(TENSORS[name][0][placement.dim], ranks, rank)
-    return full(name).narrow(placement.dim, start, stop - start).reshape(-1)
+        start, stop = borders[axes.rank("dp")], borders[axes.rank("dp") + 1]
+        yield Piece(name, shape, local_boxes(shape, placement, axes, start, stop), data[start:stop])
 
 
 def read_all(path, tp, dp):

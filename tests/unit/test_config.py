@@ -5,7 +5,7 @@ import copy
 import pytest
 
 from hf_megatron import ConfigError, MegatronConfig, UnsupportedError, config_from_environment
-from hf_megatron.mesh import validate_world_size
+from hf_megatron.config import validate_world_size
 
 
 def test_accepts_config_dict_and_yaml(tmp_path):

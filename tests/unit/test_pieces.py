@@ -9,11 +9,12 @@ import time
 import pytest
 import torch
 
+from hf_megatron.axes import Axes
 from hf_megatron.checkpoint.manifest import Manifest, PieceEntry, TensorEntry
 from hf_megatron.checkpoint.pieces import Box, Piece, copy_overlap, local_boxes, overlaps, uncovered
 from hf_megatron.checkpoint.shards import FileEntry
 from hf_megatron.errors import CheckpointError
-from hf_megatron.spec import Placement
+from hf_megatron.placement import Placement, Split
 
 SHAPES = [(), (1,), (12,), (7,), (0, 3), (6, 5), (12, 1), (4, 6, 3), (2, 12, 2), (3, 2, 6, 2)]
 
@@ -22,13 +23,17 @@ def numbered(shape):
     return torch.arange(math.prod(shape)).view(shape)
 
 
+def on(ranks, rank):
+    return Axes.of_sizes(rank, tp=ranks)
+
+
 def shard_of(tensor, placement, ranks, rank):
     """The flattened shard as slicing and joining gives it."""
-    if placement.dim is None:
-        return tensor.reshape(-1)
-    intervals = placement.intervals(tensor.shape[placement.dim], ranks, rank)
-    parts = [tensor.narrow(placement.dim, start, stop - start) for start, stop in intervals]
-    return torch.cat(parts, placement.dim).reshape(-1)
+    for split in placement.splits:
+        intervals = split.intervals(tensor.shape[split.dim], on(ranks, rank))
+        parts = [tensor.narrow(split.dim, start, stop - start) for start, stop in intervals]
+        tensor = torch.cat(parts, split.dim)
+    return tensor.reshape(-1)
 
 
 def contents(tensor, boxes):
@@ -44,7 +49,7 @@ def placements(shape):
     yield Placement(), 2
     for dim, groups, copies, shards in itertools.product(range(len(shape)), (1, 2, 3), (1, 2), (1, 2, 3, 5)):
         if shape[dim] % groups == 0:
-            yield Placement(dim, groups, copies), shards * copies
+            yield Placement.split("tp", dim, groups=groups, copies=copies), shards * copies
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -54,26 +59,47 @@ def test_boxes_are_the_entries_of_every_shard_and_range(shape):
         for rank in range(ranks):
             expected = shard_of(tensor, placement, ranks, rank)
             size = expected.numel()
-            assert torch.equal(contents(tensor, local_boxes(shape, placement, ranks, rank)), expected)
+            assert torch.equal(contents(tensor, local_boxes(shape, placement, on(ranks, rank))), expected)
             for _ in range(6):
                 start, stop = sorted(generator.choices(range(size + 1), k=2))
-                boxes = local_boxes(shape, placement, ranks, rank, start, stop)
+                boxes = local_boxes(shape, placement, on(ranks, rank), start, stop)
                 assert torch.equal(contents(tensor, boxes), expected[start:stop]), (placement, ranks, rank, start, stop)
                 assert all(box.numel for box in boxes)
 
 
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if len(shape) > 1], ids=str)
+def test_two_dims_split_over_two_axes(shape):
+    tensor, generator = numbered(shape), random.Random(2)
+    for first, second in itertools.permutations(range(len(shape)), 2):
+        for groups in (1, 2):
+            if shape[first] % groups:
+                continue
+            placement = Placement((Split("tp", first, groups), Split("dp", second)))
+            for rank in range(6):
+                axes, expected = Axes.of_sizes(rank, tp=2, dp=3), tensor
+                for split in placement.splits:
+                    intervals = split.intervals(shape[split.dim], axes)
+                    index = [number for start, stop in intervals for number in range(start, stop)]
+                    expected = expected.index_select(split.dim, torch.tensor(index, dtype=torch.long))
+                flat = expected.reshape(-1)
+                assert torch.equal(contents(tensor, local_boxes(shape, placement, axes)), flat)
+                start, stop = sorted(generator.choices(range(flat.numel() + 1), k=2))
+                boxes = local_boxes(shape, placement, axes, start, stop)
+                assert torch.equal(contents(tensor, boxes), flat[start:stop])
+
+
 def test_number_of_boxes_is_small():
-    assert len(local_boxes((64, 32), Placement(0), 4, 1)) == 1
-    assert len(local_boxes((64, 32), Placement(1), 4, 1)) == 1
-    assert len(local_boxes((64, 32), Placement(0, groups=2), 4, 1)) == 2
-    assert len(local_boxes((64, 32), Placement(0, groups=2), 1, 0)) == 1
-    assert len(local_boxes((64, 32), Placement(), 1, 0, 5, 2000)) == 3
-    assert len(local_boxes((8, 64, 32), Placement(1), 2, 1, 5, 7990)) == 5
+    assert len(local_boxes((64, 32), Placement.split("tp", 0), on(4, 1))) == 1
+    assert len(local_boxes((64, 32), Placement.split("tp", 1), on(4, 1))) == 1
+    assert len(local_boxes((64, 32), Placement.split("tp", 0, groups=2), on(4, 1))) == 2
+    assert len(local_boxes((64, 32), Placement.split("tp", 0, groups=2), on(1, 0))) == 1
+    assert len(local_boxes((64, 32), Placement(), on(1, 0), 5, 2000)) == 3
+    assert len(local_boxes((8, 64, 32), Placement.split("tp", 1), on(2, 1), 5, 7990)) == 5
 
 
 def test_range_outside_the_shard_is_refused():
     with pytest.raises(CheckpointError, match="which has 24 entries"):
-        local_boxes((6, 8), Placement(0), 2, 0, 0, 25)
+        local_boxes((6, 8), Placement.split("tp", 0), on(2, 0), 0, 25)
 
 
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if math.prod(shape)], ids=str)
@@ -84,14 +110,14 @@ def test_any_layout_is_copied_from_any_other(shape):
         (source, source_ranks), (target, target_ranks) = generator.choices(options, k=2)
         rank = generator.randrange(target_ranks)
         expected = shard_of(tensor, target, target_ranks, rank)
-        boxes = local_boxes(shape, target, target_ranks, rank)
+        boxes = local_boxes(shape, target, on(target_ranks, rank))
         out = torch.full_like(expected, -1)
         copied, sources = 0, []
-        for source_rank in range(0, source_ranks, source.copies if source.dim is not None else source_ranks):
+        for source_rank in range(0, source_ranks, source.splits[0].copies if source.is_split else source_ranks):
             shard = shard_of(tensor, source, source_ranks, source_rank)
             cut = generator.randrange(shard.numel() + 1)
             for start, stop in ((0, cut), (cut, shard.numel())):
-                held = local_boxes(shape, source, source_ranks, source_rank, start, stop)
+                held = local_boxes(shape, source, on(source_ranks, source_rank), start, stop)
                 copied += copy_overlap(held, shard[start:stop], boxes, out)
                 sources.append(held)
         assert torch.equal(out, expected)
@@ -112,8 +138,8 @@ def test_copy_returns_what_both_have():
 
 
 def test_thousands_of_boxes_are_fast_and_small_in_the_manifest():
-    shape, placement = (3000, 24), Placement(1, groups=3)
-    source = [local_boxes(shape, placement, 2, rank) for rank in range(2)]
+    shape, placement = (3000, 24), Placement.split("tp", 1, groups=3)
+    source = [local_boxes(shape, placement, on(2, rank)) for rank in range(2)]
     assert len(source[0]) == 9000
     tensor = numbered(shape)
     out = torch.full((36000,), -1)
@@ -132,7 +158,7 @@ def test_thousands_of_boxes_are_fast_and_small_in_the_manifest():
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_manifest_keeps_all_boxes(shape):
     for placement, ranks in placements(shape):
-        boxes = local_boxes(shape, placement, ranks, ranks - 1)
+        boxes = local_boxes(shape, placement, on(ranks, ranks - 1))
         entry = TensorEntry(shape, torch.int64, (PieceEntry("a", "x", boxes),))
         manifest = Manifest(1, {}, {"a": FileEntry(1 << 20, "0" * 64)}, {"x": entry})
         assert Manifest.from_dict(json.loads(json.dumps(manifest.to_dict())), "here").tensors["x"] == entry

@@ -1,4 +1,4 @@
-"""From a spec to one claim per parameter, on the meta model and without a process group.
+"""From a spec to one claim per parameter over tp, on the meta model and without a process group.
 
 A claim says where a parameter lies and what its gradient needs. Whatever a plan gets wrong (a rule that matches
 nothing, heads that do not split, tied parameters that disagree) raises here, before a byte of weights is read.
@@ -6,15 +6,17 @@ nothing, heads that do not split, tied parameters that disagree) raises here, be
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 
 from torch import nn
 
 from ..errors import ConfigError, PlanError, UnsupportedError
-from ..spec import Claim, GradientRule, ModelSpec, Placement
-from ..tensor_parallel.structure import Structure
-from ..tensor_parallel.styles import style
+from ..patterns import generic, lookup
+from ..placement import Claim, GradientRule, Placement
+from ..spec import ModelSpec
 from ..upstream import rearranging_conversions
-from .patterns import generic, lookup
+from .structure import Structure
+from .styles import AXIS, style
 
 
 def expand_plan(model: nn.Module, spec: ModelSpec) -> dict[str, str]:
@@ -41,7 +43,7 @@ def expand_plan(model: nn.Module, spec: ModelSpec) -> dict[str, str]:
 
 def check_conversions(model: nn.Module, claims: Mapping[str, Claim]) -> None:
     """Raises for split parameters whose checkpoint holds them in another arrangement than memory does."""
-    split = [name for name, claim in claims.items() if claim.placement.dim is not None]
+    split = [name for name, claim in claims.items() if claim.placement.is_split]
     for patterns, operations in rearranging_conversions(model):
         for name in split:
             if any(re.search(pattern, name) for pattern in patterns):
@@ -112,14 +114,15 @@ def claim_all(
             rules = style(style_name)
             placement = rules.placement(parameter_name, parameter, module)
             if module_name in copies:
-                placement = Placement(placement.dim, placement.groups, copies[module_name])
-            if placement.dim is not None and parameter.shape[placement.dim] % placement.groups:
-                raise PlanError(
-                    f"{name}: dim {placement.dim} of {tuple(parameter.shape)} is not {placement.groups} equal blocks."
-                )
+                placement = Placement(tuple(replace(split, copies=copies[module_name]) for split in placement.splits))
+            for split in placement.splits:
+                if parameter.shape[split.dim] % split.groups:
+                    raise PlanError(
+                        f"{name}: dim {split.dim} of {tuple(parameter.shape)} is not {split.groups} equal blocks."
+                    )
             gradient = rules.gradient(placement)
-            if sequence_parallel and placement.dim is None and structure.is_pointwise_parameter(name):
-                gradient = GradientRule.SUM_TP
+            if sequence_parallel and not placement.is_split and structure.is_pointwise_parameter(name):
+                gradient = GradientRule(sum=AXIS)
             claim = Claim(name, tuple(parameter.shape), style_name, placement, gradient)
             tied = of_tensor.setdefault(id(parameter), claim)
             if (tied.placement, tied.gradient) != (claim.placement, claim.gradient):

@@ -1,0 +1,21 @@
+"""Data parallelism as one of a model's axes."""
+
+from typing import Any
+
+from ..state import ParallelState
+from .engine import DataParallel
+from .fully_sharded import shard_weights
+
+NAME = "dp"
+
+
+def place(model: Any, state: ParallelState) -> None:
+    """Gradients are averaged over dp whatever a claim says of other axes: nothing is placed."""
+
+
+def install(model: Any, state: ParallelState) -> None:
+    """Shares out gradients, or the weights themselves, over the data parallel ranks."""
+    if state.shards_weights:
+        # First of all axes, so that FSDP2's hooks lie inside those that move activations between ranks.
+        shard_weights(model, state.config, state.mesh, [] if state.cut is None else state.cut.ends(model))
+    state.data_parallel = DataParallel(model, state)

@@ -1,0 +1,33 @@
+"""Pipeline parallelism as one of a model's axes."""
+
+from typing import Any
+
+from ..data_parallel.engine import DataParallel
+from ..state import ParallelState
+from ..upstream import renamed_by_loader
+from .cut import Cut, cut
+from .engine import Pipeline
+
+NAME = "pp"
+
+
+def place(model: Any, state: ParallelState) -> None:
+    """Leaves of a meta model what this rank's stages own.
+
+    Raises:
+        UnsupportedError: the model is no single stack of layers.
+        ConfigError: more stages than layers, or a partition that does not fit.
+    """
+    if state.axes.size(NAME) == 1:
+        return
+    state.names = tuple(model.state_dict())
+    state.cut = cut(model, state.spec, state.config, state.axes)
+    gone = set(state.names) - model.state_dict().keys()
+    state.elsewhere = frozenset(gone | renamed_by_loader(model, gone))
+
+
+def install(model: Any, state: ParallelState) -> None:
+    """Makes a call of the model run the schedule."""
+    if isinstance(state.cut, Cut) and isinstance(state.data_parallel, DataParallel):
+        state.cut.boundary.leaving = state.leaving
+        state.pipeline = Pipeline(model, state, state.cut, state.data_parallel)

@@ -1,0 +1,147 @@
+"""Tensor and sequence parallelism as one of a model's axes."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..communication.random import ReplicatedState
+from ..errors import UnsupportedError
+from ..patterns import lookup
+from ..placement import Claim
+from ..state import ParallelState
+from .claims import (
+    check_conversions,
+    claim_all,
+    expand_plan,
+    expand_regions,
+    local_sizes,
+    matching,
+    shared_heads,
+)
+from .forward import ClaimCheck, RefusedOutputs, SynchronisedDropout
+from .heads import LocalArguments
+from .local import read_locally
+from .logits import install_pending_loss
+from .region import DropoutStreams, has_dropout
+from .regions import Regions
+from .structure import Structure, find_structure
+from .styles import AXIS, ModuleContext, style
+
+NAME = AXIS
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """How a model's modules compute over tp.
+
+    Attributes:
+        styles: module or parameter -> name of its style.
+        head_copies: linear that makes heads -> neighbouring ranks that share its shard.
+        local_sizes: module -> attributes that count heads or widths, with this rank's share of them.
+    """
+
+    styles: Mapping[str, str]
+    structure: Structure
+    head_copies: Mapping[str, int]
+    local_sizes: Mapping[str, Mapping[str, int]]
+
+
+def place(model: Any, state: ParallelState) -> None:
+    """Claims every parameter of a meta model by the spec of its type.
+
+    Raises:
+        PlanError: a rule matches nothing, a style does not fit its module, or tied parameters are claimed differently.
+        ConfigError: heads that cannot be split over tp_size.
+        UnsupportedError: sequence parallelism for a type that has none.
+    """
+    tp_size, spec, sequence_parallel = state.axes.size(AXIS), state.spec, state.config.sequence_parallel
+    if tp_size == 1:
+        return
+    if sequence_parallel and spec.no_sequence_parallel is not None:
+        raise UnsupportedError(
+            f"model type {spec.model_type!r} has no sequence parallelism: {spec.no_sequence_parallel} Set "
+            "sequence_parallel=False."
+        )
+    styles = expand_plan(model, spec)
+    modules = dict(model.named_modules())
+    for name, style_name in styles.items():
+        if name in modules:
+            style(style_name).check(modules[name], name, spec.plain_linear_classes)
+    structure = find_structure(
+        model,
+        styles,
+        stacks=sorted(matching(model, spec.stacks)) if spec.stacks else None,
+        regions=expand_regions(model, spec),
+        several_inputs=matching(model, spec.several_inputs),
+        transparent=matching(model, spec.transparent),
+    )
+    if sequence_parallel and not structure.stacks:
+        raise UnsupportedError(f"model type {spec.model_type!r}: no stack of layers found to split the sequence of.")
+    copies = shared_heads(model, styles, tp_size)
+    sizes = local_sizes(model, spec, styles, copies, tp_size)
+    claims = claim_all(model, styles, structure, copies, sequence_parallel)
+    check_conversions(model, claims)
+    state.claims.update(claims)
+    state.placed[NAME] = TensorPlan(styles, structure, copies, sizes)
+
+
+def install(model: Any, state: ParallelState) -> None:
+    """Makes the modules of a filled model compute with their local parameters."""
+    plan: TensorPlan | None = state.placed.get(NAME)
+    if plan is None:
+        return
+    mesh, config = state.mesh, state.config
+    check = ClaimCheck(frozenset(state.claims))
+    check.check(model)
+    check.install(model)
+    dropout = DropoutStreams(mesh.tp_rank, ReplicatedState(mesh.device))
+    # A pipeline may have taken blocks away since the plan was made.
+    structure = plan.structure.restricted_to({name for name, _ in model.named_modules()})
+    regions = Regions(structure, plan.styles, mesh.tp_group, dropout, sequence_parallel=config.sequence_parallel)
+    for name, module in list(model.named_modules()):
+        _install_style(name, module, model, state, plan, regions)
+    # A block's hooks are installed after the styles', so that its region wraps what happens inside.
+    state.leaving = regions.install(model, state.spec.sequence_arguments)
+    install_pending_loss(model)
+    RefusedOutputs(config.sequence_parallel).install(model)
+    if has_dropout(model):
+        SynchronisedDropout(dropout.state, mesh).install(model)
+
+
+def _install_style(
+    name: str, module: Any, model: Any, state: ParallelState, plan: TensorPlan, regions: Regions
+) -> None:
+    """Makes one module compute in parallel as its style and its parameters' claims say."""
+    mesh, text = state.mesh, model.config.get_text_config()
+    rules = style(plan.styles.get(name, "replicated"))
+    claims = {
+        parameter: state.claims[f"{name}.{parameter}" if name else parameter]
+        for parameter, value in module._parameters.items()
+        if value is not None
+    }
+    context = ModuleContext(
+        name=name,
+        mesh=mesh,
+        gradient={parameter: claim.gradient for parameter, claim in claims.items()},
+        region=regions.of_linear.get(name),
+        copies=plan.head_copies.get(name, 1),
+        rotary_dim=getattr(text, "qk_rope_head_dim", None),
+        loss_chunk_size=state.config.loss_chunk_size,
+    )
+    rules.install(module, context)
+    if rules.reads_locally and claims:
+        read_locally(module, mesh, _names(claims, summed=True), _names(claims, addends=True))
+    for attribute, size in plan.local_sizes.get(name, {}).items():
+        setattr(module, attribute, size)
+    if (arguments := lookup(name, state.spec.local_arguments)) is not None:
+        LocalArguments(arguments, text.num_attention_heads, mesh.tp_size, mesh.tp_rank).install(module)
+
+
+def _names(claims: Mapping[str, Claim], *, summed: bool = False, addends: bool = False) -> frozenset[str]:
+    """Parameters whose gradient is summed over tp, or that every rank adds a share of."""
+    return frozenset(
+        name
+        for name, claim in claims.items()
+        if (summed and claim.gradient.sum == AXIS and claim.gradient.copies is None)
+        or (addends and style(claim.style).shares_sum)
+    )

@@ -1,0 +1,66 @@
+"""The regions of a whole model, made from its structure."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from .region import DropoutStreams, SequenceArguments, SequenceStack, UniformRegion, WholeSequenceRegion
+from .structure import Structure
+from .styles import style
+
+
+class Regions:
+    """All regions of a model.
+
+    Args:
+        structure (`Structure`): where activations change hands.
+        styles: module or parameter -> name of its style.
+        group (`ProcessGroup`): the tp ranks.
+        sequence_parallel (`bool`): the residual stream between blocks is split along the sequence.
+
+    Attributes:
+        of_linear: column or row linear -> the uniform region that it reads or ends.
+    """
+
+    def __init__(
+        self,
+        structure: Structure,
+        styles: Mapping[str, str],
+        group: dist.ProcessGroup,
+        dropout: DropoutStreams,
+        *,
+        sequence_parallel: bool,
+    ):
+        self.group = group
+        self.stacks = {name: SequenceStack(group, dropout) for name in structure.stacks} if sequence_parallel else {}
+        self.whole = structure.whole if sequence_parallel else {}
+        self.uniform = {
+            block: UniformRegion(group, dropout, self.stacks.get(structure.stack_of.get(block, "")))
+            for block in structure.uniform
+        }
+        self.of_linear = {row: self.uniform[block] for block, row in structure.uniform.items()}
+        for block, region in self.uniform.items():
+            inside = (name for name in styles if f"{name}.".startswith(f"{block}."))
+            self.of_linear |= {name: region for name in inside if style(styles[name]).is_column}
+
+    def install(self, model: Any, arguments: tuple[str, ...]) -> Callable[[Tensor], Tensor] | None:
+        """Puts the hooks in their places; returns what ends a stack where a pipeline stage ends.
+
+        Args:
+            arguments: further arguments of the layers that are split along the sequence.
+        """
+        for block, region in self.uniform.items():
+            region.install(model.get_submodule(block))
+        for block, name in self.whole.items():
+            WholeSequenceRegion(self.stacks[name]).install(model.get_submodule(block))
+        leaving = None
+        for name, stack in self.stacks.items():
+            layers: Any = model.get_submodule(name)
+            stack.install(layers)
+            owned = [layer for layer in layers if next(layer.parameters(), None) is not None]
+            if arguments:
+                SequenceArguments(arguments, self.group).install(owned)
+            leaving = stack.leave_split
+        return leaving
