@@ -23,9 +23,13 @@ from .errors import (
     UnsupportedError,
     UnverifiedLayoutError,
 )
-from .integrations import PATCHES
-from .integrations.accelerate import config_from_environment, take_over_launch
-from .integrations.plugin import MegatronPlugin
+from .integrations import HOOKS, PATCHES
+from .integrations.accelerate import (
+    MegatronPlugin,
+    config_from_environment,
+    give_back_launch,
+    take_over_launch,
+)
 from .ledger import LEDGER
 from .spec import ModelSpec
 from .version import __version__
@@ -57,13 +61,19 @@ def enable() -> None:
     for target, make in PATCHES.items():
         if target not in LEDGER.patches:
             LEDGER.declare(target, make)
+    for module_name, make in HOOKS.items():
+        LEDGER.declare_hook(module_name, make)
     take_over_launch()
     LEDGER.enable()
 
 
 def disable() -> None:
-    """Restores the identical upstream function objects."""
+    """Restores the identical upstream function objects and everything else that was replaced or registered.
+
+    Laid out models cannot be called until `enable()`.
+    """
     LEDGER.disable()
+    give_back_launch()
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,10 @@
-"""The patch ledger: which upstream functions are replaced, by what, and how to put the originals back.
+"""The ledger: everything of this library that lasts longer than a call, and how to take it back.
+
+    patches     upstream functions that are replaced, by what
+    hooks       what is registered with an upstream module for the whole process
+    instances   what is replaced on single objects, those of laid out models (`instance_patches.py`)
+    models      the laid out models that still exist, in the order they were loaded
+    meshes      the process groups of this job's layouts, which models of one layout share
 
 A patch names its target as `module:attribute.path`. If the module is imported already the patch is applied at once,
 otherwise when it is imported, so that `import hf_megatron` neither imports optional packages nor has to come first.
@@ -8,10 +14,11 @@ import importlib
 import importlib.abc
 import importlib.util
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 from .errors import MegatronError
 
@@ -64,11 +71,44 @@ class Patch:
 
 
 @dataclass
+class Hook:
+    """Something registered with an upstream module; `make` is `module:function` and returns a handle to remove it."""
+
+    module_name: str
+    make: str
+    handle: Any = None
+
+    def apply(self) -> None:
+        if self.handle is None:
+            module_name, _, function = self.make.partition(":")
+            self.handle = getattr(importlib.import_module(module_name), function)()
+
+    def restore(self) -> None:
+        if self.handle is not None:
+            self.handle.remove()
+            self.handle = None
+
+
+class Instance(Protocol):
+    """What is replaced on the objects of one laid out model."""
+
+    def apply(self) -> None:
+        """Puts the replacements in place; twice is once."""
+
+    def restore(self) -> None:
+        """Puts back what was there."""
+
+
+@dataclass
 class Ledger:
-    """All patches of the process, in the order they were declared."""
+    """All patches and hooks of the process, in the order they were declared, and what laid out models need."""
 
     patches: dict[str, Patch] = field(default_factory=dict)
+    hooks: dict[str, Hook] = field(default_factory=dict)
+    instances: "weakref.WeakSet[Instance]" = field(default_factory=weakref.WeakSet)
     enabled: bool = False
+    meshes: dict[Any, Any] = field(default_factory=dict)
+    _models: list[weakref.ref] = field(default_factory=list)
 
     def declare(self, target: str, make: str) -> None:
         """Declares a patch; a target has one patch, a second declaration raises `MegatronError`."""
@@ -76,28 +116,48 @@ class Ledger:
             raise MegatronError(f"{target} is patched twice.")
         self.patches[target] = Patch(target, make)
 
+    def declare_hook(self, module_name: str, make: str) -> None:
+        """Declares a hook of an upstream module; twice is once."""
+        self.hooks.setdefault(make, Hook(module_name, make))
+
+    def _entries(self) -> list[Patch | Hook]:
+        return [*self.patches.values(), *self.hooks.values()]
+
+    @property
+    def models(self) -> list[Any]:
+        """The laid out models that still exist, the last one loaded last."""
+        return [model for model in (reference() for reference in self._models) if model is not None]
+
+    def add_model(self, model: Any) -> None:
+        """Takes note of a laid out model, for as long as it exists."""
+        self._models = [weakref.ref(other) for other in (*self.models, model)]
+
     def enable(self) -> None:
         """Applies every patch whose module is imported and waits for the others; twice is once."""
         if self.enabled:
             return
         self.enabled = True
         sys.meta_path.insert(0, _Finder(self))
-        for patch in self.patches.values():
-            module = sys.modules.get(patch.module_name)
+        for entry in self._entries():
+            module = sys.modules.get(entry.module_name)
             if module is not None and not _is_initializing(module):
-                patch.apply()
+                entry.apply()
+        for instance in self.instances:
+            instance.apply()
 
     def disable(self) -> None:
-        """Restores the identical original function objects."""
+        """Restores the identical original function objects, and removes what was registered."""
         sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
-        for patch in reversed(self.patches.values()):
-            patch.restore()
+        for instance in self.instances:
+            instance.restore()
+        for entry in reversed(self._entries()):
+            entry.restore()
         self.enabled = False
 
     def apply_to(self, module_name: str) -> None:
-        for patch in self.patches.values():
-            if patch.module_name == module_name:
-                patch.apply()
+        for entry in self._entries():
+            if entry.module_name == module_name:
+                entry.apply()
 
 
 def _is_initializing(module: ModuleType) -> bool:
@@ -126,7 +186,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         self.ledger = ledger
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None):
-        if not any(patch.module_name == fullname for patch in self.ledger.patches.values()):
+        if not any(entry.module_name == fullname for entry in self.ledger._entries()):
             return None
         for finder in sys.meta_path:
             if isinstance(finder, _Finder):

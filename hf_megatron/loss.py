@@ -177,10 +177,7 @@ class TokenLoss:
             loss /= self.mesh.dp_size
 
 
-def install(model: Any, mesh: ParallelMesh) -> TokenLoss | None:
-    """Puts a `TokenLoss` around the model's loss function; `None` where that is no token loss of transformers."""
+def token_loss_of(model: Any, mesh: ParallelMesh) -> TokenLoss | None:
+    """A `TokenLoss` around a model's loss function; `None` where that is no token loss of transformers."""
     shifts = loss_functions().get(model.loss_function)
-    if shifts is None:
-        return None
-    model.loss_function = TokenLoss(model.loss_function, shifts, mesh)
-    return model.loss_function
+    return None if shifts is None else TokenLoss(model.loss_function, shifts, mesh)

@@ -5,6 +5,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .axes import Axes, Axis
+from .ledger import LEDGER
 from .placement import Placement
 from .upstream import split_mesh_axis
 
@@ -22,8 +23,25 @@ class ParallelMesh:
     Process groups cannot be copied; a deep copy of a model shares its mesh.
     """
 
+    @classmethod
+    def of_job(cls, axes: Axes, device_type: str) -> "ParallelMesh":
+        """The mesh of a layout in this job; models of one layout share it, one after another too.
+
+        A mesh costs descriptors and threads, and cannot end with its model: torch takes meshes of equal ranks and names
+        for the same (`DeviceMesh.__eq__`) and keeps the first of them in DTensor's caches, so that operations on a
+        later model's weights may use the groups of an earlier one.
+        """
+        kept = {key: mesh for key, mesh in LEDGER.meshes.items() if mesh.job is dist.group.WORLD}
+        # Of a job that ended, the groups are gone.
+        LEDGER.meshes = kept
+        key = axes, device_type
+        if key not in kept:
+            kept[key] = cls(axes, device_type)
+        return kept[key]
+
     def __init__(self, axes: Axes, device_type: str):
         self.axes = axes
+        self.job = dist.group.WORLD
         self.device_type = device_type
         sizes = tuple(axes.size(name) for name in WORLD_AXES)
         self.root = init_device_mesh(device_type, sizes, mesh_dim_names=WORLD_AXES)

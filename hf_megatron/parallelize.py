@@ -13,11 +13,11 @@ from typing import Any, Protocol
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from . import loss
 from .axes import Axes
 from .config import MegatronConfig
 from .data_parallel import axis as data_parallel
 from .errors import ConfigError
+from .loss import token_loss_of
 from .mesh import ParallelMesh
 from .pipeline_parallel import axis as pipeline_parallel
 from .placement import Claim, GradientRule, Placement
@@ -91,7 +91,7 @@ def place(model: Any, config: MegatronConfig, axes: Axes, device_type: str) -> P
         MegatronError: as `plan`.
     """
     state = plan(model, config, axes)
-    state.connect(ParallelMesh(state.axes, device_type))
+    state.connect(ParallelMesh.of_job(state.axes, device_type))
     _hold_places(model, state)
     attach_state(model, state)
     return state
@@ -101,7 +101,9 @@ def install(model: Any) -> None:
     """Makes a placed and filled model compute in parallel."""
     state = parallel_state(model)
     assert state is not None
-    state.loss = loss.install(model, state.mesh)
+    state.loss = token_loss_of(model, state.mesh)
+    if state.loss is not None:
+        state.patches.replace(model, "loss_function", state.loss)
     for axis in AXES:
         axis.install(model, state)
 

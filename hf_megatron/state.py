@@ -9,6 +9,9 @@ from torch import Tensor, nn
 
 from .axes import Axes
 from .config import MegatronConfig
+from .errors import ConfigError
+from .instance_patches import ModelPatches
+from .ledger import LEDGER
 from .loss import TokenLoss
 from .mesh import ParallelMesh
 from .placement import Claim, Placement
@@ -77,6 +80,7 @@ class ParallelState:
         leaving (`Callable`, *optional*): applied to hidden states where a pipeline stage ends.
         names: in the whole model's state dict, in its order; empty where no other stage holds any.
         elsewhere: those of them that other stages hold, under the names of files too.
+        patches (`ModelPatches`): what was replaced on the model itself.
         loss (`TokenLoss`, *optional*): on the model's loss function, where that is one of transformers' token losses.
     """
 
@@ -90,6 +94,7 @@ class ParallelState:
     names: tuple[str, ...] = ()
     elsewhere: frozenset[str] = frozenset()
     loss: TokenLoss | None = None
+    patches: ModelPatches = field(default_factory=ModelPatches)
     pipeline: Pipeline | None = None
     data_parallel: DataParallelEngine | None = None
     _mesh: ParallelMesh | None = None
@@ -124,6 +129,16 @@ class ParallelState:
 def attach_state(model: nn.Module, state: ParallelState) -> None:
     """Makes a model one of ours."""
     setattr(model, _STATE, state)
+    LEDGER.add_model(model)
+    model.register_forward_pre_hook(_require_enabled)
+
+
+def _require_enabled(model: nn.Module, args: tuple) -> None:
+    if not LEDGER.enabled:
+        raise ConfigError(
+            f"This {type(model).__name__} is laid out over ranks, and hf_megatron.disable() put the stock functions "
+            "back: call hf_megatron.enable() first, or load the model without megatron_config."
+        )
 
 
 def parallel_state(model: Any) -> ParallelState | None:

@@ -60,7 +60,10 @@ def gather_to_first(
     if not placement.is_split:
         return local.cpu()
     # Of ranks with the same part the first one sends.
-    senders = [other for other in ranks if placement.repeated_on(axes).ranks(other)[0] == other]
+    parts: dict[str, int] = {}
+    for other in ranks:
+        parts.setdefault(str(placement.intervals(parameter.shape, axes.of_rank(other))), other)
+    senders = list(parts.values())
     group = mesh.group(placement.splits[0].axis) if len(placement.splits) == 1 else None
     if rank != first:
         if rank in senders and local.numel():

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..errors import ConfigError, NonFiniteGradientError, UnsupportedError
 from ..placement import Claim
@@ -75,12 +74,11 @@ class DataParallel:
         if state.shards_weights:
             # A pipeline has to scale a call's gradients, which FSDP2 would keep from it until they are reduced.
             if state.cut is None:
-                model.no_sync = partial(no_sync, model)  # type: ignore[assignment]
+                state.patches.replace(model, "no_sync", partial(no_sync, model))
         elif any(self.sharing(parameter).size > 1 for parameter in self._marked):
             self.reduce_gradients()
         model.register_forward_pre_hook(self._before_forward)
         model.register_load_state_dict_post_hook(lambda *_: self.refresh_main_weights())
-        register_optimizer_step_pre_hook(_refuse_unprepared)
 
     def __deepcopy__(self, memo: dict) -> "DataParallel":
         return self
@@ -135,9 +133,8 @@ class DataParallel:
                 main_gradients=self.config.main_weights_in_fp32,
                 keep_rows=self.config.zero_stage < 2,
             )
-            model: Any = self.model
-            model.no_sync = self.reducer.no_sync
-            model.zero_grad = types.MethodType(_zero_grad, model)
+            self.state.patches.replace(self.model, "no_sync", self.reducer.no_sync)
+            self.state.patches.replace(self.model, "zero_grad", types.MethodType(_zero_grad, self.model))
 
     def scan(self) -> None:
         """Takes note of modules and parameters that were added or replaced since."""
@@ -238,7 +235,7 @@ def reducer_of(parameter: Tensor) -> GradientReducer | None:
     return engine.reducer
 
 
-def _refuse_unprepared(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
+def refuse_unprepared(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
     """A stock optimizer would find no gradient at all, and do nothing."""
     first = next((p for group in optimizer.param_groups for p in group["params"]), None)
     engine = None if first is None else engine_of(first)

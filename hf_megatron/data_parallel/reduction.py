@@ -6,6 +6,7 @@ its bucket as soon as autograd has added it up; `gradient(parameter)` is the red
 """
 
 import operator
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -51,7 +52,7 @@ class GradientReducer:
     def __init__(
         self,
         parameters: Iterable[nn.Parameter],
-        name_of: Callable[[nn.Parameter], str],
+        name_of: Callable[[Tensor], str],
         sharing_of: Callable[[Tensor], Sharing],
         *,
         bucket_size: int,
@@ -107,8 +108,10 @@ class GradientReducer:
             for number, bucket in enumerate(self._buckets)
             for index, slot in enumerate(bucket.slots)
         }
+        # Autograd keeps these hooks where the cyclic collector does not look: they must not keep the model.
+        reducer = weakref.ref(self)
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(partial(self._arrive, self._place_of[id(parameter)]))
+            parameter.register_post_accumulate_grad_hook(partial(_arrive, reducer, self._place_of[id(parameter)]))
             for parameter in self._parameters
         ]
 
@@ -136,7 +139,7 @@ class GradientReducer:
         for bucket in self._buckets:
             bucket.arrived.clear()
 
-    def _arrive(self, place: tuple[int, int], parameter: nn.Parameter) -> None:
+    def _arrive(self, place: tuple[int, int], parameter: Tensor) -> None:
         """Autograd has added up a parameter's gradient."""
         if id(parameter) in self._held:
             return
@@ -304,6 +307,11 @@ class GradientReducer:
         local = torch.empty(local_tensor(parameter).shape, dtype=bucket.dtype, device=bucket.device)
         Slot(parameter, 0, slot.width, slot.entries).collect_from(rows, local)
         return dtensor_from_local(local, parameter) if isinstance(parameter, DTensor) else local
+
+
+def _arrive(reducer: "weakref.ref[GradientReducer]", place: tuple[int, int], parameter: Tensor) -> None:
+    if (alive := reducer()) is not None:
+        alive._arrive(place, parameter)
 
 
 def _wait_for(work: Any, rows: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ package, so the block is read here and the switch is cleared when hf_megatron is
 
 import dataclasses
 import functools
+import gc
 import inspect
 import os
 from collections.abc import Callable, Mapping
@@ -15,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import MegatronConfig
 from ..errors import ConfigError, UnsupportedError
+from ..ledger import LEDGER
 from .launch_keys import FIELD_PREFIX, fields_of_block, fields_of_plugin, fields_of_variables, merge
-from .plugin import MegatronPlugin
 
 if TYPE_CHECKING:
     import torch
@@ -24,13 +25,12 @@ if TYPE_CHECKING:
 SWITCH = "ACCELERATE_USE_MEGATRON_LM"
 # Set once the launcher's block has been taken over, so that later reads and child processes still find it.
 TAKEN_OVER = "HF_MEGATRON_LAUNCH"
-RANKS_PER_BATCH = "HF_MEGATRON_RANKS_PER_BATCH"
 
 # Ranks start at different times: joining the job gets at least this long, whatever a collective may take.
 _START_SECONDS = 60.0
 
 # Variables with the prefix of the fields that are no fields.
-_INTERNAL = (TAKEN_OVER, RANKS_PER_BATCH)
+_INTERNAL = (TAKEN_OVER,)
 
 
 def take_over_launch() -> None:
@@ -38,6 +38,12 @@ def take_over_launch() -> None:
     if os.environ.get(SWITCH, "false").lower() in ("true", "1"):
         os.environ[SWITCH] = "false"
         os.environ[TAKEN_OVER] = "true"
+
+
+def give_back_launch() -> None:
+    """Sets the switch again that `take_over_launch` cleared; twice is once."""
+    if os.environ.pop(TAKEN_OVER, None) == "true":
+        os.environ[SWITCH] = "true"
 
 
 def config_from_environment(environment: Mapping[str, str] | None = None) -> MegatronConfig:
@@ -70,6 +76,38 @@ def _says_a_layout(environment: Mapping[str, str]) -> bool:
     )
 
 
+class MegatronPlugin:
+    """Tells an `Accelerator` which ranks share a batch, before or after the model is loaded.
+
+        plugin = MegatronPlugin(tp_size=2)
+        accelerator = Accelerator(megatron_lm_plugin=plugin)
+        model = AutoModelForCausalLM.from_pretrained(path, megatron_config=plugin.config)
+
+    Args:
+        config (`MegatronConfig`, `dict` or path of a YAML file, *optional*): the layout.
+        fields: fields of `MegatronConfig`, instead of `config`. With neither, what the launcher says
+            (`config_from_environment()`); otherwise exactly what is passed.
+
+    Raises:
+        ConfigError: both a config and fields, or a field with a value out of range.
+    """
+
+    config: MegatronConfig
+
+    def __init__(self, config: Any = None, **fields: Any):
+        if config is not None and fields:
+            raise ConfigError(f"MegatronPlugin(config, {', '.join(fields)}): pass a config or its fields, not both.")
+        if config is not None:
+            self.config = MegatronConfig.coerce(config)
+        elif fields:
+            self.config = MegatronConfig.from_dict(fields)
+        else:
+            self.config = config_from_environment()
+
+    def __repr__(self) -> str:
+        return f"MegatronPlugin({self.config!r})"
+
+
 def job_world_size() -> int:
     """Ranks of this job, before or after the process group exists."""
     import torch.distributed as dist
@@ -99,10 +137,7 @@ def ensure_process_group(timeout: float, cpu: bool = False) -> "torch.device":
                 f"ACCELERATE_USE_{name} is set (accelerate's {name} plugin) beside megatron_config: launch without it."
             )
     use_cpu = cpu or os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("true", "1", "yes")
-    if not torch.accelerator.is_available():
-        # Otherwise a TrainingArguments or Accelerator created later reports one process on every rank.
-        os.environ["ACCELERATE_USE_CPU"] = "true"
-        use_cpu = True
+    use_cpu = use_cpu or not torch.accelerator.is_available()
     state = PartialState(cpu=use_cpu, timeout=timedelta(seconds=max(timeout, _START_SECONDS)))
     if not dist.is_initialized():
         raise ConfigError(
@@ -132,9 +167,13 @@ def default_timeout(original: Callable) -> Callable:
     return wrapper
 
 
-def announce(config: MegatronConfig) -> None:
-    """Tells Accelerators created from now on how many ranks share a batch."""
-    os.environ[RANKS_PER_BATCH] = str(config.ranks_per_replica)
+def layout_of_models() -> MegatronConfig | None:
+    """The layout of the laid out model that was loaded last, of those that still exist."""
+    if LEDGER.models:
+        # A model that was dropped may wait for the cyclic collector.
+        gc.collect()
+    models = LEDGER.models
+    return _state(models[-1]).config if models else None
 
 
 def set_rank_environment(rank: int, world_size: int) -> None:
@@ -203,12 +242,12 @@ def config_of_plugin(plugin: Any) -> MegatronConfig | None:
     return None
 
 
-def _layout(arguments: dict[str, Any]) -> MegatronConfig | None:
-    """The layout an Accelerator is to have by its plugin or, where no model announced one, by the launcher."""
+def _layout(arguments: dict[str, Any], of_models: MegatronConfig | None) -> MegatronConfig | None:
+    """The layout an Accelerator is to have by its plugin or, where no model has one, by the launcher."""
     config = config_of_plugin(arguments.get("megatron_lm_plugin"))
     if config is not None:
         del arguments["megatron_lm_plugin"]
-    elif RANKS_PER_BATCH not in os.environ and _says_a_layout(os.environ):
+    elif of_models is None and _says_a_layout(os.environ):
         config = config_from_environment()
     return config
 
@@ -221,21 +260,22 @@ def init(original: Callable) -> Callable:
         arguments = dict(signature.bind(self, *args, **kwargs).arguments)
         del arguments["self"]
         by_plugin = arguments.get("megatron_lm_plugin") is not None
-        config = _layout(arguments)
+        of_models = layout_of_models()
+        config = _layout(arguments, of_models)
         if config is not None:
             from ..config import validate_world_size
 
             validate_world_size(config, job_world_size())
             if job_world_size() > 1:
                 ensure_process_group(config.timeout, cpu=bool(arguments.get("cpu")))
-                announce(config)
             if by_plugin:
                 self._hf_megatron_plugin = config
-        if RANKS_PER_BATCH in os.environ and job_world_size() > 1 and arguments.get("parallelism_config") is None:
+        config = config or of_models
+        if config is not None and job_world_size() > 1 and arguments.get("parallelism_config") is None:
             for name in ("deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin"):
                 if arguments.get(name) is not None:
                     raise UnsupportedError(f"Accelerator({name}=...) beside megatron_config: drop the plugin.")
-            arguments["parallelism_config"] = parallelism_config(int(os.environ[RANKS_PER_BATCH]))
+            arguments["parallelism_config"] = parallelism_config(config.ranks_per_replica)
         mine = type(arguments.get("parallelism_config")).__name__ == "MegatronParallelismConfig"
         original(self, **_with_data(arguments) if mine else arguments)
 

@@ -72,3 +72,12 @@ def clip_grad_norm_(original: Callable) -> Callable:
         return original(parameters, max_norm, norm_type, *args, **kwargs)
 
     return wrapper
+
+
+def refuse_unprepared_steps() -> Any:
+    """A stock optimizer of a laid out model would find no gradient at all, and do nothing."""
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    from ..data_parallel.engine import refuse_unprepared
+
+    return register_optimizer_step_pre_hook(refuse_unprepared)

@@ -26,7 +26,7 @@ from ..parallelize import install, parallel_plan, place
 from ..state import parallel_state
 from ..upstream import forget_conversions, quiet_loading
 from ..version import __version__
-from .accelerate import announce, ensure_process_group, job_world_size
+from .accelerate import ensure_process_group, job_world_size
 from .cards import write_model_card
 from .foreign import foreign_source, reading, restore_generation_config, save_in_format
 from .hub import check_part, readable_part
@@ -141,14 +141,14 @@ def _finish(model: Any) -> None:
     install(model)
     apply_recompute(model, state.config.recompute)
     model.register_load_state_dict_pre_hook(_shard_full_tensors)
-    model.parallel_plan = types.MethodType(parallel_plan, model)
-    # Trainer and Accelerate read the ranks that share a batch from here; generation would combine it with the plan
-    # to divide KV heads a second time.
-    model._tp_size = state.config.ranks_per_replica
-    model._tp_plan = {}
-    model._is_distributed_loading_by_transformers = True
-    model.config.distributed_config = state.config
-    announce(state.config)
+    for attribute, value in (
+        ("parallel_plan", types.MethodType(parallel_plan, model)),
+        ("_tp_size", state.config.ranks_per_replica),
+        ("_tp_plan", {}),
+        ("_is_distributed_loading_by_transformers", True),
+    ):
+        state.patches.replace(model, attribute, value)
+    state.patches.replace(model.config, "distributed_config", state.config)
 
 
 def prepare_distribute_model(original: classmethod) -> classmethod:

@@ -128,7 +128,7 @@ def add_fused_lm_head(original: Callable) -> Callable:
             )
         # As TRL's own, and in one order.
         wanted = tuple(name for name in FIELDS if name in outputs or name == LOG_PROBS)
-        model.forward = types.MethodType(_with_scores(model, wanted), model)
+        state.patches.replace(model, "forward", types.MethodType(_with_scores(model, wanted), model))
 
     return wrapper
 

@@ -70,12 +70,12 @@ class Pipeline:
         self._first, self._last = cut.boundary.stages.rank_of[0], cut.boundary.stages.rank_of[-1]
         engine.guards.append(lambda: self.loss_scale.require_settled(engine.gradients))
         engine.on_cleared.append(self.loss_scale.clear)
-        self._install()
+        self._install(state)
 
     def __deepcopy__(self, memo: dict) -> "Pipeline":
         return self
 
-    def _install(self) -> None:
+    def _install(self, state: ParallelState) -> None:
         model = self.model
         stock = type(model).forward
         self._signature = inspect.signature(stock)
@@ -87,7 +87,7 @@ class Pipeline:
                 raise UnsupportedError("A deep copy of a pipelined model cannot be called: load it a second time.")
             return self(*args, **kwargs)
 
-        model.forward = types.MethodType(forward, model)
+        state.patches.replace(model, "forward", types.MethodType(forward, model))
 
     def describe(self) -> dict[str, Any]:
         """The schedule and its sizes; `microbatches` are those of a batch with enough rows."""

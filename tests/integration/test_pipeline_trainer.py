@@ -7,10 +7,10 @@ import signal
 
 import pytest
 import torch
-from hf_megatron.data_parallel.plain_gradients import PlainGradients
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments, default_data_collator
 
 from hf_megatron import ConfigError, RankError, UnsupportedError
+from hf_megatron.data_parallel.gradient_store import PlainGradients
 from hf_megatron.data_parallel.reduction import GradientReducer
 from hf_megatron.integrations.verified import ConfigUnderTest
 from hf_megatron.parallelize import parallel_state

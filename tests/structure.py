@@ -1,0 +1,214 @@
+"""The structure of the library as numbers: `python -m tests.structure [--hops]`.
+
+    arrows    imports from a room to one that stands above it in `ORDER`, wherever in a file they are
+    circles   files that import each other, type hints and imports inside functions included
+    hops      frames of this library on the stack when a weight is placed, a gradient reduced, a shard written
+
+A room is a folder or a file of `hf_megatron`; `conversion` and `model_cards` are rooms although they lie beside it.
+"""
+
+import argparse
+import ast
+import builtins
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = "hf_megatron"
+MAPPED = {"conversion", "model_cards"}
+
+# The highest floor first. Rooms on one line do not import each other, or only from left to right.
+ORDER = (
+    ("__main__", "cli", "cli_convert", "cli_hub"),
+    ("__init__",),
+    ("verify",),
+    ("integrations",),
+    ("conversion",),
+    ("model_cards",),
+    ("checkpoint",),
+    ("parallelize",),
+    ("registry",),
+    ("log_probs",),
+    ("pipeline_parallel",),
+    ("tensor_parallel",),
+    ("data_parallel",),
+    ("state",),
+    ("loss",),
+    ("memory", "profile"),
+    ("communication",),
+    ("mesh",),
+    ("placement",),
+    ("axes",),
+    ("instance_patches", "ledger"),
+    ("spec", "patterns", "config"),
+    ("upstream",),
+    ("errors", "version"),
+)
+
+
+def files() -> dict[str, Path]:
+    """Module name -> file, of the library's own files."""
+    found = {}
+    for folder, prefix in ((PACKAGE, PACKAGE), *((name, f"{PACKAGE}.{name}") for name in sorted(MAPPED))):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            parts = path.relative_to(ROOT / folder).with_suffix("").parts
+            found[".".join((prefix, *(part for part in parts if part != "__init__")))] = path
+    return found
+
+
+def room(module: str) -> str:
+    """The folder or file of the package that a module belongs to."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else "__init__"
+
+
+def imports(module: str, path: Path, known: set[str]) -> Iterator[str]:
+    """The library's modules that a file imports, anywhere in it."""
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in known)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                above = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*above, *base.split(".")] if base else above)
+            for alias in node.names:
+                name = f"{base}.{alias.name}"
+                if name in known:
+                    yield name
+                elif base in known:
+                    yield base
+
+
+def graph() -> dict[str, set[str]]:
+    found = files()
+    known = set(found)
+    return {module: set(imports(module, path, known)) - {module} for module, path in found.items()}
+
+
+def upward_arrows() -> list[str]:
+    """Imports of a room that stands above the importing one."""
+    floor = {name: number for number, names in enumerate(ORDER) for name in names}
+    place = {name: names.index(name) for names in ORDER for name in names}
+    arrows = []
+    for module, imported in graph().items():
+        for other in imported:
+            source, target = room(module), room(other)
+            if (floor[source], place[source]) > (floor[target], place[target]):
+                arrows.append(f"{module} -> {other}")
+    return sorted(arrows)
+
+
+def circles() -> list[list[str]]:
+    """Groups of files that import each other, directly or through others (Tarjan's strongly connected components)."""
+    edges, index, low, stack, found = graph(), {}, {}, [], []
+
+    def visit(module: str) -> None:
+        index[module] = low[module] = len(index)
+        stack.append(module)
+        for other in edges[module]:
+            if other not in index:
+                visit(other)
+            if other in stack:
+                low[module] = min(low[module], low[other])
+        if low[module] == index[module]:
+            group = []
+            while module not in group:
+                group.append(stack.pop())
+            if len(group) > 1:
+                found.append(sorted(group))
+
+    sys.setrecursionlimit(10_000)
+    for module in edges:
+        if module not in index:
+            visit(module)
+    return sorted(found)
+
+
+def own_frames() -> list[str]:
+    """The frames of this library on the stack, the outermost first."""
+    frames, frame = [], sys._getframe(1)
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name.startswith(PACKAGE) and not name.startswith(f"{PACKAGE}.verify"):
+            frames.append(f"{name.removeprefix(PACKAGE + '.')}:{frame.f_code.co_name}")
+        frame = frame.f_back
+    return frames[::-1]
+
+
+def _noting(found: dict[str, list[str]], name: str, function):
+    """`function`, which notes the frames of its first call."""
+
+    def wrapper(*args, **kwargs):
+        found.setdefault(name, own_frames())
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+def _hops_on_rank(directory: str) -> dict[str, list[str]]:
+    import torch
+    import torch.distributed as dist
+    from accelerate import Accelerator
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from hf_megatron import MegatronConfig, parallelize
+
+    found: dict[str, list[str]] = {}
+    small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(vocab_size=64, **small)
+    if dist.get_rank() == 0:
+        LlamaForCausalLM(config).save_pretrained(directory)
+    dist.barrier()
+    placing = parallelize.distribute_tensor
+    parallelize.distribute_tensor = _noting(found, "from_pretrained -> a placed weight", placing)
+    LlamaForCausalLM.from_pretrained(directory, megatron_config=MegatronConfig(tp_size=2))
+
+    model = LlamaForCausalLM.from_pretrained(directory, megatron_config=MegatronConfig(dp_size=2))
+    accelerator = Accelerator(cpu=True)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    ids = torch.arange(8).view(1, 8)
+    loss = model(input_ids=ids, labels=ids).loss
+    sending = dist.isend
+    dist.isend = _noting(found, "loss.backward() -> a gradient on its way", sending)
+    accelerator.backward(loss)
+    dist.isend = _noting(found, "optimizer.step() -> a weight on its way", sending)
+    optimizer.step()
+    dist.isend = sending
+    opening = builtins.open
+
+    def open_noting(file, mode="r", *args, **kwargs):
+        if "w" in mode and str(file).endswith(".safetensors"):
+            found.setdefault("save_state() -> a shard on disk", own_frames())
+        return opening(file, mode, *args, **kwargs)
+
+    builtins.open = open_noting
+    accelerator.save_state(str(Path(directory) / "state"))
+    builtins.open = opening
+    return found
+
+
+def hops() -> dict[str, list[str]]:
+    """What is done -> this library's frames on the stack when it is."""
+    from hf_megatron.verify.ranks import run_ranks
+
+    with tempfile.TemporaryDirectory() as directory:
+        return run_ranks(_hops_on_rank, 2, directory)[0]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hops", action="store_true", help="train and save a tiny model on two ranks to count frames")
+    wanted = parser.parse_args()
+    numbers: dict[str, object] = {"upward arrows": upward_arrows(), "circles": circles()}
+    if wanted.hops:
+        numbers["hops"] = {name: {"frames": len(frames), "way": frames} for name, frames in hops().items()}
+    print(json.dumps(numbers, indent=2))
+
+
+if __name__ == "__main__":
+    main()
