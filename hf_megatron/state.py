@@ -114,6 +114,12 @@ class ParallelState:
         """Whether the dp ranks split the weights themselves (stage 3)."""
         return self.config.zero_stage == 3 and self.axes.size("dp") > 1
 
+    @property
+    def in_lockstep(self) -> bool:
+        """Whether ranks that see other data hold parts of one weight, and so wait for each other in every forward."""
+        axes = {split.axis for claim in self.claims.values() for split in claim.placement.splits}
+        return self.shards_weights or any(self.axes[axis].common(self.axes["dp"]).size > 1 for axis in axes)
+
     def placement(self, name: str) -> Placement:
         """Where a tensor lies; buffers are not claimed, every rank has them whole."""
         return self.claims[name].placement if name in self.claims else Placement()

@@ -3,16 +3,19 @@
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import GenerationConfig
 
+from ..checkpoint.load import check_weight_index
 from ..checkpoint.together import agreed, gather, rank_and_size
 from ..config import MegatronConfig
 from ..errors import CheckpointError
 from .accelerate import ensure_process_group
+from .hub import readable_part
 
 if TYPE_CHECKING:
     from ..conversion.source import Source
@@ -57,6 +60,47 @@ def foreign_source(model_class: Any, path: Any, config: Any, layout: MegatronCon
     return source
 
 
+@dataclass(frozen=True)
+class Opened:
+    """A checkpoint as stock `from_pretrained` reads it.
+
+    Attributes:
+        path: what it is called with.
+        arguments: in the place of the caller's.
+        folder (*optional*): of a checkpoint that stock cannot read.
+    """
+
+    path: Any
+    arguments: dict[str, Any] = field(default_factory=dict)
+    folder: Path | None = None
+
+    def complete(self, model: Any) -> None:
+        """Gives a model what stock reads beside the weights, and has no folder to read from."""
+        if self.folder is not None and model.can_generate() and (self.folder / "generation_config.json").is_file():
+            model.generation_config = GenerationConfig.from_pretrained(self.folder)
+
+
+@contextmanager
+def opened(model_class: Any, path: Any, kwargs: dict[str, Any], layout: MegatronConfig) -> Iterator[Opened]:
+    """A checkpoint of any kind, ready for stock `from_pretrained`.
+
+    Args:
+        kwargs: the caller's arguments.
+
+    Raises:
+        CheckpointError: on every rank; the checkpoint is damaged or does not fit the model.
+    """
+    source = foreign_source(model_class, path, kwargs.get("config"), layout)
+    if source is not None:
+        with reading(source, layout, kwargs.pop("dtype", kwargs.pop("torch_dtype", None))) as arguments:
+            yield Opened(None, arguments, source.config_folder)
+    elif path is None or not layout.is_parallel:
+        yield Opened(path)
+    else:
+        check_weight_index(path)
+        yield Opened(readable_part(path))
+
+
 @contextmanager
 def reading(source: "Source", config: MegatronConfig, dtype: Any) -> Iterator[dict[str, Any]]:
     """Arguments for stock `from_pretrained` with which it reads a checkpoint through a converter.
@@ -80,12 +124,6 @@ def reading(source: "Source", config: MegatronConfig, dtype: Any) -> Iterator[di
             floating = (entry.dtype for entry in reader.entries.values() if entry.dtype.is_floating_point)
             dtype = own.dtype or next(floating, torch.get_default_dtype())
         yield {"config": own, "state_dict": lazy_weights(reader), "dtype": dtype}
-
-
-def restore_generation_config(model: Any, folder: Path) -> None:
-    """What stock reads beside the weights, and has no folder to read from here."""
-    if model.can_generate() and (folder / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(folder)
 
 
 def save_in_format(

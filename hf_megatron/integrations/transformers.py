@@ -16,7 +16,7 @@ import transformers
 
 from ..axes import Axes
 from ..checkpoint.initialize import initialize
-from ..checkpoint.load import check_loaded, check_weight_index, own_memory
+from ..checkpoint.load import check_loaded, own_memory
 from ..checkpoint.merged import save_merged
 from ..communication.handshake import agree
 from ..config import MegatronConfig, validate_world_size
@@ -28,8 +28,8 @@ from ..upstream import forget_conversions, quiet_loading
 from ..version import __version__
 from .accelerate import ensure_process_group, job_world_size
 from .cards import write_model_card
-from .foreign import foreign_source, reading, restore_generation_config, save_in_format
-from .hub import check_part, readable_part
+from .foreign import opened, save_in_format
+from .hub import check_part
 from .verified import require_verified
 
 # Arguments of from_pretrained that lay the model out in another way.
@@ -56,42 +56,25 @@ def from_pretrained(original: classmethod) -> classmethod:
     function = original.__func__
 
     @functools.wraps(function)
-    def wrapper(cls: Any, pretrained_model_name_or_path: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if "megatron_config" not in kwargs:
+    def wrapper(
+        cls: Any, pretrained_model_name_or_path: Any = None, *args: Any, megatron_config: Any = None, **kwargs: Any
+    ) -> Any:
+        if megatron_config is None:
             return function(cls, pretrained_model_name_or_path, *args, **kwargs)
-        value = kwargs.pop("megatron_config")
-        if value is None:
-            return function(cls, pretrained_model_name_or_path, *args, **kwargs)
-        config = _start(value, kwargs)
-        source = foreign_source(cls, pretrained_model_name_or_path, kwargs.get("config"), config)
-        if source is not None:
-            dtype = kwargs.pop("dtype", kwargs.pop("torch_dtype", None))
-            with reading(source, config, dtype) as arguments:
-                loaded = wrapper(cls, None, *args, **{**kwargs, **arguments}, megatron_config=config)
-            restore_generation_config(loaded[0] if kwargs.get("output_loading_info") else loaded, source.config_folder)
-            return loaded
-        given = kwargs.get("state_dict") is not None
-        if not config.is_parallel:
-            loaded = function(cls, pretrained_model_name_or_path, *args, **kwargs)
-            if given:
-                forget_conversions(loaded[0] if kwargs.get("output_loading_info") else loaded)
-            return loaded
+        config = _start(megatron_config, kwargs)
         output_loading_info = kwargs.pop("output_loading_info", False)
-        if pretrained_model_name_or_path is not None:
-            check_weight_index(pretrained_model_name_or_path)
-        model, info = function(
-            cls,
-            readable_part(pretrained_model_name_or_path),
-            *args,
-            **{"weights_only": True, **kwargs},
-            distributed_config=config,
-            output_loading_info=True,
-        )
-        check_part(model, info, pretrained_model_name_or_path)
-        check_loaded(model, info, strict=config.strict_loading)
-        if given:
+        with opened(cls, pretrained_model_name_or_path, kwargs, config) as source:
+            arguments = {**kwargs, **source.arguments, "output_loading_info": True}
+            if config.is_parallel:
+                arguments = {"weights_only": True, **arguments, "distributed_config": config}
+            model, info = function(cls, source.path, *args, **arguments)
+        source.complete(model)
+        if arguments.get("state_dict") is not None:
             forget_conversions(model)
-        _finish(model)
+        if config.is_parallel:
+            check_part(model, info, pretrained_model_name_or_path)
+            check_loaded(model, info, strict=config.strict_loading)
+            _finish(model)
         return (model, info) if output_loading_info else model
 
     return classmethod(wrapper)

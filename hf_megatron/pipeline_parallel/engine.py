@@ -66,6 +66,7 @@ class Pipeline:
         self.recorder: SpanRecorder | None = None
         self.loss_scale = LossScale(self._usual_scale)
         self.wants_logits = True
+        self._in_lockstep = state.in_lockstep
         self._read: Callable[[Any, slice], tuple[Tensor, ...]] | None = None
         self._first, self._last = cut.boundary.stages.rank_of[0], cut.boundary.stages.rank_of[-1]
         engine.guards.append(lambda: self.loss_scale.require_settled(engine.gradients))
@@ -278,8 +279,8 @@ class Pipeline:
         return microbatches + [without_targets(microbatches[0])] * missing, weights + [0.0] * missing, denominator
 
     def _same_on_dp_ranks(self, microbatches: int) -> int:
-        """In stage 3 weights are gathered for each microbatch: dp ranks with fewer rows decide for all."""
-        if self.config.zero_stage < 3 or self.mesh.dp_size == 1:
+        """Where dp ranks wait for each other in a forward, those with fewer rows decide for all."""
+        if not self._in_lockstep:
             return microbatches
         lowest = torch.tensor(microbatches, device=self.mesh.device)
         dist.all_reduce(lowest, dist.ReduceOp.MIN, group=self.mesh.dp_group)

@@ -1,0 +1,100 @@
+"""What a new parallel axis costs: one folder and one line, and everything else follows from its claims."""
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch.distributed.tensor import DTensor
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from hf_megatron import parallelize
+from hf_megatron.state import parallel_state
+from hf_megatron.verify.check import parse_layouts
+from hf_megatron.verify.parity import check_twin, make_twin
+from hf_megatron.verify.ranks import run_ranks
+from tests.toy_axis import axis
+
+
+@pytest.fixture(scope="module")
+def twin():
+    return make_twin(CONFIG_MAPPING["llama"](), microbatches=2, batch_size=5)
+
+
+def with_the_axis():
+    parallelize.AXES = (*parallelize.AXES, axis)
+
+
+def only_the_split_ones(model):
+    split = {name: p for name, p in model.named_parameters() if isinstance(p, DTensor)}
+    assert split and all(name.endswith(axis.SPLIT) for name in split)
+    assert all(p.to_local().shape[0] * axis.PAIR == p.shape[0] for p in split.values())
+
+
+@pytest.mark.parametrize("text", ["dp2+zero0", "dp2+zero1", "dp4+zero0", "dp4+zero1", "dp4+zero2", "pp2+dp2+zero1"])
+def test_parity_over_a_new_axis(twin, text):
+    [layout] = parse_layouts(text)
+    comparison = check_twin(twin, layout, sabotage=with_the_axis, prepare=only_the_split_ones)
+    assert comparison.passed, comparison.worst
+
+
+def test_parts_averaged_over_the_wrong_ranks_are_found(twin):
+    """The seeded fault: a part's gradient is averaged over all dp ranks, those with the other part included."""
+
+    def sabotage():
+        original = axis.place
+
+        def place(model, state):
+            original(model, state)
+            state.axes = state.axes.with_axis("wrong_shard", state.axes["dp"])
+            state.axes = state.axes.with_axis("wrong_replicate", state.axes["dp"].without(state.axes["dp"]))
+            for name, claim in state.claims.items():
+                if claim.style == axis.NAME:
+                    rule = axis.GradientRule(average="wrong")
+                    state.claims[name] = axis.replace(claim, gradient=rule)
+
+        axis.place = place
+        with_the_axis()
+
+    [layout] = parse_layouts("dp2+zero1")
+    comparison = check_twin(twin, layout, sabotage=sabotage)
+    assert not comparison.passed and comparison.worst.value > 10
+
+
+def trained(path, config, folder=None, resume=None):
+    if config is not None:
+        with_the_axis()
+    options = {} if config is None else {"megatron_config": config}
+    model = AutoModelForCausalLM.from_pretrained(path, **options)
+    accelerator = Accelerator(cpu=True)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4))
+    if resume is not None:
+        accelerator.load_state(str(resume))
+    state = parallel_state(model)
+    ids = torch.arange(32).view(4, 8) * 3
+    rows = ids if state is None else ids.tensor_split(state.mesh.dp_size)[state.mesh.dp_rank]
+    accelerator.backward(model(input_ids=rows, labels=rows).loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    if folder is not None:
+        accelerator.save_state(str(folder / "state"))
+        model.save_pretrained(folder / "merged")
+    weights = accelerator.unwrap_model(model).state_dict()
+    return {name: tensor.detach().clone() for name, tensor in weights.items()} if state is None else None
+
+
+def test_checkpoints_follow_the_claims(stories, tmp_path):
+    [layout] = parse_layouts("dp4+zero1")
+    run_ranks(trained, 4, stories, layout, tmp_path)
+    [expected] = run_ranks(trained, 1, stories, None)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").state_dict()
+    for name, tensor in expected.items():
+        assert torch.allclose(merged[name], tensor, atol=1e-5), name
+
+    # The moments too: one more step from what was saved, in one process, is two steps.
+    again = run_ranks(trained, 1, stories, None, None, tmp_path / "state")[0]
+    assert any(not torch.equal(again[name], expected[name]) for name in expected)
+    from_its_own = tmp_path / "one"
+    from_its_own.mkdir()
+    run_ranks(trained, 4, stories, layout, from_its_own, tmp_path / "state")
+    continued = AutoModelForCausalLM.from_pretrained(from_its_own / "merged").state_dict()
+    for name, tensor in again.items():
+        assert torch.allclose(continued[name], tensor, atol=1e-5), name

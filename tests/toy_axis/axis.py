@@ -1,0 +1,42 @@
+"""Splits dim 0 of the MLPs' up projections over pairs of dp ranks; each gathers the whole before it multiplies.
+
+Both ranks of a pair see other data: the gradient of a part arrives summed over the pair, and is averaged with the pairs
+beside it. All other gradients are summed over the pair as over any dp ranks.
+"""
+
+from dataclasses import replace
+
+from hf_megatron.communication.collectives import gather_from_ranks
+from hf_megatron.placement import GradientRule, Placement
+from hf_megatron.tensor_parallel.local import local_view
+
+NAME = "toy"
+PAIR = 2
+SPLIT = "up_proj.weight"
+
+
+def place(model, state):
+    dp = state.axes["dp"]
+    others = dp.without(dp.inner(PAIR))
+    state.axes = state.axes.with_axis(NAME, dp.inner(PAIR)).with_axis("others", others)
+    replicas = others.common(state.axes["dp_replicate"])
+    state.axes = state.axes.with_axis("others_replicate", replicas).with_axis("others_shard", others.without(replicas))
+    for name, claim in state.claims.items():
+        if name.endswith(SPLIT):
+            rule = GradientRule(average="others")
+            state.claims[name] = replace(claim, style=NAME, placement=Placement.split(NAME, 0), gradient=rule)
+
+
+def install(model, state):
+    group = state.mesh.group(NAME)
+    for name, module in model.named_modules():
+        claim = state.claims.get(f"{name}.weight")
+        if claim is not None and claim.style == NAME and module._parameters.get("weight") is not None:
+            module.__class__ = _gathering(type(module), claim.shape[0], group)
+
+
+def _gathering(base, rows, group):
+    def weight(module):
+        return gather_from_ranks(local_view(module._parameters["weight"]), 0, rows, group, sum_gradient=True)
+
+    return type(base.__name__, (base,), {"weight": property(weight)})
