@@ -22,7 +22,7 @@ MAPPED = {"conversion", "model_cards"}
 
 # The highest floor first. Rooms on one line do not import each other, or only from left to right.
 ORDER = (
-    ("__main__", "cli", "cli_convert", "cli_hub"),
+    ("cli", "cli_convert", "cli_hub"),
     ("__init__",),
     ("verify",),
     ("integrations",),
@@ -182,7 +182,7 @@ def _hops_on_rank(directory: str) -> dict[str, list[str]]:
     opening = builtins.open
 
     def open_noting(file, mode="r", *args, **kwargs):
-        if "w" in mode and str(file).endswith(".safetensors"):
+        if "x" in mode and str(file).endswith(".safetensors"):
             found.setdefault("save_state() -> a shard on disk", own_frames())
         return opening(file, mode, *args, **kwargs)
 
