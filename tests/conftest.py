@@ -1,14 +1,19 @@
 """Shared fixtures, and the rule that every skip is on the committed list."""
 
 import os
+import shutil
+import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 # Before torch and transformers are imported: one thread as on the ranks, and no hub.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+pytest_plugins = ["tests.costs"]
 
 import torch  # noqa: E402
 import transformers  # noqa: E402
@@ -17,12 +22,37 @@ import hf_megatron  # noqa: E402, F401
 
 TESTS = Path(__file__).parent
 ALLOWED_SKIPS = TESTS / "allowed_skips.txt"
+# See `shared_twins`.
+TWINS = "HF_MEGATRON_TEST_TWINS"
 
 torch.set_num_threads(1)
 transformers.utils.logging.disable_progress_bar()
 transformers.utils.logging.set_verbosity_error()
 
 _skipped: dict[str, str] = {}
+
+
+def pytest_configure(config):
+    for package in ("hf_megatron", "hf_megatron.conversion", "hf_megatron.model_cards"):
+        origin = find_spec(package).origin
+        if TESTS.parent not in Path(origin).parents:
+            raise pytest.UsageError(f"{package} is {origin}, not this checkout's: run `pip install -e .` here")
+    if not _is_worker(config):
+        os.environ[TWINS] = tempfile.mkdtemp(prefix="hf_megatron_twins_")
+
+
+def pytest_unconfigure(config):
+    if not _is_worker(config):
+        shutil.rmtree(os.environ.pop(TWINS), ignore_errors=True)
+
+
+def pytest_xdist_auto_num_workers():
+    """Of `-n auto`: one for each core, as far as memory is likely to go."""
+    return min(len(os.sched_getaffinity(0)), 8)
+
+
+def _is_worker(config):
+    return hasattr(config, "workerinput")
 
 
 @pytest.fixture(scope="session")
@@ -59,5 +89,6 @@ def _surplus() -> list[str]:
 
 
 def pytest_sessionfinish(session, exitstatus):
-    if _surplus() and exitstatus == 0:
+    # Under xdist the reports of all workers have come to the process that started them.
+    if not _is_worker(session.config) and _surplus() and exitstatus == 0:
         session.exitstatus = 1

@@ -10,7 +10,8 @@ from hf_megatron.data_parallel import gradient_norm, optimizer, publishing, redu
 from hf_megatron.data_parallel.buckets import Bucket, Slot
 from hf_megatron.tensor_parallel import logits, region
 from hf_megatron.verify.check import parse_layouts
-from hf_megatron.verify.parity import check_twin, make_twin
+from hf_megatron.verify.parity import check_twin
+from tests.shared_twins import make_twin
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ import subprocess
 
 import pytest
 import torch
-from hf_megatron.conversion import convert
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -22,6 +21,7 @@ from hf_megatron.checkpoint.merged import full_state_dict
 from hf_megatron.checkpoint.pieces import Box
 from hf_megatron.checkpoint.reader import Checkpoint, is_committed, latest, open_checkpoint
 from hf_megatron.checkpoint.training_state import facts, load_model, load_optimizers, pieces
+from hf_megatron.conversion import convert
 from hf_megatron.parallelize import parallel_state
 from hf_megatron.verify.ranks import run_ranks
 

@@ -24,8 +24,8 @@ from hf_megatron.tensor_parallel import token_scores
 from hf_megatron.verify.check import parse_layouts
 from hf_megatron.verify.compare import gradient_errors
 from hf_megatron.verify.measure import Measurement, _full, _gradients
-from hf_megatron.verify.parity import make_twin
 from hf_megatron.verify.ranks import run_ranks
+from tests.shared_twins import make_twin
 
 from .dp_training import ranks_of
 from .test_trainer import mean_loss
