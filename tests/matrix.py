@@ -46,7 +46,7 @@ def run_pair(torch: str, transformers: str, folder: Path) -> dict[str, object]:
     subprocess.run([*install, f"transformers=={transformers}", "-e", f"{ROOT}[test]"], check=True)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
     result = subprocess.run(
-        [str(python), "-m", "pytest", *QUICK], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+        [str(python), "-m", "pytest", "-n", "auto", "-m", "", *QUICK], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )
     print(result.stdout[-3000:])
     summary = re.findall(
