@@ -23,7 +23,7 @@ import hf_megatron  # noqa: E402, F401
 TESTS = Path(__file__).parent
 ALLOWED_SKIPS = TESTS / "allowed_skips.txt"
 # See `shared_twins`.
-TWINS = "HF_MEGATRON_TEST_TWINS"
+TWINS = "SHARED_TWINS"
 
 torch.set_num_threads(1)
 transformers.utils.logging.disable_progress_bar()

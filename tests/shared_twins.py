@@ -18,7 +18,7 @@ from hf_megatron.verify.parity import Twin
 def make_twin(config: PreTrainedConfig, **arguments: Any) -> Twin:
     """`hf_megatron.verify.parity.make_twin`, or what it returned for these arguments; others read the same files."""
     key = json.dumps([type(config).__name__, config.to_dict(), arguments], sort_keys=True)
-    file = Path(os.environ["HF_MEGATRON_TEST_TWINS"], hashlib.sha256(key.encode()).hexdigest())
+    file = Path(os.environ["SHARED_TWINS"], hashlib.sha256(key.encode()).hexdigest())
     with open(file.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not file.exists():
