@@ -1,4 +1,4 @@
-"""Shared fixtures, and the rule that every skip is on the committed list."""
+"""Shared fixtures, the tiers, and the rule that every skip is on the committed list."""
 
 import os
 import shutil
@@ -22,6 +22,7 @@ import hf_megatron  # noqa: E402, F401
 
 TESTS = Path(__file__).parent
 ALLOWED_SKIPS = TESTS / "allowed_skips.txt"
+SLOW = TESTS / "slow.txt"
 # See `shared_twins`.
 TWINS = "SHARED_TWINS"
 
@@ -55,6 +56,25 @@ def _is_worker(config):
     return hasattr(config, "workerinput")
 
 
+def _listed(file: Path) -> list[str]:
+    lines = [line.partition("  #")[0].strip() for line in file.read_text(encoding="utf-8").splitlines()]
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    """Marks what `slow.txt` lists, before `-m` selects."""
+    slow = {line.removeprefix("!").strip(): not line.startswith("!") for line in _listed(SLOW)}
+    names = set()
+    for item in items:
+        fitting = [name for name in slow if item.nodeid.startswith(name)]
+        names.update(fitting)
+        if fitting and slow[max(fitting, key=len)]:
+            item.add_marker(pytest.mark.slow)
+    if config.args_source is config.ArgsSource.TESTPATHS and slow.keys() - names:
+        raise pytest.UsageError(f"{SLOW.name} lists what is no test: {sorted(slow.keys() - names)}")
+
+
 @pytest.fixture(scope="session")
 def stories() -> Path:
     """A trained 260,032-parameter Llama: hidden 64, 5 layers, 8 heads, 4 KV heads, vocabulary 512, tied."""
@@ -83,9 +103,8 @@ def pytest_terminal_summary(terminalreporter):
 
 
 def _surplus() -> list[str]:
-    allowed = [line.split("#")[0].strip() for line in ALLOWED_SKIPS.read_text().splitlines()]
-    allowed = [name for name in allowed if name]
-    return [name for name in sorted(_skipped) if not any(name.startswith(prefix) for prefix in allowed)]
+    allowed = tuple(_listed(ALLOWED_SKIPS))
+    return [name for name in sorted(_skipped) if not name.startswith(allowed)]
 
 
 def pytest_sessionfinish(session, exitstatus):
