@@ -27,7 +27,7 @@ from ..registry import registered_types
 from ..upstream import forget_accelerate_state
 
 # After one rank failed, the others get this long to fail on their own before they are killed.
-_GRACE_SECONDS = 3.0
+_GRACE_SECONDS = 10.0
 
 # Imported by torch, transformers and this library when first used: by each rank again, unless they are here already.
 _LAZY_IMPORTS = (

@@ -166,7 +166,7 @@ def main():
         function = commands()[call["function"]]
         try:
             if call["ranks"]:
-                result = run_ranks(function, call["ranks"], *call["args"], timeout=60, **call["kwargs"])
+                result = run_ranks(function, call["ranks"], *call["args"], timeout=300, **call["kwargs"])
             else:
                 result = function(*call["args"], **call["kwargs"])
             answer = {"result": result}
