@@ -1,4 +1,4 @@
-"""Twins that the tests of one session share, its workers and forks included: each is built and measured once."""
+"""Twins that the tests of one session share, over all its workers: each is built and measured once."""
 
 import fcntl
 import hashlib

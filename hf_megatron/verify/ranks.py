@@ -1,7 +1,8 @@
 """Runs a function on several ranks that are forked from this process.
 
 This process has imported torch and transformers already; a fork starts in milliseconds where a fresh interpreter takes
-seconds. Process groups exist only in the forks.
+seconds. Process groups exist only in the forks, and every call has forks of its own: what runs in them may be a closure
+and may leave anything behind.
 """
 
 import contextlib

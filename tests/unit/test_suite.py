@@ -1,5 +1,6 @@
 """The suite's own rules: twins are built once and nothing else is shared, and no skip goes unseen."""
 
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -16,15 +17,22 @@ from tests.shared_twins import make_twin
 ROOT = Path(__file__).parents[2]
 
 
+def small_twin(**arguments):
+    return make_twin(CONFIG_MAPPING["llama"](), sequence_length=7, **arguments)
+
+
+def folder_of(changes):
+    return small_twin(changes=changes).directory
+
+
 def test_a_twin_is_built_once_for_everybody():
-    config = CONFIG_MAPPING["llama"]()
     changes = {"num_key_value_heads": 1}
-    folders = run_ranks(lambda: make_twin(config, changes=changes).directory, 2)
-    twin = make_twin(config, changes=changes)
-    assert folders == [twin.directory] * 2
-    assert twin.config.num_key_value_heads == 1 and twin.reference.loss > 0
-    assert make_twin(config).directory != twin.directory
-    assert make_twin(config, changes=changes, seed=1).directory != twin.directory
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        folders = pool.map(folder_of, [changes] * 4, chunksize=1)
+    twin = small_twin(changes=changes)
+    assert folders == [twin.directory] * 4
+    assert twin.load().config.num_key_value_heads == 1 and twin.reference.loss > 0
+    assert twin.directory not in (small_twin().directory, small_twin(changes=changes, seed=1).directory)
 
 
 def test_a_reference_is_run_once_for_the_same_arguments():
