@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hf_megatron.conversion import Layout, convert
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_megatron.checkpoint.shards import hash_file
+from hf_megatron.conversion import Layout, convert
 from hf_megatron.verify.ranks import run_ranks
 
 # name -> (layout of the source, layout of the target)

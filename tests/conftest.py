@@ -1,14 +1,19 @@
-"""Shared fixtures, and the rule that every skip is on the committed list."""
+"""Shared fixtures, the tiers, and the rule that every skip is on the committed list."""
 
 import os
+import shutil
+import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 # Before torch and transformers are imported: one thread as on the ranks, and no hub.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+pytest_plugins = ["tests.costs"]
 
 import torch  # noqa: E402
 import transformers  # noqa: E402
@@ -17,12 +22,57 @@ import hf_megatron  # noqa: E402, F401
 
 TESTS = Path(__file__).parent
 ALLOWED_SKIPS = TESTS / "allowed_skips.txt"
+SLOW = TESTS / "slow.txt"
+# See `shared_twins`.
+TWINS = "SHARED_TWINS"
 
 torch.set_num_threads(1)
 transformers.utils.logging.disable_progress_bar()
 transformers.utils.logging.set_verbosity_error()
 
 _skipped: dict[str, str] = {}
+
+
+def pytest_configure(config):
+    for package in ("hf_megatron", "hf_megatron.conversion", "hf_megatron.model_cards"):
+        origin = find_spec(package).origin
+        if TESTS.parent not in Path(origin).parents:
+            raise pytest.UsageError(f"{package} is {origin}, not this checkout's: run `pip install -e .` here")
+    if not _is_worker(config):
+        os.environ[TWINS] = tempfile.mkdtemp(prefix="hf_megatron_twins_")
+
+
+def pytest_unconfigure(config):
+    if not _is_worker(config):
+        shutil.rmtree(os.environ.pop(TWINS), ignore_errors=True)
+
+
+def pytest_xdist_auto_num_workers():
+    """Of `-n auto`: one for each core, as far as memory is likely to go."""
+    return min(len(os.sched_getaffinity(0)), 8)
+
+
+def _is_worker(config):
+    return hasattr(config, "workerinput")
+
+
+def _listed(file: Path) -> list[str]:
+    lines = [line.partition("  #")[0].strip() for line in file.read_text(encoding="utf-8").splitlines()]
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    """Marks what `slow.txt` lists, before `-m` selects."""
+    slow = {line.removeprefix("!").strip(): not line.startswith("!") for line in _listed(SLOW)}
+    names = set()
+    for item in items:
+        fitting = [name for name in slow if item.nodeid.startswith(name)]
+        names.update(fitting)
+        if fitting and slow[max(fitting, key=len)]:
+            item.add_marker(pytest.mark.slow)
+    if config.args_source is config.ArgsSource.TESTPATHS and slow.keys() - names:
+        raise pytest.UsageError(f"{SLOW.name} lists what is no test: {sorted(slow.keys() - names)}")
 
 
 @pytest.fixture(scope="session")
@@ -53,11 +103,11 @@ def pytest_terminal_summary(terminalreporter):
 
 
 def _surplus() -> list[str]:
-    allowed = [line.split("#")[0].strip() for line in ALLOWED_SKIPS.read_text().splitlines()]
-    allowed = [name for name in allowed if name]
-    return [name for name in sorted(_skipped) if not any(name.startswith(prefix) for prefix in allowed)]
+    allowed = tuple(_listed(ALLOWED_SKIPS))
+    return [name for name in sorted(_skipped) if not name.startswith(allowed)]
 
 
 def pytest_sessionfinish(session, exitstatus):
-    if _surplus() and exitstatus == 0:
+    # Under xdist the reports of all workers have come to the process that started them.
+    if not _is_worker(session.config) and _surplus() and exitstatus == 0:
         session.exitstatus = 1

@@ -45,9 +45,8 @@ def run_pair(torch: str, transformers: str, folder: Path) -> dict[str, object]:
     subprocess.run([*install, *index, f"torch=={torch}"], check=True)
     subprocess.run([*install, f"transformers=={transformers}", "-e", f"{ROOT}[test]"], check=True)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
-    result = subprocess.run(
-        [str(python), "-m", "pytest", *QUICK], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-    )
+    command = [str(python), "-m", "pytest", "-n", "auto", "-m", "", *QUICK]
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     print(result.stdout[-3000:])
     summary = re.findall(
         r"\d+ (?:passed|failed|error|skipped)\b", result.stdout.splitlines()[-1] if result.stdout else ""

@@ -1,4 +1,4 @@
-"""Prints a command of README: `python tests/readme_command.py run` or `... test`."""
+"""Prints a command of README: `python tests/readme_command.py run`, `... test` or `... "test everything"`."""
 
 import re
 import sys

@@ -1,10 +1,13 @@
 """Runs a function on several ranks that are forked from this process.
 
 This process has imported torch and transformers already; a fork starts in milliseconds where a fresh interpreter takes
-seconds. Process groups exist only in the forks.
+seconds. Process groups exist only in the forks, and every call has forks of its own: what runs in them may be a closure
+and may leave anything behind.
 """
 
 import contextlib
+import functools
+import importlib
 import os
 import pickle
 import shutil
@@ -21,10 +24,23 @@ import torch.distributed as dist
 
 from ..errors import RankError
 from ..integrations.accelerate import set_rank_environment
+from ..registry import registered_types
 from ..upstream import forget_accelerate_state
 
 # After one rank failed, the others get this long to fail on their own before they are killed.
-_GRACE_SECONDS = 3.0
+_GRACE_SECONDS = 10.0
+
+# Imported by torch, transformers and this library when first used: by each rank again, unless they are here already.
+_LAZY_IMPORTS = (
+    "torch._dynamo",
+    "torch.distributed._composable.fsdp",
+    "torch.distributed.checkpoint",
+    "accelerate",
+    "transformers.modeling_layers",
+    "transformers.modeling_utils",
+    "hf_megatron.conversion",
+    "hf_megatron.parallelize",
+)
 
 
 def run_ranks(
@@ -43,6 +59,7 @@ def run_ranks(
     Raises:
         RankError: with the traceback of every rank that failed, and the names of those that were stuck.
     """
+    _import_once()
     directory = Path(tempfile.mkdtemp(prefix="hf_megatron_ranks_"))
     processes: dict[int, int] = {}
     try:
@@ -59,6 +76,13 @@ def run_ranks(
                 os.kill(process, signal.SIGKILL)
                 os.waitpid(process, 0)
         shutil.rmtree(directory, ignore_errors=True)
+
+
+@functools.cache
+def _import_once() -> None:
+    for name in _LAZY_IMPORTS:
+        importlib.import_module(name)
+    registered_types()
 
 
 def _be_rank(function: Callable, rank: int, world_size: int, directory: Path, args: tuple, kwargs: dict) -> None:

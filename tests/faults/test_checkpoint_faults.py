@@ -39,12 +39,8 @@ FIRST_RANK_STEPS = ["leftovers", "directory", *WRITER_STEPS, "further files", "m
 FIRST_RANK_STEPS += ["rename", "rename durable", "pointer written", "pointer", "pointer durable"]
 
 
-@pytest.fixture(autouse=True)
-def time_bound(request):
-    """A hang is a failure with a name; single tests have tighter limits."""
-    began = time.monotonic()
-    yield
-    assert time.monotonic() - began < (30 if "every_point" in request.node.name else 12)
+# A hang is a failure with a name.
+pytestmark = pytest.mark.timeout(300)
 
 
 def values(step):
@@ -95,14 +91,14 @@ def save_and_die(parent, step, victim, point):
 
 def killed_save(parent, step, victim, point):
     with pytest.raises(RankError, match=f"rank {victim} died without a result") as caught:
-        run_ranks(save_and_die, 2, parent, step, victim, point, timeout=8)
+        run_ranks(save_and_die, 2, parent, step, victim, point)
     assert "stuck" not in str(caught.value)
 
 
 @pytest.fixture
 def parent(tmp_path):
     """A directory with the complete checkpoint `step-1` of two ranks."""
-    run_ranks(save, 2, tmp_path, 1, timeout=10)
+    run_ranks(save, 2, tmp_path, 1)
     assert load(latest(tmp_path)) == 1
     return tmp_path
 
@@ -191,7 +187,7 @@ def save_twice(parent):
 
 def test_fault_05_saving_an_existing_step_again(parent):
     before = {path.name: path.read_bytes() for path in (parent / "step-1").iterdir()}
-    assert run_ranks(save_twice, 2, parent, timeout=10) == [True, True]
+    assert run_ranks(save_twice, 2, parent) == [True, True]
     assert {path.name: path.read_bytes() for path in (parent / "step-1").iterdir()} == before
     assert leftovers(parent) == [] and load(latest(parent)) == 1
 
@@ -218,7 +214,7 @@ def save_on_full_disk(parent, limit):
 
 def test_fault_06_a_rank_can_write_no_more(parent):
     """The kernel refuses to let rank 1's file grow."""
-    (first, total), second = run_ranks(save_on_full_disk, 2, parent, 20_000, timeout=10)
+    (first, total), second = run_ranks(save_on_full_disk, 2, parent, 20_000)
     assert second == (first, 2.0) and total == 2.0
     assert first.startswith(f"Saving {parent}/step-2 failed on rank 1: ")
     assert SHARDS[1] in first and f"Errno {errno.EFBIG}" in first
@@ -254,8 +250,8 @@ def mounted(options, directory):
 def fill_small_disk(parent):
     if not mounted("size=128k", parent):
         return None
-    run_ranks(save, 2, parent, 1, timeout=5)
-    messages = [message for message, _ in run_ranks(save_on_full_disk, 2, parent, 0, timeout=5)]
+    run_ranks(save, 2, parent, 1)
+    messages = [message for message, _ in run_ranks(save_on_full_disk, 2, parent, 0)]
     return messages, load(latest(parent)), leftovers(parent)
 
 
@@ -292,7 +288,7 @@ def save_without_permission(parent):
 
 def test_fault_07_permission_denied(tmp_path):
     tmp_path.chmod(0o555)
-    first, second = run_ranks(save_without_permission, 2, tmp_path, timeout=10)
+    first, second = run_ranks(save_without_permission, 2, tmp_path)
     assert first == second and "Permission denied" in first and str(tmp_path) in first
     assert f"failed on rank {1 if os.geteuid() == 0 else 0}" in first
     tmp_path.chmod(0o755)
@@ -324,7 +320,7 @@ def message_of_opening(path):
 
 
 def on_both_ranks(path):
-    first, second = run_ranks(message_of_opening, 2, path, timeout=10)
+    first, second = run_ranks(message_of_opening, 2, path)
     assert first == second
     return first
 
@@ -544,7 +540,7 @@ def test_fault_24_pickles_are_never_opened(tmp_path):
         transaction.write(pieces(1, 0, 1))
         for name in (".metadata", "pytorch_model.bin", "optimizer.pt"):
             (transaction.directory / name).write_bytes(pickle.dumps(Bomb(tmp_path / "marker")))
-    ((opened),) = run_ranks(load_watched, 1, tmp_path / "step-1", timeout=10)
+    ((opened),) = run_ranks(load_watched, 1, tmp_path / "step-1")
     assert not (tmp_path / "marker").exists()
     inside = [name for name in opened if str(tmp_path) in name]
     assert {Path(name).name for name in inside} >= {MANIFEST, "shard-00000-of-00001.safetensors"}
@@ -563,7 +559,7 @@ def test_fault_25_mutated_right_after_return(tmp_path):
         mutated = threading.Event()
 
         def on_step(name, mutated=mutated):
-            assert mutated.wait(5)
+            assert mutated.wait(60)
 
         saver.save(tensors, tmp_path / f"step-{step}", {"step": step}, on_step=on_step)
         assert saver.busy
@@ -598,7 +594,7 @@ def save_in_background_until(parent, point):
     def on_step(name):
         if name == point:
             os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(5)
+            time.sleep(60)
 
     saver = AsyncSaver()
     saver.save(pieces(2, 0, 1), parent / "step-2", {"step": 2}, on_step=on_step)
@@ -608,7 +604,7 @@ def save_in_background_until(parent, point):
 @pytest.mark.parametrize("point", FIRST_RANK_STEPS)
 def test_fault_25_sigterm_during_the_save(parent, point):
     with pytest.raises(RankError, match="rank 0 died"):
-        run_ranks(save_in_background_until, 1, parent, point, timeout=6)
+        run_ranks(save_in_background_until, 1, parent, point)
     assert load(latest(parent)) == (2 if point in ("pointer", "pointer durable") else 1)
     for path in parent.glob("step-*"):
         load(path)
@@ -636,7 +632,7 @@ def fail_in_background(parent):
 
 
 def test_fault_25_background_error_on_every_rank(parent):
-    first, second = run_ranks(fail_in_background, 2, parent, timeout=10)
+    first, second = run_ranks(fail_in_background, 2, parent)
     assert first == second and "failed on rank 1: writing" in first and "No space left" in first
     assert not (parent / "step-2").exists() and load(latest(parent)) == 3
 

@@ -14,7 +14,8 @@ from hf_megatron.pipeline_parallel.boundary import StageBoundary
 from hf_megatron.pipeline_parallel.loss_scale import ScheduledGradients
 from hf_megatron.pipeline_parallel.transport import Transport
 from hf_megatron.verify.check import parse_layouts
-from hf_megatron.verify.parity import check_twin, make_twin
+from hf_megatron.verify.parity import check_twin
+from tests.shared_twins import make_twin
 
 
 @pytest.fixture(scope="module")

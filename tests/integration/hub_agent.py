@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import transformers
-from hf_megatron.conversion import convert
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator
 
 from hf_megatron import MegatronConfig, MegatronError
@@ -24,6 +23,7 @@ from hf_megatron.checkpoint.merged import full_state_dict
 from hf_megatron.checkpoint.reader import open_checkpoint
 from hf_megatron.checkpoint.shards import hash_tensor
 from hf_megatron.checkpoint.training_state import facts, load_model, load_optimizers, pieces, write_config
+from hf_megatron.conversion import convert
 from hf_megatron.data_parallel.optimizer import prepare_optimizer
 from hf_megatron.verify.ranks import run_ranks
 
@@ -166,7 +166,7 @@ def main():
         function = commands()[call["function"]]
         try:
             if call["ranks"]:
-                result = run_ranks(function, call["ranks"], *call["args"], timeout=60, **call["kwargs"])
+                result = run_ranks(function, call["ranks"], *call["args"], timeout=300, **call["kwargs"])
             else:
                 result = function(*call["args"], **call["kwargs"])
             answer = {"result": result}

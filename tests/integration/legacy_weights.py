@@ -4,6 +4,7 @@ import itertools
 from pathlib import Path
 
 import torch
+
 from hf_megatron.conversion.megatron_legacy import MegatronLegacyReader
 from hf_megatron.conversion.megatron_legacy_writer import MegatronLegacyWriter
 from hf_megatron.conversion.output import Output

@@ -6,8 +6,9 @@ from transformers import CONFIG_MAPPING
 
 from hf_megatron.integrations.verified import ConfigUnderTest
 from hf_megatron.verify.check import parse_layouts
-from hf_megatron.verify.parity import check_twin, make_twin
+from hf_megatron.verify.parity import check_twin
 from hf_megatron.verify.ranks import run_ranks
+from tests.shared_twins import make_twin
 
 
 def compile_layers(model):

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from hf_megatron.conversion import Layout, compare, convert, plan_conversion
-from hf_megatron.conversion.formats import FORMATS
-from hf_megatron.conversion.output import Output
-from hf_megatron.conversion.tensors import WEIGHT, Key
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from hf_megatron import CheckpointError, ConfigError, RankError, UnsupportedError
 from hf_megatron.cli import app
+from hf_megatron.conversion import Layout, compare, convert, plan_conversion
+from hf_megatron.conversion.formats import FORMATS
+from hf_megatron.conversion.output import Output
+from hf_megatron.conversion.tensors import WEIGHT, Key
 from hf_megatron.verify.ranks import run_ranks
 from tests.twins import FAMILIES, twin
 

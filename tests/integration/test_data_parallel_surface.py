@@ -57,7 +57,7 @@ def test_generate_with_another_prompt_on_each_dp_rank(stories, text):
         return rank, generate(model, rank)
 
     expected = [generate(load(stories), rank) for rank in (0, 1)]
-    for rank, tokens in run_ranks(on_rank, ranks_of(layout(text)), timeout=60):
+    for rank, tokens in run_ranks(on_rank, ranks_of(layout(text))):
         assert torch.equal(tokens, expected[rank])
 
 
@@ -69,7 +69,7 @@ def test_generate_without_waiting_for_the_others_is_found(stories):
         model.generate(torch.tensor([[1, 403]]), max_new_tokens=3 + 5 * rank, do_sample=False, synced_gpus=False)
 
     with pytest.raises(RankError):
-        run_ranks(on_rank, 2, timeout=15)
+        run_ranks(on_rank, 2)
 
 
 def test_drawn_weights_do_not_depend_on_the_layout(stories):
@@ -131,7 +131,7 @@ def test_one_rank_evaluates_alone(stories, text):
 
     ids = torch.tensor([[1, 403, 407, 261]])
     expected = load(stories)(input_ids=ids, labels=ids).loss.item()
-    assert run_ranks(on_rank, 2, timeout=30) == [(pytest.approx(expected, rel=1e-5), True), (0.0, True)]
+    assert run_ranks(on_rank, 2) == [(pytest.approx(expected, rel=1e-5), True), (0.0, True)]
 
 
 def test_zero_grad_of_a_fully_sharded_model(stories):

@@ -6,11 +6,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from hf_megatron.conversion.dcp import DcpReader
-from hf_megatron.conversion.dcp_writer import DcpWriter
-from hf_megatron.conversion.output import Output
-from hf_megatron.conversion.shard_folder import ShardFolder, ShardsWriter
-from hf_megatron.conversion.tensors import EXP_AVG, EXP_AVG_SQ, MAIN_WEIGHT, WEIGHT, Entry, Key, OptimizerState
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -21,6 +16,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from hf_megatron import CheckpointError
+from hf_megatron.conversion.dcp import DcpReader
+from hf_megatron.conversion.dcp_writer import DcpWriter
+from hf_megatron.conversion.output import Output
+from hf_megatron.conversion.shard_folder import ShardFolder, ShardsWriter
+from hf_megatron.conversion.tensors import EXP_AVG, EXP_AVG_SQ, MAIN_WEIGHT, WEIGHT, Entry, Key, OptimizerState
 from hf_megatron.verify.ranks import run_ranks
 from tests.twins import twin
 

@@ -76,7 +76,7 @@ def agent(environment):
     started = Agent(environment)
     yield started
     started.process.stdin.close()
-    started.process.wait(timeout=30)
+    started.process.wait(timeout=300)
 
 
 @pytest.fixture(scope="module")

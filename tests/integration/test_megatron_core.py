@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from hf_megatron.conversion import Layout, compare, convert
-from hf_megatron.conversion.families import family_of
-from hf_megatron.conversion.megatron_core import MegatronCoreReader
-from hf_megatron.conversion.tensors import MAIN_WEIGHT, WEIGHT
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from hf_megatron import MegatronConfig
+from hf_megatron.conversion import Layout, compare, convert
+from hf_megatron.conversion.families import family_of
+from hf_megatron.conversion.megatron_core import MegatronCoreReader
+from hf_megatron.conversion.tensors import MAIN_WEIGHT, WEIGHT
 from hf_megatron.verify.ranks import run_ranks
 from tests.twins import FAMILIES, VOCABULARY, config_of, twin
 

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+
+from hf_megatron import CheckpointError
 from hf_megatron.conversion.megatron_core import MegatronCoreReader
 from hf_megatron.conversion.megatron_core_writer import MegatronCoreWriter
 from hf_megatron.conversion.output import Output
@@ -23,8 +25,6 @@ from hf_megatron.conversion.tensors import (
 )
 from hf_megatron.conversion.torch_store import StoreReader
 from hf_megatron.conversion.torch_store_writer import StoreWriter
-
-from hf_megatron import CheckpointError
 
 MODEL = MegatronModel({"num_layers": 2}, gated=True)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from hf_megatron.conversion.megatron_core import MegatronCoreReader
 from hf_megatron.conversion.megatron_core_writer import MegatronCoreWriter
 from hf_megatron.conversion.output import Output
@@ -22,7 +23,6 @@ from hf_megatron.conversion.tensors import (
     Reader,
 )
 from hf_megatron.conversion.torch_store import StoreReader
-
 from tests.twins import twin
 
 ROOT = Path(__file__).parents[2]

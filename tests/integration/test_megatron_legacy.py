@@ -16,11 +16,11 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
+
 from hf_megatron.conversion.megatron_legacy import MegatronLegacyReader
 from hf_megatron.conversion.megatron_legacy_writer import MegatronLegacyWriter
 from hf_megatron.conversion.output import Output
 from hf_megatron.conversion.tensors import WEIGHT, Entry, Key, Layout, MegatronModel
-
 from tests.integration.legacy_weights import FILE, FIRST, QKV, change, check_equal, model, read, weights, write
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
+
 from hf_megatron.conversion.megatron_legacy import MegatronLegacyReader
 from hf_megatron.conversion.megatron_names import tensor_parallel_split
 from hf_megatron.conversion.tensors import Key, Layout, MegatronModel
-from safetensors.torch import load_file
-
 from tests.integration.legacy_weights import check_equal, write
 
 ROOT = Path(__file__).parents[2]

@@ -5,11 +5,11 @@ from argparse import Namespace
 
 import pytest
 import torch
+
 from hf_megatron.conversion.megatron_legacy import MegatronLegacyReader
 from hf_megatron.conversion.megatron_legacy_writer import MegatronLegacyWriter
 from hf_megatron.conversion.output import Output
 from hf_megatron.conversion.tensors import WEIGHT, Entry, Key, Layout
-
 from hf_megatron.errors import CheckpointError
 from tests.integration.legacy_weights import (
     FILE,

@@ -7,6 +7,12 @@ import warnings
 
 import pytest
 from datasets import Dataset
+from huggingface_hub import ModelCard
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments, default_data_collator
+from trl import SFTConfig, SFTTrainer
+
+from hf_megatron import MegatronConfig
+from hf_megatron.checkpoint.reader import Checkpoint
 from hf_megatron.model_cards import (
     MARKER,
     carry_card,
@@ -18,12 +24,6 @@ from hf_megatron.model_cards import (
     render,
     write_card,
 )
-from huggingface_hub import ModelCard
-from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments, default_data_collator
-from trl import SFTConfig, SFTTrainer
-
-from hf_megatron import MegatronConfig
-from hf_megatron.checkpoint.reader import Checkpoint
 from hf_megatron.verify.ranks import run_ranks
 
 from .test_trainer import rows

@@ -18,6 +18,7 @@ from hf_megatron.integrations.verified import ConfigUnderTest
 from hf_megatron.parallelize import parallel_state
 from hf_megatron.upstream import local_tensor
 from hf_megatron.verify.ranks import run_ranks
+from tests.references import in_one_process
 
 from .dp_training import gradients, load, own_rows, ranks_of
 from .test_pipeline_trainer import story_blocks
@@ -97,7 +98,7 @@ def check(found, expected, config):
 def test_loop_equals_one_process(stories, config):
     """On one pipeline the last batch has one row, fewer than microbatches, and is a step of its own."""
     train_rows = 16 if config.dp_size else 17
-    [expected] = run_ranks(loop, 1, stories, None, train_rows)
+    expected = in_one_process(loop, stories, None, train_rows)
     for found in run_ranks(loop, ranks_of(config), stories, config, train_rows):
         check(found, expected, config)
 
@@ -149,7 +150,7 @@ def read_log(folder):
 
 
 def test_fifty_steps_with_a_kill_and_a_resume_on_another_layout(stories, story_texts, tmp_path):
-    samples = story_blocks(stories, story_texts)
+    samples = story_blocks(stories, tuple(story_texts))
 
     def blocks(which):
         # As many as are there, again and again.
@@ -173,14 +174,14 @@ def test_fifty_steps_with_a_kill_and_a_resume_on_another_layout(stories, story_t
 @pytest.mark.parametrize("config", LAYOUTS[:3], ids=["pp2", "zero1", "zero2"])
 def test_a_loop_that_divides_the_loss_itself(stories, config):
     """The scale is seen in backward only: right the first time, and every time after."""
-    [expected] = run_ranks(loop, 1, stories, None, divides=True)
+    expected = in_one_process(loop, stories, None, divides=True)
     for found in run_ranks(loop, ranks_of(config), stories, config, divides=True):
         check(found, expected, config)
 
 
 def test_bf16_is_as_near_to_fp32_as_one_process(stories):
-    [exact] = run_ranks(loop, 1, stories, None)
-    [expected] = run_ranks(loop, 1, stories, None, mixed_precision="bf16")
+    exact = in_one_process(loop, stories, None)
+    expected = in_one_process(loop, stories, None, mixed_precision="bf16")
 
     def error(found):
         return ((found[0] - exact[0]).abs() / exact[0].abs().clamp_min(1e-6)).max().item()
@@ -216,7 +217,7 @@ def autocast_gradients(path, config):
 
 def test_the_backward_inside_a_forward_is_not_autocast(stories):
     """With one microbatch both round the same numbers in the same way."""
-    [expected] = run_ranks(autocast_gradients, 1, stories, None)
+    expected = in_one_process(autocast_gradients, stories, None)
     found = run_ranks(autocast_gradients, 2, stories, layout(num_microbatches=1))
     # Tied weights get their two parts in another order.
     assert worst(found, expected) < 1e-6
@@ -264,7 +265,7 @@ def worst(found, expected):
 
 @pytest.mark.parametrize("config", [PP2, layout(dp_size=2)], ids=["pp2", "zero1"])
 def test_fp16_gradients_do_not_vanish(stories, config):
-    [(expected, scale)] = run_ranks(scaled, 1, stories, None)
+    expected, scale = in_one_process(scaled, stories, None)
     found = run_ranks(scaled, ranks_of(config), stories, config)
     assert {other for _, other in found} == {scale} == {2.0**16}
     assert worst([rank for rank, _ in found], expected) < 5e-3
@@ -312,7 +313,7 @@ def preferences(path, config, accumulate=True):
     ids=["pp2", "zero2", "recompute interleaved"],
 )
 def test_a_preference_loss_of_several_forwards(stories, config):
-    [(expected, losses)] = run_ranks(preferences, 1, stories, None)
+    expected, losses = in_one_process(preferences, stories, None)
     found = run_ranks(preferences, ranks_of(config), stories, config)
     assert all(other == pytest.approx(losses, rel=1e-6) for _, other in found)
     assert worst([rank for rank, _ in found], expected) < 1e-5
@@ -329,5 +330,5 @@ def mixed(path, config):
 
 @pytest.mark.parametrize("config", [PP2, layout(dp_size=2, zero_stage=2)], ids=["pp2", "zero2"])
 def test_both_ways_in_one_step(stories, config):
-    [expected] = run_ranks(mixed, 1, stories, None)
+    expected = in_one_process(mixed, stories, None)
     assert worst(run_ranks(mixed, ranks_of(config), stories, config), expected) < 1e-5

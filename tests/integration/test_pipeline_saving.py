@@ -6,7 +6,6 @@ import pytest
 import torch
 import transformers
 from accelerate import Accelerator
-from hf_megatron.conversion import convert
 from safetensors.torch import load_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
@@ -16,6 +15,7 @@ from hf_megatron.checkpoint.manifest import MANIFEST
 from hf_megatron.checkpoint.merged import full_state_dict
 from hf_megatron.checkpoint.reader import Checkpoint, open_checkpoint
 from hf_megatron.checkpoint.training_state import facts, load_model, load_optimizers, pieces
+from hf_megatron.conversion import convert
 from hf_megatron.integrations.verified import ConfigUnderTest
 from hf_megatron.parallelize import parallel_state
 from hf_megatron.verify.ranks import run_ranks

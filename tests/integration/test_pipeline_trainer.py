@@ -1,6 +1,7 @@
 """A stock Trainer over pipeline stages against the same Trainer in one process: every logged number."""
 
 import dataclasses
+import functools
 import math
 import os
 import signal
@@ -15,6 +16,7 @@ from hf_megatron.data_parallel.reduction import GradientReducer
 from hf_megatron.integrations.verified import ConfigUnderTest
 from hf_megatron.parallelize import parallel_state
 from hf_megatron.verify.ranks import run_ranks
+from tests.references import trained_alone
 
 from .dp_training import ranks_of
 from .test_stories import examples
@@ -97,10 +99,8 @@ def apart(found, expected):
 def compare(stories, tmp_path, config=PP2, tolerance=2e-6, own_sums=0, **kwargs):
     dp_size = config.dp_size or 1
     rows_per_rank = {f"per_device_{kind}_batch_size": 4 // dp_size for kind in ("train", "eval")}
-    [(expected, _)] = run_ranks(train, 1, stories, tmp_path / "one", None, timeout=200, **kwargs)
-    found = run_ranks(
-        train, ranks_of(config), stories, tmp_path / "many", config, timeout=200, **(rows_per_rank | kwargs)
-    )
+    expected, _ = trained_alone(train, stories, **kwargs)
+    found = run_ranks(train, ranks_of(config), stories, tmp_path, config, timeout=200, **(rows_per_rank | kwargs))
     assert len(expected) >= 4 and all(math.isfinite(value) for entry in expected for value in entry.values())
     for log, sums in found:
         assert log == found[0][0], "every rank logs the same"
@@ -109,6 +109,7 @@ def compare(stories, tmp_path, config=PP2, tolerance=2e-6, own_sums=0, **kwargs)
     return expected
 
 
+@functools.cache
 def story_blocks(stories, texts):
     """Overlapping pieces of real text; unlike random tokens, training on them does not amplify rounding."""
     stream = torch.cat([ids[0] for ids in examples(stories, texts)])
@@ -136,7 +137,7 @@ def test_trajectory_with_accumulation_clipping_and_evaluation(stories, story_tex
         tmp_path,
         config,
         tolerance=1e-5,
-        samples=story_blocks(stories, story_texts),
+        samples=story_blocks(stories, tuple(story_texts)),
         max_steps=steps,
         eval_strategy="steps",
         eval_steps=steps // 5,
@@ -162,7 +163,7 @@ def train_until_killed(*args, step, **kwargs):
 def test_a_kill_and_a_resume_on_other_layouts_keep_the_trajectory(stories, story_texts, tmp_path):
     """50 steps: killed on two stages, again on two stages of two dp ranks, finished on two stages of two tp ranks."""
     arguments = {
-        "samples": story_blocks(stories, story_texts),
+        "samples": story_blocks(stories, tuple(story_texts)),
         "max_steps": 50,
         "eval_strategy": "steps",
         "eval_steps": 10,
@@ -171,8 +172,8 @@ def test_a_kill_and_a_resume_on_other_layouts_keep_the_trajectory(stories, story
         "save_total_limit": 2,
         "learning_rate": 5e-4,
     }
-    [(expected, _)] = run_ranks(train, 1, stories, tmp_path / "one", None, **(arguments | {"save_strategy": "no"}))
-    output = tmp_path / "many"
+    expected, _ = trained_alone(train, stories, **(arguments | {"save_strategy": "no"}))
+    output = tmp_path
     with pytest.raises(RankError, match="rank 1 died"):
         run_ranks(train_until_killed, 2, stories, output, PP2, step=23, **arguments)
     halves = {f"per_device_{kind}_batch_size": 2 for kind in ("train", "eval")}
@@ -259,8 +260,8 @@ def test_recompute(stories, tmp_path, recompute):
 
 
 def test_bf16_autocast_is_as_near_to_fp32_as_one_process(stories, tmp_path):
-    [(exact, _)] = run_ranks(train, 1, stories, tmp_path, None)
-    [(expected, _)] = run_ranks(train, 1, stories, tmp_path, None, bf16=True)
+    exact, _ = trained_alone(train, stories)
+    expected, _ = trained_alone(train, stories, bf16=True)
     assert 1e-5 < apart(expected, exact) < 0.05
     for config in (PP2, layout(tp_size=2)):
         for log, sums in run_ranks(train, ranks_of(config), stories, tmp_path, config, bf16=True):

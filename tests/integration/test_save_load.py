@@ -20,8 +20,8 @@ from transformers import (
 from hf_megatron import CheckpointError, MegatronConfig, UnsupportedError
 from hf_megatron.checkpoint.merged import full_state_dict
 from hf_megatron.parallelize import local_numel
-from hf_megatron.verify.parity import make_twin
 from hf_megatron.verify.ranks import run_ranks
+from tests.shared_twins import make_twin
 
 TP2 = MegatronConfig(tp_size=2)
 LAYOUTS = [TP2, MegatronConfig(tp_size=2, sequence_parallel=True), MegatronConfig(tp_size=8)]
@@ -86,7 +86,6 @@ def test_conversions_are_reverted_bit_equal(tmp_path, model_type):
     saved, original = load_file(tmp_path / "model.safetensors"), load_file(twin.directory / "model.safetensors")
     assert saved.keys() == original.keys()
     assert all(torch.equal(saved[name], original[name]) for name in original)
-    twin.delete()
 
 
 def test_auto_class_concrete_class_dict_and_yaml(stories, tmp_path):

@@ -1,13 +1,13 @@
 """Recorded steps of real ranks: every computation is there once, on its rank, after what it needs."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator
+from typer.testing import CliRunner
 
+from hf_megatron.cli import app
 from hf_megatron.config import MegatronConfig
 from hf_megatron.integrations.timeline import TimelineCallback
 from hf_megatron.integrations.verified import ConfigUnderTest
@@ -76,13 +76,13 @@ def test_the_rest_of_the_step(timeline):
 
 
 def test_command(tmp_path):
-    command = [sys.executable, "-m", "hf_megatron.cli", "timeline", "gpt2", "--output", str(tmp_path)]
+    command = ["timeline", "gpt2", "--output", str(tmp_path)]
     options = ["--microbatches", "2", "--batch-size", "2", "--layers", "2", "--sequence-length", "8", "--steps", "1"]
-    result = subprocess.run([*command, *options], capture_output=True, text=True, timeout=300, check=False)
-    assert result.returncode == 0, result.stderr
+    result = CliRunner().invoke(app, [*command, *options])
+    assert result.exit_code == 0, result.output
     assert "bubble: measured" in result.stdout and (tmp_path / "timeline-step0.png").stat().st_size > 5000
-    wrong = subprocess.run([*command, "--schedule", "fast"], capture_output=True, text=True, timeout=300, check=False)
-    assert wrong.returncode == 2 and "pipeline_schedule" in wrong.stderr
+    wrong = CliRunner().invoke(app, [*command, "--schedule", "fast"])
+    assert wrong.exit_code == 2 and "pipeline_schedule" in wrong.stderr
 
 
 def test_trainer(stories, tmp_path):

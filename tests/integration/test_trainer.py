@@ -9,6 +9,7 @@ from hf_megatron import MegatronConfig
 from hf_megatron.checkpoint.merged import full_state_dict
 from hf_megatron.parallelize import parallel_state
 from hf_megatron.verify.ranks import run_ranks
+from tests.references import trained_alone
 
 TP2_SP = MegatronConfig(tp_size=2, sequence_parallel=True)
 
@@ -74,8 +75,8 @@ def compare(stories, tmp_path, layout=TP2_SP, tolerance=2e-5, **kwargs):
         # The same global batches, without rows that fill up the last one.
         kwargs = {"train_rows": 24, "eval_rows": 12} | kwargs
     one = kwargs | {"per_device_train_batch_size": 2 * dp_size, "per_device_eval_batch_size": 3 * dp_size}
-    [expected] = run_ranks(train, 1, stories, tmp_path / "one", None, timeout=200, **one)
-    found = run_ranks(train, layout.tp_size * dp_size, stories, tmp_path / "two", layout, timeout=200, **kwargs)
+    expected = trained_alone(train, stories, **one)
+    found = run_ranks(train, layout.tp_size * dp_size, stories, tmp_path, layout, timeout=200, **kwargs)
     assert len(expected[0]) >= 6
     for log, predictions, test_loss, _ in found:
         assert len(log) == len(expected[0])

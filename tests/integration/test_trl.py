@@ -24,8 +24,9 @@ from hf_megatron.tensor_parallel import token_scores
 from hf_megatron.verify.check import parse_layouts
 from hf_megatron.verify.compare import gradient_errors
 from hf_megatron.verify.measure import Measurement, _full, _gradients
-from hf_megatron.verify.parity import make_twin
 from hf_megatron.verify.ranks import run_ranks
+from tests.references import trained_alone
+from tests.shared_twins import make_twin
 
 from .dp_training import ranks_of
 from .test_trainer import mean_loss
@@ -129,16 +130,9 @@ def train(path, output, config, trainer_class, samples, prepare=None, by_name=Fa
     return log, weights, shapes
 
 
-@functools.cache
-def reference(path, output, trainer_class, samples, options):
-    [found] = run_ranks(train, 1, path, output, None, trainer_class, samples, timeout=200, **dict(options))
-    return found
-
-
 def compare(stories, tmp_path, text, trainer_class, samples, tolerance=2e-5, **kwargs):
     config = layout(text) if isinstance(text, str) else text
-    options = tuple((name, tuple(value) if isinstance(value, list) else value) for name, value in kwargs.items())
-    expected = reference(stories, tmp_path.parent / "one", trainer_class, samples, options)
+    expected = trained_alone(train, stories, trainer_class, samples, **kwargs)
     found = run_ranks(train, ranks_of(config), stories, tmp_path, config, trainer_class, samples, timeout=200, **kwargs)
     assert len(expected[0]) >= 4
     for log, _, _ in found:
@@ -217,7 +211,7 @@ def test_options(stories, tmp_path, text, trainer_class, samples, options):
 def test_half_precision_and_checkpointing_as_trl_sets_them(stories, tmp_path):
     """Defaults: autocast to bf16 and gradient checkpointing."""
     options = {"bf16": True, "gradient_checkpointing": True, "max_steps": 2, "eval_strategy": "no"}
-    [expected] = run_ranks(train, 1, stories, tmp_path / "one", None, DPOTrainer, preferences, **options)
+    expected = trained_alone(train, stories, DPOTrainer, preferences, **options)
     for log, _, _ in run_ranks(train, 2, stories, tmp_path, layout("pp2"), DPOTrainer, preferences, **options):
         for entry, other in zip(log, expected[0], strict=True):
             assert entry["epoch"] == other["epoch"]

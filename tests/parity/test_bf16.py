@@ -7,8 +7,8 @@ from transformers import CONFIG_MAPPING
 from hf_megatron.integrations.verified import ConfigUnderTest
 from hf_megatron.verify.compare import reference_error
 from hf_megatron.verify.measure import measure
-from hf_megatron.verify.parity import make_twin
 from hf_megatron.verify.ranks import run_ranks
+from tests.shared_twins import make_twin
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3_moe"])
@@ -24,4 +24,3 @@ def test_error_to_fp32(model_type, sequence_parallel):
     found = run_ranks(on_rank, 2)[0]
     assert reference_error(found, twin.reference) <= 1.5 * reference_error(one, twin.reference)
     assert abs(found.loss - twin.reference.loss) <= 1.5 * abs(one.loss - twin.reference.loss) + 1e-3
-    twin.delete()

@@ -11,7 +11,8 @@ from transformers import CONFIG_MAPPING
 from hf_megatron.data_parallel import reduction
 from hf_megatron.parallelize import parallel_state
 from hf_megatron.verify.check import parse_layouts
-from hf_megatron.verify.parity import check_twin, make_twin
+from hf_megatron.verify.parity import check_twin
+from tests.shared_twins import make_twin
 
 ALL_STAGES = "dp2+zero0,dp2+zero1,dp2+zero2,dp2+zero3"
 TP_AND_DP = "tp2+dp2+zero0,tp2+dp2+zero1,tp2+sp+dp2+zero2,tp2+sp+dp2+zero3"

@@ -10,7 +10,8 @@ import pytest
 from transformers import CONFIG_MAPPING
 
 from hf_megatron.verify.check import parse_layouts
-from hf_megatron.verify.parity import check_twin, make_twin
+from hf_megatron.verify.parity import check_twin
+from tests.shared_twins import make_twin
 
 CASES = [
     # model type, layouts, attributes of the tiny config

@@ -20,9 +20,10 @@ from hf_megatron.upstream import splits_python_functions
 from hf_megatron.verify.check import parse_layouts
 from hf_megatron.verify.compare import gradient_errors
 from hf_megatron.verify.measure import Measurement, _full, _gradients, measure
-from hf_megatron.verify.parity import Twin, check_twin, make_twin
+from hf_megatron.verify.parity import Twin, check_twin
 from hf_megatron.verify.ranks import run_ranks
 from hf_megatron.verify.twin import make_batch
+from tests.shared_twins import make_twin
 
 ALL_ZERO_STAGES = "pp2+dp2+zero0,pp2+dp2+zero1,pp2+dp2+zero2,pp2+dp2+zero3"
 # Model type, optimizer step's batches, layouts; types with tied and untied heads, and every odd boundary of the table
@@ -127,7 +128,6 @@ def test_fewer_rows_than_a_schedule_needs():
     """DualPipeV over two ranks needs four microbatches; three rows are filled up with one that counts for nothing."""
     twin = make_twin(CONFIG_MAPPING["qwen3_moe"](), microbatches=2, batch_size=3, min_layers=4)
     comparison = check_twin(twin, MegatronConfig(pp_size=2, pipeline_schedule="dualpipev"))
-    twin.delete()
     assert comparison.passed, comparison.report()
 
 

@@ -10,9 +10,10 @@ from hf_megatron import MegatronConfig, UnverifiedLayoutError
 from hf_megatron.registry import register_model, registered_types, verified
 from hf_megatron.registry.lookup import REGISTRY
 from hf_megatron.verify.check import causal_types, parse_layouts
-from hf_megatron.verify.parity import check_twin, make_twin
+from hf_megatron.verify.parity import check_twin
 from hf_megatron.verify.ranks import run_ranks
 from hf_megatron.verify.twin import tiny_config
+from tests.shared_twins import make_twin
 
 REQUIRED = [
     "gemma2",
@@ -91,7 +92,6 @@ def test_a_sample_again(row):
     twin = make_twin(CONFIG_MAPPING[row["model_type"]](), microbatches=2)
     [layout] = parse_layouts(_layout(row))
     comparison = check_twin(twin, layout)
-    twin.delete()
     assert comparison.passed, comparison.report()
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from hf_megatron.conversion.blob_writer import write_object, write_tensor
 from hf_megatron.conversion.blobs import Blob, StoredTensor, read_saved
 from hf_megatron.conversion.data_file import DataFile
 from hf_megatron.conversion.output import HashedFile
-
 from tests.unit.torch_stores import refused, some
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16]

@@ -13,6 +13,11 @@ import huggingface_hub
 import pytest
 import yaml
 from datasets import Dataset, DatasetInfo
+from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub.repocard_data import model_index_to_eval_results
+from transformers import LlamaConfig
+
+from hf_megatron import ConfigError, MegatronConfig
 from hf_megatron.model_cards import (
     MARKER,
     CardFacts,
@@ -25,11 +30,6 @@ from hf_megatron.model_cards import (
 )
 from hf_megatron.model_cards.facts import hub_id
 from hf_megatron.model_cards.training import dataset_ids
-from huggingface_hub import ModelCard, ModelCardData
-from huggingface_hub.repocard_data import model_index_to_eval_results
-from transformers import LlamaConfig
-
-from hf_megatron import ConfigError, MegatronConfig
 from hf_megatron.registry.verified import records
 
 LOG = tuple({"step": step, "loss": 3.0 / step, "epoch": step / 8} for step in range(1, 9)) + (

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from hf_megatron import CheckpointError
 from hf_megatron.conversion.architecture import Architecture
 from hf_megatron.conversion.families import family_of, known_families
 from hf_megatron.conversion.megatron_names import spellings, tensor_parallel_split
@@ -18,8 +20,6 @@ from hf_megatron.conversion.rules import (
     PaddedVocabulary,
     Split,
 )
-
-from hf_megatron import CheckpointError
 from tests.twins import FAMILIES, config_of, twin
 
 TABLE = json.loads((Path(__file__).parents[1] / "data" / "megatron_bridge_names.json").read_text())["families"]

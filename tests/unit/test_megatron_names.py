@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from hf_megatron.conversion.megatron_names import (
     Split,
     canonical,
@@ -13,7 +14,6 @@ from hf_megatron.conversion.megatron_names import (
     spellings,
     tensor_parallel_split,
 )
-
 from hf_megatron.errors import CheckpointError
 
 LAYER = "decoder.layers.3."

@@ -143,9 +143,9 @@ def test_thousands_of_boxes_are_fast_and_small_in_the_manifest():
     assert len(source[0]) == 9000
     tensor = numbered(shape)
     out = torch.full((36000,), -1)
-    began = time.monotonic()
+    began = time.process_time()
     copied = copy_overlap(source[1], shard_of(tensor, placement, 2, 1), source[1], out)
-    assert time.monotonic() - began < 3
+    assert time.process_time() - began < 3
     assert copied == 36000 and torch.equal(out, shard_of(tensor, placement, 2, 1))
 
     entry = TensorEntry(shape, torch.int64, (PieceEntry("a.safetensors", "x", source[1]),))

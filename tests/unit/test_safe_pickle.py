@@ -9,9 +9,9 @@ import struct
 import subprocess
 
 import pytest
-from hf_megatron.conversion.safe_pickle import Named, Record, records, unpickle
 
 from hf_megatron import CheckpointError
+from hf_megatron.conversion.safe_pickle import Named, Record, records, unpickle
 
 VALUES = [
     None,

@@ -3,15 +3,15 @@
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from hf_megatron.checkpoint.pieces import Box
 from hf_megatron.conversion import data_file
 from hf_megatron.conversion.chunks import check_cover
 from hf_megatron.conversion.output import Output
 from hf_megatron.conversion.torch_store import StoreReader
 from hf_megatron.conversion.torch_store_writer import StoreWriter
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
-
-from hf_megatron.checkpoint.pieces import Box
 from hf_megatron.verify.ranks import run_ranks
 from tests.unit.torch_stores import refused, save, some
 

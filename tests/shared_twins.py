@@ -1,0 +1,30 @@
+"""Twins that the tests of one session share, over all its workers: each is built and measured once."""
+
+import fcntl
+import hashlib
+import json
+import os
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from hf_megatron.verify import parity
+from hf_megatron.verify.parity import Twin
+
+
+def make_twin(config: PreTrainedConfig, **arguments: Any) -> Twin:
+    """`hf_megatron.verify.parity.make_twin`, or what it returned for these arguments; others read the same files."""
+    key = json.dumps([type(config).__name__, config.to_dict(), arguments], sort_keys=True)
+    file = Path(os.environ["SHARED_TWINS"], hashlib.sha256(key.encode()).hexdigest())
+    with open(file.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not file.exists():
+            twin = parity.make_twin(config, **arguments)
+            twin.directory = Path(shutil.move(twin.directory, file.with_suffix(".model")))
+            partial = file.with_suffix(".partial")
+            partial.write_bytes(pickle.dumps(twin))
+            partial.rename(file)
+    return pickle.loads(file.read_bytes())

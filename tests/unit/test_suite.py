@@ -1,0 +1,65 @@
+"""The suite's own rules: twins are built once and nothing else is shared, and no skip goes unseen."""
+
+import multiprocessing
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING
+
+from hf_megatron.verify.ranks import run_ranks
+from tests.references import in_one_process
+from tests.shared_twins import make_twin
+
+ROOT = Path(__file__).parents[2]
+
+
+def small_twin(**arguments):
+    return make_twin(CONFIG_MAPPING["llama"](), sequence_length=7, **arguments)
+
+
+def folder_of(changes):
+    return small_twin(changes=changes).directory
+
+
+def test_a_twin_is_built_once_for_everybody():
+    changes = {"num_key_value_heads": 1}
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        folders = pool.map(folder_of, [changes] * 4, chunksize=1)
+    twin = small_twin(changes=changes)
+    assert folders == [twin.directory] * 4
+    assert twin.load().config.num_key_value_heads == 1 and twin.reference.loss > 0
+    assert twin.directory not in (small_twin().directory, small_twin(changes=changes, seed=1).directory)
+
+
+def test_a_reference_is_run_once_for_the_same_arguments():
+    def run(*args, **kwargs):
+        return os.getpid(), args, kwargs
+
+    first = in_one_process(run, 1, name="a")
+    assert first[1:] == ((1,), {"name": "a"}) and in_one_process(run, 1, name="a") == first
+    assert in_one_process(run, 1, name="b")[0] != first[0] != in_one_process(run, 2, name="a")[0]
+    # What cannot be compared is run again.
+    assert in_one_process(run, name=["a"])[0] != in_one_process(run, name=["a"])[0]
+
+
+def test_ranks_leave_nothing_behind():
+    def change():
+        os.environ["LEFT_BEHIND"] = "1"
+        torch.set_default_dtype(torch.float64)
+        return torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]
+
+    assert run_ranks(change, 2) == [(1, "1")] * 2
+    assert "LEFT_BEHIND" not in os.environ and torch.get_default_dtype() == torch.float32
+    assert "RANK" not in os.environ and not torch.distributed.is_initialized()
+
+
+@pytest.mark.slow
+def test_a_skip_in_a_worker_fails_the_run(tmp_path):
+    (tmp_path / "test_skipped.py").write_text("import pytest\ndef test_one(): pytest.skip('why not')\n")
+    command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-n", "2", str(tmp_path)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 1 and "NOT ON THE ALLOW-LIST" in result.stdout, result.stdout
