@@ -16,6 +16,7 @@ that axes are cut, joined and taken out of each other by arithmetic on strides: 
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 from .config import MegatronConfig
 from .errors import ConfigError
@@ -217,11 +218,14 @@ class Axes:
         """The same axes as another rank sees them."""
         return Axes(world_rank, self.named)
 
+    @cached_property
+    def _by_name(self) -> dict[str, Axis]:
+        return dict(self.named)
+
     def __getitem__(self, name: str) -> Axis:
-        for other, axis in self.named:
-            if other == name:
-                return axis
-        raise KeyError(f"no axis {name!r}; there are {', '.join(other for other, _ in self.named)}")
+        if name not in self._by_name:
+            raise KeyError(f"no axis {name!r}; there are {', '.join(self._by_name)}")
+        return self._by_name[name]
 
     def size(self, name: str) -> int:
         """Ranks on an axis."""

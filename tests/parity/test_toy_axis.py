@@ -9,8 +9,9 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from hf_megatron import parallelize
 from hf_megatron.state import parallel_state
 from hf_megatron.verify.check import parse_layouts
-from hf_megatron.verify.parity import check_twin, make_twin
+from hf_megatron.verify.parity import check_twin
 from hf_megatron.verify.ranks import run_ranks
+from tests.shared_twins import make_twin
 from tests.toy_axis import axis
 
 
