@@ -36,7 +36,7 @@ PATCHES: Mapping[str, str] = {
     f"{_GENERATION}._get_stopping_criteria": f"{_HERE}.generation:get_stopping_criteria",
     f"{_GENERATION}._get_static_cache_init_shape": f"{_HERE}.generation:get_static_cache_init_shape",
     f"{_GENERATION}._valid_auto_compile_criteria": f"{_HERE}.generation:valid_auto_compile_criteria",
-    "transformers.training_args:TrainingArguments.__post_init__": f"{_HERE}.trainer:training_arguments",
+    "transformers.training_args:TrainingArguments.__post_init__": f"{_HERE}.training_arguments:post_init",
     "transformers.trainer:Trainer.__init__": f"{_HERE}.trainer:init",
     "transformers.trainer:Trainer._build_accelerator_args": f"{_HERE}.trainer:build_accelerator_args",
     **{

@@ -5,11 +5,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from ..errors import ConfigError, UnsupportedError
-from ..ledger import LEDGER
 from ..state import parallel_state
 from .accelerate import parallelism_config
 from .checkpoints import probe
@@ -49,18 +47,6 @@ def init(original: Callable) -> Callable:
             self.add_callback(TerminationCallback())
             return
         original(self, model, args, *rest, **kwargs)
-
-    return wrapper
-
-
-def training_arguments(original: Callable) -> Callable:
-    """Stock looks for accelerators; where there are none it reports one process on every rank of a CPU job."""
-
-    @functools.wraps(original)
-    def wrapper(self: Any) -> None:
-        if LEDGER.models and not torch.accelerator.is_available():
-            self.use_cpu = True
-        original(self)
 
     return wrapper
 
