@@ -160,9 +160,7 @@ class Axes:
             raise ConfigError(f"MegatronConfig.dp_replicate_size = {replicas}: does not divide dp_size = {dp_size}.")
         world_size = config.ranks_per_replica * dp_size
         if not 0 <= world_rank < world_size:
-            raise ConfigError(
-                f"rank = {world_rank}: the layout {config.layout()} has the ranks 0 to {world_size - 1}."
-            )
+            raise ConfigError(f"rank = {world_rank}: the layout {config.layout()} has the ranks 0 to {world_size - 1}.")
         sizes = {"tp": config.tp_size, "cp": config.cp_size, "pp": config.pp_size, "dp": dp_size}
         return cls.of_sizes(world_rank, ep=config.ep_size, dp_replicate=replicas, **sizes)
 
@@ -248,4 +246,3 @@ class Axes:
         """Every group of ranks along an axis, in the order of their first ranks."""
         axis = self[name]
         return list(dict.fromkeys(axis.ranks(rank) for rank in range(self.size("world"))))
-

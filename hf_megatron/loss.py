@@ -139,9 +139,7 @@ class TokenLoss:
         if num_items_in_batch is not None or not torch.is_grad_enabled() or self.mesh.axes.size("dp_cp") == 1:
             return kernel(num_items_in_batch=num_items_in_batch)
         counted = (targets != ignore_index).sum()
-        return _MeanOverRanks.apply(
-            kernel(num_items_in_batch=1), counted, self.mesh.group("dp_cp"), self.mesh.dp_size
-        )
+        return _MeanOverRanks.apply(kernel(num_items_in_batch=1), counted, self.mesh.group("dp_cp"), self.mesh.dp_size)
 
     @contextmanager
     def over(self, denominator: Tensor | float | None) -> Iterator[None]:

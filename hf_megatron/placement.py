@@ -101,9 +101,7 @@ class Placement:
 
     def repeated_on(self, axes: Axes) -> Axis:
         """The ranks of a pipeline stage that hold the same entries."""
-        splitting = [
-            axes[split.axis].without(axes[split.axis].inner(split.copies)) for split in self.splits
-        ]
+        splitting = [axes[split.axis].without(axes[split.axis].inner(split.copies)) for split in self.splits]
         return axes["stage"].without(*splitting)
 
     def dtensor_placements(self) -> list[Any]:

@@ -1,0 +1,197 @@
+"""A training step of two installed versions of this library, one after the other in turns.
+
+    python benchmarks/versions.py --before OLD/.venv/bin/python --after NEW/.venv/bin/python \
+        --out benchmarks/results/versions_cpu.json
+
+Each scenario runs on two ranks of one thread for both versions, kept alive side by side; a turn is a few steps of one of
+them while the other waits. What is reported is the median over rounds of after / before.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+MODELS = {
+    "tiny": {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 8, "vocab_size": 512},
+    "61M": {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 4, "vocab_size": 8000},
+}
+HEADS = {"tiny": (4, 4), "61M": (16, 4)}
+# scenario -> (model, layout, [batch, sequence] of all ranks, steps in a turn)
+SCENARIOS = {
+    "train_step tiny tp2": ("tiny", {"tp_size": 2}, (2, 32), 20),
+    "train_step tiny tp2+sp": ("tiny", {"tp_size": 2, "sequence_parallel": True}, (2, 32), 20),
+    "train_step 61M tp2": ("61M", {"tp_size": 2}, (2, 256), 1),
+    "data_parallel tiny zero1": ("tiny", {"dp_size": 2, "zero_stage": 1}, (4, 32), 20),
+    "data_parallel 61M zero0": ("61M", {"dp_size": 2, "zero_stage": 0}, (2, 256), 1),
+    "data_parallel 61M zero1": ("61M", {"dp_size": 2, "zero_stage": 1}, (2, 256), 1),
+    "data_parallel 61M zero2": ("61M", {"dp_size": 2, "zero_stage": 2}, (2, 256), 1),
+    "pipeline tiny 1f1b": ("tiny", {"pp_size": 2, "num_microbatches": 4}, (8, 32), 10),
+    "pipeline 61M 1f1b": ("61M", {"pp_size": 2, "num_microbatches": 4}, (4, 128), 1),
+}
+SMALLEST_SHARE = 0.92  # of the machine's busy time that has to be ours for a round to count
+
+
+def serve(scenario):
+    """Two ranks that do steps when a line with their number arrives, and print the seconds it took."""
+    import torch
+    import torch.distributed as dist
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.utils import logging
+
+    from hf_megatron import MegatronConfig, prepare_optimizer
+    from hf_megatron.verify.ranks import run_ranks
+
+    logging.disable_progress_bar()
+    name, layout, shape, _ = SCENARIOS[scenario]
+    heads, groups = HEADS[name]
+    config = LlamaConfig(
+        **MODELS[name],
+        num_attention_heads=heads,
+        num_key_value_heads=groups,
+        max_position_embeddings=1024,
+        use_cache=False,
+        tie_word_embeddings=False,
+    )
+    folder = tempfile.mkdtemp()
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(folder)
+
+    def on_rank():
+        model = LlamaForCausalLM.from_pretrained(folder, megatron_config=MegatronConfig(**layout)).train()
+        optimizer = prepare_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-4))
+        ids = torch.randint(config.vocab_size, shape, generator=torch.Generator().manual_seed(1))
+        rows = ids.tensor_split(2)[dist.get_rank()] if "dp_size" in layout else ids
+        wanted = [1]
+        while wanted[0]:
+            began = time.perf_counter()
+            for _ in range(wanted[0]):
+                optimizer.zero_grad()
+                model(input_ids=rows, labels=rows).loss.backward()
+                optimizer.step()
+            dist.barrier()
+            if dist.get_rank() == 0:
+                print(time.perf_counter() - began, flush=True)
+                wanted = [int(sys.stdin.readline() or 0)]
+            dist.broadcast_object_list(wanted, src=0)
+
+    run_ranks(on_rank, 2, timeout=3600)
+
+
+class Side:
+    """One version, kept alive for a scenario."""
+
+    def __init__(self, python, scenario):
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        command = [python, os.path.abspath(__file__), "--serve", scenario]
+        self.process = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=os.path.dirname(python),
+        )
+        self._answer()
+
+    def _answer(self):
+        return float(self.process.stdout.readline())
+
+    def steps(self, number):
+        self.process.stdin.write(f"{number}\n")
+        self.process.stdin.flush()
+        return self._answer()
+
+    def end(self):
+        self.process.stdin.write("0\n")
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def busy_seconds():
+    with open("/proc/stat") as file:
+        fields = [int(field) for field in file.readline().split()[1:]]
+    return (sum(fields) - fields[3] - fields[4]) / os.sysconf("SC_CLK_TCK")
+
+
+def tree_seconds(processes):
+    import psutil
+
+    total = 0.0
+    for process in processes:
+        for one in (psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)):
+            times = one.cpu_times()
+            total += times.user + times.system
+    return total
+
+
+def measure(scenario, before, after, rounds):
+    sides = {"before": Side(before, scenario), "after": Side(after, scenario)}
+    processes = [side.process for side in sides.values()]
+    number = SCENARIOS[scenario][3]
+    for side in sides.values():
+        side.steps(number)
+    kept, disturbed = [], 0
+    for index in range(rounds):
+        order = ("before", "after") if index % 2 else ("after", "before")
+        started = busy_seconds(), tree_seconds(processes)
+        seconds = {name: sides[name].steps(number) / number for name in order}
+        spent = busy_seconds() - started[0], tree_seconds(processes) - started[1]
+        if spent[1] < SMALLEST_SHARE * spent[0]:
+            disturbed += 1
+        kept.append((spent[1] >= SMALLEST_SHARE * spent[0], seconds))
+    for side in sides.values():
+        side.end()
+    counted = [seconds for quiet, seconds in kept if quiet] or [seconds for _, seconds in kept]
+    ratios = [seconds["after"] / seconds["before"] for seconds in counted]
+    return {
+        "ratio": statistics.median(ratios),
+        "before_ms": statistics.median(seconds["before"] for seconds in counted) * 1e3,
+        "after_ms": statistics.median(seconds["after"] for seconds in counted) * 1e3,
+        "rounds": len(counted),
+        "disturbed_rounds": disturbed,
+        "all_disturbed": disturbed == rounds,
+    }
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--before", help="python of the one version")
+    parser.add_argument("--after", help="python of the other")
+    parser.add_argument("--scenarios", nargs="+", choices=SCENARIOS, default=list(SCENARIOS))
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--out", help="a JSON file")
+    parser.add_argument("--serve", choices=SCENARIOS, help=argparse.SUPPRESS)
+    wanted = parser.parse_args()
+    if wanted.serve:
+        serve(wanted.serve)
+        return
+    results = {}
+    for scenario in wanted.scenarios:
+        results[scenario] = found = measure(scenario, wanted.before, wanted.after, wanted.rounds)
+        note = f", {found['disturbed_rounds']} of {wanted.rounds} rounds disturbed" if found["disturbed_rounds"] else ""
+        times = f"{found['before_ms']:.1f} -> {found['after_ms']:.1f} ms"
+        print(f"{scenario:28s} {found['ratio']:.3f}  {times}{note}", flush=True)
+    ratio = statistics.median(found["ratio"] for found in results.values())
+    print(f"{'median':28s} {ratio:.3f}")
+    if wanted.out:
+        import torch
+        import transformers
+
+        facts = {
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "processor": platform.processor(),
+        }
+        with open(wanted.out, "w") as file:
+            json.dump({"versions": facts, "median_ratio": ratio, "scenarios": results}, file, indent=1)
+            file.write("\n")
+
+
+if __name__ == "__main__":
+    main()
