@@ -3,8 +3,8 @@
     python benchmarks/versions.py --before OLD/.venv/bin/python --after NEW/.venv/bin/python \
         --out benchmarks/results/versions_cpu.json
 
-Each scenario runs on two ranks of one thread for both versions, kept alive side by side; a turn is a few steps of one of
-them while the other waits. What is reported is the median over rounds of after / before.
+Each scenario runs on two ranks of one thread for both versions, kept alive side by side; a turn is a few steps of one
+of them while the other waits. What is reported is the median over rounds of after / before.
 """
 
 import argparse
