@@ -3,11 +3,14 @@
     python -m pytest --costs=costs.json
     python -m tests.costs costs.json          # the dearest files and tests
 
+A run ends with what it took and with how much of the machine others used: where that is much, its times say little.
+
 What a module's fixture costs is counted with the first test that asks for it. Children are counted when they have
 ended and were waited for, by this process or by a child of it.
 """
 
 import json
+import os
 import resource
 import sys
 import time
@@ -18,12 +21,36 @@ import pytest
 
 _KEY = "costs"
 _LAST = pytest.StashKey[tuple[float, float, float]]()
+_STARTED = pytest.StashKey[tuple[float, float]]()
 _costs: dict[str, dict[str, list[float]]] = {}
+# Collecting and starting workers takes about this long on each, outside of tests.
+_START_SECONDS = 25
+_DISTURBED = 0.15
 
 
 def _now():
     own, children = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return time.monotonic(), own.ru_utime + own.ru_stime, children.ru_utime + children.ru_stime
+
+
+def _busy():
+    """Seconds that all cores together have worked, for anybody."""
+    fields = [int(field) for field in Path("/proc/stat").read_text().split("\n")[0].split()[1:]]
+    return (sum(fields[:8]) - fields[3] - fields[4]) / os.sysconf("SC_CLK_TCK")
+
+
+def pytest_sessionstart(session):
+    session.config.stash[_STARTED] = time.monotonic(), _busy()
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    wall, busy = (now - then for now, then in zip((time.monotonic(), _busy()), config.stash[_STARTED], strict=True))
+    tests = sum(own + children for phases in _costs.values() for _, own, children in phases.values())
+    workers = max(1, config.getoption("numprocesses", None) or 1)
+    others = max(0.0, busy - tests - _START_SECONDS * workers) / (wall * os.cpu_count())
+    text = f"{wall / 60:.1f} minutes, {tests / 60:.1f} of CPU in tests; others used {others:.0%} of the machine"
+    terminalreporter.section("time")
+    terminalreporter.write_line(text + (": disturbed, these times say little" if others > _DISTURBED else ""))
 
 
 def pytest_addoption(parser):
