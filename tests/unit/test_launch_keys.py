@@ -207,7 +207,7 @@ def test_every_field_can_be_set_by_a_variable():
 
 def test_variables_go_before_the_block():
     environment = block(tp_degree=4, sequence_parallelism=True, use_distributed_optimizer=False)
-    environment |= {"HF_MEGATRON_TP_SIZE": "2", "HF_MEGATRON_ZERO_STAGE": "3", "HF_MEGATRON_RANKS_PER_BATCH": "2"}
+    environment |= {"HF_MEGATRON_TP_SIZE": "2", "HF_MEGATRON_ZERO_STAGE": "3", "HF_MEGATRON_LAUNCH": "true"}
     assert config_from_environment(environment) == MegatronConfig(tp_size=2, sequence_parallel=True, zero_stage=3)
     environment["HF_MEGATRON_TP_SIZE"] = "1"
     assert config_from_environment(environment) == MegatronConfig(zero_stage=3)
