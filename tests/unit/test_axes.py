@@ -1,5 +1,6 @@
 """Who sits where, holds what and sums which gradients, against an oracle that counts ranks one by one."""
 
+import functools
 import itertools
 import math
 
@@ -157,17 +158,24 @@ SHAPE = (12, 7)
 
 def entries(placement, coordinates, sizes):
     """The numbers of the entries that a rank holds, as torch cuts them, flattened."""
+    places = tuple((sizes[split.axis], coordinates[split.axis]) for split in placement.splits)
+    return _entries(placement, places)
+
+
+@functools.cache
+def _entries(placement, places):
     tensor = torch.arange(math.prod(SHAPE)).view(SHAPE)
-    for split in placement.splits:
+    for split, (ranks, rank) in zip(placement.splits, places, strict=True):
         blocks = tensor.chunk(split.groups, split.dim)
-        parts = [block.chunk(sizes[split.axis] // split.copies, split.dim) for block in blocks]
-        place = coordinates[split.axis] // split.copies
+        parts = [block.chunk(ranks // split.copies, split.dim) for block in blocks]
+        place = rank // split.copies
         tensor = torch.cat([part[place] if place < len(part) else part[0].narrow(split.dim, 0, 0) for part in parts])
         if split.dim == 1:
             assert split.groups == 1
     return tensor.flatten().tolist()
 
 
+@functools.cache
 def contents(boxes):
     tensor = torch.arange(math.prod(SHAPE)).view(SHAPE)
     found = []
@@ -199,6 +207,9 @@ def test_every_entry_is_held_and_written_by_the_ranks_that_should(zero_stage):
 @pytest.mark.parametrize("name", ["whole", "packed", "wide experts"])
 def test_every_entry_in_layouts_of_up_to_64_ranks(name):
     for sizes in expert_layouts(LARGEST):
+        # Stages repeat each other.
+        if sizes["pp"] > 2:
+            continue
         check_entries(sizes, 1, {name: PLACEMENTS[name]}, (True,))
 
 
