@@ -8,9 +8,9 @@ of them while the other waits. What is reported is the median over rounds of aft
 """
 
 import argparse
+import importlib.metadata
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -177,20 +177,21 @@ def main():
         note = f", {found['disturbed_rounds']} of {wanted.rounds} rounds disturbed" if found["disturbed_rounds"] else ""
         times = f"{found['before_ms']:.1f} -> {found['after_ms']:.1f} ms"
         print(f"{scenario:28s} {found['ratio']:.3f}  {times}{note}", flush=True)
-    ratio = statistics.median(found["ratio"] for found in results.values())
-    print(f"{'median':28s} {ratio:.3f}")
-    if wanted.out:
-        import torch
-        import transformers
+        if wanted.out:
+            write(wanted.out, results)
+    print(f"{'median':28s} {median_of(results):.3f}")
 
-        facts = {
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "processor": platform.processor(),
-        }
-        with open(wanted.out, "w") as file:
-            json.dump({"versions": facts, "median_ratio": ratio, "scenarios": results}, file, indent=1)
-            file.write("\n")
+
+def median_of(results):
+    return statistics.median(found["ratio"] for found in results.values())
+
+
+def write(path, results):
+    versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers", "accelerate")}
+    facts = {"versions": versions, "cores": os.cpu_count(), "median_ratio": median_of(results), "scenarios": results}
+    with open(path, "w") as file:
+        json.dump(facts, file, indent=1)
+        file.write("\n")
 
 
 if __name__ == "__main__":
