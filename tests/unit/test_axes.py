@@ -207,8 +207,8 @@ def test_every_entry_is_held_and_written_by_the_ranks_that_should(zero_stage):
 @pytest.mark.parametrize("name", ["whole", "packed", "wide experts"])
 def test_every_entry_in_layouts_of_up_to_64_ranks(name):
     for sizes in expert_layouts(LARGEST):
-        # Stages repeat each other.
-        if sizes["pp"] > 2:
+        # Stages repeat each other: without a cut, who holds what does not ask for them.
+        if sizes["pp"] > 1:
             continue
         check_entries(sizes, 1, {name: PLACEMENTS[name]}, (True,))
 
