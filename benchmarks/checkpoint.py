@@ -25,9 +25,9 @@ from transformers import LlamaForCausalLM
 from weights import CONFIG, _memory, _reset_peak
 
 import hf_megatron
-from hf_megatron.checkpoint.commit import Transaction
 from hf_megatron.checkpoint.reader import open_checkpoint
 from hf_megatron.checkpoint.training_state import facts, load_model, load_optimizers, pieces
+from hf_megatron.checkpoint.transaction import Transaction
 from hf_megatron.upstream import dtensor_from_local
 from hf_megatron.verify.ranks import run_ranks
 

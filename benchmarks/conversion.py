@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_megatron.checkpoint.shards import hash_file
-from hf_megatron.conversion import Layout, convert
+from hf_megatron.conversion import TargetOptions, convert
+from hf_megatron.files.digest import hash_file
 from hf_megatron.verify.ranks import run_ranks
 
 # name -> (layout of the source, layout of the target)
@@ -39,8 +39,8 @@ CONVERSIONS = {
 }
 
 
-def _layout(name: str) -> Layout:
-    return Layout(tp_size=2) if name.startswith("megatron") else Layout()
+def _layout(name: str) -> TargetOptions:
+    return TargetOptions(tp_size=2) if name.startswith("megatron") else TargetOptions()
 
 
 def _config(size: int, layers: int) -> LlamaConfig:
@@ -73,7 +73,7 @@ def _measured(action: Callable[[], Any]) -> dict[str, float]:
 
 
 def _convert(source: str, target: str, to: str, checksums: bool) -> dict[str, float]:
-    return _measured(lambda: convert(source, target, to, layout=_layout(to), checksums=checksums))
+    return _measured(lambda: convert(source, target, to, options=_layout(to), checksums=checksums))
 
 
 def _copy_and_hash(source: str, target: str) -> dict[str, float]:
@@ -128,7 +128,7 @@ def measure(folder: Path, size: int, layers: int, rounds: int) -> dict[str, Any]
     model.save_pretrained(source)
     del model
     for name in sorted({first for first, _ in CONVERSIONS.values()} - {"hf"}):
-        convert(source, folder / name, name, layout=_layout(name))
+        convert(source, folder / name, name, options=_layout(name))
     names = ["cp", "cp and hash", "transformers load and save", *CONVERSIONS]
     samples: dict[str, list[dict[str, float]]] = {}
     for turn in range(rounds + 1):

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from hf_megatron.communication.collectives import bounds, copy_to_ranks, gather_from_ranks
-from hf_megatron.tensor_parallel.loss import CrossEntropyOptions, linear_cross_entropy
+from hf_megatron.tensor_parallel.cross_entropy import CrossEntropyOptions, linear_cross_entropy
 from hf_megatron.verify.ranks import run_ranks
 
 TOKENS, HIDDEN, VOCABULARY = 2048, 256, 32000

@@ -1,4 +1,4 @@
-"""Converters between checkpoint layouts; ships as `hf_megatron.conversion`.
+"""Converters between checkpoint formats; ships as `hf_megatron.conversion`.
 
 `convert` moves weights and optimizer moments between Hugging Face folders, the library's sharded checkpoints,
 Megatron-Core's `torch_dist`, Megatron's legacy `torch` and torch DCP; `compare` compares any two of them. Neither needs
@@ -7,6 +7,6 @@ Megatron, a GPU, or memory for more than a few tensors.
 
 from .compare import Comparison
 from .convert import Report, compare, convert, plan_conversion
-from .tensors import Layout
+from .tensors import TargetOptions
 
-__all__ = ["Comparison", "Layout", "Report", "compare", "convert", "plan_conversion"]
+__all__ = ["Comparison", "TargetOptions", "Report", "compare", "convert", "plan_conversion"]

@@ -7,8 +7,9 @@ from typing import Any
 
 from ..checkpoint.meta_model import meta_model, meta_model_of
 from ..errors import CheckpointError
+from ..files.safetensors import TensorMeta
 from ..upstream import untied_state_dict
-from .tensors import WEIGHT, Entry, Key
+from .tensors import WEIGHT, Key
 
 
 class Architecture:
@@ -75,7 +76,7 @@ class Architecture:
                 f"{_some('surplus', surplus)}see that the config is the one of this checkpoint."
             )
 
-    def check_entries(self, entries: Mapping[Key, Entry], where: str) -> None:
+    def check_entries(self, entries: Mapping[Key, TensorMeta], where: str) -> None:
         """Every tensor has the shape that the config gives it, and belongs to a weight that is there.
 
         Raises:

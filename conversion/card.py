@@ -7,7 +7,7 @@ from typing import Any
 
 from ..errors import MegatronError
 from ..model_cards import carry_card, facts_of_config, write_card
-from .formats import HF, SHARDED, Format
+from .format import Format
 
 
 def write_conversion_card(
@@ -20,10 +20,10 @@ def write_conversion_card(
     Args:
         folder: where the files are.
         name: what it will be called.
-        source: the layout it comes from.
+        source: the format it comes from.
         before: a folder with the card of the source; its text comes along into Hugging Face folders.
     """
-    readable = to in (HF, SHARDED)
+    readable = to.card is not None
     if not readable:
         how = "`AutoModelForCausalLM.from_pretrained(folder, megatron_config=MegatronConfig())` under hf_megatron"
         notes = [*notes, f"to load it: {how}; `hf-megatron convert FOLDER OUT --to hf` makes plain files"]
@@ -33,11 +33,11 @@ def write_conversion_card(
         source_format=source,
         target_format=to.title,
         notes=tuple(notes),
-        files={HF: "merged", SHARDED: "sharded"}.get(to),
+        files=to.card,
         library_name="transformers" if readable else None,
     )
     try:
-        if to is HF and before is not None:
+        if to.card == "merged" and before is not None:
             carry_card(before, folder, facts)
         else:
             write_card(folder, facts)

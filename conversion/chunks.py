@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checkpoint.pieces import Box, check_boxes, overlaps
+from ..checkpoint.boxes import Box, check_boxes, overlaps
 from ..errors import CheckpointError
-from .memory import FRESH, Memory
-from .tensors import Entry
+from ..files.buffers import FRESH, Memory
+from ..files.safetensors import TensorMeta
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class ChunkedTensors(ABC):
 
     def __init__(self, where: str, tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype, Sequence[Chunk]]]):
         self._stored: dict[str, _Stored] = {}
-        entries: dict[str, Entry] = {}
+        entries: dict[str, TensorMeta] = {}
         for name, (shape, dtype, chunks) in tensors.items():
             numbers = [*shape, *(number for chunk in chunks for number in (*chunk.box.offset, *chunk.box.shape))]
             if not all(type(number) is int and number >= 0 for number in numbers):
@@ -57,8 +57,8 @@ class ChunkedTensors(ABC):
             filled = sorted((chunk for chunk in chunks if chunk.box.numel), key=lambda chunk: chunk.box.offset)
             reach = max((chunk.box.shape[0] for chunk in filled), default=0) if shape else 0
             self._stored[name] = _Stored(tuple(filled), reach)
-            entries[name] = Entry(shape, dtype)
-        self.entries: Mapping[str, Entry] = entries
+            entries[name] = TensorMeta(shape, dtype)
+        self.entries: Mapping[str, TensorMeta] = entries
 
     @abstractmethod
     def read_chunk(self, name: str, chunk: Chunk, starts: Sequence[int], target: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Two checkpoints of any layouts, compared tensor by tensor and, on request, by the logits of their models."""
+"""Two checkpoints of any formats, compared tensor by tensor and, on request, by the logits of their models."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -42,7 +42,7 @@ class Comparison:
         return "; ".join(parts)
 
 
-def compare_readers(first: Reader, second: Reader, *, moments: bool, on_tensor: Callable[[int], None]) -> Comparison:
+def compare_readers(first: Reader, second: Reader, *, moments: bool, on_tensor: Callable[[int], object]) -> Comparison:
     """Compares two checkpoints of one model, one tensor at a time; equal means equal bytes.
 
     Args:

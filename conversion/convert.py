@@ -1,4 +1,4 @@
-"""Moving a checkpoint from one layout to another, tensor by tensor, and comparing two of any layouts."""
+"""Moving a checkpoint from one format to another, tensor by tensor, and comparing two of any formats."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -8,13 +8,15 @@ from pathlib import Path
 from torch import Tensor
 
 from ..errors import CheckpointError
+from ..files.buffers import Pool
+from ..files.safetensors import TensorMeta
 from .card import write_conversion_card
 from .compare import Comparison, compare_logits, compare_readers
-from .formats import Format, check_layout, format_named, rules_of
-from .memory import Pool
-from .naming import megatron_plan
+from .families import rules_of
+from .formats import Format, check_options, format_named
+from .megatron.view import megatron_plan
 from .source import Source, find_source, local_folder, with_config
-from .tensors import MAIN_WEIGHT, MOMENTS, WEIGHT, Entry, Key, Layout, Reader, largest
+from .tensors import MAIN_WEIGHT, MOMENTS, WEIGHT, Key, Reader, TargetOptions, largest
 from .write import notes_of, order_by_rules, planned_entries, write_checkpoint
 
 
@@ -31,7 +33,7 @@ class Report:
     source: Source
     target: Path
     format: Format
-    rows: list[tuple[str, str, Entry]] = field(default_factory=list)
+    rows: list[tuple[str, str, TensorMeta]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     comparison: Comparison | None = None
 
@@ -51,7 +53,7 @@ class Report:
 
 
 def _tensors(
-    reader: Reader, plan: Mapping[Key, Entry], on_tensor: Callable[[int], None]
+    reader: Reader, plan: Mapping[Key, TensorMeta], on_tensor: Callable[[int], object]
 ) -> Iterator[tuple[Key, Tensor]]:
     for key, entry in plan.items():
         yield key, reader.read(key) if key in reader.entries else reader.read(Key(WEIGHT, key.name)).float()
@@ -65,7 +67,7 @@ def plan_conversion(
     *,
     from_format: str | None = None,
     config: str | None = None,
-    layout: Layout | None = None,
+    options: TargetOptions | None = None,
     optimizer: bool = True,
 ) -> Report:
     """What `convert` would do with the same arguments: every mapping and size, without reading a tensor.
@@ -73,10 +75,10 @@ def plan_conversion(
     Raises:
         CheckpointError, ConfigError, UnsupportedError: as `convert`, but for sizes of ranks that do not divide.
     """
-    layout = layout or Layout()
-    report = _report(source, target, to, from_format, config, layout)
+    options = options or TargetOptions()
+    report = _report(source, target, to, from_format, config, options)
     with report.source.open(checksums=False) as reader:
-        _plan(report, reader, layout, optimizer)
+        _plan(report, reader, options, optimizer)
     return report
 
 
@@ -87,41 +89,44 @@ def convert(
     *,
     from_format: str | None = None,
     config: str | None = None,
-    layout: Layout | None = None,
+    options: TargetOptions | None = None,
     optimizer: bool = True,
     verify: bool = False,
     logits: bool = False,
     checksums: bool = True,
-    on_tensor: Callable[[int], None] = lambda size: None,
+    on_plan: Callable[[Report], None] = lambda report: None,
+    on_tensor: Callable[[int], object] = lambda size: None,
 ) -> Report:
-    """Writes a checkpoint in another layout; the target appears when everything was written and read back.
+    """Writes a checkpoint in another format; the target appears when everything was written and read back.
 
     Args:
         source: a folder, or the id of a model of the Hub.
         target: a folder that does not exist.
         to: `"hf"`, `"sharded"`, `"megatron_core"` (`"torch_dist"`), `"megatron_legacy"` (`"torch"`), `"dcp"` or
             `"shards"`.
-        from_format: the source's layout, recognised by default.
+        from_format: the source's format, recognised by default.
         config: a folder or model id with the config.json of a source that has none.
-        layout: how the target is split, where its format knows of that.
+        options: how the target is split, where its format knows of that.
         optimizer: bring moments along where both sides have them.
         verify: compare source and target tensor by tensor at the end.
         logits: compare their logits too.
         checksums: compare the source's files with the checksums that it has.
+        on_plan: called once with what is going to be done.
         on_tensor: called with the bytes of each tensor that was read.
 
     Raises:
         CheckpointError: the source is damaged, unsafe or does not fit its config, a name has no counterpart, the target
             exists or there is too little space; nothing is left behind then. Or source and target differ.
-        ConfigError: a format or a size of the layout that does not exist.
-        UnsupportedError: Megatron's layouts cannot express the model.
+        ConfigError: a format or a size of the options that does not exist.
+        UnsupportedError: Megatron's formats cannot express the model.
     """
-    layout = layout or Layout()
-    report = _report(source, target, to, from_format, config, layout)
+    options = options or TargetOptions()
+    report = _report(source, target, to, from_format, config, options)
     found = report.source
     with found.open(checksums) as reader:
         reader.memory = Pool(largest(reader.entries))
-        plan = _plan(report, reader, layout, optimizer)
+        plan = _plan(report, reader, options, optimizer)
+        on_plan(report)
         state = reader.optimizer if any(key.kind in MOMENTS for key in plan) else None
         write_checkpoint(
             report.target,
@@ -129,7 +134,7 @@ def convert(
             found.architecture,
             plan,
             _tensors(reader, plan, on_tensor),
-            layout,
+            options,
             found.config_folder,
             iteration=reader.iteration,
             optimizer=state,
@@ -163,9 +168,9 @@ def compare(
     *,
     config: str | None = None,
     logits: bool = False,
-    on_tensor: Callable[[int], None] = lambda size: None,
+    on_tensor: Callable[[int], object] = lambda size: None,
 ) -> Comparison:
-    """Compares two checkpoints of any layouts tensor by tensor: equal means equal bytes.
+    """Compares two checkpoints of any formats tensor by tensor: equal means equal bytes.
 
     Args:
         first, second: folders, or ids of models of the Hub.
@@ -186,7 +191,7 @@ def compare(
 
 
 def _compare(
-    first: Source, second: Source, moments: bool, logits: bool, on_tensor: Callable[[int], None] = lambda size: None
+    first: Source, second: Source, moments: bool, logits: bool, on_tensor: Callable[[int], object] = lambda size: None
 ) -> Comparison:
     with first.open(checksums=False) as one, second.open(checksums=False) as other:
         one.memory, other.memory = Pool(largest(one.entries)), Pool(largest(other.entries))
@@ -202,10 +207,10 @@ def _report(
     to: str,
     from_format: str | None,
     config: str | None,
-    layout: Layout,
+    options: TargetOptions,
 ) -> Report:
     to_format = format_named(to)
-    check_layout(to_format, layout)
+    check_options(to_format, options)
     if os.path.lexists(target):
         raise CheckpointError(f"{target} exists; give a folder that does not.")
     found = find_source(source, from_format, config)
@@ -215,10 +220,10 @@ def _report(
     return report
 
 
-def _plan(report: Report, reader: Reader, layout: Layout, optimizer: bool) -> dict[Key, Entry]:
+def _plan(report: Report, reader: Reader, options: TargetOptions, optimizer: bool) -> dict[Key, TensorMeta]:
     plan = planned_entries(reader, report.format, optimizer)
     if report.source.format.megatron or report.format.megatron:
-        plan = order_by_rules(plan, report.source.architecture.config, layout)
+        plan = order_by_rules(plan, report.source.architecture.config, options)
     there = reader.optimizer is not None or reader.optimizer_refusal is not None
     if there and not (optimizer and report.format.moments):
         why = "--no-optimizer" if report.format.moments else f"{report.format.title} does not hold one"
@@ -227,14 +232,16 @@ def _plan(report: Report, reader: Reader, layout: Layout, optimizer: bool) -> di
         report.notes.append(f"fp32 copies of the weights are left out: {report.format.title} does not hold them")
     if report.format.megatron:
         config = report.source.architecture.config
-        megatron_plan(plan, rules_of(config, layout), str(report.target))
-    report.rows = _rows(plan, report.source, report.format, layout)
+        megatron_plan(plan, rules_of(config, options), str(report.target))
+    report.rows = _rows(plan, report.source, report.format, options)
     return plan
 
 
-def _rows(plan: dict[Key, Entry], found: Source, to: Format, layout: Layout) -> list[tuple[str, str, Entry]]:
+def _rows(
+    plan: dict[Key, TensorMeta], found: Source, to: Format, options: TargetOptions
+) -> list[tuple[str, str, TensorMeta]]:
     names: dict[str, str] = {}
     if found.format.megatron or to.megatron:
-        rules = rules_of(found.architecture.config, layout)
+        rules = rules_of(found.architecture.config, options)
         names = {name: ", ".join(rule.megatron) for rule in rules for name in rule.transformers}
     return [(str(key), names.get(key.name, ""), entry) for key, entry in plan.items()]

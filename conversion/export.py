@@ -7,18 +7,19 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.merged import stream_weights
-from ..checkpoint.together import agreed, raise_together, rank_and_size
+from ..checkpoint.gathered import stream_weights
+from ..communication.agreement import agreed, raise_together, rank_and_size
 from ..errors import CheckpointError, UnsupportedError
+from ..files.safetensors import TensorMeta
 from .architecture import Architecture
 from .card import write_conversion_card
-from .formats import check_layout, format_named
-from .tensors import WEIGHT, Entry, Key, Layout
+from .formats import check_options, format_named
+from .tensors import WEIGHT, Key, TargetOptions
 from .write import notes_of, order_by_rules, write_checkpoint
 
 
 def export(
-    model: Any, target: Path, format: str, layout: Layout | None, write_config: Callable[[Path], Any]
+    model: Any, target: Path, format: str, options: TargetOptions | None, write_config: Callable[[Path], Any]
 ) -> list[str]:
     """Writes a model's weights as `convert` would write them; no rank ever holds the model.
 
@@ -26,7 +27,7 @@ def export(
         model: a stock model, or one that is split over ranks.
         target: a folder that does not exist.
         format: as `to` of `convert`.
-        layout: how the target is split, where its format knows of that.
+        options: how the target is split, where its format knows of that.
         write_config: writes config and the like into a folder of this rank's own; stock does so on all ranks together.
 
     Returns:
@@ -35,17 +36,17 @@ def export(
     Raises:
         CheckpointError: on every rank, naming the rank that failed; nothing is left behind then.
     """
-    to, layout, first = format_named(format), layout or Layout(), rank_and_size(None)[0] == 0
-    check_layout(to, layout)
+    to, options, first = format_named(format), options or TargetOptions(), rank_and_size(None)[0] == 0
+    check_options(to, options)
     stored, fetch = stream_weights(model)
     with agreed(f"Saving {target}"):
         if first and os.path.lexists(target):
             raise CheckpointError(f"{target} exists; give a folder that does not.")
         architecture = Architecture.from_class(stock_class(model), model.config)
         names = {architecture.first_name(name): name for name in stored}
-        plan = {Key(WEIGHT, own): Entry(stored[name].shape, stored[name].dtype) for own, name in names.items()}
+        plan = {Key(WEIGHT, own): TensorMeta(stored[name].shape, stored[name].dtype) for own, name in names.items()}
         if to.megatron:
-            plan = order_by_rules(plan, model.config, layout)
+            plan = order_by_rules(plan, model.config, options)
         notes = notes_of(model.config) if to.megatron else []
         small_files = Path(tempfile.mkdtemp(prefix="hf_megatron_"))
     try:
@@ -61,7 +62,7 @@ def export(
                     architecture,
                     plan,
                     tensors,
-                    layout,
+                    options,
                     small_files,
                     facts={"source_format": "model", "notes": notes},
                     write_card=lambda folder: write_conversion_card(
@@ -85,7 +86,7 @@ def export(
 class _Stream:
     """Tensors in a planned order, each fetched once, however many iterate; there are none but on the first rank."""
 
-    def __init__(self, plan: Mapping[Key, Entry], fetch: Callable[[Key], Any]):
+    def __init__(self, plan: Mapping[Key, TensorMeta], fetch: Callable[[Key], Any]):
         self._remaining = iter(plan)
         self._fetch = fetch
 

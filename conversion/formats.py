@@ -1,88 +1,44 @@
-"""The layouts: how each is recognised, opened and written."""
+"""The registry of checkpoint formats. A further one is a folder with a `FORMAT`, and a line here."""
 
 import dataclasses
 import os
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
 
-from ..checkpoint.manifest import MANIFEST
-from ..errors import CheckpointError, ConfigError, UnsupportedError
+from ..errors import CheckpointError, ConfigError
 from .architecture import Architecture
-from .dcp import DcpReader, DcpWriter
-from .families import family_of
-from .hugging_face import HuggingFaceReader, HuggingFaceWriter
-from .megatron_core import MegatronCoreReader
-from .megatron_core_writer import MegatronCoreWriter
-from .megatron_folder import TRACKER, iteration_folder
-from .megatron_legacy import MegatronLegacyReader
-from .megatron_legacy_writer import MegatronLegacyWriter
-from .naming import TransformersNames, TransformersView, megatron_plan
-from .output import Output
-from .rules import Rule
-from .shard_folder import ShardsWriter
-from .sharded import ShardedReader, ShardedWriter
-from .tensors import Entry, Key, Layout, OptimizerState, Reader, Writer
+from .dcp.format import FORMAT as DCP
+from .format import Format
+from .hugging_face.format import FORMAT as HF
+from .megatron.folder import TRACKER, iteration_folder
+from .megatron_core.format import FORMAT as MEGATRON_CORE
+from .megatron_legacy.format import FORMAT as MEGATRON_LEGACY
+from .sharded.format import FORMAT as SHARDED
+from .shards.format import FORMAT as SHARDS
+from .tensors import Reader, TargetOptions
 
-
-@dataclass(frozen=True)
-class Format:
-    """A layout of checkpoints.
-
-    Attributes:
-        megatron: whether its names are Megatron's.
-        moments: whether it can hold an optimizer's moments so that they can be read on other layouts.
-        sizes: the fields of `Layout` that it knows.
-        main_weights: when moments come with fp32 weights: always, where weights are narrower, or never.
-    """
-
-    name: str
-    title: str
-    megatron: bool = False
-    moments: bool = False
-    sizes: frozenset[str] = frozenset()
-    main_weights: Literal["always", "narrower", "never"] = "never"
-
-
-_VOCABULARY = frozenset({"tp_size", "ep_size", "make_vocab_size_divisible_by"})
-HF = Format("hf", "Hugging Face folder", sizes=frozenset({"max_shard_size"}))
-SHARDED = Format("sharded", "hf_megatron sharded checkpoint", moments=True, main_weights="narrower")
-MEGATRON_CORE = Format(
-    "megatron_core", "Megatron-Core torch_dist", True, moments=True, sizes=_VOCABULARY, main_weights="always"
+# In the order in which a folder is compared with them.
+FORMATS: Mapping[str, Format] = MappingProxyType(
+    {format.name: format for format in (MEGATRON_CORE, MEGATRON_LEGACY, HF, SHARDED, DCP, SHARDS)}
 )
-MEGATRON_LEGACY = Format(
-    "megatron_legacy",
-    "Megatron legacy torch (mp_rank_XX)",
-    True,
-    sizes=_VOCABULARY | {"pp_size", "local_names"},
-)
-DCP = Format("dcp", "torch DCP under Hugging Face names", moments=True)
-SHARDS = Format("shards", "transformers' shard-*.safetensors folder")
-
-FORMATS = MappingProxyType(
-    {format.name: format for format in (HF, SHARDED, MEGATRON_CORE, MEGATRON_LEGACY, DCP, SHARDS)}
-)
-# What `--ckpt-format` of Megatron-LM calls them.
-ALIASES = MappingProxyType({"torch_dist": MEGATRON_CORE, "torch": MEGATRON_LEGACY})
 
 
 def format_named(name: str) -> Format:
-    """A format by its name or alias.
+    """Finds a format by its name or alias.
 
     Raises:
         ConfigError: naming those that there are.
     """
-    found = FORMATS.get(name) or ALIASES.get(name)
-    if found is None:
-        raise ConfigError(f"format={name!r}: expected one of {', '.join([*FORMATS, *ALIASES])}.")
-    return found
+    for format in FORMATS.values():
+        if name and name in (format.name, format.alias):
+            return format
+    known = [*FORMATS, *(format.alias for format in FORMATS.values() if format.alias)]
+    raise ConfigError(f"format={name!r}: expected one of {', '.join(known)}.")
 
 
 def is_known(path: Path) -> bool:
-    """Whether a folder has what some layout has, other than Hugging Face's; it may be damaged."""
+    """Whether a folder has what some format has, other than Hugging Face's; it may be damaged."""
     if not path.is_dir():
         return False
     if (path / TRACKER).is_file():
@@ -93,21 +49,21 @@ def is_known(path: Path) -> bool:
         return False
 
 
-def check_layout(format: Format, layout: Layout) -> None:
-    """Whether a format knows of the sizes that were given.
+def check_options(format: Format, options: TargetOptions) -> None:
+    """Checks that a format knows of the options that were given.
 
     Raises:
-        ConfigError: naming a size that would have no effect, and those that the format has.
+        ConfigError: naming an option that would have no effect, and those that the format has.
     """
-    for field in dataclasses.fields(layout):
-        value = getattr(layout, field.name)
-        if value != field.default and field.name not in format.sizes:
-            known = ", ".join(sorted(format.sizes)) or "none"
+    for field in dataclasses.fields(options):
+        value = getattr(options, field.name)
+        if value != field.default and field.name not in format.options:
+            known = ", ".join(sorted(format.options)) or "none"
             raise ConfigError(f"{field.name}={value!r} means nothing to {format.name}; the sizes it has are: {known}.")
 
 
 def recognise(path: Path) -> Format:
-    """The layout of a folder.
+    """Finds the format of a folder.
 
     Raises:
         CheckpointError: it is none of those that are known, naming what each would have.
@@ -116,112 +72,25 @@ def recognise(path: Path) -> Format:
         raise CheckpointError(f"{path} is no folder.")
     folder = iteration_folder(path)
     names = os.listdir(folder)
-    if "metadata.json" in names and ".metadata" in names:
-        return MEGATRON_CORE
-    if any(re.fullmatch(r"mp_rank_\d{2,}(_\d{3,}){0,2}", name) for name in names):
-        return MEGATRON_LEGACY
-    if any(re.fullmatch(r"(model|pytorch_model).*\.(safetensors|bin)(\.index\.json)?", name) for name in names):
-        return HF
-    if MANIFEST in names:
-        return SHARDED
-    if ".metadata" in names or any(re.fullmatch(r"shard-\d{5}-model-.*\.safetensors", name) for name in names):
-        return DCP
-    if any(name == ".metadata" for inner in names for name in _inside(folder / inner, "pytorch_model_fsdp")):
-        return DCP
+    for format in FORMATS.values():
+        if format.recognise(folder, names):
+            return format
+    marks = ", ".join(f"{format.marks} ({format.name})" for format in FORMATS.values())
     raise CheckpointError(
-        f"{path} is no checkpoint of a known layout: there is no metadata.json (megatron_core), mp_rank_* "
-        f"(megatron_legacy), {MANIFEST} (sharded), .metadata or shard-*.safetensors (dcp), model.safetensors or its "
-        "index (hf). Name the layout with --from."
+        f"{path} is no checkpoint of a known format: there is no {marks}. Name the format with --from."
     )
 
 
-def _inside(folder: Path, prefix: str) -> list[str]:
-    return os.listdir(folder) if folder.name.startswith(prefix) and folder.is_dir() else []
-
-
-def check_config(config: Any) -> None:
-    """Whether Megatron's layouts can express a config.
-
-    Raises:
-        UnsupportedError: naming the setting.
-    """
-    reason = family_of(config).refuse(config)
-    if reason:
-        raise UnsupportedError(f"{config.model_type}: {reason}")
-
-
-def rules_of(config: Any, layout: Layout) -> list[Rule]:
-    """The rules of a config's family, with a vocabulary padded as `layout` says."""
-    multiple = layout.make_vocab_size_divisible_by * layout.tp_size
-    check_config(config)
-    return list(family_of(config).rules(config, -(-config.vocab_size // multiple) * multiple))
-
-
 def open_reader(path: Path, format: Format, architecture: Architecture, verify: bool = True) -> Reader:
-    """A checkpoint as tensors of the model, whatever its layout.
+    """Opens a checkpoint as tensors of the model, whatever its format.
 
     Raises:
         CheckpointError: it is damaged or unsafe, or not one of this model with this config.
     """
-    reader = _open(path, format, architecture, verify)
+    reader = format.open(path, architecture, verify)
     try:
         architecture.check_entries(reader.entries, str(path))
     except CheckpointError:
         reader.close()
         raise
     return reader
-
-
-def _open(path: Path, format: Format, architecture: Architecture, verify: bool) -> Reader:
-    if format is HF:
-        return HuggingFaceReader(path, architecture)
-    if format is SHARDED:
-        return ShardedReader(path, architecture, verify)
-    if format in (DCP, SHARDS):
-        return DcpReader(path, architecture.saved_names, architecture.first_name)
-    config = architecture.config
-    rules = rules_of(config, Layout())
-    folder = iteration_folder(path)
-    reader: Reader
-    if format is MEGATRON_CORE:
-        reader = MegatronCoreReader(folder)
-    else:
-        reader = MegatronLegacyReader(folder, family_of(config).model(config))
-    try:
-        return TransformersView(reader, rules, architecture, str(folder))
-    except CheckpointError:
-        reader.close()
-        raise
-
-
-def create_writer(
-    output: Output,
-    plan: Mapping[Key, Entry],
-    format: Format,
-    architecture: Architecture,
-    layout: Layout,
-    iteration: int | None,
-    optimizer: OptimizerState | None,
-) -> Writer:
-    """A writer that takes tensors of the model in the order of the plan."""
-    if format is HF:
-        return HuggingFaceWriter(output, plan, architecture, layout)
-    if format is SHARDED:
-        return ShardedWriter(output, plan, architecture, layout, iteration, optimizer)
-    if format is DCP:
-        return DcpWriter(output, plan, optimizer)
-    if format is SHARDS:
-        return ShardsWriter(output, plan)
-    config = architecture.config
-    rules = rules_of(config, layout)
-    model = family_of(config).model(config)
-    inner = megatron_plan(plan, rules, str(output.target))
-    writer: Writer
-    if format is MEGATRON_CORE:
-        # Experts have an optimizer of their own under expert parallelism.
-        arguments = {**model.arguments, "expert_model_parallel_size": layout.ep_size}
-        model = replace(model, arguments=arguments)
-        writer = MegatronCoreWriter(output, inner, model, iteration, optimizer)
-    else:
-        writer = MegatronLegacyWriter(output, inner, model, layout, iteration, layout.local_names)
-    return TransformersNames(writer, plan, rules)

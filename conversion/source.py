@@ -6,9 +6,9 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..checkpoint.manifest import inside
-from ..checkpoint.shards import FileEntry, hash_file
 from ..errors import CheckpointError
+from ..files.digest import FileDigest, hash_file
+from ..files.paths import inside
 from .architecture import Architecture
 from .formats import Format, format_named, open_reader, recognise
 from .tensors import Reader
@@ -44,11 +44,11 @@ def find_source(source: str | os.PathLike[str], format: str | None = None, confi
 
     Args:
         source: a folder or the id of a model.
-        format: its layout, recognised by default.
+        format: its format, recognised by default.
         config: a folder or the id of a model with the config.json, where the source has none.
 
     Raises:
-        CheckpointError: it is missing, of no known layout, or its model is not known.
+        CheckpointError: it is missing, of no known format, or its model is not known.
     """
     path = local_folder(source)
     found = format_named(format) if format else recognise(path)
@@ -92,7 +92,7 @@ def check_record(path: Path) -> None:
     if not record.is_file():
         return
     try:
-        files = {name: FileEntry(**entry) for name, entry in json.loads(record.read_text("utf-8"))["files"].items()}
+        files = {name: FileDigest(**entry) for name, entry in json.loads(record.read_text("utf-8"))["files"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{record} cannot be read: {error}") from error
     wrong = []

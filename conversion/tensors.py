@@ -1,8 +1,8 @@
-"""What every checkpoint layout looks like to a conversion: named global tensors, read and written one at a time.
+"""What every checkpoint format looks like to a conversion: named global tensors, read and written one at a time.
 
 Two namings exist. `transformers`: the names of a model in memory, as `state_dict()` has them, a tied weight under its
 first name; experts are packed as the model has them. `megatron`: Megatron-Core's names with the layer's global number
-in them (`decoder.layers.3.mlp.linear_fc1.weight`) and global shapes, however a layout stacks or splits them on disk.
+in them (`decoder.layers.3.mlp.linear_fc1.weight`) and global shapes, however a format stacks or splits them on disk.
 `families/` leads from one to the other.
 """
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError, ConfigError
-from .memory import FRESH, Memory
+from ..files.buffers import FRESH, Memory
 
 WEIGHT = "weight"
 # fp32 copies of weights, and Adam's moments: they have the shape of the weight and are converted as it is.
@@ -153,15 +153,15 @@ class Writer(ABC):
 
 
 @dataclass(frozen=True)
-class Layout:
+class TargetOptions:
     """How a written checkpoint is split, where its format knows of that.
 
     Args:
-        tp_size, pp_size, ep_size: ranks of Megatron's legacy layout; Megatron-Core's pads its vocabulary for `tp_size`,
+        tp_size, pp_size, ep_size: ranks of Megatron's legacy format; Megatron-Core's pads its vocabulary for `tp_size`,
             and stores moments for expert parallelism with `ep_size` above 1.
         make_vocab_size_divisible_by: the vocabulary of Megatron's formats is padded to a multiple of this times
             `tp_size` (`--make-vocab-size-divisible-by`).
-        local_names: name norms in the legacy layout as Megatron-Core's own layers do (`--transformer-impl local`), not
+        local_names: name norms in the legacy format as Megatron-Core's own layers do (`--transformer-impl local`), not
             as TransformerEngine's.
         max_shard_size: largest weight file of a Hugging Face folder, such as `"5GB"`.
     """
@@ -181,7 +181,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class MegatronModel:
-    """What Megatron's layouts need to know of an architecture beside its tensors.
+    """What Megatron's formats need to know of an architecture beside its tensors.
 
     Args:
         arguments: Megatron-LM's own arguments (`num_layers`, `hidden_size`, `num_query_groups`, ...).

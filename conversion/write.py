@@ -13,26 +13,27 @@ from torch import Tensor
 
 from ..checkpoint.manifest import library_versions
 from ..errors import CheckpointError
+from ..files.safetensors import TensorMeta
 from .architecture import Architecture
-from .families import family_of
-from .formats import Format, create_writer, rules_of
-from .hugging_face import copy_small_files
+from .families import family_of, rules_of
+from .format import Format
+from .hugging_face.writer import copy_small_files
 from .output import Output
 from .source import RECORD
-from .tensors import MAIN_WEIGHT, MOMENTS, WEIGHT, Entry, Key, Layout, OptimizerState, Reader, Writer, largest
+from .tensors import MAIN_WEIGHT, MOMENTS, WEIGHT, Key, OptimizerState, Reader, TargetOptions, Writer, largest
 
 # Headers, indexes and the like, beside the tensors.
 _OVERHEAD = 64 << 20
 
 
 def notes_of(config: Any) -> list[str]:
-    """What a user of a checkpoint in Megatron's layouts has to know of a model."""
+    """What a user of a checkpoint in Megatron's formats has to know of a model."""
     reason = family_of(config).unchecked(config)
     return [f"format checked by round trip only: {reason}"] if reason else []
 
 
-def planned_entries(reader: Reader, to: Format, optimizer: bool) -> dict[Key, Entry]:
-    """What a checkpoint of another layout will hold, in the order of the reader.
+def planned_entries(reader: Reader, to: Format, optimizer: bool) -> dict[Key, TensorMeta]:
+    """What a checkpoint of another format will hold, in the order of the reader.
 
     Raises:
         CheckpointError: the optimizer's state is there and wanted, and cannot be converted.
@@ -43,7 +44,7 @@ def planned_entries(reader: Reader, to: Format, optimizer: bool) -> dict[Key, En
         raise CheckpointError(
             f"The optimizer's state cannot be converted: {reader.optimizer_refusal}. Weights alone: --no-optimizer."
         )
-    plan: dict[Key, Entry] = {}
+    plan: dict[Key, TensorMeta] = {}
     for key, entry in reader.entries.items():
         weight = reader.entries[Key(WEIGHT, key.name)]
         redundant = to.main_weights == "narrower" and weight.dtype == entry.dtype
@@ -52,13 +53,13 @@ def planned_entries(reader: Reader, to: Format, optimizer: bool) -> dict[Key, En
         plan[key] = entry
         main = Key(MAIN_WEIGHT, key.name)
         if key.kind == MOMENTS[0] and to.main_weights == "always" and main not in reader.entries:
-            plan[main] = Entry(weight.shape, torch.float32)
+            plan[main] = TensorMeta(weight.shape, torch.float32)
     return plan
 
 
-def order_by_rules(plan: dict[Key, Entry], config: Any, layout: Layout) -> dict[Key, Entry]:
+def order_by_rules(plan: dict[Key, TensorMeta], config: Any, options: TargetOptions) -> dict[Key, TensorMeta]:
     """The tensors of one rule after another, of each first the weights."""
-    rules = rules_of(config, layout)
+    rules = rules_of(config, options)
     position = {name: index for index, rule in enumerate(rules) for name in rule.transformers}
     last = len(rules)
     keys = sorted(plan, key=lambda key: (position.get(key.name, last), key.kind != WEIGHT, key.kind))
@@ -69,9 +70,9 @@ def write_checkpoint(
     target: Path,
     to: Format,
     architecture: Architecture,
-    plan: Mapping[Key, Entry],
+    plan: Mapping[Key, TensorMeta],
     tensors: Iterable[tuple[Key, Tensor]],
-    layout: Layout,
+    options: TargetOptions,
     small_files: Path,
     *,
     iteration: int | None = None,
@@ -91,7 +92,7 @@ def write_checkpoint(
     """
     total = sum(entry.nbytes for entry in plan.values())
     with Output(target, total + _OVERHEAD) as output:
-        writer = create_writer(output, plan, to, architecture, layout, iteration, optimizer)
+        writer = to.create(output, plan, architecture, options, iteration, optimizer)
         # Half the largest tensor evens out large and small ones.
         with _in_background(writer, largest(plan) // 2) as submit:
             for key, tensor in tensors:
@@ -121,7 +122,7 @@ def _in_background(writer: Writer, limit: int) -> Iterator[Callable[[Key, Tensor
 
 
 def _record(facts: Mapping[str, Any], output: Output, without: Collection[str]) -> None:
-    found = output.entries()
+    found = output.digests()
     files = {name: {"size": found[name].size, "blake3": found[name].blake3} for name in found if name not in without}
     content = {**facts, "versions": library_versions(), "files": files}
     output.add(RECORD, json.dumps(content, indent=1) + "\n")

@@ -5,7 +5,7 @@
 
     model = AutoModelForCausalLM.from_pretrained(path, megatron_config=MegatronConfig(tp_size=2))
 
-Importing the package declares its patches (see `hf_megatron.integrations.PATCHES`); each is applied when its module is
+Importing the package declares its patches (see `hf_megatron.integrations.patches`); each is applied when its module is
 imported, and all pass through what was loaded without `megatron_config`.
 """
 
@@ -23,21 +23,21 @@ from .errors import (
     UnsupportedError,
     UnverifiedLayoutError,
 )
-from .integrations import HOOKS, PATCHES
 from .integrations.accelerate import (
     MegatronPlugin,
     config_from_environment,
     give_back_launch,
     take_over_launch,
 )
-from .ledger import LEDGER
+from .integrations.patches import HOOKS, PATCHES
+from .patch_ledger import LEDGER
 from .spec import ModelSpec
 from .version import __version__
 
 if TYPE_CHECKING:
-    from .checkpoint.hub_pull import pull
-    from .checkpoint.hub_push import push_checkpoint
     from .data_parallel.optimizer import prepare_optimizer
+    from .hub.pull import pull
+    from .hub.push import push_checkpoint
     from .integrations.termination import TerminationSignal
     from .log_probs import token_log_probs
     from .parallelize import ParallelPlan, parallel_plan
@@ -47,8 +47,8 @@ if TYPE_CHECKING:
 _LAZY = {
     "ParallelPlan": "parallelize",
     "parallel_plan": "parallelize",
-    "pull": "checkpoint.hub_pull",
-    "push_checkpoint": "checkpoint.hub_push",
+    "pull": "hub.pull",
+    "push_checkpoint": "hub.push",
     "TerminationSignal": "integrations.termination",
     "prepare_optimizer": "data_parallel.optimizer",
     "register_model": "registry",
@@ -58,9 +58,9 @@ _LAZY = {
 
 def enable() -> None:
     """Applies the patches, now or when their modules are imported; twice is once. Called by the import."""
-    for target, make in PATCHES.items():
-        if target not in LEDGER.patches:
-            LEDGER.declare(target, make)
+    for patch in PATCHES:
+        if patch.target not in LEDGER.patches:
+            LEDGER.declare(patch)
     for module_name, make in HOOKS.items():
         LEDGER.declare_hook(module_name, make)
     take_over_launch()

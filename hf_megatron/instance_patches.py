@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .ledger import LEDGER
+from .patch_ledger import LEDGER
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from .loss import next_tokens
-from .state import parallel_state
-from .tensor_parallel.token_scores import LOG_PROBS, deferring, token_scores
+from .parallel_state import parallel_state
+from .tensor_parallel.vocab_log_probs import LOG_PROBS, deferring, token_scores
 
 
 def scores_of_call(

@@ -5,7 +5,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .axes import Axes, Axis
-from .ledger import LEDGER
+from .patch_ledger import LEDGER
 from .placement import Placement
 from .upstream import split_mesh_axis
 

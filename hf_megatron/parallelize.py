@@ -19,11 +19,11 @@ from .data_parallel import axis as data_parallel
 from .errors import ConfigError
 from .loss import token_loss_of
 from .mesh import ParallelMesh
+from .parallel_state import ParallelState, StageCut, attach_state, parallel_state
 from .pipeline_parallel import axis as pipeline_parallel
 from .placement import Claim, GradientRule, Placement
 from .registry import own_spec, spec_for
 from .spec import ModelSpec
-from .state import ParallelState, StageCut, attach_state, parallel_state
 from .tensor_parallel import axis as tensor_parallel
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from ..checkpoint.reader import Checkpoint
 from ..config import MegatronConfig
-from ..registry.verified import layout_kinds, records
-from ..state import ParallelState, parallel_state
+from ..parallel_state import ParallelState, parallel_state
+from ..registry.recorded import layout_kinds, records
 from ..version import __version__
 
 LIBRARY_TAG = "hf_megatron"

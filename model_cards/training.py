@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from ..state import parallel_state
+from ..parallel_state import parallel_state
 from .facts import CardFacts, facts_of_model, installed_versions
 
 _HUB = "hf://datasets/"

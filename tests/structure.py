@@ -22,12 +22,13 @@ MAPPED = {"conversion", "model_cards"}
 
 # The highest floor first. Rooms on one line do not import each other, or only from left to right.
 ORDER = (
-    ("cli", "cli_convert", "cli_hub"),
+    ("cli",),
     ("__init__",),
     ("verify",),
     ("integrations",),
     ("conversion",),
     ("model_cards",),
+    ("hub",),
     ("checkpoint",),
     ("parallelize",),
     ("registry",),
@@ -35,15 +36,16 @@ ORDER = (
     ("pipeline_parallel",),
     ("tensor_parallel",),
     ("data_parallel",),
-    ("state",),
+    ("parallel_state",),
     ("loss",),
     ("memory", "profile"),
     ("communication",),
     ("mesh",),
     ("placement",),
     ("axes",),
-    ("instance_patches", "ledger"),
+    ("instance_patches", "patch_ledger"),
     ("spec", "patterns", "config"),
+    ("files",),
     ("upstream",),
     ("errors", "version"),
 )

@@ -8,9 +8,11 @@ from types import MappingProxyType
 from typing import Any
 
 from ...errors import UnsupportedError
+from ..megatron.rules import Rule
+from ..tensors import TargetOptions
 from .family import Family
 
-__all__ = ["Family", "family_of", "known_families"]
+__all__ = ["Family", "check_config", "family_of", "known_families", "rules_of"]
 
 
 @cache
@@ -38,3 +40,21 @@ def family_of(config: Any) -> Family:
             "file in conversion/families."
         )
     return family
+
+
+def check_config(config: Any) -> None:
+    """Checks that Megatron's formats can express a config.
+
+    Raises:
+        UnsupportedError: naming the setting.
+    """
+    reason = family_of(config).refuse(config)
+    if reason:
+        raise UnsupportedError(f"{config.model_type}: {reason}")
+
+
+def rules_of(config: Any, options: TargetOptions) -> list[Rule]:
+    """Lists the rules of a config's family, with a vocabulary padded as the options say."""
+    multiple = options.make_vocab_size_divisible_by * options.tp_size
+    check_config(config)
+    return list(family_of(config).rules(config, -(-config.vocab_size // multiple) * multiple))

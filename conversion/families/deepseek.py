@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from ..rules import InterleavedRows, Operation, Rule, Same
+from ..megatron.rules import InterleavedRows, Operation, Rule, Same
 from .family import Arguments, Family, common_arguments, experts, fused_norm, gated_mlp, layers, renamed, vocabulary
 
 

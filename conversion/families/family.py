@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ..rules import Chain, GroupedQKV, Joined, Operation, PaddedVocabulary, Rule, Same
+from ..megatron.rules import Chain, GroupedQKV, Joined, Operation, PaddedVocabulary, Rule, Same
 from ..tensors import MegatronModel
 
 Arguments = dict[str, Any]

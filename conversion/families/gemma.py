@@ -8,7 +8,7 @@ that Megatron-Bridge gives them (`src/megatron/bridge/models/gemma/gemma2_bridge
 from collections.abc import Iterator
 from typing import Any
 
-from ..rules import Rule
+from ..megatron.rules import Rule
 from .family import (
     Arguments,
     Family,

@@ -3,14 +3,14 @@
 from collections.abc import Iterator
 from typing import Any
 
-from ..rules import GroupedQKV, Rule, Split, Transposed
+from ..megatron.rules import Divided, GroupedQKV, Rule, Transposed
 from .family import Arguments, Family, chain, common_arguments, fused_norm, layers, renamed, vocabulary
 
 
 def _rules(config: Any, padded: int) -> Iterator[Rule]:
     width = config.hidden_size
     heads = config.num_attention_heads
-    packed = chain(Transposed(), Split((width, width, width)), GroupedQKV(heads, heads, width // heads))
+    packed = chain(Transposed(), Divided((width, width, width)), GroupedQKV(heads, heads, width // heads))
     yield from vocabulary(config, padded, "transformer.wte")
     yield from renamed("transformer.wpe", "embedding.position_embeddings")
     for number in layers(config):

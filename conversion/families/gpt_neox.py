@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from ..rules import Rule
+from ..megatron.rules import Rule
 from .family import Arguments, Family, common_arguments, fused_norm, layers, renamed, rotary_arguments, vocabulary
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from ..rules import Interleaved, Rule, Transposed
+from ..megatron.rules import Interleaved, Rule, Transposed
 from .family import (
     Arguments,
     Family,

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from ..rules import Joined, Rule
+from ..megatron.rules import Joined, Rule
 from .family import (
     Arguments,
     Family,

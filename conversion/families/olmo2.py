@@ -6,7 +6,7 @@ The names are those of Megatron-Bridge (`src/megatron/bridge/models/olmo2/olmo2_
 from collections.abc import Iterator
 from typing import Any
 
-from ..rules import Rule
+from ..megatron.rules import Rule
 from .family import (
     Arguments,
     Family,

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from ..rules import Rule, Split
+from ..megatron.rules import Divided, Rule
 from .family import (
     Arguments,
     Family,
@@ -22,7 +22,7 @@ from .family import (
 
 def _rules(config: Any, padded: int) -> Iterator[Rule]:
     queries, keys = (heads * head_dim(config) for heads in (config.num_attention_heads, kv_heads(config)))
-    packed = chain(Split((queries, keys, keys)), qkv(config))
+    packed = chain(Divided((queries, keys, keys)), qkv(config))
     yield from vocabulary(config, padded, "model.embed_tokens")
     for number in layers(config):
         source, target = f"model.layers.{number}", f"decoder.layers.{number}"

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from .commit import Transaction
-from .pieces import Piece
-from .reader import LATEST
+from .boxes import Piece
+from .discovery import LATEST
+from .transaction import Transaction
 
 # Every tensor of the snapshot starts at a multiple of this, in bytes.
 _ALIGNMENT = 64

@@ -15,11 +15,11 @@ from ..axes import Axes
 from ..data_parallel.buckets import owned_range
 from ..data_parallel.fully_sharded import owned_rows
 from ..data_parallel.optimizer import Leaf
+from ..parallel_state import ParallelState, parallel_state
 from ..placement import Placement
-from ..state import ParallelState, parallel_state
 from ..upstream import local_tensor
-from .pieces import Box, Piece, local_boxes
-from .stages import is_owned, resharded
+from .boxes import Box, Piece, local_boxes
+from .stage_agreement import is_owned, resharded
 
 
 @dataclass(frozen=True)

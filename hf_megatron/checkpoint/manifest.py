@@ -16,9 +16,11 @@ import torch
 import transformers
 
 from ..errors import CheckpointError
+from ..files.digest import FileDigest
+from ..files.paths import inside
+from ..files.safetensors import DTYPES
 from ..version import __version__
-from .pieces import Box, check_boxes
-from .shards import DTYPES, FileEntry
+from .boxes import Box, check_boxes
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
@@ -65,14 +67,14 @@ class Manifest:
     Args:
         world_size (`int`): ranks that wrote it.
         facts (`Mapping[str, Any]`): the caller's own facts, JSON values only.
-        files (`Mapping[str, FileEntry]`): every file but the manifest, by its path relative to the checkpoint.
+        files (`Mapping[str, FileDigest]`): every file but the manifest, by its path relative to the checkpoint.
         tensors (`Mapping[str, TensorEntry]`): by name.
         versions (`Mapping[str, str]`): of the libraries that wrote it.
     """
 
     world_size: int
     facts: Mapping[str, Any]
-    files: Mapping[str, FileEntry]
+    files: Mapping[str, FileDigest]
     tensors: Mapping[str, TensorEntry]
     versions: Mapping[str, str] = field(default_factory=library_versions)
 
@@ -113,7 +115,7 @@ class Manifest:
             size, digest = check.value(entry, "size", int), check.value(entry, "blake3", str)
             if size < 0 or not re.fullmatch("[0-9a-f]{64}", digest):
                 raise CheckpointError(f"{where}: file {name!r} has size {size} and blake3 {digest!r}.")
-            files[name] = FileEntry(size, digest)
+            files[name] = FileDigest(size, digest)
         tensors = {name: check.tensor(name, entry, files) for name, entry in check.value(data, "tensors", dict).items()}
         world_size, facts = check.value(data, "world_size", int), check.value(data, "facts", dict)
         return cls(world_size, facts, files, tensors, check.value(data, "versions", dict))
@@ -139,21 +141,6 @@ class Manifest:
         for name in manifest.files:
             inside(directory, name)
         return manifest
-
-
-def inside(directory: Path, name: str) -> Path:
-    """The path of a file of a checkpoint; in the Hub's cache, files are links into a folder of its own.
-
-    Raises:
-        CheckpointError: when the name or links lead out of the checkpoint.
-    """
-    if os.path.isabs(name) or ".." in Path(name).parts or "\0" in name:
-        raise CheckpointError(f"{directory} names the file {name!r}, which lies outside of it.")
-    real, root = Path(os.path.realpath(directory / name)), Path(os.path.realpath(directory))
-    allowed = [root, *(parent.parent / "blobs" for parent in root.parents if parent.name == "snapshots")]
-    if not any(real.is_relative_to(folder) for folder in allowed):
-        raise CheckpointError(f"{directory / name} leads out of the checkpoint, to {real}.")
-    return directory / name
 
 
 class _Checker:
@@ -186,7 +173,7 @@ class _Checker:
             raise CheckpointError(f"{self.where}: {what} is {str(value)[:100]!r}, expected a list of sizes.")
         return tuple(value)
 
-    def tensor(self, name: str, entry: Any, files: Mapping[str, FileEntry]) -> TensorEntry:
+    def tensor(self, name: str, entry: Any, files: Mapping[str, FileDigest]) -> TensorEntry:
         shape, dtype = (
             self.integers(self.value(entry, "shape", list), f"{name}: shape"),
             self.value(entry, "dtype", str),

@@ -1,9 +1,6 @@
 """Reading sharded checkpoints in any layout; everything is checked before the first entry is copied."""
 
 import json
-import os
-import re
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,13 +9,14 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ..communication.agreement import raise_together, rank_and_size
 from ..errors import CheckpointError
-from .manifest import MANIFEST, Manifest, PieceEntry, TensorEntry, inside
-from .pieces import Box, check_boxes, copy_overlap, overlaps, uncovered
-from .shards import MappedShard, hash_file
-from .together import raise_together, rank_and_size
+from ..files.digest import hash_file
+from ..files.paths import inside
+from ..files.safetensors import MappedSafetensors
+from .boxes import Box, check_boxes, copy_overlap, overlaps, uncovered
+from .manifest import Manifest, PieceEntry, TensorEntry
 
-LATEST = "latest"
 # Names the files that `pull` left out on purpose, because no rank it pulled for needs them.
 PARTIAL = "partial.json"
 
@@ -43,7 +41,7 @@ class Checkpoint:
     def __init__(self, path: str | Path):
         self.path = Path(path)
         self.manifest = Manifest.load(self.path)
-        self._shards: dict[str, MappedShard] = {}
+        self._shards: dict[str, MappedSafetensors] = {}
         left_out = read_partial(self.path)
         self.absent = frozenset(
             name for name in self.manifest.files.keys() & left_out if not (self.path / name).is_file()
@@ -195,7 +193,7 @@ class Checkpoint:
     def _contents(self, name: str, entry: TensorEntry, piece: PieceEntry) -> Tensor:
         shard = self._shards.get(piece.file)
         if shard is None:
-            shard = self._shards[piece.file] = MappedShard(inside(self.path, piece.file))
+            shard = self._shards[piece.file] = MappedSafetensors(inside(self.path, piece.file))
         data = shard.tensor(piece.key)
         if data.dtype != entry.dtype or data.numel() != sum(box.numel for box in piece.boxes):
             raise CheckpointError(
@@ -253,78 +251,3 @@ def verify_on_all_ranks(checkpoint: Checkpoint, group: ProcessGroup | None = Non
     except (CheckpointError, OSError) as caught:
         error = caught
     raise_together(error, group, f"Checking {checkpoint.path}")
-
-
-def is_committed(path: str | Path) -> bool:
-    """Whether a directory has a valid manifest; its files are not looked at."""
-    try:
-        Manifest.load(Path(path))
-    except CheckpointError:
-        return False
-    return True
-
-
-def committed(parent: Path) -> list[Path]:
-    """The complete checkpoints of a directory, newest first: by the number their name ends in, then by time.
-
-    `checkpoint-5.1` is a second save of step 5 (see `fresh_name`).
-    """
-    found = []
-    for path in parent.iterdir() if parent.is_dir() else ():
-        if not path.name.startswith(".tmp-") and (path / MANIFEST).is_file() and is_committed(path):
-            number = re.search(r"(\d+)(?:\.(\d+))?$", path.name)
-            step, again = (int(number[1]), int(number[2] or 0)) if number else (-1, 0)
-            found.append((step, again, path.stat().st_mtime_ns, path))
-    return [path for *_, path in sorted(found, reverse=True)]
-
-
-def versions(path: Path) -> list[Path]:
-    """The complete checkpoints saved under a name, newest first: `name` itself, `name.1` and so on."""
-    same = re.compile(re.escape(path.name) + r"(?:\.(\d+))?")
-    found = [(int(match[1] or 0), other) for other in committed(path.parent) if (match := same.fullmatch(other.name))]
-    return [other for _, other in sorted(found, reverse=True)]
-
-
-def fresh_name(path: Path) -> Path:
-    """`path`, or where that exists already `path.1` and so on: a checkpoint is never written over."""
-    taken, again = path, 0
-    while os.path.lexists(taken):
-        again += 1
-        taken = path.with_name(f"{path.name}.{again}")
-    return taken
-
-
-def pointed_at(parent: Path, pointer: str = LATEST) -> Path | None:
-    """What the pointer file names; `None` when there is none, or when it holds no plain name."""
-    try:
-        name = (parent / pointer).read_bytes()[:4096].decode().strip()
-    except (OSError, UnicodeDecodeError):
-        return None
-    return parent / name if re.fullmatch(r"[^/\\\0]+", name) and name not in (".", "..") else None
-
-
-def latest(parent: str | Path, pointer: str = LATEST) -> Path | None:
-    """The checkpoint to resume from: the one that `latest` names, else the newest complete one, with a warning."""
-    root = Path(parent)
-    current = pointed_at(root, pointer)
-    if current is not None and is_committed(current):
-        return current
-    candidates = committed(root)
-    if not candidates:
-        return None
-    said = "missing or unreadable" if current is None else f"{current.name!r}, which is not a complete checkpoint"
-    warnings.warn(f"{root / pointer} is {said}; falling back to {candidates[0].name}.", stacklevel=2)
-    return candidates[0]
-
-
-def find(parent: str | Path, name: str) -> Path:
-    """Exactly this checkpoint.
-
-    Raises:
-        CheckpointError: when it is missing or incomplete.
-    """
-    if Path(name).name != name or name in ("", ".", ".."):
-        raise CheckpointError(f"{name!r} is not the name of a checkpoint in {parent}.")
-    path = Path(parent) / name
-    Manifest.load(path)
-    return path

@@ -18,17 +18,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..communication.agreement import agreed
 from ..data_parallel.optimizer import Leaf, sharded
 from ..errors import CheckpointError
-from ..state import ParallelState, parallel_state
+from ..parallel_state import ParallelState, parallel_state
 from ..upstream import local_tensor
+from .boxes import Piece
 from .holdings import Holding, leaf_holding, model_pieces, named_tensors, parameter_holding
-from .load import empty_in_huge_pages
-from .packing import pack, unpack
-from .pieces import Piece
 from .reader import Checkpoint
-from .stages import check_copies, in_order, joined, of_all_stages, resharded, tied_weights
-from .together import agreed
+from .stage_agreement import check_copies, in_order, join_stages, of_all_stages, resharded, tied_weights
+from .state_file import pack, unpack
+from .strict_loading import empty_in_huge_pages
 
 MAIN_WEIGHT = "main_weight"
 
@@ -162,7 +162,7 @@ def _of_the_whole_model(state: ParallelState, described: list[dict[str, Any]]) -
             {**group, "names": in_order(state, [n for stage in stages for n in stage["groups"][index]["names"]])}
             for index, group in enumerate(own["groups"])
         ]
-        by_name = {key: joined(state, own[key]) for key in ("scalars", "moments")}
+        by_name = {key: join_stages(state, own[key]) for key in ("scalars", "moments")}
         whole.append({"class": own["class"], "groups": groups, **by_name})
     return whole
 

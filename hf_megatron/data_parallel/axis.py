@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ..state import ParallelState
+from ..parallel_state import ParallelState
 from .engine import DataParallel
 from .fully_sharded import shard_weights
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..communication.collectives import bounds, share
 from ..upstream import local_tensor
-from .sharing import Sharing
+from .reduction_groups import Sharing
 
 _Key = tuple[Sharing, torch.dtype, torch.dtype, torch.device]
 

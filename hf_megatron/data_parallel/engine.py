@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError, NonFiniteGradientError, UnsupportedError
+from ..parallel_state import ParallelState, parallel_state
 from ..placement import Claim
-from ..state import ParallelState, parallel_state
 from ..upstream import local_tensor
 from .fully_sharded import no_sync
 from .gradient_store import GradientStore, PlainGradients
 from .parameter_list import ParameterList
 from .reduction import GradientReducer
-from .sharing import Sharing
+from .reduction_groups import Sharing
 
 # Stock loops hand over parameters, not models: each one carries its engine.
 _MARK = "_hf_megatron"

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from ..axes import Axes
 from ..communication.collectives import all_gather, bounds
-from ..communication.sharding import AllGather, ReduceScatter
+from ..communication.flat_rows import AllGather, ReduceScatter
 from ..config import MegatronConfig
 from ..mesh import ParallelMesh
 from ..upstream import local_tensor

@@ -18,8 +18,8 @@ from ..upstream import local_tensor
 from .buckets import owned_range
 from .engine import DataParallel, Verdict, engine_of
 from .gradient_norm import clip_grad_norm, gradient_norm
-from .publishing import Publisher
-from .sharing import Sharing
+from .reduction_groups import Sharing
+from .weight_gathering import Publisher
 
 # Optimizers whose update of an entry depends on that entry alone: package -> classes.
 ELEMENTWISE = {

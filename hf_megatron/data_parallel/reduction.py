@@ -18,11 +18,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..communication.sharding import ReduceScatter, gather_rows, sum_over
+from ..communication.flat_rows import ReduceScatter, gather_rows, sum_over
 from ..errors import UnsupportedError
 from ..upstream import dtensor_from_local, local_tensor
 from .buckets import Bucket, Slot, Sum, make_buckets
-from .sharing import Sharing
+from .reduction_groups import Sharing
 
 _MIB = 2**20
 # Buckets whose rows exist at a time where they are not kept; more would overlap no better.

@@ -6,7 +6,6 @@ package, so the block is read here and the switch is cleared when hf_megatron is
 """
 
 import dataclasses
-import functools
 import gc
 import inspect
 import os
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import MegatronConfig
 from ..errors import ConfigError, UnsupportedError
-from ..ledger import LEDGER
+from ..patch_ledger import LEDGER
 from .launch_keys import FIELD_PREFIX, fields_of_block, fields_of_plugin, fields_of_variables, merge
 
 if TYPE_CHECKING:
@@ -154,17 +153,12 @@ def ensure_process_group(timeout: float, cpu: bool = False) -> "torch.device":
     return torch.device("cpu") if state.device.type == "cpu" else state.device
 
 
-def default_timeout(original: Callable) -> Callable:
+def default_timeout(original: Callable, backend: Any = None) -> timedelta:
     """Groups made without a timeout of their own (meshes, FSDP2) would wait half an hour, whatever the job's is."""
+    from ..communication.watch import running_watch
 
-    @functools.wraps(original)
-    def wrapper(backend: Any = None) -> timedelta:
-        from ..communication.watch import running_watch
-
-        watch = running_watch()
-        return original(backend) if watch is None else timedelta(seconds=watch.timeout)
-
-    return wrapper
+    watch = running_watch()
+    return original(backend) if watch is None else timedelta(seconds=watch.timeout)
 
 
 def layout_of_models() -> MegatronConfig | None:
@@ -223,7 +217,7 @@ def is_ours(accelerator: Any) -> bool:
 
 
 def _state(model: Any) -> Any:
-    from ..state import parallel_state
+    from ..parallel_state import parallel_state
 
     return parallel_state(model)
 
@@ -252,34 +246,28 @@ def _layout(arguments: dict[str, Any], of_models: MegatronConfig | None) -> Mega
     return config
 
 
-def init(original: Callable) -> Callable:
-    signature = inspect.signature(original)
+def init(original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
+    arguments = dict(inspect.signature(original).bind(self, *args, **kwargs).arguments)
+    del arguments["self"]
+    by_plugin = arguments.get("megatron_lm_plugin") is not None
+    of_models = layout_of_models()
+    config = _layout(arguments, of_models)
+    if config is not None:
+        from ..config import validate_world_size
 
-    @functools.wraps(original)
-    def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
-        arguments = dict(signature.bind(self, *args, **kwargs).arguments)
-        del arguments["self"]
-        by_plugin = arguments.get("megatron_lm_plugin") is not None
-        of_models = layout_of_models()
-        config = _layout(arguments, of_models)
-        if config is not None:
-            from ..config import validate_world_size
-
-            validate_world_size(config, job_world_size())
-            if job_world_size() > 1:
-                ensure_process_group(config.timeout, cpu=bool(arguments.get("cpu")))
-            if by_plugin:
-                self._hf_megatron_plugin = config
-        config = config or of_models
-        if config is not None and job_world_size() > 1 and arguments.get("parallelism_config") is None:
-            for name in ("deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin"):
-                if arguments.get(name) is not None:
-                    raise UnsupportedError(f"Accelerator({name}=...) beside megatron_config: drop the plugin.")
-            arguments["parallelism_config"] = parallelism_config(config.ranks_per_replica)
-        mine = type(arguments.get("parallelism_config")).__name__ == "MegatronParallelismConfig"
-        original(self, **_with_data(arguments) if mine else arguments)
-
-    return wrapper
+        validate_world_size(config, job_world_size())
+        if job_world_size() > 1:
+            ensure_process_group(config.timeout, cpu=bool(arguments.get("cpu")))
+        if by_plugin:
+            self._hf_megatron_plugin = config
+    config = config or of_models
+    if config is not None and job_world_size() > 1 and arguments.get("parallelism_config") is None:
+        for name in ("deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin"):
+            if arguments.get(name) is not None:
+                raise UnsupportedError(f"Accelerator({name}=...) beside megatron_config: drop the plugin.")
+        arguments["parallelism_config"] = parallelism_config(config.ranks_per_replica)
+    mine = type(arguments.get("parallelism_config")).__name__ == "MegatronParallelismConfig"
+    original(self, **_with_data(arguments) if mine else arguments)
 
 
 def _with_data(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -319,29 +307,30 @@ def _seed_of_first_rank() -> int:
     return seed[0]
 
 
-def prepare_model(original: Callable) -> Callable:
-    @functools.wraps(original)
-    def wrapper(
-        self: Any, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False, **kwargs: Any
-    ) -> Any:
-        state = _state(model)
-        if state is None:
-            return original(self, model, device_placement, evaluation_mode, **kwargs)
-        if not is_ours(self):
-            raise ConfigError(
-                "This Accelerator was created before the model was loaded with megatron_config and splits batches over "
-                "all ranks. Create it after the model, pass it megatron_lm_plugin=MegatronPlugin(...), or launch with "
-                "an accelerate YAML of type MEGATRON_LM."
-            )
-        _require_same_layout(self, state.config)
-        if state.pipeline is not None and self.scaler is not None:
-            # What `backward` multiplies a loss by, unless the loop does something to it as well.
-            state.pipeline.loss_scale.usual = lambda: self.scaler.get_scale() / self.gradient_accumulation_steps
-        # Stock's evaluation mode applies mixed precision and leaves out DistributedDataParallel: gradients are
-        # reduced by the model's own hooks.
-        return original(self, model, device_placement, True, **kwargs)
-
-    return wrapper
+def prepare_model(
+    original: Callable,
+    self: Any,
+    model: Any,
+    device_placement: bool | None = None,
+    evaluation_mode: bool = False,
+    **kwargs: Any,
+) -> Any:
+    state = _state(model)
+    if state is None:
+        return original(self, model, device_placement, evaluation_mode, **kwargs)
+    if not is_ours(self):
+        raise ConfigError(
+            "This Accelerator was created before the model was loaded with megatron_config and splits batches over "
+            "all ranks. Create it after the model, pass it megatron_lm_plugin=MegatronPlugin(...), or launch with "
+            "an accelerate YAML of type MEGATRON_LM."
+        )
+    _require_same_layout(self, state.config)
+    if state.pipeline is not None and self.scaler is not None:
+        # What `backward` multiplies a loss by, unless the loop does something to it as well.
+        state.pipeline.loss_scale.usual = lambda: self.scaler.get_scale() / self.gradient_accumulation_steps
+    # Stock's evaluation mode applies mixed precision and leaves out DistributedDataParallel: gradients are
+    # reduced by the model's own hooks.
+    return original(self, model, device_placement, True, **kwargs)
 
 
 def _require_same_layout(accelerator: Any, config: MegatronConfig) -> None:
@@ -365,48 +354,31 @@ def _require_same_layout(accelerator: Any, config: MegatronConfig) -> None:
         )
 
 
-def prepare_tp(original: Callable) -> Callable:
+def prepare_tp(original: Callable, self: Any, *args: Any) -> Any:
     """Stock would put the model's DTensors back into the optimizer's groups; there is nothing left to prepare."""
-
-    @functools.wraps(original)
-    def wrapper(self: Any, *args: Any) -> Any:
-        return list(args) if is_ours(self) else original(self, *args)
-
-    return wrapper
+    return list(args) if is_ours(self) else original(self, *args)
 
 
-def prepare_scheduler(original: Callable) -> Callable:
-    @functools.wraps(original)
-    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        scheduler = original(self, *args, **kwargs)
-        if is_ours(self):
-            # Stock steps once per rank of the world; ranks that share a batch are one.
-            scheduler.split_batches = True
-        return scheduler
-
-    return wrapper
+def prepare_scheduler(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
+    scheduler = original(self, *args, **kwargs)
+    if is_ours(self):
+        # Stock steps once per rank of the world; ranks that share a batch are one.
+        scheduler.split_batches = True
+    return scheduler
 
 
-def clip_grad_norm_(original: Callable) -> Callable:
-    @functools.wraps(original)
-    def wrapper(self: Any, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-        if not is_ours(self):
-            return original(self, parameters, max_norm, norm_type=norm_type)
-        from ..data_parallel.gradient_norm import clip_grad_norm
+def clip_grad_norm_(original: Callable, self: Any, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+    if not is_ours(self):
+        return original(self, parameters, max_norm, norm_type=norm_type)
+    from ..data_parallel.gradient_norm import clip_grad_norm
 
-        self.unscale_gradients()
-        return clip_grad_norm(parameters, max_norm, norm_type)
-
-    return wrapper
+    self.unscale_gradients()
+    return clip_grad_norm(parameters, max_norm, norm_type)
 
 
-def get_state_dict(original: Callable) -> Callable:
-    @functools.wraps(original)
-    def wrapper(self: Any, model: Any, unwrap: bool = True) -> Any:
-        if _state(model) is None:
-            return original(self, model, unwrap)
-        from ..checkpoint.merged import full_state_dict
+def get_state_dict(original: Callable, self: Any, model: Any, unwrap: bool = True) -> Any:
+    if _state(model) is None:
+        return original(self, model, unwrap)
+    from ..checkpoint.gathered import full_state_dict
 
-        return full_state_dict(model)
-
-    return wrapper
+    return full_state_dict(model)

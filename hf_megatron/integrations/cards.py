@@ -4,7 +4,6 @@ The first rank alone writes, and what it writes needs nothing of the others. A c
 the weights beside it are worth more.
 """
 
-import functools
 import inspect
 import os
 import warnings
@@ -12,8 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ..checkpoint.together import rank_and_size
-from ..state import parallel_state
+from ..communication.agreement import rank_and_size
+from ..parallel_state import parallel_state
 
 # What folders begin with that get their name later.
 _NAMELESS = "."
@@ -67,31 +66,20 @@ def write_trainer_card(trainer: Any, directory: Any, **known: Any) -> None:
         write_card(directory, facts_of_trainer(trainer, **known))
 
 
-def save(original: Callable) -> Callable:
+def save(original: Callable, self: Any, output_dir: str | None = None, state_dict: dict | None = None) -> None:
     """`Trainer._save`, the part of `save_model` that writes: the model's card becomes the trainer's."""
-
-    @functools.wraps(original)
-    def wrapper(self: Any, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        original(self, output_dir, state_dict)
-        if parallel_state(self.model) is not None:
-            write_trainer_card(self, self.args.output_dir if output_dir is None else output_dir)
-
-    return wrapper
+    original(self, output_dir, state_dict)
+    if parallel_state(self.model) is not None:
+        write_trainer_card(self, self.args.output_dir if output_dir is None else output_dir)
 
 
-def create_model_card(original: Callable) -> Callable:
+def create_model_card(original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
     """`create_model_card` of Trainer and of TRL's trainers: ours, with the arguments of either."""
-    signature = inspect.signature(original)
-
-    @functools.wraps(original)
-    def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
-        if parallel_state(self.model) is None:
-            original(self, *args, **kwargs)
-            return
-        given = signature.bind(self, *args, **kwargs).arguments
-        write_trainer_card(self, self.args.output_dir, **_known(self, given))
-
-    return wrapper
+    if parallel_state(self.model) is None:
+        original(self, *args, **kwargs)
+        return
+    given = inspect.signature(original).bind(self, *args, **kwargs).arguments
+    write_trainer_card(self, self.args.output_dir, **_known(self, given))
 
 
 def _known(trainer: Any, given: dict[str, Any]) -> dict[str, Any]:

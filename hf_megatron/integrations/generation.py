@@ -1,6 +1,5 @@
 """`generate()`: the ranks that share a model draw the same tokens and stop at the same one."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -8,10 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..communication.random import ReplicatedState
+from ..communication.random_streams import ReplicatedState
 from ..errors import UnsupportedError
 from ..mesh import ParallelMesh
-from ..state import parallel_state
+from ..parallel_state import parallel_state
 
 # Criteria that decide by tokens and scores alone, which are the same on every rank.
 _ALIKE = ("ConfidenceCriteria", "EosTokenCriteria", "MaxLengthCriteria", "StopStringCriteria")
@@ -41,68 +40,45 @@ class AgreedCriterion:
         return decided.to(input_ids.device).bool()
 
 
-def generate(original: Callable) -> Callable:
-    @functools.wraps(original)
-    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        state = parallel_state(self)
-        if state is not None:
-            # Sampling must draw the same tokens on every rank, whatever seeds the user set.
-            stream = ReplicatedState(state.mesh.device)
-            for group in (state.mesh.tp_group, state.mesh.pp_group):
-                stream.synchronise(group)
-        return original(self, *args, **kwargs)
-
-    return wrapper
+def generate(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
+    state = parallel_state(self)
+    if state is not None:
+        # Sampling must draw the same tokens on every rank, whatever seeds the user set.
+        stream = ReplicatedState(state.mesh.device)
+        for group in (state.mesh.tp_group, state.mesh.pp_group):
+            stream.synchronise(group)
+    return original(self, *args, **kwargs)
 
 
-def init_continuous_batching(original: Callable) -> Callable:
+def init_continuous_batching(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Stock schedules requests on each rank by its own clock and memory."""
-
-    @functools.wraps(original)
-    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        state = parallel_state(self)
-        if state is not None and (state.config.ranks_per_replica > 1 or state.shards_weights):
-            raise UnsupportedError(
-                f"{type(self).__name__}.generate_batch (continuous batching) on a model that is split over ranks: use "
-                "generate(), or serve the saved model with an inference engine."
-            )
-        return original(self, *args, **kwargs)
-
-    return wrapper
+    state = parallel_state(self)
+    if state is not None and (state.config.ranks_per_replica > 1 or state.shards_weights):
+        raise UnsupportedError(
+            f"{type(self).__name__}.generate_batch (continuous batching) on a model that is split over ranks: use "
+            "generate(), or serve the saved model with an inference engine."
+        )
+    return original(self, *args, **kwargs)
 
 
-def get_stopping_criteria(original: Callable) -> Callable:
-    @functools.wraps(original)
-    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        criteria = original(self, *args, **kwargs)
-        state = parallel_state(self)
-        if state is None or state.config.ranks_per_replica == 1:
-            return criteria
-        # Here, so that an import of the library does not bring transformers' tokenizers in.
-        from transformers.generation import stopping_criteria
+def get_stopping_criteria(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
+    criteria = original(self, *args, **kwargs)
+    state = parallel_state(self)
+    if state is None or state.config.ranks_per_replica == 1:
+        return criteria
+    # Here, so that an import of the library does not bring transformers' tokenizers in.
+    from transformers.generation import stopping_criteria
 
-        alike = {getattr(stopping_criteria, name) for name in _ALIKE}
-        return type(criteria)(one if type(one) in alike else AgreedCriterion(one, state.mesh) for one in criteria)
-
-    return wrapper
+    alike = {getattr(stopping_criteria, name) for name in _ALIKE}
+    return type(criteria)(one if type(one) in alike else AgreedCriterion(one, state.mesh) for one in criteria)
 
 
-def valid_auto_compile_criteria(original: Callable) -> Callable:
+def valid_auto_compile_criteria(original: Callable, self: Any, *args: Any, **kwargs: Any) -> bool:
     """Stock compiles the whole forward for a static cache; a pipeline's sends and receives between its stages."""
-
-    @functools.wraps(original)
-    def wrapper(self: Any, *args: Any, **kwargs: Any) -> bool:
-        state = parallel_state(self)
-        return False if state is not None and state.pipeline is not None else original(self, *args, **kwargs)
-
-    return wrapper
+    state = parallel_state(self)
+    return False if state is not None and state.pipeline is not None else original(self, *args, **kwargs)
 
 
-def get_static_cache_init_shape(original: Callable) -> Callable:
+def get_static_cache_init_shape(original: Callable, self: Any) -> Any:
     """Stock's only use of the shape is to spare compiled prefills an allocation; it knows nothing of a rank's heads."""
-
-    @functools.wraps(original)
-    def wrapper(self: Any) -> Any:
-        return original(self) if parallel_state(self) is None else None
-
-    return wrapper
+    return original(self) if parallel_state(self) is None else None

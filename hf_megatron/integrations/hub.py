@@ -4,7 +4,6 @@ Stock calls them on every rank, and each makes a temporary directory, a reposito
 pushes from the first rank alone, so that the others never hear of an error, and pickles its arguments on the way.
 """
 
-import functools
 import os
 import shutil
 import tempfile
@@ -16,28 +15,36 @@ from huggingface_hub import HfApi, ModelCard
 from huggingface_hub.errors import EntryNotFoundError
 from transformers.utils.hub import create_and_tag_model_card
 
-from ..checkpoint.hub_files import CARD, INDEX
-from ..checkpoint.hub_folder import PART
-from ..checkpoint.hub_push import push_folder
 from ..checkpoint.reader import PARTIAL, read_partial
-from ..checkpoint.together import agreed, gather, rank_and_size
+from ..communication.agreement import agreed, gather, rank_and_size
 from ..errors import CheckpointError, UnsupportedError
-from ..state import parallel_state
+from ..hub.pulled_folder import PART
+from ..hub.push import push_folder
+from ..hub.pushed_files import CARD, INDEX
+from ..parallel_state import parallel_state
 
 # What stock leaves out of the folder it pushes.
 _IGNORED = ("_*", "checkpoint-*")
 
 
-def push_to_hub(original: Callable) -> Callable:
+def push_to_hub(original: Callable, self: Any, repo_id: str, **kwargs: Any) -> Any:
     """`PreTrainedModel.push_to_hub`; every rank calls it with stock's arguments and gets the same commit."""
+    if parallel_state(self) is None:
+        return original(self, repo_id, **kwargs)
+    return _push_model(self, repo_id, **kwargs)
 
-    @functools.wraps(original)
-    def wrapper(self: Any, repo_id: str, **kwargs: Any) -> Any:
-        if parallel_state(self) is None:
-            return original(self, repo_id, **kwargs)
-        return _push_model(self, repo_id, **kwargs)
 
-    return wrapper
+def push_saved(directory: str, token: str | bool | None, arguments: dict[str, Any]) -> None:
+    """Does what `save_pretrained(push_to_hub=True)` does behind the save, with its keyword arguments."""
+    push_folder(
+        directory,
+        arguments.get("repo_id") or os.path.basename(os.path.normpath(directory)),
+        token=token,
+        private=arguments.get("private"),
+        revision=arguments.get("revision"),
+        create_pr=arguments.get("create_pr", False),
+        commit_message=arguments.get("commit_message") or "Upload model",
+    )
 
 
 def _push_model(
@@ -108,58 +115,49 @@ def _text(token: bool | str | None) -> str | None:
     return token if isinstance(token, str) else None
 
 
-def init_hf_repo(original: Callable) -> Callable:
+def init_hf_repo(original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
     """`Trainer.init_hf_repo`: an error of the first rank reaches all, and all know the repository's name."""
-
-    @functools.wraps(original)
-    def wrapper(self: Any, *args: Any, **kwargs: Any) -> None:
-        state = parallel_state(self.model)
-        if state is None:
-            original(self, *args, **kwargs)
-            return
-        strategy = self.args.hub_strategy.value
-        if self.args.push_to_hub and state.config.async_save and strategy != "end":
-            raise UnsupportedError(
-                f"TrainingArguments.hub_strategy = {strategy!r} with "
-                "MegatronConfig(async_save=True): every push needs all ranks, which go on training meanwhile. Use "
-                "hub_strategy='end', or async_save=False."
-            )
-        with agreed("Making the repository of TrainingArguments.push_to_hub"):
-            original(self, *args, **kwargs)
-        self.hub_model_id = gather(self.hub_model_id, None, "Making the repository")[0]
-        self.push_in_progress = None
-
-    return wrapper
+    state = parallel_state(self.model)
+    if state is None:
+        original(self, *args, **kwargs)
+        return
+    strategy = self.args.hub_strategy.value
+    if self.args.push_to_hub and state.config.async_save and strategy != "end":
+        raise UnsupportedError(
+            f"TrainingArguments.hub_strategy = {strategy!r} with "
+            "MegatronConfig(async_save=True): every push needs all ranks, which go on training meanwhile. Use "
+            "hub_strategy='end', or async_save=False."
+        )
+    with agreed("Making the repository of TrainingArguments.push_to_hub"):
+        original(self, *args, **kwargs)
+    self.hub_model_id = gather(self.hub_model_id, None, "Making the repository")[0]
+    self.push_in_progress = None
 
 
-def trainer_push_to_hub(original: Callable) -> Callable:
+def trainer_push_to_hub(
+    original: Callable,
+    self: Any,
+    commit_message: str | None = "End of training",
+    blocking: bool = True,
+    token: str | None = None,
+    revision: str | None = None,
+    private: bool | None = None,
+    **kwargs: Any,
+) -> Any:
     """`Trainer.push_to_hub`; returns the commit on all ranks when everything is there, `blocking=False` or not."""
-
-    @functools.wraps(original)
-    def wrapper(
-        self: Any,
-        commit_message: str | None = "End of training",
-        blocking: bool = True,
-        token: str | None = None,
-        revision: str | None = None,
-        private: bool | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        if parallel_state(self.model) is None:
-            return original(self, commit_message, blocking, token, revision, private, **kwargs)
-        self.callback_handler.on_push_begin(self.args, self.state, self.control)
-        if self.hub_model_id is None:
-            self.init_hf_repo(token=token, private=private)
-        self.save_model(_internal_call=True)
-        kwargs.setdefault("model_name", self.hub_model_id.split("/")[-1])
-        if model_tags := self.model.model_tags:
-            given = kwargs.get("tags") or []
-            kwargs["tags"] = list(dict.fromkeys([*([given] if isinstance(given, str) else given), *model_tags]))
-        with agreed("Making the model card"):
-            self.create_model_card(**kwargs)
-        return _push_output(self, commit_message, token, revision, private)
-
-    return wrapper
+    if parallel_state(self.model) is None:
+        return original(self, commit_message, blocking, token, revision, private, **kwargs)
+    self.callback_handler.on_push_begin(self.args, self.state, self.control)
+    if self.hub_model_id is None:
+        self.init_hf_repo(token=token, private=private)
+    self.save_model(_internal_call=True)
+    kwargs.setdefault("model_name", self.hub_model_id.split("/")[-1])
+    if model_tags := self.model.model_tags:
+        given = kwargs.get("tags") or []
+        kwargs["tags"] = list(dict.fromkeys([*([given] if isinstance(given, str) else given), *model_tags]))
+    with agreed("Making the model card"):
+        self.create_model_card(**kwargs)
+    return _push_output(self, commit_message, token, revision, private)
 
 
 def _push_output(
@@ -177,34 +175,29 @@ def _push_output(
     )
 
 
-def push_from_checkpoint(original: Callable) -> Callable:
+def push_from_checkpoint(original: Callable, self: Any, checkpoint_folder: str) -> None:
     """`Trainer._push_from_checkpoint`: merged weights and, as the strategy says, the checkpoint; training waits."""
-
-    @functools.wraps(original)
-    def wrapper(self: Any, checkpoint_folder: str) -> None:
-        if parallel_state(self.model) is None:
-            original(self, checkpoint_folder)
-            return
-        args = self.args
-        strategy = args.hub_strategy.value
-        if strategy == "end":
-            return
-        self.callback_handler.on_push_begin(args, self.state, self.control)
-        # The checkpoint's own weights are in shards, which `from_pretrained(repo)` does not read.
-        self.save_model(_internal_call=True)
-        message = f"Training in progress, step {self.state.global_step}"
-        _push_output(self, message, None, None, None)
-        if strategy in ("checkpoint", "all_checkpoints"):
-            push_folder(
-                checkpoint_folder,
-                self.hub_model_id,
-                token=args.hub_token,
-                revision=args.hub_revision,
-                commit_message=f"{message}, checkpoint",
-                path_in_repo="last-checkpoint" if strategy == "checkpoint" else Path(checkpoint_folder).name,
-            )
-
-    return wrapper
+    if parallel_state(self.model) is None:
+        original(self, checkpoint_folder)
+        return
+    args = self.args
+    strategy = args.hub_strategy.value
+    if strategy == "end":
+        return
+    self.callback_handler.on_push_begin(args, self.state, self.control)
+    # The checkpoint's own weights are in shards, which `from_pretrained(repo)` does not read.
+    self.save_model(_internal_call=True)
+    message = f"Training in progress, step {self.state.global_step}"
+    _push_output(self, message, None, None, None)
+    if strategy in ("checkpoint", "all_checkpoints"):
+        push_folder(
+            checkpoint_folder,
+            self.hub_model_id,
+            token=args.hub_token,
+            revision=args.hub_revision,
+            commit_message=f"{message}, checkpoint",
+            path_in_repo="last-checkpoint" if strategy == "checkpoint" else Path(checkpoint_folder).name,
+        )
 
 
 def readable_part(path: Any) -> Any:

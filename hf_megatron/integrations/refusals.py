@@ -1,40 +1,36 @@
 """What would train silently wrong on a split model today, refused by name before it starts."""
 
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..errors import UnsupportedError
 
 
-def _refusing(original: Callable, message: str) -> Callable:
-    @functools.wraps(original)
-    def wrapper(self: Any, model: Any = None, *args: Any, **kwargs: Any) -> None:
-        # Read directly: this file is loaded with torch, long before the rest of the library is needed.
-        given = kwargs.get("module") if model is None else model
-        if not isinstance(given, str) and getattr(given, "_hf_megatron", None) is not None:
-            raise UnsupportedError(f"{type(self).__name__}: {message}")
-        original(self, *([] if model is None else [model]), *args, **kwargs)
-
-    return wrapper
+def _refuse(trainer: Any, args: Sequence[Any], kwargs: Mapping[str, Any], message: str) -> None:
+    given = args[0] if args else kwargs.get("model", kwargs.get("module"))
+    # Read directly: this file is loaded with torch, long before the rest of the library is needed.
+    if not isinstance(given, str) and getattr(given, "_hf_megatron", None) is not None:
+        raise UnsupportedError(f"{type(trainer).__name__}: {message}")
 
 
-def data_parallel(original: Callable) -> Callable:
-    """Whole-model DDP would average shards that belong to different parts of the weights."""
-    return _refusing(
-        original,
+def data_parallel(original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
+    """Refuses whole-model DDP: it would average shards that belong to different parts of the weights."""
+    message = (
         "a model laid out by hf_megatron reduces its own gradients and cannot be wrapped. Pass it to Trainer or "
-        "Accelerator.prepare as it is.",
+        "Accelerator.prepare as it is."
     )
+    _refuse(self, args, kwargs, message)
+    original(self, *args, **kwargs)
 
 
-def peft(original: Callable) -> Callable:
-    """Adapters have to be split like the layers they wrap."""
-    return _refusing(
-        original,
+def peft(original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
+    """Refuses adapters: they have to be split like the layers they wrap."""
+    message = (
         "PEFT adapters on a model laid out by hf_megatron are not supported yet. Train the whole model, or train the "
-        "adapter on a model loaded without megatron_config.",
+        "adapter on a model loaded without megatron_config."
     )
+    _refuse(self, args, kwargs, message)
+    original(self, *args, **kwargs)
 
 
 _TRL = (
@@ -44,9 +40,10 @@ _TRL = (
 _TRL_TRAINERS = ("trl.trainer.sft_trainer.SFTTrainer", "trl.trainer.dpo_trainer.DPOTrainer")
 
 
-def trl(original: Callable) -> Callable:
-    """Others compute their losses in ways nobody has compared with one process."""
-    return _refusing(original, _TRL)
+def trl(original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
+    """Refuses TRL's other trainers: nobody has compared their losses with one process."""
+    _refuse(self, args, kwargs, _TRL)
+    original(self, *args, **kwargs)
 
 
 def refuse_other_trl_trainers(trainer: Any) -> None:

@@ -1,21 +1,15 @@
 """TrainingArguments of a job whose ranks are CPUs; imported while transformers itself is, so it imports none of it."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from ..ledger import LEDGER
+from ..patch_ledger import LEDGER
 
 
-def post_init(original: Callable) -> Callable:
+def post_init(original: Callable, self: Any) -> None:
     """Stock looks for accelerators; where there are none it reports one process on every rank of a CPU job."""
-
-    @functools.wraps(original)
-    def wrapper(self: Any) -> None:
-        if LEDGER.models and not torch.accelerator.is_available():
-            self.use_cpu = True
-        original(self)
-
-    return wrapper
+    if LEDGER.models and not torch.accelerator.is_available():
+        self.use_cpu = True
+    original(self)

@@ -16,21 +16,21 @@ import transformers
 
 from ..axes import Axes
 from ..checkpoint.initialize import initialize
-from ..checkpoint.load import check_loaded, own_memory
 from ..checkpoint.merged import save_merged
+from ..checkpoint.strict_loading import check_loaded, own_memory
 from ..communication.handshake import agree
 from ..config import MegatronConfig, validate_world_size
 from ..errors import ConfigError, UnsupportedError
 from ..memory.recompute import apply_recompute
+from ..parallel_state import parallel_state
 from ..parallelize import install, parallel_plan, place
-from ..state import parallel_state
 from ..upstream import forget_conversions, quiet_loading
 from ..version import __version__
 from .accelerate import ensure_process_group, job_world_size
 from .cards import write_model_card
-from .foreign import opened, save_in_format
-from .hub import check_part
-from .verified import require_verified
+from .gate import require_verified
+from .hub import check_part, push_saved
+from .other_formats import opened, save_in_format
 
 # Arguments of from_pretrained that lay the model out in another way.
 _EXCLUSIVE = {
@@ -52,69 +52,58 @@ def _start(value: Any, kwargs: dict[str, Any]) -> MegatronConfig:
     return dataclasses.replace(config, dp_size=validate_world_size(config, job_world_size()))
 
 
-def from_pretrained(original: classmethod) -> classmethod:
-    function = original.__func__
-
-    @functools.wraps(function)
-    def wrapper(
-        cls: Any, pretrained_model_name_or_path: Any = None, *args: Any, megatron_config: Any = None, **kwargs: Any
-    ) -> Any:
-        if megatron_config is None:
-            return function(cls, pretrained_model_name_or_path, *args, **kwargs)
-        config = _start(megatron_config, kwargs)
-        output_loading_info = kwargs.pop("output_loading_info", False)
-        with opened(cls, pretrained_model_name_or_path, kwargs, config) as source:
-            arguments = {**kwargs, **source.arguments, "output_loading_info": True}
-            if config.is_parallel:
-                arguments = {"weights_only": True, **arguments, "distributed_config": config}
-            model, info = function(cls, source.path, *args, **arguments)
-        source.complete(model)
-        if arguments.get("state_dict") is not None:
-            forget_conversions(model)
+def from_pretrained(
+    original: Callable,
+    cls: Any,
+    pretrained_model_name_or_path: Any = None,
+    *args: Any,
+    megatron_config: Any = None,
+    **kwargs: Any,
+) -> Any:
+    if megatron_config is None:
+        return original(cls, pretrained_model_name_or_path, *args, **kwargs)
+    config = _start(megatron_config, kwargs)
+    output_loading_info = kwargs.pop("output_loading_info", False)
+    with opened(cls, pretrained_model_name_or_path, kwargs, config) as source:
+        arguments = {**kwargs, **source.arguments, "output_loading_info": True}
         if config.is_parallel:
-            check_part(model, info, pretrained_model_name_or_path)
-            check_loaded(model, info, strict=config.strict_loading)
-            _finish(model)
-        return (model, info) if output_loading_info else model
-
-    return classmethod(wrapper)
-
-
-def auto_from_pretrained(original: classmethod) -> classmethod:
-    """The Auto classes read a config before they find the class; a layout that cannot be must raise before that."""
-    function = original.__func__
-
-    @functools.wraps(function)
-    def wrapper(cls: Any, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("megatron_config") is not None:
-            _start(kwargs["megatron_config"], kwargs)
-        return function(cls, pretrained_model_name_or_path, *args, **kwargs)
-
-    return classmethod(wrapper)
-
-
-def from_config(original: classmethod) -> classmethod:
-    function = original.__func__
-
-    @functools.wraps(function)
-    def wrapper(cls: Any, config: Any, **kwargs: Any) -> Any:
-        value = kwargs.pop("megatron_config", None)
-        if value is None:
-            return function(cls, config, **kwargs)
-        megatron_config = _start(value, kwargs)
-        if not megatron_config.is_parallel:
-            return function(cls, config, **kwargs)
-        dtype = kwargs.pop("dtype", kwargs.pop("torch_dtype", None)) or config.dtype or torch.get_default_dtype()
-        # No weights: the loader finds every parameter missing and has each drawn by `_initialize_missing_keys`.
-        with quiet_loading():
-            model = cls.from_pretrained.__func__.__wrapped__(
-                cls, None, config=config, state_dict={}, dtype=dtype, distributed_config=megatron_config, **kwargs
-            )
+            arguments = {"weights_only": True, **arguments, "distributed_config": config}
+        model, info = original(cls, source.path, *args, **arguments)
+    source.complete(model)
+    if arguments.get("state_dict") is not None:
         forget_conversions(model)
+    if config.is_parallel:
+        check_part(model, info, pretrained_model_name_or_path)
+        check_loaded(model, info, strict=config.strict_loading)
         _finish(model)
-        return model.train()
+    return (model, info) if output_loading_info else model
 
-    return classmethod(wrapper)
+
+def auto_from_pretrained(
+    original: Callable, cls: Any, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """The Auto classes read a config before they find the class; a layout that cannot be must raise before that."""
+    if kwargs.get("megatron_config") is not None:
+        _start(kwargs["megatron_config"], kwargs)
+    return original(cls, pretrained_model_name_or_path, *args, **kwargs)
+
+
+def from_config(original: Callable, cls: Any, config: Any, **kwargs: Any) -> Any:
+    value = kwargs.pop("megatron_config", None)
+    if value is None:
+        return original(cls, config, **kwargs)
+    megatron_config = _start(value, kwargs)
+    if not megatron_config.is_parallel:
+        return original(cls, config, **kwargs)
+    dtype = kwargs.pop("dtype", kwargs.pop("torch_dtype", None)) or config.dtype or torch.get_default_dtype()
+    # No weights: the loader finds every parameter missing and has each drawn by `_initialize_missing_keys`.
+    with quiet_loading():
+        model = cls.from_pretrained.__func__.__wrapped__(
+            cls, None, config=config, state_dict={}, dtype=dtype, distributed_config=megatron_config, **kwargs
+        )
+    forget_conversions(model)
+    _finish(model)
+    return model.train()
 
 
 def _finish(model: Any) -> None:
@@ -134,38 +123,24 @@ def _finish(model: Any) -> None:
     state.patches.replace(model.config, "distributed_config", state.config)
 
 
-def prepare_distribute_model(original: classmethod) -> classmethod:
-    function = original.__func__
-
-    @functools.wraps(function)
-    def wrapper(cls: Any, distributed_config: Any, device_map: Any = None) -> Any:
-        if not isinstance(distributed_config, MegatronConfig):
-            return function(cls, distributed_config, device_map=device_map)
-        device = ensure_process_group(distributed_config.timeout)
-        return distributed_config, device, None
-
-    return classmethod(wrapper)
+def prepare_distribute_model(original: Callable, cls: Any, distributed_config: Any, device_map: Any = None) -> Any:
+    if not isinstance(distributed_config, MegatronConfig):
+        return original(cls, distributed_config, device_map=device_map)
+    device = ensure_process_group(distributed_config.timeout)
+    return distributed_config, device, None
 
 
-def maybe_distribute_model(original: classmethod) -> classmethod:
-    function = original.__func__
-
-    @functools.wraps(function)
-    def wrapper(cls: Any, model: Any, distributed_config: Any, mesh_manager: Any) -> Any:
-        if not isinstance(distributed_config, MegatronConfig):
-            return function(cls, model, distributed_config, mesh_manager)
-        if getattr(model, "hf_quantizer", None) is not None or getattr(model.config, "quantization_config", None):
-            raise UnsupportedError(
-                "The checkpoint is quantised (quantization_config in its config.json); not split yet."
-            )
-        agree(_facts(model, distributed_config))
-        if distributed_config.tp_size > 1 or distributed_config.pp_size > 1:
-            # Data parallelism changes no module: it needs no result of its own.
-            require_verified(model, distributed_config)
-        place(model, distributed_config, Axes.of(distributed_config, dist.get_rank()), _device_type())
-        return model
-
-    return classmethod(wrapper)
+def maybe_distribute_model(original: Callable, cls: Any, model: Any, distributed_config: Any, mesh_manager: Any) -> Any:
+    if not isinstance(distributed_config, MegatronConfig):
+        return original(cls, model, distributed_config, mesh_manager)
+    if getattr(model, "hf_quantizer", None) is not None or getattr(model.config, "quantization_config", None):
+        raise UnsupportedError("The checkpoint is quantised (quantization_config in its config.json); not split yet.")
+    agree(_facts(model, distributed_config))
+    if distributed_config.tp_size > 1 or distributed_config.pp_size > 1:
+        # Data parallelism changes no module: it needs no result of its own.
+        require_verified(model, distributed_config)
+    place(model, distributed_config, Axes.of(distributed_config, dist.get_rank()), _device_type())
+    return model
 
 
 def _facts(model: Any, config: MegatronConfig) -> dict[str, Any]:
@@ -195,50 +170,39 @@ def is_elsewhere(model: Any, name: str) -> bool:
     return name in state.elsewhere or f"{model.base_model_prefix}.{name}" in state.elsewhere
 
 
-def add_unmatched_checkpoint_key(original: Callable) -> Callable:
+def add_unmatched_checkpoint_key(original: Callable, key: str, model: Any, loading_info: Any) -> None:
     """Stock reports every weight of a checkpoint that the model has not."""
-
-    @functools.wraps(original)
-    def wrapper(key: str, model: Any, loading_info: Any) -> None:
-        if not is_elsewhere(model, key):
-            original(key, model, loading_info)
-
-    return wrapper
+    if not is_elsewhere(model, key):
+        original(key, model, loading_info)
 
 
-def set_param_for_module(original: Callable) -> Callable:
-    @functools.wraps(original)
-    def wrapper(model: Any, target_name: str, param_value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        state = parallel_state(model)
-        # FSDP2 copies its part of what stays mapped until then.
-        if state is not None and not state.shards_weights:
-            param_value = own_memory(param_value)
-        return original(model, target_name, param_value, *args, **kwargs)
-
-    return wrapper
+def set_param_for_module(
+    original: Callable, model: Any, target_name: str, param_value: torch.Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    state = parallel_state(model)
+    # FSDP2 copies its part of what stays mapped until then.
+    if state is not None and not state.shards_weights:
+        param_value = own_memory(param_value)
+    return original(model, target_name, param_value, *args, **kwargs)
 
 
-def initialize_missing_keys(original: Callable) -> Callable:
-    @functools.wraps(original)
-    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        state = parallel_state(self)
-        if state is not None:
-            missing = {
-                name
-                for name, parameter in self.named_parameters(remove_duplicate=False)
-                if not getattr(parameter, "_is_hf_initialized", False)
-            }
-            initialize(
-                self,
-                state.claims,
-                missing,
-                seed=state.config.seed,
-                axes=state.axes,
-                device=state.mesh.device,
-            )
-        return original(self, *args, **kwargs)
-
-    return wrapper
+def initialize_missing_keys(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
+    state = parallel_state(self)
+    if state is not None:
+        missing = {
+            name
+            for name, parameter in self.named_parameters(remove_duplicate=False)
+            if not getattr(parameter, "_is_hf_initialized", False)
+        }
+        initialize(
+            self,
+            state.claims,
+            missing,
+            seed=state.config.seed,
+            axes=state.axes,
+            device=state.mesh.device,
+        )
+    return original(self, *args, **kwargs)
 
 
 def _shard_full_tensors(model: Any, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
@@ -264,29 +228,23 @@ def _shard_full_tensors(model: Any, state_dict: dict[str, Any], prefix: str, *ar
         state_dict[prefix + name] = dtensor_from_local(local.to(parameter.device), parameter)
 
 
-def save_pretrained(original: Callable) -> Callable:
-    @functools.wraps(original)
-    def wrapper(self: Any, save_directory: Any, *args: Any, format: str = "hf", **kwargs: Any) -> Any:
-        if format != "hf":
-            return save_in_format(self, original, save_directory, format, *args, **{"layout": None, **kwargs})
-        if "layout" in kwargs:
-            raise ConfigError("save_pretrained(layout=...): Hugging Face files have none; give format= too.")
-        if parallel_state(self) is None:
-            return original(self, save_directory, *args, **kwargs)
-        card = functools.partial(write_model_card, self, repo_id=kwargs.get("repo_id"))
-        return save_merged(self, original, save_directory, *args, before_push=card, **kwargs)
-
-    return wrapper
+def save_pretrained(
+    original: Callable, self: Any, save_directory: Any, *args: Any, format: str = "hf", **kwargs: Any
+) -> Any:
+    if format != "hf":
+        return save_in_format(self, original, save_directory, format, *args, **{"options": None, **kwargs})
+    if "options" in kwargs:
+        raise ConfigError("save_pretrained(options=...): Hugging Face files have none; give format= too.")
+    if parallel_state(self) is None:
+        return original(self, save_directory, *args, **kwargs)
+    card = functools.partial(write_model_card, self, repo_id=kwargs.get("repo_id"))
+    return save_merged(self, original, save_directory, *args, before_push=card, push=push_saved, **kwargs)
 
 
-def resize_token_embeddings(original: Callable) -> Callable:
-    @functools.wraps(original)
-    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if parallel_state(self) is not None:
-            raise UnsupportedError(
-                f"{type(self).__name__}.resize_token_embeddings on a model that is split over ranks: load it in one "
-                "process, resize, save, and load the result with megatron_config."
-            )
-        return original(self, *args, **kwargs)
-
-    return wrapper
+def resize_token_embeddings(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
+    if parallel_state(self) is not None:
+        raise UnsupportedError(
+            f"{type(self).__name__}.resize_token_embeddings on a model that is split over ranks: load it in one "
+            "process, resize, save, and load the result with megatron_config."
+        )
+    return original(self, *args, **kwargs)

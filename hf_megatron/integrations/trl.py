@@ -18,8 +18,8 @@ from ..config import MegatronConfig
 from ..errors import UnsupportedError
 from ..log_probs import scores_of_call
 from ..loss import IGNORE_INDEX, next_tokens, token_mean
-from ..state import parallel_state
-from ..tensor_parallel.token_scores import FIELDS, LOG_PROBS
+from ..parallel_state import parallel_state
+from ..tensor_parallel.vocab_log_probs import FIELDS, LOG_PROBS
 from ..upstream import count_tokens_once, local_tensor, trl_output
 from .refusals import refuse_other_trl_trainers
 
@@ -32,29 +32,24 @@ _REFUSED = {
 _LAYOUT: ContextVar[MegatronConfig | None] = ContextVar("layout of the policy", default=None)
 
 
-def init(original: Callable) -> Callable:
+def init(original: Callable, self: Any, model: Any = None, *args: Any, **kwargs: Any) -> None:
     """Refuses, before anything is built, what would be wrong; a reference model gets the policy's layout."""
-
-    @functools.wraps(original)
-    def wrapper(self: Any, model: Any = None, *args: Any, **kwargs: Any) -> None:
-        state = None if model is None or isinstance(model, str) else parallel_state(model)
-        given = next((value for value in (*args, *kwargs.values()) if _is_config(value)), None)
-        layout = None if state is None else state.config
-        if layout is None and given is not None:
-            layout = (given.model_init_kwargs or {}).get("megatron_config")
-        if layout is None:
-            original(self, model, *args, **kwargs)
-            return
-        refuse_other_trl_trainers(self)
-        for name, reason in _REFUSED.items():
-            if getattr(given, name, False):
-                raise UnsupportedError(f"{type(self).__name__}, {name}=True with megatron_config: {reason}")
-        with _loading_like(MegatronConfig.coerce(layout)):
-            original(self, model, *args, **kwargs)
-        # `gather_for_metrics` counts each batch once, whatever ranks share it.
-        count_tokens_once(self)
-
-    return wrapper
+    state = None if model is None or isinstance(model, str) else parallel_state(model)
+    given = next((value for value in (*args, *kwargs.values()) if _is_config(value)), None)
+    layout = None if state is None else state.config
+    if layout is None and given is not None:
+        layout = (given.model_init_kwargs or {}).get("megatron_config")
+    if layout is None:
+        original(self, model, *args, **kwargs)
+        return
+    refuse_other_trl_trainers(self)
+    for name, reason in _REFUSED.items():
+        if getattr(given, name, False):
+            raise UnsupportedError(f"{type(self).__name__}, {name}=True with megatron_config: {reason}")
+    with _loading_like(MegatronConfig.coerce(layout)):
+        original(self, model, *args, **kwargs)
+    # `gather_for_metrics` counts each batch once, whatever ranks share it.
+    count_tokens_once(self)
 
 
 def _is_config(value: Any) -> bool:
@@ -72,32 +67,22 @@ def _loading_like(layout: MegatronConfig) -> Iterator[None]:
         _LAYOUT.reset(token)
 
 
-def create_model_from_path(original: Callable) -> Callable:
+def create_model_from_path(original: Callable, model_id: str, *args: Any, **kwargs: Any) -> Any:
     """Stock loads a reference model whole on every rank."""
-
-    @functools.wraps(original)
-    def wrapper(model_id: str, *args: Any, **kwargs: Any) -> Any:
-        layout = _LAYOUT.get()
-        if layout is not None:
-            kwargs.setdefault("megatron_config", layout)
-            kwargs.setdefault("device_map", None)
-        return original(model_id, *args, **kwargs)
-
-    return wrapper
+    layout = _LAYOUT.get()
+    if layout is not None:
+        kwargs.setdefault("megatron_config", layout)
+        kwargs.setdefault("device_map", None)
+    return original(model_id, *args, **kwargs)
 
 
-def hash_module(original: Callable) -> Callable:
+def hash_module(original: Callable, module: Any) -> str:
     """Stock hashes the tensors of one rank, which have to be whole."""
-
-    @functools.wraps(original)
-    def wrapper(module: Any) -> str:
-        if parallel_state(module) is None:
-            return original(module)
-        parts: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(parts, original(_LocalTensors(module)))
-        return "-".join(parts)
-
-    return wrapper
+    if parallel_state(module) is None:
+        return original(module)
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, original(_LocalTensors(module)))
+    return "-".join(parts)
 
 
 class _LocalTensors:
@@ -110,27 +95,22 @@ class _LocalTensors:
         return {name: local_tensor(tensor.detach()) for name, tensor in self.module.state_dict().items()}
 
 
-def add_fused_lm_head(original: Callable) -> Callable:
-    @functools.wraps(original)
-    def wrapper(
-        model: Any,
-        temperature: float = 1.0,
-        cast_lm_head_to_fp32: bool = False,
-        outputs: Sequence[str] = (LOG_PROBS,),
-    ) -> None:
-        state = parallel_state(model)
-        if state is None:
-            original(model, temperature, cast_lm_head_to_fp32, outputs)
-            return
-        if temperature != 1.0 or cast_lm_head_to_fp32:
-            raise UnsupportedError(
-                "temperature and cast_lm_head_to_fp32 on a model laid out by hf_megatron: drop them."
-            )
-        # As TRL's own, and in one order.
-        wanted = tuple(name for name in FIELDS if name in outputs or name == LOG_PROBS)
-        state.patches.replace(model, "forward", types.MethodType(_with_scores(model, wanted), model))
-
-    return wrapper
+def add_fused_lm_head(
+    original: Callable,
+    model: Any,
+    temperature: float = 1.0,
+    cast_lm_head_to_fp32: bool = False,
+    outputs: Sequence[str] = (LOG_PROBS,),
+) -> None:
+    state = parallel_state(model)
+    if state is None:
+        original(model, temperature, cast_lm_head_to_fp32, outputs)
+        return
+    if temperature != 1.0 or cast_lm_head_to_fp32:
+        raise UnsupportedError("temperature and cast_lm_head_to_fp32 on a model laid out by hf_megatron: drop them.")
+    # As TRL's own, and in one order.
+    wanted = tuple(name for name in FIELDS if name in outputs or name == LOG_PROBS)
+    state.patches.replace(model, "forward", types.MethodType(_with_scores(model, wanted), model))
 
 
 def _with_scores(model: Any, wanted: tuple[str, ...]) -> Callable:

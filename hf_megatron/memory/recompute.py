@@ -9,7 +9,7 @@ core inside torch's checkpoint, every other goes straight through. Projections, 
 """
 
 from collections.abc import Callable
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
 import torch
@@ -115,14 +115,9 @@ def _dispatch(core: Callable[..., Any], module: nn.Module, *args: Any, **kwargs:
     return recomputed.run(core, module, args, kwargs)
 
 
-def recomputing_interface(original: Callable[..., Callable[..., Any]]) -> Callable[..., Callable[..., Any]]:
+def recomputing_interface(original: Callable, *args: Any, **kwargs: Any) -> Callable[..., Any]:
     """Wraps `AttentionInterface.get_interface`: the core it returns looks at the module it is called with."""
-
-    @wraps(original)
-    def get_interface(*args: Any, **kwargs: Any) -> Callable[..., Any]:
-        return partial(_dispatch, original(*args, **kwargs))
-
-    return get_interface
+    return partial(_dispatch, original(*args, **kwargs))
 
 
 __all__ = ["RecomputedCore", "apply_recompute", "recomputing_interface"]

@@ -3,7 +3,7 @@
 from typing import Any
 
 from ..data_parallel.engine import DataParallel
-from ..state import ParallelState
+from ..parallel_state import ParallelState
 from ..upstream import renamed_by_loader
 from .cut import Cut, cut
 from .engine import Pipeline

@@ -21,12 +21,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..communication.random import ReplicatedState
+from ..communication.random_streams import ReplicatedState
 from ..data_parallel.engine import DataParallel
 from ..data_parallel.fully_sharded import reshard
 from ..errors import UnsupportedError
 from ..loss import has_labels, without_targets
-from ..state import ParallelState
+from ..parallel_state import ParallelState
 from ..upstream import at_end_of_backward, finishing_itself, local_tensor
 from .cache import StagedCache, cache_name, new_inputs
 from .cut import Cut, stages_per_rank

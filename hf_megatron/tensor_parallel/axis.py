@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..communication.random import ReplicatedState
+from ..communication.random_streams import ReplicatedState
 from ..errors import UnsupportedError
+from ..parallel_state import ParallelState
 from ..patterns import lookup
 from ..placement import Claim
-from ..state import ParallelState
 from .claims import (
     check_conversions,
     claim_all,
@@ -18,12 +18,12 @@ from .claims import (
     matching,
     shared_heads,
 )
-from .forward import ClaimCheck, RefusedOutputs, SynchronisedDropout
 from .heads import LocalArguments
-from .local import read_locally
+from .local_parameters import read_locally
 from .logits import install_pending_loss
+from .model_guards import ClaimCheck, RefusedOutputs, SynchronisedDropout
+from .place_regions import Regions
 from .region import DropoutStreams, has_dropout
-from .regions import Regions
 from .structure import Structure, find_structure
 from .styles import AXIS, ModuleContext, style
 

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from ..communication.collectives import bounds, gather_from_ranks, reduce_from_ranks
 from ..errors import UnsupportedError
 from ..mesh import ParallelMesh
-from .local import local_view
+from .local_parameters import local_view
 
 
 class VocabParallelEmbedding(nn.Embedding):

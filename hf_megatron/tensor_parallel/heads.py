@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..communication.collectives import copy_to_ranks
 from ..errors import PlanError, UnsupportedError
 from ..mesh import ParallelMesh
-from .local import local_view
+from .local_parameters import local_view
 
 
 @dataclass

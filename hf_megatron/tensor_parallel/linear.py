@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..communication.collectives import copy_to_ranks, gather_from_ranks, reduce_from_ranks, split_over_ranks
 from ..mesh import ParallelMesh
-from .local import local_view
+from .local_parameters import local_view
 from .region import UniformRegion
 
 

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from ..communication.collectives import bounds, copy_to_ranks, gather_from_ranks
 from ..loss import IGNORE_INDEX
+from .cross_entropy import CrossEntropyOptions, linear_cross_entropy
 from .linear import ColumnParallelLinear
-from .local import local_view
-from .loss import CrossEntropyOptions, linear_cross_entropy
+from .local_parameters import local_view
 
 _ELEMENTWISE_FUNCTIONS = {
     torch.tanh,

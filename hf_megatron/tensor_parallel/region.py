@@ -29,7 +29,7 @@ from ..communication.collectives import (
     reduce_scatter_to_ranks,
     split_over_ranks,
 )
-from ..communication.random import ReplicatedState
+from ..communication.random_streams import ReplicatedState
 from ..errors import UnsupportedError
 
 SEQUENCE_DIM = 1

@@ -34,7 +34,7 @@ from .embedding import HiddenParallelEmbedding, VocabParallelEmbedding
 from .experts import LatentWithRotary, PartialSum, SharedIdentity
 from .heads import NormPerHead, check_norm_per_head
 from .linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear
-from .local import become
+from .local_parameters import become
 from .logits import VocabParallelHead
 from .region import UniformRegion
 

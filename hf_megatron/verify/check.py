@@ -11,9 +11,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from ..config import MegatronConfig
 from ..errors import ConfigError, MegatronError
 from ..registry import registered_types
-from ..registry.verified import layout_kind
+from ..registry.recorded import layout_kind, versions
 from .parity import TASKS, Twin, check_twin, make_twin
-from .results import versions
 
 # Own specs that are not causal, and the tasks they are checked on.
 OTHER_TASKS = {"bert": ("masked", "classification"), "t5": ("seq2seq",)}

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..checkpoint.merged import gather_parameter
+from ..checkpoint.gathered import gather_parameter
 from ..data_parallel.gradient_norm import gradient_norm
 from ..data_parallel.optimizer import prepare_optimizer
 from ..mesh import ParallelMesh
-from ..state import parallel_state
+from ..parallel_state import parallel_state
 
 # The default eps of AdamW turns round-off in gradients that are zero in exact arithmetic (key biases, for one) into
 # whole steps. SGD's rate follows the gradient, else two steps of a steep model amplify round-off as far as they like.

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from ..config import MegatronConfig
-from ..integrations.verified import ConfigUnderTest
+from ..integrations.gate import ConfigUnderTest
 from .compare import Comparison, Error, compare
 from .measure import Measurement, measure
 from .ranks import run_ranks

@@ -24,10 +24,11 @@ import torch.distributed as dist
 from blake3 import blake3
 
 from hf_megatron.checkpoint.asynchronous import AsyncSaver
-from hf_megatron.checkpoint.commit import Transaction
+from hf_megatron.checkpoint.boxes import Box, Piece
+from hf_megatron.checkpoint.discovery import find, is_committed, latest
 from hf_megatron.checkpoint.manifest import MANIFEST
-from hf_megatron.checkpoint.pieces import Box, Piece
-from hf_megatron.checkpoint.reader import Checkpoint, find, is_committed, latest, open_checkpoint
+from hf_megatron.checkpoint.reader import Checkpoint, open_checkpoint
+from hf_megatron.checkpoint.transaction import Transaction
 from hf_megatron.errors import CheckpointError, RankError
 from hf_megatron.verify.ranks import run_ranks
 

@@ -9,8 +9,8 @@ import torch
 from transformers import TrainerCallback
 
 from hf_megatron import MegatronConfig, RankError
-from hf_megatron.checkpoint import commit
-from hf_megatron.checkpoint.reader import committed, latest
+from hf_megatron.checkpoint import transaction
+from hf_megatron.checkpoint.discovery import committed, latest
 from hf_megatron.verify.ranks import run_ranks
 from tests.integration import test_resume
 
@@ -32,7 +32,7 @@ class KillAt(TrainerCallback):
 def train_until_killed(path, output, *, rank, step, point, **arguments):
     """Kills `rank` in the first save after `step` at an I/O point, or at the beginning of that step without one."""
     me = torch.distributed.get_rank()
-    original, callbacks = commit.Transaction.__init__, []
+    original, callbacks = transaction.Transaction.__init__, []
 
     def kill(name):
         if name.startswith(point):
@@ -43,7 +43,7 @@ def train_until_killed(path, output, *, rank, step, point, **arguments):
         on_step = kill if me == rank and point is not None and saved > step else None
         original(self, target, *args, **(kwargs | {"on_step": on_step}))
 
-    commit.Transaction.__init__ = begin
+    transaction.Transaction.__init__ = begin
     if me == rank and point is None:
         callbacks.append(KillAt(step + 1))
     return train(path, output, callbacks=callbacks, **arguments)

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from hf_megatron import MegatronConfig, NonFiniteGradientError, prepare_optimizer
-from hf_megatron.data_parallel import scaling
+from hf_megatron.data_parallel import loss_scaling
 from hf_megatron.parallelize import parallel_state
 from hf_megatron.upstream import local_tensor
 from hf_megatron.verify.ranks import run_ranks
@@ -158,7 +158,7 @@ def test_an_accelerate_scheduler_waits_for_skipped_steps(stories, text, clipped)
     assert run_ranks(on_rank, ranks_of(layout(text))) == [expected] * ranks_of(layout(text))
 
 
-# fp16 loss scaling
+# fp16 loss loss_scaling
 
 
 def scaled_step(model, optimizer, scaler, seeds, max_norm=None):
@@ -252,7 +252,7 @@ def test_fault_22_without_one_verdict_the_ranks_part(stories):
 
     def on_rank(seeded):
         if seeded:
-            scaling.dist = types.SimpleNamespace(all_reduce=lambda *args, **kwargs: None, ReduceOp=dist.ReduceOp)
+            loss_scaling.dist = types.SimpleNamespace(all_reduce=lambda *args, **kwargs: None, ReduceOp=dist.ReduceOp)
         model = load(stories, layout("tp2"))
         optimizer, before, scaler = adamw(model), snapshot(model), new_scaler()
         spoil_an_entry(model, 1)

@@ -5,7 +5,7 @@ import pytest
 from hf_megatron import RankError
 from hf_megatron.data_parallel.gradient_store import PlainGradients
 from hf_megatron.data_parallel.reduction import GradientReducer
-from hf_megatron.integrations import pipeline as integration
+from hf_megatron.integrations import trainer_pipeline as integration
 from hf_megatron.pipeline_parallel import engine
 from hf_megatron.pipeline_parallel.loss_scale import LossScale, ScheduledGradients
 from hf_megatron.verify.ranks import run_ranks

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_megatron import CheckpointError, ConfigError, MegatronConfig
-from hf_megatron.checkpoint.reader import latest
+from hf_megatron.checkpoint.discovery import latest
 from hf_megatron.verify.ranks import run_ranks
 from tests.integration.test_resume import (
     LAYOUTS,

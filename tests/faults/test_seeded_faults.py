@@ -5,8 +5,8 @@ import torch
 from transformers import CONFIG_MAPPING
 
 from hf_megatron.communication import collectives
-from hf_megatron.communication.sharding import AllGather
-from hf_megatron.data_parallel import gradient_norm, optimizer, publishing, reduction
+from hf_megatron.communication.flat_rows import AllGather
+from hf_megatron.data_parallel import gradient_norm, optimizer, reduction, weight_gathering
 from hf_megatron.data_parallel.buckets import Bucket, Slot
 from hf_megatron.tensor_parallel import logits, region
 from hf_megatron.verify.check import parse_layouts
@@ -56,9 +56,9 @@ def gather_gradient_is_a_slice():
 
 
 def forget_the_sum_over_norms():
-    from hf_megatron.tensor_parallel import local
+    from hf_megatron.tensor_parallel import local_parameters
 
-    local.local_view = lambda parameter, group=None: parameter.to_local()
+    local_parameters.local_view = lambda parameter, group=None: parameter.to_local()
 
 
 TENSOR_PARALLEL = [drop_forward_all_reduce, drop_backward_all_reduce, scale_gradient_by_tp, shift_labels_by_one_more]
@@ -132,7 +132,9 @@ def last_rank_left_out_of_the_reduction():
 
 def sum_instead_of_average():
     original = Slot.scatter_into
-    Slot.scatter_into = lambda self, rows, local, *, factor, add: original(self, rows, local, factor=1.0, add=add)
+    Slot.scatter_into = lambda self, rows, local_parameters, *, factor, add: original(
+        self, rows, local_parameters, factor=1.0, add=add
+    )
 
 
 def own_denominator_instead_of_the_global_one():
@@ -151,7 +153,7 @@ def forget_another_ranks_weights():
             super().wait()
             self.rows[1 - torch.distributed.get_rank()].zero_()
 
-    publishing.AllGather = Forgetful
+    weight_gathering.AllGather = Forgetful
 
 
 def never_publish():
@@ -160,7 +162,9 @@ def never_publish():
 
 def drop_the_earlier_microbatches():
     original = Slot.scatter_into
-    Slot.scatter_into = lambda self, rows, local, *, factor, add: original(self, rows, local, factor=factor, add=False)
+    Slot.scatter_into = lambda self, rows, local_parameters, *, factor, add: original(
+        self, rows, local_parameters, factor=factor, add=False
+    )
 
 
 def count_what_tp_ranks_repeat_twice():

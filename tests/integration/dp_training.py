@@ -5,7 +5,7 @@ import contextlib
 import torch
 from transformers import AutoModelForCausalLM
 
-from hf_megatron.checkpoint.merged import gather_to_first
+from hf_megatron.checkpoint.gathered import gather_to_first
 from hf_megatron.data_parallel.fully_sharded import whole_local
 from hf_megatron.parallelize import parallel_state
 from hf_megatron.upstream import local_tensor

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import torch
 
-from hf_megatron.conversion.megatron_legacy import MegatronLegacyReader
-from hf_megatron.conversion.megatron_legacy_writer import MegatronLegacyWriter
+from hf_megatron.conversion.megatron_legacy.reader import MegatronLegacyReader
+from hf_megatron.conversion.megatron_legacy.writer import MegatronLegacyWriter
 from hf_megatron.conversion.output import Output
-from hf_megatron.conversion.tensors import WEIGHT, Entry, Key, Layout, MegatronModel
+from hf_megatron.conversion.tensors import WEIGHT, Key, MegatronModel, TargetOptions
+from hf_megatron.files.safetensors import TensorMeta
 
 FILE = "model_optim_rng.pt"
 FIRST = f"iter_0000007/mp_rank_00/{FILE}"
@@ -83,10 +84,12 @@ def weights(layers: int = 4, tied: bool = False, experts: int = 4, latent: bool 
     }
 
 
-def write(target: Path, tensors, of: MegatronModel, layout: Layout | None = None, iteration: int | None = 7, **options):
-    plan = {key: Entry.of(tensor) for key, tensor in tensors.items()}
+def write(
+    target: Path, tensors, of: MegatronModel, layout: TargetOptions | None = None, iteration: int | None = 7, **options
+):
+    plan = {key: TensorMeta.of(tensor) for key, tensor in tensors.items()}
     with Output(target) as output:
-        writer = MegatronLegacyWriter(output, plan, of, layout or Layout(), iteration, **options)
+        writer = MegatronLegacyWriter(output, plan, of, layout or TargetOptions(), iteration, **options)
         for key, tensor in tensors.items():
             writer.write(key, tensor)
         writer.finish()
@@ -95,7 +98,7 @@ def write(target: Path, tensors, of: MegatronModel, layout: Layout | None = None
 def read(source: Path, of: MegatronModel) -> dict[Key, torch.Tensor]:
     with MegatronLegacyReader(source, of) as reader:
         found = {key: reader.read(key) for key in reader.entries}
-        assert {key: Entry.of(tensor) for key, tensor in found.items()} == dict(reader.entries)
+        assert {key: TensorMeta.of(tensor) for key, tensor in found.items()} == dict(reader.entries)
         return found
 
 

@@ -4,7 +4,7 @@ import torch
 from torch._dynamo.utils import counters
 from transformers import CONFIG_MAPPING
 
-from hf_megatron.integrations.verified import ConfigUnderTest
+from hf_megatron.integrations.gate import ConfigUnderTest
 from hf_megatron.verify.check import parse_layouts
 from hf_megatron.verify.parity import check_twin
 from hf_megatron.verify.ranks import run_ranks

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from hf_megatron import CheckpointError, ConfigError, RankError, UnsupportedError
 from hf_megatron.cli import app
-from hf_megatron.conversion import Layout, compare, convert, plan_conversion
+from hf_megatron.conversion import TargetOptions, compare, convert, plan_conversion
 from hf_megatron.conversion.formats import FORMATS
 from hf_megatron.conversion.output import Output
 from hf_megatron.conversion.tensors import WEIGHT, Key
@@ -24,9 +24,9 @@ from tests.twins import FAMILIES, twin
 OTHERS = [name for name in FORMATS if name != "hf"]
 
 
-def split(to: str, **sizes: int) -> Layout:
+def split(to: str, **sizes: int) -> TargetOptions:
     """For two tensor parallel ranks, where the format knows of any."""
-    return Layout(tp_size=2, **sizes) if to.startswith("megatron") else Layout()
+    return TargetOptions(tp_size=2, **sizes) if to.startswith("megatron") else TargetOptions()
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
@@ -60,7 +60,7 @@ def test_every_layout_gives_back_the_bytes(case, tmp_path):
     model.save_pretrained(source, max_shard_size="100KB")
     for to in OTHERS:
         pipeline = 2 if to == "megatron_legacy" and model.config.num_hidden_layers == 2 else 1
-        convert(source, tmp_path / to, to, layout=split(to, pp_size=pipeline))
+        convert(source, tmp_path / to, to, options=split(to, pp_size=pipeline))
         convert(tmp_path / to, tmp_path / f"{to}-hf", "hf")
         assert_equal(source, tmp_path / f"{to}-hf")
 
@@ -68,8 +68,8 @@ def test_every_layout_gives_back_the_bytes(case, tmp_path):
 @pytest.mark.parametrize("first", OTHERS)
 @pytest.mark.parametrize("second", OTHERS)
 def test_between_any_two_layouts(llama, tmp_path, first, second):
-    convert(llama, tmp_path / "first", first, layout=split(first))
-    convert(tmp_path / "first", tmp_path / "second", second, layout=split(second, make_vocab_size_divisible_by=32))
+    convert(llama, tmp_path / "first", first, options=split(first))
+    convert(tmp_path / "first", tmp_path / "second", second, options=split(second, make_vocab_size_divisible_by=32))
     report = convert(tmp_path / "second", tmp_path / "hf", "hf", verify=True, logits=True)
     assert report.comparison is not None
     assert (report.comparison.equal, report.comparison.logits) == (True, 0.0)
@@ -88,7 +88,7 @@ def loaded_logits(folder: Path) -> torch.Tensor:
 
 @pytest.mark.parametrize("to", OTHERS)
 def test_from_pretrained_reads_every_layout(llama, tmp_path, to):
-    convert(llama, tmp_path / "made", to, layout=split(to))
+    convert(llama, tmp_path / "made", to, options=split(to))
     expected = run_ranks(loaded_logits, 2, llama)
     found = run_ranks(loaded_logits, 2, tmp_path / "made")
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
@@ -100,10 +100,10 @@ def test_from_pretrained_reads_every_layout(llama, tmp_path, to):
 
 
 def test_padded_rows_are_zero_and_cut(llama, tmp_path):
-    report = convert(llama, tmp_path / "core", "megatron_core", layout=Layout(tp_size=2))
+    report = convert(llama, tmp_path / "core", "megatron_core", options=TargetOptions(tp_size=2))
     (row,) = [row for row in report.rows if row[0] == "model.embed_tokens.weight"]
     assert row[1] == "embedding.word_embeddings.weight"
-    from hf_megatron.conversion.megatron_core import MegatronCoreReader
+    from hf_megatron.conversion.megatron_core.reader import MegatronCoreReader
 
     with MegatronCoreReader(tmp_path / "core") as reader:
         embedding = reader.read(Key(WEIGHT, "embedding.word_embeddings.weight"))
@@ -374,11 +374,11 @@ def test_round_trip_only_is_said(tmp_path):
 
 def test_sizes_are_checked(llama, tmp_path):
     with pytest.raises(ConfigError, match="tp_size=0"):
-        Layout(tp_size=0)
+        TargetOptions(tp_size=0)
     with pytest.raises(ConfigError, match="pp_size=3 means nothing to megatron_core.*tp_size"):
-        plan_conversion(llama, tmp_path / "out", "megatron_core", layout=Layout(pp_size=3))
+        plan_conversion(llama, tmp_path / "out", "megatron_core", options=TargetOptions(pp_size=3))
     with pytest.raises(ConfigError, match="tp_size=2 means nothing to sharded.*none"):
-        convert(llama, tmp_path / "out", "sharded", layout=Layout(tp_size=2))
+        convert(llama, tmp_path / "out", "sharded", options=TargetOptions(tp_size=2))
     with pytest.raises((CheckpointError, ConfigError), match="3"):
-        convert(llama, tmp_path / "out", "megatron_legacy", layout=Layout(pp_size=3))
+        convert(llama, tmp_path / "out", "megatron_legacy", options=TargetOptions(pp_size=3))
     assert list(tmp_path.iterdir()) == []

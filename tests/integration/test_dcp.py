@@ -16,11 +16,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from hf_megatron import CheckpointError
-from hf_megatron.conversion.dcp import DcpReader
-from hf_megatron.conversion.dcp_writer import DcpWriter
+from hf_megatron.conversion.dcp.reader import DcpReader
+from hf_megatron.conversion.dcp.writer import DcpWriter
 from hf_megatron.conversion.output import Output
-from hf_megatron.conversion.shard_folder import ShardFolder, ShardsWriter
-from hf_megatron.conversion.tensors import EXP_AVG, EXP_AVG_SQ, MAIN_WEIGHT, WEIGHT, Entry, Key, OptimizerState
+from hf_megatron.conversion.shards.reader import ShardFolder
+from hf_megatron.conversion.shards.writer import ShardsWriter
+from hf_megatron.conversion.tensors import EXP_AVG, EXP_AVG_SQ, MAIN_WEIGHT, WEIGHT, Key, OptimizerState
+from hf_megatron.files.safetensors import TensorMeta
 from hf_megatron.verify.ranks import run_ranks
 from tests.twins import twin
 
@@ -159,7 +161,7 @@ def test_optimizers_that_are_not_read(tmp_path):
 
 def write(folder: Path, tensors: dict[Key, torch.Tensor], optimizer: OptimizerState | None) -> None:
     with Output(folder) as output:
-        writer = DcpWriter(output, {key: Entry.of(tensor) for key, tensor in tensors.items()}, optimizer)
+        writer = DcpWriter(output, {key: TensorMeta.of(tensor) for key, tensor in tensors.items()}, optimizer)
         for key, tensor in tensors.items():
             writer.write(key, tensor)
         writer.finish()
@@ -213,7 +215,7 @@ def test_what_has_no_place(tmp_path):
     with pytest.raises(CheckpointError, match="step"):
         write(tmp_path / "b", {Key(WEIGHT, "w"): weight, Key(EXP_AVG, "w"): moment}, None)
     with pytest.raises(CheckpointError, match="weights only"), Output(tmp_path / "c") as output:
-        ShardsWriter(output, {Key(EXP_AVG, "w"): Entry.of(moment)})
+        ShardsWriter(output, {Key(EXP_AVG, "w"): TensorMeta.of(moment)})
     assert not list(tmp_path.iterdir())
 
 
@@ -221,7 +223,7 @@ def test_from_pretrained_reads_a_written_shard(tmp_path):
     model = twin("qwen3_moe")
     tensors = {Key(WEIGHT, name): tensor for name, tensor in model.state_dict().items()}
     with Output(tmp_path / "out") as output:
-        writer = ShardsWriter(output, {key: Entry.of(tensor) for key, tensor in tensors.items()})
+        writer = ShardsWriter(output, {key: TensorMeta.of(tensor) for key, tensor in tensors.items()})
         for key, tensor in tensors.items():
             writer.write(key, tensor)
         writer.finish()

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hf_megatron.verify.ranks import run_ranks
-from hf_megatron.verify.table import support_table
+from hf_megatron.verify.support_table import support_table
 
 ROOT = Path(__file__).parents[2]
 FILES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

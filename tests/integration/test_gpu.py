@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_megatron.tensor_parallel.loss import CrossEntropyOptions, linear_cross_entropy
+from hf_megatron.tensor_parallel.cross_entropy import CrossEntropyOptions, linear_cross_entropy
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from hf_megatron import cli_hub
+from hf_megatron.checkpoint.boxes import Box
 from hf_megatron.checkpoint.manifest import MANIFEST
-from hf_megatron.checkpoint.pieces import Box
 from hf_megatron.checkpoint.reader import PARTIAL, Checkpoint
-from hf_megatron.checkpoint.shards import hash_tensor
+from hf_megatron.files.digest import hash_tensor
 
 from .hub_server import File, HubServer
 

@@ -20,7 +20,7 @@ def test_either_order_patches(order):
         f"""
 import {order}
 from transformers import PreTrainedModel, Trainer
-from hf_megatron.ledger import LEDGER
+from hf_megatron.patch_ledger import LEDGER
 for name in ("transformers.modeling_utils:PreTrainedModel.from_pretrained", "transformers.trainer:Trainer.__init__"):
     assert LEDGER.patches[name].applied, name
 assert PreTrainedModel.from_pretrained.__func__.__code__.co_filename.endswith("integrations/transformers.py")
@@ -65,7 +65,7 @@ def test_every_patch_target_exists():
     python(
         """
 import importlib, hf_megatron
-from hf_megatron.ledger import LEDGER
+from hf_megatron.patch_ledger import LEDGER
 for patch in LEDGER.patches.values():
     if patch.module_name.split(".")[0] in ("transformers", "accelerate", "torch", "peft"):
         importlib.import_module(patch.module_name)

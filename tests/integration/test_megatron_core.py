@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from hf_megatron import MegatronConfig
-from hf_megatron.conversion import Layout, compare, convert
+from hf_megatron.conversion import TargetOptions, compare, convert
 from hf_megatron.conversion.families import family_of
-from hf_megatron.conversion.megatron_core import MegatronCoreReader
+from hf_megatron.conversion.megatron_core.reader import MegatronCoreReader
 from hf_megatron.conversion.tensors import MAIN_WEIGHT, WEIGHT
 from hf_megatron.verify.ranks import run_ranks
 from tests.twins import FAMILIES, VOCABULARY, config_of, twin
@@ -55,10 +55,10 @@ def written(tmp_path_factory):
     root = tmp_path_factory.mktemp("core")
     for case in BUILT:
         twin(case).save_pretrained(root / case / "hf")
-        convert(root / case / "hf", root / case / "core", "megatron_core", layout=Layout(tp_size=2))
+        convert(root / case / "hf", root / case / "core", "megatron_core", options=TargetOptions(tp_size=2))
     for case in ("llama", "gpt2", "qwen3"):
-        layout = Layout(tp_size=2, local_names=True)
-        convert(root / case / "hf", root / case / "legacy", "megatron_legacy", layout=layout)
+        layout = TargetOptions(tp_size=2, local_names=True)
+        convert(root / case / "hf", root / case / "legacy", "megatron_legacy", options=layout)
     launches = []
     for name, ranks in LAYOUTS.items():
         cases = EXPERTS if "ep" in ranks else BUILT
@@ -157,7 +157,7 @@ def test_what_megatron_core_writes_comes_back(saved, tmp_path, name):
     found = load_file(saved / "out" / name / f"{name}.safetensors")["logits"]
     assert (found - logits_of(tmp_path / "hf")).abs().max() < TOLERANCE.get(SAVED[name][0], 1e-6)
     # And to megatron-core's layout again, with the same bytes in the same tensors.
-    convert(tmp_path / "hf", tmp_path / "core", "megatron_core", layout=Layout(tp_size=2))
+    convert(tmp_path / "hf", tmp_path / "core", "megatron_core", options=TargetOptions(tp_size=2))
     with MegatronCoreReader(folder / "core") as first, MegatronCoreReader(tmp_path / "core") as second:
         names = {key.name for key in first.entries} ^ {key.name for key in second.entries}
         # The local layers name the norm before experts after the linear that dense layers have there.
@@ -251,7 +251,7 @@ def test_moments_come_back_bit_equal(trained, tmp_path, name):
     root, _ = trained
     folder = root / name
     convert(folder / "core", tmp_path / "sharded", "sharded", config=str(folder / "hf"))
-    convert(tmp_path / "sharded", tmp_path / "core", "megatron_core", layout=Layout(tp_size=2))
+    convert(tmp_path / "sharded", tmp_path / "core", "megatron_core", options=TargetOptions(tp_size=2))
     with MegatronCoreReader(folder / "core") as first, MegatronCoreReader(tmp_path / "core") as second:
         assert first.entries.keys() == second.entries.keys()
         assert {key.kind for key in first.entries} == {WEIGHT, MAIN_WEIGHT, "exp_avg", "exp_avg_sq"}
@@ -273,7 +273,9 @@ def test_megatron_core_trains_on_from_ours(trained, tmp_path):
     for name in ("llama", "gpt2"):
         folder, layout = root / name, TRAINED[name][1]
         convert(folder / "core", tmp_path / name / "sharded", "sharded", config=str(folder / "hf"))
-        convert(tmp_path / name / "sharded", tmp_path / name / "core", "megatron_core", layout=Layout(tp_size=2))
+        convert(
+            tmp_path / name / "sharded", tmp_path / name / "core", "megatron_core", options=TargetOptions(tp_size=2)
+        )
         task = {
             "task": "train_save",
             "name": name,
@@ -326,7 +328,7 @@ def test_from_pretrained_reads_megatron_core(written, case, config):
 
 def save_split(source: Path, target: Path, config: dict) -> None:
     model = AutoModelForCausalLM.from_pretrained(source, megatron_config=MegatronConfig(**config))
-    model.save_pretrained(target, format="megatron_core", layout=Layout(tp_size=2))
+    model.save_pretrained(target, format="megatron_core", options=TargetOptions(tp_size=2))
 
 
 @pytest.mark.parametrize("config", [{"tp_size": 2}, {"pp_size": 2}, {"dp_size": 2, "zero_stage": 3}], ids=str)

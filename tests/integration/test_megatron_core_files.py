@@ -10,21 +10,13 @@ import torch
 import transformers
 
 from hf_megatron import CheckpointError
-from hf_megatron.conversion.megatron_core import MegatronCoreReader
-from hf_megatron.conversion.megatron_core_writer import MegatronCoreWriter
+from hf_megatron.conversion.dcp.store_reader import StoreReader
+from hf_megatron.conversion.dcp.store_writer import StoreWriter
+from hf_megatron.conversion.megatron_core.reader import MegatronCoreReader
+from hf_megatron.conversion.megatron_core.writer import MegatronCoreWriter
 from hf_megatron.conversion.output import Output
-from hf_megatron.conversion.tensors import (
-    EXP_AVG,
-    EXP_AVG_SQ,
-    MAIN_WEIGHT,
-    WEIGHT,
-    Entry,
-    Key,
-    MegatronModel,
-    OptimizerState,
-)
-from hf_megatron.conversion.torch_store import StoreReader
-from hf_megatron.conversion.torch_store_writer import StoreWriter
+from hf_megatron.conversion.tensors import EXP_AVG, EXP_AVG_SQ, MAIN_WEIGHT, WEIGHT, Key, MegatronModel, OptimizerState
+from hf_megatron.files.safetensors import TensorMeta
 
 MODEL = MegatronModel({"num_layers": 2}, gated=True)
 
@@ -41,7 +33,7 @@ def weights(dtype=torch.bfloat16) -> dict[Key, torch.Tensor]:
 
 def write(folder: Path, tensors: dict[Key, torch.Tensor], model=MODEL, iteration=None, optimizer=None) -> Path:
     with Output(folder) as output:
-        plan = {key: Entry.of(tensor) for key, tensor in tensors.items()}
+        plan = {key: TensorMeta.of(tensor) for key, tensor in tensors.items()}
         writer = MegatronCoreWriter(output, plan, model, iteration, optimizer)
         for key, tensor in tensors.items():
             writer.write(key, tensor)

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_megatron.conversion.megatron_core import MegatronCoreReader
-from hf_megatron.conversion.megatron_core_writer import MegatronCoreWriter
+from hf_megatron.conversion.dcp.store_reader import StoreReader
+from hf_megatron.conversion.megatron_core.reader import MegatronCoreReader
+from hf_megatron.conversion.megatron_core.writer import MegatronCoreWriter
 from hf_megatron.conversion.output import Output
 from hf_megatron.conversion.tensors import (
     EXP_AVG,
@@ -22,7 +23,6 @@ from hf_megatron.conversion.tensors import (
     MegatronModel,
     Reader,
 )
-from hf_megatron.conversion.torch_store import StoreReader
 from tests.twins import twin
 
 ROOT = Path(__file__).parents[2]
@@ -149,7 +149,7 @@ def test_per_layer_keys_and_a_state_that_is_not_read(trained):
 
 
 def test_one_layer_is_read_at_a_time(trained, monkeypatch):
-    from hf_megatron.conversion import data_file
+    from hf_megatron.files import data_file
 
     folder, _ = trained
     reader = MegatronCoreReader(folder / "llama")

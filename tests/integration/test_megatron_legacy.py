@@ -17,10 +17,11 @@ import numpy
 import pytest
 import torch
 
-from hf_megatron.conversion.megatron_legacy import MegatronLegacyReader
-from hf_megatron.conversion.megatron_legacy_writer import MegatronLegacyWriter
+from hf_megatron.conversion.megatron_legacy.reader import MegatronLegacyReader
+from hf_megatron.conversion.megatron_legacy.writer import MegatronLegacyWriter
 from hf_megatron.conversion.output import Output
-from hf_megatron.conversion.tensors import WEIGHT, Entry, Key, Layout, MegatronModel
+from hf_megatron.conversion.tensors import WEIGHT, Key, MegatronModel, TargetOptions
+from hf_megatron.files.safetensors import TensorMeta
 from tests.integration.legacy_weights import FILE, FIRST, QKV, change, check_equal, model, read, weights, write
 
 
@@ -37,7 +38,7 @@ OPTIONS = [{}, {"local_names": True}, {"local_names": True, "grouped_experts": T
 @pytest.mark.parametrize("sizes", list(itertools.product((1, 2, 4), (1, 2, 4), (1, 2))), ids=str)
 def test_round_trip(tmp_path, sizes, tied, options):
     expected = weights(tied=tied)
-    layout = Layout(*sizes)
+    layout = TargetOptions(*sizes)
     write(tmp_path / "out", expected, model(tied=tied), layout, **options)
     files = list((tmp_path / "out").rglob("*.pt"))
     assert len(files) == layout.tp_size * layout.pp_size * layout.ep_size
@@ -49,7 +50,7 @@ def test_round_trip(tmp_path, sizes, tied, options):
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
 def test_round_trip_of_latent_attention(tmp_path, tp_size, local_names):
     expected = weights(latent=True)
-    write(tmp_path / "out", expected, model(), Layout(tp_size), local_names=local_names)
+    write(tmp_path / "out", expected, model(), TargetOptions(tp_size), local_names=local_names)
     rank = torch.load(tmp_path / "out" / FIRST, weights_only=False)["model"]
     rows = rank["decoder.layers.0.self_attention.linear_kv_down_proj.weight"].shape[0]
     assert rows == (12 // tp_size if local_names else 12)
@@ -58,7 +59,7 @@ def test_round_trip_of_latent_attention(tmp_path, tp_size, local_names):
 
 @pytest.mark.parametrize("mapped", [False, True])
 def test_torch_loads_what_is_written(tmp_path, tensors, mapped):
-    write(tmp_path / "out", tensors, model(), Layout(tp_size=2, make_vocab_size_divisible_by=12))
+    write(tmp_path / "out", tensors, model(), TargetOptions(tp_size=2, make_vocab_size_divisible_by=12))
     path = tmp_path / "out" / FIRST
     content = torch.load(path, weights_only=False, mmap=mapped)
     # Records of tensors have no checksum, as torch writes them with `set_crc32_options(False)`.
@@ -88,7 +89,7 @@ def test_a_release(tmp_path, tensors):
 
 
 def test_folders_of_two_numbers_without_arguments(tmp_path, tensors):
-    for name, layout in (("pp", Layout(pp_size=2)), ("ep", Layout(ep_size=2))):
+    for name, layout in (("pp", TargetOptions(pp_size=2)), ("ep", TargetOptions(ep_size=2))):
         write(tmp_path / name, tensors, model(), layout)
         for path in (tmp_path / name).rglob("*.pt"):
             change(path, lambda content: content.pop("args"))
@@ -119,7 +120,7 @@ def test_virtual_stages(tmp_path, tensors):
 
 def test_experts_in_one_tensor(tmp_path, tensors):
     """As GroupedMLP has them (moe/experts.py, sh_ten_merge_fn)."""
-    write(tmp_path / "out", tensors, model(), Layout(tp_size=2, ep_size=2), local_names=True)
+    write(tmp_path / "out", tensors, model(), TargetOptions(tp_size=2, ep_size=2), local_names=True)
 
     def merge(content):
         held = content["model"]
@@ -168,7 +169,7 @@ def test_memory_stays_a_few_tensors(tmp_path):
     """Rank files are read and written piece by piece: 192 MiB pass through, 8 MiB at a time."""
     rows, hidden, layers = 1024, 2048, 24
     names = [f"decoder.layers.{number}.mlp.linear_fc1.weight" for number in range(layers)]
-    plan = {Key(WEIGHT, name): Entry((rows, hidden), torch.float32) for name in names}
+    plan = {Key(WEIGHT, name): TensorMeta((rows, hidden), torch.float32) for name in names}
     largest = rows * hidden * 4
     of = MegatronModel({"num_layers": layers}, gated=True)
     peak, done = 0, threading.Event()
@@ -179,20 +180,20 @@ def test_memory_stays_a_few_tensors(tmp_path):
             peak = max(peak, anonymous())
             time.sleep(0.001)
 
-    def convert(source, target: Path, layout: Layout):
+    def convert(source, target: Path, layout: TargetOptions):
         with Output(target) as output:
             writer = MegatronLegacyWriter(output, plan, of, layout, 1)
             for key in plan:
                 writer.write(key, source(key))
             writer.finish()
 
-    convert(lambda key: torch.zeros(rows, hidden), tmp_path / "first", Layout(tp_size=2))
+    convert(lambda key: torch.zeros(rows, hidden), tmp_path / "first", TargetOptions(tp_size=2))
     before = anonymous()
     watcher = threading.Thread(target=watch)
     watcher.start()
     try:
         with MegatronLegacyReader(tmp_path / "first", of) as reader:
-            convert(reader.read, tmp_path / "second", Layout(tp_size=4))
+            convert(reader.read, tmp_path / "second", TargetOptions(tp_size=4))
     finally:
         done.set()
         watcher.join()

@@ -10,9 +10,9 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from hf_megatron.conversion.megatron_legacy import MegatronLegacyReader
-from hf_megatron.conversion.megatron_names import tensor_parallel_split
-from hf_megatron.conversion.tensors import Key, Layout, MegatronModel
+from hf_megatron.conversion.megatron.names import tensor_parallel_split
+from hf_megatron.conversion.megatron_legacy.reader import MegatronLegacyReader
+from hf_megatron.conversion.tensors import Key, MegatronModel, TargetOptions
 from tests.integration.legacy_weights import check_equal, write
 
 ROOT = Path(__file__).parents[2]
@@ -153,7 +153,7 @@ def loaded(saved, models):
             target,
             read(root / f"{name}_tp1", models[name]),
             models[name],
-            Layout(sizes.get("tp", 1), sizes.get("pp", 1), sizes.get("ep", 1)),
+            TargetOptions(sizes.get("tp", 1), sizes.get("pp", 1), sizes.get("ep", 1)),
             iteration=None if layout == "pp2" else 1,
             local_names=True,
             expert_tp_size=1,

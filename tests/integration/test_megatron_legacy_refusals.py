@@ -6,11 +6,12 @@ from argparse import Namespace
 import pytest
 import torch
 
-from hf_megatron.conversion.megatron_legacy import MegatronLegacyReader
-from hf_megatron.conversion.megatron_legacy_writer import MegatronLegacyWriter
+from hf_megatron.conversion.megatron_legacy.reader import MegatronLegacyReader
+from hf_megatron.conversion.megatron_legacy.writer import MegatronLegacyWriter
 from hf_megatron.conversion.output import Output
-from hf_megatron.conversion.tensors import WEIGHT, Entry, Key, Layout
+from hf_megatron.conversion.tensors import WEIGHT, Key, TargetOptions
 from hf_megatron.errors import CheckpointError
+from hf_megatron.files.safetensors import TensorMeta
 from tests.integration.legacy_weights import (
     FILE,
     FIRST,
@@ -34,12 +35,12 @@ def tensors():
 @pytest.mark.parametrize(
     ("layout", "further", "message"),
     [
-        (Layout(pp_size=3), {}, "num_layers 4 does not divide over pp_size 3"),
-        (Layout(tp_size=3), {}, "num_attention_heads 4 does not divide over tp_size 3"),
-        (Layout(tp_size=4), {"num_query_groups": 3}, "num_query_groups 3"),
-        (Layout(ep_size=3), {}, "4 experts do not divide over ep_size 3"),
-        (Layout(tp_size=16), {"num_attention_heads": 16}, "embedding.word_embeddings.weight, tp_size 16: 24"),
-        (Layout(), {"settings": Namespace()}, "argument settings"),
+        (TargetOptions(pp_size=3), {}, "num_layers 4 does not divide over pp_size 3"),
+        (TargetOptions(tp_size=3), {}, "num_attention_heads 4 does not divide over tp_size 3"),
+        (TargetOptions(tp_size=4), {"num_query_groups": 3}, "num_query_groups 3"),
+        (TargetOptions(ep_size=3), {}, "4 experts do not divide over ep_size 3"),
+        (TargetOptions(tp_size=16), {"num_attention_heads": 16}, "embedding.word_embeddings.weight, tp_size 16: 24"),
+        (TargetOptions(), {"settings": Namespace()}, "argument settings"),
     ],
 )
 def test_sizes_that_do_not_divide_are_refused(tmp_path, tensors, layout, further, message):
@@ -53,10 +54,10 @@ def test_a_writer_wants_every_tensor_once(tmp_path, tensors):
         write(tmp_path / "out", {Key("exp_avg", QKV): torch.zeros(24, 16)}, model())
     with pytest.raises(CheckpointError, match=r"not_there\.weight"):
         write(tmp_path / "out", {Key(WEIGHT, "decoder.layers.0.not_there.weight"): torch.zeros(1)}, model())
-    plan = {key: Entry.of(tensor) for key, tensor in tensors.items()}
+    plan = {key: TensorMeta.of(tensor) for key, tensor in tensors.items()}
     key = Key(WEIGHT, QKV)
     with pytest.raises(CheckpointError, match="never came"), Output(tmp_path / "out") as output:
-        writer = MegatronLegacyWriter(output, plan, model(), Layout(), 1)
+        writer = MegatronLegacyWriter(output, plan, model(), TargetOptions(), 1)
         writer.write(key, tensors[key])
         with pytest.raises(CheckpointError, match="twice"):
             writer.write(key, tensors[key])
@@ -116,14 +117,14 @@ def test_a_broken_checkpoint_is_refused_by_name(tmp_path, tensors, case):
 
 @pytest.mark.parametrize("missing", ["mp_rank_00_000_000", "mp_rank_01_001_001", "mp_rank_01_000_001"])
 def test_a_missing_rank_is_named(tmp_path, tensors, missing):
-    write(tmp_path / "out", tensors, model(), Layout(2, 2, 2))
+    write(tmp_path / "out", tensors, model(), TargetOptions(2, 2, 2))
     shutil.rmtree(tmp_path / "out" / "iter_0000007" / missing)
     with pytest.raises(CheckpointError, match=f"{missing} is missing"):
         read(tmp_path / "out", model())
 
 
 def test_a_missing_file_and_folder_are_named(tmp_path, tensors):
-    write(tmp_path / "out", tensors, model(), Layout(tp_size=2))
+    write(tmp_path / "out", tensors, model(), TargetOptions(tp_size=2))
     (tmp_path / "out" / "iter_0000007" / "mp_rank_01" / FILE).unlink()
     with pytest.raises(CheckpointError, match=f"mp_rank_01/{FILE} is missing"):
         read(tmp_path / "out", model())
@@ -138,7 +139,7 @@ def test_a_missing_file_and_folder_are_named(tmp_path, tensors):
         read(tmp_path, model())
 
 
-@pytest.mark.parametrize("layout", [Layout(tp_size=2), Layout(ep_size=2)], ids=["tp", "ep"])
+@pytest.mark.parametrize("layout", [TargetOptions(tp_size=2), TargetOptions(ep_size=2)], ids=["tp", "ep"])
 def test_copies_that_differ_are_refused(tmp_path, tensors, layout):
     write(tmp_path / "out", tensors, model(), layout)
     second = sorted((tmp_path / "out").rglob("*.pt"))[1]
@@ -150,7 +151,7 @@ def test_copies_that_differ_are_refused(tmp_path, tensors, layout):
 
 def test_a_tied_copy_that_differs_is_refused(tmp_path):
     of = model(tied=True)
-    write(tmp_path / "out", weights(tied=True), of, Layout(pp_size=2))
+    write(tmp_path / "out", weights(tied=True), of, TargetOptions(pp_size=2))
     change(
         tmp_path / "out" / "iter_0000007" / "mp_rank_00_001" / FILE,
         lambda content: content["model"]["output_layer.weight"].add_(1),
@@ -160,7 +161,7 @@ def test_a_tied_copy_that_differs_is_refused(tmp_path):
 
 
 def test_ranks_with_other_tensors_or_shapes_are_refused(tmp_path, tensors):
-    write(tmp_path / "out", tensors, model(), Layout(tp_size=2))
+    write(tmp_path / "out", tensors, model(), TargetOptions(tp_size=2))
     second = tmp_path / "out" / "iter_0000007" / "mp_rank_01" / FILE
     saved = second.read_bytes()
     change(second, lambda content: content["model"].pop(NORM))

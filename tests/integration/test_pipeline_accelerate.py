@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
 from hf_megatron import RankError, prepare_optimizer
-from hf_megatron.integrations.verified import ConfigUnderTest
+from hf_megatron.integrations.gate import ConfigUnderTest
 from hf_megatron.parallelize import parallel_state
 from hf_megatron.upstream import local_tensor
 from hf_megatron.verify.ranks import run_ranks

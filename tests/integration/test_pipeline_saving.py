@@ -10,13 +10,13 @@ from safetensors.torch import load_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from hf_megatron import CheckpointError, prepare_optimizer
-from hf_megatron.checkpoint.commit import Transaction
+from hf_megatron.checkpoint.gathered import full_state_dict
 from hf_megatron.checkpoint.manifest import MANIFEST
-from hf_megatron.checkpoint.merged import full_state_dict
 from hf_megatron.checkpoint.reader import Checkpoint, open_checkpoint
 from hf_megatron.checkpoint.training_state import facts, load_model, load_optimizers, pieces
+from hf_megatron.checkpoint.transaction import Transaction
 from hf_megatron.conversion import convert
-from hf_megatron.integrations.verified import ConfigUnderTest
+from hf_megatron.integrations.gate import ConfigUnderTest
 from hf_megatron.parallelize import parallel_state
 from hf_megatron.verify.ranks import run_ranks
 from hf_megatron.verify.twin import draw_parameters, tiny_config

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, Trainin
 from hf_megatron import ConfigError, RankError, UnsupportedError
 from hf_megatron.data_parallel.gradient_store import PlainGradients
 from hf_megatron.data_parallel.reduction import GradientReducer
-from hf_megatron.integrations.verified import ConfigUnderTest
+from hf_megatron.integrations.gate import ConfigUnderTest
 from hf_megatron.parallelize import parallel_state
 from hf_megatron.verify.ranks import run_ranks
 from tests.references import trained_alone

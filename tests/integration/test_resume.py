@@ -17,11 +17,12 @@ from transformers import (
 from typer.testing import CliRunner
 
 from hf_megatron import CheckpointError, MegatronConfig, prepare_optimizer
-from hf_megatron.checkpoint.commit import Transaction
-from hf_megatron.checkpoint.merged import full_state_dict
-from hf_megatron.checkpoint.pieces import Box
-from hf_megatron.checkpoint.reader import Checkpoint, is_committed, latest, open_checkpoint
+from hf_megatron.checkpoint.boxes import Box
+from hf_megatron.checkpoint.discovery import is_committed, latest
+from hf_megatron.checkpoint.gathered import full_state_dict
+from hf_megatron.checkpoint.reader import Checkpoint, open_checkpoint
 from hf_megatron.checkpoint.training_state import facts, load_model, load_optimizers, pieces
+from hf_megatron.checkpoint.transaction import Transaction
 from hf_megatron.cli import app
 from hf_megatron.conversion import convert
 from hf_megatron.parallelize import parallel_state

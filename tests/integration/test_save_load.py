@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from hf_megatron import CheckpointError, MegatronConfig, UnsupportedError
-from hf_megatron.checkpoint.merged import full_state_dict
+from hf_megatron.checkpoint.gathered import full_state_dict
 from hf_megatron.parallelize import local_numel
 from hf_megatron.verify.ranks import run_ranks
 from tests.shared_twins import make_twin

@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
 from hf_megatron import CheckpointError, MegatronConfig
-from hf_megatron.checkpoint.reader import is_committed
+from hf_megatron.checkpoint.discovery import is_committed
 from hf_megatron.verify.ranks import run_ranks
 
 from .test_trainer import rows

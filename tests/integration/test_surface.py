@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from hf_megatron import CheckpointError, ConfigError, MegatronConfig, UnsupportedError
-from hf_megatron.checkpoint.merged import full_state_dict, gather_to_first
+from hf_megatron.checkpoint.gathered import full_state_dict, gather_to_first
 from hf_megatron.parallelize import parallel_state
 from hf_megatron.verify.ranks import run_ranks
 

@@ -6,7 +6,7 @@ import torch
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator
 
 from hf_megatron import MegatronConfig
-from hf_megatron.checkpoint.merged import full_state_dict
+from hf_megatron.checkpoint.gathered import full_state_dict
 from hf_megatron.parallelize import parallel_state
 from hf_megatron.verify.ranks import run_ranks
 from tests.references import trained_alone

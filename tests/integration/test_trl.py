@@ -14,13 +14,13 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from hf_megatron import ConfigError, UnsupportedError, token_log_probs
-from hf_megatron.checkpoint.merged import full_state_dict
+from hf_megatron.checkpoint.gathered import full_state_dict
 from hf_megatron.integrations import trl as integration
-from hf_megatron.integrations.verified import ConfigUnderTest
+from hf_megatron.integrations.gate import ConfigUnderTest
 from hf_megatron.parallelize import parallel_state
 from hf_megatron.pipeline_parallel import engine
 from hf_megatron.pipeline_parallel.transport import Transport
-from hf_megatron.tensor_parallel import token_scores
+from hf_megatron.tensor_parallel import vocab_log_probs
 from hf_megatron.verify.check import parse_layouts
 from hf_megatron.verify.compare import gradient_errors
 from hf_megatron.verify.measure import Measurement, _full, _gradients
@@ -339,7 +339,7 @@ def test_logits_that_are_there_already():
     """Of heads that are no linears, and of models that do more to their logits than scale and cap them."""
     logits = torch.randn(2, 5, 11, requires_grad=True)
     targets = torch.tensor([[1, 2, -100, 10, 0], [-100] * 5])
-    log_probs, entropy, best = token_scores.token_scores(logits, targets, ("log_probs", "entropy", "is_top1"))
+    log_probs, entropy, best = vocab_log_probs.token_scores(logits, targets, ("log_probs", "entropy", "is_top1"))
     expected = F.log_softmax(logits, -1)
     mask = targets != -100
     picked = expected.gather(2, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1) * mask
@@ -354,9 +354,9 @@ def test_logits_that_are_there_already():
 
 def fused(twin, config, chunk):
     """Every field of TRL's own forward, with the router loss, and the gradients of both differentiable ones."""
-    token_scores._TOKENS_PER_CHUNK = chunk
+    vocab_log_probs._TOKENS_PER_CHUNK = chunk
     model = twin.load(megatron_config=config).train()
-    trl.trainer.sft_trainer.add_fused_lm_head(model, outputs=token_scores.FIELDS)
+    trl.trainer.sft_trainer.add_fused_lm_head(model, outputs=vocab_log_probs.FIELDS)
     output = model(**twin.batches[0], output_router_logits=True, fused_lm_head=True)
     (output.loss + output.entropy.sum() / 100).backward()
     fields = {name: value.detach() for name, value in output.items()}
@@ -379,11 +379,11 @@ def test_every_field_equals_trls_own(text):
 
 
 def keep_each_ranks_part_of_the_hidden_gradient():
-    token_scores.copy_to_ranks = lambda tensor, group: tensor
+    vocab_log_probs.copy_to_ranks = lambda tensor, group: tensor
 
 
 def take_every_vocabulary_for_the_first():
-    token_scores.VocabParallelHead.first_row = 0
+    vocab_log_probs.VocabParallelHead.first_row = 0
 
 
 def score_every_microbatch_by_the_first_rows():

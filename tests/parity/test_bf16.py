@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING
 
-from hf_megatron.integrations.verified import ConfigUnderTest
+from hf_megatron.integrations.gate import ConfigUnderTest
 from hf_megatron.verify.compare import reference_error
 from hf_megatron.verify.measure import measure
 from hf_megatron.verify.ranks import run_ranks

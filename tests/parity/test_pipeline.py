@@ -13,7 +13,7 @@ import torch.distributed as dist
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from hf_megatron import ConfigError, MegatronConfig, RankError, UnsupportedError
-from hf_megatron.integrations.verified import ConfigUnderTest
+from hf_megatron.integrations.gate import ConfigUnderTest
 from hf_megatron.parallelize import parallel_state
 from hf_megatron.pipeline_parallel.schedules import SCHEDULES
 from hf_megatron.upstream import splits_python_functions

@@ -7,7 +7,7 @@ import pytest
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from hf_megatron import MegatronConfig, UnverifiedLayoutError
-from hf_megatron.registry import register_model, registered_types, verified
+from hf_megatron.registry import recorded, register_model, registered_types
 from hf_megatron.registry.lookup import REGISTRY
 from hf_megatron.verify.check import causal_types, parse_layouts
 from hf_megatron.verify.parity import check_twin
@@ -46,7 +46,7 @@ REQUIRED = [
 def passed(model_type, layout, tp_size=2):
     return any(
         row["model_type"] == model_type and row["layout"] == layout and row["tp_size"] == tp_size and row["passed"]
-        for row in verified.records()
+        for row in recorded.records()
     )
 
 
@@ -60,8 +60,8 @@ def test_what_must_be_supported_is_recorded():
 
 def test_causal_types_that_were_split_are_also_cut_or_refused_by_name():
     classes = ("ForCausalLM", "LMHeadModel")
-    causal = {row["model_type"] for row in verified.records() if row["class"].endswith(classes) and row["passed"]}
-    cuts = [row for row in verified.records() if row["layout"] == "pp" and row["class"].endswith(classes)]
+    causal = {row["model_type"] for row in recorded.records() if row["class"].endswith(classes) and row["passed"]}
+    cuts = [row for row in recorded.records() if row["layout"] == "pp" and row["class"].endswith(classes)]
     rows = {row["model_type"]: row for row in cuts}
     assert not causal - rows.keys()
     cut = {name for name in causal if rows[name]["passed"]}
@@ -70,7 +70,7 @@ def test_causal_types_that_were_split_are_also_cut_or_refused_by_name():
 
 
 def test_every_row_states_versions_and_a_reason():
-    for row in verified.records():
+    for row in recorded.records():
         assert row["versions"].keys() >= {"torch", "transformers", "accelerate"}
         assert row["worst"], row
         assert row["passed"] or len(row["worst"]) > 20, f"a refusal needs a reason: {row}"
@@ -78,7 +78,7 @@ def test_every_row_states_versions_and_a_reason():
 
 def _sample():
     """Three rows drawn at random, others for each version of the library."""
-    rows = [row for row in verified.records() if row["passed"] and row["class"].endswith("ForCausalLM")]
+    rows = [row for row in recorded.records() if row["passed"] and row["class"].endswith("ForCausalLM")]
     return random.Random(metadata.version("hf_megatron")).sample(rows, 3)
 
 
@@ -98,8 +98,8 @@ def test_a_sample_again(row):
 @pytest.fixture
 def unrecorded(tmp_path, monkeypatch):
     """A llama whose results are forgotten."""
-    rows = tuple(row for row in verified.records() if row["model_type"] != "llama")
-    monkeypatch.setattr(verified, "records", lambda: rows)
+    rows = tuple(row for row in recorded.records() if row["model_type"] != "llama")
+    monkeypatch.setattr(recorded, "records", lambda: rows)
     AutoModelForCausalLM.from_config(tiny_config(CONFIG_MAPPING["llama"]())).save_pretrained(tmp_path)
     return tmp_path
 
@@ -124,7 +124,7 @@ def test_allow_unverified_runs_the_check_first(unrecorded):
 
 def test_allow_unverified_stops_when_the_check_fails(unrecorded, monkeypatch):
     """The check is run with a Python that fails it: nothing is loaded."""
-    import hf_megatron.integrations.verified as gate
+    import hf_megatron.integrations.gate as gate
 
     monkeypatch.setattr(gate.sys, "executable", "/bin/false")
 

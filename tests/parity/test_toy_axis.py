@@ -7,7 +7,7 @@ from torch.distributed.tensor import DTensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from hf_megatron import parallelize
-from hf_megatron.state import parallel_state
+from hf_megatron.parallel_state import parallel_state
 from hf_megatron.verify.check import parse_layouts
 from hf_megatron.verify.parity import check_twin
 from hf_megatron.verify.ranks import run_ranks

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from hf_megatron.communication.collectives import gather_from_ranks
 from hf_megatron.placement import GradientRule, Placement
-from hf_megatron.tensor_parallel.local import local_view
+from hf_megatron.tensor_parallel.local_parameters import local_view
 
 NAME = "toy"
 PAIR = 2

@@ -10,9 +10,9 @@ import torch
 from hf_megatron import ConfigError, MegatronConfig
 from hf_megatron.axes import Axes, Axis
 from hf_megatron.checkpoint.holdings import holding
+from hf_megatron.parallel_state import ParallelState
 from hf_megatron.placement import Claim, GradientRule, Placement, Split
 from hf_megatron.spec import ModelSpec
-from hf_megatron.state import ParallelState
 
 LARGEST = 64
 WORLD = ("tp", "cp", "pp", "dp")

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_megatron.conversion.blob_writer import write_object, write_tensor
-from hf_megatron.conversion.blobs import Blob, StoredTensor, read_saved
-from hf_megatron.conversion.data_file import DataFile
-from hf_megatron.conversion.output import HashedFile
+from hf_megatron.conversion.torch_files.reader import Blob, StoredTensor, read_saved
+from hf_megatron.conversion.torch_files.writer import write_object, write_tensor
+from hf_megatron.files.data_file import DataFile
+from hf_megatron.files.digest import NewFile
 from tests.unit.torch_stores import refused, some
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16]
@@ -24,7 +24,7 @@ DTYPES += [torch.int8, torch.uint8, torch.bool]
 def test_blobs_are_those_of_torch_save(tmp_path, dtype):
     tensors = [some(shape, dtype) for shape in ((), (0,), (5,), (3, 4), (2, 3, 4, 5), (0, 7))]
     tensors += [some((4, 6), dtype).t(), some((8, 4), dtype)[2:5, 1:3]]
-    file = HashedFile(tmp_path / "blobs")
+    file = NewFile(tmp_path / "blobs")
     file.write(b"before")
     places = [write_tensor(file, tensor) for tensor in tensors] + [write_object(file, [None])]
     file.close()

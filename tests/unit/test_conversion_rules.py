@@ -10,15 +10,15 @@ import torch
 from hf_megatron import CheckpointError
 from hf_megatron.conversion.architecture import Architecture
 from hf_megatron.conversion.families import family_of, known_families
-from hf_megatron.conversion.megatron_names import spellings, tensor_parallel_split
-from hf_megatron.conversion.rules import (
+from hf_megatron.conversion.megatron.names import spellings, tensor_parallel_split
+from hf_megatron.conversion.megatron.rules import (
     Chain,
+    Divided,
     GroupedQKV,
     Interleaved,
     InterleavedRows,
     Joined,
     PaddedVocabulary,
-    Split,
 )
 from tests.twins import FAMILIES, config_of, twin
 
@@ -123,7 +123,7 @@ def test_alternating_rows():
 
 
 def test_operations_one_after_another():
-    chain = Chain((Split((2, 2)), Joined((2, 2)), PaddedVocabulary(4, 8)))
+    chain = Chain((Divided((2, 2)), Joined((2, 2)), PaddedVocabulary(4, 8)))
     rows = torch.arange(4.0)
     (padded,) = chain.to_megatron([rows])
     assert padded.tolist() == [0, 1, 2, 3, 0, 0, 0, 0]

@@ -7,7 +7,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from transformers import AutoModelForCausalLM, GPT2Config, set_seed
 
 from hf_megatron import MegatronConfig
-from hf_megatron.integrations.verified import ConfigUnderTest
+from hf_megatron.integrations.gate import ConfigUnderTest
 from hf_megatron.verify.ranks import run_ranks
 
 # The calls of two layers: attention map, attention output, MLP output; the embedding's comes first.

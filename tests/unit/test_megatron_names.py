@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from hf_megatron.conversion.megatron_names import (
-    Split,
+from hf_megatron.conversion.megatron.names import (
+    RankSplit,
     canonical,
     cut,
     expert_of,
@@ -19,50 +19,50 @@ from hf_megatron.errors import CheckpointError
 LAYER = "decoder.layers.3."
 MTP = "mtp.layers.0.transformer_layer."
 SPLITS = {
-    "embedding.word_embeddings.weight": Split(0),
+    "embedding.word_embeddings.weight": RankSplit(0),
     "embedding.position_embeddings.weight": None,
-    "output_layer.weight": Split(0),
-    "output_layer.bias": Split(0),
+    "output_layer.weight": RankSplit(0),
+    "output_layer.bias": RankSplit(0),
     "decoder.final_layernorm.weight": None,
     "decoder.final_layernorm.bias": None,
-    "mtp.layers.0.eh_proj.weight": Split(0),
+    "mtp.layers.0.eh_proj.weight": RankSplit(0),
     "mtp.layers.0.enorm.weight": None,
     "mtp.layers.0.final_layernorm.weight": None,
 }
 IN_LAYER = {
     "input_layernorm.weight": None,
     "pre_mlp_layernorm.bias": None,
-    "self_attention.linear_qkv.weight": Split(0),
-    "self_attention.linear_qkv.bias": Split(0),
+    "self_attention.linear_qkv.weight": RankSplit(0),
+    "self_attention.linear_qkv.bias": RankSplit(0),
     "self_attention.linear_qkv.layer_norm_weight": None,
     "self_attention.linear_qkv.layer_norm_bias": None,
-    "self_attention.linear_proj.weight": Split(1),
+    "self_attention.linear_proj.weight": RankSplit(1),
     "self_attention.linear_proj.bias": None,
     "self_attention.linear_proj.post_layernorm.weight": None,
     "self_attention.q_layernorm.weight": None,
     "self_attention.k_layernorm.weight": None,
-    "self_attention.core_attention.softmax_offset": Split(0),
-    "self_attention.linear_q_proj.weight": Split(0),
-    "self_attention.linear_q_down_proj.weight": Split(0, whole_in_te=True),
-    "self_attention.linear_q_up_proj.weight": Split(0),
+    "self_attention.core_attention.softmax_offset": RankSplit(0),
+    "self_attention.linear_q_proj.weight": RankSplit(0),
+    "self_attention.linear_q_down_proj.weight": RankSplit(0, whole_in_te=True),
+    "self_attention.linear_q_up_proj.weight": RankSplit(0),
     "self_attention.linear_q_up_proj.layer_norm_weight": None,
-    "self_attention.linear_kv_down_proj.weight": Split(0, whole_in_te=True),
-    "self_attention.linear_kv_up_proj.weight": Split(0),
+    "self_attention.linear_kv_down_proj.weight": RankSplit(0, whole_in_te=True),
+    "self_attention.linear_kv_up_proj.weight": RankSplit(0),
     "self_attention.kv_layernorm.weight": None,
-    "mlp.linear_fc1.weight": Split(0, halves=True),
-    "mlp.linear_fc1.bias": Split(0, halves=True),
+    "mlp.linear_fc1.weight": RankSplit(0, halves=True),
+    "mlp.linear_fc1.bias": RankSplit(0, halves=True),
     "mlp.linear_fc1.layer_norm_weight": None,
-    "mlp.linear_fc2.weight": Split(1),
+    "mlp.linear_fc2.weight": RankSplit(1),
     "mlp.linear_fc2.bias": None,
     "mlp.router.weight": None,
     "mlp.router.bias": None,
     "mlp.router.expert_bias": None,
-    "mlp.shared_experts.linear_fc1.weight": Split(0, halves=True),
-    "mlp.shared_experts.linear_fc2.weight": Split(1),
+    "mlp.shared_experts.linear_fc1.weight": RankSplit(0, halves=True),
+    "mlp.shared_experts.linear_fc2.weight": RankSplit(1),
     "mlp.shared_experts.gate_weight": None,
-    "mlp.experts.experts.linear_fc1.weight": Split(1, halves=True),
-    "mlp.experts.experts.linear_fc1.bias": Split(1, halves=True),
-    "mlp.experts.experts.linear_fc2.weight": Split(2),
+    "mlp.experts.experts.linear_fc1.weight": RankSplit(1, halves=True),
+    "mlp.experts.experts.linear_fc1.bias": RankSplit(1, halves=True),
+    "mlp.experts.experts.linear_fc2.weight": RankSplit(2),
     "mlp.experts.experts.linear_fc2.bias": None,
 }
 # Inside a linear, on its own.
@@ -145,23 +145,23 @@ def test_all_experts_in_one_tensor():
 @pytest.mark.parametrize("gated", [True, False])
 def test_ranks_share_gate_and_up(gated):
     tensor = torch.arange(8)
-    split = Split(0, halves=True)
+    split = RankSplit(0, halves=True)
     parts = [torch.cat(cut(tensor, split, rank, 2, gated)).tolist() for rank in range(2)]
     assert parts == ([[0, 1, 4, 5], [2, 3, 6, 7]] if gated else [[0, 1, 2, 3], [4, 5, 6, 7]])
 
 
 def test_columns_are_views():
     tensor = torch.arange(12).view(2, 6)
-    (part,) = cut(tensor, Split(1), 1, 3, gated=True)
+    (part,) = cut(tensor, RankSplit(1), 1, 3, gated=True)
     assert part.tolist() == [[2, 3], [8, 9]]
     assert part.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
 
 
 def test_what_does_not_divide_is_refused():
     with pytest.raises(CheckpointError, match="10 in dimension 0 do not divide evenly over 4 ranks"):
-        cut(torch.empty(10), Split(0), 0, 4, gated=True)
+        cut(torch.empty(10), RankSplit(0), 0, 4, gated=True)
     with pytest.raises(CheckpointError, match="in each of gate and up"):
-        cut(torch.empty(6), Split(0, halves=True), 0, 2, gated=True)
+        cut(torch.empty(6), RankSplit(0, halves=True), 0, 2, gated=True)
 
 
 def test_extra_states_are_those_of_modules_that_have_them():

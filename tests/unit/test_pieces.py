@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from hf_megatron.axes import Axes
+from hf_megatron.checkpoint.boxes import Box, Piece, copy_overlap, local_boxes, overlaps, uncovered
 from hf_megatron.checkpoint.manifest import Manifest, PieceEntry, TensorEntry
-from hf_megatron.checkpoint.pieces import Box, Piece, copy_overlap, local_boxes, overlaps, uncovered
-from hf_megatron.checkpoint.shards import FileEntry
 from hf_megatron.errors import CheckpointError
+from hf_megatron.files.digest import FileDigest
 from hf_megatron.placement import Placement, Split
 
 SHAPES = [(), (1,), (12,), (7,), (0, 3), (6, 5), (12, 1), (4, 6, 3), (2, 12, 2), (3, 2, 6, 2)]
@@ -149,7 +149,7 @@ def test_thousands_of_boxes_are_fast_and_small_in_the_manifest():
     assert copied == 36000 and torch.equal(out, shard_of(tensor, placement, 2, 1))
 
     entry = TensorEntry(shape, torch.int64, (PieceEntry("a.safetensors", "x", source[1]),))
-    manifest = Manifest(1, {}, {"a.safetensors": FileEntry(1 << 20, "0" * 64)}, {"x": entry})
+    manifest = Manifest(1, {}, {"a.safetensors": FileDigest(1 << 20, "0" * 64)}, {"x": entry})
     text = json.dumps(manifest.to_dict())
     assert len(text) < 1000
     assert Manifest.from_dict(json.loads(text), "here").tensors == {"x": entry}
@@ -160,7 +160,7 @@ def test_manifest_keeps_all_boxes(shape):
     for placement, ranks in placements(shape):
         boxes = local_boxes(shape, placement, on(ranks, ranks - 1))
         entry = TensorEntry(shape, torch.int64, (PieceEntry("a", "x", boxes),))
-        manifest = Manifest(1, {}, {"a": FileEntry(1 << 20, "0" * 64)}, {"x": entry})
+        manifest = Manifest(1, {}, {"a": FileDigest(1 << 20, "0" * 64)}, {"x": entry})
         assert Manifest.from_dict(json.loads(json.dumps(manifest.to_dict())), "here").tensors["x"] == entry
 
 

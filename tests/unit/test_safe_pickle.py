@@ -11,7 +11,7 @@ import subprocess
 import pytest
 
 from hf_megatron import CheckpointError
-from hf_megatron.conversion.safe_pickle import Named, Record, records, unpickle
+from hf_megatron.conversion.torch_files.safe_pickle import Named, Record, records, unpickle
 
 VALUES = [
     None,

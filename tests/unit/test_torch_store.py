@@ -6,12 +6,12 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from hf_megatron.checkpoint.pieces import Box
-from hf_megatron.conversion import data_file
+from hf_megatron.checkpoint.boxes import Box
 from hf_megatron.conversion.chunks import check_cover
+from hf_megatron.conversion.dcp.store_reader import StoreReader
+from hf_megatron.conversion.dcp.store_writer import StoreWriter
 from hf_megatron.conversion.output import Output
-from hf_megatron.conversion.torch_store import StoreReader
-from hf_megatron.conversion.torch_store_writer import StoreWriter
+from hf_megatron.files.data_file import DataFile
 from hf_megatron.verify.ranks import run_ranks
 from tests.unit.torch_stores import refused, save, some
 
@@ -93,13 +93,13 @@ def test_one_layer_of_a_stacked_tensor_is_read_alone(tmp_path, monkeypatch):
     stacked = some((16, 64, 96))
     store = StoreReader(save(tmp_path / "s", {"layers": stacked}))
     counts: list[int] = []
-    read_at = data_file.read_at
+    read_into = DataFile.read_into
 
-    def counting(descriptor, buffer, offset, path):
+    def counting(self, buffer, offset):
         counts.append(len(buffer))
-        read_at(descriptor, buffer, offset, path)
+        read_into(self, buffer, offset)
 
-    monkeypatch.setattr(data_file, "read_at", counting)
+    monkeypatch.setattr(DataFile, "read_into", counting)
     layer = store.read_box("layers", (5, 0, 0), (1, 64, 96))[0]
     assert torch.equal(layer, stacked[5])
     # The layer, and the few records of the blob around it.

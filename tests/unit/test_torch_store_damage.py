@@ -10,7 +10,7 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 
 from hf_megatron import CheckpointError
-from hf_megatron.conversion.torch_store import StoreReader
+from hf_megatron.conversion.dcp.store_reader import StoreReader
 from tests.unit.torch_stores import refused, save, some
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

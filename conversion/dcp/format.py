@@ -1,0 +1,26 @@
+"""Distributed checkpoints of torch, of transformers and of Accelerate, under the model's names in memory."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..format import Format
+from ..shards.reader import SHARD
+from .reader import DcpReader
+from .store_reader import METADATA
+from .writer import DcpWriter
+
+
+def _recognise(path: Path, names: Sequence[str]) -> bool:
+    of_accelerate = (path / name / METADATA for name in names if name.startswith("pytorch_model_fsdp"))
+    return METADATA in names or any(map(SHARD.fullmatch, names)) or any(file.exists() for file in of_accelerate)
+
+
+FORMAT = Format(
+    name="dcp",
+    title="torch DCP under Hugging Face names",
+    marks=f"{METADATA} or shard-*.safetensors",
+    recognise=_recognise,
+    open=lambda path, architecture, verify: DcpReader(path, architecture.saved_names, architecture.first_name),
+    create=lambda output, plan, architecture, options, iteration, optimizer: DcpWriter(output, plan, optimizer),
+    moments=True,
+)

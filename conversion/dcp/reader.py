@@ -1,0 +1,187 @@
+"""Distributed checkpoints of torch under the model's names in memory.
+
+Read are folders of `torch.distributed.checkpoint.save`, of Accelerate (`pytorch_model_fsdp_0` and `optimizer_0`), and
+of transformers (`shard-*.safetensors`). Moments are where `get_optimizer_state_dict` puts them, flattened or not:
+`optimizer.state.{name}.exp_avg`.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import CheckpointError
+from ...files.safetensors import TensorMeta
+from ..chunks import ChunkedTensors
+from ..shards.reader import ShardFolder, is_shard_folder
+from ..tensors import EXP_AVG, EXP_AVG_SQ, WEIGHT, Key, OptimizerState, Reader, same_bytes
+from ..torch_files.reader import StoredTensor
+from .store_reader import METADATA, StoreReader
+from .writer import DcpWriter
+
+__all__ = ["DcpReader", "DcpWriter"]
+
+# Before the names there may be those of the tables around them; Adam's state, and that of others, which is refused.
+_STATE = re.compile(r"(?:(?:.*\.)?(?:optimizer|optim)\w*\.)?state\.(?P<name>.+)\.(?P<kind>[a-z_]+)")
+_GROUP = re.compile(r"(?:(?:.*\.)?(?:optimizer|optim)\w*\.)?param_groups\.(?P<group>.+)\.(?P<setting>[a-z_]+)")
+_ADAM = (EXP_AVG, EXP_AVG_SQ, "step")
+
+
+class DcpReader(Reader):
+    """A distributed checkpoint of torch.
+
+    Args:
+        path: the folder.
+        names: the weights it should have. Without them, every tensor that nothing marks as another is a weight.
+        first_name: for any name of a tied weight the one among `names`; such a weight may be there several times.
+
+    Raises:
+        CheckpointError: naming the file that is damaged or unsafe, and tensors that are missing or unexpected.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        names: Collection[str] | None = None,
+        first_name: Callable[[str], str] = lambda name: name,
+    ):
+        self.path = path
+        self._names = None if names is None else dict.fromkeys(names)
+        self._first_name = first_name
+        stores = list(_stores(path))
+        self._sources: dict[Key, list[tuple[ChunkedTensors, str]]] = {}
+        steps: list[tuple[ChunkedTensors, str]] = []
+        others: list[str] = []
+        for store in stores:
+            prefix = self._prefix(store)
+            for stored in store.entries:
+                key = self._key(store, stored, prefix)
+                if key is not None and key.kind == "step" and torch.Size(store.entries[stored].shape).numel() == 1:
+                    steps.append((store, stored))
+                elif key is not None and key.kind in (WEIGHT, EXP_AVG, EXP_AVG_SQ):
+                    self._sources.setdefault(key, []).append((store, stored))
+                elif key is not None:
+                    others.append(key.kind)
+        self._check_names()
+        self.entries = {key: _same(path, found) for key, found in self._ordered()}
+        moments = [key for key in self.entries if key.kind != WEIGHT]
+        self.optimizer_refusal = self._refusal(others, moments, steps)
+        if self.optimizer_refusal is not None:
+            self.entries = {key: entry for key, entry in self.entries.items() if key.kind == WEIGHT}
+        elif moments:
+            step = max(int(store.read(name).item()) for store, name in steps)
+            groups = [group for store in stores if isinstance(store, StoreReader) for group in _groups(store)]
+            self.optimizer, self.iteration = OptimizerState(step, tuple(groups)), step
+
+    def _prefix(self, store: ChunkedTensors) -> str:
+        """What stands before the names of weights: that under which most of those expected are found."""
+        if self._names is None:
+            return ""
+        counts: Counter[str] = Counter()
+        for stored in store.entries:
+            if not _STATE.fullmatch(stored):
+                # Names of the model begin where a part of the stored name begins.
+                parts = stored.split(".")
+                for start in range(min(len(parts), 4)):
+                    if self._first_name(".".join(parts[start:])) in self._names:
+                        counts[".".join([*parts[:start], ""]) if start else ""] += 1
+        # The shorter one, where several fit equally well.
+        return min(counts, key=lambda prefix: (-counts[prefix], len(prefix)), default="")
+
+    def _key(self, store: ChunkedTensors, stored: str, prefix: str) -> Key | None:
+        """What a stored tensor is; `None` for what is neither a weight nor of an optimizer, such as random states."""
+        path: Sequence[Any] = store.paths.get(stored, ()) if isinstance(store, StoreReader) else ()
+        if self._names is None:
+            match = _STATE.fullmatch(stored)
+            if match is None or (len(path) == 1 and match["kind"] not in _ADAM):
+                return Key(WEIGHT, path[-1] if path and isinstance(path[-1], str) else stored)
+            return Key(match["kind"], match["name"])
+        name = self._first_name(stored.removeprefix(prefix))
+        if stored.startswith(prefix) and name in self._names:
+            return Key(WEIGHT, name)
+        if match := _STATE.fullmatch(stored):
+            for start in (match["name"], match["name"].removeprefix(prefix), match["name"].removeprefix("module.")):
+                if self._first_name(start) in self._names:
+                    return Key(match["kind"], self._first_name(start))
+        elif _GROUP.fullmatch(stored) or (
+            prefix and not stored.startswith(prefix) and not store.entries[stored].dtype.is_floating_point
+        ):
+            return None
+        raise CheckpointError(f"{self.path} has the tensor {stored}, which the model has no place for.")
+
+    def _check_names(self) -> None:
+        missing = [name for name in self._names or () if Key(WEIGHT, name) not in self._sources]
+        if missing:
+            raise CheckpointError(f"{self.path}: {len(missing)} weights are missing, among them {missing[:5]}.")
+
+    def _ordered(self) -> Iterator[tuple[Key, list[tuple[ChunkedTensors, str]]]]:
+        """In the order of the model, each weight before its moments."""
+        names = self._names or dict.fromkeys(key.name for key in self._sources)
+        for name in names:
+            for kind in (WEIGHT, EXP_AVG, EXP_AVG_SQ):
+                if found := self._sources.get(Key(kind, name)):
+                    yield Key(kind, name), found
+
+    def _refusal(
+        self, others: Sequence[str], moments: Sequence[Key], steps: Sequence[tuple[ChunkedTensors, str]]
+    ) -> str | None:
+        if others:
+            return f"it is not Adam's: it keeps {', '.join(sorted(set(others))[:5])}"
+        if moments and len({store.read(name).item() for store, name in steps}) != 1:
+            return "its parameters have taken different numbers of steps, or it does not say how many"
+        lone = next((key for key in moments if Key(_other(key.kind), key.name) not in self.entries), None)
+        return f"it has only {lone}" if lone is not None else None
+
+    def read(self, key: Key) -> Tensor:
+        (store, name), *copies = self._sources[key]
+        tensor = store.read(name, self.memory)
+        for other, copy in copies:
+            if not same_bytes(other.read(copy), tensor):
+                raise CheckpointError(f"{self.path}: {name} and {copy} are one weight of the model and differ.")
+        return tensor
+
+
+def _other(kind: str) -> str:
+    return EXP_AVG if kind == EXP_AVG_SQ else EXP_AVG_SQ
+
+
+def _same(path: Path, found: Sequence[tuple[ChunkedTensors, str]]) -> TensorMeta:
+    entries = {store.entries[name] for store, name in found}
+    if len(entries) > 1:
+        raise CheckpointError(f"{path}: {', '.join(name for _, name in found)} are one weight of the model and differ.")
+    return entries.pop()
+
+
+def _stores(path: Path) -> Iterator[ChunkedTensors]:
+    """The folders with tensors: `path` itself, or Accelerate's in it."""
+    if (path / METADATA).is_file():
+        yield StoreReader(path)
+        return
+    if is_shard_folder(path):
+        yield ShardFolder(path)
+    found = [path / name for name in ("pytorch_model_fsdp_0", "optimizer_0") if (path / name / METADATA).is_file()]
+    if not found and not is_shard_folder(path):
+        raise CheckpointError(f"{path} has neither {METADATA} nor shard-*.safetensors.")
+    yield from map(StoreReader, found)
+
+
+def _groups(store: StoreReader) -> list[Mapping[str, Any]]:
+    """The settings of parameter groups, the same ones of several parameters once."""
+    groups: dict[str, dict[str, Any]] = {}
+    for name in [*store.objects, *store.entries]:
+        match = _GROUP.fullmatch(name)
+        if match is None or match["setting"] == "params":
+            continue
+        value = store.read_object(name) if name in store.objects else store.read(name).tolist()
+        if isinstance(value, (int, float, str, bool, tuple, type(None))) and not isinstance(value, StoredTensor):
+            groups.setdefault(match["group"], {})[match["setting"]] = value
+    unique: list[Mapping[str, Any]] = []
+    for _, group in sorted(groups.items()):
+        settings = dict(sorted(group.items()))
+        if settings not in unique:
+            unique.append(settings)
+    return unique

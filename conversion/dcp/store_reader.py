@@ -1,0 +1,169 @@
+"""Folders of `torch.distributed.checkpoint`: global tensors in chunks, read without torch's loaders.
+
+`.metadata` is a pickle that torch would run; here it is looked at (`safe_pickle`). Names of its classes are those that
+torch 2.11 to 2.13, transformers, Accelerate and megatron-core 0.15 and 0.16 write.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...checkpoint.boxes import Box
+from ...errors import CheckpointError
+from ...files.data_file import DataFile
+from ...files.paths import inside
+from ..chunks import Chunk, ChunkedTensors
+from ..torch_files.reader import DTYPES, Blob
+from ..torch_files.safe_pickle import Named, Names, Record, records, unpickle
+
+METADATA = ".metadata"
+LARGEST_METADATA = 1 << 30
+
+_DCP = "torch.distributed.checkpoint"
+_PLANS = "megatron.core.dist_checkpointing.strategies.torch"
+_NAMES: Names = MappingProxyType(
+    {
+        **DTYPES,
+        "torch.Size": Named("torch.Size", lambda arguments: tuple(arguments[0])),
+        **records(
+            f"{_DCP}.metadata.Metadata",
+            f"{_DCP}.metadata.MetadataIndex",
+            f"{_DCP}.metadata.TensorStorageMetadata",
+            f"{_DCP}.metadata.BytesStorageMetadata",
+            f"{_DCP}.metadata.ChunkStorageMetadata",
+            f"{_DCP}.metadata.TensorProperties",
+            f"{_DCP}.metadata.StorageMeta",
+            f"{_DCP}.metadata._MEM_FORMAT_ENCODING",
+            f"{_DCP}.filesystem._StorageInfo",
+            # Plans that megatron-core keeps beside what is written.
+            f"{_DCP}.planner.SavePlan",
+            f"{_DCP}.planner.WriteItem",
+            f"{_DCP}.planner.WriteItemType",
+            f"{_DCP}.planner.TensorWriteData",
+            f"{_DCP}.planner.BytesIOWriteData",
+            "torch.distributed._shard.sharded_tensor.metadata.TensorProperties",
+            "torch.distributed._shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING",
+            "torch.serialization._get_layout",
+            "pathlib.Path",
+            "pathlib.PosixPath",
+            "pathlib._local.PosixPath",
+            # megatron-core 0.15 and before.
+            f"{_PLANS}.MCoreMetadata",
+            f"{_PLANS}.MCoreSavePlan",
+        ),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a blob lies."""
+
+    file: str
+    offset: int
+    length: int
+
+
+class StoreReader(ChunkedTensors):
+    """A folder with a `.metadata` file.
+
+    Args:
+        path: the folder.
+
+    Attributes:
+        entries: global shapes and dtypes of all tensors.
+        objects: names of everything else.
+        paths: where tensors and objects lay in the nested tables that were saved (`planner_data`).
+
+    Raises:
+        CheckpointError: naming the file and the tensor, when the chunks of a tensor do not cover it exactly, lie
+            outside of the folder or beyond the end of their file, or when the file is damaged or names other classes.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._where = str(path / METADATA)
+        with DataFile(path / METADATA) as file:
+            if file.size > LARGEST_METADATA:
+                raise CheckpointError(f"{self._where} has {file.size:,} bytes, more than {LARGEST_METADATA:,}.")
+            metadata = unpickle(file.read(0, file.size), self._where, _NAMES)
+        self._sizes: dict[str, int] = {}
+        try:
+            places = self._places(metadata["storage_data"])
+            items: Mapping[str, Record] = metadata["state_dict_metadata"]
+            tensors = {
+                name: (tuple(item["size"]), _dtype(item), self._chunks(name, item, places))
+                for name, item in items.items()
+                if item.kind.endswith(".TensorStorageMetadata")
+            }
+            self._objects = {
+                name: places[name, None] for name, item in items.items() if item.kind.endswith(".BytesStorageMetadata")
+            }
+            paths = metadata.get("planner_data") or {}
+            self.paths = {name: tuple(path) for name, path in paths.items() if name in items}
+        except (AttributeError, LookupError, TypeError, ValueError, ArithmeticError) as error:
+            raise CheckpointError(f"{self._where} does not describe a checkpoint: {error!r}.") from error
+        super().__init__(self._where, tensors)
+        self.objects = frozenset(self._objects)
+
+    def _places(self, storage: Mapping[Record, Record]) -> dict[tuple[str, tuple[int, ...] | None], Place]:
+        found = {}
+        for index, info in storage.items():
+            if info.get("transform_descriptors"):
+                raise CheckpointError(f"{self._where}: {index['fqn']} is stored in a transformed way.")
+            place = Place(info["relative_path"], info["offset"], info["length"])
+            if type(place.offset) is not int or type(place.length) is not int or not isinstance(place.file, str):
+                raise ValueError(f"{index['fqn']} lies at {place}")
+            if place.file not in self._sizes:
+                with DataFile(inside(self.path, place.file)) as file:
+                    self._sizes[place.file] = file.size
+            size = self._sizes[place.file]
+            if place.offset < 0 or place.length < 0 or place.offset + place.length > size:
+                raise CheckpointError(
+                    f"{self.path / place.file} has {size} bytes; {index['fqn']} should lie in "
+                    f"[{place.offset}, {place.offset + place.length})."
+                )
+            found[index["fqn"], index.get("offset")] = place
+        return found
+
+    def _chunks(self, name: str, item: Record, places: Mapping[tuple[str, Any], Place]) -> list[Chunk]:
+        found = []
+        for box in {Box(tuple(chunk["offsets"]), tuple(chunk["sizes"])) for chunk in item["chunks"]}:
+            place = places[name, box.offset]
+            if place.length < box.numel * _dtype(item).itemsize:
+                raise CheckpointError(
+                    f"{self._where}: {name} has a chunk of {list(box.shape)} {_dtype(item)} in {place.length} bytes."
+                )
+            found.append(Chunk(box, place))
+        return found
+
+    def read_chunk(self, name: str, chunk: Chunk, starts: Sequence[int], target: Tensor) -> None:
+        place: Place = chunk.place
+        with DataFile(inside(self.path, place.file)) as file:
+            blob = Blob(file, place.offset, place.length)
+            stored = blob.tensor()
+            if (stored.shape, stored.dtype) != (chunk.box.shape, target.dtype):
+                raise CheckpointError(
+                    f"{file.path}: {name} has a chunk of {list(stored.shape)} {stored.dtype} where "
+                    f"{list(chunk.box.shape)} {target.dtype} should be."
+                )
+            blob.read_into(stored, starts, target)
+
+    def read_object(self, name: str) -> Any:
+        """What is stored under the name of an object; see `Blob.value`."""
+        place = self._objects[name]
+        with DataFile(inside(self.path, place.file)) as file:
+            return Blob(file, place.offset, place.length).value
+
+
+def _dtype(item: Record) -> torch.dtype:
+    properties = item["properties"].state
+    dtype = properties["dtype"] if isinstance(properties, dict) else properties[0]
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"a tensor has the dtype {dtype}")
+    return dtype

@@ -1,0 +1,101 @@
+"""Writes a folder of `torch.distributed.checkpoint`, chunk by chunk."""
+
+import pickle
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from ...checkpoint.boxes import Box
+from ...errors import CheckpointError
+from ...files.digest import NewFile
+from ...upstream import dcp_version, storage_info
+from ..chunks import check_cover
+from ..output import Output
+from ..torch_files.writer import write_object, write_tensor
+from .store_reader import METADATA
+
+# A file is closed when it has become as large as this.
+FILE_SIZE = 8 << 30
+
+
+class StoreWriter:
+    """A folder that `torch.distributed.checkpoint.load` and megatron-core read.
+
+    Args:
+        output: the directory it becomes part of.
+        folder: its name inside of that, with a slash at the end; the directory itself by default.
+        file_size: where files end, in bytes.
+    """
+
+    def __init__(self, output: Output, folder: str = "", file_size: int = FILE_SIZE):
+        self._output, self._folder, self._file_size = output, folder, file_size
+        self._file: NewFile | None = None
+        self._names: list[str] = []
+        self._items: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+        self._places: dict[MetadataIndex, Any] = {}
+
+    def write_chunk(self, name: str, shape: Sequence[int], offsets: Sequence[int], tensor: Tensor) -> None:
+        """A box of a global tensor.
+
+        Args:
+            name, shape: of the global tensor.
+            offsets: where the box begins in it.
+            tensor: the box; dims of length 1 may be missing at its start.
+        """
+        tensor = tensor.reshape((1,) * (len(shape) - tensor.dim()) + tensor.shape)
+        properties = TensorProperties(dtype=tensor.dtype)
+        item = self._items.setdefault(name, TensorStorageMetadata(properties, torch.Size(shape), []))
+        index = MetadataIndex(name, offsets)
+        if not isinstance(item, TensorStorageMetadata) or index in self._places:
+            raise CheckpointError(f"{name} at {list(offsets)} came twice.")
+        if (tuple(item.size), item.properties.dtype) != (tuple(shape), tensor.dtype):
+            raise CheckpointError(f"{name} has chunks of tensors that differ in shape or dtype.")
+        item.chunks.append(ChunkStorageMetadata(torch.Size(offsets), tensor.shape))
+        file = self._open()
+        self._places[index] = storage_info(self._names[-1], *write_tensor(file, tensor))
+
+    def write_object(self, name: str, value: Any) -> None:
+        """A small object under a name of its own."""
+        if name in self._items:
+            raise CheckpointError(f"{name} came twice.")
+        self._items[name] = BytesStorageMetadata()
+        file = self._open()
+        self._places[MetadataIndex(name)] = storage_info(self._names[-1], *write_object(file, value))
+
+    def _open(self) -> NewFile:
+        """The file that is written to."""
+        if self._file is None or self._file.size >= self._file_size:
+            if self._file is not None:
+                self._file.close()
+            self._names.append(f"__0_{len(self._names)}.distcp")
+            self._file = self._output.create(self._folder + self._names[-1])
+        return self._file
+
+    def finish(self, paths: Mapping[str, tuple[str | int, ...]] | None = None) -> None:
+        """Writes `.metadata`.
+
+        Args:
+            paths: where tensors and objects lie in the nested tables that torch flattened (`planner_data`); a name is
+                its path joined by dots.
+
+        Raises:
+            CheckpointError: naming a tensor whose chunks did not all come.
+        """
+        for name, item in self._items.items():
+            if isinstance(item, TensorStorageMetadata):
+                boxes = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in item.chunks]
+                check_cover(name, item.size, boxes)
+        # Nothing of the machine: torch would say where the folder was.
+        metadata = Metadata(dict(self._items), paths, self._places, StorageMeta(), dcp_version())
+        self._output.add(f"{self._folder}{METADATA}", pickle.dumps(metadata, protocol=4))

@@ -1,0 +1,22 @@
+"""Hugging Face folders: `config.json` and safetensors or `.bin` files under the names of the model's files."""
+
+import re
+
+from ..format import Format
+from .reader import HuggingFaceReader
+from .writer import HuggingFaceWriter
+
+_WEIGHTS = re.compile(r"(model|pytorch_model).*\.(safetensors|bin)(\.index\.json)?")
+
+FORMAT = Format(
+    name="hf",
+    title="Hugging Face folder",
+    marks="model.safetensors or its index",
+    recognise=lambda path, names: any(map(_WEIGHTS.fullmatch, names)),
+    open=lambda path, architecture, verify: HuggingFaceReader(path, architecture),
+    create=lambda output, plan, architecture, options, iteration, optimizer: HuggingFaceWriter(
+        output, plan, architecture, options
+    ),
+    options=frozenset({"max_shard_size"}),
+    card="merged",
+)

@@ -1,0 +1,109 @@
+"""Hugging Face folders: `config.json` and safetensors (or `.bin` files) under the names of the model's files.
+
+Files and memory differ in names and shapes (experts that are packed in memory, prefixes, renamed modules);
+transformers' own conversions lead from one to the other, in both directions.
+"""
+
+import json
+import re
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ...checkpoint.strict_loading import check_weight_index
+from ...errors import CheckpointError
+from ...files.paths import inside
+from ...files.safetensors import SafetensorsFile, TensorMeta
+from ...upstream import LoadingGroup, convert_loaded, loading_groups
+from ..architecture import Architecture
+from ..tensors import WEIGHT, Key, Reader, same_bytes
+from ..torch_files.weight_file import PickledFile
+
+_WEIGHTS = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)")
+
+
+def weight_files(path: Path) -> list[str]:
+    """The weight files of a folder: those of its index, else the single one; safetensors before `.bin`.
+
+    Raises:
+        CheckpointError: there are none, an index is unreadable, or names files outside of the folder.
+    """
+    check_weight_index(path)
+    for kind in ("model.safetensors", "pytorch_model.bin"):
+        index = path / f"{kind}.index.json"
+        if index.is_file():
+            try:
+                names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+                raise CheckpointError(f"{index} cannot be read: {error}") from error
+            missing = [name for name in names if not (path / name).is_file()]
+            if missing:
+                raise CheckpointError(f"{path}: {', '.join(missing[:5])} of {index.name} are missing.")
+            return names
+        if (path / kind).is_file():
+            return [kind]
+    raise CheckpointError(f"{path} has no model.safetensors, no pytorch_model.bin and no index of several.")
+
+
+class HuggingFaceReader(Reader):
+    """A folder that `from_pretrained` reads.
+
+    Raises:
+        CheckpointError: files are missing or damaged, or hold other weights than the architecture has.
+    """
+
+    def __init__(self, path: Path, architecture: Architecture):
+        self.path, self.architecture = path, architecture
+        self._files: list[SafetensorsFile | PickledFile] = []
+        found: dict[str, SafetensorsFile | PickledFile] = {}
+        for name in weight_files(path):
+            file = inside(path, name)
+            opened = SafetensorsFile(file) if name.endswith(".safetensors") else PickledFile(file)
+            self._files.append(opened)
+            found |= dict.fromkeys(opened.locations, opened)
+        self._found = found
+        groups, surplus = loading_groups(architecture.model, found)
+        self._group_of: dict[Key, LoadingGroup] = {}
+        entries: dict[Key, TensorMeta] = {}
+        self._copies: dict[Key, list[LoadingGroup]] = {}
+        for group in groups:
+            meta = {name: self._meta(name) for name, _ in group.sources}
+            try:
+                converted = convert_loaded(architecture.model, group, meta)
+            except (RuntimeError, ValueError, TypeError) as error:
+                names = ", ".join(name for name, _ in group.sources[:3])
+                raise CheckpointError(f"{path}: {names} cannot be converted for {group.target}: {error}") from error
+            for name, tensor in converted.items():
+                key = Key(WEIGHT, architecture.first_name(name))
+                if key in entries:
+                    self._copies.setdefault(key, []).append(group)
+                else:
+                    entries[key], self._group_of[key] = TensorMeta.of(tensor), group
+        architecture.check([*(key.name for key in entries), *surplus], str(path))
+        saved = [key for key in entries if key.name in architecture.saved_names]
+        self.entries = {key: entries[key] for key in sorted(saved, key=architecture.sort_key)}
+        self._ready: dict[Key, Tensor] = {}
+
+    def _meta(self, name: str) -> Tensor:
+        span = self._found[name].locations[name]
+        return torch.empty(span.shape, dtype=span.dtype, device="meta")
+
+    def read(self, key: Key) -> Tensor:
+        if key not in self._ready:
+            self._ready |= self._converted(self._group_of[key])
+        tensor = self._ready.pop(key)
+        for group in self._copies.get(key, ()):
+            if not same_bytes(tensor, self._converted(group)[key]):
+                names = ", ".join(name for name, _ in (*self._group_of[key].sources, *group.sources))
+                raise CheckpointError(f"{self.path}: {names} are one tied weight of the model, and differ.")
+        return tensor
+
+    def _converted(self, group: LoadingGroup) -> dict[Key, Tensor]:
+        tensors = {name: self._found[name].read(name, self.memory) for name, _ in group.sources}
+        converted = convert_loaded(self.architecture.model, group, tensors)
+        return {Key(WEIGHT, self.architecture.first_name(name)): tensor for name, tensor in converted.items()}
+
+    def close(self) -> None:
+        for file in self._files:
+            file.close()

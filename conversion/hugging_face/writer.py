@@ -1,0 +1,108 @@
+"""Writes Hugging Face folders: safetensors under the names of the model's files, and the small files beside them."""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from torch import Tensor
+
+from ...errors import CheckpointError
+from ...files.paths import inside
+from ...files.safetensors import SafetensorsWriter, TensorMeta
+from ...upstream import conversion_groups, revert_conversion
+from ..architecture import Architecture
+from ..output import Output
+from ..tensors import Key, TargetOptions, Writer
+
+# Tokenizers have tens of megabytes.
+LARGEST_SMALL_FILE = 256 << 20
+
+
+INDEX = "model.safetensors.index.json"
+
+
+class HuggingFaceWriter(Writer):
+    """Writes the weights of a folder, in files of at most `options.max_shard_size`."""
+
+    def __init__(
+        self, output: Output, plan: Mapping[Key, TensorMeta], architecture: Architecture, options: TargetOptions
+    ):
+        self.plan, self.architecture = plan, architecture
+        self._names = architecture.saved_names
+        first = {saved: name for name, saved in self._names.items()}
+        groups = conversion_groups(architecture.model, [self._names[key.name] for key in plan])
+        self._group_of = {first[name]: tuple(first[other] for other in group) for group in groups for name in group}
+        self._waiting: dict[str, Tensor] = {}
+        files = self._planned_files()
+        split = split_torch_state_dict_into_shards(
+            {name: entry.meta() for name, entry in files.items()},
+            filename_pattern="model{suffix}.safetensors",
+            max_shard_size=options.max_shard_size,
+        )
+        self._streams = {
+            name: SafetensorsWriter(output.create(name), {tensor: files[tensor] for tensor in tensors})
+            for name, tensors in split.filename_to_tensors.items()
+        }
+        self._file_of = split.tensor_to_filename
+        if split.is_sharded:
+            total = sum(torch.Size(entry.shape).numel() for entry in files.values())
+            content = {"metadata": {"total_parameters": total, **split.metadata}, "weight_map": self._file_of}
+            output.add(INDEX, json.dumps(content, indent=2, sort_keys=True) + "\n")
+
+    def _planned_files(self) -> dict[str, TensorMeta]:
+        """What the files will hold, in the order in which it will come."""
+        files: dict[str, TensorMeta] = {}
+        waiting: dict[str, Tensor] = {}
+        for key, entry in self.plan.items():
+            waiting[key.name] = entry.meta()
+            files |= {name: TensorMeta.of(tensor) for name, tensor in self._complete(key.name, waiting).items()}
+        if waiting:
+            raise CheckpointError(f"{', '.join(waiting)} lie in one tensor of the file with others that are not there.")
+        return files
+
+    def _complete(self, name: str, waiting: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The file's tensors of a group, once all of it is there."""
+        group = self._group_of[name]
+        if any(other not in waiting for other in group):
+            return {}
+        return revert_conversion(self.architecture.model, {self._names[other]: waiting.pop(other) for other in group})
+
+    def write(self, key: Key, tensor: Tensor) -> None:
+        self.check(key, tensor)
+        self._waiting[key.name] = tensor
+        for name, converted in self._complete(key.name, self._waiting).items():
+            self._streams[self._file_of[name]].write(name, converted)
+
+    def finish(self) -> None:
+        for stream in self._streams.values():
+            stream.finish()
+
+
+def copy_small_files(source: Path, output: Output) -> list[str]:
+    """Config, tokenizer and the like: every plain file that holds no weights and belongs to no training run.
+
+    Raises:
+        CheckpointError: a link leads out of the folder, or a file is large.
+    """
+    copied = []
+    for path in sorted(source.iterdir()):
+        if path.is_file() and _is_small(path.name):
+            if inside(source, path.name).stat().st_size > LARGEST_SMALL_FILE:
+                raise CheckpointError(f"{path} is neither weights nor a small file: move it out of the folder.")
+            output.add(path.name, path.read_bytes())
+            copied.append(path.name)
+    return copied
+
+
+_OTHERS = re.compile(
+    r"\..*|shard-.*|random-.*|data-.*|loop\..*|trainer_state\..*|training_args\..*|manifest\.json|conversion\.json"
+    r"|metadata\.json|latest|latest_checkpointed_iteration\.txt|README\.md|loss\.png|optimizer.*|scheduler.*|scaler.*|rng_state.*|.*\.index(\..*)?\.json"
+    r"|.*\.(safetensors|bin|pt|pth|pkl|ckpt|distcp|h5|msgpack|gguf|onnx|tmp)"
+)
+
+
+def _is_small(name: str) -> bool:
+    return not _OTHERS.fullmatch(name)

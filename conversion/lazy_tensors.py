@@ -1,0 +1,40 @@
+"""Tensors of a checkpoint that are read when a loader asks for them."""
+
+from threading import Lock
+from typing import Any
+
+from torch import Tensor
+
+from ..files.safetensors import TensorMeta
+from .tensors import WEIGHT, Key, Reader
+
+
+class LazyTensor:
+    """One weight of a reader; transformers' loader slices it as it slices those of safetensors files.
+
+    Args:
+        lock: readers have one position in their file, loaders several threads.
+    """
+
+    def __init__(self, reader: Reader, key: Key, lock: Lock):
+        self._reader, self._key, self._lock = reader, key, lock
+
+    @property
+    def entry(self) -> TensorMeta:
+        return self._reader.entries[self._key]
+
+    def get_shape(self) -> list[int]:
+        return list(self.entry.shape)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        with self._lock:
+            whole = self._reader.read(self._key)
+        part = whole[index]
+        # A view of a part would keep the whole alive.
+        return part if part.numel() == whole.numel() else part.clone()
+
+
+def lazy_weights(reader: Reader) -> dict[str, LazyTensor]:
+    """Every weight of a reader by its name in the model."""
+    lock = Lock()
+    return {key.name: LazyTensor(reader, key, lock) for key in reader.entries if key.kind == WEIGHT}

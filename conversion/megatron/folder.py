@@ -1,0 +1,38 @@
+"""How Megatron's checkpoints of a run lie beside each other (`megatron/training/checkpointing.py`)."""
+
+import re
+from pathlib import Path
+
+from ...errors import CheckpointError
+
+TRACKER = "latest_checkpointed_iteration.txt"
+RELEASE = "release"
+
+
+def folder_name(iteration: int | None) -> str:
+    """The name of a checkpoint's folder; weights that belong to no iteration are a release."""
+    return RELEASE if iteration is None else f"iter_{iteration:07d}"
+
+
+def tracker_text(iteration: int | None) -> str:
+    """What the tracker file says of the newest checkpoint."""
+    return RELEASE if iteration is None else str(iteration)
+
+
+def iteration_folder(path: Path) -> Path:
+    """The folder that the tracker file names, or the folder itself where there is none.
+
+    Raises:
+        CheckpointError: the tracker names no iteration, or one that is missing.
+    """
+    tracker = path / TRACKER
+    if not tracker.is_file():
+        return path
+    with open(tracker, "rb") as file:
+        text = file.read(64).decode("ascii", "replace").strip()
+    if text != RELEASE and not re.fullmatch(r"[0-9]{1,12}", text):
+        raise CheckpointError(f"{tracker} says {text!r}: expected a number or {RELEASE!r}.")
+    folder = path / folder_name(None if text == RELEASE else int(text))
+    if not folder.is_dir():
+        raise CheckpointError(f"{tracker} names {folder.name}, which is missing from {path}.")
+    return folder

@@ -1,0 +1,206 @@
+"""What Megatron-Core's names of tensors mean: how tensor-parallel ranks share one, and what other names it has.
+
+Names are those of torch_dist with TransformerEngine's layers, with the global number of the layer in them. File names
+here are relative to `megatron/core` of megatron-core 0.16.1.
+"""
+
+import re
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from ...errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class RankSplit:
+    """How tensor-parallel ranks share a tensor: equal parts in the order of the ranks.
+
+    Args:
+        dim: of the global tensor; tensors of experts have the experts as dimension 0.
+        halves: with a gated activation, gate and up are split by themselves (`mlp.py`, `apply_swiglu_sharded_factory`).
+        whole_in_te: TransformerEngine's layers hold it whole on every rank, the local ones split it
+            (`transformer/multi_latent_attention.py`: `parallel_mode` "duplicated" of TELinear).
+    """
+
+    dim: int
+    halves: bool = False
+    whole_in_te: bool = False
+
+    def of_expert(self) -> "RankSplit":
+        """The same for the tensor of a single expert."""
+        return replace(self, dim=self.dim - 1)
+
+
+LAYER = re.compile(r"(decoder\.layers\.|mtp\.layers\.)(\d{1,9})\.")
+EXPERTS = ".mlp.experts.experts."
+
+# The part of a name after its layer, and how it is split. `tensor_parallel/layers.py`: ColumnParallelLinear splits
+# rows and its bias, RowParallelLinear splits columns and keeps its bias whole, VocabParallelEmbedding splits rows.
+_IN_LAYER: tuple[tuple[str, RankSplit | None], ...] = (
+    # transformer/attention.py: the rows of linear_qkv lie in groups, and are cut evenly even inside a group.
+    (r"self_attention\.linear_qkv\.(weight|bias)", RankSplit(0)),
+    (r"self_attention\.linear_(q_proj|q_up_proj|kv_up_proj)\.(weight|bias)", RankSplit(0)),
+    (r"self_attention\.linear_(q|kv)_down_proj\.weight", RankSplit(0, whole_in_te=True)),
+    (r"self_attention\.linear_proj\.weight", RankSplit(1)),
+    (r"self_attention\.linear_proj\.bias", None),
+    # transformer/dot_product_attention.py, `softmax_offset`: one value per head.
+    (r"self_attention\.core_attention\.softmax_offset", RankSplit(0)),
+    # transformer/mlp.py; moe/shared_experts.py is an MLP over the ranks of dense layers.
+    (r"mlp\.(shared_experts\.)?linear_fc1\.(weight|bias)", RankSplit(0, halves=True)),
+    (r"mlp\.(shared_experts\.)?linear_fc2\.weight", RankSplit(1)),
+    (r"mlp\.(shared_experts\.)?linear_fc2\.bias", None),
+    # transformer/moe/experts.py: SequentialMLP and TEGroupedMLP store the same keys.
+    (r"mlp\.experts\.experts\.linear_fc1\.(weight|bias)", RankSplit(1, halves=True)),
+    (r"mlp\.experts\.experts\.linear_fc2\.weight", RankSplit(2)),
+    (r"mlp\.experts\.experts\.linear_fc2\.bias", None),
+    # transformer/moe/router.py, moe/shared_experts.py
+    (r"mlp\.router\.(weight|bias|expert_bias)", None),
+    (r"mlp\.shared_experts\.gate_weight", None),
+    # TransformerEngine's linears with a norm before them, and norms of their own.
+    (r"(self_attention|mlp)\.linear_\w+\.layer_norm_(weight|bias)", None),
+    (r"(\w+\.)*\w*norm\.(weight|bias)", None),
+)
+_OUTSIDE: tuple[tuple[str, RankSplit | None], ...] = (
+    # models/common/embeddings/language_model_embedding.py
+    (r"embedding\.word_embeddings\.weight", RankSplit(0)),
+    (r"embedding\.(position|tokentype)_embeddings\.weight", None),
+    (r"decoder\.final_layernorm\.(weight|bias)", None),
+    # models/gpt/gpt_model.py
+    (r"output_layer\.(weight|bias)", RankSplit(0)),
+    # transformer/multi_token_prediction.py
+    (r"mtp\.layers\.\d+\.(enorm|hnorm|final_layernorm)\.(weight|bias)", None),
+    (r"mtp\.layers\.\d+\.eh_proj\.weight", RankSplit(0)),
+)
+_RULES = tuple(
+    (re.compile(prefix + pattern), split)
+    for prefix, rules in (
+        ("", _OUTSIDE),
+        (r"decoder\.layers\.\d+\.", _IN_LAYER),
+        (r"mtp\.layers\.\d+\.transformer_layer\.", _IN_LAYER),
+    )
+    for pattern, split in rules
+)
+
+# A norm inside TransformerEngine's linear, and the norm of its own that the local layers have in its place
+# (models/gpt/gpt_layer_specs.py, `sharded_state_dict_keys_map`). With latent attention `input_layernorm` is a norm of
+# its own in both, and its two inner norms move into the up projections.
+_FUSED = (
+    ("self_attention.linear_qkv", "input_layernorm"),
+    ("mlp.linear_fc1", "pre_mlp_layernorm"),
+    ("self_attention.linear_q_up_proj", "self_attention.q_layernorm"),
+    ("self_attention.linear_kv_up_proj", "self_attention.kv_layernorm"),
+)
+
+
+def tensor_parallel_split(name: str) -> RankSplit | None:
+    """How the tensor of a name is split between tensor-parallel ranks, `None` where each of them has all of it.
+
+    Raises:
+        CheckpointError: no module of Megatron-Core's GPTModel has a tensor of this name.
+    """
+    for pattern, split in _RULES:
+        if pattern.fullmatch(name):
+            return split
+    raise CheckpointError(f"{name} is not a tensor of Megatron-Core's GPTModel that can be converted.")
+
+
+def spellings(name: str) -> tuple[str, ...]:
+    """The other names that a tensor has: of the norm before a linear, inside of it or on its own."""
+    return tuple(other for _, other in _spellings(name))
+
+
+def _spellings(name: str) -> Iterator[tuple[str, str]]:
+    """The weight of the linear that the norm stands before, and the norm's other name."""
+    for linear, norm in _FUSED:
+        inside = re.fullmatch(rf"(.*\.){re.escape(linear)}\.layer_norm_(weight|bias)", name)
+        outside = re.fullmatch(rf"(.*\.){re.escape(norm)}\.(weight|bias)", name)
+        if inside:
+            yield f"{inside[1]}{linear}.weight", f"{inside[1]}{norm}.{inside[2]}"
+        elif outside:
+            yield f"{outside[1]}{linear}.weight", f"{outside[1]}{linear}.layer_norm_{outside[2]}"
+
+
+def canonical(name: str, names: Collection[str]) -> str:
+    """The name that TransformerEngine's layers have for a tensor.
+
+    A norm on its own belongs to the linear after it where there is one among `names`, all names of the model:
+    `pre_mlp_layernorm` of a layer with experts stays what it is.
+    """
+    for weight, other in _spellings(name):
+        if weight in names and ".layer_norm_" not in name:
+            return other
+    return name
+
+
+def local(name: str) -> str:
+    """The name that Megatron-Core's own layers have for a tensor."""
+    if ".layer_norm_" in name:
+        return next(iter(spellings(name)), name)
+    return name
+
+
+# moe/experts.py: SequentialMLP, TEGroupedMLP, and GroupedMLP, which holds all experts of a rank in one tensor.
+_ONE_EXPERT = (
+    re.compile(
+        r"(.*\.mlp\.experts\.)local_experts\.(?P<expert>\d{1,9})\.(?P<linear>linear_fc[12])\.(?P<kind>weight|bias)"
+    ),
+    re.compile(r"(.*\.mlp\.experts\.)(?P<linear>linear_fc[12])\.(?P<kind>weight|bias)(?P<expert>\d{1,9})"),
+)
+_ALL_EXPERTS = re.compile(r"(.*\.mlp\.experts\.)weight([12])")
+
+
+def expert_of(name: str) -> tuple[str, int | None] | None:
+    """Of a rank's own name of experts: the name of all experts' tensor, and which of the rank's experts it is.
+
+    The number is `None` where the tensor holds all of the rank's experts, `None` is returned for other names.
+    """
+    for pattern in _ONE_EXPERT:
+        if match := pattern.fullmatch(name):
+            return f"{match[1]}experts.{match['linear']}.{match['kind']}", int(match["expert"])
+    if match := _ALL_EXPERTS.fullmatch(name):
+        return f"{match[1]}experts.linear_fc{match[2]}.weight", None
+    return None
+
+
+def name_of_expert(name: str, expert: int, grouped: bool) -> str:
+    """A rank's own name for one of its experts: of TEGroupedMLP, or of SequentialMLP."""
+    module, _, tensor = name.partition(EXPERTS)
+    linear, kind = tensor.split(".")
+    if grouped:
+        return f"{module}.mlp.experts.{linear}.{kind}{expert}"
+    return f"{module}.mlp.experts.local_experts.{expert}.{linear}.{kind}"
+
+
+def extra_states(names: Iterable[str], local_names: bool, last: bool) -> Iterator[str]:
+    """The keys of states without content that a strict `load_state_dict` expects of a rank.
+
+    `tensor_parallel/layers.py`: linears split by columns or rows have one, the output layer even where it has no
+    weight. TransformerEngine's linears, norms and attention have one too.
+    """
+    for name in names:
+        module, _, kind = name.rpartition(".")
+        if kind.startswith("weight"):
+            linear = module.rpartition(".")[2]
+            if linear.startswith("linear_") or linear == "eh_proj" or (not local_names and linear.endswith("norm")):
+                yield f"{module}._extra_state"
+            if not local_names and linear == "linear_proj":
+                yield f"{module.removesuffix(linear)}core_attention._extra_state"
+    if last:
+        yield "output_layer._extra_state"
+
+
+def cut(tensor: Tensor, split: RankSplit, rank: int, size: int, gated: bool) -> tuple[Tensor, ...]:
+    """The views of a global tensor that a rank's tensor is made of, one after the other along `split.dim`.
+
+    Raises:
+        CheckpointError: the tensor cannot be divided evenly.
+    """
+    pieces = 2 if split.halves and gated else 1
+    length = tensor.shape[split.dim]
+    if length % (pieces * size):
+        halves = " in each of gate and up" if pieces == 2 else ""
+        raise CheckpointError(f"{length} in dimension {split.dim} do not divide evenly over {size} ranks{halves}.")
+    part = length // (pieces * size)
+    return tuple(tensor.narrow(split.dim, piece * (length // pieces) + rank * part, part) for piece in range(pieces))

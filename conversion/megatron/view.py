@@ -1,0 +1,158 @@
+"""Checkpoints under Megatron's names, seen and written under those of the model, by the rules of its family."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from torch import Tensor
+
+from ...errors import CheckpointError
+from ...files.buffers import FRESH, Memory, Pool
+from ...files.safetensors import TensorMeta
+from ..architecture import Architecture
+from ..tensors import WEIGHT, Key, Reader, Writer, largest
+from .names import spellings
+from .rules import Rule
+
+
+def kinds_of(keys: Iterable[Key]) -> list[str]:
+    """Weights first, then what optimizers keep."""
+    return sorted({key.kind for key in keys}, key=lambda kind: (kind != WEIGHT, kind))
+
+
+class TransformersView(Reader):
+    """A checkpoint of Megatron as tensors of the model.
+
+    Raises:
+        CheckpointError: naming tensors that no rule knows, that are missing, or whose shapes are not the model's.
+    """
+
+    def __init__(self, reader: Reader, rules: Sequence[Rule], architecture: Architecture, where: str):
+        self._reader = reader
+        self.optimizer, self.optimizer_refusal = reader.optimizer, reader.optimizer_refusal
+        self.iteration = reader.iteration
+        self._source_of: dict[Key, tuple[Rule, tuple[Key, ...]]] = {}
+        self._ready: dict[Key, Tensor] = {}
+        try:
+            self.entries = self._arranged(rules, architecture, where)
+        except CheckpointError:
+            reader.close()
+            raise
+
+    def _arranged(self, rules: Sequence[Rule], architecture: Architecture, where: str) -> dict[Key, TensorMeta]:
+        reader = self._reader
+        entries: dict[Key, TensorMeta] = {}
+        used: set[Key] = set()
+        for rule in rules:
+            for kind in kinds_of(reader.entries):
+                sources = self._present(kind, rule)
+                if sources is None:
+                    continue
+                used.update(sources)
+                try:
+                    tensors = rule.operation.to_transformers([reader.entries[key].meta() for key in sources])
+                except (RuntimeError, CheckpointError) as error:
+                    raise CheckpointError(
+                        f"{where}: {sources[0]} {reader.entries[sources[0]].shape}: {error}"
+                    ) from error
+                for name, tensor in zip(rule.transformers, tensors, strict=True):
+                    entries[Key(kind, name)] = TensorMeta.of(tensor)
+                    self._source_of[Key(kind, name)] = rule, sources
+        unknown = [str(key) for key in reader.entries if key not in used]
+        if unknown:
+            shown = ", ".join(unknown[:50]) + (", ..." if len(unknown) > 50 else "")
+            raise CheckpointError(
+                f"{where}: {len(unknown)} tensors have no counterpart in {type(architecture.model).__name__}: {shown}; "
+                "see that the config is the one of this checkpoint."
+            )
+        architecture.check((key.name for key in entries if key.kind == WEIGHT), where)
+        return entries
+
+    def _present(self, kind: str, rule: Rule) -> tuple[Key, ...] | None:
+        """The checkpoint's own names of what a rule wants; `None` where not all are there."""
+        found = []
+        for name in rule.megatron:
+            names = [name, *spellings(name)]
+            key = next((Key(kind, other) for other in names if Key(kind, other) in self._reader.entries), None)
+            if key is None:
+                return None
+            found.append(key)
+        return tuple(found)
+
+    def read(self, key: Key) -> Tensor:
+        if key not in self._ready:
+            rule, sources = self._source_of[key]
+            self._reader.memory = self.memory
+            tensors = rule.operation.to_transformers([self._reader.read(source) for source in sources], self.memory)
+            self._ready |= {
+                Key(key.kind, name): tensor for name, tensor in zip(rule.transformers, tensors, strict=True)
+            }
+        return self._ready.pop(key)
+
+    def close(self) -> None:
+        self._reader.close()
+
+
+class Regrouping:
+    """Collects tensors of the model until a rule has all of its own, then gives what Megatron has of them."""
+
+    def __init__(self, rules: Sequence[Rule], memory: Memory = FRESH):
+        self._memory = memory
+        self._rule_of = {name: rule for rule in rules for name in rule.transformers}
+        self._waiting: dict[Key, Tensor] = {}
+
+    def take(self, key: Key, tensor: Tensor) -> dict[Key, Tensor]:
+        rule = self._rule_of[key.name]
+        self._waiting[key] = tensor
+        wanted = [Key(key.kind, name) for name in rule.transformers]
+        if any(other not in self._waiting for other in wanted):
+            return {}
+        converted = rule.operation.to_megatron([self._waiting.pop(other) for other in wanted], self._memory)
+        return {Key(key.kind, name): out for name, out in zip(rule.megatron, converted, strict=True)}
+
+    def check(self, where: str) -> None:
+        """Raises for tensors that are still waiting for others of their rule."""
+        if self._waiting:
+            shown = ", ".join(map(str, list(self._waiting)[:20]))
+            raise CheckpointError(
+                f"{where}: {shown} become one tensor of Megatron with others that are not there; frozen weights have "
+                "no moments."
+            )
+
+
+def megatron_plan(plan: Mapping[Key, TensorMeta], rules: Sequence[Rule], where: str) -> dict[Key, TensorMeta]:
+    """What a plan in the model's names becomes in Megatron's, in the order in which it is complete.
+
+    Raises:
+        CheckpointError: naming tensors that no rule knows.
+    """
+    known = {name for rule in rules for name in rule.transformers}
+    unknown = sorted({key.name for key in plan} - known)
+    if unknown:
+        raise CheckpointError(f"{where}: no rule says what {', '.join(unknown[:5])} is in Megatron.")
+    regrouping = Regrouping(rules)
+    converted: dict[Key, TensorMeta] = {}
+    for key, entry in plan.items():
+        try:
+            converted |= {other: TensorMeta.of(tensor) for other, tensor in regrouping.take(key, entry.meta()).items()}
+        except (RuntimeError, CheckpointError) as error:
+            raise CheckpointError(f"{where}: {key}: {error}") from error
+    regrouping.check(where)
+    return converted
+
+
+class TransformersNames(Writer):
+    """Takes tensors of the model and hands Megatron's to a writer of them."""
+
+    def __init__(self, writer: Writer, plan: Mapping[Key, TensorMeta], rules: Sequence[Rule]):
+        self._writer, self.plan = writer, plan
+        self._regrouping = Regrouping(rules, Pool(largest(plan)))
+
+    def arrange(self, key: Key, tensor: Tensor) -> Iterable[tuple[Key, Tensor]]:
+        self.check(key, tensor)
+        return self._regrouping.take(key, tensor).items()
+
+    def write(self, key: Key, tensor: Tensor) -> None:
+        self._writer.write(key, tensor)
+
+    def finish(self) -> None:
+        self._regrouping.check("Tensors")
+        self._writer.finish()

@@ -1,0 +1,1 @@
+"""Megatron-Core's `torch_dist` checkpoints, read and written without Megatron."""

@@ -1,0 +1,152 @@
+"""What `torch_dist` checkpoints keep beside tensors: arguments, the iteration, and an optimizer's groups.
+
+File names in the docstrings are relative to `megatron/core` of megatron-core 0.16.1.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from ..megatron.folder import RELEASE
+from ..tensors import OptimizerState
+from ..torch_files.reader import StoredTensor
+from ..torch_files.safe_pickle import Record
+
+# The folder of a checkpoint without an iteration.
+
+# What torch's, Apex's and TransformerEngine's Adam keep of a group, and by what Megatron recognises one
+# (optimizer/optimizer.py, `param_group_identifier_keys`).
+_GROUP: Mapping[str, Any] = MappingProxyType(
+    {
+        "lr": 0.0,
+        "betas": (0.9, 0.999),
+        "eps": 1e-8,
+        "weight_decay": 0.01,
+        "bias_correction": True,
+        "amsgrad": False,
+        "maximize": False,
+        "foreach": None,
+        "capturable": False,
+        "differentiable": False,
+        "fused": None,
+        "decoupled_weight_decay": True,
+        "lr_mult": 1.0,
+        "is_decoupled_lr": False,
+        "default_config": True,
+    }
+)
+_LIMITS = ("max_lr", "min_lr")
+
+
+def arguments_of(common: Mapping[Any, Any]) -> dict[str, Any]:
+    """Megatron-LM's `args` without values of Megatron's own types."""
+    found = common.get("args")
+    if not isinstance(found, Record) or not isinstance(found.state, dict):
+        return {}
+    return {name: value for name, value in found.state.items() if isinstance(name, str) and is_plain(value)}
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value needs no class of Megatron."""
+    if isinstance(value, (list, tuple)):
+        return len(value) < 10_000 and all(isinstance(item, (str, int, float, type(None))) for item in value)
+    return isinstance(value, (str, int, float, type(None), torch.dtype))
+
+
+def iteration_of(common: Mapping[Any, Any], path: Path) -> int | None:
+    """Which iteration it is of, from the state or the folder's name."""
+    found = common.get("iteration")
+    if type(found) is int and found >= 0 and path.name != RELEASE:
+        return found
+    match = re.fullmatch(r"iter_(\d+)", path.name)
+    return int(match[1]) if match else None
+
+
+def optimizers_of(common: Mapping[Any, Any]) -> Sequence[Mapping[Any, Any]]:
+    """The states of one optimizer, or of several under their numbers (optimizer/optimizer.py, ChainedOptimizer)."""
+    found = common.get("optimizer")
+    if not isinstance(found, dict):
+        return []
+    several = [value for key, value in found.items() if type(key) is int and isinstance(value, dict)]
+    return several or [found]
+
+
+def optimizer_of(common: Mapping[Any, Any]) -> OptimizerState | None:
+    """Steps and settings; the step is that of the groups, or of all parameters (dist_checkpointing/optimizer.py)."""
+    groups: list[Mapping[str, Any]] = []
+    steps: set[int] = set()
+    for state in optimizers_of(common):
+        inner = state.get("optimizer")
+        if not isinstance(inner, dict):
+            continue
+        shared = inner.get("state")
+        found: Iterable[Any] = inner.get("param_groups") or ()
+        steps |= _steps([shared.get("common_step")] if isinstance(shared, dict) else [])
+        for group in found:
+            if isinstance(group, dict):
+                steps |= _steps([group.get("step")])
+                groups.append(
+                    {name: group[name] for name in group if name not in ("params", "step") and is_plain(group[name])}
+                )
+    return OptimizerState(max(steps), tuple(groups)) if steps else None
+
+
+def _steps(values: Sequence[Any]) -> set[int]:
+    return {int(value) for value in values if isinstance(value, (int, float)) and not isinstance(value, StoredTensor)}
+
+
+def optimizer_state(optimizer: OptimizerState, experts_apart: bool) -> dict[Any, Any]:
+    """The state of a distributed optimizer without its tensors (optimizer/distrib_optimizer.py).
+
+    Args:
+        experts_apart: experts have an optimizer of their own, as Megatron gives them over several ranks of ep.
+    """
+
+    def state(experts: bool) -> dict[str, Any]:
+        groups = parameter_groups(optimizer, experts)
+        return {"optimizer": {"param_groups": groups}, "param_state_sharding_type": "fully_reshardable"}
+
+    return {0: state(False), 1: state(True)} if experts_apart else state(False)
+
+
+def parameter_groups(optimizer: OptimizerState, experts: bool = False) -> list[dict[str, Any]]:
+    """One that decays and one that does not: norms and biases.
+
+    Groups that came from Megatron keep their settings; of others, those of the group that decays count for both.
+    """
+    known = optimizer.hyperparameters
+    decayed = next((group for group in known if group.get("weight_decay")), next(iter(known), {}))
+    decay = float(decayed.get("weight_decay", _GROUP["weight_decay"]))
+    groups = []
+    for factor in (1.0, 0.0):
+        own = next((group for group in known if group.get("wd_mult") == factor), None)
+        settings = {**decayed, "weight_decay": decay * factor} if own is None else own
+        group = {**_GROUP, **{name: settings[name] for name in settings if name in _GROUP or name in _LIMITS}}
+        group |= {"wd_mult": factor, "is_expert_parallel": experts, "step": float(optimizer.step)}
+        groups.append({"max_lr": group["lr"], "min_lr": 0.0, **group})
+    return groups
+
+
+def schedule(optimizer: OptimizerState, samples: int) -> dict[str, Any]:
+    """Where the schedule of the rate is (optimizer_param_scheduler.py), which is that of Megatron-LM's own arguments.
+
+    Args:
+        samples: seen so far.
+    """
+    decayed = parameter_groups(optimizer)[0]
+    return {
+        "max_lr": decayed["max_lr"],
+        "lr_warmup_steps": 0,
+        "num_steps": samples,
+        "lr_decay_style": "constant",
+        "lr_decay_steps": 1,
+        "min_lr": decayed["min_lr"] or 0.0,
+        "start_wd": decayed["weight_decay"],
+        "end_wd": decayed["weight_decay"],
+        "wd_incr_style": "constant",
+        "wd_incr_steps": 1,
+    }

@@ -1,0 +1,214 @@
+"""Megatron-Core's `torch_dist` checkpoints, read one layer at a time without Megatron.
+
+File names in the docstrings are relative to `megatron/core` of megatron-core 0.16.1.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ...errors import CheckpointError
+from ...files.data_file import DataFile
+from ...files.safetensors import TensorMeta
+from ..dcp.store_reader import METADATA, StoreReader
+from ..megatron.folder import iteration_folder
+from ..tensors import EXP_AVG, EXP_AVG_SQ, MAIN_WEIGHT, WEIGHT, Key, Reader
+from ..torch_files.reader import read_saved
+from .common_state import arguments_of, iteration_of, optimizer_of, optimizers_of
+
+CONFIG = "metadata.json"
+COMMON = "common.pt"
+COMMON_OBJECT = "common_state/shard_0_1"
+
+# optimizer/distrib_optimizer.py, `sharded_param_state_fully_reshardable`; optimizer/optimizer.py has `fp32_param`.
+# Several optimizers (experts have one of their own) put their number in front.
+_MOMENT = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(param|fp32_param|exp_avg|exp_avg_sq)\.(.+)")
+_KINDS = {"param": MAIN_WEIGHT, "fp32_param": MAIN_WEIGHT, "exp_avg": EXP_AVG, "exp_avg_sq": EXP_AVG_SQ}
+_OF_OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.")
+# transformer/transformer_block.py: stacked layers have no number in their names but an axis in front.
+_STACKED = re.compile(r"((?:.+\.)?layers)\.(?!\d)(.+)")
+# transformer/mlp.py and transformer/moe/experts.py with `singleton_local_shards`.
+_HALF = re.compile(r"(.+\.linear_fc1\.(?:weight|bias))_([wv])")
+_ONE_EXPERT = re.compile(r"(.+\.mlp\.experts\.experts)\.(\d+)\.(.+)")
+_MOST_LAYERS = 100_000
+_RESAVE = "save it again with --dist-ckpt-optim-fully-reshardable"
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Where the store has one part of a tensor; `layer` is a place in its first axis."""
+
+    stored: str
+    layer: int | None
+
+
+class MegatronCoreReader(Reader):
+    """A `torch_dist` checkpoint.
+
+    Args:
+        path: the folder of an iteration, or the one with `latest_checkpointed_iteration.txt`.
+
+    Attributes:
+        arguments: Megatron-LM's, as far as they are plain values; empty where it wrote none.
+
+    Raises:
+        CheckpointError: it is in another format, unsafe, damaged or incomplete.
+    """
+
+    def __init__(self, path: Path):
+        self.path = iteration_folder(path)
+        check_format(self.path)
+        self._store = StoreReader(self.path)
+        common = self._common()
+        self.arguments: Mapping[str, Any] = arguments_of(common)
+        self.iteration = iteration_of(common, self.path)
+        parts: dict[Key, dict[tuple[int, int], _Part]] = {}
+        others: list[str] = []
+        for stored, entry in self._store.entries.items():
+            if match := _MOMENT.fullmatch(stored):
+                self._add(parts, _KINDS[match[1]], match[2], stored, entry)
+            elif _OF_OPTIMIZER.match(stored):
+                others.append(stored)
+            elif "._extra_state" not in stored:
+                self._add(parts, WEIGHT, stored, stored, entry)
+        self._parts = {key: self._arranged(key, found) for key, found in parts.items()}
+        entries = {key: self._entry(key) for key in sorted(self._parts, key=_order)}
+        weights = {key: entry for key, entry in entries.items() if key.kind == WEIGHT}
+        self.optimizer_refusal = _refusal(entries, others, self._store.objects, common)
+        self.optimizer = None if self.optimizer_refusal or len(weights) == len(entries) else optimizer_of(common)
+        if self.optimizer is None and len(weights) < len(entries) and self.optimizer_refusal is None:
+            self.optimizer_refusal = f"{COMMON} does not say how many steps it has taken"
+        self.entries = weights if self.optimizer is None else entries
+
+    def _common(self) -> Mapping[Any, Any]:
+        """What is not sharded: in a file of its own, and after 0.16 in the store."""
+        if (self.path / COMMON).is_file():
+            found = read_saved(self.path / COMMON)
+        elif COMMON_OBJECT in self._store.objects:
+            found = self._store.read_object(COMMON_OBJECT)
+            found = found[0] if isinstance(found, list) and len(found) == 1 else found
+        else:
+            raise CheckpointError(f"{self.path} has no {COMMON}, and no {COMMON_OBJECT} in its store.")
+        if not isinstance(found, dict):
+            raise CheckpointError(f"{self.path}: its common state is a {type(found).__name__}, not a table.")
+        return found
+
+    def _add(
+        self, parts: dict[Key, dict[tuple[int, int], _Part]], kind: str, name: str, stored: str, entry: TensorMeta
+    ) -> None:
+        """Finds which tensors a stored one is or holds, under their numbers of expert and half."""
+        names: list[tuple[str, int | None]] = [(name, None)]
+        if match := _STACKED.fullmatch(name):
+            if not entry.shape or entry.shape[0] > _MOST_LAYERS:
+                raise CheckpointError(f"{self.path}: {stored} of shape {list(entry.shape)} has no axis of layers.")
+            names = [(f"{match[1]}.{layer}.{match[2]}", layer) for layer in range(entry.shape[0])]
+        for full, layer in names:
+            half, expert = -1, -1
+            if match := _HALF.fullmatch(full):
+                full, half = match[1], "wv".index(match[2])
+            if match := _ONE_EXPERT.fullmatch(full):
+                full, expert = f"{match[1]}.{match[3]}", int(match[2])
+            found = parts.setdefault(Key(kind, full), {})
+            if (expert, half) in found:
+                raise CheckpointError(f"{self.path} has {full} twice, as {found[expert, half].stored} and {stored}.")
+            found[expert, half] = _Part(stored, layer)
+
+    def _arranged(self, key: Key, found: Mapping[tuple[int, int], _Part]) -> tuple[tuple[_Part, ...], ...]:
+        """The parts of a tensor: for each expert the halves, a single one of each where nothing is split."""
+        experts = sorted({expert for expert, _ in found})
+        halves = sorted({half for _, half in found})
+        whole = experts in ([-1], list(range(len(experts)))) and halves in ([-1], [0, 1])
+        if not whole or len(found) != len(experts) * len(halves):
+            raise CheckpointError(f"{self.path}: parts of {key} are missing; there are {sorted(found)[:8]}.")
+        return tuple(tuple(found[expert, half] for half in halves) for expert in experts)
+
+    def _shape(self, part: _Part) -> tuple[int, ...]:
+        shape = self._store.entries[part.stored].shape
+        return shape if part.layer is None else shape[1:]
+
+    def _stacks_experts(self, part: _Part) -> bool:
+        return _ONE_EXPERT.search(part.stored) is not None
+
+    def _entry(self, key: Key) -> TensorMeta:
+        rows = self._parts[key]
+        shapes = {tuple(self._shape(part) for part in row) for row in rows}
+        dtypes = {self._store.entries[part.stored].dtype for row in rows for part in row}
+        (shape, *others), *more = shapes
+        if more or len(dtypes) > 1 or (others and any(not one or one[1:] != shape[1:] for one in (shape, *others))):
+            raise CheckpointError(f"{self.path}: parts of {key} have the shapes {sorted(shapes)[:4]}.")
+        if others:
+            shape = (shape[0] + sum(other[0] for other in others), *shape[1:])
+        return TensorMeta((len(rows), *shape) if self._stacks_experts(rows[0][0]) else shape, dtypes.pop())
+
+    def read(self, key: Key) -> Tensor:
+        entry, rows = self.entries[key], self._parts[key]
+        out = self.memory.empty(entry.shape, entry.dtype)
+        for row, target in zip(rows, out if self._stacks_experts(rows[0][0]) else [out], strict=True):
+            start = 0
+            for part in row:
+                shape = self._shape(part)
+                box = target[start : start + shape[0]] if len(row) > 1 else target
+                start += shape[0] if len(row) > 1 else 0
+                if part.layer is None:
+                    self._store.read_into(part.stored, [0] * len(shape), box)
+                else:
+                    self._store.read_into(part.stored, [part.layer] + [0] * len(shape), box[None])
+        return out
+
+
+def check_format(path: Path) -> None:
+    """Whether a folder holds `torch_dist` (dist_checkpointing/core.py).
+
+    Raises:
+        CheckpointError: it does not, and which tool reads what it is.
+    """
+    if not (path / CONFIG).is_file():
+        tool = "; fsdp_dtensor is turned into torch_dist by Megatron-LM's tools/checkpoint/checkpoint_inspector.py"
+        raise CheckpointError(f"{path} has no {CONFIG}{tool if (path / METADATA).is_file() else ''}.")
+    with DataFile(path / CONFIG) as file:
+        try:
+            config = json.loads(file.read(0, min(file.size, 1 << 20)))
+            backend, version = config["sharded_backend"], config.get("sharded_backend_version", 1)
+            common = config.get("common_backend", "torch"), config.get("common_backend_version", 1)
+        except (ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{file.path} does not describe a checkpoint: {error!r}.") from error
+    if backend == "fsdp_dtensor":
+        raise CheckpointError(
+            f"{path} is in Megatron's fsdp_dtensor format: turn it into torch_dist with Megatron-LM's "
+            "tools/checkpoint/checkpoint_inspector.py."
+        )
+    if (backend, version, *common) != ("torch_dist", 1, "torch", 1):
+        raise CheckpointError(
+            f"{path} is in the format {backend} {version} (common state: {common[0]} {common[1]}), expected torch_dist "
+            "1: load it with the Megatron that wrote it and save it with --ckpt-format torch_dist."
+        )
+
+
+def _refusal(
+    entries: Mapping[Key, TensorMeta], others: Sequence[str], objects: Iterable[str], common: Mapping[Any, Any]
+) -> str | None:
+    """Why moments are not read, if there are any."""
+    states = optimizers_of(common)
+    kinds = {state.get("param_state_sharding_type") for state in states} - {None, "fully_reshardable"}
+    hidden = [name for name in objects if _OF_OPTIMIZER.match(name)]
+    if kinds or others or hidden:
+        kind = ", ".join(sorted(map(str, kinds))) or f"one with {(others or hidden)[0]}"
+        return f"its format is {kind}, which only the layout it was trained on reads: {_RESAVE}"
+    for key, entry in entries.items():
+        weight = entries.get(Key(WEIGHT, key.name))
+        if weight is None or weight.shape != entry.shape:
+            return f"{key} has not the shape of its weight: {_RESAVE}"
+    moments = {key for key in entries if key.kind in (EXP_AVG, EXP_AVG_SQ)}
+    missing = [key for key in moments if not {Key(EXP_AVG, key.name), Key(EXP_AVG_SQ, key.name)} <= moments]
+    return f"it has only {missing[0]}" if missing else None
+
+
+def _order(key: Key) -> tuple[bool, list[tuple[bool, int, str]], bool, str]:
+    """Layer after layer, each weight before what belongs to it; what is before the layers comes first."""
+    parts = [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in key.name.split(".")]
+    return not key.name.startswith("embedding."), parts, key.kind != WEIGHT, key.kind

@@ -1,0 +1,217 @@
+"""Writes Megatron-Core's `torch_dist` checkpoints without Megatron, one layer in memory at a time.
+
+File names in the docstrings are relative to `megatron/core` of megatron-core 0.16.1.
+"""
+
+import json
+import re
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from ...errors import CheckpointError
+from ...files.safetensors import TensorMeta
+from ..dcp.store_writer import StoreWriter
+from ..megatron.folder import TRACKER, folder_name, tracker_text
+from ..output import Output
+from ..tensors import EXP_AVG, EXP_AVG_SQ, MAIN_WEIGHT, WEIGHT, Key, MegatronModel, OptimizerState, Writer
+from ..torch_files.writer import write_object
+from .common_state import is_plain, optimizer_state, schedule
+from .reader import COMMON, COMMON_OBJECT, CONFIG
+
+_LAYER = re.compile(r"(decoder\.layers)\.(\d+)\.(.+)")
+_EXPERTS = ".mlp.experts.experts."
+_FIRST_LINEAR = re.compile(r".+\.linear_fc1\.(weight|bias)")
+_MOMENTS = {MAIN_WEIGHT: "param", EXP_AVG: "exp_avg", EXP_AVG_SQ: "exp_avg_sq"}
+_EMBEDDING = "embedding.word_embeddings.weight"
+
+
+class MegatronCoreWriter(Writer):
+    """A checkpoint that megatron-core loads at any tp, pp and ep, dense weights and experts alike.
+
+    The output becomes the folder with `latest_checkpointed_iteration.txt`; the tensors lie in `iter_*`, or in `release`
+    when there is neither an iteration nor an optimizer. Chunks are those that megatron-core writes on one rank. The
+    common state is written twice, as megatron-core reads it up to 0.16 and after.
+
+    Megatron-LM needs `--no-load-rng`, as there are no random states, and `--override-opt-param-scheduler` to go on with
+    an optimizer: the schedule is that of its own arguments. Moments of experts have an optimizer of their own from
+    `expert_model_parallel_size` 2 on, which has to be among the model's arguments for that.
+
+    Args:
+        output: the directory.
+        plan: every tensor under Megatron's names in the order in which it will come.
+        model: of the architecture.
+        iteration: of the run, `None` for weights of unknown origin.
+        optimizer: of the moments, `None` without.
+
+    Raises:
+        CheckpointError: moments are planned without an optimizer, or not all three of a weight, or layers are missing.
+    """
+
+    def __init__(
+        self,
+        output: Output,
+        plan: Mapping[Key, TensorMeta],
+        model: MegatronModel,
+        iteration: int | None = None,
+        optimizer: OptimizerState | None = None,
+    ):
+        self.plan, self._output, self._model, self._optimizer = plan, output, model, optimizer
+        if iteration is None and optimizer is not None:
+            iteration = optimizer.step
+        self._iteration = iteration
+        self._folder = f"{folder_name(iteration)}/"
+        self._check_moments()
+        self._stacked = self._layers_are_alike()
+        self._store = StoreWriter(output, self._folder)
+        self._missing = dict.fromkeys(plan)
+
+    def _check_moments(self) -> None:
+        kinds: dict[str, set[str]] = {}
+        for key in self.plan:
+            kinds.setdefault(key.name, set()).add(key.kind)
+        for name, found in kinds.items():
+            if WEIGHT not in found:
+                raise CheckpointError(f"{name} has moments and no weight.")
+            if found - {WEIGHT} not in (set(), set(_MOMENTS)) or (len(found) > 1 and self._optimizer is None):
+                raise CheckpointError(
+                    f"{name}: an optimizer of Megatron has {', '.join(_MOMENTS)} of a weight, planned {sorted(found)}."
+                )
+
+    def _layers_are_alike(self) -> bool:
+        """Whether Megatron stacks the layers of such a model (transformer/transformer_block.py)."""
+        layers: dict[int, dict[str, TensorMeta]] = {}
+        for key, entry in self.plan.items():
+            if key.kind == WEIGHT and (match := _LAYER.fullmatch(key.name)):
+                layers.setdefault(int(match[2]), {})[match[3]] = entry
+        if layers.keys() != set(range(self._model.num_layers)):
+            raise CheckpointError(f"The model has {self._model.num_layers} layers, planned are {sorted(layers)}.")
+        arguments = self._model.arguments
+        # One number says that every n-th layer is another, a list is taken for different layers in any case.
+        frequencies = (arguments.get("moe_layer_freq"), arguments.get("linear_attention_freq"))
+        if any(frequency is not None and frequency != 1 for frequency in frequencies):
+            return False
+        if arguments.get("heterogeneous_block_specs") or arguments.get("hetereogenous_dist_checkpoint"):
+            return False
+        return all(layer == layers[0] for layer in layers.values())
+
+    def write(self, key: Key, tensor: Tensor) -> None:
+        self.check(key, tensor)
+        if key not in self._missing:
+            raise CheckpointError(f"{key} came twice.")
+        del self._missing[key]
+        prefix = "" if key.kind == WEIGHT else f"optimizer.state.{_MOMENTS[key.kind]}."
+        name, layer = self._stored(key.name)
+        shape: tuple[int, ...] = tuple(tensor.shape)
+        front: tuple[int, ...] = ()
+        if layer is not None:
+            shape, front = (self._model.num_layers, *shape), (layer,)
+        for offset, chunk in self._chunks(key.name, tensor):
+            self._store.write_chunk(prefix + name, shape, (*front, *offset), chunk)
+
+    def _stored(self, name: str) -> tuple[str, int | None]:
+        """The name in the store, and the layer's place in it when layers are stacked."""
+        match = _LAYER.fullmatch(name) if self._stacked else None
+        return (f"{match[1]}.{match[3]}", int(match[2])) if match else (name, None)
+
+    def _chunks(self, name: str, tensor: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+        """Each expert by itself, and gate and up by themselves (transformer/mlp.py, `apply_swiglu_sharded_factory`).
+
+        Readers take a chunk from its file as a whole, for every part of it that they need.
+        """
+        boxes = [((0,) * tensor.dim(), tensor)]
+        if _EXPERTS in name:
+            boxes = [
+                ((expert, *(0,) * (tensor.dim() - 1)), tensor[expert : expert + 1]) for expert in range(len(tensor))
+            ]
+        dim = 1 if _EXPERTS in name else 0
+        halves = self._model.gated and _FIRST_LINEAR.fullmatch(name) and tensor.shape[dim] % 2 == 0
+        for offset, box in boxes:
+            if not halves:
+                yield offset, box
+                continue
+            middle = tensor.shape[dim] // 2
+            for half, part in enumerate(box.chunk(2, dim)):
+                yield (*offset[:dim], half * middle, *offset[dim + 1 :]), part
+
+    def finish(self) -> None:
+        if self._missing:
+            raise CheckpointError(f"{[str(key) for key in self._missing][:5]} were planned and never came.")
+        for name in self._extra_states():
+            # What megatron-core makes of a ShardedObject without data.
+            self._store.write_object(name, [None])
+        common = self._common()
+        self._store.write_object(COMMON_OBJECT, [common])
+        self._store.finish()
+        write_object(self._output.create(self._folder + COMMON), common)
+        config = {
+            "sharded_backend": "torch_dist",
+            "sharded_backend_version": 1,
+            "common_backend": "torch",
+            "common_backend_version": 1,
+        }
+        self._output.add(self._folder + CONFIG, json.dumps(config))
+        self._output.add(TRACKER, tracker_text(self._iteration))
+
+    def _extra_states(self) -> Iterator[str]:
+        """Objects that a strict load asks for: one per layer and expert of modules that may be TransformerEngine's.
+
+        Loading ignores those that the model has not.
+        """
+        seen = set()
+        for key, entry in self.plan.items():
+            if key.kind != WEIGHT or key.name.startswith(("embedding.", "output_layer.")):
+                continue
+            modules = [key.name.rpartition(".")[0]]
+            if match := re.fullmatch(r"(.+\.self_attention)\..+", key.name):
+                modules.append(f"{match[1]}.core_attention")
+            for module in modules:
+                if module in seen:
+                    continue
+                seen.add(module)
+                stored, layer = self._stored(f"{module}._extra_state")
+                place = [] if layer is None else [(layer, self._model.num_layers)]
+                experts = entry.shape[0] if _EXPERTS in key.name else 0
+                for expert in range(experts or 1):
+                    grid = [*place, (expert, experts)] if experts else place or [(0, 1)]
+                    offsets, sizes = (".".join(str(pair[side]) for pair in grid) for side in (0, 1))
+                    yield f"{stored}/shard_{offsets}_{sizes}"
+
+    def _common(self) -> dict[str, Any]:
+        content = {
+            "distrib_optim_sharding_type": "fully_reshardable",
+            "distrib_optim_fully_reshardable_mem_efficient": False,
+            "chained_optim_avoid_prefix": True,
+            "singleton_local_shards": False,
+        }
+        if not self._stacked:
+            content["non_homogeneous_layers"] = True
+        common: dict[str, Any] = {
+            "args": self._arguments(),
+            "checkpoint_version": 3.0,
+            "iteration": self._iteration or 0,
+            "content_metadata": content,
+        }
+        if self._optimizer is not None:
+            ranks = int(self._model.arguments.get("expert_model_parallel_size") or 1)
+            experts_apart = ranks > 1 and any(_EXPERTS in key.name for key in self.plan)
+            common["optimizer"] = optimizer_state(self._optimizer, experts_apart)
+            samples = int(self._model.arguments.get("consumed_train_samples") or 0)
+            common["opt_param_scheduler"] = schedule(self._optimizer, samples)
+        return common
+
+    def _arguments(self) -> Namespace:
+        """Megatron-LM's arguments, for `--use-checkpoint-args` and those it compares (training/checkpointing.py)."""
+        arguments = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, **self._model.arguments}
+        arguments |= {"ckpt_format": "torch_dist", "use_dist_ckpt": True, "iteration": self._iteration or 0}
+        arguments.setdefault("untie_embeddings_and_output_weights", Key(WEIGHT, "output_layer.weight") in self.plan)
+        if embedding := self.plan.get(Key(WEIGHT, _EMBEDDING)):
+            arguments["padded_vocab_size"] = embedding.shape[0]
+        if self._optimizer is not None:
+            arguments |= {"use_distributed_optimizer": True, "dist_ckpt_optim_fully_reshardable": True}
+        for name, value in arguments.items():
+            if not is_plain(value):
+                raise CheckpointError(f"The argument {name} is {value!r}: expected a plain value.")
+        return Namespace(**arguments)

@@ -1,0 +1,1 @@
+"""Megatron's legacy `torch` format: a folder `mp_rank_*` for each rank."""

@@ -1,0 +1,229 @@
+"""The folders of Megatron's legacy `torch` format, one for each rank, and what their files say of themselves."""
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from ...errors import CheckpointError
+from ..megatron.folder import iteration_folder
+from ..torch_files.reader import Blob, DataFile, StoredTensor
+from ..torch_files.safe_pickle import Record
+
+FILE = "model_optim_rng.pt"
+_FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
+
+
+class Rank(NamedTuple):
+    """Tensor-, pipeline- and expert-parallel rank."""
+
+    tp: int
+    pp: int
+    ep: int
+
+
+def rank_folder(rank: Rank, sizes: Rank) -> str:
+    """The name of a rank's folder (Megatron-LM's training/checkpointing.py, `get_checkpoint_name`)."""
+    pipeline = f"_{rank.pp:03d}" if sizes.pp > 1 else ""
+    expert = f"_{rank.ep:03d}" if sizes.ep > 1 else ""
+    return f"mp_rank_{rank.tp:02d}{pipeline}{expert}"
+
+
+@dataclass(frozen=True)
+class RankFile:
+    """A rank's file, of which tensors are read as they are asked for.
+
+    Attributes:
+        blob: reads tensors.
+        chunks: the tensors of each of the rank's virtual pipeline stages, or of the only one.
+        arguments: Megatron-LM's, as far as the file has any.
+        iteration: 0 in a release.
+        optimizer: whether optimizer state lies in the file or beside it.
+    """
+
+    path: Path
+    blob: Blob
+    chunks: tuple[Mapping[str, StoredTensor], ...]
+    arguments: Mapping[str, Any]
+    iteration: int
+    optimizer: bool
+
+    @classmethod
+    def open(cls, path: Path, files: ExitStack) -> "RankFile":
+        """Looks at what a file has.
+
+        Args:
+            files: closes the file.
+
+        Raises:
+            CheckpointError: naming the file, where it is damaged, unsafe to read or of a version before 2.0.
+        """
+        blob = Blob(files.enter_context(DataFile(path)))
+        content = blob.value
+        if not isinstance(content, dict):
+            raise CheckpointError(f"{path} is refused: it holds no table.")
+        arguments = content["args"].state if isinstance(content.get("args"), Record) else {}
+        version, iteration = content.get("checkpoint_version", 0), content.get("iteration", 0)
+        if not isinstance(arguments, dict) or not isinstance(version, (int, float)) or type(iteration) is not int:
+            raise CheckpointError(f"{path} is refused: args, checkpoint_version or iteration is not what it should be.")
+        if version < 2:
+            raise CheckpointError(
+                f"{path}: checkpoint_version is {version}. Before 2.0 the rows of query, key and value had another "
+                "order: load and save the checkpoint once with Megatron-LM."
+            )
+        models = [content["model"]] if "model" in content else list(_numbered(content))
+        if not models:
+            raise CheckpointError(f"{path} is refused: it has no weights (model, or model0 and so on).")
+        chunks = tuple(
+            {key: _checked(blob, path, key, value) for key, value in _weights(path, model)} for model in models
+        )
+        beside = (path.parent / "distrib_optim.pt").exists()
+        return cls(path, blob, chunks, arguments, iteration, beside or "optimizer" in content)
+
+
+def _numbered(content: Mapping[str, Any]) -> Iterator[Any]:
+    number = 0
+    while f"model{number}" in content:
+        yield content[f"model{number}"]
+        number += 1
+
+
+def _weights(path: Path, model: Any) -> Iterator[tuple[str, Any]]:
+    """What weights a model's table has; states of fp8 and old rotary buffers are none."""
+    if not isinstance(model, dict) or not all(isinstance(key, str) for key in model):
+        raise CheckpointError(f"{path} is refused: its weights are no table of names.")
+    if old := next((key for key in model if key.startswith(("language_model", "encoder", "transformer"))), None):
+        raise CheckpointError(
+            f"{path} is of Megatron-LM before Megatron-Core ({old}): save it with --use-mcore-models first."
+        )
+    for key, value in model.items():
+        if "_extra_state" not in key.rpartition(".")[2] and key != "rotary_pos_emb.inv_freq":
+            yield key, value
+
+
+def _checked(blob: Blob, path: Path, key: str, value: Any) -> StoredTensor:
+    """A tensor whose bytes are all in the file, so that memory may be taken for it."""
+    if not isinstance(value, StoredTensor) or not value.shape:
+        raise CheckpointError(f"{path} is refused: {key} is no tensor.")
+    if math.prod(value.shape) * value.dtype.itemsize > value.storage_nbytes:
+        raise CheckpointError(f"{path} is refused: {key} repeats the entries of a smaller storage.")
+    # Looks for the record, and reads nothing.
+    dims = len(value.shape)
+    blob.read_into(value, [0] * dims, torch.empty((0,) * dims, dtype=value.dtype))
+    return value
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """All files of a checkpoint.
+
+    Attributes:
+        folder: the one that the ranks' folders lie in.
+        sizes: how many ranks there are of each kind; experts are split over `expert_tp` tensor-parallel ranks.
+    """
+
+    folder: Path
+    files: Mapping[Rank, RankFile]
+    sizes: Rank
+    expert_tp: int
+    _open: ExitStack
+
+    @property
+    def first(self) -> RankFile:
+        return self.files[min(self.files)]
+
+    @classmethod
+    def open(cls, path: str | Path) -> "Ranks":
+        """Finds every rank's file.
+
+        Args:
+            path: the folder of `latest_checkpointed_iteration.txt`, or one with `mp_rank_*` folders.
+
+        Raises:
+            CheckpointError: naming a folder that is missing or surplus, or a file that is refused.
+        """
+        folder = iteration_folder(Path(path))
+        if not folder.is_dir():
+            raise CheckpointError(f"{folder} is no folder.")
+        found = {
+            tuple(int(number) for number in match.groups() if number is not None): entry
+            for entry in sorted(folder.iterdir())
+            if (match := _FOLDER.fullmatch(entry.name))
+        }
+        lengths = {len(numbers) for numbers in found}
+        if len(lengths) != 1:
+            raise CheckpointError(f"{folder} has no folders mp_rank_* of one kind: {[p.name for p in found.values()]}.")
+        for entry in found.values():
+            if not (entry / FILE).is_file():
+                raise CheckpointError(f"{entry / FILE} is missing.")
+        with ExitStack() as stack:
+            opened = {numbers: RankFile.open(entry / FILE, stack) for numbers, entry in found.items()}
+            return cls._of(folder, opened, stack)
+
+    @classmethod
+    def _of(cls, folder: Path, opened: Mapping[tuple[int, ...], RankFile], stack: ExitStack) -> "Ranks":
+        """Checks that every rank is there; from then on the files stay open."""
+        only_experts = len(min(opened)) == 2 and _second_is_expert(opened)
+        files = {_rank(numbers, only_experts): file for numbers, file in opened.items()}
+        arguments = files[min(files)].arguments
+        sizes = Rank(
+            *(
+                _size(folder, arguments, name, max(rank[axis] for rank in files) + 1)
+                for axis, name in enumerate(
+                    ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
+                )
+            )
+        )
+        expert_tp = arguments.get("expert_tensor_parallel_size") or sizes.tp
+        if expert_tp not in (1, sizes.tp):
+            raise CheckpointError(f"{folder}: expert_tensor_parallel_size {expert_tp} is neither 1 nor {sizes.tp}.")
+        _check_complete(folder, files, sizes, expert_tp)
+        return cls(folder, files, sizes, expert_tp, stack.pop_all())
+
+    def close(self) -> None:
+        self._open.close()
+
+
+def _second_is_expert(files: Mapping[tuple[int, ...], RankFile]) -> bool:
+    """Whether folders of two numbers are those of expert ranks: pipeline ranks are numbered in the same way."""
+    arguments = files[min(files)].arguments
+    if arguments.get("pipeline_model_parallel_size") not in (None, 1):
+        return False
+    if arguments.get("expert_model_parallel_size") not in (None, 1):
+        return True
+    return all("embedding.word_embeddings.weight" in file.chunks[0] for file in files.values())
+
+
+def _rank(numbers: tuple[int, ...], only_experts: bool) -> Rank:
+    if only_experts:
+        return Rank(numbers[0], 0, numbers[1])
+    return Rank(*numbers, *(0,) * (3 - len(numbers)))
+
+
+def _size(folder: Path, arguments: Mapping[str, Any], name: str, found: int) -> int:
+    size = arguments.get(name) or found
+    if type(size) is not int or size < found:
+        raise CheckpointError(f"{folder} has folders of {found} ranks where args has {name} {size}.")
+    return size
+
+
+def _check_complete(folder: Path, files: Mapping[Rank, RankFile], sizes: Rank, expert_tp: int) -> None:
+    """Every rank's folder is there.
+
+    With experts that are not split over tensor-parallel ranks, a tensor-parallel rank has only some expert ranks.
+    """
+    for tp in range(sizes.tp):
+        for pp in range(sizes.pp):
+            for ep in range(sizes.ep):
+                if expert_tp == sizes.tp:
+                    there = Rank(tp, pp, ep) in files
+                else:
+                    stage = [rank for rank in files if rank.pp == pp]
+                    there = tp in {rank.tp for rank in stage} and ep in {rank.ep for rank in stage}
+                if not there:
+                    raise CheckpointError(f"{folder / rank_folder(Rank(tp, pp, ep), sizes)} is missing.")

@@ -1,0 +1,218 @@
+"""Reading Megatron's legacy `torch` format: every rank's own tensors, merged into global ones."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+from ...errors import CheckpointError
+from ...files.safetensors import TensorMeta
+from ..megatron.folder import RELEASE
+from ..megatron.names import LAYER, canonical, expert_of, tensor_parallel_split
+from ..tensors import WEIGHT, Key, MegatronModel, Reader
+from ..torch_files.reader import StoredTensor
+from .merging import MergedTensor, RankPart
+from .ranks import Rank, RankFile, Ranks
+
+_EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+# Arguments that have to be those of the model.
+_COMPARED = ("num_layers", "hidden_size", "num_attention_heads")
+
+
+class MegatronLegacyReader(Reader):
+    """A checkpoint that Megatron-LM saved with `--ckpt-format torch`.
+
+    Layers are numbered in the order of the pipeline from how many each stage holds, so uneven and virtual stages need
+    no further arguments. Of tensors that several ranks have, the first rank's is read and the others' are compared.
+
+    Args:
+        path: the folder of `latest_checkpointed_iteration.txt`, or one with `mp_rank_*` folders.
+        model: what the weights belong to.
+
+    Attributes:
+        arguments: Megatron-LM's of the first rank, as far as the checkpoint has them.
+
+    Raises:
+        CheckpointError: naming a folder, file or tensor that is missing, unknown or not what it should be.
+    """
+
+    def __init__(self, path: str | Path, model: MegatronModel):
+        self._ranks = Ranks.open(path)
+        self._model = model
+        self._merged: dict[str, MergedTensor] = {}
+        try:
+            self._open()
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self) -> None:
+        model, first = self._model, self._ranks.first
+        self.arguments = first.arguments
+        self.iteration = None if self._ranks.folder.name == RELEASE else first.iteration
+        self.optimizer_refusal = _refusal(self._ranks)
+        for name in _COMPARED:
+            if {name} <= model.arguments.keys() & self.arguments.keys():
+                _same(self._ranks.folder, name, model.arguments[name], self.arguments[name])
+        self._collect()
+        self._untie()
+        self.entries: Mapping[Key, TensorMeta] = {
+            Key(WEIGHT, name): made.entry() for name, made in self._merged.items()
+        }
+
+    def _collect(self) -> None:
+        """Goes through all stages in the order of the layers (transformer_layer.py, get_transformer_layer_offset)."""
+        ranks = self._ranks
+        virtual = {len(file.chunks) for file in ranks.files.values()}
+        if len(virtual) != 1:
+            raise CheckpointError(f"{ranks.folder}: the ranks have different numbers of virtual stages: {virtual}.")
+        layers = 0
+        for chunk in range(virtual.pop()):
+            for pp in range(ranks.sizes.pp):
+                stage = {rank: file for rank, file in ranks.files.items() if rank.pp == pp}
+                layers += self._collect_stage(stage, chunk, layers)
+        _same(ranks.folder, "num_layers", self._model.num_layers, layers)
+
+    def _collect_stage(self, stage: Mapping[Rank, RankFile], chunk: int, offset: int) -> int:
+        """The tensors of one stage; returns how many layers it has."""
+        first = stage[min(stage)]
+        keys = first.chunks[chunk].keys()
+        for file in stage.values():
+            if different := sorted(keys ^ file.chunks[chunk].keys()):
+                raise CheckpointError(
+                    f"{file.path} and {first.path} differ in which tensors they have: {different[0]}."
+                )
+        numbers = sorted({int(match[2]) for key in keys if (match := LAYER.match(key)) and match[1][0] == "d"})
+        if numbers != list(range(len(numbers))):
+            raise CheckpointError(f"{first.path}: its layers are numbered {numbers}.")
+        named = {_global_name(key, offset): key for key in keys}
+        experts: dict[str, dict[int | None, str]] = {}
+        for name, key in named.items():
+            if found := expert_of(name):
+                experts.setdefault(found[0], {})[found[1]] = key
+        for name, key in named.items():
+            if found := expert_of(name):
+                if of_experts := experts.pop(found[0], None):
+                    self._add(found[0], self._of_experts(found[0], stage, chunk, of_experts, first.chunks[chunk]))
+            else:
+                final = canonical(name, named)
+                self._add(final, self._dense(final, stage, chunk, key, first.chunks[chunk]))
+        return len(numbers)
+
+    def _add(self, name: str, made: MergedTensor) -> None:
+        there = self._merged.setdefault(name, made)
+        if there is made:
+            return
+        if name != _EMBEDDING:
+            raise CheckpointError(f"{name} is in two stages: {there.pieces[0][0]} and {made.pieces[0][0]}.")
+        # multi_token_prediction.py: a stage that predicts further tokens has a copy of the embedding.
+        there.copies += [*made.copies, *zip(there.pieces[0], made.pieces[0], strict=True)]
+
+    def _dense(
+        self, name: str, stage: Mapping[Rank, RankFile], chunk: int, key: str, tensors: Mapping[str, StoredTensor]
+    ) -> MergedTensor:
+        try:
+            split = tensor_parallel_split(name)
+        except CheckpointError as error:
+            raise CheckpointError(f"{stage[min(stage)].path}: {error}") from error
+        if split is not None and split.whole_in_te and _is_whole(key, tensors):
+            split = None
+        of_tp: dict[int, list[RankPart]] = {}
+        for rank, file in sorted(stage.items()):
+            of_tp.setdefault(rank.tp, []).append(RankPart(file, chunk, key))
+        copies = [(pieces[0], other) for pieces in of_tp.values() for other in pieces[1:]]
+        firsts = [of_tp[tp][0] for tp in sorted(of_tp)]
+        if split is None:
+            copies += [(firsts[0], other) for other in firsts[1:]]
+            firsts = firsts[:1]
+        return MergedTensor(split, False, [firsts], copies)
+
+    def _of_experts(
+        self,
+        name: str,
+        stage: Mapping[Rank, RankFile],
+        chunk: int,
+        keys: Mapping[int | None, str],
+        tensors: Mapping[str, StoredTensor],
+    ) -> MergedTensor:
+        """All experts of a layer; those of an expert-parallel rank follow those of the rank before it."""
+        split = tensor_parallel_split(name)
+        split = split.of_expert() if split is not None else None
+        local: list[tuple[str, tuple[int, int] | None]]
+        if None in keys:
+            router = keys[None].partition(".experts.")[0] + ".router.weight"
+            if len(keys) > 1 or router not in tensors or tensors[router].shape[0] % self._ranks.sizes.ep:
+                raise CheckpointError(
+                    f"{keys[None]} in {stage[min(stage)].path}: the number of its experts is unclear."
+                )
+            count = tensors[router].shape[0] // self._ranks.sizes.ep
+            local = [(keys[None], (index, count)) for index in range(count)]
+        else:
+            numbers = sorted(number for number in keys if number is not None)
+            if numbers != list(range(len(numbers))):
+                raise CheckpointError(f"{stage[min(stage)].path}: the experts of {name} are numbered {numbers}.")
+            local = [(keys[number], None) for number in numbers]
+        made = MergedTensor(split, True, [])
+        for ep in range(self._ranks.sizes.ep):
+            files = [file for rank, file in sorted(stage.items()) if rank.ep == ep]
+            for key, expert in local:
+                pieces = [RankPart(file, chunk, key, expert) for file in files]
+                if split is None or self._ranks.expert_tp == 1:
+                    made.copies += [(pieces[0], other) for other in pieces[1:]]
+                    pieces = pieces[:1]
+                made.pieces.append(pieces)
+        return made
+
+    def _untie(self) -> None:
+        """Takes the last stage's copy of tied embeddings out (language_module.py)."""
+        name = "untie_embeddings_and_output_weights"
+        untied = self._model.arguments.get(name, self.arguments.get(name, False))
+        if untied or _OUTPUT not in self._merged or _EMBEDDING not in self._merged:
+            return
+        copy = self._merged.pop(_OUTPUT)
+        embedding = self._merged[_EMBEDDING]
+        embedding.copies += [*copy.copies, *zip(embedding.pieces[0], copy.pieces[0], strict=True)]
+
+    def read(self, key: Key) -> Tensor:
+        return self._merged[key.name].read(key.name, self._model.gated, self.memory)
+
+    def close(self) -> None:
+        self._ranks.close()
+
+
+def _global_name(key: str, offset: int) -> str:
+    """The name with the layer's number in the whole model; layers of `mtp` are numbered so already."""
+    match = LAYER.match(key)
+    if match is None:
+        return key
+    rest = key[match.end() :]
+    if match[1].startswith("mtp"):
+        return f"{match[0]}{rest.replace('mtp_model_layer.', 'transformer_layer.', 1)}"
+    return f"{match[1]}{int(match[2]) + offset}.{rest}"
+
+
+def _is_whole(key: str, tensors: Mapping[str, StoredTensor]) -> bool:
+    """Whether a rank has all of a down projection: then the up projection reads no more than it makes.
+
+    That of keys and values makes the part that rotates besides.
+    """
+    up = tensors.get(key.replace("_down_proj", "_up_proj"))
+    if up is None or len(up.shape) != 2:
+        raise CheckpointError(f"{key} has no up projection beside it.")
+    made = tensors[key].shape[0]
+    return made > up.shape[1] if "linear_kv" in key else made >= up.shape[1]
+
+
+def _same(folder: Path, name: str, expected: object, found: object) -> None:
+    if expected != found:
+        raise CheckpointError(f"{folder}: {name} is {found}, and {expected} in the model.")
+
+
+def _refusal(ranks: Ranks) -> str | None:
+    if not any(file.optimizer for file in ranks.files.values()):
+        return None
+    return (
+        f"{ranks.folder}: optimizer state of the legacy format is numbered by parameter or lies in flat buffers and is "
+        "not converted. Load the checkpoint in Megatron-LM and save it with --ckpt-format torch_dist "
+        "--dist-ckpt-optim-fully-reshardable, or convert the weights alone."
+    )

@@ -1,0 +1,250 @@
+"""Writing Megatron's legacy `torch` format: each tensor is cut and appended to the files of all ranks that have it."""
+
+from argparse import Namespace
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import CheckpointError
+from ...files.safetensors import TensorMeta
+from ..megatron.folder import TRACKER, folder_name, tracker_text
+from ..megatron.names import EXPERTS, LAYER, RankSplit, cut, extra_states, local, name_of_expert, tensor_parallel_split
+from ..output import Output
+from ..tensors import WEIGHT, Key, MegatronModel, TargetOptions, Writer
+from ..torch_files.archive_writer import ArchiveWriter, StorageSlot
+from .ranks import FILE, Rank, rank_folder
+
+CHECKPOINT_VERSION = 3.0
+_EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+
+
+@dataclass
+class _Shard:
+    """The same bytes in the files of one or several ranks.
+
+    Attributes:
+        expert: index in the global tensor, `None` where all of it is meant.
+        tp: whose part it is.
+        names: of the tensor in each of these files.
+    """
+
+    split: RankSplit | None
+    expert: int | None
+    tp: int
+    names: dict[Rank, str]
+    slots: dict[Rank, int] = field(default_factory=dict)
+
+    def pieces(self, tensor: Tensor, size: int, gated: bool) -> tuple[Tensor, ...]:
+        """The bytes, as tensors one after the other."""
+        whole = tensor if self.expert is None else tensor[self.expert]
+        if self.split is None:
+            return (whole.contiguous(),)
+        views = cut(whole, self.split, self.tp, size, gated)
+        if self.split.dim == 0:
+            return tuple(view.contiguous() for view in views)
+        return (torch.cat(views, self.split.dim),)
+
+
+class MegatronLegacyWriter(Writer):
+    """A checkpoint for Megatron-LM's `--ckpt-format torch`, without optimizer state and random states.
+
+    Megatron-LM needs `--no-load-optim --no-load-rng` where it is not a release.
+
+    Args:
+        output: where it is written to.
+        plan: every tensor that will come.
+        model: what the weights belong to.
+        options: how many ranks there are; the layers have to divide evenly over the stages of a pipeline.
+        iteration: optimizer steps of the run; without, the checkpoint is a release.
+        local_names: names of Megatron-Core's own layers instead of those of TransformerEngine.
+        grouped_experts: names of TEGroupedMLP instead of those of SequentialMLP; `None` follows `local_names`.
+        expert_tp_size: tensor-parallel ranks that share an expert: 1, or `None` for all of them.
+
+    Raises:
+        CheckpointError: naming sizes that do not divide, or a tensor that Megatron-Core does not have.
+    """
+
+    def __init__(
+        self,
+        output: Output,
+        plan: Mapping[Key, TensorMeta],
+        model: MegatronModel,
+        options: TargetOptions,
+        iteration: int | None = None,
+        local_names: bool = False,
+        grouped_experts: bool | None = None,
+        expert_tp_size: int | None = None,
+    ):
+        self.plan = plan
+        self._model, self._options = model, options
+        self._local = local_names
+        self._grouped = not local_names if grouped_experts is None else grouped_experts
+        self._sizes = Rank(options.tp_size, options.pp_size, options.ep_size)
+        self._ranks = [Rank(*numbers) for numbers in product(*(range(size) for size in self._sizes))]
+        self._expert_tp = self._sizes.tp if expert_tp_size is None else expert_tp_size
+        self._check_sizes()
+        self._missing = dict.fromkeys(plan)
+        self._shards = {key: self._plan(key, entry) for key, entry in plan.items()}
+        models, arguments, folder = self._models(), self._arguments(), folder_name(iteration)
+        output.add(TRACKER, tracker_text(iteration))
+        self._files = {
+            rank: ArchiveWriter(
+                output.create(f"{folder}/{rank_folder(rank, self._sizes)}/{FILE}"),
+                {
+                    "args": arguments,
+                    "checkpoint_version": CHECKPOINT_VERSION,
+                    "iteration": iteration or 0,
+                    "model": models[rank],
+                },
+            )
+            for rank in self._ranks
+        }
+
+    def _check_sizes(self) -> None:
+        arguments, (tp, pp, ep) = self._model.arguments, self._sizes
+        for name, size, axis in (("num_layers", pp, "pp_size"), ("num_attention_heads", tp, "tp_size")):
+            if name in arguments and arguments[name] % size:
+                raise CheckpointError(f"{name} {arguments[name]} does not divide over {axis} {size}.")
+        groups = arguments.get("num_query_groups") or tp
+        if groups % tp and tp % groups:
+            raise CheckpointError(f"num_query_groups {groups} neither divides nor is divided by tp_size {tp}.")
+        predicted = any(key.name.startswith("mtp.") for key in self.plan)
+        if predicted and pp > 1:
+            raise CheckpointError(f"pp_size {pp}: layers that predict further tokens (mtp) are written with 1 only.")
+        if self._expert_tp not in (1, tp):
+            raise CheckpointError(f"expert_tp_size {self._expert_tp} is neither 1 nor tp_size {tp}.")
+        if ep > 1 and not any(EXPERTS in key.name for key in self.plan):
+            raise CheckpointError(f"ep_size {ep}: the model has no experts.")
+
+    def _plan(self, key: Key, entry: TensorMeta) -> list[_Shard]:
+        """Which files a tensor goes to, and as what."""
+        if key.kind != WEIGHT:
+            raise CheckpointError(
+                f"{key}: the legacy format is written without optimizer state; leave it out or write torch_dist."
+            )
+        split = tensor_parallel_split(key.name)
+        if split is not None and split.whole_in_te and not self._local:
+            split = None
+        size, experts = self._sizes.tp, EXPERTS in key.name
+        if experts and self._expert_tp == 1:
+            split = None
+        if split is not None:
+            try:
+                cut(entry.meta(), split, 0, size, self._model.gated)
+            except CheckpointError as error:
+                raise CheckpointError(f"{key}, tp_size {size}: {error}") from error
+        if experts and entry.shape[0] % self._sizes.ep:
+            raise CheckpointError(f"{key}: {entry.shape[0]} experts do not divide over ep_size {self._sizes.ep}.")
+        indices: Iterable[int | None] = range(entry.shape[0]) if experts else (None,)
+        if experts and split is not None:
+            split = split.of_expert()
+        shards = []
+        for expert in indices:
+            places = list(self._places(key.name, expert, entry))
+            for tp in range(size if split is not None else 1):
+                names = {rank: name for rank, name in places if split is None or rank.tp == tp}
+                shards.append(_Shard(split, expert, tp, names))
+        return shards
+
+    def _places(self, name: str, expert: int | None, entry: TensorMeta) -> Iterator[tuple[Rank, str]]:
+        """The ranks that hold a tensor and their name of it."""
+        last = self._sizes.pp - 1
+        match = LAYER.match(name)
+        stage, own = last, name
+        if match and match[1] == "decoder.layers.":
+            number, of_stage = int(match[2]), self._model.num_layers // self._sizes.pp
+            if number >= self._model.num_layers:
+                raise CheckpointError(f"{name}: num_layers is {self._model.num_layers}.")
+            stage = number // of_stage
+            own = f"{match[1]}{number % of_stage}.{name[match.end() :]}"
+        elif name.startswith("embedding."):
+            stage = 0
+        if self._local:
+            own = local(own)
+        eps = range(self._sizes.ep)
+        if expert is not None:
+            of_rank = entry.shape[0] // self._sizes.ep
+            eps = range(expert // of_rank, expert // of_rank + 1)
+            own = name_of_expert(own, expert % of_rank, self._grouped)
+        for tp, ep in product(range(self._sizes.tp), eps):
+            yield Rank(tp, stage, ep), own
+            # language_module.py: with tied embeddings the last stage has a copy of its own.
+            if name == _EMBEDDING and stage != last and self._tied:
+                yield Rank(tp, last, ep), _OUTPUT
+
+    @property
+    def _tied(self) -> bool:
+        return Key(WEIGHT, _OUTPUT) not in self.plan
+
+    def _models(self) -> dict[Rank, OrderedDict[str, Any]]:
+        """The table of each rank's weights, whose tensors are numbered in the order in which they come."""
+        models: dict[Rank, OrderedDict[str, Any]] = {rank: OrderedDict() for rank in self._ranks}
+        for key, shards in self._shards.items():
+            for shard in shards:
+                pieces = shard.pieces(self.plan[key].meta(), self._sizes.tp, self._model.gated)
+                shape = list(pieces[0].shape)
+                if shard.split is not None and shard.split.dim == 0:
+                    shape[0] = sum(piece.shape[0] for piece in pieces)
+                entry = TensorMeta(tuple(shape), self.plan[key].dtype)
+                for rank, name in shard.names.items():
+                    shard.slots[rank] = len(models[rank])
+                    models[rank][name] = StorageSlot(shard.slots[rank], entry)
+        for rank, model in models.items():
+            last = rank.pp == self._sizes.pp - 1
+            model.update(dict.fromkeys(extra_states(model, self._local, last)))
+        return models
+
+    def _arguments(self) -> Namespace:
+        """Megatron-LM's arguments, of which it compares some as it loads (training/checkpointing.py)."""
+        tp, pp, ep = self._sizes
+        arguments = dict(self._model.arguments)
+        if unfit := next((name for name, value in arguments.items() if not _is_plain(value)), None):
+            raise CheckpointError(f"The argument {unfit} is {arguments[unfit]!r}: expected a plain value.")
+        arguments |= {
+            "tensor_model_parallel_size": tp,
+            "pipeline_model_parallel_size": pp,
+            "virtual_pipeline_model_parallel_size": None,
+            "expert_model_parallel_size": ep,
+            "expert_tensor_parallel_size": self._expert_tp,
+            "context_parallel_size": 1,
+            "data_parallel_size": 1,
+            "use_distributed_optimizer": False,
+            "ckpt_format": "torch",
+            "transformer_impl": "local" if self._local else "transformer_engine",
+            "untie_embeddings_and_output_weights": not self._tied,
+            "make_vocab_size_divisible_by": self._options.make_vocab_size_divisible_by,
+        }
+        if any(EXPERTS in key.name for key in self.plan):
+            arguments["moe_grouped_gemm"] = self._grouped
+        if embedding := self.plan.get(Key(WEIGHT, _EMBEDDING)):
+            arguments["padded_vocab_size"] = embedding.shape[0]
+        return Namespace(**arguments)
+
+    def write(self, key: Key, tensor: Tensor) -> None:
+        self.check(key, tensor)
+        if key not in self._missing:
+            raise CheckpointError(f"{key} came twice.")
+        del self._missing[key]
+        for shard in self._shards[key]:
+            pieces = shard.pieces(tensor, self._sizes.tp, self._model.gated)
+            for rank, number in shard.slots.items():
+                self._files[rank].append(number, pieces)
+
+    def finish(self) -> None:
+        if self._missing:
+            raise CheckpointError(f"{next(iter(self._missing))} and {len(self._missing) - 1} others never came.")
+        for file in self._files.values():
+            file.finish()
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, dict):
+        return all(_is_plain(each) for pair in value.items() for each in pair)
+    if isinstance(value, (list, tuple)):
+        return all(_is_plain(each) for each in value)
+    return value is None or isinstance(value, (bool, int, float, str, torch.dtype))

@@ -1,0 +1,1 @@
+"""The library's own sharded checkpoints, which resume on every layout."""

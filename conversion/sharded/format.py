@@ -1,0 +1,20 @@
+"""The library's own sharded checkpoints, which resume on every layout."""
+
+from ...checkpoint.manifest import MANIFEST
+from ..format import Format
+from .reader import ShardedReader
+from .writer import ShardedWriter
+
+FORMAT = Format(
+    name="sharded",
+    title="hf_megatron sharded checkpoint",
+    marks=MANIFEST,
+    recognise=lambda path, names: MANIFEST in names,
+    open=ShardedReader,
+    create=lambda output, plan, architecture, options, iteration, optimizer: ShardedWriter(
+        output, plan, architecture, iteration, optimizer
+    ),
+    moments=True,
+    main_weights="narrower",
+    card="sharded",
+)

@@ -1,0 +1,115 @@
+"""The library's own sharded checkpoints, of any layout: Trainer's and `Accelerator.save_state`'s folders."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...checkpoint.boxes import Box
+from ...checkpoint.reader import Checkpoint
+from ...checkpoint.state_file import unpack
+from ...errors import CheckpointError
+from ...files.paths import inside
+from ...files.safetensors import SafetensorsFile, TensorMeta
+from ..architecture import Architecture
+from ..tensors import MAIN_WEIGHT, MOMENTS, WEIGHT, Key, OptimizerState, Reader
+
+_KINDS = (MAIN_WEIGHT, *MOMENTS)
+
+
+class ShardedReader(Reader):
+    """A sharded checkpoint.
+
+    Args:
+        path: its folder.
+        architecture: its model.
+        verify (`bool`, defaults to `True`): compare all checksums first.
+
+    Raises:
+        CheckpointError: it is incomplete or damaged, or holds other weights than the architecture has.
+    """
+
+    def __init__(self, path: Path, architecture: Architecture, verify: bool = True):
+        self._checkpoint = Checkpoint(path)
+        self._files: dict[str, SafetensorsFile] = {}
+        if verify:
+            self._checkpoint.verify()
+        facts = self._checkpoint.facts
+        step = facts.get("step")
+        self.iteration = step if isinstance(step, int) else None
+        described = facts.get("optimizers") or []
+        try:
+            self.optimizer, self.optimizer_refusal = _optimizer(described, facts.get("converted"))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(
+                f"{path}: what its manifest says of the optimizer cannot be read: {error!r}"
+            ) from error
+        names = {Key(WEIGHT, name): name for name in self._checkpoint.names() if not name.startswith("optimizer/")}
+        architecture.check((key.name for key in names), str(path))
+        stored_kinds = {name.split("/")[2] for name in self._checkpoint.names() if name.startswith("optimizer/0/")}
+        if further := sorted(stored_kinds - set(_KINDS)):
+            self.optimizer, self.optimizer_refusal = None, f"it keeps {', '.join(further)} too"
+        if self.optimizer is not None:
+            for kind in _KINDS:
+                prefix = f"optimizer/0/{kind}/"
+                stored = (name for name in self._checkpoint.names() if name.startswith(prefix))
+                names |= {Key(kind, name.removeprefix(prefix)): name for name in stored}
+        if unknown := [str(key) for key in names if key.name not in architecture.names]:
+            raise CheckpointError(
+                f"{path} has {', '.join(unknown[:5])}, which {type(architecture.model).__name__} has not."
+            )
+        self._names = {key: names[key] for key in sorted(names, key=architecture.sort_key)}
+        self.entries = {
+            key: TensorMeta(self._checkpoint.shape(name), self._checkpoint.dtype(name))
+            for key, name in self._names.items()
+        }
+
+    def read(self, key: Key) -> Tensor:
+        entry, name = self.entries[key], self._names[key]
+        pieces = self._checkpoint.manifest.tensors[name].pieces
+        if pieces[0].boxes == (whole_box(entry),):
+            file, stored = self._file(pieces[0].file), pieces[0].key
+            span = file.locations.get(stored)
+            if span is None or (span.dtype, span.numel) != (entry.dtype, torch.Size(entry.shape).numel()):
+                raise CheckpointError(f"{file.path}: {stored!r} is not what the manifest says of {name}.")
+            return file.read(stored, self.memory).view(entry.shape)
+        out = self.memory.empty([torch.Size(entry.shape).numel()], entry.dtype)
+        self._checkpoint.read(name, [whole_box(entry)], out)
+        self._checkpoint.forget()
+        return out.view(entry.shape)
+
+    def _file(self, name: str) -> SafetensorsFile:
+        """A file of which whole tensors are read: what is mapped counts as memory until it is given back."""
+        if name not in self._files:
+            self._files[name] = SafetensorsFile(inside(self._checkpoint.path, name))
+        return self._files[name]
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+
+
+def whole_box(entry: TensorMeta) -> Box:
+    return Box((0,) * len(entry.shape), entry.shape)
+
+
+def _optimizer(described: list[dict[str, Any]], converted: Any) -> tuple[OptimizerState | None, str | None]:
+    """What the manifest says of the optimizer, or why it cannot be converted.
+
+    Args:
+        converted: what `ShardedWriter` noted, if it wrote the checkpoint.
+    """
+    if not described:
+        return None, None
+    if len(described) > 1:
+        return None, f"the checkpoint holds {len(described)} optimizers, one can be converted"
+    (optimizer,) = described
+    if optimizer["class"] not in ("Adam", "AdamW"):
+        return None, f"the moments of {optimizer['class']} have no counterpart, those of Adam and AdamW have"
+    scalars = [unpack(values, {}) for values in optimizer["scalars"].values()]
+    steps = {int(values["step"]) for values in scalars if "step" in values}
+    if len(steps) > 1:
+        return None, f"its parameters have taken different numbers of steps, from {min(steps)} to {max(steps)}"
+    packed = converted["hyperparameters"] if converted else [g["hyperparameters"] for g in optimizer["groups"]]
+    return OptimizerState(steps.pop() if steps else 0, tuple(unpack(group, {}) for group in packed)), None

@@ -1,0 +1,113 @@
+"""Writes the library's own sharded checkpoints, which resume on every layout."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...checkpoint.manifest import MANIFEST, Manifest, PieceEntry, TensorEntry
+from ...checkpoint.state_file import pack
+from ...files.safetensors import SafetensorsWriter, TensorMeta
+from ..architecture import Architecture
+from ..output import Output
+from ..tensors import WEIGHT, Key, OptimizerState, Writer
+from .reader import whole_box
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(_is_plain(item) for item in value)
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+class ShardedWriter(Writer):
+    """Writes a checkpoint that resumes on every layout.
+
+    Moments go to the parameters of the run that resumes, whatever groups it has; its hyperparameters stay.
+
+    Args:
+        iteration: optimizer steps taken so far.
+        optimizer: of the moments in the plan.
+    """
+
+    def __init__(
+        self,
+        output: Output,
+        plan: Mapping[Key, TensorMeta],
+        architecture: Architecture,
+        iteration: int | None,
+        optimizer: OptimizerState | None,
+    ):
+        self.plan, self._output = plan, output
+        self._architecture, self._iteration, self._optimizer = architecture, iteration, optimizer
+        self._file_of: dict[Key, str] = {}
+        planned: dict[str, dict[str, TensorMeta]] = {}
+        for key, entry in plan.items():
+            # One file per dtype: tensors stay aligned in any order.
+            name = f"shard-{key.kind}-{_name(entry.dtype)}.safetensors"
+            self._file_of[key] = name
+            planned.setdefault(name, {})[key.name] = entry
+        self._streams = {name: SafetensorsWriter(output.create(name), entries) for name, entries in planned.items()}
+
+    def write(self, key: Key, tensor: Tensor) -> None:
+        self.check(key, tensor)
+        self._streams[self._file_of[key]].write(key.name, tensor)
+
+    def finish(self) -> None:
+        for stream in self._streams.values():
+            stream.finish()
+        self._output.before_commit(self._write_manifest)
+
+    def _write_manifest(self) -> None:
+        from transformers import TrainerState
+
+        # From which Trainer goes on counting.
+        state = dataclasses.asdict(TrainerState(global_step=self._iteration or 0))
+        self._output.add("trainer_state.json", json.dumps(state, indent=2, sort_keys=True) + "\n")
+        tensors = {_stored(key): self._tensor(key, entry) for key, entry in self.plan.items()}
+        manifest = Manifest(1, self._facts(), self._output.digests(), dict(sorted(tensors.items())))
+        self._output.add(MANIFEST, json.dumps(manifest.to_dict(), separators=(",", ":")))
+
+    def _tensor(self, key: Key, entry: TensorMeta) -> TensorEntry:
+        piece = PieceEntry(self._file_of[key], key.name, (whole_box(entry),))
+        return TensorEntry(entry.shape, entry.dtype, (piece,))
+
+    def _facts(self) -> dict[str, Any]:
+        model = self._architecture.model
+        optimizers, hyperparameters = [], []
+        if self._optimizer is not None:
+            for group in self._optimizer.hyperparameters:
+                hyperparameters.append(pack({name: value for name, value in group.items() if _is_plain(value)}, {}))
+            moments: dict[str, list[str]] = {}
+            for key in self.plan:
+                if key.kind != WEIGHT:
+                    moments.setdefault(key.name, []).append(key.kind)
+            step = pack({"step": torch.tensor(float(self._optimizer.step))}, {})
+            optimizers.append(
+                {
+                    "class": "AdamW",
+                    "groups": None,
+                    "scalars": dict.fromkeys(moments, step),
+                    "moments": {name: sorted(kinds) for name, kinds in moments.items()},
+                }
+            )
+        return {
+            "model": {"class": type(model).__name__, "model_type": model.config.model_type},
+            "layout": None,
+            "world_size": 1,
+            "optimizers": optimizers,
+            "skipped_steps": 0,
+            "step": self._iteration or 0,
+            "converted": {"hyperparameters": hyperparameters},
+        }
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _stored(key: Key) -> str:
+    return key.name if key.kind == WEIGHT else f"optimizer/0/{key.kind}/{key.name}"

@@ -1,0 +1,82 @@
+"""Folders of `shard-*.safetensors` that several ranks of transformers write (`distributed/checkpoint.py` in it).
+
+Each file has the chunks of one rank under the model's names in memory; where they belong is in its header
+(torch's `HuggingFaceStorageWriter`).
+"""
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...checkpoint.boxes import Box
+from ...errors import CheckpointError
+from ...files.data_file import DataFile, read_strided, row_major
+from ...files.paths import inside
+from ...files.safetensors import LARGEST_HEADER, read_header
+from ..chunks import Chunk, ChunkedTensors
+
+SHARD = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
+_SHARDING = "DCP_SHARDING_INFO"
+
+
+def is_shard_folder(path: Path) -> bool:
+    """Whether a folder has files of this kind."""
+    return any(SHARD.fullmatch(name) for name in os.listdir(path))
+
+
+class ShardFolder(ChunkedTensors):
+    """The weights of such a folder.
+
+    Raises:
+        CheckpointError: naming the file and the tensor, for damaged headers and chunks that do not fit together.
+    """
+
+    def __init__(self, path: Path):
+        chunks: dict[str, list[Chunk]] = {}
+        dtypes: dict[str, torch.dtype] = {}
+        for file in sorted(inside(path, name) for name in os.listdir(path) if SHARD.fullmatch(name)):
+            locations = read_header(file)
+            offsets = _offsets(file)
+            for name, span in locations.items():
+                offset = offsets.get(name, (0,) * len(span.shape))
+                if len(offset) != len(span.shape) or dtypes.setdefault(name, span.dtype) != span.dtype:
+                    raise CheckpointError(f"{file}: {name} differs from other files in its dims or its dtype.")
+                chunks.setdefault(name, []).append(Chunk(Box(offset, span.shape), (file, span)))
+        # The format says nothing of global shapes: a tensor ends where its last chunk does.
+        shapes = {
+            name: tuple(
+                max(chunk.box.offset[dim] + chunk.box.shape[dim] for chunk in found)
+                for dim in range(len(found[0].box.shape))
+            )
+            for name, found in chunks.items()
+        }
+        # Tensors that are not distributed are in every file.
+        unique = {name: list({chunk.box: chunk for chunk in found}.values()) for name, found in chunks.items()}
+        super().__init__(str(path), {name: (shapes[name], dtypes[name], unique[name]) for name in chunks})
+
+    def read_chunk(self, name: str, chunk: Chunk, starts: Sequence[int], target: Tensor) -> None:
+        path, span = chunk.place
+        with DataFile(path) as file:
+            stride = row_major(span.shape)
+            first = sum(start * step for start, step in zip(starts, stride, strict=True))
+            read_strided(file, span.start, first, stride, target)
+
+
+def _offsets(path: Path) -> Mapping[str, tuple[int, ...]]:
+    """Where the tensors of a file begin in the global ones; empty where the header does not say."""
+    with DataFile(path) as file:
+        length = int.from_bytes(file.read(0, 8), "little")
+        if length > LARGEST_HEADER:
+            raise CheckpointError(f"{path}: a header of {length} bytes.")
+        try:
+            metadata = json.loads(file.read(8, length)).get("__metadata__", {})
+            table: dict[str, Any] = json.loads(metadata.get(_SHARDING, "{}"))
+            return {name: tuple(entry["saved_offsets"]) for name, entry in table.items()}
+        except (ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{path}: the header does not say where its tensors belong: {error!r}.") from error

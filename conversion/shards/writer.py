@@ -1,0 +1,39 @@
+"""Writes folders of `shard-*.safetensors`: one file, which `from_pretrained` reads beside a config.json."""
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from ...errors import CheckpointError
+from ...files.safetensors import SafetensorsWriter, TensorMeta
+from ..output import Output
+from ..tensors import WEIGHT, Key, Writer
+
+# The only file of a checkpoint that one process writes.
+ONLY_SHARD = "shard-00001-model-00001-of-00001.safetensors"
+
+
+class ShardsWriter(Writer):
+    """Writes such a folder: weights in one file, which `from_pretrained` reads beside a config.json.
+
+    Args:
+        output: the directory.
+        plan: every weight in the order in which it will come.
+
+    Raises:
+        CheckpointError: moments are planned, which the format has no place for.
+    """
+
+    def __init__(self, output: Output, plan: Mapping[Key, TensorMeta]):
+        self.plan = plan
+        others = [str(key) for key in plan if key.kind != WEIGHT]
+        if others:
+            raise CheckpointError(f"shard-*.safetensors hold weights only, not {others[0]}.")
+        self._stream = SafetensorsWriter(output.create(ONLY_SHARD), {key.name: entry for key, entry in plan.items()})
+
+    def write(self, key: Key, tensor: Tensor) -> None:
+        self.check(key, tensor)
+        self._stream.write(key.name, tensor)
+
+    def finish(self) -> None:
+        self._stream.finish()

@@ -1,0 +1,244 @@
+"""The machine of `safe_pickle`: interprets a pickle's operations, and calls nothing of what it names."""
+
+import struct
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from ...errors import CheckpointError
+
+
+class Record:
+    """An object of a class that was not looked up.
+
+    Attributes:
+        kind: module and name of the class.
+        arguments: what its constructor would have got.
+        state: what its attributes would have been set from, `None` without.
+    """
+
+    __slots__ = ("arguments", "kind", "state")
+
+    def __init__(self, kind: str, arguments: tuple[Any, ...] = ()):
+        self.kind, self.arguments, self.state = kind, arguments, None
+
+    def __getitem__(self, field: str) -> Any:
+        """An attribute; `KeyError` where the file has none of that name."""
+        if not isinstance(self.state, dict):
+            raise KeyError(field)
+        return self.state[field]
+
+    def get(self, field: str) -> Any:
+        """An attribute, or `None`."""
+        return self.state.get(field) if isinstance(self.state, dict) else None
+
+
+class Named:
+    """A class or function that a pickle names.
+
+    Args:
+        name: module and name.
+        make: what stands for a call of it, given the arguments; a `Record` by default.
+    """
+
+    def __init__(self, name: str, make: Callable[[tuple[Any, ...]], Any] | None = None):
+        self.name, self._make = name, make
+
+    def __call__(self, arguments: tuple[Any, ...]) -> Any:
+        return Record(self.name, arguments) if self._make is None else self._make(arguments)
+
+
+_SCALARS = (str, int, float, bool, bytes, type(None), Record)
+
+
+def hashable(key: Any) -> Any:
+    """A key of a table; nested tuples, whose hash can take exponential time, are refused."""
+    parts = key if type(key) is tuple else (key,)
+    if not all(type(part) in _SCALARS for part in parts):
+        raise CheckpointError(f"it has a {type(key).__name__} as a key.")
+    return key
+
+
+_MARK = object()
+# Operations that push a constant, and those with an operand of so many bytes: the length of a run of bytes that
+# follows, a place in the memo to read or write, or an integer.
+_CONSTANTS: Mapping[int, Any] = MappingProxyType({ord("N"): None, 0x88: True, 0x89: False, ord(")"): ()})
+_TEXT, _LONG = frozenset({ord("X"), 0x8C, 0x8D}), frozenset({0x8A, 0x8B})
+_COUNTED = _TEXT | _LONG | {ord("B"), ord("C"), 0x8E, 0x96}
+_GETS, _PUTS = frozenset(b"hj"), frozenset(b"qr")
+_SIGNED = ord("J")
+_OPERANDS = MappingProxyType(
+    {
+        **dict.fromkeys((0x8C, ord("C"), 0x8A, ord("h"), ord("q"), ord("K")), 1),
+        **dict.fromkeys((ord("M"),), 2),
+        **dict.fromkeys((ord("X"), ord("B"), 0x8B, ord("j"), ord("r"), _SIGNED), 4),
+        **dict.fromkeys((0x8D, 0x8E, 0x96), 8),
+    }
+)
+_TUPLES = MappingProxyType({0x85: 1, 0x86: 2, 0x87: 3})
+
+
+def _decoded(operation: int, run: bytes) -> str | int | bytes:
+    if operation in _TEXT:
+        return run.decode("utf-8", "surrogatepass")
+    return int.from_bytes(run, "little", signed=True) if operation in _LONG else run
+
+
+class Machine:
+    def __init__(
+        self, data: bytes, names: Mapping[str, Any], persistent: Callable[[Any], Any] | None, prefixes: tuple[str, ...]
+    ):
+        self._data, self._names, self._persistent, self._prefixes = data, names, persistent, prefixes
+        self._position = 0
+        self._stack: list[Any] = []
+        self._memo: dict[int, Any] = {}
+
+    def _take(self, count: int) -> bytes:
+        start, self._position = self._position, self._position + count
+        if self._position > len(self._data):
+            raise ValueError("it is cut off")
+        return self._data[start : self._position]
+
+    def _number(self, size: int) -> int:
+        return int.from_bytes(self._take(size), "little")
+
+    def _line(self) -> str:
+        end = self._data.index(b"\n", self._position)
+        return self._take(end + 1 - self._position)[:-1].decode()
+
+    def run(self) -> Any:
+        actions: dict[int, Callable[[], None]] = {
+            0x80: lambda: self._protocol(self._take(1)[0]),
+            0x95: lambda: self._check_frame(self._number(8)),
+            ord("("): lambda: self._stack.append(_MARK),
+            ord("]"): lambda: self._stack.append([]),
+            ord("}"): lambda: self._stack.append({}),
+            0x8F: lambda: self._stack.append(set()),
+            ord("0"): lambda: self._drop(),
+            ord("1"): lambda: self._drop_marked(),
+            ord("G"): lambda: self._stack.append(struct.unpack(">d", self._take(8))[0]),
+            ord("t"): lambda: self._stack.append(tuple(self._marked())),
+            0x91: lambda: self._stack.append(frozenset(map(hashable, self._marked()))),
+            ord("a"): lambda: self._extend([self._stack.pop()]),
+            ord("e"): lambda: self._extend(self._marked()),
+            ord("s"): lambda: self._update([self._stack.pop(), self._stack.pop()][::-1]),
+            ord("u"): lambda: self._update(self._marked()),
+            0x90: lambda: self._add(self._marked()),
+            ord("c"): lambda: self._stack.append(self._name(self._line(), self._line())),
+            0x93: lambda: self._stack.append(self._name(*[self._stack.pop(), self._stack.pop()][::-1])),
+            ord("R"): lambda: self._call(),
+            0x81: lambda: self._call(),
+            0x92: lambda: self._call(keywords=True),
+            ord("b"): lambda: self._build(),
+            ord("Q"): lambda: self._stack.append(self._persist(self._stack.pop())),
+        }
+        data, stack, memo = self._data, self._stack, self._memo
+        position = 0
+        while True:
+            operation = data[position]
+            position += 1
+            if operation == 0x94:
+                memo[len(memo)] = stack[-1]
+            elif operation in _OPERANDS:
+                end = position + _OPERANDS[operation]
+                if end > len(data):
+                    raise ValueError("it is cut off")
+                number = int.from_bytes(data[position:end], "little", signed=operation == _SIGNED)
+                position = end
+                if operation in _COUNTED:
+                    position = end + number
+                    if position > len(data):
+                        raise ValueError("it is cut off")
+                    stack.append(_decoded(operation, data[end:position]))
+                elif operation in _GETS:
+                    stack.append(memo[number])
+                elif operation in _PUTS:
+                    memo[number] = stack[-1]
+                else:
+                    stack.append(number)
+            elif operation in _TUPLES:
+                count = _TUPLES[operation]
+                stack[-count:] = [tuple(self._checked(stack[-count:], count))]
+            elif operation in _CONSTANTS:
+                stack.append(_CONSTANTS[operation])
+            elif operation == ord("."):
+                (value,) = self._checked(stack, 1)
+                return value
+            elif operation in actions:
+                self._position = position
+                actions[operation]()
+                position = self._position
+            else:
+                raise ValueError(f"operation {operation:#04x} at byte {position - 1} is not one that is written")
+
+    def _checked(self, values: list[Any], count: int) -> list[Any]:
+        if len(values) != count or any(value is _MARK for value in values):
+            raise ValueError("its stack is out of order")
+        return values
+
+    def _protocol(self, version: int) -> None:
+        if not 2 <= version <= 5:
+            raise ValueError(f"protocol {version}")
+
+    def _check_frame(self, size: int) -> None:
+        if self._position + size > len(self._data):
+            raise ValueError("it is cut off")
+
+    def _drop(self) -> None:
+        self._stack.pop()
+
+    def _drop_marked(self) -> None:
+        self._marked()
+
+    def _marked(self) -> list[Any]:
+        """What was pushed since the last mark."""
+        values: list[Any] = []
+        while (value := self._stack.pop()) is not _MARK:
+            values.append(value)
+        return values[::-1]
+
+    def _extend(self, values: list[Any]) -> None:
+        if type(self._stack[-1]) is not list:
+            raise TypeError("it appends to what is no list")
+        self._stack[-1].extend(values)
+
+    def _update(self, values: list[Any]) -> None:
+        if type(self._stack[-1]) is not dict or len(values) % 2:
+            raise TypeError("it sets items of what is no table")
+        self._stack[-1].update(zip(map(hashable, values[::2]), values[1::2], strict=True))
+
+    def _add(self, values: list[Any]) -> None:
+        if type(self._stack[-1]) is not set:
+            raise TypeError("it adds to what is no set")
+        self._stack[-1].update(map(hashable, values))
+
+    def _name(self, module: Any, name: Any) -> Any:
+        if not isinstance(module, str) or not isinstance(name, str):
+            raise TypeError("a class is named by what is no text")
+        full = f"{module}.{name}"
+        if full in self._names:
+            return self._names[full]
+        if full.startswith(self._prefixes):
+            return Named(full)
+        raise CheckpointError(f"it names {full}, which is not read.")
+
+    def _call(self, keywords: bool = False) -> None:
+        if keywords:
+            self._stack.pop()
+        arguments, called = self._stack.pop(), self._stack.pop()
+        if not isinstance(called, Named) or type(arguments) is not tuple:
+            raise TypeError("it calls what is no class")
+        self._stack.append(called(arguments))
+
+    def _build(self) -> None:
+        state, value = self._stack.pop(), self._stack[-1]
+        if isinstance(value, Record):
+            value.state = state
+        elif type(value) is not dict:
+            raise TypeError(f"it sets attributes of a {type(value).__name__}")
+        # Attributes of an OrderedDict, such as the `_metadata` of a module's state dict, are left out.
+
+    def _persist(self, identifier: Any) -> Any:
+        if self._persistent is None:
+            raise ValueError("it has a persistent id")
+        return self._persistent(identifier)

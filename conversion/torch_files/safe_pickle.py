@@ -1,0 +1,87 @@
+"""Reads a pickle without running it: nothing a file names is imported or called.
+
+A small machine interprets the operations that `pickle.dump` writes in protocols 2 to 5. Classes are looked up in a
+table that the caller gives; what is made of them is a plain value or an inert `Record` of what the file says about it.
+Others are refused by name. Time and memory are linear in the length of the pickle.
+"""
+
+import struct
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from ...errors import CheckpointError
+from .pickle_machine import Machine, Named, Record, hashable
+
+__all__ = ["CONTAINERS", "Named", "Names", "Record", "records", "unpickle"]
+
+# What a pickle may name: a `Named`, or the value itself (a dtype).
+Names = Mapping[str, Any]
+
+
+def records(*names: str) -> Names:
+    """Classes whose objects become records."""
+    return MappingProxyType({name: Named(name) for name in names})
+
+
+def _table(arguments: tuple[Any, ...]) -> dict[Any, Any]:
+    pairs = [tuple(pair) for pair in (arguments[0] if arguments else ())]
+    return {hashable(key): value for key, value in pairs}
+
+
+def _set(arguments: tuple[Any, ...]) -> set[Any]:
+    return {hashable(value) for value in arguments[0]}
+
+
+def _bytes(arguments: tuple[Any, ...]) -> bytes:
+    text, encoding = arguments
+    if encoding != "latin1":
+        raise ValueError(f"bytes are encoded as {encoding!r}")
+    return str(text).encode("latin1")
+
+
+# Containers as protocol 2 spells them.
+CONTAINERS: Names = MappingProxyType(
+    {
+        "collections.OrderedDict": Named("collections.OrderedDict", _table),
+        "builtins.set": Named("builtins.set", _set),
+        "__builtin__.set": Named("__builtin__.set", _set),
+        "_codecs.encode": Named("_codecs.encode", _bytes),
+    }
+)
+
+
+def unpickle(
+    data: bytes,
+    where: str,
+    names: Names,
+    persistent: Callable[[Any], Any] | None = None,
+    prefixes: tuple[str, ...] = (),
+) -> Any:
+    """The value of a pickle.
+
+    Args:
+        data: the pickle.
+        where: the file, for errors.
+        names: the classes it may name, beside containers.
+        persistent: what stands for a persistent id; without it there must be none.
+        prefixes: beginnings of names (`megatron.`) whose objects become records as well.
+
+    Raises:
+        CheckpointError: naming the file and the class it names, or what is damaged.
+    """
+    try:
+        return Machine(data, {**CONTAINERS, **names}, persistent, prefixes).run()
+    except CheckpointError as error:
+        raise CheckpointError(f"{where} is refused: {error}") from error
+    except (
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        MemoryError,
+        RecursionError,
+        TypeError,
+        ValueError,
+        struct.error,
+    ) as error:
+        raise CheckpointError(f"{where} is damaged: its pickle cannot be read ({error}).") from error

@@ -1,0 +1,203 @@
+"""Whole tensors from any layout, one at a time, in CPU memory of one rank.
+
+The ranks of the stage that owns a parameter send their shards to its first, this one sends the whole to rank 0.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ..data_parallel.fully_sharded import whole_local
+from ..mesh import ParallelMesh
+from ..parallel_state import ParallelState, parallel_state
+from ..placement import Placement
+from ..upstream import local_tensor, untied_state_dict
+from .stage_agreement import OwnedTensor, check_copies, in_order, join_stages, tensors_of_all_stages, tied_weights
+
+
+class Staging:
+    """Two buffers that full tensors are gathered into in turn: one fills while the other is written.
+
+    Fresh memory for every tensor would be mapped and zeroed page by page, which takes as long as the gathering.
+    """
+
+    def __init__(self, largest: int):
+        self.buffers = [torch.empty(largest, dtype=torch.uint8) for _ in range(2)]
+
+    def take(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        self.buffers.reverse()
+        return self.buffers[0][: shape.numel() * dtype.itemsize].view(dtype).view(shape)
+
+
+def gather_to_first(
+    parameter: Tensor,
+    placement: Placement,
+    mesh: ParallelMesh,
+    staging: Staging | None = None,
+    local: Tensor | None = None,
+) -> Tensor | None:
+    """The full tensor in CPU memory of the first of the ranks that hold it together, `None` on the others.
+
+    They call it in the same order. With `staging` the tensor is valid until the second call after this one. `local` is
+    this rank's part where it is not what the parameter holds.
+    """
+    axes, rank = mesh.axes, mesh.axes.world_rank
+    ranks = placement.split_over(axes).ranks(rank)
+    first = ranks[0]
+    local = local_tensor(parameter).detach() if local is None else local
+    if not placement.is_split:
+        return local.cpu()
+    # Of ranks with the same part the first one sends.
+    parts: dict[str, int] = {}
+    for other in ranks:
+        parts.setdefault(str(placement.intervals(parameter.shape, axes.of_rank(other))), other)
+    senders = list(parts.values())
+    group = mesh.group(placement.splits[0].axis) if len(placement.splits) == 1 else None
+    if rank != first:
+        if rank in senders and local.numel():
+            dist.send(local.contiguous(), first, group=group)
+        return None
+    if staging is None:
+        full = torch.empty(parameter.shape, dtype=parameter.dtype)
+    else:
+        full = staging.take(parameter.shape, parameter.dtype)
+    for sender in senders:
+        held = placement.intervals(parameter.shape, axes.of_rank(sender))
+        shape = placement.local_shape(parameter.shape, axes.of_rank(sender))
+        if not math.prod(shape):
+            continue
+        places = list(_places(held))
+        piece = local
+        if sender != rank:
+            direct = full[places[0][0]]
+            if len(places) == 1 and direct.is_contiguous() and local.device.type == "cpu":
+                dist.recv(direct, sender, group=group)
+                continue
+            piece = torch.empty(shape, dtype=parameter.dtype, device=local.device)
+            dist.recv(piece, sender, group=group)
+        for place, part in places:
+            full[place].copy_(piece[part])
+    return full
+
+
+def _places(held: Sequence[Sequence[tuple[int, int]]]) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
+    """Where each box of a rank's part lies in the whole tensor, and where in the part.
+
+    Args:
+        held: for each dim the `[start, stop)` ranges that the rank holds.
+    """
+    dims = []
+    for intervals in held:
+        ends = itertools.accumulate(stop - start for start, stop in intervals)
+        dims.append(
+            [
+                (slice(start, stop), slice(end - stop + start, end))
+                for (start, stop), end in zip(intervals, ends, strict=True)
+            ]
+        )
+    for box in itertools.product(*dims):
+        yield tuple(place for place, _ in box), tuple(part for _, part in box)
+
+
+def gather_parameter(model: Any, name: str, value: Tensor, staging: Staging | None = None) -> Tensor | None:
+    """A parameter, or a gradient of its layout, in full in CPU memory of its stage's first rank, `None` elsewhere.
+
+    Every rank of the stage calls it.
+    """
+    state = parallel_state(model)
+    assert state is not None
+    placement, local = state.placement(name), None
+    if state.shards_weights and isinstance(value, DTensor):
+        local = whole_local(value, placement.local_shape(value.shape, state.axes), state.mesh)
+    if placement.split_over(state.axes).ranks(state.axes.world_rank)[0] != state.axes.ranks("stage")[0]:
+        # Another group of ranks has all of it.
+        return None
+    return gather_to_first(value, placement, state.mesh, staging, local)
+
+
+def fetch(
+    model: Any,
+    state: ParallelState,
+    name: str,
+    entry: OwnedTensor,
+    value: Tensor | None,
+    staging: Staging | None = None,
+) -> Tensor | None:
+    """A tensor of any stage in CPU memory of rank 0, `None` elsewhere; every rank calls it.
+
+    Args:
+        value: this rank's part of it; not asked for on other stages.
+    """
+    mesh, full = state.mesh, None
+    if entry.owner == mesh.pp_rank:
+        assert value is not None
+        full = gather_parameter(model, name, value, staging)
+    if entry.owner == 0 or mesh.axes.rank("stage") > 0:
+        return full
+    if full is not None:
+        if full.numel():
+            dist.send(full.to(mesh.device).contiguous(), group=mesh.pp_group, group_dst=0)
+        return None
+    return _receive(entry, mesh, staging) if mesh.pp_rank == 0 else None
+
+
+def _receive(entry: OwnedTensor, mesh: ParallelMesh, staging: Staging | None) -> Tensor:
+    shape = torch.Size(entry.shape)
+    full = torch.empty(shape, dtype=entry.dtype) if staging is None else staging.take(shape, entry.dtype)
+    if not full.numel():
+        return full
+    arriving = full if mesh.device.type == "cpu" else torch.empty_like(full, device=mesh.device)
+    dist.recv(arriving, group=mesh.pp_group, group_src=entry.owner)
+    return full if arriving is full else full.copy_(arriving)
+
+
+def full_state_dict(model: Any) -> dict[str, Tensor]:
+    """All weights in full, in CPU memory of rank 0; empty on the other ranks. Every rank calls it.
+
+    Raises:
+        CheckpointError: pipeline stages hold different copies of a tied weight.
+    """
+    state = parallel_state(model)
+    assert state is not None
+    check_copies(state, tied_weights(model))
+    tensors = model.state_dict()
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    names: dict[int, str] = {}
+    first = {name: names.setdefault(id(parameters.get(name, tensor)), name) for name, tensor in tensors.items()}
+    # The head's stage knows under which name its tied weight comes.
+    first = join_stages(state, {name: other for name, other in first.items() if name != other})
+    gathered = {}
+    whole = tensors_of_all_stages(state, {name: tensor for name, tensor in tensors.items() if name not in first})
+    for name, entry in whole.items():
+        full = fetch(model, state, name, entry, tensors.get(name))
+        if full is not None:
+            gathered[name] = full
+    if not gathered:
+        return {}
+    order = in_order(state, [*whole, *first]) if state.names else tensors
+    return {name: gathered[first.get(name, name)] for name in order}
+
+
+def stream_weights(model: Any) -> tuple[dict[str, OwnedTensor], Callable[[str], Tensor | None]]:
+    """What `save_pretrained` would write of a model, and a function that gives a tensor of it in full on rank 0.
+
+    Every rank calls the function with the same names in the same order; it returns `None` on the others. Models that
+    are not split over ranks give their own tensors, on every rank.
+
+    Raises:
+        CheckpointError: pipeline stages hold different copies of a tied weight.
+    """
+    state, tensors = parallel_state(model), untied_state_dict(model)
+    if state is None:
+        return {name: OwnedTensor(0, tuple(t.shape), t.dtype) for name, t in tensors.items()}, lambda name: tensors[
+            name
+        ].cpu()
+    check_copies(state, tied_weights(model))
+    whole = tensors_of_all_stages(state, tensors)
+    return whole, lambda name: fetch(model, state, name, whole[name], tensors.get(name))

@@ -1,0 +1,57 @@
+"""The random generators of a rank: Python's, numpy's, torch's on CPU and on its device."""
+
+import hashlib
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+
+from .state_file import read_packed, write_packed
+
+
+def file_name(rank: int) -> str:
+    return f"random-{rank:05d}.safetensors"
+
+
+def capture() -> dict[str, Any]:
+    state = {"python": random.getstate(), "numpy": numpy.random.get_state(), "torch": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def restore(state: dict[str, Any]) -> None:
+    random.setstate(state["python"])
+    numpy.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    if torch.cuda.is_available() and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def save(directory: Path, rank: int) -> None:
+    write_packed(directory / file_name(rank), capture())
+
+
+def load(directory: Path, rank: int, *, same_layout: bool, stream: int, step: int) -> None:
+    """Continues every generator where the save left it.
+
+    On another layout no rank has a counterpart, and two ranks that continued the same generator would drop the same
+    entries of different batches: the generators start anew from the step and the number of the batch stream.
+
+    Args:
+        same_layout (`bool`): the checkpoint was written by the same sizes.
+        stream (`int`): the dp rank; ranks that share a batch share a stream.
+        step (`int`): of the checkpoint.
+    """
+    if same_layout:
+        restore(read_packed(directory / file_name(rank)))
+        return
+    first = read_packed(directory / file_name(0))
+    digest = hashlib.blake2b(first["torch"].numpy().tobytes(), digest_size=8)
+    digest.update(f"{step}:{stream}".encode())
+    seed = int.from_bytes(digest.digest()[:4], "big")
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.manual_seed(seed)

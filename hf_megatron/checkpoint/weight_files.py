@@ -1,0 +1,108 @@
+"""Weights as Hugging Face writes them: one safetensors file or several with an index, streamed tensor by tensor."""
+
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from huggingface_hub import split_torch_state_dict_into_shards
+from torch import Tensor
+
+from ..files.digest import NewFile
+from ..files.safetensors import SafetensorsWriter, TensorMeta, widest_first
+
+
+class WeightFile:
+    """One file under its final name when it is complete; its tensors may come in any order."""
+
+    def __init__(self, path: Path, tensors: Mapping[str, Tensor]):
+        self._path = path
+        temporary = path.with_name(f"{path.name}.tmp")
+        # Of a save that was killed.
+        temporary.unlink(missing_ok=True)
+        self._file = NewFile(temporary, hashed=False)
+        # By width and name, as the safetensors package orders them.
+        planned = widest_first({name: TensorMeta.of(tensors[name]) for name in sorted(tensors)})
+        self._writer = SafetensorsWriter(self._file, planned)
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        self._writer.write(name, tensor)
+
+    def close(self, *, complete: bool) -> None:
+        """Gives the file its name, or removes it."""
+        try:
+            if complete:
+                self._writer.finish()
+                self._file.close()
+                os.replace(self._file.path, self._path)
+        finally:
+            self._file.discard()
+            self._file.path.unlink(missing_ok=True)
+
+
+def write_weights(
+    directory: str,
+    planned: Mapping[str, Tensor],
+    streamed: Iterable[Mapping[str, Tensor]],
+    *,
+    max_shard_size: int | str,
+    variant: str | None = None,
+) -> None:
+    """Writes the planned tensors, which arrive in any order, under transformers' file names.
+
+    The next tensors are made while the last ones are written, so two groups of them are in memory at a time.
+
+    Args:
+        planned: name -> a meta tensor of the shape and dtype to come.
+        streamed: groups of tensors, each tensor once.
+        max_shard_size, variant: as in `PreTrainedModel.save_pretrained`.
+
+    Raises:
+        CheckpointError: what arrives is not what was planned; no file is left then.
+    """
+    base = "model" if variant is None else f"model.{variant}"
+    pattern = f"{base}{{suffix}}.safetensors"
+    split = split_torch_state_dict_into_shards(dict(planned), filename_pattern=pattern, max_shard_size=max_shard_size)
+    writers: dict[str, WeightFile] = {}
+    complete = False
+    try:
+        for filename, names in split.filename_to_tensors.items():
+            writers[filename] = WeightFile(Path(directory, filename), {name: planned[name] for name in names})
+        with ThreadPoolExecutor(1) as thread:
+            pending: Future[None] | None = None
+            for tensors in streamed:
+                if pending is not None:
+                    pending.result()
+                pending = thread.submit(_write, writers, split.tensor_to_filename, tensors)
+            if pending is not None:
+                pending.result()
+        complete = True
+    finally:
+        for writer in writers.values():
+            writer.close(complete=complete)
+    _remove_stale(directory, base, set(split.filename_to_tensors))
+    index = os.path.join(
+        directory, f"{base}.safetensors.index.json" if variant is None else f"model.safetensors.index.{variant}.json"
+    )
+    if split.is_sharded:
+        total = sum(tensor.numel() for tensor in planned.values())
+        content = {"metadata": {"total_parameters": total, **split.metadata}, "weight_map": split.tensor_to_filename}
+        with open(index, "w", encoding="utf-8") as file:
+            file.write(json.dumps(content, indent=2, sort_keys=True) + "\n")
+    elif os.path.exists(index):
+        os.remove(index)
+
+
+def _write(writers: Mapping[str, WeightFile], files: Mapping[str, str], tensors: Mapping[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
+        writers[files[name]].write(name, tensor)
+
+
+def _remove_stale(directory: str, base: str, written: set[str]) -> None:
+    """Weight files of an earlier save that this one does not replace would be read beside the new ones."""
+    stale = re.compile(rf"{re.escape(base)}(-\d{{5}}-of-\d{{5}})?\.safetensors")
+    for filename in os.listdir(directory):
+        if stale.fullmatch(filename) and filename not in written:
+            os.remove(os.path.join(directory, filename))

@@ -1,0 +1,39 @@
+"""`hf-megatron`: the command line. Heavy imports happen inside the commands, so that `--help` answers at once."""
+
+from typing import Annotated
+
+import typer
+
+from . import checks, conversion, environment, hub, timeline
+
+app = typer.Typer(
+    help="Megatron's parallelism for stock Hugging Face models.", no_args_is_help=True, add_completion=False
+)
+
+
+@app.callback(invoke_without_command=True)
+def _root(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
+    if version:
+        from ..version import __version__
+
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+for command in (
+    checks.check,
+    checks.plan,
+    timeline.timeline,
+    environment.env,
+    conversion.convert,
+    conversion.verify,
+    conversion.merge,
+    hub.push,
+    hub.pull,
+):
+    app.command()(command)
+
+
+def main() -> None:
+    """Runs the `hf-megatron` command."""
+    app()

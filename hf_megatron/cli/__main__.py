@@ -1,0 +1,5 @@
+"""`python -m hf_megatron.cli`."""
+
+from . import main
+
+main()

@@ -1,0 +1,55 @@
+"""`hf-megatron check` and `plan`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .failure import MISMATCH, failing
+
+
+def check(
+    models: Annotated[
+        list[str], typer.Argument(help="Model types, local folders or hub names; `all` for every type with a plan.")
+    ],
+    tp: Annotated[int, typer.Option(help="Tensor parallel size.", min=1)] = 2,
+    sp: Annotated[bool, typer.Option("--sp", help="With sequence parallelism.")] = False,
+    pp: Annotated[int, typer.Option(help="Pipeline parallel size.", min=1)] = 1,
+    layouts: Annotated[
+        str, typer.Option(help="Several layouts at once, such as `tp2,tp2+sp,pp2`; replaces --tp, --sp and --pp.")
+    ] = "",
+    class_name: Annotated[str, typer.Option("--class", help="A transformers class instead of the causal one.")] = "",
+    task: Annotated[str, typer.Option(help="causal, masked, seq2seq or classification.")] = "causal",
+    record: Annotated[Path | None, typer.Option(help="Write the results into this verified.json.")] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds per layout.")] = 120.0,
+) -> None:
+    """Compare a tiny twin of MODELS on several CPU ranks with one process: loss, every gradient, updated weights.
+
+    Exit codes: 0 all equal, 1 a mismatch, 2 wrong usage.
+    """
+    from ..verify.check import check_models, parse_layouts
+
+    with failing():
+        wanted = parse_layouts(layouts or f"tp{tp}" + ("+sp" if sp else "") + f"+pp{pp}")
+        rows = check_models(models, wanted, class_name=class_name or None, task=task, timeout=timeout, echo=typer.echo)
+    if record is not None:
+        from ..registry.recorded import write_results
+
+        write_results(record, rows)
+    passed = sum(row["passed"] for row in rows)
+    typer.echo(f"{passed} of {len(rows)} cases equal one process")
+    if passed < len(rows):
+        raise typer.Exit(MISMATCH)
+
+
+def plan(
+    model: Annotated[str, typer.Argument(help="Model type, local folder or hub name.")],
+    tp: Annotated[int, typer.Option(help="Tensor parallel size.", min=1)] = 2,
+    sp: Annotated[bool, typer.Option("--sp", help="With sequence parallelism.")] = False,
+    pp: Annotated[int, typer.Option(help="Pipeline parallel size.", min=1)] = 1,
+) -> None:
+    """Print which axes split each parameter of MODEL and what its gradient needs; reads the config only."""
+    from ..verify.check import print_plan
+
+    with failing():
+        typer.echo(print_plan(model, tp, sp, pp))

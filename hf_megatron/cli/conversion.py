@@ -1,0 +1,109 @@
+"""`hf-megatron convert`, `verify` and `merge`."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from .failure import MISMATCH, failing
+
+
+def _bar(what: str | None = None) -> Any:
+    from tqdm.auto import tqdm
+
+    return tqdm(desc=what, unit="B", unit_scale=True, delay=1.0)
+
+
+def convert(
+    source: Annotated[str, typer.Argument(help="A checkpoint's folder, of any format, or a model of the Hub.")],
+    target: Annotated[Path, typer.Argument(help="The folder to write; must not exist.")],
+    to: Annotated[
+        str, typer.Option(help="hf, sharded, megatron_core (torch_dist), megatron_legacy (torch), dcp or shards.")
+    ],
+    from_format: Annotated[str, typer.Option("--from", help="The source's format; recognised by default.")] = "",
+    config: Annotated[
+        str, typer.Option(help="A folder or a model of the Hub with the config.json, where SOURCE has none.")
+    ] = "",
+    tp: Annotated[int, typer.Option(help="Tensor parallel size that the target is padded or split for.", min=1)] = 1,
+    pp: Annotated[int, typer.Option(help="Pipeline parallel size of megatron_legacy.", min=1)] = 1,
+    ep: Annotated[
+        int, typer.Option(help="Expert parallel size of megatron_legacy, and for moments of megatron_core.", min=1)
+    ] = 1,
+    make_vocab_size_divisible_by: Annotated[
+        int, typer.Option(help="As in Megatron-LM: its vocabulary is padded to a multiple of this times --tp.", min=1)
+    ] = 128,
+    local_names: Annotated[
+        bool, typer.Option("--local-names", help="megatron_legacy for --transformer-impl local.")
+    ] = False,
+    max_shard_size: Annotated[str, typer.Option(help="Largest weight file of hf, such as 5GB.")] = "5GB",
+    optimizer: Annotated[bool, typer.Option(help="Bring moments along where both sides have them.")] = True,
+    plan: Annotated[bool, typer.Option("--plan", help="Print every mapping and size; read and write nothing.")] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="Compare source and target tensor by tensor.")] = False,
+    logits: Annotated[bool, typer.Option("--logits", help="With --verify: compare logits too.")] = False,
+    no_checksums: Annotated[
+        bool, typer.Option("--no-checksums", help="Do not compare the source with its checksums first.")
+    ] = False,
+) -> None:
+    """Write the checkpoint SOURCE in another format: weights, and optimizer moments where both have them.
+
+    Exit codes: 0 done, 1 damaged, unsafe or unfitting input, 2 wrong usage.
+    """
+    from ..conversion import Report, TargetOptions, convert, plan_conversion
+    from ..errors import CheckpointError
+
+    with failing(CheckpointError, OSError):
+        options = TargetOptions(tp, pp, ep, make_vocab_size_divisible_by, max_shard_size, local_names)
+        wanted: dict[str, Any] = {"from_format": from_format or None, "config": config or None}
+        wanted |= {"options": options, "optimizer": optimizer}
+        if plan:
+            typer.echo(plan_conversion(source, target, to, **wanted).table())
+            return
+        with _bar() as bar:
+
+            def describe(planned: Report) -> None:
+                bar.set_description(f"{planned.source.format.name} -> {planned.format.name}", refresh=False)
+                bar.total = planned.nbytes
+
+            wanted |= {"verify": verify, "logits": logits, "checksums": not no_checksums}
+            report = convert(source, target, to, on_plan=describe, on_tensor=bar.update, **wanted)
+    for note in report.notes:
+        typer.echo(note)
+    if report.comparison is not None:
+        typer.echo(report.comparison.summary())
+    typer.echo(report.target)
+
+
+def verify(
+    first: Annotated[str, typer.Argument(help="A checkpoint's folder, of any format, or a model of the Hub.")],
+    second: Annotated[str, typer.Argument(help="Another one.")],
+    config: Annotated[str, typer.Option(help="Where the config.json is, if neither has one.")] = "",
+    logits: Annotated[bool, typer.Option("--logits", help="Compare logits through transformers too.")] = False,
+) -> None:
+    """Compare two checkpoints of any formats tensor by tensor.
+
+    Exit codes: 0 equal, 1 different or damaged, 2 wrong usage.
+    """
+    from ..conversion import compare
+    from ..errors import CheckpointError
+
+    with failing(CheckpointError, OSError), _bar("comparing") as bar:
+        comparison = compare(first, second, config=config or None, logits=logits, on_tensor=bar.update)
+    typer.echo(comparison.summary())
+    if not comparison.equal:
+        raise typer.Exit(MISMATCH)
+
+
+def merge(
+    checkpoint: Annotated[Path, typer.Argument(help="A sharded checkpoint of Trainer or Accelerator.save_state.")],
+    out: Annotated[Path, typer.Argument(help="The folder to write; must not exist.")],
+    max_shard_size: Annotated[str, typer.Option(help="Largest weight file, such as 5GB.")] = "50GB",
+    no_verify: Annotated[bool, typer.Option("--no-verify", help="Do not compare checksums first.")] = False,
+) -> None:
+    """Write the weights of a sharded CHECKPOINT as Hugging Face files: `convert --from sharded --to hf`."""
+    from ..conversion import TargetOptions, convert
+    from ..errors import CheckpointError
+
+    with failing(CheckpointError, OSError):
+        options = TargetOptions(max_shard_size=max_shard_size)
+        report = convert(checkpoint, out, "hf", from_format="sharded", options=options, checksums=not no_verify)
+    typer.echo(report.target)

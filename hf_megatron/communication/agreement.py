@@ -1,0 +1,87 @@
+"""Agreement of all ranks about a save or a load: an error on one rank is the same error on all."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from ..errors import CheckpointError
+
+
+def rank_and_size(group: ProcessGroup | None) -> tuple[int, int]:
+    """This rank and the number of ranks; `(0, 1)` without a process group."""
+    if not dist.is_initialized():
+        return 0, 1
+    return dist.get_rank(group), dist.get_world_size(group)
+
+
+def gather(value: Any, group: ProcessGroup | None, doing: str) -> list[Any]:
+    """Every rank's value, on every rank.
+
+    Raises:
+        CheckpointError: when another rank is gone.
+    """
+    rank, size = rank_and_size(group)
+    if size == 1:
+        return [value]
+    values: list[Any] = [None] * size
+    try:
+        dist.all_gather_object(values, value, group=group)
+    except RuntimeError as error:
+        _lost(rank, doing, error)
+    return values
+
+
+def gather_on_first(value: Any, group: ProcessGroup | None, doing: str) -> list[Any]:
+    """Every rank's value on rank 0, an empty list elsewhere.
+
+    Raises:
+        CheckpointError: when another rank is gone.
+    """
+    rank, size = rank_and_size(group)
+    if size == 1:
+        return [value]
+    values: list[Any] | None = [None] * size if rank == 0 else None
+    try:
+        dist.gather_object(value, values, group=group, group_dst=0)
+    except RuntimeError as error:
+        _lost(rank, doing, error)
+    return values or []
+
+
+def raise_together(error: BaseException | None, group: ProcessGroup | None, doing: str) -> None:
+    """Every rank reports its error or `None`; one error is raised on all ranks.
+
+    Raises:
+        CheckpointError: naming the first rank that failed, what it said, and the other ranks that failed.
+    """
+    text = None
+    if error is not None:
+        text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+    texts = gather(text, group, doing)
+    failed = [rank for rank, other in enumerate(texts) if other is not None]
+    if not failed:
+        return
+    also = f" (ranks {', '.join(map(str, failed[1:]))} failed too)" if failed[1:] else ""
+    raise CheckpointError(f"{doing} failed on rank {failed[0]}: {texts[failed[0]]}{also}") from error
+
+
+@contextmanager
+def agreed(doing: str) -> Iterator[None]:
+    """An error inside, on any rank of the default group, is raised at the end on all of them.
+
+    Raises:
+        CheckpointError: as `raise_together`.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as caught:  # noqa: BLE001 - the other ranks have to hear of it before it is raised
+        error = caught
+    raise_together(error, None, doing)
+
+
+def _lost(rank: int, doing: str, error: RuntimeError) -> NoReturn:
+    raise CheckpointError(f"{doing}: rank {rank} lost contact with the other ranks: {error}") from error

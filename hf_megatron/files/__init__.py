@@ -1,0 +1,1 @@
+"""The ground floor of every format: safetensors in and out, digests, folders complete or absent, safe paths."""

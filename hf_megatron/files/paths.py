@@ -1,0 +1,44 @@
+"""Names of files that come from elsewhere, and files whose content and name survive a power failure."""
+
+import os
+from pathlib import Path, PurePosixPath
+
+from ..errors import CheckpointError
+
+
+def is_plain(name: str) -> bool:
+    """Whether a name from elsewhere stays inside the folder it is written to."""
+    parts = PurePosixPath(name).parts
+    return bool(parts) and name == "/".join(parts) and ".." not in parts and not {"\\", "\0"} & set(name)
+
+
+def inside(directory: Path, name: str) -> Path:
+    """Joins a folder and the name of a file in it; in the Hub's cache, files are links into a folder of its own.
+
+    Raises:
+        CheckpointError: the name or links lead out of the folder.
+    """
+    if os.path.isabs(name) or ".." in Path(name).parts or "\0" in name:
+        raise CheckpointError(f"{directory} names the file {name!r}, which lies outside of it.")
+    real, root = Path(os.path.realpath(directory / name)), Path(os.path.realpath(directory))
+    allowed = [root, *(parent.parent / "blobs" for parent in root.parents if parent.name == "snapshots")]
+    if not any(real.is_relative_to(folder) for folder in allowed):
+        raise CheckpointError(f"{directory / name} leads out of the checkpoint, to {real}.")
+    return directory / name
+
+
+def write_durably(path: Path, text: str) -> None:
+    """Writes a small file that survives a power failure; its name does after `sync_directory`."""
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_directory(path: Path) -> None:
+    """Makes the names in a folder durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,1 @@
+"""The Hub: folders pushed and pulled by several ranks, each file checked."""

@@ -1,0 +1,196 @@
+"""Accelerator.save_state and load_state of a laid out model: one folder, complete or absent, readable on any layout."""
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ..checkpoint import saved_generators
+from ..checkpoint.discovery import fresh_name, is_committed, latest, versions
+from ..checkpoint.state_file import read_packed, write_packed
+from ..checkpoint.training_state import facts, load_model, load_optimizers, pieces, write_config
+from ..checkpoint.transaction import Transaction, prune
+from ..communication.agreement import gather, rank_and_size
+from ..errors import CheckpointError, UnsupportedError
+from ..parallel_state import parallel_state
+from .cards import write_model_card
+from .trainer_checkpoints import LOOP, advance, open_verified, progress, restore_random_state
+
+
+def _only_model(accelerator: Any) -> Any | None:
+    """The Accelerator's laid out model; `None` if it has none."""
+    models = accelerator._models
+    if not any(parallel_state(model) is not None for model in models):
+        return None
+    if len(models) > 1:
+        names = ", ".join(type(model).__name__ for model in models)
+        raise UnsupportedError(
+            f"save_state and load_state of several models ({names}) with megatron_config: prepare each with an "
+            "Accelerator of its own, or leave those that do not train unprepared."
+        )
+    return models[0]
+
+
+def _optimizers(accelerator: Any) -> list[Any]:
+    return [getattr(optimizer, "optimizer", optimizer) for optimizer in accelerator._optimizers]
+
+
+def _data_file(rank: int) -> str:
+    return f"data-{rank:05d}.safetensors"
+
+
+def save_state(
+    original: Callable,
+    self: Any,
+    output_dir: str | None = None,
+    safe_serialization: bool = True,
+    **save_model_func_kwargs: Any,
+) -> Any:
+    """`Accelerator.save_state`; an existing folder is not written over, `folder.1` is beside it then."""
+    model = _only_model(self)
+    if model is None:
+        return original(self, output_dir, safe_serialization, **save_model_func_kwargs)
+    naming = self.project_configuration
+    if naming.automatic_checkpoint_naming:
+        wanted = Path(self.project_dir) / "checkpoints" / f"checkpoint_{self.save_iteration}"
+        if wanted.exists():
+            raise ValueError(
+                f"Checkpoint directory {wanted} ({self.save_iteration}) already exists. Please manually override "
+                "`self.save_iteration` with what iteration to start with."
+            )
+    elif output_dir is None:
+        raise ValueError("save_state: no output_dir was given and automatic checkpoint naming is off.")
+    else:
+        wanted = Path(output_dir).expanduser()
+    target = gather(fresh_name(wanted), None, f"Saving {wanted}")[0]
+    optimizers = _optimizers(self)
+    described = {"step": self.step, **facts(model, optimizers)}
+    with (
+        progress(f"Saving {target.name}") as advance,
+        Transaction(target, described, on_step=advance) as transaction,
+    ):
+        for hook in self._save_model_state_pre_hook.values():
+            hook(self._models, [], str(transaction.directory))
+        _write_files(self, transaction.directory)
+        transaction.write(pieces(model, optimizers))
+        write_model_card(model, transaction.directory, files="sharded")
+    if naming.automatic_checkpoint_naming and naming.total_limit and self.is_main_process:
+        prune(target.parent, naming.total_limit, pattern="checkpoint_*")
+    naming.iteration += 1
+    return target
+
+
+def _write_files(accelerator: Any, directory: Path) -> None:
+    rank = rank_and_size(None)[0]
+    saved_generators.save(directory, rank)
+    data = [_data_state(loader) for loader in accelerator._dataloaders]
+    write_packed(directory / _data_file(rank), data)
+    if rank == 0:
+        write_config(accelerator._models[0], directory)
+        scaler = accelerator.scaler
+        loop = {
+            "schedulers": [scheduler.state_dict() for scheduler in accelerator._schedulers],
+            "scaler": None if scaler is None else scaler.state_dict(),
+            "custom": [custom.state_dict() for custom in accelerator._custom_objects],
+            "step": accelerator.step,
+        }
+        write_packed(directory / LOOP, loop)
+
+
+def _sampler(loader: Any) -> Any | None:
+    from accelerate.data_loader import SeedableRandomSampler
+
+    sampler = loader.get_sampler()
+    return sampler if isinstance(sampler, SeedableRandomSampler) else None
+
+
+def _data_state(loader: Any) -> dict[str, Any]:
+    sampler = _sampler(loader)
+    state: dict[str, Any] = {"iteration": loader.iteration}
+    if sampler is not None:
+        state |= {"epoch": sampler.epoch, "initial_seed": sampler.initial_seed}
+    if getattr(loader, "use_stateful_dataloader", False):
+        state["loader"] = loader.state_dict()
+    return state
+
+
+def _load_data_state(loader: Any, state: dict[str, Any]) -> None:
+    loader.iteration = state["iteration"]
+    sampler = _sampler(loader)
+    if sampler is not None and "epoch" in state:
+        sampler.epoch, sampler.initial_seed = state["epoch"], state["initial_seed"]
+    if "loader" in state and getattr(loader, "use_stateful_dataloader", False):
+        loader.load_state_dict(state["loader"])
+
+
+def load_state(
+    original: Callable,
+    self: Any,
+    input_dir: str | None = None,
+    load_kwargs: dict | None = None,
+    **load_model_func_kwargs: Any,
+) -> Any:
+    """`Accelerator.load_state`."""
+    path = _resolve(self, input_dir)
+    if path is None:
+        if _only_model(self) is not None:
+            raise CheckpointError(
+                f"{input_dir} is not a complete checkpoint (no valid manifest.json): save_state writes one, and "
+                "weights alone are read by from_pretrained."
+            )
+        return original(self, input_dir, load_kwargs, **load_model_func_kwargs)
+    models = self._models
+    if len(models) != 1:
+        raise UnsupportedError(f"{path} holds one model, this Accelerator has prepared {len(models)}.")
+    for hook in self._load_model_state_pre_hook.values():
+        hook(models, str(path))
+    checkpoint = open_verified(path, models[0])
+    if checkpoint.facts.get("converted"):
+        load_model(models[0], checkpoint)
+        load_optimizers(models[0], _optimizers(self), checkpoint)
+        for scheduler in self._schedulers:
+            advance(getattr(scheduler, "scheduler", scheduler), checkpoint.facts["step"])
+        return
+    loop = read_packed(path / LOOP)
+    wanted = {"schedulers": len(self._schedulers), "custom": len(self._custom_objects)}
+    for name, count in wanted.items():
+        if len(loop[name]) != count:
+            raise CheckpointError(f"{path} holds {len(loop[name])} {name} states, this Accelerator has {count}.")
+    load_model(models[0], checkpoint)
+    load_optimizers(models[0], _optimizers(self), checkpoint)
+    for holder, state in zip(
+        (*self._schedulers, *self._custom_objects), (*loop["schedulers"], *loop["custom"]), strict=True
+    ):
+        holder.load_state_dict(state)
+    if self.scaler is not None and loop["scaler"]:
+        self.scaler.load_state_dict(loop["scaler"])
+    self.step = loop["step"]
+    file = path / _data_file(rank_and_size(None)[0])
+    # Another number of ranks: the position in the data is the same on all of them.
+    data = read_packed(file if file.exists() else path / _data_file(0))
+    for loader, state in zip(self._dataloaders, data, strict=False):
+        _load_data_state(loader, state)
+    restore = functools.partial(restore_random_state, models[0], path, self.step)
+    restore()
+    _once_before_forward(models[0], restore)
+
+
+def _once_before_forward(model: Any, action: Callable[[], None]) -> None:
+    """Data loaders draw from the generators when a loop starts; in the saved run they had done so already."""
+
+    def run(*_: Any) -> None:
+        handle.remove()
+        action()
+
+    handle = model.register_forward_pre_hook(run, prepend=True)
+
+
+def _resolve(accelerator: Any, input_dir: str | None) -> Path | None:
+    """The complete checkpoint that is asked for, the last one saved under that name."""
+    if input_dir is not None:
+        path = Path(input_dir).expanduser()
+        saved = versions(path)
+        return saved[0] if saved else path if is_committed(path) else None
+    if not accelerator.project_configuration.automatic_checkpoint_naming:
+        return None
+    return latest(Path(accelerator.project_dir) / "checkpoints")

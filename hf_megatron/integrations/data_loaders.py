@@ -1,0 +1,94 @@
+"""Prepared data loaders whose ranks may run out of data at different times: all stop together at the shortest.
+
+Only where lengths cannot be known to be equal: an IterableDataset, or batches that are not evened out. Elsewhere the
+stock loader is left alone.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def iterate(original: Callable, self: Any) -> Iterator[Any]:
+    """`DataLoaderShard.__iter__`: what it reads from becomes a loader whose ranks agree on each batch.
+
+    The stock iteration looks one batch ahead to flag the last one, so that every rank flags the same.
+    """
+    group = _data_parallel_group()
+    base = self.base_dataloader
+    if group is not None and "_hf_megatron_group" not in vars(base) and _may_differ(base):
+        base._hf_megatron_group = group
+        base.__class__ = _agreed_class(type(base))
+    return original(self)
+
+
+def _data_parallel_group() -> Any:
+    """The dp ranks of the Accelerator in use, if it is set up for more than one by this library."""
+    from accelerate.state import AcceleratorState
+
+    state = AcceleratorState._shared_state
+    layout = state.get("parallelism_config")
+    if type(layout).__name__ != "MegatronParallelismConfig" or layout.dp_shard_size == 1:
+        return None
+    return state["device_mesh"]["dp_shard"].get_group()
+
+
+def _may_differ(loader: Any) -> bool:
+    from accelerate.data_loader import BatchSamplerShard
+    from torch.utils.data import IterableDataset
+
+    if isinstance(loader.dataset, IterableDataset):
+        return True
+    sampler = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
+    while sampler is not None:
+        if isinstance(sampler, BatchSamplerShard):
+            return sampler.num_processes > 1 and not sampler.even_batches and not sampler.drop_last
+        # Skipping samplers hold the one whose first batches they leave out.
+        sampler = getattr(sampler, "batch_sampler", None)
+    return False
+
+
+def _agreed_class(base: Any) -> type:
+    """A data loader's class whose iteration ends on all ranks of the loader's group when it ends on one."""
+    # One base only: Python puts an instance into no class of another layout.
+    return type(f"Agreed{base.__name__}", (base,), {"__iter__": lambda self: _agreed(self, iter(base.__iter__(self)))})
+
+
+def _agreed(loader: Any, iterator: Iterator[Any]) -> Iterator[Any]:
+    group, read, nothing = loader._hf_megatron_group, 0, object()
+    device = "cpu" if "gloo" in dist.get_backend(group) else torch.accelerator.current_accelerator()
+    while True:
+        batch = next(iterator, nothing)
+        ended = torch.tensor([batch is nothing, batch is not nothing], dtype=torch.int, device=device)
+        dist.all_reduce(ended, dist.ReduceOp.MAX, group=group)
+        some_ended, some_go_on = ended.tolist()
+        if some_ended:
+            if some_go_on:
+                _warn(loader, batch is nothing, read, group)
+            return
+        read += 1
+        yield batch
+
+
+def _warn(loader: Any, ended: bool, read: int, group: Any) -> None:
+    """Collective: says on rank 0 whose data ended and what the others have left."""
+    try:
+        length = len(loader)
+    except TypeError:
+        # Only reading on would tell; the batch that was read ahead is left in any case.
+        length = -1
+    found: list[tuple[int, bool, int]] = [(0, False, 0)] * dist.get_world_size(group)
+    dist.all_gather_object(found, (dist.get_rank(), ended, length), group=group)
+    if dist.get_rank() != 0:
+        return
+    first = ", ".join(str(rank) for rank, is_out, _ in found if is_out)
+    others = [length - read for _, is_out, length in found if not is_out]
+    left = f"at most {max(others)}" if all(count > 0 for count in others) else "at least 1"
+    warnings.warn(
+        f"Rank {first} ran out of data first, after {read} batches; all ranks stop there and {left} of another rank's "
+        "batches is left unread. Use equally long shards (even_batches=True, or cut the IterableDataset).",
+        stacklevel=2,
+    )

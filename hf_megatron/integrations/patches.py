@@ -1,0 +1,167 @@
+"""The whole list of what is replaced upstream: where, by what, what stock does, and until when it is needed.
+
+Each replacement passes everything through that does not concern a model laid out by this library. What is replaced on
+single laid out models is in `instance_patches.py`; docs/patches.md shows both.
+"""
+
+from collections.abc import Iterator, Mapping
+
+from ..patch_ledger import Patch
+
+_HERE = __package__
+_MODEL = "transformers.modeling_utils:PreTrainedModel"
+_MIXIN = "transformers.distributed.mixin:DistributedMixin"
+_GENERATION = "transformers.generation.utils:GenerationMixin"
+_TRAINER = "transformers.trainer:Trainer"
+_ACCELERATOR = "accelerate.accelerator:Accelerator"
+
+_LAYOUTS = "transformers lays models out by plans of others"
+_CHECKPOINTS = "Trainer asks the model how it is saved"
+_RANKS_PER_BATCH = "Trainer asks a model which ranks share a batch"
+_ACCELERATE = "Accelerate has plugins for engines of others"
+_HUB = "Trainer pushes from several ranks"
+_GENERATE = "generation asks the cache for its heads and ranks for their verdict"
+_TRL = "TRL asks a model for its numbers per token"
+_ALWAYS = "always"
+
+# Target, replacement (in this package unless it says otherwise), what stock does, until when.
+# fmt: off
+_ROWS: tuple[tuple[str, str, str, str], ...] = (
+    (f"{_MODEL}.from_pretrained", "transformers:from_pretrained", "knows no megatron_config", _ALWAYS),
+    (f"{_MODEL}._from_config", "transformers:from_config", "makes the whole model on every rank", _ALWAYS),
+    ("transformers.models.auto.auto_factory:_BaseAutoModelClass.from_pretrained", "transformers:auto_from_pretrained",
+     "reads a config from the Hub before anything is refused", _ALWAYS),
+    (f"{_MODEL}.save_pretrained", "transformers:save_pretrained", "writes this rank's part as if it were all",
+     _LAYOUTS),
+    (f"{_MODEL}.push_to_hub", "hub:push_to_hub", "every rank uploads what it has", _LAYOUTS),
+    (f"{_MODEL}._initialize_missing_keys", "transformers:initialize_missing_keys",
+     "draws other numbers on every layout", "transformers draws by the global tensor"),
+    (f"{_MODEL}.resize_token_embeddings", "transformers:resize_token_embeddings", "resizes this rank's rows",
+     "transformers resizes split embeddings"),
+    (f"{_MIXIN}.prepare_distribute_model", "transformers:prepare_distribute_model",
+     "makes the mesh of its own layouts", _LAYOUTS),
+    (f"{_MIXIN}.maybe_distribute_model", "transformers:maybe_distribute_model", "splits by its own plans", _LAYOUTS),
+    ("transformers.modeling_utils:AttentionInterface.get_interface",
+     "hf_megatron.memory.recompute:recomputing_interface", "keeps what attention computes for backward",
+     "transformers recomputes attention alone"),
+    ("transformers.core_model_loading:_add_unmatched_checkpoint_key", "transformers:add_unmatched_checkpoint_key",
+     "reports weights of other stages as unexpected", "the loader asks a model what it holds"),
+    ("transformers.core_model_loading:set_param_for_module", "transformers:set_param_for_module",
+     "leaves weights mapped into the file", "the loader copies what training will write to"),
+    (f"{_GENERATION}.generate", "generation:generate", "each rank draws and stops alone", _GENERATE),
+    (f"{_GENERATION}._get_stopping_criteria", "generation:get_stopping_criteria", "judges stopping on each rank",
+     _GENERATE),
+    (f"{_GENERATION}._get_static_cache_init_shape", "generation:get_static_cache_init_shape",
+     "counts the heads of the whole model", _GENERATE),
+    (f"{_GENERATION}._valid_auto_compile_criteria", "generation:valid_auto_compile_criteria",
+     "compiles a forward with collectives of pipelines", _GENERATE),
+    ("transformers.generation.continuous_batching.continuous_api:ContinuousMixin.init_continuous_batching",
+     "generation:init_continuous_batching", "schedules requests on each rank alone", "ranks share one scheduler"),
+    ("transformers.training_args:TrainingArguments.__post_init__", "training_arguments:post_init",
+     "takes CPU ranks for a job without use_cpu", "TrainingArguments reads ACCELERATE_USE_CPU"),
+    (f"{_TRAINER}.__init__", "trainer:init", "accepts what would train wrong on a split model", _ALWAYS),
+    (f"{_TRAINER}._build_accelerator_args", "trainer:build_accelerator_args", "asks for plugins of others",
+     _RANKS_PER_BATCH),
+    (f"{_TRAINER}._has_mixed_mesh_grads", "trainer:has_mixed_mesh_grads", "takes our DTensors for its own",
+     _RANKS_PER_BATCH),
+    (f"{_TRAINER}._sync_replicated_trainable_parameters", "trainer:sync_replicated_trainable_parameters",
+     "averages what our reduction has summed", _RANKS_PER_BATCH),
+    (f"{_TRAINER}._get_num_items_in_batch", "trainer:get_num_items_in_batch",
+     "sums tokens over ranks of one batch and divides again", _RANKS_PER_BATCH),
+    (f"{_TRAINER}.prediction_step", "trainer_pipeline:prediction_step", "sends logits that nobody reads",
+     "Trainer says whether it reads logits"),
+    (f"{_TRAINER}.training_step", "trainer_pipeline:training_step", "says what the loss is multiplied by afterwards",
+     "Trainer says so before the forward"),
+    *(
+        (f"{_TRAINER}.{name}", f"trainer_checkpoints:{name.removeprefix('_')}", stock, _CHECKPOINTS)
+        for name, stock in (
+            ("train", "finds checkpoints by their names"),
+            ("_save_checkpoint", "writes files that a kill leaves half-written"),
+            ("_load_from_checkpoint", "reads whole weights"),
+            ("_load_optimizer_and_scheduler", "unpickles the optimizer of one layout"),
+            ("_load_scaler", "unpickles the scaler"),
+            ("_load_rng_state", "unpickles random states of as many ranks"),
+            ("_load_best_model", "reads whole weights"),
+        )
+    ),
+    ("transformers.trainer:get_last_checkpoint", "trainer_checkpoints:get_last_checkpoint",
+     "takes an interrupted save for a checkpoint", _CHECKPOINTS),
+    ("transformers.trainer:compare_trainer_and_checkpoint_args", "trainer_checkpoints:compare_arguments",
+     "warns of batch sizes that another layout has to have", _CHECKPOINTS),
+    (f"{_TRAINER}.init_hf_repo", "hub:init_hf_repo", "every rank makes the repository", _HUB),
+    (f"{_TRAINER}.push_to_hub", "hub:trainer_push_to_hub", "one rank uploads everything", _HUB),
+    (f"{_TRAINER}._push_from_checkpoint", "hub:push_from_checkpoint", "one rank uploads everything", _HUB),
+    (f"{_TRAINER}._save", "cards:save", "writes no card with the layout", _ALWAYS),
+    (f"{_TRAINER}.create_model_card", "cards:create_model_card", "writes a card without the layout", _ALWAYS),
+    ("trl.trainer.base_trainer:_BaseTrainer.create_model_card", "cards:create_model_card",
+     "writes a card without the layout", _ALWAYS),
+    (f"{_ACCELERATOR}.__init__", "accelerate:init", "splits batches over all ranks", _ACCELERATE),
+    (f"{_ACCELERATOR}.prepare_model", "accelerate:prepare_model", "wraps models in DistributedDataParallel",
+     _ACCELERATE),
+    (f"{_ACCELERATOR}._prepare_tp", "accelerate:prepare_tp", "puts whole DTensors into the optimizer", _ACCELERATE),
+    (f"{_ACCELERATOR}.prepare_optimizer", "stock_optimizers:prepare_optimizer", "steps on whole parameters",
+     _ACCELERATE),
+    (f"{_ACCELERATOR}.prepare_scheduler", "accelerate:prepare_scheduler", "steps once for each rank of a batch",
+     _ACCELERATE),
+    (f"{_ACCELERATOR}.clip_grad_norm_", "accelerate:clip_grad_norm_", "clips by the norm of this rank's part",
+     _ACCELERATE),
+    (f"{_ACCELERATOR}.gather", "accelerate_gathering:gather", "repeats what ranks of one batch hold", _ACCELERATE),
+    (f"{_ACCELERATOR}.gather_for_metrics", "accelerate_gathering:gather_for_metrics",
+     "repeats what ranks of one batch hold", _ACCELERATE),
+    (f"{_ACCELERATOR}.reduce", "accelerate_gathering:reduce", "counts a batch once for each of its ranks",
+     _ACCELERATE),
+    (f"{_ACCELERATOR}.save_state", "accelerate_checkpoints:save_state", "pickles the state of one layout",
+     _ACCELERATE),
+    (f"{_ACCELERATOR}.load_state", "accelerate_checkpoints:load_state", "reads the state of one layout", _ACCELERATE),
+    (f"{_ACCELERATOR}.get_state_dict", "accelerate:get_state_dict", "gives this rank's part", _ACCELERATE),
+    ("accelerate.optimizer:AcceleratedOptimizer.step", "stock_optimizers:optimizer_step",
+     "does not know that all ranks skipped a step", _ACCELERATE),
+    ("accelerate.data_loader:DataLoaderShard.__iter__", "data_loaders:iterate",
+     "lets ranks with more batches wait for ever", "Accelerate stops all ranks together"),
+    ("torch.amp.grad_scaler:GradScaler._unscale_grads_", "stock_optimizers:unscale_grads",
+     "looks for infinities in what this rank holds", "torch's scaler asks the optimizer"),
+    ("torch.nn.utils.clip_grad:clip_grad_norm_", "stock_optimizers:clip_grad_norm_",
+     "takes this rank's gradients for all", "torch's norm follows DTensors that are reduced late"),
+    ("torch.nn.utils:clip_grad_norm_", "stock_optimizers:clip_grad_norm_", "takes this rank's gradients for all",
+     "torch's norm follows DTensors that are reduced late"),
+    ("torch.distributed.distributed_c10d:_get_default_timeout", "accelerate:default_timeout",
+     "gives new groups half an hour whatever the job has", "torch gives new groups the job's timeout"),
+    ("torch.nn.parallel.distributed:DistributedDataParallel.__init__", "refusals:data_parallel",
+     "averages shards of different weights", _ALWAYS),
+    ("peft.peft_model:PeftModel.__init__", "refusals:peft", "puts whole adapters beside split layers",
+     "adapters are laid out"),
+    ("peft.tuners.tuners_utils:BaseTuner.__init__", "refusals:peft", "puts whole adapters beside split layers",
+     "adapters are laid out"),
+    *(
+        (
+            f"trl.trainer.{name.lower()}_trainer:{name}Trainer.__init__",
+            "refusals:trl",
+            "computes a loss that nobody has compared with one process",
+            "it was compared",
+        )
+        for name in ("KTO", "GRPO", "RLOO", "Reward", "Distillation")
+    ),
+    *(
+        (f"trl.trainer.{name.lower()}_trainer:{target}", f"trl:{function}", stock, _TRL)
+        for name in ("SFT", "DPO")
+        for target, function, stock in (
+            (f"{name}Trainer.__init__", "init", "takes any model"),
+            ("add_fused_lm_head", "add_fused_lm_head", "reads the whole head's weight"),
+            ("create_model_from_path", "create_model_from_path", "loads the reference model whole"),
+        )
+    ),
+    ("trl.trainer.dpo_trainer:hash_module", "trl:hash_module", "hashes this rank's part", _TRL),
+)
+# fmt: on
+
+
+def _patches() -> Iterator[Patch]:
+    for target, replacement, stock, until in _ROWS:
+        place = replacement if replacement.startswith("hf_megatron.") else f"{_HERE}.{replacement}"
+        yield Patch(target, place, stock, until)
+
+
+PATCHES: tuple[Patch, ...] = tuple(_patches())
+
+# Registered for the whole process when a module is imported: module -> the function that does so and returns a handle.
+HOOKS: Mapping[str, str] = {"transformers.modeling_utils": f"{_HERE}.stock_optimizers:refuse_unprepared_steps"}

@@ -1,0 +1,66 @@
+"""Where stock code touches gradients and optimizers: Accelerate's preparation, loss scalers, torch's own clipping.
+
+Some of the targets are imported by torch itself, so nothing of it may be imported before a wrapper is called.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+
+def prepare_optimizer(original: Callable, self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    """`Accelerator.prepare_optimizer`."""
+    from accelerate.optimizer import AcceleratedOptimizer
+
+    from ..data_parallel.optimizer import prepare_optimizer as take_over
+
+    if not isinstance(optimizer, AcceleratedOptimizer):
+        optimizer = take_over(optimizer)
+    return original(self, optimizer, *args, **kwargs)
+
+
+def optimizer_step(original: Callable, self: Any, closure: Any = None) -> Any:
+    """`AcceleratedOptimizer.step`: schedulers ask the wrapper whether the step was skipped."""
+    from ..data_parallel.optimizer import sharded
+
+    result = original(self, closure)
+    state = sharded(self.optimizer)
+    if state is not None and self.scaler is None and self.gradient_state.sync_gradients:
+        self._is_overflow = state.step_was_skipped
+    return result
+
+
+def unscale_grads(
+    original: Callable, self: Any, optimizer: Any, inv_scale: Any, found_inf: Any, allow_fp16: bool
+) -> Any:
+    """`GradScaler._unscale_grads_`: the gradients are the reduced ones, and all ranks find the same."""
+    from ..data_parallel.loss_scaling import unscale
+    from ..data_parallel.optimizer import sharded
+
+    state = sharded(optimizer)
+    if state is None:
+        return original(self, optimizer, inv_scale, found_inf, allow_fp16)
+    return unscale(state, inv_scale, found_inf)
+
+
+def clip_grad_norm_(
+    original: Callable, parameters: Any, max_norm: float, norm_type: float = 2.0, *args: Any, **kwargs: Any
+) -> Any:
+    """`torch.nn.utils.clip_grad_norm_`, for loops that call it themselves."""
+    from torch import Tensor
+
+    from ..data_parallel.engine import engine_of
+    from ..data_parallel.gradient_norm import clip_grad_norm
+
+    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    if any(engine_of(parameter) is not None for parameter in parameters):
+        return clip_grad_norm(parameters, max_norm, norm_type)
+    return original(parameters, max_norm, norm_type, *args, **kwargs)
+
+
+def refuse_unprepared_steps() -> Any:
+    """A stock optimizer of a laid out model would find no gradient at all, and do nothing."""
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    from ..data_parallel.engine import refuse_unprepared
+
+    return register_optimizer_step_pre_hook(refuse_unprepared)

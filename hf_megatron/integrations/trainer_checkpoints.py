@@ -1,0 +1,301 @@
+"""transformers.Trainer and checkpoints: a folder that is complete or absent, and resuming from it on any layout.
+
+Everything stock writes into `checkpoint-N` goes into a temporary folder, whose name Trainer's own pattern does not
+match, and is renamed last. Weights and optimizer state are sharded (see `checkpoint/`); scheduler, scaler and random
+states are JSON and safetensors.
+"""
+
+import functools
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from ..checkpoint import saved_generators
+from ..checkpoint.asynchronous import AsyncSaver
+from ..checkpoint.discovery import committed, fresh_name, is_committed, latest, versions
+from ..checkpoint.reader import Checkpoint, open_checkpoint
+from ..checkpoint.state_file import read_packed, write_packed
+from ..checkpoint.training_state import facts, load_model, load_optimizers, pieces, write_config
+from ..checkpoint.transaction import Transaction, prune
+from ..communication.agreement import gather, raise_together, rank_and_size
+from ..parallel_state import parallel_state
+from .cards import write_trainer_card
+
+LOOP = "loop.safetensors"
+STATE = "trainer_state.json"
+
+
+def _optimizers(trainer: Any) -> list[Any]:
+    return [getattr(trainer.optimizer, "optimizer", trainer.optimizer)]
+
+
+def _holds_shards(path: Any) -> bool:
+    return is_committed(path) and bool(Checkpoint(path).names())
+
+
+def train(original: Callable, self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """`Trainer.train`: the newest save of a step is resumed, and a save under way is waited for at the end."""
+    if isinstance(resume_from_checkpoint, str) and (saved := versions(Path(resume_from_checkpoint))):
+        resume_from_checkpoint = str(saved[0])
+    state = parallel_state(self.model)
+    if state is None:
+        return original(self, resume_from_checkpoint, *args, **kwargs)
+    saver = None
+    if state.config.async_save:
+        saver = AsyncSaver(dist.new_group(backend="gloo"))
+        self._hf_megatron_saver = saver
+    try:
+        return original(self, resume_from_checkpoint, *args, **kwargs)
+    finally:
+        if saver is not None:
+            saver.close()
+
+
+def probe(directory: Path) -> None:
+    """Writes to a directory on rank 0.
+
+    Raises:
+        CheckpointError: on every rank, naming the directory.
+    """
+    error: OSError | None = None
+    if rank_and_size(None)[0] == 0:
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=directory) as file:
+                file.write(b"probe")
+        except OSError as caught:
+            error = caught
+    raise_together(error, None, f"Writing to output_dir {directory} (TrainingArguments)")
+
+
+def save_checkpoint(original: Callable, self: Any, model: Any, trial: Any) -> None:
+    """`Trainer._save_checkpoint`."""
+    state = parallel_state(self.model)
+    if state is None:
+        original(self, model, trial)
+        return
+    if self.hp_search_backend is None and trial is None:
+        self.store_flos()
+    run_directory = Path(self._get_output_dir(trial=trial))
+    step = self.state.global_step
+    # The first rank's view of the file system counts.
+    target = gather(fresh_name(run_directory / f"checkpoint-{step}"), None, f"Saving step {step}")[0]
+    before = self.state.best_model_checkpoint
+    if self.state.best_global_step == step:
+        self.state.best_model_checkpoint = str(target)
+    saver = vars(self).get("_hf_megatron_saver")
+    try:
+        if saver is None or self.args.save_only_model:
+            _save(self, target)
+        else:
+            _save_in_background(self, saver, target)
+    except BaseException:
+        self.state.best_model_checkpoint = before
+        raise
+
+
+@contextmanager
+def progress(what: str) -> Iterator[Callable[[str], None]]:
+    """A bar on the first rank that counts the tensors it has written; a save of under a second shows none."""
+    from tqdm.auto import tqdm
+
+    with tqdm(desc=what, unit=" tensors", delay=1.0, disable=rank_and_size(None)[0] > 0) as bar:
+        yield lambda step: bar.update() if step.startswith("tensor ") else None
+
+
+def _save(trainer: Any, target: Path) -> None:
+    model, optimizers = trainer.model, _optimizers(trainer)
+    weights_only = trainer.args.save_only_model
+    described = {"step": trainer.state.global_step}
+    if not weights_only:
+        described |= facts(model, optimizers)
+    with progress(f"Saving {target.name}") as advance, Transaction(target, described, on_step=advance) as transaction:
+        _write_files(trainer, transaction.directory)
+        if weights_only:
+            model.save_pretrained(transaction.directory, is_main_process=trainer.args.should_save)
+        else:
+            transaction.write(pieces(model, optimizers))
+        write_trainer_card(trainer, transaction.directory, files="merged" if weights_only else "sharded")
+    _after_commit(trainer, target)
+
+
+def _save_in_background(trainer: Any, saver: AsyncSaver, target: Path) -> None:
+    model, optimizers = trainer.model, _optimizers(trainer)
+    with tempfile.TemporaryDirectory() as staging:
+        _write_files(trainer, Path(staging))
+        write_trainer_card(trainer, staging, files="sharded")
+        files = {path.name: path.read_bytes() for path in Path(staging).iterdir()}
+    described = {"step": trainer.state.global_step, **facts(model, optimizers)}
+    after = functools.partial(_after_commit, trainer, target)
+    saver.save(pieces(model, optimizers), target, described, files, after=after)
+
+
+def _write_files(trainer: Any, directory: Path) -> None:
+    """What a checkpoint holds beside weights and moments."""
+    args, rank = trainer.args, rank_and_size(None)[0]
+    if not args.save_only_model:
+        saved_generators.save(directory, rank)
+    if not args.should_save:
+        return
+    if not args.save_only_model:
+        write_config(trainer.model, directory)
+        scaler = getattr(trainer.accelerator, "scaler", None)
+        loop = {
+            "scheduler": trainer.lr_scheduler.state_dict(),
+            "scaler": None if scaler is None else scaler.state_dict(),
+        }
+        write_packed(directory / LOOP, loop)
+    tokenizer = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(directory)
+    (directory / "training_args.json").write_text(args.to_json_string(), encoding="utf-8")
+    _export_callbacks(trainer)
+    trainer.state.save_to_json(str(directory / STATE))
+
+
+def _export_callbacks(trainer: Any) -> None:
+    """Callbacks and the control that keep state put it into the trainer's, as stock does on every save."""
+    from transformers.trainer_callback import ExportableState
+
+    kept = trainer.state.stateful_callbacks
+    for callback in (*trainer.callback_handler.callbacks, trainer.control):
+        if isinstance(callback, ExportableState):
+            name = type(callback).__name__
+            # A converted checkpoint knows of none.
+            if isinstance(kept.get(name), list):
+                kept[name].append(callback.state())
+            else:
+                kept[name] = callback.state()
+
+
+def _after_commit(trainer: Any, target: Path) -> None:
+    args = trainer.args
+    if args.push_to_hub:
+        trainer._push_from_checkpoint(str(target))
+    if args.should_save and args.save_total_limit:
+        best = trainer.state.best_model_checkpoint
+        prune(target.parent, args.save_total_limit, protected=[] if best is None else [Path(best)])
+
+
+def compare_arguments(original: Callable, training_args: Any, trainer_state: Any) -> None:
+    """Stock compares arguments with those of the run that saved; for a converted checkpoint, this run's are taken."""
+    if trainer_state.train_batch_size is None:
+        trainer_state.train_batch_size = training_args.train_batch_size
+        trainer_state.compute_steps(training_args, training_args.max_steps)
+    original(training_args, trainer_state)
+
+
+def get_last_checkpoint(original: Callable, folder: str) -> str | None:
+    """`resume_from_checkpoint=True`: stock takes the highest number, complete or not."""
+    parent = Path(folder)
+    if not committed(parent):
+        return original(folder)
+    found = latest(parent)
+    return None if found is None else str(found)
+
+
+def open_verified(path: Any, model: Any) -> Checkpoint:
+    """Opens a checkpoint on all ranks, with its checksums compared unless the model's layout says otherwise."""
+    state = parallel_state(model)
+    return open_checkpoint(path, verify=state is None or state.config.verify_checksums)
+
+
+def load_from_checkpoint(original: Callable, self: Any, resume_from_checkpoint: str, model: Any = None) -> None:
+    """`Trainer._load_from_checkpoint`: the weights."""
+    if not is_committed(resume_from_checkpoint):
+        original(self, resume_from_checkpoint, model)
+        return
+    checkpoint = open_verified(resume_from_checkpoint, self.model)
+    if checkpoint.names():
+        load_model(self.model, checkpoint)
+    else:
+        original(self, resume_from_checkpoint, model)
+
+
+def _from_shards(load: Callable[[Any, Path], None]) -> Callable:
+    """A patch of a Trainer method that reads one part of a checkpoint: ours by `load`, others by the original."""
+
+    def make(original: Callable) -> Callable:
+        @functools.wraps(original)
+        def wrapper(self: Any, checkpoint: str | None) -> None:
+            if checkpoint is None or not _holds_shards(checkpoint):
+                original(self, checkpoint)
+            else:
+                load(self, Path(checkpoint))
+
+        return wrapper
+
+    return make
+
+
+@_from_shards
+def load_optimizer_and_scheduler(trainer: Any, checkpoint: Path) -> None:
+    """`Trainer._load_optimizer_and_scheduler`."""
+    opened = Checkpoint(checkpoint)
+    load_optimizers(trainer.model, _optimizers(trainer), opened)
+    if opened.facts.get("converted"):
+        advance(trainer.lr_scheduler, trainer.state.global_step)
+    else:
+        trainer.lr_scheduler.load_state_dict(read_packed(checkpoint / LOOP)["scheduler"])
+
+
+def advance(scheduler: Any, steps: int) -> None:
+    """Puts the scheduler of this run to where it is after so many steps: another library's has no counterpart here."""
+    with warnings.catch_warnings():
+        # torch expects an optimizer step before each.
+        warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*")
+        for _ in range(steps):
+            scheduler.step()
+
+
+@_from_shards
+def load_scaler(trainer: Any, checkpoint: Path) -> None:
+    """`Trainer._load_scaler`."""
+    if Checkpoint(checkpoint).facts.get("converted"):
+        return
+    saved, scaler = read_packed(checkpoint / LOOP)["scaler"], getattr(trainer.accelerator, "scaler", None)
+    if saved and scaler is not None:
+        scaler.load_state_dict(saved)
+
+
+@_from_shards
+def load_rng_state(trainer: Any, checkpoint: Path) -> None:
+    """`Trainer._load_rng_state`."""
+    restore_random_state(trainer.model, checkpoint, trainer.state.global_step)
+
+
+def restore_random_state(model: Any, directory: Path, step: int) -> None:
+    """Every generator continues, or starts anew where the layout is another; a converted checkpoint has none."""
+    state, saved = parallel_state(model), Checkpoint(directory).facts
+    if saved.get("converted"):
+        return
+    layout = None if state is None else state.config
+    sizes = ("tp_size", "dp_size", "cp_size", "pp_size", "ep_size")
+    before = saved.get("layout") or {}
+    same = saved.get("world_size") == rank_and_size(None)[1] and all(
+        getattr(layout, name, 1) == before.get(name, 1) for name in sizes
+    )
+    stream = 0 if state is None else state.mesh.dp_rank
+    saved_generators.load(directory, rank_and_size(None)[0], same_layout=same, stream=stream, step=step)
+
+
+def load_best_model(original: Callable, self: Any) -> None:
+    """`Trainer._load_best_model`."""
+    if parallel_state(self.model) is None:
+        original(self)
+        return
+    saver = vars(self).get("_hf_megatron_saver")
+    if saver is not None:
+        saver.wait()
+    path = self.state.best_model_checkpoint
+    if not is_committed(path):
+        warnings.warn(f"{path} is not a complete checkpoint: the model keeps its present weights.", stacklevel=2)
+    elif _holds_shards(path):
+        load_model(self.model, open_verified(path, self.model))
+    else:
+        original(self)

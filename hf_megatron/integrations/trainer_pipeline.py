@@ -1,0 +1,65 @@
+"""Trainer's steps of a pipelined model: what will be done to the loss is told before the forward, and logits travel
+between ranks only where somebody reads them.
+
+A pipelined model computes its gradients while it computes the loss. Where the factor that backward will bring is known,
+they are added straight to those of earlier batches; where it is not, they need a buffer of their own until then.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from ..parallel_state import parallel_state
+
+
+def training_step(original: Callable, self: Any, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+    """`Trainer.training_step`; a compute_loss that somebody replaced may do anything to the loss, and tells nothing."""
+    state = parallel_state(self.model)
+    pipeline = None if state is None else state.pipeline
+    if pipeline is None or not _computes_stock_loss(self):
+        return original(self, model, inputs, num_items_in_batch)
+    with pipeline.loss_scale.announce(functools.partial(_scale, self, num_items_in_batch is not None)):
+        return original(self, model, inputs, num_items_in_batch)
+
+
+def _computes_stock_loss(trainer: Any) -> bool:
+    from transformers import Trainer
+
+    return "compute_loss" not in vars(trainer) and type(trainer).compute_loss is Trainer.compute_loss
+
+
+def _scale(trainer: Any, has_count: bool) -> float:
+    """What stock `compute_loss`, `training_step` and `Accelerator.backward` multiply a model's loss by."""
+    accelerator, scale = trainer.accelerator, 1.0
+    passes_count = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
+    if has_count and trainer.args.average_tokens_across_devices and passes_count:
+        scale *= accelerator.num_processes // trainer.get_tp_size()
+    divided = trainer.loss_is_scaled_for_ga
+    if divided is None:
+        divided = (trainer.model_accepts_loss_kwargs and has_count) or trainer.compute_loss_func is not None
+    if not divided:
+        scale /= trainer.current_gradient_accumulation_steps
+    scale /= accelerator.gradient_accumulation_steps
+    return scale if accelerator.scaler is None else scale * accelerator.scaler.get_scale()
+
+
+def prediction_step(
+    original: Callable, self: Any, model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any
+) -> Any:
+    """Keeps logits on the last stage while Trainer wants nothing but the loss."""
+    state = None if self.model is None else parallel_state(self.model)
+    pipeline = None if state is None else state.pipeline
+    if pipeline is None or not prediction_loss_only or _computes_loss_itself(self):
+        return original(self, model, inputs, prediction_loss_only, *args, **kwargs)
+    before, pipeline.wants_logits = pipeline.wants_logits, False
+    try:
+        return original(self, model, inputs, prediction_loss_only, *args, **kwargs)
+    finally:
+        pipeline.wants_logits = before
+
+
+def _computes_loss_itself(trainer: Any) -> bool:
+    """Whether a subclass computes the loss, which may read the logits of a call with labels."""
+    from transformers import Trainer
+
+    return type(trainer).compute_loss is not Trainer.compute_loss

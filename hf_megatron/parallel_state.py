@@ -1,0 +1,155 @@
+"""What hf_megatron knows of one model, kept on it; each parallel axis reads it, and leaves what it made there."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from .axes import Axes
+from .config import MegatronConfig
+from .errors import ConfigError
+from .instance_patches import ModelPatches
+from .loss import TokenLoss
+from .mesh import ParallelMesh
+from .patch_ledger import LEDGER
+from .placement import Claim, Placement
+from .spec import ModelSpec
+
+_STATE = "_hf_megatron"
+
+
+class StageCut(Protocol):
+    """How a model was cut into pipeline stages."""
+
+    @property
+    def tied(self) -> tuple[str, ...]:
+        """Names of weights that the first and the last rank of the pipeline both hold."""
+
+    def owner(self, name: str) -> int:
+        """The pipeline rank that a weight or buffer belongs to; of a tied weight the first stage's."""
+
+    def stages_of(self, name: str) -> str:
+        """The stages that hold a weight, in words."""
+
+    def ends(self, model: nn.Module) -> list[nn.Module]:
+        """The modules with parameters around the layers that run on this rank."""
+
+
+class Pipeline(Protocol):
+    """What runs a model whose layers lie on several ranks.
+
+    Attributes:
+        loss_scale: what is known of the factors that losses receive in backward.
+        recorder (*optional*): measures what this rank does, when set.
+        wants_logits: whether evaluation hands out logits.
+    """
+
+    loss_scale: Any
+    recorder: Any
+    wants_logits: bool
+
+    def reading(self, read: Callable[[Any, slice], tuple[Tensor, ...]]) -> AbstractContextManager:
+        """Inside, calls of the model return on every rank what `read` makes of the last stage's outputs."""
+
+    def describe(self) -> dict[str, Any]:
+        """The schedule and its sizes."""
+
+
+class DataParallelEngine(Protocol):
+    """What reduces a model's gradients over the ranks that see other data."""
+
+    skipped_steps: int
+    reducer: Any
+
+    def refresh_main_weights(self) -> None:
+        """Takes the parameters' present values over into the optimizers' own copies."""
+
+
+@dataclass
+class ParallelState:
+    """The layout of one model.
+
+    Attributes:
+        axes (`Axes`): who is who; there also where no process group is.
+        spec (`ModelSpec`): of the model's type.
+        claims: of every parameter of the whole model, those of other pipeline stages included.
+        placed: what each parallel axis remembers between `place` and `install`, by its name.
+        cut, pipeline (*optional*): how the layers were cut into stages, and what runs them.
+        leaving (`Callable`, *optional*): applied to hidden states where a pipeline stage ends.
+        names: in the whole model's state dict, in its order; empty where no other stage holds any.
+        elsewhere: those of them that other stages hold, under the names of files too.
+        patches (`ModelPatches`): what was replaced on the model itself.
+        loss (`TokenLoss`, *optional*): on the model's loss function, where that is one of transformers' token losses.
+    """
+
+    config: MegatronConfig
+    axes: Axes
+    spec: ModelSpec
+    claims: dict[str, Claim]
+    placed: dict[str, Any] = field(default_factory=dict)
+    cut: StageCut | None = None
+    leaving: Callable[[Tensor], Tensor] | None = None
+    names: tuple[str, ...] = ()
+    elsewhere: frozenset[str] = frozenset()
+    loss: TokenLoss | None = None
+    patches: ModelPatches = field(default_factory=ModelPatches)
+    pipeline: Pipeline | None = None
+    data_parallel: DataParallelEngine | None = None
+    _mesh: ParallelMesh | None = None
+
+    @property
+    def mesh(self) -> ParallelMesh:
+        """The axes with their process groups; only a model that was placed has them."""
+        assert self._mesh is not None, "a plan has no process groups"
+        return self._mesh
+
+    def connect(self, mesh: ParallelMesh) -> None:
+        """Gives the layout its process groups."""
+        self._mesh = mesh
+
+    @property
+    def shards_weights(self) -> bool:
+        """Whether the dp ranks split the weights themselves (stage 3)."""
+        return self.config.zero_stage == 3 and self.axes.size("dp") > 1
+
+    @property
+    def in_lockstep(self) -> bool:
+        """Whether ranks that see other data hold parts of one weight, and so wait for each other in every forward."""
+        axes = {split.axis for claim in self.claims.values() for split in claim.placement.splits}
+        return self.shards_weights or any(self.axes[axis].common(self.axes["dp"]).size > 1 for axis in axes)
+
+    def placement(self, name: str) -> Placement:
+        """Where a tensor lies; buffers are not claimed, every rank has them whole."""
+        return self.claims[name].placement if name in self.claims else Placement()
+
+    def is_tied(self, name: str) -> bool:
+        """Whether the first and the last rank of the pipeline both hold this parameter."""
+        return self.cut is not None and name in self.cut.tied
+
+    def __deepcopy__(self, memo: dict) -> "ParallelState":
+        return self
+
+
+def attach_state(model: nn.Module, state: ParallelState) -> None:
+    """Makes a model one of ours."""
+    setattr(model, _STATE, state)
+    LEDGER.add_model(model)
+    model.register_forward_pre_hook(_require_enabled)
+
+
+def _require_enabled(model: nn.Module, args: tuple) -> None:
+    if not LEDGER.enabled:
+        raise ConfigError(
+            f"This {type(model).__name__} is laid out over ranks, and hf_megatron.disable() put the stock functions "
+            "back: call hf_megatron.enable() first, or load the model without megatron_config."
+        )
+
+
+def parallel_state(model: Any) -> ParallelState | None:
+    """The parallel state of a model, or `None` for a model this library did not lay out."""
+    return vars(model).get(_STATE)
+
+
+__all__ = ["ParallelState", "attach_state", "parallel_state"]

@@ -1,0 +1,76 @@
+"""Around a whole model's forward: claims checked, one random stream for all ranks, outputs no rank has in full."""
+
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ..communication.random_streams import ReplicatedState
+from ..errors import PlanError, UnsupportedError
+from ..mesh import ParallelMesh
+
+
+class ClaimCheck:
+    """Every parameter is claimed and filled: after loading, and again before the first optimizer step can happen."""
+
+    def __init__(self, claimed: frozenset[str]):
+        self.claimed = claimed
+        self.done = False
+
+    def install(self, model: nn.Module) -> None:
+        model.register_forward_pre_hook(self._enter)
+
+    def _enter(self, model: nn.Module, args: tuple) -> None:
+        if model.training and not self.done:
+            self.check(model)
+            self.done = True
+
+    def check(self, model: nn.Module) -> None:
+        """Raises `PlanError` for a parameter without a claim, or one that was not loaded as planned."""
+        for name, parameter in model.named_parameters():
+            if name not in self.claimed:
+                raise PlanError(
+                    f"{name} appeared after the plan was made; nobody claims it. Add modules before loading."
+                )
+            if not isinstance(parameter, DTensor) or parameter.device.type == "meta":
+                raise PlanError(f"{name} is not laid out as planned: {type(parameter).__name__} on {parameter.device}.")
+
+
+class SynchronisedDropout:
+    """Starts every training forward from the same random stream on all ranks, whatever seeds the user set."""
+
+    def __init__(self, state: ReplicatedState, mesh: ParallelMesh):
+        self.state = state
+        self.mesh = mesh
+
+    def __deepcopy__(self, memo: dict) -> "SynchronisedDropout":
+        return self
+
+    def install(self, model: nn.Module) -> None:
+        model.register_forward_pre_hook(self._enter)
+
+    def _enter(self, model: nn.Module, args: tuple) -> None:
+        if model.training:
+            self.state.synchronise(self.mesh.tp_group)
+
+
+class RefusedOutputs:
+    """Refuses outputs that would be one rank's part: attention maps, and hidden states of a split sequence."""
+
+    def __init__(self, sequence_parallel: bool):
+        self.reasons = {
+            "output_attentions": "each rank has the maps of its own heads only; load without megatron_config."
+        }
+        if sequence_parallel:
+            self.reasons["output_hidden_states"] = (
+                "between layers each rank has its part of the sequence only; set sequence_parallel=False."
+            )
+
+    def install(self, model: nn.Module) -> None:
+        model.register_forward_pre_hook(self._enter, with_kwargs=True)
+
+    def _enter(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        for name, reason in self.reasons.items():
+            wanted = kwargs.get(name)
+            if wanted or (wanted is None and getattr(model.config, name, False)):
+                raise UnsupportedError(f"{type(model).__name__}(..., {name}=True): {reason}")

@@ -1,0 +1,254 @@
+"""What losses outside a model need of its logits, per token, over a vocabulary that may be split over the ranks.
+
+Logits exist for one chunk of tokens at a time, in forward and again in backward: a loss may weigh each token as it
+likes, so gradients cannot be made on the way as for the model's own loss.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..communication.collectives import copy_to_ranks, gather_from_ranks
+from ..errors import ConfigError, UnsupportedError
+from ..loss import IGNORE_INDEX
+from .local_parameters import local_view
+from .logits import ShardedLogits, VocabParallelHead
+
+LOG_PROBS = "log_probs"
+FIELDS = (LOG_PROBS, "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+_DIFFERENTIABLE = FIELDS[:2]
+_TOKENS_PER_CHUNK = 1024
+
+
+@dataclass(frozen=True)
+class ScoreOptions:
+    """What the kernel needs beside tensors.
+
+    Args:
+        wanted: fields of `FIELDS`; the log-probabilities are always computed.
+        vocabulary (`int`): rows on all ranks together.
+        dtype (`torch.dtype`): of the matmuls.
+        transform (`Callable`): elementwise function of the logits.
+        group (`ProcessGroup`, *optional*): the ranks that split the vocabulary.
+        first_row (`int`): the global id of this rank's first vocabulary row.
+        chunk_size (`int`): tokens per chunk.
+    """
+
+    wanted: frozenset[str]
+    vocabulary: int
+    dtype: torch.dtype
+    transform: Callable[[Tensor], Tensor] = lambda logits: logits
+    group: dist.ProcessGroup | None = None
+    first_row: int = 0
+    chunk_size: int = _TOKENS_PER_CHUNK
+
+
+class DeferredLogits(ShardedLogits):
+    """Logits of any linear head that were not computed yet, split over ranks or not.
+
+    Attributes:
+        compute_dtype (`torch.dtype`): what the head would have computed them in.
+    """
+
+    def __init__(
+        self, hidden: Tensor, head: Any, dtype: torch.dtype, functions: tuple[Callable[[Tensor], Tensor], ...] = ()
+    ):
+        super().__init__(hidden, head, functions)
+        self.compute_dtype = dtype
+
+    def _like(self, hidden: Tensor, functions: tuple[Callable[[Tensor], Tensor], ...]) -> "DeferredLogits":
+        return DeferredLogits(hidden, self.head, self.compute_dtype, functions)
+
+    def gather(self, *, warn: bool = True) -> Tensor:
+        if isinstance(self.head, VocabParallelHead):
+            local = self.transform(self.head.local_logits(self.hidden))
+            return gather_from_ranks(local, -1, self.head.out_features, self.head.group)
+        return self.transform(F.linear(self.hidden, self.head.weight, self.head.bias))
+
+
+@contextmanager
+def deferring(model: Any) -> Iterator[None]:
+    """Inside, the model's head returns `DeferredLogits`, if it is a linear."""
+    head = model.get_output_embeddings()
+    if not isinstance(head, nn.Linear):
+        yield
+        return
+    before = vars(head).get("forward")
+    vars(head)["forward"] = lambda x: DeferredLogits(x, head, _matmul_dtype(x))
+    try:
+        yield
+    finally:
+        del vars(head)["forward"]
+        if before is not None:
+            vars(head)["forward"] = before
+
+
+def _matmul_dtype(x: Tensor) -> torch.dtype:
+    device_type = x.device.type
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else x.dtype
+
+
+def token_scores(logits: Tensor | DeferredLogits, targets: Tensor, wanted: Sequence[str]) -> tuple[Tensor, ...]:
+    """Fields of `FIELDS` `[batch, sequence]` in fp32, 0 where the target is `IGNORE_INDEX`.
+
+    Args:
+        logits: `[batch, sequence, vocab]`, as a model returns them.
+        targets (`Tensor`): `[batch, sequence]`, the token that each position predicts.
+        wanted: of these, log-probabilities and entropy are differentiable.
+    """
+    if targets.shape != logits.shape[:-1]:
+        raise ConfigError(
+            f"labels of shape {tuple(targets.shape)}, logits for {tuple(logits.shape[:-1])}: they must match."
+        )
+    mask = targets.to(logits.device) != IGNORE_INDEX
+    kept = frozenset(wanted) | {LOG_PROBS}
+    weight, bias = None, None
+    if isinstance(logits, DeferredLogits):
+        head, hidden = logits.head, logits.hidden[mask]
+        weight, bias = local_view(head.weight), local_view(head.bias)
+        options = ScoreOptions(kept, head.out_features, logits.compute_dtype, transform=logits.transform)
+        if isinstance(head, VocabParallelHead):
+            size = head.loss_chunk_size or _TOKENS_PER_CHUNK
+            options = replace(options, group=head.group, first_row=head.first_row, chunk_size=size)
+            hidden = copy_to_ranks(hidden, head.group)
+    elif isinstance(logits, Tensor):
+        hidden = logits[mask]
+        options = ScoreOptions(kept, logits.shape[-1], hidden.dtype)
+    else:
+        raise UnsupportedError(f"{type(logits).__name__} in place of logits: no log-probabilities can be read of it.")
+    found = _TokenScores.apply(hidden, weight, bias, targets.to(logits.device)[mask], options)
+    values = dict(zip(FIELDS, found, strict=True))
+    return tuple(values[name].new_zeros(mask.shape).masked_scatter(mask, values[name]) for name in wanted)
+
+
+def _logits(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    return x if weight is None else F.linear(x, weight, bias)
+
+
+def _fields(logits: Tensor, columns: Tensor, options: ScoreOptions) -> tuple[Tensor, dict[str, Tensor]]:
+    """The log of the sum of exponentials of fp32 `logits` `[tokens, rows]`, and what is wanted of them."""
+    rows = logits.shape[1]
+    maximum = logits.max(-1).values if rows else logits.new_full(columns.shape, -torch.inf)
+    _reduce(maximum, options, dist.ReduceOp.MAX)
+    shifted = logits - maximum.unsqueeze(-1)
+    exponentials = shifted.exp()
+    owned, place = _owned(columns, rows)
+    sums = {
+        "all": exponentials.sum(-1),
+        "target": shifted.gather(1, place).squeeze(1).masked_fill(~owned, 0) if rows else torch.zeros_like(maximum),
+    }
+    if "entropy" in options.wanted:
+        # A token that cannot be has the probability 0, and adds nothing.
+        sums["entropy"] = torch.where(exponentials > 0, exponentials * shifted, 0).sum(-1)
+    if "log_sum_sq_probs" in options.wanted:
+        sums["squares"] = exponentials.square().sum(-1)
+    if "mean_logits" in options.wanted:
+        sums["logits"] = logits.sum(-1)
+    stacked = torch.stack(list(sums.values()))
+    _reduce(stacked, options)
+    total = dict(zip(sums, stacked, strict=True))
+    log_sum = total["all"].log()
+    fields = {LOG_PROBS: total["target"] - log_sum}
+    if "entropy" in total:
+        fields["entropy"] = log_sum - total["entropy"] / total["all"]
+    if "squares" in total:
+        fields["log_sum_sq_probs"] = total["squares"].log() - 2 * log_sum
+    if "logits" in total:
+        fields["mean_logits"] = total["logits"] / options.vocabulary
+    if "is_top1" in options.wanted:
+        # Of several tokens that are the most likely, the first one counts.
+        first = columns.new_full(columns.shape, options.vocabulary)
+        if rows:
+            best = shifted.max(-1)
+            first = torch.where(best.values == 0, best.indices + options.first_row, first)
+        _reduce(first, options, dist.ReduceOp.MIN)
+        fields["is_top1"] = first == columns + options.first_row
+    return maximum + log_sum, fields
+
+
+def _reduce(tensor: Tensor, options: ScoreOptions, operation: Any = dist.ReduceOp.SUM) -> None:
+    if options.group is not None:
+        dist.all_reduce(tensor, op=operation, group=options.group)
+
+
+def _owned(columns: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """Whether this rank has a target's row, and where, `[tokens, 1]`."""
+    return (columns >= 0) & (columns < rows), columns.clamp(0, max(rows - 1, 0)).unsqueeze(1)
+
+
+class _TokenScores(torch.autograd.Function):
+    """`hidden` `[tokens, hidden]` and this rank's rows of the head -> `FIELDS`, those not wanted empty.
+
+    Without a weight `hidden` are the logits.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor | None, bias: Tensor | None, targets: Tensor, options: ScoreOptions
+    ) -> Any:
+        columns = targets - options.first_row
+        parts = [hidden.new_empty(0, dtype=torch.float32)]
+        fields: dict[str, list[Tensor]] = {name: [parts[0]] for name in FIELDS[:-1]} | {FIELDS[-1]: [parts[0].bool()]}
+        with torch.autocast(hidden.device.type, enabled=False):
+            w, b = (None if p is None else p.to(options.dtype) for p in (weight, bias))
+            for start in range(0, len(hidden), options.chunk_size):
+                chunk = slice(start, start + options.chunk_size)
+                logits = options.transform(_logits(hidden[chunk].to(options.dtype), w, b)).float()
+                log_sum, found = _fields(logits, columns[chunk], options)
+                parts.append(log_sum)
+                for name, value in found.items():
+                    fields[name].append(value)
+        log_sums = torch.cat(parts)
+        found_fields = tuple(torch.cat(values) for values in fields.values())
+        entropy = found_fields[1] if "entropy" in options.wanted else None
+        ctx.save_for_backward(hidden, weight, bias, columns, log_sums, entropy)
+        ctx.options = options
+        ctx.mark_non_differentiable(*found_fields[len(_DIFFERENTIABLE) :])
+        # A field nobody wants has no entry per token.
+        return tuple(value if len(value) == len(hidden) else value.new_zeros(len(hidden)) for value in found_fields)
+
+    @staticmethod
+    def backward(ctx: Any, of_log_probs: Tensor, of_entropy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, columns, log_sums, entropy = ctx.saved_tensors
+        options = ctx.options
+        d_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        d_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        d_bias = torch.zeros_like(bias, dtype=torch.float32) if ctx.needs_input_grad[2] else None
+        with torch.autocast(hidden.device.type, enabled=False):
+            w, b = (None if p is None else p.to(options.dtype) for p in (weight, bias))
+            for start in range(0, len(hidden), options.chunk_size):
+                chunk = slice(start, start + options.chunk_size)
+                x = hidden[chunk].to(options.dtype)
+                logits = _logits(x, w, b).detach().requires_grad_()
+                with torch.enable_grad():
+                    transformed = options.transform(logits)
+                log_probs = transformed.detach().float() - log_sums[chunk].unsqueeze(-1)
+                probabilities = log_probs.exp()
+                upstream = of_log_probs[chunk].unsqueeze(-1)
+                gradient = probabilities * -upstream
+                if entropy is not None:
+                    weighted = torch.where(probabilities > 0, log_probs + entropy[chunk].unsqueeze(-1), 0)
+                    gradient -= of_entropy[chunk].unsqueeze(-1) * probabilities * weighted
+                owned, place = _owned(columns[chunk], gradient.shape[1])
+                if gradient.shape[1]:
+                    gradient.scatter_add_(1, place, upstream * owned.unsqueeze(-1))
+                gradient = gradient.to(transformed.dtype)
+                if transformed is not logits:
+                    (gradient,) = torch.autograd.grad(transformed, logits, gradient)
+                if d_hidden is not None:
+                    d_hidden[chunk] = gradient if w is None else gradient @ w
+                if d_weight is not None:
+                    d_weight += gradient.t() @ x
+                if d_bias is not None:
+                    d_bias += gradient.sum(0)
+        gradients = [
+            None if gradient is None else gradient.to(of.dtype)
+            for gradient, of in ((d_hidden, hidden), (d_weight, weight), (d_bias, bias))
+        ]
+        return (*gradients, None, None)
