@@ -13,7 +13,7 @@ def readme_command(name: str) -> str:
     match = re.search(rf"<!-- command: {name} -->\n```bash\n(.*?)```", text, re.DOTALL)
     if match is None:
         raise SystemExit(f"README.md has no command {name!r}")
-    return match[1].strip()
+    return re.sub(r"\\\n\s*", "", match[1]).strip()
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ _GENERATION = "transformers.generation.utils:GenerationMixin"
 _TRAINER = "transformers.trainer:Trainer"
 _ACCELERATOR = "accelerate.accelerator:Accelerator"
 
-_LAYOUTS = "transformers lays models out by plans of others"
+_LAYOUTS = "transformers takes layouts of other libraries"
 _CHECKPOINTS = "Trainer asks the model how it is saved"
 _RANKS_PER_BATCH = "Trainer asks a model which ranks share a batch"
 _ACCELERATE = "Accelerate has plugins for engines of others"
@@ -58,14 +58,14 @@ _ROWS: tuple[tuple[str, str, str, str], ...] = (
     ("transformers.generation.continuous_batching.continuous_api:ContinuousMixin.init_continuous_batching",
      "generation:init_continuous_batching", "schedules requests on each rank alone", "ranks share one scheduler"),
     ("transformers.training_args:TrainingArguments.__post_init__", "training_arguments:post_init",
-     "takes CPU ranks for a job without use_cpu", "TrainingArguments reads ACCELERATE_USE_CPU"),
+     "reports one process on every rank of a CPU job", "TrainingArguments joins the job's ranks on CPUs"),
     (f"{_TRAINER}.__init__", "trainer:init", "accepts what would train wrong on a split model", _ALWAYS),
-    (f"{_TRAINER}._build_accelerator_args", "trainer:build_accelerator_args", "asks for plugins of others",
+    (f"{_TRAINER}._build_accelerator_args", "trainer:build_accelerator_args", "knows ranks of its own plans only",
      _RANKS_PER_BATCH),
-    (f"{_TRAINER}._has_mixed_mesh_grads", "trainer:has_mixed_mesh_grads", "takes our DTensors for its own",
+    (f"{_TRAINER}._has_mixed_mesh_grads", "trainer:has_mixed_mesh_grads", "takes a norm that knows no shards of ours",
      _RANKS_PER_BATCH),
     (f"{_TRAINER}._sync_replicated_trainable_parameters", "trainer:sync_replicated_trainable_parameters",
-     "averages what our reduction has summed", _RANKS_PER_BATCH),
+     "averages gradients that our reduction has averaged", _RANKS_PER_BATCH),
     (f"{_TRAINER}._get_num_items_in_batch", "trainer:get_num_items_in_batch",
      "sums tokens over ranks of one batch and divides again", _RANKS_PER_BATCH),
     (f"{_TRAINER}.prediction_step", "trainer_pipeline:prediction_step", "sends logits that nobody reads",

@@ -1,13 +1,15 @@
 """Every Python block of README and docs runs, on two ranks, file by file."""
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
 from hf_megatron.verify.ranks import run_ranks
-from hf_megatron.verify.support_table import support_table
+from hf_megatron.verify.support_table import support_summary, support_table, update
+from tests.generated_docs import LONG_FILES, LONGEST, PARTS, generated, length, library
 
 ROOT = Path(__file__).parents[2]
 FILES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -29,10 +31,21 @@ def test_python_blocks_run(file, stories, tmp_path, monkeypatch):
     run_ranks(execute, 2)
 
 
-def test_support_table_is_generated():
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    begin, end = "<!-- support table -->\n", "<!-- end of support table -->"
-    assert text.split(begin)[1].split(end)[0] == support_table()
+def test_support_table_and_summary_are_generated(tmp_path):
+    for page in (ROOT / "README.md", ROOT / "docs" / "supported_models.md"):
+        copy = Path(shutil.copy(page, tmp_path))
+        update(copy)
+        assert copy.read_text(encoding="utf-8") == page.read_text(encoding="utf-8")
+        assert any(text in copy.read_text("utf-8") for text in (support_table(), support_summary()))
+
+
+@pytest.mark.parametrize("page", PARTS)
+def test_parts_are_generated(page):
+    assert generated(page) == (ROOT / page).read_text(encoding="utf-8"), "run `python -m tests.generated_docs`"
+
+
+def test_long_files_have_a_reason():
+    assert LONG_FILES.keys() == {path for path, text in library() if length(text) > LONGEST}
 
 
 def test_links_resolve():

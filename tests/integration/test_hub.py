@@ -10,15 +10,16 @@ from pathlib import Path
 
 import pytest
 import torch
-import typer
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
-from hf_megatron import cli_hub
 from hf_megatron.checkpoint.boxes import Box
 from hf_megatron.checkpoint.manifest import MANIFEST
 from hf_megatron.checkpoint.reader import PARTIAL, Checkpoint
+from hf_megatron.cli import app
+from hf_megatron.cli import hub as commands
 from hf_megatron.files.digest import hash_tensor
+from tests.documented import documented_commands
 
 from .hub_server import File, HubServer
 
@@ -396,13 +397,8 @@ def test_trainer_refuses_pushes_behind_the_back_of_training(agent, stories, tmp_
 
 
 def test_command_line(hub, environment, sharded, on_hub, tmp_path):
-    script = (
-        "import typer\nfrom hf_megatron import cli_hub\napp = typer.Typer()\n"
-        "app.command()(cli_hub.push)\napp.command()(cli_hub.pull)\napp()\n"
-    )
-
     def run(*arguments):
-        command = [sys.executable, "-c", script, *map(str, arguments)]
+        command = [sys.executable, "-m", "hf_megatron.cli", *map(str, arguments)]
         return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 
     pushed = run("push", sharded[0], "tester/cli", "--private", "--revision", "next")
@@ -414,11 +410,25 @@ def test_command_line(hub, environment, sharded, on_hub, tmp_path):
     assert Checkpoint(tmp_path / "out").absent and " of " in pulled.stdout
 
 
+def test_documented_commands(environment, sharded, on_hub, tmp_path):
+    places = {
+        "outputs/checkpoint-500": sharded[0],
+        "CHECKPOINT": sharded[0],
+        "REPO": "tester/named",
+        "me/run": "tester/run",
+    }
+    found = [command for kind in ("push", "pull") for _, command in documented_commands(f"hf-megatron {kind} ")]
+    assert len(found) == 4
+    for command in found:
+        words = [str(places.get(word, word)) for word in command.split()[1:]]
+        command = [sys.executable, "-m", "hf_megatron.cli", *words]
+        result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        assert result.returncode == 0, result.stderr
+    assert Checkpoint(tmp_path / "DIR").facts == Checkpoint(tmp_path / "checkpoint").facts
+
+
 def test_exit_codes(tmp_path):
     """What is refused before the Hub is asked."""
-    app = typer.Typer()
-    app.command()(cli_hub.push)
-    app.command()(cli_hub.pull)
 
     def run(*arguments):
         result = CliRunner().invoke(app, list(map(str, arguments)))
@@ -431,5 +441,5 @@ def test_exit_codes(tmp_path):
     assert code == 2 and "repo_id = 'a/b/c'" in output
     code, output = run("push", tmp_path, "a/b")
     assert code == 1 and str(tmp_path) in output
-    assert cli_hub.parse_ranks("0-2, 5,1") == [0, 1, 2, 5]
+    assert commands.parse_ranks("0-2, 5,1") == [0, 1, 2, 5]
     assert not (tmp_path / "out").exists()

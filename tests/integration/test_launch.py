@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.documented import documented_commands
+
 ROOT = Path(__file__).parents[2]
 PROBE = """
 import os
@@ -26,18 +28,16 @@ open({output!r} + f"/{{trainer.accelerator.process_index}}.probe", "w").write(re
 """
 
 
-def documented_commands():
-    """(file, command) of each launch in a shell block, once."""
+def launches():
+    """Each documented launch, up to the script, once."""
     seen = {}
-    for file in (ROOT / "README.md", ROOT / "examples" / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
-        for block in re.findall(r"```bash\n(.*?)```", file.read_text(encoding="utf-8"), re.DOTALL):
-            for line in block.replace("\\\n", " ").splitlines():
-                for command in line.split("&&"):
-                    command = command.split("#")[0].strip()
-                    if re.match(r"(accelerate launch|torchrun|python) .*\.py", command) and "train.py" in command:
-                        command = command[: command.index("train.py") + len("train.py")]
-                        seen.setdefault(command, file.name)
-    return [pytest.param(command, id=f"{name}: {command}") for command, name in seen.items()]
+    for start in ("accelerate launch ", "torchrun ", "python "):
+        for page, command in documented_commands(start):
+            # The same launch of another script of that name is the same.
+            launch, _, script = command.partition("train.py")[0].rpartition(" ")
+            if "train.py" in command and f"{launch} examples/train.py" not in seen:
+                seen[f"{launch} {script}train.py"] = page
+    return [pytest.param(command, id=f"{page}: {command}") for command, page in seen.items()]
 
 
 def run(words, tmp_path):
@@ -56,7 +56,7 @@ def probes(folder):
     return [ast.literal_eval(text) for text in texts]
 
 
-@pytest.mark.parametrize("command", documented_commands())
+@pytest.mark.parametrize("command", launches())
 def test_documented_launch_starts_what_it_says(command, stories, tmp_path):
     if "gpu.yaml" in command:
         # The GPU file differs in precision only; on this machine it starts CPU ranks.

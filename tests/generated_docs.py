@@ -1,0 +1,100 @@
+"""What documents say of the code, written from the code: `python -m tests.generated_docs`.
+
+docs/design.md    every file's purpose, and why some are longer than others
+docs/patches.md   every replaced function and attribute
+"""
+
+import ast
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from hf_megatron.instance_patches import INSTANCE_PATCHES
+from hf_megatron.integrations.patches import PATCHES
+from tests.structure import ROOT, files
+
+LONGEST = 300
+# Why a file is longer than most.
+LONG_FILES = {
+    "hf_megatron/upstream.py": "all private and versioned symbols that are called lie in one file, in sections",
+    "hf_megatron/verify/twin.py": "one table of numeric features and how a config switches each on",
+    "hf_megatron/communication/watch.py": "one protocol: what a rank tells the others when it fails or goes silent",
+    "hf_megatron/profile/timeline.py": "one measurement drawn as PNG, HTML and trace",
+    "hf_megatron/pipeline_parallel/engine.py": "the two ways of a pipelined call share their preparation",
+    "hf_megatron/pipeline_parallel/schedules.py": "every schedule as data, beside the rules they are checked by",
+    "hf_megatron/integrations/accelerate.py": "the only file that reads the environment, and Accelerator's setup",
+    "hf_megatron/checkpoint/training_state.py": "writing and reading of weights and optimizers mirror each other",
+    "hf_megatron/data_parallel/optimizer.py": "one optimizer's life between two steps",
+    "hf_megatron/data_parallel/reduction.py": "one bucket's life between two steps",
+    "hf_megatron/checkpoint/transaction.py": "one save from the first byte to the pointer",
+    "hf_megatron/integrations/trainer_checkpoints.py": "Trainer's seven functions around one folder",
+}
+
+
+def library() -> Iterator[tuple[str, str]]:
+    """(path, text) of every file of the library."""
+    for path in sorted(files().values(), key=lambda path: (path.parent, path.name)):
+        yield path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")
+
+
+def purpose(text: str) -> str:
+    """The first sentence of a file's docstring."""
+    lines = (ast.get_docstring(ast.parse(text)) or "").split("\n\n")[0].split("\n")
+    return re.split(r"(?<=[.:]) (?=[A-Z])", " ".join(line.strip() for line in lines))[0].rstrip(":.") + "."
+
+
+def length(text: str) -> int:
+    return len(text.splitlines())
+
+
+def long_files() -> str:
+    texts = dict(library())
+    long = {path: length(text) for path, text in texts.items() if length(text) > LONGEST}
+    rows = [f"| `{path}` | {lines} | {LONG_FILES[path]} |" for path, lines in long.items()]
+    head = f"{sum(map(length, texts.values())):,} lines in {len(texts)} files. Those of more than {LONGEST} lines:\n"
+    return "\n".join([head, "| file | lines | why |", "|---|---|---|", *rows]) + "\n"
+
+
+def purposes() -> str:
+    parts, folder = [], None
+    for path, text in library():
+        if str(Path(path).parent) != folder:
+            folder = str(Path(path).parent)
+            parts += ["", f"**`{folder}/`**", "", "| file | purpose |", "|---|---|"]
+        parts.append(f"| `{Path(path).name}` | {purpose(text)} |")
+    return "\n".join(parts[1:]) + "\n"
+
+
+def patches() -> str:
+    rows = [
+        f"| `{patch.target}` | {'private' if patch.is_private else 'public'} | {patch.stock} | {patch.until} |"
+        for patch in PATCHES
+    ]
+    return "\n".join(["| replaced | upstream calls it | stock | needed until |", "|---|---|---|---|", *rows]) + "\n"
+
+
+def instance_patches() -> str:
+    rows = [f"| `{name}` | {patch.stock} | {patch.until} |" for name, patch in INSTANCE_PATCHES.items()]
+    return "\n".join(["| attribute | stock | needed until |", "|---|---|---|", *rows]) + "\n"
+
+
+PARTS: dict[str, dict[str, Callable[[], str]]] = {
+    "docs/design.md": {"long files": long_files, "purposes": purposes},
+    "docs/patches.md": {"patches": patches, "instance patches": instance_patches},
+}
+
+
+def generated(page: str) -> str:
+    """A page with its generated parts as they should be."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for name, part in PARTS[page].items():
+        before, begin, rest = text.partition(f"<!-- {name} -->\n")
+        _, end, after = rest.partition(f"<!-- end of {name} -->")
+        assert begin and end, f"{page} has no place for {name}"
+        text = before + begin + part() + end + after
+    return text
+
+
+if __name__ == "__main__":
+    for page in PARTS:
+        (ROOT / page).write_text(generated(page), encoding="utf-8")

@@ -1,0 +1,111 @@
+"""Every command that README and docs show is run by a test: those of `hf-megatron` here, the others where it says."""
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from hf_megatron.cli import app
+from hf_megatron.conversion import convert
+from tests.documented import ROOT, documented_commands, other_commands
+from tests.readme_command import readme_command
+
+# What stands in the documents -> what it is here.
+HERE = {
+    "meta-llama/Llama-3.1-8B": "{model}",
+    "/runs/megatron-lm/checkpoints": "{megatron}",
+    "outputs/megatron-llama/checkpoint-100": "{checkpoint}",
+    "hf_megatron/verified.json": "verified.json",
+    "CHECKPOINT": "{checkpoint}",
+    "MODEL": "{model}",
+    "SRC": "{model}",
+    "TYPE": "llama",
+    "DST": "converted",
+    "OUT": "merged",
+    "DIR": "timeline",
+    # Every type there is takes a quarter of an hour.
+    "all": "gpt2",
+}
+ELSEWHERE = {
+    r"(accelerate launch|torchrun|python) .*train\.py.*": "tests/integration/test_launch.py",
+    r"accelerate launch( --cpu --num_processes 2)?": "tests/integration/test_launch.py",
+    r"hf-megatron (push|pull) .*": "tests/integration/test_hub.py",
+    r"python -m pytest .*|ruff check \.": ".ci/run",
+    r"python benchmarks/.*": "tests/integration/test_benchmarks.py",
+    r"python tests/matrix\.py": "tests/matrix.json",
+    r"pip install .*(hf_megatron\[plots\]|megatron-core).*": "tests/integration/test_packaging.py",
+}
+
+
+@pytest.fixture(scope="module")
+def places(stories, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("documented")
+    convert(stories, folder / "checkpoint", "sharded")
+    convert(stories, folder / "megatron", "megatron_legacy")
+    (folder / "megatron" / "config.json").unlink()
+    return {"model": str(stories), "checkpoint": str(folder / "checkpoint"), "megatron": str(folder / "megatron")}
+
+
+def is_elsewhere(command):
+    return next((place for pattern, place in ELSEWHERE.items() if re.fullmatch(pattern, command)), None)
+
+
+def sequences():
+    """The commands of each page, which follow one another."""
+    pages = {}
+    for page, command in documented_commands("hf-megatron "):
+        if not is_elsewhere(command):
+            pages.setdefault(page, []).append(command)
+    return [pytest.param(commands, id=page) for page, commands in pages.items()]
+
+
+@pytest.mark.parametrize("commands", sequences())
+def test_commands_of_a_page_run(commands, places, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for command in commands:
+        words = [HERE.get(word, word).format(**places) for word in shlex.split(command)[1:]]
+        # A mention without arguments.
+        words += ["--help"] * (len(words) == 1 or words[1:2] == ["--to"])
+        result = CliRunner().invoke(app, words)
+        assert result.exit_code == 0, (command, result.output, result.exception)
+
+
+def test_the_others_run_elsewhere():
+    for place in ELSEWHERE.values():
+        assert (ROOT / place).exists()
+    install = [part for name in ("run", "test", "test everything") for part in readme_command(name).split(" && ")]
+    here = [command for _, command in documented_commands("hf-megatron ")]
+    all_of_them = [
+        command
+        for start in ("accelerate ", "torchrun ", "python", "pip ", "ruff ")
+        for _, command in documented_commands(start)
+    ] + other_commands()
+    run_below = {" ".join(command.split()[:3]) for command in HELPERS}
+    unknown = [
+        command
+        for command in all_of_them
+        if command not in install and not is_elsewhere(command) and " ".join(command.split()[:3]) not in run_below
+    ]
+    assert here and unknown == []
+
+
+HELPERS = (
+    "python -m tests.structure",
+    "python -m tests.costs costs.json",
+    "python -m hf_megatron.verify.support_table docs.md",
+)
+
+
+@pytest.mark.parametrize("command", HELPERS)
+def test_helpers_of_the_documents_run(command, tmp_path):
+    (tmp_path / "costs.json").write_text(json.dumps({"test.py::test": {"call": [1.0, 1.0, 0.0]}}))
+    shutil.copy(ROOT / "docs" / "supported_models.md", tmp_path / "docs.md")
+    words = [sys.executable, *command.split()[1:]]
+    words = [str(tmp_path / word) if (tmp_path / word).exists() else word for word in words]
+    result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
