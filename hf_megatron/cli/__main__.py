@@ -1,4 +1,4 @@
-"""`python -m hf_megatron.cli`."""
+"""Runs the command line as a module."""
 
 from . import main
 

@@ -1,0 +1,96 @@
+"""The one writer of safetensors files, read back by the safetensors package, and what it refuses."""
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from hf_megatron import CheckpointError
+from hf_megatron.files.digest import FileDigest, NewFile, hash_file
+from hf_megatron.files.safetensors import (
+    DTYPES,
+    MappedSafetensors,
+    SafetensorsFile,
+    SafetensorsWriter,
+    TensorMeta,
+    read_header,
+    widest_first,
+)
+
+
+def tensors():
+    generator = torch.Generator().manual_seed(0)
+    found = {str(dtype): torch.randint(0, 2, (3, 5), generator=generator).to(dtype) for dtype in DTYPES}
+    return {
+        **found,
+        "empty": torch.empty(0, 4),
+        "scalar": torch.tensor(2.5),
+        "columns": torch.arange(12.0).view(3, 4).T,
+    }
+
+
+def write(path, content, names, hashed=True):
+    file = NewFile(path, hashed)
+    writer = SafetensorsWriter(file, widest_first({name: TensorMeta.of(tensor) for name, tensor in content.items()}))
+    for name in names:
+        writer.write(name, content[name])
+    writer.finish()
+    file.close()
+    return file
+
+
+@pytest.mark.parametrize("hashed", [True, False])
+def test_what_is_written_is_read_by_the_package_and_by_us(hashed, tmp_path):
+    content = tensors()
+    ordered = list(widest_first({name: TensorMeta.of(tensor) for name, tensor in content.items()}))
+    file = write(tmp_path / "a.safetensors", content, ordered if hashed else reversed(ordered), hashed)
+    found = load_file(tmp_path / "a.safetensors")
+    ours, mapped = SafetensorsFile(tmp_path / "a.safetensors"), MappedSafetensors(tmp_path / "a.safetensors")
+    assert found.keys() == content.keys() == ours.locations.keys()
+    for name, tensor in content.items():
+        for other in (found[name], ours.read(name), mapped.tensor(name).view(tensor.shape)):
+            assert other.dtype == tensor.dtype and torch.equal(other.float(), tensor.float())
+    with safe_open(tmp_path / "a.safetensors", "pt") as opened:
+        assert opened.metadata() == {"format": "pt"}
+    if hashed:
+        assert file.digest == hash_file(tmp_path / "a.safetensors")
+    for name, location in read_header(tmp_path / "a.safetensors").items():
+        assert location.start % content[name].element_size() == 0, name
+
+
+def test_bytes_do_not_depend_on_the_order_they_come_in(tmp_path):
+    content = tensors()
+    ordered = list(widest_first({name: TensorMeta.of(tensor) for name, tensor in content.items()}))
+    write(tmp_path / "a", content, ordered)
+    write(tmp_path / "b", content, sorted(ordered), hashed=False)
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+def test_what_was_not_planned_is_refused(tmp_path):
+    content = {"a": torch.ones(2), "b": torch.ones(3), "c": torch.ones(1)}
+    meta = {name: TensorMeta.of(tensor) for name, tensor in content.items()}
+    writer = SafetensorsWriter(NewFile(tmp_path / "x"), meta)
+    writer.write("a", content["a"])
+    for name, tensor, said in (
+        ("a", content["a"], "planned is None"),
+        ("z", content["a"], "planned is None"),
+        ("b", torch.ones(2), "b (2,)"),
+        ("c", content["c"], "came when"),
+    ):
+        with pytest.raises(CheckpointError) as caught:
+            writer.write(name, tensor)
+        assert said in str(caught.value)
+    with pytest.raises(CheckpointError, match="never came"):
+        SafetensorsWriter(NewFile(tmp_path / "y"), meta).finish()
+    with pytest.raises(CheckpointError, match="complex64 cannot be stored"):
+        SafetensorsWriter(NewFile(tmp_path / "z"), {"a": TensorMeta((1,), torch.complex64)})
+
+
+def test_the_digest_is_of_what_was_handed_in(tmp_path):
+    file = NewFile(tmp_path / "x")
+    file.write(b"abc")
+    file.write_tensor(torch.arange(100_000))
+    file.close()
+    assert file.digest == hash_file(tmp_path / "x") and isinstance(file.digest, FileDigest)
+    (tmp_path / "x").write_bytes((tmp_path / "x").read_bytes()[:-1] + b"!")
+    assert file.digest != hash_file(tmp_path / "x")
