@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..errors import CheckpointError, ConfigError
 from ..files.buffers import FRESH, Memory
+from ..files.safetensors import TensorMeta
 
 WEIGHT = "weight"
 # fp32 copies of weights, and Adam's moments: they have the shape of the weight and are converted as it is.
@@ -34,31 +35,12 @@ class Key(NamedTuple):
         return self.name if self.kind == WEIGHT else f"{self.kind} of {self.name}"
 
 
-@dataclass(frozen=True)
-class Entry:
-    """The global shape and the dtype of a tensor."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
-
-    def meta(self) -> Tensor:
-        return torch.empty(self.shape, dtype=self.dtype, device="meta")
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> "Entry":
-        return cls(tuple(tensor.shape), tensor.dtype)
-
-
 def same_bytes(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors of one shape and dtype hold the same bytes; what is not a number equals itself."""
     return torch.equal(*(tensor.contiguous().view(-1).view(torch.uint8) for tensor in (one, other)))
 
 
-def largest(entries: Mapping[Key, Entry]) -> int:
+def largest(entries: Mapping[Key, TensorMeta]) -> int:
     """Bytes of the largest of some tensors."""
     return max((entry.nbytes for entry in entries.values()), default=0)
 
@@ -87,7 +69,7 @@ class Reader(ABC):
         iteration: optimizer steps of the run that wrote it, `None` where it is not known.
     """
 
-    entries: Mapping[Key, Entry]
+    entries: Mapping[Key, TensorMeta]
     optimizer: OptimizerState | None = None
     optimizer_refusal: str | None = None
     iteration: int | None = None
@@ -121,11 +103,11 @@ class Writer(ABC):
 
     """
 
-    plan: Mapping[Key, Entry]
+    plan: Mapping[Key, TensorMeta]
 
     def check(self, key: Key, tensor: Tensor) -> None:
         """A tensor that arrives is the one that was planned."""
-        if self.plan.get(key) != Entry.of(tensor):
+        if self.plan.get(key) != TensorMeta.of(tensor):
             raise CheckpointError(f"{key}: planned {self.plan.get(key)}, got {tuple(tensor.shape)} {tensor.dtype}.")
 
     def arrange(self, key: Key, tensor: Tensor) -> Iterable[tuple[Key, Tensor]]:
