@@ -1,16 +1,18 @@
-"""A training step of two installed versions of this library, one after the other in turns.
+"""A training step, a save, a load and conversions of two installed versions of this library, in turns.
 
     python benchmarks/versions.py --before OLD/.venv/bin/python --after NEW/.venv/bin/python \
         --out benchmarks/results/versions_cpu.json
 
-Each scenario runs on two ranks of one thread for both versions, kept alive side by side; a turn is a few steps of one
-of them while the other waits. What is reported is the median over rounds of after / before.
+Each scenario runs on two ranks of one thread (conversions on one) for both versions, kept alive side by side; a turn is
+a few steps of one of them while the other waits. What is reported is the median over rounds of after / before. Files lie
+in the temporary folder (`TMPDIR`), and what is written is deleted within the turn.
 """
 
 import argparse
 import importlib.metadata
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -33,6 +35,17 @@ SCENARIOS = {
     "data_parallel 61M zero2": ("61M", {"dp_size": 2, "zero_stage": 2}, (2, 256), 1),
     "pipeline tiny 1f1b": ("tiny", {"pp_size": 2, "num_microbatches": 4}, (8, 32), 10),
     "pipeline 61M 1f1b": ("61M", {"pp_size": 2, "num_microbatches": 4}, (4, 128), 1),
+    "checkpoint 61M save": ("61M", {"tp_size": 2}, (2, 32), 1),
+    "checkpoint 61M load": ("61M", {"tp_size": 2}, (2, 32), 1),
+    "checkpoint 61M merged": ("61M", {"tp_size": 2}, (2, 32), 1),
+    "conversion 61M hf sharded": ("61M", {}, (), 1),
+    "conversion 61M sharded hf": ("61M", {}, (), 1),
+    "conversion 61M hf megatron_core": ("61M", {}, (), 1),
+    "conversion 61M megatron_core hf": ("61M", {}, (), 1),
+    "conversion 61M hf megatron_legacy": ("61M", {}, (), 1),
+    "conversion 61M megatron_legacy hf": ("61M", {}, (), 1),
+    "conversion 61M hf dcp": ("61M", {}, (), 1),
+    "conversion 61M dcp hf": ("61M", {}, (), 1),
 }
 SMALLEST_SHARE = 0.92  # of the machine's busy time that has to be ours for a round to count
 
@@ -44,7 +57,7 @@ def serve(scenario):
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.utils import logging
 
-    from hf_megatron import MegatronConfig, prepare_optimizer
+    import hf_megatron  # noqa: F401 - before the ranks are forked
     from hf_megatron.verify.ranks import run_ranks
 
     logging.disable_progress_bar()
@@ -62,25 +75,96 @@ def serve(scenario):
     torch.manual_seed(0)
     LlamaForCausalLM(config).save_pretrained(folder)
 
+    kind = scenario.split()[0]
+    make = {"checkpoint": _saving, "conversion": _converting}.get(kind, _training)
+
     def on_rank():
-        model = LlamaForCausalLM.from_pretrained(folder, megatron_config=MegatronConfig(**layout)).train()
-        optimizer = prepare_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-4))
-        ids = torch.randint(config.vocab_size, shape, generator=torch.Generator().manual_seed(1))
-        rows = ids.tensor_split(2)[dist.get_rank()] if "dp_size" in layout else ids
+        step = make(scenario, folder, layout, shape)
         wanted = [1]
         while wanted[0]:
             began = time.perf_counter()
             for _ in range(wanted[0]):
-                optimizer.zero_grad()
-                model(input_ids=rows, labels=rows).loss.backward()
-                optimizer.step()
+                step()
             dist.barrier()
             if dist.get_rank() == 0:
                 print(time.perf_counter() - began, flush=True)
                 wanted = [int(sys.stdin.readline() or 0)]
             dist.broadcast_object_list(wanted, src=0)
 
-    run_ranks(on_rank, 2, timeout=3600)
+    run_ranks(on_rank, 1 if kind == "conversion" else 2, timeout=3600)
+
+
+def _training(scenario, folder, layout, shape):
+    """A training step of a plain loop."""
+    import torch
+    import torch.distributed as dist
+    from transformers import LlamaForCausalLM
+
+    from hf_megatron import MegatronConfig, prepare_optimizer
+
+    model = LlamaForCausalLM.from_pretrained(folder, megatron_config=MegatronConfig(**layout)).train()
+    optimizer = prepare_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-4))
+    ids = torch.randint(model.config.vocab_size, shape, generator=torch.Generator().manual_seed(1))
+    rows = ids.tensor_split(2)[dist.get_rank()] if "dp_size" in layout else ids
+
+    def step():
+        optimizer.zero_grad()
+        model(input_ids=rows, labels=rows).loss.backward()
+        optimizer.step()
+
+    return step
+
+
+def _saving(scenario, folder, layout, shape):
+    """Accelerate's save_state or load_state with AdamW's moments, or a merged save_pretrained."""
+    import torch
+    import torch.distributed as dist
+    from accelerate import Accelerator
+    from transformers import LlamaForCausalLM
+
+    from hf_megatron import MegatronConfig
+
+    model = LlamaForCausalLM.from_pretrained(folder, megatron_config=MegatronConfig(**layout)).train()
+    accelerator = Accelerator(cpu=True)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-4))
+    ids = torch.randint(model.config.vocab_size, shape, generator=torch.Generator().manual_seed(1))
+    accelerator.backward(model(input_ids=ids, labels=ids).loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    saved = os.path.join(folder, "saved")
+    accelerator.save_state(saved)
+
+    def remove(made):
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(made)
+
+    def save():
+        accelerator.save_state(os.path.join(folder, "again"))
+        remove(os.path.join(folder, "again"))
+
+    def save_merged():
+        model.save_pretrained(os.path.join(folder, "merged"))
+        remove(os.path.join(folder, "merged"))
+
+    return {"save": save, "merged": save_merged, "load": lambda: accelerator.load_state(saved)}[scenario.split()[2]]
+
+
+def _converting(scenario, folder, layout, shape):
+    """A conversion with its checksums, as the command line does it."""
+    from hf_megatron.conversion import convert
+
+    _, _, source, to = scenario.split()
+    first = folder
+    if source != "hf":
+        first = os.path.join(folder, "first")
+        convert(folder, first, source)
+
+    def step():
+        convert(first, os.path.join(folder, "made"), to)
+        shutil.rmtree(os.path.join(folder, "made"))
+
+    return step
 
 
 class Side:
