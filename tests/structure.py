@@ -67,6 +67,16 @@ def room(module: str) -> str:
     return parts[1] if len(parts) > 1 else "__init__"
 
 
+def public_names() -> dict[str, list[str]]:
+    """Public classes and functions of modules -> where they are defined."""
+    found: dict[str, list[str]] = {}
+    for module, path in files().items():
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and not node.name.startswith("_"):
+                found.setdefault(node.name, []).append(module)
+    return found
+
+
 def imports(module: str, path: Path, known: set[str]) -> Iterator[str]:
     """The library's modules that a file imports, anywhere in it."""
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]

@@ -1,6 +1,6 @@
-"""The layering of the library: imports point downwards, and no files import each other."""
+"""The layering of the library: imports point downwards, no files import each other, a name has one meaning."""
 
-from tests.structure import ORDER, circles, files, room, upward_arrows
+from tests.structure import ORDER, circles, files, public_names, room, upward_arrows
 
 
 def test_every_room_has_its_floor():
@@ -15,3 +15,27 @@ def test_imports_point_downwards():
 
 def test_no_files_import_each_other():
     assert circles() == []
+
+
+# Names that stand in several files because they mean the same there.
+FACES = {
+    "place": "the face of an axis",
+    "install": "the face of an axis",
+    "init": "replaces an `__init__`",
+    "clip_grad_norm_": "replaces the function of that name",
+    "gather": "over ranks",
+    "reduce": "over ranks",
+    "save": "replaces the function of that name",
+    "prepare_optimizer": "Accelerate's calls ours",
+    "Pipeline": "the protocol and what has it",
+    "convert": "the command calls the function",
+    "plan": "the command prints the function's",
+    "pull": "the command calls the function",
+    "push": "the command calls the function",
+    "verify": "the command",
+}
+
+
+def test_a_public_name_has_one_meaning():
+    shared = {name: places for name, places in public_names().items() if len(places) > 1}
+    assert shared.keys() <= FACES.keys(), {name: shared[name] for name in shared.keys() - FACES.keys()}
