@@ -14,6 +14,7 @@ that axes are cut, joined and taken out of each other by arithmetic on strides: 
 """
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -51,13 +52,10 @@ class Axis:
     @property
     def size(self) -> int:
         """Ranks on the axis."""
-        product = 1
-        for _, size in self.digits:
-            product *= size
-        return product
+        return math.prod(size for _, size in self.digits)
 
     def rank(self, world_rank: int) -> int:
-        """Where a rank of the world sits on the axis."""
+        """Returns where a rank of the world sits on the axis."""
         place, weight = 0, 1
         for stride, size in self.digits:
             place += world_rank // stride % size * weight
@@ -65,21 +63,17 @@ class Axis:
         return place
 
     def ranks(self, world_rank: int) -> tuple[int, ...]:
-        """The ranks of the world on the axis through a rank, in the axis's order."""
+        """Returns the ranks of the world on the axis through a rank, in the axis's order."""
         origin = world_rank - sum(world_rank // stride % size * stride for stride, size in self.digits)
         steps = [[stride * index for index in range(size)] for stride, size in reversed(self.digits)]
         return tuple(origin + sum(offsets) for offsets in itertools.product(*steps))
 
     def joined(self, *others: "Axis") -> "Axis":
-        """This axis and others that have no rank in common with it, as one."""
+        """Joins this axis and others that have no rank in common with it."""
         return Axis(tuple(digit for axis in (self, *others) for digit in axis.digits))
 
     def inner(self, size: int) -> "Axis":
-        """The innermost `size` ranks of the axis.
-
-        Raises:
-            ConfigError: `size` does not divide the axis.
-        """
+        """Cuts out the innermost `size` ranks; raises `ConfigError` where `size` does not divide the axis."""
         digits, left = [], size
         for stride, whole in self.digits:
             taken = min(whole, left)
@@ -92,19 +86,19 @@ class Axis:
         return Axis(tuple(digits))
 
     def without(self, *others: "Axis") -> "Axis":
-        """What is left of the axis when others, each a part of it, are taken out."""
+        """Takes others, each a part of the axis, out of it."""
         digits = list(self.digits)
         for stride, size in (digit for axis in others for digit in axis.digits):
             digits = [part for digit in digits for part in _difference(digit, (stride, size))]
         return Axis(tuple(digits))
 
     def common(self, other: "Axis") -> "Axis":
-        """The part of the axis that is a part of the other one too."""
+        """Returns the part of the axis that is a part of the other one too."""
         return self.without(self.without(other))
 
 
 def _difference(digit: Digit, other: Digit) -> Iterator[Digit]:
-    """The parts of a digit below and above another one."""
+    """Yields the parts of a digit below and above another one."""
     (start, size), (first, count) = digit, other
     end, last = start * size, first * count
     low, high = max(start, first), min(end, last)
@@ -118,7 +112,7 @@ def _difference(digit: Digit, other: Digit) -> Iterator[Digit]:
 
 
 def _filled(size: int, *axes: Axis) -> Axis:
-    """An axis of `size` ranks out of others, of which each is used up before the next is begun."""
+    """Fills an axis of `size` ranks from others, using each up before the next is begun."""
     parts, left = [], size
     for axis in axes:
         taken = min(left, axis.size)
@@ -148,11 +142,7 @@ class Axes:
 
     @classmethod
     def of(cls, config: MegatronConfig, world_rank: int) -> "Axes":
-        """The axes of a layout; a `dp_size` that is not stated is 1.
-
-        Raises:
-            ConfigError: the layout has no such rank, or its sizes do not divide each other.
-        """
+        """Makes the axes of a layout, `dp_size` 1 unless stated; raises `ConfigError` for what does not fit."""
         dp_size = config.dp_size or 1
         # Stage 0 shares nothing: every dp rank repeats the others.
         replicas = dp_size if config.zero_stage == 0 else config.dp_replicate_size
@@ -177,15 +167,12 @@ class Axes:
         ep: int = 1,
         dp_replicate: int = 1,
     ) -> "Axes":
-        """The axes of a layout of these sizes.
+        """Makes the axes of a layout of these sizes; raises `ConfigError` where they do not divide each other.
 
         Args:
             etp, ep (`int`, defaults to 1): of tp x cp x dp; experts split over etp x ep ranks are repeated on edp.
                 ep fills what etp leaves of tp first, then cp, then dp.
             dp_replicate (`int`, defaults to 1): repetitions of what the other dp ranks share.
-
-        Raises:
-            ConfigError: sizes that do not divide each other.
         """
         axes: dict[str, Axis] = {}
         stride = 1
@@ -209,11 +196,11 @@ class Axes:
         return cls(world_rank, tuple(axes.items()))
 
     def with_axis(self, name: str, axis: Axis) -> "Axes":
-        """These axes and another one."""
+        """Returns these axes and another one."""
         return Axes(self.world_rank, (*self.named, (name, axis)))
 
     def of_rank(self, world_rank: int) -> "Axes":
-        """The same axes as another rank sees them."""
+        """Returns the same axes as another rank sees them."""
         return Axes(world_rank, self.named)
 
     @cached_property
@@ -226,23 +213,23 @@ class Axes:
         return self._by_name[name]
 
     def size(self, name: str) -> int:
-        """Ranks on an axis."""
+        """Counts the ranks on an axis."""
         return self[name].size
 
     def rank(self, name: str) -> int:
-        """This rank's place on an axis."""
+        """Returns this rank's place on an axis."""
         return self[name].rank(self.world_rank)
 
     def ranks(self, name: str) -> tuple[int, ...]:
-        """The ranks of the world on an axis through this rank, in the axis's order."""
+        """Returns the ranks of the world on an axis through this rank, in the axis's order."""
         return self[name].ranks(self.world_rank)
 
     def neighbour(self, name: str, step: int = 1) -> int:
-        """The rank of the world some steps along an axis, which is a ring."""
+        """Returns the rank of the world some steps along an axis, which is a ring."""
         ranks = self.ranks(name)
         return ranks[(self.rank(name) + step) % len(ranks)]
 
     def groups(self, name: str) -> list[tuple[int, ...]]:
-        """Every group of ranks along an axis, in the order of their first ranks."""
+        """Lists every group of ranks along an axis, in the order of their first ranks."""
         axis = self[name]
         return list(dict.fromkeys(axis.ranks(rank) for rank in range(self.size("world"))))

@@ -232,7 +232,7 @@ class MegatronConfig:
         return self.tp_size * self.cp_size * self.pp_size
 
     def layout(self) -> str:
-        """The short name of the layout, for example `tp2+sp+pp2+dp2+zero1`."""
+        """Returns the short name of the layout, for example `tp2+sp+pp2+dp2+zero1`."""
         name = f"tp{self.tp_size}" + ("+sp" if self.sequence_parallel else "")
         name += f"+pp{self.pp_size}" if self.pp_size > 1 else ""
         return name + (f"+dp{self.dp_size}+zero{self.zero_stage}" if (self.dp_size or 1) > 1 else "")
@@ -245,11 +245,7 @@ class MegatronConfig:
 
 
 def validate_world_size(config: MegatronConfig, world_size: int) -> int:
-    """Returns the data parallel size of the job, or raises before anything is loaded.
-
-    Raises:
-        ConfigError: the sizes need more ranks than the job has, or do not divide the world; prints the launch command.
-    """
+    """Returns the job's data parallel size, or raises `ConfigError` with the launch command or valid sizes."""
     replica = config.ranks_per_replica
     sizes = f"tp_size={config.tp_size} x cp_size={config.cp_size} x pp_size={config.pp_size} = {replica} ranks"
     if replica > world_size:

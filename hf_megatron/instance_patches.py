@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .patch_ledger import LEDGER
+from .patch_ledger import LEDGER, Shared
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ INSTANCE_PATCHES: Mapping[str, InstancePatch] = {
 _ABSENT = object()
 
 
-class ModelPatches:
+class ModelPatches(Shared):
     """The replaced attributes of one model, its config included."""
 
     def __init__(self) -> None:
@@ -87,6 +87,3 @@ class ModelPatches:
                 elif owner is not None:
                     setattr(owner, attribute, before)
         self._applied = False
-
-    def __deepcopy__(self, memo: dict) -> "ModelPatches":
-        return self

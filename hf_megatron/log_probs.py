@@ -14,7 +14,7 @@ from .tensor_parallel.vocab_log_probs import LOG_PROBS, deferring, token_scores
 def scores_of_call(
     model: Any, call: Callable[[Callable[[Any], tuple[Tensor, ...]]], Any], targets: Tensor, wanted: Sequence[str]
 ) -> tuple[tuple[Tensor, ...], Tensor | None]:
-    """What is wanted of the logits of one call of a model, and its router loss if it returns one.
+    """Returns what is wanted of the logits of one call, `[batch, sequence]` each, and its router loss if any.
 
     Args:
         call (`Callable`): calls the model without labels and applies its argument to what the model returns; a model
@@ -47,21 +47,19 @@ def scores_of_call(
 
 
 def token_log_probs(model: Any, labels: Tensor, **batch: Any) -> Tensor:
-    """The log-probability of every label, for losses that are computed outside the model.
+    """Computes the log-probability of every label, for losses that are computed outside the model.
 
     The same on every rank that shares the batch, and differentiable. No rank ever has the logits of more than a chunk
     of tokens, and between the stages of a pipeline only these numbers travel.
 
     Args:
         model (`PreTrainedModel`): a causal language model, laid out by hf_megatron or not.
-        labels (`Tensor`): `[batch, sequence]`, as a model takes them; -100 for tokens that do not count.
+        labels (`Tensor`): `[batch, sequence]`, as a model takes them; -100 for tokens that do not count. Labels that do
+            not fit the logits, as with `logits_to_keep`, raise `ConfigError`.
         batch: what the model is called with, labels aside.
 
     Returns:
         `Tensor`: `[batch, sequence - 1]` in fp32; entry `i` belongs to label `i + 1` and is 0 where that is -100.
-
-    Raises:
-        ConfigError: the labels do not fit the logits, as with `logits_to_keep`.
     """
 
     def call(read: Callable[[Any], tuple[Tensor, ...]]) -> Any:

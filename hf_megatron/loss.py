@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .mesh import ParallelMesh
+from .patch_ledger import Shared
 from .upstream import loss_functions
 
 IGNORE_INDEX = -100
@@ -38,16 +39,16 @@ class PendingLogits(Protocol):
     def cross_entropy(
         self, targets: Tensor, *, num_items_in_batch: Tensor | int | None, ignore_index: int, label_smoothing: float
     ) -> Tensor:
-        """The sum of the tokens' losses over `num_items_in_batch`, by default over the targets that count."""
+        """Sums the losses of targets `[batch, sequence]` over `num_items_in_batch`, by default those that count."""
 
 
 def next_tokens(labels: Tensor, ignore_index: int = IGNORE_INDEX) -> Tensor:
-    """`[batch, sequence]`: the label that each position predicts; the last one predicts nothing."""
+    """Shifts labels `[batch, sequence]` to what each position predicts; the last one predicts nothing."""
     return F.pad(labels, (0, 1), value=ignore_index)[..., 1:].contiguous()
 
 
 def targets_of(labels: Tensor | None, shift_labels: Tensor | None, *, shifts: bool, ignore_index: int) -> Tensor:
-    """What the positions of a batch predict: labels shifted by the caller, by us, or not at all."""
+    """Returns what positions `[batch, sequence]` predict: labels shifted by the caller, by us, or not at all."""
     if shift_labels is not None:
         return shift_labels
     assert labels is not None
@@ -55,22 +56,20 @@ def targets_of(labels: Tensor | None, shift_labels: Tensor | None, *, shifts: bo
 
 
 def has_labels(arguments: Mapping[str, Any]) -> bool:
-    """Whether a call of a model takes its loss."""
+    """Tells whether a call of a model takes its loss."""
     return any(arguments.get(name) is not None for name in LABELS)
 
 
 def without_targets(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """A batch that counts for nothing."""
+    """Makes a batch count for nothing."""
     ignored = {name: torch.full_like(arguments[name], IGNORE_INDEX) for name in LABELS if name in arguments}
     return dict(arguments) | ignored
 
 
 def token_mean(losses: Tensor, counts: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:
-    """The mean of losses per token over those that count; each of the others is 0.
+    """Averages losses `[batch, sequence]` over the tokens that `counts`, of the same shape, has as 1.
 
-    Args:
-        losses, counts (`Tensor`): `[batch, sequence]`.
-        num_items_in_batch (*optional*): the denominator, where the caller has counted.
+    The losses of other tokens are 0; `num_items_in_batch` is the denominator where the caller has counted.
     """
     return losses.sum() / (counts.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch)
 
@@ -92,7 +91,7 @@ class _MeanOverRanks(torch.autograd.Function):
         return gradient * ctx.factor, None, None, None
 
 
-class TokenLoss:
+class TokenLoss(Shared):
     """Stands in the place of `model.loss_function`, where that is one of transformers' token losses.
 
     Args:
@@ -106,9 +105,6 @@ class TokenLoss:
         self.original, self.shifts, self.mesh = original, shifts, mesh
         self.was_used = False
         self._denominator: Tensor | float | None = None
-
-    def __deepcopy__(self, memo: dict) -> "TokenLoss":
-        return self
 
     def __call__(
         self,
@@ -143,7 +139,7 @@ class TokenLoss:
 
     @contextmanager
     def over(self, denominator: Tensor | float | None) -> Iterator[None]:
-        """Inside, the loss is divided by this, whatever the model calls it with; `was_used` says whether it did."""
+        """Has the loss inside divided by this scalar, whatever the model calls it with; sets `was_used` if it is."""
         self.was_used, self._denominator = False, denominator
         try:
             yield
@@ -151,11 +147,9 @@ class TokenLoss:
             self._denominator = None
 
     def denominator(self, arguments: Mapping[str, Any], *, over_ranks: bool) -> Tensor:
-        """What the sum of a batch's losses is divided by: its targets.
+        """Returns what the sum of a batch's losses is divided by, a scalar: its targets.
 
-        Args:
-            arguments: of the model's call.
-            over_ranks (`bool`): those of all ranks that see parts of one batch, over the number of dp ranks.
+        `over_ranks` counts those of all ranks that see parts of one batch, over the number of dp ranks.
         """
         ignore_index = arguments.get("ignore_index", IGNORE_INDEX)
         targets = targets_of(
@@ -169,13 +163,13 @@ class TokenLoss:
         return counted if counted > 0 else torch.ones_like(counted)
 
     def mean_over_ranks(self, loss: Tensor) -> None:
-        """Puts the mean of a batch's loss over all ranks that see parts of it in its place."""
+        """Replaces a batch's loss, a scalar, by the mean over all ranks that see parts of it."""
         if self.mesh.axes.size("dp_cp") > 1:
             dist.all_reduce(loss, group=self.mesh.group("dp_cp"))
             loss /= self.mesh.dp_size
 
 
 def token_loss_of(model: Any, mesh: ParallelMesh) -> TokenLoss | None:
-    """A `TokenLoss` around a model's loss function; `None` where that is no token loss of transformers."""
+    """Wraps a model's loss function, or returns `None` where that is no token loss of transformers."""
     shifts = loss_functions().get(model.loss_function)
     return None if shifts is None else TokenLoss(model.loss_function, shifts, mesh)

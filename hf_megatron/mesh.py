@@ -5,7 +5,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .axes import Axes, Axis
-from .patch_ledger import LEDGER
+from .patch_ledger import LEDGER, Shared
 from .placement import Placement
 from .upstream import split_mesh_axis
 
@@ -13,7 +13,7 @@ from .upstream import split_mesh_axis
 WORLD_AXES = ("dp", "pp", "cp", "tp")
 
 
-class ParallelMesh:
+class ParallelMesh(Shared):
     """The device mesh of a job and the groups cut from it.
 
     Args:
@@ -25,7 +25,7 @@ class ParallelMesh:
 
     @classmethod
     def of_job(cls, axes: Axes, device_type: str) -> "ParallelMesh":
-        """The mesh of a layout in this job; models of one layout share it, one after another too.
+        """Returns the mesh of a layout in this job; models of one layout share it, one after another too.
 
         A mesh costs descriptors and threads, and cannot end with its model: torch takes meshes of equal ranks and names
         for the same (`DeviceMesh.__eq__`) and keeps the first of them in DTensor's caches, so that operations on a
@@ -58,9 +58,6 @@ class ParallelMesh:
         self._with_copies: dict[int, DeviceMesh] = {}
         self._meshes: dict[tuple[Axis, ...], DeviceMesh] = {}
 
-    def __deepcopy__(self, memo: dict) -> "ParallelMesh":
-        return self
-
     @property
     def device(self) -> torch.device:
         if self.device_type == "cuda":
@@ -68,14 +65,14 @@ class ParallelMesh:
         return torch.device(self.device_type)
 
     def group(self, name: str) -> dist.ProcessGroup:
-        """The ranks along an axis; the first call for one that is not of the world makes groups, on every rank."""
+        """Returns the ranks along an axis; the first call for one not of the world makes groups, on every rank."""
         if name in ("dp_shard", "dp_replicate"):
             return self.dp.get_group(name)
         same = next((other for other in WORLD_AXES if self.axes[other] == self.axes[name]), None)
         return self._mesh_of(name).get_group() if same is None else self.root.get_group(same)
 
     def of(self, placement: Placement) -> DeviceMesh:
-        """The mesh of a DTensor that is placed so; like `group`, every rank calls it for the same placements."""
+        """Returns the mesh of a DTensor that is placed so; every rank calls it for the same placements."""
         if not placement.is_split:
             return self.tp
         if len(placement.splits) == 1 and placement.splits[0].axis == "tp":
@@ -83,7 +80,7 @@ class ParallelMesh:
         return self._mesh_of(*(split.axis for split in placement.splits))
 
     def tp_with_copies(self, copies: int) -> DeviceMesh:
-        """The tp axis as two: `tp_shard` x `tp_copy`, where `copies` neighbouring ranks hold the same shard."""
+        """Cuts tp in two: `tp_shard` x `tp_copy`, where `copies` neighbouring ranks hold the same shard."""
         if copies == 1:
             return self.tp
         if copies not in self._with_copies:
@@ -92,11 +89,11 @@ class ParallelMesh:
         return self._with_copies[copies]
 
     def copies_group(self, copies: int) -> dist.ProcessGroup:
-        """The ranks that hold the same shard as this one."""
+        """Returns the ranks that hold the same shard as this one."""
         return self.tp_with_copies(copies).get_group("tp_copy")
 
     def _mesh_of(self, *names: str) -> DeviceMesh:
-        """Axes that are none of the world's, as a mesh of their own."""
+        """Makes a mesh of axes that are none of the world's."""
         key = tuple(self.axes[name] for name in names)
         if key not in self._meshes:
             whole = key[0].joined(*key[1:])
@@ -108,7 +105,7 @@ class ParallelMesh:
 
 
 def _grid(axes: tuple[Axis, ...], first: int) -> list:
-    """The ranks of the axes through a rank, nested as a mesh has them."""
+    """Nests the ranks of the axes through a rank as a mesh has them."""
     if not axes:
         return first  # type: ignore[return-value]
     return [_grid(axes[1:], rank) for rank in axes[0].ranks(first)]

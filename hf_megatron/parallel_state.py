@@ -13,7 +13,7 @@ from .errors import ConfigError
 from .instance_patches import ModelPatches
 from .loss import TokenLoss
 from .mesh import ParallelMesh
-from .patch_ledger import LEDGER
+from .patch_ledger import LEDGER, Shared
 from .placement import Claim, Placement
 from .spec import ModelSpec
 
@@ -28,13 +28,13 @@ class StageCut(Protocol):
         """Names of weights that the first and the last rank of the pipeline both hold."""
 
     def owner(self, name: str) -> int:
-        """The pipeline rank that a weight or buffer belongs to; of a tied weight the first stage's."""
+        """Returns the pipeline rank that a weight or buffer belongs to; of a tied weight the first stage's."""
 
     def stages_of(self, name: str) -> str:
-        """The stages that hold a weight, in words."""
+        """Names the stages that hold a weight."""
 
     def ends(self, model: nn.Module) -> list[nn.Module]:
-        """The modules with parameters around the layers that run on this rank."""
+        """Lists the modules with parameters around the layers that run on this rank."""
 
 
 class Pipeline(Protocol):
@@ -51,10 +51,10 @@ class Pipeline(Protocol):
     wants_logits: bool
 
     def reading(self, read: Callable[[Any, slice], tuple[Tensor, ...]]) -> AbstractContextManager:
-        """Inside, calls of the model return on every rank what `read` makes of the last stage's outputs."""
+        """Makes calls inside return on every rank what `read` makes of the last stage's outputs, `[rows, ...]` each."""
 
     def describe(self) -> dict[str, Any]:
-        """The schedule and its sizes."""
+        """Returns the schedule and its sizes."""
 
 
 class DataParallelEngine(Protocol):
@@ -68,7 +68,7 @@ class DataParallelEngine(Protocol):
 
 
 @dataclass
-class ParallelState:
+class ParallelState(Shared):
     """The layout of one model.
 
     Attributes:
@@ -121,15 +121,12 @@ class ParallelState:
         return self.shards_weights or any(self.axes[axis].common(self.axes["dp"]).size > 1 for axis in axes)
 
     def placement(self, name: str) -> Placement:
-        """Where a tensor lies; buffers are not claimed, every rank has them whole."""
+        """Returns where a tensor lies; buffers are not claimed, every rank has them whole."""
         return self.claims[name].placement if name in self.claims else Placement()
 
     def is_tied(self, name: str) -> bool:
-        """Whether the first and the last rank of the pipeline both hold this parameter."""
+        """Tells whether the first and the last rank of the pipeline both hold this parameter."""
         return self.cut is not None and name in self.cut.tied
-
-    def __deepcopy__(self, memo: dict) -> "ParallelState":
-        return self
 
 
 def attach_state(model: nn.Module, state: ParallelState) -> None:
@@ -148,7 +145,7 @@ def _require_enabled(model: nn.Module, args: tuple) -> None:
 
 
 def parallel_state(model: Any) -> ParallelState | None:
-    """The parallel state of a model, or `None` for a model this library did not lay out."""
+    """Returns the parallel state of a model, or `None` for a model this library did not lay out."""
     return vars(model).get(_STATE)
 
 

@@ -67,11 +67,7 @@ class ParallelPlan(list[Claim]):
 
 
 def plan(model: Any, config: MegatronConfig, axes: Axes) -> ParallelState:
-    """Claims every parameter of a meta model and leaves of it what a rank holds, without a process group.
-
-    Raises:
-        MegatronError: the model cannot be laid out so; see the axes' `place`.
-    """
+    """Claims a meta model's parameters and leaves what a rank holds, without process groups; raises as axes do."""
     # Where modules stay whole no plan is asked: any architecture will do.
     spec = spec_for(model) if axes.size("tp") > 1 else own_spec(model) or ModelSpec(model.config.model_type)
     claims = {
@@ -85,11 +81,7 @@ def plan(model: Any, config: MegatronConfig, axes: Axes) -> ParallelState:
 
 
 def place(model: Any, config: MegatronConfig, axes: Axes, device_type: str) -> ParallelState:
-    """Lays a meta model out: every parameter becomes a placeholder of the same name and global shape.
-
-    Raises:
-        MegatronError: as `plan`.
-    """
+    """Lays a meta model out: parameters become placeholders of the same name and global shape; raises as `plan`."""
     state = plan(model, config, axes)
     state.connect(ParallelMesh.of_job(state.axes, device_type))
     _hold_places(model, state)
@@ -109,7 +101,7 @@ def install(model: Any) -> None:
 
 
 def _hold_places(model: nn.Module, state: ParallelState) -> None:
-    """DTensors in the place of parameters; where modules stay whole, of the split ones only."""
+    """Puts DTensors in the place of parameters; where modules stay whole, of the split ones only."""
     # Meshes are made by all ranks together, also for what only other stages hold.
     meshes = {claim.placement: state.mesh.of(claim.placement) for claim in state.claims.values()}
     placeholders: dict[int, nn.Parameter] = {}
@@ -132,7 +124,7 @@ def _hold_places(model: nn.Module, state: ParallelState) -> None:
 
 
 def parallel_plan(model: Any) -> ParallelPlan:
-    """The claims of a model in the order of its parameters; `print` shows them as a table."""
+    """Returns the claims of a model in the order of its parameters; `print` shows them as a table."""
     state = parallel_state(model)
     if state is None:
         raise ConfigError(
@@ -142,7 +134,7 @@ def parallel_plan(model: Any) -> ParallelPlan:
 
 
 def local_numel(model: nn.Module) -> int:
-    """Parameter entries this rank holds."""
+    """Counts the parameter entries this rank holds."""
     return sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in model.parameters())
 
 

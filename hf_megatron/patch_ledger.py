@@ -25,6 +25,13 @@ from typing import Any, Protocol
 from .errors import MegatronError
 
 
+class Shared:
+    """Base of what a deep copy of a model shares with the original."""
+
+    def __deepcopy__(self, memo: dict) -> Any:
+        return self
+
+
 @dataclass
 class Patch:
     """One replaced function.
@@ -84,7 +91,7 @@ class Patch:
 
 
 def _replaced(original: Any, function: Callable) -> Any:
-    """What stands in the place of a function, static method or class method: the same kind of thing."""
+    """Wraps a function, static method or class method as the same kind of thing."""
     if isinstance(original, (classmethod, staticmethod)):
         return type(original)(_replaced(original.__func__, function))
 
@@ -191,8 +198,7 @@ def _is_initializing(module: ModuleType) -> bool:
 
 class _Loader(importlib.abc.Loader):
     def __init__(self, loader: importlib.abc.Loader, ledger: Ledger):
-        self.loader = loader
-        self.ledger = ledger
+        self.loader, self.ledger = loader, ledger
 
     def create_module(self, spec):
         return self.loader.create_module(spec)
@@ -217,9 +223,9 @@ class _Finder(importlib.abc.MetaPathFinder):
             if isinstance(finder, _Finder):
                 continue
             spec = finder.find_spec(fullname, path, target)
+            if spec is not None and spec.loader is not None:
+                spec.loader = _Loader(spec.loader, self.ledger)  # type: ignore[arg-type]
             if spec is not None:
-                if spec.loader is not None:
-                    spec.loader = _Loader(spec.loader, self.ledger)  # type: ignore[arg-type]
                 return spec
         return None
 

@@ -34,11 +34,11 @@ class Split:
     copies: int = 1
 
     def shards(self, axes: Axes) -> int:
-        """How many different shards there are."""
+        """Counts the different shards."""
         return axes.size(self.axis) // self.copies
 
     def intervals(self, size: int, axes: Axes) -> list[tuple[int, int]]:
-        """The `[start, stop)` ranges that this rank holds of a dim of `size` entries, one for each block.
+        """Returns the `[start, stop)` ranges that this rank holds of a dim of `size` entries, one for each block.
 
         Uneven sizes follow `torch.chunk`: the first ranks take `ceil(size / shards)`, the last may be empty.
         """
@@ -69,7 +69,7 @@ class Placement:
 
     @classmethod
     def split(cls, axis: str, dim: int, *, groups: int = 1, copies: int = 1) -> "Placement":
-        """A tensor that is split along one dim."""
+        """Places a tensor that is split along one dim."""
         return cls((Split(axis, dim, groups, copies),))
 
     @property
@@ -77,35 +77,35 @@ class Placement:
         return bool(self.splits)
 
     def on(self, axes: Axes) -> "Placement":
-        """The placement without the axes that have one rank."""
+        """Returns the placement without the axes that have one rank."""
         return Placement(tuple(split for split in self.splits if axes.size(split.axis) > 1))
 
     def intervals(self, shape: Sequence[int], axes: Axes) -> list[list[tuple[int, int]]]:
-        """For each dim the `[start, stop)` ranges that this rank holds of a tensor of this shape."""
+        """Returns for each dim the `[start, stop)` ranges that this rank holds of a tensor of this shape."""
         held = [[(0, size)] for size in shape]
         for split in self.splits:
             held[split.dim] = split.intervals(shape[split.dim], axes)
         return held
 
     def local_shape(self, shape: Sequence[int], axes: Axes) -> tuple[int, ...]:
-        """The shape of this rank's part of a tensor of this shape."""
+        """Returns the shape of this rank's part of a tensor of this shape."""
         return tuple(sum(stop - start for start, stop in ranges) for ranges in self.intervals(shape, axes))
 
     def shards(self, axes: Axes) -> int:
-        """How many different parts there are."""
+        """Counts the different parts."""
         return math.prod(split.shards(axes) for split in self.splits)
 
     def split_over(self, axes: Axes) -> Axis:
-        """The ranks that hold a whole tensor together, those with copies of a part among them."""
+        """Returns the ranks that hold a whole tensor together, those with copies of a part among them."""
         return Axis().joined(*(axes[split.axis] for split in self.splits))
 
     def repeated_on(self, axes: Axes) -> Axis:
-        """The ranks of a pipeline stage that hold the same entries."""
+        """Returns the ranks of a pipeline stage that hold the same entries."""
         splitting = [axes[split.axis].without(axes[split.axis].inner(split.copies)) for split in self.splits]
         return axes["stage"].without(*splitting)
 
     def dtensor_placements(self) -> list[Any]:
-        """In DTensor's terms, on the mesh that `ParallelMesh.of` gives."""
+        """Returns it in DTensor's terms, on the mesh that `ParallelMesh.of` gives."""
         placements: list[Any] = []
         for split in self.splits:
             placements.append(Shard(split.dim) if split.groups == 1 else strided_shard(split.dim, split.groups))

@@ -46,7 +46,7 @@ KNOWN_STYLES = frozenset(
 
 
 def split_mesh_axis(mesh: DeviceMesh, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    """Two axes out of one (`DeviceMesh._unflatten`, private in torch 2.11 to 2.13)."""
+    """Makes two axes out of one (`DeviceMesh._unflatten`, private in torch 2.11 to 2.13)."""
     return mesh._unflatten(0, sizes, names)
 
 
@@ -57,7 +57,7 @@ def at_end_of_backward(function: Callable[[], None]) -> None:
 
 @contextmanager
 def finishing_itself(model: Any) -> Iterator[None]:
-    """Inside a backward, has FSDP2 finish each backward that is run in it at that one's end, not at the outer one's.
+    """Has FSDP2 finish each backward that is run inside another at that one's end, not at the outer one's.
 
     FSDP2 notes that it has queued its last work for the backward under way (private in torch 2.11 to 2.13).
     """
@@ -70,12 +70,12 @@ def finishing_itself(model: Any) -> Iterator[None]:
 
 
 def strided_shard(dim: int, groups: int) -> Any:
-    """A dim made of `groups` equal blocks that are split one by one (private in torch 2.11 to 2.13)."""
+    """Splits a dim made of `groups` equal blocks one by one (private in torch 2.11 to 2.13)."""
     return _StridedShard(dim=dim, split_factor=groups)
 
 
 def dtensor_from_local(local: torch.Tensor, like: DTensor) -> DTensor:
-    """A DTensor of the placements, global shape and stride of `like` around a local tensor, without communication."""
+    """Makes a DTensor like another around a local tensor of any shape, without communication."""
     return DTensor.from_local(
         local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
@@ -96,7 +96,7 @@ class _LocalView(torch.autograd.Function):
 
 
 def local_view(parameter: DTensor) -> torch.Tensor:
-    """The differentiable local tensor of a parameter; its gradient arrives as a DTensor of the same placement.
+    """Returns the differentiable local tensor of a parameter of any shape; its gradient arrives as a DTensor.
 
     Uses private fields and the constructor of `DTensor`, the same in torch 2.11 to 2.13; the compiler knows `to_local`.
     """
@@ -104,24 +104,24 @@ def local_view(parameter: DTensor) -> torch.Tensor:
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The storage of a DTensor without an autograd node (`to_local` makes one); a plain tensor is its own."""
+    """Returns a DTensor's storage, of any shape, without the autograd node of `to_local`; a plain tensor is its own."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def merged_tp_plan(model: Any) -> dict[str, str]:
-    """The plan transformers merged from the config, the class and the children of a model (`_tp_plan`)."""
+    """Returns the plan transformers merged from config, class and children of a model (`_tp_plan`)."""
     return dict(model._tp_plan or {})
 
 
 def loss_functions() -> dict[Any, bool]:
-    """transformers' token losses -> whether they shift the labels."""
+    """Maps transformers' token losses to whether they shift the labels."""
     from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 
     return {ForCausalLMLoss: True, ForMaskedLMLoss: False}
 
 
 def untied_state_dict(model: Any) -> dict[str, torch.Tensor]:
-    """A model's state dict as stock `save_pretrained` would write it: ignored keys dropped, tied weights once."""
+    """Returns a state dict, tensors of any shape, as stock `save_pretrained` writes it: tied weights once."""
     from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
     state_dict = model.state_dict()
@@ -142,7 +142,7 @@ def untied_state_dict(model: Any) -> dict[str, torch.Tensor]:
 
 
 def revert_conversion(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """In-memory names and shapes -> those of the checkpoint format (`revert_weight_conversion`)."""
+    """Turns in-memory names and tensors of any shape into the checkpoint's (`revert_weight_conversion`)."""
     from transformers.core_model_loading import revert_weight_conversion
 
     return revert_weight_conversion(model, tensors)
@@ -154,7 +154,7 @@ def forget_conversions(model: Any) -> None:
 
 
 def conversion_groups(model: Any, names: list[str]) -> list[list[str]]:
-    """Names that one reverse conversion combines, together; all others alone."""
+    """Groups names that one reverse conversion combines; all others are alone."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange, WeightConverter, apply_converters
 
@@ -172,7 +172,7 @@ def conversion_groups(model: Any, names: list[str]) -> list[list[str]]:
 
 
 def rearranging_conversions(model: Any) -> list[tuple[tuple[str, ...], str]]:
-    """(target patterns, operations) of the weight conversions that do not commute with slicing their target.
+    """Lists (target patterns, operations) of weight conversions that do not commute with slicing their target.
 
     The loader slices the source by the target's placement: right when whole tensors are joined, wrong when one is
     taken apart (`Chunk`) or its rows are reordered (`Interleave`).
@@ -191,7 +191,7 @@ def rearranging_conversions(model: Any) -> list[tuple[tuple[str, ...], str]]:
 
 
 def all_reduce_(tensor: torch.Tensor, group: Any) -> torch.Tensor:
-    """Sums over the group, in place; functionally under the compiler.
+    """Sums a tensor of any shape over the group, in place; functionally under the compiler.
 
     torch 2.11 compiles the in-place call away in the backward of an autograd function.
     """
@@ -202,7 +202,7 @@ def all_reduce_(tensor: torch.Tensor, group: Any) -> torch.Tensor:
 
 
 def all_gather_flat(shard: torch.Tensor, group: Any) -> torch.Tensor:
-    """`[ranks * n, ...]` from `[n, ...]` (`all_gather_into_tensor`, renamed `all_gather_single` in torch 2.13)."""
+    """Gathers `[ranks * n, ...]` from `[n, ...]` (`all_gather_into_tensor`, `all_gather_single` in torch 2.13)."""
     if torch.compiler.is_compiling():
         return functional.wait_tensor(functional.all_gather_tensor(shard, 0, group))
     output = shard.new_empty((dist.get_world_size(group) * shard.shape[0], *shard.shape[1:]))
@@ -212,7 +212,7 @@ def all_gather_flat(shard: torch.Tensor, group: Any) -> torch.Tensor:
 
 
 def reduce_scatter_flat(parts: torch.Tensor, group: Any) -> torch.Tensor:
-    """`[n, ...]` summed from `[ranks * n, ...]` (`reduce_scatter_tensor`, renamed in torch 2.13)."""
+    """Sums `[ranks * n, ...]` into `[n, ...]` (`reduce_scatter_tensor`, renamed in torch 2.13)."""
     if torch.compiler.is_compiling():
         return functional.wait_tensor(functional.reduce_scatter_tensor(parts, "sum", 0, group))
     output = parts.new_empty((parts.shape[0] // dist.get_world_size(group), *parts.shape[1:]))
@@ -222,7 +222,7 @@ def reduce_scatter_flat(parts: torch.Tensor, group: Any) -> torch.Tensor:
 
 
 def all_to_all_flat(parts: torch.Tensor, group: Any) -> torch.Tensor:
-    """Sends the i-th of `ranks` equal parts of dim 0 to rank i and returns what arrived."""
+    """Sends the i-th of `ranks` equal parts of `[ranks * n, ...]` to rank i and returns what arrived."""
     if torch.compiler.is_compiling():
         return functional.wait_tensor(functional.all_to_all_single(parts, None, None, group))
     received = torch.empty_like(parts)
@@ -231,13 +231,13 @@ def all_to_all_flat(parts: torch.Tensor, group: Any) -> torch.Tensor:
 
 
 def reduce_scatter_started(output: torch.Tensor, parts: torch.Tensor, group: Any) -> Any:
-    """The sum `[n]` into `output` from `[ranks * n]`, not waited for: its work."""
+    """Starts the sum `[n]` into `output` from `[ranks * n]`; returns its work."""
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     return scatter(output, parts, group=group, async_op=True)
 
 
 def all_gather_started(output: torch.Tensor, shard: torch.Tensor, group: Any) -> Any:
-    """`[ranks * n]` into `output` from `[n]`, not waited for: its work."""
+    """Starts the gathering of `[ranks * n]` into `output` from `[n]`; returns its work."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return gather(output, shard, group=group, async_op=True)
 
@@ -259,12 +259,12 @@ def quiet_loading() -> Iterator[None]:
 
 
 def fetches_attention_core(cls: type) -> bool:
-    """Whether a module class gets its attention function from transformers' interface, in whatever file it is."""
+    """Tells whether a module class gets its attention function from transformers' interface, in whatever file."""
     return {"ALL_ATTENTION_FUNCTIONS", "get_interface"} <= _names_used(cls)
 
 
 def computes_own_attention(cls: type) -> bool:
-    """Whether an attention class computes the softmax in its own methods; linear attention has none."""
+    """Tells whether an attention class computes the softmax in its own methods; linear attention has none."""
     softmax = {"softmax", "Softmax", "scaled_dot_product_attention", "multi_head_attention_forward"}
     return "attention" in cls.__name__.lower() and not softmax.isdisjoint(_names_used(cls))
 
@@ -284,7 +284,7 @@ def _names_used(cls: type) -> frozenset[str]:
 
 
 def default_store(prefix: str) -> dist.Store:
-    """A client of the job's store with a connection of its own (`_get_default_store`, private in torch 2.11 to 2.13).
+    """Connects to the job's store by a client of its own (`_get_default_store`, private in torch 2.11 to 2.13).
 
     The store's own client is locked while a process group that is being made waits in it.
     """
@@ -295,7 +295,7 @@ def default_store(prefix: str) -> dist.Store:
 
 
 def set_group_timeouts(seconds: float) -> None:
-    """The timeout of every existing process group of this rank (`_set_pg_timeout`, private in torch 2.11 to 2.13)."""
+    """Sets the timeout of this rank's process groups (`_set_pg_timeout`, private in torch 2.11 to 2.13)."""
     from torch.distributed.distributed_c10d import _set_pg_timeout, _world
 
     for group in list(_world.pg_map):
@@ -304,7 +304,7 @@ def set_group_timeouts(seconds: float) -> None:
 
 
 def group_description(group: Any) -> str | None:
-    """How a process group was named when it was made; `None` for anything else."""
+    """Returns how a process group was named when it was made; `None` for anything else."""
     return group.group_desc or group.group_name if isinstance(group, dist.ProcessGroup) else None
 
 
@@ -334,7 +334,7 @@ class _StageNumbers:
 def pipeline_orders(
     schedule_class: str, ranks: int, stages_per_rank: int, microbatches: int
 ) -> tuple[tuple[tuple[str, int, int], ...], ...]:
-    """What each rank computes in a schedule of `torch.distributed.pipelining`: (computation, stage, microbatch).
+    """Lists what each rank computes in a schedule of torch's pipelining: (computation, stage, microbatch).
 
     Computations are torch's letters: F, B, I and W (`pipeline_order` and `_Action`, private in torch 2.11 to 2.13). An
     overlapped forward and backward counts as its parts, one after the other; idle slots are left out.
@@ -361,7 +361,7 @@ def pipeline_orders(
 def add_sends_and_receives(
     orders: tuple[tuple[tuple[str, int, int], ...], ...], rank_of_stage: tuple[int, ...]
 ) -> tuple[tuple[tuple[str, int, int], ...], ...]:
-    """Orders of computations -> the same with SEND_F, RECV_F, SEND_B and RECV_B between stages of different ranks.
+    """Puts SEND_F, RECV_F, SEND_B and RECV_B into orders, between stages of different ranks.
 
     A receive is put into its rank's order at the moment its send is put into the other's, so blocking on either cannot
     deadlock (`_add_send_recv`, private in torch 2.11 to 2.13).
@@ -382,43 +382,43 @@ def add_sends_and_receives(
 
 
 def recorded_outputs() -> dict[str, list[Any]]:
-    """What the forward under way records of its modules, such as router logits (`_active_collector`, private)."""
+    """Returns what the forward under way records, such as router logits (`_active_collector`, private)."""
     from transformers.utils.output_capturing import _active_collector
 
     return _active_collector.get() or {}
 
 
 def splits_python_functions() -> bool:
-    """Whether `backward_weights` can start from a `torch.autograd.Function` (not in torch 2.11; 2.12 was not tried)."""
+    """Tells whether `backward_weights` can start from an autograd `Function` (not in torch 2.11; 2.12 untried)."""
     return torch.__version__ >= "2.13"
 
 
 def without_view(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or a copy of a view: `backward_inputs` cuts the graph off in place, which views do not allow."""
+    """Copies views of any shape: `backward_inputs` cuts the graph off in place, which they do not allow."""
     return tensor.clone() if tensor._is_view() else tensor
 
 
 def backward_inputs(roots: list[Any], seeds: list[Any], inputs: tuple[Any, ...], parameters: list[Any]) -> Any:
-    """Gradients into `inputs[i].grad` alone (torch's `stage_backward_input`); returns what `backward_weights` needs."""
+    """Computes `inputs[i].grad` alone (torch's `stage_backward_input`); returns what `backward_weights` needs."""
     from torch.distributed.pipelining._backward import stage_backward_input
 
     return stage_backward_input(roots, seeds, list(inputs), iter(parameters))[1]
 
 
 def backward_weights(parameters: list[Any], groups: Any) -> None:
-    """The gradients that `backward_inputs` left out, added to `.grad` without running the parameters' hooks."""
+    """Adds the gradients that `backward_inputs` left out to `.grad`, without the parameters' hooks."""
     from torch.distributed.pipelining._backward import stage_backward_weight
 
     stage_backward_weight(iter(parameters), groups)
 
 
 def keeps_graph() -> bool:
-    """Inside a backward: whether the graph is kept for another one (private in torch 2.11 to 2.13)."""
+    """Tells inside a backward whether the graph is kept for another (private in torch 2.11 to 2.13)."""
     return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 def renamed_by_loader(model: Any, names: set[str]) -> set[str]:
-    """What transformers' loader takes weights for that a model has not: its renamings then apply to any name."""
+    """Returns what transformers' loader takes weights for that a model has not, as it renames any name."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming, rename_source_key
 
@@ -434,7 +434,7 @@ def count_tokens_once(trainer: Any) -> None:
 
 
 def trl_output(**fields: Any) -> Any:
-    """What TRL's trainers read of a forward (`FusedCausalLMOutput`, not exported)."""
+    """Makes what TRL's trainers read of a forward (`FusedCausalLMOutput`, not exported)."""
     from trl.trainer.utils import FusedCausalLMOutput
 
     return FusedCausalLMOutput(**fields)
@@ -454,7 +454,7 @@ class LoadingGroup(NamedTuple):
 
 
 def loading_groups(model: Any, names: Iterable[str]) -> tuple[list[LoadingGroup], list[str]]:
-    """How the loader would make a model's weights from a file's tensors, and the names that it would not expect.
+    """Finds how the loader would make a model's weights of a file's tensors, and names it would not expect.
 
     The second list leaves out what the model's class says to ignore.
     """
@@ -484,7 +484,7 @@ def loading_groups(model: Any, names: Iterable[str]) -> tuple[list[LoadingGroup]
 
 
 def convert_loaded(model: Any, group: LoadingGroup, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A file's tensors, by their names in it, as weights of the model; works on meta tensors too."""
+    """Turns a file's tensors of any shape, by name, into weights of the model; works on meta tensors too."""
     transform = copy.deepcopy(group.transform)
     for name, pattern in group.sources:
         transform.add_tensor(group.target, name, pattern, tensors[name])
@@ -493,19 +493,19 @@ def convert_loaded(model: Any, group: LoadingGroup, tensors: Mapping[str, torch.
 
 
 def rebuild_tensor() -> Callable[..., torch.Tensor]:
-    """The function by which the files of `torch.save` make a tensor of its storage (private in torch 2.11 to 2.13)."""
+    """Returns what makes tensors of any shape of storages of `torch.save` (private in torch 2.11 to 2.13)."""
     return torch._utils._rebuild_tensor_v2
 
 
 def storage_info(relative_path: str, offset: int, length: int) -> Any:
-    """Where a blob lies in a distributed checkpoint of torch (`_StorageInfo`, private in torch 2.11 to 2.13)."""
+    """Says where a blob lies in a distributed checkpoint (`_StorageInfo`, private in torch 2.11 to 2.13)."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     return _StorageInfo(relative_path, offset, length)
 
 
 def dcp_version() -> str:
-    """The version that torch's distributed checkpoints note in their metadata (not exported)."""
+    """Returns the version that torch's distributed checkpoints note in their metadata (not exported)."""
     from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 
     return CURRENT_DCP_VERSION

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -11,52 +11,35 @@ from ..errors import CheckpointError
 
 
 def rank_and_size(group: ProcessGroup | None) -> tuple[int, int]:
-    """This rank and the number of ranks; `(0, 1)` without a process group."""
+    """Returns this rank and the number of ranks; `(0, 1)` without a process group."""
     if not dist.is_initialized():
         return 0, 1
     return dist.get_rank(group), dist.get_world_size(group)
 
 
-def gather(value: Any, group: ProcessGroup | None, doing: str) -> list[Any]:
-    """Every rank's value, on every rank.
-
-    Raises:
-        CheckpointError: when another rank is gone.
-    """
+def gather(value: Any, group: ProcessGroup | None, doing: str, *, on_first: bool = False) -> list[Any]:
+    """Returns every rank's value on every rank; raises `CheckpointError` when another rank is gone."""
     rank, size = rank_and_size(group)
     if size == 1:
         return [value]
-    values: list[Any] = [None] * size
+    values: list[Any] = [None] * size if rank == 0 or not on_first else []
     try:
-        dist.all_gather_object(values, value, group=group)
+        if on_first:
+            dist.gather_object(value, values or None, group=group, group_dst=0)
+        else:
+            dist.all_gather_object(values, value, group=group)
     except RuntimeError as error:
-        _lost(rank, doing, error)
+        raise CheckpointError(f"{doing}: rank {rank} lost contact with the other ranks: {error}") from error
     return values
 
 
 def gather_on_first(value: Any, group: ProcessGroup | None, doing: str) -> list[Any]:
-    """Every rank's value on rank 0, an empty list elsewhere.
-
-    Raises:
-        CheckpointError: when another rank is gone.
-    """
-    rank, size = rank_and_size(group)
-    if size == 1:
-        return [value]
-    values: list[Any] | None = [None] * size if rank == 0 else None
-    try:
-        dist.gather_object(value, values, group=group, group_dst=0)
-    except RuntimeError as error:
-        _lost(rank, doing, error)
-    return values or []
+    """Returns every rank's value on rank 0, an empty list elsewhere; raises as `gather`."""
+    return gather(value, group, doing, on_first=True)
 
 
 def raise_together(error: BaseException | None, group: ProcessGroup | None, doing: str) -> None:
-    """Every rank reports its error or `None`; one error is raised on all ranks.
-
-    Raises:
-        CheckpointError: naming the first rank that failed, what it said, and the other ranks that failed.
-    """
+    """Raises one `CheckpointError` on all ranks where some report an error instead of `None`."""
     text = None
     if error is not None:
         text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
@@ -70,18 +53,10 @@ def raise_together(error: BaseException | None, group: ProcessGroup | None, doin
 
 @contextmanager
 def agreed(doing: str) -> Iterator[None]:
-    """An error inside, on any rank of the default group, is raised at the end on all of them.
-
-    Raises:
-        CheckpointError: as `raise_together`.
-    """
+    """Raises an error inside, on any rank of the default group, at the end on all of them, as `raise_together`."""
     error: Exception | None = None
     try:
         yield
     except Exception as caught:  # noqa: BLE001 - the other ranks have to hear of it before it is raised
         error = caught
     raise_together(error, None, doing)
-
-
-def _lost(rank: int, doing: str, error: RuntimeError) -> NoReturn:
-    raise CheckpointError(f"{doing}: rank {rank} lost contact with the other ranks: {error}") from error

@@ -25,12 +25,12 @@ from ..upstream import all_gather_flat, all_reduce_, all_to_all_flat, reduce_sca
 
 
 def share(size: int, ranks: int) -> int:
-    """Entries of a dim that the first rank holds."""
+    """Counts the entries of a dim that the first rank holds."""
     return -(-size // ranks)
 
 
 def bounds(size: int, ranks: int, rank: int) -> tuple[int, int]:
-    """`[start, stop)` of the entries of a dim that `rank` holds."""
+    """Returns the `[start, stop)` of a dim's entries that `rank` holds."""
     width = share(size, ranks)
     return min(rank * width, size), min((rank + 1) * width, size)
 
@@ -43,7 +43,7 @@ def _pad(tensor: Tensor, dim: int, size: int) -> Tensor:
 
 
 def all_gather(tensor: Tensor, dim: int, size: int, group: dist.ProcessGroup) -> Tensor:
-    """Joins the ranks' shards of `dim` into the whole dim of `size` entries; not differentiable."""
+    """Joins the ranks' shards `[..., held, ...]` into `[..., size, ...]` along `dim`; not differentiable."""
     ranks = dist.get_world_size(group)
     shard = _pad(tensor, dim, share(size, ranks)).contiguous()
     gathered = all_gather_flat(shard, group).view(ranks, *shard.shape)
@@ -53,7 +53,7 @@ def all_gather(tensor: Tensor, dim: int, size: int, group: dist.ProcessGroup) ->
 
 
 def reduce_scatter(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Sums `tensor` over the ranks and keeps this rank's shard of `dim`; not differentiable."""
+    """Sums `[..., size, ...]` over the ranks and keeps this rank's shard of `dim`; not differentiable."""
     ranks, rank, size = dist.get_world_size(group), dist.get_rank(group), tensor.shape[dim]
     padded = _pad(tensor, dim, share(size, ranks) * ranks)
     parts = torch.cat(padded.chunk(ranks, dim)) if dim else padded.contiguous()
@@ -70,7 +70,7 @@ def reduce_scatter(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor
 
 
 def take_shard(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """This rank's shard of `dim`, as a view."""
+    """Returns this rank's shard of `dim` of `[..., size, ...]`, as a view."""
     start, stop = bounds(tensor.shape[dim], dist.get_world_size(group), dist.get_rank(group))
     return tensor.narrow(dim, start, stop - start)
 
@@ -138,24 +138,24 @@ class _ReduceScatter(torch.autograd.Function):
 
 
 def copy_to_ranks(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Identity whose gradient is summed over the group: a replicated tensor enters sharded computation."""
+    """Returns a replicated tensor of any shape, whose gradient is summed over the group, for sharded computation."""
     return _Copy.apply(tensor, group) if tensor.requires_grad and torch.is_grad_enabled() else tensor
 
 
 def reduce_from_ranks(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Sums `tensor` over the group, in place where it can; every rank continues with the same value."""
+    """Sums a tensor of any shape over the group, in place where it can; all continue with the same value."""
     return _Reduce.apply(tensor, group)
 
 
 def split_over_ranks(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Keeps this rank's shard of `dim` of a replicated tensor."""
+    """Keeps this rank's shard of `dim` of a replicated tensor `[..., size, ...]`."""
     return _Split.apply(tensor, dim, group)
 
 
 def gather_from_ranks(
     tensor: Tensor, dim: int, size: int, group: dist.ProcessGroup, *, sum_gradient: bool = False
 ) -> Tensor:
-    """Joins the ranks' shards of `dim`, whose whole size is `size`.
+    """Joins the ranks' shards `[..., held, ...]` of `dim` into `[..., size, ...]`.
 
     `sum_gradient=True` where what follows differs from rank to rank, so that each holds a part of the gradient;
     `False` where every rank computes the same and holds the whole of it.
@@ -164,5 +164,5 @@ def gather_from_ranks(
 
 
 def reduce_scatter_to_ranks(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Sums `tensor` over the group and keeps this rank's shard of `dim`."""
+    """Sums `[..., size, ...]` over the group and keeps this rank's shard of `dim`."""
     return _ReduceScatter.apply(tensor, dim, group)

@@ -35,7 +35,7 @@ class ReduceScatter:
             self.works.append(dist.irecv(inbox[index], group=group, group_src=other))
 
     def wait(self) -> Tensor:
-        """This rank's row of the sum."""
+        """Returns this rank's row of the sum, `[width]`."""
         for work in self.works:
             work.wait()
         total = self.inbox[0]
@@ -68,7 +68,7 @@ class AllGather:
 
 
 def gather_rows(own: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Every rank's `own` `[width]` as `[ranks, width]`."""
+    """Gathers every rank's `own` `[width]` as `[ranks, width]`."""
     rows = own.new_empty((dist.get_world_size(group), own.shape[0]))
     rows[dist.get_rank(group)] = own
     AllGather(rows, group).wait()
@@ -76,7 +76,7 @@ def gather_rows(own: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def sum_over(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Adds up `tensor` over the group in place."""
+    """Adds up a tensor of any shape over the group in place."""
     if dist.get_world_size(group) > 1:
         dist.all_reduce(tensor, group=group)
     return tensor

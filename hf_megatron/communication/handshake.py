@@ -8,11 +8,7 @@ from ..errors import ConfigError
 
 
 def agree(facts: dict[str, Any]) -> None:
-    """Compares `facts` over all ranks.
-
-    Raises:
-        ConfigError: on every rank, naming the first field that differs and each rank's value.
-    """
+    """Compares `facts` over all ranks; raises `ConfigError` on each, naming the first field that differs."""
     gathered: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(gathered, facts)
     for name in sorted({key for other in gathered for key in other}):

@@ -39,12 +39,8 @@ _COMMUNICATION = ("torch.distributed", "hf_megatron.communication", "hf_megatron
 _LIBRARIES = ("torch", "hf_megatron", "transformers", "accelerate", "trl", "peft", "contextlib", "threading", "runpy")
 
 
-def _module(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__", "?"))
-
-
 def _is_part_of(frame: FrameType, packages: tuple[str, ...]) -> bool:
-    name = _module(frame)
+    name = str(frame.f_globals.get("__name__", "?"))
     return any(name == package or name.startswith(f"{package}.") for package in packages)
 
 
@@ -53,19 +49,15 @@ def _name(frame: FrameType) -> str:
     return str(getattr(frame.f_code, "co_qualname", frame.f_code.co_name)).replace("<locals>.", "")
 
 
-def _line(frame: FrameType) -> str:
-    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
-
-
 def _frames(trace: TracebackType | None) -> list[FrameType]:
-    """The frames of a traceback, innermost first."""
+    """Lists the frames of a traceback, innermost first."""
     return [frame for frame, _ in traceback.walk_tb(trace)][::-1]
 
 
 def operation(frames: list[FrameType]) -> str | None:
-    """What a stack, innermost frame first, waits for: `all_reduce over mesh_tp in RowParallelLinear.forward (a.py:3)`.
+    """Says what a stack, innermost frame first, waits for, `None` where it is not in a collective.
 
-    `None` where it is not in a collective.
+    Such as `all_reduce over mesh_tp in RowParallelLinear.forward (a.py:3)`.
     """
     # Operators and context managers of torch lie between a collective and its caller.
     inner = next((index for index, frame in enumerate(frames) if not _is_part_of(frame, ("torch._ops",))), 0)
@@ -87,15 +79,14 @@ def operation(frames: list[FrameType]) -> str | None:
 
 
 def _user_line(frames: list[FrameType]) -> str:
-    """The innermost line outside the libraries."""
-    return next((f" ({_line(frame)})" for frame in frames if not _is_part_of(frame, _LIBRARIES)), "")
+    """Names the innermost line outside the libraries."""
+    lines = ((frame.f_code.co_filename, frame.f_lineno) for frame in frames if not _is_part_of(frame, _LIBRARIES))
+    return next((f" ({os.path.basename(file)}:{number})" for file, number in lines), "")
 
 
 def _place(frames: list[FrameType]) -> str:
-    """Where a stack is that is in no collective."""
-    if not frames:
-        return "no Python code"
-    return f"{_name(frames[0])}{_user_line(frames)}"
+    """Says where a stack is that is in no collective."""
+    return f"{_name(frames[0])}{_user_line(frames)}" if frames else "no Python code"
 
 
 def _after(steps: int) -> str:
@@ -221,10 +212,7 @@ class RankWatch(threading.Thread):
                 self._say(f"rank {self.rank} has waited {now - self._stack_since:.0f} s in {where}. {found}")
 
     def _read_beats(self) -> dict[int, dict[str, Any]]:
-        others = (rank for rank in range(self.world_size) if rank != self.rank)
-        return {
-            rank: json.loads(self._store.get(f"beat/{rank}")) for rank in others if self._store.check([f"beat/{rank}"])
-        }
+        return {rank: json.loads(self._store.get(f"beat/{rank}")) for rank in self._read_names("beat")}
 
     def _read_names(self, kind: str) -> list[int]:
         others = (rank for rank in range(self.world_size) if rank != self.rank)
@@ -233,10 +221,9 @@ class RankWatch(threading.Thread):
     # The end of a rank
 
     def _ask(self, request: Callable[[], Any]) -> Any:
-        """The thread's answer. Only the thread talks to the store: a reading of a stopped host never returns.
+        """Returns the thread's answer, or raises `ConnectionError` where the store does not answer.
 
-        Raises:
-            ConnectionError: the store does not answer.
+        Only the thread talks to the store: a reading of a stopped host never returns.
         """
         answer: Future = Future()
         self._requests.put((request, answer))
@@ -303,7 +290,7 @@ class RankWatch(threading.Thread):
         return json.loads(self._store.compare_set("first", "", json.dumps(report)))
 
     def _cause(self) -> tuple[dict[str, Any] | None, str | None]:
-        """Why a collective of this rank raised: the first failure's report, or else who is missing."""
+        """Finds why a collective of this rank raised: the first failure's report, or else who is missing."""
         if self._first is not None:
             return self._first, None
         early, deadline = self._ask(self._read_beats), time.monotonic() + 2.5 * INTERVAL
@@ -319,10 +306,8 @@ class RankWatch(threading.Thread):
         return None, self._missing(self._silent, beats, ended)
 
     def _missing(self, silent: list[int], beats: dict[int, dict[str, Any]], ended: list[int]) -> str:
-        """A sentence for each rank that is not where this one waits for it."""
-        found = []
-        for rank in ended:
-            found.append(f"Rank {rank} has ended: its script finished or left early, {_after(beats[rank]['steps'])}.")
+        """Writes a sentence for each rank that is not where this one waits for it."""
+        found = [f"Rank {r} has ended: its script finished or left early, {_after(beats[r]['steps'])}." for r in ended]
         for rank in silent:
             if rank not in ended:
                 beat = beats[rank]
@@ -393,7 +378,7 @@ class RankWatch(threading.Thread):
 
 
 def running_watch() -> RankWatch | None:
-    """The watch of the current default process group."""
+    """Returns the watch of the current default process group."""
     for thread in threading.enumerate():
         if isinstance(thread, RankWatch) and thread.group is dist.group.WORLD:
             return thread

@@ -19,7 +19,7 @@ _Key = tuple[Sharing, torch.dtype, torch.dtype, torch.device]
 
 
 def owned_range(entries: int, ranks: int, rank: int) -> tuple[int, int]:
-    """`[start, stop)` of the flattened local parameter that `rank` owns; the last ranks may own nothing."""
+    """Returns the `[start, stop)` of the flattened local parameter that `rank` owns; the last may own nothing."""
     return bounds(entries, ranks, rank)
 
 
@@ -33,7 +33,10 @@ class Slot:
     entries: int
 
     def scatter_into(self, rows: Tensor, local: Tensor, *, factor: float, add: bool) -> None:
-        """Writes (or adds) a local tensor times `factor` into the slot's columns; those beyond its end stay."""
+        """Writes (or adds) `local` of any shape times `factor` into its columns of `rows` `[ranks, width]`.
+
+        Columns beyond its end stay.
+        """
         for columns, part in self._pairs(rows, local.reshape(-1)):
             if add:
                 columns.add_(part, alpha=factor)
@@ -44,7 +47,7 @@ class Slot:
                 columns.copy_(part).mul_(factor)
 
     def collect_from(self, rows: Tensor, local: Tensor) -> None:
-        """Writes the slot's columns into a contiguous local tensor."""
+        """Writes the slot's columns of `rows` `[ranks, width]` into a contiguous local tensor of any shape."""
         for columns, part in self._pairs(rows, local.view(-1)):
             part.copy_(columns)
 
@@ -60,7 +63,7 @@ class Slot:
         return pairs
 
     def own_columns(self, row: Tensor, ranks: int, rank: int) -> Tensor:
-        """This rank's entries in its row."""
+        """Returns this rank's entries in its row `[width]`."""
         start, stop = owned_range(self.entries, ranks, rank)
         return row[self.start : self.start + stop - start]
 
@@ -98,12 +101,13 @@ class Bucket:
         self._inbox: Tensor | None = None
 
     def open_rows(self) -> Tensor:
+        """Returns the rows, `[ranks, width + parameters]`, and makes them where there are none."""
         if self.rows is None:
             self.rows = torch.empty((self.ranks, self.width + len(self.slots)), dtype=self.dtype, device=self.device)
         return self.rows
 
     def close_rows(self) -> Tensor:
-        """The rows, complete: zeros where this rank has no gradient, and the flags."""
+        """Completes the rows `[ranks, width + parameters]`: zeros where this rank has no gradient, and the flags."""
         rows = self.open_rows()
         for index, slot in enumerate(self.slots):
             if index not in self.written:
@@ -116,7 +120,7 @@ class Bucket:
         return rows
 
     def take_inbox(self) -> Tensor:
-        """Memory for the rows of other ranks; the last one may still hold the shard."""
+        """Returns memory `[ranks - 1, width + parameters]` for other ranks' rows; the last may hold the shard."""
         if self._inbox is None or self.shard is not None:
             shape = (max(self.ranks - 1, 1), self.width + len(self.slots))
             self._inbox = torch.empty(shape, dtype=self.dtype, device=self.device)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError, NonFiniteGradientError, UnsupportedError
 from ..parallel_state import ParallelState, parallel_state
+from ..patch_ledger import Shared
 from ..placement import Claim
 from ..upstream import local_tensor
 from .fully_sharded import no_sync
@@ -43,7 +44,7 @@ class Verdict:
     used: bool = False
 
 
-class DataParallel:
+class DataParallel(Shared):
     """Attached to a laid out model; its parameters carry it (see `engine_of`).
 
     Attributes:
@@ -80,9 +81,6 @@ class DataParallel:
         model.register_forward_pre_hook(self._before_forward)
         model.register_load_state_dict_post_hook(lambda *_: self.refresh_main_weights())
 
-    def __deepcopy__(self, memo: dict) -> "DataParallel":
-        return self
-
     @property
     def optimizers(self) -> list[Any]:
         """What `prepare_optimizer` attached to the optimizers that still exist, in the order they were made."""
@@ -90,21 +88,21 @@ class DataParallel:
         return [optimizer for optimizer in attached if optimizer is not None]
 
     def claim(self, parameter: Tensor) -> Claim | None:
-        """The claim of a parameter; one that came after the plan was made has none."""
+        """Returns the claim of a parameter of any shape; one that came after the plan was made has none."""
         return self._claims.get(id(parameter))
 
     def sharing(self, parameter: Tensor) -> Sharing:
-        """The ranks that average a parameter's gradient."""
+        """Returns the ranks that average the gradient of a parameter of any shape."""
         claim = self.claim(parameter)
         return self._sharings["dp" if claim is None else claim.gradient.average]
 
     def is_split(self, parameter: Tensor) -> bool:
-        """Whether ranks hold different parts of a parameter."""
+        """Tells whether ranks hold different parts of a parameter of any shape."""
         claim = self.claim(parameter)
         return claim is not None and claim.placement.on(self.state.axes).is_split
 
     def holders(self, parameter: Tensor) -> int:
-        """How many ranks of the world hold a parameter or a part of it."""
+        """Counts the ranks of the world that hold a parameter of any shape or a part of it."""
         claim = self.claim(parameter)
         tied = claim is not None and self.state.is_tied(claim.name)
         return self.state.axes.size("stage") * (2 if tied else 1)
@@ -165,15 +163,15 @@ class DataParallel:
             self.reducer.begin(parameters)
 
     def names(self) -> dict[int, str]:
-        """Identity of a parameter -> its name in the state dict; a tied one has the first."""
+        """Maps identities of parameters to their names in the state dict; a tied one has the first."""
         return {id(parameter): name for name, parameter in self.model.named_parameters()}
 
     def name_of(self, parameter: Tensor) -> str:
-        """A parameter's name in the state dict, in words where it has none."""
+        """Returns the state dict's name of a parameter of any shape, in words where it has none."""
         return self.names().get(id(parameter), "a parameter")
 
     def note_clipping(self, parameters: list[Tensor], norm: Tensor, max_norm: float) -> None:
-        """Remembers that the loop clipped (a loop that only wants the norm clips to infinity), and what was finite."""
+        """Remembers whether the loop clipped (not to infinity, for the norm alone) and if the scalar norm is finite."""
         verdict = self._open_verdict()
         verdict.clipped = verdict.clipped or math.isfinite(max_norm)
         finite = bool(torch.isfinite(norm))
@@ -191,11 +189,7 @@ class DataParallel:
         return self.verdict
 
     def count(self, *, skipped: bool) -> None:
-        """Counts a step.
-
-        Raises:
-            NonFiniteGradientError: too many were skipped in a row.
-        """
+        """Counts a step; raises `NonFiniteGradientError` where too many were skipped in a row."""
         if not skipped:
             self._skipped_in_a_row = 0
             return
@@ -223,12 +217,12 @@ class DataParallel:
 
 
 def engine_of(parameter: Tensor) -> DataParallel | None:
-    """The data parallel engine of the model a parameter belongs to, if it is one of ours."""
+    """Returns the engine of the model that a parameter of any shape belongs to, if it is one of ours."""
     return vars(parameter).get(_MARK)
 
 
 def reducer_of(parameter: Tensor) -> GradientReducer | None:
-    """The reducer that takes a parameter's gradient out of `.grad`."""
+    """Returns the reducer that takes the gradient of a parameter of any shape out of `.grad`."""
     engine = engine_of(parameter)
     if engine is None or engine.reducer is None or not engine.reducer.owns(parameter):
         return None
@@ -236,7 +230,7 @@ def reducer_of(parameter: Tensor) -> GradientReducer | None:
 
 
 def refuse_unprepared(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
-    """A stock optimizer would find no gradient at all, and do nothing."""
+    """Raises for a stock optimizer that would find no gradient at all, and do nothing."""
     first = next((p for group in optimizer.param_groups for p in group["params"]), None)
     engine = None if first is None else engine_of(first)
     if engine is not None:

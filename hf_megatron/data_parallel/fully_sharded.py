@@ -23,7 +23,7 @@ from ..upstream import local_tensor
 
 
 def outermost_layers(model: nn.Module) -> list[nn.Module]:
-    """The members of the model's layer lists, without those inside another one."""
+    """Lists the members of the model's layer lists, without those inside another one."""
     layers: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         inside = any(name.startswith(f"{layer}.") for layer in layers)
@@ -120,7 +120,7 @@ def reshard(units: Iterable[Any]) -> None:
 
 @contextmanager
 def no_sync(model: Any) -> Iterator[None]:
-    """Gradients of backwards inside stay whole on each rank and are reduced by the next backward outside."""
+    """Keeps gradients of backwards inside whole on each rank; the next backward outside reduces them."""
     model.set_requires_gradient_sync(False)
     try:
         yield
@@ -129,7 +129,7 @@ def no_sync(model: Any) -> Iterator[None]:
 
 
 def whole_local(tensor: Tensor, shape: tuple[int, ...], mesh: ParallelMesh) -> Tensor:
-    """A rank's part of a parameter as it was before the dp ranks split it; every rank of the shard group calls it.
+    """Joins a rank's part of a parameter as it was before the dp ranks split it; all of the shard group call it.
 
     Args:
         tensor: a weight, or a gradient or moment of its shape, as FSDP2 holds it.
@@ -140,5 +140,5 @@ def whole_local(tensor: Tensor, shape: tuple[int, ...], mesh: ParallelMesh) -> T
 
 
 def owned_rows(shape: tuple[int, ...], axes: Axes) -> tuple[int, int]:
-    """`[start, stop)` of dim 0 of a part that this dp rank holds (`torch.chunk`'s rule)."""
+    """Returns the `[start, stop)` of dim 0 of a part that this dp rank holds (`torch.chunk`'s rule)."""
     return bounds(shape[0], axes.size("dp_shard"), axes.rank("dp_shard")) if shape else (0, 1)

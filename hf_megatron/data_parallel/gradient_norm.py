@@ -14,21 +14,15 @@ from .engine import engine_of, reducer_of
 
 
 def _distinct(tensor: Tensor) -> int:
-    """Into how many different shards a tensor is split by its placements."""
+    """Counts the different shards that a tensor is split into by its placements."""
     if not isinstance(tensor, DTensor):
         return 1
     sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
     return math.prod(size for size, placement in sizes if not placement.is_replicate())
 
 
-def _holders(parameter: Tensor) -> int:
-    """How many ranks of the world hold a parameter or a part of it."""
-    engine = engine_of(parameter)
-    return dist.get_world_size() if engine is None else engine.holders(parameter)
-
-
 def local_gradients(parameters: Iterable[Tensor]) -> dict[int, list[Tensor]]:
-    """This rank's share of the gradients -> how many ranks of the world hold the same entries.
+    """Maps how many ranks hold the same entries to this rank's share of the gradients, each of any shape.
 
     Completes what the data parallel ranks have started to reduce, so every rank calls it.
     """
@@ -45,8 +39,9 @@ def local_gradients(parameters: Iterable[Tensor]) -> dict[int, list[Tensor]]:
             gradient, parts = parameter.grad, 1
         if gradient is None or not local_tensor(gradient).numel():
             continue
-        placed = parameter if reducer is not None else gradient
-        shares.setdefault(_holders(parameter) // (_distinct(placed) * parts), []).append(local_tensor(gradient))
+        placed, engine = parameter if reducer is not None else gradient, engine_of(parameter)
+        holders = dist.get_world_size() if engine is None else engine.holders(parameter)
+        shares.setdefault(holders // (_distinct(placed) * parts), []).append(local_tensor(gradient))
     return shares
 
 
@@ -63,24 +58,17 @@ def _norm(shares: dict[int, list[Tensor]], norm_type: float) -> Tensor:
 
 
 def gradient_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
-    """The norm over all parameters that have a gradient, the same on every rank.
+    """Returns the norm, a scalar in fp32, over all parameters with a gradient, the same on every rank.
 
     Args:
         parameters: of a model laid out by this library; others are taken as replicated over the world.
         norm_type (`float`, defaults to 2): any p of 1 or more, or infinity.
-
-    Returns:
-        `Tensor`: a scalar in fp32.
     """
     return _norm(local_gradients(parameters), norm_type)
 
 
 def clip_grad_norm(parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
-    """Scales all gradients so that their norm is at most `max_norm`; returns the norm before.
-
-    Raises:
-        ConfigError: a norm type below 1.
-    """
+    """Scales gradients of any shape to a norm of at most `max_norm`; returns the norm before, a scalar."""
     if norm_type < 1:
         raise ConfigError(f"clip_grad_norm: norm_type = {norm_type}; expected 1 or more, or infinity.")
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)

@@ -49,10 +49,10 @@ class GradientStore(Protocol):
         """Takes in gradients that were added to `.grad` without the parameters' hooks."""
 
     def hold(self, parameters: list[nn.Parameter]) -> AbstractContextManager[None]:
-        """Inside, `.grad` of these parameters holds what was added inside; afterwards it joins the sum."""
+        """Keeps what is added inside in `.grad` of these parameters; afterwards it joins the sum."""
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Gradients of backwards inside are only added up."""
+        """Makes backwards inside only add up their gradients."""
 
 
 class PlainGradients:
@@ -68,12 +68,14 @@ class PlainGradients:
         return all(parameter.grad is None for parameter in self._parameters)
 
     def put_aside(self) -> dict[int, Tensor | None]:
+        """Takes every gradient, of any shape, out of `.grad`, by its parameter's identity."""
         before = {id(parameter): parameter.grad for parameter in self._parameters}
         for parameter in self._parameters:
             parameter.grad = None
         return before
 
     def take_back(self, before: dict[int, Tensor | None]) -> dict[int, Tensor | None]:
+        """Puts gradients of any shape in the place of the present ones, which are returned."""
         present = self.put_aside()
         for parameter in self._parameters:
             parameter.grad = before[id(parameter)]
@@ -81,6 +83,7 @@ class PlainGradients:
 
     @torch.no_grad()
     def add(self, other: dict[int, Tensor | None], factor: float) -> None:
+        """Adds `factor` times gradients of any shape."""
         for parameter in self._parameters:
             gradient = other[id(parameter)]
             if gradient is None:
@@ -98,13 +101,13 @@ class PlainGradients:
                 local_tensor(parameter.grad).mul_(factor)
 
     def reduce(self) -> None:
-        """Nothing is reduced here."""
+        """Does nothing: nothing is reduced here."""
 
     def complete(self) -> None:
-        """Nothing is under way here."""
+        """Does nothing: nothing is under way here."""
 
     def take(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Gradients were added to `.grad` without the parameters' hooks: nothing to do here."""
+        """Does nothing: `.grad` is where gradients belong."""
 
     @contextmanager
     def hold(self, parameters: list[nn.Parameter]) -> Iterator[None]:

@@ -14,14 +14,11 @@ from .optimizer import ShardedOptimizer
 
 @torch.no_grad()
 def unscale(optimizer: ShardedOptimizer, inv_scale: Tensor, found_inf: Tensor) -> dict[torch.device, Tensor]:
-    """`GradScaler._unscale_grads_` on the reduced gradients of an optimizer.
+    """Does `GradScaler._unscale_grads_` on an optimizer's reduced gradients; returns device -> `found_inf`.
 
     Args:
-        inv_scale (`Tensor`): one over the loss scale.
-        found_inf (`Tensor`): 0, set to 1 if any rank's gradient is not finite.
-
-    Returns:
-        `dict`: device -> `found_inf`, as the scaler keeps it.
+        inv_scale (`Tensor`): a scalar, one over the loss scale.
+        found_inf (`Tensor`): a scalar 0, taken as 1 if any rank's gradient is not finite.
     """
     shares = local_gradients(optimizer.parameters())
     found = found_inf.clone()

@@ -23,19 +23,7 @@ from .weight_gathering import Publisher
 
 # Optimizers whose update of an entry depends on that entry alone: package -> classes.
 ELEMENTWISE = {
-    "torch": {
-        "ASGD",
-        "Adadelta",
-        "Adagrad",
-        "Adam",
-        "AdamW",
-        "Adamax",
-        "NAdam",
-        "RAdam",
-        "RMSprop",
-        "Rprop",
-        "SGD",
-    },
+    "torch": {"ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"},
     "apex": {"FusedAdam", "FusedSGD", "FusedAdagrad"},
     "transformer_engine": {"FusedAdam", "FusedSGD"},
     "lion_pytorch": {"Lion"},
@@ -64,11 +52,11 @@ class Leaf:
     sharing: Sharing | None = None
 
     def view(self) -> Tensor:
-        """The leaf's entries in the parameter itself."""
+        """Returns the leaf's entries in the parameter itself, `[entries]` or `[rows, ...]` as it is."""
         return self._own(self.parameter)
 
     def take_over(self, state: dict[str, Any]) -> dict[str, Any]:
-        """A parameter's state, as a constructor made it (Adagrad's), for the leaf."""
+        """Turns a parameter's state, as a constructor made it (Adagrad's), into the leaf's."""
         shape = self.parameter.shape
         return {
             name: self._own(value).to(self.tensor, copy=True)
@@ -214,9 +202,8 @@ class ShardedOptimizer:
                 leaf.tensor.copy_(leaf.view())
 
     def zero_grad(self) -> None:
-        reducer = self.engine.reducer
-        if reducer is not None:
-            reducer.discard(self.parameters())
+        if self.engine.reducer is not None:
+            self.engine.reducer.discard(self.parameters())
         for leaf in self.leaves:
             leaf.tensor.grad = leaf.parameter.grad = None
 
@@ -234,14 +221,11 @@ class _TakenOver:
         self._hf_megatron.replace(self.param_groups[-1])  # type: ignore[attr-defined]
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of what this rank owns under the parameters' names in the model."""
+        """Returns the state of what this rank owns under the parameters' names in the model."""
         packed = super().state_dict()  # type: ignore[misc]
         names = [leaf.name for leaf in self._hf_megatron.leaves]
         groups = [{**group, "params": [names[index] for index in group["params"]]} for group in packed["param_groups"]]
-        return {
-            "state": {names[index]: state for index, state in packed["state"].items()},
-            "param_groups": groups,
-        }
+        return {"state": {names[index]: state for index, state in packed["state"].items()}, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         index_of = {leaf.name: index for index, leaf in enumerate(self._hf_megatron.leaves)}
@@ -249,14 +233,9 @@ class _TakenOver:
         unknown = sorted(set(map(str, named)) - index_of.keys())
         if unknown:
             raise ConfigError(f"The optimizer's state dict names parameters that it does not hold: {unknown[:5]}.")
-        packed = {
-            "state": {index_of[name]: state for name, state in state_dict["state"].items()},
-            "param_groups": [
-                {**group, "params": [index_of[name] for name in group["params"]]}
-                for group in state_dict["param_groups"]
-            ],
-        }
-        super().load_state_dict(packed)  # type: ignore[misc]
+        state = {index_of[name]: value for name, value in state_dict["state"].items()}
+        groups = [{**g, "params": [index_of[name] for name in g["params"]]} for g in state_dict["param_groups"]]
+        super().load_state_dict({"state": state, "param_groups": groups})  # type: ignore[misc]
 
 
 @cache
@@ -265,7 +244,7 @@ def _taken_over(base: Any) -> type:
 
 
 def sharded(optimizer: Any) -> ShardedOptimizer | None:
-    """What `prepare_optimizer` attached, if it did."""
+    """Returns what `prepare_optimizer` attached, if it did."""
     return vars(optimizer).get("_hf_megatron")
 
 
@@ -277,17 +256,14 @@ def is_elementwise(optimizer_class: type) -> bool:
 def prepare_optimizer(optimizer: torch.optim.Optimizer, *, elementwise: bool = False) -> torch.optim.Optimizer:
     """Makes an optimizer of a laid out model step on what this rank owns; Trainer and Accelerate call it themselves.
 
+    Returns the same object, whose groups hold local tensors from now on. `UnsupportedError` for a class that looks at
+    whole parameters (Adafactor, Muon, LBFGS, block-wise 8-bit) or is unknown; `ConfigError` for parameters of several
+    models, and for an optimizer that has stepped already.
+
     Args:
         optimizer (`torch.optim.Optimizer`): made from the model's parameters, before its first step.
         elementwise (`bool`, defaults to `False`): the class is not in `ELEMENTWISE`, and its update of an entry does
             depend on that entry alone.
-
-    Returns:
-        `torch.optim.Optimizer`: the same object; its groups hold local tensors from now on.
-
-    Raises:
-        UnsupportedError: the class looks at whole parameters (Adafactor, Muon, LBFGS, block-wise 8-bit) or is unknown.
-        ConfigError: the optimizer holds parameters of several models, or has stepped already.
     """
     if sharded(optimizer) is not None:
         return optimizer

@@ -18,6 +18,6 @@ class ParameterList:
         self._holders = [module._parameters for module in self.model.modules() if module._parameters]
 
     def current(self) -> list[nn.Parameter]:
-        """Each parameter once, in the order of `model.parameters()`."""
+        """Lists each parameter once, in the order of `model.parameters()`."""
         found = {id(p): p for holder in self._holders for p in holder.values() if p is not None}
         return list(found.values())

@@ -9,7 +9,6 @@ import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from ..communication.flat_rows import ReduceScatter, gather_rows, sum_over
 from ..errors import UnsupportedError
+from ..patch_ledger import Shared
 from ..upstream import dtensor_from_local, local_tensor
 from .buckets import Bucket, Slot, Sum, make_buckets
 from .reduction_groups import Sharing
@@ -29,15 +29,7 @@ _MIB = 2**20
 _IN_FLIGHT = 2
 
 
-@dataclass
-class _Started:
-    """A bucket's reduction under way."""
-
-    bucket: Bucket
-    work: Callable[[], Tensor]
-
-
-class GradientReducer:
+class GradientReducer(Shared):
     """Averages the gradients of a model's trainable parameters over the data parallel ranks.
 
     Args:
@@ -47,6 +39,9 @@ class GradientReducer:
         bucket_size (`int`): MiB of gradient per bucket.
         main_gradients (`bool`): gradients of half-precision parameters are added up and reduced in fp32.
         keep_rows (`bool`): buckets keep their memory between steps (stages 0 and 1).
+
+    Attributes:
+        parameters: those that were trainable when the last forward began.
     """
 
     def __init__(
@@ -60,34 +55,22 @@ class GradientReducer:
         keep_rows: bool,
     ):
         self._name_of, self.sharing_of = name_of, sharing_of
-        self.bucket_size = bucket_size
-        self.main_gradients = main_gradients
-        self.keep_rows = keep_rows
+        self.bucket_size, self.main_gradients, self.keep_rows = bucket_size, main_gradients, keep_rows
         self.synchronise = True
-        self._buckets: list[Bucket] = []
+        self.buckets: list[Bucket] = []
         self._place_of: dict[int, tuple[int, int]] = {}
         self._hooks: list[Any] = []
-        self._parameters: list[nn.Parameter] = []
-        self._started: list[_Started] = []
+        self.parameters: list[nn.Parameter] = []
+        # Buckets whose reduction is under way.
+        self._started: list[tuple[Bucket, Callable[[], Tensor]]] = []
         self._next = 0
         # A backward outside `no_sync` has left gradients. All ranks agree on it, whatever each has started already.
         self._pending = False
         self._held: set[int] = set()
         self._build(parameters)
 
-    def __deepcopy__(self, memo: dict) -> "GradientReducer":
-        return self
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        """The parameters that were trainable when the last forward began."""
-        return self._parameters
-
-    @property
-    def buckets(self) -> list[Bucket]:
-        return self._buckets
-
     def owns(self, parameter: Tensor) -> bool:
+        """Tells whether gradients of this parameter, of any shape, are reduced here."""
         return id(parameter) in self._place_of
 
     # Backward
@@ -95,32 +78,32 @@ class GradientReducer:
     def _build(self, parameters: Iterable[nn.Parameter]) -> None:
         for hook in self._hooks:
             hook.remove()
-        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
         # Backward reaches the last layers first.
-        self._buckets = make_buckets(
-            reversed(self._parameters),
+        self.buckets = make_buckets(
+            reversed(self.parameters),
             self.sharing_of,
             self.bucket_size * _MIB,
             torch.float32 if self.main_gradients else None,
         )
         self._place_of = {
             id(slot.parameter): (number, index)
-            for number, bucket in enumerate(self._buckets)
+            for number, bucket in enumerate(self.buckets)
             for index, slot in enumerate(bucket.slots)
         }
         # Autograd keeps these hooks where the cyclic collector does not look: they must not keep the model.
         reducer = weakref.ref(self)
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(partial(_arrive, reducer, self._place_of[id(parameter)]))
-            for parameter in self._parameters
+            for parameter in self.parameters
         ]
 
     def refresh(self, parameters: Iterable[nn.Parameter]) -> None:
         """Takes note of parameters that were frozen, unfrozen or replaced since."""
         trainable = [parameter for parameter in parameters if parameter.requires_grad]
-        if len(trainable) == len(self._parameters) and all(map(operator.is_, trainable, self._parameters)):
+        if len(trainable) == len(self.parameters) and all(map(operator.is_, trainable, self.parameters)):
             return
-        if any(bucket.written for bucket in self._buckets):
+        if any(bucket.written for bucket in self.buckets):
             raise UnsupportedError(
                 "Parameters were frozen, unfrozen or replaced between the microbatches of a step: do so after "
                 "optimizer.step() and zero_grad()."
@@ -129,21 +112,17 @@ class GradientReducer:
         self._build(trainable)
 
     def begin(self, parameters: Iterable[nn.Parameter]) -> None:
-        """A forward that records gradients begins.
-
-        Args:
-            parameters: all of the model's.
-        """
+        """Prepares for a forward that records gradients of these parameters, all of the model's."""
         self.refresh(parameters)
         self.complete()
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             bucket.arrived.clear()
 
     def _arrive(self, place: tuple[int, int], parameter: Tensor) -> None:
-        """Autograd has added up a parameter's gradient."""
+        """Takes in a parameter's gradient, which autograd has added up."""
         if id(parameter) in self._held:
             return
-        bucket, index = self._buckets[place[0]], place[1]
+        bucket, index = self.buckets[place[0]], place[1]
         gradient = parameter.grad
         assert gradient is not None
         if place[0] < self._next:
@@ -161,8 +140,8 @@ class GradientReducer:
         self._pending = True
         bucket.arrived.add(index)
         # In the order of buckets on every rank, whatever order backward takes: the collectives have to match.
-        while self._next < len(self._buckets):
-            following = self._buckets[self._next]
+        while self._next < len(self.buckets):
+            following = self.buckets[self._next]
             if len(following.arrived) < len(following.slots):
                 break
             self._start(following)
@@ -176,37 +155,37 @@ class GradientReducer:
         else:
             reduction = dist.all_reduce(rows, group=sharing.replicate_group, async_op=True)
             work = partial(_wait_for, reduction, rows)
-        self._started.append(_Started(bucket, work))
+        self._started.append((bucket, work))
         self._next += 1
         if not self.keep_rows and len(self._started) > _IN_FLIGHT:
-            self._complete(self._started.pop(0))
+            self._complete(*self._started.pop(0))
 
     @torch.no_grad()
     def finish(self) -> None:
         """Completes the reduction of everything that backward left; every data parallel rank calls it."""
-        if not any(bucket.written for bucket in self._buckets):
+        if not any(bucket.written for bucket in self.buckets):
             return
-        while self._next < len(self._buckets):
-            self._start(self._buckets[self._next])
+        while self._next < len(self.buckets):
+            self._start(self.buckets[self._next])
         for started in self._started:
-            self._complete(started)
+            self._complete(*started)
         self._started.clear()
         self._next = 0
         self._pending = False
 
     @torch.no_grad()
-    def _complete(self, started: _Started) -> None:
-        reduced, sharing = started.work(), started.bucket.sharing
-        if sharing.shard_size > 1:
-            sum_over(reduced, sharing.replicate_group)
-        started.bucket.take_in(reduced, keep=self.keep_rows)
+    def _complete(self, bucket: Bucket, work: Callable[[], Tensor]) -> None:
+        reduced = work()
+        if bucket.sharing.shard_size > 1:
+            sum_over(reduced, bucket.sharing.replicate_group)
+        bucket.take_in(reduced, keep=self.keep_rows)
 
     def discard(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Forgets the gradients of these parameters, by default of all, as `zero_grad()` does."""
         if self._pending:
             self.finish()
         if parameters is None:
-            for bucket in self._buckets:
+            for bucket in self.buckets:
                 bucket.discard(keep=self.keep_rows)
         else:
             slots: dict[int, set[int]] = {}
@@ -215,69 +194,60 @@ class GradientReducer:
                     number, index = self._place_of[id(parameter)]
                     slots.setdefault(number, set()).add(index)
             for number, indices in slots.items():
-                self._buckets[number].discard_slots(indices, keep=self.keep_rows)
+                self.buckets[number].discard_slots(indices, keep=self.keep_rows)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Gradients of backwards inside are only added up; the next backward outside reduces the sum."""
+        """Makes backwards inside only add up gradients; the next backward outside reduces the sum."""
         before, self.synchronise = self.synchronise, False
         try:
             yield
         finally:
             self.synchronise = before
 
-    # What `GradientStore` asks for besides
+    # What `GradientStore` asks for besides, and describes
 
     @property
     def is_empty(self) -> bool:
-        """Whether no gradient has been added up since the last `zero_grad()`."""
-        return not any(bucket.written or bucket.shard is not None for bucket in self._buckets)
+        return not any(bucket.written or bucket.shard is not None for bucket in self.buckets)
 
     def put_aside(self) -> list[Sum]:
-        """Starts an empty sum of this rank's gradients beside the present one, which is returned."""
-        return [bucket.exchange(Sum()) for bucket in self._buckets]
+        return [bucket.exchange(Sum()) for bucket in self.buckets]
 
     def take_back(self, before: list[Sum]) -> list[Sum]:
-        """Puts a sum back in place of the present one, which is returned."""
-        return [bucket.exchange(sum_) for bucket, sum_ in zip(self._buckets, before, strict=True)]
+        return [bucket.exchange(sum_) for bucket, sum_ in zip(self.buckets, before, strict=True)]
 
     @torch.no_grad()
     def add(self, other: list[Sum], factor: float) -> None:
-        """Adds `factor` times another sum; outside `no_sync` all buckets are reduced then."""
         self.complete()
-        for bucket, sum_ in zip(self._buckets, other, strict=True):
+        for bucket, sum_ in zip(self.buckets, other, strict=True):
             bucket.add(sum_, factor)
         if self.synchronise:
             self.reduce()
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Starts the reduction of everything that is not reduced yet; every data parallel rank calls it."""
         self._pending = True
-        while self._next < len(self._buckets):
-            self._start(self._buckets[self._next])
+        while self._next < len(self.buckets):
+            self._start(self.buckets[self._next])
 
     def complete(self) -> None:
-        """Waits for a reduction under way; every data parallel rank calls it."""
         if self._pending:
             self.finish()
 
     @torch.no_grad()
     def scale(self, factor: float) -> None:
-        """Multiplies the present sum."""
         self.complete()
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             bucket.scale(factor)
 
     def take(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Takes in gradients that were added to `.grad` without the parameters' hooks."""
         for parameter in parameters:
             if parameter.grad is not None:
                 self._arrive(self._place_of[id(parameter)], parameter)
 
     @contextmanager
     def hold(self, parameters: list[nn.Parameter]) -> Iterator[None]:
-        """Inside, `.grad` of these parameters keeps what was added inside; afterwards it is taken in."""
         self._held = {id(parameter) for parameter in parameters}
         try:
             yield
@@ -288,17 +258,17 @@ class GradientReducer:
     # Reading
 
     def gradient(self, parameter: Tensor) -> Tensor | None:
-        """The reduced gradient of the entries of a parameter that this rank owns, 1-D; `finish()` comes before."""
+        """Returns the reduced gradient `[entries]` of what this rank owns of a parameter; `finish()` comes before."""
         number, index = self._place_of[id(parameter)]
-        bucket = self._buckets[number]
+        bucket = self.buckets[number]
         if bucket.shard is None or index not in bucket.used:
             return None
         return bucket.slots[index].own_columns(bucket.shard, bucket.sharing.shard_size, bucket.sharing.shard_rank)
 
     def full_gradient(self, parameter: nn.Parameter) -> Tensor | None:
-        """The reduced gradient in the parameter's own shape, on every rank; for tests and debugging."""
+        """Returns the reduced gradient of any shape, its parameter's, on every rank; for tests and debugging."""
         number, index = self._place_of[id(parameter)]
-        bucket = self._buckets[number]
+        bucket = self.buckets[number]
         if bucket.shard is None or index not in bucket.used:
             return None
         slot = bucket.slots[index]

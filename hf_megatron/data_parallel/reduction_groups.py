@@ -27,7 +27,7 @@ class Sharing:
 
     @classmethod
     def along(cls, axis: str, mesh: ParallelMesh) -> "Sharing":
-        """The ranks along an axis that has shards and repetitions; every rank calls it."""
+        """Finds the ranks along an axis that has shards and repetitions; every rank calls it."""
         shard, replicate = f"{axis}_shard", f"{axis}_replicate"
         return cls(
             mesh.axes.size(shard),

@@ -32,10 +32,9 @@ class Publisher:
     def __init__(self, parameters: Sequence[nn.Parameter], sharing: Sharing):
         self.sharing = sharing
         in_place = dist.get_backend(sharing.shard_group) == "gloo"
-        large = [p for p in parameters if in_place and local_tensor(p).numel() >= _LARGE * sharing.shard_size]
-        self._in_place = large
-        known = {id(parameter) for parameter in large}
-        others = [parameter for parameter in parameters if id(parameter) not in known]
+        smallest = _LARGE * sharing.shard_size
+        self._in_place = [p for p in parameters if in_place and local_tensor(p).numel() >= smallest]
+        others = [p for p in parameters if not in_place or local_tensor(p).numel() < smallest]
         self._buckets = make_buckets(others, lambda _: sharing, _CAPACITY, None)
 
     @torch.no_grad()

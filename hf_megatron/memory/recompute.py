@@ -25,26 +25,20 @@ def apply_recompute(model: Any, mode: str | None) -> None:
     """Makes the backward of a model compute activations again; evaluation and generation stay as they are.
 
     Args:
-        model (`PreTrainedModel`): stock, or laid out over a mesh.
-        mode (`str`, *optional*): `"full"`, `"selective"`, or `None` for a model that stays as it is.
-
-    Raises:
-        ConfigError: an unknown mode.
-        UnsupportedError: a class without gradient checkpointing, or with attention that selective mode cannot reach.
+        model (`PreTrainedModel`): stock, or laid out over a mesh; `UnsupportedError` if the mode cannot reach it.
+        mode (`str`, *optional*): `"full"`, `"selective"`, or `None` for a model that stays as it is; `ConfigError` for
+            any other.
     """
     if mode not in RECOMPUTE:
         raise ConfigError(f"recompute = {mode!r}: expected None, 'full' or 'selective'.")
     if mode == "full":
-        _recompute_layers(model)
+        try:
+            model.activation_checkpointing_enable({"use_reentrant": False})
+        except ValueError as error:
+            name = type(model).__name__
+            raise UnsupportedError(f"recompute='full': {name} has no gradient checkpointing.") from error
     elif mode == "selective":
         _recompute_cores(model)
-
-
-def _recompute_layers(model: Any) -> None:
-    try:
-        model.activation_checkpointing_enable({"use_reentrant": False})
-    except ValueError as error:
-        raise UnsupportedError(f"recompute='full': {type(model).__name__} has no gradient checkpointing.") from error
 
 
 def _recompute_cores(model: nn.Module) -> None:
@@ -79,7 +73,7 @@ class RecomputedCore:
         module.register_forward_hook(self._leave)
 
     def run(self, core: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """The core's result; in training without what autograd would keep of it."""
+        """Returns the core's result; in training without what autograd would keep of it."""
         if not _is_training(module):
             return core(module, *args, **kwargs)
         self.ran = True

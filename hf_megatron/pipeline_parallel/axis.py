@@ -12,12 +12,7 @@ NAME = "pp"
 
 
 def place(model: Any, state: ParallelState) -> None:
-    """Leaves of a meta model what this rank's stages own.
-
-    Raises:
-        UnsupportedError: the model is no single stack of layers.
-        ConfigError: more stages than layers, or a partition that does not fit.
-    """
+    """Leaves of a meta model what this rank's stages own; raises as `cut`."""
     if state.axes.size(NAME) == 1:
         return
     state.names = tuple(model.state_dict())

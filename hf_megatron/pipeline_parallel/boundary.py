@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import PlanError, UnsupportedError
+from ..patch_ledger import Shared
 from ..upstream import recorded_outputs
 from .partition import Stages
 
@@ -29,44 +30,34 @@ class StageLeft(Exception):
         self.outputs = outputs
 
 
-class StageBoundary:
+class StageBoundary(Shared):
     """The stage whose forward is under way on this rank, and how layers behave in it.
-
-    Args:
-        stages (`Stages`): which layers belong to which stage.
 
     Attributes:
         leaving (`Callable`, *optional*): applied to the hidden states that leave a stage.
+        stage: the one whose forward is under way.
     """
 
     def __init__(self, stages: Stages):
         self.stages = stages
         self.leaving: Callable[[Tensor], Tensor] | None = None
         self.entered = False
-        self._stage = 0
+        self.stage = 0
         self._received: tuple[Tensor, ...] | None = None
         self._zeros: Tensor | None = None
-
-    def __deepcopy__(self, memo: dict) -> "StageBoundary":
-        return self
-
-    @property
-    def stage(self) -> int:
-        """The stage whose forward is under way."""
-        return self._stage
 
     def run(self, stage: int, received: tuple[Tensor, ...] | None, forward: Callable[[], Any]) -> Any:
         """Runs the model's forward as one stage.
 
         Args:
             stage (`int`): a stage of this rank.
-            received: what the stage before returned; `None` for the first.
+            received: what the stage before returned, `[batch, sequence, hidden]` first; `None` for the first.
             forward: calls the model's own forward.
 
         Returns:
             The hidden states and router logits so far, or, from the last stage, what the model returned.
         """
-        self._stage, self._received, self.entered = stage, received, False
+        self.stage, self._received, self.entered = stage, received, False
         try:
             output = forward()
         except StageLeft as left:
@@ -74,14 +65,14 @@ class StageBoundary:
         finally:
             self._received = self._zeros = None
             # Outside of a forward an embedding may be asked for by itself.
-            entered, self.entered, self._stage = self.entered, False, 0
+            entered, self.entered, self.stage = self.entered, False, 0
         if not entered or stage < len(self.stages.ranges) - 1:
             raise PlanError("A pipeline stage ran through the model without meeting its layers.")
         return output
 
     def pass_layer(self, index: int, call: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        """What happens at layer `index` in the present stage."""
-        start, stop = self.stages.ranges[self._stage]
+        """Calls layer `index` as the present stage has to: not at all, on what was received, or as the last."""
+        start, stop = self.stages.ranges[self.stage]
         if index < start:
             return self.pass_on(args, kwargs)
         if index >= stop:
@@ -91,12 +82,12 @@ class StageBoundary:
             if self._received is not None:
                 args, kwargs = self._enter(args, kwargs)
         output = call(*args, **kwargs)
-        if index == stop - 1 and self._stage < len(self.stages.ranges) - 1:
+        if index == stop - 1 and self.stage < len(self.stages.ranges) - 1:
             self._leave(output)
         return output
 
     def pass_on(self, args: tuple, kwargs: dict[str, Any]) -> Tensor:
-        """A layer of another stage: the same zeros, whether its caller reads the output or the first entry of it."""
+        """Returns the same zeros `[batch, sequence, hidden]`, for a caller of them or of their first entry."""
         if self._zeros is None:
             self._zeros = args[0] if args else kwargs[HIDDEN_STATES]
         return self._zeros
@@ -135,7 +126,7 @@ class StagedLayer:
 
 
 class ForeignLayer(nn.Module):
-    """Stands where a layer of another rank is: no parameters, the plain attributes a model's forward reads."""
+    """Stands where another rank's layer is: no parameters, its plain attributes; passes `[batch, sequence, hidden]`."""
 
     def __init__(self, layer: nn.Module, boundary: StageBoundary):
         super().__init__()
@@ -152,7 +143,7 @@ class ForeignLayer(nn.Module):
 
 
 class ForeignInput(nn.Module):
-    """Stands where a module before the layers is on later stages: zeros of its shape, or its input."""
+    """Stands where a module before the layers is on later stages: zeros `[batch, sequence, hidden]`, or its input."""
 
     weight: Tensor
 
@@ -190,7 +181,7 @@ class StagedInput:
 
 
 def _nothing(x: Tensor, width: int | None, dtype: torch.dtype) -> Tensor:
-    """Zeros in the shape of what a module makes of `x`."""
+    """Makes zeros in the shape of what a module makes of `x`."""
     if width is None:
         return x
     return torch.zeros((*(x.shape[:-1] if x.is_floating_point() else x.shape), width), dtype=dtype, device=x.device)
@@ -215,7 +206,7 @@ def _require_before_layers(name: str, boundary: StageBoundary) -> None:
 
 
 def output_width(module: nn.Module) -> int | None:
-    """The last dim of what an embedding or a linear makes; `None` for what keeps its input's."""
+    """Returns the last dim of what an embedding or a linear makes; `None` for what keeps its input's."""
     if isinstance(module, nn.Embedding):
         return module.embedding_dim
     return module.out_features if isinstance(module, nn.Linear) else None

@@ -34,7 +34,7 @@ _CLASSES = (Cache, DynamicCache, StaticCache, QuantizedCache)
 
 
 def cache_name(arguments: Mapping[str, Any]) -> str | None:
-    """The argument that holds a cache, if there is one."""
+    """Returns the argument that holds a cache, if there is one."""
     return next((name for name in _NAMES if arguments.get(name) is not None), None)
 
 
@@ -66,11 +66,9 @@ class StagedCache:
 
     @classmethod
     def of_call(cls, model: Any, arguments: dict[str, Any], parameters: Mapping[str, Any], stages: Stages, rank: int):
-        """The cache that a call was given, or that it asks for with `use_cache=True`; `None` if neither.
+        """Returns the cache that a call was given, or asks for with `use_cache=True`; `None` if neither.
 
         Args:
-            model (`PreTrainedModel`): the model that is called.
-            arguments (`dict`): of the call.
             parameters (`Mapping`): by name, those of the model's own forward.
             stages, rank: as for the class.
         """
@@ -108,7 +106,7 @@ class StagedCache:
             )
 
     def seen_by(self, stage: int) -> Any:
-        """The cache to run a stage's forward with."""
+        """Returns the cache to run a stage's forward with."""
         if not self._before:
             return self.cache
         start, stop = self.stages.ranges[stage]
@@ -117,7 +115,7 @@ class StagedCache:
         return view
 
     def advance(self, inputs: Tensor) -> None:
-        """After all stages: the entries of other ranks' layers grow by as many tokens as this rank's did.
+        """Lets the entries of other ranks' layers grow by as many tokens as this rank's did, after all stages.
 
         Args:
             inputs (`Tensor`): `[batch, tokens, ...]`, the token ids or embeddings of the call.
@@ -127,7 +125,7 @@ class StagedCache:
 
 
 def new_inputs(arguments: Mapping[str, Any]) -> Tensor:
-    """What a call adds to the past: its embeddings, else its token ids."""
+    """Returns what a call adds to the past, `[batch, tokens, ...]`: its embeddings, else its token ids."""
     embeddings = arguments.get("inputs_embeds")
     return arguments["input_ids"] if embeddings is None else embeddings
 
@@ -143,14 +141,14 @@ def _grow(layer: Any, inputs: Tensor) -> None:
 
 
 def _like(held: Tensor | None, zeros: Tensor) -> Tensor:
-    """Zeros as wide as what is there already: a static cache may have been allocated for every layer in advance."""
+    """Widens zeros to what is there already: a static cache may have been allocated for every layer in advance."""
     if held is None or held.dim() != zeros.dim():
         return zeros
     return zeros.to(held.dtype).expand(-1, held.shape[1], -1, held.shape[-1])
 
 
 def _at_rest(layer: Any) -> Any:
-    """A copy that keeps telling the present length; it shares what is larger than a number."""
+    """Copies a layer so that it keeps telling the present length; shares what is larger than a number."""
     snapshot = copy.copy(layer)
     for name, value in vars(layer).items():
         if isinstance(value, dict):

@@ -44,7 +44,7 @@ class Cut:
     holds_first: bool
 
     def modules_of(self, model: nn.Module, stage: int) -> list[nn.Module]:
-        """The modules with parameters of one of this rank's stages."""
+        """Lists the modules with parameters of one of this rank's stages."""
         start, stop = self.boundary.stages.ranges[stage]
         names = [f"{self.layers}.{index}" for index in range(start, stop)]
         if stage == 0:
@@ -54,23 +54,23 @@ class Cut:
         return [model.get_submodule(name) for name in names]
 
     def ends(self, model: nn.Module) -> list[nn.Module]:
-        """The modules with parameters around the layers that run on this rank."""
+        """Lists the modules with parameters around the layers that run on this rank."""
         used = (*self.before, *self.after) if self.holds_first else self.after
         modules = [model.get_submodule(name) for name in used]
         return [module for module in modules if next(module.parameters(), None) is not None]
 
     def stages_of(self, parameter: str) -> str:
-        """The stages that hold a parameter, in words."""
+        """Names the stages that hold a parameter."""
         first = self.stage_of(parameter)
         last = len(self.boundary.stages.ranges) - 1
         return f"{first} and {last}" if parameter in self.tied else str(first)
 
     def owner(self, name: str) -> int:
-        """The pipeline rank that a weight or buffer belongs to; of a tied weight the first stage's."""
+        """Returns the pipeline rank that a weight or buffer belongs to; of a tied weight the first stage's."""
         return self.boundary.stages.rank_of[self.stage_of(name)]
 
     def stage_of(self, parameter: str) -> int:
-        """The stage that owns a parameter; a tied one belongs to the first."""
+        """Returns the stage that owns a parameter; a tied one belongs to the first."""
         if parameter.startswith(f"{self.layers}."):
             layer = parameter.removeprefix(f"{self.layers}.").partition(".")[0]
             return self.boundary.stages.stage_of_layer(int(layer))
@@ -79,11 +79,7 @@ class Cut:
 
 
 def find_layers(model: Any, spec: ModelSpec) -> str:
-    """The name of the module list whose members are the class's `_no_split_modules`, or the spec's.
-
-    Raises:
-        UnsupportedError: there is none, or there are several.
-    """
+    """Returns the name of the spec's layer list, or of the only one made of the class's `_no_split_modules`."""
     if spec.layers is not None:
         return spec.layers
     classes = set(model._no_split_modules or ())
@@ -102,7 +98,7 @@ def find_layers(model: Any, spec: ModelSpec) -> str:
 
 
 def stages_per_rank(config: MegatronConfig) -> int:
-    """Stages on each rank: the config's, or by default the schedule's."""
+    """Returns the stages on each rank: the config's, or by default the schedule's."""
     number = schedule(config.pipeline_schedule).resolve(config.virtual_stages)
     check_schedule(config.pipeline_schedule, config.pp_size, number, config.num_microbatches)
     return number
@@ -128,9 +124,7 @@ def make_stages(model: Any, layers: nn.ModuleList, config: MegatronConfig) -> St
 def cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> Cut:
     """Leaves of a meta model what this rank's stages need.
 
-    Raises:
-        UnsupportedError: the model is no single stack of layers.
-        ConfigError: more stages than layers, or a partition that does not fit.
+    Raises `UnsupportedError` for a model that is no single stack, `ConfigError` for stages that do not fit its layers.
     """
     if spec.no_pipeline is not None:
         raise UnsupportedError(
@@ -168,7 +162,7 @@ def cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> Cut:
             layers[index] = ForeignLayer(layer, boundary)
     for module_name in before:
         module = model.get_submodule(module_name)
-        needed_by_head = holds_last and any(_owner(source) == module_name for source in tied.values())
+        needed_by_head = holds_last and any(source.rpartition(".")[0] == module_name for source in tied.values())
         if holds_first or needed_by_head:
             width = output_width(module)
             stand_around(module, StagedInput, _stage_boundary=boundary, _name=module_name, _width=width)
@@ -177,14 +171,16 @@ def cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> Cut:
     for module_name in after if not holds_last else ():
         _replace(model, module_name, ForeignOutput(module_name))
     if not holds_last:
-        _untie(model, set(tied))
+        # Keeps the loader from tying a head that is not here.
+        kept = {target: source for target, source in model.all_tied_weights_keys.items() if target not in tied}
+        model.all_tied_weights_keys = model._tied_weights_keys = kept
     crossing = stages.rank_of[0] != stages.rank_of[-1]
     shared = sorted(set(tied.values())) if crossing else ()
     return Cut(boundary, name, tuple(before), tuple(after), tuple(shared), holds_first)
 
 
 def _around(model: nn.Module, layers: str, spec: ModelSpec) -> tuple[list[str], list[str]]:
-    """Names of the modules with parameters before and behind the layers, in the order of their definition."""
+    """Lists the modules with parameters before and behind the layers, in the order of their definition."""
     before: list[str] = []
     after: list[str] = []
     path = layers.split(".")
@@ -206,12 +202,8 @@ def _around(model: nn.Module, layers: str, spec: ModelSpec) -> tuple[list[str], 
     return before, after
 
 
-def _owner(parameter: str) -> str:
-    return parameter.rpartition(".")[0]
-
-
 def _tied(model: Any, before: list[str], after: list[str]) -> dict[str, str]:
-    """Parameter behind the layers -> the one before them that it is tied to."""
+    """Maps parameters behind the layers to the ones before them that they are tied to."""
     tied = {}
     for target, source in model.all_tied_weights_keys.items():
         ends = [_side(name, before, after) for name in (target, source)]
@@ -227,13 +219,6 @@ def _side(name: str, before: list[str], after: list[str]) -> str:
         if any(name.startswith(f"{module}.") for module in modules):
             return side
     return "layers"
-
-
-def _untie(model: Any, targets: set[str]) -> None:
-    """Keeps the loader from tying a head that is not here."""
-    kept = {target: source for target, source in model.all_tied_weights_keys.items() if target not in targets}
-    model.all_tied_weights_keys = kept
-    model._tied_weights_keys = kept
 
 
 def _replace(model: nn.Module, name: str, module: nn.Module) -> None:

@@ -27,6 +27,7 @@ from ..data_parallel.fully_sharded import reshard
 from ..errors import UnsupportedError
 from ..loss import has_labels, without_targets
 from ..parallel_state import ParallelState
+from ..patch_ledger import Shared
 from ..upstream import at_end_of_backward, finishing_itself, local_tensor
 from .cache import StagedCache, cache_name, new_inputs
 from .cut import Cut, stages_per_rank
@@ -47,7 +48,7 @@ _TIED_TAG = 0
 _SCALER_STARTS_AT = 2.0**16
 
 
-class Pipeline:
+class Pipeline(Shared):
     """Attached to a model whose layers lie on several ranks.
 
     Attributes:
@@ -73,9 +74,6 @@ class Pipeline:
         engine.on_cleared.append(self.loss_scale.clear)
         self._install(state)
 
-    def __deepcopy__(self, memo: dict) -> "Pipeline":
-        return self
-
     def _install(self, state: ParallelState) -> None:
         model = self.model
         stock = type(model).forward
@@ -91,7 +89,7 @@ class Pipeline:
         state.patches.replace(model, "forward", types.MethodType(forward, model))
 
     def describe(self) -> dict[str, Any]:
-        """The schedule and its sizes; `microbatches` are those of a batch with enough rows."""
+        """Returns the schedule and its sizes; `microbatches` are those of a batch with enough rows."""
         return {
             "schedule": self.schedule.name,
             "ranks": self.config.pp_size,
@@ -124,11 +122,11 @@ class Pipeline:
 
     @contextmanager
     def reading(self, read: Callable[[Any, slice], tuple[Tensor, ...]]) -> Iterator[None]:
-        """Inside, calls of the model return on every rank what `read` makes of the last stage's outputs.
+        """Makes calls inside return on every rank what `read` makes of the last stage's outputs.
 
         Args:
-            read (`Callable`): (what the model returned for a microbatch, its rows in the batch) -> tensors with a row
-                per sample, and scalars, which are added up. Their backward runs the pipeline in reverse.
+            read (`Callable`): (what the model returned for a microbatch, its rows in the batch) -> tensors
+                `[rows, ...]`, and scalars, which are added up. Their backward runs the pipeline in reverse.
         """
         before, self._read = self._read, read
         try:
@@ -145,7 +143,7 @@ class Pipeline:
         return dict(bound)
 
     def _train(self, arguments: dict[str, Any]) -> PipelineOutput:
-        """The whole schedule."""
+        """Runs the whole schedule."""
         is_counted = arguments.get("num_items_in_batch") is not None
         microbatches, weights, denominator = self._prepare(arguments, for_backward=True)
         losses = torch.zeros(3, device=self.mesh.device)
@@ -157,8 +155,8 @@ class Pipeline:
                 losses[1:] += torch.stack([aux_loss.detach().float() * weights[number], losses.new_ones(())])
             return (loss,)
 
-        count = len(microbatches)
-        actions = plan(self.schedule.name, self.config.pp_size, self.stages_per_rank, count)[self.mesh.pp_rank]
+        sizes = self.schedule.name, self.config.pp_size, self.stages_per_rank, len(microbatches)
+        actions = plan(*sizes)[self.mesh.pp_rank]
         gradients = self._gradients(actions)
         execution = self._execution(microbatches, weights, denominator, read)
         seed = torch.tensor(gradients.seed, device=self.mesh.device)
@@ -166,7 +164,7 @@ class Pipeline:
         execution.before_backward, execution.added = gradients.before_backward, gradients.store.take
         with gradients.collecting():
             self._run(execution, actions)
-        self._from_last(losses)
+        dist.broadcast(losses, group=self.mesh.pp_group, group_src=self._last)
         if self.loss is not None and not is_counted:
             self.loss.mean_over_ranks(losses[0])
         anchor = torch.zeros((), device=self.mesh.device, requires_grad=True)
@@ -174,7 +172,7 @@ class Pipeline:
         return PipelineOutput(loss=loss, logits=AbsentLogits(), aux_loss=losses[1] if losses[2] else None)
 
     def _forward_only(self, arguments: dict[str, Any], labels: bool) -> PipelineOutput:
-        """Forwards, whose graphs are kept if gradients are wanted."""
+        """Runs forwards, whose graphs are kept if gradients are wanted."""
         parameters, stages = self._signature.parameters, self.boundary.stages
         cache = StagedCache.of_call(self.model, arguments, parameters, stages, self.mesh.pp_rank)
         rows = batch_rows(arguments)
@@ -207,7 +205,7 @@ class Pipeline:
         read: Callable[[Any, slice], tuple[Tensor, ...]],
         cache: StagedCache | None = None,
     ) -> tuple[Tensor, ...]:
-        """What `read` makes of the microbatches' outputs, together and on every rank; see `reading`."""
+        """Returns what `read` makes of the microbatches' outputs, together and on every rank; see `reading`."""
         microbatches, weights, denominator = self._prepare(arguments, for_backward=False, whole=cache is not None)
         edges = [0, *itertools.accumulate(map(batch_rows, microbatches))]
         parts = [slice(start, stop) for start, stop in itertools.pairwise(edges)]
@@ -218,7 +216,7 @@ class Pipeline:
         self._run(execution, forward_plan(*sizes)[self.mesh.pp_rank])
         columns = zip(*execution.results, strict=True)
         values = tuple(torch.cat(column) if column[0].dim() else torch.stack(column).sum() for column in columns)
-        values = self._broadcast(values)
+        values = self.transport.broadcast(values, self._last)
         if torch.is_grad_enabled():
             values = self._kept(execution, values, backward_plan(*sizes)[self.mesh.pp_rank])
         elif self.model.training:
@@ -253,7 +251,7 @@ class Pipeline:
     def _prepare(
         self, arguments: dict[str, Any], *, for_backward: bool, whole: bool = False
     ) -> tuple[list[dict[str, Any]], list[float], Tensor | float | None]:
-        """Microbatches, their shares of the rows, and the denominator of the batch's loss."""
+        """Makes microbatches, their shares of the rows, and the denominator of the batch's loss."""
         for name in ("output_attentions", "output_hidden_states"):
             if arguments.get(name) or getattr(self.model.config, name, False):
                 raise UnsupportedError(f"{name}=True: no rank of a pipeline has those of all layers.")
@@ -279,7 +277,7 @@ class Pipeline:
         return microbatches + [without_targets(microbatches[0])] * missing, weights + [0.0] * missing, denominator
 
     def _same_on_dp_ranks(self, microbatches: int) -> int:
-        """Where dp ranks wait for each other in a forward, those with fewer rows decide for all."""
+        """Lets ranks with fewer rows decide for all, where dp ranks wait for each other in a forward."""
         if not self._in_lockstep:
             return microbatches
         lowest = torch.tensor(microbatches, device=self.mesh.device)
@@ -298,7 +296,8 @@ class Pipeline:
 
         def forward(number: int) -> Any:
             seen = {} if cache is None else {cache.name: cache.seen_by(self.boundary.stage)}
-            with self._loss_over(None if denominator is None else denominator * (weights[number] or 1.0)):
+            share = None if denominator is None else denominator * (weights[number] or 1.0)
+            with nullcontext() if self.loss is None else self.loss.over(share):
                 return self._forward(**(microbatches[number] | seen))
 
         flags = (self.model.training, getattr(config, "output_router_logits", None), self._autocast_dtype())
@@ -321,16 +320,13 @@ class Pipeline:
         if self.config.zero_stage == 3 and self.mesh.dp_size > 1:
             reshard(self.cut.ends(self.model))
 
-    def _loss_over(self, denominator: Tensor | float | None) -> AbstractContextManager[None]:
-        return nullcontext() if self.loss is None else self.loss.over(denominator)
-
     def _gradients(self, actions: tuple[Action, ...], seed: float | None = None) -> ScheduledGradients:
         return ScheduledGradients(
             self.loss_scale, self.engine.gradients, actions, tied=self.tied(), sum_tied=self.sum_tied, seed=seed
         )
 
     def _usual_scale(self) -> float:
-        """What the first loss will probably be multiplied by: in fp16 a scaler's first scale, else nothing."""
+        """Guesses what the first loss will be multiplied by: in fp16 a scaler's first scale, else nothing."""
         return _SCALER_STARTS_AT if self._autocast_dtype() is torch.float16 else 1.0
 
     def _autocast_dtype(self) -> torch.dtype | None:
@@ -339,7 +335,7 @@ class Pipeline:
 
     @contextmanager
     def _quiet_autocast(self) -> Iterator[None]:
-        """Weights are cast for each microbatch: a cached cast would be part of several graphs."""
+        """Casts weights for each microbatch: a cached cast would be part of several graphs."""
         before = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)
         try:
@@ -348,7 +344,7 @@ class Pipeline:
             torch.set_autocast_cache_enabled(before)
 
     def trainable(self) -> dict[int, list[nn.Parameter]]:
-        """The parameters with gradients of each of this rank's stages."""
+        """Returns the parameters with gradients of each of this rank's stages."""
         if not self.schedule.splits_backward:
             # Autograd finds them by itself.
             return {}
@@ -366,7 +362,7 @@ class Pipeline:
         return [parameters[name] for name in self.cut.tied]
 
     def tied(self) -> list[nn.Parameter]:
-        """Those of them that are trained."""
+        """Lists the trained parameters of this rank that the stage at the other end holds too."""
         return [parameter for parameter in self._tied() if parameter.requires_grad]
 
     def sum_tied(self) -> None:
@@ -398,10 +394,3 @@ class Pipeline:
             )
         logits = output["logits"]
         return logits if isinstance(logits, Tensor) else logits.gather(warn=False)
-
-    def _from_last(self, tensor: Tensor) -> None:
-        dist.broadcast(tensor, group=self.mesh.pp_group, group_src=self._last)
-
-    def _broadcast(self, values: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Tensors of the last stage, on every rank."""
-        return self.transport.broadcast(values, self._last)

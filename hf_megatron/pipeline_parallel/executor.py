@@ -19,17 +19,6 @@ from .transport import Arriving, Transport
 
 Cell = tuple[int, int]
 
-_METHODS: Mapping[Kind, str] = {
-    Kind.FORWARD: "_forward",
-    Kind.BACKWARD: "_backward",
-    Kind.BACKWARD_INPUT: "_backward_input",
-    Kind.BACKWARD_WEIGHT: "_backward_weight",
-    Kind.SEND_FORWARD: "_send_forward",
-    Kind.RECEIVE_FORWARD: "_receive_forward",
-    Kind.SEND_BACKWARD: "_send_backward",
-    Kind.RECEIVE_BACKWARD: "_receive_backward",
-}
-
 
 class Execution:
     """The microbatches of one batch on this rank, between their forwards and their backwards.
@@ -85,9 +74,9 @@ class Execution:
         self._groups: dict[Cell, Any] = {}
 
     def run(self, actions: Sequence[Action]) -> None:
-        """Does the actions in order and waits until everything is sent."""
+        """Does the actions in order, each by the method of its kind's name, and waits until everything is sent."""
         for action in actions:
-            getattr(self, _METHODS[action.kind])(action)
+            getattr(self, f"_{action.kind.name.lower()}")(action)
         self.transport.flush()
 
     def _tag(self, stage: int, microbatch: int, backward: bool) -> int:
@@ -159,7 +148,7 @@ class Execution:
             self.transport.send(self._gradients.pop((stage - 1, microbatch)), peer, tag, kind=None)
 
     def _roots(self, cell: Cell) -> tuple[list[Tensor], list[Tensor | None]]:
-        """What a backward starts from, with its gradients."""
+        """Returns what a backward starts from, with its gradients."""
         stage, microbatch = cell
         if (arriving := self._arriving.pop((Kind.BACKWARD, *cell), None)) is not None:
             with self.record("receive_backward", stage, microbatch):
@@ -169,9 +158,8 @@ class Execution:
         return [output for output, _ in pairs], [seed for _, seed in pairs]
 
     def _hand_back(self, cell: Cell, inputs: tuple[Tensor, ...]) -> None:
-        stage, microbatch = cell
         gradients = tuple(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in inputs)
-        self._gradients[stage - 1, microbatch] = gradients
+        self._gradients[cell[0] - 1, cell[1]] = gradients
 
     def _backward(self, action: Action) -> None:
         cell = action.stage, action.microbatch
@@ -197,11 +185,10 @@ class Execution:
     def _backward_weight(self, action: Action) -> None:
         cell = action.stage, action.microbatch
         self.before_backward(action)
-        if action.stage == 0:
-            roots, seeds = self._roots(cell)
-            with self._differentiating("W", cell):
+        roots, seeds = self._roots(cell) if action.stage == 0 else ([], [])
+        with self._differentiating("W", cell):
+            if action.stage == 0:
                 torch.autograd.backward(roots, seeds)
-        else:
-            with self._differentiating("W", cell):
+            else:
                 backward_weights(self.parameters[action.stage], self._groups.pop(cell))
                 self.added(self.parameters[action.stage])

@@ -40,7 +40,7 @@ class LossScale:
 
     @contextmanager
     def announce(self, scale: Callable[[], float] | None) -> Iterator[None]:
-        """Inside, a loop tells what the next losses receive."""
+        """Lets a loop tell what the next losses, inside, receive."""
         before, self.announced = self.announced, scale
         try:
             yield
@@ -48,13 +48,13 @@ class LossScale:
             self.announced = before
 
     def expected(self) -> float:
-        """What the next loss will receive, as far as anybody knows."""
+        """Returns what the next loss will receive, as far as anybody knows."""
         if self.announced is not None:
             return self.announced()
         return self.usual() if self._last is None else self._last
 
     def clear(self) -> None:
-        """The gradients are gone: nobody waits for their scale any more."""
+        """Forgets who waits for a scale: the gradients are gone."""
         self._unsettled.clear()
 
     def require_settled(self, store: GradientStore) -> None:
@@ -69,7 +69,7 @@ class LossScale:
     # For schedules
 
     def begin(self, gradients: "ScheduledGradients", *, sums_are_empty: bool, is_known: bool) -> tuple[int, bool]:
-        """A schedule begins: its number, and whether its gradients may go straight into the sums."""
+        """Returns a schedule's number, and whether its gradients may go straight into the sums."""
         self._calls += 1
         if sums_are_empty:
             self.clear()
@@ -80,11 +80,11 @@ class LossScale:
         return self._calls, is_direct
 
     def is_alone(self, gradients: "ScheduledGradients") -> bool:
-        """Whether nothing but these gradients is in the sums, which may be scaled then."""
+        """Tells whether nothing but these gradients is in the sums, which may be scaled then."""
         return self._alone is gradients
 
     def waited_for(self) -> "ScheduledGradients | None":
-        """The schedule whose gradients are alone in the sums, at a scale that is not known yet."""
+        """Returns the schedule whose gradients are alone in the sums, at a scale that is not known yet."""
         alone = self._alone
         return alone if alone is not None and alone.is_guess and alone.number in self._unsettled else None
 
@@ -92,11 +92,11 @@ class LossScale:
         return number in self._unsettled
 
     def await_backward(self, number: int) -> None:
-        """The gradients of a schedule are in the sums now."""
+        """Notes that the gradients of a schedule are in the sums now."""
         self._unsettled.add(number)
 
     def settled(self, number: int, scale: float | None) -> None:
-        """Backward has told the scale of a schedule; `None` where the next loss need not receive the same."""
+        """Notes a schedule's scale, which backward has told; `None` where the next loss need not receive the same."""
         self._unsettled.discard(number)
         if scale is not None and math.isfinite(scale) and scale:
             self._last = scale
@@ -106,7 +106,6 @@ class ScheduledGradients:
     """Where the gradients of one schedule go.
 
     Args:
-        actions: of this rank.
         seed (`float`, *optional*): what the backward of each microbatch starts from, where it is known: a reverse
             pipeline is given gradients that are scaled already.
         tied: parameters that the other end of the pipeline holds too.
@@ -124,7 +123,9 @@ class ScheduledGradients:
         seed: float | None = None,
     ):
         self.scale, self.store, self.tied, self.sum_tied = scale, store, tied, sum_tied
-        self.final = _final_backwards(actions)
+        # Each stage's last action that adds gradients to its parameters.
+        last = {a.stage: a for a in actions if a.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)}
+        self.final = frozenset(last.values())
         self.is_reverse = seed is not None
         self.is_guess = seed is None and scale.announced is None
         self.number, self.is_direct = scale.begin(self, sums_are_empty=store.is_empty, is_known=not self.is_guess)
@@ -135,7 +136,7 @@ class ScheduledGradients:
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
-        """Inside, the schedule's backwards run."""
+        """Holds the store as the schedule's backwards, which run inside, need it."""
         self.synchronise = self.store.synchronise
         self.store.complete()
         with ExitStack() as stack:
@@ -154,15 +155,14 @@ class ScheduledGradients:
                     self.store.synchronise = self.synchronise and self.is_direct and not self.is_reverse
 
     def before_backward(self, action: Action) -> None:
-        """Reduction over dp ranks may begin with the last microbatch of a stage."""
+        """Lets reduction over dp ranks begin with the last microbatch of a stage."""
         is_last = self.is_direct and not self.is_reverse and action in self.final
         self.store.synchronise = self.synchronise and is_last
 
     def settle(self, scale: float) -> None:
-        """Backward tells the scale of the gradients.
+        """Takes the scale of the gradients, as backward tells it.
 
-        Raises:
-            ConfigError: the gradients are mixed with others already, at another scale.
+        Raises `ConfigError` where they are mixed with others already, at another scale.
         """
         if self._settled or (self.is_direct and not self.scale.is_unsettled(self.number)):
             raise ConfigError(
@@ -187,9 +187,3 @@ class ScheduledGradients:
             self.store.scale(scale / self.seed)
         while self._waiting:
             self.store.add(*self._waiting.pop(0))
-
-
-def _final_backwards(actions: tuple[Action, ...]) -> frozenset[Action]:
-    """Each stage's last action that adds gradients to its parameters."""
-    last = {a.stage: a for a in actions if a.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)}
-    return frozenset(last.values())

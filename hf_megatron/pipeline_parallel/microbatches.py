@@ -15,11 +15,7 @@ _PASSED_ON = ("logits_to_keep",)
 
 
 def batch_rows(arguments: Mapping[str, Any]) -> int:
-    """The number of samples of a batch.
-
-    Raises:
-        ConfigError: neither `input_ids` nor `inputs_embeds` is there.
-    """
+    """Counts the samples of a batch; raises `ConfigError` where neither `input_ids` nor `inputs_embeds` is there."""
     for name in INPUTS:
         if isinstance(arguments.get(name), Tensor):
             return arguments[name].shape[ROW_DIM]
@@ -56,7 +52,7 @@ def _rows(value: Any, rows: int, start: int, stop: int) -> Any:
 
 
 def describe(arguments: Mapping[str, Any]) -> tuple:
-    """What decides the shapes that travel between stages: the same on every rank of a pipeline."""
+    """Returns what decides the shapes that travel between stages: the same on every rank of a pipeline."""
     found: list[Any] = [torch.is_grad_enabled()]
     for name, value in sorted(arguments.items()):
         if isinstance(value, Tensor) and name in INPUTS:

@@ -45,11 +45,13 @@ class ScheduledLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, loss: Tensor, settle: Callable[[float], None]) -> Tensor:
+        """Returns the loss, a scalar."""
         ctx.settle = settle
         return loss.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        """Takes how much the loss, a scalar, counts."""
         ctx.settle(gradient.item())
         return torch.zeros_like(gradient), None, None
 
@@ -59,10 +61,12 @@ class KeptGraphs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, backward: Callable[[tuple[Tensor, ...]], None], *values: Tensor) -> Any:
+        """Returns values `[rows, ...]` or scalars, as the last stage made them."""
         ctx.run = backward
         return tuple(value.clone() for value in values)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """Takes the gradients of values `[rows, ...]` or scalars."""
         ctx.run(gradients)
         return (torch.zeros(()), *(None for _ in range(len(gradients) + 1)))

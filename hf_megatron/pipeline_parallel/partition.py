@@ -27,18 +27,18 @@ class Stages:
 
     @classmethod
     def of(cls, counts: Sequence[int], rank_of: Sequence[int]) -> "Stages":
-        """From the number of layers of each stage and the rank of each stage."""
+        """Makes stages from the number of layers and the rank of each."""
         if len(counts) != len(rank_of):
             raise ValueError(f"{len(counts)} numbers of layers for {len(rank_of)} stages.")
         stops = tuple(accumulate(counts))
         return cls(tuple(zip((0, *stops), stops, strict=False)), tuple(rank_of))
 
     def of_rank(self, rank: int) -> tuple[int, ...]:
-        """The stages of a rank, first to last."""
+        """Returns the stages of a rank, first to last."""
         return tuple(stage for stage, owner in enumerate(self.rank_of) if owner == rank)
 
     def stage_of_layer(self, layer: int) -> int:
-        """The stage that holds a layer."""
+        """Returns the stage that holds a layer."""
         for stage, (start, stop) in enumerate(self.ranges):
             if start <= layer < stop:
                 return stage
@@ -46,11 +46,7 @@ class Stages:
 
 
 def check_partition(counts: Sequence[int], layers: int, stages: int) -> None:
-    """Checks that a stated number of layers for each stage fits the model and the stages.
-
-    Raises:
-        ConfigError: it does not; names the field, its value and what would be valid.
-    """
+    """Raises `ConfigError` where a stated number of layers for each stage does not fit model and stages."""
     _check_stages(layers, stages)
     if len(counts) != stages or sum(counts) != layers or min(counts) < 1:
         raise ConfigError(
@@ -60,18 +56,14 @@ def check_partition(counts: Sequence[int], layers: int, stages: int) -> None:
 
 
 def even(layers: int, stages: int) -> tuple[int, ...]:
-    """As many layers for each stage as for any other, one more for the first ones where they do not divide.
-
-    Raises:
-        ConfigError: there are fewer layers than stages.
-    """
+    """Shares layers out evenly, the rest to the first stages; raises `ConfigError` with fewer layers than stages."""
     _check_stages(layers, stages)
     share, rest = divmod(layers, stages)
     return tuple(share + (stage < rest) for stage in range(stages))
 
 
 def partition(costs: Sequence[float], stages: int, *, before: float = 0.0, after: float = 0.0) -> tuple[int, ...]:
-    """The number of layers of each stage that makes the most expensive stage as cheap as can be.
+    """Returns the layers of each stage that make the most expensive stage as cheap as can be; raises as `even`.
 
     Every stage gets a layer. Among partitions with the same most expensive stage the sum of the squared costs is the
     smallest, which evens out the others, and then the earlier stages get more layers; so equal layers are shared out
@@ -79,12 +71,7 @@ def partition(costs: Sequence[float], stages: int, *, before: float = 0.0, after
 
     Args:
         costs (`Sequence[float]`): the cost of each layer, 0 or more.
-        stages (`int`): the number of stages.
-        before (`float`, defaults to 0.0): what the first stage costs besides its layers.
-        after (`float`, defaults to 0.0): what the last stage costs besides its layers.
-
-    Raises:
-        ConfigError: there are fewer layers than stages.
+        before, after (`float`, defaults to 0.0): what the first and the last stage cost besides their layers.
     """
     layers = len(costs)
     _check_stages(layers, stages)
@@ -99,7 +86,7 @@ def partition(costs: Sequence[float], stages: int, *, before: float = 0.0, after
         return sums[stop] - sums[start] + around
 
     def stops(stage: int, start: int) -> range:
-        """Where a stage may end, latest first: with one layer or more for it and for each stage behind it."""
+        """Returns where a stage may end, latest first: with one layer or more for it and each stage behind it."""
         latest = layers - (stages - 1 - stage)
         return range(latest, latest - 1 if stage == stages - 1 else start, -1)
 
@@ -129,7 +116,7 @@ def partition(costs: Sequence[float], stages: int, *, before: float = 0.0, after
 
 
 def estimate_cost(module: nn.Module, config: Any = None) -> float:
-    """Multiply-adds of a module for one token, from the shapes of its weights; attention's own product is left out.
+    """Counts a module's multiply-adds for one token from its weights' shapes, attention's own product left out.
 
     Of experts only those a token is sent to count, and embeddings cost nothing. Parameters may be on the meta device.
 
@@ -140,30 +127,26 @@ def estimate_cost(module: nn.Module, config: Any = None) -> float:
     """
     experts, active = _first_number(config, EXPERTS), _first_number(config, EXPERTS_PER_TOKEN)
     share = active / experts if experts and active else 1.0
-    lists = [
-        f"{name}."
-        for name, child in module.named_modules()
-        if isinstance(child, nn.ModuleList) and len(child) == experts
-    ]
+    found = ((name, child) for name, child in module.named_modules() if isinstance(child, nn.ModuleList))
+    lists = tuple(f"{name}." for name, child in found if len(child) == experts)
     total = 0.0
     for name, parameter in module.named_parameters():
         owner = module.get_submodule(name.rpartition(".")[0])
         # Biases of experts have two dims.
         if parameter.dim() < 2 or name.endswith("bias") or isinstance(owner, nn.Embedding):
             continue
-        routed = parameter.dim() == 3 and parameter.shape[0] == experts
-        routed = routed or any(name.startswith(prefix) for prefix in lists)
+        routed = (parameter.dim() == 3 and parameter.shape[0] == experts) or name.startswith(lists)
         total += parameter.numel() * (share if routed else 1.0)
     return total
 
 
 def estimate_costs(layers: Iterable[nn.Module], config: Any = None) -> tuple[float, ...]:
-    """`estimate_cost` of each layer."""
+    """Returns `estimate_cost` of each layer."""
     return tuple(estimate_cost(layer, config) for layer in layers)
 
 
 def _starts(stage: int, stages: int, layers: int) -> range:
-    """The layers that a stage may start with when every stage has one."""
+    """Returns the layers that a stage may start with when every stage has one."""
     return range(1) if stage == 0 else range(stage, layers - (stages - stage) + 1)
 
 
@@ -176,6 +159,6 @@ def _check_stages(layers: int, stages: int) -> None:
 
 
 def _first_number(config: Any, names: tuple[str, ...]) -> int | None:
-    """The first of several attributes that is set to a number; families name the same thing differently."""
+    """Returns the first of several attributes that is set to a number; families name the same differently."""
     values = (getattr(config, name, None) for name in names)
     return next((value for value in values if isinstance(value, int) and value > 0), None)

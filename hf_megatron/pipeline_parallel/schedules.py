@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache, partial
+from typing import Any
 
 from ..errors import ConfigError
 from ..upstream import add_sends_and_receives, pipeline_orders
@@ -55,10 +56,6 @@ class Action:
 Plan = tuple[tuple[Action, ...], ...]
 
 
-def _any_number(ranks: int, stages_per_rank: int, microbatches: int) -> bool:
-    return True
-
-
 @dataclass(frozen=True)
 class Schedule:
     """One pipeline schedule.
@@ -82,15 +79,11 @@ class Schedule:
     fixed: int | None = None
     v_shaped: bool = False
     splits_backward: bool = False
-    runs: Callable[[int, int, int], bool] = _any_number
+    runs: Callable[[int, int, int], bool] = lambda ranks, stages_per_rank, microbatches: True
     rule: str = "1 or more"
 
     def resolve(self, virtual_stages: int | None) -> int:
-        """The number of stages per rank that `MegatronConfig.virtual_stages` asks for.
-
-        Raises:
-            ConfigError: the schedule does not take that many.
-        """
+        """Returns the stages per rank that `virtual_stages` asks for; raises `ConfigError` where it cannot."""
         count = self.stages_per_rank if virtual_stages is None else virtual_stages
         if count < 1 or self.fixed not in (None, count):
             valid = "1 or more" if self.fixed is None else f"{self.fixed} only"
@@ -104,11 +97,7 @@ SCHEDULES: dict[str, Schedule] = {}
 
 
 def register_schedule(schedule: Schedule, *, replace: bool = False) -> Schedule:
-    """Makes a schedule available under its name.
-
-    Raises:
-        ConfigError: the name is taken already and `replace` is not set.
-    """
+    """Makes a schedule available under its name; raises `ConfigError` where it is taken, unless `replace`."""
     if schedule.name in SCHEDULES and not replace:
         raise ConfigError(
             f"pipeline schedule {schedule.name!r} is registered already; pass replace=True to override it."
@@ -118,22 +107,14 @@ def register_schedule(schedule: Schedule, *, replace: bool = False) -> Schedule:
 
 
 def schedule(name: str) -> Schedule:
-    """The schedule of this name.
-
-    Raises:
-        ConfigError: there is none; names the field, its value and the valid names.
-    """
+    """Returns the schedule of this name, or raises `ConfigError` with the valid names."""
     if name not in SCHEDULES:
         raise ConfigError(f"MegatronConfig.pipeline_schedule = {name!r}: expected one of {', '.join(SCHEDULES)}.")
     return SCHEDULES[name]
 
 
 def check_schedule(name: str, ranks: int, stages_per_rank: int, microbatches: int | None = None) -> None:
-    """Checks that a schedule exists for these sizes; `None` leaves the number of microbatches open.
-
-    Raises:
-        ConfigError: it does not; names the field, its value and what would be valid.
-    """
+    """Raises `ConfigError` where no schedule exists for these sizes; `None` leaves the microbatches open."""
     found = schedule(name)
     if ranks < 1:
         raise ConfigError(f"MegatronConfig.pp_size = {ranks}: expected an integer of 1 or more.")
@@ -155,11 +136,7 @@ def check_schedule(name: str, ranks: int, stages_per_rank: int, microbatches: in
 
 
 def valid_microbatches(name: str, ranks: int, stages_per_rank: int, at_most: int) -> int:
-    """The largest number of microbatches that a schedule can run, `at_most` or fewer; if it takes more, the smallest.
-
-    Raises:
-        ConfigError: the schedule does not exist for this number of stages.
-    """
+    """Returns the most microbatches that can run, `at_most` or fewer; if it takes more, the fewest."""
     check_schedule(name, ranks, stages_per_rank)
     found = schedule(name)
     numbers = itertools.chain(range(at_most, 0, -1), itertools.count(max(at_most, 0) + 1))
@@ -167,7 +144,7 @@ def valid_microbatches(name: str, ranks: int, stages_per_rank: int, at_most: int
 
 
 def rank_of_stage(name: str, ranks: int, stages_per_rank: int) -> tuple[int, ...]:
-    """The rank that holds each stage: round and round, or down and back up for V-shaped schedules."""
+    """Returns the rank that holds each stage: round and round, or down and back up for V-shaped schedules."""
     check_schedule(name, ranks, stages_per_rank)
     v_shaped = schedule(name).v_shaped
     rounds = [range(ranks)[:: -1 if v_shaped and number % 2 else 1] for number in range(stages_per_rank)]
@@ -175,47 +152,28 @@ def rank_of_stage(name: str, ranks: int, stages_per_rank: int) -> tuple[int, ...
 
 
 def plan(name: str, ranks: int, stages_per_rank: int, microbatches: int) -> Plan:
-    """The actions of every rank for one training step, sends and receives included.
-
-    Raises:
-        ConfigError: the schedule cannot run these sizes.
-    """
+    """Returns the actions of every rank for one step, sends and receives included; raises as `check_schedule`."""
     check_schedule(name, ranks, stages_per_rank, microbatches)
     return _plan(schedule(name), ranks, stages_per_rank, microbatches)
 
 
 def forward_plan(name: str, ranks: int, stages_per_rank: int, microbatches: int) -> Plan:
-    """The actions of every rank for forwards alone, stage by stage; any number of microbatches will do.
-
-    Raises:
-        ConfigError: the schedule does not exist for this number of stages.
-    """
+    """Returns the actions of every rank for forwards alone, stage by stage, of any number of microbatches."""
     return _one_way(Kind.FORWARD, rank_of_stage(name, ranks, stages_per_rank), ranks, microbatches)
 
 
 def backward_plan(name: str, ranks: int, stages_per_rank: int, microbatches: int) -> Plan:
-    """The actions of every rank for full backwards alone, in the reverse order of `forward_plan`.
-
-    Raises:
-        ConfigError: the schedule does not exist for this number of stages.
-    """
+    """Returns the actions of every rank for full backwards alone, in the reverse order of `forward_plan`."""
     return _one_way(Kind.BACKWARD, rank_of_stage(name, ranks, stages_per_rank), ranks, microbatches)
 
 
 def bubble(
-    name: str,
-    ranks: int,
-    stages_per_rank: int,
-    microbatches: int,
-    costs: tuple[float, float, float] = (1.0, 1.0, 1.0),
+    name: str, ranks: int, stages_per_rank: int, microbatches: int, costs: tuple[float, float, float] = (1.0, 1.0, 1.0)
 ) -> float:
-    """The share of all ranks' time that a schedule leaves idle, without communication.
+    """Returns the share of all ranks' time that a schedule leaves idle, without communication.
 
     Args:
         costs (`tuple[float, float, float]`): time of one stage's forward, gradient of inputs and gradient of weights.
-
-    Raises:
-        ConfigError: the schedule cannot run these sizes.
     """
     actions = plan(name, ranks, stages_per_rank, microbatches)
     forward, inputs, weights = costs
@@ -299,57 +257,23 @@ def _torch_order(schedule_class: str, ranks: int, stages_per_rank: int, microbat
     return _actions(pipeline_orders(schedule_class, ranks, stages_per_rank, microbatches))
 
 
-def _equal_rounds(ranks: int, stages_per_rank: int, microbatches: int) -> bool:
-    return microbatches % max(1, microbatches // ranks) == 0
-
-
-def _as_many_as_stages(ranks: int, stages_per_rank: int, microbatches: int) -> bool:
-    return microbatches >= ranks * stages_per_rank
-
-
-_ROUNDS = "a number that num_microbatches // {ranks} divides, as any multiple of {ranks}"
+_ROUNDS: dict[str, Any] = {
+    "runs": lambda ranks, stages_per_rank, microbatches: microbatches % max(1, microbatches // ranks) == 0,
+    "rule": "a number that num_microbatches // {ranks} divides, as any multiple of {ranks}",
+}
+_FILLED: dict[str, Any] = {
+    "runs": lambda ranks, stages_per_rank, microbatches: microbatches >= ranks * stages_per_rank,
+    "rule": "{stages} or more",
+}
+_V: dict[str, Any] = {"fixed": 2, "v_shaped": True, "splits_backward": True}
 
 register_schedule(Schedule("gpipe", _gpipe, fixed=1))
 register_schedule(Schedule("1f1b", _one_forward_one_backward, fixed=1))
-register_schedule(
-    Schedule(
-        "interleaved_1f1b",
-        partial(_torch_order, "ScheduleInterleaved1F1B"),
-        stages_per_rank=2,
-        runs=_equal_rounds,
-        rule=_ROUNDS,
-    )
-)
-register_schedule(
-    Schedule(
-        "interleaved_zero_bubble",
-        partial(_torch_order, "ScheduleInterleavedZeroBubble"),
-        stages_per_rank=2,
-        splits_backward=True,
-        runs=_equal_rounds,
-        rule=_ROUNDS,
-    )
-)
-register_schedule(
-    Schedule(
-        "zbv",
-        partial(_torch_order, "ScheduleZBVZeroBubble"),
-        stages_per_rank=2,
-        fixed=2,
-        v_shaped=True,
-        splits_backward=True,
-    )
-)
-register_schedule(
-    Schedule(
-        "dualpipev",
-        partial(_torch_order, "ScheduleDualPipeV"),
-        stages_per_rank=2,
-        fixed=2,
-        v_shaped=True,
-        splits_backward=True,
-        runs=_as_many_as_stages,
-        rule="{stages} or more",
-    )
-)
-register_schedule(Schedule("looped_bfs", partial(_torch_order, "ScheduleLoopedBFS"), stages_per_rank=2))
+for _name, _class, _others in (
+    ("interleaved_1f1b", "ScheduleInterleaved1F1B", _ROUNDS),
+    ("interleaved_zero_bubble", "ScheduleInterleavedZeroBubble", {**_ROUNDS, "splits_backward": True}),
+    ("zbv", "ScheduleZBVZeroBubble", _V),
+    ("dualpipev", "ScheduleDualPipeV", {**_V, **_FILLED}),
+    ("looped_bfs", "ScheduleLoopedBFS", {}),
+):
+    register_schedule(Schedule(_name, partial(_torch_order, _class), stages_per_rank=2, **_others))

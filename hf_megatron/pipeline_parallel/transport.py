@@ -24,7 +24,7 @@ Shapes = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
 
 def encode(tensors: tuple[Tensor, ...]) -> Tensor:
-    """Shapes and dtypes of tensors as `[256]` integers."""
+    """Writes the shapes and dtypes of tensors of any shape as `[256]` integers."""
     numbers = [len(tensors)]
     for tensor in tensors:
         numbers += [_DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
@@ -34,6 +34,7 @@ def encode(tensors: tuple[Tensor, ...]) -> Tensor:
 
 
 def decode(header: Tensor) -> Shapes:
+    """Reads what `encode` wrote, `[256]`."""
     numbers = iter(header.tolist())
     shapes = []
     for _ in range(next(numbers)):
@@ -54,6 +55,7 @@ class Arriving:
     works: list[Any]
 
     def wait(self) -> tuple[Tensor, ...]:
+        """Returns the tensors, of any shape, once they are there."""
         for work in self.works:
             work.wait()
         return self.tensors
@@ -74,16 +76,13 @@ class Transport:
         self._sends: deque[tuple[list[Any], tuple[Tensor, ...]]] = deque()
 
     def send(self, tensors: tuple[Tensor, ...], peer: int, tag: int, kind: Hashable) -> None:
-        """Starts sending.
+        """Starts sending tensors of any shape; `UnsupportedError` for one kind with different shapes.
 
         Args:
             tensors: kept until they are sent.
             peer (`int`): rank in the group.
             tag (`int`): the same on both sides, different for messages that are under way together.
             kind: equal for messages of equal shapes; `None` if the receiver knows them.
-
-        Raises:
-            UnsupportedError: messages of one kind have different shapes.
         """
         tensors = tuple(tensor.detach().contiguous() for tensor in tensors)
         shapes = _shapes_of(tensors)
@@ -117,7 +116,7 @@ class Transport:
         return Arriving(tensors, works)
 
     def broadcast(self, tensors: tuple[Tensor, ...], source: int) -> tuple[Tensor, ...]:
-        """The tensors of one rank of the group, on all of them; the others pass none."""
+        """Gives every rank the tensors, of any shape, of one of the group; the others pass none."""
         is_source = dist.get_rank(self.group) == source
         header = encode(tensors) if is_source else torch.empty(_HEADER_SIZE, dtype=torch.int64)
         header = header.to(self.device)
@@ -129,7 +128,7 @@ class Transport:
         return tensors
 
     def sum_with(self, tensor: Tensor, peer: int, tag: int) -> None:
-        """Adds another rank's tensor of the same shape in place; both ranks call it and get the same bits."""
+        """Adds another rank's tensor, of any shape, in place; both ranks call it and get the same bits."""
         arriving = self.receive_shapes(_shapes_of((tensor,)), peer, tag)
         self.send((tensor,), peer, tag, kind=None)
         (other,) = arriving.wait()

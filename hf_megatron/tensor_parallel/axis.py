@@ -9,15 +9,7 @@ from ..errors import UnsupportedError
 from ..parallel_state import ParallelState
 from ..patterns import lookup
 from ..placement import Claim
-from .claims import (
-    check_conversions,
-    claim_all,
-    expand_plan,
-    expand_regions,
-    local_sizes,
-    matching,
-    shared_heads,
-)
+from .claims import check_conversions, claim_all, expand_plan, expand_regions, local_sizes, matching, shared_heads
 from .heads import LocalArguments
 from .local_parameters import read_locally
 from .logits import install_pending_loss
@@ -49,10 +41,8 @@ class TensorPlan:
 def place(model: Any, state: ParallelState) -> None:
     """Claims every parameter of a meta model by the spec of its type.
 
-    Raises:
-        PlanError: a rule matches nothing, a style does not fit its module, or tied parameters are claimed differently.
-        ConfigError: heads that cannot be split over tp_size.
-        UnsupportedError: sequence parallelism for a type that has none.
+    Raises `PlanError` for rules that do not fit the model, `ConfigError` for heads that cannot be split over tp_size,
+    `UnsupportedError` for a type without sequence parallelism.
     """
     tp_size, spec, sequence_parallel = state.axes.size(AXIS), state.spec, state.config.sequence_parallel
     if tp_size == 1:
@@ -138,7 +128,7 @@ def _install_style(
 
 
 def _names(claims: Mapping[str, Claim], *, summed: bool = False, addends: bool = False) -> frozenset[str]:
-    """Parameters whose gradient is summed over tp, or that every rank adds a share of."""
+    """Names the parameters whose gradient is summed over tp, or that every rank adds a share of."""
     return frozenset(
         name
         for name, claim in claims.items()

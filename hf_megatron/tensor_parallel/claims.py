@@ -20,7 +20,7 @@ from .styles import AXIS, style
 
 
 def expand_plan(model: nn.Module, spec: ModelSpec) -> dict[str, str]:
-    """Concrete module and parameter names -> style names; a rule that matches nothing raises."""
+    """Maps concrete module and parameter names to style names; a rule that matches nothing raises."""
     names = [name for name, _ in model.named_modules()]
     names += [name for name, _ in model.named_parameters(remove_duplicate=False)]
     styles = {name: found for name in names if (found := lookup(name, spec.plan)) is not None}
@@ -71,7 +71,7 @@ def expand_regions(model: nn.Module, spec: ModelSpec) -> dict[str, str]:
 
 
 def shared_heads(model: nn.Module, styles: Mapping[str, str], tp_size: int) -> dict[str, int]:
-    """How many neighbouring ranks share a shard of each linear that makes heads; heads that do not split raise."""
+    """Counts the ranks that share a shard of each linear that makes heads; raises for heads that do not split."""
     copies: dict[str, int] = {}
     for name, module in model.named_modules():
         parent_name, _, leaf = name.rpartition(".")
@@ -136,11 +136,7 @@ def claim_all(
 def local_sizes(
     model: nn.Module, spec: ModelSpec, styles: Mapping[str, str], copies: Mapping[str, int], tp_size: int
 ) -> dict[str, dict[str, int]]:
-    """Module name -> the attributes that count heads or widths, with this rank's share of them.
-
-    Raises:
-        ConfigError: tp_size does not divide one.
-    """
+    """Maps modules to this rank's share of attributes that count heads or widths; raises if that is no integer."""
     sizes: dict[str, dict[str, int]] = {}
     for name, module in model.named_modules():
         for attribute in lookup(name, spec.local_attributes) or ():
@@ -160,7 +156,7 @@ def local_sizes(
 
 
 def _copies_of_keys(name: str, attention: nn.Module, copies: Mapping[str, int], tp_size: int) -> int:
-    """With fewer key/value heads than ranks a head is shared by a part of the query heads that shared it before."""
+    """Counts the ranks that share a key/value head, and so a part of the query heads that shared it before."""
     if "k_proj" in attention._modules:
         return copies.get(f"{name}.k_proj", 1)
     # Reads the keys and values of an earlier layer.

@@ -59,7 +59,7 @@ class _Tokens:
     owned: Tensor  # [tokens]: whether this rank has the target's row
 
     def gradient(self, weights: Tensor, options: "CrossEntropyOptions") -> Tensor:
-        """Of the losses weighted by `weights` `[tokens]`, with respect to the logits; in place."""
+        """Returns the gradient of the logits of the losses weighted by `weights` `[tokens]`; in place."""
         gradient = self.exponentials.mul_((weights / self.sums).unsqueeze(-1))
         if options.label_smoothing:
             gradient -= (weights * (options.label_smoothing / options.vocabulary)).unsqueeze(-1)
@@ -70,7 +70,7 @@ class _Tokens:
 
 
 def _token_losses(logits: Tensor, targets: Tensor, options: CrossEntropyOptions) -> _Tokens:
-    """The losses of fp32 `logits` `[tokens, rows]`, which are overwritten."""
+    """Computes the losses of fp32 `logits` `[tokens, rows]`, which are overwritten."""
     tokens, rows = logits.shape
     maximum = logits.max(-1).values if rows else logits.new_full((tokens,), -torch.inf)
     dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=options.group)
@@ -105,7 +105,7 @@ def _forward(
     scale: Tensor,
     options: CrossEntropyOptions,
 ) -> Tensor:
-    """The loss; leaves the gradients for an upstream gradient of 1 in `ctx.gradients`."""
+    """Returns the loss; leaves the gradients for an upstream gradient of 1 in `ctx.gradients`."""
     needs_hidden, needs_weight, needs_bias = (needed and options.with_gradient for needed in ctx.needs_input_grad[:3])
     tokens = hidden.shape[0]
     chunk_size = options.chunk_size or max(tokens, 1)
@@ -157,15 +157,7 @@ def _forward(
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        scale: Tensor,
-        options: CrossEntropyOptions,
-    ) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, *others: Any) -> Tensor:
         ctx.upstream = None
         ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
         device_type = hidden.device.type
@@ -175,8 +167,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             hidden, weight = hidden.to(dtype), weight.to(dtype)
             bias = None if bias is None else bias.to(dtype)
             with torch.autocast(device_type, enabled=False):
-                return _forward(ctx, hidden, weight, bias, targets, scale, options)
-        return _forward(ctx, hidden, weight, bias, targets, scale, options)
+                return _forward(ctx, hidden, weight, bias, *others)
+        return _forward(ctx, hidden, weight, bias, *others)
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:

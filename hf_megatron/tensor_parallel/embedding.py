@@ -40,7 +40,7 @@ class VocabParallelEmbedding(nn.Embedding):
 
 
 class HiddenParallelEmbedding(nn.Embedding):
-    """Splits the columns: each rank looks up its part of every vector and the parts are joined."""
+    """Splits the columns: each rank looks up its part, joined to `[batch, sequence, hidden]` of `[batch, sequence]`."""
 
     mesh: ParallelMesh
 

@@ -8,9 +8,10 @@ from torch import Tensor, nn
 
 from ..communication.collectives import copy_to_ranks, reduce_from_ranks
 from ..errors import UnsupportedError
+from ..patch_ledger import Shared
 
 
-class PartialSum:
+class PartialSum(Shared):
     """Hooks of a block whose parameters are sharded but whose forward is its own: experts of one MoE layer.
 
     Every floating input (hidden states, routing weights) is replicated and gets a partial gradient on each rank; the
@@ -20,9 +21,6 @@ class PartialSum:
     def __init__(self, group: dist.ProcessGroup, *, copy_inputs: bool = True):
         self.group = group
         self.copy_inputs = copy_inputs
-
-    def __deepcopy__(self, memo: dict) -> "PartialSum":
-        return self
 
     def install(self, module: nn.Module) -> None:
         if self.copy_inputs:
@@ -55,7 +53,7 @@ class SharedIdentity:
         module.register_forward_pre_hook(lambda module, args: (args[0] / self.ranks, *args[1:]))
 
 
-class LatentWithRotary:
+class LatentWithRotary(Shared):
     """Output of an MLA down projection: the latent part meets column linears, the rotary part goes to the heads as is.
 
     The rotary part reaches only this rank's heads, so its gradient is summed over tp
@@ -65,9 +63,6 @@ class LatentWithRotary:
     def __init__(self, rotary_dim: int, group: dist.ProcessGroup):
         self.rotary_dim = rotary_dim
         self.group = group
-
-    def __deepcopy__(self, memo: dict) -> "LatentWithRotary":
-        return self
 
     def install(self, module: nn.Module) -> None:
         module.register_forward_hook(self._leave)

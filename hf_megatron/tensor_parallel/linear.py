@@ -35,6 +35,7 @@ class ParallelLinear(nn.Linear):
         return self.mesh.copies_group(self.copies) if self.copies > 1 else None
 
     def matmul(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Multiplies `[..., local in]` by this rank's part of the weight: `[..., local out]`."""
         weight = local_view(self.weight, self.copies_group)
         assert weight is not None
         return F.linear(x, weight.t() if self.weight_dim_out == 1 else weight, bias)

@@ -15,7 +15,7 @@ from ..upstream import local_view as differentiable_local
 
 
 def local_view(parameter: Tensor | None, group: dist.ProcessGroup | None = None) -> Tensor | None:
-    """The differentiable local tensor of a parameter; with `group` its gradient is summed over those ranks."""
+    """Returns a parameter's local tensor, of any shape, differentiable; `group` are ranks to sum its gradient over."""
     if not isinstance(parameter, DTensor):
         return parameter
     local = differentiable_local(parameter)
@@ -51,16 +51,13 @@ class LocalParameters:
     _parameters: dict[str, Tensor]
 
 
-def _split_over_dp(parameter: Tensor | None) -> bool:
-    return isinstance(parameter, DTensor) and parameter.device_mesh.mesh_dim_names[0].startswith("dp")  # type: ignore[index]
-
-
 def _reading(name: str) -> Callable[[LocalParameters], Tensor | None]:
     def read(module: LocalParameters) -> Tensor | None:
-        if _split_over_dp(module._parameters[name]):
+        parameter = module._parameters[name]
+        if isinstance(parameter, DTensor) and parameter.device_mesh.mesh_dim_names[0].startswith("dp"):  # type: ignore[index]
             # Between forwards FSDP2 asks for the parameter itself.
-            return module._parameters[name]
-        value = local_view(module._parameters[name], module.mesh.tp_group if name in module.summed else None)
+            return parameter
+        value = local_view(parameter, module.mesh.tp_group if name in module.summed else None)
         return _ShareOfSum.apply(value, module.mesh.tp_size) if name in module.addends else value
 
     return read

@@ -21,16 +21,7 @@ from .cross_entropy import CrossEntropyOptions, linear_cross_entropy
 from .linear import ColumnParallelLinear
 from .local_parameters import local_view
 
-_ELEMENTWISE_FUNCTIONS = {
-    torch.tanh,
-    torch.mul,
-    torch.div,
-    torch.true_divide,
-    torch.Tensor.tanh,
-    torch.Tensor.mul,
-    torch.Tensor.div,
-    F.tanh,
-}
+_ELEMENTWISE = {torch.tanh, torch.mul, torch.div, torch.true_divide, Tensor.tanh, Tensor.mul, Tensor.div, F.tanh}
 
 
 class ShardedLogits:
@@ -102,7 +93,7 @@ class ShardedLogits:
                 label_smoothing=kwargs.get("label_smoothing", 0.0),
             )
         scalars = not kwargs and all(isinstance(value, int | float) for value in args[1:])
-        if isinstance(logits, cls) and function in _ELEMENTWISE_FUNCTIONS and scalars:
+        if isinstance(logits, cls) and function in _ELEMENTWISE and scalars:
             return logits._then(lambda z: function(z, *args[1:]))
         return function(
             *(value.gather() if isinstance(value, cls) else value for value in args),
@@ -122,12 +113,13 @@ class ShardedLogits:
         return self.hidden.dtype
 
     def transform(self, local_logits: Tensor) -> Tensor:
+        """Applies the functions to logits `[..., rows]`."""
         for function in self.functions:
             local_logits = function(local_logits)
         return local_logits
 
     def gather(self, *, warn: bool = True) -> Tensor:
-        """The full logits on every rank, differentiable. Every rank has to call it."""
+        """Gathers the full logits `[batch, sequence, vocab]`, differentiable; every rank has to call it."""
         if warn:
             warnings.warn(
                 "Full logits are gathered from all ranks: reading `outputs.logits` in training, or a loss outside the "
@@ -160,7 +152,7 @@ class ShardedLogits:
         ignore_index: int,
         label_smoothing: builtins.float,
     ) -> Tensor:
-        """The loss against `targets` of the logits' leading shape; see `linear_cross_entropy`."""
+        """Returns the loss, a scalar, against `targets` `[batch, sequence]`; see `linear_cross_entropy`."""
         self.loss_taken = True
         head = self.head
         weight, bias = local_view(head.weight), local_view(head.bias)
@@ -181,7 +173,7 @@ class ShardedLogits:
 
 
 def _is_token_mean(logits: ShardedLogits, target: Tensor, weight: Tensor | None = None, **options: Any) -> bool:
-    """Whether a call of `F.cross_entropy` is the mean over class indices, one per row of the logits."""
+    """Tells whether a call of `F.cross_entropy` is the mean over class indices, one per row of the logits."""
     plain = weight is None and options.get("size_average") is None and options.get("reduce") is None
     rows = logits.hidden.dim() == 2 and target.dim() == 1 and not target.is_floating_point()
     return plain and rows and options.get("reduction", "mean") == "mean"
@@ -202,6 +194,7 @@ class VocabParallelHead(ColumnParallelLinear):
         return bounds(self.weight.shape[0], self.mesh.tp_size, self.mesh.tp_rank)[0]
 
     def local_logits(self, hidden: Tensor) -> Tensor:
+        """Computes this rank's logits `[..., rows]` of `[..., hidden]`."""
         return self.matmul(copy_to_ranks(hidden, self.group), local_view(self.bias))
 
     def forward(self, x: Tensor) -> Any:

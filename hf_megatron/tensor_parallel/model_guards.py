@@ -8,6 +8,7 @@ from torch.distributed.tensor import DTensor
 from ..communication.random_streams import ReplicatedState
 from ..errors import PlanError, UnsupportedError
 from ..mesh import ParallelMesh
+from ..patch_ledger import Shared
 
 
 class ClaimCheck:
@@ -36,15 +37,12 @@ class ClaimCheck:
                 raise PlanError(f"{name} is not laid out as planned: {type(parameter).__name__} on {parameter.device}.")
 
 
-class SynchronisedDropout:
+class SynchronisedDropout(Shared):
     """Starts every training forward from the same random stream on all ranks, whatever seeds the user set."""
 
     def __init__(self, state: ReplicatedState, mesh: ParallelMesh):
         self.state = state
         self.mesh = mesh
-
-    def __deepcopy__(self, memo: dict) -> "SynchronisedDropout":
-        return self
 
     def install(self, model: nn.Module) -> None:
         model.register_forward_pre_hook(self._enter)

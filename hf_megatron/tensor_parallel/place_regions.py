@@ -12,13 +12,7 @@ from .styles import style
 
 
 class Regions:
-    """All regions of a model.
-
-    Args:
-        structure (`Structure`): where activations change hands.
-        styles: module or parameter -> name of its style.
-        group (`ProcessGroup`): the tp ranks.
-        sequence_parallel (`bool`): the residual stream between blocks is split along the sequence.
+    """All regions of a model; with `sequence_parallel` the residual stream between blocks is split.
 
     Attributes:
         of_linear: column or row linear -> the uniform region that it reads or ends.
@@ -46,7 +40,7 @@ class Regions:
             self.of_linear |= {name: region for name in inside if style(styles[name]).is_column}
 
     def install(self, model: Any, arguments: tuple[str, ...]) -> Callable[[Tensor], Tensor] | None:
-        """Puts the hooks in their places; returns what ends a stack where a pipeline stage ends.
+        """Puts the hooks in their places; returns what ends a stack, `[batch, sequence, hidden]`, where a stage ends.
 
         Args:
             arguments: further arguments of the layers that are split along the sequence.

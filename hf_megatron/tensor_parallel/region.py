@@ -15,7 +15,7 @@ computed on the whole sequence as without sequence parallelism: gathered at its 
 
 import inspect
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from ..communication.collectives import (
 )
 from ..communication.random_streams import ReplicatedState
 from ..errors import UnsupportedError
+from ..patch_ledger import Shared
 
 SEQUENCE_DIM = 1
 HIDDEN_STATES = "hidden_states"
@@ -75,7 +76,7 @@ class _RestoreLength(torch.autograd.Function):
 
 
 @dataclass
-class SequenceStack:
+class SequenceStack(Shared):
     """One stack of layers whose residual stream is split over the group along the sequence."""
 
     group: dist.ProcessGroup
@@ -83,9 +84,6 @@ class SequenceStack:
     draws_dropout: bool = False
     batch: int = 0
     length: int = 0
-
-    def __deepcopy__(self, memo: dict) -> "SequenceStack":
-        return self
 
     def install(self, layers: nn.ModuleList) -> None:
         self.draws_dropout = has_dropout(layers)
@@ -103,7 +101,7 @@ class SequenceStack:
         return changed
 
     def leave_split(self, hidden_states: Tensor) -> Tensor:
-        """Ends the part of the stack that a pipeline stage holds; the sequence stays split."""
+        """Ends the part of a stack that a stage holds; `[batch, sequence / tp, hidden]` stays split."""
         if self.draws_dropout:
             self.dropout.leave_sharded()
         return _RestoreLength.apply(hidden_states, self)
@@ -135,7 +133,7 @@ class DropoutStreams:
 
 
 def has_dropout(module: nn.Module) -> bool:
-    """Whether the module draws dropout masks in training: nn.Dropout children or a rate kept as an attribute."""
+    """Tells whether the module draws dropout masks in training: nn.Dropout children or a rate kept as an attribute."""
     for child in module.modules():
         if isinstance(child, nn.Dropout) and child.p > 0:
             return True
@@ -146,16 +144,13 @@ def has_dropout(module: nn.Module) -> bool:
 
 
 @dataclass
-class UniformRegion:
+class UniformRegion(Shared):
     """A block whose input only column linears read and whose output one row linear makes."""
 
     group: dist.ProcessGroup
     dropout: DropoutStreams
     stack: SequenceStack | None = None
-    draws_dropout: bool = field(default=False)
-
-    def __deepcopy__(self, memo: dict) -> "UniformRegion":
-        return self
+    draws_dropout: bool = False
 
     def install(self, block: nn.Module) -> None:
         # Under sequence parallelism the whole stack runs on this rank's own stream already.
@@ -169,7 +164,7 @@ class UniformRegion:
         return changed
 
     def enter(self, hidden_states: Tensor) -> Tensor:
-        """Every rank gets the whole input; its gradient is summed over the ranks."""
+        """Gives every rank the whole `[batch, sequence, hidden]`; its gradient is summed over the ranks."""
         if self.stack is None:
             return copy_to_ranks(hidden_states, self.group)
         if hidden_states.dim() == 2:
@@ -182,7 +177,7 @@ class UniformRegion:
         return tokens.view(self.stack.batch, tokens.shape[0] // self.stack.batch, tokens.shape[1])
 
     def leave(self, partial_output: Tensor) -> Tensor:
-        """Sums the row linear's partial outputs."""
+        """Sums the row linear's partial outputs `[batch, sequence, hidden]`."""
         if self.draws_dropout:
             self.dropout.leave_sharded()
         if self.stack is None:
@@ -193,13 +188,10 @@ class UniformRegion:
 
 
 @dataclass
-class WholeSequenceRegion:
+class WholeSequenceRegion(Shared):
     """A block that every rank computes on the whole sequence, inside a sequence parallel stack."""
 
     stack: SequenceStack
-
-    def __deepcopy__(self, memo: dict) -> "WholeSequenceRegion":
-        return self
 
     def install(self, block: nn.Module) -> None:
         block.register_forward_pre_hook(self._enter, with_kwargs=True)
@@ -226,15 +218,12 @@ class WholeSequenceRegion:
         return _replace_output(output, split)
 
 
-class SequenceArguments:
+class SequenceArguments(Shared):
     """Splits further arguments of a layer, one entry per token each, along the sequence like its hidden states."""
 
     def __init__(self, names: tuple[str, ...], group: dist.ProcessGroup):
         self.names = names
         self.group = group
-
-    def __deepcopy__(self, memo: dict) -> "SequenceArguments":
-        return self
 
     def install(self, layers: Iterable[nn.Module]) -> None:
         for layer in layers:

@@ -32,7 +32,7 @@ class Structure:
     stacks: list[str] = field(default_factory=list)
 
     def restricted_to(self, names: set[str]) -> "Structure":
-        """What is left of it in a model that has only the modules of these names."""
+        """Keeps what there is of it in a model that has only the modules of these names."""
         return Structure(
             {block: row for block, row in self.uniform.items() if block in names and row in names},
             {block: stack for block, stack in self.stack_of.items() if block in names},
@@ -41,14 +41,10 @@ class Structure:
         )
 
     def is_pointwise_parameter(self, name: str) -> bool:
-        """Whether a parameter is applied to a piece of the sequence: inside a stack, outside whole-sequence blocks."""
+        """Tells whether a parameter meets a piece of the sequence: in a stack, in no whole-sequence block."""
         if not any(name.startswith(stack + ".") for stack in self.stacks):
             return False
         return not any(name.startswith(block + ".") for block in self.whole)
-
-
-def _style_of(name: str, styles: Mapping[str, str]):
-    return style(styles[name]) if name in styles else None
 
 
 def _has_parameters(module: nn.Module) -> bool:
@@ -56,11 +52,11 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def uniform_row(name: str, module: nn.Module, styles: Mapping[str, str]) -> str | None:
-    """The row linear of a block in which column linears read the input and nothing else does, or `None`."""
+    """Returns the row linear of a block in which only column linears read the input, or `None`."""
     rows, columns = [], 0
     for child_name, child in module.named_children():
         full_name = f"{name}.{child_name}"
-        child_style = _style_of(full_name, styles)
+        child_style = style(styles[full_name]) if full_name in styles else None
         if child_style is not None and child_style.is_row:
             rows.append(full_name)
         elif child_style is not None and child_style.is_column:
@@ -79,7 +75,7 @@ def _is_pointwise(module: nn.Module) -> bool:
 
 
 def _blocks(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The children of a layer that are called, looking through module lists."""
+    """Yields the children of a layer that are called, looking through module lists."""
     for child_name, child in module.named_children():
         full_name = f"{name}.{child_name}"
         if isinstance(child, nn.ModuleList):

@@ -59,17 +59,6 @@ def _is_transposed(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D"
 
 
-def _require_linear(module: nn.Module, name: str, style: str, plain_classes: tuple[str, ...]) -> None:
-    if type(module).__name__ in plain_classes and isinstance(module, nn.Linear):
-        return
-    if _is_transposed(module) or (isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward):
-        return
-    raise PlanError(
-        f"{name} is a {type(module).__name__} with a forward of its own; style {style!r} replaces the forward of "
-        "nn.Linear and Conv1D only. Name the class in the family's `plain_linear_classes` if it computes the same."
-    )
-
-
 class Style:
     """Base: parameters whole, gradients complete, forward untouched."""
 
@@ -81,6 +70,7 @@ class Style:
     splits = False
 
     def placement(self, parameter_name: str, parameter: Tensor, module: nn.Module) -> Placement:
+        """Returns where a parameter `[rows, columns]`, or of any other shape, lies."""
         return Placement()
 
     def gradient(self, placement: Placement) -> GradientRule:
@@ -99,11 +89,17 @@ class _Linear(Style):
     splits = True
     parallel_class: type[ParallelLinear]
 
-    def __init__(self, name: str):
-        self.name = name
+    def __init__(self, name: str, **switches: bool):
+        self.name, self.switches = name, switches
 
     def check(self, module: nn.Module, name: str, plain_linear_classes: tuple[str, ...] = ()) -> None:
-        _require_linear(module, name, self.name, plain_linear_classes)
+        plain = type(module).__name__ in plain_linear_classes or type(module).forward is nn.Linear.forward
+        if not _is_transposed(module) and not (plain and isinstance(module, nn.Linear)):
+            raise PlanError(
+                f"{name} is a {type(module).__name__} with a forward of its own; style {self.name!r} replaces the "
+                "forward of nn.Linear and Conv1D only. Name the class in the family's `plain_linear_classes` if it "
+                "computes the same."
+            )
 
     def install(self, module: nn.Module, context: ModuleContext) -> None:
         transposed = _is_transposed(module)
@@ -116,44 +112,33 @@ class _Linear(Style):
             module.in_features, module.out_features = module.weight.shape
         module.copies = context.copies
         module.sum_bias_gradient = context.gradient.get("bias") == GradientRule(sum=AXIS)
+        for switch, value in self.switches.items():
+            setattr(module, switch, value)
 
 
 class _Column(_Linear):
     parallel_class = ColumnParallelLinear
 
     def __init__(self, name: str, *, groups: int = 1, gather_output: bool = False):
-        super().__init__(name)
-        self.groups = groups
-        self.gather_output = gather_output
-        self.is_column = not gather_output
+        super().__init__(name, gather_output=gather_output)
+        self.groups, self.is_column = groups, not gather_output
 
     def placement(self, parameter_name: str, parameter: Tensor, module: nn.Module) -> Placement:
         transposed = _is_transposed(module) and parameter_name == "weight"
         return Placement.split(AXIS, 1 if transposed else 0, groups=self.groups)
-
-    def install(self, module: nn.Module, context: ModuleContext) -> None:
-        super().install(module, context)
-        assert isinstance(module, ColumnParallelLinear)
-        module.gather_output = self.gather_output
 
 
 class _Row(_Linear):
     parallel_class = RowParallelLinear
 
     def __init__(self, name: str, *, split_input: bool = False):
-        super().__init__(name)
-        self.split_input = split_input
+        super().__init__(name, split_input=split_input)
         self.is_row = not split_input
 
     def placement(self, parameter_name: str, parameter: Tensor, module: nn.Module) -> Placement:
         if parameter_name == "bias":
             return Placement()
         return Placement.split(AXIS, 0 if _is_transposed(module) else 1)
-
-    def install(self, module: nn.Module, context: ModuleContext) -> None:
-        super().install(module, context)
-        assert isinstance(module, RowParallelLinear)
-        module.split_input = self.split_input
 
 
 class _Head(_Column):
@@ -246,8 +231,7 @@ class _SplitParameter(Style):
     splits = True
 
     def __init__(self, dim: int, groups: int = 1):
-        self.dim = dim
-        self.groups = groups
+        self.dim, self.groups = dim, groups
 
     def placement(self, parameter_name: str, parameter: Tensor, module: nn.Module) -> Placement:
         if parameter.dim() == 1:

@@ -50,7 +50,7 @@ class ScoreOptions:
 
 
 class DeferredLogits(ShardedLogits):
-    """Logits of any linear head that were not computed yet, split over ranks or not.
+    """Logits `[batch, sequence, vocab]` of any linear head, not computed yet, split over ranks or not.
 
     Attributes:
         compute_dtype (`torch.dtype`): what the head would have computed them in.
@@ -74,7 +74,7 @@ class DeferredLogits(ShardedLogits):
 
 @contextmanager
 def deferring(model: Any) -> Iterator[None]:
-    """Inside, the model's head returns `DeferredLogits`, if it is a linear."""
+    """Makes the model's head return `DeferredLogits` inside, if it is a linear."""
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear):
         yield
@@ -95,7 +95,7 @@ def _matmul_dtype(x: Tensor) -> torch.dtype:
 
 
 def token_scores(logits: Tensor | DeferredLogits, targets: Tensor, wanted: Sequence[str]) -> tuple[Tensor, ...]:
-    """Fields of `FIELDS` `[batch, sequence]` in fp32, 0 where the target is `IGNORE_INDEX`.
+    """Computes fields of `FIELDS`, `[batch, sequence]` in fp32, 0 where the target is `IGNORE_INDEX`.
 
     Args:
         logits: `[batch, sequence, vocab]`, as a model returns them.
@@ -132,7 +132,7 @@ def _logits(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
 
 
 def _fields(logits: Tensor, columns: Tensor, options: ScoreOptions) -> tuple[Tensor, dict[str, Tensor]]:
-    """The log of the sum of exponentials of fp32 `logits` `[tokens, rows]`, and what is wanted of them."""
+    """Returns the log of the sum of exponentials of fp32 `logits` `[tokens, rows]`, and what is wanted of them."""
     rows = logits.shape[1]
     maximum = logits.max(-1).values if rows else logits.new_full(columns.shape, -torch.inf)
     _reduce(maximum, options, dist.ReduceOp.MAX)
@@ -178,7 +178,7 @@ def _reduce(tensor: Tensor, options: ScoreOptions, operation: Any = dist.ReduceO
 
 
 def _owned(columns: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Whether this rank has a target's row, and where, `[tokens, 1]`."""
+    """Tells whether this rank has a target's row, and where, `[tokens, 1]`."""
     return (columns >= 0) & (columns < rows), columns.clamp(0, max(rows - 1, 0)).unsqueeze(1)
 
 
