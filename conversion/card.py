@@ -23,8 +23,7 @@ def write_conversion_card(
         source: the format it comes from.
         before: a folder with the card of the source; its text comes along into Hugging Face folders.
     """
-    readable = to.card is not None
-    if not readable:
+    if to.card is None:
         how = "`AutoModelForCausalLM.from_pretrained(folder, megatron_config=MegatronConfig())` under hf_megatron"
         notes = [*notes, f"to load it: {how}; `hf-megatron convert FOLDER OUT --to hf` makes plain files"]
     facts = facts_of_config(
@@ -34,7 +33,7 @@ def write_conversion_card(
         target_format=to.title,
         notes=tuple(notes),
         files=to.card,
-        library_name="transformers" if readable else None,
+        library_name=None if to.card is None else "transformers",
     )
     try:
         if to.card == "merged" and before is not None:

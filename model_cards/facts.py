@@ -1,9 +1,11 @@
 """What a model card may say. A field that is not known stays `None` or empty, and the card does not mention it."""
 
 import json
+import math
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -100,30 +102,25 @@ class CardFacts:
 
 
 def recorded_parity(class_name: str, model_type: str, layout: MegatronConfig) -> Parity:
-    """The recorded results of a model class on the kinds of layout that `layout` is made of."""
+    """Returns the recorded results of a model class on the kinds of layout that `layout` is made of."""
     kinds = tuple(layout_kinds(layout))
-    rows = tuple(
-        row
-        for row in records()
-        if row["class"] == class_name and row["model_type"] == model_type and row["layout"] in kinds
-    )
+    of_class = (row for row in records() if (row["class"], row["model_type"]) == (class_name, model_type))
+    rows = tuple(row for row in of_class if row["layout"] in kinds)
     passed = {row["layout"] for row in rows if row["passed"]}
     return Parity(kinds, rows, tuple(kind for kind in kinds if kind not in passed))
 
 
 def installed_versions(*further: str) -> dict[str, str]:
-    """The versions of this library, of those it works with, and of `further` ones, as far as they are installed."""
+    """Returns the versions of this library, of those it works with, and of `further` ones that are installed."""
     found = {"hf_megatron": __version__}
     for name in (*_VERSIONS, *further):
-        try:
+        with suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return found
 
 
 def hub_id(name: Any) -> str | None:
-    """The name that a model was loaded by if it is one on the Hub, which its files in the cache prove."""
+    """Returns the name that a model was loaded by if it is one on the Hub, which its files in the cache prove."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -138,7 +135,7 @@ def hub_id(name: Any) -> str | None:
 
 
 def task_of(architecture: str | None) -> str | None:
-    """The Hub's name of what a model class is for, such as `text-generation`."""
+    """Returns the Hub's name of what a model class is for, such as `text-generation`."""
     from transformers.modelcard import TASK_MAPPING
 
     tasks: dict[str, Any] = TASK_MAPPING
@@ -146,19 +143,15 @@ def task_of(architecture: str | None) -> str | None:
 
 
 def facts_of_config(config: Any, **known: Any) -> CardFacts:
-    """Facts of a model of which only the config is at hand, as in a conversion.
+    """Gathers the facts of a model of which only the config is at hand, as in a conversion.
 
-    Args:
-        config (`PretrainedConfig`): read for class, type, dtype and the model it was loaded as.
-        known: further fields of `CardFacts`; they win over what the config says.
+    `known` are further fields of `CardFacts`; they win over what the config says.
     """
-    architectures = config.architectures or []
-    architecture = architectures[0] if len(architectures) == 1 else None
-    dtype = config.dtype
+    architecture = config.architectures[0] if len(config.architectures or ()) == 1 else None
     found = {
         "architecture": architecture,
         "model_type": config.model_type,
-        "dtype": None if dtype is None else str(dtype).removeprefix("torch."),
+        "dtype": None if config.dtype is None else str(config.dtype).removeprefix("torch."),
         "base_model": hub_id(config.name_or_path),
         "pipeline_tag": task_of(architecture),
         "versions": installed_versions(),
@@ -167,11 +160,9 @@ def facts_of_config(config: Any, **known: Any) -> CardFacts:
 
 
 def facts_of_model(model: Any, **known: Any) -> CardFacts:
-    """Facts of a model that is loaded, laid out over ranks or not; one rank alone may call it.
+    """Gathers the facts of a model that is loaded, laid out over ranks or not; one rank alone may call it.
 
-    Args:
-        model (`PreTrainedModel`): the model.
-        known: further fields of `CardFacts`; they win over what the model says.
+    `known` are further fields of `CardFacts`; they win over what the model says.
     """
     state = parallel_state(model)
     # FSDP2 puts a class of its own in front.
@@ -200,19 +191,11 @@ def _parameters(model: Any, state: ParallelState | None) -> int:
         # A stage without the head no longer knows that the head's weight is the embedding; its class does.
         patterns = type(model)._tied_weights_keys
         tied |= {name for name in state.claims if any(re.search(pattern, name) for pattern in patterns)}
-    sizes = {name: _size(claim.shape) for name, claim in state.claims.items() if name not in tied}
-    return sum(sizes.values())
-
-
-def _size(shape: tuple[int, ...]) -> int:
-    size = 1
-    for length in shape:
-        size *= length
-    return size
+    return sum(math.prod(claim.shape) for name, claim in state.claims.items() if name not in tied)
 
 
 def facts_of_checkpoint(path: str | Path) -> CardFacts:
-    """Facts of a sharded checkpoint: its config, its manifest and, where Trainer wrote it, the log.
+    """Gathers the facts of a sharded checkpoint from its config, its manifest and, where Trainer wrote it, its log.
 
     Raises:
         CheckpointError: the folder has no valid manifest.

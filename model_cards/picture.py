@@ -1,7 +1,8 @@
 """The picture of the losses."""
 
+import math
 import os
-from pathlib import Path
+from importlib.util import find_spec
 from typing import Any
 
 from .training import curves
@@ -9,31 +10,22 @@ from .training import curves
 _COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf")
 
 
-def can_draw() -> bool:
-    """Whether matplotlib, the extra `plots`, is installed."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        return False
-    return True
+def can_draw(log: tuple[Any, ...]) -> bool:
+    """Tells whether there are two finite losses or more, and matplotlib (the extra `plots`) to draw them."""
+    losses = [value for points in curves(log).values() for _, value in points if math.isfinite(value)]
+    return len(losses) >= 2 and find_spec("matplotlib") is not None
 
 
 def draw_losses(log: tuple[Any, ...], path: str | os.PathLike[str]) -> None:
-    """Draws training and evaluation losses by step as PNG.
-
-    Args:
-        log: as in `TrainerState.log_history`.
-        path (`str` or `Path`): the file; written in place.
+    """Draws the training and evaluation losses of a `TrainerState.log_history` by step as PNG.
 
     Raises:
         ImportError: matplotlib is not installed.
     """
-    # The figure and its canvas only: pyplot keeps global state and may look for a display.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    # The figure only: pyplot keeps global state and may look for a display.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4), dpi=110, layout="constrained")
-    canvas = FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     for number, (label, points) in enumerate(curves(log).items()):
         steps, losses = zip(*points, strict=True)
@@ -46,5 +38,4 @@ def draw_losses(log: tuple[Any, ...], path: str | os.PathLike[str]) -> None:
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
-    with Path(path).open("wb") as file:
-        canvas.print_png(file)
+    figure.savefig(path, format="png")

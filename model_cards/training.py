@@ -1,7 +1,6 @@
-"""Facts of a Trainer: data, steps, losses, evaluation."""
+"""The facts of a Trainer: data, steps, losses, evaluation."""
 
 import dataclasses
-import math
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -17,23 +16,22 @@ _FILE_BUILDERS = (None, "csv", "json", "pandas", "parquet", "text", "generator")
 
 
 def facts_of_trainer(trainer: Any, **known: Any) -> CardFacts:
-    """Facts of a Trainer and its model; one rank alone may call it, before, during and after training.
+    """Gathers the facts of a Trainer and its model; one rank alone may call it, before, during and after training.
 
-    Args:
-        trainer (`transformers.Trainer`): or a subclass, such as TRL's.
-        known: further fields of `CardFacts`; they win over what the trainer says.
+    `known` are further fields of `CardFacts`; they win over what the trainer says.
     """
     args, state = trainer.args, trainer.state
     model = facts_of_model(trainer.model)
     name = args.hub_model_id.split("/")[-1] if args.hub_model_id else os.path.basename(os.path.abspath(args.output_dir))
-    repository = trainer.hub_model_id or ""
     metrics, step = _last_evaluation(trainer)
     optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
     precision = trainer.accelerator.mixed_precision
-    further = ("trl",) if type(trainer).__module__.partition(".")[0] == "trl" else ()
+    of_trl = type(trainer).__module__.partition(".")[0] == "trl"
+    # A scheduler notes what the groups began with; without one it is what they have.
+    groups = () if optimizer is None else optimizer.param_groups
     found = {
         "model_name": name,
-        "model_id": repository if "/" in repository else None,
+        "model_id": trainer.hub_model_id if "/" in (trainer.hub_model_id or "") else None,
         "tags": (*model.tags, "generated_from_trainer"),
         "trainer": type(trainer).__name__,
         "steps": state.global_step,
@@ -42,60 +40,52 @@ def facts_of_trainer(trainer: Any, **known: Any) -> CardFacts:
         "accumulation": args.gradient_accumulation_steps,
         "tokens": state.num_input_tokens_seen or None,
         "optimizer": None if optimizer is None else type(optimizer).__name__,
-        "learning_rates": () if optimizer is None else _learning_rates(optimizer),
+        "learning_rates": tuple(sorted({float(group.get("initial_lr", group["lr"])) for group in groups})),
         "mixed_precision": None if precision == "no" else precision,
         "seed": args.seed,
         "datasets": tuple(dataset_ids(trainer.train_dataset)),
         "log_history": tuple(state.log_history),
         "metrics": metrics,
         "metrics_step": step,
-        "versions": installed_versions(*further),
-        **_evaluation_dataset(trainer.eval_dataset),
+        "versions": installed_versions(*(("trl",) if of_trl else ())),
     }
+    evaluated = dataset_ids(trainer.eval_dataset)
+    # Several datasets are not told apart by their metrics.
+    if len(evaluated) == 1:
+        split = trainer.eval_dataset.split
+        found["evaluation_dataset"] = evaluated[0]
+        found["evaluation_config"] = trainer.eval_dataset.info.config_name
+        found["evaluation_split"] = None if split is None else str(split)
     return dataclasses.replace(model, **(found | known))
 
 
 def _rows_of_a_step(trainer: Any) -> int:
-    """Rows of one optimizer step on all ranks; ranks that work on one batch count once."""
+    """Counts the rows of one optimizer step on all ranks; ranks that work on one batch count once."""
     layout = parallel_state(trainer.model)
     ranks = trainer.args.world_size if layout is None else layout.mesh.dp_size
-    # The size may have been lowered since (`auto_find_batch_size`).
-    rows = trainer.state.train_batch_size or trainer.args.train_batch_size
     if trainer.accelerator.split_batches:
         ranks = 1
+    # The size may have been lowered since (`auto_find_batch_size`).
+    rows = trainer.state.train_batch_size or trainer.args.train_batch_size
     return rows * ranks * trainer.args.gradient_accumulation_steps
 
 
-def _learning_rates(optimizer: Any) -> tuple[float, ...]:
-    """What the groups began with: a scheduler notes it, without one it is what they have."""
-    return tuple(sorted({float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups}))
-
-
 def dataset_ids(dataset: Any) -> list[str]:
-    """Ids on the Hub of what a dataset of the `datasets` library was read from; none for any other."""
+    """Returns the ids on the Hub of what a dataset of the `datasets` library was read from, none for any other."""
     from transformers.modelcard import is_hf_dataset
 
     if not is_hf_dataset(dataset):
         return []
     info = dataset.info
-    files = [str(url) for url in info.download_checksums or {} if str(url).startswith(_HUB)]
-    ids = {file.removeprefix(_HUB).partition("@")[0] for file in files}
+    files = map(str, info.download_checksums or ())
+    ids = {file.removeprefix(_HUB).partition("@")[0] for file in files if file.startswith(_HUB)}
     if not ids and info.builder_name not in _FILE_BUILDERS:
         ids = {info.builder_name}
     return sorted(ids)
 
 
-def _evaluation_dataset(dataset: Any) -> dict[str, str | None]:
-    """The one dataset that the metrics are of; several are not told apart by their metrics."""
-    ids = dataset_ids(dataset)
-    if len(ids) != 1:
-        return {}
-    split = None if dataset.split is None else str(dataset.split)
-    return {"evaluation_dataset": ids[0], "evaluation_config": dataset.info.config_name, "evaluation_split": split}
-
-
 def _last_evaluation(trainer: Any) -> tuple[dict[str, float] | None, int | None]:
-    """The metrics of the weights that the trainer holds, as far as they were evaluated, and their step."""
+    """Returns the metrics of the weights that the trainer holds, as far as they were evaluated, and their step."""
     log, state = trainer.state.log_history, trainer.state
     evaluations = [(place, entry) for place, entry in enumerate(log) if _metrics_of(entry)]
     if not evaluations:
@@ -114,16 +104,15 @@ def _last_evaluation(trainer: Any) -> tuple[dict[str, float] | None, int | None]
 
 
 def _metrics_of(entry: Mapping[str, Any]) -> dict[str, float]:
-    names = {name: name.removeprefix("eval_") for name in entry if name.startswith("eval_")}
     return {
-        short: float(entry[name])
-        for name, short in names.items()
-        if not short.endswith(_TIMES) and isinstance(entry[name], int | float)
+        name.removeprefix("eval_"): float(value)
+        for name, value in entry.items()
+        if name.startswith("eval_") and not name.endswith(_TIMES) and isinstance(value, int | float)
     }
 
 
 def curves(log: tuple[Mapping[str, Any], ...]) -> dict[str, list[tuple[float, float]]]:
-    """Losses by step, one list for training and one for each evaluation set."""
+    """Returns the losses by step, one list for training and one for each evaluation set."""
     found: dict[str, list[tuple[float, float]]] = {}
     for entry in log:
         for name, value in entry.items():
@@ -134,8 +123,3 @@ def curves(log: tuple[Mapping[str, Any], ...]) -> dict[str, list[tuple[float, fl
             label = "training loss" if name == "loss" else "evaluation loss" + (f" ({which})" if which else "")
             found.setdefault(label, []).append((entry["step"], float(value)))
     return found
-
-
-def is_drawable(log: tuple[Mapping[str, Any], ...]) -> bool:
-    """Whether there are two finite losses or more."""
-    return sum(math.isfinite(value) for points in curves(log).values() for _, value in points) >= 2

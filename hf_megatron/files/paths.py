@@ -1,7 +1,10 @@
 """Names of files that come from elsewhere, and files whose content and name survive a power failure."""
 
 import os
+import uuid
+from collections.abc import Callable
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from ..errors import CheckpointError
 
@@ -25,6 +28,16 @@ def inside(directory: Path, name: str) -> Path:
     if not any(real.is_relative_to(folder) for folder in allowed):
         raise CheckpointError(f"{directory / name} leads out of the checkpoint, to {real}.")
     return directory / name
+
+
+def replace_file(path: Path, write: Callable[[Path], Any]) -> None:
+    """Writes a file that appears under its name when it is complete; what was there before stays until then."""
+    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        write(partial)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def write_durably(path: Path, text: str) -> None:

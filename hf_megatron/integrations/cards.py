@@ -14,9 +14,6 @@ from typing import Any
 from ..communication.agreement import rank_and_size
 from ..parallel_state import parallel_state
 
-# What folders begin with that get their name later.
-_NAMELESS = "."
-
 
 @contextmanager
 def _warning(directory: Any) -> Iterator[None]:
@@ -30,7 +27,7 @@ def _warning(directory: Any) -> Iterator[None]:
 
 
 def write_model_card(model: Any, directory: Any, repo_id: str | None = None, **known: Any) -> None:
-    """The card of a model that `save_pretrained` has saved; does nothing but on the first rank.
+    """Writes the card of a model that `save_pretrained` has saved, on the first rank.
 
     Args:
         model (`PreTrainedModel`): laid out by this library.
@@ -44,19 +41,17 @@ def write_model_card(model: Any, directory: Any, repo_id: str | None = None, **k
         from ..model_cards import facts_of_model, write_card
 
         name = os.path.basename(os.path.abspath(directory) if repo_id is None else repo_id)
-        known = {"model_name": None if name.startswith(_NAMELESS) else name, **known}
+        # Folders that get their name later begin with a dot.
+        known = {"model_name": None if name.startswith(".") else name, **known}
         if repo_id is not None and "/" in repo_id:
             known["model_id"] = repo_id
         write_card(directory, facts_of_model(model, **known))
 
 
 def write_trainer_card(trainer: Any, directory: Any, **known: Any) -> None:
-    """The card of what a Trainer has saved, with its log; does nothing but on the first rank.
+    """Writes the card of what a Trainer has saved, with its log, on the first rank.
 
-    Args:
-        trainer (`transformers.Trainer`): its model is laid out by this library.
-        directory (`str` or `Path`): where it was saved.
-        known: fields of `CardFacts` that the trainer does not say, or that it says otherwise.
+    `known` are fields of `CardFacts` that the trainer does not say, or that it says otherwise.
     """
     if rank_and_size(None)[0]:
         return
@@ -67,14 +62,14 @@ def write_trainer_card(trainer: Any, directory: Any, **known: Any) -> None:
 
 
 def save(original: Callable, self: Any, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-    """`Trainer._save`, the part of `save_model` that writes: the model's card becomes the trainer's."""
+    """Makes the model's card the trainer's, in `Trainer._save`, the part of `save_model` that writes."""
     original(self, output_dir, state_dict)
     if parallel_state(self.model) is not None:
         write_trainer_card(self, self.args.output_dir if output_dir is None else output_dir)
 
 
 def create_model_card(original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
-    """`create_model_card` of Trainer and of TRL's trainers: ours, with the arguments of either."""
+    """Writes our card with the arguments of `create_model_card` of Trainer or of TRL's trainers."""
     if parallel_state(self.model) is None:
         original(self, *args, **kwargs)
         return
@@ -83,30 +78,28 @@ def create_model_card(original: Callable, self: Any, *args: Any, **kwargs: Any) 
 
 
 def _known(trainer: Any, given: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of `create_model_card` as fields of `CardFacts`; what was not given stays as the trainer says."""
+    """Turns arguments of `create_model_card` into fields of `CardFacts`; the rest stays as the trainer says."""
+
+    def listed(name: str) -> tuple[Any, ...]:
+        value = given.get(name) or ()
+        return (value,) if isinstance(value, str) else tuple(value)
+
     known: dict[str, Any] = {
-        "language": _listed(given.get("language")),
+        "language": listed("language"),
         "license": given.get("license"),
         "model_name": given.get("model_name"),
         "base_model": given.get("finetuned_from"),
         # TRL's `dataset_name` goes into the metadata, as Trainer's `dataset_tags` do.
-        "datasets": _listed(given.get("dataset_tags")) or _listed(given.get("dataset_name")),
-        "dataset_names": _listed(given.get("dataset")),
+        "datasets": listed("dataset_tags") or listed("dataset_name"),
+        "dataset_names": listed("dataset"),
     }
-    tasks = _listed(given.get("tasks"))
-    if len(tasks) == 1:
+    if len(tasks := listed("tasks")) == 1:
         known["pipeline_tag"] = tasks[0]
+    # Of several it is not known which one the metrics are of.
     if len(known["datasets"]) == 1 and trainer.eval_dataset is not None:
-        # Of several it is not known which one the metrics are of.
-        configs = _listed(given.get("dataset_args"))
-        known |= {"evaluation_dataset": known["datasets"][0], "evaluation_config": configs[0] if configs else None}
-    if tags := _listed(given.get("tags")):
+        known["evaluation_dataset"] = known["datasets"][0]
+        known["evaluation_config"] = next(iter(listed("dataset_args")), None)
+    if tags := listed("tags"):
         own = ("hf_megatron", "generated_from_trainer", *(trainer.model.model_tags or ()))
         known["tags"] = tuple(dict.fromkeys((*own, *tags)))
     return {name: value for name, value in known.items() if value not in (None, ())}
-
-
-def _listed(value: Any) -> tuple[Any, ...]:
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, str) else tuple(value)

@@ -10,7 +10,7 @@ import difflib
 import math
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from ..errors import ConfigError, UnsupportedError
 
 PREFIX = "MEGATRON_LM_"
 FIELD_PREFIX = "HF_MEGATRON_"
-_TRUE, _FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
+_TRUTH = dict.fromkeys(("true", "1", "yes", "on"), True) | dict.fromkeys(("false", "0", "no", "off"), False)
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,8 @@ class LaunchKey:
         field (`str`, *optional*): the field of `MegatronConfig` the value goes to.
         values (`Mapping`, *optional*): value -> the field's value; a value that is missing here is refused. `None` as
             the field's value leaves the field at its default.
-        accepted (`tuple`): for a key without a field, the values under which this library does what the key asks for.
+        accepted (`tuple`): for a key without a field, and for microbatches without stages, the values under which
+            this library does what the key asks for.
         instead (`str`): what to do instead of a refused value.
     """
 
@@ -47,62 +48,51 @@ class LaunchKey:
 
 _MODEL = "it belongs to the model: leave the key out and set it in the model's config (from_pretrained(..., {})"
 
+
+def _only(default: Any, instead: str) -> LaunchKey:
+    """Makes the row of a key whose default is what this library does, and all it does."""
+    return LaunchKey(type(default), default, accepted=(default,), instead=instead)
+
+
 LAUNCH_KEYS: Mapping[str, LaunchKey] = {
     "tp_degree": LaunchKey(int, 1, "tp_size"),
     "pp_degree": LaunchKey(int, 1, "pp_size"),
     # 2 is what accelerate 1.15 fills in.
     "context_parallel_size": LaunchKey(int, 2, "cp_size"),
     "expert_model_parallel_size": LaunchKey(int, 1, "ep_size"),
-    # Accepted when it is tp_degree as well, see `fields_of_block`.
+    # Accepted when it is tp_degree as well, see `_fields`.
     "expert_tensor_parallel_size": LaunchKey(
-        int, 1, accepted=(), instead="experts are split over the tp ranks: leave it out or set it to tp_degree"
+        int, 1, instead="experts are split over the tp ranks: leave it out or set it to tp_degree"
     ),
     "sequence_parallelism": LaunchKey(bool, False, "sequence_parallel"),
     "use_distributed_optimizer": LaunchKey(bool, False, "zero_stage", values={True: 1, False: 0}),
     "optimizer_cpu_offload": LaunchKey(bool, False, "offload_optimizer"),
     "recompute_activations": LaunchKey(bool, False, "recompute", values={True: "selective", False: None}),
     "recompute_granularity": LaunchKey(str, "full", "recompute", values={"full": "full", "selective": "selective"}),
-    "recompute_method": LaunchKey(
-        str, "uniform", accepted=("uniform",), instead="every layer is recomputed; leave out the key for a part of them"
-    ),
-    "recompute_num_layers": LaunchKey(
-        int, 1, accepted=(1,), instead="every layer is recomputed by itself, not in chunks of several"
-    ),
+    "recompute_method": _only("uniform", "every layer is recomputed; leave out the key for a part of them"),
+    "recompute_num_layers": _only(1, "every layer is recomputed by itself, not in chunks of several"),
     "gradient_clipping": LaunchKey(float, 1.0, "gradient_clipping"),
-    # Accepted without stages to feed when it is 1, see `_fields`.
     "num_micro_batches": LaunchKey(
-        int, 1, "num_microbatches", instead="without pp_degree nothing is cut; use gradient_accumulation_steps"
+        int,
+        1,
+        "num_microbatches",
+        accepted=(1,),
+        instead="without pp_degree nothing is cut; use gradient_accumulation_steps",
     ),
     "decoder_last_pipeline_num_layers": LaunchKey(
         int, None, instead="the layers of every stage are stated together: HF_MEGATRON_PIPELINE_PARTITION=3,2"
     ),
-    "use_custom_fsdp": LaunchKey(
-        bool, False, accepted=(False,), instead="to split the weights over the dp ranks set HF_MEGATRON_ZERO_STAGE=3"
-    ),
-    "no_load_optim": LaunchKey(
-        bool, False, accepted=(False,), instead="to start with a new optimizer do not load the checkpoint's state"
-    ),
-    "no_save_optim": LaunchKey(
-        bool, False, accepted=(False,), instead="to save the weights only call save_pretrained, or set save_only_model"
-    ),
-    "use_precision_aware_optimizer": LaunchKey(
-        bool, False, accepted=(False,), instead="the optimizer state is kept in the precision its class gives it"
-    ),
-    "overlap_cpu_optimizer_d2h_h2d": LaunchKey(
-        bool, False, accepted=(False,), instead="copies of an offloaded optimizer are not overlapped"
-    ),
-    "eod_mask_loss": LaunchKey(
-        bool, False, accepted=(False,), instead="mask labels with -100 in the data collator, as for any stock model"
-    ),
-    "calculate_per_token_loss": LaunchKey(
-        bool, True, accepted=(True,), instead="the loss is a mean over tokens, as Trainer computes it"
-    ),
+    "use_custom_fsdp": _only(False, "to split the weights over the dp ranks set HF_MEGATRON_ZERO_STAGE=3"),
+    "no_load_optim": _only(False, "to start with a new optimizer do not load the checkpoint's state"),
+    "no_save_optim": _only(False, "to save the weights only call save_pretrained, or set save_only_model"),
+    "use_precision_aware_optimizer": _only(False, "the optimizer state is kept in the precision its class gives it"),
+    "overlap_cpu_optimizer_d2h_h2d": _only(False, "copies of an offloaded optimizer are not overlapped"),
+    "eod_mask_loss": _only(False, "mask labels with -100 in the data collator, as for any stock model"),
+    "calculate_per_token_loss": _only(True, "the loss is a mean over tokens, as Trainer computes it"),
     "attention_backend": LaunchKey(
         str, True, accepted=("true", "1", "auto"), instead="choose with from_pretrained(..., attn_implementation=)"
     ),
-    "attention_softmax_in_fp32": LaunchKey(
-        bool, True, accepted=(True,), instead="the model's attention implementation decides, all compute it in fp32"
-    ),
+    "attention_softmax_in_fp32": _only(True, "the model's attention implementation decides, all compute it in fp32"),
     "attention_dropout": LaunchKey(float, 0.0, instead=_MODEL.format("attention_dropout=)")),
     "hidden_dropout": LaunchKey(float, 0.0, instead=_MODEL.format("the dropout's name in its config)")),
     "use_rotary_position_embeddings": LaunchKey(bool, True, instead="it follows from the model: leave the key out"),
@@ -115,30 +105,23 @@ _PLUGIN_ONLY = {
         "pipeline_schedule"
     ),
 }
+_ENGINE = "leave it out. It configures accelerate's own Megatron engine, which hf_megatron replaces"
 
 
 def _parse(kind: type, text: str, source: str) -> Any:
-    """The text of a variable as `int`, `float`, `bool` or `str`; raises `ConfigError` naming `source`."""
+    """Parses the text of a variable as `int`, `float`, `bool` or `str`; raises `ConfigError` naming `source`."""
     text = text.strip()
-    if kind is str:
-        return text
-    if kind is bool:
-        if text.lower() in (*_TRUE, *_FALSE):
-            return text.lower() in _TRUE
-        raise ConfigError(f"{source} = {text!r}: expected true or false.")
     try:
-        return kind(text)
-    except ValueError:
-        expected = "an integer" if kind is int else "a number"
+        return _TRUTH[text.lower()] if kind is bool else kind(text)
+    except (KeyError, ValueError):
+        expected = {bool: "true or false", int: "an integer", float: "a number"}[kind]
         raise ConfigError(f"{source} = {text!r}: expected {expected}.") from None
 
 
-def _refusal(source: str, name: str, value: Any, valid: tuple[Any, ...]) -> UnsupportedError:
-    shown = " or ".join(str(choice).lower() for choice in valid) if valid else "leave it out"
-    return UnsupportedError(
-        f"{source} = {value!r} (megatron_lm_{name} in megatron_lm_config): not supported, valid: {shown}; "
-        f"{LAUNCH_KEYS[name].instead}."
-    )
+def _no_such_name(variable: str, text: str, problem: str, prefix: str, known: Sequence[str]) -> ConfigError:
+    near = difflib.get_close_matches(variable[len(prefix) :].lower(), known, n=3) or known
+    valid = ", ".join(prefix + name.upper() for name in near)
+    return ConfigError(f"{variable} = {text!r}: {problem}; valid: {valid}.")
 
 
 def _fields(given: Mapping[str, tuple[Any, str]]) -> dict[str, Any]:
@@ -146,16 +129,16 @@ def _fields(given: Mapping[str, tuple[Any, str]]) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     for name, (value, source) in given.items():
         key = LAUNCH_KEYS[name]
-        if key.field is None:
+        if key.field is None or (name == "num_micro_batches" and given.get("pp_degree", (1, ""))[0] == 1):
             valid = key.accepted
             if name == "expert_tensor_parallel_size":
-                valid = (given["tp_degree"][0] if "tp_degree" in given else 1,)
+                valid = (given.get("tp_degree", (1, ""))[0],)
             if (value.lower() if isinstance(value, str) else value) not in valid:
-                raise _refusal(source, name, value, valid)
-            continue
-        if name == "num_micro_batches" and given.get("pp_degree", (1, ""))[0] == 1:
-            if value != 1:
-                raise _refusal(source, name, value, (1,))
+                shown = " or ".join(str(choice).lower() for choice in valid) if valid else "leave it out"
+                raise UnsupportedError(
+                    f"{source} = {value!r} (megatron_lm_{name} in megatron_lm_config): not supported, valid: {shown}; "
+                    f"{key.instead}."
+                )
             continue
         if name == "gradient_clipping":
             # accelerate documents 0 as "no clipping".
@@ -175,7 +158,7 @@ def _fields(given: Mapping[str, tuple[Any, str]]) -> dict[str, Any]:
 
 
 def fields_of_block(environment: Mapping[str, str]) -> dict[str, Any]:
-    """The fields of `MegatronConfig` that the launcher's `MEGATRON_LM_*` variables set.
+    """Returns the fields of `MegatronConfig` that the launcher's `MEGATRON_LM_*` variables set.
 
     Raises:
         ConfigError: a value that cannot be read, or a variable that no key stands for.
@@ -187,9 +170,7 @@ def fields_of_block(environment: Mapping[str, str]) -> dict[str, Any]:
             continue
         name = variable[len(PREFIX) :].lower()
         if name not in LAUNCH_KEYS:
-            near = difflib.get_close_matches(name, LAUNCH_KEYS, n=3) or list(LAUNCH_KEYS)
-            valid = ", ".join(PREFIX + other.upper() for other in near)
-            raise ConfigError(f"{variable} = {text!r}: no such key of megatron_lm_config; valid: {valid}.")
+            raise _no_such_name(variable, text, "no such key of megatron_lm_config", PREFIX, list(LAUNCH_KEYS))
         # What a YAML leaves empty arrives as the text None.
         if text != "None":
             given[name] = _parse(LAUNCH_KEYS[name].parse, text, variable), variable
@@ -197,7 +178,7 @@ def fields_of_block(environment: Mapping[str, str]) -> dict[str, Any]:
 
 
 def fields_of_plugin(plugin: Any) -> dict[str, Any]:
-    """The fields of `MegatronConfig` that an accelerate `MegatronLMPlugin` sets; its defaults set nothing.
+    """Returns the fields of `MegatronConfig` that an accelerate `MegatronLMPlugin` sets; its defaults set nothing.
 
     Raises:
         ConfigError: a value out of range.
@@ -209,10 +190,7 @@ def fields_of_plugin(plugin: Any) -> dict[str, Any]:
         key = LAUNCH_KEYS.get(attribute.name)
         if key is None:
             if value != attribute.default:
-                instead = _PLUGIN_ONLY.get(
-                    attribute.name,
-                    "leave it out. It configures accelerate's own Megatron engine, which hf_megatron replaces",
-                )
+                instead = _PLUGIN_ONLY.get(attribute.name, _ENGINE)
                 raise UnsupportedError(f"{source} = {value!r} has no counterpart here; {instead}.")
         elif value != key.default:
             given[attribute.name] = (str(value).lower() if key.parse is str else value), source
@@ -220,11 +198,7 @@ def fields_of_plugin(plugin: Any) -> dict[str, Any]:
 
 
 def fields_of_variables(environment: Mapping[str, str], internal: tuple[str, ...]) -> dict[str, Any]:
-    """The fields of `MegatronConfig` that `HF_MEGATRON_<FIELD>` variables set.
-
-    Args:
-        environment (`Mapping`): the variables.
-        internal (`tuple`): variables with this prefix that are no fields.
+    """Returns the fields of `MegatronConfig` that `HF_MEGATRON_<FIELD>` variables but the `internal` ones set.
 
     Raises:
         ConfigError: a name that is no field, or a value that cannot be read as the field's type.
@@ -236,17 +210,12 @@ def fields_of_variables(environment: Mapping[str, str], internal: tuple[str, ...
             continue
         name = variable[len(FIELD_PREFIX) :].lower()
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=3) or list(known)
-            raise ConfigError(
-                f"{variable} = {text!r}: MegatronConfig has no field {name!r}; valid: "
-                f"{', '.join(FIELD_PREFIX + other.upper() for other in near)}."
-            )
+            raise _no_such_name(variable, text, f"MegatronConfig has no field {name!r}", FIELD_PREFIX, list(known))
         kinds = typing.get_args(known[name]) or (known[name],)
         counts = text.strip("[]() ").split(",")
         if name == "pipeline_partition" and counts[0].strip().isdecimal():
             fields[name] = tuple(_parse(int, count, variable) for count in counts)
-            continue
-        if types.NoneType in kinds and text.strip().lower() in ("none", ""):
+        elif types.NoneType in kinds and text.strip().lower() in ("none", ""):
             fields[name] = None
         else:
             fields[name] = _parse(next(kind for kind in kinds if kind is not types.NoneType), text, variable)
@@ -254,22 +223,10 @@ def fields_of_variables(environment: Mapping[str, str], internal: tuple[str, ...
 
 
 def merge(*layers: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of all layers, later ones over earlier ones."""
+    """Merges the fields of all layers, later ones over earlier ones."""
     fields = {name: value for layer in layers for name, value in layer.items()}
     # The block accelerate writes says `sequence_parallelism: true` also for tp 1, where it has no meaning. In the last
     # layer the user wrote the field itself, and hears of it.
     if fields.get("tp_size", 1) == 1 and "sequence_parallel" not in layers[-1]:
         fields.pop("sequence_parallel", None)
     return fields
-
-
-__all__ = [
-    "FIELD_PREFIX",
-    "LAUNCH_KEYS",
-    "PREFIX",
-    "LaunchKey",
-    "fields_of_block",
-    "fields_of_plugin",
-    "fields_of_variables",
-    "merge",
-]

@@ -1,6 +1,5 @@
 """`hf-megatron check` and `plan`: any architecture, by model type, folder or hub name."""
 
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,7 @@ from .parity import TASKS, Twin, check_twin, make_twin
 
 # Own specs that are not causal, and the tasks they are checked on.
 OTHER_TASKS = {"bert": ("masked", "classification"), "t5": ("seq2seq",)}
-
-
+_CLASS_TASKS = {"SequenceClassification": "classification", "MaskedLM": "masked", "Conditional": "seq2seq"}
 _LAYOUT_WORDS = {
     "tp": "tp_size",
     "pp": "pp_size",
@@ -29,16 +27,16 @@ _LAYOUT_WORDS = {
 
 
 def parse_layouts(text: str) -> list[MegatronConfig]:
-    """`tp2,tp2+sp,tp2+dp2+zero3` -> configs; a word that is no layout raises `ConfigError`."""
+    """Parses `tp2,tp2+sp,tp2+dp2+zero3` into configs; a word that is no layout raises `ConfigError`."""
     configs = []
     for layout in text.split(","):
         fields: dict[str, Any] = {}
         for word in layout.strip().split("+"):
-            match = re.fullmatch(r"([a-z]+)(\d*)", word)
+            name = word.rstrip("0123456789")
             if word == "sp":
                 fields["sequence_parallel"] = True
-            elif match is not None and match[1] in _LAYOUT_WORDS and match[2]:
-                fields[_LAYOUT_WORDS[match[1]]] = int(match[2])
+            elif name in _LAYOUT_WORDS and name != word:
+                fields[_LAYOUT_WORDS[name]] = int(word[len(name) :])
             else:
                 raise ConfigError(
                     f"layout {layout!r}: expected tpN, sp, ppN, mbN (microbatches), dpN, zeroN, replicasN joined by +, "
@@ -49,38 +47,26 @@ def parse_layouts(text: str) -> list[MegatronConfig]:
 
 
 def causal_types() -> list[str]:
-    """Causal model types with a plan in transformers or a spec here."""
-    own = set(registered_types())
-    return [
-        name
-        for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-        if name in own or getattr(CONFIG_MAPPING[name], "base_model_tp_plan", None)
-    ]
+    """Lists the causal model types with a plan in transformers or a spec here."""
+    own, names = set(registered_types()), MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    return [name for name in names if name in own or getattr(CONFIG_MAPPING[name], "base_model_tp_plan", None)]
 
 
 def resolve_config(model: str) -> PreTrainedConfig:
-    """The config of a model type, a local folder or a hub name."""
+    """Returns the config of a model type, a local folder or a hub name."""
     if not Path(model).exists() and model in CONFIG_MAPPING:
         return CONFIG_MAPPING[model]()
     return AutoConfig.from_pretrained(model)
 
 
 def task_of_class(class_name: str) -> str:
-    """The task whose batches fit a transformers class."""
-    for part, task in (
-        ("SequenceClassification", "classification"),
-        ("MaskedLM", "masked"),
-        ("Conditional", "seq2seq"),
-    ):
-        if part in class_name:
-            return task
-    return "causal"
+    """Returns the task whose batches fit a transformers class."""
+    return next((task for part, task in _CLASS_TASKS.items() if part in class_name), "causal")
 
 
 def features(config: PreTrainedConfig) -> list[str]:
-    """What of a twin's config a result covers beyond the plain architecture."""
-    text = config.get_text_config()
-    values = text.to_dict()
+    """Names what of a twin's config a result covers beyond the plain architecture."""
+    values = config.get_text_config().to_dict()
     heads, kv_heads = values.get("num_attention_heads"), values.get("num_key_value_heads")
     found = {
         "tied embeddings": values.get("tie_word_embeddings"),
@@ -97,18 +83,11 @@ def features(config: PreTrainedConfig) -> list[str]:
 def _cases(models: list[str], task: str, given_class: bool) -> Iterator[tuple[str, str]]:
     for model in models:
         if model == "all":
-            for name in causal_types():
-                yield name, "causal"
-            for name, tasks in OTHER_TASKS.items():
-                for other in tasks:
-                    yield name, other
+            yield from ((name, "causal") for name in causal_types())
+            yield from ((name, other) for name, tasks in OTHER_TASKS.items() for other in tasks)
         else:
-            own_tasks = OTHER_TASKS.get(model)
-            if own_tasks and task == "causal" and not given_class:
-                for other in own_tasks:
-                    yield model, other
-            else:
-                yield model, task
+            tasks = OTHER_TASKS.get(model, ()) if task == "causal" and not given_class else ()
+            yield from ((model, other) for other in tasks or (task,))
 
 
 def check_models(
@@ -130,12 +109,14 @@ def check_models(
     if class_name is not None:
         task = task_of_class(class_name)
     rows = []
+    # Every pipeline stage needs a layer.
+    layers = max(layout.pp_size * (layout.virtual_stages or 1) for layout in layouts)
     for model, case_task in _cases(models, task, class_name is not None):
         config = resolve_config(model)
         twin: Twin | None = None
         reason = ""
         try:
-            twin = make_twin(config, task=case_task, class_name=class_name, microbatches=2, min_layers=_stages(layouts))
+            twin = make_twin(config, task=case_task, class_name=class_name, microbatches=2, min_layers=layers)
         except (ValueError, RuntimeError, TypeError, KeyError, AttributeError, ImportError) as error:
             reason = f"its tiny twin cannot be built: {type(error).__name__}: {error}"
             if "all" not in models:
@@ -153,15 +134,10 @@ def check_models(
     return rows
 
 
-def _stages(layouts: list[MegatronConfig]) -> int:
-    """The largest number of pipeline stages, each of which needs a layer."""
-    return max(layout.pp_size * (layout.virtual_stages or 1) for layout in layouts)
-
-
 def _check_layout(
     config: PreTrainedConfig, twin: Twin | None, layout: MegatronConfig, timeout: float, reason: str
 ) -> dict[str, Any]:
-    """The row of one twin on one layout."""
+    """Returns the row of one twin on one layout."""
     row: dict[str, Any] = {
         "model_type": config.model_type,
         "class": "-" if twin is None else twin.class_name,
@@ -176,20 +152,16 @@ def _check_layout(
     try:
         comparison = check_twin(twin, layout, timeout=timeout)
     except MegatronError as error:
-        return row | {"passed": False, "worst": _last_lines(str(error))}
+        # The first rank's error, without the traceback above it.
+        lines = str(error).split("\nrank ")[0].splitlines()
+        last = next(line.strip() for line in reversed(lines) if line.strip().strip("^~ "))
+        return row | {"passed": False, "worst": last.removeprefix("hf_megatron.errors.")[:300]}
     row |= {"passed": comparison.passed, "worst": str(comparison.worst)}
     return row if comparison.passed else row | {"details": comparison.report()}
 
 
-def _last_lines(text: str) -> str:
-    """The first rank's error, without the traceback above it."""
-    first = text.split("\nrank ")[0]
-    lines = [line for line in first.strip().splitlines() if line.strip() and not set(line.strip()) <= set("^~ ")]
-    return lines[-1].strip().removeprefix("hf_megatron.errors.")[:300]
-
-
 def print_plan(model: str, tp_size: int, sequence_parallel: bool, pp_size: int = 1) -> str:
-    """The plan of a model's full-size config, made on the meta device, without weights and without ranks."""
+    """Returns the plan of a model's full-size config, made on the meta device, without weights and ranks."""
     import torch
     from transformers import AutoModelForCausalLM
 

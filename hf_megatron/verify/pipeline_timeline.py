@@ -24,13 +24,9 @@ from .twin import LAYER_COUNTS, LAYER_INDICES, make_batch, tiny_config
 def small_config(
     config: PreTrainedConfig, *, layers: int, sequence_length: int, hidden: int | None = None
 ) -> PreTrainedConfig:
-    """The tiny twin's config with as many layers as asked for; kinds of layers repeat in the twin's order.
+    """Returns the tiny twin's config with as many layers as asked for; kinds of layers repeat in the twin's order.
 
-    Args:
-        config (`PreTrainedConfig`): of any size; not changed.
-        layers (`int`): transformer layers.
-        sequence_length (`int`): tokens that the positions have to last for.
-        hidden (`int`, *optional*): hidden size, with an MLP of four times as much; the twin's by default.
+    Positions last for `sequence_length` tokens, and an MLP is four times as wide as `hidden` (by default the twin's).
     """
     tiny = tiny_config(config)
     text, original = tiny.get_text_config(), config.get_text_config().to_dict()
@@ -70,9 +66,7 @@ def draw_timeline(
         model (`str`): a model type, a local folder or a hub name; its config is read, never its weights.
         config (`MegatronConfig`): the layout; one data parallel rank.
         output (`str` or `Path`): the directory of `timeline-step{N}.png`, `.html` and `.json`.
-        layers, hidden (`int`): of the small model.
         batch_size, sequence_length (`int`): of the batch that is split into the microbatches.
-        steps (`int`): optimizer steps; the last one is drawn.
         timeout (`float`): seconds.
         echo (`Callable`): gets the lines of the report.
 

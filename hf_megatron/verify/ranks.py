@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import RankError
+from ..files.paths import replace_file
 from ..integrations.accelerate import set_rank_environment
 from ..registry import registered_types
 from ..upstream import forget_accelerate_state
@@ -86,7 +87,7 @@ def _import_once() -> None:
 
 
 def _be_rank(function: Callable, rank: int, world_size: int, directory: Path, args: tuple, kwargs: dict) -> None:
-    """Runs in the fork and never returns."""
+    """Runs the function in the fork, writes what it returned, and never returns itself."""
     status = 1
     try:
         torch.set_num_threads(1)
@@ -94,21 +95,16 @@ def _be_rank(function: Callable, rank: int, world_size: int, directory: Path, ar
         forget_accelerate_state()
         store = dist.FileStore(str(directory / "store"), world_size)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-        outcome: tuple[bool, Any] = (True, function(*args, **kwargs))
-        status = 0
+        result = function(*args, **kwargs)
+        try:
+            outcome = pickle.dumps((True, result))
+            status = 0
+        except Exception:
+            outcome = pickle.dumps((False, f"the result cannot be pickled:\n{traceback.format_exc()}"))
     except BaseException:
-        outcome = (False, traceback.format_exc())
+        outcome = pickle.dumps((False, traceback.format_exc()))
     try:
-        partial = directory / f"rank{rank}.partial"
-        with open(partial, "wb") as file:
-            try:
-                pickle.dump(outcome, file)
-            except Exception:
-                file.seek(0)
-                file.truncate()
-                status = 1
-                pickle.dump((False, f"the result cannot be pickled:\n{traceback.format_exc()}"), file)
-        partial.rename(directory / f"rank{rank}")
+        replace_file(directory / f"rank{rank}", lambda path: path.write_bytes(outcome))
     finally:
         # Skips the interpreter's and the test runner's exit handlers, which belong to the parent.
         os._exit(status)

@@ -17,16 +17,14 @@ _PART = "<!-- {0} -->\n", "<!-- end of {0} -->"
 
 
 def _cell(row: Mapping[str, Any] | None) -> str:
-    if row is None:
-        return "-"
-    if not row["passed"]:
-        return "no"
+    if row is None or not row["passed"]:
+        return "-" if row is None else "no"
     found = re.search(r": ([\d.e+-]+) x the limit", row.get("worst", ""))
     return f"yes ({float(found[1]):.2f})" if found else "yes"
 
 
 def support_table(rows: Iterable[Mapping[str, Any]] | None = None) -> str:
-    """A Markdown table: one line per model class, one column per layout, then the reasons of what is refused."""
+    """Renders one line per model class and one column per layout in Markdown, then the reasons of what is refused."""
     by_class: dict[tuple[str, str], dict[tuple[str, int, int], Mapping[str, Any]]] = defaultdict(dict)
     for row in records() if rows is None else rows:
         by_class[row["model_type"], row["class"]][row["layout"], row["tp_size"], row.get("pp_size", 1)] = row
@@ -36,9 +34,8 @@ def support_table(rows: Iterable[Mapping[str, Any]] | None = None) -> str:
         cells = [_cell(results.get(column)) for column in COLUMNS.values()]
         lines.append(f"| {model_type} | {name} | {' | '.join(cells)} |")
         for heading, column in COLUMNS.items():
-            failed = results.get(column)
-            if failed is not None and not failed["passed"]:
-                reasons[_REASON.sub("", failed["worst"])].append(f"{name} on {heading.replace(' ', '')}")
+            if column in results and not results[column]["passed"]:
+                reasons[_REASON.sub("", results[column]["worst"])].append(f"{name} on {heading.replace(' ', '')}")
     refused = "".join(f"- {', '.join(cases)}: {reason}\n" for reason, cases in reasons.items())
     return "\n".join(lines) + "\n" + (f"\nRefused, and why:\n\n{refused}" if refused else "")
 

@@ -157,17 +157,11 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
 
 
 def tiny_config(config: PreTrainedConfig, min_layers: int = 2) -> PreTrainedConfig:
-    """
-    Shrinks a config to a model that trains in milliseconds and still runs every kind of layer of the original.
+    """Shrinks a config to one whose model trains in milliseconds and still runs every kind of layer of the original.
 
     Args:
-        config ([`PreTrainedConfig`]):
-            The config of the model, with sub-configs if it has any. It is not changed.
-        min_layers (`int`, *optional*, defaults to 2):
-            The number of layers at the end that are kept beside the first one of each kind.
-
-    Returns:
-        [`PreTrainedConfig`]: A new config of the same class.
+        config (`PreTrainedConfig`): with sub-configs if it has any; not changed.
+        min_layers (`int`, defaults to 2): layers at the end that are kept beside the first one of each kind.
     """
     values = {name: value for name, value in config.to_dict().items() if name != "quantization_config"}
     parts = {name: part for name, part in vars(config).items() if isinstance(part, PreTrainedConfig)}
@@ -185,17 +179,11 @@ def tiny_config(config: PreTrainedConfig, min_layers: int = 2) -> PreTrainedConf
 
 
 def draw_parameters(model: nn.Module, seed: int = 0) -> None:
-    """
-    Draws every parameter, and every buffer that is as good as one (such as a router's bias), at random and in place.
+    """Draws every parameter, and every buffer that is as good as one (such as a router's bias), at random and in place.
 
-    A parameter's values depend on its name, its shape and the seed only, never on the order of the parameters.
-
-    Args:
-        model (`nn.Module`):
-            The model, with the initial weights of its class: they tell a norm that scales by `weight` (drawn around
-            1) from a norm that scales by `1 + weight` (drawn around 0).
-        seed (`int`, *optional*, defaults to 0):
-            The seed of the draw.
+    The values depend on name, shape and seed only, never on the order of the parameters. The model has the initial
+    weights of its class: they tell a norm that scales by `weight` (drawn around 1) from one that scales by `1 + weight`
+    (drawn around 0).
     """
     # A tied parameter is drawn once, as its first owner: the embedding.
     drawn: set[Tensor] = set()
@@ -220,25 +208,18 @@ def make_batch(
     task: str = "causal",
     padding_side: str = "right",
 ) -> dict[str, Tensor]:
-    """
-    Makes a batch with padding in its last row, and without any label in its second row.
+    """Makes a batch with padding in its last row, and without any label in its second row.
+
+    A single row is padded and labelled.
 
     Args:
-        config ([`PreTrainedConfig`]):
-            The config of the model.
-        batch_size (`int`, *optional*, defaults to 3):
-            The number of rows. With a single row, that row is padded and labelled.
-        sequence_length (`int`, *optional*, defaults to 13):
-            The number of tokens of a row, padding included.
-        seed (`int`, *optional*, defaults to 0):
-            The seed of the tokens and the labels.
-        task (`str`, *optional*, defaults to `"causal"`):
-            What the labels are for: `"causal"`, `"masked"`, `"seq2seq"` or `"classification"`.
-        padding_side (`str`, *optional*, defaults to `"right"`):
-            `"right"` or `"left"`.
+        sequence_length (`int`, defaults to 13): tokens of a row, padding included.
+        task (`str`, defaults to `"causal"`): of the labels: `"causal"`, `"masked"`, `"seq2seq"` or `"classification"`.
+        padding_side (`str`, defaults to `"right"`): `"right"` or `"left"`.
 
     Returns:
-        `dict[str, Tensor]`: The `input_ids`, `attention_mask` and `labels`.
+        `dict[str, Tensor]`: `input_ids` and `attention_mask` of `[batch, sequence]`; `labels` of the same, of
+        `[batch, sequence - 2]` for `"seq2seq"`, of `[batch]` for `"classification"`.
     """
     if task not in ("causal", "masked", "seq2seq", "classification"):
         raise ValueError(f'`task` must be "causal", "masked", "seq2seq" or "classification", got {task!r}.')
@@ -276,7 +257,7 @@ def make_batch(
 
 
 def _tiny_value(name: str, value: Any) -> Any:
-    """The tiny value of one attribute, as far as its name alone decides it."""
+    """Returns the tiny value of one attribute, as far as its name alone decides it."""
     if isinstance(value, bool) or value is None:
         return False if name == "use_cache" else value
     if isinstance(value, (list, tuple)):
@@ -299,14 +280,14 @@ def _tiny_value(name: str, value: Any) -> Any:
 
 
 def _tiny_override(tiny: Any, base: Any, value: Any) -> Any:
-    """The tiny value of one layer, given the tiny and the original value of the model: still larger, if it was."""
+    """Returns the tiny value of one layer, given those of the model, tiny and original: still larger, if it was."""
     if not isinstance(base, int):
         return value
     return 2 * tiny if value > base else min(value, tiny)
 
 
 def _tiny_heads(values: Mapping[str, Any], tiny: Mapping[str, Any]) -> dict[str, Any]:
-    """The attributes that follow from the number and the size of the query heads."""
+    """Returns the attributes that follow from the number and the size of the query heads."""
     new: dict[str, Any] = {}
     for kv_heads, heads in HEAD_PAIRS.items():
         if kv_heads in values and values.get(heads) is not None:
@@ -316,9 +297,9 @@ def _tiny_heads(values: Mapping[str, Any], tiny: Mapping[str, Any]) -> dict[str,
         grouped = values["linear_num_value_heads"] != values["linear_num_key_heads"]
         new["linear_num_value_heads"] = tiny["linear_num_key_heads"] * (2 if grouped else 1)
     if isinstance(values.get("num_attention_heads_per_layer"), list):
-        args = (tiny["num_attention_heads"], values["num_attention_heads"])
+        of_model = (tiny["num_attention_heads"], values["num_attention_heads"])
         per_layer = values["num_attention_heads_per_layer"]
-        new["num_attention_heads_per_layer"] = [_tiny_override(*args, heads) for heads in per_layer]
+        new["num_attention_heads_per_layer"] = [_tiny_override(*of_model, heads) for heads in per_layer]
     if "word_embed_proj_dim" in values and values["word_embed_proj_dim"] == values["hidden_size"]:
         new["word_embed_proj_dim"] = tiny["hidden_size"]
     if "head_dim" in values:
@@ -336,7 +317,7 @@ def _tiny_heads(values: Mapping[str, Any], tiny: Mapping[str, Any]) -> dict[str,
 
 
 def _tiny_experts(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The attributes of the experts that depend on each other."""
+    """Returns the attributes of the experts that depend on each other."""
     new: dict[str, Any] = {}
     counts = {name: values[name] for name in EXPERT_COUNTS.split() if values.get(name) is not None}
     own_size = values.get("moe_intermediate_size") or values.get("expert_ffn_hidden_size")
@@ -350,7 +331,7 @@ def _tiny_experts(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tiny_layers(values: Mapping[str, Any], tiny: Mapping[str, Any], min_layers: int) -> dict[str, Any]:
-    """The attributes that describe layers one by one, cut down to the first layer of each kind and the last ones."""
+    """Cuts the attributes that describe layers one by one down to the first layer of each kind and the last ones."""
     counts = [values[name] for name in LAYER_COUNTS if values.get(name) is not None]
     num_layers = counts[0] if counts else len(values.get("layers_block_type") or ())
     per_layer = {
@@ -389,7 +370,7 @@ def _tiny_layers(values: Mapping[str, Any], tiny: Mapping[str, Any], min_layers:
 
 
 def _tiny_rope(tiny: Mapping[str, Any]) -> dict[str, Any]:
-    """The rotary attributes of a config whose head sizes are tiny already."""
+    """Returns the rotary attributes of a config whose head sizes are tiny already."""
     head_dim: Any = tiny.get("head_dim") or tiny.get("qk_rope_head_dim")
     if head_dim is None and tiny.get("num_attention_heads") is not None:
         head_dim = tiny["hidden_size"] // tiny["num_attention_heads"]
@@ -422,7 +403,7 @@ def _tiny_rope(tiny: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _draw(module: nn.Module, name: str, tensor: Tensor, generator: torch.Generator) -> Tensor:
-    """Random values for one tensor, of a size that keeps the activations around 1."""
+    """Draws values for one tensor, of a size that keeps the activations around 1."""
     if name == "tid2eid":
         # A table of the experts of each token: distinct ones.
         num_tokens, top_k = tensor.shape
@@ -452,7 +433,7 @@ def _draw(module: nn.Module, name: str, tensor: Tensor, generator: torch.Generat
 
 
 def _plain_tokens(config: PreTrainedConfig) -> Tensor:
-    """The tokens that have no special meaning, such as a placeholder for an image."""
+    """Returns the tokens `[vocabulary]` without a special meaning, such as that of a placeholder for an image."""
     special: set[int] = set()
     for part in (config, config.get_text_config()):
         for name, value in part.to_dict().items():

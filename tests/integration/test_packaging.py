@@ -58,7 +58,8 @@ def test_wheel(built, tmp_path):
     with zipfile.ZipFile(built[0]) as wheel:
         wheel.extractall(tmp_path)
         names = wheel.namelist()
-    assert "hf_megatron/py.typed" in names and "hf_megatron/verified.json" in names
+    data = ("py.typed", "verified.json", "model_cards/template.md", "profile/timeline.html")
+    assert {f"hf_megatron/{name}" for name in data} <= set(names)
     assert not any(name.startswith(("tests", "conversion", "model_cards", "benchmarks")) for name in names)
     imports_from(tmp_path)
 
