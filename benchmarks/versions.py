@@ -4,8 +4,8 @@
         --out benchmarks/results/versions_cpu.json
 
 Each scenario runs on two ranks of one thread (conversions on one) for both versions, kept alive side by side; a turn is
-a few steps of one of them while the other waits. What is reported is the median over rounds of after / before. Files lie
-in the temporary folder (`TMPDIR`), and what is written is deleted within the turn.
+a few steps of one of them while the other waits. What is reported is the median over rounds of after / before. Files
+lie in the temporary folder (`TMPDIR`), and what is written is deleted within the turn.
 """
 
 import argparse

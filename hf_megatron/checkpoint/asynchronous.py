@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from .boxes import Piece
@@ -48,13 +47,9 @@ class AsyncSaver:
 
         Args:
             pieces (`Iterable[Piece]`): this rank's; they may change as soon as this returns.
-            target (`str` or `Path`): as for `Transaction`, like `facts`, `on_step` and `pointer`.
-            facts (`Mapping[str, Any]`, *optional*): JSON values for the manifest.
+            target, facts, on_step, pointer: as for `Transaction`.
             files (`Mapping[str, bytes]`, *optional*): further small files of this rank, by file name.
-            on_step (`Callable[[str], None]`, *optional*): called at every I/O point.
-            pointer (`str`, *optional*): the file that will name the target.
-            after (`Callable[[], None]`, *optional*): called in the background once the checkpoint is complete, such
-                as to prune older ones.
+            after (`Callable[[], None]`, *optional*): called in the background once the checkpoint is complete.
 
         Raises:
             CheckpointError: when the save before this one failed; nothing new was started then.
@@ -93,26 +88,20 @@ class AsyncSaver:
             self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=on_device)
         copies = []
         for piece, offset in zip(pieces, offsets, strict=True):
-            data = self._slot(offset, piece.data)
+            end = offset + piece.data.numel() * piece.data.element_size()
+            data = self._memory[offset:end].view(piece.data.dtype)
             data.copy_(piece.data.detach(), non_blocking=True)
             copies.append(Piece(piece.name, piece.shape, piece.boxes, data))
         for device in {piece.data.device for piece in pieces if piece.data.device.type == "cuda"}:
             torch.cuda.synchronize(device)
         return copies
 
-    def _slot(self, offset: int, like: Tensor) -> Tensor:
-        return self._memory[offset : offset + like.numel() * like.element_size()].view(like.dtype)
-
     @property
     def busy(self) -> bool:
         return self._running is not None and not self._running.done()
 
     def wait(self) -> None:
-        """Returns once the save in progress is complete.
-
-        Raises:
-            CheckpointError: on every rank, when it failed on any.
-        """
+        """Returns once the save in progress is complete; raises `CheckpointError` on every rank when it failed."""
         running, self._running = self._running, None
         if running is not None:
             running.result()

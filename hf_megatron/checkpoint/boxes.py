@@ -42,7 +42,7 @@ class Piece:
         name (`str`): the tensor.
         shape (`tuple[int, ...]`): the global shape.
         boxes (`tuple[Box, ...]`): the boxes that the entries fill; a tensor without dims has the one box `((), ())`.
-        data (`Tensor`): one dim; the row-major contents of the boxes one after another.
+        data (`Tensor`): `(entries,)`, the row-major contents of the boxes one after another.
 
     Raises:
         CheckpointError: when boxes leave the tensor, or do not have as many entries as the data.
@@ -61,11 +61,7 @@ class Piece:
 
 
 def check_boxes(name: str, shape: Sequence[int], boxes: Sequence[Box]) -> None:
-    """Every box lies inside a tensor of this shape.
-
-    Raises:
-        CheckpointError: naming the tensor and the box.
-    """
+    """Raises `CheckpointError`, naming tensor and box, unless every box lies inside a tensor of this shape."""
     for box in boxes:
         inside = len(box.offset) == len(box.shape) == len(shape) and all(
             min(start, length) >= 0 and start + length <= size
@@ -86,17 +82,10 @@ def _check_length(name: str, boxes: Sequence[Box], data: Tensor) -> None:
 def local_boxes(
     shape: Sequence[int], placement: Placement, axes: Axes, start: int = 0, stop: int | None = None
 ) -> tuple[Box, ...]:
-    """The boxes that the entries `[start, stop)` of a rank's flattened shard fill in the global tensor, in order.
+    """Returns the boxes that the entries `[start, stop)` of a rank's flattened shard fill in the global tensor.
 
-    Args:
-        shape (`Sequence[int]`): the global shape.
-        placement (`Placement`): how the tensor is split; the shard is its intervals joined along each split dim.
-        axes (`Axes`): of the rank whose shard it is.
-        start (`int`, defaults to 0): first entry.
-        stop (`int`, *optional*): one past the last entry; the end of the shard by default.
-
-    Raises:
-        CheckpointError: when the range leaves the shard.
+    They come in the order of the entries. The shard is the placement's intervals joined along each split dim; a range
+    that leaves it raises `CheckpointError`.
     """
     held = [_merged(intervals) for intervals in placement.intervals(shape, axes)]
     local = tuple(sum(last - first for first, last in intervals) for intervals in held)
@@ -112,7 +101,7 @@ def local_boxes(
 
 
 def _merged(intervals: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Intervals that meet as one, without the empty ones."""
+    """Joins intervals that meet, without the empty ones."""
     merged: list[tuple[int, int]] = []
     for first, last in intervals:
         if merged and merged[-1][1] == first:
@@ -123,7 +112,7 @@ def _merged(intervals: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _flat_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
-    """A range of flattened entries as boxes: the end of a row, whole rows, the start of a row, and so on inside."""
+    """Cuts a range of flattened entries into boxes: a row's end, whole rows, a row's start, and so on inside."""
     if start >= stop:
         return
     if not shape:
@@ -147,7 +136,7 @@ def _inside_row(shape: tuple[int, ...], index: int, start: int, stop: int) -> It
 
 
 def _to_global(box: Box, dim: int, intervals: Sequence[tuple[int, int]]) -> Iterator[Box]:
-    """A box of the shard, cut at the borders of its intervals and moved to where they lie in the whole tensor."""
+    """Cuts a box of the shard at the borders of its intervals, and moves it to where they lie in the whole tensor."""
     parts, position = [], 0
     begin, end = box.offset[dim], box.offset[dim] + box.shape[dim]
     for first, last in intervals:
@@ -172,7 +161,7 @@ def _corners(boxes: Sequence[Box]) -> tuple[numpy.ndarray, numpy.ndarray]:
 
 
 def overlaps(source: Sequence[Box], target: Sequence[Box]) -> list[tuple[int, int]]:
-    """The pairs `(index in source, index in target)` of boxes that have entries in common."""
+    """Returns the pairs `(index in source, index in target)` of boxes that have entries in common."""
     if not source or not target:
         return []
     source_low, source_high = _corners(source)
@@ -192,7 +181,7 @@ def overlaps(source: Sequence[Box], target: Sequence[Box]) -> list[tuple[int, in
 
 
 def _common(box: Box, other: Box) -> tuple[slice, ...]:
-    """Where, inside `box`, the entries lie that it shares with `other`."""
+    """Returns where inside `box` the entries lie that it shares with `other`."""
     return tuple(
         slice(max(start, other_start) - start, min(start + length, other_start + other_length) - start)
         for start, length, other_start, other_length in zip(
@@ -209,11 +198,7 @@ def _views(boxes: Sequence[Box], data: Tensor) -> list[Tensor]:
 def copy_overlap(
     source_boxes: Sequence[Box], source_data: Tensor, target_boxes: Sequence[Box], target_data: Tensor
 ) -> int:
-    """Copies every entry that both sides have, and returns how many entries were copied.
-
-    Raises:
-        CheckpointError: when boxes and data differ in their number of entries.
-    """
+    """Copies every entry that both sides have and returns how many; the data are `(entries of the boxes,)`."""
     _check_length("source", source_boxes, source_data)
     _check_length("target", target_boxes, target_data)
     pairs = overlaps(source_boxes, target_boxes)
@@ -229,7 +214,7 @@ def copy_overlap(
 
 
 def uncovered(sources: Sequence[Sequence[Box]], target_boxes: Sequence[Box]) -> int:
-    """How many entries of the target no source has; sources may overlap."""
+    """Counts the entries of the target that no source has; sources may overlap."""
     size = sum(box.numel for box in target_boxes)
     boxes = [box for source in sources for box in source]
     pairs = overlaps(boxes, target_boxes)

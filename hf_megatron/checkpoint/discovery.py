@@ -12,7 +12,7 @@ LATEST = "latest"
 
 
 def is_committed(path: str | Path) -> bool:
-    """Whether a directory has a valid manifest; its files are not looked at."""
+    """Tells whether a directory has a valid manifest; its files are not looked at."""
     try:
         Manifest.load(Path(path))
     except CheckpointError:
@@ -21,7 +21,7 @@ def is_committed(path: str | Path) -> bool:
 
 
 def committed(parent: Path) -> list[Path]:
-    """The complete checkpoints of a directory, newest first: by the number their name ends in, then by time.
+    """Lists a directory's complete checkpoints, newest first: by the number their name ends in, then by time.
 
     `checkpoint-5.1` is a second save of step 5 (see `fresh_name`).
     """
@@ -35,14 +35,14 @@ def committed(parent: Path) -> list[Path]:
 
 
 def versions(path: Path) -> list[Path]:
-    """The complete checkpoints saved under a name, newest first: `name` itself, `name.1` and so on."""
+    """Lists the complete checkpoints saved under a name, newest first: `name` itself, `name.1` and so on."""
     same = re.compile(re.escape(path.name) + r"(?:\.(\d+))?")
     found = [(int(match[1] or 0), other) for other in committed(path.parent) if (match := same.fullmatch(other.name))]
     return [other for _, other in sorted(found, reverse=True)]
 
 
 def fresh_name(path: Path) -> Path:
-    """`path`, or where that exists already `path.1` and so on: a checkpoint is never written over."""
+    """Returns `path`, or where that exists already `path.1` and so on: a checkpoint is never written over."""
     taken, again = path, 0
     while os.path.lexists(taken):
         again += 1
@@ -51,7 +51,7 @@ def fresh_name(path: Path) -> Path:
 
 
 def pointed_at(parent: Path, pointer: str = LATEST) -> Path | None:
-    """What the pointer file names; `None` when there is none, or when it holds no plain name."""
+    """Returns what the pointer file names; `None` when there is none, or when it holds no plain name."""
     try:
         name = (parent / pointer).read_bytes()[:4096].decode().strip()
     except (OSError, UnicodeDecodeError):
@@ -60,7 +60,10 @@ def pointed_at(parent: Path, pointer: str = LATEST) -> Path | None:
 
 
 def latest(parent: str | Path, pointer: str = LATEST) -> Path | None:
-    """The checkpoint to resume from: the one that `latest` names, else the newest complete one, with a warning."""
+    """Returns the checkpoint to resume from: the one that `latest` names, else the newest complete one, with a warning.
+
+    Where a checkpoint is itself called `latest` there is no such file, and nothing to warn of.
+    """
     root = Path(parent)
     current = pointed_at(root, pointer)
     if current is not None and is_committed(current):
@@ -69,16 +72,13 @@ def latest(parent: str | Path, pointer: str = LATEST) -> Path | None:
     if not candidates:
         return None
     said = "missing or unreadable" if current is None else f"{current.name!r}, which is not a complete checkpoint"
-    warnings.warn(f"{root / pointer} is {said}; falling back to {candidates[0].name}.", stacklevel=2)
+    if not (root / pointer).is_dir():
+        warnings.warn(f"{root / pointer} is {said}; falling back to {candidates[0].name}.", stacklevel=2)
     return candidates[0]
 
 
 def find(parent: str | Path, name: str) -> Path:
-    """Exactly this checkpoint.
-
-    Raises:
-        CheckpointError: when it is missing or incomplete.
-    """
+    """Returns exactly this checkpoint; raises `CheckpointError` when it is missing or incomplete."""
     if Path(name).name != name or name in ("", ".", ".."):
         raise CheckpointError(f"{name!r} is not the name of a checkpoint in {parent}.")
     path = Path(parent) / name

@@ -31,6 +31,7 @@ class Staging:
         self.buffers = [torch.empty(largest, dtype=torch.uint8) for _ in range(2)]
 
     def take(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """Returns the buffer whose turn it is as a tensor of any shape that fits it."""
         self.buffers.reverse()
         return self.buffers[0][: shape.numel() * dtype.itemsize].view(dtype).view(shape)
 
@@ -42,7 +43,7 @@ def gather_to_first(
     staging: Staging | None = None,
     local: Tensor | None = None,
 ) -> Tensor | None:
-    """The full tensor in CPU memory of the first of the ranks that hold it together, `None` on the others.
+    """Returns a tensor of any shape in full in CPU memory of the first of the ranks that hold it, `None` on the others.
 
     They call it in the same order. With `staging` the tensor is valid until the second call after this one. `local` is
     this rank's part where it is not what the parameter holds.
@@ -63,10 +64,7 @@ def gather_to_first(
         if rank in senders and local.numel():
             dist.send(local.contiguous(), first, group=group)
         return None
-    if staging is None:
-        full = torch.empty(parameter.shape, dtype=parameter.dtype)
-    else:
-        full = staging.take(parameter.shape, parameter.dtype)
+    full = _room(parameter.shape, parameter.dtype, staging)
     for sender in senders:
         held = placement.intervals(parameter.shape, axes.of_rank(sender))
         shape = placement.local_shape(parameter.shape, axes.of_rank(sender))
@@ -86,27 +84,23 @@ def gather_to_first(
     return full
 
 
-def _places(held: Sequence[Sequence[tuple[int, int]]]) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
-    """Where each box of a rank's part lies in the whole tensor, and where in the part.
+def _room(shape: torch.Size, dtype: torch.dtype, staging: Staging | None) -> Tensor:
+    return torch.empty(shape, dtype=dtype) if staging is None else staging.take(shape, dtype)
 
-    Args:
-        held: for each dim the `[start, stop)` ranges that the rank holds.
-    """
-    dims = []
+
+def _places(held: Sequence[Sequence[tuple[int, int]]]) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
+    """Yields where each box of a part lies in the whole tensor and where in the part, from its ranges of each dim."""
+    dims: list[list[tuple[slice, slice]]] = []
     for intervals in held:
         ends = itertools.accumulate(stop - start for start, stop in intervals)
-        dims.append(
-            [
-                (slice(start, stop), slice(end - stop + start, end))
-                for (start, stop), end in zip(intervals, ends, strict=True)
-            ]
-        )
+        both = zip(intervals, ends, strict=True)
+        dims.append([(slice(start, stop), slice(end - stop + start, end)) for (start, stop), end in both])
     for box in itertools.product(*dims):
         yield tuple(place for place, _ in box), tuple(part for _, part in box)
 
 
 def gather_parameter(model: Any, name: str, value: Tensor, staging: Staging | None = None) -> Tensor | None:
-    """A parameter, or a gradient of its layout, in full in CPU memory of its stage's first rank, `None` elsewhere.
+    """Returns a parameter of any shape, or its gradient, in full in CPU memory of its stage's first rank, else `None`.
 
     Every rank of the stage calls it.
     """
@@ -129,7 +123,7 @@ def fetch(
     value: Tensor | None,
     staging: Staging | None = None,
 ) -> Tensor | None:
-    """A tensor of any stage in CPU memory of rank 0, `None` elsewhere; every rank calls it.
+    """Returns a tensor of any shape and stage in CPU memory of rank 0, `None` elsewhere; every rank calls it.
 
     Args:
         value: this rank's part of it; not asked for on other stages.
@@ -148,8 +142,7 @@ def fetch(
 
 
 def _receive(entry: OwnedTensor, mesh: ParallelMesh, staging: Staging | None) -> Tensor:
-    shape = torch.Size(entry.shape)
-    full = torch.empty(shape, dtype=entry.dtype) if staging is None else staging.take(shape, entry.dtype)
+    full = _room(torch.Size(entry.shape), entry.dtype, staging)
     if not full.numel():
         return full
     arriving = full if mesh.device.type == "cpu" else torch.empty_like(full, device=mesh.device)
@@ -158,7 +151,7 @@ def _receive(entry: OwnedTensor, mesh: ParallelMesh, staging: Staging | None) ->
 
 
 def full_state_dict(model: Any) -> dict[str, Tensor]:
-    """All weights in full, in CPU memory of rank 0; empty on the other ranks. Every rank calls it.
+    """Returns all weights in full, of any shape, in CPU memory of rank 0 and nothing elsewhere; every rank calls it.
 
     Raises:
         CheckpointError: pipeline stages hold different copies of a tied weight.
@@ -172,12 +165,9 @@ def full_state_dict(model: Any) -> dict[str, Tensor]:
     first = {name: names.setdefault(id(parameters.get(name, tensor)), name) for name, tensor in tensors.items()}
     # The head's stage knows under which name its tied weight comes.
     first = join_stages(state, {name: other for name, other in first.items() if name != other})
-    gathered = {}
     whole = tensors_of_all_stages(state, {name: tensor for name, tensor in tensors.items() if name not in first})
-    for name, entry in whole.items():
-        full = fetch(model, state, name, entry, tensors.get(name))
-        if full is not None:
-            gathered[name] = full
+    fetched = ((name, fetch(model, state, name, entry, tensors.get(name))) for name, entry in whole.items())
+    gathered = {name: full for name, full in fetched if full is not None}
     if not gathered:
         return {}
     order = in_order(state, [*whole, *first]) if state.names else tensors
@@ -185,19 +175,18 @@ def full_state_dict(model: Any) -> dict[str, Tensor]:
 
 
 def stream_weights(model: Any) -> tuple[dict[str, OwnedTensor], Callable[[str], Tensor | None]]:
-    """What `save_pretrained` would write of a model, and a function that gives a tensor of it in full on rank 0.
+    """Returns what `save_pretrained` would write of a model, and a function that gives one of these in full on rank 0.
 
-    Every rank calls the function with the same names in the same order; it returns `None` on the others. Models that
-    are not split over ranks give their own tensors, on every rank.
+    Every rank calls it with the same names in the same order; it returns a tensor of any shape, `None` off rank 0. A
+    model that is not split over ranks gives its own tensors, on every rank.
 
     Raises:
         CheckpointError: pipeline stages hold different copies of a tied weight.
     """
     state, tensors = parallel_state(model), untied_state_dict(model)
     if state is None:
-        return {name: OwnedTensor(0, tuple(t.shape), t.dtype) for name, t in tensors.items()}, lambda name: tensors[
-            name
-        ].cpu()
+        described = {name: OwnedTensor(0, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+        return described, lambda name: tensors[name].cpu()
     check_copies(state, tied_weights(model))
     whole = tensors_of_all_stages(state, tensors)
     return whole, lambda name: fetch(model, state, name, whole[name], tensors.get(name))

@@ -40,21 +40,20 @@ class Holding:
     index: int
 
     def boxes(self) -> tuple[Box, ...]:
-        """All that is held."""
+        """Returns the boxes of all that is held."""
         return local_boxes(self.shape, self.placement, self.axes, self.start, self.stop)
 
     def share(self, name: str, data: Tensor) -> Piece | None:
-        """This rank's share of the writing; `data` holds the entries, flat or in their local shape."""
+        """Returns this rank's share of the writing; `data` holds the entries, `(entries,)` or in their local shape."""
         first, last = owned_range(self.stop - self.start, self.holders, self.index)
         if first == last:
             return None
-        start = self.start
-        boxes = local_boxes(self.shape, self.placement, self.axes, start + first, start + last)
+        boxes = local_boxes(self.shape, self.placement, self.axes, self.start + first, self.start + last)
         return Piece(name, self.shape, boxes, data.detach().reshape(-1)[first:last])
 
 
 def holding(state: ParallelState, name: str, shape: tuple[int, ...], *, is_moment: bool = False) -> Holding:
-    """What a rank holds of a weight or buffer, or of a moment of it; no process group is asked.
+    """Returns what a rank holds of a weight or buffer, or of a moment of it; no process group is asked.
 
     Args:
         shape: the global one; of a stage 3 weight too.
@@ -82,7 +81,7 @@ def holding(state: ParallelState, name: str, shape: tuple[int, ...], *, is_momen
 
 
 def parameter_holding(state: ParallelState | None, name: str, parameter: Tensor) -> Holding:
-    """What a rank holds of a parameter, or of a buffer, which every rank has whole."""
+    """Returns what a rank holds of a parameter of any shape, or of a buffer, which every rank has whole."""
     shape = tuple(parameter.shape)
     if state is None:
         return Holding(shape, Placement(), Axes.of_sizes(0), 0, parameter.numel(), 1, 0)
@@ -90,23 +89,21 @@ def parameter_holding(state: ParallelState | None, name: str, parameter: Tensor)
 
 
 def leaf_holding(state: ParallelState | None, leaf: Leaf) -> Holding:
-    """What a rank holds of an optimizer's leaf, and of moments of its shape."""
+    """Returns what a rank holds of an optimizer's leaf, and of moments of its shape."""
     if state is None or not leaf.flat:
         return parameter_holding(state, leaf.name, leaf.parameter)
     return holding(state, leaf.name, tuple(leaf.parameter.shape), is_moment=True)
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters, a tied one under its first name, and the buffers that belong to a model's state."""
+    """Yields parameters of any shape, a tied one under its first name, and the buffers of a model's state."""
     yield from resharded(model).named_parameters()
     persistent = model.state_dict(keep_vars=True).keys()
-    for name, buffer in model.named_buffers():
-        if name in persistent:
-            yield name, buffer
+    yield from ((name, buffer) for name, buffer in model.named_buffers() if name in persistent)
 
 
 def model_pieces(model: Any) -> Iterator[Piece]:
-    """This rank's share of a model's weights."""
+    """Yields this rank's share of a model's weights."""
     state = parallel_state(model)
     for name, tensor in named_tensors(model):
         # Buffers outside the layers are on every stage.

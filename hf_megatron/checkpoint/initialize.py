@@ -19,12 +19,12 @@ from ..upstream import dtensor_from_local
 
 
 def module_seed(seed: int, name: str) -> int:
-    """A seed per module name that does not depend on the layout."""
+    """Returns a seed per module name that does not depend on the layout."""
     return int.from_bytes(hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=7).digest(), "big")
 
 
 def local_part(full: Tensor, placement: Placement, axes: Axes) -> Tensor:
-    """This rank's shard of a full tensor, in storage of its own."""
+    """Returns this rank's shard of a full tensor of any shape, in storage of its own."""
     for split in placement.splits:
         intervals = split.intervals(full.shape[split.dim], axes)
         pieces = [full.narrow(split.dim, start, stop - start) for start, stop in intervals]
@@ -33,7 +33,7 @@ def local_part(full: Tensor, placement: Placement, axes: Axes) -> Tensor:
 
 
 def _units(model: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
-    """(name, module, with its children): the outermost layers, then every other module that owns parameters."""
+    """Yields (name, module, with its children): the outermost layers, then all others that own parameters."""
     layers = {
         f"{name}.{index}" if name else index: layer
         for name, module in model.named_modules()
@@ -52,17 +52,13 @@ def _units(model: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
 
 
 def _initializer(model: Any, name: str) -> Any:
-    """The innermost PreTrainedModel around a module: composite models initialise each part by its own rules."""
+    """Returns the innermost PreTrainedModel around a module: composite models have rules for each part."""
     # Imported here: this module is loaded while transformers' own modeling_utils is being imported.
     from transformers import PreTrainedModel
 
-    owner = model
     path = name.split(".") if name else []
-    for end in range(1, len(path) + 1):
-        module = model.get_submodule(".".join(path[:end]))
-        if isinstance(module, PreTrainedModel):
-            owner = module
-    return owner
+    around = (model.get_submodule(".".join(path[:end])) for end in range(len(path), 0, -1))
+    return next((module for module in around if isinstance(module, PreTrainedModel)), model)
 
 
 def initialize(
@@ -77,11 +73,8 @@ def initialize(
     """Fills the named placeholders of a placed model with the values `model._init_weights` draws.
 
     Args:
-        model (`PreTrainedModel`): every parameter a DTensor.
-        claims (`Mapping[str, Claim]`): the plan.
         names (`set[str]`): parameters to fill; all others keep their values.
         seed (`int`): the same seed gives the same global weights on every layout.
-        axes (`Axes`): this rank's place in the layout.
         device (`torch.device`): where the shards go.
     """
     done: dict[int, nn.Parameter] = {}

@@ -65,10 +65,8 @@ class Manifest:
     """Everything a checkpoint states about itself.
 
     Args:
-        world_size (`int`): ranks that wrote it.
         facts (`Mapping[str, Any]`): the caller's own facts, JSON values only.
         files (`Mapping[str, FileDigest]`): every file but the manifest, by its path relative to the checkpoint.
-        tensors (`Mapping[str, TensorEntry]`): by name.
         versions (`Mapping[str, str]`): of the libraries that wrote it.
     """
 
@@ -100,11 +98,7 @@ class Manifest:
 
     @classmethod
     def from_dict(cls, data: Any, where: str) -> "Manifest":
-        """Checks every field; `where` names the file in errors.
-
-        Raises:
-            CheckpointError: naming the file, the field and its value.
-        """
+        """Checks every field; `CheckpointError` names the file `where`, the field and its value."""
         check = _Checker(where)
         version = check.value(check.table(data, "content"), "format_version", int)
         if version != FORMAT_VERSION:
@@ -122,11 +116,7 @@ class Manifest:
 
     @classmethod
     def load(cls, directory: Path) -> "Manifest":
-        """Reads and checks the manifest of a checkpoint.
-
-        Raises:
-            CheckpointError: when it is missing or anything in it is wrong.
-        """
+        """Reads and checks the manifest of a checkpoint; `CheckpointError` when it is missing or wrong."""
         path = inside(directory, MANIFEST)
         try:
             size = path.stat().st_size
@@ -147,8 +137,7 @@ class _Checker:
     """Takes values out of a manifest, with the manifest's name in every error."""
 
     def __init__(self, where: str):
-        self.where = where
-        self.boxes = 0
+        self.where, self.boxes = where, 0
 
     def table(self, value: Any, what: str) -> dict[str, Any]:
         if not isinstance(value, dict):
@@ -174,10 +163,8 @@ class _Checker:
         return tuple(value)
 
     def tensor(self, name: str, entry: Any, files: Mapping[str, FileDigest]) -> TensorEntry:
-        shape, dtype = (
-            self.integers(self.value(entry, "shape", list), f"{name}: shape"),
-            self.value(entry, "dtype", str),
-        )
+        shape = self.integers(self.value(entry, "shape", list), f"{name}: shape")
+        dtype = self.value(entry, "dtype", str)
         if dtype not in _DTYPE_OF_NAME:
             raise CheckpointError(f"{self.where}: {name} has the unknown dtype {dtype!r}.")
         pieces = []
@@ -220,7 +207,7 @@ def _shifted(box: Box, step: Sequence[int], times: int) -> Box:
 
 
 def _encode_boxes(boxes: Sequence[Box]) -> list[dict[str, Any]]:
-    """Runs of boxes; interleaved intervals, thousands of boxes, become one run that repeats."""
+    """Groups boxes into runs; interleaved intervals, thousands of boxes, become one run that repeats."""
     runs: list[dict[str, Any]] = []
     begin = 0
     while begin < len(boxes):
@@ -231,10 +218,7 @@ def _encode_boxes(boxes: Sequence[Box]) -> list[dict[str, Any]]:
             if count > 1 and count * period > best * repeat:
                 best, repeat, step = period, count, by
         pattern = boxes[begin : begin + best]
-        run: dict[str, Any] = {
-            "offset": [list(box.offset) for box in pattern],
-            "shape": [list(box.shape) for box in pattern],
-        }
+        run: dict[str, Any] = {name: [list(getattr(box, name)) for box in pattern] for name in ("offset", "shape")}
         runs.append(run if repeat == 1 else run | {"repeat": repeat, "step": list(step)})
         begin += best * repeat
     return runs

@@ -25,7 +25,7 @@ from .weight_files import write_weights
 def _converted(
     model: Any, state: ParallelState, tensors: Mapping[str, Tensor], whole: Mapping[str, OwnedTensor], keep_names: bool
 ) -> Iterator[dict[str, Tensor]]:
-    """Full tensors under their file names, one group that is converted together at a time; empty off rank 0."""
+    """Yields full tensors under their file names, a group that is converted together at a time; empty off rank 0."""
     groups = [[name] for name in whole] if keep_names else conversion_groups(model, list(whole))
     mesh, first = state.mesh, dist.get_rank() == 0
     gathers = mesh.axes.rank("stage") == 0
@@ -35,11 +35,8 @@ def _converted(
     for group in groups:
         place = staging if len(group) == 1 else None
         gathered = {name: fetch(model, state, name, whole[name], tensors.get(name), place) for name in group}
-        if first:
-            full = {name: tensor for name, tensor in gathered.items() if tensor is not None}
-            yield full if keep_names else revert_conversion(model, full)
-        else:
-            yield {}
+        full = {name: tensor for name, tensor in gathered.items() if first and tensor is not None}
+        yield full if keep_names or not first else revert_conversion(model, full)
 
 
 def save_merged(
@@ -60,9 +57,7 @@ def save_merged(
     push: Callable[[str, str | bool | None, dict[str, Any]], None],
     **kwargs: Any,
 ) -> None:
-    """`save_pretrained` of a model that is split over ranks; every rank calls it, rank 0 writes.
-
-    The arguments are those of `PreTrainedModel.save_pretrained`, and
+    """Does what `PreTrainedModel.save_pretrained` does, with its arguments; every rank calls it, rank 0 writes.
 
     Args:
         before_push: called with the directory, where the weights are complete, on the rank that wrote them. What it

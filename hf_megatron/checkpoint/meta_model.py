@@ -11,17 +11,13 @@ from ..errors import CheckpointError
 
 
 def meta_model(model_class: Any, config: Any) -> Any:
-    """An instance of a class of transformers on the meta device."""
+    """Makes an instance of a class of transformers on the meta device."""
     with torch.device("meta"):
         return model_class._from_config(copy.deepcopy(config))
 
 
 def meta_model_of(path: str | os.PathLike[str]) -> Any:
-    """The model of a folder with a config.json.
-
-    Raises:
-        CheckpointError: there is no config.json, or it names no class of transformers.
-    """
+    """Makes the model of a folder; `CheckpointError` where its config.json is missing or names no class."""
     import transformers
 
     file = Path(path) / "config.json"
@@ -35,6 +31,7 @@ def meta_model_of(path: str | os.PathLike[str]) -> Any:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
     names = config.architectures or []
-    if len(names) != 1 or not isinstance(getattr(transformers, names[0], None), type):
+    model_class = getattr(transformers, names[0], None) if len(names) == 1 else None
+    if not isinstance(model_class, type):
         raise CheckpointError(f"{file} names the architectures {names}: expected one class of transformers.")
-    return meta_model(getattr(transformers, names[0]), config)
+    return meta_model(model_class, config)

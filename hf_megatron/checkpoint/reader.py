@@ -27,9 +27,6 @@ class Checkpoint:
     One that was pulled for some ranks of a layout is complete for them: entries that only its absent files hold raise
     when they are checked or read.
 
-    Args:
-        path (`str` or `Path`): its directory.
-
     Attributes:
         absent (`frozenset[str]`): files that were left out on purpose.
 
@@ -43,20 +40,13 @@ class Checkpoint:
         self.manifest = Manifest.load(self.path)
         self._shards: dict[str, MappedSafetensors] = {}
         left_out = read_partial(self.path)
-        self.absent = frozenset(
-            name for name in self.manifest.files.keys() & left_out if not (self.path / name).is_file()
-        )
-        missing, wrong = [], []
-        for name, entry in self.manifest.files.items():
-            file = self.path / name
-            if name in self.absent:
-                continue
-            if not file.is_file():
-                missing.append(name)
-            elif file.stat().st_size != entry.size:
-                wrong.append(f"{name} has {file.stat().st_size} bytes instead of {entry.size}")
-        if missing:
+        gone = [name for name in self.manifest.files if not (self.path / name).is_file()]
+        self.absent = left_out.intersection(gone)
+        if missing := [name for name in gone if name not in left_out]:
             raise CheckpointError(f"{self.path}: {len(missing)} files are missing: {', '.join(missing)}.")
+        present = ((name, entry.size) for name, entry in self.manifest.files.items() if name not in self.absent)
+        sizes = ((name, (self.path / name).stat().st_size, size) for name, size in present)
+        wrong = [f"{name} has {found} bytes instead of {size}" for name, found, size in sizes if found != size]
         if wrong:
             raise CheckpointError(f"{self.path}: {'; '.join(wrong)}.")
 
@@ -99,17 +89,10 @@ class Checkpoint:
     def compare(
         self, expected: Mapping[str, Sequence[int]] | Iterable[str], strict: bool = True
     ) -> tuple[list[str], list[str]]:
-        """Compares the tensors that are wanted with those that are there.
-
-        Args:
-            expected (`Mapping[str, Sequence[int]]` or `Iterable[str]`): names, with or without global shapes.
-            strict (`bool`, defaults to `True`): raise unless the names are the same.
-
-        Returns:
-            `tuple[list[str], list[str]]`: names that the checkpoint lacks, and names that nobody wants.
+        """Compares names, with or without global shapes, with those there; returns what is lacking and what is surplus.
 
         Raises:
-            CheckpointError: listing the names, or for a shape that differs, strict or not.
+            CheckpointError: listing the names, unless `strict` is off, or for a shape that differs, strict or not.
         """
         wanted = dict.fromkeys(expected)
         missing = sorted(wanted.keys() - self.manifest.tensors.keys())
@@ -127,11 +110,7 @@ class Checkpoint:
         return missing, unexpected
 
     def check(self, name: str, shape: Sequence[int], dtype: torch.dtype, boxes: Sequence[Box]) -> None:
-        """Whether `read` will succeed with a tensor of this global shape and dtype.
-
-        Raises:
-            CheckpointError: naming the tensor and what differs.
-        """
+        """Raises `CheckpointError` unless `read` will succeed with a tensor of this global shape and dtype."""
         entry, where = self._tensor(name), f"{self.path}: {name}"
         if entry.shape != tuple(shape):
             raise CheckpointError(f"{where} is {list(entry.shape)}, expected {list(shape)}.")
@@ -145,7 +124,7 @@ class Checkpoint:
         return [piece for piece in entry.pieces if piece.file not in self.absent]
 
     def _where(self, entry: TensorEntry) -> str:
-        """Which files that were left out hold a tensor, for an error."""
+        """Says, for an error, which files that were left out hold a tensor."""
         files = sorted({piece.file for piece in entry.pieces} & self.absent)
         if not files:
             return ""
@@ -155,16 +134,14 @@ class Checkpoint:
         )
 
     def read(self, name: str, boxes: Sequence[Box], out: Tensor, cast: bool = False) -> None:
-        """Fills `out`, one dim, with the row-major contents of the boxes one after another.
+        """Fills `out`, `(entries of the boxes,)`, with the row-major contents of the boxes one after another.
 
         Args:
-            name (`str`): the tensor.
-            boxes (`Sequence[Box]`): which of its entries.
-            out (`Tensor`): one dim, as many entries as the boxes have; untouched when anything is wrong.
             cast (`bool`, defaults to `False`): convert when the dtypes differ.
 
         Raises:
-            CheckpointError: naming the tensor, for another dtype, boxes outside it, or entries that no file has.
+            CheckpointError: naming the tensor, for another dtype, boxes outside it, or entries that no file has; `out`
+                is untouched then.
         """
         entry = self._tensor(name)
         where = f"{self.path}: {name}"
@@ -181,6 +158,7 @@ class Checkpoint:
             raise CheckpointError(
                 f"{where}: {lacking} of {out.numel()} entries are in no file of the checkpoint{self._where(entry)}."
             )
+        # All are checked before the first is copied.
         sources = [(piece.boxes, self._contents(name, entry, piece)) for piece in needed]
         for source_boxes, data in sources:
             copy_overlap(source_boxes, data, boxes, out)
@@ -204,11 +182,7 @@ class Checkpoint:
 
 
 def read_partial(folder: Path) -> frozenset[str]:
-    """The names of the files that `pull` left out of a folder; none of a folder that is whole.
-
-    Raises:
-        CheckpointError: the note about them cannot be read.
-    """
+    """Reads which files `pull` left out of a folder, none of a whole one; an unreadable note is a `CheckpointError`."""
     path = folder / PARTIAL
     try:
         absent = json.loads(path.read_bytes())["absent"]
@@ -222,11 +196,7 @@ def read_partial(folder: Path) -> frozenset[str]:
 
 
 def open_checkpoint(path: str | Path, group: ProcessGroup | None = None, verify: bool = True) -> Checkpoint:
-    """Opens a checkpoint on all ranks and checks its files, each rank its share.
-
-    Raises:
-        CheckpointError: the same on every rank.
-    """
+    """Opens a checkpoint on all ranks and checks its files, each rank its share; errors are the same on every rank."""
     checkpoint, error = None, None
     try:
         checkpoint = Checkpoint(path)
@@ -235,19 +205,9 @@ def open_checkpoint(path: str | Path, group: ProcessGroup | None = None, verify:
     raise_together(error, group, f"Opening {path}")
     assert checkpoint is not None
     if verify:
-        verify_on_all_ranks(checkpoint, group)
+        try:
+            checkpoint.verify(*rank_and_size(group))
+        except (CheckpointError, OSError) as caught:
+            error = caught
+        raise_together(error, group, f"Checking {path}")
     return checkpoint
-
-
-def verify_on_all_ranks(checkpoint: Checkpoint, group: ProcessGroup | None = None) -> None:
-    """Compares all digests, each rank those of its share of the files.
-
-    Raises:
-        CheckpointError: the same on every rank, naming the rank that found it and the file.
-    """
-    error: Exception | None = None
-    try:
-        checkpoint.verify(*rank_and_size(group))
-    except (CheckpointError, OSError) as caught:
-        error = caught
-    raise_together(error, group, f"Checking {checkpoint.path}")

@@ -15,23 +15,16 @@ def file_name(rank: int) -> str:
     return f"random-{rank:05d}.safetensors"
 
 
-def capture() -> dict[str, Any]:
-    state = {"python": random.getstate(), "numpy": numpy.random.get_state(), "torch": torch.get_rng_state()}
+def save(directory: Path, rank: int) -> None:
+    """Writes the state of every generator of this rank."""
+    state: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": numpy.random.get_state(),
+        "torch": torch.get_rng_state(),
+    }
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def restore(state: dict[str, Any]) -> None:
-    random.setstate(state["python"])
-    numpy.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
-    if torch.cuda.is_available() and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"])
-
-
-def save(directory: Path, rank: int) -> None:
-    write_packed(directory / file_name(rank), capture())
+    write_packed(directory / file_name(rank), state)
 
 
 def load(directory: Path, rank: int, *, same_layout: bool, stream: int, step: int) -> None:
@@ -43,10 +36,14 @@ def load(directory: Path, rank: int, *, same_layout: bool, stream: int, step: in
     Args:
         same_layout (`bool`): the checkpoint was written by the same sizes.
         stream (`int`): the dp rank; ranks that share a batch share a stream.
-        step (`int`): of the checkpoint.
     """
     if same_layout:
-        restore(read_packed(directory / file_name(rank)))
+        state = read_packed(directory / file_name(rank))
+        random.setstate(state["python"])
+        numpy.random.set_state(state["numpy"])
+        torch.set_rng_state(state["torch"])
+        if torch.cuda.is_available() and "cuda" in state:
+            torch.cuda.set_rng_state(state["cuda"])
         return
     first = read_packed(directory / file_name(0))
     digest = hashlib.blake2b(first["torch"].numpy().tobytes(), digest_size=8)

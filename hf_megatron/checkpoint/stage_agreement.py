@@ -15,7 +15,7 @@ from ..parallel_state import ParallelState, parallel_state
 
 
 def is_owned(state: ParallelState, name: str) -> bool:
-    """Whether a weight or buffer belongs to this rank's stages."""
+    """Tells whether a weight or buffer belongs to this rank's stages."""
     return state.cut is None or state.cut.owner(name) == state.axes.rank("pp")
 
 
@@ -38,11 +38,7 @@ class OwnedTensor:
 
 
 def tensors_of_all_stages(state: ParallelState, tensors: Mapping[str, Tensor]) -> dict[str, OwnedTensor]:
-    """The tensors of all stages, in the order of the whole model; every rank calls it.
-
-    Args:
-        tensors: those of this rank, DTensors or whole.
-    """
+    """Lists all stages' tensors in the whole model's order, from each rank's of any shape; every rank calls it."""
     own = {
         name: OwnedTensor(state.mesh.pp_rank, tuple(tensor.shape), tensor.dtype)
         for name, tensor in tensors.items()
@@ -52,7 +48,7 @@ def tensors_of_all_stages(state: ParallelState, tensors: Mapping[str, Tensor]) -
 
 
 def join_stages(state: ParallelState, own: Mapping[str, Any]) -> dict[str, Any]:
-    """What all stages say by name, in the order of the whole model; every rank calls it."""
+    """Joins what all stages say by name, in the order of the whole model; every rank calls it."""
     if state.cut is None:
         return dict(own)
     whole = {name: value for part in of_all_stages(state, own) for name, value in part.items()}
@@ -60,18 +56,18 @@ def join_stages(state: ParallelState, own: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def of_all_stages(state: ParallelState, value: Any) -> list[Any]:
-    """The value of each rank of this pipeline."""
+    """Returns the value of each rank of this pipeline."""
     return gather(value, state.mesh.pp_group, "Saving")
 
 
 def in_order(state: ParallelState, names: Iterable[str]) -> list[str]:
-    """Names as the whole model has them, those it had not when it was loaded behind them."""
+    """Sorts names as the whole model has them, those it had not when it was loaded behind them."""
     position = {name: index for index, name in enumerate(state.names)}
     return sorted(dict.fromkeys(names), key=lambda name: position.get(name, len(position)))
 
 
 def resharded(model: nn.Module) -> nn.Module:
-    """The model with its weights in shards again: stage 3 leaves some whole behind a forward without a backward."""
+    """Returns the model with its weights in shards again: stage 3 leaves some whole behind a forward alone."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -79,7 +75,7 @@ def resharded(model: nn.Module) -> nn.Module:
 
 
 def tied_weights(model: Any) -> dict[str, Tensor]:
-    """This rank's parameters that the other end of the pipeline holds too."""
+    """Returns this rank's parameters, of any shape, that the other end of the pipeline holds too."""
     state = parallel_state(model)
     assert state is not None
     if state.cut is None:
@@ -89,13 +85,9 @@ def tied_weights(model: Any) -> dict[str, Tensor]:
 
 
 def check_copies(state: ParallelState, tensors: Mapping[str, Tensor]) -> None:
-    """Compares tensors that two ranks of a pipeline hold; every rank calls it.
+    """Compares tensors of any shape, by the name they are saved under, that two ranks of a pipeline hold.
 
-    Args:
-        tensors: this rank's shards, by the name they will be saved under.
-
-    Raises:
-        CheckpointError: on every rank, naming the tensors that differ.
+    Every rank calls it with its shards, and gets a `CheckpointError` that names the tensors that differ.
     """
     if state.cut is None or not state.cut.tied:
         return

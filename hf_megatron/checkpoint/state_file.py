@@ -22,7 +22,7 @@ _PLAIN = (bool, int, float, str)
 
 
 def pack(value: Any, tensors: dict[str, Tensor], place: str = "state") -> Any:
-    """A JSON value for `value`; its tensors go into `tensors`.
+    """Returns a JSON value for `value`; its tensors, of any shape, go into `tensors`.
 
     Raises:
         CheckpointError: names the place of what is no number, text, list, tuple, mapping, tensor or array.
@@ -59,7 +59,7 @@ def pack(value: Any, tensors: dict[str, Tensor], place: str = "state") -> Any:
 
 
 def unpack(packed: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """What `pack` made the JSON value from."""
+    """Returns what `pack` made the JSON value and the tensors, of any shape, from."""
     if isinstance(packed, list):
         return [unpack(item, tensors) for item in packed]
     if not isinstance(packed, dict):
@@ -85,11 +85,7 @@ def write_packed(path: str | os.PathLike[str], value: Any) -> None:
 
 
 def read_packed(path: str | os.PathLike[str]) -> Any:
-    """Reads what `write_packed` wrote.
-
-    Raises:
-        CheckpointError: the file is missing or holds something else.
-    """
+    """Reads what `write_packed` wrote; raises `CheckpointError` for a file that is missing or holds something else."""
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}

@@ -14,11 +14,7 @@ from ..errors import CheckpointError
 
 
 def check_weight_index(path: str | os.PathLike[str]) -> None:
-    """Refuses an index file whose shards lie outside its directory.
-
-    Raises:
-        CheckpointError: names the entry.
-    """
+    """Raises `CheckpointError`, naming the entry, for an index file whose shards lie outside its directory."""
     if not os.path.isdir(path):
         return
     for name in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
@@ -37,11 +33,7 @@ def check_weight_index(path: str | os.PathLike[str]) -> None:
 
 
 def check_loaded(model: nn.Module, info: dict[str, Any], *, strict: bool) -> None:
-    """Raises for missing, surplus or mis-shaped weights.
-
-    Raises:
-        CheckpointError: names the weights and the way round.
-    """
+    """Raises `CheckpointError` for missing, surplus or mis-shaped weights, naming them and the way round."""
     problems = []
     mismatched = info.get("mismatched_keys") or ()
     if mismatched:
@@ -65,7 +57,7 @@ def check_loaded(model: nn.Module, info: dict[str, Any], *, strict: bool) -> Non
 
 
 def own_memory(shard: torch.Tensor) -> torch.Tensor:
-    """A shard in a mapped weight file (memory without an allocator), copied into its own; another one as it is.
+    """Copies a shard, of any shape, that lies in a mapped weight file (memory without an allocator) into its own.
 
     Copying once is faster than the page faults of a private mapping when training writes to every weight, the file
     may be overwritten by the next save, and a shard starts at the beginning of its storage (up to torch 2.12
@@ -77,7 +69,7 @@ def own_memory(shard: torch.Tensor) -> torch.Tensor:
 
 
 def empty_in_huge_pages(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """An uninitialised CPU tensor, in 2 MiB pages where Linux grants them: filled in a quarter of the time."""
+    """Returns an uninitialised CPU tensor of any shape, in 2 MiB pages, which fill four times as fast, if granted."""
     size = shape.numel() * dtype.itemsize
     if sys.platform != "linux" or size < 2**21:
         return torch.empty(shape, dtype=dtype)

@@ -34,7 +34,7 @@ MAIN_WEIGHT = "main_weight"
 
 
 def _leaves(model: Any, optimizer: torch.optim.Optimizer) -> list[Leaf]:
-    """The leaves of a prepared optimizer; of a stock one the parameters themselves."""
+    """Returns the leaves of a prepared optimizer; of a stock one the parameters themselves."""
     prepared = sharded(optimizer)
     if prepared is not None:
         return prepared.leaves
@@ -48,7 +48,7 @@ def _key(number: int, key: str, name: str) -> str:
 
 
 def _moments(optimizer: torch.optim.Optimizer, leaf: Leaf) -> dict[str, Tensor]:
-    """The state of a leaf that has an entry for each of its own."""
+    """Returns the state of a leaf that has an entry for each of its own."""
     state = optimizer.state.get(leaf.tensor, {})
     size = local_tensor(leaf.tensor).numel()
     return {
@@ -64,15 +64,13 @@ def _scalars(optimizer: torch.optim.Optimizer, leaf: Leaf) -> dict[str, Any]:
 
 
 def _stored(optimizer: torch.optim.Optimizer, leaf: Leaf) -> dict[str, Tensor]:
-    """The moments of a leaf, and its entries where they are more precise than the parameter's."""
-    tensors = _moments(optimizer, leaf)
-    if leaf.separate and leaf.tensor.dtype != leaf.parameter.dtype:
-        tensors = tensors | {MAIN_WEIGHT: leaf.tensor}
-    return tensors
+    """Returns the moments of a leaf, and its entries where they are more precise than the parameter's."""
+    is_more_precise = leaf.separate and leaf.tensor.dtype != leaf.parameter.dtype
+    return _moments(optimizer, leaf) | ({MAIN_WEIGHT: leaf.tensor} if is_more_precise else {})
 
 
 def optimizer_pieces(model: Any, optimizer: torch.optim.Optimizer, number: int) -> Iterator[Piece]:
-    """This rank's share of an optimizer's moments and main weights."""
+    """Yields this rank's share of an optimizer's moments and main weights."""
     state = parallel_state(model)
     for leaf in _leaves(model, optimizer):
         holding = leaf_holding(state, leaf)
@@ -83,14 +81,14 @@ def optimizer_pieces(model: Any, optimizer: torch.optim.Optimizer, number: int) 
 
 
 def pieces(model: Any, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[Piece]:
-    """All that this rank writes."""
+    """Yields all that this rank writes."""
     yield from model_pieces(model)
     for number, optimizer in enumerate(optimizers):
         yield from optimizer_pieces(model, optimizer, number)
 
 
 def write_config(model: Any, directory: Path) -> None:
-    """The model's config files, as `save_pretrained` writes them."""
+    """Writes the model's config files as `save_pretrained` does."""
     model.config.architectures = [type(model).__name__.removeprefix("FSDP")]
     model.config.save_pretrained(directory)
     if model.can_generate():
@@ -98,14 +96,13 @@ def write_config(model: Any, directory: Path) -> None:
 
 
 def facts(model: Any, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
-    """What the manifest says beside the tensors; every rank calls it and gets the same.
+    """Returns what the manifest says beside the tensors; every rank calls it and gets the same.
 
     Raises:
         CheckpointError: pipeline stages hold different copies of a tied weight or of its moments, or have different
             parameter groups; or an optimizer's state cannot be read in another layout.
     """
     state = parallel_state(model)
-    layout = None if state is None else state.config.to_dict()
     with agreed("Saving"):
         described = [_describe(model, optimizer) for optimizer in optimizers]
     if state is not None and state.cut is not None:
@@ -114,7 +111,7 @@ def facts(model: Any, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, 
     skipped = 0 if state is None or state.data_parallel is None else state.data_parallel.skipped_steps
     return {
         "model": {"class": type(model).__name__.removeprefix("FSDP"), "model_type": model.config.model_type},
-        "layout": layout,
+        "layout": None if state is None else state.config.to_dict(),
         "world_size": dist.get_world_size() if dist.is_initialized() else 1,
         "optimizers": described,
         "skipped_steps": skipped,
@@ -122,7 +119,7 @@ def facts(model: Any, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, 
 
 
 def _tied_tensors(model: Any, state: ParallelState, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Tensor]:
-    """What is saved of weights that this rank and the other end of the pipeline hold."""
+    """Returns what is saved of weights that this rank and the other end of the pipeline hold."""
     tensors = tied_weights(model)
     for number, optimizer in enumerate(optimizers):
         for leaf in _leaves(model, optimizer):
@@ -152,7 +149,7 @@ def _describe(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def _of_the_whole_model(state: ParallelState, described: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Optimizers as one process would describe them, from the descriptions of all stages."""
+    """Describes optimizers as one process would, from the descriptions of all stages."""
     parts = of_all_stages(state, described)
     _check_alike(parts)
     whole = []
@@ -168,7 +165,7 @@ def _of_the_whole_model(state: ParallelState, described: list[dict[str, Any]]) -
 
 
 def _check_alike(parts: list[list[dict[str, Any]]]) -> None:
-    """The stages' optimizers differ in nothing but the parameters they hold."""
+    """Raises unless the stages' optimizers differ in nothing but the parameters they hold."""
     outlines = [
         [(optimizer["class"], [group["hyperparameters"] for group in optimizer["groups"]]) for optimizer in part]
         for part in parts
@@ -187,19 +184,13 @@ def _check_alike(parts: list[list[dict[str, Any]]]) -> None:
 
 
 def _read(checkpoint: Checkpoint, name: str, holding: Holding, shape: torch.Size, old: Tensor | None = None) -> Tensor:
-    """The entries a rank holds, in CPU memory: that of `old` where they fit it, else their own."""
-    dtype = checkpoint.dtype(name)
-    usable = old is not None and old.device.type == "cpu" and old.dtype == dtype and old.is_contiguous()
-    if usable and old is not None and old.numel() == holding.stop - holding.start:
-        out = old.view(-1)
-    else:
-        out = empty_in_huge_pages(torch.Size([holding.stop - holding.start]), dtype)
+    """Reads the entries a rank holds into CPU memory: that of `old` where they fit it, else their own."""
+    dtype, size = checkpoint.dtype(name), holding.stop - holding.start
+    if old is None or (old.device.type, old.dtype, old.numel()) != ("cpu", dtype, size) or not old.is_contiguous():
+        old = empty_in_huge_pages(torch.Size([size]), dtype)
+    out = old.view(-1)
     checkpoint.read(name, holding.boxes(), out)
     return out.view(shape)
-
-
-def _is_weight(name: str) -> bool:
-    return not name.startswith("optimizer/")
 
 
 @torch.no_grad()
@@ -215,7 +206,7 @@ def load_model(model: Any, checkpoint: Checkpoint, *, strict: bool = True) -> tu
     state = parallel_state(model)
     tensors = dict(named_tensors(model))
     elsewhere = frozenset() if state is None else state.elsewhere
-    found = [name for name in checkpoint.names() if _is_weight(name) and name not in elsewhere]
+    found = [name for name in checkpoint.names() if not name.startswith("optimizer/") and name not in elsewhere]
     missing, surplus = sorted(tensors.keys() - set(found)), sorted(set(found) - tensors.keys())
     wanted = {name: tensors[name] for name in found if name in tensors}
     holdings = {name: parameter_holding(state, name, tensor) for name, tensor in wanted.items()}
@@ -256,7 +247,12 @@ def load_optimizers(model: Any, optimizers: Sequence[torch.optim.Optimizer], che
             )
         for number, (optimizer, description) in enumerate(zip(optimizers, described, strict=True)):
             _check_groups(model, optimizer, description, checkpoint)
-            _check_moments(model, optimizer, number, description, checkpoint)
+            # Checkpoints of earlier versions do not say which moments there should be.
+            moments: Mapping[str, list[str]] = description.get("moments", {})
+            for leaf in _leaves(model, optimizer):
+                holding = leaf_holding(parallel_state(model), leaf)
+                for name in (_key(number, key, leaf.name) for key in moments.get(leaf.name, ())):
+                    checkpoint.check(name, holding.shape, checkpoint.dtype(name), holding.boxes())
     for number, (optimizer, description) in enumerate(zip(optimizers, described, strict=True)):
         _load_optimizer(model, optimizer, number, description, checkpoint)
 
@@ -282,26 +278,18 @@ def _check_groups(
         )
 
 
-def _check_moments(
-    model: Any, optimizer: torch.optim.Optimizer, number: int, description: dict[str, Any], checkpoint: Checkpoint
-) -> None:
-    state = parallel_state(model)
-    # Checkpoints of earlier versions do not say which there should be.
-    moments: Mapping[str, list[str]] = description.get("moments", {})
-    for leaf in _leaves(model, optimizer):
-        holding = leaf_holding(state, leaf)
-        for key in moments.get(leaf.name, ()):
-            name = _key(number, key, leaf.name)
-            checkpoint.check(name, holding.shape, checkpoint.dtype(name), holding.boxes())
-
-
 def _load_optimizer(
     model: Any, optimizer: torch.optim.Optimizer, number: int, description: dict[str, Any], checkpoint: Checkpoint
 ) -> None:
     state = parallel_state(model)
     for group, saved in zip(optimizer.param_groups, description["groups"] or (), strict=bool(description["groups"])):
         group.update(unpack(saved["hyperparameters"], {}))
-    keys = _keys_of(checkpoint, number)
+    keys: dict[str, list[str]] = {}
+    prefix = f"optimizer/{number}/"
+    for name in checkpoint.names():
+        if name.startswith(prefix):
+            key, _, parameter = name.removeprefix(prefix).partition("/")
+            keys.setdefault(parameter, []).append(key)
     on_device = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
     for leaf in _leaves(model, optimizer):
         holding = leaf_holding(state, leaf)
@@ -309,26 +297,13 @@ def _load_optimizer(
         if on_device:
             values = {key: v.to(leaf.tensor.device) if isinstance(v, Tensor) else v for key, v in values.items()}
         for key in keys.get(leaf.name, ()):
-            name = _key(number, key, leaf.name)
             old = optimizer.state.get(leaf.tensor, {}).get(key)
-            value = _read(checkpoint, name, holding, local_tensor(leaf.tensor).shape, old)
-            if key == MAIN_WEIGHT:
-                if leaf.separate:
-                    leaf.tensor.copy_(value)
-                continue
-            values[key] = value.to(leaf.tensor.device)
+            value = _read(checkpoint, _key(number, key, leaf.name), holding, local_tensor(leaf.tensor).shape, old)
+            if key != MAIN_WEIGHT:
+                values[key] = value.to(leaf.tensor.device)
+            elif leaf.separate:
+                leaf.tensor.copy_(value)
         if values:
             optimizer.state[leaf.tensor] = values
         else:
             optimizer.state.pop(leaf.tensor, None)
-
-
-def _keys_of(checkpoint: Checkpoint, number: int) -> dict[str, list[str]]:
-    """Parameter name -> the keys of its moments."""
-    keys: dict[str, list[str]] = {}
-    prefix = f"optimizer/{number}/"
-    for name in checkpoint.names():
-        if name.startswith(prefix):
-            key, _, parameter = name.removeprefix(prefix).partition("/")
-            keys.setdefault(parameter, []).append(key)
-    return keys

@@ -28,6 +28,7 @@ class WeightFile:
         self._writer = SafetensorsWriter(self._file, planned)
 
     def write(self, name: str, tensor: Tensor) -> None:
+        """Writes a tensor, of the planned shape."""
         self._writer.write(name, tensor)
 
     def close(self, *, complete: bool) -> None:
@@ -50,14 +51,13 @@ def write_weights(
     max_shard_size: int | str,
     variant: str | None = None,
 ) -> None:
-    """Writes the planned tensors, which arrive in any order, under transformers' file names.
+    """Writes the planned tensors of any shape, which arrive in any order, under transformers' file names.
 
     The next tensors are made while the last ones are written, so two groups of them are in memory at a time.
 
     Args:
         planned: name -> a meta tensor of the shape and dtype to come.
         streamed: groups of tensors, each tensor once.
-        max_shard_size, variant: as in `PreTrainedModel.save_pretrained`.
 
     Raises:
         CheckpointError: what arrives is not what was planned; no file is left then.
@@ -66,6 +66,11 @@ def write_weights(
     pattern = f"{base}{{suffix}}.safetensors"
     split = split_torch_state_dict_into_shards(dict(planned), filename_pattern=pattern, max_shard_size=max_shard_size)
     writers: dict[str, WeightFile] = {}
+
+    def write(tensors: Mapping[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            writers[split.tensor_to_filename[name]].write(name, tensor)
+
     complete = False
     try:
         for filename, names in split.filename_to_tensors.items():
@@ -75,7 +80,7 @@ def write_weights(
             for tensors in streamed:
                 if pending is not None:
                     pending.result()
-                pending = thread.submit(_write, writers, split.tensor_to_filename, tensors)
+                pending = thread.submit(write, tensors)
             if pending is not None:
                 pending.result()
         complete = True
@@ -83,25 +88,17 @@ def write_weights(
         for writer in writers.values():
             writer.close(complete=complete)
     _remove_stale(directory, base, set(split.filename_to_tensors))
-    index = os.path.join(
-        directory, f"{base}.safetensors.index.json" if variant is None else f"model.safetensors.index.{variant}.json"
-    )
+    index = Path(directory, "model.safetensors.index" + ("" if variant is None else f".{variant}") + ".json")
     if split.is_sharded:
         total = sum(tensor.numel() for tensor in planned.values())
         content = {"metadata": {"total_parameters": total, **split.metadata}, "weight_map": split.tensor_to_filename}
-        with open(index, "w", encoding="utf-8") as file:
-            file.write(json.dumps(content, indent=2, sort_keys=True) + "\n")
-    elif os.path.exists(index):
-        os.remove(index)
-
-
-def _write(writers: Mapping[str, WeightFile], files: Mapping[str, str], tensors: Mapping[str, Tensor]) -> None:
-    for name, tensor in tensors.items():
-        writers[files[name]].write(name, tensor)
+        index.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    else:
+        index.unlink(missing_ok=True)
 
 
 def _remove_stale(directory: str, base: str, written: set[str]) -> None:
-    """Weight files of an earlier save that this one does not replace would be read beside the new ones."""
+    """Removes weight files of an earlier save that this one does not replace: they would be read beside the new."""
     stale = re.compile(rf"{re.escape(base)}(-\d{{5}}-of-\d{{5}})?\.safetensors")
     for filename in os.listdir(directory):
         if stale.fullmatch(filename) and filename not in written:

@@ -15,12 +15,7 @@ from ..parallelize import plan
 
 
 def axes_of(config: MegatronConfig, rank: int) -> Axes:
-    """The axes of a layout as a rank sees them.
-
-    Raises:
-        ConfigError: the layout has no such rank.
-        UnsupportedError: the layout has an axis whose needs are not known.
-    """
+    """Returns the axes of a layout as a rank of it sees them, unless it has one whose needs are not known."""
     for name in ("cp_size", "ep_size"):
         if getattr(config, name) != 1:
             raise UnsupportedError(
@@ -32,33 +27,24 @@ def axes_of(config: MegatronConfig, rank: int) -> Axes:
 
 @dataclass(frozen=True)
 class Stage:
-    """What the ranks of one pipeline stage have of a model.
-
-    Attributes:
-        state: of one of them.
-        shapes: global shape by name, of weights and persistent buffers.
-    """
+    """What ranks of a pipeline stage have of a model: one's state, global shapes of weights and persistent buffers."""
 
     state: ParallelState
     shapes: Mapping[str, tuple[int, ...]]
 
     def of_rank(self, axes: Axes) -> "Stage":
-        """The stage as another of its ranks sees it."""
+        """Returns the stage as another of its ranks sees it."""
         return Stage(replace(self.state, axes=axes), self.shapes)
 
 
 def stage_of(model: Any, config: MegatronConfig, axes: Axes) -> Stage:
-    """Plans a model on the meta device; the model is changed.
-
-    Raises:
-        MegatronError: it cannot be laid out so.
-    """
+    """Plans a model on the meta device, which changes it; raises `MegatronError` if it cannot be laid out so."""
     state = plan(model, config, axes)
     return Stage(state, {name: tuple(tensor.shape) for name, tensor in named_tensors(model)})
 
 
 def files_for(manifest: Manifest, stage: Stage, *, optimizer: bool) -> set[str]:
-    """The files of a sharded checkpoint that hold what a rank needs of weights and, if asked for, of moments."""
+    """Lists the files of a sharded checkpoint that hold what a rank needs of weights and, if asked for, of moments."""
     files: set[str] = set()
     for stored, entry in manifest.tensors.items():
         moment = stored.startswith("optimizer/")
@@ -73,7 +59,7 @@ def files_for(manifest: Manifest, stage: Stage, *, optimizer: bool) -> set[str]:
 
 
 def _holding(entry: TensorEntry, boxes: tuple[Box, ...], chosen: set[str]) -> set[str]:
-    """Files with the pieces that overlap the boxes; of copies one, a file that is needed anyway if there is one."""
+    """Lists files with the pieces that overlap the boxes; of copies one, a file that is needed anyway if possible."""
     copies: dict[tuple[Box, ...], list[PieceEntry]] = {}
     for piece in entry.pieces:
         copies.setdefault(piece.boxes, []).append(piece)
@@ -86,11 +72,7 @@ def _holding(entry: TensorEntry, boxes: tuple[Box, ...], chosen: set[str]) -> se
 
 
 def merged_files_for(index: Mapping[str, str], stage: Stage) -> set[str]:
-    """The files of Hugging Face weights with one that a stage has; tp ranks each read a part of all of them.
-
-    Args:
-        index: weight -> file.
-    """
+    """Lists the files of an index (weight -> file) with a weight that a stage has; tp ranks read a part of all."""
     # Files of a base model lack its prefix.
     prefixes = {name.partition(".")[0] for name in stage.shapes}
     return {

@@ -45,11 +45,9 @@ def pull(
 
     Args:
         repo_id (`str`): holds a sharded checkpoint, or Hugging Face files.
-        target (`str` or `Path`): a folder, made if it does not exist.
         config (`MegatronConfig`, *optional*): the layout that is going to read; `dp_size` is 1 if it is not stated.
         rank (`int` or `Sequence[int]`, *optional*): ranks of that layout, such as those of this host; all by default.
         revision (`str`, *optional*): branch, tag or commit.
-        token (`str` or `bool`, *optional*): the stored token by default.
         optimizer (`bool`, defaults to `True`): with the optimizer's state.
 
     Raises:
@@ -97,6 +95,7 @@ class _Pull:
         self.fetched = 0
 
     def run(self, config: MegatronConfig | None, ranks: Mapping[int, Axes], optimizer: bool) -> Pulled:
+        self.config, self.ranks = config, ranks
         last = MANIFEST if MANIFEST in self.remote else INDEX if INDEX in self.remote else None
         manifest = None
         if last is not None:
@@ -109,15 +108,15 @@ class _Pull:
         digests: Mapping[str, FileDigest] = {} if manifest is None else manifest.files
         for name in sorted(small):
             self._checked(name, digests.get(name))
-        needed = self._needed(manifest, config, ranks, names, optimizer) | small
+        needed = self._needed(manifest, names, optimizer) | small
         # What an earlier pull for other ranks brought stays.
         here = {name for name in names - needed if (self.target / name).is_file()}
         for name in sorted((needed | here) - small - {last}):
             self._checked(name, digests.get(name))
-        return self._finish(last, names, needed | here, config, ranks)
+        return self._finish(last, names, needed | here)
 
     def _wanted(self, manifest: Manifest | None) -> set[str]:
-        """Everything a pull without a rank fetches."""
+        """Lists everything a pull without a rank fetches."""
         safe = {
             name
             for name in self.remote
@@ -145,35 +144,26 @@ class _Pull:
                 "is never written over. Pull to another folder."
             )
 
-    def _needed(
-        self,
-        manifest: Manifest | None,
-        config: MegatronConfig | None,
-        ranks: Mapping[int, Axes],
-        names: set[str],
-        optimizer: bool,
-    ) -> set[str]:
-        if config is None or not ranks or (manifest is None and INDEX not in self.remote):
+    def _needed(self, manifest: Manifest | None, names: set[str], optimizer: bool) -> set[str]:
+        if self.config is None or not self.ranks or (manifest is None and INDEX not in self.remote):
             # Without a rank all are needed.
             return set(names)
         if manifest is None:
             index = weight_map(self.target / WAITING / INDEX)
-            if unknown := sorted(set(index.values()) - self.remote.keys()):
-                raise CheckpointError(
-                    f"{self.repo_id}: {INDEX} names {', '.join(unknown)}, which the repository has not."
-                )
+            if unknown := ", ".join(sorted(set(index.values()) - self.remote.keys())):
+                raise CheckpointError(f"{self.repo_id}: {INDEX} names {unknown}, which the repository has not.")
         needed: set[str] = set()
         stages: dict[int, Stage] = {}
-        for axes in ranks.values():
+        for axes in self.ranks.values():
             pp_rank = axes.rank("pp")
             if pp_rank not in stages:
-                stages[pp_rank] = stage_of(meta_model_of(self.target), config, axes)
+                stages[pp_rank] = stage_of(meta_model_of(self.target), self.config, axes)
             stage = stages[pp_rank].of_rank(axes)
             if manifest is not None:
                 needed |= files_for(manifest, stage, optimizer=optimizer)
             else:
                 needed |= merged_files_for(index, stage)
-        return needed if manifest is None else needed | _without_layout(manifest, names, ranks)
+        return needed if manifest is None else needed | _without_layout(manifest, names, self.ranks)
 
     def _fetch(self, name: str, folder: Path) -> Path:
         try:
@@ -182,8 +172,7 @@ class _Pull:
             )
         except EntryNotFoundError as error:
             raise CheckpointError(f"{self.repo_id} at {self.commit} has no {name}.") from error
-        size = os.path.getsize(path)
-        self.fetched += size
+        self.fetched += os.path.getsize(path)
         return Path(path)
 
     def _checked(self, name: str, entry: FileDigest | None) -> None:
@@ -201,11 +190,10 @@ class _Pull:
     def _difference(self, path: Path, name: str, entry: FileDigest | None) -> str | None:
         if entry is not None:
             found = hash_file(path)
-            if found == entry:
-                return None
-            return (
+            said = (
                 f"{found.size} bytes with blake3 {found.blake3[:12]} instead of {entry.size} with {entry.blake3[:12]}"
             )
+            return None if found == entry else said
         lfs = self.remote[name].lfs
         size = path.stat().st_size
         if size != self.remote[name].size:
@@ -214,19 +202,12 @@ class _Pull:
             return f"its sha256 is not {lfs.sha256[:12]}"
         return None
 
-    def _finish(
-        self,
-        last: str | None,
-        names: set[str],
-        files: set[str],
-        config: MegatronConfig | None,
-        ranks: Mapping[int, Axes],
-    ) -> Pulled:
+    def _finish(self, last: str | None, names: set[str], files: set[str]) -> Pulled:
         files = files | ({last} if last is not None else set())
         absent = sorted(names - files)
         if absent:
-            assert config is not None
-            layout = {"layout": config.to_dict(), "ranks": sorted(ranks)}
+            assert self.config is not None
+            layout = {"layout": self.config.to_dict(), "ranks": sorted(self.ranks)}
             note_absent(self.target, {"repo_id": self.repo_id, "commit": self.commit, "absent": absent, **layout})
         else:
             (self.target / PARTIAL).unlink(missing_ok=True)
@@ -235,19 +216,13 @@ class _Pull:
         if last is not None:
             put_in_place(self.target, last)
         sizes = {name: self.remote[name].size for name in names}
-        return Pulled(
-            self.target,
-            self.commit,
-            tuple(sorted(files)),
-            tuple(absent),
-            sum(sizes[name] for name in files),
-            sum(sizes.values()),
-            self.fetched,
-        )
+        present = sum(sizes[name] for name in files)
+        listed = tuple(sorted(files)), tuple(absent)
+        return Pulled(self.target, self.commit, *listed, present, sum(sizes.values()), self.fetched)
 
 
 def _without_layout(manifest: Manifest, names: set[str], ranks: Iterable[int]) -> set[str]:
-    """The files that hold no part of a tensor, without the states of other ranks."""
+    """Lists the files that hold no part of a tensor, without the states of other ranks."""
     stored = {piece.file for entry in manifest.tensors.values() for piece in entry.pieces}
     # Generators and data positions have a file for each rank; another layout starts from the first one's.
     own = {random_file(number) for number in (0, *ranks)}

@@ -26,8 +26,6 @@ class Pulled:
     """What a pull did.
 
     Attributes:
-        path: the folder.
-        commit: the commit that was pulled.
         files: names that are in the folder now.
         absent: names that were left out.
         bytes: of `files`.
@@ -67,14 +65,14 @@ def link_part(folder: Path, files: Set[str]) -> None:
 
 
 def put_in_place(folder: Path, last: str) -> None:
-    """The folder becomes a checkpoint: its manifest or index stops waiting."""
+    """Makes the folder a checkpoint: its manifest or index stops waiting."""
     os.replace(folder / WAITING / last, folder / last)
     sync_directory(folder)
     shutil.rmtree(folder / WAITING)
 
 
 def sha256_of(path: Path) -> str:
-    """The digest that the Hub knows an LFS file by."""
+    """Returns the digest that the Hub knows an LFS file by."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while block := file.read(BLOCK):

@@ -48,15 +48,10 @@ def push_folder(
 
     Args:
         folder (`str` or `Path`): a sharded checkpoint, or Hugging Face files; the first rank and the uploaders see it.
-        repo_id (`str`): `name` or `owner/name`; created where it does not exist.
-        token (`str` or `bool`, *optional*): the stored token by default.
-        private (`bool`, *optional*): of a repository that is created.
+        repo_id (`str`): `name` or `owner/name`; created, `private` or not, where it does not exist.
         revision (`str`, *optional*): branch, created where it does not exist; `main` by default.
         create_pr (`bool`, defaults to `False`): open a pull request instead of committing to the branch.
-        commit_message, commit_description (`str`, *optional*): of the commit.
-        path_in_repo (`str`, defaults to `""`): folder in the repository.
-        ignore (`Sequence[str]`): patterns of names that stay behind, beside `hub_files.SKIPPED`.
-        group (`ProcessGroup`, *optional*): the ranks that push; the default group.
+        ignore (`Sequence[str]`): patterns of names that stay behind, beside `pushed_files.SKIPPED`.
         uploaders (`str`, defaults to `"first"`): who sends files: the first rank, `"nodes"` one rank of each host, or
             `"all"` ranks. Each file is sent once.
 
@@ -65,7 +60,7 @@ def push_folder(
 
     Raises:
         ConfigError: on every rank, for an argument that cannot be.
-        CheckpointError: on every rank: a file that is not pushed (see `hub_files.select`), or what the Hub answered;
+        CheckpointError: on every rank: a file that is not pushed (see `pushed_files.select`), or what the Hub answered;
             no commit was made.
     """
     _check_arguments(repo_id, uploaders, path_in_repo)
@@ -76,9 +71,7 @@ def push_folder(
 
 
 def push_checkpoint(folder: str | Path, repo_id: str, **arguments: Any) -> CommitInfo:
-    """Pushes a sharded checkpoint; every rank of a job calls it, or one process.
-
-    The arguments are those of `push_folder`.
+    """Pushes a sharded checkpoint with the arguments of `push_folder`; every rank of a job calls it, or one process.
 
     Raises:
         CheckpointError: on every rank; the folder holds no complete sharded checkpoint, or as `push_folder`.
@@ -125,7 +118,7 @@ class _Push:
         self.operations: list[CommitOperationAdd] = []
 
     def _together(self, action: Callable[[], Any] | None) -> Any:
-        """What `action` returns here; an error on any rank is raised on all of them."""
+        """Returns what `action` does here; an error on any rank is raised on all of them."""
         result, error = None, None
         try:
             if action is not None:
@@ -168,7 +161,7 @@ class _Push:
         return list(range(self.size)) if uploaders == "all" else sorted({hosts.index(host) for host in hosts})
 
     def _shares(self, ranks: list[int]) -> list[list[str]]:
-        """The names each of these ranks sends, the next largest by the one that has least to send."""
+        """Divides the names among these ranks, the next largest to the one that has least to send."""
         shares: list[list[str]] = [[] for _ in ranks]
         bytes_of = [0] * len(ranks)
         seen: set[str] = set()

@@ -58,7 +58,7 @@ class Selection:
     sharded: bool
 
     def stale(self, remote: Iterator[str]) -> list[str]:
-        """Names in the repository that would be read beside this push although they are of an earlier one."""
+        """Lists names in the repository that would be read beside this push although they are of an earlier one."""
         pattern = _SHARDED if self.sharded else _MERGED
         if not any(pattern.fullmatch(name) for name in self.sizes):
             return []
@@ -66,13 +66,10 @@ class Selection:
 
 
 def select(folder: Path, ignore: tuple[str, ...] = ()) -> Selection:
-    """Looks through a folder; nothing is sent yet.
+    """Looks through a folder, a sharded checkpoint or Hugging Face files; nothing is sent yet.
 
-    Hidden files and folders, names that match `SKIPPED` or `ignore`, and all below a folder that matches, stay behind.
-
-    Args:
-        folder (`Path`): a sharded checkpoint, or Hugging Face files.
-        ignore (`tuple[str, ...]`): further patterns, of names relative to the folder.
+    Hidden files and folders, names that match `SKIPPED` or, relative to the folder, `ignore`, and all below a folder
+    that matches, stay behind.
 
     Raises:
         CheckpointError: naming the file: a pickle, a link, a damaged safetensors file, a checkpoint or an index that is
@@ -81,10 +78,7 @@ def select(folder: Path, ignore: tuple[str, ...] = ()) -> Selection:
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder.")
     sharded = (folder / MANIFEST).is_file()
-    digests: dict[str, str] = {}
-    if sharded:
-        manifest = _complete(folder)
-        digests = {name: entry.blake3 for name, entry in manifest.files.items()}
+    digests = {name: entry.blake3 for name, entry in _complete(folder).files.items()} if sharded else {}
     sizes: dict[str, int] = {}
     skipped: list[str] = []
     for name, path in _files(folder, ignore, skipped):
@@ -135,7 +129,7 @@ def _check_file(path: Path) -> None:
 
 
 def _is_pickle(path: Path) -> bool:
-    """Whether the content is one, whatever the name says: a bare pickle, or one in torch's zip archive."""
+    """Tells whether the content is one, whatever the name says: a bare pickle, or one in torch's zip archive."""
     with open(path, "rb") as file:
         start = file.read(4)
     if len(start) > 1 and start[0] == 0x80 and 2 <= start[1] <= 5:
@@ -173,11 +167,7 @@ def _texts(value: Any, where: str) -> Iterator[tuple[str, str]]:
 
 
 def weight_map(index: Path) -> dict[str, str]:
-    """Weight -> file, of an index of Hugging Face files.
-
-    Raises:
-        CheckpointError: the index cannot be read, or names a file outside of its folder.
-    """
+    """Reads weight -> file of an index; raises `CheckpointError` if unreadable or for a file outside its folder."""
     try:
         found = json.loads(index.read_bytes())["weight_map"]
         names = {str(weight): str(file) for weight, file in found.items()}
@@ -196,7 +186,7 @@ def _check_index(folder: Path, sizes: Mapping[str, int]) -> None:
 
 
 def explained(error: BaseException) -> str:
-    """An error with what caused it; the Hub's client says in the outer one which file and in the inner one why."""
+    """Words an error with what caused it; the Hub's client says in the outer one which file, in the inner one why."""
     parts = []
     seen: BaseException | None = error
     while seen is not None:
@@ -206,11 +196,7 @@ def explained(error: BaseException) -> str:
 
 
 def check_card(path: Path) -> None:
-    """Has the Hub look at a card's metadata now, and not after everything is uploaded.
-
-    Raises:
-        CheckpointError: naming the card and what is wrong with it.
-    """
+    """Has the Hub look at a card's metadata now, not after all is uploaded; raises `CheckpointError` if it objects."""
     try:
         ModelCard.load(path).validate()
     except (TypeError, ValueError, YAMLError) as error:

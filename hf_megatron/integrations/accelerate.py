@@ -46,7 +46,7 @@ def give_back_launch() -> None:
 
 
 def config_from_environment(environment: Mapping[str, str] | None = None) -> MegatronConfig:
-    """The layout the launcher describes.
+    """Reads the layout that the launcher describes.
 
     `HF_MEGATRON_<FIELD>` variables (`HF_MEGATRON_TP_SIZE=2`) over the `megatron_lm_config` block of an accelerate YAML
     (see `launch_keys`), over the defaults.
@@ -59,20 +59,14 @@ def config_from_environment(environment: Mapping[str, str] | None = None) -> Meg
 
 
 def _merged(environment: Mapping[str, str], plugin: Mapping[str, Any]) -> MegatronConfig:
-    """The launcher's block, what a `MegatronLMPlugin` adds to it, and `HF_MEGATRON_<FIELD>` variables over both."""
+    """Merges the launcher's block, what a `MegatronLMPlugin` adds, and `HF_MEGATRON_<FIELD>` variables over both."""
     block = fields_of_block(environment) if _is_launched(environment) else {}
     return MegatronConfig.from_dict(merge(block, plugin, fields_of_variables(environment, _INTERNAL)))
 
 
 def _is_launched(environment: Mapping[str, str]) -> bool:
-    """Whether an accelerate YAML of type MEGATRON_LM started this process."""
+    """Tells whether an accelerate YAML of type MEGATRON_LM started this process."""
     return environment.get(TAKEN_OVER) == "true" or environment.get(SWITCH, "false").lower() in ("true", "1")
-
-
-def _says_a_layout(environment: Mapping[str, str]) -> bool:
-    return _is_launched(environment) or any(
-        name.startswith(FIELD_PREFIX) and name not in _INTERNAL for name in environment
-    )
 
 
 class MegatronPlugin:
@@ -108,7 +102,7 @@ class MegatronPlugin:
 
 
 def job_world_size() -> int:
-    """Ranks of this job, before or after the process group exists."""
+    """Returns the number of ranks of this job, before or after the process group exists."""
     import torch.distributed as dist
 
     if dist.is_initialized():
@@ -119,9 +113,7 @@ def job_world_size() -> int:
 def ensure_process_group(timeout: float, cpu: bool = False) -> "torch.device":
     """Joins the job's process group through Accelerate's `PartialState`; returns this rank's device.
 
-    Args:
-        timeout (`float`): seconds a collective may take.
-        cpu (`bool`, defaults to `False`): the caller asks for CPU ranks where there are accelerators too.
+    A collective may take `timeout` seconds. With `cpu` the ranks are CPUs where there are accelerators too.
 
     Raises:
         ConfigError: something created Accelerate's state before, without joining the job's ranks.
@@ -154,7 +146,7 @@ def ensure_process_group(timeout: float, cpu: bool = False) -> "torch.device":
 
 
 def default_timeout(original: Callable, backend: Any = None) -> timedelta:
-    """Groups made without a timeout of their own (meshes, FSDP2) would wait half an hour, whatever the job's is."""
+    """Gives groups made without a timeout of their own (meshes, FSDP2) the job's instead of half an hour."""
     from ..communication.watch import running_watch
 
     watch = running_watch()
@@ -162,7 +154,7 @@ def default_timeout(original: Callable, backend: Any = None) -> timedelta:
 
 
 def layout_of_models() -> MegatronConfig | None:
-    """The layout of the laid out model that was loaded last, of those that still exist."""
+    """Returns the layout of the laid out model that was loaded last, of those that still exist."""
     if LEDGER.models:
         # A model that was dropped may wait for the cyclic collector.
         gc.collect()
@@ -171,7 +163,7 @@ def layout_of_models() -> MegatronConfig | None:
 
 
 def set_rank_environment(rank: int, world_size: int) -> None:
-    """What a launcher would export for this rank; used by the fork harness of `hf_megatron.verify`."""
+    """Exports what a launcher would for this rank; used by the fork harness of `hf_megatron.verify`."""
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -186,7 +178,7 @@ def set_rank_environment(rank: int, world_size: int) -> None:
 
 
 def parallelism_config(ranks_per_batch: int) -> Any:
-    """A `ParallelismConfig` of this job: ranks that share a batch declared as tensor parallel, the others as dp shards.
+    """Makes this job's `ParallelismConfig`: ranks that share a batch are tensor parallel there, the others dp shards.
 
     From it Accelerate's data loaders give each dp rank its own batches. The stock class refuses MULTI_CPU because its
     own engines do not run there.
@@ -201,19 +193,15 @@ def parallelism_config(ranks_per_batch: int) -> Any:
                 raise ConfigError(f"The layout uses {self.total_size} ranks, the job has {accelerator.num_processes}.")
 
     # Every size is given: those left out would be read from PARALLELISM_CONFIG_* variables.
+    shards = max(1, job_world_size() // ranks_per_batch)
     return MegatronParallelismConfig(
-        tp_size=ranks_per_batch,
-        dp_shard_size=max(1, job_world_size() // ranks_per_batch),
-        dp_replicate_size=1,
-        cp_size=1,
-        sp_size=1,
+        tp_size=ranks_per_batch, dp_shard_size=shards, dp_replicate_size=1, cp_size=1, sp_size=1
     )
 
 
 def is_ours(accelerator: Any) -> bool:
-    """Whether an Accelerator was set up for a layout of this library."""
-    config = accelerator.parallelism_config
-    return config is not None and type(config).__name__ == "MegatronParallelismConfig"
+    """Tells whether an Accelerator was set up for a layout of this library."""
+    return type(accelerator.parallelism_config).__name__ == "MegatronParallelismConfig"
 
 
 def _state(model: Any) -> Any:
@@ -223,7 +211,7 @@ def _state(model: Any) -> Any:
 
 
 def config_of_plugin(plugin: Any) -> MegatronConfig | None:
-    """The layout a `megatron_lm_plugin=` argument describes: ours, or accelerate's own class; `None` for anything else.
+    """Returns the layout that our plugin or accelerate's describes, `None` for anything else.
 
     What accelerate's class leaves at its defaults comes from the launcher.
     """
@@ -236,22 +224,19 @@ def config_of_plugin(plugin: Any) -> MegatronConfig | None:
     return None
 
 
-def _layout(arguments: dict[str, Any], of_models: MegatronConfig | None) -> MegatronConfig | None:
-    """The layout an Accelerator is to have by its plugin or, where no model has one, by the launcher."""
-    config = config_of_plugin(arguments.get("megatron_lm_plugin"))
-    if config is not None:
-        del arguments["megatron_lm_plugin"]
-    elif of_models is None and _says_a_layout(os.environ):
-        config = config_from_environment()
-    return config
-
-
 def init(original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
+    """Sets an Accelerator up for the layout of its plugin, of the last model or, without either, of the launcher."""
     arguments = dict(inspect.signature(original).bind(self, *args, **kwargs).arguments)
     del arguments["self"]
     by_plugin = arguments.get("megatron_lm_plugin") is not None
     of_models = layout_of_models()
-    config = _layout(arguments, of_models)
+    config = config_of_plugin(arguments.get("megatron_lm_plugin"))
+    if config is not None:
+        del arguments["megatron_lm_plugin"]
+    elif of_models is None:
+        variables = (name for name in os.environ if name.startswith(FIELD_PREFIX) and name not in _INTERNAL)
+        if _is_launched(os.environ) or any(variables):
+            config = config_from_environment()
     if config is not None:
         from ..config import validate_world_size
 
@@ -271,7 +256,7 @@ def init(original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _with_data(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments, with data loading that gives ranks of one batch the same samples and other ranks others.
+    """Adds data loading to the arguments that gives ranks of one batch the same samples and other ranks others.
 
     Unless the loop configures it, shuffling depends on one seed and the epoch alone: stock draws from a generator whose
     state at the start of the epoch nobody can tell later, so no order could be resumed.
@@ -293,7 +278,7 @@ def _with_data(arguments: dict[str, Any]) -> dict[str, Any]:
     arguments = arguments | {"dataloader_config": configuration}
     if layout.dp_shard_size == 1 and arguments.get("rng_types") is None:
         # A shuffling sampler draws its seed from torch's generator; with one dp rank stock does not align it.
-        return arguments | {"rng_types": ["torch", "generator"]}
+        arguments["rng_types"] = ["torch", "generator"]
     return arguments
 
 
@@ -311,10 +296,11 @@ def prepare_model(
     original: Callable,
     self: Any,
     model: Any,
-    device_placement: bool | None = None,
+    device_placement: Any = None,
     evaluation_mode: bool = False,
     **kwargs: Any,
 ) -> Any:
+    """Prepares a laid out model as it is, whose layout has to be the Accelerator's."""
     state = _state(model)
     if state is None:
         return original(self, model, device_placement, evaluation_mode, **kwargs)
@@ -342,32 +328,30 @@ def _require_same_layout(accelerator: Any, config: MegatronConfig) -> None:
             f"Accelerator was set up for {ranks}. Create it after the model, or pass both the same MegatronConfig."
         )
     plugin = getattr(accelerator, "_hf_megatron_plugin", None)
-    if plugin is None:
-        return
-    asked, loaded = plugin.to_dict() | {"dp_size": config.dp_size}, config.to_dict()
-    differing = [
-        f"{name} = {loaded[name]!r} (plugin: {value!r})" for name, value in asked.items() if value != loaded[name]
-    ]
-    if differing:
+    loaded = config.to_dict()
+    asked = {} if plugin is None else plugin.to_dict() | {"dp_size": config.dp_size}
+    if differing := [f"{k} = {loaded[k]!r} (plugin: {value!r})" for k, value in asked.items() if value != loaded[k]]:
         raise ConfigError(
             f"The model was loaded with {', '.join(differing)}. Pass it the plugin's: megatron_config=plugin.config."
         )
 
 
 def prepare_tp(original: Callable, self: Any, *args: Any) -> Any:
-    """Stock would put the model's DTensors back into the optimizer's groups; there is nothing left to prepare."""
+    """Prepares nothing more: stock would put the model's DTensors back into the optimizer's groups."""
     return list(args) if is_ours(self) else original(self, *args)
 
 
 def prepare_scheduler(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Has the scheduler step once for the ranks that share a batch."""
     scheduler = original(self, *args, **kwargs)
     if is_ours(self):
-        # Stock steps once per rank of the world; ranks that share a batch are one.
+        # Stock steps once per rank of the world.
         scheduler.split_batches = True
     return scheduler
 
 
 def clip_grad_norm_(original: Callable, self: Any, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+    """Clips the gradients of parameters, of any shape, by the norm of the whole model's."""
     if not is_ours(self):
         return original(self, parameters, max_norm, norm_type=norm_type)
     from ..data_parallel.gradient_norm import clip_grad_norm
@@ -377,6 +361,7 @@ def clip_grad_norm_(original: Callable, self: Any, parameters: Any, max_norm: fl
 
 
 def get_state_dict(original: Callable, self: Any, model: Any, unwrap: bool = True) -> Any:
+    """Returns all weights in full, of any shape, on rank 0 and nothing on the others."""
     if _state(model) is None:
         return original(self, model, unwrap)
     from ..checkpoint.gathered import full_state_dict

@@ -18,9 +18,9 @@ from .trainer_checkpoints import LOOP, advance, open_verified, progress, restore
 
 
 def _only_model(accelerator: Any) -> Any | None:
-    """The Accelerator's laid out model; `None` if it has none."""
+    """Returns the Accelerator's laid out model; `None` if it has none."""
     models = accelerator._models
-    if not any(parallel_state(model) is not None for model in models):
+    if all(parallel_state(model) is None for model in models):
         return None
     if len(models) > 1:
         names = ", ".join(type(model).__name__ for model in models)
@@ -39,17 +39,11 @@ def _data_file(rank: int) -> str:
     return f"data-{rank:05d}.safetensors"
 
 
-def save_state(
-    original: Callable,
-    self: Any,
-    output_dir: str | None = None,
-    safe_serialization: bool = True,
-    **save_model_func_kwargs: Any,
-) -> Any:
-    """`Accelerator.save_state`; an existing folder is not written over, `folder.1` is beside it then."""
+def save_state(original: Callable, self: Any, output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
+    """Saves model, optimizers and loop as a sharded checkpoint; a folder that exists stays, `folder.1` is beside it."""
     model = _only_model(self)
     if model is None:
-        return original(self, output_dir, safe_serialization, **save_model_func_kwargs)
+        return original(self, output_dir, *args, **kwargs)
     naming = self.project_configuration
     if naming.automatic_checkpoint_naming:
         wanted = Path(self.project_dir) / "checkpoints" / f"checkpoint_{self.save_iteration}"
@@ -65,10 +59,7 @@ def save_state(
     target = gather(fresh_name(wanted), None, f"Saving {wanted}")[0]
     optimizers = _optimizers(self)
     described = {"step": self.step, **facts(model, optimizers)}
-    with (
-        progress(f"Saving {target.name}") as advance,
-        Transaction(target, described, on_step=advance) as transaction,
-    ):
+    with progress(f"Saving {target.name}") as count, Transaction(target, described, on_step=count) as transaction:
         for hook in self._save_model_state_pre_hook.values():
             hook(self._models, [], str(transaction.directory))
         _write_files(self, transaction.directory)
@@ -83,8 +74,7 @@ def save_state(
 def _write_files(accelerator: Any, directory: Path) -> None:
     rank = rank_and_size(None)[0]
     saved_generators.save(directory, rank)
-    data = [_data_state(loader) for loader in accelerator._dataloaders]
-    write_packed(directory / _data_file(rank), data)
+    write_packed(directory / _data_file(rank), [_data_state(loader) for loader in accelerator._dataloaders])
     if rank == 0:
         write_config(accelerator._models[0], directory)
         scaler = accelerator.scaler
@@ -123,14 +113,8 @@ def _load_data_state(loader: Any, state: dict[str, Any]) -> None:
         loader.load_state_dict(state["loader"])
 
 
-def load_state(
-    original: Callable,
-    self: Any,
-    input_dir: str | None = None,
-    load_kwargs: dict | None = None,
-    **load_model_func_kwargs: Any,
-) -> Any:
-    """`Accelerator.load_state`."""
+def load_state(original: Callable, self: Any, input_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
+    """Loads model, optimizers and loop from a sharded checkpoint of any layout, the last one saved under that name."""
     path = _resolve(self, input_dir)
     if path is None:
         if _only_model(self) is not None:
@@ -138,30 +122,27 @@ def load_state(
                 f"{input_dir} is not a complete checkpoint (no valid manifest.json): save_state writes one, and "
                 "weights alone are read by from_pretrained."
             )
-        return original(self, input_dir, load_kwargs, **load_model_func_kwargs)
+        return original(self, input_dir, *args, **kwargs)
     models = self._models
     if len(models) != 1:
         raise UnsupportedError(f"{path} holds one model, this Accelerator has prepared {len(models)}.")
     for hook in self._load_model_state_pre_hook.values():
         hook(models, str(path))
     checkpoint = open_verified(path, models[0])
-    if checkpoint.facts.get("converted"):
-        load_model(models[0], checkpoint)
-        load_optimizers(models[0], _optimizers(self), checkpoint)
+    loop: Any = None if checkpoint.facts.get("converted") else read_packed(path / LOOP)
+    holders = {"schedulers": self._schedulers, "custom": self._custom_objects}
+    for name, own in {} if loop is None else holders.items():
+        if len(loop[name]) != len(own):
+            raise CheckpointError(f"{path} holds {len(loop[name])} {name} states, this Accelerator has {len(own)}.")
+    load_model(models[0], checkpoint)
+    load_optimizers(models[0], _optimizers(self), checkpoint)
+    if loop is None:
         for scheduler in self._schedulers:
             advance(getattr(scheduler, "scheduler", scheduler), checkpoint.facts["step"])
         return
-    loop = read_packed(path / LOOP)
-    wanted = {"schedulers": len(self._schedulers), "custom": len(self._custom_objects)}
-    for name, count in wanted.items():
-        if len(loop[name]) != count:
-            raise CheckpointError(f"{path} holds {len(loop[name])} {name} states, this Accelerator has {count}.")
-    load_model(models[0], checkpoint)
-    load_optimizers(models[0], _optimizers(self), checkpoint)
-    for holder, state in zip(
-        (*self._schedulers, *self._custom_objects), (*loop["schedulers"], *loop["custom"]), strict=True
-    ):
-        holder.load_state_dict(state)
+    for name, own in holders.items():
+        for holder, state in zip(own, loop[name], strict=True):
+            holder.load_state_dict(state)
     if self.scaler is not None and loop["scaler"]:
         self.scaler.load_state_dict(loop["scaler"])
     self.step = loop["step"]
@@ -176,7 +157,7 @@ def load_state(
 
 
 def _once_before_forward(model: Any, action: Callable[[], None]) -> None:
-    """Data loaders draw from the generators when a loop starts; in the saved run they had done so already."""
+    """Runs `action` in front of the next forward: data loaders have drawn by then what the saved run drew before."""
 
     def run(*_: Any) -> None:
         handle.remove()
@@ -186,7 +167,7 @@ def _once_before_forward(model: Any, action: Callable[[], None]) -> None:
 
 
 def _resolve(accelerator: Any, input_dir: str | None) -> Path | None:
-    """The complete checkpoint that is asked for, the last one saved under that name."""
+    """Returns the complete checkpoint that is asked for, the last one saved under that name."""
     if input_dir is not None:
         path = Path(input_dir).expanduser()
         saved = versions(path)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 
 def iterate(original: Callable, self: Any) -> Iterator[Any]:
-    """`DataLoaderShard.__iter__`: what it reads from becomes a loader whose ranks agree on each batch.
+    """Iterates over a loader whose ranks agree on each batch.
 
     The stock iteration looks one batch ahead to flag the last one, so that every rank flags the same.
     """
@@ -26,7 +26,7 @@ def iterate(original: Callable, self: Any) -> Iterator[Any]:
 
 
 def _data_parallel_group() -> Any:
-    """The dp ranks of the Accelerator in use, if it is set up for more than one by this library."""
+    """Returns the dp ranks of the Accelerator in use, if it is set up for more than one by this library."""
     from accelerate.state import AcceleratorState
 
     state = AcceleratorState._shared_state
@@ -52,7 +52,7 @@ def _may_differ(loader: Any) -> bool:
 
 
 def _agreed_class(base: Any) -> type:
-    """A data loader's class whose iteration ends on all ranks of the loader's group when it ends on one."""
+    """Makes a data loader's class whose iteration ends on all ranks of the loader's group when it ends on one."""
     # One base only: Python puts an instance into no class of another layout.
     return type(f"Agreed{base.__name__}", (base,), {"__iter__": lambda self: _agreed(self, iter(base.__iter__(self)))})
 
@@ -74,7 +74,7 @@ def _agreed(loader: Any, iterator: Iterator[Any]) -> Iterator[Any]:
 
 
 def _warn(loader: Any, ended: bool, read: int, group: Any) -> None:
-    """Collective: says on rank 0 whose data ended and what the others have left."""
+    """Says on rank 0 whose data ended and what the others have left; every rank of the group calls it."""
     try:
         length = len(loader)
     except TypeError:

@@ -17,12 +17,9 @@ class ConfigUnderTest(MegatronConfig):
 
 
 def require_verified(model: Any, config: MegatronConfig) -> None:
-    """Raises unless the model type passed the parity check on this kind of layout.
+    """Raises `UnverifiedLayoutError`, with the command of the check, unless the type passed it on this kind of layout.
 
     With `allow_unverified=True` the check of the tiny twin runs here, on CPU ranks of its own, and a failure raises.
-
-    Raises:
-        UnverifiedLayoutError: prints the command that runs the check.
     """
     model_type = model.config.model_type
     if isinstance(config, ConfigUnderTest) or is_verified(type(model).__name__, model_type, config):

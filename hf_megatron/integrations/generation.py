@@ -17,12 +17,7 @@ _ALIKE = ("ConfidenceCriteria", "EosTokenCriteria", "MaxLengthCriteria", "StopSt
 
 
 class AgreedCriterion:
-    """A criterion that may decide differently on different ranks, such as one that reads a clock: the first decides.
-
-    Args:
-        criterion (`StoppingCriteria`): asked on every rank.
-        mesh (`ParallelMesh`): of the ranks that generate together.
-    """
+    """A criterion that may decide differently on different ranks, such as one that reads a clock: the first decides."""
 
     def __init__(self, criterion: Any, mesh: ParallelMesh):
         self.criterion, self.mesh = criterion, mesh
@@ -41,9 +36,9 @@ class AgreedCriterion:
 
 
 def generate(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Draws the same tokens, `(batch, sequence)`, on every rank that shares the model, whatever seeds the user set."""
     state = parallel_state(self)
     if state is not None:
-        # Sampling must draw the same tokens on every rank, whatever seeds the user set.
         stream = ReplicatedState(state.mesh.device)
         for group in (state.mesh.tp_group, state.mesh.pp_group):
             stream.synchronise(group)
@@ -51,7 +46,7 @@ def generate(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def init_continuous_batching(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Stock schedules requests on each rank by its own clock and memory."""
+    """Refuses a model that is split over ranks, each of which would schedule requests by its own clock and memory."""
     state = parallel_state(self)
     if state is not None and (state.config.ranks_per_replica > 1 or state.shards_weights):
         raise UnsupportedError(
@@ -62,6 +57,7 @@ def init_continuous_batching(original: Callable, self: Any, *args: Any, **kwargs
 
 
 def get_stopping_criteria(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Returns stock's criteria, those that may decide differently on different ranks as `AgreedCriterion`."""
     criteria = original(self, *args, **kwargs)
     state = parallel_state(self)
     if state is None or state.config.ranks_per_replica == 1:
@@ -74,11 +70,11 @@ def get_stopping_criteria(original: Callable, self: Any, *args: Any, **kwargs: A
 
 
 def valid_auto_compile_criteria(original: Callable, self: Any, *args: Any, **kwargs: Any) -> bool:
-    """Stock compiles the whole forward for a static cache; a pipeline's sends and receives between its stages."""
+    """Refuses to compile a pipeline's forward, which sends and receives between its stages."""
     state = parallel_state(self)
     return False if state is not None and state.pipeline is not None else original(self, *args, **kwargs)
 
 
 def get_static_cache_init_shape(original: Callable, self: Any) -> Any:
-    """Stock's only use of the shape is to spare compiled prefills an allocation; it knows nothing of a rank's heads."""
+    """Returns no shape: stock's only spares compiled prefills an allocation, and knows nothing of a rank's heads."""
     return original(self) if parallel_state(self) is None else None

@@ -8,6 +8,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,8 @@ _IGNORED = ("_*", "checkpoint-*")
 
 
 def push_to_hub(original: Callable, self: Any, repo_id: str, **kwargs: Any) -> Any:
-    """`PreTrainedModel.push_to_hub`; every rank calls it with stock's arguments and gets the same commit."""
-    if parallel_state(self) is None:
-        return original(self, repo_id, **kwargs)
-    return _push_model(self, repo_id, **kwargs)
+    """Pushes the merged weights and a card; every rank calls it with stock's arguments and gets the same commit."""
+    return (original if parallel_state(self) is None else _push_model)(self, repo_id, **kwargs)
 
 
 def push_saved(directory: str, token: str | bool | None, arguments: dict[str, Any]) -> None:
@@ -93,11 +92,8 @@ def _fetch_card(repo_id: str, directory: Path, private: bool | None, token: bool
     """Puts the card of the repository into the directory; a repository that does not exist is made."""
     # A short name belongs to whom the token belongs to.
     repo_id = HfApi(token=token).create_repo(repo_id, private=private, exist_ok=True).repo_id
-    try:
-        card = ModelCard.load(repo_id, token=_text(token))
-    except EntryNotFoundError:
-        return
-    card.save(directory / CARD)
+    with suppress(EntryNotFoundError):
+        ModelCard.load(repo_id, token=_text(token)).save(directory / CARD)
 
 
 def _tag_card(repo_id: str, directory: Path, tags: list[str], token: bool | str | None) -> None:
@@ -116,11 +112,10 @@ def _text(token: bool | str | None) -> str | None:
 
 
 def init_hf_repo(original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
-    """`Trainer.init_hf_repo`: an error of the first rank reaches all, and all know the repository's name."""
+    """Makes the repository; an error of the first rank reaches all, and all know the repository's name."""
     state = parallel_state(self.model)
     if state is None:
-        original(self, *args, **kwargs)
-        return
+        return original(self, *args, **kwargs)
     strategy = self.args.hub_strategy.value
     if self.args.push_to_hub and state.config.async_save and strategy != "end":
         raise UnsupportedError(
@@ -144,7 +139,7 @@ def trainer_push_to_hub(
     private: bool | None = None,
     **kwargs: Any,
 ) -> Any:
-    """`Trainer.push_to_hub`; returns the commit on all ranks when everything is there, `blocking=False` or not."""
+    """Pushes the output folder and returns the commit on all ranks when all is there, `blocking=False` or not."""
     if parallel_state(self.model) is None:
         return original(self, commit_message, blocking, token, revision, private, **kwargs)
     self.callback_handler.on_push_begin(self.args, self.state, self.control)
@@ -176,10 +171,9 @@ def _push_output(
 
 
 def push_from_checkpoint(original: Callable, self: Any, checkpoint_folder: str) -> None:
-    """`Trainer._push_from_checkpoint`: merged weights and, as the strategy says, the checkpoint; training waits."""
+    """Pushes merged weights and, as the strategy says, the checkpoint; training waits."""
     if parallel_state(self.model) is None:
-        original(self, checkpoint_folder)
-        return
+        return original(self, checkpoint_folder)
     args = self.args
     strategy = args.hub_strategy.value
     if strategy == "end":
@@ -201,18 +195,12 @@ def push_from_checkpoint(original: Callable, self: Any, checkpoint_folder: str) 
 
 
 def readable_part(path: Any) -> Any:
-    """What transformers reads where `path` was pulled for a pipeline stage only (see `hub_pull.PART`); else `path`."""
-    if path is None or not os.path.isdir(path) or not (Path(path) / PART / INDEX).is_file():
-        return path
-    return os.path.join(path, PART)
+    """Returns what transformers reads where `path` was pulled for a pipeline stage only (see `PART`); else `path`."""
+    return os.path.join(path, PART) if path is not None and (Path(path) / PART / INDEX).is_file() else path
 
 
 def check_part(model: Any, info: dict[str, Any], path: Any) -> None:
-    """Raises for weights that a partial folder lacks, whatever `strict_loading` says: they exist, elsewhere.
-
-    Raises:
-        CheckpointError: naming weights and files.
-    """
+    """Raises for weights that a partial folder lacks, whatever `strict_loading` says: they exist, elsewhere."""
     if path is None or not os.path.isdir(path) or not (absent := read_partial(Path(path))):
         return
     # Where the weights came from, and not the folder that stood in for it.

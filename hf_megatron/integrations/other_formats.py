@@ -23,11 +23,9 @@ if TYPE_CHECKING:
 
 
 def foreign_source(model_class: Any, path: Any, config: Any, layout: MegatronConfig) -> "Source | None":
-    """A folder in another layout than Hugging Face's; `None` for everything that stock reads.
+    """Opens a folder in another layout than Hugging Face's; `None` for everything that stock reads.
 
-    Args:
-        config: the model's, of the folder's `config.json` by default.
-        layout: of the model.
+    Without a `config` the folder's `config.json` is the model's.
 
     Raises:
         CheckpointError: on every rank; the folder is damaged, has no config, or is not the same for all ranks.
@@ -65,7 +63,6 @@ class Opened:
     """A checkpoint as stock `from_pretrained` reads it.
 
     Attributes:
-        path: what it is called with.
         arguments: in the place of the caller's.
         folder (*optional*): of a checkpoint that stock cannot read.
     """
@@ -82,10 +79,7 @@ class Opened:
 
 @contextmanager
 def opened(model_class: Any, path: Any, kwargs: dict[str, Any], layout: MegatronConfig) -> Iterator[Opened]:
-    """A checkpoint of any kind, ready for stock `from_pretrained`.
-
-    Args:
-        kwargs: the caller's arguments.
+    """Opens a checkpoint of any kind for stock `from_pretrained` with the caller's `kwargs`.
 
     Raises:
         CheckpointError: on every rank; the checkpoint is damaged or does not fit the model.
@@ -103,12 +97,10 @@ def opened(model_class: Any, path: Any, kwargs: dict[str, Any], layout: Megatron
 
 @contextmanager
 def reading(source: "Source", config: MegatronConfig, dtype: Any) -> Iterator[dict[str, Any]]:
-    """Arguments for stock `from_pretrained` with which it reads a checkpoint through a converter.
+    """Yields arguments with which stock `from_pretrained` reads a checkpoint through a converter.
 
-    Each rank reads whole tensors of the stages it holds, one at a time, and keeps its part of them.
-
-    Args:
-        dtype: that the user asked for; `None` and `"auto"` are the config's, or else the checkpoint's.
+    Each rank reads whole tensors of the stages it holds, one at a time, and keeps its part of them. The dtypes `None`
+    and `"auto"` are the config's, or else the checkpoint's.
 
     Raises:
         CheckpointError: on every rank; the checkpoint is damaged or does not fit the model.
@@ -129,7 +121,7 @@ def reading(source: "Source", config: MegatronConfig, dtype: Any) -> Iterator[di
 def save_in_format(
     model: Any, original: Callable, save_directory: Any, format: str, options: "TargetOptions | None", **kwargs: Any
 ) -> None:
-    """`save_pretrained(directory, format="megatron_core", options=TargetOptions(tp_size=8))`; every rank calls it.
+    """Saves as `save_pretrained(directory, format="megatron_core", options=...)` says; every rank calls it.
 
     Raises:
         CheckpointError: on every rank, naming the rank that failed; nothing is left behind then.

@@ -1,36 +1,23 @@
 """What would train silently wrong on a split model today, refused by name before it starts."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from ..errors import UnsupportedError
 
 
-def _refuse(trainer: Any, args: Sequence[Any], kwargs: Mapping[str, Any], message: str) -> None:
-    given = args[0] if args else kwargs.get("model", kwargs.get("module"))
-    # Read directly: this file is loaded with torch, long before the rest of the library is needed.
-    if not isinstance(given, str) and getattr(given, "_hf_megatron", None) is not None:
-        raise UnsupportedError(f"{type(trainer).__name__}: {message}")
+def _refusing(message: str) -> Callable:
+    """Makes the replacement of an `__init__` that takes a model, or a module, first."""
 
+    def refuse(original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
+        """Refuses a laid out model by name."""
+        given = args[0] if args else kwargs.get("model", kwargs.get("module"))
+        # Read directly: this file is loaded with torch, long before the rest of the library is needed.
+        if not isinstance(given, str) and getattr(given, "_hf_megatron", None) is not None:
+            raise UnsupportedError(f"{type(self).__name__}: {message}")
+        original(self, *args, **kwargs)
 
-def data_parallel(original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Refuses whole-model DDP: it would average shards that belong to different parts of the weights."""
-    message = (
-        "a model laid out by hf_megatron reduces its own gradients and cannot be wrapped. Pass it to Trainer or "
-        "Accelerator.prepare as it is."
-    )
-    _refuse(self, args, kwargs, message)
-    original(self, *args, **kwargs)
-
-
-def peft(original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Refuses adapters: they have to be split like the layers they wrap."""
-    message = (
-        "PEFT adapters on a model laid out by hf_megatron are not supported yet. Train the whole model, or train the "
-        "adapter on a model loaded without megatron_config."
-    )
-    _refuse(self, args, kwargs, message)
-    original(self, *args, **kwargs)
+    return refuse
 
 
 _TRL = (
@@ -39,11 +26,18 @@ _TRL = (
 )
 _TRL_TRAINERS = ("trl.trainer.sft_trainer.SFTTrainer", "trl.trainer.dpo_trainer.DPOTrainer")
 
-
-def trl(original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Refuses TRL's other trainers: nobody has compared their losses with one process."""
-    _refuse(self, args, kwargs, _TRL)
-    original(self, *args, **kwargs)
+# Whole-model DDP would average shards that belong to different parts of the weights.
+data_parallel = _refusing(
+    "a model laid out by hf_megatron reduces its own gradients and cannot be wrapped. Pass it to Trainer or "
+    "Accelerator.prepare as it is."
+)
+# Adapters have to be split like the layers they wrap.
+peft = _refusing(
+    "PEFT adapters on a model laid out by hf_megatron are not supported yet. Train the whole model, or train the "
+    "adapter on a model loaded without megatron_config."
+)
+# Nobody has compared the losses of TRL's other trainers with one process.
+trl = _refusing(_TRL)
 
 
 def refuse_other_trl_trainers(trainer: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 
 def prepare_optimizer(original: Callable, self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-    """`Accelerator.prepare_optimizer`."""
+    """Makes the optimizer of a laid out model step on what this rank reduces, before Accelerate wraps it."""
     from accelerate.optimizer import AcceleratedOptimizer
 
     from ..data_parallel.optimizer import prepare_optimizer as take_over
@@ -19,7 +19,7 @@ def prepare_optimizer(original: Callable, self: Any, optimizer: Any, *args: Any,
 
 
 def optimizer_step(original: Callable, self: Any, closure: Any = None) -> Any:
-    """`AcceleratedOptimizer.step`: schedulers ask the wrapper whether the step was skipped."""
+    """Steps, and tells schedulers, which ask the wrapper, whether all ranks skipped the step."""
     from ..data_parallel.optimizer import sharded
 
     result = original(self, closure)
@@ -32,7 +32,7 @@ def optimizer_step(original: Callable, self: Any, closure: Any = None) -> Any:
 def unscale_grads(
     original: Callable, self: Any, optimizer: Any, inv_scale: Any, found_inf: Any, allow_fp16: bool
 ) -> Any:
-    """`GradScaler._unscale_grads_`: the gradients are the reduced ones, and all ranks find the same."""
+    """Unscales the reduced gradients, `inv_scale` and `found_inf` `()`; all ranks find the same infinities."""
     from ..data_parallel.loss_scaling import unscale
     from ..data_parallel.optimizer import sharded
 
@@ -45,7 +45,7 @@ def unscale_grads(
 def clip_grad_norm_(
     original: Callable, parameters: Any, max_norm: float, norm_type: float = 2.0, *args: Any, **kwargs: Any
 ) -> Any:
-    """`torch.nn.utils.clip_grad_norm_`, for loops that call it themselves."""
+    """Clips the gradients of parameters, of any shape, by the norm of the whole model's."""
     from torch import Tensor
 
     from ..data_parallel.engine import engine_of
@@ -58,7 +58,7 @@ def clip_grad_norm_(
 
 
 def refuse_unprepared_steps() -> Any:
-    """A stock optimizer of a laid out model would find no gradient at all, and do nothing."""
+    """Registers a hook that refuses steps of unprepared optimizers, which would find no gradient and do nothing."""
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
     from ..data_parallel.engine import refuse_unprepared

@@ -3,7 +3,7 @@
 import os
 import signal
 import threading
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -37,12 +37,7 @@ class TerminationSignal:
             self._previous = signal.signal(signal.SIGTERM, self._handle)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None = None,
-        error: BaseException | None = None,
-        trace: TracebackType | None = None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         # A handler that somebody installed since then stays; one from outside Python, read as None, cannot be set.
         if self._installed and signal.getsignal(signal.SIGTERM) == self._handle:
             signal.signal(signal.SIGTERM, signal.SIG_DFL if self._previous is None else self._previous)
@@ -59,7 +54,7 @@ class TerminationSignal:
             self._previous(number, frame)
 
     def requested(self) -> bool:
-        """Whether any rank has received the signal; every rank of the job must call it, at the same step."""
+        """Tells whether any rank has received the signal; every rank of the job must call it, at the same step."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return self.received
         device = "cpu" if "gloo" in dist.get_backend() else torch.accelerator.current_accelerator()

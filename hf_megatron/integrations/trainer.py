@@ -16,36 +16,36 @@ from .trainer_checkpoints import probe
 
 def init(original: Callable, self: Any, model: Any = None, args: Any = None, *rest: Any, **kwargs: Any) -> None:
     """Refuses, before anything is built, arguments that would train differently from one process."""
-    if model is not None and args is not None and parallel_state(model) is not None:
-        for name in ("deepspeed", "fsdp"):
-            if getattr(args, name, None):
-                raise UnsupportedError(f"TrainingArguments.{name} beside megatron_config: drop it.")
-        if getattr(args, "torch_compile", False):
-            raise UnsupportedError(
-                "TrainingArguments.torch_compile compiles the model as a whole; compile layer by layer instead: "
-                "`for layer in model.model.layers: layer.compile()`."
-            )
-        if args.world_size != dist.get_world_size():
-            raise ConfigError(
-                f"TrainingArguments reports {args.world_size} process(es), the job has {dist.get_world_size()}. On "
-                "CPUs pass TrainingArguments(use_cpu=True), or create it after the model."
-            )
-        refuse_other_trl_trainers(self)
-        if args.save_strategy != "no":
-            # Stock makes it on rank 0 alone; where that fails the other ranks would wait for it.
-            probe(Path(args.output_dir))
-        # Stock cannot resume models that were sharded at load time, and says so unless only weights are saved.
-        weights_only, args.save_only_model = args.save_only_model, True
-        try:
-            original(self, model, args, *rest, **kwargs)
-        finally:
-            args.save_only_model = weights_only
-        self.add_callback(TerminationCallback())
-        return
-    original(self, model, args, *rest, **kwargs)
+    if model is None or args is None or parallel_state(model) is None:
+        return original(self, model, args, *rest, **kwargs)
+    for name in ("deepspeed", "fsdp"):
+        if getattr(args, name, None):
+            raise UnsupportedError(f"TrainingArguments.{name} beside megatron_config: drop it.")
+    if getattr(args, "torch_compile", False):
+        raise UnsupportedError(
+            "TrainingArguments.torch_compile compiles the model as a whole; compile layer by layer instead: "
+            "`for layer in model.model.layers: layer.compile()`."
+        )
+    if args.world_size != dist.get_world_size():
+        raise ConfigError(
+            f"TrainingArguments reports {args.world_size} process(es), the job has {dist.get_world_size()}. On "
+            "CPUs pass TrainingArguments(use_cpu=True), or create it after the model."
+        )
+    refuse_other_trl_trainers(self)
+    if args.save_strategy != "no":
+        # Stock makes it on rank 0 alone; where that fails the other ranks would wait for it.
+        probe(Path(args.output_dir))
+    # Stock cannot resume models that were sharded at load time, and says so unless only weights are saved.
+    weights_only, args.save_only_model = args.save_only_model, True
+    try:
+        original(self, model, args, *rest, **kwargs)
+    finally:
+        args.save_only_model = weights_only
+    return self.add_callback(TerminationCallback())
 
 
 def build_accelerator_args(original: Callable, self: Any, **kwargs: Any) -> dict[str, Any]:
+    """Adds which ranks share a batch to the Accelerator's arguments."""
     arguments = original(self, **kwargs)
     state = None if self.model is None else parallel_state(self.model)
     if state is not None:
@@ -54,20 +54,18 @@ def build_accelerator_args(original: Callable, self: Any, **kwargs: Any) -> dict
 
 
 def has_mixed_mesh_grads(original: Callable, self: Any, model: Any) -> bool:
-    """Stock's norm over several meshes knows neither data parallel shards nor who has clipped."""
+    """Denies it: stock's norm over several meshes knows neither data parallel shards nor who has clipped."""
     return original(self, model) if parallel_state(self.model) is None else False
 
 
 def sync_replicated_trainable_parameters(original: Callable, self: Any, model: Any) -> None:
-    """Stock averages the gradients of plain parameters over the world; here the model's own hooks reduce them."""
+    """Leaves out stock's average of plain parameters' gradients over the world: the model's own hooks reduce them."""
     if parallel_state(self.model) is None:
         original(self, model)
 
 
 def get_num_items_in_batch(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Stock divides the count by the ranks that share a batch, to undo its sum over them; here nothing was summed."""
+    """Counts targets, `()`, without stock's division by the ranks that share a batch: their counts were not summed."""
     count = original(self, *args, **kwargs)
     state = None if self.model is None else parallel_state(self.model)
-    if state is None or count is None:
-        return count
-    return (count * state.config.ranks_per_replica).round()
+    return count if state is None or count is None else (count * state.config.ranks_per_replica).round()

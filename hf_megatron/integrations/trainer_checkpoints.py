@@ -9,7 +9,7 @@ import functools
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..checkpoint.state_file import read_packed, write_packed
 from ..checkpoint.training_state import facts, load_model, load_optimizers, pieces, write_config
 from ..checkpoint.transaction import Transaction, prune
-from ..communication.agreement import gather, raise_together, rank_and_size
+from ..communication.agreement import agreed, gather, rank_and_size
 from ..parallel_state import parallel_state
 from .cards import write_trainer_card
 
@@ -39,46 +39,31 @@ def _holds_shards(path: Any) -> bool:
 
 
 def train(original: Callable, self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """`Trainer.train`: the newest save of a step is resumed, and a save under way is waited for at the end."""
+    """Trains from the newest save of the step that is named, and waits at the end for a save under way."""
     if isinstance(resume_from_checkpoint, str) and (saved := versions(Path(resume_from_checkpoint))):
         resume_from_checkpoint = str(saved[0])
     state = parallel_state(self.model)
     if state is None:
         return original(self, resume_from_checkpoint, *args, **kwargs)
-    saver = None
-    if state.config.async_save:
-        saver = AsyncSaver(dist.new_group(backend="gloo"))
-        self._hf_megatron_saver = saver
-    try:
+    if not state.config.async_save:
         return original(self, resume_from_checkpoint, *args, **kwargs)
-    finally:
-        if saver is not None:
-            saver.close()
+    with closing(AsyncSaver(dist.new_group(backend="gloo"))) as self._hf_megatron_saver:
+        return original(self, resume_from_checkpoint, *args, **kwargs)
 
 
 def probe(directory: Path) -> None:
-    """Writes to a directory on rank 0.
-
-    Raises:
-        CheckpointError: on every rank, naming the directory.
-    """
-    error: OSError | None = None
-    if rank_and_size(None)[0] == 0:
-        try:
+    """Writes to a directory on rank 0; an error is a `CheckpointError` on every rank, which names the directory."""
+    with agreed(f"Writing to output_dir {directory} (TrainingArguments)"):
+        if rank_and_size(None)[0] == 0:
             directory.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=directory) as file:
                 file.write(b"probe")
-        except OSError as caught:
-            error = caught
-    raise_together(error, None, f"Writing to output_dir {directory} (TrainingArguments)")
 
 
 def save_checkpoint(original: Callable, self: Any, model: Any, trial: Any) -> None:
-    """`Trainer._save_checkpoint`."""
-    state = parallel_state(self.model)
-    if state is None:
-        original(self, model, trial)
-        return
+    """Saves a sharded checkpoint, complete or absent, and in the background where the layout says so."""
+    if parallel_state(self.model) is None:
+        return original(self, model, trial)
     if self.hp_search_backend is None and trial is None:
         self.store_flos()
     run_directory = Path(self._get_output_dir(trial=trial))
@@ -101,7 +86,7 @@ def save_checkpoint(original: Callable, self: Any, model: Any, trial: Any) -> No
 
 @contextmanager
 def progress(what: str) -> Iterator[Callable[[str], None]]:
-    """A bar on the first rank that counts the tensors it has written; a save of under a second shows none."""
+    """Shows a bar on the first rank that counts the tensors it has written, none for a save of under a second."""
     from tqdm.auto import tqdm
 
     with tqdm(desc=what, unit=" tensors", delay=1.0, disable=rank_and_size(None)[0] > 0) as bar:
@@ -111,9 +96,7 @@ def progress(what: str) -> Iterator[Callable[[str], None]]:
 def _save(trainer: Any, target: Path) -> None:
     model, optimizers = trainer.model, _optimizers(trainer)
     weights_only = trainer.args.save_only_model
-    described = {"step": trainer.state.global_step}
-    if not weights_only:
-        described |= facts(model, optimizers)
+    described = {"step": trainer.state.global_step, **({} if weights_only else facts(model, optimizers))}
     with progress(f"Saving {target.name}") as advance, Transaction(target, described, on_step=advance) as transaction:
         _write_files(trainer, transaction.directory)
         if weights_only:
@@ -136,20 +119,17 @@ def _save_in_background(trainer: Any, saver: AsyncSaver, target: Path) -> None:
 
 
 def _write_files(trainer: Any, directory: Path) -> None:
-    """What a checkpoint holds beside weights and moments."""
-    args, rank = trainer.args, rank_and_size(None)[0]
+    """Writes what a checkpoint holds beside weights and moments."""
+    args = trainer.args
     if not args.save_only_model:
-        saved_generators.save(directory, rank)
+        saved_generators.save(directory, rank_and_size(None)[0])
     if not args.should_save:
         return
     if not args.save_only_model:
         write_config(trainer.model, directory)
         scaler = getattr(trainer.accelerator, "scaler", None)
-        loop = {
-            "scheduler": trainer.lr_scheduler.state_dict(),
-            "scaler": None if scaler is None else scaler.state_dict(),
-        }
-        write_packed(directory / LOOP, loop)
+        scaled = None if scaler is None else scaler.state_dict()
+        write_packed(directory / LOOP, {"scheduler": trainer.lr_scheduler.state_dict(), "scaler": scaled})
     tokenizer = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
     if tokenizer is not None:
         tokenizer.save_pretrained(directory)
@@ -159,7 +139,7 @@ def _write_files(trainer: Any, directory: Path) -> None:
 
 
 def _export_callbacks(trainer: Any) -> None:
-    """Callbacks and the control that keep state put it into the trainer's, as stock does on every save."""
+    """Puts the state of callbacks and of the control into the trainer's, as stock does on every save."""
     from transformers.trainer_callback import ExportableState
 
     kept = trainer.state.stateful_callbacks
@@ -183,7 +163,7 @@ def _after_commit(trainer: Any, target: Path) -> None:
 
 
 def compare_arguments(original: Callable, training_args: Any, trainer_state: Any) -> None:
-    """Stock compares arguments with those of the run that saved; for a converted checkpoint, this run's are taken."""
+    """Compares arguments with those of the run that saved; for a converted checkpoint, this run's are taken."""
     if trainer_state.train_batch_size is None:
         trainer_state.train_batch_size = training_args.train_batch_size
         trainer_state.compute_steps(training_args, training_args.max_steps)
@@ -191,12 +171,9 @@ def compare_arguments(original: Callable, training_args: Any, trainer_state: Any
 
 
 def get_last_checkpoint(original: Callable, folder: str) -> str | None:
-    """`resume_from_checkpoint=True`: stock takes the highest number, complete or not."""
-    parent = Path(folder)
-    if not committed(parent):
-        return original(folder)
-    found = latest(parent)
-    return None if found is None else str(found)
+    """Returns the complete checkpoint that `latest` names, else the newest; stock takes the highest number."""
+    found = latest(folder) if committed(Path(folder)) else None
+    return original(folder) if found is None else str(found)
 
 
 def open_verified(path: Any, model: Any) -> Checkpoint:
@@ -206,36 +183,31 @@ def open_verified(path: Any, model: Any) -> Checkpoint:
 
 
 def load_from_checkpoint(original: Callable, self: Any, resume_from_checkpoint: str, model: Any = None) -> None:
-    """`Trainer._load_from_checkpoint`: the weights."""
-    if not is_committed(resume_from_checkpoint):
-        original(self, resume_from_checkpoint, model)
-        return
-    checkpoint = open_verified(resume_from_checkpoint, self.model)
-    if checkpoint.names():
+    """Loads the weights of a sharded checkpoint, whatever layout saved it."""
+    checkpoint = open_verified(resume_from_checkpoint, self.model) if is_committed(resume_from_checkpoint) else None
+    if checkpoint is not None and checkpoint.names():
         load_model(self.model, checkpoint)
     else:
         original(self, resume_from_checkpoint, model)
 
 
 def _from_shards(load: Callable[[Any, Path], None]) -> Callable:
-    """A patch of a Trainer method that reads one part of a checkpoint: ours by `load`, others by the original."""
+    """Returns the replacement of a Trainer method that reads a part of a checkpoint: `load` reads ours."""
 
-    def make(original: Callable) -> Callable:
-        @functools.wraps(original)
-        def wrapper(self: Any, checkpoint: str | None) -> None:
-            if checkpoint is None or not _holds_shards(checkpoint):
-                original(self, checkpoint)
-            else:
-                load(self, Path(checkpoint))
+    @functools.wraps(load)
+    def replacement(original: Callable, self: Any, checkpoint: str | None) -> None:
+        """Reads ours by `load`, and others by the original."""
+        if checkpoint is None or not _holds_shards(checkpoint):
+            original(self, checkpoint)
+        else:
+            load(self, Path(checkpoint))
 
-        return wrapper
-
-    return make
+    return replacement
 
 
 @_from_shards
 def load_optimizer_and_scheduler(trainer: Any, checkpoint: Path) -> None:
-    """`Trainer._load_optimizer_and_scheduler`."""
+    """Loads the optimizer's state of any layout, and the scheduler's."""
     opened = Checkpoint(checkpoint)
     load_optimizers(trainer.model, _optimizers(trainer), opened)
     if opened.facts.get("converted"):
@@ -255,7 +227,7 @@ def advance(scheduler: Any, steps: int) -> None:
 
 @_from_shards
 def load_scaler(trainer: Any, checkpoint: Path) -> None:
-    """`Trainer._load_scaler`."""
+    """Loads the loss scaler's state; a converted checkpoint has none."""
     if Checkpoint(checkpoint).facts.get("converted"):
         return
     saved, scaler = read_packed(checkpoint / LOOP)["scaler"], getattr(trainer.accelerator, "scaler", None)
@@ -265,12 +237,12 @@ def load_scaler(trainer: Any, checkpoint: Path) -> None:
 
 @_from_shards
 def load_rng_state(trainer: Any, checkpoint: Path) -> None:
-    """`Trainer._load_rng_state`."""
+    """Loads the states of the random generators."""
     restore_random_state(trainer.model, checkpoint, trainer.state.global_step)
 
 
 def restore_random_state(model: Any, directory: Path, step: int) -> None:
-    """Every generator continues, or starts anew where the layout is another; a converted checkpoint has none."""
+    """Continues every generator, or starts it anew where the layout is another; a converted checkpoint has none."""
     state, saved = parallel_state(model), Checkpoint(directory).facts
     if saved.get("converted"):
         return
@@ -285,10 +257,9 @@ def restore_random_state(model: Any, directory: Path, step: int) -> None:
 
 
 def load_best_model(original: Callable, self: Any) -> None:
-    """`Trainer._load_best_model`."""
+    """Loads the weights of the best checkpoint, which may still be on its way."""
     if parallel_state(self.model) is None:
-        original(self)
-        return
+        return original(self)
     saver = vars(self).get("_hf_megatron_saver")
     if saver is not None:
         saver.wait()

@@ -9,27 +9,25 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import transformers
+
 from ..parallel_state import parallel_state
 
 
 def training_step(original: Callable, self: Any, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
-    """`Trainer.training_step`; a compute_loss that somebody replaced may do anything to the loss, and tells nothing."""
+    """Announces to a pipeline what will multiply the loss, `()`, unless somebody replaced compute_loss."""
     state = parallel_state(self.model)
     pipeline = None if state is None else state.pipeline
-    if pipeline is None or not _computes_stock_loss(self):
+    # What replaces it may do anything to the loss, and tells nothing.
+    replaced = "compute_loss" in vars(self) or type(self).compute_loss is not transformers.Trainer.compute_loss
+    if pipeline is None or replaced:
         return original(self, model, inputs, num_items_in_batch)
     with pipeline.loss_scale.announce(functools.partial(_scale, self, num_items_in_batch is not None)):
         return original(self, model, inputs, num_items_in_batch)
 
 
-def _computes_stock_loss(trainer: Any) -> bool:
-    from transformers import Trainer
-
-    return "compute_loss" not in vars(trainer) and type(trainer).compute_loss is Trainer.compute_loss
-
-
 def _scale(trainer: Any, has_count: bool) -> float:
-    """What stock `compute_loss`, `training_step` and `Accelerator.backward` multiply a model's loss by."""
+    """Returns what stock `compute_loss`, `training_step` and `Accelerator.backward` multiply a model's loss by."""
     accelerator, scale = trainer.accelerator, 1.0
     passes_count = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
     if has_count and trainer.args.average_tokens_across_devices and passes_count:
@@ -46,20 +44,15 @@ def _scale(trainer: Any, has_count: bool) -> float:
 def prediction_step(
     original: Callable, self: Any, model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any
 ) -> Any:
-    """Keeps logits on the last stage while Trainer wants nothing but the loss."""
+    """Keeps logits `(batch, sequence, vocab)` on the last stage while Trainer wants nothing but the loss `()`."""
     state = None if self.model is None else parallel_state(self.model)
     pipeline = None if state is None else state.pipeline
-    if pipeline is None or not prediction_loss_only or _computes_loss_itself(self):
+    # A subclass that computes the loss may read the logits of a call with labels.
+    own_loss = type(self).compute_loss is not transformers.Trainer.compute_loss
+    if pipeline is None or not prediction_loss_only or own_loss:
         return original(self, model, inputs, prediction_loss_only, *args, **kwargs)
     before, pipeline.wants_logits = pipeline.wants_logits, False
     try:
         return original(self, model, inputs, prediction_loss_only, *args, **kwargs)
     finally:
         pipeline.wants_logits = before
-
-
-def _computes_loss_itself(trainer: Any) -> bool:
-    """Whether a subclass computes the loss, which may read the logits of a call with labels."""
-    from transformers import Trainer
-
-    return type(trainer).compute_loss is not Trainer.compute_loss

@@ -9,7 +9,7 @@ from ..patch_ledger import LEDGER
 
 
 def post_init(original: Callable, self: Any) -> None:
-    """Stock looks for accelerators; where there are none it reports one process on every rank of a CPU job."""
+    """Takes the ranks of a job without accelerators for CPUs; stock reports one process on each of them."""
     if LEDGER.models and not torch.accelerator.is_available():
         self.use_cpu = True
     original(self)

@@ -60,6 +60,7 @@ def from_pretrained(
     megatron_config: Any = None,
     **kwargs: Any,
 ) -> Any:
+    """Loads a model laid out as `megatron_config` says, from any kind of checkpoint."""
     if megatron_config is None:
         return original(cls, pretrained_model_name_or_path, *args, **kwargs)
     config = _start(megatron_config, kwargs)
@@ -82,24 +83,22 @@ def from_pretrained(
 def auto_from_pretrained(
     original: Callable, cls: Any, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """The Auto classes read a config before they find the class; a layout that cannot be must raise before that."""
+    """Refuses a layout that cannot be before the Auto classes read a config to find the class."""
     if kwargs.get("megatron_config") is not None:
         _start(kwargs["megatron_config"], kwargs)
     return original(cls, pretrained_model_name_or_path, *args, **kwargs)
 
 
-def from_config(original: Callable, cls: Any, config: Any, **kwargs: Any) -> Any:
-    value = kwargs.pop("megatron_config", None)
-    if value is None:
-        return original(cls, config, **kwargs)
-    megatron_config = _start(value, kwargs)
-    if not megatron_config.is_parallel:
+def from_config(original: Callable, cls: Any, config: Any, *, megatron_config: Any = None, **kwargs: Any) -> Any:
+    """Makes a model laid out as `megatron_config` says, with the same global weights on every layout."""
+    layout = None if megatron_config is None else _start(megatron_config, kwargs)
+    if layout is None or not layout.is_parallel:
         return original(cls, config, **kwargs)
     dtype = kwargs.pop("dtype", kwargs.pop("torch_dtype", None)) or config.dtype or torch.get_default_dtype()
     # No weights: the loader finds every parameter missing and has each drawn by `_initialize_missing_keys`.
     with quiet_loading():
         model = cls.from_pretrained.__func__.__wrapped__(
-            cls, None, config=config, state_dict={}, dtype=dtype, distributed_config=megatron_config, **kwargs
+            cls, None, config=config, state_dict={}, dtype=dtype, distributed_config=layout, **kwargs
         )
     forget_conversions(model)
     _finish(model)
@@ -107,7 +106,7 @@ def from_config(original: Callable, cls: Any, config: Any, **kwargs: Any) -> Any
 
 
 def _finish(model: Any) -> None:
-    """After the weights are in: modules compute in parallel and stock loops find what they ask a model for."""
+    """Has modules compute in parallel, now that the weights are in, and stock loops find what they ask a model for."""
     state = parallel_state(model)
     assert state is not None
     install(model)
@@ -124,13 +123,14 @@ def _finish(model: Any) -> None:
 
 
 def prepare_distribute_model(original: Callable, cls: Any, distributed_config: Any, device_map: Any = None) -> Any:
+    """Joins the job and returns this rank's device; the mesh is made when the model exists."""
     if not isinstance(distributed_config, MegatronConfig):
         return original(cls, distributed_config, device_map=device_map)
-    device = ensure_process_group(distributed_config.timeout)
-    return distributed_config, device, None
+    return distributed_config, ensure_process_group(distributed_config.timeout), None
 
 
 def maybe_distribute_model(original: Callable, cls: Any, model: Any, distributed_config: Any, mesh_manager: Any) -> Any:
+    """Splits the model, on the meta device, by its own plan, once all ranks agree and the layout is verified."""
     if not isinstance(distributed_config, MegatronConfig):
         return original(cls, model, distributed_config, mesh_manager)
     if getattr(model, "hf_quantizer", None) is not None or getattr(model.config, "quantization_config", None):
@@ -139,46 +139,35 @@ def maybe_distribute_model(original: Callable, cls: Any, model: Any, distributed
     if distributed_config.tp_size > 1 or distributed_config.pp_size > 1:
         # Data parallelism changes no module: it needs no result of its own.
         require_verified(model, distributed_config)
-    place(model, distributed_config, Axes.of(distributed_config, dist.get_rank()), _device_type())
+    device_type = "cuda" if torch.cuda.is_available() and dist.get_backend() != "gloo" else "cpu"
+    place(model, distributed_config, Axes.of(distributed_config, dist.get_rank()), device_type)
     return model
 
 
 def _facts(model: Any, config: MegatronConfig) -> dict[str, Any]:
-    """What has to be the same on every rank, by the name an error gives it."""
+    """Returns what has to be the same on every rank, by the name an error gives it."""
     described = json.loads(model.config.to_json_string(use_diff=False))
+    versions = {"hf_megatron": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
     return {
-        **{f"the version of {name}": version for name, version in _versions().items()},
+        **{f"the version of {name}": version for name, version in versions.items()},
         **{f"MegatronConfig.{name}": value for name, value in config.to_dict().items()},
         **{f"the model's config.{name}": value for name, value in described.items()},
         "the model's class": type(model).__name__,
     }
 
 
-def _versions() -> dict[str, str]:
-    return {"hf_megatron": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
-
-
-def _device_type() -> str:
-    return "cuda" if torch.cuda.is_available() and dist.get_backend() != "gloo" else "cpu"
-
-
-def is_elsewhere(model: Any, name: str) -> bool:
-    """Whether a weight belongs to another stage of the pipeline."""
-    state = parallel_state(model)
-    if state is None or state.cut is None:
-        return False
-    return name in state.elsewhere or f"{model.base_model_prefix}.{name}" in state.elsewhere
-
-
 def add_unmatched_checkpoint_key(original: Callable, key: str, model: Any, loading_info: Any) -> None:
-    """Stock reports every weight of a checkpoint that the model has not."""
-    if not is_elsewhere(model, key):
+    """Reports a weight of a checkpoint that the model has not, unless another stage of the pipeline has it."""
+    state = parallel_state(model)
+    elsewhere = frozenset() if state is None or state.cut is None else state.elsewhere
+    if key not in elsewhere and f"{model.base_model_prefix}.{key}" not in elsewhere:
         original(key, model, loading_info)
 
 
 def set_param_for_module(
     original: Callable, model: Any, target_name: str, param_value: torch.Tensor, *args: Any, **kwargs: Any
 ) -> Any:
+    """Sets a weight, this rank's part of any shape, from memory that training may write to."""
     state = parallel_state(model)
     # FSDP2 copies its part of what stays mapped until then.
     if state is not None and not state.shards_weights:
@@ -187,26 +176,18 @@ def set_param_for_module(
 
 
 def initialize_missing_keys(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Draws the weights that no file has, the same global ones on every layout."""
     state = parallel_state(self)
     if state is not None:
-        missing = {
-            name
-            for name, parameter in self.named_parameters(remove_duplicate=False)
-            if not getattr(parameter, "_is_hf_initialized", False)
-        }
-        initialize(
-            self,
-            state.claims,
-            missing,
-            seed=state.config.seed,
-            axes=state.axes,
-            device=state.mesh.device,
-        )
+        named = self.named_parameters(remove_duplicate=False)
+        missing = {name for name, parameter in named if not getattr(parameter, "_is_hf_initialized", False)}
+        seed, device = state.config.seed, state.mesh.device
+        initialize(self, state.claims, missing, seed=seed, axes=state.axes, device=device)
     return original(self, *args, **kwargs)
 
 
 def _shard_full_tensors(model: Any, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-    """`load_state_dict` accepts full tensors, as one process saves them, and DTensors of the same layout."""
+    """Has `load_state_dict` accept full tensors, as one process saves them, and DTensors of the same layout."""
     from torch.distributed.tensor import DTensor
 
     from ..checkpoint.initialize import local_part
@@ -231,6 +212,7 @@ def _shard_full_tensors(model: Any, state_dict: dict[str, Any], prefix: str, *ar
 def save_pretrained(
     original: Callable, self: Any, save_directory: Any, *args: Any, format: str = "hf", **kwargs: Any
 ) -> Any:
+    """Saves merged Hugging Face files with a card, or another format; every rank calls it."""
     if format != "hf":
         return save_in_format(self, original, save_directory, format, *args, **{"options": None, **kwargs})
     if "options" in kwargs:
@@ -242,6 +224,7 @@ def save_pretrained(
 
 
 def resize_token_embeddings(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Refuses a laid out model, of whose rows this rank has a part."""
     if parallel_state(self) is not None:
         raise UnsupportedError(
             f"{type(self).__name__}.resize_token_embeddings on a model that is split over ranks: load it in one "

@@ -6,8 +6,7 @@ model that is laid out over ranks these numbers come from `token_scores`, which 
 
 import functools
 import types
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -34,41 +33,30 @@ _LAYOUT: ContextVar[MegatronConfig | None] = ContextVar("layout of the policy", 
 
 def init(original: Callable, self: Any, model: Any = None, *args: Any, **kwargs: Any) -> None:
     """Refuses, before anything is built, what would be wrong; a reference model gets the policy's layout."""
+    from transformers import TrainingArguments
+
     state = None if model is None or isinstance(model, str) else parallel_state(model)
-    given = next((value for value in (*args, *kwargs.values()) if _is_config(value)), None)
+    given: Any = next((value for value in (*args, *kwargs.values()) if isinstance(value, TrainingArguments)), None)
     layout = None if state is None else state.config
     if layout is None and given is not None:
         layout = (given.model_init_kwargs or {}).get("megatron_config")
     if layout is None:
-        original(self, model, *args, **kwargs)
-        return
+        return original(self, model, *args, **kwargs)
     refuse_other_trl_trainers(self)
     for name, reason in _REFUSED.items():
         if getattr(given, name, False):
             raise UnsupportedError(f"{type(self).__name__}, {name}=True with megatron_config: {reason}")
-    with _loading_like(MegatronConfig.coerce(layout)):
+    token = _LAYOUT.set(MegatronConfig.coerce(layout))
+    try:
         original(self, model, *args, **kwargs)
+    finally:
+        _LAYOUT.reset(token)
     # `gather_for_metrics` counts each batch once, whatever ranks share it.
     count_tokens_once(self)
 
 
-def _is_config(value: Any) -> bool:
-    from transformers import TrainingArguments
-
-    return isinstance(value, TrainingArguments)
-
-
-@contextmanager
-def _loading_like(layout: MegatronConfig) -> Iterator[None]:
-    token = _LAYOUT.set(layout)
-    try:
-        yield
-    finally:
-        _LAYOUT.reset(token)
-
-
 def create_model_from_path(original: Callable, model_id: str, *args: Any, **kwargs: Any) -> Any:
-    """Stock loads a reference model whole on every rank."""
+    """Loads a reference model with the policy's layout."""
     layout = _LAYOUT.get()
     if layout is not None:
         kwargs.setdefault("megatron_config", layout)
@@ -77,7 +65,7 @@ def create_model_from_path(original: Callable, model_id: str, *args: Any, **kwar
 
 
 def hash_module(original: Callable, module: Any) -> str:
-    """Stock hashes the tensors of one rank, which have to be whole."""
+    """Hashes every rank's part of the tensors, and joins the hashes."""
     if parallel_state(module) is None:
         return original(module)
     parts: list[Any] = [None] * dist.get_world_size()
@@ -92,6 +80,7 @@ class _LocalTensors:
         self.module = module
 
     def state_dict(self) -> dict[str, torch.Tensor]:
+        """Returns this rank's tensors, of any shape."""
         return {name: local_tensor(tensor.detach()) for name, tensor in self.module.state_dict().items()}
 
 
@@ -102,10 +91,10 @@ def add_fused_lm_head(
     cast_lm_head_to_fp32: bool = False,
     outputs: Sequence[str] = (LOG_PROBS,),
 ) -> None:
+    """Replaces the forward by one that returns numbers per token, `(batch, sequence)`, of the split head."""
     state = parallel_state(model)
     if state is None:
-        original(model, temperature, cast_lm_head_to_fp32, outputs)
-        return
+        return original(model, temperature, cast_lm_head_to_fp32, outputs)
     if temperature != 1.0 or cast_lm_head_to_fp32:
         raise UnsupportedError("temperature and cast_lm_head_to_fp32 on a model laid out by hf_megatron: drop them.")
     # As TRL's own, and in one order.

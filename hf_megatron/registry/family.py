@@ -12,21 +12,19 @@ from .derive import derive_spec
 
 
 def base_prefix(model: Any) -> str:
-    """What the names inside the base model start with, seen from this class."""
+    """Returns what the names inside the base model start with, seen from this class."""
     return f"{model.base_model_prefix}." if model.base_model_prefix in model._modules else ""
 
 
 def corrected_spec(
     model: Any, corrections: Mapping[str, str] | None = None, *, transparent: tuple[str, ...] = (), **changes: Any
 ) -> ModelSpec:
-    """The spec derived from transformers' plan, with corrections.
+    """Derives the spec from transformers' plan, with corrections; other arguments are those of `ModelSpec`.
 
     Args:
-        model (`PreTrainedModel`): the base model or any class with a head around it.
         corrections (`Mapping[str, str]`, *optional*): pattern inside the base model -> style, added or replaced; what
             this config does not have is left out.
         transparent (`tuple[str, ...]`): patterns inside the base model.
-        changes: other arguments of `ModelSpec`.
     """
     spec, prefix = derive_spec(model), base_prefix(model)
     names = [name for name, _ in model.named_modules()] + [n for n, _ in model.named_parameters(remove_duplicate=False)]
@@ -50,16 +48,10 @@ def family_spec(
     after_layers: tuple[str, ...] = (),
     **changes: Any,
 ) -> ModelSpec:
-    """A `ModelSpec` whose patterns are names inside the base model; its arguments are those of `ModelSpec`.
+    """Makes a `ModelSpec` of patterns inside the base model; its arguments are those of `ModelSpec`.
 
-    An output embedding, where the class has one, becomes a vocab-parallel head.
-
-    Args:
-        model (`PreTrainedModel`): the base model or any class with a head around it.
-        plan (`Mapping[str, str]`): pattern -> style.
-        head_plan (`Mapping[str, str]`, *optional*): names outside the base model -> style; what the class does not
-            have is left out.
-        changes: other arguments of `ModelSpec`, which have no patterns.
+    An output embedding, where the class has one, becomes a vocab-parallel head. `head_plan` has names outside the base
+    model; those that the class does not have are left out.
     """
     prefix = base_prefix(model)
     whole = {prefix + pattern: style for pattern, style in plan.items()}

@@ -41,20 +41,20 @@ def _load_families() -> None:
 
 
 def registered_types() -> list[str]:
-    """Model types with a spec of their own."""
+    """Lists the model types with a spec of their own."""
     _load_families()
     return sorted(REGISTRY)
 
 
 def own_spec(model: nn.Module) -> ModelSpec | None:
-    """The spec a family states itself; `None` for a model whose spec would be derived."""
+    """Returns the spec a family states itself; `None` for a model whose spec would be derived."""
     _load_families()
     builder = REGISTRY.get(str(model.config.model_type))  # type: ignore[union-attr]
     return None if builder is None else builder(model)
 
 
 def spec_for(model: nn.Module) -> ModelSpec:
-    """The spec of a model on the meta device: its family's, else derived from transformers' plan.
+    """Returns the spec of a model on the meta device: its family's, else derived from transformers' plan.
 
     Raises:
         PlanError: neither exists.

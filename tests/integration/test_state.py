@@ -1,5 +1,7 @@
 """A plain Accelerate loop that saves its state, stops, and goes on elsewhere."""
 
+import warnings
+
 import pytest
 import torch
 from accelerate import Accelerator
@@ -8,7 +10,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
 from hf_megatron import CheckpointError, MegatronConfig
-from hf_megatron.checkpoint.discovery import is_committed
+from hf_megatron.checkpoint.discovery import is_committed, latest
 from hf_megatron.verify.ranks import run_ranks
 
 from .test_trainer import rows
@@ -105,6 +107,29 @@ def test_one_folder_saved_twice_keeps_both_and_loads_the_last(stories, tmp_path)
         return first.name, second.name, model.model.norm.weight.mean().item()
 
     assert run_ranks(save_twice, 2) == [("state", "state.1", 3.0)] * 2
+
+
+def test_a_checkpoint_may_be_called_latest_as_the_pointer_is(stories, tmp_path):
+    def save(folder, names):
+        model = AutoModelForCausalLM.from_pretrained(stories, megatron_config=LAYOUTS[1])
+        accelerator = Accelerator(cpu=True)
+        model = accelerator.prepare(model)
+        saved = []
+        for value, name in enumerate(names):
+            with torch.no_grad():
+                model.model.norm.weight.fill_(value)
+            saved.append(accelerator.save_state(str(folder / name)).name)
+        with torch.no_grad():
+            model.model.norm.weight.fill_(5.0)
+        accelerator.load_state(str(folder / "latest"))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            newest = latest(folder)
+        return saved, newest.name, model.model.norm.weight.mean().item()
+
+    found = run_ranks(lambda: [save(tmp_path / names[0], names) for names in (["latest"] * 2, ["other", "latest"])], 2)
+    assert found == [[(["latest", "latest.1"], "latest.1", 1.0), (["other", "latest.1"], "latest.1", 1.0)]] * 2
+    assert (tmp_path / "latest" / "latest").is_dir() and (tmp_path / "other" / "latest").is_file()
 
 
 def test_what_cannot_be_stored_without_pickle_is_refused(stories, tmp_path):
