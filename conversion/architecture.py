@@ -35,12 +35,12 @@ class Architecture:
 
     @classmethod
     def from_class(cls, model_class: Any, config: Any) -> "Architecture":
-        """Of a class of transformers with a config."""
+        """Makes it of a class of transformers with a config."""
         return cls(meta_model(model_class, config))
 
     @classmethod
     def from_folder(cls, path: str | os.PathLike[str]) -> "Architecture":
-        """Of the config.json in a folder.
+        """Makes it of the config.json in a folder.
 
         Raises:
             CheckpointError: there is none, or it names no class of transformers.
@@ -48,7 +48,7 @@ class Architecture:
         return cls(meta_model_of(path))
 
     def first_name(self, name: str) -> str:
-        """The name under which a weight is converted, for any of the names it has."""
+        """Returns the name under which a weight is converted, for any of the names it has."""
         return self._first.get(name, name)
 
     @cached_property
@@ -62,7 +62,7 @@ class Architecture:
         return {self.first_name(name): name for name in untied_state_dict(self.model)}
 
     def check(self, names: Iterable[str], where: str) -> None:
-        """A checkpoint has every weight of the model and no other.
+        """Checks that a checkpoint has every weight of the model and no other.
 
         Raises:
             CheckpointError: naming those that are missing or surplus.
@@ -77,7 +77,7 @@ class Architecture:
             )
 
     def check_entries(self, entries: Mapping[Key, TensorMeta], where: str) -> None:
-        """Every tensor has the shape that the config gives it, and belongs to a weight that is there.
+        """Checks that every tensor has the shape of the config, and belongs to a weight that is there.
 
         Raises:
             CheckpointError: naming the tensor.

@@ -24,14 +24,6 @@ class Chunk:
     place: Any
 
 
-@dataclass(frozen=True)
-class _Stored:
-    """The chunks of a tensor in the order of their offsets, and their largest length in dim 0."""
-
-    chunks: tuple[Chunk, ...]
-    reach: int
-
-
 class ChunkedTensors(ABC):
     """Tensors of which each is stored in chunks that cover it exactly.
 
@@ -47,7 +39,8 @@ class ChunkedTensors(ABC):
     """
 
     def __init__(self, where: str, tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype, Sequence[Chunk]]]):
-        self._stored: dict[str, _Stored] = {}
+        # The chunks of a tensor in the order of their offsets, and their largest length in dim 0.
+        self._stored: dict[str, tuple[tuple[Chunk, ...], int]] = {}
         entries: dict[str, TensorMeta] = {}
         for name, (shape, dtype, chunks) in tensors.items():
             numbers = [*shape, *(number for chunk in chunks for number in (*chunk.box.offset, *chunk.box.shape))]
@@ -56,21 +49,21 @@ class ChunkedTensors(ABC):
             check_cover(f"{where}: {name}", shape, [chunk.box for chunk in chunks])
             filled = sorted((chunk for chunk in chunks if chunk.box.numel), key=lambda chunk: chunk.box.offset)
             reach = max((chunk.box.shape[0] for chunk in filled), default=0) if shape else 0
-            self._stored[name] = _Stored(tuple(filled), reach)
+            self._stored[name] = tuple(filled), reach
             entries[name] = TensorMeta(shape, dtype)
         self.entries: Mapping[str, TensorMeta] = entries
 
     @abstractmethod
     def read_chunk(self, name: str, chunk: Chunk, starts: Sequence[int], target: Tensor) -> None:
-        """Fills `target` with the part of a chunk that begins at `starts`."""
+        """Fills `target`, of any shape, with the part of a chunk that begins at `starts`."""
 
     def read(self, name: str, memory: Memory = FRESH) -> Tensor:
-        """A whole tensor."""
+        """Reads a whole tensor of any shape."""
         shape = self.entries[name].shape
         return self.read_box(name, [0] * len(shape), shape, memory)
 
     def read_box(self, name: str, offsets: Sequence[int], lengths: Sequence[int], memory: Memory = FRESH) -> Tensor:
-        """A part of a tensor. Little more than its bytes is read.
+        """Reads a part of a tensor, of the shape `lengths`, and little more than its bytes.
 
         Raises:
             CheckpointError: naming the file, for what is damaged.
@@ -80,8 +73,8 @@ class ChunkedTensors(ABC):
         return out
 
     def read_into(self, name: str, offsets: Sequence[int], out: Tensor) -> None:
-        """The same into a tensor that is there."""
-        chunks, reach = self._stored[name].chunks, self._stored[name].reach
+        """Reads the same into a tensor of any shape that is there."""
+        chunks, reach = self._stored[name]
         wanted = Box(tuple(offsets), tuple(out.shape))
         check_boxes(name, self.entries[name].shape, [wanted])
         if wanted.offset:
@@ -107,7 +100,7 @@ def _end(box: Box) -> list[int]:
 
 
 def check_cover(where: str, shape: Sequence[int], boxes: Sequence[Box]) -> None:
-    """Every entry of a tensor is in exactly one of its boxes.
+    """Checks that every entry of a tensor is in exactly one of its boxes.
 
     Raises:
         CheckpointError: naming the tensor, for gaps and overlaps.
@@ -120,7 +113,7 @@ def check_cover(where: str, shape: Sequence[int], boxes: Sequence[Box]) -> None:
 
 
 def _disjoint(boxes: list[Box]) -> bool:
-    """Cuts along any dim divide the boxes into fewer and fewer; the few that no cut divides are compared."""
+    """Divides the boxes by cuts along any dim into fewer and fewer; compares the few that no cut divides."""
     remaining = [boxes]
     while remaining:
         together = remaining.pop()
@@ -135,7 +128,7 @@ def _disjoint(boxes: list[Box]) -> bool:
 
 
 def _cut(boxes: list[Box], dim: int) -> list[list[Box]]:
-    """Groups of boxes that share no place along a dim; none when all belong together."""
+    """Groups boxes that share no place along a dim; returns no groups when all belong together."""
     groups: list[list[Box]] = []
     end = -1
     for box in sorted(boxes, key=lambda box: box.offset[dim]):

@@ -31,6 +31,7 @@ class Comparison:
         return not (self.only_first or self.only_second or self.different)
 
     def summary(self) -> str:
+        """Returns what was compared and what differs in one line."""
         parts = [f"{self.compared} tensors compared, {len(self.different)} different"]
         parts += [f"{key}: {what}" for key, what in list(self.different.items())[:20]]
         for where, keys in (("first", self.only_first), ("second", self.only_second)):
@@ -54,11 +55,7 @@ def compare_readers(first: Reader, second: Reader, *, moments: bool, on_tensor: 
         keys = {key for key in reader.entries if key.kind == WEIGHT}
         if moments and first.optimizer is not None and second.optimizer is not None:
             # fp32 copies of fp32 weights are stored by some formats only.
-            keys |= {
-                key
-                for key in reader.entries
-                if key.kind != WEIGHT and (key.kind != MAIN_WEIGHT or key in other.entries)
-            }
+            keys |= {key for key in reader.entries if key.kind != MAIN_WEIGHT or key in other.entries}
         return keys
 
     wanted, there = relevant(first, second), relevant(second, first)
@@ -88,7 +85,7 @@ def _difference(a: torch.Tensor, b: torch.Tensor) -> float:
 def compare_logits(
     architecture: Architecture, first: Callable[[bool], Reader], second: Callable[[bool], Reader]
 ) -> float:
-    """The largest absolute difference of the logits of two checkpoints of a model, one in memory at a time.
+    """Returns the largest absolute difference of two checkpoints' logits; one model is in memory at a time.
 
     Args:
         first, second: open the checkpoints; checksums are not compared.
@@ -102,7 +99,7 @@ def compare_logits(
 
 @torch.no_grad()
 def _logits(architecture: Architecture, open_reader: Callable[[bool], Reader], tokens: torch.Tensor) -> torch.Tensor:
-    """Of the stock model in fp32 with the weights of a checkpoint; tokens are [batch, sequence]."""
+    """Computes those of the stock model in fp32; `tokens` are `[batch, sequence]`."""
     model = type(architecture.model)._from_config(architecture.config, dtype=torch.float32).eval()
     state = model.state_dict(keep_vars=True)
     with open_reader(False) as reader:

@@ -14,10 +14,13 @@ from .card import write_conversion_card
 from .compare import Comparison, compare_logits, compare_readers
 from .families import rules_of
 from .formats import Format, check_options, format_named
+from .megatron.rules import Rule
 from .megatron.view import megatron_plan
 from .source import Source, find_source, local_folder, with_config
 from .tensors import MAIN_WEIGHT, MOMENTS, WEIGHT, Key, Reader, TargetOptions, largest
 from .write import notes_of, order_by_rules, planned_entries, write_checkpoint
+
+Folder = str | os.PathLike[str]
 
 
 @dataclass
@@ -42,7 +45,7 @@ class Report:
         return sum(entry.nbytes for _, _, entry in self.rows)
 
     def table(self) -> str:
-        """Every mapping and size, one line each."""
+        """Lists every mapping and size, one line each."""
         lines = [
             f"{name}{' -> ' + other if other else ''}  {list(entry.shape)} "
             f"{str(entry.dtype).removeprefix('torch.')}  {entry.nbytes:,} bytes"
@@ -61,8 +64,8 @@ def _tensors(
 
 
 def plan_conversion(
-    source: str | os.PathLike[str],
-    target: str | os.PathLike[str],
+    source: Folder,
+    target: Folder,
     to: str,
     *,
     from_format: str | None = None,
@@ -70,7 +73,7 @@ def plan_conversion(
     options: TargetOptions | None = None,
     optimizer: bool = True,
 ) -> Report:
-    """What `convert` would do with the same arguments: every mapping and size, without reading a tensor.
+    """Plans what `convert` would do with the same arguments: every mapping and size, without reading a tensor.
 
     Raises:
         CheckpointError, ConfigError, UnsupportedError: as `convert`, but for sizes of ranks that do not divide.
@@ -83,8 +86,8 @@ def plan_conversion(
 
 
 def convert(
-    source: str | os.PathLike[str],
-    target: str | os.PathLike[str],
+    source: Folder,
+    target: Folder,
     to: str,
     *,
     from_format: str | None = None,
@@ -139,7 +142,15 @@ def convert(
             iteration=reader.iteration,
             optimizer=state,
             facts={"source_format": found.format.name, "notes": report.notes},
-            write_card=lambda folder: _write_card(report, folder),
+            write_card=lambda folder: write_conversion_card(
+                folder,
+                report.target.name,
+                found.architecture.config,
+                found.format.title,
+                report.format,
+                report.notes,
+                found.config_folder,
+            ),
         )
     if verify or logits:
         made = Source(report.target, report.format, report.source.architecture, report.target)
@@ -149,22 +160,9 @@ def convert(
     return report
 
 
-def _write_card(report: Report, folder: Path) -> None:
-    found = report.source
-    write_conversion_card(
-        folder,
-        report.target.name,
-        found.architecture.config,
-        found.format.title,
-        report.format,
-        report.notes,
-        found.config_folder,
-    )
-
-
 def compare(
-    first: str | os.PathLike[str],
-    second: str | os.PathLike[str],
+    first: Folder,
+    second: Folder,
     *,
     config: str | None = None,
     logits: bool = False,
@@ -182,7 +180,7 @@ def compare(
         CheckpointError: one is damaged, unsafe, or does not fit its config.
     """
 
-    def found(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> Source:
+    def found(one: Folder, other: Folder) -> Source:
         own = with_config(local_folder(one))
         known = config or (None if (own / "config.json").is_file() else os.fspath(with_config(local_folder(other))))
         return find_source(one, None, known)
@@ -202,12 +200,7 @@ def _compare(
 
 
 def _report(
-    source: str | os.PathLike[str],
-    target: str | os.PathLike[str],
-    to: str,
-    from_format: str | None,
-    config: str | None,
-    options: TargetOptions,
+    source: Folder, target: Folder, to: str, from_format: str | None, config: str | None, options: TargetOptions
 ) -> Report:
     to_format = format_named(to)
     check_options(to_format, options)
@@ -221,27 +214,19 @@ def _report(
 
 
 def _plan(report: Report, reader: Reader, options: TargetOptions, optimizer: bool) -> dict[Key, TensorMeta]:
-    plan = planned_entries(reader, report.format, optimizer)
-    if report.source.format.megatron or report.format.megatron:
-        plan = order_by_rules(plan, report.source.architecture.config, options)
+    plan, to = planned_entries(reader, report.format, optimizer), report.format
+    rules: list[Rule] = []
+    if report.source.format.megatron or to.megatron:
+        rules = rules_of(report.source.architecture.config, options)
+        plan = order_by_rules(plan, rules)
     there = reader.optimizer is not None or reader.optimizer_refusal is not None
-    if there and not (optimizer and report.format.moments):
-        why = "--no-optimizer" if report.format.moments else f"{report.format.title} does not hold one"
+    if there and not (optimizer and to.moments):
+        why = "--no-optimizer" if to.moments else f"{to.title} does not hold one"
         report.notes.append(f"the optimizer's state is left out: {why}")
-    if any(key.kind == MAIN_WEIGHT for key in reader.entries) and report.format.main_weights == "never":
-        report.notes.append(f"fp32 copies of the weights are left out: {report.format.title} does not hold them")
-    if report.format.megatron:
-        config = report.source.architecture.config
-        megatron_plan(plan, rules_of(config, options), str(report.target))
-    report.rows = _rows(plan, report.source, report.format, options)
+    if any(key.kind == MAIN_WEIGHT for key in reader.entries) and to.main_weights == "never":
+        report.notes.append(f"fp32 copies of the weights are left out: {to.title} does not hold them")
+    if to.megatron:
+        megatron_plan(plan, rules, str(report.target))
+    names = {name: ", ".join(rule.megatron) for rule in rules for name in rule.transformers}
+    report.rows = [(str(key), names.get(key.name, ""), entry) for key, entry in plan.items()]
     return plan
-
-
-def _rows(
-    plan: dict[Key, TensorMeta], found: Source, to: Format, options: TargetOptions
-) -> list[tuple[str, str, TensorMeta]]:
-    names: dict[str, str] = {}
-    if found.format.megatron or to.megatron:
-        rules = rules_of(found.architecture.config, options)
-        names = {name: ", ".join(rule.megatron) for rule in rules for name in rule.transformers}
-    return [(str(key), names.get(key.name, ""), entry) for key, entry in plan.items()]

@@ -13,6 +13,7 @@ from ..errors import CheckpointError, UnsupportedError
 from ..files.safetensors import TensorMeta
 from .architecture import Architecture
 from .card import write_conversion_card
+from .families import rules_of
 from .formats import check_options, format_named
 from .tensors import WEIGHT, Key, TargetOptions
 from .write import notes_of, order_by_rules, write_checkpoint
@@ -46,7 +47,7 @@ def export(
         names = {architecture.first_name(name): name for name in stored}
         plan = {Key(WEIGHT, own): TensorMeta(stored[name].shape, stored[name].dtype) for own, name in names.items()}
         if to.megatron:
-            plan = order_by_rules(plan, model.config, options)
+            plan = order_by_rules(plan, rules_of(model.config, options))
         notes = notes_of(model.config) if to.megatron else []
         small_files = Path(tempfile.mkdtemp(prefix="hf_megatron_"))
     try:
@@ -96,7 +97,7 @@ class _Stream:
 
 
 def stock_class(model: Any) -> Any:
-    """The class of transformers that a model is of: not FSDP2's in front of it, nor a subclass of the user's.
+    """Finds the class of transformers that a model is of: not FSDP2's before it, nor a subclass of the user's.
 
     Raises:
         UnsupportedError: naming a class that is none of transformers'.

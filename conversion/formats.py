@@ -38,7 +38,7 @@ def format_named(name: str) -> Format:
 
 
 def is_known(path: Path) -> bool:
-    """Whether a folder has what some format has, other than Hugging Face's; it may be damaged."""
+    """Checks whether a folder has what some format has, other than Hugging Face's; it may be damaged."""
     if not path.is_dir():
         return False
     if (path / TRACKER).is_file():

@@ -24,6 +24,7 @@ class LazyTensor:
         return self._reader.entries[self._key]
 
     def get_shape(self) -> list[int]:
+        """Returns the shape, as loaders ask safetensors for it."""
         return list(self.entry.shape)
 
     def __getitem__(self, index: Any) -> Tensor:
@@ -35,6 +36,6 @@ class LazyTensor:
 
 
 def lazy_weights(reader: Reader) -> dict[str, LazyTensor]:
-    """Every weight of a reader by its name in the model."""
+    """Returns every weight of a reader, of any shape, by its name in the model."""
     lock = Lock()
     return {key.name: LazyTensor(reader, key, lock) for key in reader.entries if key.kind == WEIGHT}

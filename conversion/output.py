@@ -15,11 +15,11 @@ class Output:
     """A directory that appears under its name when everything in it was written and read back.
 
     Args:
-        target (`str` or `Path`): must not exist.
-        expected_bytes (`int`): what is going to be written, for a look at the free space.
+        target: must not exist.
+        expected_bytes: what is going to be written, for a look at the free space.
 
     Attributes:
-        directory (`Path`): where files are written until `commit`.
+        directory: where files are written until `commit`.
 
     Raises:
         CheckpointError: the target exists or its parent cannot be written to, or too little space is free.
@@ -41,7 +41,7 @@ class Output:
             raise CheckpointError(f"{self.target} cannot be written: {error}") from error
 
     def create(self, name: str) -> NewFile:
-        """A new file at a path relative to the directory; `commit` closes it."""
+        """Creates a file at a path relative to the directory; `commit` closes it."""
         path = self.directory / name
         path.parent.mkdir(parents=True, exist_ok=True)
         file = NewFile(path)
@@ -49,7 +49,7 @@ class Output:
         return file
 
     def add(self, name: str, content: str | bytes) -> None:
-        """A small file."""
+        """Writes a small file."""
         self.create(name).write(content.encode() if isinstance(content, str) else content)
 
     def before_commit(self, action: Callable[[], None]) -> None:
@@ -57,7 +57,7 @@ class Output:
         self._last.append(action)
 
     def digests(self) -> dict[str, FileDigest]:
-        """Sizes and digests of all files so far, by relative path."""
+        """Returns sizes and digests of all files so far, by relative path."""
         return {file.path.relative_to(self.directory).as_posix(): file.digest for file in self._files}
 
     def commit(self) -> None:

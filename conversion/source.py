@@ -33,14 +33,14 @@ class Source:
     config_folder: Path
 
     def open(self, checksums: bool) -> Reader:
-        """Its tensors under the model's names."""
+        """Opens its tensors under the model's names."""
         if checksums:
             check_record(self.path)
         return open_reader(self.path, self.format, self.architecture, checksums)
 
 
 def find_source(source: str | os.PathLike[str], format: str | None = None, config: str | None = None) -> Source:
-    """A folder, or a model of the Hub, whose safetensors and JSON files are fetched into the cache.
+    """Finds a folder, or a model of the Hub, whose safetensors and JSON files are fetched into the cache.
 
     Args:
         source: a folder or the id of a model.
@@ -57,13 +57,13 @@ def find_source(source: str | os.PathLike[str], format: str | None = None, confi
 
 
 def with_config(path: Path) -> Path:
-    """Megatron's folders of iterations have it beside them."""
+    """Returns the folder of its config.json: Megatron's folders of iterations have it beside them."""
     beside = path.parent if re.fullmatch(r"iter_\d{7,}|release", path.name) else path
     return beside if (beside / "config.json").is_file() and not (path / "config.json").is_file() else path
 
 
 def local_folder(name: str | os.PathLike[str]) -> Path:
-    """A folder as it is, or a model of the Hub in the cache: its safetensors, JSON and tokenizer files.
+    """Finds a folder as it is, or a model of the Hub in the cache: its safetensors, JSON and tokenizer files.
 
     Raises:
         CheckpointError: neither is there.
@@ -95,11 +95,7 @@ def check_record(path: Path) -> None:
         files = {name: FileDigest(**entry) for name, entry in json.loads(record.read_text("utf-8"))["files"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{record} cannot be read: {error}") from error
-    wrong = []
-    for name, expected in files.items():
-        file = path / name
-        if not file.is_file() or hash_file(inside(path, name)) != expected:
-            wrong.append(name)
+    wrong = [name for name in files if not (path / name).is_file() or hash_file(inside(path, name)) != files[name]]
     if wrong:
         raise CheckpointError(
             f"{path}: {', '.join(wrong[:5])} missing or other than when they were written; where that was on purpose, "

@@ -9,7 +9,7 @@ in them (`decoder.layers.3.mlp.linear_fc1.weight`) and global shapes, however a 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +23,22 @@ WEIGHT = "weight"
 # fp32 copies of weights, and Adam's moments: they have the shape of the weight and are converted as it is.
 MAIN_WEIGHT, EXP_AVG, EXP_AVG_SQ = "main_weight", "exp_avg", "exp_avg_sq"
 MOMENTS = (EXP_AVG, EXP_AVG_SQ)
+# What torch's AdamW keeps of a group (torch.optim.AdamW); all of them have to be there for it to be loaded.
+ADAMW: Mapping[str, Any] = MappingProxyType(
+    {
+        "lr": 1e-3,
+        "betas": (0.9, 0.999),
+        "eps": 1e-8,
+        "weight_decay": 0.01,
+        "amsgrad": False,
+        "maximize": False,
+        "foreach": None,
+        "capturable": False,
+        "differentiable": False,
+        "fused": None,
+        "decoupled_weight_decay": True,
+    }
+)
 
 
 class Key(NamedTuple):
@@ -36,12 +52,12 @@ class Key(NamedTuple):
 
 
 def same_bytes(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of one shape and dtype hold the same bytes; what is not a number equals itself."""
+    """Checks whether two tensors, of any shape and of one dtype, hold the same bytes; NaN equals itself."""
     return torch.equal(*(tensor.contiguous().view(-1).view(torch.uint8) for tensor in (one, other)))
 
 
 def largest(entries: Mapping[Key, TensorMeta]) -> int:
-    """Bytes of the largest of some tensors."""
+    """Returns the bytes of the largest of some tensors."""
     return max((entry.nbytes for entry in entries.values()), default=0)
 
 
@@ -77,7 +93,7 @@ class Reader(ABC):
 
     @abstractmethod
     def read(self, key: Key) -> Tensor:
-        """The whole tensor in CPU memory; it is the caller's own, or a view of a file that nobody writes to.
+        """Reads a whole tensor, of any shape, into CPU memory; it is the caller's own, or a view of a file.
 
         Raises:
             CheckpointError: naming the file and the tensor, for what is damaged or missing.
@@ -100,18 +116,31 @@ class Writer(ABC):
 
     Args:
         plan: every tensor that will come, in the order in which it will come.
-
     """
 
-    plan: Mapping[Key, TensorMeta]
+    def __init__(self, plan: Mapping[Key, TensorMeta]):
+        self.plan = plan
+        self._missing = dict.fromkeys(plan)
 
     def check(self, key: Key, tensor: Tensor) -> None:
-        """A tensor that arrives is the one that was planned."""
+        """Checks that a tensor that arrives, of any shape, is the one that was planned."""
         if self.plan.get(key) != TensorMeta.of(tensor):
             raise CheckpointError(f"{key}: planned {self.plan.get(key)}, got {tuple(tensor.shape)} {tensor.dtype}.")
 
+    def check_once(self, key: Key, tensor: Tensor) -> None:
+        """Checks the same of a tensor of any shape, and that it has not come before."""
+        self.check(key, tensor)
+        if key not in self._missing:
+            raise CheckpointError(f"{key} came twice.")
+        del self._missing[key]
+
+    def check_complete(self) -> None:
+        """Checks that every planned tensor has come."""
+        if self._missing:
+            raise CheckpointError(f"{[str(key) for key in self._missing][:5]} were planned and never came.")
+
     def arrange(self, key: Key, tensor: Tensor) -> Iterable[tuple[Key, Tensor]]:
-        """What is to be written once a planned tensor has come, under the names that `write` wants.
+        """Returns what is to be written once a planned tensor, of any shape, has come, under `write`'s names.
 
         It is apart from `write` so that one thread may compute while another writes.
         """
@@ -119,7 +148,7 @@ class Writer(ABC):
 
     @abstractmethod
     def write(self, key: Key, tensor: Tensor) -> None:
-        """Writes one tensor; it may be kept until others that belong to it have come, and must not change until then.
+        """Writes one tensor of any shape; it may be kept until others that belong to it have come, unchanged.
 
         Raises:
             CheckpointError: not what was planned.

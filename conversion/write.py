@@ -2,7 +2,7 @@
 
 import json
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,9 +15,10 @@ from ..checkpoint.manifest import library_versions
 from ..errors import CheckpointError
 from ..files.safetensors import TensorMeta
 from .architecture import Architecture
-from .families import family_of, rules_of
+from .families import family_of
 from .format import Format
 from .hugging_face.writer import copy_small_files
+from .megatron.rules import Rule
 from .output import Output
 from .source import RECORD
 from .tensors import MAIN_WEIGHT, MOMENTS, WEIGHT, Key, OptimizerState, Reader, TargetOptions, Writer, largest
@@ -27,13 +28,13 @@ _OVERHEAD = 64 << 20
 
 
 def notes_of(config: Any) -> list[str]:
-    """What a user of a checkpoint in Megatron's formats has to know of a model."""
+    """Returns what a user of a checkpoint in Megatron's formats has to know of a model."""
     reason = family_of(config).unchecked(config)
     return [f"format checked by round trip only: {reason}"] if reason else []
 
 
 def planned_entries(reader: Reader, to: Format, optimizer: bool) -> dict[Key, TensorMeta]:
-    """What a checkpoint of another format will hold, in the order of the reader.
+    """Returns what a checkpoint of another format will hold, in the order of the reader.
 
     Raises:
         CheckpointError: the optimizer's state is there and wanted, and cannot be converted.
@@ -57,9 +58,8 @@ def planned_entries(reader: Reader, to: Format, optimizer: bool) -> dict[Key, Te
     return plan
 
 
-def order_by_rules(plan: dict[Key, TensorMeta], config: Any, options: TargetOptions) -> dict[Key, TensorMeta]:
-    """The tensors of one rule after another, of each first the weights."""
-    rules = rules_of(config, options)
+def order_by_rules(plan: dict[Key, TensorMeta], rules: Sequence[Rule]) -> dict[Key, TensorMeta]:
+    """Orders tensors by rules, of each first the weights."""
     position = {name: index for index, rule in enumerate(rules) for name in rule.transformers}
     last = len(rules)
     keys = sorted(plan, key=lambda key: (position.get(key.name, last), key.kind != WEIGHT, key.kind))
@@ -80,7 +80,7 @@ def write_checkpoint(
     facts: Mapping[str, Any],
     write_card: Callable[[Path], None],
 ) -> None:
-    """Writes tensors that come in the order of a plan; the next is read while the last is written.
+    """Writes tensors of any shape that come in the order of a plan; the next is read while the last is written.
 
     Args:
         small_files: a folder whose config, tokenizer and the like are copied.

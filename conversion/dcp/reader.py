@@ -11,31 +11,26 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ...errors import CheckpointError
 from ...files.safetensors import TensorMeta
 from ..chunks import ChunkedTensors
 from ..shards.reader import ShardFolder, is_shard_folder
-from ..tensors import EXP_AVG, EXP_AVG_SQ, WEIGHT, Key, OptimizerState, Reader, same_bytes
+from ..tensors import MOMENTS, WEIGHT, Key, OptimizerState, Reader, same_bytes
 from ..torch_files.reader import StoredTensor
 from .store_reader import METADATA, StoreReader
-from .writer import DcpWriter
-
-__all__ = ["DcpReader", "DcpWriter"]
 
 # Before the names there may be those of the tables around them; Adam's state, and that of others, which is refused.
 _STATE = re.compile(r"(?:(?:.*\.)?(?:optimizer|optim)\w*\.)?state\.(?P<name>.+)\.(?P<kind>[a-z_]+)")
 _GROUP = re.compile(r"(?:(?:.*\.)?(?:optimizer|optim)\w*\.)?param_groups\.(?P<group>.+)\.(?P<setting>[a-z_]+)")
-_ADAM = (EXP_AVG, EXP_AVG_SQ, "step")
+_ADAM = (*MOMENTS, "step")
 
 
 class DcpReader(Reader):
     """A distributed checkpoint of torch.
 
     Args:
-        path: the folder.
         names: the weights it should have. Without them, every tensor that nothing marks as another is a weight.
         first_name: for any name of a tied weight the one among `names`; such a weight may be there several times.
 
@@ -44,10 +39,7 @@ class DcpReader(Reader):
     """
 
     def __init__(
-        self,
-        path: Path,
-        names: Collection[str] | None = None,
-        first_name: Callable[[str], str] = lambda name: name,
+        self, path: Path, names: Collection[str] | None = None, first_name: Callable[[str], str] = lambda name: name
     ):
         self.path = path
         self._names = None if names is None else dict.fromkeys(names)
@@ -60,13 +52,15 @@ class DcpReader(Reader):
             prefix = self._prefix(store)
             for stored in store.entries:
                 key = self._key(store, stored, prefix)
-                if key is not None and key.kind == "step" and torch.Size(store.entries[stored].shape).numel() == 1:
+                if key is not None and key.kind == "step" and store.entries[stored].numel == 1:
                     steps.append((store, stored))
-                elif key is not None and key.kind in (WEIGHT, EXP_AVG, EXP_AVG_SQ):
+                elif key is not None and key.kind in (WEIGHT, *MOMENTS):
                     self._sources.setdefault(key, []).append((store, stored))
                 elif key is not None:
                     others.append(key.kind)
-        self._check_names()
+        missing = [name for name in self._names or () if Key(WEIGHT, name) not in self._sources]
+        if missing:
+            raise CheckpointError(f"{path}: {len(missing)} weights are missing, among them {missing[:5]}.")
         self.entries = {key: _same(path, found) for key, found in self._ordered()}
         moments = [key for key in self.entries if key.kind != WEIGHT]
         self.optimizer_refusal = self._refusal(others, moments, steps)
@@ -78,7 +72,7 @@ class DcpReader(Reader):
             self.optimizer, self.iteration = OptimizerState(step, tuple(groups)), step
 
     def _prefix(self, store: ChunkedTensors) -> str:
-        """What stands before the names of weights: that under which most of those expected are found."""
+        """Finds what stands before the names of weights: that under which most of those expected are."""
         if self._names is None:
             return ""
         counts: Counter[str] = Counter()
@@ -93,7 +87,7 @@ class DcpReader(Reader):
         return min(counts, key=lambda prefix: (-counts[prefix], len(prefix)), default="")
 
     def _key(self, store: ChunkedTensors, stored: str, prefix: str) -> Key | None:
-        """What a stored tensor is; `None` for what is neither a weight nor of an optimizer, such as random states."""
+        """Says what a stored tensor is; `None` for what is neither a weight nor an optimizer's: random states."""
         path: Sequence[Any] = store.paths.get(stored, ()) if isinstance(store, StoreReader) else ()
         if self._names is None:
             match = _STATE.fullmatch(stored)
@@ -113,16 +107,10 @@ class DcpReader(Reader):
             return None
         raise CheckpointError(f"{self.path} has the tensor {stored}, which the model has no place for.")
 
-    def _check_names(self) -> None:
-        missing = [name for name in self._names or () if Key(WEIGHT, name) not in self._sources]
-        if missing:
-            raise CheckpointError(f"{self.path}: {len(missing)} weights are missing, among them {missing[:5]}.")
-
     def _ordered(self) -> Iterator[tuple[Key, list[tuple[ChunkedTensors, str]]]]:
-        """In the order of the model, each weight before its moments."""
-        names = self._names or dict.fromkeys(key.name for key in self._sources)
-        for name in names:
-            for kind in (WEIGHT, EXP_AVG, EXP_AVG_SQ):
+        """Yields the tensors in the order of the model, each weight before its moments."""
+        for name in self._names or dict.fromkeys(key.name for key in self._sources):
+            for kind in (WEIGHT, *MOMENTS):
                 if found := self._sources.get(Key(kind, name)):
                     yield Key(kind, name), found
 
@@ -133,7 +121,7 @@ class DcpReader(Reader):
             return f"it is not Adam's: it keeps {', '.join(sorted(set(others))[:5])}"
         if moments and len({store.read(name).item() for store, name in steps}) != 1:
             return "its parameters have taken different numbers of steps, or it does not say how many"
-        lone = next((key for key in moments if Key(_other(key.kind), key.name) not in self.entries), None)
+        lone = next((key for key in moments if any(Key(k, key.name) not in self.entries for k in MOMENTS)), None)
         return f"it has only {lone}" if lone is not None else None
 
     def read(self, key: Key) -> Tensor:
@@ -145,10 +133,6 @@ class DcpReader(Reader):
         return tensor
 
 
-def _other(kind: str) -> str:
-    return EXP_AVG if kind == EXP_AVG_SQ else EXP_AVG_SQ
-
-
 def _same(path: Path, found: Sequence[tuple[ChunkedTensors, str]]) -> TensorMeta:
     entries = {store.entries[name] for store, name in found}
     if len(entries) > 1:
@@ -157,7 +141,7 @@ def _same(path: Path, found: Sequence[tuple[ChunkedTensors, str]]) -> TensorMeta
 
 
 def _stores(path: Path) -> Iterator[ChunkedTensors]:
-    """The folders with tensors: `path` itself, or Accelerate's in it."""
+    """Opens the folders with tensors: `path` itself, or Accelerate's in it."""
     if (path / METADATA).is_file():
         yield StoreReader(path)
         return
@@ -170,11 +154,10 @@ def _stores(path: Path) -> Iterator[ChunkedTensors]:
 
 
 def _groups(store: StoreReader) -> list[Mapping[str, Any]]:
-    """The settings of parameter groups, the same ones of several parameters once."""
+    """Returns the settings of parameter groups, the same ones of several parameters once."""
     groups: dict[str, dict[str, Any]] = {}
     for name in [*store.objects, *store.entries]:
-        match = _GROUP.fullmatch(name)
-        if match is None or match["setting"] == "params":
+        if (match := _GROUP.fullmatch(name)) is None or match["setting"] == "params":
             continue
         value = store.read_object(name) if name in store.objects else store.read(name).tolist()
         if isinstance(value, (int, float, str, bool, tuple, type(None))) and not isinstance(value, StoredTensor):

@@ -72,9 +72,6 @@ class Place:
 class StoreReader(ChunkedTensors):
     """A folder with a `.metadata` file.
 
-    Args:
-        path: the folder.
-
     Attributes:
         entries: global shapes and dtypes of all tensors.
         objects: names of everything else.
@@ -155,7 +152,7 @@ class StoreReader(ChunkedTensors):
             blob.read_into(stored, starts, target)
 
     def read_object(self, name: str) -> Any:
-        """What is stored under the name of an object; see `Blob.value`."""
+        """Reads what is stored under the name of an object; see `Blob.value`."""
         place = self._objects[name]
         with DataFile(inside(self.path, place.file)) as file:
             return Blob(file, place.offset, place.length).value

@@ -46,12 +46,11 @@ class StoreWriter:
         self._places: dict[MetadataIndex, Any] = {}
 
     def write_chunk(self, name: str, shape: Sequence[int], offsets: Sequence[int], tensor: Tensor) -> None:
-        """A box of a global tensor.
+        """Writes a box of a global tensor of this name and shape.
 
         Args:
-            name, shape: of the global tensor.
             offsets: where the box begins in it.
-            tensor: the box; dims of length 1 may be missing at its start.
+            tensor: the box, of any shape; dims of length 1 may be missing at its start.
         """
         tensor = tensor.reshape((1,) * (len(shape) - tensor.dim()) + tensor.shape)
         properties = TensorProperties(dtype=tensor.dtype)
@@ -66,7 +65,7 @@ class StoreWriter:
         self._places[index] = storage_info(self._names[-1], *write_tensor(file, tensor))
 
     def write_object(self, name: str, value: Any) -> None:
-        """A small object under a name of its own."""
+        """Writes a small object under a name of its own."""
         if name in self._items:
             raise CheckpointError(f"{name} came twice.")
         self._items[name] = BytesStorageMetadata()
@@ -74,7 +73,7 @@ class StoreWriter:
         self._places[MetadataIndex(name)] = storage_info(self._names[-1], *write_object(file, value))
 
     def _open(self) -> NewFile:
-        """The file that is written to."""
+        """Returns the file that is written to."""
         if self._file is None or self._file.size >= self._file_size:
             if self._file is not None:
                 self._file.close()
@@ -94,8 +93,7 @@ class StoreWriter:
         """
         for name, item in self._items.items():
             if isinstance(item, TensorStorageMetadata):
-                boxes = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in item.chunks]
-                check_cover(name, item.size, boxes)
+                check_cover(name, item.size, [Box(tuple(c.offsets), tuple(c.sizes)) for c in item.chunks])
         # Nothing of the machine: torch would say where the folder was.
         metadata = Metadata(dict(self._items), paths, self._places, StorageMeta(), dcp_version())
         self._output.add(f"{self._folder}{METADATA}", pickle.dumps(metadata, protocol=4))

@@ -17,7 +17,7 @@ __all__ = ["Family", "check_config", "family_of", "known_families", "rules_of"]
 
 @cache
 def known_families() -> Mapping[str, Family]:
-    """By model type, from every module of this package that has a `FAMILY`."""
+    """Collects the `FAMILY` of every module of this package that has one, by model type."""
     found: dict[str, Family] = {}
     for module in pkgutil.iter_modules(__path__):
         family = vars(importlib.import_module(f"{__name__}.{module.name}")).get("FAMILY")
@@ -27,7 +27,7 @@ def known_families() -> Mapping[str, Family]:
 
 
 def family_of(config: Any) -> Family:
-    """The family of a config.
+    """Finds the family of a config.
 
     Raises:
         UnsupportedError: naming the model types that there are.

@@ -4,11 +4,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..megatron.rules import InterleavedRows, Operation, Rule, Same
-from .family import Arguments, Family, common_arguments, experts, fused_norm, gated_mlp, layers, renamed, vocabulary
+from .family import Arguments, Family, common_arguments, dense_mlp, fused_norm, gated_mlp, renamed, sparse_mlp
 
 
 def _rotary(config: Any, heads: int, start: int) -> Operation:
-    """Megatron turns neighbouring rows (`rope_utils.py`, `multi_latent_attention`), as most of these models do."""
+    # Megatron turns neighbouring rows (`rope_utils.py`, `multi_latent_attention`), as most of these models do.
     if getattr(config, "rope_interleave", True):
         return Same()
     return InterleavedRows(heads, start, config.qk_rope_head_dim)
@@ -29,25 +29,15 @@ def _attention(config: Any, source: str, target: str) -> Iterator[Rule]:
     yield from renamed(f"{source}.o_proj", f"{target}.linear_proj")
 
 
-def _rules(config: Any, padded: int) -> Iterator[Rule]:
-    yield from vocabulary(config, padded, "model.embed_tokens")
-    for number in layers(config):
-        source, target = f"model.layers.{number}", f"decoder.layers.{number}"
-        yield from renamed(f"{source}.input_layernorm", f"{target}.input_layernorm")
-        yield from _attention(config, f"{source}.self_attn", f"{target}.self_attention")
-        if number < config.first_k_dense_replace:
-            yield from fused_norm(f"{source}.post_attention_layernorm", f"{target}.mlp.linear_fc1")
-            yield from gated_mlp(config.intermediate_size, f"{source}.mlp", f"{target}.mlp")
-            continue
-        yield from renamed(f"{source}.post_attention_layernorm", f"{target}.pre_mlp_layernorm")
-        yield from renamed(f"{source}.mlp.gate", f"{target}.mlp.router")
-        if config.model_type == "deepseek_v3":
-            correction = f"{source}.mlp.gate.e_score_correction_bias"
-            yield Rule((correction,), (f"{target}.mlp.router.expert_bias",))
-        yield from experts(f"{source}.mlp.experts", f"{target}.mlp")
-        width = config.moe_intermediate_size * config.n_shared_experts
-        yield from gated_mlp(width, f"{source}.mlp.shared_experts", f"{target}.mlp.shared_experts")
-    yield from renamed("model.norm", "decoder.final_layernorm")
+def _layer(config: Any, number: int, source: str, target: str) -> Iterator[Rule]:
+    yield from renamed(f"{source}.input_layernorm", f"{target}.input_layernorm")
+    yield from _attention(config, f"{source}.self_attn", f"{target}.self_attention")
+    if number < config.first_k_dense_replace:
+        yield from dense_mlp(config, source, target)
+        return
+    yield from sparse_mlp(source, target, correction=config.model_type == "deepseek_v3")
+    width = config.moe_intermediate_size * config.n_shared_experts
+    yield from gated_mlp(width, f"{source}.mlp.shared_experts", f"{target}.mlp.shared_experts")
 
 
 def _arguments(config: Any) -> Arguments:
@@ -72,7 +62,7 @@ def _arguments(config: Any) -> Arguments:
         num_experts=config.n_routed_experts,
         moe_ffn_hidden_size=config.moe_intermediate_size,
         moe_shared_expert_intermediate_size=config.moe_intermediate_size * config.n_shared_experts,
-        moe_layer_freq=[int(number >= config.first_k_dense_replace) for number in layers(config)],
+        moe_layer_freq=[int(number >= config.first_k_dense_replace) for number in range(config.num_hidden_layers)],
         moe_router_topk=config.num_experts_per_tok,
         moe_router_topk_scaling_factor=config.routed_scaling_factor,
         moe_router_score_function="sigmoid" if v3 else "softmax",
@@ -80,10 +70,11 @@ def _arguments(config: Any) -> Arguments:
     )
 
 
-def _refuse(config: Any) -> str | None:
-    if config.attention_bias:
-        return "attention_bias: the linears of Megatron-Core's latent attention have none"
-    return None
-
-
-FAMILY = Family(model_types=("deepseek_v2", "deepseek_v3"), rules=_rules, arguments=_arguments, refuse=_refuse)
+FAMILY = Family(
+    model_types=("deepseek_v2", "deepseek_v3"),
+    layer=_layer,
+    arguments=_arguments,
+    refuse=lambda config: (
+        "attention_bias: the linears of Megatron-Core's latent attention have none" if config.attention_bias else None
+    ),
+)

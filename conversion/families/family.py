@@ -4,10 +4,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ..megatron.rules import Chain, GroupedQKV, Joined, Operation, PaddedVocabulary, Rule, Same
+from ..megatron.rules import GroupedQKV, Joined, Operation, PaddedVocabulary, Rule, Same
 from ..tensors import MegatronModel
 
 Arguments = dict[str, Any]
+
+BIASES_TOGETHER = "add_bias_linear of Megatron-Core switches the biases of attention and MLP together"
+NORMS_BEHIND = "Megatron-Core 0.16.1 has no norms behind attention and MLP; the names are Megatron-Bridge's"
 
 
 @dataclass(frozen=True)
@@ -16,97 +19,127 @@ class Family:
 
     Args:
         model_types: of `config.model_type`.
-        rules: config, padded vocabulary -> a rule for every tensor.
+        layer: config, number and names of a layer in the model and in Megatron -> a rule for each of its tensors.
         arguments: config -> Megatron-LM's arguments, as far as they say what the checkpoint holds.
         gated: whether `linear_fc1` holds gate and up.
         unchecked: config -> why megatron-core 0.16.1 cannot build it, so that its format was checked by round trips
             alone; `None` where megatron-core loads it and gives equal logits.
         refuse: config -> why a config cannot be expressed at all, `None` if it can.
+        embedding, positions, layers, norm: names in the model of what is outside of the layers, and before their
+            numbers; `positions` only where they are learned.
+        norm_bias: whether the last norm has a bias.
     """
 
     model_types: tuple[str, ...]
-    rules: Callable[[Any, int], Iterable[Rule]]
+    layer: Callable[[Any, int, str, str], Iterable[Rule]]
     arguments: Callable[[Any], Arguments]
     gated: bool = True
     unchecked: Callable[[Any], str | None] = lambda config: None
     refuse: Callable[[Any], str | None] = lambda config: None
+    embedding: str = "model.embed_tokens"
+    positions: str = ""
+    layers: str = "model.layers"
+    norm: str = "model.norm"
+    norm_bias: bool = False
 
     def model(self, config: Any) -> MegatronModel:
+        """Returns what Megatron's formats need to know of a config."""
         return MegatronModel(self.arguments(config), self.gated)
+
+    def rules(self, config: Any, padded: int) -> Iterator[Rule]:
+        """Yields a rule for every tensor, with a vocabulary of `padded` rows."""
+        vocabulary = PaddedVocabulary(config.vocab_size, padded)
+        yield from renamed(self.embedding, "embedding.word_embeddings", operation=vocabulary)
+        if not config.tie_word_embeddings:
+            yield from renamed("lm_head", "output_layer", operation=vocabulary)
+        if self.positions:
+            yield from renamed(self.positions, "embedding.position_embeddings")
+        for number in range(config.num_hidden_layers):
+            yield from self.layer(config, number, f"{self.layers}.{number}", f"decoder.layers.{number}")
+        yield from renamed(self.norm, "decoder.final_layernorm", bias=self.norm_bias)
 
 
 def head_dim(config: Any) -> int:
+    """Returns the width of a head."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def kv_heads(config: Any) -> int:
+    """Returns the number of heads of keys and values."""
     return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
 
 
 def qkv(config: Any) -> GroupedQKV:
+    """Returns the operation that packs queries, keys and values."""
     return GroupedQKV(config.num_attention_heads, kv_heads(config), head_dim(config))
 
 
 def renamed(source: str, target: str, *, bias: bool = False, operation: Operation | None = None) -> Iterator[Rule]:
-    """A module's weight, and its bias where it has one."""
+    """Yields the rules of a module's weight, and its bias where it has one."""
     for suffix in ("weight", "bias") if bias else ("weight",):
         yield Rule((f"{source}.{suffix}",), (f"{target}.{suffix}",), operation or Same())
 
 
 def fused_norm(source: str, target: str, *, bias: bool = False) -> Iterator[Rule]:
-    """A norm that Megatron keeps inside the linear behind it (`layer_norm_weight`)."""
+    """Yields the rules of a norm that Megatron keeps inside the linear behind it (`layer_norm_weight`)."""
     for suffix in ("weight", "bias") if bias else ("weight",):
         yield Rule((f"{source}.{suffix}",), (f"{target}.layer_norm_{suffix}",))
 
 
-def vocabulary(config: Any, padded: int, embedding: str, head: str = "lm_head") -> Iterator[Rule]:
-    """Input embedding and, unless it is tied, the head."""
-    operation = PaddedVocabulary(config.vocab_size, padded)
-    yield Rule((f"{embedding}.weight",), ("embedding.word_embeddings.weight",), operation)
-    if not config.tie_word_embeddings:
-        yield Rule((f"{head}.weight",), ("output_layer.weight",), operation)
-
-
 def attention(
-    config: Any, source: str, target: str, *, qkv_bias: bool = False, output_bias: bool = False, output: str = "o_proj"
+    config: Any,
+    source: str,
+    target: str,
+    *,
+    norm: bool = True,
+    qkv_bias: bool = False,
+    output_bias: bool = False,
+    qk_norms: bool = False,
 ) -> Iterator[Rule]:
-    """Separate q, k and v projections and the output projection."""
+    """Yields the rules of a layer's attention with separate q, k and v projections, and of the norm before it."""
+    source_norm, source, target = f"{source}.input_layernorm", f"{source}.self_attn", f"{target}.self_attention"
+    if norm:
+        yield from fused_norm(source_norm, f"{target}.linear_qkv")
     for suffix in ("weight", "bias") if qkv_bias else ("weight",):
         names = tuple(f"{source}.{part}_proj.{suffix}" for part in "qkv")
         yield Rule(names, (f"{target}.linear_qkv.{suffix}",), qkv(config))
-    yield from renamed(f"{source}.{output}", f"{target}.linear_proj", bias=output_bias)
-
-
-def qk_norms(source: str, target: str) -> Iterator[Rule]:
-    """Norms of queries and keys."""
-    for part in "qk":
+    yield from renamed(f"{source}.o_proj", f"{target}.linear_proj", bias=output_bias)
+    for part in "qk" if qk_norms else "":
         yield from renamed(f"{source}.{part}_norm", f"{target}.{part}_layernorm")
 
 
-def gated_mlp(width: int, source: str, target: str) -> Iterator[Rule]:
-    """gate, up and down projections without biases."""
-    names = (f"{source}.gate_proj.weight", f"{source}.up_proj.weight")
-    yield Rule(names, (f"{target}.linear_fc1.weight",), Joined((width, width)))
-    yield from renamed(f"{source}.down_proj", f"{target}.linear_fc2")
+def gated_mlp(width: int, source: str, target: str, *, bias: bool = False) -> Iterator[Rule]:
+    """Yields the rules of gate, up and down projections."""
+    for suffix in ("weight", "bias") if bias else ("weight",):
+        names = (f"{source}.gate_proj.{suffix}", f"{source}.up_proj.{suffix}")
+        yield Rule(names, (f"{target}.linear_fc1.{suffix}",), Joined((width, width)))
+    yield from renamed(f"{source}.down_proj", f"{target}.linear_fc2", bias=bias)
 
 
-def experts(source: str, target: str) -> Iterator[Rule]:
-    """Packed experts: gate_up_proj [experts, 2 * width, hidden] and down_proj [experts, hidden, width]."""
-    inside = f"{target}.experts.experts"
-    yield Rule((f"{source}.gate_up_proj",), (f"{inside}.linear_fc1.weight",))
-    yield Rule((f"{source}.down_proj",), (f"{inside}.linear_fc2.weight",))
+def dense_mlp(
+    config: Any, source: str, target: str, *, bias: bool = False, norm: str = "post_attention_layernorm"
+) -> Iterator[Rule]:
+    """Yields the rules of a layer's MLP and of the norm before it."""
+    yield from fused_norm(f"{source}.{norm}", f"{target}.mlp.linear_fc1")
+    yield from gated_mlp(config.intermediate_size, f"{source}.mlp", f"{target}.mlp", bias=bias)
 
 
-def chain(*operations: Operation) -> Chain:
-    return Chain(operations)
+def sparse_mlp(source: str, target: str, *, correction: bool = False) -> Iterator[Rule]:
+    """Yields the rules of a layer's router, of the norm before it, and of its packed experts.
 
-
-def layers(config: Any) -> range:
-    return range(config.num_hidden_layers)
+    Args:
+        correction: the router has a bias by which it balances the load.
+    """
+    yield from renamed(f"{source}.post_attention_layernorm", f"{target}.pre_mlp_layernorm")
+    yield from renamed(f"{source}.mlp.gate", f"{target}.mlp.router")
+    if correction:
+        yield Rule((f"{source}.mlp.gate.e_score_correction_bias",), (f"{target}.mlp.router.expert_bias",))
+    yield Rule((f"{source}.mlp.experts.gate_up_proj",), (f"{target}.mlp.experts.experts.linear_fc1.weight",))
+    yield Rule((f"{source}.mlp.experts.down_proj",), (f"{target}.mlp.experts.experts.linear_fc2.weight",))
 
 
 def rotary_arguments(config: Any) -> Arguments:
-    """Rotary positions, as far as one number says it; scaled ones have further settings of their own."""
+    """Returns those of rotary positions, as far as one number says it; scaled ones have further settings."""
     rope = config.rope_parameters
     # Gemma 3 has one set per kind of layer.
     rope = rope.get("full_attention", rope)
@@ -118,7 +151,7 @@ def rotary_arguments(config: Any) -> Arguments:
 
 
 def common_arguments(config: Any, **further: Any) -> Arguments:
-    """The arguments of a decoder that every family states, and those that this one adds or replaces."""
+    """Returns the arguments that every family states, and those that this one adds or replaces."""
     return {
         "num_layers": config.num_hidden_layers,
         "hidden_size": config.hidden_size,
@@ -130,5 +163,16 @@ def common_arguments(config: Any, **further: Any) -> Arguments:
         "untie_embeddings_and_output_weights": not config.tie_word_embeddings,
         "normalization": "RMSNorm",
         "swiglu": True,
+        **further,
+    }
+
+
+def rotary_decoder_arguments(config: Any, **further: Any) -> Arguments:
+    """Returns the arguments of a decoder with rotary positions, RMSNorm and no biases, and those besides."""
+    return {
+        **common_arguments(config, **rotary_arguments(config)),
+        "ffn_hidden_size": config.intermediate_size,
+        "norm_epsilon": config.rms_norm_eps,
+        "add_bias_linear": False,
         **further,
     }

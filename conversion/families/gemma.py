@@ -9,61 +9,29 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..megatron.rules import Rule
-from .family import (
-    Arguments,
-    Family,
-    attention,
-    common_arguments,
-    fused_norm,
-    gated_mlp,
-    layers,
-    qk_norms,
-    renamed,
-    rotary_arguments,
-    vocabulary,
-)
+from .family import NORMS_BEHIND, Arguments, Family, attention, dense_mlp, renamed, rotary_decoder_arguments
 
 
-def _rules(config: Any, padded: int) -> Iterator[Rule]:
-    sandwich = config.model_type != "gemma"
-    bias = bool(config.attention_bias)
-    yield from vocabulary(config, padded, "model.embed_tokens")
-    for number in layers(config):
-        source, target = f"model.layers.{number}", f"decoder.layers.{number}"
-        yield from fused_norm(f"{source}.input_layernorm", f"{target}.self_attention.linear_qkv")
-        yield from attention(config, f"{source}.self_attn", f"{target}.self_attention", qkv_bias=bias, output_bias=bias)
-        if config.model_type == "gemma3_text":
-            yield from qk_norms(f"{source}.self_attn", f"{target}.self_attention")
-        before = "pre_feedforward_layernorm" if sandwich else "post_attention_layernorm"
-        if sandwich:
-            behind = f"{target}.self_attention.linear_proj.post_layernorm"
-            yield from renamed(f"{source}.post_attention_layernorm", behind)
-            behind = f"{target}.mlp.linear_fc2.post_layernorm"
-            yield from renamed(f"{source}.post_feedforward_layernorm", behind)
-        yield from fused_norm(f"{source}.{before}", f"{target}.mlp.linear_fc1")
-        yield from gated_mlp(config.intermediate_size, f"{source}.mlp", f"{target}.mlp")
-    yield from renamed("model.norm", "decoder.final_layernorm")
+def _layer(config: Any, number: int, source: str, target: str) -> Iterator[Rule]:
+    bias, qk_norms = bool(config.attention_bias), config.model_type == "gemma3_text"
+    yield from attention(config, source, target, qkv_bias=bias, output_bias=bias, qk_norms=qk_norms)
+    if config.model_type == "gemma":
+        yield from dense_mlp(config, source, target)
+        return
+    behind = f"{target}.self_attention.linear_proj.post_layernorm"
+    yield from renamed(f"{source}.post_attention_layernorm", behind)
+    yield from renamed(f"{source}.post_feedforward_layernorm", f"{target}.mlp.linear_fc2.post_layernorm")
+    yield from dense_mlp(config, source, target, norm="pre_feedforward_layernorm")
 
 
 def _arguments(config: Any) -> Arguments:
-    return common_arguments(
-        config,
-        **rotary_arguments(config),
-        ffn_hidden_size=config.intermediate_size,
-        norm_epsilon=config.rms_norm_eps,
-        add_bias_linear=False,
-        swiglu=False,
-        apply_layernorm_1p=True,
-        qk_layernorm=config.model_type == "gemma3_text",
-    )
-
-
-def _unchecked(config: Any) -> str | None:
-    if config.model_type == "gemma":
-        return None
-    return "Megatron-Core 0.16.1 has no norms behind attention and MLP; the names are Megatron-Bridge's"
+    qk_norms = config.model_type == "gemma3_text"
+    return rotary_decoder_arguments(config, swiglu=False, apply_layernorm_1p=True, qk_layernorm=qk_norms)
 
 
 FAMILY = Family(
-    model_types=("gemma", "gemma2", "gemma3_text"), rules=_rules, arguments=_arguments, unchecked=_unchecked
+    model_types=("gemma", "gemma2", "gemma3_text"),
+    layer=_layer,
+    arguments=_arguments,
+    unchecked=lambda config: None if config.model_type == "gemma" else NORMS_BEHIND,
 )

@@ -3,56 +3,29 @@
 from collections.abc import Iterator
 from typing import Any
 
-from ..megatron.rules import Joined, Rule
-from .family import (
-    Arguments,
-    Family,
-    attention,
-    common_arguments,
-    fused_norm,
-    layers,
-    qk_norms,
-    renamed,
-    rotary_arguments,
-    vocabulary,
-)
+from ..megatron.rules import Rule
+from .family import BIASES_TOGETHER, Arguments, Family, attention, dense_mlp, rotary_decoder_arguments
 
 
 def _biases(config: Any) -> tuple[bool, bool, bool]:
-    """Of q, k and v, of the output projection, of the MLP."""
+    """Returns whether q, k and v, the output projection and the MLP have one."""
     if config.model_type == "qwen2":
         return True, False, False
     attention_bias = bool(getattr(config, "attention_bias", False))
     return attention_bias, attention_bias, bool(getattr(config, "mlp_bias", False))
 
 
-def _rules(config: Any, padded: int) -> Iterator[Rule]:
+def _layer(config: Any, number: int, source: str, target: str) -> Iterator[Rule]:
     qkv_bias, output_bias, mlp_bias = _biases(config)
-    width = config.intermediate_size
-    yield from vocabulary(config, padded, "model.embed_tokens")
-    for number in layers(config):
-        source, target = f"model.layers.{number}", f"decoder.layers.{number}"
-        yield from fused_norm(f"{source}.input_layernorm", f"{target}.self_attention.linear_qkv")
-        yield from attention(
-            config, f"{source}.self_attn", f"{target}.self_attention", qkv_bias=qkv_bias, output_bias=output_bias
-        )
-        if config.model_type == "qwen3":
-            yield from qk_norms(f"{source}.self_attn", f"{target}.self_attention")
-        yield from fused_norm(f"{source}.post_attention_layernorm", f"{target}.mlp.linear_fc1")
-        for suffix in ("weight", "bias") if mlp_bias else ("weight",):
-            names = (f"{source}.mlp.gate_proj.{suffix}", f"{source}.mlp.up_proj.{suffix}")
-            yield Rule(names, (f"{target}.mlp.linear_fc1.{suffix}",), Joined((width, width)))
-        yield from renamed(f"{source}.mlp.down_proj", f"{target}.mlp.linear_fc2", bias=mlp_bias)
-    yield from renamed("model.norm", "decoder.final_layernorm")
+    norms = config.model_type == "qwen3"
+    yield from attention(config, source, target, qkv_bias=qkv_bias, output_bias=output_bias, qk_norms=norms)
+    yield from dense_mlp(config, source, target, bias=mlp_bias)
 
 
 def _arguments(config: Any) -> Arguments:
     qkv_bias, output_bias, mlp_bias = _biases(config)
-    return common_arguments(
+    return rotary_decoder_arguments(
         config,
-        **rotary_arguments(config),
-        ffn_hidden_size=config.intermediate_size,
-        norm_epsilon=config.rms_norm_eps,
         add_bias_linear=output_bias and mlp_bias,
         add_qkv_bias=qkv_bias,
         qk_layernorm=config.model_type == "qwen3",
@@ -61,11 +34,9 @@ def _arguments(config: Any) -> Arguments:
 
 def _unchecked(config: Any) -> str | None:
     _, output_bias, mlp_bias = _biases(config)
-    if output_bias != mlp_bias:
-        return "add_bias_linear of Megatron-Core switches the biases of attention and MLP together"
-    return None
+    return BIASES_TOGETHER if output_bias != mlp_bias else None
 
 
 FAMILY = Family(
-    model_types=("llama", "mistral", "qwen2", "qwen3"), rules=_rules, arguments=_arguments, unchecked=_unchecked
+    model_types=("llama", "mistral", "qwen2", "qwen3"), layer=_layer, arguments=_arguments, unchecked=_unchecked
 )

@@ -8,7 +8,6 @@ import json
 import re
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from ...checkpoint.strict_loading import check_weight_index
@@ -24,7 +23,7 @@ _WEIGHTS = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bi
 
 
 def weight_files(path: Path) -> list[str]:
-    """The weight files of a folder: those of its index, else the single one; safetensors before `.bin`.
+    """Lists the weight files of a folder: those of its index, else the single one; safetensors before `.bin`.
 
     Raises:
         CheckpointError: there are none, an index is unreadable, or names files outside of the folder.
@@ -68,7 +67,7 @@ class HuggingFaceReader(Reader):
         entries: dict[Key, TensorMeta] = {}
         self._copies: dict[Key, list[LoadingGroup]] = {}
         for group in groups:
-            meta = {name: self._meta(name) for name, _ in group.sources}
+            meta = {name: found[name].locations[name].meta() for name, _ in group.sources}
             try:
                 converted = convert_loaded(architecture.model, group, meta)
             except (RuntimeError, ValueError, TypeError) as error:
@@ -84,10 +83,6 @@ class HuggingFaceReader(Reader):
         saved = [key for key in entries if key.name in architecture.saved_names]
         self.entries = {key: entries[key] for key in sorted(saved, key=architecture.sort_key)}
         self._ready: dict[Key, Tensor] = {}
-
-    def _meta(self, name: str) -> Tensor:
-        span = self._found[name].locations[name]
-        return torch.empty(span.shape, dtype=span.dtype, device="meta")
 
     def read(self, key: Key) -> Tensor:
         if key not in self._ready:

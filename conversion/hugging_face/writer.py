@@ -5,7 +5,6 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
 
@@ -19,8 +18,6 @@ from ..tensors import Key, TargetOptions, Writer
 
 # Tokenizers have tens of megabytes.
 LARGEST_SMALL_FILE = 256 << 20
-
-
 INDEX = "model.safetensors.index.json"
 
 
@@ -30,7 +27,8 @@ class HuggingFaceWriter(Writer):
     def __init__(
         self, output: Output, plan: Mapping[Key, TensorMeta], architecture: Architecture, options: TargetOptions
     ):
-        self.plan, self.architecture = plan, architecture
+        super().__init__(plan)
+        self.architecture = architecture
         self._names = architecture.saved_names
         first = {saved: name for name, saved in self._names.items()}
         groups = conversion_groups(architecture.model, [self._names[key.name] for key in plan])
@@ -48,12 +46,12 @@ class HuggingFaceWriter(Writer):
         }
         self._file_of = split.tensor_to_filename
         if split.is_sharded:
-            total = sum(torch.Size(entry.shape).numel() for entry in files.values())
+            total = sum(entry.numel for entry in files.values())
             content = {"metadata": {"total_parameters": total, **split.metadata}, "weight_map": self._file_of}
             output.add(INDEX, json.dumps(content, indent=2, sort_keys=True) + "\n")
 
     def _planned_files(self) -> dict[str, TensorMeta]:
-        """What the files will hold, in the order in which it will come."""
+        """Plans what the files will hold, in the order in which it will come."""
         files: dict[str, TensorMeta] = {}
         waiting: dict[str, Tensor] = {}
         for key, entry in self.plan.items():
@@ -64,7 +62,7 @@ class HuggingFaceWriter(Writer):
         return files
 
     def _complete(self, name: str, waiting: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The file's tensors of a group, once all of it is there."""
+        """Returns the file's tensors of a group, once all of it is there."""
         group = self._group_of[name]
         if any(other not in waiting for other in group):
             return {}
@@ -82,14 +80,14 @@ class HuggingFaceWriter(Writer):
 
 
 def copy_small_files(source: Path, output: Output) -> list[str]:
-    """Config, tokenizer and the like: every plain file that holds no weights and belongs to no training run.
+    """Copies config, tokenizer and the like: every plain file that holds no weights and is of no training run.
 
     Raises:
         CheckpointError: a link leads out of the folder, or a file is large.
     """
     copied = []
     for path in sorted(source.iterdir()):
-        if path.is_file() and _is_small(path.name):
+        if path.is_file() and not _OTHERS.fullmatch(path.name):
             if inside(source, path.name).stat().st_size > LARGEST_SMALL_FILE:
                 raise CheckpointError(f"{path} is neither weights nor a small file: move it out of the folder.")
             output.add(path.name, path.read_bytes())
@@ -102,7 +100,3 @@ _OTHERS = re.compile(
     r"|metadata\.json|latest|latest_checkpointed_iteration\.txt|README\.md|loss\.png|optimizer.*|scheduler.*|scaler.*|rng_state.*|.*\.index(\..*)?\.json"
     r"|.*\.(safetensors|bin|pt|pth|pkl|ckpt|distcp|h5|msgpack|gguf|onnx|tmp)"
 )
-
-
-def _is_small(name: str) -> bool:
-    return not _OTHERS.fullmatch(name)

@@ -10,17 +10,17 @@ RELEASE = "release"
 
 
 def folder_name(iteration: int | None) -> str:
-    """The name of a checkpoint's folder; weights that belong to no iteration are a release."""
+    """Names a checkpoint's folder; weights that belong to no iteration are a release."""
     return RELEASE if iteration is None else f"iter_{iteration:07d}"
 
 
 def tracker_text(iteration: int | None) -> str:
-    """What the tracker file says of the newest checkpoint."""
+    """Returns what the tracker file says of the newest checkpoint."""
     return RELEASE if iteration is None else str(iteration)
 
 
 def iteration_folder(path: Path) -> Path:
-    """The folder that the tracker file names, or the folder itself where there is none.
+    """Finds the folder that the tracker file names, or the folder itself where there is none.
 
     Raises:
         CheckpointError: the tracker names no iteration, or one that is missing.

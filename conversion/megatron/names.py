@@ -29,7 +29,7 @@ class RankSplit:
     whole_in_te: bool = False
 
     def of_expert(self) -> "RankSplit":
-        """The same for the tensor of a single expert."""
+        """Returns the same for the tensor of a single expert."""
         return replace(self, dim=self.dim - 1)
 
 
@@ -95,7 +95,7 @@ _FUSED = (
 
 
 def tensor_parallel_split(name: str) -> RankSplit | None:
-    """How the tensor of a name is split between tensor-parallel ranks, `None` where each of them has all of it.
+    """Returns how tensor-parallel ranks share the tensor of a name, `None` where each of them has all of it.
 
     Raises:
         CheckpointError: no module of Megatron-Core's GPTModel has a tensor of this name.
@@ -107,12 +107,12 @@ def tensor_parallel_split(name: str) -> RankSplit | None:
 
 
 def spellings(name: str) -> tuple[str, ...]:
-    """The other names that a tensor has: of the norm before a linear, inside of it or on its own."""
+    """Returns the other names that a tensor has: of the norm before a linear, inside of it or on its own."""
     return tuple(other for _, other in _spellings(name))
 
 
 def _spellings(name: str) -> Iterator[tuple[str, str]]:
-    """The weight of the linear that the norm stands before, and the norm's other name."""
+    """Yields the weight of the linear that the norm stands before, and the norm's other name."""
     for linear, norm in _FUSED:
         inside = re.fullmatch(rf"(.*\.){re.escape(linear)}\.layer_norm_(weight|bias)", name)
         outside = re.fullmatch(rf"(.*\.){re.escape(norm)}\.(weight|bias)", name)
@@ -123,7 +123,7 @@ def _spellings(name: str) -> Iterator[tuple[str, str]]:
 
 
 def canonical(name: str, names: Collection[str]) -> str:
-    """The name that TransformerEngine's layers have for a tensor.
+    """Returns the name that TransformerEngine's layers have for a tensor.
 
     A norm on its own belongs to the linear after it where there is one among `names`, all names of the model:
     `pre_mlp_layernorm` of a layer with experts stays what it is.
@@ -135,10 +135,8 @@ def canonical(name: str, names: Collection[str]) -> str:
 
 
 def local(name: str) -> str:
-    """The name that Megatron-Core's own layers have for a tensor."""
-    if ".layer_norm_" in name:
-        return next(iter(spellings(name)), name)
-    return name
+    """Returns the name that Megatron-Core's own layers have for a tensor."""
+    return next(iter(spellings(name)), name) if ".layer_norm_" in name else name
 
 
 # moe/experts.py: SequentialMLP, TEGroupedMLP, and GroupedMLP, which holds all experts of a rank in one tensor.
@@ -152,7 +150,7 @@ _ALL_EXPERTS = re.compile(r"(.*\.mlp\.experts\.)weight([12])")
 
 
 def expert_of(name: str) -> tuple[str, int | None] | None:
-    """Of a rank's own name of experts: the name of all experts' tensor, and which of the rank's experts it is.
+    """Splits a rank's own name of experts into the name of all experts' tensor and which of the rank's it is.
 
     The number is `None` where the tensor holds all of the rank's experts, `None` is returned for other names.
     """
@@ -165,7 +163,7 @@ def expert_of(name: str) -> tuple[str, int | None] | None:
 
 
 def name_of_expert(name: str, expert: int, grouped: bool) -> str:
-    """A rank's own name for one of its experts: of TEGroupedMLP, or of SequentialMLP."""
+    """Returns a rank's own name for one of its experts: of TEGroupedMLP, or of SequentialMLP."""
     module, _, tensor = name.partition(EXPERTS)
     linear, kind = tensor.split(".")
     if grouped:
@@ -174,7 +172,7 @@ def name_of_expert(name: str, expert: int, grouped: bool) -> str:
 
 
 def extra_states(names: Iterable[str], local_names: bool, last: bool) -> Iterator[str]:
-    """The keys of states without content that a strict `load_state_dict` expects of a rank.
+    """Yields the keys of states without content that a strict `load_state_dict` expects of a rank.
 
     `tensor_parallel/layers.py`: linears split by columns or rows have one, the output layer even where it has no
     weight. TransformerEngine's linears, norms and attention have one too.
@@ -192,7 +190,7 @@ def extra_states(names: Iterable[str], local_names: bool, last: bool) -> Iterato
 
 
 def cut(tensor: Tensor, split: RankSplit, rank: int, size: int, gated: bool) -> tuple[Tensor, ...]:
-    """The views of a global tensor that a rank's tensor is made of, one after the other along `split.dim`.
+    """Returns the views of a global tensor `[rows, ...]` that a rank's is made of, in order along `split.dim`.
 
     Raises:
         CheckpointError: the tensor cannot be divided evenly.

@@ -19,10 +19,12 @@ class Operation(ABC):
     """Turns tensors of the model into tensors of Megatron and back; results are views, or lie in `memory`."""
 
     @abstractmethod
-    def to_megatron(self, tensors: Sequence[Tensor], memory: Memory = FRESH) -> list[Tensor]: ...
+    def to_megatron(self, tensors: Sequence[Tensor], memory: Memory = FRESH) -> list[Tensor]:
+        """Makes tensors of Megatron, `[rows, ...]` or as the operation says, of those of the model."""
 
     @abstractmethod
-    def to_transformers(self, tensors: Sequence[Tensor], memory: Memory = FRESH) -> list[Tensor]: ...
+    def to_transformers(self, tensors: Sequence[Tensor], memory: Memory = FRESH) -> list[Tensor]:
+        """Makes tensors of the model, `[rows, ...]` or as the operation says, of those of Megatron."""
 
 
 @dataclass(frozen=True)
@@ -32,19 +34,17 @@ class Same(Operation):
     def to_megatron(self, tensors: Sequence[Tensor], memory: Memory = FRESH) -> list[Tensor]:
         return list(tensors)
 
-    def to_transformers(self, tensors: Sequence[Tensor], memory: Memory = FRESH) -> list[Tensor]:
-        return list(tensors)
+    to_transformers = to_megatron
 
 
 @dataclass(frozen=True)
 class Transposed(Operation):
-    """The last two dims exchanged (GPT-2's Conv1D, experts that are stored [in, out])."""
+    """The last two dims exchanged (GPT-2's Conv1D, experts that are stored `[in, out]`)."""
 
     def to_megatron(self, tensors: Sequence[Tensor], memory: Memory = FRESH) -> list[Tensor]:
         return [tensor if tensor.dim() < 2 else memory.contiguous(tensor.transpose(-2, -1)) for tensor in tensors]
 
-    def to_transformers(self, tensors: Sequence[Tensor], memory: Memory = FRESH) -> list[Tensor]:
-        return self.to_megatron(tensors, memory)
+    to_transformers = to_megatron
 
 
 @dataclass(frozen=True)
@@ -63,22 +63,15 @@ class Joined(Operation):
 
 
 @dataclass(frozen=True)
-class Divided(Operation):
+class Divided(Joined):
     """One tensor of the model that is several: the reverse of `Joined`."""
 
-    sizes: tuple[int, ...]
-    dim: int = 0
-
-    def to_megatron(self, tensors: Sequence[Tensor], memory: Memory = FRESH) -> list[Tensor]:
-        return Joined(self.sizes, self.dim).to_transformers(tensors, memory)
-
-    def to_transformers(self, tensors: Sequence[Tensor], memory: Memory = FRESH) -> list[Tensor]:
-        return Joined(self.sizes, self.dim).to_megatron(tensors, memory)
+    to_megatron, to_transformers = Joined.to_transformers, Joined.to_megatron
 
 
 @dataclass(frozen=True)
 class GroupedQKV(Operation):
-    """Query, key and value rows [heads * head_dim, ...] in one tensor, ordered [q ... q, k, v] per KV group.
+    """Query, key and value rows `[heads * head_dim, ...]` in one tensor, ordered [q ... q, k, v] per KV group.
 
     `megatron/core/transformer/attention.py`, `SelfAttention.get_query_key_value_tensors`; biases have the same order.
     """
@@ -115,23 +108,13 @@ class Interleaved(Operation):
 
     def to_megatron(self, tensors: Sequence[Tensor], memory: Memory = FRESH) -> list[Tensor]:
         (tensor,) = tensors
-        return [
-            torch.cat(
-                [
-                    tensor.unflatten(self.dim, (-1, self.parts)).select(self._dim(tensor) + 1, part)
-                    for part in range(self.parts)
-                ],
-                self.dim,
-            )
-        ]
+        dim = self.dim % tensor.dim()
+        return [torch.cat(tensor.unflatten(dim, (-1, self.parts)).unbind(dim + 1), dim)]
 
     def to_transformers(self, tensors: Sequence[Tensor], memory: Memory = FRESH) -> list[Tensor]:
         (tensor,) = tensors
-        dim = self._dim(tensor)
+        dim = self.dim % tensor.dim()
         return [torch.stack(tensor.chunk(self.parts, dim), dim + 1).flatten(dim, dim + 1)]
-
-    def _dim(self, tensor: Tensor) -> int:
-        return self.dim % tensor.dim()
 
 
 @dataclass(frozen=True)

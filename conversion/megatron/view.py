@@ -1,6 +1,8 @@
 """Checkpoints under Megatron's names, seen and written under those of the model, by the rules of its family."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -8,14 +10,13 @@ from ...errors import CheckpointError
 from ...files.buffers import FRESH, Memory, Pool
 from ...files.safetensors import TensorMeta
 from ..architecture import Architecture
-from ..tensors import WEIGHT, Key, Reader, Writer, largest
+from ..families import family_of, rules_of
+from ..format import Format
+from ..output import Output
+from ..tensors import WEIGHT, Key, MegatronModel, OptimizerState, Reader, TargetOptions, Writer, largest
+from .folder import iteration_folder
 from .names import spellings
 from .rules import Rule
-
-
-def kinds_of(keys: Iterable[Key]) -> list[str]:
-    """Weights first, then what optimizers keep."""
-    return sorted({key.kind for key in keys}, key=lambda kind: (kind != WEIGHT, kind))
 
 
 class TransformersView(Reader):
@@ -41,8 +42,9 @@ class TransformersView(Reader):
         reader = self._reader
         entries: dict[Key, TensorMeta] = {}
         used: set[Key] = set()
+        kinds = sorted({key.kind for key in reader.entries}, key=lambda kind: (kind != WEIGHT, kind))
         for rule in rules:
-            for kind in kinds_of(reader.entries):
+            for kind in kinds:
                 sources = self._present(kind, rule)
                 if sources is None:
                     continue
@@ -67,7 +69,7 @@ class TransformersView(Reader):
         return entries
 
     def _present(self, kind: str, rule: Rule) -> tuple[Key, ...] | None:
-        """The checkpoint's own names of what a rule wants; `None` where not all are there."""
+        """Returns the checkpoint's own names of what a rule wants; `None` where not all are there."""
         found = []
         for name in rule.megatron:
             names = [name, *spellings(name)]
@@ -100,6 +102,7 @@ class Regrouping:
         self._waiting: dict[Key, Tensor] = {}
 
     def take(self, key: Key, tensor: Tensor) -> dict[Key, Tensor]:
+        """Takes a tensor of any shape, and returns those of Megatron that are complete with it."""
         rule = self._rule_of[key.name]
         self._waiting[key] = tensor
         wanted = [Key(key.kind, name) for name in rule.transformers]
@@ -119,7 +122,7 @@ class Regrouping:
 
 
 def megatron_plan(plan: Mapping[Key, TensorMeta], rules: Sequence[Rule], where: str) -> dict[Key, TensorMeta]:
-    """What a plan in the model's names becomes in Megatron's, in the order in which it is complete.
+    """Returns what a plan in the model's names becomes in Megatron's, in the order in which it is complete.
 
     Raises:
         CheckpointError: naming tensors that no rule knows.
@@ -143,7 +146,8 @@ class TransformersNames(Writer):
     """Takes tensors of the model and hands Megatron's to a writer of them."""
 
     def __init__(self, writer: Writer, plan: Mapping[Key, TensorMeta], rules: Sequence[Rule]):
-        self._writer, self.plan = writer, plan
+        super().__init__(plan)
+        self._writer = writer
         self._regrouping = Regrouping(rules, Pool(largest(plan)))
 
     def arrange(self, key: Key, tensor: Tensor) -> Iterable[tuple[Key, Tensor]]:
@@ -156,3 +160,36 @@ class TransformersNames(Writer):
     def finish(self) -> None:
         self._regrouping.check("Tensors")
         self._writer.finish()
+
+
+def megatron_format(
+    reader: Callable[[Path, Architecture], Reader],
+    writer: Callable[
+        [Output, Mapping[Key, TensorMeta], MegatronModel, TargetOptions, int | None, OptimizerState | None], Writer
+    ],
+    **facts: Any,
+) -> Format:
+    """Makes a format of a reader and a writer that know Megatron's names, seen under those of the model.
+
+    Args:
+        facts: what else `Format` has.
+    """
+
+    def open(path: Path, architecture: Architecture, verify: bool) -> Reader:
+        rules = rules_of(architecture.config, TargetOptions())
+        return TransformersView(reader(path, architecture), rules, architecture, str(iteration_folder(path)))
+
+    def create(
+        output: Output,
+        plan: Mapping[Key, TensorMeta],
+        architecture: Architecture,
+        options: TargetOptions,
+        iteration: int | None,
+        optimizer: OptimizerState | None,
+    ) -> Writer:
+        rules = rules_of(architecture.config, options)
+        model = family_of(architecture.config).model(architecture.config)
+        inner = megatron_plan(plan, rules, str(output.target))
+        return TransformersNames(writer(output, inner, model, options, iteration, optimizer), plan, rules)
+
+    return Format(open=open, create=create, megatron=True, **facts)

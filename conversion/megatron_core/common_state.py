@@ -12,28 +12,17 @@ from typing import Any
 import torch
 
 from ..megatron.folder import RELEASE
-from ..tensors import OptimizerState
+from ..tensors import ADAMW, OptimizerState
 from ..torch_files.reader import StoredTensor
 from ..torch_files.safe_pickle import Record
-
-# The folder of a checkpoint without an iteration.
 
 # What torch's, Apex's and TransformerEngine's Adam keep of a group, and by what Megatron recognises one
 # (optimizer/optimizer.py, `param_group_identifier_keys`).
 _GROUP: Mapping[str, Any] = MappingProxyType(
     {
+        **ADAMW,
         "lr": 0.0,
-        "betas": (0.9, 0.999),
-        "eps": 1e-8,
-        "weight_decay": 0.01,
         "bias_correction": True,
-        "amsgrad": False,
-        "maximize": False,
-        "foreach": None,
-        "capturable": False,
-        "differentiable": False,
-        "fused": None,
-        "decoupled_weight_decay": True,
         "lr_mult": 1.0,
         "is_decoupled_lr": False,
         "default_config": True,
@@ -43,7 +32,7 @@ _LIMITS = ("max_lr", "min_lr")
 
 
 def arguments_of(common: Mapping[Any, Any]) -> dict[str, Any]:
-    """Megatron-LM's `args` without values of Megatron's own types."""
+    """Returns Megatron-LM's `args` without values of Megatron's own types."""
     found = common.get("args")
     if not isinstance(found, Record) or not isinstance(found.state, dict):
         return {}
@@ -51,14 +40,14 @@ def arguments_of(common: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value needs no class of Megatron."""
+    """Checks whether a value needs no class of Megatron."""
     if isinstance(value, (list, tuple)):
         return len(value) < 10_000 and all(isinstance(item, (str, int, float, type(None))) for item in value)
     return isinstance(value, (str, int, float, type(None), torch.dtype))
 
 
 def iteration_of(common: Mapping[Any, Any], path: Path) -> int | None:
-    """Which iteration it is of, from the state or the folder's name."""
+    """Returns which iteration it is of, from the state or the folder's name."""
     found = common.get("iteration")
     if type(found) is int and found >= 0 and path.name != RELEASE:
         return found
@@ -67,7 +56,7 @@ def iteration_of(common: Mapping[Any, Any], path: Path) -> int | None:
 
 
 def optimizers_of(common: Mapping[Any, Any]) -> Sequence[Mapping[Any, Any]]:
-    """The states of one optimizer, or of several under their numbers (optimizer/optimizer.py, ChainedOptimizer)."""
+    """Returns the states of one optimizer, or of several under their numbers (optimizer/optimizer.py)."""
     found = common.get("optimizer")
     if not isinstance(found, dict):
         return []
@@ -76,7 +65,7 @@ def optimizers_of(common: Mapping[Any, Any]) -> Sequence[Mapping[Any, Any]]:
 
 
 def optimizer_of(common: Mapping[Any, Any]) -> OptimizerState | None:
-    """Steps and settings; the step is that of the groups, or of all parameters (dist_checkpointing/optimizer.py)."""
+    """Returns settings, and steps of the groups or of all parameters (dist_checkpointing/optimizer.py)."""
     groups: list[Mapping[str, Any]] = []
     steps: set[int] = set()
     for state in optimizers_of(common):
@@ -100,7 +89,7 @@ def _steps(values: Sequence[Any]) -> set[int]:
 
 
 def optimizer_state(optimizer: OptimizerState, experts_apart: bool) -> dict[Any, Any]:
-    """The state of a distributed optimizer without its tensors (optimizer/distrib_optimizer.py).
+    """Returns the state of a distributed optimizer without its tensors (optimizer/distrib_optimizer.py).
 
     Args:
         experts_apart: experts have an optimizer of their own, as Megatron gives them over several ranks of ep.
@@ -114,7 +103,7 @@ def optimizer_state(optimizer: OptimizerState, experts_apart: bool) -> dict[Any,
 
 
 def parameter_groups(optimizer: OptimizerState, experts: bool = False) -> list[dict[str, Any]]:
-    """One that decays and one that does not: norms and biases.
+    """Returns two groups: one that decays and one that does not, norms and biases.
 
     Groups that came from Megatron keep their settings; of others, those of the group that decays count for both.
     """
@@ -132,11 +121,7 @@ def parameter_groups(optimizer: OptimizerState, experts: bool = False) -> list[d
 
 
 def schedule(optimizer: OptimizerState, samples: int) -> dict[str, Any]:
-    """Where the schedule of the rate is (optimizer_param_scheduler.py), which is that of Megatron-LM's own arguments.
-
-    Args:
-        samples: seen so far.
-    """
+    """Returns where the rate's schedule, Megatron-LM's own, is after so many samples (optimizer_param_scheduler.py)."""
     decayed = parameter_groups(optimizer)[0]
     return {
         "max_lr": decayed["max_lr"],

@@ -48,10 +48,7 @@ class _Part:
 
 
 class MegatronCoreReader(Reader):
-    """A `torch_dist` checkpoint.
-
-    Args:
-        path: the folder of an iteration, or the one with `latest_checkpointed_iteration.txt`.
+    """A `torch_dist` checkpoint: the folder of an iteration, or the one with `latest_checkpointed_iteration.txt`.
 
     Attributes:
         arguments: Megatron-LM's, as far as they are plain values; empty where it wrote none.
@@ -86,7 +83,7 @@ class MegatronCoreReader(Reader):
         self.entries = weights if self.optimizer is None else entries
 
     def _common(self) -> Mapping[Any, Any]:
-        """What is not sharded: in a file of its own, and after 0.16 in the store."""
+        """Reads what is not sharded: in a file of its own, and after 0.16 in the store."""
         if (self.path / COMMON).is_file():
             found = read_saved(self.path / COMMON)
         elif COMMON_OBJECT in self._store.objects:
@@ -119,7 +116,7 @@ class MegatronCoreReader(Reader):
             found[expert, half] = _Part(stored, layer)
 
     def _arranged(self, key: Key, found: Mapping[tuple[int, int], _Part]) -> tuple[tuple[_Part, ...], ...]:
-        """The parts of a tensor: for each expert the halves, a single one of each where nothing is split."""
+        """Orders the parts of a tensor: for each expert the halves, a single one of each where nothing is split."""
         experts = sorted({expert for expert, _ in found})
         halves = sorted({half for _, half in found})
         whole = experts in ([-1], list(range(len(experts)))) and halves in ([-1], [0, 1])
@@ -149,20 +146,17 @@ class MegatronCoreReader(Reader):
         entry, rows = self.entries[key], self._parts[key]
         out = self.memory.empty(entry.shape, entry.dtype)
         for row, target in zip(rows, out if self._stacks_experts(rows[0][0]) else [out], strict=True):
-            start = 0
-            for part in row:
-                shape = self._shape(part)
-                box = target[start : start + shape[0]] if len(row) > 1 else target
-                start += shape[0] if len(row) > 1 else 0
+            boxes = target.split([self._shape(part)[0] for part in row]) if len(row) > 1 else [target]
+            for part, box in zip(row, boxes, strict=True):
                 if part.layer is None:
-                    self._store.read_into(part.stored, [0] * len(shape), box)
+                    self._store.read_into(part.stored, [0] * box.dim(), box)
                 else:
-                    self._store.read_into(part.stored, [part.layer] + [0] * len(shape), box[None])
+                    self._store.read_into(part.stored, [part.layer] + [0] * box.dim(), box[None])
         return out
 
 
 def check_format(path: Path) -> None:
-    """Whether a folder holds `torch_dist` (dist_checkpointing/core.py).
+    """Checks that a folder holds `torch_dist` (dist_checkpointing/core.py).
 
     Raises:
         CheckpointError: it does not, and which tool reads what it is.
@@ -192,7 +186,7 @@ def check_format(path: Path) -> None:
 def _refusal(
     entries: Mapping[Key, TensorMeta], others: Sequence[str], objects: Iterable[str], common: Mapping[Any, Any]
 ) -> str | None:
-    """Why moments are not read, if there are any."""
+    """Says why moments are not read, if there are any."""
     states = optimizers_of(common)
     kinds = {state.get("param_state_sharding_type") for state in states} - {None, "fully_reshardable"}
     hidden = [name for name in objects if _OF_OPTIMIZER.match(name)]
@@ -209,6 +203,6 @@ def _refusal(
 
 
 def _order(key: Key) -> tuple[bool, list[tuple[bool, int, str]], bool, str]:
-    """Layer after layer, each weight before what belongs to it; what is before the layers comes first."""
+    """Orders layer after layer, each weight before what belongs to it; what is before the layers comes first."""
     parts = [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in key.name.split(".")]
     return not key.name.startswith("embedding."), parts, key.kind != WEIGHT, key.kind

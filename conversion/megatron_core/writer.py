@@ -39,13 +39,6 @@ class MegatronCoreWriter(Writer):
     an optimizer: the schedule is that of its own arguments. Moments of experts have an optimizer of their own from
     `expert_model_parallel_size` 2 on, which has to be among the model's arguments for that.
 
-    Args:
-        output: the directory.
-        plan: every tensor under Megatron's names in the order in which it will come.
-        model: of the architecture.
-        iteration: of the run, `None` for weights of unknown origin.
-        optimizer: of the moments, `None` without.
-
     Raises:
         CheckpointError: moments are planned without an optimizer, or not all three of a weight, or layers are missing.
     """
@@ -58,7 +51,8 @@ class MegatronCoreWriter(Writer):
         iteration: int | None = None,
         optimizer: OptimizerState | None = None,
     ):
-        self.plan, self._output, self._model, self._optimizer = plan, output, model, optimizer
+        super().__init__(plan)
+        self._output, self._model, self._optimizer = output, model, optimizer
         if iteration is None and optimizer is not None:
             iteration = optimizer.step
         self._iteration = iteration
@@ -66,7 +60,6 @@ class MegatronCoreWriter(Writer):
         self._check_moments()
         self._stacked = self._layers_are_alike()
         self._store = StoreWriter(output, self._folder)
-        self._missing = dict.fromkeys(plan)
 
     def _check_moments(self) -> None:
         kinds: dict[str, set[str]] = {}
@@ -81,7 +74,7 @@ class MegatronCoreWriter(Writer):
                 )
 
     def _layers_are_alike(self) -> bool:
-        """Whether Megatron stacks the layers of such a model (transformer/transformer_block.py)."""
+        """Checks whether Megatron stacks the layers of such a model (transformer/transformer_block.py)."""
         layers: dict[int, dict[str, TensorMeta]] = {}
         for key, entry in self.plan.items():
             if key.kind == WEIGHT and (match := _LAYER.fullmatch(key.name)):
@@ -98,35 +91,27 @@ class MegatronCoreWriter(Writer):
         return all(layer == layers[0] for layer in layers.values())
 
     def write(self, key: Key, tensor: Tensor) -> None:
-        self.check(key, tensor)
-        if key not in self._missing:
-            raise CheckpointError(f"{key} came twice.")
-        del self._missing[key]
+        self.check_once(key, tensor)
         prefix = "" if key.kind == WEIGHT else f"optimizer.state.{_MOMENTS[key.kind]}."
         name, layer = self._stored(key.name)
-        shape: tuple[int, ...] = tuple(tensor.shape)
-        front: tuple[int, ...] = ()
-        if layer is not None:
-            shape, front = (self._model.num_layers, *shape), (layer,)
+        stack, front = ((), ()) if layer is None else ((self._model.num_layers,), (layer,))
         for offset, chunk in self._chunks(key.name, tensor):
-            self._store.write_chunk(prefix + name, shape, (*front, *offset), chunk)
+            self._store.write_chunk(prefix + name, (*stack, *tensor.shape), (*front, *offset), chunk)
 
     def _stored(self, name: str) -> tuple[str, int | None]:
-        """The name in the store, and the layer's place in it when layers are stacked."""
+        """Returns the name in the store, and the layer's place in it when layers are stacked."""
         match = _LAYER.fullmatch(name) if self._stacked else None
         return (f"{match[1]}.{match[3]}", int(match[2])) if match else (name, None)
 
     def _chunks(self, name: str, tensor: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-        """Each expert by itself, and gate and up by themselves (transformer/mlp.py, `apply_swiglu_sharded_factory`).
+        """Yields each expert, and gate and up, by themselves (transformer/mlp.py, `apply_swiglu_sharded_factory`).
 
         Readers take a chunk from its file as a whole, for every part of it that they need.
         """
-        boxes = [((0,) * tensor.dim(), tensor)]
+        boxes, dim = [((0,) * tensor.dim(), tensor)], 0
         if _EXPERTS in name:
-            boxes = [
-                ((expert, *(0,) * (tensor.dim() - 1)), tensor[expert : expert + 1]) for expert in range(len(tensor))
-            ]
-        dim = 1 if _EXPERTS in name else 0
+            rest, dim = (0,) * (tensor.dim() - 1), 1
+            boxes = [((expert, *rest), tensor[expert : expert + 1]) for expert in range(len(tensor))]
         halves = self._model.gated and _FIRST_LINEAR.fullmatch(name) and tensor.shape[dim] % 2 == 0
         for offset, box in boxes:
             if not halves:
@@ -137,8 +122,7 @@ class MegatronCoreWriter(Writer):
                 yield (*offset[:dim], half * middle, *offset[dim + 1 :]), part
 
     def finish(self) -> None:
-        if self._missing:
-            raise CheckpointError(f"{[str(key) for key in self._missing][:5]} were planned and never came.")
+        self.check_complete()
         for name in self._extra_states():
             # What megatron-core makes of a ShardedObject without data.
             self._store.write_object(name, [None])
@@ -156,7 +140,7 @@ class MegatronCoreWriter(Writer):
         self._output.add(TRACKER, tracker_text(self._iteration))
 
     def _extra_states(self) -> Iterator[str]:
-        """Objects that a strict load asks for: one per layer and expert of modules that may be TransformerEngine's.
+        """Yields objects that a strict load asks for: one per layer and expert of what may be TransformerEngine's.
 
         Loading ignores those that the model has not.
         """
@@ -203,7 +187,7 @@ class MegatronCoreWriter(Writer):
         return common
 
     def _arguments(self) -> Namespace:
-        """Megatron-LM's arguments, for `--use-checkpoint-args` and those it compares (training/checkpointing.py)."""
+        """Returns those for `--use-checkpoint-args` and those that are compared (training/checkpointing.py)."""
         arguments = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, **self._model.arguments}
         arguments |= {"ckpt_format": "torch_dist", "use_dist_ckpt": True, "iteration": self._iteration or 0}
         arguments.setdefault("untie_embeddings_and_output_weights", Key(WEIGHT, "output_layer.weight") in self.plan)

@@ -43,11 +43,12 @@ class RankPart(NamedTuple):
         return replace(stored, shape=shape, stride=(shape[1], 1), offset=stored.offset + index * shape[0] * shape[1])
 
     def entry(self) -> TensorMeta:
+        """Returns the shape and dtype of what is read."""
         stored = self.stored
         return TensorMeta(stored.shape if self.expert is None else stored.shape[::-1], stored.dtype)
 
     def read_into(self, starts: Sequence[int], out: Tensor) -> None:
-        """Copies the box of the tensor that begins at `starts` and has the shape of `out`."""
+        """Copies the box of the tensor that begins at `starts` into `out`, of any shape."""
         if self.expert is None:
             self.file.blob.read_into(self.stored, starts, out)
         else:
@@ -71,6 +72,7 @@ class MergedTensor:
     copies: list[tuple[RankPart, RankPart]] = field(default_factory=list)
 
     def entry(self) -> TensorMeta:
+        """Returns the global shape and dtype, which every rank's have to fit."""
         first = self.pieces[0][0].entry()
         for piece in (piece for ranks in self.pieces for piece in ranks):
             if piece.entry() != first:
@@ -83,7 +85,7 @@ class MergedTensor:
         return TensorMeta((len(self.pieces), *shape) if self.experts else tuple(shape), first.dtype)
 
     def read(self, name: str, gated: bool, memory: Memory) -> Tensor:
-        """The global tensor.
+        """Reads the global tensor, of any shape.
 
         Raises:
             CheckpointError: copies differ, or a file is damaged.
@@ -110,7 +112,7 @@ def _merge(target: Tensor, split: RankSplit | None, ranks: Sequence[RankPart], g
 
 
 def _equal(first: RankPart, second: RankPart) -> bool:
-    """Bit for bit, so that NaN equals itself; a few rows at a time."""
+    """Compares bit for bit, so that NaN equals itself; a few rows at a time."""
     entry = first.entry()
     if entry != second.entry():
         return False

@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import count, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from ..torch_files.reader import Blob, DataFile, StoredTensor
 from ..torch_files.safe_pickle import Record
 
 FILE = "model_optim_rng.pt"
+_KINDS = ("tensor", "pipeline", "expert")
 _FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 
 
@@ -27,8 +29,13 @@ class Rank(NamedTuple):
     ep: int
 
 
+def all_ranks(sizes: Rank) -> Iterator[Rank]:
+    """Yields every rank; a file may say that there are more than fit into memory."""
+    return (Rank(tp, pp, ep) for tp in range(sizes.tp) for pp in range(sizes.pp) for ep in range(sizes.ep))
+
+
 def rank_folder(rank: Rank, sizes: Rank) -> str:
-    """The name of a rank's folder (Megatron-LM's training/checkpointing.py, `get_checkpoint_name`)."""
+    """Names a rank's folder (Megatron-LM's training/checkpointing.py, `get_checkpoint_name`)."""
     pipeline = f"_{rank.pp:03d}" if sizes.pp > 1 else ""
     expert = f"_{rank.ep:03d}" if sizes.ep > 1 else ""
     return f"mp_rank_{rank.tp:02d}{pipeline}{expert}"
@@ -55,10 +62,7 @@ class RankFile:
 
     @classmethod
     def open(cls, path: Path, files: ExitStack) -> "RankFile":
-        """Looks at what a file has.
-
-        Args:
-            files: closes the file.
+        """Looks at what a file has, which `files` closes.
 
         Raises:
             CheckpointError: naming the file, where it is damaged, unsafe to read or of a version before 2.0.
@@ -76,7 +80,8 @@ class RankFile:
                 f"{path}: checkpoint_version is {version}. Before 2.0 the rows of query, key and value had another "
                 "order: load and save the checkpoint once with Megatron-LM."
             )
-        models = [content["model"]] if "model" in content else list(_numbered(content))
+        numbered = takewhile(content.__contains__, (f"model{number}" for number in count()))
+        models = [content[key] for key in (["model"] if "model" in content else numbered)]
         if not models:
             raise CheckpointError(f"{path} is refused: it has no weights (model, or model0 and so on).")
         chunks = tuple(
@@ -86,15 +91,8 @@ class RankFile:
         return cls(path, blob, chunks, arguments, iteration, beside or "optimizer" in content)
 
 
-def _numbered(content: Mapping[str, Any]) -> Iterator[Any]:
-    number = 0
-    while f"model{number}" in content:
-        yield content[f"model{number}"]
-        number += 1
-
-
 def _weights(path: Path, model: Any) -> Iterator[tuple[str, Any]]:
-    """What weights a model's table has; states of fp8 and old rotary buffers are none."""
+    """Yields the weights that a model's table has; states of fp8 and old rotary buffers are none."""
     if not isinstance(model, dict) or not all(isinstance(key, str) for key in model):
         raise CheckpointError(f"{path} is refused: its weights are no table of names.")
     if old := next((key for key in model if key.startswith(("language_model", "encoder", "transformer"))), None):
@@ -107,7 +105,7 @@ def _weights(path: Path, model: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _checked(blob: Blob, path: Path, key: str, value: Any) -> StoredTensor:
-    """A tensor whose bytes are all in the file, so that memory may be taken for it."""
+    """Checks that a tensor's bytes are all in the file, so that memory may be taken for it."""
     if not isinstance(value, StoredTensor) or not value.shape:
         raise CheckpointError(f"{path} is refused: {key} is no tensor.")
     if math.prod(value.shape) * value.dtype.itemsize > value.storage_nbytes:
@@ -139,10 +137,7 @@ class Ranks:
 
     @classmethod
     def open(cls, path: str | Path) -> "Ranks":
-        """Finds every rank's file.
-
-        Args:
-            path: the folder of `latest_checkpointed_iteration.txt`, or one with `mp_rank_*` folders.
+        """Finds every rank's file, in the folder of `latest_checkpointed_iteration.txt` or of `mp_rank_*`.
 
         Raises:
             CheckpointError: naming a folder that is missing or surplus, or a file that is refused.
@@ -171,14 +166,8 @@ class Ranks:
         only_experts = len(min(opened)) == 2 and _second_is_expert(opened)
         files = {_rank(numbers, only_experts): file for numbers, file in opened.items()}
         arguments = files[min(files)].arguments
-        sizes = Rank(
-            *(
-                _size(folder, arguments, name, max(rank[axis] for rank in files) + 1)
-                for axis, name in enumerate(
-                    ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
-                )
-            )
-        )
+        found = [max(numbers) + 1 for numbers in zip(*files, strict=True)]
+        sizes = Rank(*(_size(folder, arguments, *each) for each in zip(_KINDS, found, strict=True)))
         expert_tp = arguments.get("expert_tensor_parallel_size") or sizes.tp
         if expert_tp not in (1, sizes.tp):
             raise CheckpointError(f"{folder}: expert_tensor_parallel_size {expert_tp} is neither 1 nor {sizes.tp}.")
@@ -190,7 +179,7 @@ class Ranks:
 
 
 def _second_is_expert(files: Mapping[tuple[int, ...], RankFile]) -> bool:
-    """Whether folders of two numbers are those of expert ranks: pipeline ranks are numbered in the same way."""
+    """Checks whether folders of two numbers are those of expert ranks: pipeline ranks are numbered so too."""
     arguments = files[min(files)].arguments
     if arguments.get("pipeline_model_parallel_size") not in (None, 1):
         return False
@@ -205,7 +194,8 @@ def _rank(numbers: tuple[int, ...], only_experts: bool) -> Rank:
     return Rank(*numbers, *(0,) * (3 - len(numbers)))
 
 
-def _size(folder: Path, arguments: Mapping[str, Any], name: str, found: int) -> int:
+def _size(folder: Path, arguments: Mapping[str, Any], kind: str, found: int) -> int:
+    name = f"{kind}_model_parallel_size"
     size = arguments.get(name) or found
     if type(size) is not int or size < found:
         raise CheckpointError(f"{folder} has folders of {found} ranks where args has {name} {size}.")
@@ -213,17 +203,14 @@ def _size(folder: Path, arguments: Mapping[str, Any], name: str, found: int) -> 
 
 
 def _check_complete(folder: Path, files: Mapping[Rank, RankFile], sizes: Rank, expert_tp: int) -> None:
-    """Every rank's folder is there.
+    """Checks that every rank's folder is there.
 
     With experts that are not split over tensor-parallel ranks, a tensor-parallel rank has only some expert ranks.
     """
-    for tp in range(sizes.tp):
-        for pp in range(sizes.pp):
-            for ep in range(sizes.ep):
-                if expert_tp == sizes.tp:
-                    there = Rank(tp, pp, ep) in files
-                else:
-                    stage = [rank for rank in files if rank.pp == pp]
-                    there = tp in {rank.tp for rank in stage} and ep in {rank.ep for rank in stage}
-                if not there:
-                    raise CheckpointError(f"{folder / rank_folder(Rank(tp, pp, ep), sizes)} is missing.")
+    for rank in all_ranks(sizes):
+        if rank in files:
+            continue
+        stage = [other for other in files if other.pp == rank.pp]
+        there = rank.tp in {other.tp for other in stage} and rank.ep in {other.ep for other in stage}
+        if expert_tp == sizes.tp or not there:
+            raise CheckpointError(f"{folder / rank_folder(rank, sizes)} is missing.")

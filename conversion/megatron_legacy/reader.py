@@ -6,7 +6,6 @@ from pathlib import Path
 from torch import Tensor
 
 from ...errors import CheckpointError
-from ...files.safetensors import TensorMeta
 from ..megatron.folder import RELEASE
 from ..megatron.names import LAYER, canonical, expert_of, tensor_parallel_split
 from ..tensors import WEIGHT, Key, MegatronModel, Reader
@@ -24,10 +23,6 @@ class MegatronLegacyReader(Reader):
 
     Layers are numbered in the order of the pipeline from how many each stage holds, so uneven and virtual stages need
     no further arguments. Of tensors that several ranks have, the first rank's is read and the others' are compared.
-
-    Args:
-        path: the folder of `latest_checkpointed_iteration.txt`, or one with `mp_rank_*` folders.
-        model: what the weights belong to.
 
     Attributes:
         arguments: Megatron-LM's of the first rank, as far as the checkpoint has them.
@@ -56,9 +51,7 @@ class MegatronLegacyReader(Reader):
                 _same(self._ranks.folder, name, model.arguments[name], self.arguments[name])
         self._collect()
         self._untie()
-        self.entries: Mapping[Key, TensorMeta] = {
-            Key(WEIGHT, name): made.entry() for name, made in self._merged.items()
-        }
+        self.entries = {Key(WEIGHT, name): made.entry() for name, made in self._merged.items()}
 
     def _collect(self) -> None:
         """Goes through all stages in the order of the layers (transformer_layer.py, get_transformer_layer_offset)."""
@@ -74,7 +67,7 @@ class MegatronLegacyReader(Reader):
         _same(ranks.folder, "num_layers", self._model.num_layers, layers)
 
     def _collect_stage(self, stage: Mapping[Rank, RankFile], chunk: int, offset: int) -> int:
-        """The tensors of one stage; returns how many layers it has."""
+        """Collects the tensors of one stage, and returns how many layers it has."""
         first = stage[min(stage)]
         keys = first.chunks[chunk].keys()
         for file in stage.values():
@@ -93,10 +86,10 @@ class MegatronLegacyReader(Reader):
         for name, key in named.items():
             if found := expert_of(name):
                 if of_experts := experts.pop(found[0], None):
-                    self._add(found[0], self._of_experts(found[0], stage, chunk, of_experts, first.chunks[chunk]))
+                    self._add(found[0], self._of_experts(found[0], stage, chunk, of_experts))
             else:
                 final = canonical(name, named)
-                self._add(final, self._dense(final, stage, chunk, key, first.chunks[chunk]))
+                self._add(final, self._dense(final, stage, chunk, key))
         return len(numbers)
 
     def _add(self, name: str, made: MergedTensor) -> None:
@@ -108,14 +101,12 @@ class MegatronLegacyReader(Reader):
         # multi_token_prediction.py: a stage that predicts further tokens has a copy of the embedding.
         there.copies += [*made.copies, *zip(there.pieces[0], made.pieces[0], strict=True)]
 
-    def _dense(
-        self, name: str, stage: Mapping[Rank, RankFile], chunk: int, key: str, tensors: Mapping[str, StoredTensor]
-    ) -> MergedTensor:
+    def _dense(self, name: str, stage: Mapping[Rank, RankFile], chunk: int, key: str) -> MergedTensor:
         try:
             split = tensor_parallel_split(name)
         except CheckpointError as error:
             raise CheckpointError(f"{stage[min(stage)].path}: {error}") from error
-        if split is not None and split.whole_in_te and _is_whole(key, tensors):
+        if split is not None and split.whole_in_te and _is_whole(key, stage[min(stage)].chunks[chunk]):
             split = None
         of_tp: dict[int, list[RankPart]] = {}
         for rank, file in sorted(stage.items()):
@@ -128,16 +119,12 @@ class MegatronLegacyReader(Reader):
         return MergedTensor(split, False, [firsts], copies)
 
     def _of_experts(
-        self,
-        name: str,
-        stage: Mapping[Rank, RankFile],
-        chunk: int,
-        keys: Mapping[int | None, str],
-        tensors: Mapping[str, StoredTensor],
+        self, name: str, stage: Mapping[Rank, RankFile], chunk: int, keys: Mapping[int | None, str]
     ) -> MergedTensor:
-        """All experts of a layer; those of an expert-parallel rank follow those of the rank before it."""
+        """Merges all experts of a layer; those of an expert-parallel rank follow those of the rank before it."""
         split = tensor_parallel_split(name)
         split = split.of_expert() if split is not None else None
+        tensors = stage[min(stage)].chunks[chunk]
         local: list[tuple[str, tuple[int, int] | None]]
         if None in keys:
             router = keys[None].partition(".experts.")[0] + ".router.weight"
@@ -181,7 +168,7 @@ class MegatronLegacyReader(Reader):
 
 
 def _global_name(key: str, offset: int) -> str:
-    """The name with the layer's number in the whole model; layers of `mtp` are numbered so already."""
+    """Returns the name with the layer's number in the whole model; layers of `mtp` are numbered so already."""
     match = LAYER.match(key)
     if match is None:
         return key
@@ -192,7 +179,7 @@ def _global_name(key: str, offset: int) -> str:
 
 
 def _is_whole(key: str, tensors: Mapping[str, StoredTensor]) -> bool:
-    """Whether a rank has all of a down projection: then the up projection reads no more than it makes.
+    """Checks whether a rank has all of a down projection: then the up projection reads no more than it makes.
 
     That of keys and values makes the part that rotates besides.
     """

@@ -17,9 +17,8 @@ from ..megatron.names import EXPERTS, LAYER, RankSplit, cut, extra_states, local
 from ..output import Output
 from ..tensors import WEIGHT, Key, MegatronModel, TargetOptions, Writer
 from ..torch_files.archive_writer import ArchiveWriter, StorageSlot
-from .ranks import FILE, Rank, rank_folder
+from .ranks import FILE, Rank, all_ranks, rank_folder
 
-CHECKPOINT_VERSION = 3.0
 _EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
@@ -40,7 +39,7 @@ class _Shard:
     slots: dict[Rank, int] = field(default_factory=dict)
 
     def pieces(self, tensor: Tensor, size: int, gated: bool) -> tuple[Tensor, ...]:
-        """The bytes, as tensors one after the other."""
+        """Returns the bytes, as tensors `[rows, ...]` one after the other."""
         whole = tensor if self.expert is None else tensor[self.expert]
         if self.split is None:
             return (whole.contiguous(),)
@@ -56,9 +55,6 @@ class MegatronLegacyWriter(Writer):
     Megatron-LM needs `--no-load-optim --no-load-rng` where it is not a release.
 
     Args:
-        output: where it is written to.
-        plan: every tensor that will come.
-        model: what the weights belong to.
         options: how many ranks there are; the layers have to divide evenly over the stages of a pipeline.
         iteration: optimizer steps of the run; without, the checkpoint is a release.
         local_names: names of Megatron-Core's own layers instead of those of TransformerEngine.
@@ -80,30 +76,22 @@ class MegatronLegacyWriter(Writer):
         grouped_experts: bool | None = None,
         expert_tp_size: int | None = None,
     ):
-        self.plan = plan
+        super().__init__(plan)
         self._model, self._options = model, options
         self._local = local_names
         self._grouped = not local_names if grouped_experts is None else grouped_experts
         self._sizes = Rank(options.tp_size, options.pp_size, options.ep_size)
-        self._ranks = [Rank(*numbers) for numbers in product(*(range(size) for size in self._sizes))]
+        self._ranks = list(all_ranks(self._sizes))
         self._expert_tp = self._sizes.tp if expert_tp_size is None else expert_tp_size
         self._check_sizes()
-        self._missing = dict.fromkeys(plan)
         self._shards = {key: self._plan(key, entry) for key, entry in plan.items()}
-        models, arguments, folder = self._models(), self._arguments(), folder_name(iteration)
+        models, folder = self._models(), folder_name(iteration)
+        content = {"args": self._arguments(), "checkpoint_version": 3.0, "iteration": iteration or 0}
         output.add(TRACKER, tracker_text(iteration))
-        self._files = {
-            rank: ArchiveWriter(
-                output.create(f"{folder}/{rank_folder(rank, self._sizes)}/{FILE}"),
-                {
-                    "args": arguments,
-                    "checkpoint_version": CHECKPOINT_VERSION,
-                    "iteration": iteration or 0,
-                    "model": models[rank],
-                },
-            )
-            for rank in self._ranks
-        }
+        self._files: dict[Rank, ArchiveWriter] = {}
+        for rank, weights in models.items():
+            file = output.create(f"{folder}/{rank_folder(rank, self._sizes)}/{FILE}")
+            self._files[rank] = ArchiveWriter(file, {**content, "model": weights})
 
     def _check_sizes(self) -> None:
         arguments, (tp, pp, ep) = self._model.arguments, self._sizes
@@ -113,8 +101,7 @@ class MegatronLegacyWriter(Writer):
         groups = arguments.get("num_query_groups") or tp
         if groups % tp and tp % groups:
             raise CheckpointError(f"num_query_groups {groups} neither divides nor is divided by tp_size {tp}.")
-        predicted = any(key.name.startswith("mtp.") for key in self.plan)
-        if predicted and pp > 1:
+        if pp > 1 and any(key.name.startswith("mtp.") for key in self.plan):
             raise CheckpointError(f"pp_size {pp}: layers that predict further tokens (mtp) are written with 1 only.")
         if self._expert_tp not in (1, tp):
             raise CheckpointError(f"expert_tp_size {self._expert_tp} is neither 1 nor tp_size {tp}.")
@@ -122,7 +109,7 @@ class MegatronLegacyWriter(Writer):
             raise CheckpointError(f"ep_size {ep}: the model has no experts.")
 
     def _plan(self, key: Key, entry: TensorMeta) -> list[_Shard]:
-        """Which files a tensor goes to, and as what."""
+        """Plans which files a tensor goes to, and as what."""
         if key.kind != WEIGHT:
             raise CheckpointError(
                 f"{key}: the legacy format is written without optimizer state; leave it out or write torch_dist."
@@ -152,7 +139,7 @@ class MegatronLegacyWriter(Writer):
         return shards
 
     def _places(self, name: str, expert: int | None, entry: TensorMeta) -> Iterator[tuple[Rank, str]]:
-        """The ranks that hold a tensor and their name of it."""
+        """Yields the ranks that hold a tensor and their name of it."""
         last = self._sizes.pp - 1
         match = LAYER.match(name)
         stage, own = last, name
@@ -182,7 +169,7 @@ class MegatronLegacyWriter(Writer):
         return Key(WEIGHT, _OUTPUT) not in self.plan
 
     def _models(self) -> dict[Rank, OrderedDict[str, Any]]:
-        """The table of each rank's weights, whose tensors are numbered in the order in which they come."""
+        """Makes the table of each rank's weights, whose tensors are numbered in the order in which they come."""
         models: dict[Rank, OrderedDict[str, Any]] = {rank: OrderedDict() for rank in self._ranks}
         for key, shards in self._shards.items():
             for shard in shards:
@@ -195,12 +182,11 @@ class MegatronLegacyWriter(Writer):
                     shard.slots[rank] = len(models[rank])
                     models[rank][name] = StorageSlot(shard.slots[rank], entry)
         for rank, model in models.items():
-            last = rank.pp == self._sizes.pp - 1
-            model.update(dict.fromkeys(extra_states(model, self._local, last)))
+            model.update(dict.fromkeys(extra_states(model, self._local, rank.pp == self._sizes.pp - 1)))
         return models
 
     def _arguments(self) -> Namespace:
-        """Megatron-LM's arguments, of which it compares some as it loads (training/checkpointing.py)."""
+        """Returns Megatron-LM's arguments, of which it compares some as it loads (training/checkpointing.py)."""
         tp, pp, ep = self._sizes
         arguments = dict(self._model.arguments)
         if unfit := next((name for name, value in arguments.items() if not _is_plain(value)), None):
@@ -226,10 +212,7 @@ class MegatronLegacyWriter(Writer):
         return Namespace(**arguments)
 
     def write(self, key: Key, tensor: Tensor) -> None:
-        self.check(key, tensor)
-        if key not in self._missing:
-            raise CheckpointError(f"{key} came twice.")
-        del self._missing[key]
+        self.check_once(key, tensor)
         for shard in self._shards[key]:
             pieces = shard.pieces(tensor, self._sizes.tp, self._model.gated)
             for rank, number in shard.slots.items():

@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ...checkpoint.boxes import Box
@@ -22,9 +21,7 @@ class ShardedReader(Reader):
     """A sharded checkpoint.
 
     Args:
-        path: its folder.
-        architecture: its model.
-        verify (`bool`, defaults to `True`): compare all checksums first.
+        verify: compare all checksums first.
 
     Raises:
         CheckpointError: it is incomplete or damaged, or holds other weights than the architecture has.
@@ -71,16 +68,16 @@ class ShardedReader(Reader):
         if pieces[0].boxes == (whole_box(entry),):
             file, stored = self._file(pieces[0].file), pieces[0].key
             span = file.locations.get(stored)
-            if span is None or (span.dtype, span.numel) != (entry.dtype, torch.Size(entry.shape).numel()):
+            if span is None or (span.dtype, span.numel) != (entry.dtype, entry.numel):
                 raise CheckpointError(f"{file.path}: {stored!r} is not what the manifest says of {name}.")
             return file.read(stored, self.memory).view(entry.shape)
-        out = self.memory.empty([torch.Size(entry.shape).numel()], entry.dtype)
+        out = self.memory.empty([entry.numel], entry.dtype)
         self._checkpoint.read(name, [whole_box(entry)], out)
         self._checkpoint.forget()
         return out.view(entry.shape)
 
     def _file(self, name: str) -> SafetensorsFile:
-        """A file of which whole tensors are read: what is mapped counts as memory until it is given back."""
+        """Opens a file of which whole tensors are read: what is mapped counts as memory until it is given back."""
         if name not in self._files:
             self._files[name] = SafetensorsFile(inside(self._checkpoint.path, name))
         return self._files[name]
@@ -91,11 +88,12 @@ class ShardedReader(Reader):
 
 
 def whole_box(entry: TensorMeta) -> Box:
+    """Returns the box that a whole tensor of any shape fills."""
     return Box((0,) * len(entry.shape), entry.shape)
 
 
 def _optimizer(described: list[dict[str, Any]], converted: Any) -> tuple[OptimizerState | None, str | None]:
-    """What the manifest says of the optimizer, or why it cannot be converted.
+    """Returns what the manifest says of the optimizer, or why it cannot be converted.
 
     Args:
         converted: what `ShardedWriter` noted, if it wrote the checkpoint.

@@ -41,13 +41,14 @@ class ShardedWriter(Writer):
         iteration: int | None,
         optimizer: OptimizerState | None,
     ):
-        self.plan, self._output = plan, output
+        super().__init__(plan)
+        self._output = output
         self._architecture, self._iteration, self._optimizer = architecture, iteration, optimizer
         self._file_of: dict[Key, str] = {}
         planned: dict[str, dict[str, TensorMeta]] = {}
         for key, entry in plan.items():
             # One file per dtype: tensors stay aligned in any order.
-            name = f"shard-{key.kind}-{_name(entry.dtype)}.safetensors"
+            name = f"shard-{key.kind}-{str(entry.dtype).removeprefix('torch.')}.safetensors"
             self._file_of[key] = name
             planned.setdefault(name, {})[key.name] = entry
         self._streams = {name: SafetensorsWriter(output.create(name), entries) for name, entries in planned.items()}
@@ -67,13 +68,13 @@ class ShardedWriter(Writer):
         # From which Trainer goes on counting.
         state = dataclasses.asdict(TrainerState(global_step=self._iteration or 0))
         self._output.add("trainer_state.json", json.dumps(state, indent=2, sort_keys=True) + "\n")
-        tensors = {_stored(key): self._tensor(key, entry) for key, entry in self.plan.items()}
+        tensors = {}
+        for key, entry in self.plan.items():
+            name = key.name if key.kind == WEIGHT else f"optimizer/0/{key.kind}/{key.name}"
+            piece = PieceEntry(self._file_of[key], key.name, (whole_box(entry),))
+            tensors[name] = TensorEntry(entry.shape, entry.dtype, (piece,))
         manifest = Manifest(1, self._facts(), self._output.digests(), dict(sorted(tensors.items())))
         self._output.add(MANIFEST, json.dumps(manifest.to_dict(), separators=(",", ":")))
-
-    def _tensor(self, key: Key, entry: TensorMeta) -> TensorEntry:
-        piece = PieceEntry(self._file_of[key], key.name, (whole_box(entry),))
-        return TensorEntry(entry.shape, entry.dtype, (piece,))
 
     def _facts(self) -> dict[str, Any]:
         model = self._architecture.model
@@ -103,11 +104,3 @@ class ShardedWriter(Writer):
             "step": self._iteration or 0,
             "converted": {"hyperparameters": hyperparameters},
         }
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _stored(key: Key) -> str:
-    return key.name if key.kind == WEIGHT else f"optimizer/0/{key.kind}/{key.name}"

@@ -18,7 +18,7 @@ from ...checkpoint.boxes import Box
 from ...errors import CheckpointError
 from ...files.data_file import DataFile, read_strided, row_major
 from ...files.paths import inside
-from ...files.safetensors import LARGEST_HEADER, read_header
+from ...files.safetensors import read_header, read_metadata
 from ..chunks import Chunk, ChunkedTensors
 
 SHARD = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
@@ -26,7 +26,7 @@ _SHARDING = "DCP_SHARDING_INFO"
 
 
 def is_shard_folder(path: Path) -> bool:
-    """Whether a folder has files of this kind."""
+    """Checks whether a folder has files of this kind."""
     return any(SHARD.fullmatch(name) for name in os.listdir(path))
 
 
@@ -41,9 +41,8 @@ class ShardFolder(ChunkedTensors):
         chunks: dict[str, list[Chunk]] = {}
         dtypes: dict[str, torch.dtype] = {}
         for file in sorted(inside(path, name) for name in os.listdir(path) if SHARD.fullmatch(name)):
-            locations = read_header(file)
             offsets = _offsets(file)
-            for name, span in locations.items():
+            for name, span in read_header(file).items():
                 offset = offsets.get(name, (0,) * len(span.shape))
                 if len(offset) != len(span.shape) or dtypes.setdefault(name, span.dtype) != span.dtype:
                     raise CheckpointError(f"{file}: {name} differs from other files in its dims or its dtype.")
@@ -69,14 +68,10 @@ class ShardFolder(ChunkedTensors):
 
 
 def _offsets(path: Path) -> Mapping[str, tuple[int, ...]]:
-    """Where the tensors of a file begin in the global ones; empty where the header does not say."""
-    with DataFile(path) as file:
-        length = int.from_bytes(file.read(0, 8), "little")
-        if length > LARGEST_HEADER:
-            raise CheckpointError(f"{path}: a header of {length} bytes.")
-        try:
-            metadata = json.loads(file.read(8, length)).get("__metadata__", {})
-            table: dict[str, Any] = json.loads(metadata.get(_SHARDING, "{}"))
-            return {name: tuple(entry["saved_offsets"]) for name, entry in table.items()}
-        except (ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{path}: the header does not say where its tensors belong: {error!r}.") from error
+    """Reads where the tensors of a file begin in the global ones; empty where the header does not say."""
+    metadata = read_metadata(path)
+    try:
+        table: dict[str, Any] = json.loads(metadata.get(_SHARDING, "{}"))
+        return {name: tuple(entry["saved_offsets"]) for name, entry in table.items()}
+    except (ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path}: the header does not say where its tensors belong: {error!r}.") from error

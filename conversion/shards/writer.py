@@ -16,16 +16,12 @@ ONLY_SHARD = "shard-00001-model-00001-of-00001.safetensors"
 class ShardsWriter(Writer):
     """Writes such a folder: weights in one file, which `from_pretrained` reads beside a config.json.
 
-    Args:
-        output: the directory.
-        plan: every weight in the order in which it will come.
-
     Raises:
         CheckpointError: moments are planned, which the format has no place for.
     """
 
     def __init__(self, output: Output, plan: Mapping[Key, TensorMeta]):
-        self.plan = plan
+        super().__init__(plan)
         others = [str(key) for key in plan if key.kind != WEIGHT]
         if others:
             raise CheckpointError(f"shard-*.safetensors hold weights only, not {others[0]}.")

@@ -1,4 +1,4 @@
-"""Writing files like those of `torch.save` in one pass, without holding a tensor; `blobs` reads them."""
+"""Writing files like those of `torch.save` in one pass, without holding a tensor; `reader` reads them."""
 
 import io
 import pickle
@@ -15,19 +15,11 @@ from ...errors import CheckpointError
 from ...files.digest import NewFile
 from ...files.safetensors import TensorMeta
 from ...upstream import rebuild_tensor
+from .reader import STORAGES
 
 # What torch's pickles call the storage of a dtype.
-STORAGES: Mapping[torch.dtype, type] = {
-    torch.float64: torch.DoubleStorage,
-    torch.float32: torch.FloatStorage,
-    torch.float16: torch.HalfStorage,
-    torch.bfloat16: torch.BFloat16Storage,
-    torch.int64: torch.LongStorage,
-    torch.int32: torch.IntStorage,
-    torch.int16: torch.ShortStorage,
-    torch.int8: torch.CharStorage,
-    torch.uint8: torch.ByteStorage,
-    torch.bool: torch.BoolStorage,
+_STORAGE_OF: Mapping[torch.dtype, type] = {
+    dtype: getattr(torch, name) for name, dtype in STORAGES.items() if not dtype.is_complex
 }
 ALIGNMENT = 64
 # From here on a zip file gives sizes and offsets in 64 bits.
@@ -38,7 +30,7 @@ class StorageSlot:
     """Stands in a pickle for a tensor whose bytes come later, as record `data/{number}`."""
 
     def __init__(self, number: int, entry: TensorMeta):
-        if entry.dtype not in STORAGES:
+        if entry.dtype not in _STORAGE_OF:
             raise CheckpointError(f"{entry.dtype} cannot be stored in a Megatron checkpoint.")
         self.number, self.entry = number, entry
 
@@ -53,7 +45,7 @@ class _Pickler(pickle.Pickler):
         if not isinstance(value, _Storage):
             return None
         entry = value.slot.entry
-        return "storage", STORAGES[entry.dtype], str(value.slot.number), "cpu", entry.meta().numel()
+        return "storage", _STORAGE_OF[entry.dtype], str(value.slot.number), "cpu", entry.numel
 
     def reducer_override(self, value: Any) -> Any:
         if not isinstance(value, StorageSlot):
@@ -82,7 +74,7 @@ class ArchiveWriter:
             file.write(data)
 
     def append(self, number: int, pieces: Sequence[Tensor]) -> None:
-        """The bytes of a slot's tensor: those of contiguous tensors one after the other.
+        """Writes the bytes of a slot's tensor: those of contiguous tensors, `[rows, ...]`, one after the other.
 
         The record has no checksum, as with `torch.serialization.set_crc32_options(False)`: torch does not look at it,
         and it would take half as long again as hashing and writing.
@@ -92,7 +84,7 @@ class ArchiveWriter:
             self._file.write_tensor(piece)
 
     def _header(self, record: str, crc: int, size: int) -> None:
-        """The local header of a record, filled up so that the record begins at a multiple of 64 bytes."""
+        """Writes the local header of a record, filled up so that the record begins at a multiple of 64 bytes."""
         name = f"archive/{record}".encode()
         offset = self._file.tell() - self._start
         large = struct.pack("<HHQQ", 1, 16, size, size) if size >= _LARGE else b""

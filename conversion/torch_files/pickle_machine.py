@@ -23,13 +23,13 @@ class Record:
         self.kind, self.arguments, self.state = kind, arguments, None
 
     def __getitem__(self, field: str) -> Any:
-        """An attribute; `KeyError` where the file has none of that name."""
+        """Returns an attribute; `KeyError` where the file has none of that name."""
         if not isinstance(self.state, dict):
             raise KeyError(field)
         return self.state[field]
 
     def get(self, field: str) -> Any:
-        """An attribute, or `None`."""
+        """Returns an attribute, or `None`."""
         return self.state.get(field) if isinstance(self.state, dict) else None
 
 
@@ -52,7 +52,7 @@ _SCALARS = (str, int, float, bool, bytes, type(None), Record)
 
 
 def hashable(key: Any) -> Any:
-    """A key of a table; nested tuples, whose hash can take exponential time, are refused."""
+    """Returns a key of a table; refuses nested tuples, whose hash can take exponential time."""
     parts = key if type(key) is tuple else (key,)
     if not all(type(part) in _SCALARS for part in parts):
         raise CheckpointError(f"it has a {type(key).__name__} as a key.")
@@ -107,15 +107,16 @@ class Machine:
         return self._take(end + 1 - self._position)[:-1].decode()
 
     def run(self) -> Any:
-        actions: dict[int, Callable[[], None]] = {
+        """Interprets the pickle, and returns its value."""
+        actions: dict[int, Callable[[], object]] = {
             0x80: lambda: self._protocol(self._take(1)[0]),
             0x95: lambda: self._check_frame(self._number(8)),
             ord("("): lambda: self._stack.append(_MARK),
             ord("]"): lambda: self._stack.append([]),
             ord("}"): lambda: self._stack.append({}),
             0x8F: lambda: self._stack.append(set()),
-            ord("0"): lambda: self._drop(),
-            ord("1"): lambda: self._drop_marked(),
+            ord("0"): self._stack.pop,
+            ord("1"): self._marked,
             ord("G"): lambda: self._stack.append(struct.unpack(">d", self._take(8))[0]),
             ord("t"): lambda: self._stack.append(tuple(self._marked())),
             0x91: lambda: self._stack.append(frozenset(map(hashable, self._marked()))),
@@ -126,10 +127,10 @@ class Machine:
             0x90: lambda: self._add(self._marked()),
             ord("c"): lambda: self._stack.append(self._name(self._line(), self._line())),
             0x93: lambda: self._stack.append(self._name(*[self._stack.pop(), self._stack.pop()][::-1])),
-            ord("R"): lambda: self._call(),
-            0x81: lambda: self._call(),
+            ord("R"): self._call,
+            0x81: self._call,
             0x92: lambda: self._call(keywords=True),
-            ord("b"): lambda: self._build(),
+            ord("b"): self._build,
             ord("Q"): lambda: self._stack.append(self._persist(self._stack.pop())),
         }
         data, stack, memo = self._data, self._stack, self._memo
@@ -184,14 +185,8 @@ class Machine:
         if self._position + size > len(self._data):
             raise ValueError("it is cut off")
 
-    def _drop(self) -> None:
-        self._stack.pop()
-
-    def _drop_marked(self) -> None:
-        self._marked()
-
     def _marked(self) -> list[Any]:
-        """What was pushed since the last mark."""
+        """Takes off what was pushed since the last mark."""
         values: list[Any] = []
         while (value := self._stack.pop()) is not _MARK:
             values.append(value)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ...errors import CheckpointError
+from ...files import safetensors
 from ...files.data_file import DataFile, Window, read_strided, row_major
 from .safe_pickle import Named, Names, records, unpickle
 
@@ -23,31 +24,20 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {
         str(dtype): dtype
         for dtype in (
-            torch.float64,
-            torch.float32,
-            torch.float16,
-            torch.bfloat16,
-            torch.float8_e4m3fn,
+            *safetensors.DTYPES,
             torch.float8_e4m3fnuz,
-            torch.float8_e5m2,
             torch.float8_e5m2fnuz,
             torch.float8_e8m0fnu,
-            torch.int64,
-            torch.int32,
-            torch.int16,
-            torch.int8,
             torch.uint64,
             torch.uint32,
             torch.uint16,
-            torch.uint8,
-            torch.bool,
             torch.complex128,
             torch.complex64,
         )
     }
 )
 # The dtypes that have a storage class of their own; those of others say their dtype beside it.
-_STORAGES: Mapping[str, torch.dtype] = MappingProxyType(
+STORAGES: Mapping[str, torch.dtype] = MappingProxyType(
     {
         "DoubleStorage": torch.float64,
         "FloatStorage": torch.float32,
@@ -98,14 +88,14 @@ def _storage(identifier: Any) -> tuple[torch.dtype | None, str, int]:
     kind, storage, name, _, numel = identifier
     if kind != "storage" or not isinstance(storage, Named) or not isinstance(name, str):
         raise ValueError("it has an unknown persistent id")
-    return _STORAGES.get(storage.name.removeprefix("torch.")), name, numel
+    return STORAGES.get(storage.name.removeprefix("torch.")), name, numel
 
 
 # torch/_utils.py: how tensors are made of storages.
 _TENSORS: Names = MappingProxyType(
     {
         **DTYPES,
-        **{f"torch.{name}": Named(f"torch.{name}") for name in _STORAGES},
+        **{f"torch.{name}": Named(f"torch.{name}") for name in STORAGES},
         "torch.storage.UntypedStorage": Named("torch.storage.UntypedStorage"),
         "torch.Size": Named("torch.Size", lambda arguments: tuple(arguments[0])),
         "torch._utils._rebuild_tensor_v2": Named("tensor", lambda a: _stored(a[0], a[1], a[2], a[3], None)),
@@ -137,8 +127,7 @@ class Blob:
     """What one `torch.save` wrote to a part of a file.
 
     Args:
-        file: the file.
-        offset, length: the part of it; all of it by default.
+        offset, length: the part of the file; all of it by default.
 
     Attributes:
         value: what was saved, with a `StoredTensor` for each tensor and records for objects.
@@ -174,7 +163,7 @@ class Blob:
         self.value = unpickle(self._record("data.pkl"), self._where, {**_OBJECTS, **_TENSORS}, _storage, _MEGATRON)
 
     def _locate(self, name: str) -> tuple[int, int]:
-        """Where the bytes of a record begin in the file, and how many there are."""
+        """Finds where the bytes of a record begin in the file, and how many there are."""
         info = self._records.get(self._root + name)
         if info is None:
             raise CheckpointError(f"{self._where}: there is no record {name}.")
@@ -198,13 +187,13 @@ class Blob:
         return self._file.read(begin, size)
 
     def tensor(self) -> StoredTensor:
-        """The tensor that the blob is; `CheckpointError` for another object."""
+        """Returns the tensor, of any shape, that the blob is; `CheckpointError` for another object."""
         if not isinstance(self.value, StoredTensor):
             raise CheckpointError(f"{self._where} is not a tensor.")
         return self.value
 
     def read_into(self, stored: StoredTensor, starts: Sequence[int], out: Tensor) -> None:
-        """Copies the box of a tensor that begins at `starts` and has the shape of `out`, reading little more than it.
+        """Copies the box of a tensor that begins at `starts` into `out`, of any shape, reading little more than it.
 
         Raises:
             CheckpointError: the bytes are not there.
@@ -225,7 +214,7 @@ class Blob:
             raise CheckpointError(f"{self._where}: record {name} has another checksum than it was written with.")
 
     def read(self, stored: StoredTensor) -> Tensor:
-        """A whole tensor."""
+        """Reads a whole tensor of any shape."""
         # What is claimed is there before memory is taken for it.
         if torch.Size(stored.shape).numel() * stored.dtype.itemsize > stored.storage_nbytes:
             raise CheckpointError(f"{self._where}: {list(stored.shape)} entries repeat those of a smaller storage.")
@@ -236,6 +225,6 @@ class Blob:
 
 
 def read_saved(path: Path) -> Any:
-    """What a file of `torch.save` holds, without its tensors' bytes; see `Blob`."""
+    """Reads what a file of `torch.save` holds, without its tensors' bytes; see `Blob`."""
     with DataFile(path) as file:
         return Blob(file).value

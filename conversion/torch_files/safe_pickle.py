@@ -20,7 +20,7 @@ Names = Mapping[str, Any]
 
 
 def records(*names: str) -> Names:
-    """Classes whose objects become records."""
+    """Makes a table of classes whose objects become records."""
     return MappingProxyType({name: Named(name) for name in names})
 
 
@@ -51,6 +51,9 @@ CONTAINERS: Names = MappingProxyType(
 )
 
 
+_BAD = (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError, struct.error)
+
+
 def unpickle(
     data: bytes,
     where: str,
@@ -58,10 +61,9 @@ def unpickle(
     persistent: Callable[[Any], Any] | None = None,
     prefixes: tuple[str, ...] = (),
 ) -> Any:
-    """The value of a pickle.
+    """Reads the value of a pickle.
 
     Args:
-        data: the pickle.
         where: the file, for errors.
         names: the classes it may name, beside containers.
         persistent: what stands for a persistent id; without it there must be none.
@@ -74,14 +76,5 @@ def unpickle(
         return Machine(data, {**CONTAINERS, **names}, persistent, prefixes).run()
     except CheckpointError as error:
         raise CheckpointError(f"{where} is refused: {error}") from error
-    except (
-        ArithmeticError,
-        AttributeError,
-        LookupError,
-        MemoryError,
-        RecursionError,
-        TypeError,
-        ValueError,
-        struct.error,
-    ) as error:
+    except _BAD as error:
         raise CheckpointError(f"{where} is damaged: its pickle cannot be read ({error}).") from error

@@ -33,7 +33,7 @@ class PickledFile:
         }
 
     def read(self, name: str, memory: Memory = FRESH) -> Tensor:
-        """A whole tensor, mapped from the file."""
+        """Returns a whole tensor of any shape, mapped from the file."""
         return self._tensors[name]
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ def write_object(file: NewFile, value: Any) -> tuple[int, int]:
 
 
 def write_tensor(file: NewFile, tensor: Tensor) -> tuple[int, int]:
-    """Appends a tensor, and returns where it begins and how long it is. What is not contiguous is copied.
+    """Appends a tensor of any shape, and returns where it begins and how long it is; copies what is not contiguous.
 
     Raises:
         CheckpointError: for a dtype that cannot be stored.

@@ -149,19 +149,19 @@ def test_per_layer_keys_and_a_state_that_is_not_read(trained):
 
 
 def test_one_layer_is_read_at_a_time(trained, monkeypatch):
-    from hf_megatron.files import data_file
+    from hf_megatron.files.data_file import DataFile
 
     folder, _ = trained
     reader = MegatronCoreReader(folder / "llama")
     count = 0
-    read_at = data_file.read_at
+    read_into = DataFile.read_into
 
-    def counting(descriptor, buffer, offset, path):
+    def counting(file, buffer, offset):
         nonlocal count
         count += len(buffer)
-        read_at(descriptor, buffer, offset, path)
+        read_into(file, buffer, offset)
 
-    monkeypatch.setattr(data_file, "read_at", counting)
+    monkeypatch.setattr(DataFile, "read_into", counting)
     for key in (
         Key(WEIGHT, "decoder.layers.1.mlp.linear_fc1.weight"),
         Key(EXP_AVG, "decoder.layers.0.mlp.linear_fc2.weight"),
