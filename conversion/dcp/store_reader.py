@@ -19,7 +19,7 @@ from ...files.data_file import DataFile
 from ...files.paths import inside
 from ..chunks import Chunk, ChunkedTensors
 from ..torch_files.reader import DTYPES, Blob
-from ..torch_files.safe_pickle import Named, Names, Record, records, unpickle
+from ..torch_files.safe_pickle import Named, Names, Record, record_names, unpickle
 
 METADATA = ".metadata"
 LARGEST_METADATA = 1 << 30
@@ -30,7 +30,7 @@ _NAMES: Names = MappingProxyType(
     {
         **DTYPES,
         "torch.Size": Named("torch.Size", lambda arguments: tuple(arguments[0])),
-        **records(
+        **record_names(
             f"{_DCP}.metadata.Metadata",
             f"{_DCP}.metadata.MetadataIndex",
             f"{_DCP}.metadata.TensorStorageMetadata",

@@ -189,7 +189,7 @@ def extra_states(names: Iterable[str], local_names: bool, last: bool) -> Iterato
         yield "output_layer._extra_state"
 
 
-def cut(tensor: Tensor, split: RankSplit, rank: int, size: int, gated: bool) -> tuple[Tensor, ...]:
+def rank_views(tensor: Tensor, split: RankSplit, rank: int, size: int, gated: bool) -> tuple[Tensor, ...]:
     """Returns the views of a global tensor `[rows, ...]` that a rank's is made of, in order along `split.dim`.
 
     Raises:

@@ -36,10 +36,10 @@ def arguments_of(common: Mapping[Any, Any]) -> dict[str, Any]:
     found = common.get("args")
     if not isinstance(found, Record) or not isinstance(found.state, dict):
         return {}
-    return {name: value for name, value in found.state.items() if isinstance(name, str) and is_plain(value)}
+    return {name: value for name, value in found.state.items() if isinstance(name, str) and is_plain_value(value)}
 
 
-def is_plain(value: Any) -> bool:
+def is_plain_value(value: Any) -> bool:
     """Checks whether a value needs no class of Megatron."""
     if isinstance(value, (list, tuple)):
         return len(value) < 10_000 and all(isinstance(item, (str, int, float, type(None))) for item in value)
@@ -79,7 +79,7 @@ def optimizer_of(common: Mapping[Any, Any]) -> OptimizerState | None:
             if isinstance(group, dict):
                 steps |= _steps([group.get("step")])
                 groups.append(
-                    {name: group[name] for name in group if name not in ("params", "step") and is_plain(group[name])}
+                    {name: group[name] for name in group if name not in ("params", "step") and is_plain_value(group[name])}
                 )
     return OptimizerState(max(steps), tuple(groups)) if steps else None
 
@@ -120,7 +120,7 @@ def parameter_groups(optimizer: OptimizerState, experts: bool = False) -> list[d
     return groups
 
 
-def schedule(optimizer: OptimizerState, samples: int) -> dict[str, Any]:
+def rate_schedule(optimizer: OptimizerState, samples: int) -> dict[str, Any]:
     """Returns where the rate's schedule, Megatron-LM's own, is after so many samples (optimizer_param_scheduler.py)."""
     decayed = parameter_groups(optimizer)[0]
     return {

@@ -18,7 +18,7 @@ from ..megatron.folder import TRACKER, folder_name, tracker_text
 from ..output import Output
 from ..tensors import EXP_AVG, EXP_AVG_SQ, MAIN_WEIGHT, WEIGHT, Key, MegatronModel, OptimizerState, Writer
 from ..torch_files.writer import write_object
-from .common_state import is_plain, optimizer_state, schedule
+from .common_state import is_plain_value, optimizer_state, rate_schedule
 from .reader import COMMON, COMMON_OBJECT, CONFIG
 
 _LAYER = re.compile(r"(decoder\.layers)\.(\d+)\.(.+)")
@@ -183,7 +183,7 @@ class MegatronCoreWriter(Writer):
             experts_apart = ranks > 1 and any(_EXPERTS in key.name for key in self.plan)
             common["optimizer"] = optimizer_state(self._optimizer, experts_apart)
             samples = int(self._model.arguments.get("consumed_train_samples") or 0)
-            common["opt_param_scheduler"] = schedule(self._optimizer, samples)
+            common["opt_param_scheduler"] = rate_schedule(self._optimizer, samples)
         return common
 
     def _arguments(self) -> Namespace:
@@ -196,6 +196,6 @@ class MegatronCoreWriter(Writer):
         if self._optimizer is not None:
             arguments |= {"use_distributed_optimizer": True, "dist_ckpt_optim_fully_reshardable": True}
         for name, value in arguments.items():
-            if not is_plain(value):
+            if not is_plain_value(value):
                 raise CheckpointError(f"The argument {name} is {value!r}: expected a plain value.")
         return Namespace(**arguments)

@@ -11,7 +11,7 @@ from ...errors import CheckpointError
 from ...files.buffers import Memory
 from ...files.digest import CHUNK
 from ...files.safetensors import TensorMeta
-from ..megatron.names import RankSplit, cut
+from ..megatron.names import RankSplit, rank_views
 from ..tensors import same_bytes
 from ..torch_files.reader import StoredTensor
 from .ranks import RankFile
@@ -103,7 +103,7 @@ class MergedTensor:
 def _merge(target: Tensor, split: RankSplit | None, ranks: Sequence[RankPart], gated: bool) -> None:
     """Reads what each rank has to its place in the global tensor."""
     for rank, piece in enumerate(ranks):
-        views = (target,) if split is None else cut(target, split, rank, len(ranks), gated)
+        views = (target,) if split is None else rank_views(target, split, rank, len(ranks), gated)
         starts = [0] * target.dim()
         for view in views:
             piece.read_into(starts, view)

@@ -13,7 +13,7 @@ from torch import Tensor
 from ...errors import CheckpointError
 from ...files.safetensors import TensorMeta
 from ..megatron.folder import TRACKER, folder_name, tracker_text
-from ..megatron.names import EXPERTS, LAYER, RankSplit, cut, extra_states, local, name_of_expert, tensor_parallel_split
+from ..megatron.names import EXPERTS, LAYER, RankSplit, rank_views, extra_states, local, name_of_expert, tensor_parallel_split
 from ..output import Output
 from ..tensors import WEIGHT, Key, MegatronModel, TargetOptions, Writer
 from ..torch_files.archive_writer import ArchiveWriter, StorageSlot
@@ -43,7 +43,7 @@ class _Shard:
         whole = tensor if self.expert is None else tensor[self.expert]
         if self.split is None:
             return (whole.contiguous(),)
-        views = cut(whole, self.split, self.tp, size, gated)
+        views = rank_views(whole, self.split, self.tp, size, gated)
         if self.split.dim == 0:
             return tuple(view.contiguous() for view in views)
         return (torch.cat(views, self.split.dim),)
@@ -122,7 +122,7 @@ class MegatronLegacyWriter(Writer):
             split = None
         if split is not None:
             try:
-                cut(entry.meta(), split, 0, size, self._model.gated)
+                rank_views(entry.meta(), split, 0, size, self._model.gated)
             except CheckpointError as error:
                 raise CheckpointError(f"{key}, tp_size {size}: {error}") from error
         if experts and entry.shape[0] % self._sizes.ep:

@@ -18,7 +18,7 @@ from torch import Tensor
 from ...errors import CheckpointError
 from ...files import safetensors
 from ...files.data_file import DataFile, Window, read_strided, row_major
-from .safe_pickle import Named, Names, records, unpickle
+from .safe_pickle import Named, Names, record_names, unpickle
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {
@@ -104,7 +104,7 @@ _TENSORS: Names = MappingProxyType(
     }
 )
 # What else Megatron saves beside tensors (megatron/core/safe_globals.py).
-_OBJECTS: Names = records(
+_OBJECTS: Names = record_names(
     "_io.BytesIO",
     "argparse.Namespace",
     "numpy._core.multiarray._reconstruct",

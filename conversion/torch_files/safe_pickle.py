@@ -19,7 +19,7 @@ __all__ = ["CONTAINERS", "Named", "Names", "Record", "records", "unpickle"]
 Names = Mapping[str, Any]
 
 
-def records(*names: str) -> Names:
+def record_names(*names: str) -> Names:
     """Makes a table of classes whose objects become records."""
     return MappingProxyType({name: Named(name) for name in names})
 

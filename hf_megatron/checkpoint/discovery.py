@@ -34,7 +34,7 @@ def committed(parent: Path) -> list[Path]:
     return [path for *_, path in sorted(found, reverse=True)]
 
 
-def versions(path: Path) -> list[Path]:
+def saves_of(path: Path) -> list[Path]:
     """Lists the complete checkpoints saved under a name, newest first: `name` itself, `name.1` and so on."""
     same = re.compile(re.escape(path.name) + r"(?:\.(\d+))?")
     found = [(int(match[1] or 0), other) for other in committed(path.parent) if (match := same.fullmatch(other.name))]

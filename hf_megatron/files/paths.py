@@ -9,7 +9,7 @@ from typing import Any
 from ..errors import CheckpointError
 
 
-def is_plain(name: str) -> bool:
+def is_plain_name(name: str) -> bool:
     """Whether a name from elsewhere stays inside the folder it is written to."""
     parts = PurePosixPath(name).parts
     return bool(parts) and name == "/".join(parts) and ".." not in parts and not {"\\", "\0"} & set(name)

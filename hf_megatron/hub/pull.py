@@ -21,7 +21,7 @@ from ..checkpoint.saved_generators import file_name as random_file
 from ..config import MegatronConfig
 from ..errors import CheckpointError, ConfigError, MegatronError
 from ..files.digest import FileDigest, hash_file
-from ..files.paths import is_plain
+from ..files.paths import is_plain_name
 from .needed_files import Stage, axes_of, files_for, merged_files_for, stage_of
 from .pulled_folder import WAITING, Pulled, link_part, note_absent, put_in_place, sha256_of
 from .pushed_files import INDEX, REFUSED, explained, weight_map
@@ -90,7 +90,7 @@ class _Pull:
         listed = api.list_repo_tree(repo_id, recursive=True, revision=self.commit)
         self.remote = {entry.path: entry for entry in listed if isinstance(entry, RepoFile)}
         for name in self.remote:
-            if not is_plain(name):
+            if not is_plain_name(name):
                 raise CheckpointError(f"{repo_id} has a file {name!r}, which leaves the folder; refused.")
         self.fetched = 0
 

@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from ..checkpoint.manifest import MANIFEST
 from ..communication.agreement import gather, gather_on_first, raise_together, rank_and_size
 from ..errors import CheckpointError, ConfigError
-from .pushed_files import CARD, Selection, check_card, explained, select
+from .pushed_files import CARD, Selection, check_card_metadata, explained, select
 
 UPLOADERS = ("first", "nodes", "all")
 # What an uploader sends between two agreements of the ranks, at least one file: ranks that wait for it are inside a
@@ -144,7 +144,7 @@ class _Push:
         def begin() -> tuple[Selection, str]:
             selection = select(self.folder, ignore)
             if CARD in selection.sizes and not self.prefix:
-                check_card(self.folder / CARD)
+                check_card_metadata(self.folder / CARD)
             repo_id = self.api.create_repo(self.repo_id, private=private, exist_ok=True).repo_id
             if self.revision not in (None, "main") and not str(self.revision).startswith("refs/"):
                 self.api.create_branch(repo_id, branch=str(self.revision), exist_ok=True)

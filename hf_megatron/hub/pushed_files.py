@@ -16,7 +16,7 @@ from yaml import YAMLError
 from ..checkpoint.manifest import MANIFEST, Manifest
 from ..checkpoint.reader import PARTIAL, Checkpoint
 from ..errors import CheckpointError
-from ..files.paths import is_plain
+from ..files.paths import is_plain_name
 from ..files.safetensors import read_header
 
 INDEX = "model.safetensors.index.json"
@@ -174,7 +174,7 @@ def weight_map(index: Path) -> dict[str, str]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{index}: no readable weight_map: {error!r}") from error
     for file in sorted(set(names.values())):
-        if not is_plain(file) or not file.endswith(".safetensors"):
+        if not is_plain_name(file) or not file.endswith(".safetensors"):
             raise CheckpointError(f"{index} names {file!r}, which is not a safetensors file inside its folder.")
     return names
 
@@ -195,7 +195,7 @@ def explained(error: BaseException) -> str:
     return " <- ".join(dict.fromkeys(parts))
 
 
-def check_card(path: Path) -> None:
+def check_card_metadata(path: Path) -> None:
     """Has the Hub look at a card's metadata now, not after all is uploaded; raises `CheckpointError` if it objects."""
     try:
         ModelCard.load(path).validate()

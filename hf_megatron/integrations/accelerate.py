@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ..config import MegatronConfig
 from ..errors import ConfigError, UnsupportedError
 from ..patch_ledger import LEDGER
-from .launch_keys import FIELD_PREFIX, fields_of_block, fields_of_plugin, fields_of_variables, merge
+from .launch_keys import FIELD_PREFIX, fields_of_block, fields_of_plugin, fields_of_variables, merge_fields
 
 if TYPE_CHECKING:
     import torch
@@ -61,7 +61,7 @@ def config_from_environment(environment: Mapping[str, str] | None = None) -> Meg
 def _merged(environment: Mapping[str, str], plugin: Mapping[str, Any]) -> MegatronConfig:
     """Merges the launcher's block, what a `MegatronLMPlugin` adds, and `HF_MEGATRON_<FIELD>` variables over both."""
     block = fields_of_block(environment) if _is_launched(environment) else {}
-    return MegatronConfig.from_dict(merge(block, plugin, fields_of_variables(environment, _INTERNAL)))
+    return MegatronConfig.from_dict(merge_fields(block, plugin, fields_of_variables(environment, _INTERNAL)))
 
 
 def _is_launched(environment: Mapping[str, str]) -> bool:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint import saved_generators
-from ..checkpoint.discovery import fresh_name, is_committed, latest, versions
+from ..checkpoint.discovery import fresh_name, is_committed, latest, saves_of
 from ..checkpoint.state_file import read_packed, write_packed
 from ..checkpoint.training_state import facts, load_model, load_optimizers, pieces, write_config
 from ..checkpoint.transaction import Transaction, prune
@@ -170,7 +170,7 @@ def _resolve(accelerator: Any, input_dir: str | None) -> Path | None:
     """Returns the complete checkpoint that is asked for, the last one saved under that name."""
     if input_dir is not None:
         path = Path(input_dir).expanduser()
-        saved = versions(path)
+        saved = saves_of(path)
         return saved[0] if saved else path if is_committed(path) else None
     if not accelerator.project_configuration.automatic_checkpoint_naming:
         return None

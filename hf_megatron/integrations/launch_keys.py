@@ -222,7 +222,7 @@ def fields_of_variables(environment: Mapping[str, str], internal: tuple[str, ...
     return fields
 
 
-def merge(*layers: Mapping[str, Any]) -> dict[str, Any]:
+def merge_fields(*layers: Mapping[str, Any]) -> dict[str, Any]:
     """Merges the fields of all layers, later ones over earlier ones."""
     fields = {name: value for layer in layers for name, value in layer.items()}
     # The block accelerate writes says `sequence_parallelism: true` also for tp 1, where it has no meaning. In the last

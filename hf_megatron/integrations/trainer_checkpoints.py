@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ..checkpoint import saved_generators
 from ..checkpoint.asynchronous import AsyncSaver
-from ..checkpoint.discovery import committed, fresh_name, is_committed, latest, versions
+from ..checkpoint.discovery import committed, fresh_name, is_committed, latest, saves_of
 from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..checkpoint.state_file import read_packed, write_packed
 from ..checkpoint.training_state import facts, load_model, load_optimizers, pieces, write_config
@@ -40,7 +40,7 @@ def _holds_shards(path: Any) -> bool:
 
 def train(original: Callable, self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
     """Trains from the newest save of the step that is named, and waits at the end for a save under way."""
-    if isinstance(resume_from_checkpoint, str) and (saved := versions(Path(resume_from_checkpoint))):
+    if isinstance(resume_from_checkpoint, str) and (saved := saves_of(Path(resume_from_checkpoint))):
         resume_from_checkpoint = str(saved[0])
     state = parallel_state(self.model)
     if state is None:

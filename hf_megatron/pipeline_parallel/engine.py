@@ -35,7 +35,7 @@ from .executor import Execution
 from .loss_scale import LossScale, ScheduledGradients
 from .microbatches import batch_rows, describe, split
 from .outputs import AbsentLogits, KeptGraphs, PipelineOutput, ScheduledLoss
-from .schedules import Action, backward_plan, forward_plan, plan, schedule, valid_microbatches
+from .schedules import Action, backward_plan, forward_plan, rank_actions, schedule, valid_microbatches
 from .transport import Transport
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ class Pipeline(Shared):
             return (loss,)
 
         sizes = self.schedule.name, self.config.pp_size, self.stages_per_rank, len(microbatches)
-        actions = plan(*sizes)[self.mesh.pp_rank]
+        actions = rank_actions(*sizes)[self.mesh.pp_rank]
         gradients = self._gradients(actions)
         execution = self._execution(microbatches, weights, denominator, read)
         seed = torch.tensor(gradients.seed, device=self.mesh.device)

@@ -151,7 +151,7 @@ def rank_of_stage(name: str, ranks: int, stages_per_rank: int) -> tuple[int, ...
     return tuple(rank for one in rounds for rank in one)
 
 
-def plan(name: str, ranks: int, stages_per_rank: int, microbatches: int) -> Plan:
+def rank_actions(name: str, ranks: int, stages_per_rank: int, microbatches: int) -> Plan:
     """Returns the actions of every rank for one step, sends and receives included; raises as `check_schedule`."""
     check_schedule(name, ranks, stages_per_rank, microbatches)
     return _plan(schedule(name), ranks, stages_per_rank, microbatches)
@@ -175,7 +175,7 @@ def bubble(
     Args:
         costs (`tuple[float, float, float]`): time of one stage's forward, gradient of inputs and gradient of weights.
     """
-    actions = plan(name, ranks, stages_per_rank, microbatches)
+    actions = rank_actions(name, ranks, stages_per_rank, microbatches)
     forward, inputs, weights = costs
     time = {
         Kind.FORWARD: forward,

@@ -39,7 +39,7 @@ def is_verified(class_name: str, model_type: str, config: MegatronConfig) -> boo
     return passed.issuperset(layout_kinds(config))
 
 
-def versions() -> dict[str, str]:
+def tested_versions() -> dict[str, str]:
     """Returns the versions a result was made with."""
     return {name: metadata.version(name) for name in _VERSIONS}
 

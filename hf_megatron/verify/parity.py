@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 
 from ..config import MegatronConfig
 from ..integrations.gate import ConfigUnderTest
-from .compare import Comparison, Error, compare
+from .compare import Verdict, Error, judge
 from .measure import Measurement, measure
 from .ranks import run_ranks
 from .twin import draw_parameters, make_batch, tiny_config
@@ -113,7 +113,7 @@ def _draw(
     except RuntimeError:
         # Parts of the model compute in fp32 by name and refuse weights of another type: nothing to compare with.
         return twin
-    twin.condition = compare(twin.reference, precise).worst.value
+    twin.condition = judge(twin.reference, precise).worst.value
     return twin
 
 
@@ -124,7 +124,7 @@ def check_twin(
     sabotage: Callable[[], None] | None = None,
     timeout: float = 120.0,
     prepare: Callable[[Any], None] | None = None,
-) -> Comparison:
+) -> Verdict:
     """Compares the twin on the ranks of `config` with its reference.
 
     Args:
@@ -146,9 +146,9 @@ def check_twin(
         return measure(model, twin.batches)
 
     measurements = run_ranks(on_rank, config.ranks_per_replica * (config.dp_size or 1), timeout=timeout)
-    comparison = compare(measurements[0], twin.reference)
+    comparison = judge(measurements[0], twin.reference)
     for rank, other in enumerate(measurements[1:], 1):
         if (other.loss, other.norm) != (measurements[0].loss, measurements[0].norm):
             disagreement = Error(f"rank {rank} reports another loss or norm than rank 0", float("inf"))
-            return Comparison((disagreement, *comparison.errors))
+            return Verdict((disagreement, *comparison.errors))
     return comparison

@@ -11,7 +11,7 @@ from hf_megatron.cli import app
 from hf_megatron.config import MegatronConfig
 from hf_megatron.integrations.gate import ConfigUnderTest
 from hf_megatron.integrations.trainer_timeline import TimelineCallback
-from hf_megatron.pipeline_parallel.schedules import plan
+from hf_megatron.pipeline_parallel.schedules import rank_actions
 from hf_megatron.profile.spans import COMPUTE
 from hf_megatron.profile.timeline import bubble_share
 from hf_megatron.verify.pipeline_timeline import draw_timeline
@@ -36,7 +36,7 @@ def computations(timeline, rank):
 
 
 def test_every_computation_is_there_once_on_its_rank_and_in_order(timeline):
-    actions = plan(timeline.schedule, RANKS, timeline.stages // RANKS, MICROBATCHES)
+    actions = rank_actions(timeline.schedule, RANKS, timeline.stages // RANKS, MICROBATCHES)
     for rank in range(RANKS):
         planned = [(action.kind.value, action.stage, action.microbatch) for action in actions[rank]]
         # The first stage hands no gradient on: its whole backward is the second of the two steps.

@@ -6,7 +6,7 @@ import torch
 from hf_megatron.conversion.megatron.names import (
     RankSplit,
     canonical,
-    cut,
+    rank_views,
     expert_of,
     extra_states,
     local,
@@ -146,22 +146,22 @@ def test_all_experts_in_one_tensor():
 def test_ranks_share_gate_and_up(gated):
     tensor = torch.arange(8)
     split = RankSplit(0, halves=True)
-    parts = [torch.cat(cut(tensor, split, rank, 2, gated)).tolist() for rank in range(2)]
+    parts = [torch.cat(rank_views(tensor, split, rank, 2, gated)).tolist() for rank in range(2)]
     assert parts == ([[0, 1, 4, 5], [2, 3, 6, 7]] if gated else [[0, 1, 2, 3], [4, 5, 6, 7]])
 
 
 def test_columns_are_views():
     tensor = torch.arange(12).view(2, 6)
-    (part,) = cut(tensor, RankSplit(1), 1, 3, gated=True)
+    (part,) = rank_views(tensor, RankSplit(1), 1, 3, gated=True)
     assert part.tolist() == [[2, 3], [8, 9]]
     assert part.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
 
 
 def test_what_does_not_divide_is_refused():
     with pytest.raises(CheckpointError, match="10 in dimension 0 do not divide evenly over 4 ranks"):
-        cut(torch.empty(10), RankSplit(0), 0, 4, gated=True)
+        rank_views(torch.empty(10), RankSplit(0), 0, 4, gated=True)
     with pytest.raises(CheckpointError, match="in each of gate and up"):
-        cut(torch.empty(6), RankSplit(0, halves=True), 0, 2, gated=True)
+        rank_views(torch.empty(6), RankSplit(0, halves=True), 0, 2, gated=True)
 
 
 def test_extra_states_are_those_of_modules_that_have_them():

@@ -16,7 +16,7 @@ from hf_megatron.pipeline_parallel.schedules import (
     bubble,
     check_schedule,
     forward_plan,
-    plan,
+    rank_actions,
     rank_of_stage,
     register_schedule,
     schedule,
@@ -127,7 +127,7 @@ def test_registered_names():
 def test_every_plan_runs(name):
     for ranks, stages_per_rank, microbatches in sizes_of(name):
         placement = rank_of_stage(name, ranks, stages_per_rank)
-        computed = simulate(plan(name, ranks, stages_per_rank, microbatches), placement)
+        computed = simulate(rank_actions(name, ranks, stages_per_rank, microbatches), placement)
         assert set(computed.values()) == {1}
         for stage in range(ranks * stages_per_rank):
             for microbatch in range(microbatches):
@@ -164,7 +164,7 @@ def test_one_way_plans_need_no_valid_number_of_microbatches():
     "fault", ["receives swapped", "send left out", "sent too early", "forward twice", "waits for each other"]
 )
 def test_the_simulator_finds_faults(fault):
-    actions = [list(order) for order in plan("1f1b", 3, 1, 4)]
+    actions = [list(order) for order in rank_actions("1f1b", 3, 1, 4)]
     placement = rank_of_stage("1f1b", 3, 1)
 
     def places(rank, kind):
@@ -194,7 +194,7 @@ def test_the_simulator_finds_faults(fault):
 def test_one_forward_one_backward_holds_few_activations():
     for ranks in (2, 3, 4):
         for microbatches in range(1, 10):
-            for rank, order in enumerate(plan("1f1b", ranks, 1, microbatches)):
+            for rank, order in enumerate(rank_actions("1f1b", ranks, 1, microbatches)):
                 live, peak = 0, 0
                 for action in order:
                     live += {Kind.FORWARD: 1, Kind.BACKWARD: -1}.get(action.kind, 0)
@@ -260,7 +260,7 @@ def test_stated_limits_are_torchs(name):
     ],
 )
 def test_impossible_sizes_are_named(sizes, words):
-    for function in (check_schedule, plan, bubble):
+    for function in (check_schedule, rank_actions, bubble):
         with pytest.raises(ConfigError) as error:
             function(*sizes)
         assert all(word in str(error.value) for word in words)
@@ -299,7 +299,7 @@ def test_a_schedule_is_one_registration(monkeypatch):
         )
 
     register_schedule(Schedule("one_by_one", one_by_one, fixed=1))
-    simulate(plan("one_by_one", 3, 1, 4), rank_of_stage("one_by_one", 3, 1))
+    simulate(rank_actions("one_by_one", 3, 1, 4), rank_of_stage("one_by_one", 3, 1))
     assert bubble("one_by_one", 4, 1, 8) == pytest.approx(3 / 4)
     with pytest.raises(ConfigError, match="registered already"):
         register_schedule(Schedule("1f1b", one_by_one, fixed=1))

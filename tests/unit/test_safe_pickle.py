@@ -11,7 +11,7 @@ import subprocess
 import pytest
 
 from hf_megatron import CheckpointError
-from hf_megatron.conversion.torch_files.safe_pickle import Named, Record, records, unpickle
+from hf_megatron.conversion.torch_files.safe_pickle import Named, Record, record_names, unpickle
 
 VALUES = [
     None,
@@ -46,7 +46,7 @@ def test_plain_values_are_those_of_pickle(value, protocol):
 def test_objects_become_records():
     shared = [1]
     value = argparse.Namespace(a=shared, b=shared)
-    found = unpickle(pickle.dumps(value), "here", records("argparse.Namespace"))
+    found = unpickle(pickle.dumps(value), "here", record_names("argparse.Namespace"))
     assert type(found) is Record
     assert (found.kind, found["a"], found.get("c")) == ("argparse.Namespace", [1], None)
     assert found["a"] is found["b"]
@@ -56,7 +56,7 @@ def test_objects_become_records():
 
 def refused(data: bytes, *needles: str) -> None:
     with pytest.raises(CheckpointError) as caught:
-        unpickle(data, "folder/.metadata", records("argparse.Namespace"), prefixes=("megatron.",))
+        unpickle(data, "folder/.metadata", record_names("argparse.Namespace"), prefixes=("megatron.",))
     assert "folder/.metadata" in str(caught.value)
     for needle in needles:
         assert needle in str(caught.value)
@@ -161,7 +161,7 @@ def test_deep_nesting_needs_no_recursion():
 
 def test_every_cut_and_any_flipped_byte_is_refused_or_harmless(tmp_path):
     value = {"items": [argparse.Namespace(shape=(1, 2), name="x" * 40, big=2**70)] * 3, "rest": {1, 2}}
-    names = records("argparse.Namespace")
+    names = record_names("argparse.Namespace")
     for protocol in (2, 4):
         data = pickle.dumps(value, protocol)
         for end in range(len(data)):
