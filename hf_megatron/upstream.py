@@ -95,7 +95,7 @@ class _LocalView(torch.autograd.Function):
         return DTensor(gradient, ctx.spec, requires_grad=False)
 
 
-def local_view(parameter: DTensor) -> torch.Tensor:
+def dtensor_local_view(parameter: DTensor) -> torch.Tensor:
     """Returns the differentiable local tensor of a parameter of any shape; its gradient arrives as a DTensor.
 
     Uses private fields and the constructor of `DTensor`, the same in torch 2.11 to 2.13; the compiler knows `to_local`.

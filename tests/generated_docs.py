@@ -19,15 +19,11 @@ LONG_FILES = {
     "hf_megatron/upstream.py": "all private and versioned symbols that are called lie in one file, in sections",
     "hf_megatron/verify/twin.py": "one table of numeric features and how a config switches each on",
     "hf_megatron/communication/watch.py": "one protocol: what a rank tells the others when it fails or goes silent",
-    "hf_megatron/profile/timeline.py": "one measurement drawn as PNG, HTML and trace",
     "hf_megatron/pipeline_parallel/engine.py": "the two ways of a pipelined call share their preparation",
-    "hf_megatron/pipeline_parallel/schedules.py": "every schedule as data, beside the rules they are checked by",
     "hf_megatron/integrations/accelerate.py": "the only file that reads the environment, and Accelerator's setup",
     "hf_megatron/checkpoint/training_state.py": "writing and reading of weights and optimizers mirror each other",
     "hf_megatron/data_parallel/optimizer.py": "one optimizer's life between two steps",
-    "hf_megatron/data_parallel/reduction.py": "one bucket's life between two steps",
     "hf_megatron/checkpoint/transaction.py": "one save from the first byte to the pointer",
-    "hf_megatron/integrations/trainer_checkpoints.py": "Trainer's seven functions around one folder",
 }
 
 

@@ -79,7 +79,11 @@ def optimizer_of(common: Mapping[Any, Any]) -> OptimizerState | None:
             if isinstance(group, dict):
                 steps |= _steps([group.get("step")])
                 groups.append(
-                    {name: group[name] for name in group if name not in ("params", "step") and is_plain_value(group[name])}
+                    {
+                        name: group[name]
+                        for name in group
+                        if name not in ("params", "step") and is_plain_value(group[name])
+                    }
                 )
     return OptimizerState(max(steps), tuple(groups)) if steps else None
 

@@ -13,7 +13,16 @@ from torch import Tensor
 from ...errors import CheckpointError
 from ...files.safetensors import TensorMeta
 from ..megatron.folder import TRACKER, folder_name, tracker_text
-from ..megatron.names import EXPERTS, LAYER, RankSplit, rank_views, extra_states, local, name_of_expert, tensor_parallel_split
+from ..megatron.names import (
+    EXPERTS,
+    LAYER,
+    RankSplit,
+    extra_states,
+    local,
+    name_of_expert,
+    rank_views,
+    tensor_parallel_split,
+)
 from ..output import Output
 from ..tensors import WEIGHT, Key, MegatronModel, TargetOptions, Writer
 from ..torch_files.archive_writer import ArchiveWriter, StorageSlot

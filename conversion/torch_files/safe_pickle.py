@@ -13,7 +13,7 @@ from typing import Any
 from ...errors import CheckpointError
 from .pickle_machine import Machine, Named, Record, hashable
 
-__all__ = ["CONTAINERS", "Named", "Names", "Record", "records", "unpickle"]
+__all__ = ["CONTAINERS", "Named", "Names", "Record", "record_names", "unpickle"]
 
 # What a pickle may name: a `Named`, or the value itself (a dtype).
 Names = Mapping[str, Any]

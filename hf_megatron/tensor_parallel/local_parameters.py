@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from ..communication.collectives import copy_to_ranks
 from ..mesh import ParallelMesh
-from ..upstream import local_view as differentiable_local
+from ..upstream import dtensor_local_view as differentiable_local
 
 
 def local_view(parameter: Tensor | None, group: dist.ProcessGroup | None = None) -> Tensor | None:

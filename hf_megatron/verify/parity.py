@@ -14,8 +14,8 @@ from transformers import PreTrainedConfig
 
 from ..config import MegatronConfig
 from ..integrations.gate import ConfigUnderTest
-from .compare import Verdict, Error, judge
 from .measure import Measurement, measure
+from .metric import Error, Judgement, judge
 from .ranks import run_ranks
 from .twin import draw_parameters, make_batch, tiny_config
 
@@ -124,7 +124,7 @@ def check_twin(
     sabotage: Callable[[], None] | None = None,
     timeout: float = 120.0,
     prepare: Callable[[Any], None] | None = None,
-) -> Verdict:
+) -> Judgement:
     """Compares the twin on the ranks of `config` with its reference.
 
     Args:
@@ -150,5 +150,5 @@ def check_twin(
     for rank, other in enumerate(measurements[1:], 1):
         if (other.loss, other.norm) != (measurements[0].loss, measurements[0].norm):
             disagreement = Error(f"rank {rank} reports another loss or norm than rank 0", float("inf"))
-            return Verdict((disagreement, *comparison.errors))
+            return Judgement((disagreement, *comparison.errors))
     return comparison

@@ -95,6 +95,8 @@ def _be_rank(function: Callable, rank: int, world_size: int, directory: Path, ar
         forget_accelerate_state()
         store = dist.FileStore(str(directory / "store"), world_size)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+        # A rank that has nothing to do would be gone before others are connected to it.
+        dist.barrier()
         result = function(*args, **kwargs)
         try:
             outcome = pickle.dumps((True, result))

@@ -22,8 +22,8 @@ from hf_megatron.pipeline_parallel import engine
 from hf_megatron.pipeline_parallel.transport import Transport
 from hf_megatron.tensor_parallel import vocab_log_probs
 from hf_megatron.verify.check import parse_layouts
-from hf_megatron.verify.compare import gradient_errors
 from hf_megatron.verify.measure import Measurement, _full, _gradients
+from hf_megatron.verify.metric import gradient_errors
 from hf_megatron.verify.ranks import run_ranks
 from tests.references import trained_alone
 from tests.shared_twins import make_twin

@@ -5,8 +5,8 @@ import torch
 from transformers import CONFIG_MAPPING
 
 from hf_megatron.integrations.gate import ConfigUnderTest
-from hf_megatron.verify.compare import reference_error
 from hf_megatron.verify.measure import measure
+from hf_megatron.verify.metric import reference_error
 from hf_megatron.verify.ranks import run_ranks
 from tests.shared_twins import make_twin
 

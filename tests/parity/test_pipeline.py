@@ -18,8 +18,8 @@ from hf_megatron.parallelize import parallel_state
 from hf_megatron.pipeline_parallel.schedules import SCHEDULES
 from hf_megatron.upstream import splits_python_functions
 from hf_megatron.verify.check import parse_layouts
-from hf_megatron.verify.compare import gradient_errors
 from hf_megatron.verify.measure import Measurement, _full, _gradients, measure
+from hf_megatron.verify.metric import gradient_errors
 from hf_megatron.verify.parity import Twin, check_twin
 from hf_megatron.verify.ranks import run_ranks
 from hf_megatron.verify.twin import make_batch

@@ -6,11 +6,11 @@ import torch
 from hf_megatron.conversion.megatron.names import (
     RankSplit,
     canonical,
-    rank_views,
     expert_of,
     extra_states,
     local,
     name_of_expert,
+    rank_views,
     spellings,
     tensor_parallel_split,
 )

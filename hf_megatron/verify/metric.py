@@ -32,7 +32,7 @@ class Error:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Judgement:
     """All errors of one case, the worst first."""
 
     errors: tuple[Error, ...]
@@ -69,7 +69,7 @@ def _tensor_error(a: Tensor, b: Tensor, scale: float) -> float:
     return difference / scale if scale else (0.0 if difference == 0 else float("inf"))
 
 
-def judge(found: Measurement, reference: Measurement) -> Verdict:
+def judge(found: Measurement, reference: Measurement) -> Judgement:
     """Compares a measurement with the one-process reference."""
     errors = [
         Error("loss", _relative(found.loss, reference.loss, LOSS)),
@@ -82,7 +82,7 @@ def judge(found: Measurement, reference: Measurement) -> Verdict:
             a = found.weights.get(optimizer, {}).get(name)
             value = float("inf") if a is None else _tensor_error(a, b, _largest(b) * WEIGHTS)
             errors.append(Error(f"{name} after {optimizer}", value))
-    return Verdict(tuple(sorted(errors, key=lambda error: -error.value)))
+    return Judgement(tuple(sorted(errors, key=lambda error: -error.value)))
 
 
 def gradient_errors(found: Measurement, reference: Measurement) -> list[Error]:
