@@ -23,6 +23,7 @@ class Format:
         name: as `--to` and `--from` know it.
         title: for people.
         marks: what a folder of the format has, for the error about one that has nothing of any.
+        files: a pattern of the names of its own files, which do not go along when config and tokenizer are copied.
         recognise: whether a folder is one, by its path and the names in it; the registry asks in its order.
         open: a folder as tensors of the model; path, architecture, whether to compare checksums.
         create: a writer that takes tensors of the model in the order of a plan; output, plan, architecture, options,
@@ -38,6 +39,7 @@ class Format:
     name: str
     title: str
     marks: str
+    files: str
     recognise: Callable[[Path, Sequence[str]], bool]
     open: Callable[[Path, Architecture, bool], Reader]
     create: Create

@@ -6,6 +6,7 @@ in them (`decoder.layers.3.mlp.linear_fc1.weight`) and global shapes, however a 
 `families/` leads from one to the other.
 """
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -163,6 +164,10 @@ class Writer(ABC):
         """
 
 
+# As huggingface_hub reads them; a number alone is an `int`.
+_SIZE = re.compile(r"[1-9]\d*|\d*\.?\d+ ?[KMGT]B", re.IGNORECASE)
+
+
 @dataclass(frozen=True)
 class TargetOptions:
     """How a written checkpoint is split, where its format knows of that.
@@ -188,6 +193,10 @@ class TargetOptions:
         for name in ("tp_size", "pp_size", "ep_size", "make_vocab_size_divisible_by"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)}: expected 1 or more.")
+        if not _SIZE.fullmatch(str(self.max_shard_size)):
+            raise ConfigError(f"max_shard_size={self.max_shard_size!r}: expected bytes or a size such as 500MB or 5GB.")
+        if str(self.max_shard_size).isdecimal():
+            object.__setattr__(self, "max_shard_size", int(self.max_shard_size))
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ from ..files.safetensors import TensorMeta
 from .architecture import Architecture
 from .families import family_of
 from .format import Format
-from .hugging_face.writer import copy_small_files
 from .megatron.rules import Rule
 from .output import Output
+from .small_files import copy_small_files
 from .source import RECORD
 from .tensors import MAIN_WEIGHT, MOMENTS, WEIGHT, Key, OptimizerState, Reader, TargetOptions, Writer, largest
 

@@ -185,8 +185,11 @@ class MegatronConfig:
         """Reads a YAML file that holds a mapping of field names."""
         import yaml
 
-        with open(path, encoding="utf-8") as file:
-            values = yaml.safe_load(file)
+        try:
+            with open(path, encoding="utf-8") as file:
+                values = yaml.safe_load(file)
+        except (OSError, ValueError, yaml.YAMLError) as error:
+            raise ConfigError(f"{os.fspath(path)}: no readable file of MegatronConfig fields: {error}") from error
         if not isinstance(values, Mapping):
             raise ConfigError(
                 f"{os.fspath(path)}: expected a mapping of MegatronConfig fields, got {type(values).__name__}."

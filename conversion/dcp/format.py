@@ -19,6 +19,7 @@ FORMAT = Format(
     name="dcp",
     title="torch DCP under Hugging Face names",
     marks=f"{METADATA} or shard-*.safetensors",
+    files=r".*\.distcp",
     recognise=_recognise,
     open=lambda path, architecture, verify: DcpReader(path, architecture.saved_names, architecture.first_name),
     create=lambda output, plan, architecture, options, iteration, optimizer: DcpWriter(output, plan, optimizer),

@@ -12,6 +12,7 @@ FORMAT = Format(
     name="hf",
     title="Hugging Face folder",
     marks="model.safetensors or its index",
+    files=r".*\.(safetensors|bin)|.*\.index(\..*)?\.json",
     recognise=lambda path, names: any(map(_WEIGHTS.fullmatch, names)),
     open=lambda path, architecture, verify: HuggingFaceReader(path, architecture),
     create=lambda output, plan, architecture, options, iteration, optimizer: HuggingFaceWriter(

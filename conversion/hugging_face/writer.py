@@ -1,23 +1,18 @@
 """Writes Hugging Face folders: safetensors under the names of the model's files, and the small files beside them."""
 
 import json
-import re
 from collections.abc import Mapping
-from pathlib import Path
 
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
 
 from ...errors import CheckpointError
-from ...files.paths import inside
 from ...files.safetensors import SafetensorsWriter, TensorMeta
 from ...upstream import conversion_groups, revert_conversion
 from ..architecture import Architecture
 from ..output import Output
 from ..tensors import Key, TargetOptions, Writer
 
-# Tokenizers have tens of megabytes.
-LARGEST_SMALL_FILE = 256 << 20
 INDEX = "model.safetensors.index.json"
 
 
@@ -77,26 +72,3 @@ class HuggingFaceWriter(Writer):
     def finish(self) -> None:
         for stream in self._streams.values():
             stream.finish()
-
-
-def copy_small_files(source: Path, output: Output) -> list[str]:
-    """Copies config, tokenizer and the like: every plain file that holds no weights and is of no training run.
-
-    Raises:
-        CheckpointError: a link leads out of the folder, or a file is large.
-    """
-    copied = []
-    for path in sorted(source.iterdir()):
-        if path.is_file() and not _OTHERS.fullmatch(path.name):
-            if inside(source, path.name).stat().st_size > LARGEST_SMALL_FILE:
-                raise CheckpointError(f"{path} is neither weights nor a small file: move it out of the folder.")
-            output.add(path.name, path.read_bytes())
-            copied.append(path.name)
-    return copied
-
-
-_OTHERS = re.compile(
-    r"\..*|shard-.*|random-.*|data-.*|loop\..*|trainer_state\..*|training_args\..*|manifest\.json|conversion\.json"
-    r"|metadata\.json|latest|latest_checkpointed_iteration\.txt|README\.md|loss\.png|optimizer.*|scheduler.*|scaler.*|rng_state.*|.*\.index(\..*)?\.json"
-    r"|.*\.(safetensors|bin|pt|pth|pkl|ckpt|distcp|h5|msgpack|gguf|onnx|tmp)"
-)

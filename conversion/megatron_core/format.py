@@ -20,6 +20,7 @@ FORMAT = megatron_format(
     name="megatron_core",
     title="Megatron-Core torch_dist",
     marks=CONFIG,
+    files=r"metadata\.json|.*\.distcp|latest_checkpointed_iteration\.txt",
     recognise=lambda path, names: CONFIG in names and METADATA in names,
     alias="torch_dist",
     moments=True,

@@ -17,6 +17,7 @@ FORMAT = megatron_format(
     name="megatron_legacy",
     title="Megatron legacy torch (mp_rank_XX)",
     marks="mp_rank_*",
+    files=r"latest_checkpointed_iteration\.txt",
     recognise=lambda path, names: any(map(_RANK.fullmatch, names)),
     alias="torch",
     options=frozenset({"tp_size", "ep_size", "make_vocab_size_divisible_by", "pp_size", "local_names"}),

@@ -9,6 +9,7 @@ FORMAT = Format(
     name="sharded",
     title="hf_megatron sharded checkpoint",
     marks=MANIFEST,
+    files=r"(shard|random|data)-.*|loop\..*|manifest\.json|latest",
     recognise=lambda path, names: MANIFEST in names,
     open=ShardedReader,
     create=lambda output, plan, architecture, options, iteration, optimizer: ShardedWriter(

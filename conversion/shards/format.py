@@ -8,6 +8,7 @@ FORMAT = Format(
     name="shards",
     title="transformers' shard-*.safetensors folder",
     marks="shard-*.safetensors",
+    files=r"shard-.*",
     recognise=lambda path, names: False,
     open=DCP.open,
     create=lambda output, plan, architecture, options, iteration, optimizer: ShardsWriter(output, plan),

@@ -21,15 +21,18 @@ def check(
     class_name: Annotated[str, typer.Option("--class", help="A transformers class instead of the causal one.")] = "",
     task: Annotated[str, typer.Option(help="causal, masked, seq2seq or classification.")] = "causal",
     record: Annotated[Path | None, typer.Option(help="Write the results into this verified.json.")] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds per layout.")] = 120.0,
+    timeout: Annotated[float, typer.Option(help="Seconds per layout.", min=1)] = 120.0,
 ) -> None:
     """Compare a tiny twin of MODELS on several CPU ranks with one process: loss, every gradient, updated weights.
 
     Exit codes: 0 all equal, 1 a mismatch, 2 wrong usage.
     """
+    from ..errors import ConfigError
     from ..verify.check import check_models, parse_layouts
 
     with failing():
+        if record is not None and not record.parent.is_dir():
+            raise ConfigError(f"--record {record}: {record.parent} is no folder.")
         wanted = parse_layouts(layouts or f"tp{tp}" + ("+sp" if sp else "") + f"+pp{pp}")
         rows = check_models(models, wanted, class_name=class_name or None, task=task, timeout=timeout, echo=typer.echo)
     if record is not None:

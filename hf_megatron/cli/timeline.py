@@ -21,7 +21,7 @@ def timeline(
     batch_size: Annotated[int, typer.Option(help="Rows of a step, all microbatches together.", min=1)] = 8,
     sequence_length: Annotated[int, typer.Option(help="Tokens of a row.", min=2)] = 64,
     steps: Annotated[int, typer.Option(help="Optimizer steps; the last one is drawn.", min=1)] = 3,
-    timeout: Annotated[float, typer.Option(help="Seconds.")] = 300.0,
+    timeout: Annotated[float, typer.Option(help="Seconds.", min=1)] = 300.0,
 ) -> None:
     """Run a small MODEL on a pipeline of CPU ranks and draw one step, with its bubble beside the formula's."""
     from ..config import MegatronConfig

@@ -111,7 +111,7 @@ def _lock_file(folder: Path) -> Path:
 
 def _lock(folder: Path) -> int:
     while True:
-        descriptor = os.open(_lock_file(folder), os.O_RDWR | os.O_CREAT)
+        descriptor = os.open(_lock_file(folder), os.O_RDWR | os.O_CREAT, 0o600)
         # Where the file system knows no locks, only writers of the same target take this folder for a leftover.
         with contextlib.suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_EX)

@@ -6,6 +6,7 @@ states are JSON and safetensors.
 """
 
 import functools
+import re
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
@@ -173,7 +174,21 @@ def compare_arguments(original: Callable, training_args: Any, trainer_state: Any
 def get_last_checkpoint(original: Callable, folder: str) -> str | None:
     """Returns the complete checkpoint that `latest` names, else the newest; stock takes the highest number."""
     found = latest(folder) if committed(Path(folder)) else None
-    return original(folder) if found is None else str(found)
+    highest = original(folder)
+    if found is None or highest is None:
+        return highest if found is None else str(found)
+    if _number(highest) > _number(found) and not is_committed(highest):
+        warnings.warn(
+            f"{highest} is passed over for {found}: it has no manifest.json, because plain Trainer wrote it or a save "
+            "was cut short. Name it in resume_from_checkpoint, or delete it.",
+            stacklevel=2,
+        )
+    return str(found)
+
+
+def _number(checkpoint: str | Path) -> int:
+    found = re.search(r"-(\d+)", Path(checkpoint).name)
+    return int(found[1]) if found else -1
 
 
 def open_verified(path: Any, model: Any) -> Checkpoint:

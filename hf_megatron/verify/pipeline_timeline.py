@@ -80,6 +80,9 @@ def draw_timeline(
     # Here rather than as the error of a rank.
     order = schedule(config.pipeline_schedule)
     check_schedule(order.name, config.pp_size, config.virtual_stages or order.stages_per_rank)
+    stages = config.pp_size * (config.virtual_stages or order.stages_per_rank)
+    if layers < stages:
+        raise ConfigError(f"layers = {layers}: expected {stages} or more, one for each stage.")
     if steps < 1:
         raise ConfigError(f"steps = {steps}: expected 1 or more; the last one is drawn.")
     small = small_config(resolve_config(model), layers=layers, sequence_length=sequence_length, hidden=hidden)

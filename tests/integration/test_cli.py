@@ -67,3 +67,23 @@ def test_help_imports_nothing_heavy():
         "assert not {'torch', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_help_names_every_format():
+    from hf_megatron.conversion.formats import FORMATS
+
+    text = run("convert", "--help").output
+    assert all(format.name in text and format.alias in text for format in FORMATS.values())
+
+
+def test_what_cannot_be_written_or_drawn_is_said_first(tmp_path):
+    for words, said in (
+        (("check", "llama", "--record", str(tmp_path / "no" / "verified.json")), "is no folder"),
+        (("check", "llama", "--timeout", "0"), "--timeout"),
+        (("timeline", "llama", "--layers", "1", "--output", str(tmp_path / "out")), "layers = 1: expected 2"),
+        (("merge", str(tmp_path), str(tmp_path / "out"), "--max-shard-size", "-5GB"), "max_shard_size='-5GB'"),
+        (("convert", str(tmp_path), str(tmp_path / "out"), "--to", "hf", "--max-shard-size", "abc"), "'abc'"),
+        (("pull", "a/b", str(tmp_path / "out"), "--config", str(tmp_path / "no.yaml")), "no.yaml: no readable file"),
+    ):
+        result = run(*words)
+        assert result.exit_code == 2 and said in result.output, (words, result.output)

@@ -38,6 +38,7 @@ ELSEWHERE = {
     r"python -m pytest .*|ruff check \.": ".ci/run",
     r"python benchmarks/.*": "tests/integration/test_benchmarks.py",
     r"python tests/matrix\.py": "tests/matrix.json",
+    r"python -m tests\.generated_docs": "tests/integration/test_docs.py",
     r"pip install .*(hf_megatron\[plots\]|megatron-core).*": "tests/integration/test_packaging.py",
 }
 

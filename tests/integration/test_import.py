@@ -23,7 +23,7 @@ from transformers import PreTrainedModel, Trainer
 from hf_megatron.patch_ledger import LEDGER
 for name in ("transformers.modeling_utils:PreTrainedModel.from_pretrained", "transformers.trainer:Trainer.__init__"):
     assert LEDGER.patches[name].applied, name
-assert PreTrainedModel.from_pretrained.__func__.__code__.co_filename.endswith("integrations/transformers.py")
+assert PreTrainedModel.from_pretrained.__func__.__code__.co_filename.endswith("patch_ledger.py")
 """
     )
 

@@ -195,3 +195,14 @@ def test_background_saves_and_training_collectives_do_not_mix(tmp_path):
         assert torch.equal(out, torch.full((2000,), float(step)))
         assert {"state-0", "state-1"} <= checkpoint.manifest.files.keys()
     assert latest(tmp_path) == tmp_path / "step-3"
+
+
+def test_a_newer_checkpoint_of_plain_trainer_is_passed_over_with_a_warning(tmp_path):
+    from transformers.trainer import get_last_checkpoint
+
+    save_alone(tmp_path / "checkpoint-8")
+    (tmp_path / "checkpoint-6").mkdir()
+    assert get_last_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-8")
+    (tmp_path / "checkpoint-10").mkdir()
+    with pytest.warns(UserWarning, match="checkpoint-10 is passed over for .*checkpoint-8"):
+        assert get_last_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-8")
