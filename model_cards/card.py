@@ -1,6 +1,7 @@
 """Rendering, checking and writing model cards."""
 
 import dataclasses
+import functools
 import math
 import os
 import re
@@ -12,6 +13,7 @@ from typing import Any
 import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData, metadata_load
 from huggingface_hub.repocard_data import model_index_to_eval_results
+from jinja2 import Template
 
 from ..errors import ConfigError
 from ..files.paths import replace_file
@@ -30,7 +32,13 @@ _ABSOLUTE_PATH = re.compile(r"(?<![\w:/.~<*)\]-])/(?:[\w.@+-]+/)+[\w.@+-]*|(?<!\
 def render(facts: CardFacts, picture: str | None = None) -> ModelCard:
     """Renders the card of a model; `picture` is the file with the losses, relative to the card."""
     variables = {"marker": MARKER, "facts": facts, "picture": picture, **template_variables(facts)}
-    return ModelCard.from_template(card_data(facts), str(_TEMPLATE), **variables)
+    return ModelCard(_template().render(card_data=card_data(facts).to_yaml(), **variables))
+
+
+@functools.cache
+def _template() -> Template:
+    # `ModelCard.from_template` compiles it for every card.
+    return Template(_TEMPLATE.read_text(encoding="utf-8"))
 
 
 def card_data(facts: CardFacts) -> ModelCardData:

@@ -36,7 +36,8 @@ class WeightFile:
         try:
             if complete:
                 self._writer.finish()
-                self._file.close()
+                # As durable as stock's.
+                self._file.close(durable=False)
                 os.replace(self._file.path, self._path)
         finally:
             self._file.discard()

@@ -97,10 +97,11 @@ class NewFile:
         with contextlib.suppress(OSError):
             self._file.close()
 
-    def close(self) -> None:
-        """Makes the file durable."""
+    def close(self, durable: bool = True) -> None:
+        """Closes the file, and makes it durable unless that is left out."""
         if not self._file.closed:
-            os.fsync(self._file.fileno())
+            if durable:
+                os.fsync(self._file.fileno())
             self._file.close()
 
 
