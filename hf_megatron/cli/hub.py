@@ -75,7 +75,7 @@ def pull(
 
 
 def parse_ranks(text: str) -> list[int]:
-    """`0-3,6` -> `[0, 1, 2, 3, 6]`.
+    """Reads `0-3,6` as `[0, 1, 2, 3, 6]`.
 
     Raises:
         ConfigError: the text is not that.

@@ -26,11 +26,11 @@ class Memory:
     """Where tensors are put; this one takes fresh memory for each."""
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """An uninitialised tensor on the CPU."""
+        """Returns an uninitialised tensor on the CPU."""
         return torch.empty(tuple(shape), dtype=dtype)
 
     def like(self, tensor: Tensor, shape: Sequence[int]) -> Tensor:
-        """An uninitialised tensor of another shape; on the meta device where `tensor` is."""
+        """Returns an uninitialised tensor of another shape; on the meta device where `tensor` is."""
         if tensor.device.type == "meta":
             return torch.empty(tuple(shape), dtype=tensor.dtype, device="meta")
         return self.empty(shape, tensor.dtype)
@@ -50,7 +50,7 @@ class Memory:
         return out
 
     def contiguous(self, tensor: Tensor) -> Tensor:
-        """The tensor itself where its entries lie in order, else a copy in which they do."""
+        """Returns the tensor, of any shape, if its entries lie in order, else a copy in which they do."""
         if tensor.is_contiguous():
             return tensor
         return self.like(tensor, tensor.shape).copy_(tensor)

@@ -47,7 +47,7 @@ class DataFile:
             buffer, offset = buffer[count:], offset + count
 
     def check(self, offset: int, length: int) -> None:
-        """Whether a range lies inside of the file; `CheckpointError` where it does not."""
+        """Raises `CheckpointError` unless a range, in bytes, lies inside of the file."""
         if offset < 0 or length < 0 or offset + length > self.size:
             raise CheckpointError(f"{self.path}: bytes [{offset}, {offset + length}) of a file of {self.size} bytes.")
 
@@ -121,7 +121,7 @@ def read_strided(file: DataFile, begin: int, first: int, stride: tuple[int, ...]
 
 
 def row_major(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a contiguous tensor."""
+    """Returns the strides, in entries, of a contiguous tensor of this shape."""
     steps, step = [], 1
     for length in reversed(shape):
         steps.append(step)
@@ -130,5 +130,5 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor of any shape on the CPU."""
+    """Returns the memory of a contiguous tensor of any shape on the CPU."""
     return tensor.view(-1).view(torch.uint8).numpy().data

@@ -113,7 +113,7 @@ def _bytes_of(tensor: Tensor) -> Iterator[memoryview]:
 
 
 def hash_tensor(tensor: Tensor) -> str:
-    """The digest of what this rank holds of a tensor of any shape."""
+    """Hashes what this rank holds of a tensor of any shape."""
     digest = blake3()
     for chunk in _bytes_of(local_tensor(tensor)):
         digest.update(chunk)

@@ -10,7 +10,7 @@ from ..errors import CheckpointError
 
 
 def is_plain_name(name: str) -> bool:
-    """Whether a name from elsewhere stays inside the folder it is written to."""
+    """Says whether a name from elsewhere stays inside the folder it is written to."""
     parts = PurePosixPath(name).parts
     return bool(parts) and name == "/".join(parts) and ".." not in parts and not {"\\", "\0"} & set(name)
 

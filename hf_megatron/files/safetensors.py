@@ -55,7 +55,7 @@ class TensorMeta:
         return self.numel * self.dtype.itemsize
 
     def meta(self) -> Tensor:
-        """A tensor of this kind on the meta device."""
+        """Returns a tensor of this shape and dtype on the meta device."""
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
     @classmethod
@@ -218,7 +218,7 @@ class MappedSafetensors:
         self._memory.madvise(mmap.MADV_DONTNEED)
 
     def tensor(self, key: str) -> Tensor:
-        """The contents of a tensor, `[numel]`, without a copy.
+        """Returns the contents of a tensor, `[numel]`, without a copy.
 
         Raises:
             CheckpointError: the file has no such tensor.

@@ -64,7 +64,7 @@ class SpanRecorder:
         return tuple(self._spans)
 
     def record(self, kind: str, stage: int, microbatch: int = NO_MICROBATCH) -> "_Recording":
-        """A context manager whose block becomes a span; an exception in it leaves none."""
+        """Records the block of a `with` statement as a span; an exception in it leaves none."""
         return _Recording(self, kind, stage, microbatch)
 
     def clear(self) -> None:
@@ -113,5 +113,5 @@ def clock_offset(group: dist.ProcessGroup | None = None) -> float:
 
 
 def align(spans: tuple[Span, ...], offset: float) -> tuple[Span, ...]:
-    """The spans on the clock of the rank that `clock_offset` compared with."""
+    """Moves spans to the clock of the rank that `clock_offset` compared with."""
     return tuple(replace(span, start=span.start - offset, stop=span.stop - offset) for span in spans)

@@ -42,7 +42,7 @@ class Measurement:
 
 
 def _rows_of_this_rank(model: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The rows of a batch that this data parallel rank sees, as equal in number as they come."""
+    """Cuts out the rows of a batch that this data parallel rank sees, as equal in number as they come."""
     state = parallel_state(model)
     if state is None or state.mesh.dp_size == 1:
         return batch
@@ -50,7 +50,7 @@ def _rows_of_this_rank(model: Any, batch: dict[str, Tensor]) -> dict[str, Tensor
 
 
 def _gradients(model: Any) -> dict[str, Tensor | None]:
-    """The gradients as the optimizer will use them, each in its parameter's local shape."""
+    """Returns the gradients as the optimizer will use them, each in its parameter's local shape."""
     state = parallel_state(model)
     reducer = None if state is None or state.data_parallel is None else state.data_parallel.reducer
     if reducer is None:
@@ -74,7 +74,7 @@ def _full(model: Any, values: Mapping[str, Tensor | None]) -> dict[str, Tensor |
 
 
 def _of_all_stages(own: dict[str, Tensor | None], mesh: ParallelMesh) -> dict[str, Tensor | None]:
-    """The tensors of every stage; copies of a tied one that differ are worth nothing."""
+    """Gathers the tensors of every stage; copies of a tied one that differ are worth nothing."""
     parts: list[dict[str, Tensor | None]] = [{}] * mesh.pp_size
     dist.all_gather_object(parts, own, group=mesh.pp_group)
     whole: dict[str, Tensor | None] = {}

@@ -86,7 +86,7 @@ def judge(found: Measurement, reference: Measurement) -> Judgement:
 
 
 def gradient_errors(found: Measurement, reference: Measurement) -> list[Error]:
-    """The error of every gradient; one that only one side has is infinitely wrong."""
+    """Compares every gradient; one that only one side has is infinitely wrong."""
     errors = []
     largest = max((_largest(g) for g in reference.gradients.values() if g is not None), default=0.0)
     for name in sorted(found.gradients.keys() | reference.gradients.keys()):

@@ -1,5 +1,7 @@
 """The layering of the library: imports point downwards, no files import each other, a name has one meaning."""
 
+import ast
+
 from tests.structure import ORDER, circles, files, public_names, room, upward_arrows
 
 
@@ -36,3 +38,20 @@ FACES = {
 def test_a_public_name_has_one_meaning():
     shared = {name: places for name, places in public_names().items() if len(places) > 1}
     assert shared.keys() == FACES.keys(), {name: shared.get(name) for name in shared.keys() ^ FACES.keys()}
+
+
+# First words of a docstring that say what something is, not what it does.
+NOUNS = {"What", "Where", "Whether", "How", "Which", "The", "A", "An", "This", "All", "Every", "Those"}
+
+
+def test_docstrings_of_functions_begin_with_a_verb():
+    found = []
+    for module, path in files().items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            text = ast.get_docstring(node) if isinstance(node, ast.FunctionDef) else None
+            is_property = isinstance(node, ast.FunctionDef) and any(
+                "property" in ast.unparse(d) for d in node.decorator_list
+            )
+            if text and not is_property and (text.split()[0] in NOUNS or text.startswith("`")):
+                found.append(f"{module}.{node.name}: {text.splitlines()[0]}")
+    assert found == []
