@@ -96,9 +96,11 @@ def remove_folder(path: Path) -> None:
     """Deletes a folder so that an interruption leaves no half of it under its name."""
     trash = _temporary(path, uuid.uuid4().hex)
     lock = _lock(trash)
-    os.rename(path, trash)
-    shutil.rmtree(trash)
-    _unlock(trash, lock)
+    try:
+        os.rename(path, trash)
+        shutil.rmtree(trash)
+    finally:
+        _unlock(trash, lock)
 
 
 def _temporary(target: Path, token: str) -> Path:
@@ -149,6 +151,10 @@ def _locked_if_left(folder: Path, same_target: bool) -> Iterator[bool]:
         descriptor = os.open(_lock_file(folder), os.O_RDWR)
     except FileNotFoundError:
         yield True
+        return
+    except PermissionError:
+        # Another user's; whether it is left is theirs to find out.
+        yield False
         return
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

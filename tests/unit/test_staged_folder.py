@@ -88,6 +88,22 @@ def test_where_there_are_no_locks_only_the_own_target_is_swept(tmp_path, monkeyp
     assert (tmp_path / "mine").is_dir() and len(names(tmp_path)) == 3
 
 
+def test_what_another_user_left_is_theirs(tmp_path, monkeypatch):
+    killed_in_the_middle(tmp_path / "theirs")
+    opening = os.open
+
+    def refuse(path, flags, *mode):
+        if "theirs" in str(path):
+            raise PermissionError(13, "Permission denied", str(path))
+        return opening(path, flags, *mode)
+
+    monkeypatch.setattr("os.open", refuse)
+    stage = StagedFolder(tmp_path / "mine")
+    stage.open()
+    stage.publish()
+    assert len(names(tmp_path)) == 3 and (tmp_path / "mine").is_dir()
+
+
 def test_a_lock_that_another_took_for_a_leftovers_is_made_anew(tmp_path, monkeypatch):
     """Between the making and the locking of the file, another writer removes it."""
     import fcntl
