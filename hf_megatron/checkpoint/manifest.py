@@ -6,7 +6,7 @@ A manifest is untrusted input. Whatever it says is checked before any other file
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -97,8 +97,12 @@ class Manifest:
         }
 
     @classmethod
-    def from_dict(cls, data: Any, where: str) -> "Manifest":
-        """Checks every field; `CheckpointError` names the file `where`, the field and its value."""
+    def from_dict(cls, data: Any, where: str, size_of: Callable[[str], int | None] = lambda name: None) -> "Manifest":
+        """Checks every field; `CheckpointError` names the file `where`, the field and its value.
+
+        Args:
+            size_of (`Callable`): a file's name -> its bytes, `None` where the file is not at hand.
+        """
         check = _Checker(where)
         version = check.value(check.table(data, "content"), "format_version", int)
         if version != FORMAT_VERSION:
@@ -110,7 +114,10 @@ class Manifest:
             if size < 0 or not re.fullmatch("[0-9a-f]{64}", digest):
                 raise CheckpointError(f"{where}: file {name!r} has size {size} and blake3 {digest!r}.")
             files[name] = FileDigest(size, digest)
-        tensors = {name: check.tensor(name, entry, files) for name, entry in check.value(data, "tensors", dict).items()}
+            # What the manifest claims of a file counts only where the file is not at hand.
+            present = size_of(name)
+            check.sizes[name] = size if present is None else min(size, present)
+        tensors = {name: check.tensor(name, entry) for name, entry in check.value(data, "tensors", dict).items()}
         world_size, facts = check.value(data, "world_size", int), check.value(data, "facts", dict)
         return cls(world_size, facts, files, tensors, check.value(data, "versions", dict))
 
@@ -127,7 +134,7 @@ class Manifest:
             raise CheckpointError(f"{directory} is not a complete checkpoint: its {MANIFEST}: {error}") from error
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{path}: not JSON ({size} bytes): {error}") from error
-        manifest = cls.from_dict(data, str(path))
+        manifest = cls.from_dict(data, str(path), lambda name: _size(inside(directory, name)))
         for name in manifest.files:
             inside(directory, name)
         return manifest
@@ -138,6 +145,7 @@ class _Checker:
 
     def __init__(self, where: str):
         self.where, self.boxes = where, 0
+        self.sizes: dict[str, int] = {}
 
     def table(self, value: Any, what: str) -> dict[str, Any]:
         if not isinstance(value, dict):
@@ -162,7 +170,7 @@ class _Checker:
             raise CheckpointError(f"{self.where}: {what} is {str(value)[:100]!r}, expected a list of sizes.")
         return tuple(value)
 
-    def tensor(self, name: str, entry: Any, files: Mapping[str, FileDigest]) -> TensorEntry:
+    def tensor(self, name: str, entry: Any) -> TensorEntry:
         shape = self.integers(self.value(entry, "shape", list), f"{name}: shape")
         dtype = self.value(entry, "dtype", str)
         if dtype not in _DTYPE_OF_NAME:
@@ -170,16 +178,16 @@ class _Checker:
         pieces = []
         for piece in self.value(entry, "pieces", list):
             file, key = self.value(piece, "file", str), self.value(piece, "key", str)
-            if file not in files:
+            if file not in self.sizes:
                 raise CheckpointError(f"{self.where}: {name} lies in {file!r}, which is not among the files.")
-            boxes = self.decode_boxes(self.value(piece, "boxes", list), name)
+            entries = self.sizes[file] // _DTYPE_OF_NAME[dtype].itemsize
+            boxes = self.decode_boxes(self.value(piece, "boxes", list), name, file, 0 in shape, entries)
             check_boxes(f"{self.where}: {name}", shape, boxes)
-            if sum(box.numel for box in boxes) * _DTYPE_OF_NAME[dtype].itemsize > files[file].size:
-                raise CheckpointError(f"{self.where}: the boxes of {name} have more entries than {file!r}.")
             pieces.append(PieceEntry(file, key, boxes))
         return TensorEntry(shape, _DTYPE_OF_NAME[dtype], tuple(pieces))
 
-    def decode_boxes(self, runs: list[Any], name: str) -> tuple[Box, ...]:
+    def decode_boxes(self, runs: list[Any], name: str, file: str, is_empty: bool, entries: int) -> tuple[Box, ...]:
+        """Spells out the boxes of a tensor in a file that has room for so many entries."""
         boxes: list[Box] = []
         for run in runs:
             repeat = self.value(run, "repeat", int) if "repeat" in self.table(run, f"{name}: a box") else 1
@@ -193,6 +201,12 @@ class _Checker:
             self.boxes += max(repeat, 1) * len(pattern)
             if self.boxes > MOST_BOXES or not pattern or len(corners[0]) != len(corners[1]):
                 raise CheckpointError(f"{self.where}: {name} has boxes that do not pair up, none at all, or too many.")
+            # Before they are spelled out: a run of a few bytes stands for any number of boxes.
+            entries -= repeat * sum(box.numel for box in pattern)
+            if entries < 0 or any(not box.numel for box in pattern) is not is_empty or (is_empty and repeat > 1):
+                raise CheckpointError(
+                    f"{self.where}: the boxes of {name} are empty, or have more entries than {file!r}."
+                )
             if repeat == 1:
                 boxes.extend(pattern)
             elif any(len(steps) != len(box.offset) for box in pattern):
@@ -200,6 +214,10 @@ class _Checker:
             else:
                 boxes.extend(_shifted(box, steps, turn) for turn in range(repeat) for box in pattern)
         return tuple(boxes)
+
+
+def _size(path: Path) -> int | None:
+    return path.stat().st_size if path.is_file() else None
 
 
 def _shifted(box: Box, step: Sequence[int], times: int) -> Box:

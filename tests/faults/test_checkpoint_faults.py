@@ -505,6 +505,13 @@ def malicious(tensor):
     return {
         "endless boxes": lambda: piece.update(boxes=[run | {"repeat": 1 << 60, "step": [0]}]),
         "endless nothing": lambda: piece.update(boxes=[{"offset": [], "shape": [], "repeat": 1 << 60, "step": [0]}]),
+        "half a million empty boxes": lambda: piece.update(
+            boxes=[{"offset": [[0]], "shape": [[0]], "repeat": 1 << 19, "step": [0]}]
+        ),
+        "an empty box beside": lambda: piece.update(boxes=[run, {"offset": [[0]], "shape": [[0]]}]),
+        "more boxes than bytes": lambda: piece.update(
+            boxes=[{"offset": [[0]], "shape": [[1]], "repeat": 1 << 19, "step": [0]}]
+        ),
         "box outside": lambda: run.update(offset=[[5000]]),
         "negative box": lambda: run.update(offset=[[-1]]),
         "huge": lambda: (tensor.update(shape=[1 << 61]), run.update(shape=[[1 << 61]])),
