@@ -243,19 +243,31 @@ def all_gather_started(output: torch.Tensor, shard: torch.Tensor, group: Any) ->
 
 
 @contextmanager
-def quiet_loading() -> Iterator[None]:
-    """Silences transformers' report of missing weights, for a model that has none to load."""
+def without_progress_bars() -> Iterator[None]:
+    """Silences transformers' progress bars."""
     from transformers.utils import logging
 
-    verbosity, progress = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
+    progress = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
         yield
     finally:
-        logging.set_verbosity(verbosity)
         if progress:
             logging.enable_progress_bar()
+
+
+@contextmanager
+def quiet_loading() -> Iterator[None]:
+    """Silences transformers' report of missing weights and its bars: there is nothing to load, or another rank says."""
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        with without_progress_bars():
+            yield
+    finally:
+        logging.set_verbosity(verbosity)
 
 
 def fetches_attention_core(cls: type) -> bool:

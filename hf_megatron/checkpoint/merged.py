@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..errors import UnsupportedError
 from ..parallel_state import ParallelState, parallel_state
-from ..upstream import conversion_groups, revert_conversion, untied_state_dict
+from ..upstream import conversion_groups, revert_conversion, untied_state_dict, without_progress_bars
 from .gathered import Staging, fetch
 from .stage_agreement import OwnedTensor, check_copies, tensors_of_all_stages, tied_weights
 from .weight_files import write_weights
@@ -81,7 +81,8 @@ def save_merged(
     check_copies(state, tied_weights(model))
     directory = os.fspath(save_directory)
     # Stock writes config, generation config and custom code; an empty state dict leaves the weights to us.
-    original(model, directory, is_main_process=is_main_process, state_dict={}, variant=variant)
+    with without_progress_bars():
+        original(model, directory, is_main_process=is_main_process, state_dict={}, variant=variant)
 
     tensors = untied_state_dict(model)
     whole = tensors_of_all_stages(state, tensors)

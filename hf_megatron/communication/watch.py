@@ -20,6 +20,7 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from functools import partial
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -238,20 +239,26 @@ class RankWatch(threading.Thread):
                 raise ConnectionError from None
 
     def _on_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        self._previous(kind, error, trace)
+        show = partial(self._previous, kind, error, trace)
         if os.getpid() != self._process or self._stopped or self.group is not dist.group.WORLD:
-            return
-        self._fail(error, trace)
+            show()
+        else:
+            self._fail(error, trace, show)
 
     def _on_thread_exception(self, args: threading.ExceptHookArgs) -> None:
-        self._previous_of_threads(args)
         mine = os.getpid() == self._process and not self._stopped and self.group is dist.group.WORLD
+        show = partial(self._previous_of_threads, args)
         # A thread that ends elsewhere does not end the rank; in a collective it leaves the others waiting.
         if mine and args.exc_value is not None and operation(_frames(args.exc_traceback)) is not None:
-            self._fail(args.exc_value, args.exc_traceback)
+            self._fail(args.exc_value, args.exc_traceback, show)
+        else:
+            show()
 
-    def _fail(self, error: BaseException, trace: TracebackType | None) -> None:
-        """Reports or explains an error that ends this rank, and leaves."""
+    def _fail(self, error: BaseException, trace: TracebackType | None, show: Callable[[], Any]) -> None:
+        """Reports or explains an error that ends this rank, and leaves.
+
+        `show` prints it in full: only where no other rank says the same, or was the cause.
+        """
         self._leaving = True
         frames = _frames(trace)
         # A collective that raises usually does so because of another rank.
@@ -265,24 +272,39 @@ class RankWatch(threading.Thread):
         }
         try:
             if waits is not None:
-                first, report["cause"] = self._cause()
-                if first is not None:
-                    self._say(self._because_of(first, waits))
-                else:
-                    self._say(f"rank {self.rank} was waiting in {waits} {_after(self.steps)}. {report['cause']}")
-                self._ask(lambda: self._report(report))
+                self._explain(report, waits, show)
             else:
-                first = self._ask(lambda: self._report(report))
-                self._say(f"rank {self.rank} failed {_after(self.steps)}: {report['error']}\nThe other ranks are told.")
-                if first["rank"] != self.rank and first["error"] != report["error"]:
-                    self._say(self._because_of(first, None))
+                self._tell(report, show)
         except ConnectionError:
+            show()
             where = f"was waiting in {waits}" if waits else f"failed: {report['error']}"
             self._say(
                 f"rank {self.rank} {where} {_after(self.steps)}. The job's store does not answer: rank 0 or the "
                 "launcher, which holds it, has ended or is stopped."
             )
         self._leave(130 if isinstance(error, KeyboardInterrupt) else 1)
+
+    def _explain(self, report: dict[str, Any], waits: str, show: Callable[[], Any]) -> None:
+        """Says why a collective of this rank raised."""
+        first, report["cause"] = self._cause()
+        # Said before it is reported: launchers end the other ranks as soon as one has failed.
+        if first is not None:
+            self._say(self._because_of(first, waits))
+        else:
+            show()
+            self._say(f"rank {self.rank} was waiting in {waits} {_after(self.steps)}. {report['cause']}")
+        self._ask(lambda: self._report(report))
+
+    def _tell(self, report: dict[str, Any], show: Callable[[], Any]) -> None:
+        """Tells the other ranks of an error of this one."""
+        first = self._ask(lambda: self._report(report))
+        if first["rank"] != self.rank and first["error"] == report["error"]:
+            self._say(f"rank {self.rank} failed like rank {first['rank']}.")
+            return
+        show()
+        self._say(f"rank {self.rank} failed {_after(self.steps)}: {report['error']}\nThe other ranks are told.")
+        if first["rank"] != self.rank:
+            self._say(self._because_of(first, None))
 
     def _report(self, report: dict[str, Any]) -> dict[str, Any]:
         """Leaves the report; returns that of the rank that failed first."""

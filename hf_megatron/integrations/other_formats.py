@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import GenerationConfig
 
 from ..checkpoint.strict_loading import check_weight_index
 from ..communication.agreement import agreed, gather, rank_and_size
 from ..config import MegatronConfig
 from ..errors import CheckpointError
+from ..files.safetensors import read_header
 from .accelerate import ensure_process_group
 from .hub import readable_part
 
@@ -92,7 +94,20 @@ def opened(model_class: Any, path: Any, kwargs: dict[str, Any], layout: Megatron
         yield Opened(path)
     else:
         check_weight_index(path)
-        yield Opened(readable_part(path))
+        try:
+            yield Opened(readable_part(path))
+        except SafetensorError as error:
+            raise CheckpointError(f"{_damage(path)} ({error})") from error
+
+
+def _damage(path: Any) -> str:
+    """Names the file of a folder that cannot be read, and says what is wrong with it."""
+    for file in sorted(Path(path).glob("*.safetensors")):
+        try:
+            read_header(file)
+        except CheckpointError as error:
+            return str(error).removesuffix(".")
+    return f"A weight file of {path} cannot be read"
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 Every replacement passes models through untouched that were loaded without the argument.
 """
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -69,7 +70,8 @@ def from_pretrained(
         arguments = {**kwargs, **source.arguments, "output_loading_info": True}
         if config.is_parallel:
             arguments = {"weights_only": True, **arguments, "distributed_config": config}
-        model, info = original(cls, source.path, *args, **arguments)
+        with quiet_loading() if dist.is_initialized() and dist.get_rank() else contextlib.nullcontext():
+            model, info = original(cls, source.path, *args, **arguments)
     source.complete(model)
     if arguments.get("state_dict") is not None:
         forget_conversions(model)

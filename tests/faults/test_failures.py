@@ -5,6 +5,7 @@ Ranks are forks that end as a script does: through `sys.excepthook`, in a proces
 
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -180,8 +181,23 @@ def test_fault_17_one_rank_raises_in_forward(stories, start):
         assert "rank 1 failed after 3 optimizer steps: ValueError: boom on one rank" in job.text(1)
         survivor = job.text(0)
         assert "rank 0 ends because rank 1 failed first, after 3 optimizer steps: ValueError: boom" in survivor
-        assert "in raise_in_forward" in survivor, "the other rank's traceback"
+        assert survivor.count("Traceback") == 1 and "in raise_in_forward" in survivor, "the other rank's alone"
         assert re.search(WAITING[name], survivor), survivor
+
+
+def fail_alike(path):
+    AutoModelForCausalLM.from_pretrained(path, megatron_config=TP2)
+
+
+def test_ranks_that_fail_alike_say_so_once(stories, start, tmp_path):
+    shutil.copytree(stories, tmp_path / "cut")
+    os.truncate(tmp_path / "cut" / "model.safetensors", 300_000)
+    job = start("alike", fail_alike, tmp_path / "cut")
+    assert job.wait(LONG) == {0: 1, 1: 1}
+    texts = [job.text(rank) for rank in (0, 1)]
+    told = [text for text in texts if "Traceback" in text]
+    assert len(told) == 1 and "cut/model.safetensors: tensor" in told[0], texts
+    assert sum("failed like rank" in text for text in texts) == 1, texts
 
 
 WAITING = {
