@@ -187,6 +187,14 @@ class BatchLoss(Shared):
         """Sums a statistic of any shape over the parts of the batch, with its gradient."""
         return _SumOverRanks.apply(part, self.mesh.group("dp_cp"), self.mesh.dp_size) if self.over_ranks else part
 
+    def divisor(self, targets: Tensor) -> Tensor:
+        """Returns what a sum over this rank's targets of any shape is divided by, for the average over ranks."""
+        counted = count_targets(targets).float()
+        if self.over_ranks:
+            dist.all_reduce(counted, group=self.mesh.group("dp_cp"))
+            counted /= self.mesh.dp_size
+        return counted
+
     def token_mean(self, losses: Tensor, counts: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:
         """Averages losses `[batch, sequence]` over the tokens that `counts`, of the same shape, has as 1.
 

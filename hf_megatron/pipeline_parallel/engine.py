@@ -26,9 +26,10 @@ from ..communication.random_streams import ReplicatedState
 from ..data_parallel.engine import DataParallel
 from ..data_parallel.fully_sharded import reshard
 from ..errors import ConfigError, UnsupportedError
-from ..loss import Share, has_labels, without_targets
+from ..loss import IGNORE_INDEX, Share, TokenLoss, has_labels, without_targets
 from ..parallel_state import ParallelState
 from ..patch_ledger import Shared
+from ..tensor_parallel.vocabulary import require_tokens
 from ..upstream import at_end_of_backward, finishing_itself, local_tensor
 from .cache import StagedCache, cache_name, new_inputs
 from .cut import Cut, stages_per_rank
@@ -70,6 +71,7 @@ class Pipeline(Shared):
         self.loss_scale = LossScale(self._usual_scale)
         self.wants_logits = True
         self._in_lockstep = state.in_lockstep
+        self._tokens, self._classes = _tokens(model, state), _classes(model)
         self._read: Callable[[Any, slice], tuple[Tensor, ...]] | None = None
         self._first, self._last = cut.boundary.stages.rank_of[0], cut.boundary.stages.rank_of[-1]
         engine.guards.append(lambda: self.loss_scale.require_settled(engine.gradients))
@@ -107,6 +109,7 @@ class Pipeline(Shared):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         arguments = self._arguments(args, kwargs)
         return_dict = arguments.pop("return_dict", None)
+        self._require_tokens(arguments)
         if self._read is not None:
             return self._values_of(arguments, self._read)
         labels = has_labels(arguments)
@@ -122,6 +125,14 @@ class Pipeline(Shared):
             output = self._forward_only(arguments, labels)
         wants_dict = self.model.config.return_dict if return_dict is None else return_dict
         return output if wants_dict else output.to_tuple()
+
+    def _require_tokens(self, arguments: dict[str, Any]) -> None:
+        """Raises `IndexError` on every rank, where the first or the last stage alone would look the tokens up."""
+        ids, labels = arguments.get("input_ids"), arguments.get("labels")
+        if ids is not None and self._tokens is not None:
+            require_tokens(ids, self._tokens, "token id")
+        if labels is not None and not labels.is_floating_point() and self._classes > 1:
+            require_tokens(labels, self._classes, "label", arguments.get("ignore_index", IGNORE_INDEX))
 
     @contextmanager
     def reading(self, read: Callable[[Any, slice], tuple[Tensor, ...]]) -> Iterator[None]:
@@ -416,3 +427,19 @@ class Pipeline(Shared):
             )
         logits = output["logits"]
         return logits if isinstance(logits, Tensor) else logits.gather(warn=False)
+
+
+def _tokens(model: Any, state: ParallelState) -> int | None:
+    """Counts the token ids that a text model knows; others may have ids that stand for images."""
+    if model.config.get_text_config() is not model.config:
+        return None
+    embedding = model.get_input_embeddings()
+    name = next((name for name, module in model.named_modules() if module is embedding), None)
+    claim = state.claims.get(f"{name}.weight")
+    return None if claim is None else claim.shape[0]
+
+
+def _classes(model: Any) -> int:
+    """Counts the classes that labels choose from."""
+    config = model.config
+    return config.get_text_config().vocab_size if isinstance(model.loss_function, TokenLoss) else config.num_labels

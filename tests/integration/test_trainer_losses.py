@@ -17,7 +17,7 @@ def _rows(head, count, seed):
     return [{name: values[index] for name, values in whole.items()} for index in range(count)]
 
 
-def train(family, head, output, layout, **arguments):
+def train(family, head, output, layout, accepts_count=True, **arguments):
     suffix, changes = HEADS[head]
     torch.manual_seed(0)
     config = None if layout is None else _layout(layout)
@@ -26,6 +26,8 @@ def train(family, head, output, layout, **arguments):
     if layout is None:
         cls(_CONFIGS[family](**changes)).save_pretrained(path)
     model = cls.from_pretrained(path, megatron_config=config)
+    if not accepts_count:
+        model.accepts_loss_kwargs = False
     ranks = 1 if config is None else config.dp_size or 1
     defaults = {
         "per_device_train_batch_size": 4 // ranks,
@@ -69,7 +71,9 @@ def compare(family, head, folder, layout="dp2", **arguments):
         for entry, reference in zip(other, log, strict=True):
             assert entry == pytest.approx(reference, rel=2e-5)
     for name, weight in weights.items():
-        torch.testing.assert_close(found[0][1][name], weight, rtol=0, atol=3e-5, msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(
+            found[0][1][name], weight, rtol=0, atol=3e-5, msg=lambda m, name=name: f"{name}: {m}"
+        )
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +103,15 @@ SMOOTHED = [
 @pytest.mark.parametrize(("family", "head", "layout"), SMOOTHED)
 def test_label_smoothing_factor(folder, family, head, layout):
     compare(family, head, folder, layout, label_smoothing_factor=0.1)
+
+
+@pytest.mark.parametrize("arguments", [{}, {"label_smoothing_factor": 0.1}], ids=["plain", "smoothed"])
+def test_a_class_without_a_count(folder, arguments):
+    compare("Llama", "causal", folder, accepts_count=False, **arguments)
+
+
+def test_tokens_are_averaged_across_devices_all_the_same(folder):
+    compare("Llama", "causal", folder, average_tokens_across_devices=False)
 
 
 def test_a_rank_that_ignores_the_count_is_found(folder, monkeypatch):

@@ -7,9 +7,7 @@ import torch
 import transformers
 from transformers import BartConfig, BertConfig, GPT2Config, LlamaConfig, T5Config
 
-from hf_megatron import ConfigError, MegatronConfig, UnsupportedError
 from hf_megatron.integrations.gate import ConfigUnderTest
-from hf_megatron.parallelize import parallel_state
 from hf_megatron.verify.check import parse_layouts
 from hf_megatron.verify.measure import Measurement, measure
 from hf_megatron.verify.metric import judge
