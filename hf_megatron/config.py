@@ -28,6 +28,7 @@ MEGATRON_ARGUMENTS: Mapping[str, str] = {
 SIZES = ("tp_size", "cp_size", "pp_size", "dp_size", "ep_size", "dp_replicate_size")
 PARTITIONS = ("cost", "layers")
 RECOMPUTE = (None, "full", "selective")
+AUXILIARY_LOSSES = ("batch", "sequence", "microbatch")
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,10 @@ class MegatronConfig:
         cp_size, ep_size (`int`, defaults to 1): context and expert parallel sizes. Only 1 is supported so far.
         loss_chunk_size (`int`, *optional*): tokens per chunk of the fused head and cross entropy; the local logits of
             one chunk are all that exists at a time. By default all tokens are one chunk.
+        auxiliary_loss (`str`, defaults to `"batch"`): what a router's load balancing loss is taken over, where the
+            model adds one (`output_router_logits`): `"batch"`, the whole batch, as in one process; `"sequence"`, each
+            row, which can be cut in any way; `"microbatch"`, what a rank computes at a time. With a pipeline and
+            several microbatches `"batch"` raises.
         strict_loading (`bool`, defaults to `True`): missing, surplus or mis-shaped weights raise. With `False` missing
             weights are drawn as in training from scratch, for example a new classification head.
         allow_unverified (`bool`, defaults to `False`): run a model type and layout without a recorded parity result,
@@ -107,6 +112,7 @@ class MegatronConfig:
     cp_size: int = 1
     ep_size: int = 1
     loss_chunk_size: int | None = None
+    auxiliary_loss: str = "batch"
     strict_loading: bool = True
     allow_unverified: bool = False
     seed: int = 0
@@ -124,6 +130,11 @@ class MegatronConfig:
             raise ConfigError(f"MegatronConfig.zero_stage = {self.zero_stage!r}: expected 0, 1, 2 or 3.")
         if self.recompute not in RECOMPUTE:
             raise ConfigError(f"MegatronConfig.recompute = {self.recompute!r}: expected None, 'full' or 'selective'.")
+        if self.auxiliary_loss not in AUXILIARY_LOSSES:
+            raise ConfigError(
+                f"MegatronConfig.auxiliary_loss = {self.auxiliary_loss!r}: expected 'batch', 'sequence' or "
+                "'microbatch'."
+            )
         switches = ("sequence_parallel", "strict_loading", "allow_unverified", "main_weights_in_fp32")
         for name in (*switches, "offload_optimizer", "async_save", "verify_checksums"):
             value = getattr(self, name)

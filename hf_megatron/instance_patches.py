@@ -36,6 +36,10 @@ INSTANCE_PATCHES: Mapping[str, InstancePatch] = {
     ),
     "zero_grad": InstancePatch("clears `.grad`, where reduced gradients are not", "always: buckets are ours"),
     "no_sync": InstancePatch("not there, or FSDP2's, which Accelerate does not know", "always: buckets are ours"),
+    "_get_name": InstancePatch(
+        "the name of the class that FSDP2 made (stage 3), by which Trainer does not know a causal language model",
+        "Trainer asks a model whether its loss shifts labels",
+    ),
     "parallel_plan": InstancePatch("not there", "always: a method of laid out models"),
     "_tp_size": InstancePatch(
         "the ranks of transformers' own plan; Trainer and Accelerate read the ranks that share a batch from it",

@@ -6,9 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .loss import next_tokens
+from .loss import IGNORE_INDEX, next_tokens
 from .parallel_state import parallel_state
 from .tensor_parallel.vocab_log_probs import LOG_PROBS, deferring, token_scores
+from .tensor_parallel.vocabulary import require_tokens
 
 
 def scores_of_call(
@@ -37,6 +38,9 @@ def scores_of_call(
         aux_loss = output.get("aux_loss")
         return values if aux_loss is None else (*values, aux_loss * (len(part) / len(targets)))
 
+    if pipeline is not None:
+        # The last stage alone would notice, with the others waiting for it.
+        require_tokens(targets, model.config.get_text_config().vocab_size, "label", IGNORE_INDEX)
     with deferring(model):
         if pipeline is None:
             values = call(read)

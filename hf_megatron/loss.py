@@ -1,6 +1,6 @@
-"""The loss of a model that computes it itself: labels shifted once, one denominator, a mean over axes.
+"""The loss of a model that computes it itself: one denominator for a batch whose parts lie on several ranks.
 
-    labels --targets_of--> targets --kernel--> sum over this rank's tokens / denominator --> one number on every rank
+    labels --targets_of--> targets --kernel--> sum over this rank's targets / denominator --> one number on every rank
 
 The denominator is, in this order: what a pipeline says of the batch whose microbatch is under way;
 `num_items_in_batch`, which the caller has counted over all ranks; in training the targets of all ranks that see parts
@@ -9,7 +9,8 @@ the ranks' batches, and not every rank need evaluate.
 
 Gradients are averaged over the dp ranks. A mean over each rank's own targets would weigh a token by its neighbours;
 here every rank contributes `sum of its losses x dp / targets of all ranks`, so that the average is one process's mean
-over the whole batch.
+over the whole batch. A caller that has counted multiplies what it gets by the ranks: it gets the loss divided by them,
+whatever the model's class made of the count (`batch_labels.py`).
 
 What turns logits into a sum is handed in: dense logits go to transformers' own function, logits that are no tensor
 (`tensor_parallel/logits.py`) know themselves how to be a loss.
@@ -18,6 +19,7 @@ What turns logits into a sum is handed in: dense logits go to transformers' own 
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -25,9 +27,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from .errors import UnsupportedError
 from .mesh import ParallelMesh
 from .patch_ledger import Shared
-from .upstream import loss_functions
+from .upstream import check_soon, loss_functions, token_loss_functions, uses_loss_function
 
 IGNORE_INDEX = -100
 LABELS = ("labels", "shift_labels")
@@ -36,9 +39,7 @@ LABELS = ("labels", "shift_labels")
 class PendingLogits(Protocol):
     """Logits `[batch, sequence, vocab]` that were not computed yet."""
 
-    def cross_entropy(
-        self, targets: Tensor, *, num_items_in_batch: Tensor | int | None, ignore_index: int, label_smoothing: float
-    ) -> Tensor:
+    def cross_entropy(self, targets: Tensor, *, num_items_in_batch: Any, ignore_index: int) -> Tensor:
         """Sums the losses of targets `[batch, sequence]` over `num_items_in_batch`, by default those that count."""
 
 
@@ -66,29 +67,204 @@ def without_targets(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return dict(arguments) | ignored
 
 
-def token_mean(losses: Tensor, counts: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:
-    """Averages losses `[batch, sequence]` over the tokens that `counts`, of the same shape, has as 1.
-
-    The losses of other tokens are 0; `num_items_in_batch` is the denominator where the caller has counted.
-    """
-    return losses.sum() / (counts.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch)
+def count_targets(targets: Tensor, ignore_index: int = IGNORE_INDEX) -> Tensor:
+    """Counts targets of any shape, those to ignore left out; where they are no classes every entry is one."""
+    if targets.is_floating_point():
+        return torch.tensor(targets.numel(), device=targets.device)
+    return (targets != ignore_index).sum()
 
 
 class _MeanOverRanks(torch.autograd.Function):
-    """`[sum, targets]` of each rank -> the mean over all ranks' targets, the same number on every rank."""
+    """`[sum, terms]` of each rank -> the mean over all ranks' terms, the same number on every rank."""
 
     @staticmethod
-    def forward(ctx: Any, total: Tensor, targets: Tensor, group: dist.ProcessGroup, dp_size: int) -> Tensor:
-        both = torch.stack([total, targets.to(total.dtype)])
+    def forward(ctx: Any, total: Tensor, terms: Tensor, group: dist.ProcessGroup, dp_size: int) -> Tensor:
+        # Half precision counts to 256 or 2048 only.
+        both = torch.stack([total, terms.to(total.device, total.dtype)])
         dist.all_reduce(both, group=group)
         # A batch without any target has the loss 0 and adds nothing; one process divides by zero.
-        targets_of_all = both[1].clamp(min=1)
-        ctx.factor = dp_size / targets_of_all
-        return both[0] / targets_of_all
+        terms_of_all = both[1].clamp(min=1)
+        ctx.factor = dp_size / terms_of_all
+        return both[0] / terms_of_all
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         return gradient * ctx.factor, None, None, None
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """The sum over ranks of a tensor of any shape, in whose backward the average of gradients is undone."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup, dp_size: int) -> Tensor:
+        ctx.dp_size = dp_size
+        whole = part.clone()
+        dist.all_reduce(whole, group=group)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return gradient * ctx.dp_size, None, None
+
+
+@dataclass(frozen=True)
+class Share:
+    """What the terms of one microbatch are divided by, so that those of all microbatches are the batch's mean.
+
+    Attributes:
+        targets (scalar `Tensor` or number): for losses with a term per target.
+        rows (scalar `Tensor` or number): for what has a term per row.
+        arguments: the microbatch.
+    """
+
+    targets: Tensor | float
+    rows: Tensor | float
+    arguments: Mapping[str, Any]
+
+
+class BatchLoss(Shared):
+    """Knows which batch the loss of the call under way belongs to, and what its terms are divided by.
+
+    Args:
+        mesh (`ParallelMesh`): gives the ranks that see parts of one batch.
+        shifts (`bool`, *optional*): whether the model's targets are the next tokens; `None` where its class says
+            nothing of its targets.
+        divides_itself (`bool`): whether the loss follows `num_items_in_batch`.
+        auxiliary (`str`): `MegatronConfig.auxiliary_loss`.
+
+    Attributes:
+        counted (`bool`): whether the caller of the call under way has counted the targets of its batch.
+        terms (`int`): losses that the call has taken so far, those of a pipeline's microbatches left out.
+        was_used (`bool`): whether the microbatch under way has taken a loss.
+    """
+
+    def __init__(self, mesh: ParallelMesh, shifts: bool | None, divides_itself: bool, auxiliary: str):
+        self.mesh, self.shifts, self.divides_itself, self.auxiliary = mesh, shifts, divides_itself, auxiliary
+        self.counted = self.was_used = self._together = False
+        self.terms = 0
+        self.share: Share | None = None
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether several ranks see parts of one batch."""
+        return self.mesh.axes.size("dp_cp") > 1
+
+    @property
+    def over_ranks(self) -> bool:
+        """Whether a loss taken now is that of one batch of all ranks; a caller that has counted waited for them."""
+        return self.is_spread and (torch.is_grad_enabled() or self._together or self.counted)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Takes the losses of evaluation inside over all ranks' parts of a batch: every rank has to take them."""
+        before, self._together = self._together, True
+        try:
+            yield
+        finally:
+            self._together = before
+
+    def mean(self, total: Tensor, terms: Tensor) -> Tensor:
+        """Averages a loss over its batch: `total` is the sum of this rank's, `terms` their number, scalars both."""
+        if self.share is not None:
+            self._check(terms)
+            self.was_used = True
+            return total / self.share.targets
+        self.terms += 1
+        return self._mean(total, terms)
+
+    def row_mean(self, total: Tensor, rows: int) -> Tensor:
+        """Averages what has a term per row, as `mean` does."""
+        if self.share is not None:
+            return total / self.share.rows
+        return self._mean(total, torch.tensor(rows, device=total.device))
+
+    def _mean(self, total: Tensor, terms: Tensor) -> Tensor:
+        if not self.over_ranks:
+            return total / terms
+        return _MeanOverRanks.apply(total, terms, self.mesh.group("dp_cp"), self.mesh.dp_size)
+
+    def sum(self, part: Tensor) -> Tensor:
+        """Sums a statistic of any shape over the parts of the batch, with its gradient."""
+        return _SumOverRanks.apply(part, self.mesh.group("dp_cp"), self.mesh.dp_size) if self.over_ranks else part
+
+    def divisor(self, targets: Tensor) -> Tensor:
+        """Returns what a sum over this rank's targets of any shape is divided by, for the average over ranks."""
+        counted = count_targets(targets).float()
+        if self.over_ranks:
+            dist.all_reduce(counted, group=self.mesh.group("dp_cp"))
+            counted /= self.mesh.dp_size
+        return counted
+
+    def token_mean(self, losses: Tensor, counts: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:
+        """Averages losses `[batch, sequence]` over the tokens that `counts`, of the same shape, has as 1.
+
+        The losses of other tokens are 0; `num_items_in_batch` is the denominator where the caller has counted.
+        """
+        if num_items_in_batch is not None:
+            return losses.sum() / self.given(num_items_in_batch)
+        return self.mean(losses.sum(), counts.sum().clamp(min=1) if not self.over_ranks else counts.sum())
+
+    def given(self, num_items_in_batch: Tensor | int) -> Tensor | float:
+        """Returns what a sum is divided by where the caller has counted."""
+        self.terms += 1
+        # The loss of the call is divided by the ranks when it is complete.
+        return num_items_in_batch / self.mesh.dp_size if self.over_ranks and self.counted else num_items_in_batch
+
+    def _check(self, terms: Tensor) -> None:
+        """Compares a microbatch's terms with the targets that its batch was counted by."""
+        assert self.share is not None
+        expected = self._targets(self.share.arguments)
+        check_soon(
+            terms == expected.to(terms.device),
+            lambda: UnsupportedError(
+                f"A loss with {int(terms)} terms where the labels have {int(expected)}: with a pipeline call the model "
+                "without labels and compute the loss from its logits."
+            ),
+        )
+
+    def _targets(self, arguments: Mapping[str, Any]) -> Tensor:
+        ignore_index = arguments.get("ignore_index", IGNORE_INDEX)
+        targets = targets_of(
+            arguments.get("labels"),
+            arguments.get("shift_labels"),
+            shifts=bool(self.shifts),
+            ignore_index=ignore_index,
+        )
+        return count_targets(targets, ignore_index)
+
+    @contextmanager
+    def over(self, share: Share | None) -> Iterator[None]:
+        """Has the losses inside divided by this, whatever the model calls them with; sets `was_used` if any is."""
+        self.was_used, self.share = False, share
+        try:
+            yield
+        finally:
+            self.share = None
+
+    def denominators(self, arguments: Mapping[str, Any], rows: int, given: Any, *, over_ranks: bool) -> list[Any]:
+        """Returns what the sums of a batch's losses are divided by: its targets and its rows, scalars.
+
+        `over_ranks` counts those of all ranks that see parts of one batch, over the number of dp ranks. `given` is
+        what the caller has counted.
+        """
+        divided = self.is_spread and (over_ranks or given is not None)
+        factor = self.mesh.dp_size if divided else 1
+        known = given is not None and self.divides_itself
+        if known and (not divided or self.auxiliary == "batch"):
+            return [given / factor, rows]
+        targets = self._targets(arguments).float()
+        counts = torch.stack([targets, targets.new_tensor(rows)])
+        if divided:
+            dist.all_reduce(counts, group=self.mesh.group("dp_cp"))
+        # Without any target the loss is 0 and adds nothing.
+        counts = counts.clamp(min=1) / factor
+        return [given / factor if known else counts[0], counts[1]]
+
+    def mean_over_ranks(self, losses: Tensor) -> None:
+        """Replaces losses of a batch, of any shape, by the mean over all ranks that see parts of it."""
+        if self.is_spread:
+            dist.all_reduce(losses, group=self.mesh.group("dp_cp"))
+            losses /= self.mesh.dp_size
 
 
 class TokenLoss(Shared):
@@ -96,15 +272,13 @@ class TokenLoss(Shared):
 
     Args:
         original (`Callable`): `ForCausalLMLoss` or `ForMaskedLMLoss`.
-        shifts (`bool`): whether its targets are the next tokens.
-        mesh (`ParallelMesh`): gives the ranks that see parts of one batch.
+        batch (`BatchLoss`): says what its sum is divided by.
     """
 
-    def __init__(self, original: Callable[..., Tensor], shifts: bool, mesh: ParallelMesh):
+    def __init__(self, original: Callable[..., Tensor], batch: BatchLoss):
         functools.update_wrapper(self, original)
-        self.original, self.shifts, self.mesh = original, shifts, mesh
-        self.was_used = False
-        self._denominator: Tensor | float | None = None
+        self.original, self.batch = original, batch
+        self.shifts = bool(batch.shifts)
 
     def __call__(
         self,
@@ -116,60 +290,32 @@ class TokenLoss(Shared):
         shift_labels: Tensor | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        targets = targets_of(labels, shift_labels, shifts=self.shifts, ignore_index=ignore_index)
+        batch = self.batch
+        targets = targets_of(labels, shift_labels, shifts=self.shifts, ignore_index=ignore_index).as_subclass(Tensor)
         if isinstance(logits, Tensor):
             given = {"labels": labels, "shift_labels": targets} if self.shifts else {"labels": targets}
             kernel = functools.partial(
                 self.original, logits=logits, vocab_size=vocab_size, ignore_index=ignore_index, **given, **kwargs
             )
         else:
-            kernel = functools.partial(
-                logits.cross_entropy,
-                targets,
-                ignore_index=ignore_index,
-                label_smoothing=kwargs.get("label_smoothing", 0.0),
-            )
-        if self._denominator is not None:
-            self.was_used = True
-            return kernel(num_items_in_batch=self._denominator)
-        if num_items_in_batch is not None or not torch.is_grad_enabled() or self.mesh.axes.size("dp_cp") == 1:
-            return kernel(num_items_in_batch=num_items_in_batch)
-        counted = (targets != ignore_index).sum()
-        return _MeanOverRanks.apply(kernel(num_items_in_batch=1), counted, self.mesh.group("dp_cp"), self.mesh.dp_size)
-
-    @contextmanager
-    def over(self, denominator: Tensor | float | None) -> Iterator[None]:
-        """Has the loss inside divided by this scalar, whatever the model calls it with; sets `was_used` if it is."""
-        self.was_used, self._denominator = False, denominator
-        try:
-            yield
-        finally:
-            self._denominator = None
-
-    def denominator(self, arguments: Mapping[str, Any], *, over_ranks: bool) -> Tensor:
-        """Returns what the sum of a batch's losses is divided by, a scalar: its targets.
-
-        `over_ranks` counts those of all ranks that see parts of one batch, over the number of dp ranks.
-        """
-        ignore_index = arguments.get("ignore_index", IGNORE_INDEX)
-        targets = targets_of(
-            arguments.get("labels"), arguments.get("shift_labels"), shifts=self.shifts, ignore_index=ignore_index
-        )
-        counted = (targets != ignore_index).sum().float()
-        if over_ranks and self.mesh.axes.size("dp_cp") > 1:
-            dist.all_reduce(counted, group=self.mesh.group("dp_cp"))
-            counted /= self.mesh.dp_size
-        # Without any target the loss is 0 and adds nothing.
-        return counted if counted > 0 else torch.ones_like(counted)
-
-    def mean_over_ranks(self, loss: Tensor) -> None:
-        """Replaces a batch's loss, a scalar, by the mean over all ranks that see parts of it."""
-        if self.mesh.axes.size("dp_cp") > 1:
-            dist.all_reduce(loss, group=self.mesh.group("dp_cp"))
-            loss /= self.mesh.dp_size
+            # Nothing else of the call concerns the loss: transformers ignores `label_smoothing`, for one.
+            kernel = functools.partial(logits.cross_entropy, targets, ignore_index=ignore_index)
+        if batch.share is not None:
+            batch.was_used = True
+            return kernel(num_items_in_batch=batch.share.targets)
+        if num_items_in_batch is not None:
+            return kernel(num_items_in_batch=batch.given(num_items_in_batch))
+        if not batch.over_ranks:
+            return kernel(num_items_in_batch=None)
+        return batch.mean(kernel(num_items_in_batch=1), (targets != ignore_index).sum())
 
 
-def token_loss_of(model: Any, mesh: ParallelMesh) -> TokenLoss | None:
-    """Wraps a model's loss function, or returns `None` where that is no token loss of transformers."""
-    shifts = loss_functions().get(model.loss_function)
-    return None if shifts is None else TokenLoss(model.loss_function, shifts, mesh)
+def install_loss(model: Any, state: Any) -> BatchLoss:
+    """Makes what divides a model's losses, and puts it in front of transformers' token losses."""
+    kind = model.loss_function
+    shifts = loss_functions().get(kind)
+    is_token_loss = kind in token_loss_functions()
+    batch = BatchLoss(state.mesh, shifts, is_token_loss and uses_loss_function(model), state.config.auxiliary_loss)
+    if is_token_loss:
+        state.patches.replace(model, "loss_function", TokenLoss(kind, batch))
+    return batch

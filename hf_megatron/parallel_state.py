@@ -11,7 +11,7 @@ from .axes import Axes
 from .config import MegatronConfig
 from .errors import ConfigError
 from .instance_patches import ModelPatches
-from .loss import TokenLoss
+from .loss import BatchLoss
 from .mesh import ParallelMesh
 from .patch_ledger import LEDGER, Shared
 from .placement import Claim, Placement
@@ -81,7 +81,7 @@ class ParallelState(Shared):
         names: in the whole model's state dict, in its order; empty where no other stage holds any.
         elsewhere: those of them that other stages hold, under the names of files too.
         patches (`ModelPatches`): what was replaced on the model itself.
-        loss (`TokenLoss`, *optional*): on the model's loss function, where that is one of transformers' token losses.
+        loss (`BatchLoss`, *optional*): what the model's losses are divided by; there once it is installed.
     """
 
     config: MegatronConfig
@@ -93,7 +93,7 @@ class ParallelState(Shared):
     leaving: Callable[[Tensor], Tensor] | None = None
     names: tuple[str, ...] = ()
     elsewhere: frozenset[str] = frozenset()
-    loss: TokenLoss | None = None
+    loss: BatchLoss | None = None
     patches: ModelPatches = field(default_factory=ModelPatches)
     pipeline: Pipeline | None = None
     data_parallel: DataParallelEngine | None = None

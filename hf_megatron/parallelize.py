@@ -14,10 +14,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from .axes import Axes
+from .batch_labels import LossHooks
 from .config import MegatronConfig
 from .data_parallel import axis as data_parallel
 from .errors import ConfigError
-from .loss import token_loss_of
+from .loss import install_loss
 from .mesh import ParallelMesh
 from .parallel_state import ParallelState, StageCut, attach_state, parallel_state
 from .pipeline_parallel import axis as pipeline_parallel
@@ -93,9 +94,8 @@ def install(model: Any) -> None:
     """Makes a placed and filled model compute in parallel."""
     state = parallel_state(model)
     assert state is not None
-    state.loss = token_loss_of(model, state.mesh)
-    if state.loss is not None:
-        state.patches.replace(model, "loss_function", state.loss)
+    state.loss = install_loss(model, state)
+    LossHooks(state.loss, model, pipelined=state.axes.size("pp") > 1).install(model)
     for axis in AXES:
         axis.install(model, state)
 

@@ -113,11 +113,34 @@ def merged_tp_plan(model: Any) -> dict[str, str]:
     return dict(model._tp_plan or {})
 
 
-def loss_functions() -> dict[Any, bool]:
-    """Maps transformers' token losses to whether they shift the labels."""
+def token_loss_functions() -> dict[Any, bool]:
+    """Maps transformers' losses over a vocabulary to whether they shift the labels."""
     from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 
     return {ForCausalLMLoss: True, ForMaskedLMLoss: False}
+
+
+def loss_functions() -> dict[Any, bool]:
+    """Maps transformers' losses with one kind of target, `labels`, to whether they shift them."""
+    from transformers.loss.loss_utils import ForSequenceClassificationLoss, ForTokenClassification
+
+    return token_loss_functions() | {ForSequenceClassificationLoss: False, ForTokenClassification: False}
+
+
+def uses_loss_function(model: Any) -> bool:
+    """Tells whether a model's forward takes its loss from `model.loss_function`, and not in lines of its own."""
+    return "loss_function" in _names_used(type(model))
+
+
+def check_soon(condition: torch.Tensor, error: Callable[[], Exception]) -> None:
+    """Raises an error unless a scalar condition holds; on an accelerator without waiting for it.
+
+    The device fails on its own there (`_assert_async`, private in torch 2.11 to 2.13).
+    """
+    if condition.device.type != "cpu":
+        torch._assert_async(condition)
+    elif not condition:
+        raise error()
 
 
 def untied_state_dict(model: Any) -> dict[str, torch.Tensor]:

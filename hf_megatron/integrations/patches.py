@@ -21,8 +21,17 @@ _RANKS_PER_BATCH = "Trainer asks a model which ranks share a batch"
 _ACCELERATE = "Accelerate has plugins for engines of others"
 _HUB = "Trainer pushes from several ranks"
 _GENERATE = "generation asks the cache for its heads and ranks for their verdict"
+_ROUTERS = "transformers takes router losses over the ranks of a batch"
 _TRL = "TRL asks a model for its numbers per token"
 _ALWAYS = "always"
+
+_SWITCH = "transformers.models.switch_transformers.modeling_switch_transformers"
+# Each has the same function.
+_ROUTER_FILES = (
+    "dbrx deepseek_v4 ernie4_5_moe ernie4_5_vl_moe flex_olmo flint glm4v_moe glm5_next gpt_oss granitemoe "
+    "granitemoe_swa granitemoehybrid granitemoeshared jamba jetmoe laguna mellum minimax minimax_m2 minimax_m3_vl "
+    "mixtral nllb_moe olmoe phimoe qwen2_moe qwen3_5_moe qwen3_moe qwen3_next qwen3_omni_moe qwen3_vl_moe qwen4_exp"
+)
 
 # Target, replacement (in this package unless it says otherwise), what stock does, until when.
 # fmt: off
@@ -57,6 +66,17 @@ _ROWS: tuple[tuple[str, str, str, str], ...] = (
      "compiles a forward with collectives of pipelines", _GENERATE),
     ("transformers.generation.continuous_batching.continuous_api:ContinuousMixin.init_continuous_batching",
      "generation:init_continuous_batching", "schedules requests on each rank alone", "ranks share one scheduler"),
+    *(
+        (f"transformers.models.{name}.modeling_{name}:load_balancing_loss_func",
+         "hf_megatron.auxiliary_loss:load_balancing_loss", "takes this rank's part of a batch for all of it", _ROUTERS)
+        for name in _ROUTER_FILES.split()
+    ),
+    ("transformers.models.doge.modeling_doge:load_balancing_loss_func", "hf_megatron.auxiliary_loss:product_key_loss",
+     "takes this rank's part of a batch for all of it", _ROUTERS),
+    *(
+        (f"{_SWITCH}:{name}", "hf_megatron.auxiliary_loss:row_mean", "takes this rank's rows for all of them", _ROUTERS)
+        for name in ("load_balancing_loss_func", "router_z_loss_func")
+    ),
     ("transformers.training_args:TrainingArguments.__post_init__", "training_arguments:post_init",
      "reports one process on every rank of a CPU job", "TrainingArguments joins the job's ranks on CPUs"),
     (f"{_TRAINER}.__init__", "trainer:init", "accepts what would train wrong on a split model", _ALWAYS),

@@ -1,12 +1,16 @@
 """transformers.Trainer: the few places where a stock Trainer has to know which ranks share a batch."""
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
+from transformers.trainer_pt_utils import LabelSmoother
 
 from ..errors import ConfigError, UnsupportedError
+from ..loss import BatchLoss
 from ..parallel_state import parallel_state
 from .accelerate import parallelism_config
 from .refusals import refuse_other_trl_trainers
@@ -37,11 +41,36 @@ def init(original: Callable, self: Any, model: Any = None, args: Any = None, *re
         probe(Path(args.output_dir))
     # Stock cannot resume models that were sharded at load time, and says so unless only weights are saved.
     weights_only, args.save_only_model = args.save_only_model, True
+    state = parallel_state(model)
+    if not args.average_tokens_across_devices and state.mesh.dp_size > 1:
+        warnings.warn(
+            "TrainingArguments.average_tokens_across_devices=False: the data parallel ranks of a laid out model work "
+            "on one batch, whose tokens are counted on all of them all the same.",
+            stacklevel=2,
+        )
+        args.average_tokens_across_devices = True
     try:
         original(self, model, args, *rest, **kwargs)
     finally:
         args.save_only_model = weights_only
+    if self.label_smoother is not None:
+        self.label_smoother = _BatchSmoother(self.label_smoother, parallel_state(model).loss)
     return self.add_callback(TerminationCallback())
+
+
+class _BatchSmoother:
+    """A label smoother that divides by the targets of all ranks where Trainer has not counted them."""
+
+    def __init__(self, stock: LabelSmoother, batch: BatchLoss):
+        self.stock, self.batch = stock, batch
+
+    def __call__(
+        self, model_output: Any, labels: Tensor, shift_labels: bool = False, num_items_in_batch: Any = None
+    ) -> Tensor:
+        """Returns the loss, a scalar, of labels `[batch, sequence]`."""
+        if num_items_in_batch is None:
+            num_items_in_batch = self.batch.divisor(labels[..., 1:] if shift_labels else labels)
+        return self.stock(model_output, labels, shift_labels, num_items_in_batch)
 
 
 def build_accelerator_args(original: Callable, self: Any, **kwargs: Any) -> dict[str, Any]:

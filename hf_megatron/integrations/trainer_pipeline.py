@@ -1,5 +1,5 @@
-"""Trainer's steps of a pipelined model: what will be done to the loss is told before the forward, and logits travel
-between ranks only where somebody reads them.
+"""Trainer's steps: whose rows a loss is taken over; and of a pipelined model what will be done to the loss, told before
+the forward, and that logits travel between ranks only where somebody reads them.
 
 A pipelined model computes its gradients while it computes the loss. Where the factor that backward will bring is known,
 they are added straight to those of earlier batches; where it is not, they need a buffer of their own until then.
@@ -44,15 +44,18 @@ def _scale(trainer: Any, has_count: bool) -> float:
 def prediction_step(
     original: Callable, self: Any, model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any
 ) -> Any:
-    """Keeps logits `(batch, sequence, vocab)` on the last stage while Trainer wants nothing but the loss `()`."""
+    """Takes the loss `()` of all ranks' rows, and keeps logits on the last stage while nothing else is wanted."""
     state = None if self.model is None else parallel_state(self.model)
-    pipeline = None if state is None else state.pipeline
+    if state is None or state.loss is None:
+        return original(self, model, inputs, prediction_loss_only, *args, **kwargs)
+    pipeline = state.pipeline
     # A subclass that computes the loss may read the logits of a call with labels.
     own_loss = type(self).compute_loss is not transformers.Trainer.compute_loss
-    if pipeline is None or not prediction_loss_only or own_loss:
-        return original(self, model, inputs, prediction_loss_only, *args, **kwargs)
-    before, pipeline.wants_logits = pipeline.wants_logits, False
-    try:
-        return original(self, model, inputs, prediction_loss_only, *args, **kwargs)
-    finally:
-        pipeline.wants_logits = before
+    with state.loss.together():
+        if pipeline is None or not prediction_loss_only or own_loss:
+            return original(self, model, inputs, prediction_loss_only, *args, **kwargs)
+        before, pipeline.wants_logits = pipeline.wants_logits, False
+        try:
+            return original(self, model, inputs, prediction_loss_only, *args, **kwargs)
+        finally:
+            pipeline.wants_logits = before

@@ -21,13 +21,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..batch_labels import is_target
 from ..communication.random_streams import ReplicatedState
 from ..data_parallel.engine import DataParallel
 from ..data_parallel.fully_sharded import reshard
-from ..errors import UnsupportedError
-from ..loss import has_labels, without_targets
+from ..errors import ConfigError, UnsupportedError
+from ..loss import IGNORE_INDEX, Share, TokenLoss, has_labels, without_targets
 from ..parallel_state import ParallelState
 from ..patch_ledger import Shared
+from ..tensor_parallel.vocabulary import require_tokens
 from ..upstream import at_end_of_backward, finishing_itself, local_tensor
 from .cache import StagedCache, cache_name, new_inputs
 from .cut import Cut, stages_per_rank
@@ -59,6 +61,7 @@ class Pipeline(Shared):
 
     def __init__(self, model: Any, state: ParallelState, cut: Cut, engine: DataParallel):
         self.model, self.config, self.mesh, self.engine = model, state.config, state.mesh, engine
+        assert state.loss is not None
         self.boundary, self.cut, self.loss = cut.boundary, cut, state.loss
         config, mesh = state.config, state.mesh
         self.schedule = schedule(config.pipeline_schedule)
@@ -68,6 +71,7 @@ class Pipeline(Shared):
         self.loss_scale = LossScale(self._usual_scale)
         self.wants_logits = True
         self._in_lockstep = state.in_lockstep
+        self._tokens, self._classes = _tokens(model, state), _classes(model)
         self._read: Callable[[Any, slice], tuple[Tensor, ...]] | None = None
         self._first, self._last = cut.boundary.stages.rank_of[0], cut.boundary.stages.rank_of[-1]
         engine.guards.append(lambda: self.loss_scale.require_settled(engine.gradients))
@@ -105,13 +109,15 @@ class Pipeline(Shared):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         arguments = self._arguments(args, kwargs)
         return_dict = arguments.pop("return_dict", None)
+        self._require_tokens(arguments)
         if self._read is not None:
             return self._values_of(arguments, self._read)
         labels = has_labels(arguments)
-        if labels and self.loss is None:
+        others = [name for name, value in arguments.items() if value is not None and is_target(name)]
+        if others and (self.loss.shifts is None or not labels):
             raise UnsupportedError(
-                f"{type(self.model).__name__} computes a loss that is no mean over tokens; with a pipeline call it "
-                "without labels and compute the loss from its logits."
+                f"{type(self.model).__name__} with {', '.join(others)}: a pipeline knows losses of `labels` alone, "
+                "that are a mean over tokens or rows. Call it without and compute the loss from its logits."
             )
         if torch.is_grad_enabled() and labels and self.model.training:
             output = self._train(arguments)
@@ -119,6 +125,14 @@ class Pipeline(Shared):
             output = self._forward_only(arguments, labels)
         wants_dict = self.model.config.return_dict if return_dict is None else return_dict
         return output if wants_dict else output.to_tuple()
+
+    def _require_tokens(self, arguments: dict[str, Any]) -> None:
+        """Raises `IndexError` on every rank, where the first or the last stage alone would look the tokens up."""
+        ids, labels = arguments.get("input_ids"), arguments.get("labels")
+        if ids is not None and self._tokens is not None:
+            require_tokens(ids, self._tokens, "token id")
+        if labels is not None and not labels.is_floating_point() and self._classes > 1:
+            require_tokens(labels, self._classes, "label", arguments.get("ignore_index", IGNORE_INDEX))
 
     @contextmanager
     def reading(self, read: Callable[[Any, slice], tuple[Tensor, ...]]) -> Iterator[None]:
@@ -145,11 +159,13 @@ class Pipeline(Shared):
     def _train(self, arguments: dict[str, Any]) -> PipelineOutput:
         """Runs the whole schedule."""
         is_counted = arguments.get("num_items_in_batch") is not None
-        microbatches, weights, denominator = self._prepare(arguments, for_backward=True)
+        microbatches, weights, denominators = self._prepare(arguments, for_backward=True)
         losses = torch.zeros(3, device=self.mesh.device)
+        # A caller that has counted multiplies by the ranks.
+        counted = self.mesh.dp_size if is_counted else 1
 
         def read(number: int, output: Any) -> tuple[Tensor, ...]:
-            loss = self._loss_of(output) * weights[number]
+            loss = self._loss_of(output) * (weights[number] / counted)
             losses[0] += loss.detach().float()
             if (aux_loss := output.get("aux_loss")) is not None:
                 losses[1:] += torch.stack([aux_loss.detach().float() * weights[number], losses.new_ones(())])
@@ -158,15 +174,15 @@ class Pipeline(Shared):
         sizes = self.schedule.name, self.config.pp_size, self.stages_per_rank, len(microbatches)
         actions = rank_actions(*sizes)[self.mesh.pp_rank]
         gradients = self._gradients(actions)
-        execution = self._execution(microbatches, weights, denominator, read)
+        execution = self._execution(microbatches, weights, denominators, read)
         seed = torch.tensor(gradients.seed, device=self.mesh.device)
         execution.seeds = lambda number: (seed,)
         execution.before_backward, execution.added = gradients.before_backward, gradients.store.take
         with gradients.collecting():
             self._run(execution, actions)
         dist.broadcast(losses, group=self.mesh.pp_group, group_src=self._last)
-        if self.loss is not None and not is_counted:
-            self.loss.mean_over_ranks(losses[0])
+        if not is_counted or self.config.auxiliary_loss != "batch":
+            self.loss.mean_over_ranks(losses[1:2] if is_counted else losses[:2])
         anchor = torch.zeros((), device=self.mesh.device, requires_grad=True)
         loss = ScheduledLoss.apply(anchor, losses[0], gradients.settle)
         return PipelineOutput(loss=loss, logits=AbsentLogits(), aux_loss=losses[1] if losses[2] else None)
@@ -176,13 +192,14 @@ class Pipeline(Shared):
         parameters, stages = self._signature.parameters, self.boundary.stages
         cache = StagedCache.of_call(self.model, arguments, parameters, stages, self.mesh.pp_rank)
         rows = batch_rows(arguments)
+        counted = self.mesh.dp_size if arguments.get("num_items_in_batch") is not None else 1
 
         def read(output: Any, part: slice) -> tuple[Tensor, ...]:
             share, values = (part.stop - part.start) / rows, []
             if self.wants_logits or not labels:
                 values.append(self._logits_of(output))
             if labels:
-                values.append(self._loss_of(output) * share)
+                values.append(self._loss_of(output) * (share / counted))
             if labels and output.get("aux_loss") is not None:
                 values.append(output["aux_loss"] * share)
             return tuple(values)
@@ -206,11 +223,11 @@ class Pipeline(Shared):
         cache: StagedCache | None = None,
     ) -> tuple[Tensor, ...]:
         """Returns what `read` makes of the microbatches' outputs, together and on every rank; see `reading`."""
-        microbatches, weights, denominator = self._prepare(arguments, for_backward=False, whole=cache is not None)
+        microbatches, weights, denominators = self._prepare(arguments, for_backward=False, whole=cache is not None)
         edges = [0, *itertools.accumulate(map(batch_rows, microbatches))]
         parts = [slice(start, stop) for start, stop in itertools.pairwise(edges)]
         execution = self._execution(
-            microbatches, weights, denominator, lambda number, output: read(output, parts[number]), cache
+            microbatches, weights, denominators, lambda number, output: read(output, parts[number]), cache
         )
         sizes = self.schedule.name, self.config.pp_size, self.stages_per_rank, len(microbatches)
         self._run(execution, forward_plan(*sizes)[self.mesh.pp_rank])
@@ -250,8 +267,8 @@ class Pipeline(Shared):
 
     def _prepare(
         self, arguments: dict[str, Any], *, for_backward: bool, whole: bool = False
-    ) -> tuple[list[dict[str, Any]], list[float], Tensor | float | None]:
-        """Makes microbatches, their shares of the rows, and the denominator of the batch's loss."""
+    ) -> tuple[list[dict[str, Any]], list[float], list[Any] | None]:
+        """Makes microbatches, their shares of the rows, and the denominators of the batch's loss."""
         for name in ("output_attentions", "output_hidden_states"):
             if arguments.get(name) or getattr(self.model.config, name, False):
                 raise UnsupportedError(f"{name}=True: no rank of a pipeline has those of all layers.")
@@ -268,13 +285,26 @@ class Pipeline(Shared):
             count = at_most
         if not whole and "use_cache" in self._signature.parameters:
             arguments["use_cache"] = False
-        denominator = None
-        if self.loss is not None and has_labels(arguments):
-            denominator = self.loss.denominator(arguments, over_ranks=for_backward) if given is None else given
+        if count > 1 and (self._read is not None or has_labels(arguments)):
+            self._refuse_batch_statistics(arguments)
+        denominators = None
+        if has_labels(arguments):
+            denominators = self.loss.denominators(arguments, rows, given, over_ranks=for_backward)
         microbatches = split(arguments, min(count, rows))
         weights = [batch_rows(microbatch) / rows for microbatch in microbatches]
         missing = count - len(microbatches)
-        return microbatches + [without_targets(microbatches[0])] * missing, weights + [0.0] * missing, denominator
+        return microbatches + [without_targets(microbatches[0])] * missing, weights + [0.0] * missing, denominators
+
+    def _refuse_batch_statistics(self, arguments: dict[str, Any]) -> None:
+        asked = arguments.get("output_router_logits")
+        if asked is None:
+            asked = getattr(self.model.config.get_text_config(), "output_router_logits", False)
+        if asked and self.config.auxiliary_loss == "batch":
+            raise ConfigError(
+                "output_router_logits=True with several microbatches: the router loss of a batch cannot be computed "
+                "from those of its microbatches. Set MegatronConfig.auxiliary_loss='sequence' (each row's own, the "
+                "same on every layout) or 'microbatch' (each microbatch's own), or num_microbatches=1."
+            )
 
     def _same_on_dp_ranks(self, microbatches: int) -> int:
         """Lets ranks with fewer rows decide for all, where dp ranks wait for each other in a forward."""
@@ -288,7 +318,7 @@ class Pipeline(Shared):
         self,
         microbatches: list[dict[str, Any]],
         weights: list[float],
-        denominator: Tensor | float | None,
+        denominators: list[Any] | None,
         read: Callable[[int, Any], tuple[Tensor, ...]],
         cache: StagedCache | None = None,
     ) -> Execution:
@@ -296,8 +326,11 @@ class Pipeline(Shared):
 
         def forward(number: int) -> Any:
             seen = {} if cache is None else {cache.name: cache.seen_by(self.boundary.stage)}
-            share = None if denominator is None else denominator * (weights[number] or 1.0)
-            with nullcontext() if self.loss is None else self.loss.over(share):
+            share = None
+            if denominators is not None:
+                targets, rows = (value * (weights[number] or 1.0) for value in denominators)
+                share = Share(targets, rows, microbatches[number])
+            with self.loss.over(share):
                 return self._forward(**(microbatches[number] | seen))
 
         flags = (self.model.training, getattr(config, "output_router_logits", None), self._autocast_dtype())
@@ -380,7 +413,7 @@ class Pipeline(Shared):
         return self.recorder.record(kind, self.boundary.stages.of_rank(self.mesh.pp_rank)[0])
 
     def _loss_of(self, output: Any) -> Tensor:
-        if self.loss is None or not self.loss.was_used:
+        if not self.loss.was_used:
             raise UnsupportedError(
                 f"{type(self.model).__name__} computes its loss itself, each microbatch's by its own targets; with a "
                 "pipeline call it without labels and compute the loss from its logits."
@@ -394,3 +427,19 @@ class Pipeline(Shared):
             )
         logits = output["logits"]
         return logits if isinstance(logits, Tensor) else logits.gather(warn=False)
+
+
+def _tokens(model: Any, state: ParallelState) -> int | None:
+    """Counts the token ids that a text model knows; others may have ids that stand for images."""
+    if model.config.get_text_config() is not model.config:
+        return None
+    embedding = model.get_input_embeddings()
+    name = next((name for name, module in model.named_modules() if module is embedding), None)
+    claim = state.claims.get(f"{name}.weight")
+    return None if claim is None else claim.shape[0]
+
+
+def _classes(model: Any) -> int:
+    """Counts the classes that labels choose from."""
+    config = model.config
+    return config.get_text_config().vocab_size if isinstance(model.loss_function, TokenLoss) else config.num_labels

@@ -19,6 +19,7 @@ from ..communication.collectives import copy_to_ranks
 from ..errors import ConfigError
 from ..loss import IGNORE_INDEX
 from ..upstream import keeps_graph
+from .vocabulary import require_tokens
 
 Transform = Callable[[Tensor], Tensor]
 
@@ -213,6 +214,7 @@ def linear_cross_entropy(
     """
     if hidden.shape[0] != targets.shape[0]:
         raise ConfigError(f"labels have {targets.shape[0]} entries, the logits {hidden.shape[0]}; they must match.")
+    require_tokens(targets, options.vocabulary, "label", options.ignore_index)
     if denominator is None:
         denominator = (targets != options.ignore_index).sum()
     scale = 1.0 / torch.as_tensor(denominator, device=hidden.device, dtype=torch.float32)

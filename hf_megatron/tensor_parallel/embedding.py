@@ -7,6 +7,7 @@ from ..communication.collectives import bounds, gather_from_ranks, reduce_from_r
 from ..errors import UnsupportedError
 from ..mesh import ParallelMesh
 from .local_parameters import local_view
+from .vocabulary import require_tokens
 
 
 class VocabParallelEmbedding(nn.Embedding):
@@ -22,6 +23,7 @@ class VocabParallelEmbedding(nn.Embedding):
             raise UnsupportedError(
                 "A vocab-parallel embedding has no max_norm and no scale_grad_by_freq; set both off."
             )
+        require_tokens(input, self.weight.shape[0], "token id")
         start, stop = bounds(self.weight.shape[0], self.mesh.tp_size, self.mesh.tp_rank)
         foreign = (input < start) | (input >= stop)
         weight = local_view(self.weight)

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..batch_labels import BatchLabels
 from ..communication.collectives import bounds, copy_to_ranks, gather_from_ranks
 from ..loss import IGNORE_INDEX
 from .cross_entropy import CrossEntropyOptions, linear_cross_entropy
@@ -83,12 +84,15 @@ class ShardedLogits:
     @classmethod
     def __torch_function__(cls, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
+        if any(issubclass(other, BatchLabels) for other in types):
+            # They know what the loss is divided by, and ask for the sum.
+            return NotImplemented
         logits = args[0] if args else None
-        if function is F.cross_entropy and isinstance(logits, cls) and _is_token_mean(logits, *args[1:], **kwargs):
+        if function is F.cross_entropy and isinstance(logits, cls) and _is_of_tokens(logits, *args[1:], **kwargs):
             # Models with a `CrossEntropyLoss()` of their own.
             return logits.cross_entropy(
                 args[1],
-                num_items_in_batch=None,
+                num_items_in_batch=1 if kwargs.get("reduction") == "sum" else None,
                 ignore_index=kwargs.get("ignore_index", IGNORE_INDEX),
                 label_smoothing=kwargs.get("label_smoothing", 0.0),
             )
@@ -148,9 +152,9 @@ class ShardedLogits:
         self,
         targets: Tensor,
         *,
-        num_items_in_batch: Tensor | int | None,
+        num_items_in_batch: Any,
         ignore_index: int,
-        label_smoothing: builtins.float,
+        label_smoothing: builtins.float = 0.0,
     ) -> Tensor:
         """Returns the loss, a scalar, against `targets` `[batch, sequence]`; see `linear_cross_entropy`."""
         self.loss_taken = True
@@ -172,11 +176,11 @@ class ShardedLogits:
         return linear_cross_entropy(hidden, weight, bias, targets, num_items_in_batch, options)
 
 
-def _is_token_mean(logits: ShardedLogits, target: Tensor, weight: Tensor | None = None, **options: Any) -> bool:
-    """Tells whether a call of `F.cross_entropy` is the mean over class indices, one per row of the logits."""
+def _is_of_tokens(logits: ShardedLogits, target: Tensor, weight: Tensor | None = None, **options: Any) -> bool:
+    """Tells whether `F.cross_entropy` is called for the mean or sum over class indices, one per row of the logits."""
     plain = weight is None and options.get("size_average") is None and options.get("reduce") is None
     rows = logits.hidden.dim() == 2 and target.dim() == 1 and not target.is_floating_point()
-    return plain and rows and options.get("reduction", "mean") == "mean"
+    return plain and rows and options.get("reduction", "mean") in ("mean", "sum")
 
 
 class VocabParallelHead(ColumnParallelLinear):

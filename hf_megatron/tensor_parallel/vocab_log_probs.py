@@ -19,6 +19,7 @@ from ..errors import ConfigError, UnsupportedError
 from ..loss import IGNORE_INDEX
 from .local_parameters import local_view
 from .logits import ShardedLogits, VocabParallelHead
+from .vocabulary import require_tokens
 
 LOG_PROBS = "log_probs"
 FIELDS = (LOG_PROBS, "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
@@ -122,6 +123,7 @@ def token_scores(logits: Tensor | DeferredLogits, targets: Tensor, wanted: Seque
         options = ScoreOptions(kept, logits.shape[-1], hidden.dtype)
     else:
         raise UnsupportedError(f"{type(logits).__name__} in place of logits: no log-probabilities can be read of it.")
+    require_tokens(targets, options.vocabulary, "label", IGNORE_INDEX)
     found = _TokenScores.apply(hidden, weight, bias, targets.to(logits.device)[mask], options)
     values = dict(zip(FIELDS, found, strict=True))
     return tuple(values[name].new_zeros(mask.shape).masked_scatter(mask, values[name]) for name in wanted)

@@ -1,0 +1,271 @@
+"""Router losses on every layout against one process, and what is offered where a batch is cut into microbatches."""
+
+import ast
+import contextlib
+import functools
+import importlib
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from transformers import AutoConfig
+
+from hf_megatron import ConfigError
+from hf_megatron.integrations.patches import PATCHES
+from hf_megatron.parallelize import parallel_state
+from hf_megatron.verify.measure import Measurement, measure
+from hf_megatron.verify.metric import judge
+from hf_megatron.verify.ranks import run_ranks
+from hf_megatron.verify.twin import draw_parameters
+from tests.parity.test_losses import _layout
+
+_SMALL = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "num_experts_per_tok": 2,
+    "router_aux_loss_coef": 1.0,
+    "output_router_logits": True,
+}
+_T5 = {"d_model": 32, "d_kv": 16, "d_ff": 48, "num_heads": 2, "num_layers": 2, "num_decoder_layers": 2}
+# Type -> class, changes.
+TYPES = {
+    "qwen3_moe": ("Qwen3MoeForCausalLM", {"num_experts": 4}),
+    "mixtral": ("MixtralForCausalLM", {"num_local_experts": 4}),
+    "granitemoe": ("GraniteMoeForCausalLM", {"num_local_experts": 4}),
+    "doge": ("DogeForCausalLM", {"is_moe": True, "num_experts": 16, "hidden_dropout": 0.0}),
+    "switch_transformers": (
+        "SwitchTransformersForConditionalGeneration",
+        _T5
+        | {
+            "num_experts": 4,
+            "expert_capacity": 64,
+            "num_sparse_encoder_layers": 1,
+            "num_sparse_decoder_layers": 1,
+            "dropout_rate": 0.0,
+            "router_jitter_noise": 0.0,
+            "router_z_loss_coef": 1.0,
+            "decoder_start_token_id": 0,
+        },
+    ),
+    "nllb_moe": (
+        "NllbMoeForConditionalGeneration",
+        {
+            "d_model": 32,
+            "encoder_layers": 2,
+            "decoder_layers": 2,
+            "encoder_attention_heads": 2,
+            "decoder_attention_heads": 2,
+            "encoder_ffn_dim": 48,
+            "decoder_ffn_dim": 48,
+            "num_experts": 4,
+            "expert_capacity": 64,
+            "encoder_sparse_step": 1,
+            "decoder_sparse_step": 1,
+            "dropout": 0.0,
+            "attention_dropout": 0.0,
+            "activation_dropout": 0.0,
+            "moe_token_dropout": 0.0,
+            "encoder_layerdrop": 0.0,
+            "decoder_layerdrop": 0.0,
+        },
+    ),
+}
+
+
+def _batches(seq2seq):
+    batches = []
+    for seed in (0, 1):
+        generator = torch.Generator().manual_seed(seed)
+        ids = torch.randint(3, 64, (5, 12), generator=generator)
+        mask = torch.ones_like(ids)
+        mask[0, -5:] = mask[3, -2:] = 0
+        ids[mask == 0] = 0
+        labels = ids.masked_fill((mask == 0) | (torch.rand(ids.shape, generator=generator) < 0.3), -100)
+        labels[-1] = -100
+        batch = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+        if seq2seq:
+            decoder = torch.randint(3, 64, (5, 10), generator=generator)
+            batch |= {"labels": decoder, "decoder_input_ids": decoder.roll(1, -1)}
+            batch["decoder_attention_mask"] = torch.ones_like(decoder)
+        batches.append(batch)
+    return batches
+
+
+def _module(cls):
+    return importlib.import_module(cls.__module__)
+
+
+@contextlib.contextmanager
+def _for_each_row(module, rows):
+    """transformers' function, called for each row by itself: what `"sequence"` promises."""
+    original = module.load_balancing_loss_func
+
+    def mean_over_rows(gate_logits, num_experts, top_k, attention_mask):
+        tokens = attention_mask.shape[1]
+        losses = []
+        for row in range(len(attention_mask)):
+            part = slice(row * tokens, (row + 1) * tokens)
+            own = tuple(logits[part] for logits in gate_logits)
+            losses.append(original(own, num_experts, top_k, attention_mask[row : row + 1]))
+        return torch.stack(losses).mean()
+
+    module.load_balancing_loss_func = mean_over_rows
+    try:
+        yield
+    finally:
+        module.load_balancing_loss_func = original
+
+
+@functools.cache
+def _saved(model_type, folder, for_each_row=False):
+    name, changes = TYPES[model_type]
+    config = AutoConfig.for_model(model_type, **_SMALL, **changes)
+    cls = getattr(transformers, name)
+    path = folder / model_type
+    torch.manual_seed(0)
+    model = cls(config).float()
+    draw_parameters(model, 0)
+    model.save_pretrained(path)
+    batches = _batches(config.is_encoder_decoder)
+    with _for_each_row(_module(cls), 5) if for_each_row else contextlib.nullcontext():
+        model = cls.from_pretrained(path)
+        reference = measure(model, batches)
+        output = model.train()(**batches[0])
+    plain = cls.from_pretrained(path, output_router_logits=False)
+    assert abs(measure(plain, batches, ()).loss - reference.loss) > 1e-2, "the router loss counts for nothing"
+    return cls, path, batches, reference, output.get("aux_loss", torch.tensor(0.0)).item()
+
+
+def errors(folder, model_type, layout, sabotage=None, **changes):
+    """The numbers of every rank against one process, and the largest relative error of `outputs.aux_loss`."""
+    cls, path, batches, reference, aux_loss = _saved(model_type, folder, changes.get("auxiliary_loss") == "sequence")
+    config = _layout(layout, **changes)
+
+    def on_rank():
+        if sabotage is not None:
+            sabotage()
+        model = cls.from_pretrained(path, megatron_config=config)
+        measured = measure(model, batches)
+        state = parallel_state(model)
+        own = {name: value.tensor_split(state.mesh.dp_size)[state.mesh.dp_rank] for name, value in batches[0].items()}
+        reported = model.train()(**own).get("aux_loss")
+        return measured, 0.0 if reported is None else reported.item()
+
+    found = run_ranks(on_rank, config.ranks_per_replica * (config.dp_size or 1))
+    assert len({measured.loss for measured, _ in found}) == 1
+    judged = judge(Measurement(**{**vars(found[0][0]), "eval_loss": reference.eval_loss}), reference)
+    return judged, max(abs(other - aux_loss) for _, other in found) / max(abs(aux_loss), 1e-30)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("routers")
+
+
+def check(*args, **kwargs):
+    judged, aux_loss = errors(*args, **kwargs)
+    assert judged.passed, judged.worst
+    assert aux_loss < 1e-5
+
+
+@pytest.mark.parametrize("layout", ["dp2+zero0", "dp2", "dp2+zero2", "dp2+zero3", "tp2", "tp2+sp", "tp2+sp+dp2"])
+def test_a_batch_on_several_ranks(folder, layout):
+    check(folder, "qwen3_moe", layout)
+
+
+@pytest.mark.parametrize("model_type", [name for name in TYPES if name != "qwen3_moe"])
+def test_families(folder, model_type):
+    check(folder, model_type, "dp2")
+
+
+@pytest.mark.parametrize("layout", ["pp2", "pp2+dp2"])
+def test_a_pipeline_with_one_microbatch(folder, layout):
+    check(folder, "qwen3_moe", layout, num_microbatches=1)
+
+
+@pytest.mark.parametrize("layout", ["dp2", "tp2", "pp2", "tp2+sp+pp2", "pp2+dp2", "dp2+zero3"])
+def test_each_row_by_itself(folder, layout):
+    check(folder, "qwen3_moe", layout, auxiliary_loss="sequence")
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_several_microbatches_are_refused_by_default(folder, training):
+    cls, path, batches, *_ = _saved("qwen3_moe", folder)
+
+    def on_rank():
+        model = cls.from_pretrained(path, megatron_config=_layout("pp2")).train(training)
+        with pytest.raises(ConfigError, match="auxiliary_loss='sequence'.*'microbatch'.*num_microbatches=1"):
+            model(**batches[0])
+        model.config.output_router_logits = False
+        return model(**batches[0]).loss.item()
+
+    assert len(set(run_ranks(on_rank, 2))) == 1
+
+
+def test_a_value_that_is_none_of_them():
+    with pytest.raises(ConfigError, match="auxiliary_loss = 'global'"):
+        _layout("dp2", auxiliary_loss="global")
+
+
+def _own_statistics():
+    from hf_megatron.loss import BatchLoss
+
+    BatchLoss.sum = lambda self, part: part
+
+
+def _sums_without_gradient():
+    from hf_megatron import loss
+
+    loss._SumOverRanks.backward = staticmethod(lambda ctx, gradient: (gradient, None, None))
+
+
+@pytest.mark.parametrize("fault", [_own_statistics, _sums_without_gradient])
+def test_statistics_of_one_rank_are_found(folder, fault):
+    with pytest.raises(AssertionError):
+        check(folder, "qwen3_moe", "dp2", sabotage=fault)
+
+
+def test_rows_weighed_by_microbatch_are_found(folder):
+    """The seeded fault: microbatches count alike, whatever their rows."""
+
+    def sabotage():
+        from hf_megatron.loss import BatchLoss
+
+        BatchLoss.row_mean = lambda self, total, rows: total / rows
+
+    with pytest.raises(AssertionError):
+        check(folder, "qwen3_moe", "dp2", auxiliary_loss="sequence", sabotage=sabotage)
+
+
+def _definitions():
+    """Every function of a router loss in transformers: file -> its body, by name."""
+    for path in sorted(Path(transformers.__file__).parent.glob("models/*/modeling_*.py")):
+        text = path.read_text(encoding="utf-8")
+        if "load_balancing_loss_func" in text or "z_loss_func" in text:
+            for node in ast.parse(text).body:
+                if isinstance(node, ast.FunctionDef) and node.name.endswith("_loss_func"):
+                    body = [part for part in node.body if not isinstance(getattr(part, "value", None), ast.Constant)]
+                    yield path.stem, node.name, ast.unparse(node.args), "\n".join(map(ast.unparse, body))
+
+
+def test_every_router_loss_of_transformers_is_replaced():
+    replaced = {patch.target for patch in PATCHES}
+    found, forms = list(_definitions()), {}
+    for stem, name, arguments, body in found:
+        model = stem.removeprefix("modeling_")
+        assert f"transformers.models.{model}.{stem}:{name}" in replaced, (stem, name)
+        forms.setdefault((name, arguments, body), []).append(model)
+    assert len(found) >= 30
+    # One form, with three types that have their own.
+    assert sorted(map(len, forms.values()))[:-1] == [1] * (len(forms) - 1)
+    assert len(forms) == 5

@@ -1,0 +1,81 @@
+"""Tokens and labels outside the vocabulary: the error of one process on every rank, and no rank left waiting."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from hf_megatron import RankError
+from hf_megatron.log_probs import token_log_probs
+from hf_megatron.verify.check import parse_layouts
+from hf_megatron.verify.ranks import run_ranks
+
+VOCABULARY = 512
+LAYOUTS = ["tp2", "tp2+sp", "pp2", "tp2+pp2", "dp2"]
+
+
+def _load(stories, layout=None):
+    config = None
+    if layout is not None:
+        [config] = parse_layouts(layout)
+    return AutoModelForCausalLM.from_pretrained(stories, megatron_config=config), config
+
+
+def _batch(name, value):
+    ids = torch.arange(3, 27).view(2, 12)
+    labels = ids.clone()
+    labels[:, :3] = -100
+    batch = {"input_ids": ids, "labels": labels}
+    batch[name] = batch[name].clone()
+    batch[name][:, 7] = value
+    return batch
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_outside_the_vocabulary(stories, layout):
+    cases = [("input_ids", VOCABULARY), ("input_ids", -1), ("labels", VOCABULARY), ("labels", -1)]
+    model, config = _load(stories, None)[0], parse_layouts(layout)[0]
+
+    def raises(model):
+        for name, value in cases:
+            for training in (True, False):
+                model.train(training)
+                with torch.set_grad_enabled(training), pytest.raises(IndexError):
+                    model(**_batch(name, value))
+        return True
+
+    def on_rank():
+        model = _load(stories, layout)[0]
+        assert raises(model)
+        # The model is whole after all of them.
+        return model.train()(**_batch("labels", 5)).loss.item()
+
+    assert raises(model)
+    expected = model.train()(**_batch("labels", 5)).loss.item()
+    assert run_ranks(on_rank, config.ranks_per_replica * (config.dp_size or 1)) == [
+        pytest.approx(expected, rel=1e-5)
+    ] * (config.ranks_per_replica * (config.dp_size or 1))
+
+
+@pytest.mark.parametrize("layout", ["tp2", "pp2", "dp2"])
+def test_labels_of_log_probs(stories, layout):
+    def on_rank():
+        model = _load(stories, layout)[0]
+        for name, value in (("labels", VOCABULARY), ("labels", -1), ("input_ids", VOCABULARY)):
+            with pytest.raises(IndexError):
+                token_log_probs(model, **_batch(name, value))
+
+    run_ranks(on_rank, 2)
+
+
+def test_an_unchecked_token_is_found(stories):
+    """The seeded fault: nobody looks, and nobody owns the row."""
+
+    def on_rank():
+        from hf_megatron.tensor_parallel import cross_entropy, embedding
+
+        embedding.require_tokens = cross_entropy.require_tokens = lambda *args: None
+        with pytest.raises(IndexError):
+            _load(stories, "tp2")[0](**_batch("input_ids", VOCABULARY))
+
+    with pytest.raises(RankError, match="DID NOT RAISE"):
+        run_ranks(on_rank, 2)

@@ -1,0 +1,264 @@
+"""Losses of every kind of head against one process, where the rows and labels of a batch lie unevenly on the ranks."""
+
+import functools
+
+import pytest
+import torch
+import transformers
+from transformers import BartConfig, BertConfig, GPT2Config, LlamaConfig, T5Config
+
+from hf_megatron.integrations.gate import ConfigUnderTest
+from hf_megatron.verify.check import parse_layouts
+from hf_megatron.verify.measure import Measurement, measure
+from hf_megatron.verify.metric import judge
+from hf_megatron.verify.ranks import run_ranks
+from hf_megatron.verify.twin import draw_parameters
+
+ROWS, LENGTH, VOCABULARY = 5, 12, 64
+_TEXT = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_CONFIGS = {
+    "Bert": lambda **changes: BertConfig(
+        **_TEXT,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=48,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        **changes,
+    ),
+    "Llama": lambda **changes: LlamaConfig(
+        **_TEXT,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        intermediate_size=48,
+        classifier_dropout=0.0,
+        **changes,
+    ),
+    "GPT2": lambda **changes: GPT2Config(
+        **_TEXT,
+        n_embd=32,
+        n_layer=2,
+        n_head=2,
+        n_positions=32,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        classifier_dropout=0.0,
+        summary_first_dropout=0.0,
+        **changes,
+    ),
+    "T5": lambda **changes: T5Config(
+        vocab_size=VOCABULARY,
+        d_model=32,
+        d_kv=16,
+        d_ff=48,
+        num_layers=2,
+        num_heads=2,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
+        **changes,
+    ),
+    "Bart": lambda **changes: BartConfig(
+        **_TEXT,
+        d_model=32,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=48,
+        decoder_ffn_dim=48,
+        max_position_embeddings=32,
+        dropout=0.0,
+        attention_dropout=0.0,
+        activation_dropout=0.0,
+        classifier_dropout=0.0,
+        decoder_start_token_id=2,
+        **changes,
+    ),
+}
+# Head -> class suffix, changes of the config.
+HEADS = {
+    "single": ("ForSequenceClassification", {"num_labels": 3}),
+    "regression": ("ForSequenceClassification", {"num_labels": 1}),
+    "regressions": ("ForSequenceClassification", {"num_labels": 3, "problem_type": "regression"}),
+    "multi": ("ForSequenceClassification", {"num_labels": 3, "problem_type": "multi_label_classification"}),
+    "tokens": ("ForTokenClassification", {"num_labels": 3}),
+    "answers": ("ForQuestionAnswering", {"num_labels": 2}),
+    "masked": ("ForMaskedLM", {}),
+    "pretraining": ("ForPreTraining", {}),
+    "causal": ("ForCausalLM", {}),
+    "lm": ("LMHeadModel", {}),
+    "seq2seq": ("ForConditionalGeneration", {}),
+}
+
+
+def batch(head, seed=0, rows=ROWS):
+    """The last ranks have fewer rows; labels are ignored unevenly, in the last rows altogether."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, VOCABULARY, (rows, LENGTH), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[0, -4:] = 0
+    ids[mask == 0] = 0
+    values = {"input_ids": ids, "attention_mask": mask}
+    classes = torch.randint(0, 3, (rows, LENGTH), generator=generator)
+    ignored = torch.rand(rows, LENGTH, generator=generator) < torch.linspace(0.1, 0.8, rows)[:, None]
+    if head == "single":
+        return values | {"labels": classes[:, 0].clone()}
+    if head == "regression":
+        return values | {"labels": torch.randn(rows, generator=generator)}
+    if head == "regressions":
+        return values | {"labels": torch.randn(rows, 3, generator=generator)}
+    if head == "multi":
+        return values | {"labels": torch.randint(0, 2, (rows, 3), generator=generator).float()}
+    if head == "answers":
+        # Beyond the sequence: a position that is ignored.
+        starts = torch.randint(0, LENGTH, (rows,), generator=generator)
+        starts[-1] = LENGTH
+        return values | {"start_positions": starts, "end_positions": (starts + 1).clamp(max=LENGTH)}
+    labels = classes if head == "tokens" else ids
+    labels = labels.masked_fill(ignored | (mask == 0), -100)
+    labels[-2:] = -100
+    values["labels"] = labels
+    if head == "pretraining":
+        values["next_sentence_label"] = torch.randint(0, 2, (rows,), generator=generator)
+    if head == "seq2seq":
+        values["labels"] = labels[:, 2:].contiguous()
+    return values
+
+
+@functools.cache
+def _saved(family, head, folder):
+    suffix, changes = HEADS[head]
+    cls = getattr(transformers, f"{family}{suffix}")
+    torch.manual_seed(0)
+    model = cls(_CONFIGS[family](**changes)).float()
+    draw_parameters(model, 0)
+    path = folder / f"{family}-{head}"
+    model.save_pretrained(path)
+    batches = [batch(head, seed) for seed in (0, 1)]
+    return cls, path, batches, measure(cls.from_pretrained(path), batches)
+
+
+def _layout(text, **changes):
+    [config] = parse_layouts(text)
+    return ConfigUnderTest(**(config.to_dict() | changes))
+
+
+def errors(family, head, folder, layout, sabotage=None, **changes):
+    """The numbers of every rank against one process: reported loss, gradients, norm and weights after two steps."""
+    cls, path, batches, reference = _saved(family, head, folder)
+    config = _layout(layout, **changes)
+
+    def on_rank():
+        if sabotage is not None:
+            sabotage()
+        return measure(cls.from_pretrained(path, megatron_config=config), batches)
+
+    found = run_ranks(on_rank, config.ranks_per_replica * (config.dp_size or 1))
+    assert len({measured.loss for measured in found}) == 1
+    # In evaluation every rank reports its own rows.
+    judged = judge(Measurement(**{**vars(found[0]), "eval_loss": reference.eval_loss}), reference)
+    return judged
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("heads")
+
+
+CASES = [
+    *(("Bert", head) for head in ("single", "regression", "regressions", "multi", "tokens", "answers", "masked")),
+    ("Bert", "pretraining"),
+    *(("Llama", head) for head in ("single", "regression", "multi", "tokens", "answers", "causal")),
+    ("T5", "seq2seq"),
+    ("Bart", "seq2seq"),
+]
+
+
+@pytest.mark.parametrize(("family", "head"), CASES)
+def test_data_parallel(folder, family, head):
+    judged = errors(family, head, folder, "dp2")
+    assert judged.passed, judged.worst
+
+
+@pytest.mark.parametrize("layout", ["dp2+zero0", "dp2+zero2", "dp2+zero3", "tp2+dp2"])
+@pytest.mark.parametrize(("family", "head"), [("Bert", "masked"), ("Llama", "single"), ("T5", "seq2seq")])
+def test_stages_and_tensor_parallel(folder, family, head, layout):
+    judged = errors(family, head, folder, layout)
+    assert judged.passed, judged.worst
+
+
+@pytest.mark.parametrize("layout", ["tp2", "tp2+sp"])
+@pytest.mark.parametrize(("family", "head"), [("Bert", "masked"), ("Llama", "tokens"), ("T5", "seq2seq")])
+def test_tensor_parallel(folder, family, head, layout):
+    judged = errors(family, head, folder, layout)
+    assert judged.passed, judged.worst
+
+
+@pytest.mark.parametrize(
+    ("family", "head"),
+    [
+        *(("Llama", head) for head in ("single", "regression", "regressions", "multi", "tokens", "causal")),
+        *(("GPT2", head) for head in ("single", "regression", "multi", "tokens", "lm")),
+    ],
+)
+def test_pipeline(folder, family, head):
+    judged = errors(family, head, folder, "pp2")
+    assert judged.passed, judged.worst
+
+
+@pytest.mark.parametrize("layout", ["tp2+pp2", "pp2+dp2"])
+@pytest.mark.parametrize(("family", "head"), [("Llama", "single"), ("Llama", "tokens"), ("GPT2", "tokens")])
+def test_pipeline_with_others(folder, family, head, layout):
+    judged = errors(family, head, folder, layout)
+    assert judged.passed, judged.worst
+
+
+def _each_rank_on_its_own():
+    from hf_megatron import batch_labels
+
+    batch_labels.know_batch = lambda value, batch: value
+
+
+def _mean_of_means():
+    from hf_megatron import loss
+
+    def mean(self, total, terms):
+        self.terms += 1
+        return total / terms
+
+    loss.BatchLoss.mean = mean
+
+
+def _mean_of_microbatches():
+    from hf_megatron import loss
+
+    def mean(self, total, terms):
+        self.was_used = True
+        return total / terms
+
+    loss.BatchLoss.mean = mean
+
+
+@pytest.mark.parametrize(
+    ("family", "head", "layout", "fault"),
+    [
+        ("Bert", "masked", "dp2", _mean_of_means),
+        ("Bert", "answers", "dp2", _mean_of_means),
+        ("Llama", "regression", "dp2", _mean_of_means),
+        ("Llama", "tokens", "pp2", _mean_of_microbatches),
+    ],
+)
+def test_a_mean_of_means_is_found(folder, family, head, layout, fault):
+    """The seeded fault: every part of the batch divides by its own targets."""
+    with pytest.raises(AssertionError):
+        judged = errors(family, head, folder, layout, sabotage=fault)
+        assert judged.passed
+
+
+def test_a_loss_that_did_not_see_the_batch_is_refused(folder):
+    with pytest.raises(Exception, match="cannot be taken over the rows of all data parallel ranks"):
+        errors("Bert", "masked", folder, "dp2", sabotage=_each_rank_on_its_own)
