@@ -120,7 +120,8 @@ class _Linear(Style):
 
 
 def _use_replicated_stream(module: Any, args: tuple) -> None:
-    module.streams.use_replicated()
+    if len(module._forward_pre_hooks) > 1:
+        module.streams.use_replicated()
 
 
 class _Column(_Linear):
@@ -133,7 +134,7 @@ class _Column(_Linear):
     def install(self, module: nn.Module, context: ModuleContext) -> None:
         super().install(module, context)
         if self.is_column:
-            # Before what users hook there: every column linear reads what all ranks have.
+            # In front of hooks of users, for whom a block's second linear reads what all ranks have, like its first.
             module.register_forward_pre_hook(_use_replicated_stream)
 
     def placement(self, parameter_name: str, parameter: Tensor, module: nn.Module) -> Placement:
