@@ -57,6 +57,7 @@ class ParallelMesh(Shared):
         self.dp = split_mesh_axis(self.root["dp"], halves, ("dp_replicate", "dp_shard"))
         self._with_copies: dict[int, DeviceMesh] = {}
         self._meshes: dict[tuple[Axis, ...], DeviceMesh] = {}
+        self._host_groups: dict[Axis, dist.ProcessGroup] = {}
 
     @property
     def device(self) -> torch.device:
@@ -70,6 +71,16 @@ class ParallelMesh(Shared):
             return self.dp.get_group(name)
         same = next((other for other in WORLD_AXES if self.axes[other] == self.axes[name]), None)
         return self._mesh_of(name).get_group() if same is None else self.root.get_group(same)
+
+    def host_group(self, name: str) -> dist.ProcessGroup:
+        """Returns the ranks along an axis, for tensors on the host; the first call makes groups, on every rank."""
+        group, axis = self.group(name), self.axes[name]
+        if axis.size == 1 or "gloo" in dist.get_backend(group):
+            return group
+        if axis not in self._host_groups:
+            groups = [list(ranks) for ranks in self.axes.groups(name)]
+            self._host_groups[axis] = dist.new_subgroups_by_enumeration(groups, backend="gloo")[0]
+        return self._host_groups[axis]
 
     def of(self, placement: Placement) -> DeviceMesh:
         """Returns the mesh of a DTensor that is placed so; every rank calls it for the same placements."""

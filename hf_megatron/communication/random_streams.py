@@ -1,57 +1,150 @@
-"""Random state per axis, derived from the default generator alone.
+"""The random streams of ranks that share a batch: one replicated, one of each rank.
 
-Dropout on a replicated activation must draw the same mask on every tp rank, dropout on a sharded one a different mask.
-Megatron keeps a second generator state and teaches its own checkpoint function about it. Here the sharded stream is
-seeded with one number drawn from the replicated stream, so `torch.utils.checkpoint`, which restores the default
-generator, replays both.
+Every training forward starts from one state of the default generator, that of the group's first rank. What all ranks
+compute alike draws from it. While a rank computes a part of its own, the default generator holds a stream that is made
+of the replicated one's state and the rank; the replicated one moves on if that was drawn from. Both are functions of
+the default generator's state, which `torch.utils.checkpoint` restores, so both are replayed when something is computed
+again. Megatron keeps a second generator and teaches its own checkpoint function about it.
+
+A model that draws nothing, or on all ranks alike, leaves a script the random numbers that it has in one process.
+
+Every state is on the host, that of a CUDA generator (its seed and offset) too: nothing here waits for a device.
 """
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-_LARGEST_SEED = 2**31 - 1
+from ..patch_ledger import Shared
+
+# Seed, position and the first of the words that a twister makes 624 of at a time: enough to tell states apart.
+_BYTES_READ = 512
 
 
-def _draw(device: torch.device) -> int:
-    return int(torch.randint(_LARGEST_SEED, (), device=device).item())
+def default_generator(device: torch.device) -> torch.Generator:
+    """Returns the generator that random operations on a device draw from unless they are given another."""
+    return torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
 
 
-class ReplicatedState:
-    """The replicated stream, parked while the sharded one runs."""
+def _beginning(state: Tensor) -> bytes:
+    """Reads what tells the states `[bytes]` of a generator apart."""
+    return state.numpy()[:_BYTES_READ].tobytes()
 
-    def __init__(self, device: torch.device):
-        self.device = device
-        self._parked: torch.Tensor | None = None
 
-    def enter_sharded(self, rank: int) -> None:
-        """Parks the replicated stream and continues with this rank's own."""
-        seed = _draw(self.device)
-        self._parked = self._get()
-        self._seed(seed * 1009 + rank + 1)
+def _seed(state: Tensor, *numbers: int) -> int:
+    """Makes the seed of a further stream of a generator's state `[bytes]`."""
+    digest = hashlib.blake2b(_beginning(state), digest_size=8)
+    digest.update(repr(numbers).encode())
+    return int.from_bytes(digest.digest(), "big")
 
-    def leave_sharded(self) -> None:
-        """Continues the replicated stream; without a parked one nothing happens."""
-        if self._parked is not None:
-            self._set(self._parked)
-            self._parked = None
 
-    def synchronise(self, group: dist.ProcessGroup) -> None:
-        """Gives every rank of the group the replicated stream of its first."""
-        seed = torch.tensor(_draw(self.device), device=self.device)
-        dist.broadcast(seed, src=dist.get_global_rank(group, 0), group=group)
-        self._seed(int(seed.item()))
+def _advance(device: torch.device) -> None:
+    """Moves the default generator on by the least that it can."""
+    torch.rand((), device=device)
 
-    def _get(self) -> torch.Tensor:
-        return torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else torch.get_rng_state()
 
-    def _set(self, state: torch.Tensor) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.set_rng_state(state, self.device)
-        else:
-            torch.set_rng_state(state)
+@torch.compiler.disable
+def broadcast_state(device: torch.device, *groups: dist.ProcessGroup) -> None:
+    """Gives every rank the random state of the first of its group, of one group after the other.
 
-    def _seed(self, seed: int) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.manual_seed(seed)
-        else:
-            torch.default_generator.manual_seed(seed)
+    Args:
+        device (`torch.device`): whose generator is meant, beside the CPU's.
+        groups: that take tensors on the host (`ParallelMesh.host_group`).
+    """
+    groups = tuple(group for group in groups if group.size() > 1)
+    if not groups:
+        return
+    generators = dict.fromkeys((torch.default_generator, default_generator(device)))
+    states = [generator.get_state() for generator in generators]
+    packed = torch.cat(states)
+    for group in groups:
+        dist.broadcast(packed, group=group, group_src=0)
+    for generator, state in zip(generators, packed.split([len(state) for state in states]), strict=True):
+        generator.set_state(state)
+
+
+class RandomStreams(Shared):
+    """The replicated and this rank's own stream, of which the default generator holds one at a time.
+
+    Compiled code stays on the replicated stream: a switch would break its graph, and Inductor draws the numbers of a
+    whole graph at its beginning.
+
+    Args:
+        device (`torch.device`): where random numbers are drawn.
+        rank (`int`): in the group that shares the replicated stream.
+    """
+
+    def __init__(self, device: torch.device, rank: int):
+        self.device, self.rank = device, rank
+        self._generator = default_generator(device)
+        # The own stream is known by its seed: a recomputation may end, by an exception, on either stream.
+        self._own: int | None = None
+        self._start = b""
+        self._replicated: Tensor | None = None
+
+    def use_own(self) -> None:
+        """Continues with this rank's stream: what follows is a part of the whole."""
+        if torch.compiler.is_compiling() or self._generator.initial_seed() == self._own:
+            return
+        self._replicated = self._generator.get_state()
+        self._own = _seed(self._replicated, self.rank)
+        self._generator.manual_seed(self._own)
+        self._start = _beginning(self._generator.get_state())
+
+    def use_replicated(self) -> None:
+        """Continues with the stream of all ranks: what follows is computed by all of them alike."""
+        if torch.compiler.is_compiling() or self._generator.initial_seed() != self._own:
+            return
+        assert self._replicated is not None
+        was_used = _beginning(self._generator.get_state()) != self._start
+        self._generator.set_state(self._replicated)
+        if was_used:
+            _advance(self.device)
+
+
+class MicrobatchStreams:
+    """The replicated streams of a pipeline: one for each stage's forward of each microbatch.
+
+    Args:
+        device (`torch.device`): where random numbers are drawn.
+        group (`ProcessGroup`): the pipeline's ranks, for tensors on the host.
+    """
+
+    def __init__(self, device: torch.device, group: dist.ProcessGroup):
+        self.device, self.group = device, group
+        self._generator = default_generator(device)
+        self._state: Tensor | None = None
+        self._was_used = torch.zeros((), dtype=torch.uint8)
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """Starts from the state of the pipeline's first rank, and ends on one that all of its ranks have."""
+        broadcast_state(self.device, self.group)
+        state = self._state = self._generator.get_state()
+        self._was_used.zero_()
+        try:
+            yield
+            dist.all_reduce(self._was_used, dist.ReduceOp.MAX, group=self.group)
+        finally:
+            self._generator.set_state(state)
+            self._state = None
+        if self._was_used:
+            _advance(self.device)
+
+    @contextmanager
+    def of(self, stage: int, microbatch: int) -> Iterator[None]:
+        """Draws from the stream of one forward; outside of a `call` from the default generator as it is."""
+        if self._state is None:
+            yield
+            return
+        self._generator.manual_seed(_seed(self._state, stage, microbatch))
+        start = _beginning(self._generator.get_state())
+        try:
+            yield
+        finally:
+            if _beginning(self._generator.get_state()) != start:
+                self._was_used.fill_(1)

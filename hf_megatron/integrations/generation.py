@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..communication.random_streams import ReplicatedState
+from ..communication.random_streams import broadcast_state
 from ..errors import UnsupportedError
 from ..mesh import ParallelMesh
 from ..parallel_state import parallel_state
@@ -39,9 +39,8 @@ def generate(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Draws the same tokens, `(batch, sequence)`, on every rank that shares the model, whatever seeds the user set."""
     state = parallel_state(self)
     if state is not None:
-        stream = ReplicatedState(state.mesh.device)
-        for group in (state.mesh.tp_group, state.mesh.pp_group):
-            stream.synchronise(group)
+        mesh = state.mesh
+        broadcast_state(mesh.device, mesh.host_group("tp"), mesh.host_group("pp"))
     return original(self, *args, **kwargs)
 
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..batch_labels import is_target
-from ..communication.random_streams import ReplicatedState
+from ..communication.random_streams import MicrobatchStreams
 from ..data_parallel.engine import DataParallel
 from ..data_parallel.fully_sharded import reshard
 from ..errors import ConfigError, UnsupportedError
@@ -72,6 +72,7 @@ class Pipeline(Shared):
         self.wants_logits = True
         self._in_lockstep = state.in_lockstep
         self._tokens, self._classes = _tokens(model, state), _classes(model)
+        self._streams = MicrobatchStreams(mesh.device, mesh.host_group("pp"))
         self._read: Callable[[Any, slice], tuple[Tensor, ...]] | None = None
         self._first, self._last = cut.boundary.stages.rank_of[0], cut.boundary.stages.rank_of[-1]
         engine.guards.append(lambda: self.loss_scale.require_settled(engine.gradients))
@@ -178,7 +179,7 @@ class Pipeline(Shared):
         seed = torch.tensor(gradients.seed, device=self.mesh.device)
         execution.seeds = lambda number: (seed,)
         execution.before_backward, execution.added = gradients.before_backward, gradients.store.take
-        with gradients.collecting():
+        with gradients.collecting(), self._streams.call():
             self._run(execution, actions)
         dist.broadcast(losses, group=self.mesh.pp_group, group_src=self._last)
         if not is_counted or self.config.auxiliary_loss != "batch":
@@ -230,15 +231,13 @@ class Pipeline(Shared):
             microbatches, weights, denominators, lambda number, output: read(output, parts[number]), cache
         )
         sizes = self.schedule.name, self.config.pp_size, self.stages_per_rank, len(microbatches)
-        self._run(execution, forward_plan(*sizes)[self.mesh.pp_rank])
+        with self._streams.call() if self.model.training or torch.is_grad_enabled() else nullcontext():
+            self._run(execution, forward_plan(*sizes)[self.mesh.pp_rank])
         columns = zip(*execution.results, strict=True)
         values = tuple(torch.cat(column) if column[0].dim() else torch.stack(column).sum() for column in columns)
         values = self.transport.broadcast(values, self._last)
         if torch.is_grad_enabled():
             values = self._kept(execution, values, backward_plan(*sizes)[self.mesh.pp_rank])
-        elif self.model.training:
-            # Stages drew different dropout; a token that is sampled next has to be the same on all of them.
-            ReplicatedState(self.mesh.device).synchronise(self.mesh.pp_group)
         return values
 
     def _kept(
@@ -330,7 +329,7 @@ class Pipeline(Shared):
             if denominators is not None:
                 targets, rows = (value * (weights[number] or 1.0) for value in denominators)
                 share = Share(targets, rows, microbatches[number])
-            with self.loss.over(share):
+            with self.loss.over(share), self._streams.of(self.boundary.stage, number):
                 return self._forward(**(microbatches[number] | seen))
 
         flags = (self.model.training, getattr(config, "output_router_logits", None), self._autocast_dtype())

@@ -4,18 +4,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..communication.random_streams import ReplicatedState
+from ..communication.random_streams import RandomStreams
 from ..errors import UnsupportedError
 from ..parallel_state import ParallelState
 from ..patterns import lookup
 from ..placement import Claim
 from .claims import check_conversions, claim_all, expand_plan, expand_regions, local_sizes, matching, shared_heads
 from .heads import LocalArguments
+from .layer_streams import OneRandomState
 from .local_parameters import read_locally
 from .logits import install_pending_loss
-from .model_guards import ClaimCheck, RefusedOutputs, SynchronisedDropout
+from .model_guards import ClaimCheck, RefusedOutputs
 from .place_regions import Regions
-from .region import DropoutStreams, has_dropout
 from .structure import Structure, find_structure
 from .styles import AXIS, ModuleContext, style
 
@@ -84,18 +84,17 @@ def install(model: Any, state: ParallelState) -> None:
     check = ClaimCheck(frozenset(state.claims))
     check.check(model)
     check.install(model)
-    dropout = DropoutStreams(mesh.tp_rank, ReplicatedState(mesh.device))
+    streams = RandomStreams(mesh.device, mesh.tp_rank)
     # A pipeline may have taken blocks away since the plan was made.
     structure = plan.structure.restricted_to({name for name, _ in model.named_modules()})
-    regions = Regions(structure, plan.styles, mesh.tp_group, dropout, sequence_parallel=config.sequence_parallel)
+    regions = Regions(structure, plan.styles, mesh.tp_group, streams, sequence_parallel=config.sequence_parallel)
     for name, module in list(model.named_modules()):
         _install_style(name, module, model, state, plan, regions)
     # A block's hooks are installed after the styles', so that its region wraps what happens inside.
     state.leaving = regions.install(model, state.spec.sequence_arguments)
     install_pending_loss(model)
     RefusedOutputs(config.sequence_parallel).install(model)
-    if has_dropout(model):
-        SynchronisedDropout(dropout.state, mesh).install(model)
+    OneRandomState(mesh.device, mesh.host_group(AXIS)).install(model)
 
 
 def _install_style(
@@ -114,6 +113,7 @@ def _install_style(
         mesh=mesh,
         gradient={parameter: claim.gradient for parameter, claim in claims.items()},
         region=regions.of_linear.get(name),
+        streams=regions.streams,
         copies=plan.head_copies.get(name, 1),
         rotary_dim=getattr(text, "qk_rope_head_dim", None),
         loss_chunk_size=state.config.loss_chunk_size,

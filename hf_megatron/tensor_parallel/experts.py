@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..communication.collectives import copy_to_ranks, reduce_from_ranks
+from ..communication.random_streams import RandomStreams
 from ..errors import UnsupportedError
 from ..patch_ledger import Shared
 
@@ -18,8 +19,8 @@ class PartialSum(Shared):
     output is a part of the sum.
     """
 
-    def __init__(self, group: dist.ProcessGroup, *, copy_inputs: bool = True):
-        self.group = group
+    def __init__(self, group: dist.ProcessGroup, streams: RandomStreams, *, copy_inputs: bool = True):
+        self.group, self.streams = group, streams
         self.copy_inputs = copy_inputs
 
     def install(self, module: nn.Module) -> None:
@@ -36,6 +37,7 @@ class PartialSum(Shared):
         return tuple(map(self._copy, args)), {name: self._copy(value) for name, value in kwargs.items()}
 
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> Any:
+        self.streams.use_replicated()
         if isinstance(output, Tensor):
             return reduce_from_ranks(output, self.group)
         if output is None:

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..communication.collectives import copy_to_ranks, gather_from_ranks, reduce_from_ranks, split_over_ranks
+from ..communication.random_streams import RandomStreams
 from ..mesh import ParallelMesh
 from .local_parameters import local_view
 from .region import UniformRegion
@@ -21,6 +22,7 @@ class ParallelLinear(nn.Linear):
     """
 
     mesh: ParallelMesh
+    streams: RandomStreams
     region: UniformRegion | None = None
     copies: int = 1
     sum_bias_gradient: bool = False
@@ -54,7 +56,9 @@ class ColumnParallelLinear(ParallelLinear):
             x = copy_to_ranks(x, self.group)
         y = self.matmul(x, local_view(self.bias, self.copies_group))
         if self.gather_output:
-            y = gather_from_ranks(y, -1, self.weight.shape[self.weight_dim_out], self.group)
+            return gather_from_ranks(y, -1, self.weight.shape[self.weight_dim_out], self.group)
+        if self.training:
+            self.streams.use_own()
         return y
 
 
@@ -70,6 +74,10 @@ class RowParallelLinear(ParallelLinear):
         if self.split_input:
             x = split_over_ranks(x, -1, self.group)
         y = self.matmul(x)
-        y = reduce_from_ranks(y, self.group) if self.region is None else self.region.leave(y)
+        if self.region is None:
+            self.streams.use_replicated()
+            y = reduce_from_ranks(y, self.group)
+        else:
+            y = self.region.leave(y)
         bias = local_view(self.bias, self.group if self.sum_bias_gradient else None)
         return y if bias is None else y + bias

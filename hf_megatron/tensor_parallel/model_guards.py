@@ -1,14 +1,11 @@
-"""Around a whole model's forward: claims checked, one random stream for all ranks, outputs no rank has in full."""
+"""Around a whole model's forward: claims checked, outputs refused that no rank has in full."""
 
 from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..communication.random_streams import ReplicatedState
 from ..errors import PlanError, UnsupportedError
-from ..mesh import ParallelMesh
-from ..patch_ledger import Shared
 
 
 class ClaimCheck:
@@ -35,21 +32,6 @@ class ClaimCheck:
                 )
             if not isinstance(parameter, DTensor) or parameter.device.type == "meta":
                 raise PlanError(f"{name} is not laid out as planned: {type(parameter).__name__} on {parameter.device}.")
-
-
-class SynchronisedDropout(Shared):
-    """Starts every training forward from the same random stream on all ranks, whatever seeds the user set."""
-
-    def __init__(self, state: ReplicatedState, mesh: ParallelMesh):
-        self.state = state
-        self.mesh = mesh
-
-    def install(self, model: nn.Module) -> None:
-        model.register_forward_pre_hook(self._enter)
-
-    def _enter(self, model: nn.Module, args: tuple) -> None:
-        if model.training:
-            self.state.synchronise(self.mesh.tp_group)
 
 
 class RefusedOutputs:

@@ -6,7 +6,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from .region import DropoutStreams, SequenceArguments, SequenceStack, UniformRegion, WholeSequenceRegion
+from ..communication.random_streams import RandomStreams
+from .layer_streams import draw_alone
+from .region import SequenceArguments, SequenceStack, UniformRegion, WholeSequenceRegion
 from .structure import Structure
 from .styles import style
 
@@ -23,15 +25,15 @@ class Regions:
         structure: Structure,
         styles: Mapping[str, str],
         group: dist.ProcessGroup,
-        dropout: DropoutStreams,
+        streams: RandomStreams,
         *,
         sequence_parallel: bool,
     ):
-        self.group = group
-        self.stacks = {name: SequenceStack(group, dropout) for name in structure.stacks} if sequence_parallel else {}
+        self.group, self.streams = group, streams
+        self.stacks = {name: SequenceStack(group) for name in structure.stacks} if sequence_parallel else {}
         self.whole = structure.whole if sequence_parallel else {}
         self.uniform = {
-            block: UniformRegion(group, dropout, self.stacks.get(structure.stack_of.get(block, "")))
+            block: UniformRegion(group, streams, self.stacks.get(structure.stack_of.get(block, "")))
             for block in structure.uniform
         }
         self.of_linear = {row: self.uniform[block] for block, row in structure.uniform.items()}
@@ -48,12 +50,14 @@ class Regions:
         for block, region in self.uniform.items():
             region.install(model.get_submodule(block))
         for block, name in self.whole.items():
-            WholeSequenceRegion(self.stacks[name]).install(model.get_submodule(block))
+            WholeSequenceRegion(self.stacks[name], self.streams).install(model.get_submodule(block))
         leaving = None
         for name, stack in self.stacks.items():
             layers: Any = model.get_submodule(name)
             stack.install(layers)
             owned = [layer for layer in layers if next(layer.parameters(), None) is not None]
+            for layer in owned:
+                draw_alone(layer, self.streams)
             if arguments:
                 SequenceArguments(arguments, self.group).install(owned)
             leaving = stack.leave_split

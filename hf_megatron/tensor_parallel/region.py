@@ -29,7 +29,7 @@ from ..communication.collectives import (
     reduce_scatter_to_ranks,
     split_over_ranks,
 )
-from ..communication.random_streams import ReplicatedState
+from ..communication.random_streams import RandomStreams
 from ..errors import UnsupportedError
 from ..patch_ledger import Shared
 
@@ -80,13 +80,10 @@ class SequenceStack(Shared):
     """One stack of layers whose residual stream is split over the group along the sequence."""
 
     group: dist.ProcessGroup
-    dropout: "DropoutStreams"
-    draws_dropout: bool = False
     batch: int = 0
     length: int = 0
 
     def install(self, layers: nn.ModuleList) -> None:
-        self.draws_dropout = has_dropout(layers)
         layers[0].register_forward_pre_hook(self._enter, with_kwargs=True)
         layers[-1].register_forward_hook(self._leave)
 
@@ -95,21 +92,13 @@ class SequenceStack(Shared):
             self.batch, self.length = hidden_states.shape[:2]
             return split_over_ranks(hidden_states, SEQUENCE_DIM, self.group)
 
-        changed = _replace_input(args, kwargs, split)
-        if self.draws_dropout and module.training:
-            self.dropout.enter_sharded()
-        return changed
+        return _replace_input(args, kwargs, split)
 
     def leave_split(self, hidden_states: Tensor) -> Tensor:
         """Ends the part of a stack that a stage holds; `[batch, sequence / tp, hidden]` stays split."""
-        if self.draws_dropout:
-            self.dropout.leave_sharded()
         return _RestoreLength.apply(hidden_states, self)
 
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> Any:
-        if self.draws_dropout:
-            self.dropout.leave_sharded()
-
         def gather(hidden_states: Tensor) -> Tensor:
             whole = gather_from_ranks(hidden_states, SEQUENCE_DIM, self.length, self.group)
             # A compiled layer recomputes inside its own graph, whose shapes are fixed.
@@ -119,49 +108,19 @@ class SequenceStack(Shared):
 
 
 @dataclass
-class DropoutStreams:
-    """Switches to this rank's own random stream around sharded activations."""
-
-    rank: int
-    state: ReplicatedState
-
-    def enter_sharded(self) -> None:
-        self.state.enter_sharded(self.rank)
-
-    def leave_sharded(self) -> None:
-        self.state.leave_sharded()
-
-
-def has_dropout(module: nn.Module) -> bool:
-    """Tells whether the module draws dropout masks in training: nn.Dropout children or a rate kept as an attribute."""
-    for child in module.modules():
-        if isinstance(child, nn.Dropout) and child.p > 0:
-            return True
-        for name, value in vars(child).items():
-            if "dropout" in name and isinstance(value, float) and value > 0:
-                return True
-    return False
-
-
-@dataclass
 class UniformRegion(Shared):
     """A block whose input only column linears read and whose output one row linear makes."""
 
     group: dist.ProcessGroup
-    dropout: DropoutStreams
+    streams: RandomStreams
     stack: SequenceStack | None = None
-    draws_dropout: bool = False
 
     def install(self, block: nn.Module) -> None:
-        # Under sequence parallelism the whole stack runs on this rank's own stream already.
-        self.draws_dropout = self.stack is None and has_dropout(block)
         block.register_forward_pre_hook(self._enter, with_kwargs=True)
 
     def _enter(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]):
-        changed = _replace_input(args, kwargs, self.enter)
-        if self.draws_dropout and block.training:
-            self.dropout.enter_sharded()
-        return changed
+        self.streams.use_replicated()
+        return _replace_input(args, kwargs, self.enter)
 
     def enter(self, hidden_states: Tensor) -> Tensor:
         """Gives every rank the whole `[batch, sequence, hidden]`; its gradient is summed over the ranks."""
@@ -178,9 +137,8 @@ class UniformRegion(Shared):
 
     def leave(self, partial_output: Tensor) -> Tensor:
         """Sums the row linear's partial outputs `[batch, sequence, hidden]`."""
-        if self.draws_dropout:
-            self.dropout.leave_sharded()
         if self.stack is None:
+            self.streams.use_replicated()
             return reduce_from_ranks(partial_output, self.group)
         if partial_output.dim() == 2:
             return self.leave(self._unflatten(partial_output)).flatten(0, 1)
@@ -192,6 +150,7 @@ class WholeSequenceRegion(Shared):
     """A block that every rank computes on the whole sequence, inside a sequence parallel stack."""
 
     stack: SequenceStack
+    streams: RandomStreams
 
     def install(self, block: nn.Module) -> None:
         block.register_forward_pre_hook(self._enter, with_kwargs=True)
@@ -206,6 +165,7 @@ class WholeSequenceRegion(Shared):
                 )
             return gather_from_ranks(hidden_states, SEQUENCE_DIM, self.stack.length, self.stack.group)
 
+        self.streams.use_replicated()
         return _replace_input(args, kwargs, gather)
 
     def _leave(self, block: nn.Module, args: tuple, output: Any) -> Any:
@@ -215,6 +175,8 @@ class WholeSequenceRegion(Shared):
                 whole = whole.unflatten(0, (self.stack.batch, self.stack.length))
             return split_over_ranks(whole, SEQUENCE_DIM, self.stack.group)
 
+        if block.training:
+            self.streams.use_own()
         return _replace_output(output, split)
 
 

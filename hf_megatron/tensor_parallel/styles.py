@@ -24,9 +24,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
+from ..communication.random_streams import RandomStreams
 from ..errors import PlanError
 from ..mesh import ParallelMesh
 from ..placement import GradientRule, Placement
@@ -48,6 +50,7 @@ class ModuleContext:
     name: str
     mesh: ParallelMesh
     gradient: Mapping[str, GradientRule]
+    streams: RandomStreams
     region: UniformRegion | None = None
     copies: int = 1
     rotary_dim: int | None = None
@@ -106,7 +109,7 @@ class _Linear(Style):
         become(module, self.parallel_class)
         assert isinstance(module, ParallelLinear)
         module.mesh = context.mesh
-        module.region = context.region
+        module.region, module.streams = context.region, context.streams
         if transposed:
             module.weight_dim_out = 1
             module.in_features, module.out_features = module.weight.shape
@@ -116,12 +119,23 @@ class _Linear(Style):
             setattr(module, switch, value)
 
 
+def _use_replicated_stream(module: Any, args: tuple) -> None:
+    if len(module._forward_pre_hooks) > 1:
+        module.streams.use_replicated()
+
+
 class _Column(_Linear):
     parallel_class = ColumnParallelLinear
 
     def __init__(self, name: str, *, groups: int = 1, gather_output: bool = False):
         super().__init__(name, gather_output=gather_output)
         self.groups, self.is_column = groups, not gather_output
+
+    def install(self, module: nn.Module, context: ModuleContext) -> None:
+        super().install(module, context)
+        if self.is_column:
+            # In front of hooks of users, for whom a block's second linear reads what all ranks have, like its first.
+            module.register_forward_pre_hook(_use_replicated_stream)
 
     def placement(self, parameter_name: str, parameter: Tensor, module: nn.Module) -> Placement:
         transposed = _is_transposed(module) and parameter_name == "weight"
@@ -200,7 +214,7 @@ class _PartialSum(Style):
         return GradientRule() if placement.is_split else GradientRule(sum=AXIS)
 
     def install(self, module: nn.Module, context: ModuleContext) -> None:
-        PartialSum(context.mesh.tp_group, copy_inputs=self.copy_inputs).install(module)
+        PartialSum(context.mesh.tp_group, context.streams, copy_inputs=self.copy_inputs).install(module)
 
 
 class _SharedIdentity(Style):
