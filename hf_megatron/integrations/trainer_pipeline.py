@@ -12,6 +12,7 @@ from typing import Any
 import transformers
 
 from ..parallel_state import parallel_state
+from .evaluation_rows import without_repeated_rows
 
 
 def training_step(original: Callable, self: Any, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
@@ -51,11 +52,14 @@ def prediction_step(
     pipeline = state.pipeline
     # A subclass that computes the loss may read the logits of a call with labels.
     own_loss = type(self).compute_loss is not transformers.Trainer.compute_loss
-    with state.loss.together():
+
+    def step(rows: Any) -> Any:
         if pipeline is None or not prediction_loss_only or own_loss:
-            return original(self, model, inputs, prediction_loss_only, *args, **kwargs)
+            return original(self, model, rows, prediction_loss_only, *args, **kwargs)
         before, pipeline.wants_logits = pipeline.wants_logits, False
         try:
-            return original(self, model, inputs, prediction_loss_only, *args, **kwargs)
+            return original(self, model, rows, prediction_loss_only, *args, **kwargs)
         finally:
             pipeline.wants_logits = before
+
+    return without_repeated_rows(self, state, inputs, step)
