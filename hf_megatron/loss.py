@@ -18,7 +18,7 @@ What turns logits into a sum is handed in: dense logits go to transformers' own 
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -161,11 +161,21 @@ class BatchLoss(Shared):
 
         `counts` tells whether this rank has a part at all.
         """
-        before, self._together, self._counts = self._together, True, counts
+        before, self._together = self._together, True
+        try:
+            with nullcontext() if counts else self.without_terms():
+                yield
+        finally:
+            self._together = before
+
+    @contextmanager
+    def without_terms(self) -> Iterator[None]:
+        """Adds nothing of this rank to the losses of all ranks inside."""
+        self._counts = False
         try:
             yield
         finally:
-            self._together, self._counts = before, True
+            self._counts = True
 
     def mean(self, total: Tensor, terms: Tensor) -> Tensor:
         """Averages a loss over its batch: `total` is the sum of this rank's, `terms` their number, scalars both."""
@@ -186,14 +196,14 @@ class BatchLoss(Shared):
         if not self.over_ranks:
             return total / terms
         if not self._counts:
-            total, terms = torch.zeros_like(total), torch.zeros_like(terms)
+            total, terms = total * 0, torch.zeros_like(terms)
         return _MeanOverRanks.apply(total, terms, self.mesh.group("dp_cp"), self.mesh.dp_size)
 
     def sum(self, part: Tensor) -> Tensor:
         """Sums a statistic of any shape over the parts of the batch, with its gradient."""
         if not self.over_ranks:
             return part
-        part = part if self._counts else torch.zeros_like(part)
+        part = part if self._counts else part * 0
         return _SumOverRanks.apply(part, self.mesh.group("dp_cp"), self.mesh.dp_size)
 
     def divisor(self, targets: Tensor) -> Tensor:
