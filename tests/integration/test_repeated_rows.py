@@ -114,7 +114,7 @@ def batches_of(draws, count, drop_last=False, config=None):
     collator = Masking(draws)
     accelerator = Accelerator(cpu=True, megatron_lm_plugin=None if config is None else MegatronPlugin(config))
     size = 4 if config is None else 2
-    loader = DataLoader(rows(count, 0), batch_size=size, collate_fn=collator, drop_last=drop_last, shuffle=True)
+    loader = DataLoader(rows(count, 0), batch_size=size, collate_fn=collator, drop_last=drop_last)
     loader = accelerator.prepare(loader)
     set_seed(5)
     found = [accelerator.gather_for_metrics(batch["input_ids"]) for _ in range(2) for batch in loader]
