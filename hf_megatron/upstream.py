@@ -412,6 +412,38 @@ def backward_weights(parameters: list[Any], groups: Any) -> None:
     stage_backward_weight(iter(parameters), groups)
 
 
+def gradient_hooks(parameter: torch.Tensor) -> int:
+    """Counts the hooks on the gradient of a parameter of any shape (private in torch 2.11 to 2.13)."""
+    return len(parameter._backward_hooks or ()) + len(parameter._post_accumulate_grad_hooks or ())
+
+
+@contextmanager
+def without_gradient_hooks(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Keeps hooks on the gradients of parameters from being called (private in torch 2.11 to 2.13)."""
+    found = [
+        (hooks, dict(hooks))
+        for p in parameters
+        for hooks in (p._backward_hooks, p._post_accumulate_grad_hooks)
+        if hooks
+    ]
+    for hooks, _ in found:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, before in found:
+            hooks.update(before)
+
+
+def accumulates(leaf_edge: tuple[Any, int]) -> bool:
+    """Tells inside a backward whether it adds to `.grad` of a leaf, or computes gradients of other tensors only.
+
+    Args:
+        leaf_edge: an entry of `next_functions` (`_will_engine_execute_node`, private in torch 2.11 to 2.13).
+    """
+    return torch._C._will_engine_execute_node(leaf_edge[0])
+
+
 def keeps_graph() -> bool:
     """Tells inside a backward whether the graph is kept for another (private in torch 2.11 to 2.13)."""
     return torch._C._autograd._get_current_graph_task_keep_graph()
