@@ -435,13 +435,19 @@ def without_gradient_hooks(parameters: Iterable[torch.Tensor]) -> Iterator[None]
             hooks.update(before)
 
 
-def accumulates(leaf_edge: tuple[Any, int]) -> bool:
-    """Tells inside a backward whether it adds to `.grad` of a leaf, or computes gradients of other tensors only.
+def is_reached(edge: tuple[Any, int]) -> bool:
+    """Tells inside a backward whether it goes on to a tensor, or computes gradients of others only.
 
     Args:
-        leaf_edge: an entry of `next_functions` (`_will_engine_execute_node`, private in torch 2.11 to 2.13).
+        edge: an entry of `next_functions` (`_will_engine_execute_node`, private in torch 2.11 to 2.13).
     """
-    return torch._C._will_engine_execute_node(leaf_edge[0])
+    try:
+        return torch._C._will_engine_execute_node(edge[0])
+    except RuntimeError as error:
+        # A leaf that `torch.autograd.grad` returns the gradient of.
+        if "leaf node" not in str(error):
+            raise
+        return True
 
 
 def keeps_graph() -> bool:

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers.utils import ModelOutput
 
 from ..errors import UnsupportedError
-from ..upstream import accumulates
+from ..upstream import is_reached
 
 
 @dataclass
@@ -80,11 +80,11 @@ class PipelineValues(torch.autograd.Function):
                 "create_graph=True: the gradients of a pipelined model cannot be differentiated again. Load it with "
                 "pp_size=1."
             )
-        inputs, parameters = ctx.run(
-            gradients,
-            accumulates=accumulates(ctx.next_functions[0]),
-            wants_weights=any(ctx.needs_input_grad[4 + ctx.values + ctx.inputs :]),
-        )
+        anchor, weights = ctx.next_functions[0], ctx.next_functions[1 + ctx.values + ctx.inputs :]
+        # `loss.backward()` reaches everything; what was asked for less has to name what it wants.
+        accumulates = is_reached(anchor)
+        wants_weights = accumulates or any(map(is_reached, weights))
+        inputs, parameters = ctx.run(gradients, accumulates=accumulates, wants_weights=wants_weights)
         return (torch.zeros(()), None, None, None, *(None for _ in range(ctx.values)), *inputs, *parameters)
 
 

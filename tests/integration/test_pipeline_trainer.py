@@ -49,12 +49,12 @@ class Sums:
     def __init__(self):
         self.count = 0
         for store in (PlainGradients, GradientReducer):
-            store.add = self._counting(store.add)
+            store.put_aside = self._counting(store.put_aside)
 
-    def _counting(self, add):
-        def counting(*args):
-            self.count += 1
-            return add(*args)
+    def _counting(self, put_aside):
+        def counting(store):
+            self.count += not store.is_empty
+            return put_aside(store)
 
         return counting
 
