@@ -160,7 +160,7 @@ class TokenLoss(Shared):
             dist.all_reduce(counted, group=self.mesh.group("dp_cp"))
             counted /= self.mesh.dp_size
         # Without any target the loss is 0 and adds nothing.
-        return counted if counted > 0 else torch.ones_like(counted)
+        return torch.where(counted > 0, counted, 1.0)
 
     def mean_over_ranks(self, loss: Tensor) -> None:
         """Replaces a batch's loss, a scalar, by the mean over all ranks that see parts of it."""

@@ -74,6 +74,23 @@ def strided_shard(dim: int, groups: int) -> Any:
     return _StridedShard(dim=dim, split_factor=groups)
 
 
+def make_wrapper(cls: Any, like: torch.Tensor, device: torch.device) -> Any:
+    """Makes a tensor of a subclass, of another's shape and dtype and without memory (private in torch 2.11 to 2.13)."""
+    return torch.Tensor._make_wrapper_subclass(
+        cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device, requires_grad=False
+    )
+
+
+def writes_to(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """Lists the tensors of any shape that an operator's call changes (`_schema`, private in torch 2.11 to 2.13)."""
+    written = []
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[index] if index < len(args) else kwargs.get(argument.name)
+            written += value if isinstance(value, list | tuple) else [value]
+    return [tensor for tensor in written if tensor is not None]
+
+
 def dtensor_from_local(local: torch.Tensor, like: DTensor) -> DTensor:
     """Makes a DTensor like another around a local tensor of any shape, without communication."""
     return DTensor.from_local(
@@ -120,11 +137,11 @@ def loss_functions() -> dict[Any, bool]:
     return {ForCausalLMLoss: True, ForMaskedLMLoss: False}
 
 
-def untied_state_dict(model: Any) -> dict[str, torch.Tensor]:
+def untied_state_dict(model: Any, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Returns a state dict, tensors of any shape, as stock `save_pretrained` writes it: tied weights once."""
     from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
-    state_dict = model.state_dict()
+    state_dict = dict(state_dict)
     for name in model._keys_to_ignore_on_save or ():
         state_dict.pop(name, None)
     # The helper compares storages; tied DTensors share theirs through the same parameter.

@@ -391,7 +391,12 @@ class Pipeline(Shared):
             with nullcontext() if self.loss is None else self.loss.over(share):
                 return self._forward(**(microbatches[number] | seen))
 
-        flags = (self.model.training, getattr(config, "output_router_logits", None), self._autocast_dtype())
+        flags = (
+            self.model.training,
+            getattr(config, "output_router_logits", None),
+            self._autocast_dtype(),
+            self.cut.dtypes(self.model),
+        )
         return Execution(
             self.boundary,
             self.mesh.pp_rank,

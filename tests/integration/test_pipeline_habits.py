@@ -4,6 +4,7 @@ A habit is a step of a loop up to the gradients; two steps of SGD with momentum 
 gradients of the second step and the weights.
 """
 
+import copy
 import dataclasses
 import functools
 import gc
@@ -12,6 +13,7 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 from transformers import CONFIG_MAPPING
 
@@ -506,3 +508,127 @@ def test_outputs_are_freed_when_they_are_dropped():
 
     for alive in run_ranks(on_rank, 2):
         assert len(alive) == 5 and not any(alive)
+
+
+# Weights
+
+
+def weights_edited_between_steps(loop):
+    with torch.no_grad():
+        for parameter in loop.model.parameters():
+            parameter.mul_(0.9)
+    loss = loop.loss()
+    loss.backward()
+    return loss
+
+
+def an_average_of_weights(loop):
+    """Kept over state dicts, loaded in the second step."""
+    present = loop.model.state_dict()
+    if loop.other is None:
+        loop.other = {name: tensor.detach().clone() for name, tensor in present.items()}
+    for name, tensor in present.items():
+        loop.other[name].mul_(0.5).add_(tensor, alpha=0.5)
+    if loop.step == 1:
+        loop.model.load_state_dict(loop.other)
+    loss = loop.loss()
+    loss.backward()
+    return loss
+
+
+def parts_of_a_state_dict(loop):
+    """Full tensors for every name, then for some."""
+    if loop.other is None:
+        loop.other = twin_of().load().state_dict()
+    parts = {name: tensor * 0.9 for name, tensor in loop.other.items() if "mlp" in name or loop.step == 0}
+    result = loop.model.load_state_dict(parts, strict=loop.step == 0)
+    assert set(result.missing_keys) == loop.other.keys() - parts.keys() and not result.unexpected_keys
+    loss = loop.loss()
+    loss.backward()
+    return loss
+
+
+def frozen_between_steps(loop):
+    for name, parameter in loop.model.named_parameters():
+        parameter.requires_grad_(("mlp" in name) == (loop.step == 1))
+    loss = loop.loss()
+    loss.backward()
+    return loss
+
+
+def in_double_precision(loop):
+    """From the second step on, and an evaluation in the first one's precision before."""
+    with torch.no_grad():
+        before = loop.loss().item()
+    if loop.step == 1:
+        loop.model.double()
+    loss = loop.loss()
+    loss.backward()
+    return loss.detach() + before
+
+
+WEIGHTS = [
+    weights_edited_between_steps,
+    an_average_of_weights,
+    parts_of_a_state_dict,
+    frozen_between_steps,
+    in_double_precision,
+]
+
+
+@pytest.mark.parametrize("layout", PLAIN)
+@pytest.mark.parametrize("habit", WEIGHTS, ids=lambda habit: habit.__name__)
+def test_weights(habit, layout):
+    compare(habit, layout)
+
+
+@pytest.mark.parametrize(("model_type", "layout"), [("llama", "pp2"), ("gemma2", "tp2+pp2"), ("gpt2", "pp2")])
+def test_state_dict_and_counts_are_the_whole_models(model_type, layout, tmp_path):
+    twin = twin_of(model_type)
+    stock = twin.load()
+    expected = {name: (tensor.shape, tensor.dtype) for name, tensor in stock.state_dict().items()}
+    choices = [{}, {"only_trainable": True}, {"exclude_embeddings": True}]
+    choices.append({"only_trainable": True, "exclude_embeddings": True})
+
+    def freeze(model):
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("mlp" in name or "embed" in name)
+        return [model.num_parameters(**choice) for choice in choices]
+
+    def on_rank():
+        model = twin.load(megatron_config=config_of(layout))
+        found = model.state_dict()
+        assert list(found) == list(expected)
+        assert {name: (tensor.shape, tensor.dtype) for name, tensor in found.items()} == expected
+        absent = {name: tensor for name, tensor in found.items() if type(tensor).__name__ == "AbsentTensor"}
+        assert absent and len(absent) < len(found)
+        copied = {name: tensor.detach().clone().to(torch.float64) for name, tensor in found.items()}
+        assert {tensor.dtype for tensor in copied.values()} == {torch.float64}
+        name, tensor = next(iter(absent.items()))
+        assert (copy.deepcopy(tensor) + 1).sum().shape == ()
+        for read in (
+            lambda: tensor.sum().item(),
+            lambda: torch.equal(tensor, tensor),
+            lambda: tensor.numpy(),
+            lambda: torch.save(found, tmp_path / f"{parallel_state(model).mesh.pp_rank}.pt"),
+            lambda: save_file({name: tensor}, tmp_path / "x.safetensors"),
+            lambda: torch.zeros(tensor.shape).copy_(tensor),
+            lambda: bool((tensor == tensor).all()),
+        ):
+            with pytest.raises(UnsupportedError, match="pp rank"):
+                read()
+        with pytest.raises(RuntimeError, match=f"size mismatch for {name}"):
+            model.load_state_dict({**found, name: torch.zeros(1)})
+        with pytest.raises(RuntimeError, match="Missing key"):
+            model.load_state_dict({other: value for other, value in found.items() if other != name})
+        with pytest.raises(RuntimeError, match="Unexpected key"):
+            model.load_state_dict({**found, f"{name}.more": torch.zeros(1)})
+        model.bfloat16()
+        assert {tensor.dtype for tensor in model.state_dict().values() if tensor.is_floating_point()} == {
+            torch.bfloat16
+        }
+        return freeze(model.float())
+
+    assert run_ranks(on_rank, config_of(layout).ranks_per_replica) == [freeze(stock)] * len(
+        range(config_of(layout).ranks_per_replica)
+    )
