@@ -197,8 +197,6 @@ def _shard_full_tensors(model: Any, state_dict: dict[str, Any], prefix: str, *ar
 
     state = parallel_state(model)
     assert state is not None
-    for name in state.elsewhere:
-        state_dict.pop(prefix + name, None)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         value = state_dict.get(prefix + name)
         if not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or not isinstance(parameter, DTensor):

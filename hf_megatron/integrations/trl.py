@@ -18,6 +18,7 @@ from ..errors import UnsupportedError
 from ..log_probs import scores_of_call
 from ..loss import IGNORE_INDEX, next_tokens, token_mean
 from ..parallel_state import parallel_state
+from ..pipeline_parallel.absent_weights import own_state_dict
 from ..tensor_parallel.vocab_log_probs import FIELDS, LOG_PROBS
 from ..upstream import count_tokens_once, local_tensor, trl_output
 from .refusals import refuse_other_trl_trainers
@@ -81,7 +82,7 @@ class _LocalTensors:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Returns this rank's tensors, of any shape."""
-        return {name: local_tensor(tensor.detach()) for name, tensor in self.module.state_dict().items()}
+        return {name: local_tensor(tensor.detach()) for name, tensor in own_state_dict(self.module).items()}
 
 
 def add_fused_lm_head(

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ..errors import PlanError, UnsupportedError
 from ..patch_ledger import Shared
 from ..upstream import recorded_outputs
+from .absent_weights import Placeholder
 from .partition import Stages
 
 HIDDEN_STATES = "hidden_states"
@@ -36,12 +37,14 @@ class StageBoundary(Shared):
     Attributes:
         leaving (`Callable`, *optional*): applied to the hidden states that leave a stage.
         stage: the one whose forward is under way.
+        is_filled: whether the model's weights are loaded.
     """
 
     def __init__(self, stages: Stages):
         self.stages = stages
         self.leaving: Callable[[Tensor], Tensor] | None = None
         self.entered = False
+        self.is_filled = False
         self.stage = 0
         self._received: tuple[Tensor, ...] | None = None
         self._zeros: Tensor | None = None
@@ -125,11 +128,11 @@ class StagedLayer:
         return self._stage_boundary.pass_layer(self._layer_index, super().__call__, args, kwargs)  # type: ignore[misc]
 
 
-class ForeignLayer(nn.Module):
-    """Stands where another rank's layer is: no parameters, its plain attributes; passes `[batch, sequence, hidden]`."""
+class ForeignLayer(Placeholder):
+    """Stands where another rank's layer is: its plain attributes; passes `[batch, sequence, hidden]`."""
 
-    def __init__(self, layer: nn.Module, boundary: StageBoundary):
-        super().__init__()
+    def __init__(self, layer: nn.Module, place: str, boundary: StageBoundary):
+        super().__init__(layer, place, boundary)
         plain = (str, int, float, bool, type(None))
         classes = type(layer).__mro__[: type(layer).__mro__.index(nn.Module)]
         for names in (*(vars(cls) for cls in reversed(classes)), vars(layer)):
@@ -142,13 +145,13 @@ class ForeignLayer(nn.Module):
         return self._stage_boundary.pass_on(args, kwargs)
 
 
-class ForeignInput(nn.Module):
+class ForeignInput(Placeholder):
     """Stands where a module before the layers is on later stages: zeros `[batch, sequence, hidden]`, or its input."""
 
     weight: Tensor
 
-    def __init__(self, name: str, module: nn.Module, boundary: StageBoundary):
-        super().__init__()
+    def __init__(self, name: str, module: nn.Module, place: str, boundary: StageBoundary):
+        super().__init__(module, place, boundary)
         self.name, self._stage_boundary = name, boundary
         self.width = output_width(module)
         dtype = next(module.parameters()).dtype
@@ -187,11 +190,11 @@ def _nothing(x: Tensor, width: int | None, dtype: torch.dtype) -> Tensor:
     return torch.zeros((*(x.shape[:-1] if x.is_floating_point() else x.shape), width), dtype=dtype, device=x.device)
 
 
-class ForeignOutput(nn.Module):
+class ForeignOutput(Placeholder):
     """Stands where a module behind the layers is on earlier stages, which never reach it."""
 
-    def __init__(self, name: str):
-        super().__init__()
+    def __init__(self, name: str, module: nn.Module, place: str, boundary: StageBoundary):
+        super().__init__(module, place, boundary)
         self.name = name
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

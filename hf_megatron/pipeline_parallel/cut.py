@@ -11,6 +11,7 @@ from ..config import MegatronConfig
 from ..errors import PlanError, UnsupportedError
 from ..spec import ModelSpec
 from ..upstream import splits_python_functions
+from .absent_weights import first_dtype
 from .boundary import (
     ForeignInput,
     ForeignLayer,
@@ -58,6 +59,11 @@ class Cut:
         used = (*self.before, *self.after) if self.holds_first else self.after
         modules = [model.get_submodule(name) for name in used]
         return [module for module in modules if next(module.parameters(), None) is not None]
+
+    def dtypes(self, model: nn.Module) -> tuple[torch.dtype | None, ...]:
+        """Lists dtypes that change on every rank when a module's does, its own or another's."""
+        layers = model.get_submodule(self.layers)
+        return tuple(map(first_dtype, (*map(model.get_submodule, self.before), *layers)))
 
     def stages_of(self, parameter: str) -> str:
         """Names the stages that hold a parameter."""
@@ -159,7 +165,7 @@ def cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> Cut:
         if stages.stage_of_layer(index) in owned:
             stand_around(layer, StagedLayer, _stage_boundary=boundary, _layer_index=index)
         else:
-            layers[index] = ForeignLayer(layer, boundary)
+            layers[index] = ForeignLayer(layer, _place(stages, stages.stage_of_layer(index)), boundary)
     for module_name in before:
         module = model.get_submodule(module_name)
         needed_by_head = holds_last and any(source.rpartition(".")[0] == module_name for source in tied.values())
@@ -167,9 +173,10 @@ def cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> Cut:
             width = output_width(module)
             stand_around(module, StagedInput, _stage_boundary=boundary, _name=module_name, _width=width)
         else:
-            _replace(model, module_name, ForeignInput(module_name, module, boundary))
+            _replace(model, module_name, ForeignInput(module_name, module, _place(stages, 0), boundary))
     for module_name in after if not holds_last else ():
-        _replace(model, module_name, ForeignOutput(module_name))
+        module, place = model.get_submodule(module_name), _place(stages, len(stages.ranges) - 1)
+        _replace(model, module_name, ForeignOutput(module_name, module, place, boundary))
     if not holds_last:
         # Keeps the loader from tying a head that is not here.
         kept = {target: source for target, source in model.all_tied_weights_keys.items() if target not in tied}
@@ -177,6 +184,10 @@ def cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> Cut:
     crossing = stages.rank_of[0] != stages.rank_of[-1]
     shared = sorted(set(tied.values())) if crossing else ()
     return Cut(boundary, name, tuple(before), tuple(after), tuple(shared), holds_first)
+
+
+def _place(stages: Stages, stage: int) -> str:
+    return f"lies on stage {stage} of the pipeline, pp rank {stages.rank_of[stage]}"
 
 
 def _around(model: nn.Module, layers: str, spec: ModelSpec) -> tuple[list[str], list[str]]:

@@ -59,12 +59,16 @@ def sum_tied_gradients_of_the_whole_step_again():
 
     original = ScheduledGradients.settle
 
-    def settle(self, scale):
-        original(self, scale)
+    def settle(self, scale, **kwargs):
+        handed_over = original(self, scale, **kwargs)
         pipeline = self.sum_tied.__self__
         for parameter in pipeline._tied():
             other = pipeline._last if pipeline.mesh.pp_rank == pipeline._first else pipeline._first
-            pipeline.transport.sum_with(parameter.grad, other, 0)
+            index = [id(reached) for reached in self.store.parameters].index(id(parameter))
+            pipeline.transport.sum_with(handed_over[index], other, 0)
+            if parameter.grad is not None:
+                pipeline.transport.sum_with(parameter.grad, other, 0)
+        return handed_over
 
     ScheduledGradients.settle = settle
 
@@ -75,7 +79,7 @@ def count_the_tied_weight_twice_in_the_norm():
 
 def ignore_the_scale_of_backward():
     original = ScheduledGradients.settle
-    ScheduledGradients.settle = lambda self, scale: original(self, self.seed)
+    ScheduledGradients.settle = lambda self, scale, **kwargs: original(self, self.seed, **kwargs)
 
 
 def each_microbatch_by_its_own_targets():
