@@ -260,6 +260,14 @@ class BatchLoss(Shared):
         counts = counts.clamp(min=1) / factor
         return [given / factor if known else counts[0], counts[1]]
 
+    def row_denominator(self, rows: int) -> Any:
+        """Returns the rows of the whole batch over the number of dp ranks, where something is divided by them."""
+        if self.auxiliary == "batch" or not self.over_ranks:
+            return rows
+        count = torch.tensor(float(rows), device=self.mesh.device)
+        dist.all_reduce(count, group=self.mesh.group("dp_cp"))
+        return count / self.mesh.dp_size
+
     def mean_over_ranks(self, losses: Tensor) -> None:
         """Replaces losses of a batch, of any shape, by the mean over all ranks that see parts of it."""
         if self.is_spread:

@@ -290,6 +290,8 @@ class Pipeline(Shared):
         denominators = None
         if has_labels(arguments):
             denominators = self.loss.denominators(arguments, rows, given, over_ranks=for_backward)
+        elif self._read is not None:
+            denominators = [1, self.loss.row_denominator(rows)]
         microbatches = split(arguments, min(count, rows))
         weights = [batch_rows(microbatch) / rows for microbatch in microbatches]
         missing = count - len(microbatches)
