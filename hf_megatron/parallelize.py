@@ -18,7 +18,6 @@ from .batch_labels import LossHooks
 from .config import MegatronConfig
 from .data_parallel import axis as data_parallel
 from .errors import ConfigError, UnsupportedError
-from .loss import install_loss
 from .mesh import ParallelMesh
 from .parallel_state import ParallelState, StageCut, attach_state, parallel_state
 from .pipeline_parallel import axis as pipeline_parallel
@@ -27,6 +26,7 @@ from .registry import own_spec, spec_for
 from .registry.row_mixing import why_rows_mix
 from .spec import ModelSpec
 from .tensor_parallel import axis as tensor_parallel
+from .token_loss import install_loss
 
 
 class ParallelAxis(Protocol):

@@ -26,10 +26,11 @@ from ..communication.random_streams import ReplicatedState
 from ..data_parallel.engine import DataParallel
 from ..data_parallel.fully_sharded import reshard
 from ..errors import ConfigError, UnsupportedError
-from ..loss import IGNORE_INDEX, Share, TokenLoss, has_labels, without_targets
+from ..loss import IGNORE_INDEX, Share, has_labels, without_targets
 from ..parallel_state import ParallelState
 from ..patch_ledger import Shared
 from ..tensor_parallel.vocabulary import require_tokens
+from ..token_loss import TokenLoss
 from ..upstream import at_end_of_backward, finishing_itself, local_tensor
 from .cache import StagedCache, cache_name, new_inputs
 from .cut import Cut, stages_per_rank
