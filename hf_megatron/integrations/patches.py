@@ -30,7 +30,7 @@ _SWITCH = "transformers.models.switch_transformers.modeling_switch_transformers"
 _ROUTER_FILES = (
     "dbrx deepseek_v4 ernie4_5_moe ernie4_5_vl_moe flex_olmo flint glm4v_moe glm5_next gpt_oss granitemoe "
     "granitemoe_swa granitemoehybrid granitemoeshared jamba jetmoe laguna mellum minimax minimax_m2 minimax_m3_vl "
-    "mixtral nllb_moe olmoe phimoe qwen2_moe qwen3_5_moe qwen3_moe qwen3_next qwen3_omni_moe qwen3_vl_moe qwen4_exp"
+    "mixtral olmoe phimoe qwen2_moe qwen3_5_moe qwen3_moe qwen3_next qwen3_omni_moe qwen3_vl_moe qwen4_exp"
 )
 
 # Target, replacement (in this package unless it says otherwise), what stock does, until when.
@@ -71,8 +71,6 @@ _ROWS: tuple[tuple[str, str, str, str], ...] = (
          "hf_megatron.auxiliary_loss:load_balancing_loss", "takes this rank's part of a batch for all of it", _ROUTERS)
         for name in _ROUTER_FILES.split()
     ),
-    ("transformers.models.doge.modeling_doge:load_balancing_loss_func", "hf_megatron.auxiliary_loss:product_key_loss",
-     "takes this rank's part of a batch for all of it", _ROUTERS),
     *(
         (f"{_SWITCH}:{name}", "hf_megatron.auxiliary_loss:row_mean", "takes this rank's rows for all of them", _ROUTERS)
         for name in ("load_balancing_loss_func", "router_z_loss_func")

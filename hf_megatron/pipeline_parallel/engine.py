@@ -27,10 +27,11 @@ from ..data_parallel.engine import DataParallel
 from ..data_parallel.fully_sharded import reshard
 from ..data_parallel.gradient_store import GradientStore
 from ..errors import ConfigError, UnsupportedError
-from ..loss import IGNORE_INDEX, Share, TokenLoss, has_labels, without_targets
+from ..loss import IGNORE_INDEX, Share, has_labels, without_targets
 from ..parallel_state import ParallelState
 from ..patch_ledger import Shared
 from ..tensor_parallel.vocabulary import require_tokens
+from ..token_loss import TokenLoss
 from ..upstream import at_end_of_backward, finishing_itself, keeps_graph, local_tensor
 from .cache import StagedCache, cache_name, new_inputs
 from .cut import Cut, stages_per_rank
@@ -380,6 +381,8 @@ class Pipeline(Shared):
         denominators = None
         if has_labels(arguments):
             denominators = self.loss.denominators(arguments, rows, given, over_ranks=for_backward)
+        elif self._read is not None:
+            denominators = [1, self.loss.row_denominator(rows)]
         microbatches = split(arguments, min(count, rows))
         weights = [batch_rows(microbatch) / rows for microbatch in microbatches]
         missing = count - len(microbatches)

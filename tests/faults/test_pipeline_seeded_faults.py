@@ -8,7 +8,7 @@ from transformers import CONFIG_MAPPING
 
 from hf_megatron.data_parallel.engine import DataParallel
 from hf_megatron.errors import RankError
-from hf_megatron.loss import TokenLoss
+from hf_megatron.loss import BatchLoss
 from hf_megatron.pipeline_parallel import engine, executor
 from hf_megatron.pipeline_parallel.boundary import StageBoundary
 from hf_megatron.pipeline_parallel.loss_scale import ScheduledGradients
@@ -84,11 +84,11 @@ def ignore_the_scale_of_backward():
 
 def each_microbatch_by_its_own_targets():
     @contextlib.contextmanager
-    def over(self, denominator):
+    def over(self, share):
         self.was_used = True
         yield
 
-    TokenLoss.over = over
+    BatchLoss.over = over
 
 
 def keep_the_zeros_instead_of_what_was_received():
@@ -148,8 +148,8 @@ def test_faults_of_a_split_backward_are_found(twin):
 
 
 def average_over_stages_instead_of_dp_ranks():
-    original = TokenLoss.denominator
-    TokenLoss.denominator = lambda self, arguments, over_ranks: original(self, arguments, over_ranks=False)
+    original = BatchLoss.denominators
+    BatchLoss.denominators = lambda self, *args, over_ranks: original(self, *args, over_ranks=False)
 
 
 def forget_that_reduction_comes_last():

@@ -211,7 +211,7 @@ def _microbatched(model, batch, microbatches):
 def test_router_losses_of_all_stages(model_type, layout):
     changes = {"pipeline_schedule": "zbv"} if layout == "zbv" else {}
     [config] = parse_layouts("pp2" if layout == "zbv" else layout)
-    config = ConfigUnderTest(**{**config.to_dict(), **changes, "num_microbatches": 4})
+    config = ConfigUnderTest(**{**config.to_dict(), **changes, "num_microbatches": 4, "auxiliary_loss": "microbatch"})
     twin = _twin(model_type, 1)
 
     def numbers(model):
