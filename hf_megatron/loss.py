@@ -14,7 +14,7 @@ whatever the model's class made of the count (`batch_labels.py`).
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,6 +130,7 @@ class BatchLoss(Shared):
     def __init__(self, mesh: ParallelMesh, shifts: bool | None, divides_itself: bool, auxiliary: str):
         self.mesh, self.shifts, self.divides_itself, self.auxiliary = mesh, shifts, divides_itself, auxiliary
         self.counted = self.was_used = self._together = False
+        self._counts = True
         self.terms = 0
         self.share: Share | None = None
 
@@ -144,13 +145,26 @@ class BatchLoss(Shared):
         return self.is_spread and (torch.is_grad_enabled() or self._together or self.counted)
 
     @contextmanager
-    def together(self) -> Iterator[None]:
-        """Takes the losses of evaluation inside over all ranks' parts of a batch: every rank has to take them."""
+    def together(self, *, counts: bool = True) -> Iterator[None]:
+        """Takes the losses of evaluation inside over all ranks' parts of a batch: every rank has to take them.
+
+        `counts` tells whether this rank has a part at all.
+        """
         before, self._together = self._together, True
+        try:
+            with nullcontext() if counts else self.without_terms():
+                yield
+        finally:
+            self._together = before
+
+    @contextmanager
+    def without_terms(self) -> Iterator[None]:
+        """Adds nothing of this rank to the losses of all ranks inside."""
+        self._counts = False
         try:
             yield
         finally:
-            self._together = before
+            self._counts = True
 
     def mean(self, total: Tensor, terms: Tensor) -> Tensor:
         """Averages a loss over its batch: `total` is the sum of this rank's, `terms` their number, scalars both."""
@@ -170,11 +184,16 @@ class BatchLoss(Shared):
     def _mean(self, total: Tensor, terms: Tensor) -> Tensor:
         if not self.over_ranks:
             return total / terms
+        if not self._counts:
+            total, terms = total * 0, torch.zeros_like(terms)
         return _MeanOverRanks.apply(total, terms, self.mesh.group("dp_cp"), self.mesh.dp_size)
 
     def sum(self, part: Tensor) -> Tensor:
         """Sums a statistic of any shape over the parts of the batch, with its gradient."""
-        return _SumOverRanks.apply(part, self.mesh.group("dp_cp"), self.mesh.dp_size) if self.over_ranks else part
+        if not self.over_ranks:
+            return part
+        part = part if self._counts else part * 0
+        return _SumOverRanks.apply(part, self.mesh.group("dp_cp"), self.mesh.dp_size)
 
     def divisor(self, targets: Tensor) -> Tensor:
         """Returns what a sum over this rank's targets of any shape is divided by, for the average over ranks."""

@@ -86,6 +86,8 @@ _ROWS: tuple[tuple[str, str, str, str], ...] = (
      "averages gradients that our reduction has averaged", _RANKS_PER_BATCH),
     (f"{_TRAINER}._get_num_items_in_batch", "trainer:get_num_items_in_batch",
      "sums tokens over ranks of one batch and divides again", _RANKS_PER_BATCH),
+    (f"{_TRAINER}.get_batch_samples", "repeated_rows:get_batch_samples",
+     "trains on rows that fill up the last batch of several ranks", "Accelerate says which rows are repeated"),
     (f"{_TRAINER}.prediction_step", "trainer_pipeline:prediction_step", "sends logits that nobody reads",
      "Trainer says whether it reads logits"),
     (f"{_TRAINER}.training_step", "trainer_pipeline:training_step", "says what the loss is multiplied by afterwards",

@@ -7,11 +7,13 @@ they are added straight to those of earlier batches; where it is not, they need 
 
 import functools
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import transformers
 
 from ..parallel_state import parallel_state
+from .repeated_rows import EmptyBatch, evaluated
 
 
 def training_step(original: Callable, self: Any, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
@@ -20,9 +22,12 @@ def training_step(original: Callable, self: Any, model: Any, inputs: Any, num_it
     pipeline = None if state is None else state.pipeline
     # What replaces it may do anything to the loss, and tells nothing.
     replaced = "compute_loss" in vars(self) or type(self).compute_loss is not transformers.Trainer.compute_loss
-    if pipeline is None or replaced:
-        return original(self, model, inputs, num_items_in_batch)
-    with pipeline.loss_scale.announce(functools.partial(_scale, self, num_items_in_batch is not None)):
+    with ExitStack() as stack:
+        if state is not None and isinstance(inputs, EmptyBatch):
+            stack.enter_context(state.loss.without_terms())
+        if pipeline is not None and not replaced:
+            scale = functools.partial(_scale, self, num_items_in_batch is not None)
+            stack.enter_context(pipeline.loss_scale.announce(scale))
         return original(self, model, inputs, num_items_in_batch)
 
 
@@ -51,11 +56,14 @@ def prediction_step(
     pipeline = state.pipeline
     # A subclass that computes the loss may read the logits of a call with labels.
     own_loss = type(self).compute_loss is not transformers.Trainer.compute_loss
-    with state.loss.together():
+
+    def step(rows: Any) -> Any:
         if pipeline is None or not prediction_loss_only or own_loss:
-            return original(self, model, inputs, prediction_loss_only, *args, **kwargs)
+            return original(self, model, rows, prediction_loss_only, *args, **kwargs)
         before, pipeline.wants_logits = pipeline.wants_logits, False
         try:
-            return original(self, model, inputs, prediction_loss_only, *args, **kwargs)
+            return original(self, model, rows, prediction_loss_only, *args, **kwargs)
         finally:
             pipeline.wants_logits = before
+
+    return evaluated(self, state, inputs, step)

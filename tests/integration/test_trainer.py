@@ -71,9 +71,6 @@ def train(path, output, config, compute_loss_func=None, prepare=None, train_rows
 
 def compare(stories, tmp_path, layout=TP2_SP, tolerance=2e-5, **kwargs):
     dp_size = layout.dp_size or 1
-    if dp_size > 1:
-        # The same global batches, without rows that fill up the last one.
-        kwargs = {"train_rows": 24, "eval_rows": 12} | kwargs
     one = kwargs | {"per_device_train_batch_size": 2 * dp_size, "per_device_eval_batch_size": 3 * dp_size}
     expected = trained_alone(train, stories, **one)
     found = run_ranks(train, layout.tp_size * dp_size, stories, tmp_path, layout, timeout=200, **kwargs)

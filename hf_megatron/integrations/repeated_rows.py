@@ -1,0 +1,105 @@
+"""The rows that fill up the last batch of data parallel ranks, which count for nothing in Trainer.
+
+Accelerate gives all ranks batches of one size and takes rows from the beginning where the data end. Stock Trainer drops
+them from predictions when it gathers these, but trains on them, and takes losses of evaluation over them.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.trainer_pt_utils import find_batch_size
+
+from ..loss import without_targets
+from ..parallel_state import ParallelState, parallel_state
+
+
+class EmptyBatch(dict):
+    """Inputs of a rank that has no row of a batch of all ranks: one row without targets, which counts for nothing.
+
+    The rank goes on with the others, who may wait for it.
+    """
+
+
+def get_batch_samples(original: Callable, self: Any, *args: Any, **kwargs: Any) -> tuple[list, Any]:
+    """Returns stock's batches of one step without repeated rows, and the number of their targets, `()`."""
+    batches, count = original(self, *args, **kwargs)
+    state = None if self.model is None else parallel_state(self.model)
+    if state is None or not batches or not state.loss.is_spread:
+        return batches, count
+    last = batches[-1]
+    if _counted(self, state, last, self._train_batch_size) != find_batch_size(last):
+        batches[-1] = own_rows(self, state, last, self._train_batch_size)
+    if _is_last_batch(self):
+        # The ranks count together: on each of them, or on none.
+        count = self._get_num_items_in_batch(batches, self.args.device)
+    return batches, count
+
+
+def own_rows(trainer: Any, state: ParallelState, inputs: Any, batch_size: int) -> Any:
+    """Cuts the repeated rows off a batch of this rank."""
+    rows, counted = find_batch_size(inputs), _counted(trainer, state, inputs, batch_size)
+    if counted == rows:
+        return inputs
+    kept = {name: _first(value, rows, max(counted, 1)) for name, value in inputs.items()}
+    return kept if counted else EmptyBatch(without_targets(kept))
+
+
+def evaluated(trainer: Any, state: ParallelState, inputs: Any, step: Callable[[Any], Any]) -> Any:
+    """Returns the loss `()` of all ranks' rows that count, and predictions and labels in the shapes of the batch.
+
+    What stands for repeated rows there is dropped by Trainer when it gathers.
+
+    Args:
+        step: makes loss, predictions and labels of inputs.
+    """
+    if not state.loss.is_spread:
+        return step(inputs)
+    rows = find_batch_size(inputs)
+    inputs = own_rows(trainer, state, inputs, trainer.args.eval_batch_size)
+    kept = find_batch_size(inputs)
+    with state.loss.together(counts=not isinstance(inputs, EmptyBatch)):
+        loss, *predictions = step(inputs)
+    if loss is not None:
+        # Where the targets were counted a rank has its share of the loss, and Trainer weighs ranks by their rows.
+        loss = loss.clone()
+        state.loss.mean_over_ranks(loss)
+    return loss, *(_filled_up(prediction, kept, rows) for prediction in predictions)
+
+
+def _is_last_batch(trainer: Any) -> bool:
+    progress = trainer.accelerator.gradient_state
+    return progress.end_of_dataloader and progress.remainder > 0
+
+
+def _counted(trainer: Any, state: ParallelState, inputs: Any, batch_size: int) -> Any:
+    """Counts the rows of this rank's batch under way that are no repetitions; they come first."""
+    rows = find_batch_size(inputs)
+    # Collators that join rows, and loaders of other sizes, leave it open which rows are repeated.
+    if not _is_last_batch(trainer) or rows != batch_size:
+        return rows
+    return min(max(trainer.accelerator.gradient_state.remainder - state.mesh.dp_rank * batch_size, 0), batch_size)
+
+
+def _first(value: Any, rows: int, count: int) -> Any:
+    return _mapped(value, lambda tensor: tensor[:count] if tensor.shape[0] == rows else tensor)
+
+
+def _filled_up(value: Any, count: Any, rows: Any) -> Any:
+    def fill(tensor: Tensor) -> Tensor:
+        if tensor.shape[0] != count:
+            return tensor
+        return torch.cat([tensor, tensor[-1:].expand(rows - count, *tensor.shape[1:])])
+
+    return value if count == rows else _mapped(value, fill)
+
+
+def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return change(value) if value.dim() else value
+    if isinstance(value, tuple | list):
+        return type(value)(_mapped(item, change) for item in value)
+    if isinstance(value, Mapping):
+        return {name: _mapped(item, change) for name, item in value.items()}
+    return value

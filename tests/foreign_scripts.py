@@ -1,0 +1,260 @@
+"""Training scripts that nobody here wrote, on layouts and in one process: `python -m tests.foreign_scripts FOLDER`.
+
+FOLDER holds transformers' example scripts (`run_clm.py`, `run_mlm.py`, `run_glue.py`, which want `evaluate` and
+`scikit-learn`); TRL's `sft.py` and `dpo.py` are those of the installed package. Each is run as it is but for
+`import hf_megatron` and the argument `megatron_config` where it loads its model. What is compared: every logged number
+and the final weights.
+"""
+
+import argparse
+import ast
+import json
+import math
+import os
+import sys
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from transformers import AutoTokenizer, BertConfig, BertForMaskedLM, BertForSequenceClassification, TrainerCallback
+from transformers import trainer as transformers_trainer
+
+from hf_megatron.verify.check import parse_layouts
+from hf_megatron.verify.ranks import run_ranks
+
+DATA = Path(__file__).parent / "data"
+STORIES = DATA / "stories260K_hf"
+CAUSAL, MASKED = "tp2,tp2+sp,dp2,pp2,tp2+pp2", "tp2,tp2+sp,dp2"
+LAYOUTS = {"run_clm.py": CAUSAL, "run_mlm.py": MASKED, "run_glue.py": MASKED, "sft.py": CAUSAL, "dpo.py": CAUSAL}
+# Rows of a batch of all data parallel ranks; evaluation does not fill its last one.
+TRAIN_ROWS, EVAL_ROWS = 4, 4
+UNEQUAL = ("runtime", "per_second", "flos", "model_preparation_time")
+LOSS, WEIGHTS = 2e-5, 3e-5
+SETTINGS = {
+    "max_steps": 4,
+    "logging_steps": 1,
+    "gradient_accumulation_steps": 2,
+    "learning_rate": 1e-3,
+    # Gradients that are zero in exact arithmetic stay so.
+    "adam_epsilon": 1e-4,
+    "max_grad_norm": 0.5,
+    "save_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+    "use_cpu": True,
+}
+
+
+class _AddLayout(ast.NodeTransformer):
+    """Adds the argument to what loads a model: a call of `from_pretrained`, or the keywords that TRL makes one with."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def visit_Call(self, node: ast.Call) -> ast.Call:
+        self.generic_visit(node)
+        function = node.func
+        owner = getattr(getattr(function, "value", None), "id", "")
+        if isinstance(function, ast.Attribute) and function.attr == "from_pretrained" and owner.startswith("AutoModel"):
+            self._add(node)
+        return node
+
+    def visit_Assign(self, node: ast.Assign) -> ast.Assign:
+        self.generic_visit(node)
+        if getattr(node.targets[0], "id", "") == "model_init_kwargs" and isinstance(node.value, ast.Call):
+            self._add(node.value)
+        return node
+
+    def _add(self, call: ast.Call) -> None:
+        call.keywords.append(ast.keyword("megatron_config", ast.Name("LAYOUT", ast.Load())))
+        self.count += 1
+
+
+def program(script: Path, is_laid_out: bool):
+    """The script as it is, or with the import and the argument."""
+    tree = ast.parse(script.read_text(encoding="utf-8"))
+    if is_laid_out:
+        adding = _AddLayout()
+        tree = adding.visit(tree)
+        assert adding.count == 1, f"{script.name} loads {adding.count} models"
+        future = sum(isinstance(node, ast.ImportFrom) and node.module == "__future__" for node in tree.body)
+        docstring = ast.get_docstring(tree) is not None
+        tree.body.insert(future + docstring, ast.parse("import hf_megatron").body[0])
+        ast.fix_missing_locations(tree)
+    return compile(tree, str(script), "exec")
+
+
+class _Recorder(TrainerCallback):
+    """Every number that a Trainer logs."""
+
+    log: list[dict[str, float]] = []
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        numbers = {name: value for name, value in logs.items() if isinstance(value, int | float)}
+        self.log.append({n: v for n, v in numbers.items() if not any(part in n for part in UNEQUAL)})
+
+
+def run(script: Path, arguments: list[str], folder: Path, layout=None) -> list[dict[str, float]]:
+    """What the script logs; it sees nothing but its arguments."""
+    os.chdir(folder)
+    torch.manual_seed(0)
+    sys.argv = [str(script), *arguments]
+    recorder = _Recorder()
+    _Recorder.log = []
+    transformers_trainer.DEFAULT_CALLBACKS.append(recorder)
+    name = {"__name__": "__main__", "__file__": str(script), "LAYOUT": layout}
+    exec(program(script, layout is not None), name)
+    return _Recorder.log
+
+
+def make_models(folder: Path) -> None:
+    """Tiny models without dropout, whose masks would differ."""
+    tokenizer = AutoTokenizer.from_pretrained(STORIES)
+    tokenizer.add_special_tokens({"mask_token": "<unk>", "pad_token": "<s>", "cls_token": "<s>", "sep_token": "</s>"})
+    sizes = {"vocab_size": 512, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    config = BertConfig(
+        **sizes, num_attention_heads=4, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, pad_token_id=1
+    )
+    torch.manual_seed(0)
+    for name, cls in (("masked", BertForMaskedLM), ("classes", BertForSequenceClassification)):
+        cls(config).save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+
+
+def make_data(folder: Path) -> None:
+    text = (DATA / "tinystories_sample.txt").read_text(encoding="utf-8").replace("<|endoftext|>", "\n")
+    lines = [line.strip() for line in text.splitlines() if len(line.split()) > 20]
+    (folder / "text.txt").write_text("\n".join(lines), encoding="utf-8")
+    sentences = [part.strip() for line in lines for part in line.replace("\t", " ").split(".") if len(part) > 20]
+    rows = [{"sentence": part.replace(",", ""), "label": index % 3 % 2} for index, part in enumerate(sentences)]
+    table = "\n".join(["sentence,label", *(f"{row['sentence']},{row['label']}" for row in rows)])
+    (folder / "glue.csv").write_text(table.replace('"', ""), encoding="utf-8")
+    for name, changed in (("sft", False), ("dpo", True)):
+        (folder / name).mkdir()
+        pairs = [
+            {"prompt": first + ".", "chosen" if changed else "completion": f" {second}."}
+            | ({"rejected": f" {first[: 10 + index % 7]}."} if changed else {})
+            for index, (first, second) in enumerate(zip(sentences, sentences[1:], strict=False))
+        ]
+        # TRL's metrics of a last batch that is not full are means over ranks.
+        for split, count in (("train", 24), ("test", 8)):
+            lines = "\n".join(json.dumps(pair) for pair in pairs[:count])
+            (folder / name / f"{split}.jsonl").write_text(lines, encoding="utf-8")
+    # `evaluate.load("accuracy")` takes this folder for the Hub's metric.
+    (folder / "accuracy").mkdir()
+    (folder / "accuracy" / "accuracy.py").write_text(_ACCURACY, encoding="utf-8")
+
+
+_ACCURACY = """
+import datasets
+import evaluate
+
+
+class Accuracy(evaluate.Metric):
+    def _info(self):
+        features = datasets.Features({"predictions": datasets.Value("int64"), "references": datasets.Value("int64")})
+        return evaluate.MetricInfo(description="", citation="", features=features)
+
+    def _compute(self, predictions, references):
+        return {"accuracy": sum(a == b for a, b in zip(predictions, references)) / len(references)}
+"""
+
+
+def arguments_of(name: str, folder: Path, output: Path, dp_size: int) -> list[str]:
+    """The command line of a script, for ranks that together see the batches of one process."""
+    settings = SETTINGS | {
+        "output_dir": output,
+        "per_device_train_batch_size": TRAIN_ROWS // dp_size,
+        "per_device_eval_batch_size": EVAL_ROWS // dp_size,
+    }
+    if name in ("sft.py", "dpo.py"):
+        settings |= {
+            "model_name_or_path": STORIES,
+            "dataset_name": folder / name.removesuffix(".py"),
+            "max_length": 48,
+            "dtype": "float32",
+            "bf16": False,
+            "gradient_checkpointing": False,
+            "eval_strategy": "steps",
+            "eval_steps": 4,
+        }
+    else:
+        settings |= {"do_train": True, "do_eval": True, "max_train_samples": 30, "max_eval_samples": 7, "seed": 3}
+        file = folder / ("glue.csv" if name == "run_glue.py" else "text.txt")
+        settings |= {"train_file": file, "validation_file": file, "cache_dir": folder / "cache"}
+        length = {"run_clm.py": "block_size"}.get(name, "max_seq_length")
+        model = {"run_clm.py": STORIES, "run_mlm.py": folder / "masked", "run_glue.py": folder / "classes"}[name]
+        settings |= {length: 32, "model_name_or_path": model}
+    flags = [[f"--{key}", str(value)] for key, value in settings.items()]
+    return [word for flag in flags for word in flag]
+
+
+def weights_of(output: Path) -> dict[str, torch.Tensor]:
+    [file] = output.rglob("model.safetensors")
+    return load_file(file)
+
+
+def difference(found: float, expected: float) -> float:
+    if math.isnan(found) and math.isnan(expected):
+        return 0.0
+    return abs(found - expected) / max(abs(expected), 1e-3)
+
+
+def compare(script: Path, folder: Path, text: str, expected=None):
+    """The largest differences on a layout, of numbers (relative) and weights, what was compared, and what differs."""
+    layouts = {"one": None, text: next(iter(parse_layouts(text)), None)}
+    if expected is None:
+        one = folder / f"{script.stem}-one"
+        [log] = run_ranks(run, 1, script, arguments_of(script.name, folder, one, 1), folder, timeout=600)
+        expected = log, weights_of(one)
+    layout = layouts[text]
+    output = folder / f"{script.stem}-{text}"
+    arguments = arguments_of(script.name, folder, output, layout.dp_size or 1)
+    ranks = layout.ranks_per_replica * (layout.dp_size or 1)
+    [found, *_] = run_ranks(run, ranks, script, arguments, folder, layout, timeout=600)
+    assert [entry.keys() for entry in found] == [entry.keys() for entry in expected[0]], (found, expected[0])
+    numbers = [
+        (difference(entry[name], reference[name]), name)
+        for entry, reference in zip(found, expected[0], strict=True)
+        for name in reference
+    ]
+    weights, reference = weights_of(output), expected[1]
+    assert weights.keys() == reference.keys()
+    apart = max((weights[name] - reference[name]).abs().max().item() for name in reference)
+    return max(numbers), apart, len(numbers), expected
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="of transformers' example scripts")
+    parser.add_argument("--scripts", default=",".join(LAYOUTS), help="names, joined by commas")
+    parser.add_argument("--layouts", help="instead of those that each script is promised to be equal on")
+    wanted = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as directory:
+        folder = Path(directory)
+        make_models(folder)
+        make_data(folder)
+        print(f"| script | layout | numbers | largest difference | of | weights apart | |\n|{'---|' * 7}", flush=True)
+        for name in wanted.scripts.split(","):
+            expected = None
+            script = trl_script(name) if name in ("sft.py", "dpo.py") else wanted.folder.resolve() / name
+            for text in (wanted.layouts or LAYOUTS[name]).split(","):
+                try:
+                    (worst, number), apart, count, expected = compare(script, folder, text, expected)
+                except Exception as error:  # noqa: BLE001 - a row of the table
+                    print(f"| {name} | {text} | | | | | {type(error).__name__}: {str(error)[-600:]} |", flush=True)
+                    continue
+                verdict = "equal" if worst <= LOSS and apart <= WEIGHTS else "DIFFERS"
+                print(f"| {name} | {text} | {count} | {worst:.1e} | {number} | {apart:.1e} | {verdict} |", flush=True)
+
+
+def trl_script(name: str) -> Path:
+    """A script of the installed TRL."""
+    return Path(find_spec("trl").origin).parent / "scripts" / name
+
+
+if __name__ == "__main__":
+    main()
