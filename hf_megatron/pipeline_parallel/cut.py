@@ -127,12 +127,9 @@ def make_stages(model: Any, layers: nn.ModuleList, config: MegatronConfig) -> St
     return Stages.of(counts, rank_of_stage(config.pipeline_schedule, config.pp_size, per_rank))
 
 
-def cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> Cut:
-    """Leaves of a meta model what this rank's stages need.
-
-    Raises `UnsupportedError` for a model that is no single stack, `ConfigError` for stages that do not fit its layers.
-    """
-    if spec.no_pipeline is not None:
+def require_cuttable(model: Any, spec: ModelSpec | None, config: MegatronConfig) -> None:
+    """Raises `UnsupportedError` for a model that is no single stack of layers, or of a type that says so."""
+    if spec is not None and spec.no_pipeline is not None:
         raise UnsupportedError(
             f"MegatronConfig.pp_size = {config.pp_size}: model type {spec.model_type!r} cannot be cut: "
             f"{spec.no_pipeline}"
@@ -142,6 +139,14 @@ def cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> Cut:
             f"MegatronConfig.pp_size = {config.pp_size}: {type(model).__name__} has two stacks of layers, encoder and "
             "decoder, and every decoder layer reads the encoder's output. Load it with pp_size=1."
         )
+
+
+def cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> Cut:
+    """Leaves of a meta model what this rank's stages need.
+
+    Raises `UnsupportedError` for a model that is no single stack, `ConfigError` for stages that do not fit its layers.
+    """
+    require_cuttable(model, spec, config)
     if schedule(config.pipeline_schedule).splits_backward and config.zero_stage == 3 and axes.size("dp") > 1:
         raise UnsupportedError(
             f"MegatronConfig.pipeline_schedule = {config.pipeline_schedule!r} with zero_stage = 3: FSDP2 reduces "
