@@ -195,11 +195,12 @@ def _place(stages: Stages, stage: int) -> str:
     return f"lies on stage {stage} of the pipeline, pp rank {stages.rank_of[stage]}"
 
 
-def _around(model: nn.Module, layers: str, spec: ModelSpec) -> tuple[list[str], list[str]]:
+def _around(model: Any, layers: str, spec: ModelSpec) -> tuple[list[str], list[str]]:
     """Lists the modules with parameters before and behind the layers, in the order of their definition."""
     before: list[str] = []
     after: list[str] = []
     path = layers.split(".")
+    head = model.get_output_embeddings()
     for depth, on_path in enumerate(path):
         prefix = ".".join(path[:depth])
         ancestor = model.get_submodule(prefix)
@@ -214,7 +215,9 @@ def _around(model: nn.Module, layers: str, spec: ModelSpec) -> tuple[list[str], 
             if name == on_path:
                 place = after
             elif next(child.parameters(), None) is not None:
-                (after if full_name in spec.after_layers else place).append(full_name)
+                # Some classes define their head first.
+                is_behind = full_name in spec.after_layers or any(module is head for module in child.modules())
+                (after if is_behind else place).append(full_name)
     return before, after
 
 

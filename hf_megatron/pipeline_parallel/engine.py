@@ -189,10 +189,10 @@ class Pipeline(Shared):
 
         reached = gradients.reached()
         [loss] = self._values(backward, (losses[0],), inputs, reached)
-        output = PipelineOutput(loss=loss, logits=AbsentLogits())
+        aux_loss = None
         if self._has_auxiliary_loss(losses[2], execution.kinds[0]):
-            output["aux_loss"] = ReportedPart.apply(self._anchor(), "aux_loss", losses[1])
-        return output
+            aux_loss = ReportedPart.apply(self._anchor(), "aux_loss", losses[1])
+        return PipelineOutput(loss=loss, aux_loss=aux_loss, logits=AbsentLogits())
 
     # Before the first call of a kind
 
@@ -228,8 +228,7 @@ class Pipeline(Shared):
 
     @torch.no_grad()
     def _run_without_layers(self, arguments: dict[str, Any]) -> None:
-        rows = batch_rows(arguments)
-        part = split(arguments, rows)[0]
+        part = dict(arguments)
         if "output_router_logits" in self._signature.parameters:
             # Layers record them.
             part["output_router_logits"] = False
@@ -300,14 +299,14 @@ class Pipeline(Shared):
             return tuple(values)
 
         values = list(self._values_of(arguments, read, cache))
-        output = PipelineOutput()
-        if self.wants_logits or not labels:
-            output["logits"] = values.pop(0)
+        found: dict[str, Any] = {"logits": values.pop(0)} if self.wants_logits or not labels else {}
         # Only the last stage knows whether the model has an auxiliary loss.
-        for name, value in zip(("loss", "aux_loss"), values, strict=False):
-            output[name] = value
+        found |= zip(("loss", "aux_loss"), values, strict=False)
         if cache is not None:
             cache.advance(new_inputs(arguments))
+        # In the order of the fields, which is that of tuples.
+        output = PipelineOutput(**found)
+        if cache is not None:
             output[cache.name] = cache.cache
         return output
 
@@ -412,9 +411,9 @@ class Pipeline(Shared):
         denominator = None
         if self.loss is not None and has_labels(arguments):
             denominator = self.loss.denominator(arguments, over_ranks=for_backward) if given is None else given
-        if not whole:
-            self._rehearse(arguments)
         microbatches = split(arguments, min(count, rows))
+        if not whole:
+            self._rehearse(microbatches[0])
         weights = [batch_rows(microbatch) / rows for microbatch in microbatches]
         missing = count - len(microbatches)
         return microbatches + [without_targets(microbatches[0])] * missing, weights + [0.0] * missing, denominator

@@ -395,7 +395,9 @@ def score_every_microbatch_by_the_first_rows():
 
 def give_gradients_to_the_wrong_microbatches():
     original = engine.PipelineValues.backward
-    engine.PipelineValues.backward = staticmethod(lambda ctx, *gradients: original(ctx, *(g.flip(0) for g in gradients)))
+    engine.PipelineValues.backward = staticmethod(
+        lambda ctx, *gradients: original(ctx, *(g.flip(0) for g in gradients))
+    )
 
 
 @pytest.mark.parametrize(
