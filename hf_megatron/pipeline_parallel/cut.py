@@ -165,6 +165,12 @@ def cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> Cut:
     holds_first, holds_last = 0 in owned, len(stages.ranges) - 1 in owned
     before, after = _around(model, name, spec)
     tied = _tied(model, before, after)
+    if inside := [source for source in tied.values() if source.rpartition(".")[0] not in before]:
+        raise UnsupportedError(
+            f"MegatronConfig.pp_size = {config.pp_size}: the head of {type(model).__name__} is tied to {inside[0]}, a "
+            "part of what comes before the layers, which only the first stage has. Load it with pp_size=1, or with "
+            "tie_word_embeddings=False."
+        )
 
     for index, layer in enumerate(layers):
         if stages.stage_of_layer(index) in owned:
@@ -184,7 +190,8 @@ def cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> Cut:
         _replace(model, module_name, ForeignOutput(module_name, module, place, boundary))
     if not holds_last:
         # Keeps the loader from tying a head that is not here.
-        kept = {target: source for target, source in model.all_tied_weights_keys.items() if target not in tied}
+        names = model.all_tied_weights_keys.items()
+        kept = {target: source for target, source in names if _side(target, before, after) != "after"}
         model.all_tied_weights_keys = model._tied_weights_keys = kept
     crossing = stages.rank_of[0] != stages.rank_of[-1]
     shared = sorted(set(tied.values())) if crossing else ()

@@ -15,10 +15,24 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
-from transformers import CONFIG_MAPPING, BertConfig, BertForMaskedLM, LlamaForQuestionAnswering, LlamaModel
+from transformers import (
+    CONFIG_MAPPING,
+    BertConfig,
+    BertForMaskedLM,
+    LlamaConfig,
+    LlamaForQuestionAnswering,
+    LlamaForSequenceClassification,
+    LlamaModel,
+    ModernBertConfig,
+    ModernBertForMaskedLM,
+    RobertaConfig,
+    RobertaForMaskedLM,
+    RwkvConfig,
+    RwkvForCausalLM,
+)
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from hf_megatron import ConfigError, MegatronConfig, UnsupportedError, prepare_optimizer
+from hf_megatron import ConfigError, MegatronConfig, RankError, UnsupportedError, prepare_optimizer
 from hf_megatron.integrations.gate import ConfigUnderTest
 from hf_megatron.parallelize import parallel_state
 from hf_megatron.pipeline_parallel.microbatches import split
@@ -812,6 +826,36 @@ def test_question_answering_is_refused_by_name(tmp_path):
             model(input_ids=ids, start_positions=positions, end_positions=positions)
 
     run_ranks(on_rank, 2)
+
+
+TINY = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 32}
+
+
+@pytest.mark.parametrize(
+    ("cls", "config", "message"),
+    [
+        (RobertaForMaskedLM, RobertaConfig(**TINY, num_attention_heads=2), "the head of RobertaForMaskedLM is tied to"),
+        (ModernBertForMaskedLM, ModernBertConfig(**TINY, num_attention_heads=2, pad_token_id=0), "is tied to"),
+        (RwkvForCausalLM, RwkvConfig(**TINY, attention_hidden_size=32, context_length=32), "unpacks several values"),
+        (LlamaForSequenceClassification, LlamaConfig(**TINY, num_attention_heads=2), None),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_types_are_refused_by_name(tmp_path, cls, config, message):
+    """When they are loaded or first called, on every rank; classification works without labels."""
+    cls(config).save_pretrained(tmp_path)
+    ids = torch.arange(24).view(4, 6) + 3
+
+    def on_rank():
+        model = cls.from_pretrained(tmp_path, megatron_config=config_of("pp2")).train()
+        return model(input_ids=ids).logits.shape
+
+    if message is None:
+        assert run_ranks(on_rank, 2) == [cls(config)(input_ids=ids).logits.shape] * 2
+        return
+    with pytest.raises(RankError, match=message) as raised:
+        run_ranks(on_rank, 2)
+    assert str(raised.value).count("UnsupportedError: ") == 2
 
 
 def test_why_a_type_cannot_be_cut_comes_before_how_to_check_it(tmp_path):
