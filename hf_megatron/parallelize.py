@@ -18,6 +18,7 @@ from .batch_labels import LossHooks
 from .config import MegatronConfig
 from .data_parallel import axis as data_parallel
 from .errors import ConfigError, UnsupportedError
+from .memory.training_cache import leave_out_in_training
 from .mesh import ParallelMesh
 from .parallel_state import ParallelState, StageCut, attach_state, parallel_state
 from .pipeline_parallel import axis as pipeline_parallel
@@ -105,6 +106,7 @@ def install(model: Any) -> None:
     LossHooks(state.loss, model, pipelined=state.axes.size("pp") > 1).install(model)
     for axis in AXES:
         axis.install(model, state)
+    leave_out_in_training(model)
 
 
 def _hold_places(model: nn.Module, state: ParallelState) -> None:

@@ -114,6 +114,11 @@ class Placeholder(nn.Module):
         # Follows the model's dtype and device.
         self.register_buffer("_follower", torch.empty(0, dtype=self._dtype), persistent=False)
 
+    def hold_part(self, name: str, part: "Placeholder") -> None:
+        """Leaves a child's names to a placeholder of its own."""
+        self.add_module(name, part)
+        self._weights = {own: tensor for own, tensor in self._weights.items() if not own.startswith(f"{name}.")}
+
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         if not self._progress.is_filled:
             return
@@ -147,7 +152,8 @@ class Placeholder(nn.Module):
                 )
         if strict:
             names = (key for key in state_dict if key.startswith(prefix))
-            unexpected_keys.extend(key for key in names if key.removeprefix(prefix) not in self._weights)
+            known = (*self._weights, *(f"{child}." for child, _ in self.named_children()))
+            unexpected_keys.extend(key for key in names if not key.removeprefix(prefix).startswith(known))
 
 
 def first_dtype(module: nn.Module) -> torch.dtype | None:

@@ -26,7 +26,7 @@ from ..communication.random_streams import MicrobatchStreams
 from ..data_parallel.engine import DataParallel
 from ..data_parallel.fully_sharded import reshard
 from ..data_parallel.gradient_store import GradientStore
-from ..errors import ConfigError, UnsupportedError
+from ..errors import ConfigError, MegatronError, UnsupportedError
 from ..loss import IGNORE_INDEX, Share, has_labels, without_targets
 from ..parallel_state import ParallelState
 from ..patch_ledger import Shared
@@ -77,6 +77,7 @@ class Pipeline(Shared):
         self._tokens, self._classes = _tokens(model, state), _classes(model)
         self._streams = MicrobatchStreams(mesh.device, mesh.host_group("pp"))
         self._auxiliary: dict[Hashable, bool] = {}
+        self._rehearsed: set[Hashable] = set()
         self._read: Callable[[Any, slice], tuple[Tensor, ...]] | None = None
         self._first, self._last = cut.boundary.stages.rank_of[0], cut.boundary.stages.rank_of[-1]
         engine.guards.append(lambda: self.loss_scale.require_settled(engine.gradients))
@@ -206,10 +207,58 @@ class Pipeline(Shared):
 
         reached = gradients.reached()
         [loss] = self._values(backward, (losses[0],), inputs, reached)
-        output = PipelineOutput(loss=loss, logits=AbsentLogits())
+        aux_loss = None
         if self._has_auxiliary_loss(losses[2], execution.kinds[0]):
-            output["aux_loss"] = ReportedPart.apply(self._anchor(), "aux_loss", losses[1])
-        return output
+            aux_loss = ReportedPart.apply(self._anchor(), "aux_loss", losses[1])
+        return PipelineOutput(loss=loss, aux_loss=aux_loss, logits=AbsentLogits())
+
+    # Before the first call of a kind
+
+    def _rehearse(self, arguments: dict[str, Any]) -> None:
+        """Runs this rank's stages without their layers, and raises on every rank what any of them found.
+
+        What a pipeline cannot do shows before anything is sent, not in the middle of a schedule.
+        """
+        names = frozenset(name for name, value in arguments.items() if value is not None)
+        # Where dp ranks wait for each other in a forward, all of them do it in the same call.
+        kind = (self.model.training, has_labels(arguments), self._read is None, None if self._in_lockstep else names)
+        if kind in self._rehearsed:
+            return
+        found = None
+        try:
+            self._run_without_layers(arguments)
+        except MegatronError as error:
+            found = error
+        except (AttributeError, TypeError) as error:
+            found = UnsupportedError(f"Parts of it were not found where the pipeline is cut ({error}).")
+            found.__cause__ = error
+        except Exception:  # noqa: BLE001
+            # What a batch does wrong shows in the schedule as in one process, by the same exception.
+            found = None
+        verdicts: list[str | None] = [None] * self.config.pp_size
+        dist.all_gather_object(verdicts, None if found is None else str(found), group=self.mesh.pp_group)
+        for rank, verdict in enumerate(verdicts):
+            if verdict is not None:
+                raise UnsupportedError(
+                    f"{type(self.model).__name__} on pp rank {rank}: {verdict} Nothing has been computed yet."
+                ) from (found if rank == self.mesh.pp_rank else None)
+        self._rehearsed.add(kind)
+
+    @torch.no_grad()
+    def _run_without_layers(self, arguments: dict[str, Any]) -> None:
+        part = dict(arguments)
+        if "output_router_logits" in self._signature.parameters:
+            # Layers record them.
+            part["output_router_logits"] = False
+        devices = [self.mesh.device] if self.mesh.device.type == "cuda" else []
+        with torch.random.fork_rng(devices), self._quiet_autocast(), self.boundary.rehearsing():
+            for stage in self.boundary.stages.of_rank(self.mesh.pp_rank):
+                with nullcontext() if self.loss is None else self.loss.over(1.0):
+                    output = self.boundary.run(stage, None, lambda: self._forward(**part))
+                    if stage == len(self.boundary.stages.ranges) - 1 and self._read is None:
+                        (self._loss_of if has_labels(arguments) else self._logits_of)(output)
+        if self.config.zero_stage == 3 and self.mesh.dp_size > 1:
+            reshard(self.cut.ends(self.model))
 
     def _trained_inputs(self, arguments: dict[str, Any], *, splits_backward: bool) -> TrainedInputs:
         inputs = TrainedInputs(arguments)
@@ -269,14 +318,14 @@ class Pipeline(Shared):
             return tuple(values)
 
         values = list(self._values_of(arguments, read, cache))
-        output = PipelineOutput()
-        if self.wants_logits or not labels:
-            output["logits"] = values.pop(0)
+        found: dict[str, Any] = {"logits": values.pop(0)} if self.wants_logits or not labels else {}
         # Only the last stage knows whether the model has an auxiliary loss.
-        for name, value in zip(("loss", "aux_loss"), values, strict=False):
-            output[name] = value
+        found |= zip(("loss", "aux_loss"), values, strict=False)
         if cache is not None:
             cache.advance(new_inputs(arguments))
+        # In the order of the fields, which is that of tuples.
+        output = PipelineOutput(**found)
+        if cache is not None:
             output[cache.name] = cache.cache
         return output
 
@@ -384,6 +433,8 @@ class Pipeline(Shared):
         elif self._read is not None:
             denominators = [1, self.loss.row_denominator(rows)]
         microbatches = split(arguments, min(count, rows))
+        if not whole:
+            self._rehearse(microbatches[0])
         weights = [batch_rows(microbatch) / rows for microbatch in microbatches]
         missing = count - len(microbatches)
         return microbatches + [without_targets(microbatches[0])] * missing, weights + [0.0] * missing, denominators

@@ -17,15 +17,15 @@ class PipelineOutput(ModelOutput):
 
     Args:
         loss (`Tensor`, *optional*): a scalar.
-        logits (`Tensor`, *optional*): `[batch, sequence, vocab]`; not there in training with labels.
         aux_loss (`Tensor`, *optional*): a scalar, the mean over microbatches.
+        logits (`Tensor`, *optional*): `[batch, sequence, vocab]`; not there in training with labels.
         past_key_values (`Cache`, *optional*): with the keys and values of this rank's layers.
     """
 
     loss: Tensor | None = None
+    aux_loss: Tensor | None = None
     logits: Any = None
     past_key_values: Any = None
-    aux_loss: Tensor | None = None
 
 
 class AbsentLogits:
