@@ -59,7 +59,7 @@ class Architecture:
     @cached_property
     def saved_names(self) -> dict[str, str]:
         """For each name in `names`, the one that `save_pretrained` would start from; tied weights may differ."""
-        return {self.first_name(name): name for name in untied_state_dict(self.model)}
+        return {self.first_name(name): name for name in untied_state_dict(self.model, self.model.state_dict())}
 
     def check(self, names: Iterable[str], where: str) -> None:
         """Checks that a checkpoint has every weight of the model and no other.

@@ -25,8 +25,7 @@ from .loss import BatchLoss
 
 _CALL: ContextVar["_Call | None"] = ContextVar("hf_megatron_router_losses", default=None)
 
-# Router logits of one layer -> chosen experts `[tokens, k]`, probabilities `[tokens, experts]`.
-Routing = Callable[[Tensor], tuple[Tensor, Tensor]]
+_INPUTS = ("input_ids", "inputs_embeds", "attention_mask", "decoder_input_ids")
 
 
 @dataclass(frozen=True)
@@ -39,9 +38,6 @@ class _Call:
         share = self.batch.share
         arguments = self.arguments if share is None else share.arguments
         return next(value.shape[0] for name in _INPUTS if isinstance(value := arguments.get(name), Tensor))
-
-
-_INPUTS = ("input_ids", "inputs_embeds", "attention_mask", "encoder_outputs", "decoder_input_ids")
 
 
 def router_losses_of(batch: BatchLoss, arguments: Mapping[str, Any]) -> Callable[[], None]:
@@ -59,37 +55,22 @@ def load_balancing_loss(
 ) -> Any:
     """Computes the loss of softmax routers, a scalar, from a tuple of logits `[tokens, experts]`."""
 
-    def routing(logits: Tensor) -> tuple[Tensor, Tensor]:
-        probabilities = F.softmax(logits, dim=-1)
-        return probabilities.topk(top_k, dim=-1).indices, probabilities
-
-    return _balance(
-        lambda: original(gate_logits, num_experts, top_k, attention_mask),
-        *(gate_logits, num_experts, attention_mask, routing, 1),
-    )
-
-
-def product_key_loss(
-    original: Callable,
-    gate_logits: Any,
-    num_experts: int | None = None,
-    num_keys: int | None = None,
-    top_k: int = 2,
-    attention_mask: Tensor | None = None,
-) -> Any:
-    """Computes the loss of Doge's routers, a scalar, from a tuple of logits `[2, tokens, keys]`."""
-
-    def routing(logits: Tensor) -> tuple[Tensor, Tensor]:
-        (scores_x, scores_y), (indices_x, indices_y) = logits.topk(num_keys, dim=-1)
-        scores = (scores_x.unsqueeze(-1) + scores_y.unsqueeze(-2)).flatten(-2)
-        indices = (indices_x.unsqueeze(-1) * num_keys + indices_y.unsqueeze(-2)).flatten(-2)
-        chosen = indices.gather(-1, scores.topk(top_k, dim=-1).indices)
-        return chosen, torch.zeros_like(scores).scatter(-1, indices, F.softmax(scores, dim=-1))
-
-    return _balance(
-        lambda: original(gate_logits, num_experts, num_keys, top_k, attention_mask),
-        *(gate_logits, num_experts, attention_mask, routing, top_k),
-    )
+    call = _CALL.get()
+    if call is None or num_experts is None or not isinstance(gate_logits, tuple):
+        return original(gate_logits, num_experts, top_k, attention_mask)
+    batch = call.batch
+    if batch.auxiliary == "microbatch" or (batch.auxiliary == "batch" and not batch.over_ranks):
+        loss = original(gate_logits, num_experts, top_k, attention_mask)
+        return loss if batch.auxiliary == "batch" else batch.row_mean(loss * call.rows, call.rows)
+    rows = call.rows if batch.auxiliary == "sequence" else 1
+    chosen, probabilities, tokens = _statistics(gate_logits, num_experts, top_k, attention_mask, rows)
+    if batch.auxiliary == "batch":
+        sums = batch.sum(torch.cat([chosen.flatten(), probabilities.flatten(), tokens]))
+        chosen, probabilities, tokens = sums[:num_experts], sums[num_experts:-1], sums[-1]
+        return num_experts * (chosen * probabilities).sum() / tokens.square()
+    # A row of padding alone has no tokens, and adds nothing.
+    losses = num_experts * (chosen * probabilities).sum(-1) / tokens.square().clamp(min=1)
+    return batch.row_mean(losses.sum(), rows)
 
 
 def row_mean(original: Callable, router_values: Tensor, *args: Any) -> Tensor:
@@ -101,30 +82,8 @@ def row_mean(original: Callable, router_values: Tensor, *args: Any) -> Tensor:
     return call.batch.row_mean(loss * rows, rows)
 
 
-def _balance(
-    stock: Callable[[], Any], gate_logits: Any, experts: Any, mask: Tensor | None, routing: Routing, divisor: int
-) -> Any:
-    call = _CALL.get()
-    if call is None or not isinstance(gate_logits, tuple):
-        return stock()
-    batch = call.batch
-    if batch.auxiliary == "batch" and not batch.over_ranks:
-        return stock()
-    if batch.auxiliary == "microbatch":
-        return batch.row_mean(stock() * call.rows, call.rows)
-    rows = call.rows if batch.auxiliary == "sequence" else 1
-    chosen, probabilities, tokens = _statistics(gate_logits, experts, mask, routing, rows)
-    if batch.auxiliary == "batch":
-        sums = batch.sum(torch.cat([chosen.flatten(), probabilities.flatten(), tokens]))
-        chosen, probabilities, tokens = sums[:experts], sums[experts:-1], sums[-1]
-        return experts * (chosen * probabilities).sum() / (tokens.square() * divisor)
-    # A row of padding alone has no tokens, and adds nothing.
-    losses = experts * (chosen * probabilities).sum(-1) / (tokens.square() * divisor).clamp(min=1)
-    return batch.row_mean(losses.sum(), rows)
-
-
 def _statistics(
-    gate_logits: tuple[Tensor, ...], experts: int, mask: Tensor | None, routing: Routing, rows: int
+    gate_logits: tuple[Tensor, ...], experts: int, top_k: int, mask: Tensor | None, rows: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Sums over layers, for each of `rows` parts of the tokens: choices, probabilities `[rows, experts]`; tokens."""
     device = gate_logits[0].device
@@ -132,7 +91,8 @@ def _statistics(
     probability = torch.zeros(rows, experts, device=device)
     tokens = torch.zeros(rows, device=device)
     for logits in gate_logits:
-        chosen, weights = routing(logits.to(device))
+        weights = F.softmax(logits.to(device), dim=-1)
+        chosen = weights.topk(top_k, dim=-1).indices
         counts = torch.ones(len(chosen), device=device) if mask is None else mask.reshape(-1).to(device).float()
         row = torch.arange(rows, device=device).repeat_interleave(len(chosen) // rows)
         index = chosen + row.unsqueeze(-1) * experts

@@ -34,6 +34,9 @@ INSTANCE_PATCHES: Mapping[str, InstancePatch] = {
         "runs every layer on this rank (pipelines); reads the whole head's weight (TRL's numbers per token)",
         "transformers runs pipelines with a loss inside forward; TRL asks a model for its numbers per token",
     ),
+    "num_parameters": InstancePatch(
+        "counts what this rank's stages hold", "always: a rank holds the parameters of its stages"
+    ),
     "zero_grad": InstancePatch("clears `.grad`, where reduced gradients are not", "always: buckets are ours"),
     "no_sync": InstancePatch("not there, or FSDP2's, which Accelerate does not know", "always: buckets are ours"),
     "_get_name": InstancePatch(

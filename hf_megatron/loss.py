@@ -11,16 +11,12 @@ Gradients are averaged over the dp ranks. A mean over each rank's own targets wo
 here every rank contributes `sum of its losses x dp / targets of all ranks`, so that the average is one process's mean
 over the whole batch. A caller that has counted multiplies what it gets by the ranks: it gets the loss divided by them,
 whatever the model's class made of the count (`batch_labels.py`).
-
-What turns logits into a sum is handed in: dense logits go to transformers' own function, logits that are no tensor
-(`tensor_parallel/logits.py`) know themselves how to be a loss.
 """
 
-import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,17 +26,10 @@ from torch import Tensor
 from .errors import UnsupportedError
 from .mesh import ParallelMesh
 from .patch_ledger import Shared
-from .upstream import check_soon, loss_functions, token_loss_functions, uses_loss_function
+from .upstream import check_soon
 
 IGNORE_INDEX = -100
 LABELS = ("labels", "shift_labels")
-
-
-class PendingLogits(Protocol):
-    """Logits `[batch, sequence, vocab]` that were not computed yet."""
-
-    def cross_entropy(self, targets: Tensor, *, num_items_in_batch: Any, ignore_index: int) -> Tensor:
-        """Sums the losses of targets `[batch, sequence]` over `num_items_in_batch`, by default those that count."""
 
 
 def next_tokens(labels: Tensor, ignore_index: int = IGNORE_INDEX) -> Tensor:
@@ -279,62 +268,16 @@ class BatchLoss(Shared):
         counts = counts.clamp(min=1) / factor
         return [given / factor if known else counts[0], counts[1]]
 
+    def row_denominator(self, rows: int) -> Any:
+        """Returns the rows of the whole batch over the number of dp ranks, where something is divided by them."""
+        if self.auxiliary == "batch" or not self.over_ranks:
+            return rows
+        count = torch.tensor(float(rows), device=self.mesh.device)
+        dist.all_reduce(count, group=self.mesh.group("dp_cp"))
+        return count / self.mesh.dp_size
+
     def mean_over_ranks(self, losses: Tensor) -> None:
         """Replaces losses of a batch, of any shape, by the mean over all ranks that see parts of it."""
         if self.is_spread:
             dist.all_reduce(losses, group=self.mesh.group("dp_cp"))
             losses /= self.mesh.dp_size
-
-
-class TokenLoss(Shared):
-    """Stands in the place of `model.loss_function`, where that is one of transformers' token losses.
-
-    Args:
-        original (`Callable`): `ForCausalLMLoss` or `ForMaskedLMLoss`.
-        batch (`BatchLoss`): says what its sum is divided by.
-    """
-
-    def __init__(self, original: Callable[..., Tensor], batch: BatchLoss):
-        functools.update_wrapper(self, original)
-        self.original, self.batch = original, batch
-        self.shifts = bool(batch.shifts)
-
-    def __call__(
-        self,
-        logits: "Tensor | PendingLogits",
-        labels: Tensor | None = None,
-        vocab_size: int | None = None,
-        num_items_in_batch: Tensor | int | None = None,
-        ignore_index: int = IGNORE_INDEX,
-        shift_labels: Tensor | None = None,
-        **kwargs: Any,
-    ) -> Tensor:
-        batch = self.batch
-        targets = targets_of(labels, shift_labels, shifts=self.shifts, ignore_index=ignore_index).as_subclass(Tensor)
-        if isinstance(logits, Tensor):
-            given = {"labels": labels, "shift_labels": targets} if self.shifts else {"labels": targets}
-            kernel = functools.partial(
-                self.original, logits=logits, vocab_size=vocab_size, ignore_index=ignore_index, **given, **kwargs
-            )
-        else:
-            # Nothing else of the call concerns the loss: transformers ignores `label_smoothing`, for one.
-            kernel = functools.partial(logits.cross_entropy, targets, ignore_index=ignore_index)
-        if batch.share is not None:
-            batch.was_used = True
-            return kernel(num_items_in_batch=batch.share.targets)
-        if num_items_in_batch is not None:
-            return kernel(num_items_in_batch=batch.given(num_items_in_batch))
-        if not batch.over_ranks:
-            return kernel(num_items_in_batch=None)
-        return batch.mean(kernel(num_items_in_batch=1), (targets != ignore_index).sum())
-
-
-def install_loss(model: Any, state: Any) -> BatchLoss:
-    """Makes what divides a model's losses, and puts it in front of transformers' token losses."""
-    kind = model.loss_function
-    shifts = loss_functions().get(kind)
-    is_token_loss = kind in token_loss_functions()
-    batch = BatchLoss(state.mesh, shifts, is_token_loss and uses_loss_function(model), state.config.auxiliary_loss)
-    if is_token_loss:
-        state.patches.replace(model, "loss_function", TokenLoss(kind, batch))
-    return batch

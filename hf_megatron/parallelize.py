@@ -17,15 +17,17 @@ from .axes import Axes
 from .batch_labels import LossHooks
 from .config import MegatronConfig
 from .data_parallel import axis as data_parallel
-from .errors import ConfigError
-from .loss import install_loss
+from .errors import ConfigError, UnsupportedError
+from .memory.training_cache import leave_out_in_training
 from .mesh import ParallelMesh
 from .parallel_state import ParallelState, StageCut, attach_state, parallel_state
 from .pipeline_parallel import axis as pipeline_parallel
 from .placement import Claim, GradientRule, Placement
 from .registry import own_spec, spec_for
+from .registry.row_mixing import why_rows_mix
 from .spec import ModelSpec
 from .tensor_parallel import axis as tensor_parallel
+from .token_loss import install_loss
 
 
 class ParallelAxis(Protocol):
@@ -69,6 +71,12 @@ class ParallelPlan(list[Claim]):
 
 def plan(model: Any, config: MegatronConfig, axes: Axes) -> ParallelState:
     """Claims a meta model's parameters and leaves what a rank holds, without process groups; raises as axes do."""
+    mixing = why_rows_mix(model.config)
+    if mixing is not None and max(axes.size("dp"), axes.size("pp")) > 1:
+        raise UnsupportedError(
+            f"{type(model).__name__} on ranks or stages that see parts of a batch: {mixing}. Load it with dp_size=1 "
+            "and pp_size=1."
+        )
     # Where modules stay whole no plan is asked: any architecture will do.
     spec = spec_for(model) if axes.size("tp") > 1 else own_spec(model) or ModelSpec(model.config.model_type)
     claims = {
@@ -98,6 +106,7 @@ def install(model: Any) -> None:
     LossHooks(state.loss, model, pipelined=state.axes.size("pp") > 1).install(model)
     for axis in AXES:
         axis.install(model, state)
+    leave_out_in_training(model)
 
 
 def _hold_places(model: nn.Module, state: ParallelState) -> None:

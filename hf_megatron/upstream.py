@@ -74,6 +74,23 @@ def strided_shard(dim: int, groups: int) -> Any:
     return _StridedShard(dim=dim, split_factor=groups)
 
 
+def make_wrapper(cls: Any, like: torch.Tensor, device: torch.device) -> Any:
+    """Makes a tensor of a subclass, of another's shape and dtype and without memory (private in torch 2.11 to 2.13)."""
+    return torch.Tensor._make_wrapper_subclass(
+        cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device, requires_grad=False
+    )
+
+
+def writes_to(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """Lists the tensors of any shape that an operator's call changes (`_schema`, private in torch 2.11 to 2.13)."""
+    written = []
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[index] if index < len(args) else kwargs.get(argument.name)
+            written += value if isinstance(value, list | tuple) else [value]
+    return [tensor for tensor in written if tensor is not None]
+
+
 def dtensor_from_local(local: torch.Tensor, like: DTensor) -> DTensor:
     """Makes a DTensor like another around a local tensor of any shape, without communication."""
     return DTensor.from_local(
@@ -143,11 +160,11 @@ def check_soon(condition: torch.Tensor, error: Callable[[], Exception]) -> None:
         raise error()
 
 
-def untied_state_dict(model: Any) -> dict[str, torch.Tensor]:
+def untied_state_dict(model: Any, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Returns a state dict, tensors of any shape, as stock `save_pretrained` writes it: tied weights once."""
     from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
-    state_dict = model.state_dict()
+    state_dict = dict(state_dict)
     for name in model._keys_to_ignore_on_save or ():
         state_dict.pop(name, None)
     # The helper compares storages; tied DTensors share theirs through the same parameter.
@@ -445,6 +462,44 @@ def backward_weights(parameters: list[Any], groups: Any) -> None:
     from torch.distributed.pipelining._backward import stage_backward_weight
 
     stage_backward_weight(iter(parameters), groups)
+
+
+def gradient_hooks(parameter: torch.Tensor) -> int:
+    """Counts the hooks on the gradient of a parameter of any shape (private in torch 2.11 to 2.13)."""
+    return len(parameter._backward_hooks or ()) + len(parameter._post_accumulate_grad_hooks or ())
+
+
+@contextmanager
+def without_gradient_hooks(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Keeps hooks on the gradients of parameters from being called (private in torch 2.11 to 2.13)."""
+    found = [
+        (hooks, dict(hooks))
+        for p in parameters
+        for hooks in (p._backward_hooks, p._post_accumulate_grad_hooks)
+        if hooks
+    ]
+    for hooks, _ in found:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, before in found:
+            hooks.update(before)
+
+
+def is_reached(edge: tuple[Any, int]) -> bool:
+    """Tells inside a backward whether it goes on to a tensor, or computes gradients of others only.
+
+    Args:
+        edge: an entry of `next_functions` (`_will_engine_execute_node`, private in torch 2.11 to 2.13).
+    """
+    try:
+        return torch._C._will_engine_execute_node(edge[0])
+    except RuntimeError as error:
+        # A leaf that `torch.autograd.grad` returns the gradient of.
+        if "leaf node" not in str(error):
+            raise
+        return True
 
 
 def keeps_graph() -> bool:

@@ -37,7 +37,7 @@ ORDER = (
     ("tensor_parallel",),
     ("data_parallel",),
     ("parallel_state",),
-    ("batch_labels", "auxiliary_loss", "loss"),
+    ("token_loss", "batch_labels", "auxiliary_loss", "loss"),
     ("memory", "profile"),
     ("communication",),
     ("mesh",),

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from ..data_parallel.fully_sharded import whole_local
 from ..mesh import ParallelMesh
 from ..parallel_state import ParallelState, parallel_state
+from ..pipeline_parallel.absent_weights import own_state_dict
 from ..placement import Placement
 from ..upstream import local_tensor, untied_state_dict
 from .stage_agreement import OwnedTensor, check_copies, in_order, join_stages, tensors_of_all_stages, tied_weights
@@ -159,7 +160,7 @@ def full_state_dict(model: Any) -> dict[str, Tensor]:
     state = parallel_state(model)
     assert state is not None
     check_copies(state, tied_weights(model))
-    tensors = model.state_dict()
+    tensors = own_state_dict(model)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     names: dict[int, str] = {}
     first = {name: names.setdefault(id(parameters.get(name, tensor)), name) for name, tensor in tensors.items()}
@@ -183,7 +184,7 @@ def stream_weights(model: Any) -> tuple[dict[str, OwnedTensor], Callable[[str], 
     Raises:
         CheckpointError: pipeline stages hold different copies of a tied weight.
     """
-    state, tensors = parallel_state(model), untied_state_dict(model)
+    state, tensors = parallel_state(model), untied_state_dict(model, own_state_dict(model))
     if state is None:
         described = {name: OwnedTensor(0, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
         return described, lambda name: tensors[name].cpu()

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..errors import UnsupportedError
 from ..parallel_state import ParallelState, parallel_state
+from ..pipeline_parallel.absent_weights import own_state_dict
 from ..upstream import conversion_groups, revert_conversion, untied_state_dict, without_progress_bars
 from .gathered import Staging, fetch
 from .stage_agreement import OwnedTensor, check_copies, tensors_of_all_stages, tied_weights
@@ -84,7 +85,7 @@ def save_merged(
     with without_progress_bars():
         original(model, directory, is_main_process=is_main_process, state_dict={}, variant=variant)
 
-    tensors = untied_state_dict(model)
+    tensors = untied_state_dict(model, own_state_dict(model))
     whole = tensors_of_all_stages(state, tensors)
     meta = {name: torch.empty(entry.shape, dtype=entry.dtype, device="meta") for name, entry in whole.items()}
     streamed = _converted(model, state, tensors, whole, not save_original_format)

@@ -70,10 +70,19 @@ class Slot:
 
 @dataclass
 class Sum:
-    """Gradients of this rank alone, in the rows of a bucket, and the slots that have one."""
+    """What a bucket has added up: gradients of this rank alone, reduced ones, and the slots that have them."""
 
     rows: Tensor | None = None
+    inbox: Tensor | None = None
+    shard: Tensor | None = None
     written: set[int] = field(default_factory=set)
+    used: set[int] = field(default_factory=set)
+
+    def copy(self) -> "Sum":
+        """Copies the gradients; memory without any is left out."""
+        rows = self.rows.clone() if self.rows is not None and self.written else None
+        shard = None if self.shard is None else self.shard.clone()
+        return Sum(rows, None, shard, set(self.written), set(self.used))
 
 
 class Bucket:
@@ -146,27 +155,39 @@ class Bucket:
         self.arrived.clear()
 
     def exchange(self, other: Sum) -> Sum:
-        """Puts another sum of this rank's gradients in place of the present one, which is returned."""
-        before = Sum(self.rows, self.written)
-        self.rows, self.written = other.rows, other.written
+        """Puts another sum in place of the present one, which is returned; no reduction may be under way."""
+        before = Sum(self.rows, self._inbox, self.shard, self.written, self.used)
+        self.rows, self._inbox, self.shard, self.written, self.used = (
+            other.rows,
+            other.inbox,
+            other.shard,
+            other.written,
+            other.used,
+        )
         return before
 
     def add(self, other: Sum, factor: float) -> None:
-        """Adds `factor` times another sum."""
-        if other.rows is None or not other.written:
+        """Adds `factor` times another sum, which is used up; no reduction may be under way."""
+        if not self.written and self.shard is None:
+            self.exchange(other)
+            if factor != 1:
+                self._scale(factor)
             return
-        rows = self.open_rows()
-        for index in other.written:
-            slot = self.slots[index]
-            columns, added = (r[:, slot.start : slot.start + slot.width] for r in (rows, other.rows))
-            if index in self.written:
-                columns.add_(added, alpha=factor)
-            else:
-                torch.mul(added, factor, out=columns)
-        self.written |= other.written
+        if other.rows is not None and other.written:
+            rows = self.open_rows()
+            for index in other.written:
+                slot = self.slots[index]
+                columns, added = (r[:, slot.start : slot.start + slot.width] for r in (rows, other.rows))
+                if index in self.written:
+                    columns.add_(added, alpha=factor)
+                else:
+                    torch.mul(added, factor, out=columns)
+            self.written |= other.written
+        if other.shard is not None:
+            self.shard = other.shard.mul_(factor) if self.shard is None else self.shard.add_(other.shard, alpha=factor)
+            self.used |= other.used
 
-    def scale(self, factor: float) -> None:
-        """Multiplies what is reduced and what is not."""
+    def _scale(self, factor: float) -> None:
         if self.shard is not None:
             self.shard.mul_(factor)
         if self.rows is not None and self.written:

@@ -11,21 +11,31 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..upstream import local_tensor
+from ..upstream import gradient_hooks, local_tensor
 
 
 class GradientStore(Protocol):
-    """Sums of gradients that can be put aside, scaled and added.
+    """Sums of gradients that can be put aside and handed over.
 
     Attributes:
         synchronise: whether what a backward adds is reduced over the data parallel ranks.
+        parameters: those whose gradients are added up here.
     """
 
     synchronise: bool
+    parameters: list[nn.Parameter]
 
     @property
     def is_empty(self) -> bool:
         """Whether no gradient has been added up since the last `zero_grad()`."""
+
+    @property
+    def waits_for_reduction(self) -> bool:
+        """Whether backwards inside `no_sync` have left gradients."""
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether somebody has hooks on the gradients of these parameters."""
 
     def put_aside(self) -> Any:
         """Starts an empty sum beside the present one, which is returned."""
@@ -33,11 +43,18 @@ class GradientStore(Protocol):
     def take_back(self, before: Any) -> Any:
         """Puts a sum back in place of the present one, which is returned."""
 
-    def add(self, other: Any, factor: float) -> None:
-        """Adds `factor` times another sum; outside `no_sync` the result is reduced."""
+    def found(self, sums: Any) -> list[nn.Parameter]:
+        """Lists the parameters that a sum may have gradients of."""
 
-    def scale(self, factor: float) -> None:
-        """Multiplies the present sum."""
+    def hand_over(self, sums: Any, factor: float, *, keep: bool) -> list[Tensor | None]:
+        """Makes `factor` times a sum part of the present one, now or by what is returned.
+
+        Args:
+            sums: returned by `take_back`; used up unless `keep`.
+
+        Returns:
+            for each of `found(sums)` what autograd has to add to it; `None` where nothing is left to add.
+        """
 
     def reduce(self) -> None:
         """Starts the reduction of everything that is not reduced yet; every data parallel rank calls it."""
@@ -59,46 +76,46 @@ class PlainGradients:
     """The gradients of a model whose `.grad` is complete: one dp rank, or stage 3."""
 
     synchronise = True
+    waits_for_reduction = False
 
     def __init__(self, parameters: Iterable[nn.Parameter]):
-        self._parameters = list(parameters)
+        self.parameters = list(parameters)
 
     @property
     def is_empty(self) -> bool:
-        return all(parameter.grad is None for parameter in self._parameters)
+        return all(parameter.grad is None for parameter in self.parameters)
 
-    def put_aside(self) -> dict[int, Tensor | None]:
-        """Takes every gradient, of any shape, out of `.grad`, by its parameter's identity."""
-        before = {id(parameter): parameter.grad for parameter in self._parameters}
-        for parameter in self._parameters:
+    @property
+    def is_watched(self) -> bool:
+        return any(map(gradient_hooks, self.parameters))
+
+    def put_aside(self) -> list[Tensor | None]:
+        """Takes every gradient, of any shape, out of `.grad`."""
+        before = [parameter.grad for parameter in self.parameters]
+        for parameter in self.parameters:
             parameter.grad = None
         return before
 
-    def take_back(self, before: dict[int, Tensor | None]) -> dict[int, Tensor | None]:
+    def take_back(self, before: list[Tensor | None]) -> list[Tensor | None]:
         """Puts gradients of any shape in the place of the present ones, which are returned."""
-        present = self.put_aside()
-        for parameter in self._parameters:
-            parameter.grad = before[id(parameter)]
+        present = [parameter.grad for parameter in self.parameters]
+        for parameter, gradient in zip(self.parameters, before, strict=True):
+            parameter.grad = gradient
         return present
 
-    @torch.no_grad()
-    def add(self, other: dict[int, Tensor | None], factor: float) -> None:
-        """Adds `factor` times gradients of any shape."""
-        for parameter in self._parameters:
-            gradient = other[id(parameter)]
-            if gradient is None:
-                continue
-            local_tensor(gradient).mul_(factor)
-            if parameter.grad is None:
-                parameter.grad = gradient
-            else:
-                local_tensor(parameter.grad).add_(local_tensor(gradient))
+    def found(self, sums: list[Tensor | None]) -> list[nn.Parameter]:
+        return [p for p, gradient in zip(self.parameters, sums, strict=True) if gradient is not None]
 
     @torch.no_grad()
-    def scale(self, factor: float) -> None:
-        for parameter in self._parameters:
-            if parameter.grad is not None:
-                local_tensor(parameter.grad).mul_(factor)
+    def hand_over(self, sums: list[Tensor | None], factor: float, *, keep: bool) -> list[Tensor | None]:
+        """Returns `factor` times gradients of any shape: autograd adds them, and calls the parameters' hooks."""
+        found = [gradient for gradient in sums if gradient is not None]
+        if keep:
+            return [gradient * factor for gradient in found]
+        if factor != 1:
+            for gradient in found:
+                local_tensor(gradient).mul_(factor)
+        return found
 
     def reduce(self) -> None:
         """Does nothing: nothing is reduced here."""

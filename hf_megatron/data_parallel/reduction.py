@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from ..communication.flat_rows import ReduceScatter, gather_rows, sum_over
 from ..errors import UnsupportedError
 from ..patch_ledger import Shared
-from ..upstream import dtensor_from_local, local_tensor
+from ..upstream import dtensor_from_local, gradient_hooks, local_tensor
 from .buckets import Bucket, Slot, Sum, make_buckets
 from .reduction_groups import Sharing
 
@@ -120,11 +120,10 @@ class GradientReducer(Shared):
 
     def _arrive(self, place: tuple[int, int], parameter: Tensor) -> None:
         """Takes in a parameter's gradient, which autograd has added up."""
-        if id(parameter) in self._held:
+        # A pipeline's loss leads to every parameter, and brings its gradients by another way.
+        if id(parameter) in self._held or (gradient := parameter.grad) is None:
             return
         bucket, index = self.buckets[place[0]], place[1]
-        gradient = parameter.grad
-        assert gradient is not None
         if place[0] < self._next:
             raise UnsupportedError(
                 f"{self._name_of(parameter)} received another gradient after it was reduced. Put every backward but "
@@ -211,19 +210,33 @@ class GradientReducer(Shared):
     def is_empty(self) -> bool:
         return not any(bucket.written or bucket.shard is not None for bucket in self.buckets)
 
-    def put_aside(self) -> list[Sum]:
-        return [bucket.exchange(Sum()) for bucket in self.buckets]
+    @property
+    def waits_for_reduction(self) -> bool:
+        return any(bucket.written for bucket in self.buckets)
 
-    def take_back(self, before: list[Sum]) -> list[Sum]:
+    @property
+    def is_watched(self) -> bool:
+        # One of each parameter's hooks is the reducer's.
+        return any(gradient_hooks(parameter) > 1 for parameter in self.parameters)
+
+    def put_aside(self) -> list[Sum] | None:
+        # An empty sum leaves its memory to the next one.
+        return None if self.is_empty else [bucket.exchange(Sum()) for bucket in self.buckets]
+
+    def take_back(self, before: list[Sum] | None) -> list[Sum]:
+        if before is None:
+            before = [Sum() for _ in self.buckets]
         return [bucket.exchange(sum_) for bucket, sum_ in zip(self.buckets, before, strict=True)]
 
+    def found(self, sums: list[Sum]) -> list[nn.Parameter]:
+        return self.parameters
+
     @torch.no_grad()
-    def add(self, other: list[Sum], factor: float) -> None:
+    def hand_over(self, sums: list[Sum], factor: float, *, keep: bool) -> list[Tensor | None]:
         self.complete()
-        for bucket, sum_ in zip(self.buckets, other, strict=True):
-            bucket.add(sum_, factor)
-        if self.synchronise:
-            self.reduce()
+        for bucket, sum_ in zip(self.buckets, sums, strict=True):
+            bucket.add(sum_.copy() if keep else sum_, factor)
+        return [None] * len(self.parameters)
 
     @torch.no_grad()
     def reduce(self) -> None:
@@ -234,12 +247,6 @@ class GradientReducer(Shared):
     def complete(self) -> None:
         if self._pending:
             self.finish()
-
-    @torch.no_grad()
-    def scale(self, factor: float) -> None:
-        self.complete()
-        for bucket in self.buckets:
-            bucket.scale(factor)
 
     def take(self, parameters: Iterable[nn.Parameter]) -> None:
         for parameter in parameters:

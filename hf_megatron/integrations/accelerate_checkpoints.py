@@ -7,6 +7,7 @@ from typing import Any
 
 from ..checkpoint import saved_generators
 from ..checkpoint.discovery import fresh_name, is_committed, latest, saves_of
+from ..checkpoint.gathered import full_state_dict
 from ..checkpoint.state_file import read_packed, write_packed
 from ..checkpoint.training_state import facts, load_model, load_optimizers, pieces, write_config
 from ..checkpoint.transaction import Transaction, prune
@@ -60,8 +61,11 @@ def save_state(original: Callable, self: Any, output_dir: str | None = None, *ar
     optimizers = _optimizers(self)
     described = {"step": self.step, **facts(model, optimizers)}
     with progress(f"Saving {target.name}") as count, Transaction(target, described, on_step=count) as transaction:
-        for hook in self._save_model_state_pre_hook.values():
-            hook(self._models, [], str(transaction.directory))
+        hooks = self._save_model_state_pre_hook.values()
+        # As in one process, where rank 0 has all weights; without hooks nobody needs them together.
+        gathered = [full_state_dict(model)] if hooks else []
+        for hook in hooks:
+            hook(self._models, gathered, str(transaction.directory))
         _write_files(self, transaction.directory)
         transaction.write(pieces(model, optimizers))
         write_model_card(model, transaction.directory, files="sharded")

@@ -30,7 +30,7 @@ _SWITCH = "transformers.models.switch_transformers.modeling_switch_transformers"
 _ROUTER_FILES = (
     "dbrx deepseek_v4 ernie4_5_moe ernie4_5_vl_moe flex_olmo flint glm4v_moe glm5_next gpt_oss granitemoe "
     "granitemoe_swa granitemoehybrid granitemoeshared jamba jetmoe laguna mellum minimax minimax_m2 minimax_m3_vl "
-    "mixtral nllb_moe olmoe phimoe qwen2_moe qwen3_5_moe qwen3_moe qwen3_next qwen3_omni_moe qwen3_vl_moe qwen4_exp"
+    "mixtral olmoe phimoe qwen2_moe qwen3_5_moe qwen3_moe qwen3_next qwen3_omni_moe qwen3_vl_moe qwen4_exp"
 )
 
 # Target, replacement (in this package unless it says otherwise), what stock does, until when.
@@ -50,6 +50,10 @@ _ROWS: tuple[tuple[str, str, str, str], ...] = (
     (f"{_MIXIN}.prepare_distribute_model", "transformers:prepare_distribute_model",
      "makes the mesh of its own layouts", _LAYOUTS),
     (f"{_MIXIN}.maybe_distribute_model", "transformers:maybe_distribute_model", "splits by its own plans", _LAYOUTS),
+    (f"{_MIXIN}.gather_sharded_state_dict_for_save", "transformers:gather_sharded_state_dict_for_save",
+     "gathers all weights on every rank to write them at once", _LAYOUTS),
+    ("transformers.trainer:get_model_param_count", "transformers:get_model_param_count",
+     "counts the parameters of this rank's stages", "Trainer asks a model for its size"),
     ("transformers.modeling_utils:AttentionInterface.get_interface",
      "hf_megatron.memory.recompute:recomputing_interface", "keeps what attention computes for backward",
      "transformers recomputes attention alone"),
@@ -71,8 +75,6 @@ _ROWS: tuple[tuple[str, str, str, str], ...] = (
          "hf_megatron.auxiliary_loss:load_balancing_loss", "takes this rank's part of a batch for all of it", _ROUTERS)
         for name in _ROUTER_FILES.split()
     ),
-    ("transformers.models.doge.modeling_doge:load_balancing_loss_func", "hf_megatron.auxiliary_loss:product_key_loss",
-     "takes this rank's part of a batch for all of it", _ROUTERS),
     *(
         (f"{_SWITCH}:{name}", "hf_megatron.auxiliary_loss:row_mean", "takes this rank's rows for all of them", _ROUTERS)
         for name in ("load_balancing_loss_func", "router_z_loss_func")

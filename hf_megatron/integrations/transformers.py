@@ -25,6 +25,8 @@ from ..errors import ConfigError, UnsupportedError
 from ..memory.recompute import apply_recompute
 from ..parallel_state import parallel_state
 from ..parallelize import install, parallel_plan, place
+from ..pipeline_parallel.cut import require_cuttable
+from ..registry import own_spec
 from ..upstream import forget_conversions, quiet_loading
 from ..version import __version__
 from .accelerate import ensure_process_group, job_world_size
@@ -138,6 +140,9 @@ def maybe_distribute_model(original: Callable, cls: Any, model: Any, distributed
     if getattr(model, "hf_quantizer", None) is not None or getattr(model.config, "quantization_config", None):
         raise UnsupportedError("The checkpoint is quantised (quantization_config in its config.json); not split yet.")
     agree(_facts(model, distributed_config))
+    if distributed_config.pp_size > 1:
+        # No check can help a type that cannot be cut.
+        require_cuttable(model, own_spec(model), distributed_config)
     if distributed_config.tp_size > 1 or distributed_config.pp_size > 1:
         # Data parallelism changes no module: it needs no result of its own.
         require_verified(model, distributed_config)
@@ -156,6 +161,23 @@ def _facts(model: Any, config: MegatronConfig) -> dict[str, Any]:
         **{f"the model's config.{name}": value for name, value in described.items()},
         "the model's class": type(model).__name__,
     }
+
+
+def gather_sharded_state_dict_for_save(
+    original: Callable, self: Any, model_to_save: Any, state_dict: dict, distributed_config: Any, **kwargs: Any
+) -> dict:
+    """Leaves the weights of a laid out model to `save_merged`."""
+    if isinstance(distributed_config, MegatronConfig):
+        return state_dict
+    return original(self, model_to_save, state_dict, distributed_config, **kwargs)
+
+
+def get_model_param_count(original: Callable, model: Any, trainable_only: bool = False) -> int:
+    """Counts the parameters of all stages; every rank calls it."""
+    state = parallel_state(model)
+    if state is None or state.pipeline is None:
+        return original(model, trainable_only)
+    return model.num_parameters(only_trainable=trainable_only)
 
 
 def add_unmatched_checkpoint_key(original: Callable, key: str, model: Any, loading_info: Any) -> None:
@@ -197,8 +219,6 @@ def _shard_full_tensors(model: Any, state_dict: dict[str, Any], prefix: str, *ar
 
     state = parallel_state(model)
     assert state is not None
-    for name in state.elsewhere:
-        state_dict.pop(prefix + name, None)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         value = state_dict.get(prefix + name)
         if not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or not isinstance(parameter, DTensor):

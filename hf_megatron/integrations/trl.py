@@ -16,8 +16,9 @@ import torch.distributed as dist
 from ..config import MegatronConfig
 from ..errors import UnsupportedError
 from ..log_probs import scores_of_call
-from ..loss import IGNORE_INDEX, next_tokens, token_mean
+from ..loss import IGNORE_INDEX, BatchLoss, next_tokens
 from ..parallel_state import parallel_state
+from ..pipeline_parallel.absent_weights import own_state_dict
 from ..tensor_parallel.vocab_log_probs import FIELDS, LOG_PROBS
 from ..upstream import count_tokens_once, local_tensor, trl_output
 from .refusals import refuse_other_trl_trainers
@@ -81,7 +82,7 @@ class _LocalTensors:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Returns this rank's tensors, of any shape."""
-        return {name: local_tensor(tensor.detach()) for name, tensor in self.module.state_dict().items()}
+        return {name: local_tensor(tensor.detach()) for name, tensor in own_state_dict(self.module).items()}
 
 
 def add_fused_lm_head(
@@ -119,16 +120,22 @@ def _with_scores(model: Any, wanted: tuple[str, ...]) -> Callable:
             given = {"labels": labels, "shift_labels": shift_labels, "num_items_in_batch": num_items_in_batch}
             given = {name: value for name, value in given.items() if value is not None}
             return original_forward(*args, **given, **kwargs)
-        targets = next_tokens(labels) if shift_labels is None else shift_labels
+        targets = (next_tokens(labels) if shift_labels is None else shift_labels).as_subclass(torch.Tensor)
         kwargs |= {"use_cache": False, "return_dict": True}
         values, aux_loss = scores_of_call(self, lambda read: read(original_forward(*args, **kwargs)), targets, wanted)
         fields = dict(zip(wanted, values, strict=True)) | {"label_mask": targets != IGNORE_INDEX}
         if shift_labels is None:
             # No views: FSDP2 warns of them.
             fields = {name: value[:, :-1].contiguous() for name, value in fields.items()}
-        loss = token_mean(-fields[LOG_PROBS], fields["label_mask"], num_items_in_batch)
+        loss = _batch(self).token_mean(-fields[LOG_PROBS], fields["label_mask"], num_items_in_batch)
         if aux_loss is not None:
             loss = loss + getattr(self.config.get_text_config(), "router_aux_loss_coef", 0.0) * aux_loss
         return trl_output(loss=loss, aux_loss=aux_loss, **fields)
 
     return forward
+
+
+def _batch(model: Any) -> BatchLoss:
+    state = parallel_state(model)
+    assert state is not None and state.loss is not None
+    return state.loss

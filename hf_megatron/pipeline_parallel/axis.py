@@ -1,10 +1,12 @@
 """Pipeline parallelism as one of a model's axes."""
 
+import types
 from typing import Any
 
 from ..data_parallel.engine import DataParallel
 from ..parallel_state import ParallelState
 from ..upstream import renamed_by_loader
+from .counting import ParameterCounts
 from .cut import Cut, cut
 from .engine import Pipeline
 
@@ -16,13 +18,18 @@ def place(model: Any, state: ParallelState) -> None:
     if state.axes.size(NAME) == 1:
         return
     state.names = tuple(model.state_dict())
+    counts = ParameterCounts.of_whole(model)
     state.cut = cut(model, state.spec, state.config, state.axes)
     gone = set(state.names) - model.state_dict().keys()
     state.elsewhere = frozenset(gone | renamed_by_loader(model, gone))
+    state.placed[NAME] = counts
 
 
 def install(model: Any, state: ParallelState) -> None:
     """Makes a call of the model run the schedule."""
     if isinstance(state.cut, Cut) and isinstance(state.data_parallel, DataParallel):
         state.cut.boundary.leaving = state.leaving
+        state.cut.boundary.is_filled = True
+        counts: ParameterCounts = state.placed[NAME]
+        state.patches.replace(model, "num_parameters", types.MethodType(counts.bound(state), model))
         state.pipeline = Pipeline(model, state, state.cut, state.data_parallel)

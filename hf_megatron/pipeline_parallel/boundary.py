@@ -6,7 +6,8 @@ first layer gets what the stage before sent. Behind a stage's last layer the for
 stage reaches the final norm, the head and the loss.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from ..errors import PlanError, UnsupportedError
 from ..patch_ledger import Shared
 from ..upstream import recorded_outputs
+from .absent_weights import Placeholder
 from .partition import Stages
 
 HIDDEN_STATES = "hidden_states"
@@ -30,18 +32,42 @@ class StageLeft(Exception):
         self.outputs = outputs
 
 
+class PassedOn(Tensor):
+    """What a layer that is not run hands to the loop in a rehearsal, and by what the next one knows it.
+
+    Operators see a plain tensor, and its first entry is itself, for layers that return tuples.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    def __iter__(self) -> Any:
+        raise UnsupportedError(
+            "The model's loop over its layers unpacks several values of each, of which a pipeline passes the hidden "
+            "states on. Load it with pp_size=1."
+        )
+
+    def __getitem__(self, index: Any) -> Any:
+        if not isinstance(index, int):
+            return self.as_subclass(Tensor)[index]
+        return self if index == 0 else iter(self)
+
+
 class StageBoundary(Shared):
     """The stage whose forward is under way on this rank, and how layers behave in it.
 
     Attributes:
         leaving (`Callable`, *optional*): applied to the hidden states that leave a stage.
         stage: the one whose forward is under way.
+        is_filled: whether the model's weights are loaded.
+        is_rehearsing: whether the forward under way leaves out all layers.
     """
 
     def __init__(self, stages: Stages):
         self.stages = stages
         self.leaving: Callable[[Tensor], Tensor] | None = None
         self.entered = False
+        self.is_filled = False
+        self.is_rehearsing = self._is_running = False
         self.stage = 0
         self._received: tuple[Tensor, ...] | None = None
         self._zeros: Tensor | None = None
@@ -57,21 +83,32 @@ class StageBoundary(Shared):
         Returns:
             The hidden states and router logits so far, or, from the last stage, what the model returned.
         """
-        self.stage, self._received, self.entered = stage, received, False
+        self.stage, self._received, self.entered, self._is_running = stage, received, False, True
         try:
             output = forward()
         except StageLeft as left:
             return left.outputs
         finally:
             self._received = self._zeros = None
+            self._is_running = False
             # Outside of a forward an embedding may be asked for by itself.
             entered, self.entered, self.stage = self.entered, False, 0
         if not entered or stage < len(self.stages.ranges) - 1:
             raise PlanError("A pipeline stage ran through the model without meeting its layers.")
         return output
 
+    @contextmanager
+    def rehearsing(self) -> Iterator[None]:
+        """Leaves out the layers in forwards inside, which need no other stage then."""
+        self.is_rehearsing = True
+        try:
+            yield
+        finally:
+            self.is_rehearsing = False
+
     def pass_layer(self, index: int, call: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """Calls layer `index` as the present stage has to: not at all, on what was received, or as the last."""
+        self._require_running()
         start, stop = self.stages.ranges[self.stage]
         if index < start:
             return self.pass_on(args, kwargs)
@@ -79,18 +116,41 @@ class StageBoundary(Shared):
             raise PlanError(f"Layer {index} was called outside of its pipeline stage.")
         if index == start:
             self.entered = True
+            if self.stage > 0:
+                self._require_untouched(index, args, kwargs)
             if self._received is not None:
                 args, kwargs = self._enter(args, kwargs)
-        output = call(*args, **kwargs)
+        output = self.pass_on(args, kwargs) if self.is_rehearsing else call(*args, **kwargs)
         if index == stop - 1 and self.stage < len(self.stages.ranges) - 1:
             self._leave(output)
         return output
 
     def pass_on(self, args: tuple, kwargs: dict[str, Any]) -> Tensor:
         """Returns the same zeros `[batch, sequence, hidden]`, for a caller of them or of their first entry."""
+        self._require_running()
         if self._zeros is None:
-            self._zeros = args[0] if args else kwargs[HIDDEN_STATES]
+            zeros = args[0] if args else kwargs[HIDDEN_STATES]
+            self._zeros = zeros.detach().as_subclass(PassedOn) if self.is_rehearsing else zeros
+            self._version = self._zeros._version
         return self._zeros
+
+    def _require_running(self) -> None:
+        if not self._is_running:
+            raise UnsupportedError(
+                "A part of a pipelined model was called by itself: its layers lie on several ranks. Call the whole "
+                "model; without labels it returns logits that a loss of your own can be computed from."
+            )
+
+    def _require_untouched(self, index: int, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Raises where the loop did something to what layer `index - 1` returned, which the stage before left out."""
+        zeros, found = self._zeros, args[0] if args else kwargs[HIDDEN_STATES]
+        assert zeros is not None
+        same = found.untyped_storage().data_ptr() == zeros.untyped_storage().data_ptr()
+        if (self.is_rehearsing and found is not zeros) or not same or zeros._version != self._version:
+            raise UnsupportedError(
+                f"The model's loop changes hidden states between its layers {index - 1} and {index}, where the "
+                "pipeline is cut. Cut elsewhere with pipeline_partition, or load it with pp_size=1."
+            )
 
     def _enter(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         assert self._received is not None
@@ -104,6 +164,8 @@ class StageBoundary(Shared):
         return args, {**kwargs, HIDDEN_STATES: hidden_states}
 
     def _leave(self, output: Any) -> None:
+        if self.is_rehearsing:
+            raise StageLeft(())
         hidden_states = output[0] if isinstance(output, tuple) else output
         if self.leaving is not None:
             hidden_states = self.leaving(hidden_states)
@@ -125,11 +187,11 @@ class StagedLayer:
         return self._stage_boundary.pass_layer(self._layer_index, super().__call__, args, kwargs)  # type: ignore[misc]
 
 
-class ForeignLayer(nn.Module):
-    """Stands where another rank's layer is: no parameters, its plain attributes; passes `[batch, sequence, hidden]`."""
+class ForeignLayer(Placeholder):
+    """Stands where another rank's layer is: its plain attributes; passes `[batch, sequence, hidden]`."""
 
-    def __init__(self, layer: nn.Module, boundary: StageBoundary):
-        super().__init__()
+    def __init__(self, layer: nn.Module, place: str, boundary: StageBoundary):
+        super().__init__(layer, place, boundary)
         plain = (str, int, float, bool, type(None))
         classes = type(layer).__mro__[: type(layer).__mro__.index(nn.Module)]
         for names in (*(vars(cls) for cls in reversed(classes)), vars(layer)):
@@ -138,17 +200,23 @@ class ForeignLayer(nn.Module):
                     setattr(self, name, value)
         self._stage_boundary = boundary
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        # Hooks belong to forwards that run layers.
+        if self._stage_boundary.is_rehearsing:
+            return self.forward(*args, **kwargs)
+        return super().__call__(*args, **kwargs)
+
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         return self._stage_boundary.pass_on(args, kwargs)
 
 
-class ForeignInput(nn.Module):
+class ForeignInput(Placeholder):
     """Stands where a module before the layers is on later stages: zeros `[batch, sequence, hidden]`, or its input."""
 
     weight: Tensor
 
-    def __init__(self, name: str, module: nn.Module, boundary: StageBoundary):
-        super().__init__()
+    def __init__(self, name: str, module: nn.Module, place: str, boundary: StageBoundary):
+        super().__init__(module, place, boundary)
         self.name, self._stage_boundary = name, boundary
         self.width = output_width(module)
         dtype = next(module.parameters()).dtype
@@ -187,12 +255,15 @@ def _nothing(x: Tensor, width: int | None, dtype: torch.dtype) -> Tensor:
     return torch.zeros((*(x.shape[:-1] if x.is_floating_point() else x.shape), width), dtype=dtype, device=x.device)
 
 
-class ForeignOutput(nn.Module):
+class ForeignOutput(Placeholder):
     """Stands where a module behind the layers is on earlier stages, which never reach it."""
 
-    def __init__(self, name: str):
-        super().__init__()
+    def __init__(self, name: str, module: nn.Module, place: str, boundary: StageBoundary):
+        super().__init__(module, place, boundary)
         self.name = name
+        for child_name, child in module.named_children():
+            # Heads are asked for parts of theirs.
+            self.hold_part(child_name, ForeignOutput(f"{name}.{child_name}", child, place, boundary))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise PlanError(f"{self.name} is defined behind the layers but runs before them; its family needs a spec.")

@@ -11,6 +11,7 @@ from ..config import MegatronConfig
 from ..errors import PlanError, UnsupportedError
 from ..spec import ModelSpec
 from ..upstream import splits_python_functions
+from .absent_weights import first_dtype
 from .boundary import (
     ForeignInput,
     ForeignLayer,
@@ -58,6 +59,11 @@ class Cut:
         used = (*self.before, *self.after) if self.holds_first else self.after
         modules = [model.get_submodule(name) for name in used]
         return [module for module in modules if next(module.parameters(), None) is not None]
+
+    def dtypes(self, model: nn.Module) -> tuple[torch.dtype | None, ...]:
+        """Lists dtypes that change on every rank when a module's does, its own or another's."""
+        layers = model.get_submodule(self.layers)
+        return tuple(map(first_dtype, (*map(model.get_submodule, self.before), *layers)))
 
     def stages_of(self, parameter: str) -> str:
         """Names the stages that hold a parameter."""
@@ -121,12 +127,9 @@ def make_stages(model: Any, layers: nn.ModuleList, config: MegatronConfig) -> St
     return Stages.of(counts, rank_of_stage(config.pipeline_schedule, config.pp_size, per_rank))
 
 
-def cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> Cut:
-    """Leaves of a meta model what this rank's stages need.
-
-    Raises `UnsupportedError` for a model that is no single stack, `ConfigError` for stages that do not fit its layers.
-    """
-    if spec.no_pipeline is not None:
+def require_cuttable(model: Any, spec: ModelSpec | None, config: MegatronConfig) -> None:
+    """Raises `UnsupportedError` for a model that is no single stack of layers, or of a type that says so."""
+    if spec is not None and spec.no_pipeline is not None:
         raise UnsupportedError(
             f"MegatronConfig.pp_size = {config.pp_size}: model type {spec.model_type!r} cannot be cut: "
             f"{spec.no_pipeline}"
@@ -136,6 +139,14 @@ def cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> Cut:
             f"MegatronConfig.pp_size = {config.pp_size}: {type(model).__name__} has two stacks of layers, encoder and "
             "decoder, and every decoder layer reads the encoder's output. Load it with pp_size=1."
         )
+
+
+def cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> Cut:
+    """Leaves of a meta model what this rank's stages need.
+
+    Raises `UnsupportedError` for a model that is no single stack, `ConfigError` for stages that do not fit its layers.
+    """
+    require_cuttable(model, spec, config)
     if schedule(config.pipeline_schedule).splits_backward and config.zero_stage == 3 and axes.size("dp") > 1:
         raise UnsupportedError(
             f"MegatronConfig.pipeline_schedule = {config.pipeline_schedule!r} with zero_stage = 3: FSDP2 reduces "
@@ -154,12 +165,18 @@ def cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> Cut:
     holds_first, holds_last = 0 in owned, len(stages.ranges) - 1 in owned
     before, after = _around(model, name, spec)
     tied = _tied(model, before, after)
+    if inside := [source for source in tied.values() if source.rpartition(".")[0] not in before]:
+        raise UnsupportedError(
+            f"MegatronConfig.pp_size = {config.pp_size}: the head of {type(model).__name__} is tied to {inside[0]}, a "
+            "part of what comes before the layers, which only the first stage has. Load it with pp_size=1, or with "
+            "tie_word_embeddings=False."
+        )
 
     for index, layer in enumerate(layers):
         if stages.stage_of_layer(index) in owned:
             stand_around(layer, StagedLayer, _stage_boundary=boundary, _layer_index=index)
         else:
-            layers[index] = ForeignLayer(layer, boundary)
+            layers[index] = ForeignLayer(layer, _place(stages, stages.stage_of_layer(index)), boundary)
     for module_name in before:
         module = model.get_submodule(module_name)
         needed_by_head = holds_last and any(source.rpartition(".")[0] == module_name for source in tied.values())
@@ -167,23 +184,30 @@ def cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> Cut:
             width = output_width(module)
             stand_around(module, StagedInput, _stage_boundary=boundary, _name=module_name, _width=width)
         else:
-            _replace(model, module_name, ForeignInput(module_name, module, boundary))
+            _replace(model, module_name, ForeignInput(module_name, module, _place(stages, 0), boundary))
     for module_name in after if not holds_last else ():
-        _replace(model, module_name, ForeignOutput(module_name))
+        module, place = model.get_submodule(module_name), _place(stages, len(stages.ranges) - 1)
+        _replace(model, module_name, ForeignOutput(module_name, module, place, boundary))
     if not holds_last:
         # Keeps the loader from tying a head that is not here.
-        kept = {target: source for target, source in model.all_tied_weights_keys.items() if target not in tied}
+        names = model.all_tied_weights_keys.items()
+        kept = {target: source for target, source in names if _side(target, before, after) != "after"}
         model.all_tied_weights_keys = model._tied_weights_keys = kept
     crossing = stages.rank_of[0] != stages.rank_of[-1]
     shared = sorted(set(tied.values())) if crossing else ()
     return Cut(boundary, name, tuple(before), tuple(after), tuple(shared), holds_first)
 
 
-def _around(model: nn.Module, layers: str, spec: ModelSpec) -> tuple[list[str], list[str]]:
+def _place(stages: Stages, stage: int) -> str:
+    return f"lies on stage {stage} of the pipeline, pp rank {stages.rank_of[stage]}"
+
+
+def _around(model: Any, layers: str, spec: ModelSpec) -> tuple[list[str], list[str]]:
     """Lists the modules with parameters before and behind the layers, in the order of their definition."""
     before: list[str] = []
     after: list[str] = []
     path = layers.split(".")
+    head = model.get_output_embeddings()
     for depth, on_path in enumerate(path):
         prefix = ".".join(path[:depth])
         ancestor = model.get_submodule(prefix)
@@ -198,7 +222,9 @@ def _around(model: nn.Module, layers: str, spec: ModelSpec) -> tuple[list[str], 
             if name == on_path:
                 place = after
             elif next(child.parameters(), None) is not None:
-                (after if full_name in spec.after_layers else place).append(full_name)
+                # Some classes define their head first.
+                is_behind = full_name in spec.after_layers or any(module is head for module in child.modules())
+                (after if is_behind else place).append(full_name)
     return before, after
 
 

@@ -13,7 +13,7 @@ import functools
 import inspect
 import itertools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -25,19 +25,22 @@ from ..batch_labels import is_target
 from ..communication.random_streams import MicrobatchStreams
 from ..data_parallel.engine import DataParallel
 from ..data_parallel.fully_sharded import reshard
-from ..errors import ConfigError, UnsupportedError
-from ..loss import IGNORE_INDEX, Share, TokenLoss, has_labels, without_targets
+from ..data_parallel.gradient_store import GradientStore
+from ..errors import ConfigError, MegatronError, UnsupportedError
+from ..loss import IGNORE_INDEX, Share, has_labels, without_targets
 from ..parallel_state import ParallelState
 from ..patch_ledger import Shared
 from ..tensor_parallel.vocabulary import require_tokens
-from ..upstream import at_end_of_backward, finishing_itself, local_tensor
+from ..token_loss import TokenLoss
+from ..upstream import at_end_of_backward, finishing_itself, keeps_graph, local_tensor
 from .cache import StagedCache, cache_name, new_inputs
 from .cut import Cut, stages_per_rank
 from .executor import Execution
 from .loss_scale import LossScale, ScheduledGradients
 from .microbatches import batch_rows, describe, split
-from .outputs import AbsentLogits, KeptGraphs, PipelineOutput, ScheduledLoss
+from .outputs import AbsentLogits, Backward, PipelineOutput, PipelineValues, ReportedPart
 from .schedules import Action, backward_plan, forward_plan, rank_actions, schedule, valid_microbatches
+from .trained_inputs import TrainedInputs
 from .transport import Transport
 
 if TYPE_CHECKING:
@@ -73,6 +76,8 @@ class Pipeline(Shared):
         self._in_lockstep = state.in_lockstep
         self._tokens, self._classes = _tokens(model, state), _classes(model)
         self._streams = MicrobatchStreams(mesh.device, mesh.host_group("pp"))
+        self._auxiliary: dict[Hashable, bool] = {}
+        self._rehearsed: set[Hashable] = set()
         self._read: Callable[[Any, slice], tuple[Tensor, ...]] | None = None
         self._first, self._last = cut.boundary.stages.rank_of[0], cut.boundary.stages.rank_of[-1]
         engine.guards.append(lambda: self.loss_scale.require_settled(engine.gradients))
@@ -160,7 +165,8 @@ class Pipeline(Shared):
     def _train(self, arguments: dict[str, Any]) -> PipelineOutput:
         """Runs the whole schedule."""
         is_counted = arguments.get("num_items_in_batch") is not None
-        microbatches, weights, denominators = self._prepare(arguments, for_backward=True)
+        inputs = self._trained_inputs(arguments, splits_backward=self.schedule.splits_backward)
+        microbatches, weights, denominators = self._prepare(inputs.arguments, for_backward=True)
         losses = torch.zeros(3, device=self.mesh.device)
         # A caller that has counted multiplies by the ranks.
         counted = self.mesh.dp_size if is_counted else 1
@@ -169,24 +175,130 @@ class Pipeline(Shared):
             loss = self._loss_of(output) * (weights[number] / counted)
             losses[0] += loss.detach().float()
             if (aux_loss := output.get("aux_loss")) is not None:
-                losses[1:] += torch.stack([aux_loss.detach().float() * weights[number], losses.new_ones(())])
+                losses[1] += aux_loss.detach().float() * weights[number]
+                losses[2] += 1
             return (loss,)
 
         sizes = self.schedule.name, self.config.pp_size, self.stages_per_rank, len(microbatches)
         actions = rank_actions(*sizes)[self.mesh.pp_rank]
-        gradients = self._gradients(actions)
+        store = self._gradient_store()
+        gradients = ScheduledGradients.before_backward_of(
+            self.loss_scale, store, actions, tied=self.tied(), sum_tied=self.sum_tied
+        )
         execution = self._execution(microbatches, weights, denominators, read)
-        seed = torch.tensor(gradients.seed, device=self.mesh.device)
+        seed = torch.full((), gradients.seed, device=self.mesh.device)
         execution.seeds = lambda number: (seed,)
-        execution.before_backward, execution.added = gradients.before_backward, gradients.store.take
+        execution.before_backward, execution.added = gradients.before_backward, store.take
         with gradients.collecting(), self._streams.call():
             self._run(execution, actions)
+        of_inputs = inputs.collect(self.mesh.pp_group)
         dist.broadcast(losses, group=self.mesh.pp_group, group_src=self._last)
         if not is_counted or self.config.auxiliary_loss != "batch":
             self.loss.mean_over_ranks(losses[1:2] if is_counted else losses[:2])
-        anchor = torch.zeros((), device=self.mesh.device, requires_grad=True)
-        loss = ScheduledLoss.apply(anchor, losses[0], gradients.settle)
-        return PipelineOutput(loss=loss, logits=AbsentLogits(), aux_loss=losses[1] if losses[2] else None)
+
+        def backward(upstream: tuple[Tensor, ...], *, accumulates: bool, wants_weights: bool) -> Any:
+            self._require_possible(accumulates, wants_weights, gradients.is_direct)
+            # Waits for the device once: the factor decides whether there is anything to multiply.
+            scale, keep = upstream[0].item(), keeps_graph()
+            factor = scale / gradients.seed
+            nothing: list[Tensor | None] = [None] * len(reached)
+            of_weights = gradients.settle(scale, keep=keep) if accumulates or wants_weights else nothing
+            return [gradient * factor for gradient in of_inputs], of_weights
+
+        reached = gradients.reached()
+        [loss] = self._values(backward, (losses[0],), inputs, reached)
+        aux_loss = None
+        if self._has_auxiliary_loss(losses[2], execution.kinds[0]):
+            aux_loss = ReportedPart.apply(self._anchor(), "aux_loss", losses[1])
+        return PipelineOutput(loss=loss, aux_loss=aux_loss, logits=AbsentLogits())
+
+    # Before the first call of a kind
+
+    def _rehearse(self, arguments: dict[str, Any]) -> None:
+        """Runs this rank's stages without their layers, and raises on every rank what any of them found.
+
+        What a pipeline cannot do shows before anything is sent, not in the middle of a schedule.
+        """
+        names = frozenset(name for name, value in arguments.items() if value is not None)
+        # Where dp ranks wait for each other in a forward, all of them do it in the same call.
+        kind = (self.model.training, has_labels(arguments), self._read is None, None if self._in_lockstep else names)
+        if kind in self._rehearsed:
+            return
+        found = None
+        try:
+            self._run_without_layers(arguments)
+        except MegatronError as error:
+            found = error
+        except (AttributeError, TypeError) as error:
+            found = UnsupportedError(f"Parts of it were not found where the pipeline is cut ({error}).")
+            found.__cause__ = error
+        except Exception:  # noqa: BLE001
+            # What a batch does wrong shows in the schedule as in one process, by the same exception.
+            found = None
+        verdicts: list[str | None] = [None] * self.config.pp_size
+        dist.all_gather_object(verdicts, None if found is None else str(found), group=self.mesh.pp_group)
+        for rank, verdict in enumerate(verdicts):
+            if verdict is not None:
+                raise UnsupportedError(
+                    f"{type(self.model).__name__} on pp rank {rank}: {verdict} Nothing has been computed yet."
+                ) from (found if rank == self.mesh.pp_rank else None)
+        self._rehearsed.add(kind)
+
+    @torch.no_grad()
+    def _run_without_layers(self, arguments: dict[str, Any]) -> None:
+        part = dict(arguments)
+        if "output_router_logits" in self._signature.parameters:
+            # Layers record them.
+            part["output_router_logits"] = False
+        devices = [self.mesh.device] if self.mesh.device.type == "cuda" else []
+        with torch.random.fork_rng(devices), self._quiet_autocast(), self.boundary.rehearsing():
+            for stage in self.boundary.stages.of_rank(self.mesh.pp_rank):
+                with nullcontext() if self.loss is None else self.loss.over(1.0):
+                    output = self.boundary.run(stage, None, lambda: self._forward(**part))
+                    if stage == len(self.boundary.stages.ranges) - 1 and self._read is None:
+                        (self._loss_of if has_labels(arguments) else self._logits_of)(output)
+        if self.config.zero_stage == 3 and self.mesh.dp_size > 1:
+            reshard(self.cut.ends(self.model))
+
+    def _trained_inputs(self, arguments: dict[str, Any], *, splits_backward: bool) -> TrainedInputs:
+        inputs = TrainedInputs(arguments)
+        if splits_backward:
+            inputs.require_first_stage(self.schedule.name)
+        return inputs
+
+    def _gradient_store(self) -> GradientStore:
+        store = self.engine.gradients
+        if self.engine.reducer is not None and store.is_watched:
+            raise UnsupportedError(
+                "Hooks on the gradients of parameters: with dp_size > 1 and zero_stage < 3 they would see this rank's "
+                "gradients before they are averaged, of each microbatch. Remove them, or load the model with dp_size=1."
+            )
+        return store
+
+    def _require_possible(self, accumulates: bool, wants_weights: bool, is_direct: bool) -> None:
+        """Raises where gradients are asked for that are not handed out; `PlainGradients` hands out all."""
+        if not accumulates and (is_direct or (wants_weights and self.engine.reducer is not None)):
+            reason = "have been added to those of earlier losses" if is_direct else "are averaged over the dp ranks"
+            raise UnsupportedError(
+                f"torch.autograd.grad, or backward(inputs=...), of a pipelined model's loss: its gradients {reason}. "
+                "Call loss.backward(), or load the model with dp_size=1."
+            )
+
+    def _has_auxiliary_loss(self, count: Tensor, kind: Hashable) -> bool:
+        """Tells whether the last stage's outputs had one; asks the device for a call of each kind once."""
+        if kind not in self._auxiliary:
+            self._auxiliary[kind] = bool(count)
+        return self._auxiliary[kind]
+
+    def _anchor(self) -> Tensor:
+        return torch.zeros((), requires_grad=True)
+
+    def _values(
+        self, backward: Backward, values: tuple[Tensor, ...], inputs: TrainedInputs, parameters: list[nn.Parameter]
+    ) -> tuple[Tensor, ...]:
+        """Gives values a node that inputs and parameters get their gradients from."""
+        tensors = (*values, *inputs.tensors, *parameters)
+        return PipelineValues.apply(self._anchor(), backward, len(values), len(inputs.tensors), *tensors)
 
     def _forward_only(self, arguments: dict[str, Any], labels: bool) -> PipelineOutput:
         """Runs forwards, whose graphs are kept if gradients are wanted."""
@@ -206,14 +318,14 @@ class Pipeline(Shared):
             return tuple(values)
 
         values = list(self._values_of(arguments, read, cache))
-        output = PipelineOutput()
-        if self.wants_logits or not labels:
-            output["logits"] = values.pop(0)
+        found: dict[str, Any] = {"logits": values.pop(0)} if self.wants_logits or not labels else {}
         # Only the last stage knows whether the model has an auxiliary loss.
-        for name, value in zip(("loss", "aux_loss"), values, strict=False):
-            output[name] = value
+        found |= zip(("loss", "aux_loss"), values, strict=False)
         if cache is not None:
             cache.advance(new_inputs(arguments))
+        # In the order of the fields, which is that of tuples.
+        output = PipelineOutput(**found)
+        if cache is not None:
             output[cache.name] = cache.cache
         return output
 
@@ -224,7 +336,10 @@ class Pipeline(Shared):
         cache: StagedCache | None = None,
     ) -> tuple[Tensor, ...]:
         """Returns what `read` makes of the microbatches' outputs, together and on every rank; see `reading`."""
-        microbatches, weights, denominators = self._prepare(arguments, for_backward=False, whole=cache is not None)
+        inputs = self._trained_inputs(arguments, splits_backward=False)
+        microbatches, weights, denominators = self._prepare(
+            inputs.arguments, for_backward=False, whole=cache is not None
+        )
         edges = [0, *itertools.accumulate(map(batch_rows, microbatches))]
         parts = [slice(start, stop) for start, stop in itertools.pairwise(edges)]
         execution = self._execution(
@@ -237,30 +352,56 @@ class Pipeline(Shared):
         values = tuple(torch.cat(column) if column[0].dim() else torch.stack(column).sum() for column in columns)
         values = self.transport.broadcast(values, self._last)
         if torch.is_grad_enabled():
-            values = self._kept(execution, values, backward_plan(*sizes)[self.mesh.pp_rank])
+            values = self._kept(execution, values, backward_plan(*sizes)[self.mesh.pp_rank], inputs)
         return values
 
     def _kept(
-        self, execution: Execution, values: tuple[Tensor, ...], actions: tuple[Action, ...]
+        self, execution: Execution, values: tuple[Tensor, ...], actions: tuple[Action, ...], inputs: TrainedInputs
     ) -> tuple[Tensor, ...]:
         """Gives values of the last stage a backward that runs the pipeline in reverse."""
         rows = [batch_rows(microbatch) for microbatch in execution.microbatches]
+        store, is_over = self._gradient_store(), False
 
-        def backward(gradients: tuple[Tensor, ...]) -> None:
-            parts = [gradient.split(rows) if gradient.dim() else [gradient] * len(rows) for gradient in gradients]
+        def backward(upstream: tuple[Tensor, ...], *, accumulates: bool, wants_weights: bool) -> Any:
+            nonlocal is_over
+            if is_over:
+                raise ConfigError(
+                    "The outputs of a pipelined model were backpropagated twice: their graph is gone. Call the first "
+                    "backward with retain_graph=True."
+                )
+            self._require_possible(accumulates, wants_weights, is_direct=False)
+            execution.keeps_graphs = keeps_graph()
+            is_over = not execution.keeps_graphs
+            parts = [gradient.split(rows) if gradient.dim() else [gradient] * len(rows) for gradient in upstream]
             execution.seeds = lambda number: tuple(part[number] for part in parts)
-            collected = self._gradients(actions, seed=1.0)
+            # Hooks have to see the whole gradient.
+            collected = ScheduledGradients(
+                self.loss_scale,
+                store,
+                actions,
+                tied=self.tied(),
+                sum_tied=self.sum_tied,
+                seed=1.0,
+                is_direct=accumulates and not store.is_watched,
+            )
             execution.before_backward = collected.before_backward
             shards_weights = self.config.zero_stage == 3 and self.mesh.dp_size > 1
-            with collected.collecting(), finishing_itself(self.model) if shards_weights else nullcontext():
+            with (
+                collected.collecting(reduces=False),
+                finishing_itself(self.model) if shards_weights else nullcontext(),
+            ):
                 self._run(execution, actions)
-            collected.settle(1.0)
-            if collected.synchronise:
+            of_inputs = inputs.collect(self.mesh.pp_group)
+            if not collected.is_direct and wants_weights:
+                reached = map(id, collected.reached())
+                found = dict(zip(reached, collected.hand_over(1.0, keep=False), strict=True))
+                return of_inputs, [found.get(id(parameter)) for parameter in store.parameters]
+            if collected.is_direct and collected.synchronise:
                 # Other forwards may be under way in reverse in the same backward: none of them is the last.
-                at_end_of_backward(collected.store.reduce)
+                at_end_of_backward(store.reduce)
+            return of_inputs, [None] * len(store.parameters)
 
-        anchor = torch.zeros((), requires_grad=True)
-        return KeptGraphs.apply(anchor, backward, *values)
+        return self._values(backward, values, inputs, store.parameters)
 
     # What calls share
 
@@ -289,7 +430,11 @@ class Pipeline(Shared):
         denominators = None
         if has_labels(arguments):
             denominators = self.loss.denominators(arguments, rows, given, over_ranks=for_backward)
+        elif self._read is not None:
+            denominators = [1, self.loss.row_denominator(rows)]
         microbatches = split(arguments, min(count, rows))
+        if not whole:
+            self._rehearse(microbatches[0])
         weights = [batch_rows(microbatch) / rows for microbatch in microbatches]
         missing = count - len(microbatches)
         return microbatches + [without_targets(microbatches[0])] * missing, weights + [0.0] * missing, denominators
@@ -332,7 +477,12 @@ class Pipeline(Shared):
             with self.loss.over(share), self._streams.of(self.boundary.stage, number):
                 return self._forward(**(microbatches[number] | seen))
 
-        flags = (self.model.training, getattr(config, "output_router_logits", None), self._autocast_dtype())
+        flags = (
+            self.model.training,
+            getattr(config, "output_router_logits", None),
+            self._autocast_dtype(),
+            self.cut.dtypes(self.model),
+        )
         return Execution(
             self.boundary,
             self.mesh.pp_rank,
@@ -351,11 +501,6 @@ class Pipeline(Shared):
             execution.run(actions)
         if self.config.zero_stage == 3 and self.mesh.dp_size > 1:
             reshard(self.cut.ends(self.model))
-
-    def _gradients(self, actions: tuple[Action, ...], seed: float | None = None) -> ScheduledGradients:
-        return ScheduledGradients(
-            self.loss_scale, self.engine.gradients, actions, tied=self.tied(), sum_tied=self.sum_tied, seed=seed
-        )
 
     def _usual_scale(self) -> float:
         """Guesses what the first loss will be multiplied by: in fp16 a scaler's first scale, else nothing."""

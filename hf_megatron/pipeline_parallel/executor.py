@@ -40,6 +40,7 @@ class Execution:
         seeds (`Callable`): microbatch number -> the gradients of what `read` returned.
         before_backward (`Callable`): called before an action that adds gradients to parameters.
         added (`Callable`): called with parameters whose gradients were added without running their hooks.
+        keeps_graphs (`bool`): backwards may be run once more.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Execution:
         self.seeds: Callable[[int], tuple[Tensor | None, ...]] = lambda microbatch: ()
         self.before_backward: Callable[[Action], None] = lambda action: None
         self.added: Callable[[list[nn.Parameter]], None] = lambda parameters: None
+        self.keeps_graphs = False
         self._rank_of = boundary.stages.rank_of
         self._last = len(self._rank_of) - 1
         self._inputs: dict[Cell, tuple[Tensor, ...]] = {}
@@ -154,20 +156,23 @@ class Execution:
             with self.record("receive_backward", stage, microbatch):
                 self._gradients[cell] = arriving.wait()
         seeds = self.seeds(microbatch) if stage == self._last else self._gradients.pop(cell)
-        pairs = [(o, s) for o, s in zip(self._outputs.pop(cell), seeds, strict=True) if o.requires_grad]
+        outputs = self._outputs[cell] if self.keeps_graphs else self._outputs.pop(cell)
+        pairs = [(o, s) for o, s in zip(outputs, seeds, strict=True) if o.requires_grad]
         return [output for output, _ in pairs], [seed for _, seed in pairs]
 
     def _hand_back(self, cell: Cell, inputs: tuple[Tensor, ...]) -> None:
         gradients = tuple(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in inputs)
         self._gradients[cell[0] - 1, cell[1]] = gradients
+        for leaf in inputs:
+            leaf.grad = None
 
     def _backward(self, action: Action) -> None:
         cell = action.stage, action.microbatch
         roots, seeds = self._roots(cell)
         self.before_backward(action)
         with self._differentiating("B", cell):
-            torch.autograd.backward(roots, seeds)
-        inputs = self._inputs.pop(cell, None)
+            torch.autograd.backward(roots, seeds, retain_graph=self.keeps_graphs)
+        inputs = self._inputs.get(cell) if self.keeps_graphs else self._inputs.pop(cell, None)
         if inputs is not None:
             self._hand_back(cell, inputs)
 

@@ -1,9 +1,9 @@
 """How much the losses of a pipelined model count, and where the gradients of a schedule go until that is known.
 
-A schedule computes gradients while it computes the loss; what the loss is multiplied by comes with `backward()`. A loop
-that knows the factor announces it, and gradients go straight into the model's sums. Else a schedule starts from a
-guess: the sums are scaled afterwards while nothing else is in them, and a schedule that finds gradients of others there
-keeps its own sums until backward has told.
+A schedule computes gradients while it computes the loss; what the loss is multiplied by comes with `backward()`. Until
+then the gradients are kept apart: nobody sees those of a loss that was not backpropagated, and no `zero_grad()` in
+between touches them. Where a loop has announced the factor and sums are there already, gradients are added straight to
+them: a second buffer is saved.
 """
 
 import math
@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..data_parallel.gradient_store import GradientStore
 from ..errors import ConfigError
+from ..upstream import without_gradient_hooks
 from .schedules import Action, Kind
 
 # An announced scale and the one that arrives are rounded differently, to fp32 at every factor.
@@ -32,11 +33,9 @@ class LossScale:
         self.usual = usual
         self.announced: Callable[[], float] | None = None
         self._last: float | None = None
-        self._calls = 0
-        # Schedules whose gradients are in the sums although nobody has called backward.
-        self._unsettled: set[int] = set()
-        # The one whose gradients are alone in the sums.
-        self._alone: ScheduledGradients | None = None
+        self._was_wrong = False
+        # Schedules whose gradients are among the model's sums although nobody has called backward.
+        self._unsettled: set[ScheduledGradients] = set()
 
     @contextmanager
     def announce(self, scale: Callable[[], float] | None) -> Iterator[None]:
@@ -49,9 +48,13 @@ class LossScale:
 
     def expected(self) -> float:
         """Returns what the next loss will receive, as far as anybody knows."""
-        if self.announced is not None:
+        if self.announced is not None and not self._was_wrong:
             return self.announced()
         return self.usual() if self._last is None else self._last
+
+    def is_known(self) -> bool:
+        """Tells whether a loop has announced what the next loss receives; one that was wrong is not believed again."""
+        return self.announced is not None and not self._was_wrong
 
     def clear(self) -> None:
         """Forgets who waits for a scale: the gradients are gone."""
@@ -62,43 +65,25 @@ class LossScale:
         if self._unsettled and not store.is_empty:
             raise ConfigError(
                 "optimizer.step() after a training forward of a pipelined model whose loss was never backpropagated: "
-                "its gradients exist already. Compute losses that are not trained on under torch.no_grad(), or call "
-                "zero_grad() after them."
+                "its gradients were added to others already, as the loop has announced. Compute losses that are not "
+                "trained on under torch.no_grad()."
             )
 
     # For schedules
 
-    def begin(self, gradients: "ScheduledGradients", *, sums_are_empty: bool, is_known: bool) -> tuple[int, bool]:
-        """Returns a schedule's number, and whether its gradients may go straight into the sums."""
-        self._calls += 1
-        if sums_are_empty:
-            self.clear()
-            self._alone = gradients
-        is_direct = self._alone is gradients or (is_known and self.waited_for() is None)
-        if is_direct and self._alone is not gradients:
-            self._alone = None
-        return self._calls, is_direct
+    def await_backward(self, gradients: "ScheduledGradients") -> None:
+        """Notes that the gradients of a schedule are among the model's sums now."""
+        self._unsettled.add(gradients)
 
-    def is_alone(self, gradients: "ScheduledGradients") -> bool:
-        """Tells whether nothing but these gradients is in the sums, which may be scaled then."""
-        return self._alone is gradients
+    def is_unsettled(self, gradients: "ScheduledGradients") -> bool:
+        return gradients in self._unsettled
 
-    def waited_for(self) -> "ScheduledGradients | None":
-        """Returns the schedule whose gradients are alone in the sums, at a scale that is not known yet."""
-        alone = self._alone
-        return alone if alone is not None and alone.is_guess and alone.number in self._unsettled else None
-
-    def is_unsettled(self, number: int) -> bool:
-        return number in self._unsettled
-
-    def await_backward(self, number: int) -> None:
-        """Notes that the gradients of a schedule are in the sums now."""
-        self._unsettled.add(number)
-
-    def settled(self, number: int, scale: float | None) -> None:
-        """Notes a schedule's scale, which backward has told; `None` where the next loss need not receive the same."""
-        self._unsettled.discard(number)
-        if scale is not None and math.isfinite(scale) and scale:
+    def settled(self, gradients: "ScheduledGradients", scale: float) -> None:
+        """Notes a schedule's scale, which backward has told."""
+        self._unsettled.discard(gradients)
+        if gradients.was_announced and not math.isclose(scale, gradients.seed, rel_tol=_SAME_SCALE):
+            self._was_wrong = True
+        if math.isfinite(scale) and scale:
             self._last = scale
 
 
@@ -106,10 +91,12 @@ class ScheduledGradients:
     """Where the gradients of one schedule go.
 
     Args:
-        seed (`float`, *optional*): what the backward of each microbatch starts from, where it is known: a reverse
-            pipeline is given gradients that are scaled already.
         tied: parameters that the other end of the pipeline holds too.
         sum_tied (`Callable`): adds up their gradients over both ends.
+        is_direct (`bool`): whether they go straight into the model's sums.
+
+    Attributes:
+        seed (`float`): what the backward of each microbatch starts from.
     """
 
     def __init__(
@@ -120,70 +107,94 @@ class ScheduledGradients:
         *,
         tied: list[nn.Parameter],
         sum_tied: Callable[[], None],
-        seed: float | None = None,
+        seed: float,
+        is_direct: bool,
     ):
         self.scale, self.store, self.tied, self.sum_tied = scale, store, tied, sum_tied
         # Each stage's last action that adds gradients to its parameters.
         last = {a.stage: a for a in actions if a.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)}
         self.final = frozenset(last.values())
-        self.is_reverse = seed is not None
-        self.is_guess = seed is None and scale.announced is None
-        self.number, self.is_direct = scale.begin(self, sums_are_empty=store.is_empty, is_known=not self.is_guess)
-        self.seed = scale.expected() if seed is None else seed
-        self._settled = False
+        self.seed, self.is_direct, self.was_announced = seed, is_direct, scale.is_known()
+        self.synchronise = store.synchronise
+        self._reduces = False
         self._sums: Any = None
-        self._waiting: list[tuple[Any, float]] = []
+
+    @classmethod
+    def before_backward_of(cls, scale: LossScale, store: GradientStore, *args: Any, **kwargs: Any) -> Any:
+        """Prepares for a schedule that runs before its loss is backpropagated; arguments as for the class."""
+        # Hooks have to see the whole gradient; an empty store takes over what was kept apart as it is.
+        is_direct = scale.is_known() and not store.is_empty and not store.is_watched
+        gradients = cls(scale, store, *args, seed=scale.expected(), is_direct=is_direct, **kwargs)
+        if is_direct:
+            scale.await_backward(gradients)
+        return gradients
 
     @contextmanager
-    def collecting(self) -> Iterator[None]:
-        """Holds the store as the schedule's backwards, which run inside, need it."""
-        self.synchronise = self.store.synchronise
-        self.store.complete()
+    def collecting(self, *, reduces: bool = True) -> Iterator[None]:
+        """Holds the store as the schedule's backwards, which run inside, need it.
+
+        Args:
+            reduces (`bool`, defaults to `True`): over dp ranks, where the store does; else that is left for later.
+        """
+        store = self.store
+        store.complete()
+        # Gradients that wait for their reduction are reduced together with these.
+        self._reduces = reduces and self.synchronise and (self.is_direct or not store.waits_for_reduction)
         with ExitStack() as stack:
-            stack.callback(setattr, self.store, "synchronise", self.synchronise)
+            stack.callback(setattr, store, "synchronise", self.synchronise)
             if not self.is_direct:
-                before = self.store.put_aside()
-                stack.callback(lambda: setattr(self, "_sums", self.store.take_back(before)))
-                stack.enter_context(self.store.no_sync())
-            with self.store.hold(self.tied):
-                if self.is_direct:
-                    self.scale.await_backward(self.number)
-                try:
-                    yield
-                    self.sum_tied()
-                finally:
-                    self.store.synchronise = self.synchronise and self.is_direct and not self.is_reverse
+                before = store.put_aside()
+                stack.callback(lambda: setattr(self, "_sums", store.take_back(before)))
+                stack.enter_context(without_gradient_hooks(store.parameters if store.is_watched else ()))
+            store.synchronise = False
+            with store.hold(self.tied):
+                yield
+                self.sum_tied()
+                store.synchronise = self._reduces
+            if not self.is_direct:
+                store.complete()
 
     def before_backward(self, action: Action) -> None:
         """Lets reduction over dp ranks begin with the last microbatch of a stage."""
-        is_last = self.is_direct and not self.is_reverse and action in self.final
-        self.store.synchronise = self.synchronise and is_last
+        self.store.synchronise = self._reduces and action in self.final
 
-    def settle(self, scale: float) -> None:
+    def reached(self) -> list[nn.Parameter]:
+        """Lists the parameters whose gradients are asked of the loss."""
+        return self.store.parameters if self.is_direct else self.store.found(self._sums)
+
+    def settle(self, scale: float, *, keep: bool) -> list[Tensor | None]:
         """Takes the scale of the gradients, as backward tells it.
 
-        Raises `ConfigError` where they are mixed with others already, at another scale.
+        Args:
+            keep (`bool`): whether the loss may be backpropagated once more.
+
+        Returns:
+            what autograd has to add to each of `reached()`.
+
+        Raises:
+            ConfigError: the gradients are no longer there, or among others already at another scale.
         """
-        if self._settled or (self.is_direct and not self.scale.is_unsettled(self.number)):
+        if self._sums is None and not self.scale.is_unsettled(self):
             raise ConfigError(
-                "The loss of a pipelined model was backpropagated twice, or after zero_grad() or a later step: its "
-                "gradients are no longer there."
+                "The loss of a pipelined model was backpropagated twice: its gradients are no longer there. Call the "
+                "first backward with retain_graph=True."
             )
-        self._settled = True
-        self.scale.settled(self.number, None if self.is_reverse else scale)
-        if not self.is_direct:
-            sums, self._sums = (self._sums, scale / self.seed), None
-            first = self.scale.waited_for()
-            if first is None:
-                self.store.add(*sums)
-            else:
-                first._waiting.append(sums)
-        elif not math.isclose(scale, self.seed, rel_tol=_SAME_SCALE):
-            if not self.scale.is_alone(self):
+        self.scale.settled(self, scale)
+        if self.is_direct:
+            if not math.isclose(scale, self.seed, rel_tol=_SAME_SCALE):
                 raise ConfigError(
                     f"The loss received the gradient {scale}, the loop announced {self.seed}: this step's gradients "
                     "are added up already. Set `pipeline.loss_scale.announced = None`."
                 )
-            self.store.scale(scale / self.seed)
-        while self._waiting:
-            self.store.add(*self._waiting.pop(0))
+            return [None] * len(self.store.parameters)
+        handed_over = self.hand_over(scale / self.seed, keep=keep)
+        if not self._reduces and self.store.synchronise:
+            self.store.reduce()
+        return handed_over
+
+    def hand_over(self, factor: float, *, keep: bool) -> list[Tensor | None]:
+        """Makes the gradients that were kept apart part of the sums; see `GradientStore.hand_over`."""
+        sums = self._sums
+        if not keep:
+            self._sums = None
+        return self.store.hand_over(sums, factor, keep=keep)

@@ -1,4 +1,8 @@
-"""A batch as microbatches: every tensor with a row per sample is cut along its rows, everything else is passed on."""
+"""A batch as microbatches: every tensor with a row per sample is cut along its rows; what has none is passed on.
+
+A batch of which it cannot be told is refused before anything runs: a tensor may have as many entries as there are rows
+and mean something else by them.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,8 +14,11 @@ from ..errors import ConfigError
 
 ROW_DIM = 0
 INPUTS = ("input_ids", "inputs_embeds")
-# Positions in a sequence, of which there may be as many as rows.
-_PASSED_ON = ("logits_to_keep",)
+# Positions in a sequence, layers and heads, of which there may be as many as rows.
+_PASSED_ON = ("logits_to_keep", "cache_position", "head_mask")
+_ONE_PER_ROW = ("labels", "next_sentence_label", "sentence_order_label", "start_positions", "end_positions")
+# Where documents end in all rows together.
+_OF_THE_WHOLE_BATCH = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens")
 
 
 def batch_rows(arguments: Mapping[str, Any]) -> int:
@@ -23,32 +30,44 @@ def batch_rows(arguments: Mapping[str, Any]) -> int:
 
 
 def split(arguments: Mapping[str, Any], microbatches: int) -> list[dict[str, Any]]:
-    """Cuts a batch into microbatches whose rows differ by one at most."""
+    """Cuts a batch into microbatches whose rows differ by one at most.
+
+    Raises `ConfigError` for a tensor that has neither a row per sample nor one for all.
+    """
     rows = batch_rows(arguments)
+    if microbatches == 1:
+        return [dict(arguments)]
     edges = [rows * index // microbatches for index in range(microbatches + 1)]
     return [
-        {name: _part(name, value, rows, start, stop) for name, value in arguments.items()}
+        {name: _part(name, value, rows, slice(start, stop)) for name, value in arguments.items()}
         for start, stop in zip(edges[:-1], edges[1:], strict=True)
     ]
 
 
-def _part(name: str, value: Any, rows: int, start: int, stop: int) -> Any:
-    if name in _PASSED_ON:
-        return value
-    if name == "position_ids" and isinstance(value, Tensor) and value.dim() == 3:
-        # Multimodal rotary positions: the first dim is time, height and width.
-        return value[:, start:stop] if value.shape[1] == rows else value
-    return _rows(value, rows, start, stop)
-
-
-def _rows(value: Any, rows: int, start: int, stop: int) -> Any:
+def _part(name: str, value: Any, rows: int, part: slice) -> Any:
     if isinstance(value, Tensor):
-        return value[start:stop] if value.dim() and value.shape[ROW_DIM] == rows else value
+        return _rows(name, value, rows, part)
     if isinstance(value, tuple | list):
-        return type(value)(_rows(item, rows, start, stop) for item in value)
+        return type(value)(_part(name, item, rows, part) for item in value)
     if isinstance(value, dict):
-        return {name: _rows(item, rows, start, stop) for name, item in value.items()}
+        return {key: _part(name, item, rows, part) for key, item in value.items()}
     return value
+
+
+def _rows(name: str, tensor: Tensor, rows: int, part: slice) -> Tensor:
+    # Multimodal rotary positions have time, height and width in front of the rows; positions for all rows have no rows.
+    row_dim = tensor.dim() - 2 if name == "position_ids" else ROW_DIM
+    if tensor.dim() == 0 or row_dim < 0 or name in _PASSED_ON:
+        return tensor
+    has_rows = tensor.shape[row_dim] == rows and (tensor.dim() > 1 or name in _ONE_PER_ROW)
+    if name not in _OF_THE_WHOLE_BATCH and has_rows:
+        return tensor[(slice(None),) * row_dim + (part,)]
+    if tensor.shape[row_dim] == 1 and tensor.dim() > 1:
+        return tensor
+    raise ConfigError(
+        f"{name} of shape {tuple(tensor.shape)} beside a batch of {rows} rows: it cannot be told which part of it "
+        "belongs to which microbatch of a pipeline. Leave it out, give it a row per sample, or set num_microbatches=1."
+    )
 
 
 def describe(arguments: Mapping[str, Any]) -> tuple:

@@ -1,14 +1,14 @@
 """What a pipelined model returns, and the autograd nodes behind it."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from transformers.utils import ModelOutput
 
 from ..errors import UnsupportedError
+from ..upstream import is_reached
 
 
 @dataclass
@@ -17,15 +17,15 @@ class PipelineOutput(ModelOutput):
 
     Args:
         loss (`Tensor`, *optional*): a scalar.
-        logits (`Tensor`, *optional*): `[batch, sequence, vocab]`; not there in training with labels.
         aux_loss (`Tensor`, *optional*): a scalar, the mean over microbatches.
+        logits (`Tensor`, *optional*): `[batch, sequence, vocab]`; not there in training with labels.
         past_key_values (`Cache`, *optional*): with the keys and values of this rank's layers.
     """
 
     loss: Tensor | None = None
+    aux_loss: Tensor | None = None
     logits: Any = None
     past_key_values: Any = None
-    aux_loss: Tensor | None = None
 
 
 class AbsentLogits:
@@ -40,33 +40,67 @@ class AbsentLogits:
         )
 
 
-class ScheduledLoss(torch.autograd.Function):
-    """A loss whose gradients exist already; its backward says how much they count."""
+class Backward(Protocol):
+    """What stands behind values that a pipeline returned."""
+
+    def __call__(
+        self, gradients: tuple[Tensor, ...], *, accumulates: bool, wants_weights: bool
+    ) -> tuple[list[Tensor | None], list[Tensor | None]]:
+        """Takes the gradients of the values.
+
+        Args:
+            accumulates (`bool`): the backward adds to `.grad` of what it reaches; else it returns gradients.
+            wants_weights (`bool`): whether it asks for those of parameters.
+
+        Returns:
+            the gradients of the inputs, and what autograd has to add to each parameter.
+        """
+
+
+class PipelineValues(torch.autograd.Function):
+    """Values of the last stage on every rank; inputs and parameters get their gradients from what is handed in."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, loss: Tensor, settle: Callable[[float], None]) -> Tensor:
-        """Returns the loss, a scalar."""
-        ctx.settle = settle
-        return loss.clone()
+    def forward(ctx: Any, anchor: Tensor, backward: Backward, values: int, inputs: int, *tensors: Tensor) -> Any:
+        """Returns the first tensors, `[rows, ...]` or scalars, as the last stage made them.
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        """Takes how much the loss, a scalar, counts."""
-        ctx.settle(gradient.item())
-        return torch.zeros_like(gradient), None, None
-
-
-class KeptGraphs(torch.autograd.Function):
-    """Values of the last stage on every rank; their backward runs the pipeline in reverse."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, backward: Callable[[tuple[Tensor, ...]], None], *values: Tensor) -> Any:
-        """Returns values `[rows, ...]` or scalars, as the last stage made them."""
-        ctx.run = backward
-        return tuple(value.clone() for value in values)
+        Args:
+            anchor (`Tensor`): a leaf of this call alone, which tells backward what it is asked for.
+            backward (`Backward`): does the work.
+            values (`int`), inputs (`int`): how many of the tensors are values, and how many inputs; parameters follow.
+        """
+        ctx.run, ctx.values, ctx.inputs = backward, values, inputs
+        return tuple(value.clone() for value in tensors[:values])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Takes the gradients of values `[rows, ...]` or scalars."""
-        ctx.run(gradients)
-        return (torch.zeros(()), *(None for _ in range(len(gradients) + 1)))
+        if torch.is_grad_enabled():
+            raise UnsupportedError(
+                "create_graph=True: the gradients of a pipelined model cannot be differentiated again. Load it with "
+                "pp_size=1."
+            )
+        anchor, weights = ctx.next_functions[0], ctx.next_functions[1 + ctx.values + ctx.inputs :]
+        # `loss.backward()` reaches everything; what was asked for less has to name what it wants.
+        accumulates = is_reached(anchor)
+        wants_weights = accumulates or any(map(is_reached, weights))
+        inputs, parameters = ctx.run(gradients, accumulates=accumulates, wants_weights=wants_weights)
+        return (torch.zeros(()), None, None, None, *(None for _ in range(ctx.values)), *inputs, *parameters)
+
+
+class ReportedPart(torch.autograd.Function):
+    """A part of the loss that is returned beside it, without a graph of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, name: str, value: Tensor) -> Tensor:
+        """Returns the value, a scalar."""
+        ctx.name = name
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
+        """Refuses the gradient of the scalar."""
+        raise UnsupportedError(
+            f"outputs.{ctx.name} of a pipelined model in training is part of outputs.loss and cannot be backpropagated "
+            "by itself. Weigh it by the model's config (router_aux_loss_coef), or load the model with pp_size=1."
+        )

@@ -63,10 +63,10 @@ def test_fault_23_all_labels_of_the_whole_batch_ignored(stories, text):
 
 def test_each_ranks_own_mean_is_found(stories):
     """The seeded fault: a rank without a label has no mean."""
-    from hf_megatron.loss import TokenLoss
+    from hf_megatron.loss import BatchLoss
 
     def sabotage():
-        TokenLoss.__call__ = lambda self, **arguments: self.original(**arguments)
+        BatchLoss._mean = lambda self, total, terms: total / terms
 
     def run(model):
         optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))

@@ -8,7 +8,7 @@ from transformers import CONFIG_MAPPING
 
 from hf_megatron.data_parallel.engine import DataParallel
 from hf_megatron.errors import RankError
-from hf_megatron.loss import TokenLoss
+from hf_megatron.loss import BatchLoss
 from hf_megatron.pipeline_parallel import engine, executor
 from hf_megatron.pipeline_parallel.boundary import StageBoundary
 from hf_megatron.pipeline_parallel.loss_scale import ScheduledGradients
@@ -59,12 +59,16 @@ def sum_tied_gradients_of_the_whole_step_again():
 
     original = ScheduledGradients.settle
 
-    def settle(self, scale):
-        original(self, scale)
+    def settle(self, scale, **kwargs):
+        handed_over = original(self, scale, **kwargs)
         pipeline = self.sum_tied.__self__
         for parameter in pipeline._tied():
             other = pipeline._last if pipeline.mesh.pp_rank == pipeline._first else pipeline._first
-            pipeline.transport.sum_with(parameter.grad, other, 0)
+            index = [id(reached) for reached in self.store.parameters].index(id(parameter))
+            pipeline.transport.sum_with(handed_over[index], other, 0)
+            if parameter.grad is not None:
+                pipeline.transport.sum_with(parameter.grad, other, 0)
+        return handed_over
 
     ScheduledGradients.settle = settle
 
@@ -75,16 +79,16 @@ def count_the_tied_weight_twice_in_the_norm():
 
 def ignore_the_scale_of_backward():
     original = ScheduledGradients.settle
-    ScheduledGradients.settle = lambda self, scale: original(self, self.seed)
+    ScheduledGradients.settle = lambda self, scale, **kwargs: original(self, self.seed, **kwargs)
 
 
 def each_microbatch_by_its_own_targets():
     @contextlib.contextmanager
-    def over(self, denominator):
+    def over(self, share):
         self.was_used = True
         yield
 
-    TokenLoss.over = over
+    BatchLoss.over = over
 
 
 def keep_the_zeros_instead_of_what_was_received():
@@ -144,8 +148,8 @@ def test_faults_of_a_split_backward_are_found(twin):
 
 
 def average_over_stages_instead_of_dp_ranks():
-    original = TokenLoss.denominator
-    TokenLoss.denominator = lambda self, arguments, over_ranks: original(self, arguments, over_ranks=False)
+    original = BatchLoss.denominators
+    BatchLoss.denominators = lambda self, *args, over_ranks: original(self, *args, over_ranks=False)
 
 
 def forget_that_reduction_comes_last():

@@ -115,6 +115,11 @@ def test_tokens_are_averaged_across_devices_all_the_same(folder):
     compare("Llama", "causal", folder, average_tokens_across_devices=False)
 
 
+def test_a_router_loss_beside_a_loss_that_follows_the_count(folder):
+    """Trainer multiplies both by the ranks."""
+    compare("Mixtral", "causal", folder)
+
+
 def test_a_rank_that_ignores_the_count_is_found(folder, monkeypatch):
     """The seeded fault: the loss is not divided by the ranks that Trainer multiplies it by."""
     monkeypatch.setattr("hf_megatron.batch_labels._with_loss", lambda output, loss: output)

@@ -394,8 +394,10 @@ def score_every_microbatch_by_the_first_rows():
 
 
 def give_gradients_to_the_wrong_microbatches():
-    original = engine.KeptGraphs.backward
-    engine.KeptGraphs.backward = staticmethod(lambda ctx, *gradients: original(ctx, *(g.flip(0) for g in gradients)))
+    original = engine.PipelineValues.backward
+    engine.PipelineValues.backward = staticmethod(
+        lambda ctx, *gradients: original(ctx, *(g.flip(0) for g in gradients))
+    )
 
 
 @pytest.mark.parametrize(

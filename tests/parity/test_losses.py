@@ -4,8 +4,9 @@ import functools
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
-from transformers import BartConfig, BertConfig, GPT2Config, LlamaConfig, T5Config
+from transformers import BartConfig, BertConfig, GPT2Config, LlamaConfig, MixtralConfig, T5Config
 
 from hf_megatron.integrations.gate import ConfigUnderTest
 from hf_megatron.verify.check import parse_layouts
@@ -35,6 +36,19 @@ _CONFIGS = {
         num_key_value_heads=2,
         intermediate_size=48,
         classifier_dropout=0.0,
+        **changes,
+    ),
+    "Mixtral": lambda **changes: MixtralConfig(
+        **_TEXT,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        intermediate_size=48,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        output_router_logits=True,
+        router_aux_loss_coef=0.5,
         **changes,
     ),
     "GPT2": lambda **changes: GPT2Config(
@@ -262,3 +276,88 @@ def test_a_mean_of_means_is_found(folder, family, head, layout, fault):
 def test_a_loss_that_did_not_see_the_batch_is_refused(folder):
     with pytest.raises(Exception, match="cannot be taken over the rows of all data parallel ranks"):
         errors("Bert", "masked", folder, "dp2", sabotage=_each_rank_on_its_own)
+
+
+def _each(count, family, head, folder, layout, run, **kwargs):
+    cls, path, batches, _ = _saved(family, head, folder)
+    config = _layout(layout)
+    return run_ranks(lambda: run(cls.from_pretrained(path, megatron_config=config, **kwargs), batches[0]), count)
+
+
+def test_question_answering_is_refused_before_the_schedule(folder):
+    def run(model, batch):
+        with pytest.raises(
+            UnsupportedError, match="start_positions, end_positions: a pipeline knows losses of `labels`"
+        ):
+            model(**batch)
+
+    _each(2, "Llama", "answers", folder, "pp2", run)
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (lambda logits, labels: F.cross_entropy(logits, labels, reduction="none").mean(), "reduction='none'"),
+        (
+            lambda logits, labels: -logits.log_softmax(-1).gather(1, labels.clamp(min=0)[:, None]).mean(),
+            "be taken over",
+        ),
+    ],
+)
+def test_a_loss_of_the_class_that_sums_its_own_terms_is_refused(folder, loss, message):
+    def run(model, batch):
+        model.loss_function = lambda logits, labels, config: loss(logits.flatten(0, 1), labels.flatten())
+        with pytest.raises(UnsupportedError, match=message):
+            model.train()(**batch)
+        # In evaluation it is this rank's.
+        with torch.no_grad():
+            return model(**batch).loss.isfinite().item()
+
+    assert _each(2, "Llama", "tokens", folder, "dp2", run) == [True, True]
+
+
+def test_a_loss_that_compares_rows_is_refused(tmp_path):
+    small = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.CLIPConfig(
+        text_config=small | {"vocab_size": 64}, vision_config=small | {"image_size": 8, "patch_size": 4}
+    )
+    transformers.CLIPModel(config).save_pretrained(tmp_path)
+    batch = {"input_ids": torch.randint(3, 60, (2, 5)), "pixel_values": torch.randn(2, 3, 8, 8)}
+
+    def on_rank():
+        model = transformers.CLIPModel.from_pretrained(tmp_path, megatron_config=_layout("dp2")).train()
+        with pytest.raises(UnsupportedError, match="compares the rows of a batch"):
+            model(**batch, return_loss=True)
+        return tuple(model(**batch).logits_per_image.shape)
+
+    assert run_ranks(on_rank, 2) == [(2, 2)] * 2
+
+
+@pytest.mark.parametrize("return_dict", [True, False])
+def test_the_share_of_a_rank_where_the_caller_has_counted(folder, return_dict):
+    """Whether a class follows the count or ignores it, the shares of the ranks add up to one process's loss."""
+
+    def run(model, batch):
+        state = parallel_state(model)
+        own = {name: value.tensor_split(2)[state.mesh.dp_rank] for name, value in batch.items()}
+        count = (batch["labels"] != -100).sum()
+        output = model.train()(**own, num_items_in_batch=count, return_dict=return_dict)
+        return (output.loss if return_dict else output[0]).item()
+
+    for family, head in (("Bert", "masked"), ("Llama", "tokens")):
+        cls, path, batches, _ = _saved(family, head, folder)
+        expected = cls.from_pretrained(path).train()(**batches[0]).loss.item()
+        assert sum(_each(2, family, head, folder, "dp2", run)) == pytest.approx(expected, rel=1e-6)
+
+
+def test_one_rank_evaluates_alone(folder):
+    def run(model, batch):
+        if parallel_state(model).mesh.dp_rank == 1:
+            return None
+        with torch.no_grad():
+            return model.eval()(**batch).loss.item()
+
+    cls, path, batches, _ = _saved("Bert", "masked", folder)
+    with torch.no_grad():
+        expected = cls.from_pretrained(path).eval()(**batches[0]).loss.item()
+    assert _each(2, "Bert", "masked", folder, "dp2", run) == [pytest.approx(expected, rel=1e-6), None]

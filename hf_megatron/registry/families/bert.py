@@ -36,5 +36,8 @@ def bert(model: Any) -> ModelSpec:
             if config.chunk_size_feed_forward
             else None
         ),
-        no_pipeline="its head is tied to parts of itself and of the embedding. Load it with pp_size=1.",
+        no_pipeline=(
+            "its heads compute their losses in their own forward, where a microbatch cannot be told the targets of the "
+            "whole batch. Load it with pp_size=1."
+        ),
     )

@@ -1,0 +1,69 @@
+"""Inputs of a pipelined model that are trained themselves: soft prompts, embeddings with a graph behind them."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..errors import UnsupportedError
+
+
+class TrainedInputs:
+    """The tensors of a call that require a gradient, cut off from what is behind them.
+
+    Args:
+        arguments (`Mapping`): of the call.
+
+    Attributes:
+        arguments: the same with leaves of this call in the place of those tensors.
+        tensors: those tensors themselves, of any shape.
+    """
+
+    def __init__(self, arguments: Mapping[str, Any]):
+        self.tensors: list[Tensor] = []
+        self.names: list[str] = []
+        self._leaves: list[Tensor] = []
+        if not torch.is_grad_enabled():
+            self.arguments = dict(arguments)
+            return
+        self.arguments = {
+            name: _map(value, lambda tensor, n=name: self._cut(n, tensor)) for name, value in arguments.items()
+        }
+
+    def _cut(self, name: str, tensor: Tensor) -> Tensor:
+        if not tensor.requires_grad:
+            return tensor
+        leaf = tensor.detach().requires_grad_()
+        self.tensors.append(tensor)
+        self.names.append(name)
+        self._leaves.append(leaf)
+        return leaf
+
+    def require_first_stage(self, schedule: str) -> None:
+        """Raises for trained inputs that later stages read too, where a split backward would not reach them."""
+        for name in self.names:
+            if name != "inputs_embeds":
+                raise UnsupportedError(
+                    f"{name} requires a gradient: pipeline_schedule = {schedule!r} splits backwards and computes that "
+                    "of inputs_embeds only. Use '1f1b' or 'interleaved_1f1b'."
+                )
+
+    def collect(self, group: dist.ProcessGroup) -> list[Tensor]:
+        """Returns the gradients, of the tensors' shapes, that the stages have added up; every rank calls it."""
+        gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in self._leaves]
+        for leaf, gradient in zip(self._leaves, gradients, strict=True):
+            leaf.grad = None
+            dist.all_reduce(gradient, group=group)
+        return gradients
+
+
+def _map(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, tuple | list) and type(value) in (tuple, list):
+        return type(value)(_map(item, function) for item in value)
+    if type(value) is dict:
+        return {name: _map(item, function) for name, item in value.items()}
+    return value

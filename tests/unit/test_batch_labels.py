@@ -1,0 +1,160 @@
+"""Labels that know their batch: what they follow, what they count, what they leave alone."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from hf_megatron import MegatronConfig, UnsupportedError
+from hf_megatron.axes import Axes
+from hf_megatron.batch_labels import BatchLabels, know_batch
+from hf_megatron.loss import BatchLoss, Share
+from hf_megatron.mesh import ParallelMesh
+from hf_megatron.verify.ranks import run_ranks
+
+CLASSES = 5
+
+
+def _data(kind):
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(7, CLASSES, generator=generator)
+    labels = torch.randint(0, CLASSES, (7,), generator=generator)
+    labels[[2, 5, 6]] = -100
+    other = torch.rand(7, CLASSES, generator=generator)
+    return logits, {"classes": labels, "numbers": other, "probabilities": other / other.sum(-1, keepdim=True)}[kind]
+
+
+WEIGHTS = torch.tensor([0.5, 1.0, 2.0, 0.1, 3.0])
+LOSSES = {
+    "cross entropy": ("classes", nn.CrossEntropyLoss()),
+    "class weights": ("classes", nn.CrossEntropyLoss(weight=WEIGHTS)),
+    "smoothed": ("classes", nn.CrossEntropyLoss(weight=WEIGHTS, label_smoothing=0.2)),
+    "probabilities": ("probabilities", nn.CrossEntropyLoss(weight=WEIGHTS)),
+    "log likelihood": ("classes", lambda logits, labels: F.nll_loss(logits.log_softmax(-1), labels)),
+    "squares": ("numbers", nn.MSELoss()),
+    "differences": ("numbers", nn.L1Loss()),
+    "smooth": ("numbers", nn.SmoothL1Loss()),
+    "huber": ("numbers", nn.HuberLoss()),
+    "binary": ("numbers", nn.BCEWithLogitsLoss(pos_weight=WEIGHTS)),
+    "divergence": ("probabilities", lambda z, y: F.kl_div(z.log_softmax(-1), y, reduction="batchmean")),
+    "by position": ("classes", lambda logits, labels: F.cross_entropy(logits, labels, None, None, -100)),
+    "by name": ("classes", lambda logits, labels: F.cross_entropy(input=logits, target=labels)),
+    "two rows": ("classes", lambda logits, labels: F.cross_entropy(logits, labels.view(1, -1).squeeze(0).long())),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_mean_of_all_ranks(name):
+    kind, function = LOSSES[name]
+    logits, labels = _data(kind)
+    logits.requires_grad_()
+    expected = function(logits, labels)
+    (expected * 3).backward()
+
+    def on_rank():
+        axes = Axes.of(MegatronConfig(dp_size=2), dist.get_rank())
+        batch = BatchLoss(ParallelMesh.of_job(axes, "cpu"), None, False, "batch")
+        own, targets = (part.split([5, 2])[dist.get_rank()] for part in (logits.detach().clone(), labels))
+        own.requires_grad_()
+        loss = function(own, know_batch(targets, batch))
+        (loss * 3).backward()
+        assert type(loss) is torch.Tensor and batch.terms == 1
+        return loss.item(), own.grad
+
+    found = run_ranks(on_rank, 2)
+    assert [loss for loss, _ in found] == [pytest.approx(expected.item(), rel=1e-5)] * 2
+    # Gradients are averaged over the ranks afterwards.
+    torch.testing.assert_close(torch.cat([gradient for _, gradient in found]) / 2, logits.grad, rtol=1e-5, atol=1e-6)
+
+
+class OneRank:
+    """The mesh of a batch that lies on this rank alone."""
+
+    class axes:
+        size = staticmethod(lambda name: 1)
+
+    dp_size = 1
+
+
+def _alone():
+    return BatchLoss(OneRank(), False, False, "batch")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda labels: labels.view(-1),
+        lambda labels: labels[..., 1:].contiguous(),
+        lambda labels: labels.to(torch.int32),
+        lambda labels: labels.clamp(0, 3),
+        lambda labels: torch.where(labels > 2, labels, torch.tensor(-100)),
+        lambda labels: F.pad(labels, (0, 1), value=-100),
+        lambda labels: labels.split(2)[0],
+        lambda labels: labels.masked_fill(labels == 0, -100).squeeze(-1).long(),
+        lambda labels: torch.full_like(labels, -100),
+    ],
+)
+def test_what_is_made_of_labels_are_labels(change):
+    plain, batch = torch.arange(8).view(4, 2), _alone()
+    found = change(know_batch(plain, batch))
+    assert type(found) is BatchLabels and found.batch is batch
+    assert torch.equal(found.as_subclass(torch.Tensor), change(plain))
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda labels: labels != -100,
+        lambda labels: labels.sum(),
+        lambda labels: F.embedding(labels, torch.ones(8, 3)),
+        lambda labels: F.one_hot(labels, 8),
+        lambda labels: torch.zeros(8).gather(0, labels.view(-1)),
+        lambda labels: labels.new_zeros(labels.shape),
+        lambda labels: torch.cat([labels, labels]),
+    ],
+)
+def test_anything_else_is_a_plain_tensor(use):
+    """Decoder inputs are made of labels; what comes of them computes as ever."""
+    plain = torch.arange(8).view(4, 2)
+    found = use(know_batch(plain, _alone()))
+    assert type(found) is torch.Tensor and torch.equal(found, use(plain))
+
+
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_terms_that_the_model_sums_itself_are_refused(reduction):
+    logits, labels = _data("classes")
+    with pytest.raises(UnsupportedError, match=f"cross_entropy.reduction='{reduction}'.*without labels"):
+        F.cross_entropy(logits, know_batch(labels, _alone()), reduction=reduction)
+
+
+def test_a_sum_is_left_to_who_has_counted():
+    logits, labels = _data("classes")
+    batch = _alone()
+    batch.counted = True
+    found = F.cross_entropy(logits, know_batch(labels, batch), reduction="sum")
+    torch.testing.assert_close(found, F.cross_entropy(logits, labels, reduction="sum"))
+
+
+def test_a_microbatch_counts_what_its_batch_was_counted_by():
+    logits, labels = _data("classes")
+    batch = _alone()
+    with batch.over(Share(8, 2, {"labels": labels})):
+        loss = F.cross_entropy(logits, know_batch(labels, batch))
+        torch.testing.assert_close(loss, F.cross_entropy(logits, labels, reduction="sum") / 8)
+        assert batch.was_used
+        with pytest.raises(UnsupportedError, match="A loss with 7 terms where the labels have 4"):
+            F.cross_entropy(logits, know_batch(labels.clamp(min=0), batch))
+    assert batch.share is None
+
+
+def test_half_precision_is_summed_in_more():
+    logits = torch.randn(4096, CLASSES)
+    labels = torch.randint(0, CLASSES, (4096,))
+    found = F.cross_entropy(logits.bfloat16(), know_batch(labels, _alone()))
+    torch.testing.assert_close(found, F.cross_entropy(logits.bfloat16().float(), labels))
+
+
+def test_nothing_of_torch_is_replaced():
+    assert torch.jit.script(nn.CrossEntropyLoss())(*_data("classes")) > 0
+    assert F.cross_entropy.__module__ == "torch.nn.functional"
