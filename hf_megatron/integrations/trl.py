@@ -66,7 +66,7 @@ def create_model_from_path(original: Callable, model_id: str, *args: Any, **kwar
     return original(model_id, *args, **kwargs)
 
 
-def prediction_step(original: Callable, self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+def sft_prediction_step(original: Callable, self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
     """Takes the loss `()` of an evaluation step over the tokens of all ranks' rows, none of them twice."""
     state = parallel_state(self.model)
     if state is None or not state.loss.is_spread:
