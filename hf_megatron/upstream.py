@@ -55,6 +55,11 @@ def at_end_of_backward(function: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(function)  # type: ignore[attr-defined]
 
 
+def in_backward() -> bool:
+    """Tells whether autograd computes gradients on this thread (private in torch 2.11 to 2.13)."""
+    return torch._C._current_graph_task_id() != -1
+
+
 @contextmanager
 def finishing_itself(model: Any) -> Iterator[None]:
     """Has FSDP2 finish each backward that is run inside another at that one's end, not at the outer one's.

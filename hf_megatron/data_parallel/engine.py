@@ -248,7 +248,7 @@ def _zero_grad(model: Any, set_to_none: bool = True) -> None:
     assert state is not None
     engine: Any = state.data_parallel
     if engine.model is model:
-        if engine.reducer is not None:
+        if set_to_none and engine.reducer is not None:
             engine.reducer.discard()
         for cleared in engine.on_cleared:
             cleared()

@@ -32,7 +32,7 @@ def local_gradients(parameters: Iterable[Tensor]) -> dict[int, list[Tensor]]:
         reducer = reducer_of(parameter)
         if reducer is not None:
             if reducer not in finished:
-                reducer.finish()
+                reducer.settle()
                 finished.add(reducer)
             gradient, parts = reducer.gradient(parameter), reducer.sharing_of(parameter).shard_size
         else:

@@ -53,19 +53,20 @@ class Leaf:
 
     def view(self) -> Tensor:
         """Returns the leaf's entries in the parameter itself, `[entries]` or `[rows, ...]` as it is."""
-        return self._own(self.parameter)
+        return self.own(self.parameter)
 
     def take_over(self, state: dict[str, Any]) -> dict[str, Any]:
         """Turns a parameter's state, as a constructor made it (Adagrad's), into the leaf's."""
         shape = self.parameter.shape
         return {
-            name: self._own(value).to(self.tensor, copy=True)
+            name: self.own(value).to(self.tensor, copy=True)
             if isinstance(value, Tensor) and value.shape == shape
             else value
             for name, value in state.items()
         }
 
-    def _own(self, tensor: Tensor) -> Tensor:
+    def own(self, tensor: Tensor) -> Tensor:
+        """Returns the leaf's entries, `[entries]` or `[rows, ...]`, of a tensor of the parameter's shape."""
         local = local_tensor(tensor).detach()
         return local.view(-1)[self.start : self.stop] if self.flat else local
 
@@ -127,7 +128,7 @@ class ShardedOptimizer:
         """Gives every leaf its gradient; every rank calls it after backward."""
         reducer = self.engine.reducer
         if reducer is not None:
-            reducer.finish()
+            reducer.settle()
         for leaf in self.leaves:
             gradient: Tensor | None
             if reducer is not None and reducer.owns(leaf.parameter):
@@ -135,7 +136,7 @@ class ShardedOptimizer:
                 if gradient is not None and not leaf.flat:
                     gradient = gradient.view(leaf.tensor.shape)
             else:
-                gradient = None if leaf.parameter.grad is None else local_tensor(leaf.parameter.grad)
+                gradient = None if leaf.parameter.grad is None else leaf.own(leaf.parameter.grad)
             leaf.tensor.grad = None if gradient is None else gradient.to(leaf.tensor.device, leaf.tensor.dtype)
 
     def parameters(self) -> list[nn.Parameter]:
@@ -201,11 +202,16 @@ class ShardedOptimizer:
             if leaf.separate:
                 leaf.tensor.copy_(leaf.view())
 
-    def zero_grad(self) -> None:
-        if self.engine.reducer is not None:
+    @torch.no_grad()
+    def zero_grad(self, set_to_none: bool) -> None:
+        if set_to_none and self.engine.reducer is not None:
             self.engine.reducer.discard(self.parameters())
         for leaf in self.leaves:
-            leaf.tensor.grad = leaf.parameter.grad = None
+            leaf.tensor.grad = None
+            if set_to_none:
+                leaf.parameter.grad = None
+            elif leaf.parameter.grad is not None:
+                leaf.parameter.grad.zero_()
 
 
 class _TakenOver:
@@ -214,7 +220,7 @@ class _TakenOver:
     _hf_megatron: ShardedOptimizer
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        self._hf_megatron.zero_grad()
+        self._hf_megatron.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)  # type: ignore[misc]
