@@ -155,7 +155,6 @@ class Runs:
         results = [found[habit] for found in self.of(text)]
         for found in results:
             assert isinstance(found[0], Measurement), found[-1]
-            assert found[1] == [value for value in found[1]]
         for found, of_rank in results:
             torch.testing.assert_close(torch.tensor(of_rank), torch.tensor(losses), rtol=1e-5, atol=0)
             if found.weights["the habit"]:
