@@ -60,6 +60,28 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def accumulator(leaf: torch.Tensor) -> Any:
+    """Returns the node of autograd's graph that adds to `leaf.grad`, of any shape."""
+    return torch.autograd.graph.get_gradient_edge(leaf).node
+
+
+def runs_all(node: Any) -> bool:
+    """Tells inside a backward whether it runs this node, as a `backward()` without `inputs=` runs all (private)."""
+    return torch._C._will_engine_execute_node(node)  # type: ignore[attr-defined]
+
+
+def is_asked_for(leaf: torch.Tensor) -> bool:
+    """Tells inside a backward whether `torch.autograd.grad` was called for this leaf of any shape (private).
+
+    `register_multi_grad_hook` asks the engine in the same way; its answer for such a leaf is an error.
+    """
+    try:
+        torch._C._will_engine_execute_node(accumulator(leaf))  # type: ignore[attr-defined]
+    except RuntimeError:
+        return True
+    return False
+
+
 @contextmanager
 def finishing_itself(model: Any) -> Iterator[None]:
     """Has FSDP2 finish each backward that is run inside another at that one's end, not at the outer one's.

@@ -17,8 +17,9 @@ from ..parallel_state import ParallelState, parallel_state
 from ..patch_ledger import Shared
 from ..placement import Claim
 from ..upstream import local_tensor
-from .fully_sharded import no_sync
+from .fully_sharded import no_sync, reshard
 from .gradient_store import GradientStore, PlainGradients
+from .graph_edges import GradientWatch, refuse_hooks, refuse_partial_backward, with_trained_inputs
 from .parameter_list import ParameterList
 from .reduction import GradientReducer
 from .reduction_groups import Sharing
@@ -78,7 +79,11 @@ class DataParallel(Shared):
                 state.patches.replace(model, "no_sync", partial(no_sync, model))
         elif any(self.sharing(parameter).size > 1 for parameter in self._marked):
             self.reduce_gradients()
-        model.register_forward_pre_hook(self._before_forward)
+        # Before FSDP2 puts whole parameters in the place of those that the loop knows.
+        model.register_forward_pre_hook(self._before_forward, prepend=state.shards_weights, with_kwargs=True)
+        if self.mesh.dp_size > 1 and state.cut is None:
+            self._watch = GradientWatch()
+            model.register_forward_hook(self._after_forward)
         model.register_load_state_dict_post_hook(lambda *_: self.refresh_main_weights())
 
     @property
@@ -149,7 +154,7 @@ class DataParallel(Shared):
         self._claims = {identity: claims[name] for identity, name in names.items() if name in claims}
         self._marked = parameters
 
-    def _before_forward(self, model: nn.Module, args: tuple) -> None:
+    def _before_forward(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
         # A deep copy shares its hooks' engine, which reduces the original's gradients only.
         if model is not self.model and self.reducer is not None and model.training and torch.is_grad_enabled():
             raise UnsupportedError(
@@ -159,8 +164,28 @@ class DataParallel(Shared):
         parameters = self._parameters.current()
         if len(parameters) != len(self._marked) or not all(map(operator.is_, parameters, self._marked)):
             self._mark(parameters)
-        if self.reducer is not None and torch.is_grad_enabled():
-            self.reducer.begin(parameters)
+        if not torch.is_grad_enabled():
+            return None
+        # `Module.to` may put another tensor with other attributes and hooks into a parameter.
+        were_moved = not all(engine_of(parameter) is self for parameter in parameters)
+        if were_moved:
+            self._mark(parameters)
+        if self.reducer is not None:
+            self.reducer.begin(parameters, were_moved=were_moved)
+        if self.mesh.dp_size > 1 or self.state.cut is not None:
+            refuse_hooks(parameters, 0 if self.reducer is None else 1, self.name_of)
+        if self.mesh.dp_size == 1:
+            return None
+        return with_trained_inputs(args, kwargs, self.mesh.dp_size, lambda leaf: engine_of(leaf) is self)
+
+    def _after_forward(self, model: nn.Module, args: tuple, output: Any) -> Any:
+        if not torch.is_grad_enabled():
+            if self.state.shards_weights:
+                # FSDP2 waits for a backward; until then it would not see that the weights change.
+                reshard([model])
+            return output
+        # The graph, which may outlive the model, must not keep it.
+        return self._watch.over(output, partial(_check_backward, weakref.ref(self)))
 
     def names(self) -> dict[int, str]:
         """Maps identities of parameters to their names in the state dict; a tied one has the first."""
@@ -240,6 +265,11 @@ def refuse_unprepared(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dic
             f"{type(optimizer).__name__} steps on a data parallel model without knowing it: pass it through "
             "accelerator.prepare(...) or hf_megatron.prepare_optimizer(optimizer)."
         )
+
+
+def _check_backward(engine: "weakref.ref[DataParallel]") -> None:
+    if (alive := engine()) is not None:
+        refuse_partial_backward(alive._marked, are_sharded=alive.state.shards_weights)
 
 
 def _zero_grad(model: Any, set_to_none: bool = True) -> None:

@@ -17,6 +17,7 @@ from ..errors import ConfigError, UnsupportedError
 from ..upstream import local_tensor
 from .buckets import owned_range
 from .engine import DataParallel, Verdict, engine_of
+from .fully_sharded import reshard
 from .gradient_norm import clip_grad_norm, gradient_norm
 from .reduction_groups import Sharing
 from .weight_gathering import Publisher
@@ -177,6 +178,9 @@ class ShardedOptimizer:
     def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
         if self.step_was_skipped:
             return
+        if self.engine.state.shards_weights:
+            # Weights that a forward without a backward has left whole are of before the step.
+            reshard([self.engine.model])
         for leaf in self.leaves:
             if leaf.separate:
                 leaf.view().copy_(leaf.tensor)

@@ -212,4 +212,8 @@ def _own_part(gradient: ReducedGradient, operand: Tensor) -> Tensor:
     if isinstance(operand, ReducedGradient):
         return operand.owner.owned(operand.key)
     local = local_tensor(operand)
-    return local if local.dim() == 0 and gradient.dim() else local.reshape(-1)[slice(*gradient.owner.owned_range(gradient.key))]
+    return (
+        local
+        if local.dim() == 0 and gradient.dim()
+        else local.reshape(-1)[slice(*gradient.owner.owned_range(gradient.key))]
+    )

@@ -105,6 +105,15 @@ class Loop:
         """Notes a tensor that every rank has whole."""
         self.seen[name] = None if tensor is None else torch.as_tensor(tensor).detach().clone().float()
 
+    def rows(self, name, tensor, numbers):
+        """Notes rows of a batch that the dp ranks hold parts of; `numbers` are this rank's."""
+        state = parallel_state(self.model)
+        whole = torch.zeros(4, *tensor.shape[1:])
+        whole[numbers] = tensor.detach().float()
+        if state is not None and state.mesh.dp_size > 1:
+            torch.distributed.all_reduce(whole, group=state.mesh.dp_group)
+        self.see(name, whole)
+
     def see_gradients(self, when):
         for name, parameter in self.model.named_parameters():
             self.seen[f"{when}: {name}"] = full(self.model, name, parameter.grad)
