@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError, NonFiniteGradientError, UnsupportedError
 from ..parallel_state import ParallelState, parallel_state
-from ..patch_ledger import Shared
+from ..patch_ledger import LEDGER, Shared
 from ..placement import Claim
 from ..upstream import local_tensor
 from .fully_sharded import no_sync, reshard
@@ -68,6 +68,7 @@ class DataParallel(Shared):
         self._sharings = {axis: Sharing.along(axis, state.mesh) for axis in averages}
         self._parameters = ParameterList(model)
         self._marked: list[nn.Parameter] = []
+        self._identities: set[int] = set()
         self._mark(self._parameters.current())
         self._optimizers: list[weakref.ref] = []
         self.skipped_steps = 0
@@ -152,7 +153,11 @@ class DataParallel(Shared):
         for parameter in parameters:
             setattr(parameter, _MARK, self)
         self._claims = {identity: claims[name] for identity, name in names.items() if name in claims}
-        self._marked = parameters
+        self._marked, self._identities = parameters, {id(parameter) for parameter in parameters}
+
+    def holds(self, parameter: Tensor) -> bool:
+        """Tells whether a tensor of any shape is one of the model's parameters."""
+        return id(parameter) in self._identities
 
     def _before_forward(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
         # A deep copy shares its hooks' engine, which reduces the original's gradients only.
@@ -166,12 +171,8 @@ class DataParallel(Shared):
             self._mark(parameters)
         if not torch.is_grad_enabled():
             return None
-        # `Module.to` may put another tensor with other attributes and hooks into a parameter.
-        were_moved = not all(engine_of(parameter) is self for parameter in parameters)
-        if were_moved:
-            self._mark(parameters)
         if self.reducer is not None:
-            self.reducer.begin(parameters, were_moved=were_moved)
+            self.reducer.begin(parameters)
         if self.mesh.dp_size > 1 or self.state.cut is not None:
             refuse_hooks(parameters, 0 if self.reducer is None else 1, self.name_of)
         if self.mesh.dp_size == 1:
@@ -243,7 +244,14 @@ class DataParallel(Shared):
 
 def engine_of(parameter: Tensor) -> DataParallel | None:
     """Returns the engine of the model that a parameter of any shape belongs to, if it is one of ours."""
-    return vars(parameter).get(_MARK)
+    engine = vars(parameter).get(_MARK)
+    if engine is None:
+        # `Module.to` may have put another tensor into the parameter, without its attributes.
+        engines = (parallel_state(model).data_parallel for model in LEDGER.models)  # type: ignore[union-attr]
+        engine = next((engine for engine in engines if engine is not None and engine.holds(parameter)), None)
+        if engine is not None:
+            setattr(parameter, _MARK, engine)
+    return engine
 
 
 def reducer_of(parameter: Tensor) -> GradientReducer | None:

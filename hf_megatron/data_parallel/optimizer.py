@@ -31,6 +31,9 @@ ELEMENTWISE = {
 }
 
 
+_HALF = (torch.bfloat16, torch.float16)
+
+
 @dataclass
 class Leaf:
     """What the optimizer steps on in place of a parameter.
@@ -56,6 +59,21 @@ class Leaf:
         """Returns the leaf's entries in the parameter itself, `[entries]` or `[rows, ...]` as it is."""
         return self.own(self.parameter)
 
+    @torch.no_grad()
+    def follow(self, *, main_weights: bool) -> None:
+        """Takes over what happened to the parameter since the last step: it was moved, cast or edited."""
+        present = self.view()
+        if not self.separate and present.data_ptr() != self.tensor.data_ptr():
+            # Moving the model gave its parameters new memory; leaves share it.
+            self.separate = main_weights and present.dtype in _HALF and self.tensor.dtype not in _HALF
+            self.tensor.data = present.to(self.tensor.dtype) if self.separate else present
+        elif self.separate:
+            present = present.to(self.tensor.device)
+            rounded = self.tensor.to(present.dtype)
+            # On a GPU the comparison would wait for it.
+            if present.device.type != "cpu" or not torch.equal(present, rounded):
+                self.tensor.copy_(torch.where(present == rounded, self.tensor, present))
+
     def take_over(self, state: dict[str, Any]) -> dict[str, Any]:
         """Turns a parameter's state, as a constructor made it (Adagrad's), into the leaf's."""
         shape = self.parameter.shape
@@ -78,7 +96,7 @@ def _make_leaf(name: str, parameter: nn.Parameter, config: MegatronConfig, shari
         raise UnsupportedError(f"{name} is not contiguous in memory; its optimizer state cannot be shared.")
     shares = config.zero_stage in (1, 2) and sharing.shard_size > 1
     start, stop = owned_range(local.numel(), sharing.shard_size, sharing.shard_rank) if shares else (0, local.numel())
-    half = parameter.dtype in (torch.bfloat16, torch.float16) and config.main_weights_in_fp32
+    half = parameter.dtype in _HALF and config.main_weights_in_fp32
     leaf = Leaf(name, parameter, start, stop, local, half or config.offload_optimizer, shares, sharing)
     leaf.tensor = leaf.view()
     if leaf.separate:
@@ -150,9 +168,7 @@ class ShardedOptimizer:
         engine = self.engine
         engine.check_before_step()
         for leaf in self.leaves:
-            # Moving the model gave its parameters new memory; leaves share it.
-            if not leaf.separate and leaf.tensor.data_ptr() != leaf.view().data_ptr():
-                leaf.tensor.data = leaf.view()
+            leaf.follow(main_weights=engine.config.main_weights_in_fp32)
         self.step_was_skipped = False
         verdict = engine.verdict if engine.verdict is not self._used else Verdict()
         limit = engine.config.gradient_clipping
@@ -293,7 +309,7 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer, *, elementwise: bool = F
             "whole ones, or hf_megatron.prepare_optimizer(optimizer, elementwise=True) if each entry is updated from "
             "that entry alone."
         )
-    half = any(p.dtype in (torch.bfloat16, torch.float16) for p in _parameters(optimizer))
+    half = any(p.dtype in _HALF for p in _parameters(optimizer))
     if half and engine.config.main_weights_in_fp32 and engine.config.zero_stage < 3:
         engine.reduce_gradients()
     # Attached last: the mixin's methods need it.

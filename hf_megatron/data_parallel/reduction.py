@@ -106,11 +106,12 @@ class GradientReducer(Shared):
             for parameter in self.parameters
             if parameter.requires_grad
         ]
+        self._kinds = [_kind(parameter) for parameter in self.parameters]
 
-    def refresh(self, parameters: Iterable[nn.Parameter], *, were_moved: bool = False) -> None:
+    def refresh(self, parameters: Iterable[nn.Parameter]) -> None:
         """Takes note of parameters that were frozen, unfrozen, replaced or moved since; their gradients stay."""
         wanted = [parameter for parameter in parameters if parameter.requires_grad or parameter.grad is not None]
-        if not were_moved and _same(wanted, self.parameters):
+        if _same(wanted, self.parameters) and self._kinds == [_kind(parameter) for parameter in wanted]:
             return
         self.finish()
         kept = {
@@ -124,11 +125,11 @@ class GradientReducer(Shared):
                 self._own_columns(self._place_of[id(parameter)]).copy_(kept[id(parameter)])
         self.take_edits()
 
-    def begin(self, parameters: Iterable[nn.Parameter], *, were_moved: bool = False) -> None:
+    def begin(self, parameters: Iterable[nn.Parameter]) -> None:
         """Prepares for a forward that records gradients of these parameters, all of the model's."""
         self.complete()
         self.take_edits()
-        self.refresh(parameters, were_moved=were_moved)
+        self.refresh(parameters)
         for bucket in self.buckets:
             bucket.arrived.clear()
 
@@ -407,6 +408,11 @@ def _there(gradient: Tensor | None) -> Tensor:
     if gradient is None:
         raise UnsupportedError("A gradient was used that `.grad` no longer holds: clone() what is to outlive it.")
     return gradient
+
+
+def _kind(parameter: Tensor) -> tuple[torch.dtype, bool]:
+    """Tells what changes when a parameter is moved or cast: `Module.to` may put another tensor, without hooks, into it."""
+    return parameter.dtype, bool(parameter._post_accumulate_grad_hooks)
 
 
 def _same(parameters: list[nn.Parameter], others: list[nn.Parameter]) -> bool:
