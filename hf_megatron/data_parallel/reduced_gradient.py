@@ -126,13 +126,11 @@ class ReducedGradient(Tensor):
 class _ReducedDTensor(ReducedGradient, DTensor):
     """The gradient of a `DTensor`, which takes no other kind of tensor for an operand."""
 
-    @property
-    def _local_tensor(self) -> Tensor:  # type: ignore[override]
-        return local_tensor(self.read())
-
-    @property
-    def _spec(self) -> Any:  # type: ignore[override]
-        return self.parameter._spec  # type: ignore[attr-defined]
+    def __getattr__(self, name: str) -> Any:
+        # A slot that is never filled, where a property would keep `Module.to` from swapping gradients.
+        if name == "_local_tensor":
+            return local_tensor(self.read())
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def to_local(self, **kwargs: Any) -> Tensor:
         return self.read().to_local(**kwargs)  # type: ignore[attr-defined]
@@ -153,6 +151,8 @@ def stand_in(parameter: Tensor, owner: GradientOwner) -> ReducedGradient:
     # The parameter holds it where the cyclic collector does not look: it must keep neither parameter nor model.
     gradient.key, gradient.part, gradient.is_gone = id(parameter), None, False
     gradient._owner = weakref.ref(owner)
+    if isinstance(parameter, DTensor):
+        gradient._spec = parameter._spec
     return gradient
 
 
