@@ -60,6 +60,13 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def restore_hooks(parameter: torch.Tensor) -> None:
+    """Has autograd call a parameter's hooks, of any shape, again after `torch.utils.swap_tensors`, which forgets to."""
+    hooks = parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+    if hooks is not None:
+        parameter._post_accumulate_grad_hooks = hooks  # type: ignore[attr-defined]
+
+
 def accumulator(leaf: torch.Tensor) -> Any:
     """Returns the node of autograd's graph that adds to `leaf.grad`, of any shape."""
     return torch.autograd.graph.get_gradient_edge(leaf).node

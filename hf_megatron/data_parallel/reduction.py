@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from ..communication.flat_rows import ReduceScatter, gather_rows, sum_over
 from ..errors import UnsupportedError
 from ..patch_ledger import Shared
-from ..upstream import dtensor_from_local, local_tensor
+from ..upstream import dtensor_from_local, local_tensor, restore_hooks
 from .buckets import Bucket, Slot, Sum, make_buckets, owned_range
 from .reduced_gradient import ReducedGradient, is_held, stand_in
 from .reduction_groups import Sharing
@@ -29,6 +29,8 @@ from .reduction_groups import Sharing
 _MIB = 2**20
 # Buckets whose rows exist at a time where they are not kept; more would overlap no better.
 _IN_FLIGHT = 2
+# On parameters as long as their hooks are called.
+_HOOKED = "_hf_megatron_hooked"
 # Number of a bucket, and of a slot in it.
 _Place = tuple[int, int]
 
@@ -101,6 +103,9 @@ class GradientReducer(Shared):
         self._stand_ins = {id(parameter): stand_in(parameter, self) for parameter in self.parameters}
         # Autograd keeps these hooks where the cyclic collector does not look: they must not keep the model.
         reducer = weakref.ref(self)
+        for parameter in self.parameters:
+            setattr(parameter, _HOOKED, True)
+            restore_hooks(parameter)
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(partial(_arrive, reducer, self._place_of[id(parameter)]))
             for parameter in self.parameters
@@ -411,8 +416,8 @@ def _there(gradient: Tensor | None) -> Tensor:
 
 
 def _kind(parameter: Tensor) -> tuple[torch.dtype, bool]:
-    """Tells what changes when a parameter is moved or cast: `Module.to` may put another tensor, without hooks, into it."""
-    return parameter.dtype, bool(parameter._post_accumulate_grad_hooks)
+    """Tells what changes when a parameter is cast or moved; `Module.to` may put another tensor into it."""
+    return parameter.dtype, _HOOKED in vars(parameter)
 
 
 def _same(parameters: list[nn.Parameter], others: list[nn.Parameter]) -> bool:
