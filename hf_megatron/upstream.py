@@ -60,6 +60,11 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def leave_uncompiled(function: Any) -> None:
+    """Keeps the compiler from tracing a function, as `torch.compiler.disable` does, which would import the compiler."""
+    function._torchdynamo_disable = True
+
+
 def restore_hooks(parameter: torch.Tensor) -> None:
     """Has autograd call a parameter's hooks, of any shape, again after `torch.utils.swap_tensors`, which forgets to."""
     hooks = parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]

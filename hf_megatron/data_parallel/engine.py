@@ -1,5 +1,6 @@
 """Data parallelism of one model: how its gradients are reduced and how its weights are shared."""
 
+import copy
 import math
 import operator
 import types
@@ -16,7 +17,7 @@ from ..errors import ConfigError, NonFiniteGradientError, UnsupportedError
 from ..parallel_state import ParallelState, parallel_state
 from ..patch_ledger import LEDGER, Shared
 from ..placement import Claim
-from ..upstream import local_tensor
+from ..upstream import leave_uncompiled, local_tensor
 from .fully_sharded import no_sync, reshard
 from .gradient_store import GradientStore, PlainGradients
 from .graph_edges import GradientWatch, refuse_hooks, refuse_partial_backward, with_trained_inputs
@@ -85,7 +86,21 @@ class DataParallel(Shared):
         if self.mesh.dp_size > 1 and state.cut is None:
             self._watch = GradientWatch()
             model.register_forward_hook(self._after_forward)
-        model.register_load_state_dict_post_hook(lambda *_: self.refresh_main_weights())
+        model.register_load_state_dict_post_hook(self._after_load)
+
+    def __deepcopy__(self, memo: dict) -> "DataParallel":
+        """Gives a copied model an engine of its own; one whose gradients are reduced is not trained."""
+        model = memo.get(id(self.model))
+        if model is None or self.reducer is not None or self.state.cut is not None:
+            return self
+        twin = copy.copy(self)
+        memo[id(self)] = twin
+        twin.model, twin._parameters = model, ParameterList(model)
+        twin._claims, twin._marked, twin._identities, twin._optimizers = {}, [], set(), []
+        twin.guards, twin.on_cleared, twin.verdict = [], [], Verdict()
+        twin.state = copy.deepcopy(self.state, memo)
+        LEDGER.add_model(model)
+        return twin
 
     @property
     def optimizers(self) -> list[Any]:
@@ -237,6 +252,9 @@ class DataParallel(Shared):
                 bad.append(name)
         return f"those of {', '.join(bad[:5])}" + (" and others" if len(bad) > 5 else "") if bad else "all are finite"
 
+    def _after_load(self, model: nn.Module, keys: Any) -> None:
+        self.refresh_main_weights()
+
     def refresh_main_weights(self) -> None:
         for optimizer in self.optimizers:
             optimizer.refresh_main_weights()
@@ -273,6 +291,11 @@ def refuse_unprepared(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dic
             f"{type(optimizer).__name__} steps on a data parallel model without knowing it: pass it through "
             "accelerator.prepare(...) or hf_megatron.prepare_optimizer(optimizer)."
         )
+
+
+# The compiler would trace what has to happen once per forward.
+for _hook in (DataParallel._before_forward, DataParallel._after_forward):
+    leave_uncompiled(_hook)
 
 
 def _check_backward(engine: "weakref.ref[DataParallel]") -> None:
