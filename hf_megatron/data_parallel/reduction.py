@@ -90,7 +90,7 @@ class GradientReducer(Shared):
         self.parameters = [p for p in parameters if p.requires_grad or p.grad is not None]
         # Backward reaches the last layers first; frozen parameters wait for the end of the step.
         self.buckets = make_buckets(
-            sorted(reversed(self.parameters), key=lambda parameter: not parameter.requires_grad),
+            sorted(self.parameters[::-1], key=lambda parameter: not parameter.requires_grad),
             self.sharing_of,
             self.bucket_size * _MIB,
             torch.float32 if self.main_gradients else None,
