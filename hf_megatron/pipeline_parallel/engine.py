@@ -119,7 +119,7 @@ class Pipeline(Shared):
         if self._read is not None:
             return self._values_of(arguments, self._read)
         labels = has_labels(arguments)
-        others = [name for name, value in arguments.items() if value is not None and is_target(name)]
+        others = [name for name, value in arguments.items() if isinstance(value, Tensor) and is_target(name)]
         if others and (self.loss.shifts is None or not labels):
             raise UnsupportedError(
                 f"{type(self.model).__name__} with {', '.join(others)}: a pipeline knows losses of `labels` alone, "
