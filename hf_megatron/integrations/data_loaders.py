@@ -19,6 +19,11 @@ def iterate(original: Callable, self: Any) -> Iterator[Any]:
     """
     group = _data_parallel_group()
     base = self.base_dataloader
+    if group is not None and "_hf_megatron_seen" not in vars(base):
+        from .drawing_collators import draw_for_all_ranks
+
+        base._hf_megatron_seen = True
+        draw_for_all_ranks(base)
     if group is not None and "_hf_megatron_group" not in vars(base) and _may_differ(base):
         base._hf_megatron_group = group
         base.__class__ = _agreed_class(type(base))

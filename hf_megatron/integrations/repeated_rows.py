@@ -77,9 +77,18 @@ def _counted(trainer: Any, state: ParallelState, inputs: Any, batch_size: int) -
     """Counts the rows of this rank's batch under way that are no repetitions; they come first."""
     rows = find_batch_size(inputs)
     # Collators that join rows, and loaders of other sizes, leave it open which rows are repeated.
-    if not _is_last_batch(trainer) or rows != batch_size:
+    if not _is_last_batch(trainer) or rows != batch_size or not _takes_any_rows(trainer):
         return rows
     return min(max(trainer.accelerator.gradient_state.remainder - state.mesh.dp_rank * batch_size, 0), batch_size)
+
+
+def _takes_any_rows(trainer: Any) -> bool:
+    """Tells whether a loss is known to do with batches whose sizes differ between ranks.
+
+    A subclass may gather a number per row, as DPOTrainer does, which ends in an error or waits for ever then.
+    """
+    owner = next(cls for cls in type(trainer).__mro__ if "compute_loss" in vars(cls))
+    return "compute_loss" not in vars(trainer) and owner.__name__ in ("Trainer", "SFTTrainer")
 
 
 def _first(value: Any, rows: int, count: int) -> Any:

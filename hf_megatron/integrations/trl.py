@@ -16,12 +16,13 @@ import torch.distributed as dist
 from ..config import MegatronConfig
 from ..errors import UnsupportedError
 from ..log_probs import scores_of_call
-from ..loss import IGNORE_INDEX, BatchLoss, next_tokens
+from ..loss import IGNORE_INDEX, BatchLoss, count_targets, next_tokens
 from ..parallel_state import parallel_state
 from ..pipeline_parallel.absent_weights import own_state_dict
 from ..tensor_parallel.vocab_log_probs import FIELDS, LOG_PROBS
 from ..upstream import count_tokens_once, local_tensor, trl_output
 from .refusals import refuse_other_trl_trainers
+from .repeated_rows import evaluated
 
 _REFUSED = {
     "activation_offloading": "its hooks know one device's memory. Use MegatronConfig(recompute=...).",
@@ -63,6 +64,20 @@ def create_model_from_path(original: Callable, model_id: str, *args: Any, **kwar
         kwargs.setdefault("megatron_config", layout)
         kwargs.setdefault("device_map", None)
     return original(model_id, *args, **kwargs)
+
+
+def prediction_step(original: Callable, self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    """Takes the loss `()` of an evaluation step over the tokens of all ranks' rows, none of them twice."""
+    state = parallel_state(self.model)
+    if state is None or not state.loss.is_spread:
+        return original(self, model, inputs, *args, **kwargs)
+
+    def step(rows: Any) -> Any:
+        loss, *predictions = original(self, model, rows, *args, **kwargs)
+        targets = count_targets(next_tokens(rows["labels"])).to(loss.device)
+        return state.loss.mean(loss * targets, targets), *predictions
+
+    return evaluated(self, state, inputs, step)
 
 
 def hash_module(original: Callable, module: Any) -> str:

@@ -1,8 +1,10 @@
-"""Trainer's evaluation on data parallel ranks, where the rows do not fill the last batch: one process's numbers."""
+"""Batches of data parallel ranks that are not full, or drawn: the numbers of one process."""
 
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
+from torch.utils.data import DataLoader
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -10,8 +12,10 @@ from transformers import (
     Trainer,
     TrainingArguments,
     default_data_collator,
+    set_seed,
 )
 
+from hf_megatron import MegatronPlugin
 from hf_megatron.verify.check import parse_layouts
 from hf_megatron.verify.parity import ConfigUnderTest
 from hf_megatron.verify.ranks import run_ranks
@@ -87,3 +91,41 @@ def test_losses_of_classes(tmp_path):
         expected = run()
         for found in run_ranks(run, 2, layout("dp2")):
             compare(found, expected)
+
+
+class Masking:
+    """Draws as masked language modelling does: for the whole batch, and then for the whole batch again."""
+
+    def __init__(self, draws=True):
+        self.draws, self.rows = draws, []
+
+    def __call__(self, samples):
+        batch = {"input_ids": torch.stack([sample["input_ids"] for sample in samples])}
+        self.rows.append(len(samples))
+        if self.draws:
+            shape = batch["input_ids"].shape
+            batch["input_ids"] = torch.where(
+                torch.rand(shape) < 0.5, torch.randint(600, 700, shape), batch["input_ids"]
+            )
+        return batch
+
+
+def batches_of(draws, count, drop_last=False, config=None):
+    collator = Masking(draws)
+    accelerator = Accelerator(cpu=True, megatron_lm_plugin=None if config is None else MegatronPlugin(config))
+    size = 4 if config is None else 2
+    loader = DataLoader(rows(count, 0), batch_size=size, collate_fn=collator, drop_last=drop_last)
+    loader = accelerator.prepare(loader)
+    set_seed(5)
+    found = [accelerator.gather_for_metrics(batch["input_ids"]) for _ in range(2) for batch in loader]
+    return found, torch.rand(2).tolist(), collator.rows
+
+
+@pytest.mark.parametrize("arguments", [(True, 11), (True, 9), (True, 8), (True, 11, True), (False, 11)])
+def test_masks_are_those_of_one_process(arguments):
+    [(expected, state, _)] = run_ranks(batches_of, 1, *arguments)
+    for found, after, collated in run_ranks(batches_of, 2, *arguments, config=layout("dp2")):
+        assert len(found) == len(expected) and all(map(torch.equal, found, expected))
+        assert after == state
+        # Nobody else pays for it.
+        assert max(collated) == (4 if arguments[0] else 2)

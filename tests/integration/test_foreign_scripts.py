@@ -1,0 +1,29 @@
+"""TRL's own scripts, changed by the import and the argument alone, beside one process (see `tests.foreign_scripts`)."""
+
+import pytest
+
+from tests.foreign_scripts import LAYOUTS, LOSS, WEIGHTS, compare, make_data, program, trl_script
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("scripts")
+    make_data(path)
+    return path
+
+
+@pytest.mark.parametrize("name", ["sft.py", "dpo.py"])
+def test_every_logged_number_and_weight(folder, name):
+    expected = None
+    for layout in LAYOUTS[name].split(","):
+        (worst, number), apart, count, expected = compare(trl_script(name), folder, layout, expected)
+        assert count > 20
+        assert worst <= LOSS and apart <= WEIGHTS, (layout, number, worst, apart)
+
+
+@pytest.mark.parametrize("name", ["sft.py", "dpo.py"])
+def test_one_argument_is_added(name):
+    assert "LAYOUT" not in program(trl_script(name), False).co_names
+    code = program(trl_script(name), True)
+    functions = [constant for constant in code.co_consts if hasattr(constant, "co_names")]
+    assert "hf_megatron" in code.co_names and any("LAYOUT" in function.co_names for function in functions)
