@@ -75,8 +75,9 @@ class LocalParameters:
     """Mixin of a module whose own forward, or whose owner's, reads the parameters as plain tensors.
 
     A dynamic subclass of the module's class gets one property per parameter, which is local while the model or the
-    module computes; `named_parameters()`, `state_dict()`, optimizers and loops see the DTensors. Gradients of the parameters in `summed` are added up over tp; those in
-    `addends` are read as this rank's share, since the results of all ranks are added up.
+    module computes; `named_parameters()`, `state_dict()`, optimizers and loops see the DTensors. Gradients of the
+    parameters in `summed` are added up over tp; those in `addends` are read as this rank's share, since the results of
+    all ranks are added up.
     """
 
     mesh: ParallelMesh
