@@ -60,9 +60,9 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def leave_uncompiled(function: Any) -> None:
-    """Keeps the compiler from tracing a function, as `torch.compiler.disable` does, which would import the compiler."""
-    function._torchdynamo_disable = True
+def leave_uncompiled(function: Any) -> Any:
+    """Keeps the compiler from tracing a function; unlike `torch.compiler.disable` imports it when first called."""
+    return torch._disable_dynamo(function)  # type: ignore[attr-defined]
 
 
 def restore_hooks(parameter: torch.Tensor) -> None:

@@ -184,8 +184,11 @@ class DataParallel(Shared):
         parameters = self._parameters.current()
         if len(parameters) != len(self._marked) or not all(map(operator.is_, parameters, self._marked)):
             self._mark(parameters)
-        if not torch.is_grad_enabled():
-            return None
+        return self._begin(parameters, args, kwargs) if torch.is_grad_enabled() else None
+
+    @leave_uncompiled
+    def _begin(self, parameters: list[nn.Parameter], args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Prepares for a forward that records gradients; returns its arguments where they change."""
         if self.reducer is not None:
             self.reducer.begin(parameters)
         if self.mesh.dp_size > 1:
@@ -194,6 +197,7 @@ class DataParallel(Shared):
             return None
         return with_trained_inputs(args, kwargs, self.mesh.dp_size, lambda leaf: engine_of(leaf) is self)
 
+    @leave_uncompiled
     def _after_forward(self, model: nn.Module, args: tuple, output: Any) -> Any:
         if not torch.is_grad_enabled():
             if self.state.shards_weights:
@@ -291,11 +295,6 @@ def refuse_unprepared(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dic
             f"{type(optimizer).__name__} steps on a data parallel model without knowing it: pass it through "
             "accelerator.prepare(...) or hf_megatron.prepare_optimizer(optimizer)."
         )
-
-
-# The compiler would trace what has to happen once per forward.
-for _hook in (DataParallel._before_forward, DataParallel._after_forward):
-    leave_uncompiled(_hook)
 
 
 def _check_backward(engine: "weakref.ref[DataParallel]") -> None:

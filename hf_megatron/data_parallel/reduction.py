@@ -89,8 +89,10 @@ class GradientReducer(Shared):
             hook.remove()
         self.parameters = [p for p in parameters if p.requires_grad or p.grad is not None]
         # Backward reaches the last layers first; frozen parameters wait for the end of the step.
+        expected = [parameter for parameter in reversed(self.parameters) if parameter.requires_grad]
+        expected += [parameter for parameter in self.parameters if not parameter.requires_grad]
         self.buckets = make_buckets(
-            sorted(self.parameters[::-1], key=lambda parameter: not parameter.requires_grad),
+            expected,
             self.sharing_of,
             self.bucket_size * _MIB,
             torch.float32 if self.main_gradients else None,
@@ -244,7 +246,7 @@ class GradientReducer(Shared):
         self.finish()
 
     def _renew(self, parameter: Tensor) -> None:
-        """Has another tensor stand for the next gradient if somebody keeps the one that stood for the last."""
+        """Makes another stand-in for a parameter's next gradient if somebody keeps the one of its last."""
         present = self._stand_ins[id(parameter)]
         if not isinstance(present, ReducedGradient) or is_held(self._stand_ins, id(parameter)):
             if isinstance(present, ReducedGradient):

@@ -142,7 +142,7 @@ def run_all(path, text, habits, **kwargs):
         try:
             habit(loop)
             found[name] = loop.measurement()
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001
             found[name] = (type(error).__name__, str(error), traceback.format_exc())
     return found
 

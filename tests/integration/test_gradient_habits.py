@@ -4,10 +4,13 @@ import contextlib
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import hf_megatron
+from hf_megatron.verify.ranks import run_ranks
 
-from .habits import LAYOUTS, SPLIT, Runs, batch, full, own_rows, save_tiny
+from .dp_training import layout, ranks_of
+from .habits import LAYOUTS, SPLIT, Loop, Runs, batch, full, own_rows, save_tiny
 
 HABITS = {}
 _NAMES = ("clip_grad_norm_", "get_total_norm", "clip_grads_with_norm_", "clip_grad_value_")
@@ -414,3 +417,46 @@ NOT_IN_STAGE_THREE = {
 )
 def test_equal_to_one_process(runs, text, name):
     runs.compare(text, name)
+
+
+def norms(path, text=None):
+    """Of the whole model, whichever part a rank holds."""
+    clip_grad_norm_, get_total_norm, clip_grads_with_norm_, _ = early_names()
+    model = AutoModelForCausalLM.from_pretrained(path, megatron_config=None if text is None else layout(text)).train()
+    model(**own_rows(model, batch(0))).loss.backward()
+    parameters = list(model.parameters())
+
+    def total(kind=2.0):
+        return get_total_norm([parameter.grad for parameter in parameters], kind).item()
+
+    found = [total(), total(float("inf")), clip_grad_norm_(parameters, 0.5).item(), total()]
+    clip_grads_with_norm_(parameters, 0.1, get_total_norm([parameter.grad for parameter in parameters]))
+    return [*found, total()]
+
+
+@pytest.mark.parametrize("text", ["pp2", "pp2+dp2"])
+def test_early_names_see_every_stage(tmp_path, text):
+    save_tiny(tmp_path)
+    expected = norms(tmp_path)
+    for found in run_ranks(norms, ranks_of(layout(text)), tmp_path, text):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+def compiled(path, text=None):
+    model = AutoModelForCausalLM.from_pretrained(path, megatron_config=None if text is None else layout(text)).train()
+    whole, loop = torch.compile(model, backend="eager"), Loop(model)
+    for seed in range(2):
+        loss = whole(**own_rows(model, batch(seed))).loss
+        loss.backward()
+        loop.losses.append(loss.item())
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+    return loop.losses
+
+
+@pytest.mark.parametrize("text", ["tp2+sp", "dp2", "dp2+zero3"])
+def test_a_compiled_model(tmp_path, text):
+    save_tiny(tmp_path)
+    expected = compiled(tmp_path)
+    for found in run_ranks(compiled, 2, tmp_path, text, timeout=300):
+        assert found == pytest.approx(expected, rel=1e-5)

@@ -1,9 +1,15 @@
 """Weights as PyTorch has them: what loops do to parameters between steps, against one process."""
 
+import copy
+
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
-from .habits import LAYOUTS, Runs, save_tiny
+from hf_megatron.verify.ranks import run_ranks
+
+from .dp_training import layout, weights
+from .habits import LAYOUTS, Loop, Runs, save_tiny
 
 HABITS, HALF = {}, {}
 
@@ -121,6 +127,33 @@ def average_of_the_state_dict(loop):
     loop.step(3)
 
 
+# Attributes of modules are the parameters
+
+
+@habit
+def reaches_parameters_through_their_modules(loop):
+    norm = loop.model.model.layers[0].input_layernorm
+    for seed in range(2):
+        loop.backward(seed)
+        assert norm.weight.grad is not None
+        loop.see(f"norm {seed}", _whole(norm.weight.grad.norm()))
+        norm.weight.grad.mul_(0.5)
+        loop.model.model.norm.weight.grad = None
+        with torch.no_grad():
+            norm.weight.mul_(1.1)
+        norm.weight.data.add_(0.01)
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+    loop.model.model.norm.weight.requires_grad_(False)
+    loop.step(2)
+    assert norm.weight is dict(loop.model.named_parameters())["model.layers.0.input_layernorm.weight"]
+    loop.model.requires_grad_(True)
+
+
+def _whole(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
 # Which parameters, and of what dtype
 
 
@@ -226,3 +259,46 @@ def test_edits_stay_in_half_precision(half_runs, text, name):
         assert all(torch.equal(weights[n], expected[n]) for n in weights), [
             n for n in weights if not torch.equal(weights[n], expected[n])
         ]
+
+
+# Copies
+
+
+def train_a_copy(path, text=None):
+    model = AutoModelForCausalLM.from_pretrained(path, megatron_config=None if text is None else layout(text)).train()
+    twin = copy.deepcopy(model)
+    before = weights(model)
+    losses = []
+    for one in (twin, model):
+        loop = Loop(one)
+        loop.step(0)
+        if one is twin:
+            untouched = weights(model)
+            assert all(torch.equal(untouched[name], before[name]) for name in before)
+        loop.step(1)
+        losses += loop.losses
+    return losses
+
+
+@pytest.mark.parametrize("text", ["tp2", "tp2+sp"])
+def test_a_deep_copy_trains_by_itself(path, text):
+    expected = train_a_copy(path)
+    for losses in run_ranks(train_a_copy, 2, path, text):
+        assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def average_of_copies(path, text=None):
+    model = AutoModelForCausalLM.from_pretrained(path, megatron_config=None if text is None else layout(text)).train()
+    average = torch.optim.swa_utils.AveragedModel(model)
+    loop = Loop(model)
+    for seed in range(2):
+        loop.step(seed)
+        average.update_parameters(model)
+    with torch.no_grad():
+        return float(average.eval()(input_ids=torch.arange(8).view(1, 8)).logits.square().sum())
+
+
+@pytest.mark.parametrize("text", ["tp2", "dp2"])
+def test_averaged_models_are_evaluated(path, text):
+    expected = average_of_copies(path)
+    assert run_ranks(average_of_copies, 2, path, text) == pytest.approx([expected] * 2, rel=1e-5)
