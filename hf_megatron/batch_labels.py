@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from .auxiliary_loss import router_losses_of
 from .errors import UnsupportedError
-from .loss import BatchLoss
+from .loss import BatchLoss, scalar
 
 _POSITIONS = ("start_positions", "end_positions")
 
@@ -43,19 +43,19 @@ def _classes(values: Mapping[str, Any]) -> Tensor:
     target, weight = values["target"], values.get("weight")
     if target.is_floating_point():
         logits = values["input"]
-        return torch.tensor(target.numel() // logits.shape[1 if target.dim() > 1 else 0], device=target.device)
+        return scalar(target.numel() // logits.shape[1 if target.dim() > 1 else 0], target.device)
     counts = target != values["ignore_index"]
     return counts.sum() if weight is None else (weight[target.masked_fill(~counts, 0)] * counts).sum()
 
 
 def _entries(values: Mapping[str, Any]) -> Tensor:
     shape = torch.broadcast_shapes(values["input"].shape, values["target"].shape)
-    return torch.tensor(shape.numel(), device=values["target"].device)
+    return scalar(shape.numel(), values["target"].device)
 
 
 def _divergences(values: Mapping[str, Any]) -> Tensor:
     if values["reduction"] == "batchmean":
-        return torch.tensor(values["input"].shape[0], device=values["target"].device)
+        return scalar(values["input"].shape[0], values["target"].device)
     return _entries(values)
 
 

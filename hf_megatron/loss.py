@@ -56,10 +56,15 @@ def without_targets(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return dict(arguments) | ignored
 
 
+def scalar(number: int, device: torch.device) -> Tensor:
+    """Makes a number on a device without a copy that would wait for it."""
+    return torch.full((), number, device=device)
+
+
 def count_targets(targets: Tensor, ignore_index: int = IGNORE_INDEX) -> Tensor:
     """Counts targets of any shape, those to ignore left out; where they are no classes every entry is one."""
     if targets.is_floating_point():
-        return torch.tensor(targets.numel(), device=targets.device)
+        return scalar(targets.numel(), targets.device)
     return (targets != ignore_index).sum()
 
 
@@ -179,7 +184,7 @@ class BatchLoss(Shared):
         """Averages what has a term per row, as `mean` does."""
         if self.share is not None:
             return total / self.share.rows
-        return self._mean(total, torch.tensor(rows, device=total.device))
+        return self._mean(total, scalar(rows, total.device))
 
     def _mean(self, total: Tensor, terms: Tensor) -> Tensor:
         if not self.over_ranks:
@@ -261,7 +266,7 @@ class BatchLoss(Shared):
         if known and (not divided or self.auxiliary == "batch"):
             return [given / factor, rows]
         targets = self._targets(arguments).float()
-        counts = torch.stack([targets, targets.new_tensor(rows)])
+        counts = torch.stack([targets, scalar(rows, targets.device).float()])
         if divided:
             dist.all_reduce(counts, group=self.mesh.group("dp_cp"))
         # Without any target the loss is 0 and adds nothing.
@@ -272,7 +277,7 @@ class BatchLoss(Shared):
         """Returns the rows of the whole batch over the number of dp ranks, where something is divided by them."""
         if self.auxiliary == "batch" or not self.over_ranks:
             return rows
-        count = torch.tensor(float(rows), device=self.mesh.device)
+        count = scalar(rows, self.mesh.device).float()
         dist.all_reduce(count, group=self.mesh.group("dp_cp"))
         return count / self.mesh.dp_size
 

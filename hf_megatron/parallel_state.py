@@ -1,5 +1,6 @@
 """What hf_megatron knows of one model, kept on it; each parallel axis reads it, and leaves what it made there."""
 
+import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -98,6 +99,12 @@ class ParallelState(Shared):
     pipeline: Pipeline | None = None
     data_parallel: DataParallelEngine | None = None
     _mesh: ParallelMesh | None = None
+
+    def __deepcopy__(self, memo: dict) -> "ParallelState":
+        twin = copy.copy(self)
+        memo[id(self)] = twin
+        twin.data_parallel = copy.deepcopy(self.data_parallel, memo)
+        return twin
 
     @property
     def mesh(self) -> ParallelMesh:

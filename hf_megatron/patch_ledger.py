@@ -17,9 +17,9 @@ import importlib.util
 import re
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import ModuleType
+from types import CellType, FunctionType, ModuleType
 from typing import Any, Protocol
 
 from .errors import MegatronError
@@ -37,7 +37,8 @@ class Patch:
     """One replaced function.
 
     Attributes:
-        target: `module:attribute.path`.
+        target: `module:attribute.path`; the last attribute of a function is a variable of its closure, by which a
+            function is replaced under every name that it was imported by before.
         replacement: `module:function`, a function that takes the original (of a class method the function in it) before
             the original's own arguments. It is a name, so that declaring a patch imports nothing.
         stock: what the original does, and why that is not enough for a laid out model.
@@ -72,22 +73,41 @@ class Patch:
         if self.applied:
             return
         owner, attribute = self._owner()
-        if attribute not in vars(owner):
+        attributes = _attributes(owner)
+        if attribute not in attributes:
             raise MegatronError(
                 f"{self.target} does not exist in the installed {self.module_name.partition('.')[0]}: this version is "
                 "outside the range hf_megatron supports (see pyproject.toml)."
             )
         # `vars` keeps staticmethod and classmethod objects as they are; `getattr` would bind them.
-        self.original = vars(owner)[attribute]
+        self.original = attributes[attribute]
         module_name, _, function = self.replacement.partition(":")
-        setattr(owner, attribute, _replaced(self.original, getattr(importlib.import_module(module_name), function)))
+        _set(owner, attribute, _replaced(self.original, getattr(importlib.import_module(module_name), function)))
         self.applied = True
 
     def restore(self) -> None:
         if self.applied:
             owner, attribute = self._owner()
-            setattr(owner, attribute, self.original)
+            _set(owner, attribute, self.original)
             self.applied = False
+
+
+def _cells(owner: FunctionType) -> dict[str, CellType]:
+    return dict(zip(owner.__code__.co_freevars, owner.__closure__ or (), strict=True))
+
+
+def _attributes(owner: Any) -> Mapping[str, Any]:
+    """Returns what may be replaced on an object: its attributes, or the variables of a function's closure."""
+    if isinstance(owner, FunctionType):
+        return {name: cell.cell_contents for name, cell in _cells(owner).items()}
+    return vars(owner)
+
+
+def _set(owner: Any, attribute: str, value: Any) -> None:
+    if isinstance(owner, FunctionType):
+        _cells(owner)[attribute].cell_contents = value
+    else:
+        setattr(owner, attribute, value)
 
 
 def _replaced(original: Any, function: Callable) -> Any:

@@ -55,6 +55,45 @@ def at_end_of_backward(function: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(function)  # type: ignore[attr-defined]
 
 
+def in_backward() -> bool:
+    """Tells whether autograd computes gradients on this thread (private in torch 2.11 to 2.13)."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def leave_uncompiled(function: Any) -> Any:
+    """Keeps the compiler from tracing a function; unlike `torch.compiler.disable` imports it when first called."""
+    return torch._disable_dynamo(function)  # type: ignore[attr-defined]
+
+
+def restore_hooks(parameter: torch.Tensor) -> None:
+    """Has autograd call a parameter's hooks, of any shape, again after `torch.utils.swap_tensors`, which forgets to."""
+    hooks = parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+    if hooks is not None:
+        parameter._post_accumulate_grad_hooks = hooks  # type: ignore[attr-defined]
+
+
+def accumulator(leaf: torch.Tensor) -> Any:
+    """Returns the node of autograd's graph that adds to `leaf.grad`, of any shape."""
+    return torch.autograd.graph.get_gradient_edge(leaf).node
+
+
+def runs_all(node: Any) -> bool:
+    """Tells inside a backward whether it runs this node, as a `backward()` without `inputs=` runs all (private)."""
+    return torch._C._will_engine_execute_node(node)  # type: ignore[attr-defined]
+
+
+def is_asked_for(leaf: torch.Tensor) -> bool:
+    """Tells inside a backward whether `torch.autograd.grad` was called for this leaf of any shape (private).
+
+    `register_multi_grad_hook` asks the engine in the same way; its answer for such a leaf is an error.
+    """
+    try:
+        torch._C._will_engine_execute_node(accumulator(leaf))  # type: ignore[attr-defined]
+    except RuntimeError:
+        return True
+    return False
+
+
 @contextmanager
 def finishing_itself(model: Any) -> Iterator[None]:
     """Has FSDP2 finish each backward that is run inside another at that one's end, not at the outer one's.

@@ -115,6 +115,12 @@ class Bucket:
             self.rows = torch.empty((self.ranks, self.width + len(self.slots)), dtype=self.dtype, device=self.device)
         return self.rows
 
+    def open_shard(self) -> Tensor:
+        """Returns the reduced gradient `[width]`, and makes one of zeros where there is none."""
+        if self.shard is None:
+            self.shard = torch.zeros(self.width, dtype=self.dtype, device=self.device)
+        return self.shard
+
     def close_rows(self) -> Tensor:
         """Completes the rows `[ranks, width + parameters]`: zeros where this rank has no gradient, and the flags."""
         rows = self.open_rows()

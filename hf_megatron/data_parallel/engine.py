@@ -1,5 +1,6 @@
 """Data parallelism of one model: how its gradients are reduced and how its weights are shared."""
 
+import copy
 import math
 import operator
 import types
@@ -14,11 +15,12 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError, NonFiniteGradientError, UnsupportedError
 from ..parallel_state import ParallelState, parallel_state
-from ..patch_ledger import Shared
+from ..patch_ledger import LEDGER, Shared
 from ..placement import Claim
-from ..upstream import local_tensor
-from .fully_sharded import no_sync
+from ..upstream import leave_uncompiled, local_tensor
+from .fully_sharded import no_sync, reshard
 from .gradient_store import GradientStore, PlainGradients
+from .graph_edges import GradientWatch, refuse_hooks, refuse_partial_backward, with_trained_inputs
 from .parameter_list import ParameterList
 from .reduction import GradientReducer
 from .reduction_groups import Sharing
@@ -67,6 +69,7 @@ class DataParallel(Shared):
         self._sharings = {axis: Sharing.along(axis, state.mesh) for axis in averages}
         self._parameters = ParameterList(model)
         self._marked: list[nn.Parameter] = []
+        self._identities: set[int] = set()
         self._mark(self._parameters.current())
         self._optimizers: list[weakref.ref] = []
         self.skipped_steps = 0
@@ -78,8 +81,26 @@ class DataParallel(Shared):
                 state.patches.replace(model, "no_sync", partial(no_sync, model))
         elif any(self.sharing(parameter).size > 1 for parameter in self._marked):
             self.reduce_gradients()
-        model.register_forward_pre_hook(self._before_forward)
-        model.register_load_state_dict_post_hook(lambda *_: self.refresh_main_weights())
+        # Before FSDP2 puts whole parameters in the place of those that the loop knows.
+        model.register_forward_pre_hook(self._before_forward, prepend=state.shards_weights, with_kwargs=True)
+        if self.mesh.dp_size > 1 and state.cut is None:
+            self._watch = GradientWatch()
+            model.register_forward_hook(self._after_forward)
+        model.register_load_state_dict_post_hook(self._after_load)
+
+    def __deepcopy__(self, memo: dict) -> "DataParallel":
+        """Gives a copied model an engine of its own; one whose gradients are reduced is not trained."""
+        model = memo.get(id(self.model))
+        if model is None or self.reducer is not None or self.state.cut is not None:
+            return self
+        twin = copy.copy(self)
+        memo[id(self)] = twin
+        twin.model, twin._parameters = model, ParameterList(model)
+        twin._claims, twin._marked, twin._identities, twin._optimizers = {}, [], set(), []
+        twin.guards, twin.on_cleared, twin.verdict = [], [], Verdict()
+        twin.state = copy.deepcopy(self.state, memo)
+        LEDGER.add_model(model)
+        return twin
 
     @property
     def optimizers(self) -> list[Any]:
@@ -147,9 +168,13 @@ class DataParallel(Shared):
         for parameter in parameters:
             setattr(parameter, _MARK, self)
         self._claims = {identity: claims[name] for identity, name in names.items() if name in claims}
-        self._marked = parameters
+        self._marked, self._identities = parameters, {id(parameter) for parameter in parameters}
 
-    def _before_forward(self, model: nn.Module, args: tuple) -> None:
+    def holds(self, parameter: Tensor) -> bool:
+        """Tells whether a tensor of any shape is one of the model's parameters."""
+        return id(parameter) in self._identities
+
+    def _before_forward(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
         # A deep copy shares its hooks' engine, which reduces the original's gradients only.
         if model is not self.model and self.reducer is not None and model.training and torch.is_grad_enabled():
             raise UnsupportedError(
@@ -159,8 +184,28 @@ class DataParallel(Shared):
         parameters = self._parameters.current()
         if len(parameters) != len(self._marked) or not all(map(operator.is_, parameters, self._marked)):
             self._mark(parameters)
-        if self.reducer is not None and torch.is_grad_enabled():
+        return self._begin(parameters, args, kwargs) if torch.is_grad_enabled() else None
+
+    @leave_uncompiled
+    def _begin(self, parameters: list[nn.Parameter], args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Prepares for a forward that records gradients; returns its arguments where they change."""
+        if self.reducer is not None:
             self.reducer.begin(parameters)
+        if self.mesh.dp_size > 1:
+            refuse_hooks(parameters, 0 if self.reducer is None else 1, self.name_of)
+        if self.mesh.dp_size == 1:
+            return None
+        return with_trained_inputs(args, kwargs, self.mesh.dp_size, lambda leaf: engine_of(leaf) is self)
+
+    @leave_uncompiled
+    def _after_forward(self, model: nn.Module, args: tuple, output: Any) -> Any:
+        if not torch.is_grad_enabled():
+            if self.state.shards_weights:
+                # FSDP2 waits for a backward; until then it would not see that the weights change.
+                reshard([model])
+            return output
+        # The graph, which may outlive the model, must not keep it.
+        return self._watch.over(output, partial(_check_backward, weakref.ref(self)))
 
     def names(self) -> dict[int, str]:
         """Maps identities of parameters to their names in the state dict; a tied one has the first."""
@@ -211,6 +256,9 @@ class DataParallel(Shared):
                 bad.append(name)
         return f"those of {', '.join(bad[:5])}" + (" and others" if len(bad) > 5 else "") if bad else "all are finite"
 
+    def _after_load(self, model: nn.Module, keys: Any) -> None:
+        self.refresh_main_weights()
+
     def refresh_main_weights(self) -> None:
         for optimizer in self.optimizers:
             optimizer.refresh_main_weights()
@@ -218,7 +266,14 @@ class DataParallel(Shared):
 
 def engine_of(parameter: Tensor) -> DataParallel | None:
     """Returns the engine of the model that a parameter of any shape belongs to, if it is one of ours."""
-    return vars(parameter).get(_MARK)
+    engine = vars(parameter).get(_MARK)
+    if engine is None:
+        # `Module.to` may have put another tensor into the parameter, without its attributes.
+        engines = (parallel_state(model).data_parallel for model in LEDGER.models)  # type: ignore[union-attr]
+        engine = next((engine for engine in engines if engine is not None and engine.holds(parameter)), None)
+        if engine is not None:
+            setattr(parameter, _MARK, engine)
+    return engine
 
 
 def reducer_of(parameter: Tensor) -> GradientReducer | None:
@@ -242,13 +297,18 @@ def refuse_unprepared(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dic
         )
 
 
+def _check_backward(engine: "weakref.ref[DataParallel]") -> None:
+    if (alive := engine()) is not None:
+        refuse_partial_backward(alive._marked, are_sharded=alive.state.shards_weights)
+
+
 def _zero_grad(model: Any, set_to_none: bool = True) -> None:
     nn.Module.zero_grad(model, set_to_none)
     state = parallel_state(model)
     assert state is not None
     engine: Any = state.data_parallel
     if engine.model is model:
-        if engine.reducer is not None:
+        if set_to_none and engine.reducer is not None:
             engine.reducer.discard()
         for cleared in engine.on_cleared:
             cleared()

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from ..errors import ConfigError
 from ..upstream import local_tensor
-from .engine import engine_of, reducer_of
+from .engine import DataParallel, engine_of, reducer_of
 
 
 def _distinct(tensor: Tensor) -> int:
@@ -32,7 +32,7 @@ def local_gradients(parameters: Iterable[Tensor]) -> dict[int, list[Tensor]]:
         reducer = reducer_of(parameter)
         if reducer is not None:
             if reducer not in finished:
-                reducer.finish()
+                reducer.settle()
                 finished.add(reducer)
             gradient, parts = reducer.gradient(parameter), reducer.sharing_of(parameter).shard_size
         else:
@@ -67,17 +67,46 @@ def gradient_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tenso
     return _norm(local_gradients(parameters), norm_type)
 
 
-def clip_grad_norm(parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
+def check_norm(norm: Tensor, error_if_nonfinite: bool) -> Tensor:
+    """Returns the norm, a scalar; raises torch's `RuntimeError` if it is asked to and the norm is not finite."""
+    if error_if_nonfinite and not torch.isfinite(norm):
+        raise RuntimeError(
+            "The total norm for gradients from `parameters` is non-finite, so it cannot be clipped. To disable this "
+            "error and scale the gradients by the non-finite norm anyway, set `error_if_nonfinite=False`"
+        )
+    return norm
+
+
+def clip_grad_norm(
+    parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+) -> Tensor:
     """Scales gradients of any shape to a norm of at most `max_norm`; returns the norm before, a scalar."""
     if norm_type < 1:
         raise ConfigError(f"clip_grad_norm: norm_type = {norm_type}; expected 1 or more, or infinity.")
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     shares = local_gradients(parameters)
-    norm = _norm(shares, norm_type)
-    for engine in {id(engine): engine for engine in map(engine_of, parameters) if engine is not None}.values():
+    norm = check_norm(_norm(shares, norm_type), error_if_nonfinite)
+    for engine in _engines(parameters):
         engine.note_clipping(parameters, norm, max_norm)
+    _scale(shares, norm, max_norm)
+    return norm
+
+
+def clip_with_norm(parameters: Tensor | Iterable[Tensor], max_norm: float, total_norm: Tensor) -> None:
+    """Scales gradients of any shape by what `total_norm`, a scalar, is more than `max_norm`."""
+    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    norm = total_norm.full_tensor() if isinstance(total_norm, DTensor) else torch.as_tensor(total_norm)
+    for engine in _engines(parameters):
+        engine.note_clipping(parameters, norm, max_norm)
+    _scale(local_gradients(parameters), norm, max_norm)
+
+
+def _engines(parameters: list[Tensor]) -> list[DataParallel]:
+    return list({id(engine): engine for engine in map(engine_of, parameters) if engine is not None}.values())
+
+
+def _scale(shares: dict[int, list[Tensor]], norm: Tensor, max_norm: float) -> None:
     # The same formula as torch.nn.utils.clip_grad_norm_, so that clipped runs stay equal to one process.
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for shards in shares.values():
-        torch._foreach_mul_(shards, factor)
-    return norm
+        torch._foreach_mul_(shards, factor.to(shards[0].device))

@@ -17,6 +17,7 @@ from ..errors import ConfigError, UnsupportedError
 from ..upstream import local_tensor
 from .buckets import owned_range
 from .engine import DataParallel, Verdict, engine_of
+from .fully_sharded import reshard
 from .gradient_norm import clip_grad_norm, gradient_norm
 from .reduction_groups import Sharing
 from .weight_gathering import Publisher
@@ -28,6 +29,9 @@ ELEMENTWISE = {
     "transformer_engine": {"FusedAdam", "FusedSGD"},
     "lion_pytorch": {"Lion"},
 }
+
+
+_HALF = (torch.bfloat16, torch.float16)
 
 
 @dataclass
@@ -53,19 +57,35 @@ class Leaf:
 
     def view(self) -> Tensor:
         """Returns the leaf's entries in the parameter itself, `[entries]` or `[rows, ...]` as it is."""
-        return self._own(self.parameter)
+        return self.own(self.parameter)
+
+    @torch.no_grad()
+    def follow(self, *, main_weights: bool) -> None:
+        """Takes over what happened to the parameter since the last step: it was moved, cast or edited."""
+        present = self.view()
+        if not self.separate and present.data_ptr() != self.tensor.data_ptr():
+            # Moving the model gave its parameters new memory; leaves share it.
+            self.separate = main_weights and present.dtype in _HALF and self.tensor.dtype not in _HALF
+            self.tensor.data = present.to(self.tensor.dtype) if self.separate else present
+        elif self.separate:
+            present = present.to(self.tensor.device)
+            rounded = self.tensor.to(present.dtype)
+            # On a GPU the comparison would wait for it.
+            if present.device.type != "cpu" or not torch.equal(present, rounded):
+                self.tensor.copy_(torch.where(present == rounded, self.tensor, present))
 
     def take_over(self, state: dict[str, Any]) -> dict[str, Any]:
         """Turns a parameter's state, as a constructor made it (Adagrad's), into the leaf's."""
         shape = self.parameter.shape
         return {
-            name: self._own(value).to(self.tensor, copy=True)
+            name: self.own(value).to(self.tensor, copy=True)
             if isinstance(value, Tensor) and value.shape == shape
             else value
             for name, value in state.items()
         }
 
-    def _own(self, tensor: Tensor) -> Tensor:
+    def own(self, tensor: Tensor) -> Tensor:
+        """Returns the leaf's entries, `[entries]` or `[rows, ...]`, of a tensor of the parameter's shape."""
         local = local_tensor(tensor).detach()
         return local.view(-1)[self.start : self.stop] if self.flat else local
 
@@ -76,7 +96,7 @@ def _make_leaf(name: str, parameter: nn.Parameter, config: MegatronConfig, shari
         raise UnsupportedError(f"{name} is not contiguous in memory; its optimizer state cannot be shared.")
     shares = config.zero_stage in (1, 2) and sharing.shard_size > 1
     start, stop = owned_range(local.numel(), sharing.shard_size, sharing.shard_rank) if shares else (0, local.numel())
-    half = parameter.dtype in (torch.bfloat16, torch.float16) and config.main_weights_in_fp32
+    half = parameter.dtype in _HALF and config.main_weights_in_fp32
     leaf = Leaf(name, parameter, start, stop, local, half or config.offload_optimizer, shares, sharing)
     leaf.tensor = leaf.view()
     if leaf.separate:
@@ -127,7 +147,7 @@ class ShardedOptimizer:
         """Gives every leaf its gradient; every rank calls it after backward."""
         reducer = self.engine.reducer
         if reducer is not None:
-            reducer.finish()
+            reducer.settle()
         for leaf in self.leaves:
             gradient: Tensor | None
             if reducer is not None and reducer.owns(leaf.parameter):
@@ -135,7 +155,7 @@ class ShardedOptimizer:
                 if gradient is not None and not leaf.flat:
                     gradient = gradient.view(leaf.tensor.shape)
             else:
-                gradient = None if leaf.parameter.grad is None else local_tensor(leaf.parameter.grad)
+                gradient = None if leaf.parameter.grad is None else leaf.own(leaf.parameter.grad)
             leaf.tensor.grad = None if gradient is None else gradient.to(leaf.tensor.device, leaf.tensor.dtype)
 
     def parameters(self) -> list[nn.Parameter]:
@@ -148,9 +168,7 @@ class ShardedOptimizer:
         engine = self.engine
         engine.check_before_step()
         for leaf in self.leaves:
-            # Moving the model gave its parameters new memory; leaves share it.
-            if not leaf.separate and leaf.tensor.data_ptr() != leaf.view().data_ptr():
-                leaf.tensor.data = leaf.view()
+            leaf.follow(main_weights=engine.config.main_weights_in_fp32)
         self.step_was_skipped = False
         verdict = engine.verdict if engine.verdict is not self._used else Verdict()
         limit = engine.config.gradient_clipping
@@ -176,6 +194,9 @@ class ShardedOptimizer:
     def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
         if self.step_was_skipped:
             return
+        if self.engine.state.shards_weights:
+            # Weights that a forward without a backward has left whole are of before the step.
+            reshard([self.engine.model])
         for leaf in self.leaves:
             if leaf.separate:
                 leaf.view().copy_(leaf.tensor)
@@ -201,11 +222,16 @@ class ShardedOptimizer:
             if leaf.separate:
                 leaf.tensor.copy_(leaf.view())
 
-    def zero_grad(self) -> None:
-        if self.engine.reducer is not None:
+    @torch.no_grad()
+    def zero_grad(self, set_to_none: bool) -> None:
+        if set_to_none and self.engine.reducer is not None:
             self.engine.reducer.discard(self.parameters())
         for leaf in self.leaves:
-            leaf.tensor.grad = leaf.parameter.grad = None
+            leaf.tensor.grad = None
+            if set_to_none:
+                leaf.parameter.grad = None
+            elif leaf.parameter.grad is not None:
+                leaf.parameter.grad.zero_()
 
 
 class _TakenOver:
@@ -214,7 +240,7 @@ class _TakenOver:
     _hf_megatron: ShardedOptimizer
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        self._hf_megatron.zero_grad()
+        self._hf_megatron.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)  # type: ignore[misc]
@@ -283,7 +309,7 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer, *, elementwise: bool = F
             "whole ones, or hf_megatron.prepare_optimizer(optimizer, elementwise=True) if each entry is updated from "
             "that entry alone."
         )
-    half = any(p.dtype in (torch.bfloat16, torch.float16) for p in _parameters(optimizer))
+    half = any(p.dtype in _HALF for p in _parameters(optimizer))
     if half and engine.config.main_weights_in_fp32 and engine.config.zero_stage < 3:
         engine.reduce_gradients()
     # Attached last: the mixin's methods need it.

@@ -2,7 +2,8 @@
 
 Megatron's distributed optimizer (`megatron/core/distributed/param_and_grad_buffer.py`) without its buffers: parameters
 stay where they are, so that freezing, copying, saving and moving a model work as always. A gradient leaves `.grad` for
-its bucket as soon as autograd has added it up; `gradient(parameter)` is the reduced part that this rank owns.
+its bucket as soon as autograd has added it up, and a `ReducedGradient` stands there in its place; `gradient(parameter)`
+is the reduced part that this rank owns. What a loop does to `.grad` is taken over before the next forward and step.
 """
 
 import operator
@@ -20,13 +21,18 @@ from torch.distributed.tensor import DTensor
 from ..communication.flat_rows import ReduceScatter, gather_rows, sum_over
 from ..errors import UnsupportedError
 from ..patch_ledger import Shared
-from ..upstream import dtensor_from_local, gradient_hooks, local_tensor
-from .buckets import Bucket, Slot, Sum, make_buckets
+from ..upstream import dtensor_from_local, gradient_hooks, local_tensor, restore_hooks
+from .buckets import Bucket, Slot, Sum, make_buckets, owned_range
+from .reduced_gradient import ReducedGradient, is_held, stand_in
 from .reduction_groups import Sharing
 
 _MIB = 2**20
 # Buckets whose rows exist at a time where they are not kept; more would overlap no better.
 _IN_FLIGHT = 2
+# On parameters as long as their hooks are called.
+_HOOKED = "_hf_megatron_hooked"
+# Number of a bucket, and of a slot in it.
+_Place = tuple[int, int]
 
 
 class GradientReducer(Shared):
@@ -41,7 +47,8 @@ class GradientReducer(Shared):
         keep_rows (`bool`): buckets keep their memory between steps (stages 0 and 1).
 
     Attributes:
-        parameters: those that were trainable when the last forward began.
+        parameters: those that were trainable, or had a gradient, when the last forward began.
+        in_schedule: a pipeline adds to `.grad` outside of backward.
     """
 
     def __init__(
@@ -58,9 +65,11 @@ class GradientReducer(Shared):
         self.bucket_size, self.main_gradients, self.keep_rows = bucket_size, main_gradients, keep_rows
         self.synchronise = True
         self.buckets: list[Bucket] = []
-        self._place_of: dict[int, tuple[int, int]] = {}
+        self._place_of: dict[int, _Place] = {}
+        self._stand_ins: dict[int, ReducedGradient] = {}
         self._hooks: list[Any] = []
         self.parameters: list[nn.Parameter] = []
+        self.in_schedule = False
         # Buckets whose reduction is under way.
         self._started: list[tuple[Bucket, Callable[[], Tensor]]] = []
         self._next = 0
@@ -78,10 +87,12 @@ class GradientReducer(Shared):
     def _build(self, parameters: Iterable[nn.Parameter]) -> None:
         for hook in self._hooks:
             hook.remove()
-        self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
-        # Backward reaches the last layers first.
+        self.parameters = [p for p in parameters if p.requires_grad or p.grad is not None]
+        # Backward reaches the last layers first; frozen parameters wait for the end of the step.
+        expected = [parameter for parameter in reversed(self.parameters) if parameter.requires_grad]
+        expected += [parameter for parameter in self.parameters if not parameter.requires_grad]
         self.buckets = make_buckets(
-            reversed(self.parameters),
+            expected,
             self.sharing_of,
             self.bucket_size * _MIB,
             torch.float32 if self.main_gradients else None,
@@ -91,49 +102,73 @@ class GradientReducer(Shared):
             for number, bucket in enumerate(self.buckets)
             for index, slot in enumerate(bucket.slots)
         }
+        self._stand_ins = {id(parameter): stand_in(parameter, self) for parameter in self.parameters}
         # Autograd keeps these hooks where the cyclic collector does not look: they must not keep the model.
         reducer = weakref.ref(self)
+        for parameter in self.parameters:
+            setattr(parameter, _HOOKED, True)
+            restore_hooks(parameter)
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(partial(_arrive, reducer, self._place_of[id(parameter)]))
             for parameter in self.parameters
+            if parameter.requires_grad
         ]
+        self._kinds = [_kind(parameter) for parameter in self.parameters]
 
     def refresh(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Takes note of parameters that were frozen, unfrozen or replaced since."""
-        trainable = [parameter for parameter in parameters if parameter.requires_grad]
-        if len(trainable) == len(self.parameters) and all(map(operator.is_, trainable, self.parameters)):
+        """Takes note of parameters that were frozen, unfrozen, replaced or moved since; their gradients stay."""
+        wanted = [parameter for parameter in parameters if parameter.requires_grad or parameter.grad is not None]
+        if _same(wanted, self.parameters) and self._kinds == [_kind(parameter) for parameter in wanted]:
             return
-        if any(bucket.written for bucket in self.buckets):
-            raise UnsupportedError(
-                "Parameters were frozen, unfrozen or replaced between the microbatches of a step: do so after "
-                "optimizer.step() and zero_grad()."
-            )
-        self.discard()
-        self._build(trainable)
+        self.finish()
+        kept = {
+            id(parameter): gradient.clone()
+            for parameter in self.parameters
+            if (gradient := self.gradient(parameter)) is not None
+        }
+        self._build(wanted)
+        for parameter in self.parameters:
+            if id(parameter) in kept and isinstance(parameter.grad, ReducedGradient):
+                self._own_columns(self._place_of[id(parameter)]).copy_(kept[id(parameter)])
+        self.take_edits()
 
     def begin(self, parameters: Iterable[nn.Parameter]) -> None:
         """Prepares for a forward that records gradients of these parameters, all of the model's."""
-        self.refresh(parameters)
         self.complete()
+        self.take_edits()
+        self.refresh(parameters)
         for bucket in self.buckets:
             bucket.arrived.clear()
 
-    def _arrive(self, place: tuple[int, int], parameter: Tensor) -> None:
+    def _arrive(self, place: _Place, parameter: Tensor) -> None:
         """Takes in a parameter's gradient, which autograd has added up."""
+        standing = self._stand_ins[id(parameter)]
+        has_none = parameter.grad is None or (parameter.grad is standing and standing.part is None)
         # A pipeline's loss leads to every parameter, and brings its gradients by another way.
-        if id(parameter) in self._held or (gradient := parameter.grad) is None:
+        if id(parameter) in self._held or has_none:
             return
         bucket, index = self.buckets[place[0]], place[1]
-        if place[0] < self._next:
+        if self._pending and (index in bucket.arrived or place[0] < self._next):
+            # Another backward without a forward before it.
+            self.finish()
+        gradient = standing.take_part()
+        if gradient is None:
+            gradient = parameter.grad
+            assert gradient is not None
+            if index in bucket.written or index in bucket.used:
+                # Somebody took the earlier one out of `.grad` since the forward began.
+                bucket.discard_slots({index}, keep=self.keep_rows)
+            self._renew(parameter)
+        if gradient.requires_grad:
             raise UnsupportedError(
-                f"{self._name_of(parameter)} received another gradient after it was reduced. Put every backward but "
-                "the last of a step inside `with model.no_sync():`; gradient checkpointing needs use_reentrant=False."
+                f"backward(create_graph=True) with dp_size > 1 or main weights in fp32: the gradient of "
+                f"{self._name_of(parameter)} is reduced without its graph."
             )
         # The ranks' sum of gradients over dp_size is their average.
         factor, add = 1 / bucket.sharing.divisor, index in bucket.written
         bucket.slots[index].scatter_into(bucket.open_rows(), local_tensor(gradient), factor=factor, add=add)
         bucket.written.add(index)
-        parameter.grad = None
+        parameter.grad = self._stand_ins[id(parameter)]
         if not self.synchronise:
             return
         self._pending = True
@@ -177,16 +212,102 @@ class GradientReducer(Shared):
         reduced = work()
         if bucket.sharing.shard_size > 1:
             sum_over(reduced, bucket.sharing.replicate_group)
+        elsewhere = set(range(len(bucket.slots))) - bucket.written
         bucket.take_in(reduced, keep=self.keep_rows)
+        self._show(bucket, elsewhere & bucket.used)
+
+    def _show(self, bucket: Bucket, indices: Iterable[int]) -> None:
+        """Makes gradients seen in `.grad` that autograd has not left there on this rank."""
+        for index in indices:
+            parameter = bucket.slots[index].parameter
+            parameter.grad = self._stand_ins[id(parameter)]
+
+    # What a loop does to `.grad`
+
+    @torch.no_grad()
+    def take_edits(self) -> None:
+        """Forgets gradients that were taken out of `.grad`, and takes over those that were put there."""
+        for number, bucket in enumerate(self.buckets):
+            for index, slot in enumerate(bucket.slots):
+                gradient = slot.parameter.grad
+                if gradient is None:
+                    if index in bucket.written or index in bucket.used:
+                        self.complete()
+                        bucket.discard_slots({index}, keep=self.keep_rows)
+                elif not isinstance(gradient, ReducedGradient) or gradient.key != id(slot.parameter):
+                    self.complete()
+                    whole = gradient.read() if isinstance(gradient, ReducedGradient) else gradient
+                    self._renew(slot.parameter)
+                    self._replace((number, index), whole)
+
+    def settle(self) -> None:
+        """Makes `gradient` what a step is to use: edits and reductions are complete; every rank calls it."""
+        self.take_edits()
+        self.finish()
+
+    def _renew(self, parameter: Tensor) -> None:
+        """Makes another stand-in for a parameter's next gradient if somebody keeps the one of its last."""
+        present = self._stand_ins[id(parameter)]
+        if not isinstance(present, ReducedGradient) or is_held(self._stand_ins, id(parameter)):
+            if isinstance(present, ReducedGradient):
+                present.is_gone = True
+            self._stand_ins[id(parameter)] = stand_in(parameter, self)
+
+    def _replace(self, place: _Place, gradient: Tensor) -> None:
+        bucket, index = self.buckets[place[0]], place[1]
+        slot = bucket.slots[index]
+        bucket.discard_slots({index}, keep=self.keep_rows)
+        start, stop = owned_range(slot.entries, bucket.sharing.shard_size, bucket.sharing.shard_rank)
+        self._own_columns(place).copy_(local_tensor(gradient.detach()).reshape(-1)[start:stop])
+
+    def _own_columns(self, place: _Place) -> Tensor:
+        """Returns this rank's entries `[entries]` of a gradient that is there from now on."""
+        bucket, index = self.buckets[place[0]], place[1]
+        bucket.used.add(index)
+        parameter = bucket.slots[index].parameter
+        parameter.grad = self._stand_ins[id(parameter)]
+        bucket.open_shard()
+        gradient = self.gradient(parameter)
+        assert gradient is not None
+        return gradient
+
+    # What a `ReducedGradient` asks for
+
+    def parameter(self, key: int) -> nn.Parameter:
+        number, index = self._place_of[key]
+        return self.buckets[number].slots[index].parameter
+
+    def owned_range(self, key: int) -> tuple[int, int]:
+        number, index = self._place_of[key]
+        sharing = self.buckets[number].sharing
+        return owned_range(self.buckets[number].slots[index].entries, sharing.shard_size, sharing.shard_rank)
+
+    @torch.no_grad()
+    def owned(self, key: int) -> Tensor:
+        self.finish()
+        gradient = self.gradient(self.parameter(key))
+        return _there(gradient)
+
+    @torch.no_grad()
+    def whole(self, key: int) -> Tensor:
+        self.finish()
+        parameter = self.parameter(key)
+        return _there(self.full_gradient(parameter)).to(parameter.dtype)
+
+    @torch.no_grad()
+    def replace(self, key: int, gradient: Tensor) -> None:
+        self.finish()
+        self._replace(self._place_of[key], gradient)
 
     def discard(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Forgets the gradients of these parameters, by default of all, as `zero_grad()` does."""
-        if self._pending:
-            self.finish()
+        self.complete()
         if parameters is None:
             for bucket in self.buckets:
                 bucket.discard(keep=self.keep_rows)
+            parameters = self.parameters
         else:
+            parameters = list(parameters)
             slots: dict[int, set[int]] = {}
             for parameter in parameters:
                 if self.owns(parameter):
@@ -194,6 +315,9 @@ class GradientReducer(Shared):
                     slots.setdefault(number, set()).add(index)
             for number, indices in slots.items():
                 self.buckets[number].discard_slots(indices, keep=self.keep_rows)
+        for parameter in parameters:
+            if isinstance(parameter.grad, ReducedGradient):
+                parameter.grad = None
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -208,6 +332,7 @@ class GradientReducer(Shared):
 
     @property
     def is_empty(self) -> bool:
+        self.take_edits()
         return not any(bucket.written or bucket.shard is not None for bucket in self.buckets)
 
     @property
@@ -221,12 +346,22 @@ class GradientReducer(Shared):
 
     def put_aside(self) -> list[Sum] | None:
         # An empty sum leaves its memory to the next one.
-        return None if self.is_empty else [bucket.exchange(Sum()) for bucket in self.buckets]
+        before = None if self.is_empty else [bucket.exchange(Sum()) for bucket in self.buckets]
+        self._hide()
+        return before
 
     def take_back(self, before: list[Sum] | None) -> list[Sum]:
         if before is None:
             before = [Sum() for _ in self.buckets]
-        return [bucket.exchange(sum_) for bucket, sum_ in zip(self.buckets, before, strict=True)]
+        present = [bucket.exchange(sum_) for bucket, sum_ in zip(self.buckets, before, strict=True)]
+        self._hide()
+        for bucket in self.buckets:
+            self._show(bucket, bucket.written | bucket.used)
+        return present
+
+    def _hide(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
 
     def found(self, sums: list[Sum]) -> list[nn.Parameter]:
         return self.parameters
@@ -235,7 +370,9 @@ class GradientReducer(Shared):
     def hand_over(self, sums: list[Sum], factor: float, *, keep: bool) -> list[Tensor | None]:
         self.complete()
         for bucket, sum_ in zip(self.buckets, sums, strict=True):
+            added = sum_.written | sum_.used
             bucket.add(sum_.copy() if keep else sum_, factor)
+            self._show(bucket, added)
         return [None] * len(self.parameters)
 
     @torch.no_grad()
@@ -250,16 +387,26 @@ class GradientReducer(Shared):
 
     def take(self, parameters: Iterable[nn.Parameter]) -> None:
         for parameter in parameters:
-            if parameter.grad is not None:
+            standing = self._stand_ins[id(parameter)]
+            if standing.part is not None or not (parameter.grad is None or parameter.grad is standing):
                 self._arrive(self._place_of[id(parameter)], parameter)
 
     @contextmanager
     def hold(self, parameters: list[nn.Parameter]) -> Iterator[None]:
-        self._held = {id(parameter) for parameter in parameters}
+        shown = {parameter for parameter in parameters if parameter.grad is not None}
+        for parameter in shown:
+            parameter.grad = None
+        self._held, self.in_schedule = {id(parameter) for parameter in parameters}, True
         try:
             yield
         finally:
-            self._held = set()
+            self._held, self.in_schedule = set(), False
+            for parameter in parameters:
+                standing = self._stand_ins[id(parameter)]
+                if parameter.grad is not None:
+                    standing.part, parameter.grad = parameter.grad, standing
+                elif parameter in shown:
+                    parameter.grad = standing
             self.take(parameters)
 
     # Reading
@@ -284,6 +431,21 @@ class GradientReducer(Shared):
         local = torch.empty(local_tensor(parameter).shape, dtype=bucket.dtype, device=bucket.device)
         Slot(parameter, 0, slot.width, slot.entries).collect_from(rows, local)
         return dtensor_from_local(local, parameter) if isinstance(parameter, DTensor) else local
+
+
+def _there(gradient: Tensor | None) -> Tensor:
+    if gradient is None:
+        raise UnsupportedError("A gradient was used that `.grad` no longer holds: clone() what is to outlive it.")
+    return gradient
+
+
+def _kind(parameter: Tensor) -> tuple[torch.dtype, bool]:
+    """Tells what changes when a parameter is cast or moved; `Module.to` may put another tensor into it."""
+    return parameter.dtype, _HOOKED in vars(parameter)
+
+
+def _same(parameters: list[nn.Parameter], others: list[nn.Parameter]) -> bool:
+    return len(parameters) == len(others) and all(map(operator.is_, parameters, others))
 
 
 def _arrive(reducer: "weakref.ref[GradientReducer]", place: tuple[int, int], parameter: Tensor) -> None:

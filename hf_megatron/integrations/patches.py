@@ -144,10 +144,12 @@ _ROWS: tuple[tuple[str, str, str, str], ...] = (
      "lets ranks with more batches wait for ever", "Accelerate stops all ranks together"),
     ("torch.amp.grad_scaler:GradScaler._unscale_grads_", "stock_optimizers:unscale_grads",
      "looks for infinities in what this rank holds", "torch's scaler asks the optimizer"),
-    ("torch.nn.utils.clip_grad:clip_grad_norm_", "stock_optimizers:clip_grad_norm_",
-     "takes this rank's gradients for all", "torch's norm follows DTensors that are reduced late"),
-    ("torch.nn.utils:clip_grad_norm_", "stock_optimizers:clip_grad_norm_", "takes this rank's gradients for all",
-     "torch's norm follows DTensors that are reduced late"),
+    # What these functions call is replaced: loops have imported them by name before.
+    *(
+        (f"torch.nn.utils.clip_grad:{name}.func", f"stock_optimizers:{name.removeprefix('_')}",
+         "takes this rank's gradients for all", "torch's norm follows pipelines and gradients that are reduced late")
+        for name in ("clip_grad_norm_", "_get_total_norm", "_clip_grads_with_norm_")
+    ),
     ("torch.distributed.distributed_c10d:_get_default_timeout", "accelerate:default_timeout",
      "gives new groups half an hour whatever the job has", "torch gives new groups the job's timeout"),
     ("torch.nn.parallel.distributed:DistributedDataParallel.__init__", "refusals:data_parallel",

@@ -6,6 +6,8 @@ Some of the targets are imported by torch itself, so nothing of it may be import
 from collections.abc import Callable
 from typing import Any
 
+from ..patch_ledger import LEDGER
+
 
 def prepare_optimizer(original: Callable, self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
     """Makes the optimizer of a laid out model step on what this rank reduces, before Accelerate wraps it."""
@@ -43,7 +45,13 @@ def unscale_grads(
 
 
 def clip_grad_norm_(
-    original: Callable, parameters: Any, max_norm: float, norm_type: float = 2.0, *args: Any, **kwargs: Any
+    original: Callable,
+    parameters: Any,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """Clips the gradients of parameters, of any shape, by the norm of the whole model's."""
     from torch import Tensor
@@ -53,8 +61,67 @@ def clip_grad_norm_(
 
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if any(engine_of(parameter) is not None for parameter in parameters):
-        return clip_grad_norm(parameters, max_norm, norm_type)
-    return original(parameters, max_norm, norm_type, *args, **kwargs)
+        return clip_grad_norm(parameters, max_norm, norm_type, error_if_nonfinite)
+    return original(parameters, max_norm, norm_type, error_if_nonfinite, *args, **kwargs)
+
+
+def get_total_norm(
+    original: Callable,
+    tensors: Any,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Returns the norm of the whole model's gradients, a scalar, where tensors of any shape are its gradients."""
+    from torch import Tensor
+
+    from ..data_parallel.gradient_norm import check_norm, gradient_norm
+
+    tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    parameters = _parameters_of(tensors)
+    if parameters is None:
+        return original(tensors, norm_type, error_if_nonfinite, *args, **kwargs)
+    return check_norm(gradient_norm(parameters, norm_type), error_if_nonfinite)
+
+
+def clip_grads_with_norm_(
+    original: Callable, parameters: Any, max_norm: float, total_norm: Any, *args: Any, **kwargs: Any
+) -> None:
+    """Scales the gradients of parameters, of any shape, as their norm, a scalar, says."""
+    from torch import Tensor
+
+    from ..data_parallel.engine import engine_of
+    from ..data_parallel.gradient_norm import clip_with_norm
+
+    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    if any(engine_of(parameter) is not None for parameter in parameters):
+        clip_with_norm(parameters, max_norm, total_norm)
+    else:
+        original(parameters, max_norm, total_norm, *args, **kwargs)
+
+
+def _parameters_of(gradients: list[Any]) -> list[Any] | None:
+    """Finds the parameters of laid out models that these tensors are the gradients of; `None` if some are none."""
+    from ..data_parallel.reduced_gradient import ReducedGradient
+    from ..upstream import local_tensor
+
+    models = LEDGER.models
+    if not models or not gradients:
+        return None
+    known = {
+        (local_tensor(parameter.grad).data_ptr(), parameter.grad.shape): parameter
+        for model in models
+        for parameter in model.parameters()
+        if parameter.grad is not None and not isinstance(parameter.grad, ReducedGradient)
+    }
+    found = [
+        gradient.parameter
+        if isinstance(gradient, ReducedGradient)
+        else known.get((local_tensor(gradient).data_ptr(), gradient.shape))
+        for gradient in gradients
+    ]
+    return None if any(parameter is None for parameter in found) else found
 
 
 def refuse_unprepared_steps() -> Any:

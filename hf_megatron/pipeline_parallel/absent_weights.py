@@ -151,9 +151,10 @@ class Placeholder(nn.Module):
                     f"shape in current model is {tensor.shape}."
                 )
         if strict:
-            names = (key for key in state_dict if key.startswith(prefix))
-            known = (*self._weights, *(f"{child}." for child, _ in self.named_children()))
-            unexpected_keys.extend(key for key in names if not key.removeprefix(prefix).startswith(known))
+            parts = tuple(f"{name}." for name, _ in self.named_children())
+            names = [key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)]
+            surplus = [name for name in names if name not in self._weights and not name.startswith(parts)]
+            unexpected_keys.extend(prefix + name for name in surplus)
 
 
 def first_dtype(module: nn.Module) -> torch.dtype | None:

@@ -119,7 +119,7 @@ class Pipeline(Shared):
         if self._read is not None:
             return self._values_of(arguments, self._read)
         labels = has_labels(arguments)
-        others = [name for name, value in arguments.items() if value is not None and is_target(name)]
+        others = [name for name, value in arguments.items() if isinstance(value, Tensor) and is_target(name)]
         if others and (self.loss.shifts is None or not labels):
             raise UnsupportedError(
                 f"{type(self.model).__name__} with {', '.join(others)}: a pipeline knows losses of `labels` alone, "
@@ -253,7 +253,7 @@ class Pipeline(Shared):
         devices = [self.mesh.device] if self.mesh.device.type == "cuda" else []
         with torch.random.fork_rng(devices), self._quiet_autocast(), self.boundary.rehearsing():
             for stage in self.boundary.stages.of_rank(self.mesh.pp_rank):
-                with nullcontext() if self.loss is None else self.loss.over(1.0):
+                with self.loss.over(Share(1.0, 1.0, part)):
                     output = self.boundary.run(stage, None, lambda: self._forward(**part))
                     if stage == len(self.boundary.stages.ranges) - 1 and self._read is None:
                         (self._loss_of if has_labels(arguments) else self._logits_of)(output)

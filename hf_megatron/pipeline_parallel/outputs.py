@@ -83,7 +83,8 @@ class PipelineValues(torch.autograd.Function):
         anchor, weights = ctx.next_functions[0], ctx.next_functions[1 + ctx.values + ctx.inputs :]
         # `loss.backward()` reaches everything; what was asked for less has to name what it wants.
         accumulates = is_reached(anchor)
-        wants_weights = accumulates or any(map(is_reached, weights))
+        # A frozen parameter may keep a gradient, and has no edge.
+        wants_weights = accumulates or any(is_reached(edge) for edge in weights if edge[0] is not None)
         inputs, parameters = ctx.run(gradients, accumulates=accumulates, wants_weights=wants_weights)
         return (torch.zeros(()), None, None, None, *(None for _ in range(ctx.values)), *inputs, *parameters)
 

@@ -12,7 +12,7 @@ from ..placement import Claim
 from .claims import check_conversions, claim_all, expand_plan, expand_regions, local_sizes, matching, shared_heads
 from .heads import LocalArguments
 from .layer_streams import OneRandomState
-from .local_parameters import read_locally
+from .local_parameters import ForwardsUnderWay, read_locally
 from .logits import install_pending_loss
 from .model_guards import ClaimCheck, RefusedOutputs
 from .place_regions import Regions
@@ -88,8 +88,10 @@ def install(model: Any, state: ParallelState) -> None:
     # A pipeline may have taken blocks away since the plan was made.
     structure = plan.structure.restricted_to({name for name, _ in model.named_modules()})
     regions = Regions(structure, plan.styles, mesh.tp_group, streams, sequence_parallel=config.sequence_parallel)
+    forwards = ForwardsUnderWay()
+    forwards.install(model)
     for name, module in list(model.named_modules()):
-        _install_style(name, module, model, state, plan, regions)
+        _install_style(name, module, model, state, plan, regions, forwards)
     # A block's hooks are installed after the styles', so that its region wraps what happens inside.
     state.leaving = regions.install(model, state.spec.sequence_arguments)
     install_pending_loss(model)
@@ -98,7 +100,13 @@ def install(model: Any, state: ParallelState) -> None:
 
 
 def _install_style(
-    name: str, module: Any, model: Any, state: ParallelState, plan: TensorPlan, regions: Regions
+    name: str,
+    module: Any,
+    model: Any,
+    state: ParallelState,
+    plan: TensorPlan,
+    regions: Regions,
+    forwards: ForwardsUnderWay,
 ) -> None:
     """Makes one module compute in parallel as its style and its parameters' claims say."""
     mesh, text = state.mesh, model.config.get_text_config()
@@ -120,7 +128,7 @@ def _install_style(
     )
     rules.install(module, context)
     if rules.reads_locally and claims:
-        read_locally(module, mesh, _names(claims, summed=True), _names(claims, addends=True))
+        read_locally(module, mesh, forwards, _names(claims, summed=True), _names(claims, addends=True))
     for attribute, size in plan.local_sizes.get(name, {}).items():
         setattr(module, attribute, size)
     if (arguments := lookup(name, state.spec.local_arguments)) is not None:

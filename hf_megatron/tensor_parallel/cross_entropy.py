@@ -183,10 +183,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 for gradient, dtype in zip(ctx.gradients, ctx.dtypes, strict=True)
             ]
         elif not torch.equal(ctx.upstream, upstream):
-            raise RuntimeError("The vocab-parallel loss was backpropagated twice, with different gradients.")
+            if not ctx.upstream.item():
+                raise RuntimeError("The vocab-parallel loss was backpropagated with the gradient 0, then with another.")
+            ratio = upstream / ctx.upstream
+            ctx.gradients = [None if gradient is None else gradient * ratio for gradient in ctx.gradients]
         gradients = ctx.gradients
         # A backward of its inputs first and of its weights later comes by twice.
         ctx.gradients, ctx.upstream = (gradients, upstream) if keeps_graph() else (None, None)
+        if ctx.gradients is not None:
+            # Autograd adds to what it is given.
+            gradients = [None if gradient is None else gradient.clone() for gradient in gradients]
         return (*gradients, None, None, None)
 
 

@@ -1,7 +1,8 @@
 """Parameters are DTensors at rest and local tensors in flight; this file is the way from one to the other."""
 
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -11,7 +12,9 @@ from torch.distributed.tensor import DTensor
 
 from ..communication.collectives import copy_to_ranks
 from ..mesh import ParallelMesh
+from ..patch_ledger import Shared
 from ..upstream import dtensor_local_view as differentiable_local
+from ..upstream import in_backward
 
 
 def local_view(parameter: Tensor | None, group: dist.ProcessGroup | None = None) -> Tensor | None:
@@ -37,15 +40,48 @@ class _ShareOfSum(torch.autograd.Function):
         return gradient, None
 
 
+class ForwardsUnderWay(Shared):
+    """Knows whether a model computes, or somebody else looks at its parameters."""
+
+    def __init__(self) -> None:
+        self._of_model: set[int] = set()
+        self._of_modules = 0
+
+    def install(self, model: nn.Module) -> None:
+        model.register_forward_pre_hook(self._enter)
+        model.register_forward_hook(self._leave, always_call=True)
+
+    def _enter(self, model: nn.Module, args: tuple) -> None:
+        self._of_model.add(id(model))
+
+    def _leave(self, model: nn.Module, args: tuple, output: Any) -> None:
+        self._of_model.discard(id(model))
+
+    def __bool__(self) -> bool:
+        # Checkpointed layers compute once more in backward.
+        return bool(self._of_modules or self._of_model or in_backward())
+
+    @contextmanager
+    def of_module(self) -> Iterator[None]:
+        """Tells that a module is called by itself."""
+        self._of_modules += 1
+        try:
+            yield
+        finally:
+            self._of_modules -= 1
+
+
 class LocalParameters:
     """Mixin of a module whose own forward, or whose owner's, reads the parameters as plain tensors.
 
-    A dynamic subclass of the module's class gets one property per parameter; `named_parameters()`, `state_dict()` and
-    optimizers keep seeing the DTensors. Gradients of the parameters in `summed` are added up over tp; those in
-    `addends` are read as this rank's share, since the results of all ranks are added up.
+    A dynamic subclass of the module's class gets one property per parameter, which is local while the model or the
+    module computes; `named_parameters()`, `state_dict()`, optimizers and loops see the DTensors. Gradients of the
+    parameters in `summed` are added up over tp; those in `addends` are read as this rank's share, since the results of
+    all ranks are added up.
     """
 
     mesh: ParallelMesh
+    forwards: ForwardsUnderWay
     summed: frozenset[str]
     addends: frozenset[str]
     _parameters: dict[str, Tensor]
@@ -57,6 +93,8 @@ def _reading(name: str) -> Callable[[LocalParameters], Tensor | None]:
         if isinstance(parameter, DTensor) and parameter.device_mesh.mesh_dim_names[0].startswith("dp"):  # type: ignore[index]
             # Between forwards FSDP2 asks for the parameter itself.
             return parameter
+        if not (torch.compiler.is_compiling() or module.forwards):
+            return parameter
         value = local_view(parameter, module.mesh.tp_group if name in module.summed else None)
         return _ShareOfSum.apply(value, module.mesh.tp_size) if name in module.addends else value
 
@@ -65,15 +103,27 @@ def _reading(name: str) -> Callable[[LocalParameters], Tensor | None]:
 
 @cache
 def _local_class(base: Any, names: tuple[str, ...]) -> type[nn.Module]:
-    return type(base.__name__, (LocalParameters, base), {name: property(_reading(name)) for name in names})
+    @wraps(base.forward)
+    def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return base.forward(module, *args, **kwargs)
+        with module.forwards.of_module():
+            return base.forward(module, *args, **kwargs)
+
+    properties = {name: property(_reading(name)) for name in names}
+    return type(base.__name__, (LocalParameters, base), {"forward": forward, **properties})
 
 
 def read_locally(
-    module: nn.Module, mesh: ParallelMesh, summed: frozenset[str], addends: frozenset[str] = frozenset()
+    module: nn.Module,
+    mesh: ParallelMesh,
+    forwards: ForwardsUnderWay,
+    summed: frozenset[str],
+    addends: frozenset[str] = frozenset(),
 ) -> None:
-    """Makes attribute access to the module's own parameters return local tensors."""
+    """Makes attribute access to the module's own parameters return local tensors in forwards."""
     names = tuple(name for name, parameter in module._parameters.items() if parameter is not None)
-    module.mesh = mesh  # type: ignore[assignment]
+    module.mesh, module.forwards = mesh, forwards  # type: ignore[assignment]
     module.summed = summed  # type: ignore[assignment]
     module.addends = addends  # type: ignore[assignment]
     module.__class__ = _local_class(type(module), names)  # type: ignore[arg-type]

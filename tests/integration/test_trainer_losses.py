@@ -95,6 +95,14 @@ def test_every_logged_number(folder, family, head):
     compare(family, head, folder)
 
 
+@pytest.mark.parametrize(
+    ("family", "head", "layout"),
+    [("Llama", "single", "pp2"), ("Llama", "tokens", "pp2+dp2"), ("GPT2", "tokens", "pp2+dp2")],
+)
+def test_every_logged_number_of_a_pipeline(folder, family, head, layout):
+    compare(family, head, folder, layout)
+
+
 SMOOTHED = [
     *(("Llama", "causal", layout) for layout in ("dp2+zero0", "dp2", "dp2+zero2", "dp2+zero3", "tp2", "pp2")),
     *(("Bert", "masked", layout) for layout in ("dp2", "dp2+zero3")),

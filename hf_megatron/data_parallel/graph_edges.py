@@ -1,0 +1,135 @@
+"""Where autograd's graph of a data parallel model begins and ends: trained inputs, and who asks for gradients.
+
+Gradients of parameters are averages over the dp ranks, which every rank's loss carries as a factor. Nothing averages
+the gradient of an input, and nothing reduces what `torch.autograd.grad` returns or a hook of the loop's sees.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import UnsupportedError
+from ..upstream import accumulator, is_asked_for, runs_all
+
+
+def refuse_hooks(parameters: Iterable[nn.Parameter], own: int, name_of: Callable) -> None:
+    """Raises `UnsupportedError` for a hook of the loop's on a parameter's gradient, which is not complete there.
+
+    Args:
+        own (`int`): hooks that this library has on a parameter.
+        name_of (`Callable`): parameter -> its name.
+    """
+    for parameter in parameters:
+        after = parameter._post_accumulate_grad_hooks
+        if parameter._backward_hooks or (after and len(after) > own):
+            raise UnsupportedError(
+                f"A hook on the gradient of {name_of(parameter)}: with dp_size > 1 hooks see a part "
+                "of the gradient. Remove it, and change or read `parameter.grad` between backward() and step()."
+            )
+
+
+class _OfThisRank(torch.autograd.Function):
+    """Identity whose backward takes out what losses are multiplied by because gradients are averaged over ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, ranks: int) -> Tensor:
+        ctx.ranks = ranks
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient / ctx.ranks, None
+
+
+def with_trained_inputs(
+    args: tuple, kwargs: dict[str, Any], ranks: int, is_own: Callable[[Tensor], bool]
+) -> tuple[tuple, dict[str, Any]] | None:
+    """Gives input tensors that require a gradient that of one process; `None` where there are none.
+
+    Raises:
+        UnsupportedError: an input was computed from leaves that are not the model's parameters: nobody reduces them.
+    """
+    if not any(isinstance(value, Tensor) and value.requires_grad for value in (*args, *kwargs.values())):
+        return None
+
+    def entering(value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.requires_grad:
+            return value
+        if value.is_leaf:
+            return _OfThisRank.apply(value, ranks)
+        if not all(is_own(leaf) for leaf in _leaves(value)):
+            raise UnsupportedError(
+                "An input of a data parallel model was computed from trained tensors that are not its parameters: "
+                "their gradients would not be reduced. Make them parameters of the model before "
+                "from_pretrained(..., megatron_config=...), or train them with dp_size=1."
+            )
+        return value
+
+    return tuple(map(entering, args)), {name: entering(value) for name, value in kwargs.items()}
+
+
+def _leaves(tensor: Tensor) -> list[Tensor]:
+    """Lists the leaves that a tensor was computed from."""
+    found, nodes, seen = [], [tensor.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if isinstance(leaf := getattr(node, "variable", None), Tensor):
+            found.append(leaf)
+        nodes += [following for following, _ in node.next_functions]
+    return found
+
+
+class _Watched(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, anchor: Tensor, check: Callable[[], None]) -> Tensor:
+        ctx.check = check
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        ctx.check()
+        return gradient, None, None
+
+
+class GradientWatch:
+    """Notices a `torch.autograd.grad` of a model's outputs by its parameters.
+
+    A leaf that nobody asks for hangs beside the outputs: autograd reaches it in every `backward()`, and not otherwise.
+    """
+
+    def __init__(self) -> None:
+        self._anchor = torch.zeros((), requires_grad=True)
+        self._node = accumulator(self._anchor)
+
+    def over(self, output: Any, check: Callable[[], None]) -> Any:
+        """Returns what a model returned, tensors of any shape, with `check` called in a backward that asks for some."""
+
+        def checked() -> None:
+            if not runs_all(self._node):
+                check()
+
+        def watched(value: Any) -> Any:
+            if isinstance(value, Tensor) and value.requires_grad:
+                return _Watched.apply(value, self._anchor, checked)
+            return tuple(map(watched, value)) if type(value) is tuple else value
+
+        if isinstance(output, Mapping):
+            for name, value in list(output.items()):
+                if (seen := watched(value)) is not value:
+                    output[name] = seen  # type: ignore[index]
+            return output
+        return watched(output)
+
+
+def refuse_partial_backward(parameters: Iterable[nn.Parameter], *, are_sharded: bool) -> None:
+    """Raises `UnsupportedError` inside a backward that hands out gradients of parameters instead of adding them up."""
+    if are_sharded or any(is_asked_for(parameter) for parameter in parameters if parameter.requires_grad):
+        raise UnsupportedError(
+            "torch.autograd.grad by parameters of a data parallel model: its gradients would be those of this rank's "
+            "rows. Call loss.backward() and read `parameter.grad`."
+        )

@@ -1,0 +1,178 @@
+"""What loops do to gradients and weights besides the usual: each habit is a function of a `Loop`, run on every layout.
+
+All habits of a file run in one job per layout, one after another from the same weights, and once in one process.
+"""
+
+import functools
+import traceback
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from hf_megatron import prepare_optimizer
+from hf_megatron.checkpoint.gathered import gather_to_first
+from hf_megatron.data_parallel.fully_sharded import whole_local
+from hf_megatron.parallelize import parallel_state
+from hf_megatron.verify.measure import Measurement
+from hf_megatron.verify.metric import judge
+from hf_megatron.verify.ranks import run_ranks
+
+from .dp_training import layout, own_rows, ranks_of, restore, snapshot, weights
+
+LAYOUTS = ["tp2", "tp2+sp", "dp2+zero0", "dp2", "dp2+zero2", "dp2+zero3", "tp2+dp2"]
+SPLIT = ["tp2", "tp2+sp"]
+REPLICATED = LAYOUTS[2:]
+
+
+def save_tiny(path):
+    """A Llama of two layers whose norms are no constants."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+    )
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3) if parameter.dim() > 1 else parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(path)
+
+
+def batch(seed, rows=4, length=9):
+    """Rows with unequal numbers of labels."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, 64, (rows, length), generator=generator)
+    labels = ids.clone()
+    for row in range(rows):
+        labels[row, : int(torch.randint(0, length - 2, (1,), generator=generator))] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def full(model, name, tensor):
+    """A weight or gradient in full on every rank of the first tp rank's; the tensor itself in one process."""
+    state = parallel_state(model)
+    if state is None or tensor is None:
+        return None if tensor is None else tensor.detach().clone()
+    placement, local = state.placement(name), None
+    if state.shards_weights:
+        local = whole_local(tensor, placement.local_shape(tensor.shape, state.axes), state.mesh)
+    gathered = gather_to_first(tensor.detach().clone(), placement, state.mesh, None, local)
+    return None if gathered is None else gathered.clone()
+
+
+@dataclass
+class Loop:
+    """A model under training, and what was seen of it."""
+
+    model: Any
+    optimizer: Any = None
+    losses: list[float] = field(default_factory=list)
+    seen: dict[str, torch.Tensor | None] = field(default_factory=dict)
+
+    def __post_init__(self):
+        self.optimizer = self.prepare(self.parameters())
+
+    def prepare(self, parameters, make=torch.optim.SGD, **kwargs):
+        options = {"lr": 0.05, "weight_decay": 0.1} | ({"momentum": 0.9} if make is torch.optim.SGD else {}) | kwargs
+        return prepare_optimizer(make(parameters, **options))
+
+    def parameters(self, part=""):
+        return [parameter for name, parameter in self.model.named_parameters() if part in name]
+
+    def loss(self, seed, **kwargs):
+        return self.model(**own_rows(self.model, batch(seed)), **kwargs).loss
+
+    def backward(self, seed, factor=1.0):
+        loss = self.loss(seed)
+        (loss * factor).backward()
+        self.losses.append(loss.item())
+
+    def step(self, *seeds):
+        """One step of the usual kind."""
+        for seed in seeds:
+            self.backward(seed)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def see(self, name, tensor):
+        """Notes a tensor that every rank has whole."""
+        self.seen[name] = None if tensor is None else torch.as_tensor(tensor).detach().clone().float()
+
+    def rows(self, name, tensor, numbers):
+        """Notes rows of a batch that the dp ranks hold parts of; `numbers` are this rank's."""
+        state = parallel_state(self.model)
+        whole = torch.zeros(4, *tensor.shape[1:])
+        whole[numbers] = tensor.detach().float()
+        if state is not None and state.mesh.dp_size > 1:
+            torch.distributed.all_reduce(whole, group=state.mesh.dp_group)
+        self.see(name, whole)
+
+    def see_gradients(self, when):
+        for name, parameter in self.model.named_parameters():
+            self.seen[f"{when}: {name}"] = full(self.model, name, parameter.grad)
+
+    def measurement(self):
+        """Gradients of a last backward are what is left after the habit plus one more batch's."""
+        self.backward(99)
+        self.see_gradients("at the end")
+        norm = torch.tensor(self.losses[-1])
+        return Measurement(
+            sum(self.losses), norm.item(), norm.item(), dict(self.seen), {"the habit": weights(self.model)}
+        ), list(self.losses)
+
+
+def run_all(path, text, habits, **kwargs):
+    """What each habit leaves, or the error that it raised."""
+    model = AutoModelForCausalLM.from_pretrained(
+        path, megatron_config=None if text is None else layout(text), **kwargs
+    ).train()
+    start, found = snapshot(model), {}
+    for name, habit in habits.items():
+        model.zero_grad()
+        model.requires_grad_(True)
+        restore(model, start)
+        loop = Loop(model)
+        try:
+            habit(loop)
+            found[name] = loop.measurement()
+        except Exception as error:  # noqa: BLE001
+            found[name] = (type(error).__name__, str(error), traceback.format_exc())
+    return found
+
+
+class Runs:
+    """Every layout's run of a table of habits, made when first asked for."""
+
+    def __init__(self, path, habits, **kwargs):
+        self.of = functools.cache(lambda text: self._run(path, text, habits, **kwargs))
+
+    def _run(self, path, text, habits, **kwargs):
+        if text is None:
+            return run_all(path, None, habits, **kwargs)
+        return run_ranks(run_all, ranks_of(layout(text)), path, text, habits, timeout=300, **kwargs)
+
+    def compare(self, text, habit):
+        """Raises where a layout's run of a habit is not one process's."""
+        expected, losses = self.of(None)[habit]
+        results = [found[habit] for found in self.of(text)]
+        for found in results:
+            assert isinstance(found[0], Measurement), found[-1]
+        for found, of_rank in results:
+            torch.testing.assert_close(torch.tensor(of_rank), torch.tensor(losses), rtol=1e-5, atol=0)
+            if found.weights["the habit"]:
+                judgement = judge(found, expected)
+                assert judgement.passed, judgement.report()
+
+    def refused(self, text, habit, match):
+        """Raises where a layout's run of a habit did not end with this refusal on every rank."""
+        for found in self.of(text):
+            kind, message, trace = found[habit]
+            assert kind == "UnsupportedError", trace
+            assert match in message, message

@@ -1,0 +1,304 @@
+"""Weights as PyTorch has them: what loops do to parameters between steps, against one process."""
+
+import copy
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from hf_megatron.verify.ranks import run_ranks
+
+from .dp_training import layout, weights
+from .habits import LAYOUTS, Loop, Runs, save_tiny
+
+HABITS, HALF = {}, {}
+
+
+def habit(function):
+    HABITS[function.__name__] = function
+    return function
+
+
+def in_half_precision(function):
+    HALF[function.__name__] = function
+    return function
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny")
+    save_tiny(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runs(path):
+    return Runs(path, HABITS)
+
+
+@pytest.fixture(scope="module")
+def half_runs(path):
+    return Runs(path, HALF, dtype=torch.bfloat16)
+
+
+# Edits
+
+
+@torch.no_grad()
+def edit(model):
+    """In every way that a loop may take, a part of the parameters each."""
+    for number, parameter in enumerate(model.parameters()):
+        if number % 3 == 0:
+            parameter.mul_(0.9)
+        elif number % 3 == 1:
+            parameter.data.copy_(parameter.data * 1.05)
+        else:
+            parameter.data.add_(0.01)
+    module = model.model.layers[0].mlp.up_proj
+    module.load_state_dict({name: value * 1.25 for name, value in module.state_dict().items()})
+
+
+@habit
+def edits_between_steps(loop):
+    for seed in range(3):
+        loop.step(seed)
+        edit(loop.model)
+
+
+@habit
+def edits_between_backward_and_step(loop):
+    for seed in range(2):
+        loop.backward(seed)
+        edit(loop.model)
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+
+
+@habit
+def edits_after_evaluation(loop):
+    for seed in range(2):
+        loop.step(seed)
+        with torch.no_grad():
+            loop.losses.append(float(loop.model(input_ids=torch.arange(8).view(1, 8)).logits.sum()))
+        edit(loop.model)
+
+
+@habit
+def loads_parts(loop):
+    loop.step(0)
+    state = {name: value.clone() for name, value in loop.model.state_dict().items()}
+    loop.step(1)
+    loop.model.load_state_dict({n: v for n, v in state.items() if "layers.0" in n}, strict=False)
+    loop.step(2)
+    loop.model.load_state_dict(state)
+    loop.step(3)
+    loop.model.model.layers[1].load_state_dict(
+        {n.removeprefix("model.layers.1."): v for n, v in state.items() if "layers.1" in n}
+    )
+
+
+# Averages
+
+
+@habit
+def average_of_parameters_swapped_in_and_out(loop):
+    with torch.no_grad():
+        average = [parameter.detach().clone() for parameter in loop.model.parameters()]
+    for seed in range(3):
+        loop.step(seed)
+        with torch.no_grad():
+            torch._foreach_lerp_(average, list(loop.model.parameters()), 0.3)
+            kept = [parameter.detach().clone() for parameter in loop.model.parameters()]
+            for parameter, value in zip(loop.model.parameters(), average, strict=True):
+                parameter.data.copy_(value)
+            loop.losses.append(float(loop.model(input_ids=torch.arange(8).view(1, 8)).logits.sum()))
+            for parameter, value in zip(loop.model.parameters(), kept, strict=True):
+                parameter.copy_(value)
+
+
+@habit
+def average_of_the_state_dict(loop):
+    average = {name: value.clone() for name, value in loop.model.state_dict().items()}
+    for seed in range(2):
+        loop.step(seed)
+        for name, value in loop.model.state_dict().items():
+            average[name].mul_(0.7).add_(value, alpha=0.3)
+    loop.model.load_state_dict(average)
+    loop.step(3)
+
+
+# Attributes of modules are the parameters
+
+
+@habit
+def reaches_parameters_through_their_modules(loop):
+    norm = loop.model.model.layers[0].input_layernorm
+    for seed in range(2):
+        loop.backward(seed)
+        assert norm.weight.grad is not None
+        loop.see(f"norm {seed}", _whole(norm.weight.grad.norm()))
+        norm.weight.grad.mul_(0.5)
+        loop.model.model.norm.weight.grad = None
+        with torch.no_grad():
+            norm.weight.mul_(1.1)
+        norm.weight.data.add_(0.01)
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+    loop.model.model.norm.weight.requires_grad_(False)
+    loop.step(2)
+    assert norm.weight is dict(loop.model.named_parameters())["model.layers.0.input_layernorm.weight"]
+    loop.model.requires_grad_(True)
+
+
+def _whole(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+# Which parameters, and of what dtype
+
+
+@habit
+def an_optimizer_of_some(loop):
+    loop.optimizer = loop.prepare(loop.parameters("mlp"))
+    loop.step(0)
+    loop.model.zero_grad()
+    loop.optimizer.add_param_group({"params": loop.parameters("norm"), "lr": 0.01})
+    loop.step(1)
+    loop.model.zero_grad()
+
+
+@habit
+def two_optimizers(loop):
+    other = loop.prepare(loop.parameters("attn"), torch.optim.AdamW, lr=1e-3, eps=1e-4)
+    loop.optimizer = loop.prepare(loop.parameters("mlp"))
+    for seed in range(2):
+        loop.backward(seed)
+        loop.optimizer.step()
+        other.step()
+        loop.model.zero_grad()
+
+
+@habit
+def frozen_first(loop):
+    for parameter in loop.parameters("mlp"):
+        parameter.requires_grad_(False)
+    loop.step(0)
+    loop.model.requires_grad_(True)
+    loop.step(1)
+
+
+@habit
+def casts_and_casts_back(loop):
+    loop.model.bfloat16().float()
+    loop.step(0)
+    loop.backward(1)
+    loop.model.double().to(torch.float32)
+    loop.backward(2)
+    loop.optimizer.step()
+    loop.model.zero_grad()
+    loop.backward(3)
+    loop.model.to("cpu")
+    loop.optimizer.step()
+    loop.optimizer.zero_grad()
+
+
+@habit
+def goes_on_in_double_precision(loop):
+    loop.step(0)
+    loop.model.double()
+    loop.optimizer = loop.prepare(loop.parameters(), momentum=0.0)
+    loop.step(1)
+    loop.model.float()
+    loop.step(2)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [(n, text) for n in HABITS for text in LAYOUTS if not ("zero3" in text and n == "goes_on_in_double_precision")],
+)
+def test_equal_to_one_process(runs, text, name):
+    runs.compare(text, name)
+
+
+# Half precision: with a learning rate of 0 only edits move weights, and to the bit
+
+
+@in_half_precision
+def edits_in_half_precision(loop):
+    loop.optimizer = loop.prepare(loop.parameters(), lr=0.0)
+    for seed in range(2):
+        loop.backward(seed)
+        loop.optimizer.step()
+        edit(loop.model)
+    loop.backward(2)
+    loop.optimizer.step()
+
+
+@in_half_precision
+def casts_in_half_precision(loop):
+    loop.optimizer = loop.prepare(loop.parameters(), lr=0.0)
+    loop.step(0)
+    edit(loop.model)
+    loop.model.float()
+    loop.step(1)
+    edit(loop.model)
+    loop.model.bfloat16()
+    loop.step(2)
+    edit(loop.model)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [(n, text) for n in HALF for text in LAYOUTS if not ("zero3" in text and n == "casts_in_half_precision")],
+)
+def test_edits_stay_in_half_precision(half_runs, text, name):
+    expected = half_runs.of(None)[name][0].weights["the habit"]
+    for found in half_runs.of(text):
+        assert not isinstance(found[name][0], str), found[name][-1]
+        weights = found[name][0].weights["the habit"]
+        assert all(torch.equal(weights[n], expected[n]) for n in weights), [
+            n for n in weights if not torch.equal(weights[n], expected[n])
+        ]
+
+
+# Copies
+
+
+def train_a_copy(path, text=None):
+    model = AutoModelForCausalLM.from_pretrained(path, megatron_config=None if text is None else layout(text)).train()
+    twin = copy.deepcopy(model)
+    before = weights(model)
+    losses = []
+    for one in (twin, model):
+        loop = Loop(one)
+        loop.step(0)
+        if one is twin:
+            untouched = weights(model)
+            assert all(torch.equal(untouched[name], before[name]) for name in before)
+        loop.step(1)
+        losses += loop.losses
+    return losses
+
+
+@pytest.mark.parametrize("text", ["tp2", "tp2+sp"])
+def test_a_deep_copy_trains_by_itself(path, text):
+    expected = train_a_copy(path)
+    for losses in run_ranks(train_a_copy, 2, path, text):
+        assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def average_of_copies(path, text=None):
+    model = AutoModelForCausalLM.from_pretrained(path, megatron_config=None if text is None else layout(text)).train()
+    average = torch.optim.swa_utils.AveragedModel(model)
+    loop = Loop(model)
+    for seed in range(2):
+        loop.step(seed)
+        average.update_parameters(model)
+    with torch.no_grad():
+        return float(average.eval()(input_ids=torch.arange(8).view(1, 8)).logits.square().sum())
+
+
+@pytest.mark.parametrize("text", ["tp2", "dp2"])
+def test_averaged_models_are_evaluated(path, text):
+    expected = average_of_copies(path)
+    assert run_ranks(average_of_copies, 2, path, text) == pytest.approx([expected] * 2, rel=1e-5)
