@@ -176,8 +176,8 @@ _ROWS: tuple[tuple[str, str, str, str], ...] = (
             ("create_model_from_path", "create_model_from_path", "loads the reference model whole"),
         )
     ),
-    ("trl.trainer.sft_trainer:SFTTrainer.prediction_step", "trl:sft_prediction_step", "takes this rank's mean over tokens",
-     _TRL),
+    ("trl.trainer.sft_trainer:SFTTrainer.prediction_step", "trl:sft_prediction_step",
+     "takes this rank's mean over tokens", _TRL),
     ("trl.trainer.dpo_trainer:hash_module", "trl:hash_module", "hashes this rank's part", _TRL),
 )
 # fmt: on
