@@ -205,7 +205,8 @@ class DataParallel(Shared):
                 reshard([model])
             return output
         # The graph, which may outlive the model, must not keep it.
-        return self._watch.over(output, partial(_check_backward, weakref.ref(self)))
+        engine = weakref.ref(self)
+        return self._watch.over(output, partial(_begin_backward, engine), partial(_check_backward, engine))
 
     def names(self) -> dict[int, str]:
         """Maps identities of parameters to their names in the state dict; a tied one has the first."""
@@ -295,6 +296,12 @@ def refuse_unprepared(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dic
             f"{type(optimizer).__name__} steps on a data parallel model without knowing it: pass it through "
             "accelerator.prepare(...) or hf_megatron.prepare_optimizer(optimizer)."
         )
+
+
+def _begin_backward(engine: "weakref.ref[DataParallel]") -> None:
+    alive = engine()
+    if alive is not None and alive.reducer is not None:
+        alive.reducer.begin_backward()
 
 
 def _check_backward(engine: "weakref.ref[DataParallel]") -> None:

@@ -106,12 +106,19 @@ class GradientWatch:
         self._anchor = torch.zeros((), requires_grad=True)
         self._node = accumulator(self._anchor)
 
-    def over(self, output: Any, check: Callable[[], None]) -> Any:
-        """Returns what a model returned, tensors of any shape, with `check` called in a backward that asks for some."""
+    def over(self, output: Any, begin: Callable[[], None], refuse: Callable[[], None]) -> Any:
+        """Returns what a model returned, tensors of any shape, whose backward calls one of two functions.
+
+        Args:
+            begin (`Callable`): of a backward that runs all of the graph.
+            refuse (`Callable`): of one that somebody asks for some gradients.
+        """
 
         def checked() -> None:
-            if not runs_all(self._node):
-                check()
+            if runs_all(self._node):
+                begin()
+            else:
+                refuse()
 
         def watched(value: Any) -> Any:
             if isinstance(value, Tensor) and value.requires_grad:

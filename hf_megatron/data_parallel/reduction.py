@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from ..communication.flat_rows import ReduceScatter, gather_rows, sum_over
 from ..errors import UnsupportedError
 from ..patch_ledger import Shared
-from ..upstream import dtensor_from_local, gradient_hooks, local_tensor, restore_hooks
+from ..upstream import at_end_of_backward, dtensor_from_local, gradient_hooks, local_tensor, restore_hooks
 from .buckets import Bucket, Slot, Sum, make_buckets, owned_range
 from .reduced_gradient import ReducedGradient, is_held, stand_in
 from .reduction_groups import Sharing
@@ -76,6 +76,8 @@ class GradientReducer(Shared):
         # A backward outside `no_sync` has left gradients. All ranks agree on it, whatever each has started already.
         self._pending = False
         self._held: set[int] = set()
+        # Parameters whose stand-in is not in `.grad` although they have a gradient, while a backward runs.
+        self._absent: set[int] = set()
         self._build(parameters)
 
     def owns(self, parameter: Tensor) -> bool:
@@ -140,6 +142,24 @@ class GradientReducer(Shared):
         for bucket in self.buckets:
             bucket.arrived.clear()
 
+    def begin_backward(self) -> None:
+        """Takes stand-ins out of `.grad` until the backward under way ends: autograd leaves gradients there faster."""
+        if self._absent or any(bucket.written for bucket in self.buckets) and self._pending:
+            return
+        self.take_edits()
+        for bucket in self.buckets:
+            for index in bucket.written | bucket.used:
+                parameter = bucket.slots[index].parameter
+                parameter.grad = None
+                self._absent.add(id(parameter))
+        if self._absent:
+            at_end_of_backward(self._end_backward)
+
+    def _end_backward(self) -> None:
+        for key in self._absent:
+            self.parameter(key).grad = self._stand_ins[key]
+        self._absent.clear()
+
     def _arrive(self, place: _Place, parameter: Tensor) -> None:
         """Takes in a parameter's gradient, which autograd has added up."""
         standing = self._stand_ins[id(parameter)]
@@ -155,10 +175,13 @@ class GradientReducer(Shared):
         if gradient is None:
             gradient = parameter.grad
             assert gradient is not None
-            if index in bucket.written or index in bucket.used:
-                # Somebody took the earlier one out of `.grad` since the forward began.
-                bucket.discard_slots({index}, keep=self.keep_rows)
-            self._renew(parameter)
+            if id(parameter) in self._absent:
+                self._absent.remove(id(parameter))
+            else:
+                if index in bucket.written or index in bucket.used:
+                    # Somebody took the earlier one out of `.grad` since the forward began.
+                    bucket.discard_slots({index}, keep=self.keep_rows)
+                self._renew(parameter)
         if gradient.requires_grad:
             raise UnsupportedError(
                 f"backward(create_graph=True) with dp_size > 1 or main weights in fp32: the gradient of "
@@ -247,8 +270,10 @@ class GradientReducer(Shared):
 
     def _renew(self, parameter: Tensor) -> None:
         """Makes another stand-in for a parameter's next gradient if somebody keeps the one of its last."""
+        # Asked before this function refers to it as well.
+        is_kept = is_held(self._stand_ins, id(parameter))
         present = self._stand_ins[id(parameter)]
-        if not isinstance(present, ReducedGradient) or is_held(self._stand_ins, id(parameter)):
+        if is_kept or not isinstance(present, ReducedGradient):
             if isinstance(present, ReducedGradient):
                 present.is_gone = True
             self._stand_ins[id(parameter)] = stand_in(parameter, self)

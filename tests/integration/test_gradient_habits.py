@@ -7,6 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import hf_megatron
+from hf_megatron import UnsupportedError
 from hf_megatron.verify.ranks import run_ranks
 
 from .dp_training import layout, ranks_of
@@ -417,6 +418,31 @@ NOT_IN_STAGE_THREE = {
 )
 def test_equal_to_one_process(runs, text, name):
     runs.compare(text, name)
+
+
+def keep_a_gradient(path):
+    model = AutoModelForCausalLM.from_pretrained(path, megatron_config=layout("dp2")).train()
+    weight = model.model.norm.weight
+    standing = []
+    for seed in range(3):
+        model(**own_rows(model, batch(seed))).loss.backward()
+        standing.append(id(weight.grad))
+        model.zero_grad()
+    assert len(set(standing)) == 1, "one tensor stands for all gradients that nobody keeps"
+    model(**own_rows(model, batch(0))).loss.backward()
+    kept = weight.grad
+    model.zero_grad()
+    with pytest.raises(UnsupportedError, match=r"clone\(\)"):
+        kept.norm()
+    model(**own_rows(model, batch(1))).loss.backward()
+    with pytest.raises(UnsupportedError, match=r"clone\(\)"):
+        kept.norm()
+    return weight.grad.norm().item() > 0
+
+
+def test_a_gradient_that_was_cleared_is_not_the_next_one(tmp_path):
+    save_tiny(tmp_path)
+    assert run_ranks(keep_a_gradient, 2, tmp_path) == [True, True]
 
 
 def norms(path, text=None):
