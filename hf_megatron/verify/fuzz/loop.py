@@ -1,0 +1,356 @@
+"""One training loop that runs alike in one process and on the ranks of a layout, with places where habits change it.
+
+The reproduction scripts of `hf-megatron fuzz` carry the text of this file: it imports what any user may import.
+"""
+
+import contextlib
+import math
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import hf_megatron
+
+
+@dataclass(frozen=True)
+class Habit:
+    """What a loop may do to gradients and weights.
+
+    Attributes:
+        name, description: as the documents say it.
+        made, prepared, before_step, after_step, ended (`Callable`, *optional*): called with the loop, in addition.
+        forward, backward, step, clear (`Callable`, *optional*): called with the loop in place of the plain way; the first
+            also with a batch and returns the loss, the second also with the loss.
+        changes: of the model's config.
+        batch: of the batches.
+        acts: steps that have changed weights when the habit acts: a refusal comes no later.
+        loop: the kind of loop it needs.
+        needs: what the model has to have: `"experts"`, `"causal"`, `"fp32"`, ...
+        random: draws random numbers, so that only the ranks are compared with each other.
+        local: the loss it returns is this rank's part of a sum over the data parallel ranks.
+        slow: takes seconds.
+    """
+
+    name: str
+    description: str
+    made: Callable[["Loop"], None] | None = None
+    prepared: Callable[["Loop"], None] | None = None
+    forward: Callable[["Loop", dict[str, Tensor]], Tensor] | None = None
+    backward: Callable[["Loop", Tensor], None] | None = None
+    before_step: Callable[["Loop"], None] | None = None
+    step: Callable[["Loop"], None] | None = None
+    clear: Callable[["Loop"], None] | None = None
+    after_step: Callable[["Loop"], None] | None = None
+    ended: Callable[["Loop"], None] | None = None
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    batch: Mapping[str, Any] = field(default_factory=dict)
+    acts: int = 0
+    loop: str = ""
+    needs: tuple[str, ...] = ()
+    random: bool = False
+    local: bool = False
+    slow: bool = False
+
+
+def config_of(case: Mapping[str, Any], habits: Sequence[Habit]) -> Any:
+    """Makes the config of a case's model."""
+    changes = {name: value for habit in habits for name, value in habit.changes.items()}
+    return transformers.AutoConfig.for_model(case["type"], **{**case["config"], **changes})
+
+
+def draw_model(case: Mapping[str, Any], habits: Sequence[Habit], folder: str) -> None:
+    """Saves a model with drawn weights: no norm is all ones and no bias all zeros."""
+    torch.manual_seed(case["seed"])
+    config = config_of(case, habits)
+    model = getattr(transformers, case["class"]).from_config(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape)
+            if parameter.dim() < 2:
+                parameter.copy_(0.1 * noise + (1.0 if parameter.mean() > 0.5 else 0.0))
+            else:
+                embeds = "embed" in name or "wte" in name or "wpe" in name or "shared" in name
+                parameter.copy_(noise * (0.3 if embeds else 0.8 / parameter.shape[-1] ** 0.5))
+    model.save_pretrained(folder)
+
+
+def batches_of(case: Mapping[str, Any], habits: Sequence[Habit]) -> list[list[dict[str, Tensor]]]:
+    """Draws the microbatches of each step, whole: `input_ids`, `attention_mask`, `labels` of `[rows, length]`."""
+    wanted = {**case["batch"], **{name: value for habit in habits for name, value in habit.batch.items()}}
+    generator = torch.Generator().manual_seed(case["seed"] + 1)
+    steps = []
+    for step in range(wanted["steps"]):
+        count = wanted["accumulation"]
+        rows = [wanted["rows"] + (2 * index if wanted["uneven"] else 0) for index in range(count)]
+        if step == wanted["steps"] - 1:
+            rows[-1] = wanted["last_rows"] or rows[-1]
+        steps.append([_batch(case, wanted, number, generator) for number in rows])
+    return steps
+
+
+def _batch(case: Mapping[str, Any], wanted: Mapping[str, Any], rows: int, generator: torch.Generator) -> dict:
+    length = wanted["length"]
+    ids = torch.randint(3, case["config"]["vocab_size"], (rows, length), generator=generator)
+    seen = torch.ones_like(ids)
+    if wanted["padding"] != "none":
+        padding = length // 3
+        seen[-1, slice(0, padding) if wanted["padding"] == "left" else slice(length - padding, None)] = 0
+        ids[seen == 0] = 0
+    batch = {"input_ids": ids, "attention_mask": seen}
+    if case["task"] == "classification":
+        return batch | {"labels": torch.randint(3, (rows,), generator=generator)}
+    labels = ids.clone()
+    if case["task"] == "seq2seq":
+        labels = torch.randint(3, case["config"]["vocab_size"], (rows, length - 2), generator=generator)
+    elif case["task"] == "tokens":
+        labels = torch.randint(3, (rows, length), generator=generator)
+    ignored = torch.rand(labels.shape, generator=generator) < (0.6 if case["task"] == "masked" else 0.1)
+    if wanted["mask"] == "half":
+        ignored[: rows // 2] = True
+    elif wanted["mask"] == "rows":
+        ignored[::2] = True
+    elif wanted["mask"] == "borders":
+        ignored[:, :2] = ignored[:, -2:] = True
+    elif wanted["mask"] == "none":
+        ignored[:] = False
+    # Never nothing at all, which is no number in one process either.
+    ignored[-1, length // 2 : length // 2 + 2] = False
+    if case["task"] != "seq2seq":
+        ignored |= seen == 0
+    return batch | {"labels": labels.masked_fill(ignored, -100)}
+
+
+def number(value: Any) -> float:
+    """Returns what a user prints of a scalar."""
+    if isinstance(value, DTensor):
+        value = value.full_tensor()
+    return float(value.detach() if isinstance(value, Tensor) else value)
+
+
+class Loop:
+    """A training loop.
+
+    Args:
+        case: what `cases.draw_case` makes.
+        habits: what the loop does differently.
+        folder: of the model; with `case["way"] == "from_config"` the drawn model is saved there.
+        on_ranks (`bool`): lays the model out.
+
+    Attributes:
+        steps: that have changed weights.
+        logged: names and numbers, in order.
+    """
+
+    def __init__(self, case: Mapping[str, Any], habits: Sequence[Habit], folder: str, on_ranks: bool):
+        self.case, self.habits, self.on_ranks = case, habits, on_ranks
+        self.folder = folder
+        layout = case["layout"] if on_ranks else {}
+        self.replica_ranks = layout.get("tp_size", 1) * layout.get("pp_size", 1)
+        self.rank = dist.get_rank() if on_ranks else 0
+        self.dp_size = dist.get_world_size() // self.replica_ranks if on_ranks else 1
+        self.dp_rank = self.rank // self.replica_ranks
+        self.steps = 0
+        self.logged: list[tuple[str, float]] = []
+        self.accelerator: Any = None
+        # What habits remember between two places.
+        self.kept: dict[str, Any] = {}
+        self.random = any(habit.random for habit in habits)
+
+    def log(self, name: str, value: Any) -> None:
+        """Notes a number that every rank has to have as one process has it."""
+        self.logged.append((name, number(value)))
+
+    def total(self, value: Tensor) -> Tensor:
+        """Sums what each data parallel rank has of its own rows, as loops over ranks have to."""
+        if self.dp_size == 1:
+            return value
+        value = value.detach().clone()
+        dist.all_reduce(value)
+        return value / self.replica_ranks
+
+    def load(self) -> None:
+        """Makes the model, on ranks with the case's layout."""
+        builder = getattr(transformers, self.case["class"])
+        arguments: dict[str, Any] = {"dtype": getattr(torch, self.case["dtype"])}
+        if self.on_ranks:
+            layout = self.case["layout"]
+            arguments["megatron_config"] = hf_megatron.MegatronConfig(**layout, allow_unverified=False, timeout=60.0)
+        if self.on_ranks and self.case["way"] == "from_config":
+            self.model = builder.from_config(config_of(self.case, self.habits), **arguments)
+            self.model.save_pretrained(self.folder)
+        else:
+            self.model = builder.from_pretrained(self.folder, **arguments)
+        self.model.train()
+
+    def optimizer_of(self, parameters: Any) -> torch.optim.Optimizer:
+        """Makes the case's optimizer, not prepared yet."""
+        if self.case["optimizer"] == "adamw":
+            return torch.optim.AdamW(parameters, lr=self.case["rate"] * 1e-2, eps=1e-4)
+        return torch.optim.SGD(parameters, lr=self.case["rate"] / self.case["norm"], momentum=0.9, weight_decay=1e-2)
+
+    def prepare(self, optimizer: torch.optim.Optimizer) -> Any:
+        """Prepares an optimizer as the kind of loop does."""
+        if self.accelerator is not None:
+            return self.accelerator.prepare(optimizer)
+        return hf_megatron.prepare_optimizer(optimizer) if self.on_ranks else optimizer
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Lists the parameters that train."""
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+    def own_rows(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Cuts out the rows that this data parallel rank sees."""
+        return {name: value.tensor_split(self.dp_size)[self.dp_rank] for name, value in batch.items()}
+
+    def all(self, place: str) -> None:
+        """Lets every habit act at a place."""
+        for habit in self.habits:
+            if getattr(habit, place) is not None:
+                getattr(habit, place)(self)
+
+    def instead(self, place: str, plain: Callable[..., Any], *arguments: Any) -> Any:
+        """Lets the first habit that knows a place act there, else the plain way."""
+        own = [getattr(habit, place) for habit in self.habits if getattr(habit, place) is not None]
+        return own[0](self, *arguments) if own else plain(*arguments)
+
+    def evaluate(self) -> Tensor:
+        """Returns the loss of one whole batch, the same on every rank; the model trains on afterwards."""
+        self.model.eval()
+        with torch.no_grad():
+            loss = self.model(**self.batches[0][0]).loss
+        self.model.train()
+        return loss
+
+    def run(self) -> None:
+        """Trains."""
+        if self.random:
+            torch.manual_seed(1234 + self.rank)
+        self.load()
+        self.batches = batches_of(self.case, self.habits)
+        if self.case["loop"] == "accelerate":
+            import accelerate
+
+            accumulation = len(self.batches[0])
+            self.accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
+            self.model = self.accelerator.prepare(self.model)
+        self.all("made")
+        if self.case["loop"] == "trainer":
+            self.train_with_trainer()
+        else:
+            self.optimizer = self.prepare(self.optimizer_of(self.parameters()))
+            self.all("prepared")
+            for microbatches in self.batches:
+                self.window(microbatches)
+        if not self.random:
+            self.log("eval loss", self.evaluate())
+
+    def window(self, microbatches: list[dict[str, Tensor]]) -> None:
+        """Runs one optimizer step."""
+        for index, batch in enumerate(microbatches):
+            with self.not_the_last(index < len(microbatches) - 1):
+                loss = self.instead("forward", self.plain_forward, self.own_rows(batch))
+                local = any(habit.local for habit in self.habits)
+                self.log("loss", self.total(loss) / self.dp_size if local else loss)
+                self.instead("backward", self.plain_backward, loss if self.accelerator else loss / len(microbatches))
+        self.all("before_step")
+        self.instead("step", self.optimizer.step)
+        self.steps += 1
+        self.instead("clear", self.optimizer.zero_grad)
+        self.all("after_step")
+
+    def not_the_last(self, waits: bool) -> Any:
+        """Opens what a loop over microbatches opens around all but the last."""
+        if self.accelerator is not None:
+            return self.accelerator.accumulate(self.model)
+        return self.model.no_sync() if waits and self.dp_size > 1 else contextlib.nullcontext()
+
+    def plain_forward(self, batch: dict[str, Tensor]) -> Tensor:
+        """Returns the model's loss of a batch."""
+        return self.model(**batch).loss
+
+    def plain_backward(self, loss: Tensor) -> None:
+        """Runs backward as the kind of loop does."""
+        loss.backward() if self.accelerator is None else self.accelerator.backward(loss)
+
+    def train_with_trainer(self) -> None:
+        """Trains with stock Trainer and logs what it logs."""
+        rows = [
+            {name: value[row] for name, value in batch.items()}
+            for microbatches in self.batches
+            for batch in microbatches
+            for row in range(len(batch["labels"]))
+        ]
+        wanted = self.case["batch"]
+        size = max(1, wanted["rows"] // self.dp_size)
+        arguments = transformers.TrainingArguments(
+            output_dir=self.folder + "_trainer",
+            use_cpu=True,
+            report_to=[],
+            max_steps=wanted["steps"],
+            per_device_train_batch_size=size,
+            per_device_eval_batch_size=size,
+            gradient_accumulation_steps=wanted["accumulation"],
+            optim="sgd",
+            learning_rate=self.case["rate"] / self.case["norm"],
+            lr_scheduler_type="constant",
+            max_grad_norm=0.5 * self.case["norm"],
+            logging_steps=1,
+            save_strategy="no",
+            disable_tqdm=True,
+        )
+        trainer = transformers.Trainer(self.model, arguments, train_dataset=rows, eval_dataset=rows[: 2 * size])
+        trainer.remove_callback(transformers.PrinterCallback)
+        trainer.train()
+        self.model = trainer.model
+        for entry in trainer.state.log_history:
+            for name in ("loss", "grad_norm"):
+                if name in entry:
+                    self.log(name, entry[name])
+        self.log("eval_loss", trainer.evaluate()["eval_loss"])
+
+
+def fingerprints(model: nn.Module) -> dict[str, int]:
+    """Says in a number what this rank holds of each parameter; equal keys on two ranks are to have equal numbers."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        key, local = name, parameter.detach()
+        if isinstance(parameter, DTensor):
+            places = zip(parameter.device_mesh.get_coordinate() or (), parameter.placements, strict=False)
+            own = [place for place, placement in places if not placement.is_replicate()]
+            key, local = f"{name}{own}", parameter.to_local().detach()
+        found[key] = (
+            zlib.crc32(local.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()) if local.numel() else 0
+        )
+    return found
+
+
+def run_loop(case: Mapping[str, Any], habits: Sequence[Habit], folder: str, out: str, on_ranks: bool) -> dict[str, Any]:
+    """Trains and saves the weights in `out`; returns what is compared, or the error and where it was raised."""
+    loop = Loop(case, habits, folder, on_ranks)
+    try:
+        loop.run()
+        marks = fingerprints(loop.model) if on_ranks else {}
+        loop.model.save_pretrained(out)
+        loop.all("ended")
+        return {"logged": loop.logged, "marks": marks, "steps": loop.steps}
+    except Exception as error:
+        import traceback
+
+        kinds = [kind.__name__ for kind in type(error).__mro__]
+        text = "".join(traceback.format_exception(error))
+        return {"error": f"{kinds[0]}: {error}", "kinds": kinds, "steps": loop.steps, "traceback": text[-3000:]}
+
+
+def gradient_norm_of(case: Mapping[str, Any], habits: Sequence[Habit], folder: str) -> float:
+    """Returns the norm of the plain loss's gradient in one process, in whole powers of two."""
+    model = getattr(transformers, case["class"]).from_pretrained(folder, dtype=torch.float32).train()
+    model(**batches_of(case, habits)[0][0]).loss.backward()
+    total = sum(float(p.grad.pow(2).sum()) for p in model.parameters() if p.grad is not None) ** 0.5
+    return 2.0 ** round(math.log2(total)) if total > 0 and math.isfinite(total) else 1.0
