@@ -40,6 +40,11 @@ def _thaw_after_second(loop: Loop) -> None:
             parameter.requires_grad_(True)
 
 
+def _freeze_then_thaw(loop: Loop) -> None:
+    _freeze_after_first(loop)
+    _thaw_after_second(loop)
+
+
 def _freeze_from_start(loop: Loop) -> None:
     for name, parameter in loop.model.named_parameters():
         if parameter.dim() < 2 or "embed" in name:
@@ -154,7 +159,7 @@ GRADIENT_HABITS = (
     Habit(
         "frozen and thawed",
         "freezing after the first step, thawing after the second",
-        after_step=lambda loop: (_freeze_after_first(loop), _thaw_after_second(loop))[0],
+        after_step=_freeze_then_thaw,
         acts=1,
     ),
     Habit("clipped, bound early", "`clip_grad_norm_` imported before this library", before_step=_early_clipping),

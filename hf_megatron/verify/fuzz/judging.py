@@ -9,7 +9,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ..metric import GRADIENT_FLOOR, LOSS, Error, Judgement
-from .cases import draws
 from .habits import habits_of
 
 # Three steps with momentum carry the round-off of the first into the later ones.

@@ -26,8 +26,8 @@ class Habit:
     Attributes:
         name, description: as the documents say it.
         made, prepared, before_step, after_step, ended (`Callable`, *optional*): called with the loop, in addition.
-        forward, backward, step, clear (`Callable`, *optional*): called with the loop in place of the plain way; the first
-            also with a batch and returns the loss, the second also with the loss.
+        forward, backward, step, clear (`Callable`, *optional*): called with the loop in place of the plain way, the
+            first also with a batch, the second also with the loss.
         changes: of the model's config.
         batch: of the batches.
         acts: steps that have changed weights when the habit acts: a refusal comes no later.
@@ -248,8 +248,6 @@ class Loop:
             self.all("prepared")
             for microbatches in self.batches:
                 self.window(microbatches)
-        if not self.random:
-            self.log("eval loss", self.evaluate())
 
     def window(self, microbatches: list[dict[str, Tensor]]) -> None:
         """Runs one optimizer step."""
@@ -289,13 +287,15 @@ class Loop:
         ]
         wanted = self.case["batch"]
         size = max(1, wanted["rows"] // self.dp_size)
+        # Evaluation weighs batches alike: both sides have the same ones.
+        evaluated = max(1, wanted["rows"] // self.case["layout"].get("dp_size", 1))
         arguments = transformers.TrainingArguments(
             output_dir=self.folder + "_trainer",
             use_cpu=True,
             report_to=[],
             max_steps=wanted["steps"],
             per_device_train_batch_size=size,
-            per_device_eval_batch_size=size,
+            per_device_eval_batch_size=evaluated,
             gradient_accumulation_steps=wanted["accumulation"],
             optim="sgd",
             learning_rate=self.case["rate"] / self.case["norm"],
@@ -305,7 +305,7 @@ class Loop:
             save_strategy="no",
             disable_tqdm=True,
         )
-        trainer = transformers.Trainer(self.model, arguments, train_dataset=rows, eval_dataset=rows[: 2 * size])
+        trainer = transformers.Trainer(self.model, arguments, train_dataset=rows, eval_dataset=rows[: wanted["rows"]])
         trainer.remove_callback(transformers.PrinterCallback)
         trainer.train()
         self.model = trainer.model
@@ -338,9 +338,11 @@ def run_loop(case: Mapping[str, Any], habits: Sequence[Habit], folder: str, out:
         loop.run()
         marks = fingerprints(loop.model) if on_ranks else {}
         loop.model.save_pretrained(out)
+        if not loop.random:
+            loop.log("eval loss", loop.evaluate())
         loop.all("ended")
         return {"logged": loop.logged, "marks": marks, "steps": loop.steps}
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001, what was raised is the result
         import traceback
 
         kinds = [kind.__name__ for kind in type(error).__mro__]

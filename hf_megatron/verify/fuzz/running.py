@@ -1,8 +1,8 @@
 """Runs cases on forked ranks and in one process: many in one fork, a failing one in a fork of its own."""
 
+import contextlib
 import os
 import pickle
-import shutil
 import sys
 import tempfile
 import threading
@@ -19,7 +19,7 @@ from ...errors import RankError
 from ..ranks import run_ranks
 from .cases import draws, ranks_of
 from .habits import habits_of
-from .judging import compare_runs, judge_case
+from .judging import ACCEPTED, compare_runs, judge_case
 from .loop import draw_model, gradient_norm_of, run_loop
 
 # Cases that share a fork; each leaves descriptors and threads behind.
@@ -42,7 +42,12 @@ def run_cases(
         groups.setdefault(number if alone else ranks_of(case["layout"]), []).append(case)
     for group in groups.values():
         for first in range(0, len(group), _TOGETHER):
-            yield from _run_group(group[first : first + _TOGETHER], timeout)
+            for case, result in _run_group(group[first : first + _TOGETHER], timeout):
+                if result["verdict"] not in ACCEPTED and len(group) > 1:
+                    # What came before in the same fork must not be the reason, nor a busy machine.
+                    [(_, again)] = _run_group([case], 2 * timeout)
+                    result = again | {"seconds": round(result["seconds"] + again["seconds"], 2)}  # noqa: PLW2901
+                yield case, result
 
 
 def _run_group(cases: list[dict[str, Any]], timeout: float) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
@@ -86,11 +91,8 @@ class _Run:
         habits = habits_of(self.case["habits"])
         try:
             draw_model(self.case, habits, str(self.place / "start"))
-            norm = (
-                1.0 if self.case["loop"] == "fixed" else gradient_norm_of(self.case, habits, str(self.place / "start"))
-            )
-        except Exception:
-            # What one process cannot even draw is reported by the loop itself.
+            norm = gradient_norm_of(self.case, habits, str(self.place / "start"))
+        except Exception:  # noqa: BLE001, the loop raises it again and reports it
             norm = 1.0
         (self.place / "norm").write_bytes(pickle.dumps(norm))
 
@@ -101,8 +103,6 @@ class _Run:
 
     def in_one_process(self) -> None:
         """Trains in this process."""
-        if draws(self.case):
-            return
         habits = habits_of(self.case["habits"])
         case, place = self.full_case(), self.place
         result = run_loop(case, habits, str(place / "start"), str(place / "one"), False)
@@ -121,9 +121,11 @@ class _Run:
         files = [self.place / f"rank{rank}" for rank in range(ranks_of(self.case["layout"]))]
         ranks = [pickle.loads(file.read_bytes()) if file.exists() else missing for file in files]
         file = self.place / "one_process"
-        one = pickle.loads(file.read_bytes()) if file.exists() else None if draws(self.case) else missing
+        one = pickle.loads(file.read_bytes()) if file.exists() else missing
+        if draws(self.case) and "error" not in one:
+            one = None
         folders = {name: self.place / name for name in ("start", "ranks", "one")}
-        result = judge_case(self.case, ranks, one, folders)
+        result = judge_case(self.case, ranks, one, folders) | {"norm": self.full_case()["norm"]}
         small = result["verdict"] == "differs" and (result["error"] or 1e9) < 300
         if (
             small
@@ -160,11 +162,9 @@ def _on_ranks(runs: list[_Run], timeout: float) -> None:
             if not _all_went_on(run, size, "error" in result, timeout):
                 return
 
-    try:
+    # Each rank has written what it knows.
+    with contextlib.suppress(RankError):
         run_ranks(on_rank, size, timeout=(timeout + 5.0) * len(runs))
-    except RankError:
-        # Each rank has written what it knows.
-        pass
 
 
 def _write(file: Path, result: Mapping[str, Any]) -> None:
@@ -212,7 +212,7 @@ def in_fork(function: Callable[[], Any], timeout: float) -> None:
         try:
             torch.set_num_threads(1)
             function()
-        except BaseException:
+        except BaseException:  # noqa: BLE001, a fork must not return
             traceback.print_exc()
         finally:
             os._exit(0)

@@ -192,6 +192,11 @@ def _sample(loop: Loop) -> None:
         loop.log(f"sampled token {place}", token)
 
 
+def _save_after_evaluation(loop: Loop) -> None:
+    loop.evaluate()
+    loop.model.save_pretrained(loop.folder + "_again")
+
+
 def _stock_afterwards(loop: Loop) -> None:
     import accelerate
 
@@ -256,5 +261,6 @@ WEIGHT_HABITS = (
         random=True,
     ),
     Habit("sampling", "`generate(do_sample=True)` after the same seed", after_step=_sample, needs=("causal",), acts=1),
+    Habit("saved after evaluation", "`save_pretrained` after an evaluation", ended=_save_after_evaluation, acts=3),
     Habit("stock afterwards", "a stock `Accelerator` after the model is gone", ended=_stock_afterwards),
 )
