@@ -18,7 +18,7 @@ from .script import reproduction
 from .shrinking import shrink
 
 # Cases that are drawn at a time, so that many share a fork.
-_DRAWN = 16
+_DRAWN = 48
 
 
 def read_log(file: Path) -> list[dict[str, Any]]:
@@ -38,7 +38,7 @@ def _numbers(done: set[int], cases: int | None) -> Iterator[int]:
         number += 1
 
 
-def fuzz(
+def run_campaign(
     *,
     seed: int = 0,
     cases: int | None = 100,
@@ -92,7 +92,7 @@ def fuzz(
     return rows
 
 
-def describe(case: dict[str, Any]) -> str:
+def one_line(case: dict[str, Any]) -> str:
     """Returns a case in one line."""
     layout = "+".join(f"{name}={value}" for name, value in case["layout"].items())
     words = (case["type"], case["task"], case["dtype"], layout, case["loop"], case["way"])
@@ -102,13 +102,13 @@ def describe(case: dict[str, Any]) -> str:
 def _report(
     row: dict[str, Any], scripts: Path | None, timeout: float, shrinks: bool, echo: Callable[[str], Any]
 ) -> None:
-    echo(f"case {row['number']}: {row['verdict']}: {row['worst']}\n    {describe(row['case'])}")
+    echo(f"case {row['number']}: {row['verdict']}: {row['worst']}\n    {one_line(row['case'])}")
     if not shrinks:
         return
     row["shrunk"] = shrink(row["case"], row["verdict"], timeout)
     [(_, result)] = run_cases([row["shrunk"]], timeout)
     text = reproduction(row["shrunk"], result, result.get("norm", 1.0))
-    echo(f"    shrunk: {describe(row['shrunk'])}")
+    echo(f"    shrunk: {one_line(row['shrunk'])}")
     if scripts is None:
         echo(text)
         return

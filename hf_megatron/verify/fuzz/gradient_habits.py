@@ -1,17 +1,27 @@
 """Habits that concern gradients between `backward` and `step`."""
 
+import importlib
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
-import hf_megatron
+from .habit import Habit
+from .loop import Loop
 
-from .loop import Habit, Loop
 
-# Bound as a script binds it that imports torch's function first.
-hf_megatron.disable()
-from torch.nn.utils import clip_grad_norm_ as early_clip_grad_norm_  # noqa: E402
+def _bind_early() -> Callable[..., Any]:
+    """Returns torch's own function, as a script has it that imports it before this library."""
+    library = importlib.import_module(__name__.partition(".")[0])
+    library.disable()
+    try:
+        return torch.nn.utils.clip_grad_norm_
+    finally:
+        library.enable()
 
-hf_megatron.enable()
+
+early_clip_grad_norm_ = _bind_early()
 
 
 def _clear_by_hand(loop: Loop) -> None:
@@ -148,7 +158,7 @@ GRADIENT_HABITS = (
     Habit("cleared by hand", "`p.grad = None` for every parameter", clear=_clear_by_hand),
     Habit("zeroed in place", "`optimizer.zero_grad(set_to_none=False)`", clear=_zero_in_place),
     Habit(
-        "zeroed, then frozen",
+        "zeroed then frozen",
         "`zero_grad(set_to_none=False)`, then freezing a parameter that has stepped",
         clear=_zero_in_place,
         after_step=_freeze_after_first,
@@ -162,7 +172,7 @@ GRADIENT_HABITS = (
         after_step=_freeze_then_thaw,
         acts=1,
     ),
-    Habit("clipped, bound early", "`clip_grad_norm_` imported before this library", before_step=_early_clipping),
+    Habit("clipped bound early", "`clip_grad_norm_` imported before this library", before_step=_early_clipping),
     Habit("clipped", "`torch.nn.utils.clip_grad_norm_`", before_step=_late_clipping),
     Habit("clipped by infinity", "`clip_grad_norm_(norm_type=inf)`", before_step=_infinite_clipping),
     Habit("clipped in part", "`clip_grad_norm_` of some parameters", before_step=_clipping_of_a_part),
@@ -183,6 +193,6 @@ GRADIENT_HABITS = (
     Habit("backward twice", "`retain_graph=True` and a second backward", backward=_second_backward),
     Habit("accumulated", "two equal microbatches, the first inside `no_sync`", batch=_TWO),
     Habit("accumulated unevenly", "microbatches of unequal rows", batch={**_TWO, "uneven": True}),
-    Habit("accumulated, synchronised", "two backwards without `no_sync`", made=_without_no_sync, batch=_TWO),
+    Habit("accumulated synchronised", "two backwards without `no_sync`", made=_without_no_sync, batch=_TWO),
     Habit("accumulated by Accelerate", "`accelerator.accumulate`", loop="accelerate", batch=_TWO),
 )

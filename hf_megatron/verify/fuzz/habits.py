@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 
 from .gradient_habits import GRADIENT_HABITS
-from .loop import Habit
+from .habit import Habit
 from .loss_habits import LOSS_HABITS
 from .weight_habits import WEIGHT_HABITS
 

@@ -16,18 +16,19 @@ _LOGGED = 4 * LOSS
 _MOVED = 5e-5
 # Of a weight, which is stored with this error whatever it has moved.
 _ROUND_OFF = 1e-7
-# Weights of eight bits: the optimizer's fp32 weights are better than one process has them.
-_HALF = 0.1
+# In bf16 the optimizer's fp32 weights are better than what one process has: only faults as large as the weights are seen.
+_HALF_LOGGED, _HALF_MOVED, _HALF_ROUND_OFF = 0.15, 0.4, 0.04
 # Trainer rounds what it logs.
 _TRAINER = 2e-4
 
-ACCEPTED = ("equal", "refused", "unstable")
+ACCEPTED = ("equal", "refused", "raises alike", "unstable")
 
 
-def _tolerance(case: Mapping[str, Any]) -> tuple[float, float]:
+def _tolerance(case: Mapping[str, Any]) -> tuple[float, float, float]:
+    """Returns what logged numbers, movements and weights may be off by, as a share of each."""
     if case["dtype"] != "float32" or "bfloat16" in case["habits"]:
-        return _HALF, 5 * _HALF
-    return (_TRAINER if case["loop"] == "trainer" else _LOGGED), _MOVED
+        return _HALF_LOGGED, _HALF_MOVED, _HALF_ROUND_OFF
+    return (_TRAINER if case["loop"] == "trainer" else _LOGGED), _MOVED, _ROUND_OFF
 
 
 def judge_case(
@@ -78,7 +79,8 @@ def _failure(
         return {"verdict": "hang", "worst": worst, "traceback": found["traceback"]}
     if speaks and len(failed) == len(ranks):
         if found["steps"] <= acts:
-            return {"verdict": "refused", "worst": worst}
+            alike = allowed and all(rank["kinds"][0] in allowed for rank in failed)
+            return {"verdict": "raises alike" if alike else "refused", "worst": worst}
         return {"verdict": "refused late", "worst": f"after {found['steps']} steps: {worst}"}
     if speaks:
         return {"verdict": "ranks disagree", "worst": f"{len(failed)} of {len(ranks)} raise: {worst}"}
@@ -106,7 +108,7 @@ def compare_runs(
     folders: Mapping[str, Path],
 ) -> Judgement:
     """Compares every logged number of every rank, and how each weight has moved."""
-    logged, moved = _tolerance(case)
+    logged, moved, round_off = _tolerance(case)
     errors = []
     for number, rank in enumerate(ranks):
         names = [name for name, _ in rank["logged"]], [name for name, _ in one["logged"]]
@@ -125,9 +127,7 @@ def compare_runs(
             errors.append(Error(f"{name} is not among the saved weights", math.inf))
             continue
         way = _largest(b - start[name]) if name in start else 0.0
-        limit = moved * max(way, GRADIENT_FLOOR * largest) + _ROUND_OFF * _largest(b) + 1e-12
-        if case["dtype"] != "float32":
-            limit += 0.02 * _largest(b)
+        limit = moved * max(way, GRADIENT_FLOOR * largest) + round_off * _largest(b) + 1e-12
         value = _largest(found[name] - b) / limit
         errors.append(Error(f"{name} after training", value if value == value else math.inf))
     errors += [Error(f"{name} is surplus among the saved weights", math.inf) for name in found.keys() - expected.keys()]

@@ -1,13 +1,12 @@
 """One training loop that runs alike in one process and on the ranks of a layout, with places where habits change it.
 
-The reproduction scripts of `hf-megatron fuzz` carry the text of this file: it imports what any user may import.
+The reproduction scripts of `hf-megatron fuzz` carry the text of this file: what it imports of this library is public.
 """
 
 import contextlib
 import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,115 +15,10 @@ import transformers
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-import hf_megatron
-
-
-@dataclass(frozen=True)
-class Habit:
-    """What a loop may do to gradients and weights.
-
-    Attributes:
-        name, description: as the documents say it.
-        made, prepared, before_step, after_step, ended (`Callable`, *optional*): called with the loop, in addition.
-        forward, backward, step, clear (`Callable`, *optional*): called with the loop in place of the plain way, the
-            first also with a batch, the second also with the loss.
-        changes: of the model's config.
-        batch: of the batches.
-        acts: steps that have changed weights when the habit acts: a refusal comes no later.
-        loop: the kind of loop it needs.
-        needs: what the model has to have: `"experts"`, `"causal"`, `"fp32"`, ...
-        random: draws random numbers, so that only the ranks are compared with each other.
-        local: the loss it returns is this rank's part of a sum over the data parallel ranks.
-        slow: takes seconds.
-    """
-
-    name: str
-    description: str
-    made: Callable[["Loop"], None] | None = None
-    prepared: Callable[["Loop"], None] | None = None
-    forward: Callable[["Loop", dict[str, Tensor]], Tensor] | None = None
-    backward: Callable[["Loop", Tensor], None] | None = None
-    before_step: Callable[["Loop"], None] | None = None
-    step: Callable[["Loop"], None] | None = None
-    clear: Callable[["Loop"], None] | None = None
-    after_step: Callable[["Loop"], None] | None = None
-    ended: Callable[["Loop"], None] | None = None
-    changes: Mapping[str, Any] = field(default_factory=dict)
-    batch: Mapping[str, Any] = field(default_factory=dict)
-    acts: int = 0
-    loop: str = ""
-    needs: tuple[str, ...] = ()
-    random: bool = False
-    local: bool = False
-    slow: bool = False
-
-
-def config_of(case: Mapping[str, Any], habits: Sequence[Habit]) -> Any:
-    """Makes the config of a case's model."""
-    changes = {name: value for habit in habits for name, value in habit.changes.items()}
-    return transformers.AutoConfig.for_model(case["type"], **{**case["config"], **changes})
-
-
-def draw_model(case: Mapping[str, Any], habits: Sequence[Habit], folder: str) -> None:
-    """Saves a model with drawn weights: no norm is all ones and no bias all zeros."""
-    torch.manual_seed(case["seed"])
-    config = config_of(case, habits)
-    model = getattr(transformers, case["class"]).from_config(config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            noise = torch.randn(parameter.shape)
-            if parameter.dim() < 2:
-                parameter.copy_(0.1 * noise + (1.0 if parameter.mean() > 0.5 else 0.0))
-            else:
-                embeds = "embed" in name or "wte" in name or "wpe" in name or "shared" in name
-                parameter.copy_(noise * (0.3 if embeds else 0.8 / parameter.shape[-1] ** 0.5))
-    model.save_pretrained(folder)
-
-
-def batches_of(case: Mapping[str, Any], habits: Sequence[Habit]) -> list[list[dict[str, Tensor]]]:
-    """Draws the microbatches of each step, whole: `input_ids`, `attention_mask`, `labels` of `[rows, length]`."""
-    wanted = {**case["batch"], **{name: value for habit in habits for name, value in habit.batch.items()}}
-    generator = torch.Generator().manual_seed(case["seed"] + 1)
-    steps = []
-    for step in range(wanted["steps"]):
-        count = wanted["accumulation"]
-        rows = [wanted["rows"] + (2 * index if wanted["uneven"] else 0) for index in range(count)]
-        if step == wanted["steps"] - 1:
-            rows[-1] = wanted["last_rows"] or rows[-1]
-        steps.append([_batch(case, wanted, number, generator) for number in rows])
-    return steps
-
-
-def _batch(case: Mapping[str, Any], wanted: Mapping[str, Any], rows: int, generator: torch.Generator) -> dict:
-    length = wanted["length"]
-    ids = torch.randint(3, case["config"]["vocab_size"], (rows, length), generator=generator)
-    seen = torch.ones_like(ids)
-    if wanted["padding"] != "none":
-        padding = length // 3
-        seen[-1, slice(0, padding) if wanted["padding"] == "left" else slice(length - padding, None)] = 0
-        ids[seen == 0] = 0
-    batch = {"input_ids": ids, "attention_mask": seen}
-    if case["task"] == "classification":
-        return batch | {"labels": torch.randint(3, (rows,), generator=generator)}
-    labels = ids.clone()
-    if case["task"] == "seq2seq":
-        labels = torch.randint(3, case["config"]["vocab_size"], (rows, length - 2), generator=generator)
-    elif case["task"] == "tokens":
-        labels = torch.randint(3, (rows, length), generator=generator)
-    ignored = torch.rand(labels.shape, generator=generator) < (0.6 if case["task"] == "masked" else 0.1)
-    if wanted["mask"] == "half":
-        ignored[: rows // 2] = True
-    elif wanted["mask"] == "rows":
-        ignored[::2] = True
-    elif wanted["mask"] == "borders":
-        ignored[:, :2] = ignored[:, -2:] = True
-    elif wanted["mask"] == "none":
-        ignored[:] = False
-    # Never nothing at all, which is no number in one process either.
-    ignored[-1, length // 2 : length // 2 + 2] = False
-    if case["task"] != "seq2seq":
-        ignored |= seen == 0
-    return batch | {"labels": labels.masked_fill(ignored, -100)}
+from ...config import MegatronConfig
+from ...data_parallel.optimizer import prepare_optimizer
+from .drawing import batches_of, config_of
+from .habit import Habit
 
 
 def number(value: Any) -> float:
@@ -181,7 +75,7 @@ class Loop:
         arguments: dict[str, Any] = {"dtype": getattr(torch, self.case["dtype"])}
         if self.on_ranks:
             layout = self.case["layout"]
-            arguments["megatron_config"] = hf_megatron.MegatronConfig(**layout, allow_unverified=False, timeout=60.0)
+            arguments["megatron_config"] = MegatronConfig(**layout, allow_unverified=False, timeout=60.0)
         if self.on_ranks and self.case["way"] == "from_config":
             self.model = builder.from_config(config_of(self.case, self.habits), **arguments)
             self.model.save_pretrained(self.folder)
@@ -199,7 +93,7 @@ class Loop:
         """Prepares an optimizer as the kind of loop does."""
         if self.accelerator is not None:
             return self.accelerator.prepare(optimizer)
-        return hf_megatron.prepare_optimizer(optimizer) if self.on_ranks else optimizer
+        return prepare_optimizer(optimizer) if self.on_ranks else optimizer
 
     def parameters(self) -> list[nn.Parameter]:
         """Lists the parameters that train."""

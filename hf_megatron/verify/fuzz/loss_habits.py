@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from .loop import Habit, Loop
+from .habit import Habit
+from .loop import Loop
 
 
 def _quarter(loop: Loop, loss: Tensor) -> None:

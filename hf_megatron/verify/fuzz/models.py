@@ -21,6 +21,8 @@ _EXPERTS = {"num_experts_per_tok": 2, "router_aux_loss_coef": 0.2}
 _WINDOW = {"sliding_window": (4, 64)}
 _KV = {"num_key_value_heads": (1, 2, 4)}
 _BIASES = {"attention_bias": (False, True), "mlp_bias": (False, True)}
+# The grouped matrix product of experts asks for multiples of 16 bytes.
+_GROUPED = {"intermediate_size": (48, 40)}
 _TIED = {"tie_word_embeddings": (False, True)}
 _GEMMA = {**_LLAMA, "head_dim": 8, "sliding_window": 4, "query_pre_attn_scalar": 8, "tie_word_embeddings": True}
 _SPECIAL = {"vocab_size": 67, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -60,7 +62,7 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
     },
     "mixtral": {
         "config": {**_LLAMA, **_EXPERTS, "num_local_experts": 4, "sliding_window": None},
-        "varies": {**_KV, "router_jitter_noise": (0.0, 0.3), "output_router_logits": (False, True)},
+        "varies": {**_KV, "router_jitter_noise": (0.0, 0.3), "output_router_logits": (False, True), **_GROUPED},
         "has": (*_ATTENTION, "experts", "jitter"),
         "weight": 3,
     },
@@ -163,11 +165,15 @@ def draw_features(chance: random.Random, names: list[str]) -> dict[str, Any]:
     name = chance.choices(names, [MODELS[name].get("weight", 1) for name in names])[0]
     entry = MODELS[name]
     model = simplest(name)
-    model["task"] = chance.choice(entry.get("tasks", ("causal",) * 9 + ("classification",)))
+    model["task"] = chance.choice(entry.get("tasks", ("causal",) * 24 + ("classification",)))
     model["class"] = CLASSES[model["task"]]
     if model["task"] == "classification":
         model["config"]["num_labels"] = 3
-    for field, values in {**_ODD, **entry["varies"]}.items():
+    if "experts" in entry["has"]:
+        odd = {name: values for name, values in _ODD.items() if name != "intermediate_size"}
+    else:
+        odd = dict(_ODD)
+    for field, values in {**odd, **entry["varies"]}.items():
         if field in entry["varies"] or field in model["config"]:
             model["config"][field] = chance.choice(values) if chance.random() < 0.6 else values[0]
     if chance.random() < 0.06:

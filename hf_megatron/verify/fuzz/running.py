@@ -18,12 +18,13 @@ import torch.distributed as dist
 from ...errors import RankError
 from ..ranks import run_ranks
 from .cases import draws, ranks_of
+from .drawing import draw_model
 from .habits import habits_of
-from .judging import ACCEPTED, compare_runs, judge_case
-from .loop import draw_model, gradient_norm_of, run_loop
+from .judging import compare_runs, judge_case
+from .loop import gradient_norm_of, run_loop
 
 # Cases that share a fork; each leaves descriptors and threads behind.
-_TOGETHER = 8
+_TOGETHER = 16
 
 
 def run_cases(
@@ -43,7 +44,7 @@ def run_cases(
     for group in groups.values():
         for first in range(0, len(group), _TOGETHER):
             for case, result in _run_group(group[first : first + _TOGETHER], timeout):
-                if result["verdict"] not in ACCEPTED and len(group) > 1:
+                if result["verdict"] in ("crash", "hang") and len(group) > 1:
                     # What came before in the same fork must not be the reason, nor a busy machine.
                     [(_, again)] = _run_group([case], 2 * timeout)
                     result = again | {"seconds": round(result["seconds"] + again["seconds"], 2)}  # noqa: PLW2901

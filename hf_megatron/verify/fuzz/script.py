@@ -1,14 +1,15 @@
 """Writes a script of one file that shows what a case does: it needs torch, transformers and this library."""
 
+import ast
 import inspect
 import pprint
 from collections.abc import Callable, Mapping
+from types import ModuleType
 from typing import Any
 
-from . import loop
+from . import drawing, habit, loop
 from .cases import ranks_of
 from .habits import habits_of
-from .loop import Habit
 
 _PLACES = (
     "made",
@@ -21,6 +22,8 @@ _PLACES = (
     "after_step",
     "ended",
 )
+# Dots of an import from the library itself.
+_TO_ROOT = 3
 _BEGIN = '''"""{verdict}: {worst}
 
 Run both, in this order:
@@ -80,25 +83,42 @@ def reproduction(case: Mapping[str, Any], result: Mapping[str, Any], norm: float
     first, second = (ranks, one) if ranks_first else (one, ranks)
     worst = " ".join(str(result["worst"]).split()).replace("\\", "/").replace('"""', "'")
     text = _BEGIN.format(verdict=result["verdict"], worst=worst, first=first, second=second)
-    text += inspect.getsource(loop).split('"""\n\n', 1)[1]
-    habits = habits_of(case["habits"])
+    text += _joined(habit, drawing, loop)
     functions: dict[str, str] = {}
-    constructors = [_constructor(habit, functions) for habit in habits]
+    constructors = [_constructor(given, functions) for given in habits_of(case["habits"])]
     text += "".join("\n\n" + source for source in functions.values())
     text += f"\n\nHABITS = [{', '.join(constructors)}]\n"
     text += f"NORM = {norm}\nSECOND = {not ranks_first}\nCASE = {pprint.pformat(dict(case), width=110)}\n\n"
     return text + _END
 
 
-def _constructor(habit: Habit, functions: dict[str, str]) -> str:
-    words = [repr(habit.name), repr(habit.description)]
+def _joined(*modules: ModuleType) -> str:
+    """Returns the text of modules as that of one file: what they import of the world first, and once."""
+    imports: dict[str, None] = {}
+    bodies = []
+    for module in modules:
+        text = inspect.getsource(module)
+        nodes = ast.parse(text).body
+        for node in nodes:
+            if isinstance(node, ast.Import) or (isinstance(node, ast.ImportFrom) and not node.level):
+                imports[ast.unparse(node)] = None
+            elif isinstance(node, ast.ImportFrom) and node.level == _TO_ROOT:
+                imports[f"from hf_megatron import {', '.join(alias.name for alias in node.names)}"] = None
+        first = next(node for node in nodes if isinstance(node, ast.ClassDef | ast.FunctionDef))
+        line = min([first.lineno, *(decorator.lineno for decorator in first.decorator_list)])
+        bodies.append("".join(text.splitlines(keepends=True)[line - 1 :]))
+    return "\n".join(imports) + "\n\n\n" + "\n\n".join(bodies)
+
+
+def _constructor(given: habit.Habit, functions: dict[str, str]) -> str:
+    words = [repr(given.name), repr(given.description)]
     for place in _PLACES:
-        function = getattr(habit, place)
+        function = getattr(given, place)
         if function is not None:
             _collect(function, functions)
             words.append(f"{place}={function.__name__}")
-    words += [f"changes={dict(habit.changes)!r}", f"batch={dict(habit.batch)!r}"]
-    return f"Habit({', '.join(words)}, random={habit.random}, local={habit.local})"
+    words += [f"changes={dict(given.changes)!r}", f"batch={dict(given.batch)!r}"]
+    return f"Habit({', '.join(words)}, random={given.random}, local={given.local})"
 
 
 def _collect(function: Callable[..., Any], functions: dict[str, str]) -> None:

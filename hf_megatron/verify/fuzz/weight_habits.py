@@ -6,7 +6,8 @@ import gc
 import torch
 from torch import Tensor, nn
 
-from .loop import Habit, Loop
+from .habit import Habit
+from .loop import Loop
 
 
 @torch.no_grad()
