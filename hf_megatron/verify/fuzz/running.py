@@ -59,9 +59,9 @@ def _run_group(cases: list[dict[str, Any]], timeout: float) -> Iterator[tuple[di
         waiting = runs
         while waiting:
             _on_ranks(waiting, timeout)
-            # The one that stopped the others has a result too.
+            # The one that stopped the others has a result too, unless every rank of it died.
             left = [run for run in waiting if not run.is_done]
-            waiting = left if len(left) < len(waiting) else []
+            waiting = left if len(left) < len(waiting) else left[1:]
         in_fork(lambda: [run.in_one_process() for run in runs], timeout * len(runs))
         results = [run.judge(timeout) for run in runs]
     seconds = (time.monotonic() - begin) / len(runs)
@@ -78,7 +78,8 @@ class _Run:
 
     @property
     def is_done(self) -> bool:
-        return (self.place / "rank0").exists()
+        """Whether a rank has written what became of it."""
+        return any((self.place / f"rank{rank}").exists() for rank in range(ranks_of(self.case["layout"])))
 
     def full_case(self) -> dict[str, Any]:
         """Returns the case with what drawing its model has shown."""
