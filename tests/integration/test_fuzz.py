@@ -88,9 +88,9 @@ def test_a_hang_is_cut(monkeypatch):
 def test_a_seeded_fault_shrinks_to_what_it_needs(monkeypatch, tmp_path):
     monkeypatch.setitem(HABITS, "total norm", Habit("total norm", "", made=damage))
     batch = simple_case("tp2", "plain")["batch"] | {"rows": 5, "padding": "left", "accumulation": 2}
-    case = simple_case("tp2+pp2", "total norm", "qwen3", batch=batch, habits=["total norm", "loss scaled"])
+    case = simple_case("tp2+sp", "total norm", "qwen3", batch=batch, habits=["total norm", "loss scaled"])
     found = shrink(case, "differs")
-    assert found["habits"] == ["total norm"] and found["type"] == "llama" and ranks_of(found["layout"]) == 2
+    assert found["habits"] == ["total norm"] and found["type"] == "llama" and found["layout"] == {"tp_size": 2}
     assert found["batch"]["steps"] == 1 and found["batch"]["padding"] == "none" and found["batch"]["accumulation"] == 1
     text = reproduction(found, {"verdict": "differs", "worst": "a norm"})
     compile(text, "case.py", "exec")
