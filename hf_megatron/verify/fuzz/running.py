@@ -23,6 +23,9 @@ from .habits import habits_of
 from .judging import compare_runs, judge_case
 from .loop import gradient_norm_of, run_loop
 
+_BETTER = {"float32": "float64", "bfloat16": "float32"}
+# One process that is off by this share of the error, for no reason but its precision, is no reference.
+_UNSTABLE = 0.3
 # Cases that share a fork; each leaves descriptors and threads behind.
 _TOGETHER = 16
 
@@ -111,9 +114,9 @@ class _Run:
         (place / "one_process").write_bytes(pickle.dumps(result))
 
     def precisely(self) -> None:
-        """Trains in this process in double precision."""
+        """Trains in this process in the next better precision."""
         habits = habits_of(self.case["habits"])
-        case, place = self.full_case() | {"dtype": "float64"}, self.place
+        case, place = self.full_case() | {"dtype": _BETTER[self.case["dtype"]]}, self.place
         result = run_loop(case, habits, str(place / "start"), str(place / "precise"), False)
         (place / "precise_process").write_bytes(pickle.dumps(result))
 
@@ -129,17 +132,12 @@ class _Run:
         folders = {name: self.place / name for name in ("start", "ranks", "one")}
         result = judge_case(self.case, ranks, one, folders) | {"norm": self.full_case()["norm"]}
         small = result["verdict"] == "differs" and (result["error"] or 1e9) < 300
-        if (
-            small
-            and self.case["dtype"] == "float32"
-            and one is not None
-            and self._is_unstable(one, result["error"], timeout)
-        ):
+        if small and one is not None and self._is_unstable(one, result["error"], timeout):
             result["verdict"] = "unstable"
         return result
 
     def _is_unstable(self, one: Mapping[str, Any], error: float, timeout: float) -> bool:
-        """Tells whether one process itself is as far from what it is in double precision."""
+        """Tells whether one process itself is as far from what it is in better precision."""
         in_fork(self.precisely, timeout)
         file = self.place / "precise_process"
         if not file.exists():
@@ -148,7 +146,7 @@ class _Run:
         if "error" in precise:
             return False
         folders = {"start": self.place / "start", "ranks": self.place / "precise", "one": self.place / "one"}
-        return compare_runs(self.case, [precise], one, folders).worst.value > 0.2 * error
+        return compare_runs(self.case, [precise], one, folders).worst.value > _UNSTABLE * error
 
 
 def _on_ranks(runs: list[_Run], timeout: float) -> None:
