@@ -7,7 +7,7 @@ from typing import Any
 from .habits import HABITS, habits_of
 from .models import MODELS, draw_features, has, is_random, simplest
 
-BATCH = {
+BATCH: Mapping[str, Any] = {
     "rows": 4,
     "length": 9,
     "accumulation": 1,

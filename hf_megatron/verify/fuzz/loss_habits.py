@@ -59,7 +59,7 @@ def _log_inputs(loop: Loop) -> None:
 
 def _make_prompt(loop: Loop) -> None:
     generator = torch.Generator().manual_seed(5)
-    width = loop.model.get_input_embeddings().embedding_dim
+    width = loop.model.config.get_text_config().hidden_size
     loop.kept["prompt"] = nn.Parameter(0.3 * torch.randn(3, width, generator=generator))
 
 

@@ -58,14 +58,14 @@ def _run_group(cases: list[dict[str, Any]], timeout: float) -> Iterator[tuple[di
     with tempfile.TemporaryDirectory(prefix="hf_megatron_fuzz_", ignore_cleanup_errors=True) as directory:
         runs = [_Run(case, Path(directory) / str(number)) for number, case in enumerate(cases)]
         begin = time.monotonic()
-        in_fork(lambda: [run.draw() for run in runs], timeout * len(runs))
+        in_fork([run.draw for run in runs], timeout)
         waiting = runs
         while waiting:
             _on_ranks(waiting, timeout)
             # The one that stopped the others has a result too, unless every rank of it died.
             left = [run for run in waiting if not run.is_done]
             waiting = left if len(left) < len(waiting) else left[1:]
-        in_fork(lambda: [run.in_one_process() for run in runs], timeout * len(runs))
+        in_fork([run.in_one_process for run in runs], timeout)
         results = [run.judge(timeout) for run in runs]
     seconds = (time.monotonic() - begin) / len(runs)
     for run, result in zip(runs, results, strict=True):
@@ -138,7 +138,7 @@ class _Run:
 
     def _is_unstable(self, one: Mapping[str, Any], error: float, timeout: float) -> bool:
         """Tells whether one process itself is as far from what it is in better precision."""
-        in_fork(self.precisely, timeout)
+        in_fork([self.precisely], timeout)
         file = self.place / "precise_process"
         if not file.exists():
             return False
@@ -205,18 +205,19 @@ class _Watchdog:
         os._exit(3)
 
 
-def in_fork(function: Callable[[], Any], timeout: float) -> None:
-    """Calls a function in a fork of this process, which is killed when it takes too long."""
+def in_fork(functions: Sequence[Callable[[], None]], timeout: float) -> None:
+    """Calls functions in a fork of this process, which is killed when they take longer than so many seconds each."""
     process = os.fork()
     if process == 0:
         try:
             torch.set_num_threads(1)
-            function()
+            for function in functions:
+                function()
         except BaseException:  # noqa: BLE001, a fork must not return
             traceback.print_exc()
         finally:
             os._exit(0)
-    deadline = time.monotonic() + timeout
+    deadline = time.monotonic() + timeout * len(functions)
     while time.monotonic() < deadline:
         if os.waitpid(process, os.WNOHANG)[0]:
             return

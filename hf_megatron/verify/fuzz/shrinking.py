@@ -27,15 +27,12 @@ def simpler(case: dict[str, Any]) -> Iterator[dict[str, Any]]:
             if base["config"].get(field) != value:
                 config = {name: old for name, old in case["config"].items() if name != field}
                 yield {"config": config | {field: base["config"][field]} if field in base["config"] else config}
-    for field, plain in (("dtype", "float32"), ("way", "from_pretrained"), ("optimizer", "sgd")):
-        if case[field] != plain:
-            yield {field: plain}
-    if case["loop"] != "plain":
-        yield {"loop": "plain"}
+    plain = {"dtype": "float32", "way": "from_pretrained", "optimizer": "sgd", "loop": "plain"}
+    yield from ({field: value} for field, value in plain.items() if case[field] != value)
     yield from _simpler_layouts(case)
-    for field, plain in _SIMPLER_BATCH.items():
-        if case["batch"][field] != plain:
-            yield {"batch": case["batch"] | {field: plain}}
+    for field, value in _SIMPLER_BATCH.items():
+        if case["batch"][field] != value:
+            yield {"batch": case["batch"] | {field: value}}
 
 
 def _simpler_layouts(case: dict[str, Any]) -> Iterator[dict[str, Any]]:
