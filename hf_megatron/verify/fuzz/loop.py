@@ -181,15 +181,13 @@ class Loop:
         ]
         wanted = self.case["batch"]
         size = max(1, wanted["rows"] // self.dp_size)
-        # Evaluation weighs batches alike: both sides have the same ones.
-        evaluated = max(1, wanted["rows"] // self.case["layout"].get("dp_size", 1))
         arguments = transformers.TrainingArguments(
             output_dir=self.folder + "_trainer",
             use_cpu=True,
             report_to=[],
             max_steps=wanted["steps"],
             per_device_train_batch_size=size,
-            per_device_eval_batch_size=evaluated,
+            per_device_eval_batch_size=size,
             gradient_accumulation_steps=wanted["accumulation"],
             optim="sgd",
             learning_rate=self.case["rate"] / self.case["norm"],
@@ -199,7 +197,9 @@ class Loop:
             save_strategy="no",
             disable_tqdm=True,
         )
-        trainer = transformers.Trainer(self.model, arguments, train_dataset=rows, eval_dataset=rows[: wanted["rows"]])
+        trainer = transformers.Trainer(
+            self.model, arguments, train_dataset=rows, eval_dataset=rows[: 2 * wanted["rows"]]
+        )
         trainer.remove_callback(transformers.PrinterCallback)
         trainer.train()
         self.model = trainer.model
