@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from . import checks, conversion, environment, hub, timeline
+from . import checks, conversion, environment, fuzz, hub, timeline
 
 app = typer.Typer(
     help="Megatron's parallelism for stock Hugging Face models.", no_args_is_help=True, add_completion=False
@@ -23,6 +23,7 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 for command in (
     checks.check,
     checks.plan,
+    fuzz.fuzz,
     timeline.timeline,
     environment.env,
     conversion.convert,

@@ -39,6 +39,8 @@ ELSEWHERE = {
     r"python benchmarks/.*": "tests/integration/test_benchmarks.py",
     r"python tests/matrix\.py": "tests/matrix.json",
     r"python -m tests\.generated_docs": "tests/integration/test_docs.py",
+    r"python -m tests\.habits.*": "tests/integration/test_habits.py",
+    r"hf-megatron fuzz.*": "tests/integration/test_fuzz.py",
     r"pip install .*(hf_megatron\[plots\]|megatron-core).*": "tests/integration/test_packaging.py",
 }
 
