@@ -102,9 +102,15 @@ def claim_all(
     structure: Structure,
     copies: Mapping[str, int],
     sequence_parallel: bool,
+    tied: Mapping[str, str],
 ) -> dict[str, Claim]:
+    """Claims every parameter by its style.
+
+    Args:
+        tied (`Mapping[str, str]`): parameter -> the one it is tied to. By name, because the loader's meta model has tied
+            parameters of their own until its weights are read.
+    """
     claims: dict[str, Claim] = {}
-    of_tensor: dict[int, Claim] = {}
     for module_name, module in model.named_modules():
         for parameter_name, parameter in module._parameters.items():
             if parameter is None:
@@ -124,12 +130,11 @@ def claim_all(
             if sequence_parallel and not placement.is_split and structure.is_pointwise_parameter(name):
                 gradient = GradientRule(sum=AXIS)
             claim = Claim(name, tuple(parameter.shape), style_name, placement, gradient)
-            tied = of_tensor.setdefault(id(parameter), claim)
-            if (tied.placement, tied.gradient) != (claim.placement, claim.gradient):
-                raise PlanError(
-                    f"{name} is tied to {tied.name} but claimed as {placement}, the other as {tied.placement}."
-                )
             claims[name] = claim
+    for name, other in tied.items():
+        one, two = claims[name], claims[other]
+        if (one.placement, one.gradient) != (two.placement, two.gradient):
+            raise PlanError(f"{name} is tied to {other} but claimed as {one.placement}, the other as {two.placement}.")
     return claims
 
 
