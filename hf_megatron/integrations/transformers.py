@@ -23,7 +23,8 @@ from ..config import MegatronConfig, validate_world_size
 from ..errors import ConfigError, UnsupportedError
 from ..memory.recompute import apply_recompute
 from ..parallel_state import parallel_state
-from ..parallelize import install, parallel_plan, place
+from ..parallelize import install, parallel_plan, place, plan
+from ..registry.features import describe
 from ..upstream import forget_conversions, quiet_loading
 from ..version import __version__
 from .accelerate import ensure_process_group, job_world_size
@@ -136,11 +137,11 @@ def maybe_distribute_model(original: Callable, cls: Any, model: Any, distributed
     if getattr(model, "hf_quantizer", None) is not None or getattr(model.config, "quantization_config", None):
         raise UnsupportedError("The checkpoint is quantised (quantization_config in its config.json); not split yet.")
     agree(_facts(model, distributed_config))
-    if distributed_config.tp_size > 1 or distributed_config.pp_size > 1:
-        # Data parallelism changes no module: it needs no result of its own.
-        require_verified(model, distributed_config)
-    device_type = "cuda" if torch.cuda.is_available() and dist.get_backend() != "gloo" else "cpu"
-    place(model, distributed_config, Axes.of(distributed_config, dist.get_rank()), device_type)
+    description = describe(model)
+    # What cannot be laid out says why; only what could be is asked whether anybody compared it.
+    state = plan(model, distributed_config, Axes.of(distributed_config, dist.get_rank()))
+    require_verified(model, state, description)
+    place(model, state, "cuda" if torch.cuda.is_available() and dist.get_backend() != "gloo" else "cpu")
     return model
 
 
