@@ -15,7 +15,7 @@ import torch.distributed as dist
 import transformers
 
 from ..axes import Axes
-from ..checkpoint.initialize import initialize
+from ..checkpoint.initialize import initialize_missing
 from ..checkpoint.merged import save_merged
 from ..checkpoint.strict_loading import check_loaded, own_memory
 from ..communication.handshake import agree
@@ -182,8 +182,7 @@ def initialize_missing_keys(original: Callable, self: Any, *args: Any, **kwargs:
     if state is not None:
         named = self.named_parameters(remove_duplicate=False)
         missing = {name for name, parameter in named if not getattr(parameter, "_is_hf_initialized", False)}
-        seed, device = state.config.seed, state.mesh.device
-        initialize(self, state.claims, missing, seed=seed, axes=state.axes, device=device)
+        initialize_missing(self, state, missing)
     return original(self, *args, **kwargs)
 
 
