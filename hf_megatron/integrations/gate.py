@@ -53,14 +53,15 @@ def require_verified(model: Any, state: ParallelState, description: Description)
     if not lines:
         return
     what = f"{name} (model type {model_type!r}) was not compared with one process.\n  " + "\n  ".join(lines)
-    command = check_command(model.config, name, config)
+    layouts = _layouts(config, any(split.copies > 1 for c in state.claims.values() for split in c.placement.splits))
+    command = check_command(model.config, name, layouts)
     if not config.allow_unverified:
         raise UnverifiedLayoutError(
             f"{what}\nRun\n    {command}\nor pass MegatronConfig(allow_unverified=True), which runs it and goes on if it passes."
         )
     verdict: list[Any] = [None]
     if dist.get_rank() == 0:
-        verdict = [_check(model, config)]
+        verdict = [_check(model, layouts)]
     dist.broadcast_object_list(verdict, src=0)
     code, report = verdict[0]
     if code:
@@ -72,13 +73,14 @@ def features_on(kind: str, description: Description, state: ParallelState) -> Fe
     return description.features({} if kind == "pp" else state.claims)
 
 
-def check_command(model_config: Any, class_name: str, config: MegatronConfig) -> str:
+def check_command(model_config: Any, class_name: str, layouts: str) -> str:
     """Returns the command that checks a twin of a config's own features."""
-    model, options = model_config.model_type, f"--class {class_name} {' '.join(_options(config))}"
+    model, options = model_config.model_type, f"--class {class_name} --layouts {layouts}"
     if model not in CONFIG_MAPPING:
         return f"hf-megatron check {shlex.quote(str(model_config.name_or_path))} {options}"
-    changes = json.loads(model_config.to_json_string(use_diff=True))
-    changes = {name: value for name, value in changes.items() if name not in _BESIDE}
+    default = json.loads(CONFIG_MAPPING[model]().to_json_string(use_diff=False))
+    values = json.loads(model_config.to_json_string(use_diff=False))
+    changes = {name: value for name, value in values.items() if name not in _BESIDE and value != default.get(name)}
     return f"hf-megatron check {model} {options}" + (f" --set {shlex.quote(json.dumps(changes))}" if changes else "")
 
 
@@ -91,15 +93,15 @@ def _warn_of_whole_layers(model: Any, config: MegatronConfig, features: Features
         )
 
 
-def _options(config: MegatronConfig) -> list[str]:
-    options = ["--tp", str(config.tp_size)] + ["--sp"] * config.sequence_parallel
-    return options + (["--pp", str(config.pp_size)] if config.pp_size > 1 else [])
+def _layouts(config: MegatronConfig, copies: bool) -> str:
+    """Returns the smallest layout of each kind on which a twin computes as the model does."""
+    return ",".join({"pp": "pp2"}.get(kind, kind.replace("tp", "tp4" if copies else "tp2")) for kind in layout_kinds(config))
 
 
-def _check(model: Any, config: MegatronConfig) -> tuple[int, str]:
+def _check(model: Any, layouts: str) -> tuple[int, str]:
     with tempfile.TemporaryDirectory() as directory:
         model.config.save_pretrained(directory)
-        arguments = ["check", directory, *_options(config), "--class", type(model).__name__]
+        arguments = ["check", directory, "--class", type(model).__name__, "--layouts", layouts]
         # A process of its own: forking this one would copy its process group and device context.
         result = subprocess.run(
             [sys.executable, "-m", "hf_megatron.cli", *arguments], capture_output=True, text=True, check=False

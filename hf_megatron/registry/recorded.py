@@ -99,14 +99,23 @@ def differences(class_name: str, model_type: str, kind: str, features: Features)
     compared = {part for row in passed for part in row["parts"]}
     found = []
     for part in sorted(features.parts - compared, key=lambda part: part.name):
-        alike = [other for other in compared if other.name == part.name]
-        nearest = min((other.lines for other in alike), key=lambda lines: len(lines ^ part.lines), default=frozenset())
-        found += [f"{part.name}: {line}" for line in sorted(part.lines - nearest)]
-        found += [f"{part.name}: without {line}" for line in sorted(nearest - part.lines)]
+        alike = [other.lines for other in compared if other.name == part.name]
+        nearest = min(alike, key=lambda lines: (len(lines ^ part.lines), sorted(lines)), default=frozenset())
+        found += [f"{part.name}: {text}" for text in _changed(part.lines, nearest)]
     drawn = {site for row in passed for site in row["draws"]}
     if kind != "pp":
         found += [f"random numbers drawn at {site}" for site in sorted(features.draws - drawn)]
     return found
+
+
+def _changed(lines: frozenset[str], compared: frozenset[str]) -> list[str]:
+    """Says what lines have that compared ones have not, a module beside the module of the same name."""
+    before = {line.partition(":")[0]: line for line in sorted(compared - lines)}
+    texts = []
+    for line in sorted(lines - compared):
+        other = before.pop(line.partition(":")[0], None)
+        texts.append(line if other is None else f"{line}; compared was {other.partition(': ')[2] or other}")
+    return texts + [f"without {line}" for line in before.values()]
 
 
 def tested_versions() -> dict[str, str]:

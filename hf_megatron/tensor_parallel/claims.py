@@ -164,6 +164,10 @@ def _copies_of_keys(name: str, attention: nn.Module, copies: Mapping[str, int], 
     """Counts the ranks that share a key/value head, and so a part of the query heads that shared it before."""
     if "k_proj" in attention._modules:
         return copies.get(f"{name}.k_proj", 1)
+    head_dim = vars(attention).get("head_dim")
+    if head_dim is None:
+        # Latent attention makes a key for every query head.
+        return 1
     # Reads the keys and values of an earlier layer.
-    heads = int(vars(attention)["_modules"]["q_proj"].out_features) // int(vars(attention)["head_dim"])
+    heads = int(vars(attention)["_modules"]["q_proj"].out_features) // int(head_dim)
     return max(1, tp_size * int(vars(attention)["num_key_value_groups"]) // heads)

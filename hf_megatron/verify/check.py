@@ -156,28 +156,27 @@ def _check_layout(
     if twin is None:
         return row | {"passed": False, "worst": reason}
     try:
-        features = features_of_twin(twin, layout)
+        features = features_on_layout(twin.model_on_meta(), layout)
         row |= {"parts": list(features.parts)} | ({"split": round(features.split, 3)} if layout.tp_size > 1 else {})
+        if unlike := describe(twin.model_on_meta()).features({}).parts ^ twin.full.features({}).parts:
+            found = "; ".join(sorted(str(line) for part in unlike for line in part.lines))
+            return row | {"passed": False, "worst": f"its twin is another model: {found}"[:300]}
         comparison = check_twin(twin, layout, timeout=timeout)
         if comparison.passed and layout.tp_size > 1 and layout.pp_size == 1:
-            row |= _draws(twin, layout, timeout)
+            sites, problem = check_draws(twin, layout, timeout=timeout)
+            row |= {"draws": sorted(sites)} | ({"draws_differ": problem} if problem else {})
+            if twin.full.draws - sites:
+                return row | {"passed": False, "worst": f"while {sorted(twin.full.draws - sites)} drew: {problem}"}
     except MegatronError as error:
         return row | {"passed": False, "worst": first_reason(str(error))}
     row |= {"passed": comparison.passed, "worst": str(comparison.worst)}
     return row if comparison.passed else row | {"details": comparison.report()}
 
 
-def features_of_twin(twin: Twin, layout: MegatronConfig) -> Features:
-    """Returns what a layout's row says that it covers."""
-    model = twin.model_on_meta()
+def features_on_layout(model: Any, layout: MegatronConfig) -> Features:
+    """Returns what a model on the meta device is made of on a layout."""
     description = describe(model)
     return description.features(plan(model, layout, Axes.of(layout, 0)).claims if layout.tp_size > 1 else {})
-
-
-def _draws(twin: Twin, layout: MegatronConfig, timeout: float) -> dict[str, Any]:
-    """Returns where the twin drew random numbers by rule, and what is to be said if it did not."""
-    sites, problem = check_draws(twin, layout, timeout=timeout)
-    return {"draws": sorted(sites)} | ({"draws_differ": problem} if problem else {})
 
 
 def print_plan(model: str, tp_size: int, sequence_parallel: bool, pp_size: int = 1) -> str:

@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 
 from ..config import MegatronConfig
 from ..integrations.gate import ConfigUnderTest
-from ..registry.features import Part, describe
+from ..registry.features import Description, Part, describe
 from .measure import Measurement, measure
 from .metric import Error, Judgement, judge
 from .ranks import run_ranks
@@ -34,7 +34,7 @@ _WELL_CONDITIONED = 0.5
 
 @dataclass
 class Twin:
-    """A tiny model saved to disk, its batches and its one-process numbers."""
+    """A tiny model saved to disk, its batches and its one-process numbers; `full` is the model it was made for."""
 
     class_name: str
     directory: Path
@@ -42,6 +42,7 @@ class Twin:
     reference: Measurement
     config: PreTrainedConfig
     condition: float = 0.0
+    full: Description | None = None
 
     def model_on_meta(self) -> Any:
         """Makes the twin's model on the meta device, as it is before any layout."""
@@ -84,7 +85,9 @@ def make_twin(
         seed, sequence_length, batch_size (`int`): of the parameters and the batches.
         min_layers (`int`): layers of the twin, as far as the config has them; more, if it has more kinds of them.
     """
-    tiny = tiny_config(config, min_layers, _one_of_each_kind(config, task, class_name))
+    with torch.device("meta"):
+        full = describe(build(full_config(config), task, class_name))
+    tiny = tiny_config(config, min_layers, _one_of_each_kind(full))
     text = tiny.get_text_config()
     if task == "classification" and text.pad_token_id is None:
         # Decoders classify at the last token that is no padding, and ask which one padding is.
@@ -96,6 +99,7 @@ def make_twin(
     while draws[-1].condition > _WELL_CONDITIONED and len(draws) < _DRAWS:
         draws.append(_draw(tiny, task, class_name, microbatches, seed + len(draws), sizes))
     best = min(draws, key=lambda twin: twin.condition)
+    best.full = full
     for twin in draws:
         if twin is not best:
             twin.delete()
@@ -108,12 +112,10 @@ def build(config: PreTrainedConfig, task: str, class_name: str | None = None) ->
     return builder(config) if class_name else builder.from_config(config)
 
 
-def _one_of_each_kind(config: PreTrainedConfig, task: str, class_name: str | None) -> frozenset[int]:
+def _one_of_each_kind(full: Description) -> frozenset[int]:
     """Finds the first layer of each kind in the full model, which no twin may lack."""
-    with torch.device("meta"):
-        modules = describe(build(full_config(config), task, class_name)).layers({})
     first: dict[Part, int] = {}
-    for layer, part in modules.items():
+    for layer, part in full.layers({}).items():
         first.setdefault(part, int(layer.rpartition(".")[2]))
     return frozenset(first.values())
 
