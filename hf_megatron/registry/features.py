@@ -1,7 +1,8 @@
 """What of a model changes the way through the code, read from its modules and claims, the same for a model and its twin.
 
-A model has *parts*: what stands around its layers, and each kind of layer. They meet in nothing but hidden states, so
-each part is compared by itself, and as a whole: every combination of what is inside of one is a part of its own.
+A model has *parts*: what stands around its layers, each kind of layer, and the linears of which several ranks hold one
+shard. They meet in nothing but hidden states, so each part is compared by itself, and as a whole: every combination of what
+is inside of one is a part of its own.
 Lines say what a part consists of; sizes are left out, since a twin has others.
 """
 
@@ -27,14 +28,15 @@ _POSITION = re.compile(r"(_id|_ids|_dim|_idx|_index|_indices|_layer|_layers|_len
 # A forward may be asked for these at any call, whatever the config says.
 _PER_CALL = re.compile(r"^(use_cache|return_dict|output_.*|gradient_checkpointing)$")
 ENDS = "around the layers"
+COPIES = "linears in copies"
 
 
 @dataclass(frozen=True)
 class Part:
-    """One kind of layer, or what stands around the layers.
+    """One kind of layer, what stands around the layers, or the linears in copies.
 
     Attributes:
-        name: the pattern of the layer's name, or `ENDS`.
+        name: the pattern of the layer's name, `ENDS` or `COPIES`.
         lines: what it consists of, one line for each kind of module and for each parameter that is tied.
     """
 
@@ -94,6 +96,8 @@ class Description:
         ends = {line for module in self.modules if not module.layer and (line := _line(module, claims)) is not None}
         ends |= {f"{generic(name)} is tied to {generic(other)}" for name, other in self.tied.items()}
         parts = {Part(ENDS, frozenset(ends)), *self.layers(claims).values()}
+        copied = {_line(module, claims) or "" for module in self.modules if _in_copies(module, claims)}
+        parts |= {Part(COPIES, frozenset(copied))} if copied else set()
         return Features(frozenset(parts), self.draws, _split_share(self.modules, claims))
 
     def layers(self, claims: Mapping[str, Claim]) -> dict[str, Part]:
@@ -185,8 +189,6 @@ def _setting(name: str, value: Any, path: list[str]) -> str | None:
         return None if value in _activations() or not value.isprintable() else value
     if isinstance(value, (int, float)):
         return "0" if value == 0 and not position else None
-    if isinstance(value, (list, tuple)) and value and all(isinstance(item, str) for item in value):
-        return "+".join(sorted(set(value)))
     return None
 
 
@@ -260,10 +262,12 @@ def _line(module: _Module, claims: Mapping[str, Claim]) -> str | None:
 
 
 def _style(claim: Claim | None) -> str:
-    if claim is None or claim.style == "replicated":
-        return ""
-    copies = any(split.copies > 1 for split in claim.placement.splits)
-    return f" {claim.style} in copies" if copies else f" {claim.style}"
+    return "" if claim is None or claim.style == "replicated" else f" {claim.style}"
+
+
+def _in_copies(module: _Module, claims: Mapping[str, Claim]) -> bool:
+    held = (claims[name].placement for name in module.parameters.values() if name in claims)
+    return any(split.copies > 1 for placement in held for split in placement.splits)
 
 
 def _split_share(modules: tuple[_Module, ...], claims: Mapping[str, Claim]) -> float:

@@ -17,6 +17,7 @@ from ..registry.recorded import layout_kind, tested_versions
 from .draws import check_draws
 from .parity import TASKS, Twin, check_twin, make_twin
 from .ranks import first_reason
+from .twin import without_gradient
 
 # Own specs that are not causal, and the tasks they are checked on.
 OTHER_TASKS = {"bert": ("masked", "classification"), "t5": ("seq2seq",)}
@@ -170,6 +171,8 @@ def _check_layout(
     except MegatronError as error:
         return row | {"passed": False, "worst": first_reason(str(error))}
     row |= {"passed": comparison.passed, "worst": str(comparison.worst)}
+    if reasons := without_gradient(config):
+        row |= {"no_gradient": sorted(reasons.values())}
     return row if comparison.passed else row | {"details": comparison.report()}
 
 

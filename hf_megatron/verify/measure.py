@@ -56,13 +56,14 @@ def _rows_of_this_rank(model: Any, batch: dict[str, Tensor]) -> dict[str, Tensor
 
 
 def _gradients(model: Any) -> dict[str, Tensor | None]:
-    """Returns the gradients as the optimizer will use them, each in its parameter's local shape."""
+    """Returns the gradients of trainable parameters as the optimizer will use them, each in the local shape."""
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     state = parallel_state(model)
     reducer = None if state is None or state.data_parallel is None else state.data_parallel.reducer
     if reducer is None:
-        return {name: parameter.grad for name, parameter in model.named_parameters()}
+        return {name: parameter.grad for name, parameter in trained.items()}
     reducer.finish()
-    return {name: reducer.full_gradient(parameter) for name, parameter in model.named_parameters()}
+    return {name: reducer.full_gradient(parameter) for name, parameter in trained.items()}
 
 
 def _full(model: Any, values: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:

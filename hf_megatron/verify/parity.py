@@ -132,7 +132,7 @@ def _draw(
     # Read back, so that both sides start from the same file.
     twin = Twin(type(model).__name__, directory, batches, Measurement(0, 0, 0), tiny)
     twin.reference = measure(twin.load(), batches)
-    twin.reference.without = without_gradient(tiny)
+    twin.reference.without = tuple(without_gradient(tiny))
     try:
         precise = measure(twin.load(experts_implementation="eager").double(), batches)
     except RuntimeError:

@@ -162,13 +162,25 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-# Parameters that get no gradient, by model type and pattern, and why.
-NO_GRADIENT: Mapping[str, Mapping[str, str]] = {}
+_INDEXER = {r"\.indexer\.": "chooses which tokens are read: no gradient comes through a choice"}
+# Trainable parameters that get no gradient, by model type and regular expression, and why.
+NO_GRADIENT: Mapping[str, Mapping[str, str]] = {
+    "afmoe": {r"\.expert_bias$": "chooses experts: no gradient comes through a choice"},
+    "axk2": _INDEXER,
+    "deepseek_v32": _INDEXER,
+    "deepseek_v4": _INDEXER,
+    "dots3_note_text": _INDEXER,
+    "glm_moe_dsa": _INDEXER,
+    "hy_v4": _INDEXER,
+    "minimax_m3_vl_text": _INDEXER,
+    "phi4_multimodal": {r"\.embed_tokens_extend\.": "reads images and audio: compared on text alone"},
+    "qwen4_exp_text": _INDEXER,
+}
 
 
-def without_gradient(config: PreTrainedConfig) -> tuple[str, ...]:
-    """Returns the patterns of the parameters that are known to get no gradient."""
-    return tuple(NO_GRADIENT.get(config.model_type, ()))
+def without_gradient(config: PreTrainedConfig) -> Mapping[str, str]:
+    """Maps expressions of the trainable parameters that are known to get no gradient to the reasons."""
+    return NO_GRADIENT.get(config.model_type, {})
 
 
 def full_config(config: PreTrainedConfig) -> PreTrainedConfig:

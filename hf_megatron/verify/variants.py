@@ -17,10 +17,17 @@ VARIANTS: Mapping[str, Sequence[Changes]] = {
     "bloom": [{"apply_residual_connection_post_layernorm": True}],
     "cohere": [{"use_qk_norm": True}, {"attention_bias": True}],
     "cohere2": [{"attention_bias": True}],
-    # Lite; grouped.
+    # Lite; the large one.
     "deepseek_v2": [
         {"q_lora_rank": None, "first_k_dense_replace": 1, "num_experts_per_tok": 6},
-        {"topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3, "num_experts_per_tok": 6},
+        {
+            "first_k_dense_replace": 1,
+            "topk_method": "group_limited_greedy",
+            "n_group": 8,
+            "topk_group": 3,
+            "num_experts_per_tok": 6,
+        },
+        {"first_k_dense_replace": 1, "num_experts_per_tok": 6},
     ],
     "deepseek_v3": [{"q_lora_rank": None, "n_group": 1, "topk_group": 1}, {"rope_interleave": False}],
     "ernie4_5": [{"use_bias": True}],
@@ -47,6 +54,7 @@ VARIANTS: Mapping[str, Sequence[Changes]] = {
         {"attention_bias": True},
         {"mlp_bias": True},
         {"attention_bias": True, "mlp_bias": True},
+        {"attention_bias": True, "num_key_value_heads": 8},
         {"num_key_value_heads": 8},
         {"num_key_value_heads": 1},
     ],
