@@ -87,7 +87,7 @@ def make_twin(
     """
     with torch.device("meta"):
         full = describe(build(full_config(config), task, class_name))
-    tiny = tiny_config(config, min_layers, _one_of_each_kind(full))
+    tiny = tiny_config(config, min_layers, one_of_each_kind(full))
     text = tiny.get_text_config()
     if task == "classification" and text.pad_token_id is None:
         # Decoders classify at the last token that is no padding, and ask which one padding is.
@@ -112,7 +112,7 @@ def build(config: PreTrainedConfig, task: str, class_name: str | None = None) ->
     return builder(config) if class_name else builder.from_config(config)
 
 
-def _one_of_each_kind(full: Description) -> frozenset[int]:
+def one_of_each_kind(full: Description) -> frozenset[int]:
     """Finds the first layer of each kind in the full model, which no twin may lack."""
     first: dict[Part, int] = {}
     for layer, part in full.layers({}).items():
