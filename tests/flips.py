@@ -106,13 +106,14 @@ def _twin(tiny: PreTrainedConfig, field: str, value: Any) -> Twin:
 
 
 def main(names: list[str]) -> None:
-    recorded = json.loads(FILE.read_text("utf-8")) if FILE.exists() else {}
     for model_type in names or TYPES:
-        recorded[model_type] = {}
+        results = {}
         for field in fields(model_type):
-            recorded[model_type][field] = result = flip(model_type, field)
+            results[field] = result = flip(model_type, field)
             print(f"{model_type:12} {field:32} {result['verdict']:16} {result['said']}"[:200], flush=True)
-        FILE.write_text(json.dumps(recorded, indent=1, sort_keys=True, default=str) + "\n", "utf-8")
+        recorded = json.loads(FILE.read_text("utf-8")) if FILE.exists() else {}
+        text = json.dumps(recorded | {model_type: results}, indent=1, sort_keys=True, default=str)
+        FILE.write_text(text + "\n", "utf-8")
 
 
 if __name__ == "__main__":
