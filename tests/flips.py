@@ -1,7 +1,7 @@
 """Flips each field of a config: what changes the numbers must be refused, or stay equal to one process.
 
-`python -m tests.flips` runs all fields of `TYPES` on two ranks and writes `tests/data/flipped_fields.json`; type names as
-arguments run those alone.
+`python -m tests.flips` runs all fields of `TYPES` on two ranks and writes `tests/data/flipped_fields.json`; type names
+as arguments run those alone.
 
     cannot be built    the class itself raises
     cannot be split    the plan raises
@@ -71,7 +71,7 @@ def flip(model_type: str, field: str) -> dict[str, Any]:
             setattr(config, field, value)
             with torch.device("meta"):
                 model = build(config, "causal")
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 whatever a class raises
             result |= {"to": value, "said": f"{type(error).__name__}: {error}"[:200]}
             continue
         result |= {"to": value}
@@ -90,7 +90,7 @@ def _judge(model_type: str, tiny: PreTrainedConfig, field: str, value: Any, mode
         return {"verdict": "new", "said": "; ".join(new or ["nothing is recorded"])[:200]}
     try:
         twin = _twin(tiny, field, value)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 whatever a class raises
         return {"verdict": "cannot be built", "said": f"{type(error).__name__}: {error}"[:200]}
     try:
         comparison = check_twin(twin, TP2)

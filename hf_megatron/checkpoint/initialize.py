@@ -2,8 +2,8 @@
 
 `nn.init` on a DTensor draws the same local values on each rank (CPU), or depends on the mesh. Here every module is
 initialised by the model's own `_init_weights` on full tensors under a seed of its own, and each rank keeps its part; at
-most one layer, or one module outside the layers, is whole at a time. What a class adds to a checkpoint, such as a head for
-classification, is drawn as one process draws it.
+most one layer, or one module outside the layers, is whole at a time. What a class adds to a checkpoint, such as a head
+for classification, is drawn as one process draws it.
 """
 
 import hashlib

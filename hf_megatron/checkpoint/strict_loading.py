@@ -8,7 +8,6 @@ import sys
 from typing import Any
 
 import torch
-from torch import nn
 
 from ..errors import CheckpointError
 

@@ -21,7 +21,9 @@ def check(
     ] = "",
     class_name: Annotated[str, typer.Option("--class", help="A transformers class instead of the causal one.")] = "",
     task: Annotated[str, typer.Option(help="causal, masked, seq2seq or classification.")] = "causal",
-    changes: Annotated[str, typer.Option("--set", help='Changes of the config, as JSON: \'{"tie_word_embeddings": true}\'.')] = "{}",
+    changes: Annotated[
+        str, typer.Option("--set", help="Changes of the config, as JSON: '{\"tie_word_embeddings\": true}'.")
+    ] = "{}",
     record: Annotated[Path | None, typer.Option(help="Write the results into this verified.json.")] = None,
     timeout: Annotated[float, typer.Option(help="Seconds per layout.", min=1)] = 120.0,
 ) -> None:

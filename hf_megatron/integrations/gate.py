@@ -28,7 +28,7 @@ class ConfigUnderTest(MegatronConfig):
 
 
 def require_verified(model: Any, state: ParallelState, description: Description) -> None:
-    """Raises `UnverifiedLayoutError`, with the command of the check, unless all of the model was compared on this layout.
+    """Raises `UnverifiedLayoutError`, with the command of the check, unless all of the model was compared on a layout.
 
     With `allow_unverified=True` the check of the tiny twin runs here, on CPU ranks of its own, and a failure raises.
 
@@ -49,7 +49,11 @@ def require_verified(model: Any, state: ParallelState, description: Description)
             lines.append(f"{kind}: no parity result is recorded for {name}")
         elif found:
             further = f"\n    and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-            lines.append(f"{kind}: it differs from every {name} that was compared in\n    " + "\n    ".join(found[:_SHOWN]) + further)
+            lines.append(
+                f"{kind}: it differs from every {name} that was compared in\n    "
+                + "\n    ".join(found[:_SHOWN])
+                + further
+            )
     if not lines:
         return
     what = f"{name} (model type {model_type!r}) was not compared with one process.\n  " + "\n  ".join(lines)
@@ -57,7 +61,8 @@ def require_verified(model: Any, state: ParallelState, description: Description)
     command = check_command(model.config, name, layouts)
     if not config.allow_unverified:
         raise UnverifiedLayoutError(
-            f"{what}\nRun\n    {command}\nor pass MegatronConfig(allow_unverified=True), which runs it and goes on if it passes."
+            f"{what}\nRun\n    {command}\nor pass MegatronConfig(allow_unverified=True), which runs it and goes on if it "
+            "passes."
         )
     verdict: list[Any] = [None]
     if dist.get_rank() == 0:
@@ -69,7 +74,7 @@ def require_verified(model: Any, state: ParallelState, description: Description)
 
 
 def features_on(kind: str, description: Description, state: ParallelState) -> Features:
-    """Returns the features of a model on one kind of layout: of stages, what its modules are like where they stay whole."""
+    """Returns the features of a model on one kind of layout; for stages those of its whole modules."""
     return description.features({} if kind == "pp" else state.claims)
 
 
@@ -95,7 +100,9 @@ def _warn_of_whole_layers(model: Any, config: MegatronConfig, features: Features
 
 def _layouts(config: MegatronConfig, copies: bool) -> str:
     """Returns the smallest layout of each kind on which a twin computes as the model does."""
-    return ",".join({"pp": "pp2"}.get(kind, kind.replace("tp", "tp4" if copies else "tp2")) for kind in layout_kinds(config))
+    return ",".join(
+        {"pp": "pp2"}.get(kind, kind.replace("tp", "tp4" if copies else "tp2")) for kind in layout_kinds(config)
+    )
 
 
 def _check(model: Any, layouts: str) -> tuple[int, str]:

@@ -39,11 +39,11 @@ peft = _refusing(
 
 
 def trl(original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Refuses a laid out model, and one that the trainer would load by name, of whose loss nobody compared the numbers."""
+    """Refuses a laid out model, and one that the trainer would load by name: nobody compared the loss."""
     from transformers import TrainingArguments
 
     given = (value for value in (*args, *kwargs.values()) if isinstance(value, TrainingArguments))
-    if any((value.model_init_kwargs or {}).get("megatron_config") is not None for value in given):
+    if any((vars(value).get("model_init_kwargs") or {}).get("megatron_config") is not None for value in given):
         raise UnsupportedError(f"{type(self).__name__}: {_TRL}")
     _refuse_laid_out(original, self, *args, **kwargs)
 

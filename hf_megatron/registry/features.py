@@ -1,8 +1,8 @@
-"""What of a model changes the way through the code, read from its modules and claims, the same for a model and its twin.
+"""What of a model changes the way through the code, from its modules and claims; the same for a model and its twin.
 
 A model has *parts*: what stands around its layers, each kind of layer, and the linears of which several ranks hold one
-shard. They meet in nothing but hidden states, so each part is compared by itself, and as a whole: every combination of what
-is inside of one is a part of its own.
+shard. They meet in nothing but hidden states, so each part is compared by itself, and as a whole: every combination of
+what is inside of one is a part of its own.
 Lines say what a part consists of; sizes are left out, since a twin has others.
 """
 
@@ -130,7 +130,6 @@ def random_sites(model: nn.Module) -> frozenset[str]:
     return frozenset(sites)
 
 
-
 def silence(model: nn.Module) -> None:
     """Sets the rates of all sites that draw random numbers to zero."""
     for module in model.modules():
@@ -152,7 +151,7 @@ def layer_patterns(model: nn.Module) -> dict[str, str]:
     """Maps the outermost layers to their patterns."""
     lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     outermost = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
-    return {f"{name}.{index}": f"{name}.*" for name in outermost for index in range(len(model.get_submodule(name)))}
+    return {f"{name}.{index}": f"{name}.*" for name in outermost for index in model.get_submodule(name)._modules}
 
 
 def _describe(name: str, module: nn.Module, layers: Mapping[str, str]) -> _Module:
@@ -163,7 +162,9 @@ def _describe(name: str, module: nn.Module, layers: Mapping[str, str]) -> _Modul
         leaf: f"{name}.{leaf}" if name else leaf for leaf, value in module._parameters.items() if value is not None
     }
     settings = _settings(module, path) if layer or next(module.parameters(), None) is not None else ()
-    return _Module(layers.get(layer, ENDS), layer, generic(f".{inside}")[1:], type(module).__name__, parameters, settings)
+    return _Module(
+        layers.get(layer, ENDS), layer, generic(f".{inside}")[1:], type(module).__name__, parameters, settings
+    )
 
 
 def _settings(module: nn.Module, path: list[str]) -> tuple[str, ...]:
@@ -174,7 +175,9 @@ def _settings(module: nn.Module, path: list[str]) -> tuple[str, ...]:
         own = {}
     texts = {f"{name}={text}" for name, value in own.items() if (text := _setting(name, value, path)) is not None}
     read = _config_reads(module)
-    texts |= {f"config.{name}={text}" for name, value in read.items() if (text := _setting(name, value, path)) is not None}
+    texts |= {
+        f"config.{name}={text}" for name, value in read.items() if (text := _setting(name, value, path)) is not None
+    }
     return tuple(sorted(texts))
 
 
@@ -198,7 +201,8 @@ def _config_reads(module: nn.Module) -> dict[str, Any]:
     if not isinstance(config, PreTrainedConfig):
         return {}
     values = {name: value for name, value in vars(config).items() if not name.startswith("_")}
-    return {name: values[name] for name in sorted(_names_read(type(module)) & (values.keys() - _common_fields()))}
+    cls: Any = type(module)
+    return {name: values[name] for name in sorted(_names_read(cls) & (values.keys() - _common_fields()))}
 
 
 @functools.cache

@@ -84,7 +84,7 @@ def layout_kind(config: MegatronConfig) -> str:
 
 
 def differences(class_name: str, model_type: str, kind: str, features: Features) -> list[str] | None:
-    """Lists what of a model was never compared with one process on a kind of layout; `None` if nothing of its class was.
+    """Lists what of a model was never compared with one process on a kind of layout; `None` if its class never was.
 
     A part counts as compared if a row that passed has it as a whole. Sites that draw random numbers count if replicated
     weights stayed equal over ranks while they did; over stages there is none.
@@ -100,7 +100,8 @@ def differences(class_name: str, model_type: str, kind: str, features: Features)
     found = []
     for part in sorted(features.parts - compared, key=lambda part: part.name):
         alike = [other.lines for other in compared if other.name == part.name]
-        nearest = min(alike, key=lambda lines: (len(lines ^ part.lines), sorted(lines)), default=frozenset())
+        by_distance = sorted(alike, key=lambda lines: (len(lines ^ part.lines), sorted(lines)))
+        nearest = by_distance[0] if by_distance else frozenset()
         found += [f"{part.name}: {text}" for text in _changed(part.lines, nearest)]
     drawn = {site for row in passed for site in row["draws"]}
     if kind != "pp":

@@ -107,8 +107,8 @@ def claim_all(
     """Claims every parameter by its style.
 
     Args:
-        tied (`Mapping[str, str]`): parameter -> the one it is tied to. By name, because the loader's meta model has tied
-            parameters of their own until its weights are read.
+        tied (`Mapping[str, str]`): parameter -> the one it is tied to. By name: on the loader's meta model they are two
+            until its weights are read.
     """
     claims: dict[str, Claim] = {}
     for module_name, module in model.named_modules():

@@ -62,8 +62,8 @@ def has_plan(model_type: str) -> bool:
     return model_type in registered_types() or bool(getattr(CONFIG_MAPPING[model_type], "base_model_tp_plan", None))
 
 
-def resolve_config(model: str, changes: Mapping[str, Any]) -> PreTrainedConfig:
-    """Returns the config of a model type, a local folder or a hub name, with changes; raises `ConfigError` for bad ones."""
+def resolve_config(model: str, changes: Mapping[str, Any] | None = None) -> PreTrainedConfig:
+    """Returns the config of a model type, a folder or a hub name, with changes; raises `ConfigError` for bad ones."""
     known = not Path(model).exists() and model in CONFIG_MAPPING
     config = CONFIG_MAPPING[model]() if known else AutoConfig.from_pretrained(model)
     if not changes:
@@ -75,7 +75,7 @@ def resolve_config(model: str, changes: Mapping[str, Any]) -> PreTrainedConfig:
 
 
 def task_of_class(class_name: str, config: PreTrainedConfig) -> str:
-    """Returns the task whose batches fit a transformers class; models of images are `...ForConditionalGeneration` too."""
+    """Returns the task whose batches fit a class; `...ForConditionalGeneration` are models of images too."""
     default = "seq2seq" if config.is_encoder_decoder else "causal"
     return next((task for part, task in _CLASS_TASKS.items() if part in class_name), default)
 
@@ -114,7 +114,7 @@ def check_models(
     # Every pipeline stage needs a layer.
     layers = max(layout.pp_size * (layout.virtual_stages or 1) for layout in layouts)
     for model, case_task in _cases(models, task, class_name is not None):
-        config = resolve_config(model, changes or {})
+        config = resolve_config(model, changes)
         if class_name is not None:
             case_task = task_of_class(class_name, config)
         twin: Twin | None = None
@@ -189,7 +189,7 @@ def print_plan(model: str, tp_size: int, sequence_parallel: bool, pp_size: int =
 
     from ..parallelize import ParallelPlan
 
-    config = resolve_config(model, {})
+    config = resolve_config(model)
     layout = MegatronConfig(tp_size=tp_size, sequence_parallel=sequence_parallel, pp_size=pp_size)
     with torch.device("meta"):
         instance = AutoModelForCausalLM.from_config(config)

@@ -94,7 +94,9 @@ def gradient_errors(found: Measurement, reference: Measurement) -> list[Error]:
         a, b = found.gradients.get(name), reference.gradients.get(name)
         if a is None and b is None:
             if not any(re.search(pattern, name) for pattern in reference.without):
-                errors.append(Error(f"{name} has no gradient, in one process either: it was not compared", float("inf")))
+                errors.append(
+                    Error(f"{name} has no gradient, in one process either: it was not compared", float("inf"))
+                )
             continue
         if a is None or b is None:
             errors.append(Error(f"gradient of {name} is {'missing' if a is None else 'surplus'}", float("inf")))

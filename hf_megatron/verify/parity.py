@@ -42,7 +42,7 @@ class Twin:
     reference: Measurement
     config: PreTrainedConfig
     condition: float = 0.0
-    full: Description | None = None
+    full: Description = Description((), frozenset(), {})
 
     def model_on_meta(self) -> Any:
         """Makes the twin's model on the meta device, as it is before any layout."""

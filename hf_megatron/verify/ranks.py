@@ -150,7 +150,7 @@ def _collect(directory: Path, world_size: int, stuck: list[int], timeout: float)
 
 
 def first_reason(text: str) -> str:
-    """Returns, of what `RankError` says, the reason that a rank gave itself, without traceback; else the first last line."""
+    """Returns the last line of the rank that gave a reason of this library's, else of the first, of a `RankError`."""
     ranks = [[line for line in rank.splitlines() if line.strip().strip("^~ ")] for rank in text.split("\nrank ")]
     last = [lines[-1].strip() for lines in ranks if lines]
     named = [line for line in last if line.startswith("hf_megatron.errors.")]

@@ -25,7 +25,7 @@ def _cell(row: Mapping[str, Any] | None) -> str:
 
 
 def support_table(rows: Iterable[Mapping[str, Any]] | None = None) -> str:
-    """Renders a line per model class, a column per layout and what else was compared; then shares, and what is refused."""
+    """Renders a line per model class and a column per layout; then shares that are split, and what is refused."""
     by_class: dict[tuple[str, str], dict[tuple[str, int, int], Mapping[str, Any]]] = defaultdict(dict)
     further: dict[tuple[str, str], set[str]] = defaultdict(set)
     reasons: dict[str, list[str]] = defaultdict(list)
@@ -38,7 +38,10 @@ def support_table(rows: Iterable[Mapping[str, Any]] | None = None) -> str:
                 whole[row["class"]] = row["split"]
         elif row["passed"]:
             further[name].add(_changes(row))
-    lines = [f"| model type | class | {' | '.join(COLUMNS)} | also compared with |", "|---|---" + "|---" * len(COLUMNS) + "|---|"]
+    lines = [
+        f"| model type | class | {' | '.join(COLUMNS)} | also compared with |",
+        "|---|---" + "|---" * len(COLUMNS) + "|---|",
+    ]
     for name, results in sorted(by_class.items()):
         cells = [_cell(results.get(column)) for column in COLUMNS.values()]
         lines.append(f"| {' | '.join((*name, *cells))} | {'; '.join(sorted(further[name]))} |")
@@ -50,7 +53,11 @@ def support_table(rows: Iterable[Mapping[str, Any]] | None = None) -> str:
     return (
         "\n".join(lines)
         + "\n"
-        + (f"\nTensor parallelism splits less than half of the parameters in the layers of: {shares}.\n" if shares else "")
+        + (
+            f"\nTensor parallelism splits less than half of the parameters in the layers of: {shares}.\n"
+            if shares
+            else ""
+        )
         + (f"\nRefused, and why:\n\n{refused}" if refused else "")
     )
 

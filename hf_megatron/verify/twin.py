@@ -187,7 +187,7 @@ def full_config(config: PreTrainedConfig) -> PreTrainedConfig:
     """Returns the config with what the default one of its class lacks, where it is that one."""
     values, default, overrides = config.to_dict(), type(config)().to_dict(), OVERRIDES.get(config.model_type, {})
     if all(values.get(name) == default.get(name) for name in overrides):
-        return type(config).from_dict(values | overrides)
+        return type(config).from_dict({**values, **overrides})
     return config
 
 

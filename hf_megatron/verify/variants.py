@@ -1,4 +1,4 @@
-"""What of a type's config is compared beside its default: tied and untied weights, and what popular checkpoints change."""
+"""What is compared beside a type's default config: tied and untied weights, and what popular checkpoints change."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -78,7 +78,11 @@ VARIANTS: Mapping[str, Sequence[Changes]] = {
         {"num_key_value_heads": 4},
         {"qkv_bias": False},
     ],
-    "qwen3": [{"num_key_value_heads": 8}, {"attention_bias": True}, {"use_sliding_window": True, "max_window_layers": 16}],
+    "qwen3": [
+        {"num_key_value_heads": 8},
+        {"attention_bias": True},
+        {"use_sliding_window": True, "max_window_layers": 16},
+    ],
     "qwen3_moe": [{"norm_topk_prob": True}, {"mlp_only_layers": [0]}, {"attention_bias": True}],
     "seed_oss": [{"attention_bias": False}, {"attention_out_bias": True}],
     "smollm3": [{"attention_bias": True, "mlp_bias": True}],

@@ -1,6 +1,5 @@
 """`hf-megatron`: exit codes and output, of the command itself and in this process."""
 
-import json
 import subprocess
 import sys
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The gate in front of what was never compared with one process: what it lets through, what it says, and in which order."""
+"""The gate in front of what was never compared with one process: what it lets through, and what it says."""
 
 import copy
 import json
@@ -18,7 +18,11 @@ from hf_megatron.verify.twin import tiny_config
 from tests import flips
 from tests.shared_twins import make_twin
 
-TP2, TP2_SP, PP2 = MegatronConfig(tp_size=2), MegatronConfig(tp_size=2, sequence_parallel=True), MegatronConfig(pp_size=2)
+TP2, TP2_SP, PP2 = (
+    MegatronConfig(tp_size=2),
+    MegatronConfig(tp_size=2, sequence_parallel=True),
+    MegatronConfig(pp_size=2),
+)
 
 
 def make(model_type, layout, changes, auto=AutoModelForCausalLM):
@@ -112,7 +116,12 @@ def test_every_field_of_ten_types_was_flipped():
     assert RECORDED.keys() == set(flips.TYPES) and len(RECORDED) == 10
     for model_type, results in RECORDED.items():
         assert sorted(results) == flips.fields(model_type)
-        assert {result["verdict"] for result in results.values()} <= {"equal", "new", "cannot be built", "cannot be split"}
+        assert {result["verdict"] for result in results.values()} <= {
+            "equal",
+            "new",
+            "cannot be built",
+            "cannot be split",
+        }
     verdicts = [result["verdict"] for results in RECORDED.values() for result in results.values()]
     assert verdicts.count("equal") >= 100 and verdicts.count("new") >= 5
 

@@ -266,7 +266,9 @@ def test_a_new_classification_head_is_that_of_one_process(stories, layout, monke
 
 def test_part_of_a_head_and_a_language_model_without_one_stay_errors(stories, tmp_path):
     model = AutoModelForSequenceClassification.from_pretrained(stories, num_labels=3)
-    base = {name: tensor for name, tensor in model.state_dict().items() if not name.endswith("layers.0.mlp.up_proj.weight")}
+    base = {
+        name: tensor for name, tensor in model.state_dict().items() if not name.endswith("layers.0.mlp.up_proj.weight")
+    }
     model.save_pretrained(tmp_path / "part", state_dict={k: v for k, v in base.items() if k != "score.weight"})
     config = AutoConfig.from_pretrained(stories)
     config.tie_word_embeddings = False

@@ -105,7 +105,9 @@ def _layout(row):
     return f"tp{row['tp_size']}{suffix}+pp{row.get('pp_size', 1)}"
 
 
-@pytest.mark.parametrize("row", _sample(), ids=lambda row: f"{row['model_type']}-{'-'.join(row['changes'])}-{_layout(row)}")
+@pytest.mark.parametrize(
+    "row", _sample(), ids=lambda row: f"{row['model_type']}-{'-'.join(row['changes'])}-{_layout(row)}"
+)
 def test_a_sample_again(row):
     twin = make_twin(resolve_config(row["model_type"], row["changes"]), microbatches=2)
     [layout] = parse_layouts(_layout(row))

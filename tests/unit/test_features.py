@@ -26,7 +26,9 @@ from hf_megatron.verify.twin import full_config, tiny_config
 
 TP2 = MegatronConfig(tp_size=2)
 # Classes with a passed result over tp, as transformers loads them.
-RECORDED = sorted({(row["model_type"], row["class"]) for row in recorded.records() if row["passed"] and row["tp_size"] > 1})
+RECORDED = sorted(
+    {(row["model_type"], row["class"]) for row in recorded.records() if row["passed"] and row["tp_size"] > 1}
+)
 RECORDED = [case for case in RECORDED if case[0] == getattr(transformers, case[1]).config_class.model_type]
 
 
@@ -66,7 +68,9 @@ def test_parts_say_what_changes_the_way():
 
 def test_parts_do_not_depend_on_sizes_and_calls():
     one = llama()
-    other = llama(hidden_size=128, intermediate_size=344, num_hidden_layers=5, vocab_size=77, use_cache=False, pad_token_id=3)
+    other = llama(
+        hidden_size=128, intermediate_size=344, num_hidden_layers=5, vocab_size=77, use_cache=False, pad_token_id=3
+    )
     assert features(one).parts == features(other).parts
 
 
