@@ -24,7 +24,7 @@ from ..errors import ConfigError, UnsupportedError
 from ..memory.recompute import apply_recompute
 from ..parallel_state import parallel_state
 from ..parallelize import install, parallel_plan, place, plan
-from ..registry.features import describe
+from ..registry.features import describe_model
 from ..upstream import forget_conversions, quiet_loading
 from ..version import __version__
 from .accelerate import ensure_process_group, job_world_size
@@ -137,7 +137,7 @@ def maybe_distribute_model(original: Callable, cls: Any, model: Any, distributed
     if getattr(model, "hf_quantizer", None) is not None or getattr(model.config, "quantization_config", None):
         raise UnsupportedError("The checkpoint is quantised (quantization_config in its config.json); not split yet.")
     agree(_facts(model, distributed_config))
-    description = describe(model)
+    description = describe_model(model)
     # What cannot be laid out says why; only what could be is asked whether anybody compared it.
     state = plan(model, distributed_config, Axes.of(distributed_config, dist.get_rank()))
     require_verified(model, state, description)

@@ -79,7 +79,7 @@ class _Module:
 
 @dataclass(frozen=True)
 class Description:
-    """What `describe` read of a model.
+    """What `describe_model` read of a model.
 
     Attributes:
         modules: in their order.
@@ -110,7 +110,7 @@ class Description:
         return {layer: Part(name, frozenset(lines)) for (layer, name), lines in found.items()}
 
 
-def describe(model: Any) -> Description:
+def describe_model(model: Any) -> Description:
     """Reads a model's modules, on any device; before a pipeline takes some of them away."""
     layers = layer_patterns(model)
     modules = tuple(_describe(name, module, layers) for name, module in model.named_modules())

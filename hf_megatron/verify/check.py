@@ -12,7 +12,7 @@ from ..config import MegatronConfig
 from ..errors import ConfigError, MegatronError
 from ..parallelize import plan
 from ..registry import registered_types
-from ..registry.features import Features, describe
+from ..registry.features import Features, describe_model
 from ..registry.recorded import layout_kind, tested_versions
 from .draws import check_draws
 from .parity import TASKS, Twin, check_twin, make_twin
@@ -159,7 +159,7 @@ def _check_layout(
     try:
         features = features_on_layout(twin.model_on_meta(), layout)
         row |= {"parts": list(features.parts)} | ({"split": round(features.split, 3)} if layout.tp_size > 1 else {})
-        if unlike := describe(twin.model_on_meta()).features({}).parts ^ twin.full.features({}).parts:
+        if unlike := describe_model(twin.model_on_meta()).features({}).parts ^ twin.full.features({}).parts:
             found = "; ".join(sorted(str(line) for part in unlike for line in part.lines))
             return row | {"passed": False, "worst": f"its twin is another model: {found}"[:300]}
         comparison = check_twin(twin, layout, timeout=timeout)
@@ -178,7 +178,7 @@ def _check_layout(
 
 def features_on_layout(model: Any, layout: MegatronConfig) -> Features:
     """Returns what a model on the meta device is made of on a layout."""
-    description = describe(model)
+    description = describe_model(model)
     return description.features(plan(model, layout, Axes.of(layout, 0)).claims if layout.tp_size > 1 else {})
 
 

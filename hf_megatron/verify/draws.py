@@ -1,6 +1,5 @@
 """Whether ranks stay alike while a model draws random numbers: its dropout and jitter on, ranks seeded differently."""
 
-import re
 from typing import Any
 
 import torch
@@ -20,43 +19,60 @@ _STEPS = 3
 _RATE = 0.1
 
 
-# All rates, then those of elements only: whole layers that are left out stop some layouts with an error.
-_ATTEMPTS = ("", r"layerdrop|jitter|noise")
+def rates(config: PreTrainedConfig) -> frozenset[str]:
+    """Names the rates of a config and of its parts."""
+    found = {name for name, value in vars(config).items() if is_rate(name, value)}
+    return frozenset(
+        found.union(*(rates(part) for part in vars(config).values() if isinstance(part, PreTrainedConfig)))
+    )
 
 
-def set_rates(config: PreTrainedConfig, rate: float, but: str = "") -> None:
-    """Sets every rate of a config and of its parts, except for names that match `but`."""
+def set_rates(config: PreTrainedConfig, rate: float, names: frozenset[str]) -> None:
+    """Sets the named rates of a config and of its parts."""
     for name, value in list(vars(config).items()):
         if isinstance(value, PreTrainedConfig):
-            set_rates(value, rate, but)
-        elif is_rate(name, value) and not (but and re.search(but, name)):
+            set_rates(value, rate, names)
+        elif name in names and is_rate(name, value):
             setattr(config, name, rate)
 
 
 def check_draws(twin: Twin, layout: MegatronConfig, *, timeout: float = 120.0) -> tuple[frozenset[str], str]:
-    """Trains the twin with its rates on, and ranks that were seeded differently.
+    """Trains the twin with each of its rates on, then with all that may be, and ranks that were seeded differently.
+
+    Alone, because what one site does for all may hide what another one lacks.
 
     Returns:
         the sites that drew random numbers while all replicated weights stayed bit-equal over the ranks, and what went
         wrong where not all of them did.
     """
-    problems = []
-    for but in _ATTEMPTS:
+    problems: dict[str, str] = {}
+    sites: frozenset[str] = frozenset()
+
+    def stays_alike(names: frozenset[str]) -> bool:
+        nonlocal sites
         try:
-            sites, apart = _train(twin, layout, but, timeout)
+            sites, apart = _train(twin, layout, names, timeout)
         except RankError as error:
-            problems.append(first_reason(str(error)))
-            continue
-        if not apart:
-            return sites, "; ".join(problems)
-        problems.append(f"replicated weights differ between ranks: {', '.join(apart[:3])}")
-    return frozenset(), "; ".join(problems)
+            problems["+".join(sorted(names))] = first_reason(str(error))
+            return False
+        if apart:
+            problems["+".join(sorted(names))] = f"replicated weights differ between ranks: {', '.join(apart[:3])}"
+        return not apart
+
+    names = rates(twin.model_on_meta().config)
+    alike = frozenset(name for name in sorted(names) if stays_alike(frozenset({name})))
+    # One rate alone was trained with just now.
+    passed = bool(alike) and (len(names) == 1 or stays_alike(alike))
+    said = "; ".join(f"{name}: {problem}" for name, problem in problems.items())
+    return (sites if passed else frozenset()), said
 
 
-def _train(twin: Twin, layout: MegatronConfig, but: str, timeout: float) -> tuple[frozenset[str], list[str]]:
+def _train(
+    twin: Twin, layout: MegatronConfig, names: frozenset[str], timeout: float
+) -> tuple[frozenset[str], list[str]]:
     """Returns where the twin drew random numbers, and the replicated weights that differ afterwards."""
     config = twin.model_on_meta().config
-    set_rates(config, _RATE, but)
+    set_rates(config, _RATE, names)
     under_test = ConfigUnderTest(**layout.to_dict())
 
     def on_rank() -> tuple[frozenset[str], dict[str, torch.Tensor]]:

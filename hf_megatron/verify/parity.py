@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 
 from ..config import MegatronConfig
 from ..integrations.gate import ConfigUnderTest
-from ..registry.features import Description, Part, describe
+from ..registry.features import Description, Part, describe_model
 from .measure import Measurement, measure
 from .metric import Error, Judgement, judge
 from .ranks import run_ranks
@@ -86,7 +86,7 @@ def make_twin(
         min_layers (`int`): layers of the twin, as far as the config has them; more, if it has more kinds of them.
     """
     with torch.device("meta"):
-        full = describe(build(full_config(config), task, class_name))
+        full = describe_model(build(full_config(config), task, class_name))
     tiny = tiny_config(config, min_layers, one_of_each_kind(full))
     text = tiny.get_text_config()
     if task == "classification" and text.pad_token_id is None:

@@ -15,10 +15,10 @@ from hf_megatron.axes import Axes
 from hf_megatron.integrations.gate import check_command
 from hf_megatron.parallelize import plan
 from hf_megatron.registry import recorded
-from hf_megatron.registry.features import COPIES, ENDS, Part, describe, random_sites, silence
+from hf_megatron.registry.features import COPIES, ENDS, Part, describe_model, random_sites, silence
 from hf_megatron.tensor_parallel.claims import claim_all
 from hf_megatron.verify.check import causal_types, has_plan, resolve_config, task_of_class
-from hf_megatron.verify.draws import set_rates
+from hf_megatron.verify.draws import rates, set_rates
 from hf_megatron.verify.measure import Measurement
 from hf_megatron.verify.metric import gradient_errors
 from hf_megatron.verify.parity import one_of_each_kind
@@ -47,7 +47,7 @@ def llama(**changes):
 
 
 def features(model, layout=TP2):
-    return describe(model).features(plan(model, layout, Axes.of(layout, 0)).claims)
+    return describe_model(model).features(plan(model, layout, Axes.of(layout, 0)).claims)
 
 
 def lines(model, name):
@@ -95,7 +95,8 @@ def test_what_a_forward_reads_of_the_config_counts(changes):
 def test_random_sites_are_found_and_silenced():
     config = tiny_config(CONFIG_MAPPING["gpt2"]())
     assert not random_sites(on_meta(config, "GPT2LMHeadModel"))
-    set_rates(config, 0.1)
+    assert rates(config) == {"attn_pdrop", "embd_pdrop", "resid_pdrop", "summary_first_dropout"}
+    set_rates(config, 0.1, rates(config))
     model = on_meta(config, "GPT2LMHeadModel")
     assert {"transformer.drop", "transformer.h.*.attn.attn_dropout"} < random_sites(model)
     model.transformer.h[0].mlp.noise_rate = 0.2
@@ -114,8 +115,8 @@ def test_share_of_the_layers_that_is_split():
 @pytest.mark.parametrize("model_type, class_name", random.Random(len(RECORDED)).sample(RECORDED, 25))
 def test_a_twin_is_made_of_what_its_model_is(model_type, class_name):
     config = full_config(CONFIG_MAPPING[model_type]())
-    full = describe(on_meta(config, class_name))
-    twin = describe(on_meta(tiny_config(config, 2, one_of_each_kind(full)), class_name))
+    full = describe_model(on_meta(config, class_name))
+    twin = describe_model(on_meta(tiny_config(config, 2, one_of_each_kind(full)), class_name))
     assert twin.features({}).parts == full.features({}).parts
 
 
@@ -156,9 +157,9 @@ def test_the_command_of_a_check_leads_to_the_same_parts():
 
 
 def test_differences_name_the_module_beside_what_was_compared():
-    found = recorded.differences("LlamaForCausalLM", "llama", "pp", describe(_with_gate()).features({}))
+    found = recorded.differences("LlamaForCausalLM", "llama", "pp", describe_model(_with_gate()).features({}))
     assert found == ["model.layers.*: mlp.up_proj: Linear(weight, bias); compared was Linear(weight)"]
-    assert recorded.differences("NobodyForCausalLM", "llama", "pp", describe(llama()).features({})) is None
+    assert recorded.differences("NobodyForCausalLM", "llama", "pp", describe_model(llama()).features({})) is None
 
 
 def _with_gate():
