@@ -1,7 +1,7 @@
 """The one entry: a stock model on the meta device in, the same model laid out over the mesh out.
 
     plan     every parallel axis claims parameters and changes the meta model; no process group is needed
-    place    the same on this rank, and DTensor placeholders in the place of parameters (before weights are read)
+    place    puts DTensor placeholders in the place of this rank's parameters (before weights are read)
     install  every axis makes the filled model compute in parallel (after)
 
 Between the last two, transformers' own loader, or `checkpoint.initialize`, fills each rank's shards.
@@ -89,13 +89,11 @@ def plan(model: Any, config: MegatronConfig, axes: Axes) -> ParallelState:
     return state
 
 
-def place(model: Any, config: MegatronConfig, axes: Axes, device_type: str) -> ParallelState:
-    """Lays a meta model out: parameters become placeholders of the same name and global shape; raises as `plan`."""
-    state = plan(model, config, axes)
+def place(model: Any, state: ParallelState, device_type: str) -> None:
+    """Lays a planned meta model out: parameters become placeholders of the same name and global shape."""
     state.connect(ParallelMesh.of_job(state.axes, device_type))
     _hold_places(model, state)
     attach_state(model, state)
-    return state
 
 
 def install(model: Any) -> None:

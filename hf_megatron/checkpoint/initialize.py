@@ -1,8 +1,9 @@
-"""Weights drawn from scratch, the same global values on every layout for one seed.
+"""Weights that no file has, the same global values on every layout for one seed.
 
 `nn.init` on a DTensor draws the same local values on each rank (CPU), or depends on the mesh. Here every module is
 initialised by the model's own `_init_weights` on full tensors under a seed of its own, and each rank keeps its part; at
-most one layer, or one module outside the layers, is whole at a time.
+most one layer, or one module outside the layers, is whole at a time. What a class adds to a checkpoint, such as a head
+for classification, is drawn as one process draws it.
 """
 
 import hashlib
@@ -10,10 +11,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..axes import Axes
+from ..parallel_state import ParallelState
 from ..placement import Claim, Placement
 from ..upstream import dtensor_from_local
 
@@ -107,6 +110,57 @@ def initialize(
         tensors = [tensor for tensor in (*module._parameters.values(), *module._buffers.values()) if tensor is not None]
         if tensors and all("_is_hf_initialized" in vars(tensor) for tensor in tensors):
             module._is_hf_initialized = True  # type: ignore[assignment]
+
+
+def initialize_missing(model: Any, state: ParallelState, names: set[str]) -> None:
+    """Fills the named placeholders of a placed model, each rank its own; every rank calls it.
+
+    From scratch `initialize` does. What a class adds to a checkpoint is what one process draws next: torch's generator,
+    which rank 0 shares, draws it in transformers' order, and stands everywhere where it stands in one process then.
+    """
+    whole = len(names) == sum(1 for _ in model.named_parameters(remove_duplicate=False))
+    ranks: list[tuple[bool, bool]] = [(False, False)] * dist.get_world_size()
+    dist.all_gather_object(ranks, (bool(names), whole))
+    if all(whole for _, whole in ranks):
+        seed, device = state.config.seed, state.mesh.device
+        return initialize(model, state.claims, names, seed=seed, axes=state.axes, device=device)
+    drawing = [rank for rank, (some, _) in enumerate(ranks) if some]
+    if drawing:
+        _share_generator(0)
+        _draw_next(model, state, names)
+        _share_generator(drawing[0])
+
+
+def _draw_next(model: Any, state: ParallelState, names: set[str]) -> None:
+    originals = {name: model.get_parameter(name) for name in names}
+    for name, original in originals.items():
+        _set(model, name, nn.Parameter(torch.empty(original.shape, dtype=original.dtype), original.requires_grad))
+    with torch.no_grad():
+        for name, module in _children_first(model):
+            if any(f"{name}.{leaf}".lstrip(".") in names for leaf in module._parameters):
+                _initializer(model, name)._init_weights(module)
+    placed: dict[int, nn.Parameter] = {}
+    for name, original in originals.items():
+        if id(original) not in placed:
+            full = model.get_parameter(name).detach()
+            local = local_part(full, state.placement(name), state.axes).to(state.mesh.device)
+            value = dtensor_from_local(local, original) if isinstance(original, DTensor) else local
+            placed[id(original)] = nn.Parameter(value, original.requires_grad)
+            placed[id(original)]._is_hf_initialized = True  # type: ignore[attr-defined]
+        _set(model, name, placed[id(original)])
+
+
+def _children_first(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
+    for child_name, child in module.named_children():
+        yield from _children_first(child, f"{name}.{child_name}" if name else child_name)
+    yield name, module
+
+
+def _share_generator(source: int) -> None:
+    """Sets torch's generator on every rank to the state that it has on one."""
+    shared: list[Any] = [torch.get_rng_state()]
+    dist.broadcast_object_list(shared, src=source)
+    torch.set_rng_state(shared[0])
 
 
 def _set(model: nn.Module, name: str, parameter: nn.Parameter) -> None:

@@ -8,7 +8,6 @@ import sys
 from typing import Any
 
 import torch
-from torch import nn
 
 from ..errors import CheckpointError
 
@@ -32,8 +31,12 @@ def check_weight_index(path: str | os.PathLike[str]) -> None:
                 )
 
 
-def check_loaded(model: nn.Module, info: dict[str, Any], *, strict: bool) -> None:
-    """Raises `CheckpointError` for missing, surplus or mis-shaped weights, naming them and the way round."""
+def check_loaded(model: Any, info: dict[str, Any], *, strict: bool) -> None:
+    """Raises `CheckpointError` for missing, surplus or mis-shaped weights, naming them and the way round.
+
+    What a class puts on top of the base model, such as a head for classification, may be missing as a whole: the
+    checkpoint is of another class then, and the heads of that one may be surplus. The head of a language model may not.
+    """
     problems = []
     mismatched = info.get("mismatched_keys") or ()
     if mismatched:
@@ -41,19 +44,32 @@ def check_loaded(model: nn.Module, info: dict[str, Any], *, strict: bool) -> Non
             f"{name}: file {tuple(found)}, model {tuple(wanted)}" for name, found, wanted in sorted(mismatched)[:5]
         ]
         problems.append(f"{len(mismatched)} mis-shaped ({'; '.join(shown)})")
-    for kind in ("missing_keys", "unexpected_keys"):
-        names = sorted(info.get(kind) or ())
+    missing, surplus = set(info.get("missing_keys") or ()), set(info.get("unexpected_keys") or ())
+    if missing == _heads(model):
+        missing, surplus = set(), {name for name in surplus if _is_of_base(model, name)}
+    for kind, keys in (("missing", missing), ("unexpected", surplus)):
+        names = sorted(keys)
         if names and strict:
-            problems.append(
-                f"{len(names)} {kind.removesuffix('_keys')} ({', '.join(names[:5])}{', ...' if len(names) > 5 else ''})"
-            )
+            problems.append(f"{len(names)} {kind} ({', '.join(names[:5])}{', ...' if len(names) > 5 else ''})")
     if info.get("error_msgs"):
         problems.append(str(info["error_msgs"]))
     if problems:
         raise CheckpointError(
-            f"The weights do not match {type(model).__name__}: {'; '.join(problems)}. A new head on old weights, or "
-            "weights to leave out, need MegatronConfig(strict_loading=False)."
+            f"The weights do not match {type(model).__name__}: {'; '.join(problems)}. Weights to draw anew or to leave "
+            "out need MegatronConfig(strict_loading=False)."
         )
+
+
+def _heads(model: Any) -> set[str] | None:
+    """Names what a class puts on top of its base model; `None` for that itself and for models of language."""
+    if model.get_output_embeddings() is not None or model.base_model is model:
+        return None
+    return {name for name, _ in model.named_parameters() if not name.startswith(f"{model.base_model_prefix}.")}
+
+
+def _is_of_base(model: Any, name: str) -> bool:
+    first = name.partition(".")[0]
+    return first == model.base_model_prefix or first in model.base_model._modules
 
 
 def own_memory(shard: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """`hf-megatron check` and `plan`."""
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -20,6 +21,9 @@ def check(
     ] = "",
     class_name: Annotated[str, typer.Option("--class", help="A transformers class instead of the causal one.")] = "",
     task: Annotated[str, typer.Option(help="causal, masked, seq2seq or classification.")] = "causal",
+    changes: Annotated[
+        str, typer.Option("--set", help="Changes of the config, as JSON: '{\"tie_word_embeddings\": true}'.")
+    ] = "{}",
     record: Annotated[Path | None, typer.Option(help="Write the results into this verified.json.")] = None,
     timeout: Annotated[float, typer.Option(help="Seconds per layout.", min=1)] = 120.0,
 ) -> None:
@@ -34,7 +38,12 @@ def check(
         if record is not None and not record.parent.is_dir():
             raise ConfigError(f"--record {record}: {record.parent} is no folder.")
         wanted = parse_layouts(layouts or f"tp{tp}" + ("+sp" if sp else "") + f"+pp{pp}")
-        rows = check_models(models, wanted, class_name=class_name or None, task=task, timeout=timeout, echo=typer.echo)
+        try:
+            changed = json.loads(changes)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"--set {changes}: {error}.") from error
+        arguments = {"class_name": class_name or None, "task": task, "changes": changed, "timeout": timeout}
+        rows = check_models(models, wanted, **arguments, echo=typer.echo)
     if record is not None:
         from ..registry.recorded import write_results
 

@@ -1,55 +1,114 @@
 """The gate in front of layouts that nobody has compared with one process yet."""
 
+import json
+import shlex
 import subprocess
 import sys
 import tempfile
+import warnings
 from typing import Any
 
 import torch.distributed as dist
+from transformers import CONFIG_MAPPING
 
 from ..config import MegatronConfig
 from ..errors import UnverifiedLayoutError
-from ..registry.recorded import is_verified, layout_kind
+from ..parallel_state import ParallelState
+from ..registry.features import Description, Features
+from ..registry.recorded import differences, layout_kinds
+
+# Differences that an error shows.
+_SHOWN = 6
+# What a config says beside its model.
+_BESIDE = ("architectures", "transformers_version", "dtype", "distributed_config", "_name_or_path", "model_type")
 
 
 class ConfigUnderTest(MegatronConfig):
     """The layout a parity check is judging: the gate is open for it."""
 
 
-def require_verified(model: Any, config: MegatronConfig) -> None:
-    """Raises `UnverifiedLayoutError`, with the command of the check, unless the type passed it on this kind of layout.
+def require_verified(model: Any, state: ParallelState, description: Description) -> None:
+    """Raises `UnverifiedLayoutError`, with the command of the check, unless all of the model was compared on a layout.
 
     With `allow_unverified=True` the check of the tiny twin runs here, on CPU ranks of its own, and a failure raises.
+
+    Args:
+        model: planned, and not placed yet.
+        description: of the model before a pipeline took some of its modules away.
     """
-    model_type = model.config.model_type
-    if isinstance(config, ConfigUnderTest) or is_verified(type(model).__name__, model_type, config):
+    config, name, model_type = state.config, type(model).__name__, model.config.model_type
+    if isinstance(config, ConfigUnderTest):
         return
-    kind = layout_kind(config)
-    options = f"--class {type(model).__name__} {' '.join(_options(config))}"
-    command = f"hf-megatron check {model_type} {options}"
+    lines = []
+    for kind in layout_kinds(config):
+        features = features_on(kind, description, state)
+        if kind != "pp":
+            _warn_of_whole_layers(model, config, features)
+        found = differences(name, model_type, kind, features)
+        if found is None:
+            lines.append(f"{kind}: no parity result is recorded for {name}")
+        elif found:
+            further = f"\n    and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+            lines.append(
+                f"{kind}: it differs from every {name} that was compared in\n    "
+                + "\n    ".join(found[:_SHOWN])
+                + further
+            )
+    if not lines:
+        return
+    what = f"{name} (model type {model_type!r}) was not compared with one process.\n  " + "\n  ".join(lines)
+    layouts = _layouts(config, any(split.copies > 1 for c in state.claims.values() for split in c.placement.splits))
+    command = check_command(model.config, name, layouts)
     if not config.allow_unverified:
         raise UnverifiedLayoutError(
-            f"{type(model).__name__} (model type {model_type!r}) has no recorded parity result for {kind}. Run\n"
-            f"    {command}\nor pass MegatronConfig(allow_unverified=True), which runs it and goes on if it passes."
+            f"{what}\nRun\n    {command}\nor pass MegatronConfig(allow_unverified=True), which runs it and goes on if it "
+            "passes."
         )
     verdict: list[Any] = [None]
     if dist.get_rank() == 0:
-        verdict = [_check(model, config)]
+        verdict = [_check(model, layouts)]
     dist.broadcast_object_list(verdict, src=0)
     code, report = verdict[0]
     if code:
-        raise UnverifiedLayoutError(f"The parity check of {model_type!r} on {kind} failed (`{command}`):\n{report}")
+        raise UnverifiedLayoutError(f"{what}\nIts parity check failed (`{command}`):\n{report}")
 
 
-def _options(config: MegatronConfig) -> list[str]:
-    options = ["--tp", str(config.tp_size)] + ["--sp"] * config.sequence_parallel
-    return options + (["--pp", str(config.pp_size)] if config.pp_size > 1 else [])
+def features_on(kind: str, description: Description, state: ParallelState) -> Features:
+    """Returns the features of a model on one kind of layout; for stages those of its whole modules."""
+    return description.features({} if kind == "pp" else state.claims)
 
 
-def _check(model: Any, config: MegatronConfig) -> tuple[int, str]:
+def check_command(model_config: Any, class_name: str, layouts: str) -> str:
+    """Returns the command that checks a twin of a config's own features."""
+    model, options = model_config.model_type, f"--class {class_name} --layouts {layouts}"
+    if model not in CONFIG_MAPPING:
+        return f"hf-megatron check {shlex.quote(str(model_config.name_or_path))} {options}"
+    default = json.loads(CONFIG_MAPPING[model]().to_json_string(use_diff=False))
+    values = json.loads(model_config.to_json_string(use_diff=False))
+    changes = {name: value for name, value in values.items() if name not in _BESIDE and value != default.get(name)}
+    return f"hf-megatron check {model} {options}" + (f" --set {shlex.quote(json.dumps(changes))}" if changes else "")
+
+
+def _warn_of_whole_layers(model: Any, config: MegatronConfig, features: Features) -> None:
+    if features.split < 0.5 and dist.get_rank() == 0:
+        warnings.warn(
+            f"tp_size = {config.tp_size} splits {features.split:.0%} of the parameters in the layers of "
+            f"{type(model).__name__}; the others lie on every rank as a whole.",
+            stacklevel=2,
+        )
+
+
+def _layouts(config: MegatronConfig, copies: bool) -> str:
+    """Returns the smallest layout of each kind on which a twin computes as the model does."""
+    return ",".join(
+        {"pp": "pp2"}.get(kind, kind.replace("tp", "tp4" if copies else "tp2")) for kind in layout_kinds(config)
+    )
+
+
+def _check(model: Any, layouts: str) -> tuple[int, str]:
     with tempfile.TemporaryDirectory() as directory:
         model.config.save_pretrained(directory)
-        arguments = ["check", directory, *_options(config), "--class", type(model).__name__]
+        arguments = ["check", directory, "--class", type(model).__name__, "--layouts", layouts]
         # A process of its own: forking this one would copy its process group and device context.
         result = subprocess.run(
             [sys.executable, "-m", "hf_megatron.cli", *arguments], capture_output=True, text=True, check=False

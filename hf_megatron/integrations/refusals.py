@@ -36,8 +36,19 @@ peft = _refusing(
     "PEFT adapters on a model laid out by hf_megatron are not supported yet. Train the whole model, or train the "
     "adapter on a model loaded without megatron_config."
 )
-# Nobody has compared the losses of TRL's other trainers with one process.
-trl = _refusing(_TRL)
+
+
+def trl(original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
+    """Refuses a laid out model, and one that the trainer would load by name: nobody compared the loss."""
+    from transformers import TrainingArguments
+
+    given = (value for value in (*args, *kwargs.values()) if isinstance(value, TrainingArguments))
+    if any((vars(value).get("model_init_kwargs") or {}).get("megatron_config") is not None for value in given):
+        raise UnsupportedError(f"{type(self).__name__}: {_TRL}")
+    _refuse_laid_out(original, self, *args, **kwargs)
+
+
+_refuse_laid_out = _refusing(_TRL)
 
 
 def refuse_other_trl_trainers(trainer: Any) -> None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import transformers
 
 from ..axes import Axes
-from ..checkpoint.initialize import initialize
+from ..checkpoint.initialize import initialize_missing
 from ..checkpoint.merged import save_merged
 from ..checkpoint.strict_loading import check_loaded, own_memory
 from ..communication.handshake import agree
@@ -24,9 +24,8 @@ from ..config import MegatronConfig, validate_world_size
 from ..errors import ConfigError, UnsupportedError
 from ..memory.recompute import apply_recompute
 from ..parallel_state import parallel_state
-from ..parallelize import install, parallel_plan, place
-from ..pipeline_parallel.cut import require_cuttable
-from ..registry import own_spec
+from ..parallelize import install, parallel_plan, place, plan
+from ..registry.features import describe_model
 from ..upstream import forget_conversions, quiet_loading
 from ..version import __version__
 from .accelerate import ensure_process_group, job_world_size
@@ -140,14 +139,11 @@ def maybe_distribute_model(original: Callable, cls: Any, model: Any, distributed
     if getattr(model, "hf_quantizer", None) is not None or getattr(model.config, "quantization_config", None):
         raise UnsupportedError("The checkpoint is quantised (quantization_config in its config.json); not split yet.")
     agree(_facts(model, distributed_config))
-    if distributed_config.pp_size > 1:
-        # No check can help a type that cannot be cut.
-        require_cuttable(model, own_spec(model), distributed_config)
-    if distributed_config.tp_size > 1 or distributed_config.pp_size > 1:
-        # Data parallelism changes no module: it needs no result of its own.
-        require_verified(model, distributed_config)
-    device_type = "cuda" if torch.cuda.is_available() and dist.get_backend() != "gloo" else "cpu"
-    place(model, distributed_config, Axes.of(distributed_config, dist.get_rank()), device_type)
+    description = describe_model(model)
+    # What cannot be laid out says why; only what could be is asked whether anybody compared it.
+    state = plan(model, distributed_config, Axes.of(distributed_config, dist.get_rank()))
+    require_verified(model, state, description)
+    place(model, state, "cuda" if torch.cuda.is_available() and dist.get_backend() != "gloo" else "cpu")
     return model
 
 
@@ -205,8 +201,7 @@ def initialize_missing_keys(original: Callable, self: Any, *args: Any, **kwargs:
     if state is not None:
         named = self.named_parameters(remove_duplicate=False)
         missing = {name for name, parameter in named if not getattr(parameter, "_is_hf_initialized", False)}
-        seed, device = state.config.seed, state.mesh.device
-        initialize(self, state.claims, missing, seed=seed, axes=state.axes, device=device)
+        initialize_missing(self, state, missing)
     return original(self, *args, **kwargs)
 
 

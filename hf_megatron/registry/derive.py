@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from ..errors import PlanError
-from ..patterns import generic
+from ..patterns import generic, module_name
 from ..spec import ModelSpec
 from ..upstream import KNOWN_STYLES, merged_tp_plan
 
@@ -70,15 +70,20 @@ def derive_spec(model: Any) -> ModelSpec:
 
     head = model.get_output_embeddings()
     if isinstance(head, nn.Linear):
-        name = next(name for name, module in model.named_modules() if module is head)
-        if plan.get(name) == "column_gather" or (name not in plan and _is_tied_to_split_rows(model, head, plan)):
+        name, embedding = module_name(model, head), _embedding_of(model, head)
+        if plan.get(name) == "column_gather" or (name not in plan and plan.get(embedding) == "vocab_embedding"):
             plan[name] = "vocab_head"
+            if embedding:
+                # Upstream's plan is that of the untied head: of one weight both ends have the same rows.
+                plan.setdefault(embedding, "vocab_embedding")
     return ModelSpec(model_type, plan)
 
 
-def _is_tied_to_split_rows(model: Any, head: nn.Linear, plan: Mapping[str, str]) -> bool:
+def _embedding_of(model: Any, head: nn.Linear) -> str:
+    """Returns the name of the input embedding that a head is tied to; an empty one without."""
     embedding = model.get_input_embeddings()
-    if embedding is None or not model.config.get_text_config().tie_word_embeddings:
-        return False
-    name = next(name for name, module in model.named_modules() if module is embedding)
-    return plan.get(name) == "vocab_embedding"
+    if embedding is None:
+        return ""
+    name = module_name(model, embedding)
+    tied = model.all_tied_weights_keys.get(f"{module_name(model, head)}.weight") == f"{name}.weight"
+    return name if tied else ""

@@ -1,4 +1,4 @@
-"""Recorded parity results: which model classes passed on which kinds of layout."""
+"""Recorded parity results: which model classes, made of which parts, passed on which kinds of layout."""
 
 import json
 import os
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import MegatronConfig
+from .features import Features, Part
 
 FILE = "verified.json"
 _VERSIONS = ("torch", "transformers", "accelerate", "hf_megatron")
@@ -17,8 +18,58 @@ _VERSIONS = ("torch", "transformers", "accelerate", "hf_megatron")
 @cache
 def records() -> tuple[dict[str, Any], ...]:
     """Reads the rows of `verified.json`, written by `hf-megatron check --record`."""
-    text = resources.files("hf_megatron").joinpath(FILE).read_text(encoding="utf-8")
-    return tuple(json.loads(text)["results"])
+    return read_results(resources.files("hf_megatron").joinpath(FILE).read_text(encoding="utf-8"))
+
+
+def read_results(text: str) -> tuple[dict[str, Any], ...]:
+    """Reads rows; versions, parts and the lines that these consist of stand in the file once."""
+    file = json.loads(text)
+    lines = file["lines"]
+    parts = {
+        digest: Part(name, frozenset(lines[number] for number in numbers))
+        for digest, (name, numbers) in file["parts"].items()
+    }
+    return tuple(
+        row | {"parts": [parts[digest] for digest in row["parts"]], "versions": file["versions"][row["versions"]]}
+        for row in file["results"]
+    )
+
+
+def write_results(path: str | os.PathLike[str], rows: Iterable[Mapping[str, Any]]) -> None:
+    """Merges rows into a results file; a row replaces the one of the same class, config changes, layout and size."""
+    file = Path(path)
+    old = read_results(file.read_text(encoding="utf-8")) if file.exists() else ()
+    merged = {_key(row): row for row in (*old, *rows)}
+    ordered = [merged[name] for name in sorted(merged)]
+    parts = {part.digest: part for row in ordered for part in row["parts"]}
+    versions = list({json.dumps(row["versions"], sort_keys=True): row["versions"] for row in ordered}.values())
+    lines = sorted(set().union(*(part.lines for part in parts.values())))
+    number = {line: index for index, line in enumerate(lines)}
+    content = {
+        "versions": _listed(versions),
+        "lines": _listed(lines),
+        "parts": _named({name: [p.name, sorted(number[line] for line in p.lines)] for name, p in parts.items()}),
+        "results": _listed(
+            {**row, "parts": sorted(p.digest for p in row["parts"]), "versions": versions.index(row["versions"])}
+            for row in ordered
+        ),
+    }
+    temporary = file.with_suffix(".tmp")
+    temporary.write_text("{" + ",\n".join(f'"{name}": {text}' for name, text in content.items()) + "}\n", "utf-8")
+    temporary.replace(file)
+
+
+def _listed(items: Iterable[Any]) -> str:
+    return "[\n" + ",\n".join("  " + json.dumps(item, sort_keys=True) for item in items) + "\n]"
+
+
+def _named(items: Mapping[str, Any]) -> str:
+    return "{\n" + ",\n".join(f"  {json.dumps(name)}: {json.dumps(items[name])}" for name in sorted(items)) + "\n}"
+
+
+def _key(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    changes = json.dumps(row["changes"], sort_keys=True)
+    return row["model_type"], row["class"], changes, row["layout"], row.get("tp_size", 0), row.get("pp_size", 1)
 
 
 def layout_kinds(config: MegatronConfig) -> list[str]:
@@ -28,30 +79,46 @@ def layout_kinds(config: MegatronConfig) -> list[str]:
 
 
 def layout_kind(config: MegatronConfig) -> str:
-    """Names the kind of a layout, such as `tp+sp` or `tp+pp`."""
-    return "+".join(layout_kinds(config))
+    """Names the kind of a layout, such as `tp+sp` or `tp+pp`; `dp` where modules stay whole on every rank."""
+    return "+".join(layout_kinds(config)) or "dp"
 
 
-def is_verified(class_name: str, model_type: str, config: MegatronConfig) -> bool:
-    """Tells whether the model's type passed the check for every kind that this layout is made of."""
-    rows = (row for row in records() if (row["model_type"], row["class"]) == (model_type, class_name))
-    passed = {row["layout"] for row in rows if row["passed"]}
-    return passed.issuperset(layout_kinds(config))
+def differences(class_name: str, model_type: str, kind: str, features: Features) -> list[str] | None:
+    """Lists what of a model was never compared with one process on a kind of layout; `None` if its class never was.
+
+    A part counts as compared if a row that passed has it as a whole. Sites that draw random numbers count if replicated
+    weights stayed equal over ranks while they did; over stages there is none.
+    """
+    passed = [
+        row
+        for row in records()
+        if (row["model_type"], row["class"], row["layout"]) == (model_type, class_name, kind) and row["passed"]
+    ]
+    if not passed:
+        return None
+    compared = {part for row in passed for part in row["parts"]}
+    found = []
+    for part in sorted(features.parts - compared, key=lambda part: part.name):
+        alike = [other.lines for other in compared if other.name == part.name]
+        by_distance = sorted(alike, key=lambda lines: (len(lines ^ part.lines), sorted(lines)))
+        nearest = by_distance[0] if by_distance else frozenset()
+        found += [f"{part.name}: {text}" for text in _changed(part.lines, nearest)]
+    drawn = {site for row in passed for site in row["draws"]}
+    if kind != "pp":
+        found += [f"random numbers drawn at {site}" for site in sorted(features.draws - drawn)]
+    return found
+
+
+def _changed(lines: frozenset[str], compared: frozenset[str]) -> list[str]:
+    """Says what lines have that compared ones have not, a module beside the module of the same name."""
+    before = {line.partition(":")[0]: line for line in sorted(compared - lines)}
+    texts = []
+    for line in sorted(lines - compared):
+        other = before.pop(line.partition(":")[0], None)
+        texts.append(line if other is None else f"{line}; compared was {other.partition(': ')[2] or other}")
+    return texts + [f"without {line}" for line in before.values()]
 
 
 def tested_versions() -> dict[str, str]:
     """Returns the versions a result was made with."""
     return {name: metadata.version(name) for name in _VERSIONS}
-
-
-def write_results(path: str | os.PathLike[str], rows: Iterable[Mapping[str, Any]]) -> None:
-    """Merges rows into a results file; a row replaces the one of the same class, layout and size."""
-    file = Path(path)
-    old = json.loads(file.read_text(encoding="utf-8"))["results"] if file.exists() else []
-    key = lambda row: (row["model_type"], row["class"], row["layout"], row.get("tp_size", 0), row.get("pp_size", 1))  # noqa: E731
-    merged = {key(row): dict(row) for row in old} | {key(row): dict(row) for row in rows}
-    ordered = [merged[name] for name in sorted(merged)]
-    lines = ",\n".join("  " + json.dumps(row, sort_keys=True) for row in ordered)
-    temporary = file.with_suffix(".tmp")
-    temporary.write_text('{"results": [\n' + lines + "\n]}\n", encoding="utf-8")
-    temporary.replace(file)

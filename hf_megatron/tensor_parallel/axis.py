@@ -69,7 +69,7 @@ def place(model: Any, state: ParallelState) -> None:
         raise UnsupportedError(f"model type {spec.model_type!r}: no stack of layers found to split the sequence of.")
     copies = shared_heads(model, styles, tp_size)
     sizes = local_sizes(model, spec, styles, copies, tp_size)
-    claims = claim_all(model, styles, structure, copies, sequence_parallel)
+    claims = claim_all(model, styles, structure, copies, sequence_parallel, model.all_tied_weights_keys)
     check_conversions(model, claims)
     state.claims.update(claims)
     state.placed[NAME] = TensorPlan(styles, structure, copies, sizes)

@@ -102,9 +102,15 @@ def claim_all(
     structure: Structure,
     copies: Mapping[str, int],
     sequence_parallel: bool,
+    tied: Mapping[str, str],
 ) -> dict[str, Claim]:
+    """Claims every parameter by its style.
+
+    Args:
+        tied (`Mapping[str, str]`): parameter -> the one it is tied to. By name: on the loader's meta model they are two
+            until its weights are read.
+    """
     claims: dict[str, Claim] = {}
-    of_tensor: dict[int, Claim] = {}
     for module_name, module in model.named_modules():
         for parameter_name, parameter in module._parameters.items():
             if parameter is None:
@@ -124,12 +130,11 @@ def claim_all(
             if sequence_parallel and not placement.is_split and structure.is_pointwise_parameter(name):
                 gradient = GradientRule(sum=AXIS)
             claim = Claim(name, tuple(parameter.shape), style_name, placement, gradient)
-            tied = of_tensor.setdefault(id(parameter), claim)
-            if (tied.placement, tied.gradient) != (claim.placement, claim.gradient):
-                raise PlanError(
-                    f"{name} is tied to {tied.name} but claimed as {placement}, the other as {tied.placement}."
-                )
             claims[name] = claim
+    for name, other in tied.items():
+        one, two = claims[name], claims[other]
+        if (one.placement, one.gradient) != (two.placement, two.gradient):
+            raise PlanError(f"{name} is tied to {other} but claimed as {one.placement}, the other as {two.placement}.")
     return claims
 
 
@@ -159,6 +164,10 @@ def _copies_of_keys(name: str, attention: nn.Module, copies: Mapping[str, int], 
     """Counts the ranks that share a key/value head, and so a part of the query heads that shared it before."""
     if "k_proj" in attention._modules:
         return copies.get(f"{name}.k_proj", 1)
+    head_dim = vars(attention).get("head_dim")
+    if head_dim is None:
+        # Latent attention makes a key for every query head.
+        return 1
     # Reads the keys and values of an earlier layer.
-    heads = int(vars(attention)["_modules"]["q_proj"].out_features) // int(vars(attention)["head_dim"])
+    heads = int(vars(attention)["_modules"]["q_proj"].out_features) // int(head_dim)
     return max(1, tp_size * int(vars(attention)["num_key_value_groups"]) // heads)

@@ -153,7 +153,8 @@ class WholeSequenceRegion(Shared):
     streams: RandomStreams
 
     def install(self, block: nn.Module) -> None:
-        block.register_forward_pre_hook(self._enter, with_kwargs=True)
+        # Around what the block's own style does to its inputs.
+        block.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
         block.register_forward_hook(self._leave)
 
     def _enter(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]):

@@ -1,21 +1,27 @@
 """`hf-megatron check` and `plan`: any architecture, by model type, folder or hub name."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from ..axes import Axes
 from ..config import MegatronConfig
 from ..errors import ConfigError, MegatronError
+from ..parallelize import plan
 from ..registry import registered_types
+from ..registry.features import Features, describe_model
 from ..registry.recorded import layout_kind, tested_versions
+from .draws import check_draws
 from .parity import TASKS, Twin, check_twin, make_twin
+from .ranks import first_reason
+from .twin import without_gradient
 
 # Own specs that are not causal, and the tasks they are checked on.
 OTHER_TASKS = {"bert": ("masked", "classification"), "t5": ("seq2seq",)}
-_CLASS_TASKS = {"SequenceClassification": "classification", "MaskedLM": "masked", "Conditional": "seq2seq"}
+_CLASS_TASKS = {"SequenceClassification": "classification", "MaskedLM": "masked"}
 _LAYOUT_WORDS = {
     "tp": "tp_size",
     "pp": "pp_size",
@@ -47,37 +53,31 @@ def parse_layouts(text: str) -> list[MegatronConfig]:
 
 
 def causal_types() -> list[str]:
-    """Lists the causal model types with a plan in transformers or a spec here."""
-    own, names = set(registered_types()), MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    return [name for name in names if name in own or getattr(CONFIG_MAPPING[name], "base_model_tp_plan", None)]
+    """Lists the causal model types."""
+    return [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name in CONFIG_MAPPING]
 
 
-def resolve_config(model: str) -> PreTrainedConfig:
-    """Returns the config of a model type, a local folder or a hub name."""
-    if not Path(model).exists() and model in CONFIG_MAPPING:
-        return CONFIG_MAPPING[model]()
-    return AutoConfig.from_pretrained(model)
+def has_plan(model_type: str) -> bool:
+    """Tells whether a type can be split over tp: by a plan in transformers or a spec here."""
+    return model_type in registered_types() or bool(getattr(CONFIG_MAPPING[model_type], "base_model_tp_plan", None))
 
 
-def task_of_class(class_name: str) -> str:
-    """Returns the task whose batches fit a transformers class."""
-    return next((task for part, task in _CLASS_TASKS.items() if part in class_name), "causal")
+def resolve_config(model: str, changes: Mapping[str, Any] | None = None) -> PreTrainedConfig:
+    """Returns the config of a model type, a folder or a hub name, with changes; raises `ConfigError` for bad ones."""
+    known = not Path(model).exists() and model in CONFIG_MAPPING
+    config = CONFIG_MAPPING[model]() if known else AutoConfig.from_pretrained(model)
+    if not changes:
+        return config
+    try:
+        return type(config).from_dict(config.to_dict() | dict(changes))
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{model} with {dict(changes)}: {error}") from error
 
 
-def features(config: PreTrainedConfig) -> list[str]:
-    """Names what of a twin's config a result covers beyond the plain architecture."""
-    values = config.get_text_config().to_dict()
-    heads, kv_heads = values.get("num_attention_heads"), values.get("num_key_value_heads")
-    found = {
-        "tied embeddings": values.get("tie_word_embeddings"),
-        "grouped key/value heads": kv_heads is not None and kv_heads != heads,
-        "experts": any(values.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts")),
-        "sliding window": values.get("sliding_window"),
-        "latent attention": values.get("kv_lora_rank"),
-        "soft-cap": values.get("final_logit_softcapping") or values.get("attn_logit_softcapping"),
-        "vocabulary and widths that do not divide": True,
-    }
-    return [name for name, active in found.items() if active]
+def task_of_class(class_name: str, config: PreTrainedConfig) -> str:
+    """Returns the task whose batches fit a class; `...ForConditionalGeneration` are models of images too."""
+    default = "seq2seq" if config.is_encoder_decoder else "causal"
+    return next((task for part, task in _CLASS_TASKS.items() if part in class_name), default)
 
 
 def _cases(models: list[str], task: str, given_class: bool) -> Iterator[tuple[str, str]]:
@@ -96,23 +96,27 @@ def check_models(
     *,
     class_name: str | None = None,
     task: str = "causal",
+    changes: Mapping[str, Any] | None = None,
     timeout: float = 120.0,
     echo: Callable[[str], Any] = print,
 ) -> list[dict[str, Any]]:
     """Checks the tiny twin of each model on each layout; returns the rows that `--record` writes.
 
+    Args:
+        changes (`Mapping`, *optional*): what to change in the models' configs.
+
     Raises:
-        ConfigError: an unknown task or model.
+        ConfigError: an unknown task or model, or changes that a config does not take.
     """
     if task not in TASKS:
         raise ConfigError(f"task {task!r}: valid are {', '.join(TASKS)}.")
-    if class_name is not None:
-        task = task_of_class(class_name)
     rows = []
     # Every pipeline stage needs a layer.
     layers = max(layout.pp_size * (layout.virtual_stages or 1) for layout in layouts)
     for model, case_task in _cases(models, task, class_name is not None):
-        config = resolve_config(model)
+        config = resolve_config(model, changes)
+        if class_name is not None:
+            case_task = task_of_class(class_name, config)
         twin: Twin | None = None
         reason = ""
         try:
@@ -122,7 +126,9 @@ def check_models(
             if "all" not in models:
                 raise ConfigError(f"{model}: {reason}") from error
         for layout in layouts:
-            row = _check_layout(config, twin, layout, timeout, reason)
+            if "all" in models and layout.tp_size > 1 and not has_plan(model):
+                continue
+            row = _check_layout(config, twin, layout, timeout, reason) | {"changes": dict(changes or {})}
             rows.append(row)
             refused = row["worst"].startswith("UnsupportedError")
             verdict = "equal" if row["passed"] else "refused" if refused else "DIFFERS"
@@ -144,20 +150,36 @@ def _check_layout(
         "layout": layout_kind(layout),
         "tp_size": layout.tp_size,
         "pp_size": layout.pp_size,
-        "features": [] if twin is None else features(twin.config),
+        "parts": [],
+        "draws": [],
         "versions": tested_versions(),
     }
     if twin is None:
         return row | {"passed": False, "worst": reason}
     try:
+        features = features_on_layout(twin.model_on_meta(), layout)
+        row |= {"parts": list(features.parts)} | ({"split": round(features.split, 3)} if layout.tp_size > 1 else {})
+        if unlike := describe_model(twin.model_on_meta()).features({}).parts ^ twin.full.features({}).parts:
+            found = "; ".join(sorted(str(line) for part in unlike for line in part.lines))
+            return row | {"passed": False, "worst": f"its twin is another model: {found}"[:300]}
         comparison = check_twin(twin, layout, timeout=timeout)
+        if comparison.passed and layout.tp_size > 1 and layout.pp_size == 1:
+            sites, problem = check_draws(twin, layout, timeout=timeout)
+            row |= {"draws": sorted(sites)} | ({"draws_differ": problem} if problem else {})
+            if twin.full.draws - sites:
+                return row | {"passed": False, "worst": f"while {sorted(twin.full.draws - sites)} drew: {problem}"}
     except MegatronError as error:
-        # The first rank's error, without the traceback above it.
-        lines = str(error).split("\nrank ")[0].splitlines()
-        last = next(line.strip() for line in reversed(lines) if line.strip().strip("^~ "))
-        return row | {"passed": False, "worst": last.removeprefix("hf_megatron.errors.")[:300]}
+        return row | {"passed": False, "worst": first_reason(str(error))}
     row |= {"passed": comparison.passed, "worst": str(comparison.worst)}
+    if reasons := without_gradient(config):
+        row |= {"no_gradient": sorted(reasons.values())}
     return row if comparison.passed else row | {"details": comparison.report()}
+
+
+def features_on_layout(model: Any, layout: MegatronConfig) -> Features:
+    """Returns what a model on the meta device is made of on a layout."""
+    description = describe_model(model)
+    return description.features(plan(model, layout, Axes.of(layout, 0)).claims if layout.tp_size > 1 else {})
 
 
 def print_plan(model: str, tp_size: int, sequence_parallel: bool, pp_size: int = 1) -> str:
@@ -165,8 +187,7 @@ def print_plan(model: str, tp_size: int, sequence_parallel: bool, pp_size: int =
     import torch
     from transformers import AutoModelForCausalLM
 
-    from ..axes import Axes
-    from ..parallelize import ParallelPlan, plan
+    from ..parallelize import ParallelPlan
 
     config = resolve_config(model)
     layout = MegatronConfig(tp_size=tp_size, sequence_parallel=sequence_parallel, pp_size=pp_size)

@@ -15,6 +15,7 @@ from ..data_parallel.gradient_norm import gradient_norm
 from ..data_parallel.optimizer import prepare_optimizer
 from ..mesh import ParallelMesh
 from ..parallel_state import parallel_state
+from ..registry.features import silence
 
 # The default eps of AdamW turns round-off in gradients that are zero in exact arithmetic (key biases, for one) into
 # whole steps. SGD's rate follows the gradient, else two steps of a steep model amplify round-off as far as they like.
@@ -32,13 +33,18 @@ def _power_of_two_below(norm: float) -> float:
 
 @dataclass
 class Measurement:
-    """One model's numbers; gradients and weights are full tensors (on parallel models: of tp rank 0 only)."""
+    """One model's numbers; gradients and weights are full tensors (on parallel models: of tp rank 0 only).
+
+    Attributes:
+        without: patterns of the parameters that are known to get no gradient.
+    """
 
     loss: float
     eval_loss: float
     norm: float
     gradients: dict[str, Tensor | None] = field(default_factory=dict)
     weights: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    without: tuple[str, ...] = ()
 
 
 def _rows_of_this_rank(model: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -50,13 +56,14 @@ def _rows_of_this_rank(model: Any, batch: dict[str, Tensor]) -> dict[str, Tensor
 
 
 def _gradients(model: Any) -> dict[str, Tensor | None]:
-    """Returns the gradients as the optimizer will use them, each in its parameter's local shape."""
+    """Returns the gradients of trainable parameters as the optimizer will use them, each in the local shape."""
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     state = parallel_state(model)
     reducer = None if state is None or state.data_parallel is None else state.data_parallel.reducer
     if reducer is None:
-        return {name: parameter.grad for name, parameter in model.named_parameters()}
+        return {name: parameter.grad for name, parameter in trained.items()}
     reducer.finish()
-    return {name: reducer.full_gradient(parameter) for name, parameter in model.named_parameters()}
+    return {name: reducer.full_gradient(parameter) for name, parameter in trained.items()}
 
 
 def _full(model: Any, values: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
@@ -64,13 +71,27 @@ def _full(model: Any, values: Mapping[str, Tensor | None]) -> dict[str, Tensor |
     if state is None:
         return {name: None if value is None else value.detach().clone() for name, value in values.items()}
     full: dict[str, Tensor | None] = {}
-    for name, value in values.items():
+    parameters = dict(model.named_parameters())
+    for name, value in _on_all_ranks(values, parameters).items():
         gathered = None if value is None else gather_parameter(model, name, value)
         # A replicated tensor is handed out as it is; the optimizer is about to change it.
         full[name] = None if gathered is None else gathered.clone()
     if state.mesh.pp_size > 1:
         full = _of_all_stages(full, state.mesh)
     return full if dist.get_rank() == 0 else {}
+
+
+def _on_all_ranks(
+    values: Mapping[str, Tensor | None], parameters: Mapping[str, nn.Parameter]
+) -> dict[str, Tensor | None]:
+    """Returns values that all ranks hold or none does: gathering is joint; one that some miss is worth nothing."""
+    held: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(held, {name for name, value in values.items() if value is not None})
+    anywhere = set().union(*held)
+    return {
+        name: torch.full_like(parameters[name].detach(), math.nan) if value is None and name in anywhere else value
+        for name, value in values.items()
+    }
 
 
 def _of_all_stages(own: dict[str, Tensor | None], mesh: ParallelMesh) -> dict[str, Tensor | None]:
@@ -100,7 +121,11 @@ def _backward(model: nn.Module, batches: list[dict[str, Tensor]]) -> float:
 
 
 def measure(model: Any, batches: list[dict[str, Tensor]], optimizers: Iterable[str] = tuple(OPTIMIZERS)) -> Measurement:
-    """Measures a model on the microbatches of one step; the model's weights are as before afterwards."""
+    """Measures a model on the microbatches of one step; the model's weights are as before afterwards.
+
+    Rates of dropout and jitter are set to zero: what split ranks draw cannot equal what one process draws.
+    """
+    silence(model)
     model.eval()
     with torch.no_grad():
         eval_loss = model(**batches[0]).loss.item()

@@ -4,6 +4,7 @@ Limits (fp32). Calibrated on correct code over the recorded model types at tp2, 
 observed errors.
 """
 
+import re
 from dataclasses import dataclass
 
 import torch
@@ -86,12 +87,16 @@ def judge(found: Measurement, reference: Measurement) -> Judgement:
 
 
 def gradient_errors(found: Measurement, reference: Measurement) -> list[Error]:
-    """Compares every gradient; one that only one side has is infinitely wrong."""
+    """Compares every gradient; one that a side has not is infinitely wrong, unless the reference is `without` it."""
     errors = []
     largest = max((_largest(g) for g in reference.gradients.values() if g is not None), default=0.0)
     for name in sorted(found.gradients.keys() | reference.gradients.keys()):
         a, b = found.gradients.get(name), reference.gradients.get(name)
         if a is None and b is None:
+            if not any(re.search(pattern, name) for pattern in reference.without):
+                errors.append(
+                    Error(f"{name} has no gradient, in one process either: it was not compared", float("inf"))
+                )
             continue
         if a is None or b is None:
             errors.append(Error(f"gradient of {name} is {'missing' if a is None else 'surplus'}", float("inf")))

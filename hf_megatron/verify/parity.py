@@ -14,10 +14,11 @@ from transformers import PreTrainedConfig
 
 from ..config import MegatronConfig
 from ..integrations.gate import ConfigUnderTest
+from ..registry.features import Description, Part, describe_model
 from .measure import Measurement, measure
 from .metric import Error, Judgement, judge
 from .ranks import run_ranks
-from .twin import draw_parameters, make_batch, tiny_config
+from .twin import draw_parameters, full_config, make_batch, tiny_config, without_gradient
 
 TASKS = {
     "causal": "AutoModelForCausalLM",
@@ -33,7 +34,7 @@ _WELL_CONDITIONED = 0.5
 
 @dataclass
 class Twin:
-    """A tiny model saved to disk, its batches and its one-process numbers."""
+    """A tiny model saved to disk, its batches and its one-process numbers; `full` is the model it was made for."""
 
     class_name: str
     directory: Path
@@ -41,6 +42,13 @@ class Twin:
     reference: Measurement
     config: PreTrainedConfig
     condition: float = 0.0
+    full: Description = Description((), frozenset(), {})
+
+    def model_on_meta(self) -> Any:
+        """Makes the twin's model on the meta device, as it is before any layout."""
+        cls = getattr(transformers, self.class_name)
+        with torch.device("meta"):
+            return cls(cls.config_class.from_pretrained(self.directory))
 
     def load(self, **kwargs: Any) -> Any:
         """Loads the twin, with `megatron_config=` on the ranks of a job."""
@@ -75,9 +83,11 @@ def make_twin(
         changes (`dict`, *optional*): attributes set on the tiny config.
         microbatches (`int`): batches per optimizer step, with unequal numbers of labels.
         seed, sequence_length, batch_size (`int`): of the parameters and the batches.
-        min_layers (`int`): layers of the twin, as far as the config has them.
+        min_layers (`int`): layers of the twin, as far as the config has them; more, if it has more kinds of them.
     """
-    tiny = tiny_config(config, min_layers)
+    with torch.device("meta"):
+        full = describe_model(build(full_config(config), task, class_name))
+    tiny = tiny_config(config, min_layers, one_of_each_kind(full))
     text = tiny.get_text_config()
     if task == "classification" and text.pad_token_id is None:
         # Decoders classify at the last token that is no padding, and ask which one padding is.
@@ -89,18 +99,32 @@ def make_twin(
     while draws[-1].condition > _WELL_CONDITIONED and len(draws) < _DRAWS:
         draws.append(_draw(tiny, task, class_name, microbatches, seed + len(draws), sizes))
     best = min(draws, key=lambda twin: twin.condition)
+    best.full = full
     for twin in draws:
         if twin is not best:
             twin.delete()
     return best
 
 
+def build(config: PreTrainedConfig, task: str, class_name: str | None = None) -> Any:
+    """Makes a model of a transformers class, or of the task's Auto class, with its initial weights."""
+    builder = getattr(transformers, class_name or TASKS[task])
+    return builder(config) if class_name else builder.from_config(config)
+
+
+def one_of_each_kind(full: Description) -> frozenset[int]:
+    """Finds the first layer of each kind in the full model, which no twin may lack."""
+    first: dict[Part, int] = {}
+    for layer, part in full.layers({}).items():
+        first.setdefault(part, int(layer.rpartition(".")[2]))
+    return frozenset(first.values())
+
+
 def _draw(
     tiny: PreTrainedConfig, task: str, class_name: str | None, microbatches: int, seed: int, sizes: dict[str, Any]
 ) -> Twin:
-    builder = getattr(transformers, class_name or TASKS[task])
     torch.manual_seed(seed)
-    model = (builder(tiny) if class_name else builder.from_config(tiny)).float()
+    model = build(tiny, task, class_name).float()
     draw_parameters(model, seed)
     directory = Path(tempfile.mkdtemp(prefix="hf_megatron_twin_"))
     model.save_pretrained(directory)
@@ -108,6 +132,7 @@ def _draw(
     # Read back, so that both sides start from the same file.
     twin = Twin(type(model).__name__, directory, batches, Measurement(0, 0, 0), tiny)
     twin.reference = measure(twin.load(), batches)
+    twin.reference.without = tuple(without_gradient(tiny))
     try:
         precise = measure(twin.load(experts_implementation="eager").double(), batches)
     except RuntimeError:

@@ -147,3 +147,11 @@ def _collect(directory: Path, world_size: int, stuck: list[int], timeout: float)
     if failures:
         raise RankError("\n".join(failures))
     return results
+
+
+def first_reason(text: str) -> str:
+    """Returns the last line of the rank that gave a reason of this library's, else of the first, of a `RankError`."""
+    ranks = [[line for line in rank.splitlines() if line.strip().strip("^~ ")] for rank in text.split("\nrank ")]
+    last = [lines[-1].strip() for lines in ranks if lines]
+    named = [line for line in last if line.startswith("hf_megatron.errors.")]
+    return (named or last)[0].removeprefix("hf_megatron.errors.")[:300]

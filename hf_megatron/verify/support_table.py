@@ -1,5 +1,6 @@
 """The support table of the documents and README's summary of it, generated from `verified.json`."""
 
+import json
 import re
 import sys
 from collections import Counter, defaultdict
@@ -24,25 +25,50 @@ def _cell(row: Mapping[str, Any] | None) -> str:
 
 
 def support_table(rows: Iterable[Mapping[str, Any]] | None = None) -> str:
-    """Renders one line per model class and one column per layout in Markdown, then the reasons of what is refused."""
+    """Renders a line per model class and a column per layout; then shares that are split, and what is refused."""
     by_class: dict[tuple[str, str], dict[tuple[str, int, int], Mapping[str, Any]]] = defaultdict(dict)
-    for row in records() if rows is None else rows:
-        by_class[row["model_type"], row["class"]][row["layout"], row["tp_size"], row.get("pp_size", 1)] = row
-    lines = [f"| model type | class | {' | '.join(COLUMNS)} |", "|---|---" + "|---" * len(COLUMNS) + "|"]
+    further: dict[tuple[str, str], set[str]] = defaultdict(set)
     reasons: dict[str, list[str]] = defaultdict(list)
-    for (model_type, name), results in sorted(by_class.items()):
+    whole: dict[str, float] = {}
+    for row in records() if rows is None else rows:
+        name, layout = (row["model_type"], row["class"]), (row["layout"], row["tp_size"], row.get("pp_size", 1))
+        if not row["changes"]:
+            by_class[name][layout] = row
+            if row["passed"] and row.get("split", 1.0) < 0.5:
+                whole[row["class"]] = row["split"]
+        elif row["passed"]:
+            further[name].add(_changes(row))
+    lines = [
+        f"| model type | class | {' | '.join(COLUMNS)} | also compared with |",
+        "|---|---" + "|---" * len(COLUMNS) + "|---|",
+    ]
+    for name, results in sorted(by_class.items()):
         cells = [_cell(results.get(column)) for column in COLUMNS.values()]
-        lines.append(f"| {model_type} | {name} | {' | '.join(cells)} |")
+        lines.append(f"| {' | '.join((*name, *cells))} | {'; '.join(sorted(further[name]))} |")
         for heading, column in COLUMNS.items():
             if column in results and not results[column]["passed"]:
-                reasons[_REASON.sub("", results[column]["worst"])].append(f"{name} on {heading.replace(' ', '')}")
+                reasons[_REASON.sub("", results[column]["worst"])].append(f"{name[1]} on {heading.replace(' ', '')}")
+    shares = ", ".join(f"{name} ({share:.0%})" for name, share in sorted(whole.items()))
     refused = "".join(f"- {', '.join(cases)}: {reason}\n" for reason, cases in reasons.items())
-    return "\n".join(lines) + "\n" + (f"\nRefused, and why:\n\n{refused}" if refused else "")
+    return (
+        "\n".join(lines)
+        + "\n"
+        + (
+            f"\nTensor parallelism splits less than half of the parameters in the layers of: {shares}.\n"
+            if shares
+            else ""
+        )
+        + (f"\nRefused, and why:\n\n{refused}" if refused else "")
+    )
+
+
+def _changes(row: Mapping[str, Any]) -> str:
+    return ", ".join(f"`{name}={json.dumps(value)}`" for name, value in sorted(row["changes"].items()))
 
 
 def support_summary(rows: Iterable[Mapping[str, Any]] | None = None) -> str:
     """Counts in one sentence how many model classes pass on which layout."""
-    found = list(records() if rows is None else rows)
+    found = [row for row in (records() if rows is None else rows) if not row["changes"]]
     classes = {(row["model_type"], row["class"]) for row in found}
     passed = Counter((row["layout"], row["tp_size"], row.get("pp_size", 1)) for row in found if row["passed"])
     counts = ", ".join(f"{passed[column]} on {heading.replace(' ', '')}" for heading, column in COLUMNS.items())

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from ..registry.features import is_rate
+
 VOCAB_SIZE = 131
 FIRST_SPECIAL_TOKEN = 120
 MOE_SIZE = 48
@@ -128,8 +130,8 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
     # No attention layer by default.
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 16},
-    # A single expert by default.
-    "hunyuan_v1_moe": {"num_experts": 8, "moe_topk": 2},
+    # A single expert by default, and no size of a head.
+    "hunyuan_v1_moe": {"num_experts": 8, "moe_topk": 2, "head_dim": 128},
     # No sliding layer by default, hence one kind of rotary embedding only.
     "laguna": {
         "layer_types": ["full_attention", "sliding_attention"] * 20,
@@ -147,33 +149,64 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "qwen4_exp_text": {
         "indexer_n_heads": 4,
         "indexer_kv_heads": 1,
-        "indexer_head_dim": 16,
+        "indexer_head_dim": 256,
         "indexer_budget": 4,
         "indexer_compress_ratio": 2,
     },
+    # No size of a head by default, which the attention reads.
+    "ministral": {"head_dim": 128},
+    # No number of key/value heads by default, which the attention reads.
+    "nemotron": {"num_key_value_heads": 48},
     # Set by every checkpoint, and needed to shift the labels.
     "t5": {"decoder_start_token_id": 0},
 }
 
 
-def tiny_config(config: PreTrainedConfig, min_layers: int = 2) -> PreTrainedConfig:
+_INDEXER = {r"\.indexer\.": "chooses which tokens are read: no gradient comes through a choice"}
+# Trainable parameters that get no gradient, by model type and regular expression, and why.
+NO_GRADIENT: Mapping[str, Mapping[str, str]] = {
+    "afmoe": {r"\.expert_bias$": "chooses experts: no gradient comes through a choice"},
+    "axk2": _INDEXER,
+    "deepseek_v32": _INDEXER,
+    "deepseek_v4": _INDEXER,
+    "dots3_note_text": _INDEXER,
+    "glm_moe_dsa": _INDEXER,
+    "hy_v4": _INDEXER,
+    "minimax_m3_vl_text": _INDEXER,
+    "phi4_multimodal": {r"\.embed_tokens_extend\.": "reads images and audio: compared on text alone"},
+    "qwen4_exp_text": _INDEXER,
+}
+
+
+def without_gradient(config: PreTrainedConfig) -> Mapping[str, str]:
+    """Maps expressions of the trainable parameters that are known to get no gradient to the reasons."""
+    return NO_GRADIENT.get(config.model_type, {})
+
+
+def full_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Returns the config with what the default one of its class lacks, where it is that one."""
+    values, default, overrides = config.to_dict(), type(config)().to_dict(), OVERRIDES.get(config.model_type, {})
+    if all(values.get(name) == default.get(name) for name in overrides):
+        return type(config).from_dict({**values, **overrides})
+    return config
+
+
+def tiny_config(config: PreTrainedConfig, min_layers: int = 2, keep: frozenset[int] = frozenset()) -> PreTrainedConfig:
     """Shrinks a config to one whose model trains in milliseconds and still runs every kind of layer of the original.
 
     Args:
         config (`PreTrainedConfig`): with sub-configs if it has any; not changed.
         min_layers (`int`, defaults to 2): layers at the end that are kept beside the first one of each kind.
+        keep (`frozenset[int]`): further layers that are kept.
     """
+    config = full_config(config)
     values = {name: value for name, value in config.to_dict().items() if name != "quantization_config"}
     parts = {name: part for name, part in vars(config).items() if isinstance(part, PreTrainedConfig)}
-    values |= {name: tiny_config(part, min_layers).to_dict() for name, part in parts.items()}
-    default = type(config)().to_dict()
-    overrides = OVERRIDES.get(config.model_type, {})
-    if all(values.get(name) == default.get(name) for name in overrides):
-        values |= overrides
+    values |= {name: tiny_config(part, min_layers, keep).to_dict() for name, part in parts.items()}
     # The rules read the original values, so they do not depend on each other's order.
     tiny = {name: _tiny_value(name, value) for name, value in values.items()}
     tiny |= _tiny_heads(values, tiny) | _tiny_experts(values)
-    tiny |= _tiny_layers(values, tiny, min_layers)
+    tiny |= _tiny_layers(values, tiny, min_layers, keep)
     tiny |= _tiny_rope(tiny)
     return type(config).from_dict(tiny | {"dtype": "float32"})
 
@@ -269,7 +302,7 @@ def _tiny_value(name: str, value: Any) -> Any:
     if name.endswith(("_token_id", "_token_index")):
         # Distinct tokens stay distinct as long as their ids are close.
         return value if value < FIRST_SPECIAL_TOKEN else FIRST_SPECIAL_TOKEN + value % 8
-    if name.endswith(("dropout", "dropout_prob", "dropout_rate", "_pdrop", "jitter_noise", "layerdrop")):
+    if is_rate(name, value):
         return type(value)(0)
     if name.endswith("rope_theta") or name == "rope_local_base_freq":
         # The slow frequencies of a large base would not turn within a short sequence.
@@ -330,7 +363,9 @@ def _tiny_experts(values: Mapping[str, Any]) -> dict[str, Any]:
     return new
 
 
-def _tiny_layers(values: Mapping[str, Any], tiny: Mapping[str, Any], min_layers: int) -> dict[str, Any]:
+def _tiny_layers(
+    values: Mapping[str, Any], tiny: Mapping[str, Any], min_layers: int, keep: frozenset[int]
+) -> dict[str, Any]:
     """Cuts the attributes that describe layers one by one down to the first layer of each kind and the last ones."""
     counts = [values[name] for name in LAYER_COUNTS if values.get(name) is not None]
     num_layers = counts[0] if counts else len(values.get("layers_block_type") or ())
@@ -352,7 +387,8 @@ def _tiny_layers(values: Mapping[str, Any], tiny: Mapping[str, Any], min_layers:
         kind += [layer < values[name] for name in leading]
         kind += [layer >= num_layers - values[name] for name in trailing]
         kinds.setdefault(tuple(kind), layer)
-    kept = sorted({*kinds.values(), *range(max(num_layers - min_layers, 0), num_layers)})
+    last = range(max(num_layers - min_layers, 0), num_layers)
+    kept = sorted({*kinds.values(), *last, *(layer for layer in keep if layer < num_layers)})
 
     new: dict[str, Any] = {name: len(kept) for name in LAYER_COUNTS if values.get(name) is not None}
     new |= {name: [tiny[name][layer] for layer in kept] for name in per_layer}

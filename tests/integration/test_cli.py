@@ -1,6 +1,5 @@
 """`hf-megatron`: exit codes and output, of the command itself and in this process."""
 
-import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -10,6 +9,7 @@ from typer.testing import CliRunner
 from hf_megatron.cli import app
 from hf_megatron.registry import derive_spec
 from hf_megatron.registry.lookup import REGISTRY
+from hf_megatron.registry.recorded import read_results
 
 
 def run(*arguments):
@@ -22,9 +22,10 @@ def test_check_equal_and_recorded(stories, tmp_path):
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     assert "2 of 2 cases equal one process" in result.stdout
-    rows = json.loads(file.read_text())["results"]
+    rows = read_results(file.read_text())
     assert [row["layout"] for row in rows] == ["tp", "tp+sp"] and all(row["passed"] for row in rows)
-    assert rows[0]["model_type"] == "llama" and "tied embeddings" in rows[0]["features"]
+    lines = {line for part in rows[0]["parts"] for line in part.lines}
+    assert rows[0]["model_type"] == "llama" and "lm_head.weight is tied to model.embed_tokens.weight" in lines
 
 
 def test_check_mismatch_names_the_worst_tensor(monkeypatch):

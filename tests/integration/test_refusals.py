@@ -35,6 +35,16 @@ def test_trl_trainers(stories, name, tmp_path):
     run_ranks(build, 2)
 
 
+@pytest.mark.parametrize("name", ["KTO", "GRPO"])
+def test_trl_trainers_refuse_a_name_before_it_is_loaded(name, tmp_path):
+    import trl
+
+    options = {"model_init_kwargs": {"megatron_config": TP2}, "use_cpu": True, "bf16": False}
+    arguments = getattr(trl, f"{name}Config")(str(tmp_path), **options)
+    with pytest.raises(UnsupportedError, match=f"{name}Trainer: of TRL's trainers SFTTrainer and DPO"):
+        getattr(trl, f"{name}Trainer")("nobody/has-this-model", args=arguments)
+
+
 def test_resize_and_distributed_checkpoint(stories, tmp_path):
     def call():
         model = AutoModelForCausalLM.from_pretrained(stories, megatron_config=TP2)

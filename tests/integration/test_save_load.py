@@ -7,6 +7,7 @@ import shutil
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from transformers import (
     CONFIG_MAPPING,
@@ -244,19 +245,44 @@ def test_from_scratch_weights_do_not_depend_on_the_layout(model_type):
             shapes.setdefault(tensor.shape, []).append(tensor)
 
 
-def test_new_classification_head_is_drawn_when_allowed(stories, tmp_path):
-    def load(strict):
-        layout = MegatronConfig(tp_size=2, strict_loading=strict, allow_unverified=False)
-        return AutoModelForSequenceClassification.from_pretrained(stories, num_labels=3, megatron_config=layout)
+def _with_new_head(path, layout, seed=3):
+    # Only rank 0 has the user's seed.
+    torch.manual_seed(seed + dist.get_rank())
+    model = AutoModelForSequenceClassification.from_pretrained(path, num_labels=3, megatron_config=layout)
+    drawn = full_state_dict(model).get("score.weight") if layout is not None else model.score.weight.detach()
+    return drawn, torch.rand(1)
+
+
+@pytest.mark.parametrize("layout", [TP2, MegatronConfig(pp_size=2, allow_unverified=True)], ids=MegatronConfig.layout)
+def test_a_new_classification_head_is_that_of_one_process(stories, layout, monkeypatch):
+    import hf_megatron.integrations.transformers as integration
+
+    monkeypatch.setattr(integration, "require_verified", lambda *_: None)
+    [(head, following)] = run_ranks(_with_new_head, 1, stories, None)
+    results = run_ranks(_with_new_head, 2, stories, layout)
+    assert head.std() > 0 and torch.equal(results[0][0], head)
+    assert all(torch.equal(other, following) for _, other in results), "torch's generator stands where stock's does"
+
+
+def test_part_of_a_head_and_a_language_model_without_one_stay_errors(stories, tmp_path):
+    model = AutoModelForSequenceClassification.from_pretrained(stories, num_labels=3)
+    base = {
+        name: tensor for name, tensor in model.state_dict().items() if not name.endswith("layers.0.mlp.up_proj.weight")
+    }
+    model.save_pretrained(tmp_path / "part", state_dict={k: v for k, v in base.items() if k != "score.weight"})
+    config = AutoConfig.from_pretrained(stories)
+    config.tie_word_embeddings = False
+    config.save_pretrained(tmp_path / "headless")
+    model.model.save_pretrained(tmp_path / "headless")
+    config.save_pretrained(tmp_path / "headless")
 
     def on_rank():
-        with pytest.raises(CheckpointError, match="score.weight"):
-            load(True)
-        model = load(False)
-        return full_state_dict(model).get("score.weight")
+        with pytest.raises(CheckpointError, match="up_proj"):
+            AutoModelForSequenceClassification.from_pretrained(tmp_path / "part", num_labels=3, megatron_config=TP2)
+        with pytest.raises(CheckpointError, match="lm_head"):
+            AutoModelForCausalLM.from_pretrained(tmp_path / "headless", megatron_config=TP2)
 
-    head = run_ranks(on_rank, 2)[0]
-    assert head.shape == (3, 64) and head.std() > 0
+    run_ranks(on_rank, 2)
 
 
 def _anonymous_bytes():

@@ -8,8 +8,9 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from hf_megatron import MegatronConfig, UnverifiedLayoutError
 from hf_megatron.registry import recorded, register_model, registered_types
+from hf_megatron.registry.features import ENDS
 from hf_megatron.registry.lookup import REGISTRY
-from hf_megatron.verify.check import causal_types, parse_layouts
+from hf_megatron.verify.check import causal_types, features_on_layout, parse_layouts, resolve_config
 from hf_megatron.verify.parity import check_twin
 from hf_megatron.verify.ranks import run_ranks
 from hf_megatron.verify.twin import tiny_config
@@ -61,12 +62,29 @@ def test_what_must_be_supported_is_recorded():
 def test_causal_types_that_were_split_are_also_cut_or_refused_by_name():
     classes = ("ForCausalLM", "LMHeadModel")
     causal = {row["model_type"] for row in recorded.records() if row["class"].endswith(classes) and row["passed"]}
-    cuts = [row for row in recorded.records() if row["layout"] == "pp" and row["class"].endswith(classes)]
+    whole = [row for row in recorded.records() if not row["changes"]]
+    cuts = [row for row in whole if row["layout"] == "pp" and row["class"].endswith(classes)]
     rows = {row["model_type"]: row for row in cuts}
     assert not causal - rows.keys()
     cut = {name for name in causal if rows[name]["passed"]}
     assert len(cut) >= 95 and cut.issuperset(set(REQUIRED) - {"bert", "t5"})
     assert all("cannot be cut" in rows[name]["worst"] for name in causal - cut)
+
+
+def test_tied_and_untied_are_recorded_where_a_class_can_be_both():
+    """Of the types that many checkpoints have; the others raise until somebody checks them."""
+    for name in ("llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "mistral", "gpt2", "gpt_neox", "olmo2", "granite"):
+        rows = [row for row in recorded.records() if row["model_type"] == name and row["passed"]]
+        for kind in ("tp", "tp+sp", "pp"):
+            ends = [part.lines for row in rows if row["layout"] == kind for part in row["parts"] if part.name == ENDS]
+            tied = {any("is tied to" in line for line in lines) for lines in ends}
+            assert tied == {True, False}, f"{name} on {kind}"
+        assert any(row["draws"] for row in rows), f"{name} has no result with its rates on"
+
+
+def test_every_part_of_a_row_that_passed_is_stated():
+    for row in recorded.records():
+        assert bool(row["parts"]) or not row["passed"], row
 
 
 def test_every_row_states_versions_and_a_reason():
@@ -87,10 +105,13 @@ def _layout(row):
     return f"tp{row['tp_size']}{suffix}+pp{row.get('pp_size', 1)}"
 
 
-@pytest.mark.parametrize("row", _sample(), ids=lambda row: f"{row['model_type']}-{_layout(row)}")
+@pytest.mark.parametrize(
+    "row", _sample(), ids=lambda row: f"{row['model_type']}-{'-'.join(row['changes'])}-{_layout(row)}"
+)
 def test_a_sample_again(row):
-    twin = make_twin(CONFIG_MAPPING[row["model_type"]](), microbatches=2)
+    twin = make_twin(resolve_config(row["model_type"], row["changes"]), microbatches=2)
     [layout] = parse_layouts(_layout(row))
+    assert features_on_layout(twin.model_on_meta(), layout).parts == set(row["parts"])
     comparison = check_twin(twin, layout)
     assert comparison.passed, comparison.report()
 
@@ -106,7 +127,7 @@ def unrecorded(tmp_path, monkeypatch):
 
 def test_an_unrecorded_layout_raises_and_prints_the_command(unrecorded):
     def load():
-        with pytest.raises(UnverifiedLayoutError, match="hf-megatron check llama --class LlamaForCausalLM --tp 2 --sp"):
+        with pytest.raises(UnverifiedLayoutError, match=r"check llama --class LlamaForCausalLM --layouts tp2\+sp"):
             AutoModelForCausalLM.from_pretrained(
                 unrecorded, megatron_config=MegatronConfig(tp_size=2, sequence_parallel=True)
             )

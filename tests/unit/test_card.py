@@ -104,6 +104,7 @@ def test_parity_rows_are_the_recorded_ones():
         row
         for row in records()
         if (row["class"], row["model_type"]) == ("LlamaForCausalLM", "llama") and row["layout"] in ("tp", "pp")
+        if not row["changes"]
     ]
     assert list(parity.rows) == wanted and len(wanted) >= 3 and parity.missing == ()
     text = render(dataclasses.replace(FACTS, layout=layout, parity=parity)).text

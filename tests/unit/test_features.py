@@ -1,0 +1,188 @@
+"""What a result covers: the parts of a model, the same for a model of any size and its twin."""
+
+import json
+import random
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers import CONFIG_MAPPING
+from transformers.initialization import no_tie_weights
+
+from hf_megatron import MegatronConfig, PlanError
+from hf_megatron.axes import Axes
+from hf_megatron.integrations.gate import check_command
+from hf_megatron.parallelize import plan
+from hf_megatron.registry import recorded
+from hf_megatron.registry.features import COPIES, ENDS, Part, describe_model, random_sites, silence
+from hf_megatron.tensor_parallel.claims import claim_all
+from hf_megatron.verify.check import causal_types, has_plan, resolve_config, task_of_class
+from hf_megatron.verify.draws import rates, set_rates
+from hf_megatron.verify.measure import Measurement
+from hf_megatron.verify.metric import gradient_errors
+from hf_megatron.verify.parity import one_of_each_kind
+from hf_megatron.verify.twin import full_config, tiny_config
+
+TP2 = MegatronConfig(tp_size=2)
+# Classes with a passed result over tp, as transformers loads them.
+RECORDED = sorted(
+    {(row["model_type"], row["class"]) for row in recorded.records() if row["passed"] and row["tp_size"] > 1}
+)
+RECORDED = [case for case in RECORDED if case[0] == getattr(transformers, case[1]).config_class.model_type]
+
+
+def on_meta(config, class_name, *, tie=True):
+    cls = getattr(transformers, class_name)
+    with torch.device("meta"):
+        if tie:
+            return cls(config)
+        with no_tie_weights():
+            return cls(config)
+
+
+def llama(**changes):
+    config = CONFIG_MAPPING["llama"](**{"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, **changes})
+    return on_meta(config, "LlamaForCausalLM")
+
+
+def features(model, layout=TP2):
+    return describe_model(model).features(plan(model, layout, Axes.of(layout, 0)).claims)
+
+
+def lines(model, name):
+    return {line for part in features(model).parts if part.name == name for line in part.lines}
+
+
+def test_parts_say_what_changes_the_way():
+    assert "lm_head.weight is tied to model.embed_tokens.weight" in lines(llama(tie_word_embeddings=True), ENDS)
+    assert lines(llama(), ENDS) >= {"lm_head: Linear(weight) vocab_head"}
+    biased = lines(llama(attention_bias=True), "model.layers.*") - lines(llama(), "model.layers.*")
+    assert len(biased) == 4 and "self_attn.q_proj: Linear(weight, bias) column" in biased
+    assert lines(llama(num_key_value_heads=1), COPIES) == {
+        "self_attn.k_proj: Linear(weight) column",
+        "self_attn.v_proj: Linear(weight) column",
+    }
+    assert not lines(llama(num_key_value_heads=2), COPIES)
+
+
+def test_parts_do_not_depend_on_sizes_and_calls():
+    one = llama()
+    other = llama(
+        hidden_size=128, intermediate_size=344, num_hidden_layers=5, vocab_size=77, use_cache=False, pad_token_id=3
+    )
+    assert features(one).parts == features(other).parts
+
+
+def test_layers_of_several_kinds_are_parts_of_their_own():
+    config = tiny_config(CONFIG_MAPPING["gemma2"]())
+    found = features(on_meta(config, "Gemma2ForCausalLM"))
+    assert sorted(part.name for part in found.parts) == [ENDS, "model.layers.*", "model.layers.*"]
+
+
+@pytest.mark.parametrize(
+    "changes", [{"sliding_window": None}, {"num_attention_heads": 4}], ids=["without windows", "other sizes"]
+)
+def test_what_a_forward_reads_of_the_config_counts(changes):
+    config = tiny_config(CONFIG_MAPPING["mistral"]())
+    before = features(on_meta(config, "MistralForCausalLM")).parts
+    for name, value in changes.items():
+        setattr(config, name, value)
+    after = features(on_meta(config, "MistralForCausalLM")).parts
+    assert (before == after) is ("sliding_window" not in changes)
+
+
+def test_random_sites_are_found_and_silenced():
+    config = tiny_config(CONFIG_MAPPING["gpt2"]())
+    assert not random_sites(on_meta(config, "GPT2LMHeadModel"))
+    assert rates(config) == {"attn_pdrop", "embd_pdrop", "resid_pdrop", "summary_first_dropout"}
+    set_rates(config, 0.1, rates(config))
+    model = on_meta(config, "GPT2LMHeadModel")
+    assert {"transformer.drop", "transformer.h.*.attn.attn_dropout"} < random_sites(model)
+    model.transformer.h[0].mlp.noise_rate = 0.2
+    model.score = nn.Dropout(0.3)
+    assert {"score", "transformer.h.*.mlp.noise_rate"} < random_sites(model)
+    silence(model)
+    assert not random_sites(model)
+
+
+def test_share_of_the_layers_that_is_split():
+    assert features(llama()).split > 0.9
+    assert features(on_meta(tiny_config(CONFIG_MAPPING["jamba"]()), "JambaForCausalLM")).split < 0.5
+
+
+# Some of them, others for each version: all take a minute.
+@pytest.mark.parametrize("model_type, class_name", random.Random(len(RECORDED)).sample(RECORDED, 25))
+def test_a_twin_is_made_of_what_its_model_is(model_type, class_name):
+    config = full_config(CONFIG_MAPPING[model_type]())
+    full = describe_model(on_meta(config, class_name))
+    twin = describe_model(on_meta(tiny_config(config, 2, one_of_each_kind(full)), class_name))
+    assert twin.features({}).parts == full.features({}).parts
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("model_type, class_name", RECORDED)
+def test_tied_weights_are_claimed_alike_on_every_way_in(model_type, class_name, tied):
+    config = tiny_config(CONFIG_MAPPING[model_type]())
+    for part in {id(part): part for part in (config, config.get_text_config())}.values():
+        part.tie_word_embeddings = tied
+    made, loading = (on_meta(config, class_name, tie=tie) for tie in (True, False))
+    claims = plan(made, TP2, Axes.of(TP2, 0)).claims
+    assert plan(loading, TP2, Axes.of(TP2, 0)).claims == claims
+    for name, other in loading.all_tied_weights_keys.items():
+        assert (claims[name].placement, claims[name].gradient) == (claims[other].placement, claims[other].gradient)
+
+
+def test_weights_tied_by_name_alone_must_agree():
+    model = llama()
+    state = plan(model, TP2, Axes.of(TP2, 0)).placed["tp"]
+    tied = {"lm_head.weight": "model.norm.weight"}
+    with pytest.raises(PlanError, match=r"lm_head.weight is tied to model.norm.weight but claimed as split"):
+        claim_all(model, state.styles, state.structure, state.head_copies, False, tied)
+
+
+def test_results_survive_their_file(tmp_path):
+    rows = [row for row in recorded.records() if row["model_type"] in ("llama", "gemma2")]
+    recorded.write_results(tmp_path / "a.json", rows)
+    again = recorded.read_results((tmp_path / "a.json").read_text("utf-8"))
+    for one, other in zip(rows, again, strict=True):
+        assert {**one, "parts": set(one["parts"])} == {**other, "parts": set(other["parts"])}
+
+
+def test_the_command_of_a_check_leads_to_the_same_parts():
+    model = llama(attention_bias=True, tie_word_embeddings=True, num_key_value_heads=1)
+    words = check_command(model.config, "LlamaForCausalLM", "tp2")
+    changes = json.loads(words.split("--set '")[1].rstrip("'"))
+    assert features(on_meta(resolve_config("llama", changes), "LlamaForCausalLM")).parts == features(model).parts
+
+
+def test_differences_name_the_module_beside_what_was_compared():
+    found = recorded.differences("LlamaForCausalLM", "llama", "pp", describe_model(_with_gate()).features({}))
+    assert found == ["model.layers.*: mlp.up_proj: Linear(weight, bias); compared was Linear(weight)"]
+    assert recorded.differences("NobodyForCausalLM", "llama", "pp", describe_model(llama()).features({})) is None
+
+
+def _with_gate():
+    model = llama()
+    for layer in model.model.layers:
+        layer.mlp.up_proj.bias = nn.Parameter(torch.empty(1, device="meta"))
+    return model
+
+
+def test_a_trainable_parameter_without_gradient_is_an_error_unless_it_is_known():
+    reference = Measurement(1.0, 1.0, 1.0, {"tower.weight": None, "weight": torch.ones(2)})
+    found = Measurement(1.0, 1.0, 1.0, {"tower.weight": None, "weight": torch.ones(2)})
+    assert any("tower.weight has no gradient" in error.quantity for error in gradient_errors(found, reference))
+    reference.without = (r"^tower\.",)
+    assert all(error.value == 0 for error in gradient_errors(found, reference))
+
+
+def test_tasks_and_types_of_a_check():
+    t5, llava = CONFIG_MAPPING["t5"](), CONFIG_MAPPING["llava"]()
+    assert task_of_class("T5ForConditionalGeneration", t5) == "seq2seq"
+    assert task_of_class("LlavaForConditionalGeneration", llava) == "causal"
+    assert {"gpt_neo", "codegen", "mamba"} <= set(causal_types()) and not has_plan("codegen") and has_plan("llama")
+
+
+def test_digests_tell_parts_apart():
+    assert Part("a", frozenset({"x"})).digest != Part("b", frozenset({"x"})).digest
