@@ -24,6 +24,9 @@ def check(
     changes: Annotated[
         str, typer.Option("--set", help="Changes of the config, as JSON: '{\"tie_word_embeddings\": true}'.")
     ] = "{}",
+    variants: Annotated[
+        bool, typer.Option("--variants", help="Also tied or untied, and as in popular checkpoints.")
+    ] = False,
     record: Annotated[Path | None, typer.Option(help="Write the results into this verified.json.")] = None,
     timeout: Annotated[float, typer.Option(help="Seconds per layout.", min=1)] = 120.0,
 ) -> None:
@@ -42,7 +45,13 @@ def check(
             changed = json.loads(changes)
         except json.JSONDecodeError as error:
             raise ConfigError(f"--set {changes}: {error}.") from error
-        arguments = {"class_name": class_name or None, "task": task, "changes": changed, "timeout": timeout}
+        arguments = {
+            "class_name": class_name or None,
+            "task": task,
+            "changes": changed,
+            "timeout": timeout,
+            "variants": variants,
+        }
         rows = check_models(models, wanted, **arguments, echo=typer.echo)
     if record is not None:
         from ..registry.recorded import write_results

@@ -88,7 +88,8 @@ class _Watched(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, anchor: Tensor, check: Callable[[], None]) -> Tensor:
         ctx.check = check
-        return value.view_as(value)
+        # Loops scale losses in place, which a view of a node of ours would not take.
+        return value.view_as(value) if value.dim() else value.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:

@@ -61,8 +61,8 @@ def require_verified(model: Any, state: ParallelState, description: Description)
     command = check_command(model.config, name, layouts)
     if not config.allow_unverified:
         raise UnverifiedLayoutError(
-            f"{what}\nRun\n    {command}\nor pass MegatronConfig(allow_unverified=True), which runs it and goes on if "
-            "it passes."
+            f"{what}\nRun\n    {command}\n"
+            "or pass MegatronConfig(allow_unverified=True), which runs it and goes on if it passes."
         )
     verdict: list[Any] = [None]
     if dist.get_rank() == 0:

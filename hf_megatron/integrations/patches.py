@@ -192,4 +192,7 @@ def _patches() -> Iterator[Patch]:
 PATCHES: tuple[Patch, ...] = tuple(_patches())
 
 # Registered for the whole process when a module is imported: module -> the function that does so and returns a handle.
-HOOKS: Mapping[str, str] = {"transformers.modeling_utils": f"{_HERE}.stock_optimizers:refuse_unprepared_steps"}
+HOOKS: Mapping[str, str] = {
+    "transformers.modeling_utils": f"{_HERE}.stock_optimizers:refuse_unprepared_steps",
+    "torch.distributed.tensor": f"{_HERE}.assigned_weights:make_assignable",
+}

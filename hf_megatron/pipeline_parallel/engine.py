@@ -112,6 +112,8 @@ class Pipeline(Shared):
 
     # One call
 
+    # A schedule sends and receives: compiled models run it as it is.
+    @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         arguments = self._arguments(args, kwargs)
         return_dict = arguments.pop("return_dict", None)

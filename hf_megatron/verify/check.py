@@ -1,5 +1,6 @@
 """`hf-megatron check` and `plan`: any architecture, by model type, folder or hub name."""
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from .draws import check_draws
 from .parity import TASKS, Twin, check_twin, make_twin
 from .ranks import first_reason
 from .twin import without_gradient
+from .variants import variants_of
 
 # Own specs that are not causal, and the tasks they are checked on.
 OTHER_TASKS = {"bert": ("masked", "classification"), "t5": ("seq2seq",)}
@@ -97,6 +99,7 @@ def check_models(
     class_name: str | None = None,
     task: str = "causal",
     changes: Mapping[str, Any] | None = None,
+    variants: bool = False,
     timeout: float = 120.0,
     echo: Callable[[str], Any] = print,
 ) -> list[dict[str, Any]]:
@@ -104,6 +107,7 @@ def check_models(
 
     Args:
         changes (`Mapping`, *optional*): what to change in the models' configs.
+        variants (`bool`): check what is listed in `variants.py`, too.
 
     Raises:
         ConfigError: an unknown task or model, or changes that a config does not take.
@@ -114,29 +118,60 @@ def check_models(
     # Every pipeline stage needs a layer.
     layers = max(layout.pp_size * (layout.virtual_stages or 1) for layout in layouts)
     for model, case_task in _cases(models, task, class_name is not None):
-        config = resolve_config(model, changes)
-        if class_name is not None:
-            case_task = task_of_class(class_name, config)
-        twin: Twin | None = None
-        reason = ""
-        try:
-            twin = make_twin(config, task=case_task, class_name=class_name, microbatches=2, min_layers=layers)
-        except (ValueError, RuntimeError, TypeError, KeyError, AttributeError, ImportError) as error:
-            reason = f"its tiny twin cannot be built: {type(error).__name__}: {error}"
-            if "all" not in models:
-                raise ConfigError(f"{model}: {reason}") from error
-        for layout in layouts:
-            if "all" in models and layout.tp_size > 1 and not has_plan(model):
-                continue
-            row = _check_layout(config, twin, layout, timeout, reason) | {"changes": dict(changes or {})}
-            rows.append(row)
-            refused = row["worst"].startswith("UnsupportedError")
-            verdict = "equal" if row["passed"] else "refused" if refused else "DIFFERS"
-            echo(f"{row['model_type']:24} {row['class']:36} {layout.layout():8} {verdict:8} {row['worst']}")
-            if details := row.pop("details", None):
-                echo(details)
-        if twin is not None:
-            twin.delete()
+        pending = [dict(changes or {})]
+        while pending:
+            changed = pending.pop(0)
+            found = _check_changed(
+                model, changed, layouts, layers, class_name, case_task, "all" in models, timeout, echo
+            )
+            rows += found
+            if (
+                variants
+                and changed == dict(changes or {})
+                and model in CONFIG_MAPPING
+                and found
+                and found[0]["class"] != "-"
+            ):
+                pending = [changed | dict(variant) for variant in variants_of(model, found[0]["class"])]
+    return rows
+
+
+def _check_changed(
+    model: str,
+    changes: dict[str, Any],
+    layouts: list[MegatronConfig],
+    layers: int,
+    class_name: str | None,
+    task: str,
+    everything: bool,
+    timeout: float,
+    echo: Callable[[str], Any],
+) -> list[dict[str, Any]]:
+    """Returns the rows of one model with changes in its config."""
+    config = resolve_config(model, changes)
+    if class_name is not None:
+        task = task_of_class(class_name, config)
+    twin: Twin | None = None
+    reason, rows = "", []
+    try:
+        twin = make_twin(config, task=task, class_name=class_name, microbatches=2, min_layers=layers)
+    except (ValueError, RuntimeError, TypeError, KeyError, AttributeError, ImportError) as error:
+        reason = f"its tiny twin cannot be built: {type(error).__name__}: {error}"
+        if not everything:
+            raise ConfigError(f"{model}: {reason}") from error
+    for layout in layouts:
+        if everything and layout.tp_size > 1 and not has_plan(model):
+            continue
+        row = _check_layout(config, twin, layout, timeout, reason) | {"changes": changes}
+        rows.append(row)
+        refused = row["worst"].startswith("UnsupportedError")
+        verdict = "equal" if row["passed"] else "refused" if refused else "DIFFERS"
+        name = f"{row['class']} {json.dumps(changes)}" if changes else row["class"]
+        echo(f"{row['model_type']:24} {name:36} {layout.layout():8} {verdict:8} {row['worst']}")
+        if details := row.pop("details", None):
+            echo(details)
+    if twin is not None:
+        twin.delete()
     return rows
 
 
