@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from .auxiliary_loss import router_losses_of
 from .errors import UnsupportedError
-from .loss import BatchLoss, scalar
+from .loss import BatchLoss, PlainGradient, scalar
 
 _POSITIONS = ("start_positions", "end_positions")
 
@@ -138,8 +138,8 @@ def _mean(batch: BatchLoss, function: Callable[..., Tensor], args: tuple, kwargs
 class LossHooks:
     """Model hooks around everything that a call's losses need to know of their batch."""
 
-    def __init__(self, batch: BatchLoss, model: nn.Module, pipelined: bool):
-        self.batch, self.pipelined = batch, pipelined
+    def __init__(self, batch: BatchLoss, model: nn.Module, *, pipelined: bool, has_dtensors: bool):
+        self.batch, self.pipelined, self.has_dtensors = batch, pipelined, has_dtensors
         self.signature = inspect.signature(type(model).forward)
         self.leaving: list[Callable[[], None]] = []
         self.takes_loss = False
@@ -175,6 +175,7 @@ class LossHooks:
         batch = self.batch
         if self.leaving:
             self.leaving.pop()()
+        output = self._with_plain_gradient(output)
         counted, over_ranks, terms = batch.counted, batch.over_ranks, batch.terms
         batch.counted = False
         loss = _loss(output, self.takes_loss)
@@ -187,6 +188,12 @@ class LossHooks:
                 "parallel ranks. Call it without labels and compute the loss from its outputs, or use dp_size=1."
             )
         return _with_loss(output, loss / batch.mesh.dp_size) if counted else output
+
+    def _with_plain_gradient(self, output: Any) -> Any:
+        loss = _loss(output, self.takes_loss)
+        if not self.has_dtensors or loss is None or not loss.requires_grad or torch.compiler.is_compiling():
+            return output
+        return _with_loss(output, PlainGradient.apply(loss))
 
 
 def is_target(name: str) -> bool:

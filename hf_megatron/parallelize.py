@@ -101,7 +101,8 @@ def install(model: Any) -> None:
     state = parallel_state(model)
     assert state is not None
     state.loss = install_loss(model, state)
-    LossHooks(state.loss, model, pipelined=state.axes.size("pp") > 1).install(model)
+    has_dtensors = state.axes.size("tp") > 1 or state.shards_weights
+    LossHooks(state.loss, model, pipelined=state.axes.size("pp") > 1, has_dtensors=has_dtensors).install(model)
     for axis in AXES:
         axis.install(model, state)
     leave_out_in_training(model)

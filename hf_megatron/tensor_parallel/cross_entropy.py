@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from ..communication.collectives import copy_to_ranks
 from ..errors import ConfigError
@@ -176,9 +175,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.gradients is None:
             raise RuntimeError("The vocab-parallel loss was backpropagated twice; its gradients exist only once.")
-        if isinstance(upstream, DTensor):
-            # A term of the loss was computed from parameters.
-            upstream = upstream.full_tensor()
         if ctx.upstream is None:
             # On a GPU the comparison would wait for it.
             scaled = upstream.device.type != "cpu" or upstream.item() != 1.0
