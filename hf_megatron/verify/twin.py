@@ -154,6 +154,7 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
         "indexer_compress_ratio": 2,
     },
     # No size of a head by default, which the attention reads.
+    "hunyuan_v1_dense": {"head_dim": 128},
     "ministral": {"head_dim": 128},
     # No number of key/value heads by default, which the attention reads.
     "nemotron": {"num_key_value_heads": 48},
