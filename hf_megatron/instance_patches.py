@@ -39,6 +39,7 @@ INSTANCE_PATCHES: Mapping[str, InstancePatch] = {
     ),
     "zero_grad": InstancePatch("clears `.grad`, where reduced gradients are not", "always: buckets are ours"),
     "no_sync": InstancePatch("not there, or FSDP2's, which Accelerate does not know", "always: buckets are ours"),
+    "__deepcopy__": InstancePatch("FSDP2's assertion (stage 3)", "FSDP2 copies its units"),
     "_get_name": InstancePatch(
         "the name of the class that FSDP2 made (stage 3), by which Trainer does not know a causal language model",
         "Trainer asks a model whether its loss shifts labels",

@@ -18,7 +18,7 @@ from ..parallel_state import ParallelState, parallel_state
 from ..patch_ledger import LEDGER, Shared
 from ..placement import Claim
 from ..upstream import leave_uncompiled, local_tensor
-from .fully_sharded import no_sync, reshard
+from .fully_sharded import no_sync, refuse_copy
 from .gradient_store import GradientStore, PlainGradients
 from .graph_edges import GradientWatch, refuse_hooks, refuse_partial_backward, with_trained_inputs
 from .parameter_list import ParameterList
@@ -70,6 +70,7 @@ class DataParallel(Shared):
         self._parameters = ParameterList(model)
         self._marked: list[nn.Parameter] = []
         self._identities: set[int] = set()
+        self._dtypes: list[torch.dtype] = []
         self._mark(self._parameters.current())
         self._optimizers: list[weakref.ref] = []
         self.skipped_steps = 0
@@ -79,6 +80,7 @@ class DataParallel(Shared):
             # A pipeline has to scale a call's gradients, which FSDP2 would keep from it until they are reduced.
             if state.cut is None:
                 state.patches.replace(model, "no_sync", partial(no_sync, model))
+            state.patches.replace(model, "__deepcopy__", types.MethodType(refuse_copy, model))
         elif any(self.sharing(parameter).size > 1 for parameter in self._marked):
             self.reduce_gradients()
         # Before FSDP2 puts whole parameters in the place of those that the loop knows.
@@ -200,13 +202,12 @@ class DataParallel(Shared):
     @leave_uncompiled
     def _after_forward(self, model: nn.Module, args: tuple, output: Any) -> Any:
         if not torch.is_grad_enabled():
-            if self.state.shards_weights:
-                # FSDP2 waits for a backward; until then it would not see that the weights change.
-                reshard([model])
             return output
         # The graph, which may outlive the model, must not keep it.
         engine = weakref.ref(self)
-        return self._watch.over(output, partial(_begin_backward, engine), partial(_check_backward, engine))
+        # FSDP2 computes with other tensors, which lead nowhere near the parameters that a loop has.
+        beside = [p for p in self._marked if p.requires_grad] if self.state.shards_weights else []
+        return self._watch.over(output, partial(_begin_backward, engine), partial(_check_backward, engine), beside)
 
     def names(self) -> dict[int, str]:
         """Maps identities of parameters to their names in the state dict; a tied one has the first."""

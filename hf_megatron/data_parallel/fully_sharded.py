@@ -18,6 +18,7 @@ from ..axes import Axes
 from ..communication.collectives import all_gather, bounds
 from ..communication.flat_rows import AllGather, ReduceScatter
 from ..config import MegatronConfig
+from ..errors import UnsupportedError
 from ..mesh import ParallelMesh
 from ..upstream import local_tensor
 
@@ -56,7 +57,11 @@ def shard_weights(
         # FSDP2 ties what lies inside one unit only.
         owner._parameters[name] = other._parameters[other_name]
     shared = {owner._parameters[name] for (owner, name), _ in tied}
-    _make_unit(model, mesh.group("dp_shard"), mesh=axes, mp_policy=policy, ignored_params=shared)
+    # Split again after forward, unlike FSDP2's default for a root: between forward and backward a loop finds the same
+    # parameters as at any other time, to clear, to edit, and to compute terms of its loss from.
+    _make_unit(
+        model, mesh.group("dp_shard"), mesh=axes, mp_policy=policy, ignored_params=shared, reshard_after_forward=True
+    )
 
 
 def _make_unit(module: Any, group: dist.ProcessGroup, **options: Any) -> None:
@@ -110,6 +115,25 @@ class PairwiseReduceScatter(_Memory):
         inbox = rows.new_empty((ranks - 1, rows.shape[1]))
         total = ReduceScatter(rows, inbox, group).wait()
         output_tensor.copy_(total.div_(ranks) if op == dist.ReduceOp.AVG else total)
+
+
+def refuse_cast(parameters: Iterable[nn.Parameter], before: list[torch.dtype]) -> list[torch.dtype]:
+    """Returns the dtypes of parameters of any shape; raises `UnsupportedError` if they changed since a forward."""
+    dtypes = [parameter.dtype for parameter in parameters]
+    if before and dtypes != before:
+        raise UnsupportedError(
+            "A model with zero_stage=3 was cast after its first forward, for which FSDP2 has made its buffers: cast it "
+            "before, or load it with dtype=... ."
+        )
+    return dtypes
+
+
+def refuse_copy(model: nn.Module, memo: dict) -> nn.Module:
+    """Raises `UnsupportedError`: a copy would share the units of FSDP2."""
+    raise UnsupportedError(
+        f"copy.deepcopy of a {type(model).__name__} with zero_stage=3: FSDP2 cannot copy its units. Keep "
+        "`model.state_dict()`, or load the model a second time."
+    )
 
 
 def reshard(units: Iterable[Any]) -> None:

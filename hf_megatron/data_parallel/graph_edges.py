@@ -4,7 +4,7 @@ Gradients of parameters are averages over the dp ranks, which every rank's loss 
 the gradient of an input, and nothing reduces what `torch.autograd.grad` returns or a hook of the loop's sees.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -86,15 +86,15 @@ def _leaves(tensor: Tensor) -> list[Tensor]:
 
 class _Watched(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, value: Tensor, anchor: Tensor, check: Callable[[], None]) -> Tensor:
-        ctx.check = check
+    def forward(ctx: Any, value: Tensor, anchor: Tensor, check: Callable[[], None], *beside: Tensor) -> Tensor:
+        ctx.check, ctx.beside = check, len(beside)
         # Loops scale losses in place, which a view of a node of ours would not take.
         return value.view_as(value) if value.dim() else value.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         ctx.check()
-        return gradient, None, None
+        return gradient, None, None, *(None for _ in range(ctx.beside))
 
 
 class GradientWatch:
@@ -107,12 +107,15 @@ class GradientWatch:
         self._anchor = torch.zeros((), requires_grad=True)
         self._node = accumulator(self._anchor)
 
-    def over(self, output: Any, begin: Callable[[], None], refuse: Callable[[], None]) -> Any:
+    def over(
+        self, output: Any, begin: Callable[[], None], refuse: Callable[[], None], beside: Sequence[Tensor] = ()
+    ) -> Any:
         """Returns what a model returned, tensors of any shape, whose backward calls one of two functions.
 
         Args:
             begin (`Callable`): of a backward that runs all of the graph.
             refuse (`Callable`): of one that somebody asks for some gradients.
+            beside (`Sequence[Tensor]`): leaves of any shape that lead here too, and get no gradient from here.
         """
 
         def checked() -> None:
@@ -123,7 +126,7 @@ class GradientWatch:
 
         def watched(value: Any) -> Any:
             if isinstance(value, Tensor) and value.requires_grad:
-                return _Watched.apply(value, self._anchor, checked)
+                return _Watched.apply(value, self._anchor, checked, *beside)
             return tuple(map(watched, value)) if type(value) is tuple else value
 
         if isinstance(output, Mapping):
