@@ -16,10 +16,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from .auxiliary_loss import router_losses_of
 from .errors import UnsupportedError
-from .loss import BatchLoss, PlainGradient, scalar
+from .loss import BatchLoss, scalar
 
 _POSITIONS = ("start_positions", "end_positions")
 
@@ -135,6 +136,20 @@ def _mean(batch: BatchLoss, function: Callable[..., Tensor], args: tuple, kwargs
     return batch.mean(total, terms)
 
 
+class _PlainGradient(torch.autograd.Function):
+    """Identity of a loss whose backward takes a tensor where a term that was added to it makes a DTensor of it."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor) -> Tensor:
+        """Returns the loss, a scalar."""
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        """Returns the gradient, a scalar, that all ranks agree on."""
+        return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+
+
 class LossHooks:
     """Model hooks around everything that a call's losses need to know of their batch."""
 
@@ -193,7 +208,7 @@ class LossHooks:
         loss = _loss(output, self.takes_loss)
         if not self.has_dtensors or loss is None or not loss.requires_grad or torch.compiler.is_compiling():
             return output
-        return _with_loss(output, PlainGradient.apply(loss))
+        return _with_loss(output, _PlainGradient.apply(loss))
 
 
 def is_target(name: str) -> bool:

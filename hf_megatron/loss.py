@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from .errors import UnsupportedError
 from .mesh import ParallelMesh
@@ -67,20 +66,6 @@ def count_targets(targets: Tensor, ignore_index: int = IGNORE_INDEX) -> Tensor:
     if targets.is_floating_point():
         return scalar(targets.numel(), targets.device)
     return (targets != ignore_index).sum()
-
-
-class PlainGradient(torch.autograd.Function):
-    """Identity of a loss whose backward takes a tensor where a term that was added to it makes a DTensor of it."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor) -> Tensor:
-        """Returns the loss, a scalar."""
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        """Returns the gradient, a scalar, that all ranks agree on."""
-        return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
 
 
 class _MeanOverRanks(torch.autograd.Function):
