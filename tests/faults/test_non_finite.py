@@ -9,7 +9,7 @@ import torch.distributed as dist
 from hf_megatron import MegatronConfig, NonFiniteGradientError, prepare_optimizer
 from hf_megatron.data_parallel import loss_scaling
 from hf_megatron.parallelize import parallel_state
-from hf_megatron.upstream import local_tensor
+from hf_megatron.upstream import accumulator, local_tensor
 from hf_megatron.verify.ranks import run_ranks
 
 from ..integration.dp_training import (
@@ -33,18 +33,35 @@ def adamw(model, **kwargs):
     return prepare_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4, **kwargs))
 
 
+class Spoiled:
+    """Holds the node that a hook is on: autograd makes it anew once nobody does."""
+
+    def __init__(self, node, hook):
+        self.node, self.handle = node, node.register_prehook(hook)
+
+    def remove(self):
+        self.handle.remove()
+
+
 def spoil_an_entry(model, rank, value=float("inf")):
-    """One entry of one gradient becomes `value` on one rank, until the handle is removed."""
-    parameter = model.model.layers[1].mlp.up_proj.weight
+    """An entry of a gradient becomes `value` on one rank, until the handle is removed."""
+    layer = model.model.layers[1].mlp.up_proj
 
     def spoil(gradient):
+        gradient = gradient.clone()
         if dist.get_rank() == rank:
             local_tensor(gradient)[0, 0] = value
         return gradient
 
+    def spoil_output(module, args, output):
+        if output.requires_grad:
+            output.register_hook(spoil)
+
     if parallel_state(model).shards_weights:
-        return parameter.register_post_accumulate_grad_hook(lambda p: spoil(p.grad))
-    return parameter.register_hook(lambda gradient: spoil(gradient.clone()))
+        # FSDP2 computes with other tensors than the parameters.
+        return layer.register_forward_hook(spoil_output)
+    model.spoiled = Spoiled(accumulator(layer.weight), lambda gradients: (spoil(gradients[0]),))
+    return model.spoiled
 
 
 def state_of(optimizer):

@@ -6,7 +6,6 @@ from hf_megatron import RankError
 from hf_megatron.data_parallel.gradient_store import PlainGradients
 from hf_megatron.data_parallel.reduction import GradientReducer
 from hf_megatron.integrations import trainer_pipeline as integration
-from hf_megatron.pipeline_parallel import engine
 from hf_megatron.pipeline_parallel.loss_scale import ScheduledGradients
 from hf_megatron.verify.ranks import run_ranks
 from tests.integration.dp_training import ranks_of
@@ -116,10 +115,14 @@ def test_a_wrong_announcement_of_the_integration_is_found_out(stories, tmp_path)
     assert apart(found[0][0], trained_alone(train, stories, max_steps=2)[0]) < 2e-6
 
 
-def reduce_with_every_reverse_pipeline():
-    """As if the first of two forwards that one backward reaches were the last."""
-    engine.at_end_of_backward = lambda function: function()
-    GradientReducer.complete = lambda self: None
+def lose_the_gradients_of_one_forward():
+    original, calls = GradientReducer.hand_over, []
+
+    def hand_over(self, sums, *args, **kwargs):
+        calls.append(1)
+        return original(self, sums, *args, **kwargs) if len(calls) > 1 else [None] * len(self.parameters)
+
+    GradientReducer.hand_over = hand_over
 
 
 def take_sums_of_unknown_scale_for_known():
@@ -129,7 +132,7 @@ def take_sums_of_unknown_scale_for_known():
 @pytest.mark.parametrize(
     ("function", "fault"),
     [
-        (preferences, reduce_with_every_reverse_pipeline),
+        (preferences, lose_the_gradients_of_one_forward),
         (mixed, take_sums_of_unknown_scale_for_known),
     ],
 )
