@@ -118,7 +118,9 @@ def initialize_missing(model: Any, state: ParallelState, names: set[str]) -> Non
     From scratch `initialize` does. What a class adds to a checkpoint is what one process draws next: torch's generator,
     which rank 0 shares, draws it in transformers' order, and stands everywhere where it stands in one process then.
     """
-    whole = len(names) == sum(1 for _ in model.named_parameters(remove_duplicate=False))
+    # The loader may take a tied weight for filled.
+    tied = getattr(model, "all_tied_weights_keys", {})
+    whole = all(name in names or name in tied for name, _ in model.named_parameters(remove_duplicate=False))
     ranks: list[tuple[bool, bool]] = [(False, False)] * dist.get_world_size()
     dist.all_gather_object(ranks, (bool(names), whole))
     if all(whole for _, whole in ranks):

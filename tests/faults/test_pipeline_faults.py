@@ -115,16 +115,6 @@ def test_a_wrong_announcement_of_the_integration_is_found_out(stories, tmp_path)
     assert apart(found[0][0], trained_alone(train, stories, max_steps=2)[0]) < 2e-6
 
 
-def lose_the_gradients_of_one_forward():
-    original, calls = GradientReducer.hand_over, []
-
-    def hand_over(self, sums, *args, **kwargs):
-        calls.append(1)
-        return original(self, sums, *args, **kwargs) if len(calls) > 1 else [None] * len(self.parameters)
-
-    GradientReducer.hand_over = hand_over
-
-
 def take_sums_of_unknown_scale_for_known():
     ScheduledGradients.hand_over = lambda self, factor, keep: self.store.hand_over(self._sums, 1.0, keep=keep)
 
@@ -132,7 +122,6 @@ def take_sums_of_unknown_scale_for_known():
 @pytest.mark.parametrize(
     ("function", "fault"),
     [
-        (preferences, lose_the_gradients_of_one_forward),
         (mixed, take_sums_of_unknown_scale_for_known),
     ],
 )

@@ -40,6 +40,8 @@ ELSEWHERE = {
     r"python tests/matrix\.py": "tests/matrix.json",
     r"python -m tests\.generated_docs": "tests/integration/test_docs.py",
     r"python -m tests\.habits.*": "tests/integration/test_habits.py",
+    r"python -m tests\.flips.*": "tests/integration/test_gate.py",
+    r"python -m tests\.foreign_scripts.*": "tests/integration/test_foreign_scripts.py",
     r"hf-megatron fuzz.*": "tests/integration/test_fuzz.py",
     r"pip install .*(hf_megatron\[plots\]|megatron-core).*": "tests/integration/test_packaging.py",
 }
