@@ -172,6 +172,8 @@ class GradientReducer(Shared):
             # Another backward without a forward before it.
             self.finish()
         gradient = standing.take_part()
+        # `_renew` counts who refers to it.
+        del standing
         if gradient is None:
             gradient = parameter.grad
             assert gradient is not None

@@ -120,12 +120,20 @@ def _backward(model: nn.Module, batches: list[dict[str, Tensor]]) -> float:
     return total
 
 
-def measure(model: Any, batches: list[dict[str, Tensor]], optimizers: Iterable[str] = tuple(OPTIMIZERS)) -> Measurement:
+def measure(
+    model: Any,
+    batches: list[dict[str, Tensor]],
+    optimizers: Iterable[str] = tuple(OPTIMIZERS),
+    *,
+    is_silent: bool = True,
+) -> Measurement:
     """Measures a model on the microbatches of one step; the model's weights are as before afterwards.
 
-    Rates of dropout and jitter are set to zero: what split ranks draw cannot equal what one process draws.
+    With `is_silent` rates of dropout and jitter are set to zero: what split ranks draw cannot equal what one process
+    draws, unless all of them draw it alike.
     """
-    silence(model)
+    if is_silent:
+        silence(model)
     model.eval()
     with torch.no_grad():
         eval_loss = model(**batches[0]).loss.item()

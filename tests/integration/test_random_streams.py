@@ -142,7 +142,7 @@ def test_numbers_of_one_process_where_ranks_compute_alike(experts, config, prepa
         if prepare is not None:
             prepare(model)
         torch.manual_seed(rank())
-        return measure(model, [batch()]), torch.get_rng_state()
+        return measure(model, [batch()], is_silent=False), torch.get_rng_state()
 
     expected, state = run()
     assert expected.loss != pytest.approx(expected.eval_loss, rel=1e-3), "nothing was drawn"
