@@ -205,7 +205,8 @@ class _Checker:
             entries -= repeat * sum(box.numel for box in pattern)
             if entries < 0 or any(not box.numel for box in pattern) is not is_empty or (is_empty and repeat > 1):
                 raise CheckpointError(
-                    f"{self.where}: the boxes of {name} are empty, or have more entries than {file!r}."
+                    f"{self.where}: the boxes of {name} are empty, or have more entries than {file!r}, of "
+                    f"{self.sizes[file]} bytes."
                 )
             if repeat == 1:
                 boxes.extend(pattern)
