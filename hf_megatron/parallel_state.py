@@ -94,7 +94,8 @@ class ParallelState(Shared):
     leaving: Callable[[Tensor], Tensor] | None = None
     names: tuple[str, ...] = ()
     elsewhere: frozenset[str] = frozenset()
-    loss: BatchLoss | None = None
+    # Made when the weights are in; nobody asks before.
+    loss: BatchLoss = None  # type: ignore[assignment]
     patches: ModelPatches = field(default_factory=ModelPatches)
     pipeline: Pipeline | None = None
     data_parallel: DataParallelEngine | None = None

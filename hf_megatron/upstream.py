@@ -122,7 +122,7 @@ def make_wrapper(cls: Any, like: torch.Tensor, device: torch.device) -> Any:
 
 def writes_to(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
     """Lists the tensors of any shape that an operator's call changes (`_schema`, private in torch 2.11 to 2.13)."""
-    written = []
+    written = []  # type: ignore[var-annotated]
     for index, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[index] if index < len(args) else kwargs.get(argument.name)
@@ -180,12 +180,12 @@ def loss_functions() -> dict[Any, bool]:
     """Maps transformers' losses with one kind of target, `labels`, to whether they shift them."""
     from transformers.loss.loss_utils import ForSequenceClassificationLoss, ForTokenClassification
 
-    return token_loss_functions() | {ForSequenceClassificationLoss: False, ForTokenClassification: False}
+    return token_loss_functions() | {ForSequenceClassificationLoss: False, ForTokenClassification: False}  # type: ignore[dict-item]
 
 
 def uses_loss_function(model: Any) -> bool:
     """Tells whether a model's forward takes its loss from `model.loss_function`, and not in lines of its own."""
-    return "loss_function" in _names_used(type(model))
+    return "loss_function" in _names_used(type(model))  # type: ignore[arg-type]
 
 
 def check_soon(condition: torch.Tensor, error: Callable[[], Exception]) -> None:

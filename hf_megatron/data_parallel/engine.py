@@ -272,10 +272,10 @@ def engine_of(parameter: Tensor) -> DataParallel | None:
     if engine is None:
         # `Module.to` may have put another tensor into the parameter, without its attributes.
         engines = (parallel_state(model).data_parallel for model in LEDGER.models)  # type: ignore[union-attr]
-        engine = next((engine for engine in engines if engine is not None and engine.holds(parameter)), None)
+        engine = next((engine for engine in engines if engine is not None and engine.holds(parameter)), None)  # type: ignore[union-attr]
         if engine is not None:
             setattr(parameter, _MARK, engine)
-    return engine
+    return engine  # type: ignore[return-value]
 
 
 def reducer_of(parameter: Tensor) -> GradientReducer | None:

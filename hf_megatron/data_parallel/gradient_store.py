@@ -115,7 +115,7 @@ class PlainGradients:
         if factor != 1:
             for gradient in found:
                 local_tensor(gradient).mul_(factor)
-        return found
+        return found  # type: ignore[return-value]
 
     def reduce(self) -> None:
         """Does nothing: nothing is reduced here."""

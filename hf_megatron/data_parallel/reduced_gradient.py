@@ -86,7 +86,7 @@ class ReducedGradient(Tensor):
         return part
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:  # type: ignore[override]
         first, kwargs = args[0], kwargs or {}
         if isinstance(first, ReducedGradient):
             if func in _ALIASES:
@@ -152,7 +152,7 @@ def stand_in(parameter: Tensor, owner: GradientOwner) -> ReducedGradient:
     gradient.key, gradient.part, gradient.is_gone = id(parameter), None, False
     gradient._owner = weakref.ref(owner)
     if isinstance(parameter, DTensor):
-        gradient._spec = parameter._spec
+        gradient._spec = parameter._spec  # type: ignore[attr-defined]
     return gradient
 
 

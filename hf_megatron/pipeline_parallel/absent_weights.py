@@ -36,7 +36,7 @@ class AbsentTensor(Tensor):
         self.meta, self.place = meta, place
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = dict(kwargs or {})
         absent = next(value for value in _flat((args, kwargs)) if isinstance(value, AbsentTensor))
         written = writes_to(func, args, kwargs)

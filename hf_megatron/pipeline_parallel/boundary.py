@@ -38,7 +38,7 @@ class PassedOn(Tensor):
     Operators see a plain tensor, and its first entry is itself, for layers that return tuples.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __iter__(self) -> Any:
         raise UnsupportedError(

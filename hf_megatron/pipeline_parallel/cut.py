@@ -63,7 +63,7 @@ class Cut:
     def dtypes(self, model: nn.Module) -> tuple[torch.dtype | None, ...]:
         """Lists dtypes that change on every rank when a module's does, its own or another's."""
         layers = model.get_submodule(self.layers)
-        return tuple(map(first_dtype, (*map(model.get_submodule, self.before), *layers)))
+        return tuple(map(first_dtype, (*map(model.get_submodule, self.before), *layers)))  # type: ignore[misc]
 
     def stages_of(self, parameter: str) -> str:
         """Names the stages that hold a parameter."""

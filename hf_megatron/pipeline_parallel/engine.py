@@ -208,7 +208,7 @@ class Pipeline(Shared):
             return [gradient * factor for gradient in of_inputs], of_weights
 
         reached = gradients.reached()
-        [loss] = self._values(backward, (losses[0],), inputs, reached)
+        [loss] = self._values(backward, (losses[0],), inputs, reached)  # type: ignore[arg-type]
         aux_loss = None
         if self._has_auxiliary_loss(losses[2], execution.kinds[0]):
             aux_loss = ReportedPart.apply(self._anchor(), "aux_loss", losses[1])
@@ -403,7 +403,7 @@ class Pipeline(Shared):
                 at_end_of_backward(store.reduce)
             return of_inputs, [None] * len(store.parameters)
 
-        return self._values(backward, values, inputs, store.parameters)
+        return self._values(backward, values, inputs, store.parameters)  # type: ignore[arg-type]
 
     # What calls share
 

@@ -29,7 +29,8 @@ class TrainedInputs:
             self.arguments = dict(arguments)
             return
         self.arguments = {
-            name: _map(value, lambda tensor, n=name: self._cut(n, tensor)) for name, value in arguments.items()
+            name: _map(value, lambda tensor, n=name: self._cut(n, tensor))
+            for name, value in arguments.items()  # type: ignore[misc]
         }
 
     def _cut(self, name: str, tensor: Tensor) -> Tensor:

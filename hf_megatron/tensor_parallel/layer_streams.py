@@ -53,4 +53,4 @@ def draw_alone(layer: nn.Module, streams: RandomStreams) -> None:
     A subclass rather than hooks: transformers recomputes `forward`, and there the stream has to be switched again.
     """
     object.__setattr__(layer, "_random_streams", streams)
-    layer.__class__ = _on_own_stream(type(layer))
+    layer.__class__ = _on_own_stream(type(layer))  # type: ignore[arg-type]
