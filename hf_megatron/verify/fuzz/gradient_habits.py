@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from .habit import Habit
 from .loop import Loop
@@ -94,11 +95,8 @@ def _total_norm(loop: Loop) -> None:
 
 def _norm_by_hand(loop: Loop) -> None:
     squares = [parameter.grad.pow(2).sum() for parameter in loop.model.parameters() if parameter.grad is not None]
-    loop.log(
-        "norm by hand",
-        sum(float(square.full_tensor()) if hasattr(square, "full_tensor") else float(square) for square in squares)
-        ** 0.5,
-    )
+    whole = [square.full_tensor() if isinstance(square, DTensor) else square for square in squares]
+    loop.log("norm by hand", sum(map(float, whole)) ** 0.5)
 
 
 def _scale_by_hand(loop: Loop) -> None:
