@@ -6,6 +6,7 @@ from hf_megatron import RankError
 from hf_megatron.data_parallel.gradient_store import PlainGradients
 from hf_megatron.data_parallel.reduction import GradientReducer
 from hf_megatron.integrations import trainer_pipeline as integration
+from hf_megatron.pipeline_parallel.engine import Pipeline
 from hf_megatron.pipeline_parallel.loss_scale import ScheduledGradients
 from hf_megatron.verify.ranks import run_ranks
 from tests.integration.dp_training import ranks_of
@@ -115,6 +116,10 @@ def test_a_wrong_announcement_of_the_integration_is_found_out(stories, tmp_path)
     assert apart(found[0][0], trained_alone(train, stories, max_steps=2)[0]) < 2e-6
 
 
+def leave_tied_weights_to_each_end():
+    Pipeline.sum_tied = lambda self: None
+
+
 def take_sums_of_unknown_scale_for_known():
     ScheduledGradients.hand_over = lambda self, factor, keep: self.store.hand_over(self._sums, 1.0, keep=keep)
 
@@ -122,6 +127,7 @@ def take_sums_of_unknown_scale_for_known():
 @pytest.mark.parametrize(
     ("function", "fault"),
     [
+        (preferences, leave_tied_weights_to_each_end),
         (mixed, take_sums_of_unknown_scale_for_known),
     ],
 )
