@@ -1,0 +1,52 @@
+"""Blocks that see whole sequences inside a sequence parallel stack and have a style of their own."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama import modeling_llama
+
+from hf_megatron.registry import register_model, registered_types
+from hf_megatron.registry.family import family_spec
+from hf_megatron.registry.lookup import REGISTRY
+from hf_megatron.verify.check import parse_layouts
+from hf_megatron.verify.parity import check_twin
+from tests.shared_twins import make_twin
+
+
+class _OneExpert(nn.Module):
+    """A block that holds its weights itself, as experts do, and stands directly under a layer."""
+
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        self.up_proj = nn.Parameter(torch.randn(config.intermediate_size, config.hidden_size) * 0.1)
+        self.down_proj = nn.Parameter(torch.randn(config.hidden_size, config.intermediate_size) * 0.1)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return F.silu(hidden_states @ self.up_proj.T) @ self.down_proj.T
+
+
+def _spec(model):
+    plan = {f"layers.*.self_attn.{name}_proj": "column" for name in "qkv"} | {
+        "embed_tokens": "vocab_embedding",
+        "layers.*.self_attn.o_proj": "row",
+        "layers.*.mlp": "partial_sum",
+        "layers.*.mlp.up_proj": "split_rows",
+        "layers.*.mlp.down_proj": "split_columns",
+    }
+    return family_spec(model, plan)
+
+
+@pytest.fixture
+def blocks_of_experts(monkeypatch):
+    registered_types()
+    monkeypatch.setattr(modeling_llama, "LlamaMLP", _OneExpert)
+    monkeypatch.setitem(REGISTRY, "llama", None)
+    register_model("llama", _spec, replace=True)
+
+
+@pytest.mark.parametrize("layout", parse_layouts("tp2,tp2+sp"), ids=lambda layout: layout.layout())
+def test_a_partial_sum_directly_under_a_layer(layout, blocks_of_experts):
+    comparison = check_twin(make_twin(LlamaConfig(), task="causal", changes={}, microbatches=2), layout)
+    assert comparison.passed, comparison.report()
