@@ -72,18 +72,19 @@ class _MeanOverRanks(torch.autograd.Function):
     """`[sum, terms]` of each rank -> the mean over all ranks' terms, the same number on every rank."""
 
     @staticmethod
-    def forward(ctx: Any, total: Tensor, terms: Tensor, group: dist.ProcessGroup, dp_size: int) -> Tensor:
+    def forward(
+        ctx: Any, total: Tensor, terms: Tensor, group: dist.ProcessGroup, dp_size: int, at_least: int
+    ) -> Tensor:
         # Half precision counts to 256 or 2048 only.
         both = torch.stack([total, terms.to(total.device, total.dtype)])
         dist.all_reduce(both, group=group)
-        # A batch without any target has the loss 0 and adds nothing; one process divides by zero.
-        terms_of_all = both[1].clamp(min=1)
-        ctx.factor = dp_size / terms_of_all
-        return both[0] / terms_of_all
+        # The mean of nothing is no number, and its gradients are zero, as torch's losses have it.
+        ctx.factor = dp_size / both[1].clamp(min=1)
+        return both[0] / both[1].clamp(min=at_least)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return gradient * ctx.factor, None, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return gradient * ctx.factor, None, None, None, None
 
 
 class _SumOverRanks(torch.autograd.Function):
@@ -171,14 +172,17 @@ class BatchLoss(Shared):
         finally:
             self._counts = True
 
-    def mean(self, total: Tensor, terms: Tensor) -> Tensor:
-        """Averages a loss over its batch: `total` is the sum of this rank's, `terms` their number, scalars both."""
+    def mean(self, total: Tensor, terms: Tensor, at_least: int = 0) -> Tensor:
+        """Averages a loss over its batch: `total` is the sum of this rank's, `terms` their number, scalars both.
+
+        `at_least` is what fewer terms of all ranks count as.
+        """
         if self.share is not None:
             self._check(terms)
             self.was_used = True
             return total / self.share.targets
         self.terms += 1
-        return self._mean(total, terms)
+        return self._mean(total, terms, at_least)
 
     def row_mean(self, total: Tensor, rows: int) -> Tensor:
         """Averages what has a term per row, as `mean` does."""
@@ -186,12 +190,12 @@ class BatchLoss(Shared):
             return total / self.share.rows
         return self._mean(total, scalar(rows, total.device))
 
-    def _mean(self, total: Tensor, terms: Tensor) -> Tensor:
+    def _mean(self, total: Tensor, terms: Tensor, at_least: int = 0) -> Tensor:
         if not self.over_ranks:
-            return total / terms
+            return total / terms.clamp(min=at_least)
         if not self._counts:
             total, terms = total * 0, torch.zeros_like(terms)
-        return _MeanOverRanks.apply(total, terms, self.mesh.group("dp_cp"), self.mesh.dp_size)
+        return _MeanOverRanks.apply(total, terms, self.mesh.group("dp_cp"), self.mesh.dp_size, at_least)
 
     def sum(self, part: Tensor) -> Tensor:
         """Sums a statistic of any shape over the parts of the batch, with its gradient."""
@@ -211,11 +215,12 @@ class BatchLoss(Shared):
     def token_mean(self, losses: Tensor, counts: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:
         """Averages losses `[batch, sequence]` over the tokens that `counts`, of the same shape, has as 1.
 
-        The losses of other tokens are 0; `num_items_in_batch` is the denominator where the caller has counted.
+        The losses of other tokens are 0; `num_items_in_batch` is the denominator where the caller has counted. Without
+        any token the loss is 0, as in TRL.
         """
         if num_items_in_batch is not None:
             return losses.sum() / self.given(num_items_in_batch)
-        return self.mean(losses.sum(), counts.sum().clamp(min=1) if not self.over_ranks else counts.sum())
+        return self.mean(losses.sum(), counts.sum(), at_least=1)
 
     def given(self, num_items_in_batch: Tensor | int) -> Tensor | float:
         """Returns what a sum is divided by where the caller has counted."""
@@ -269,8 +274,7 @@ class BatchLoss(Shared):
         counts = torch.stack([targets, scalar(rows, targets.device).float()])
         if divided:
             dist.all_reduce(counts, group=self.mesh.group("dp_cp"))
-        # Without any target the loss is 0 and adds nothing.
-        counts = counts.clamp(min=1) / factor
+        counts /= factor
         return [given / factor if known else counts[0], counts[1]]
 
     def row_denominator(self, rows: int) -> Any:

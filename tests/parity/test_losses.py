@@ -242,7 +242,7 @@ def _each_rank_on_its_own():
 def _mean_of_means():
     from hf_megatron import loss
 
-    def mean(self, total, terms):
+    def mean(self, total, terms, at_least=0):
         self.terms += 1
         return total / terms
 
@@ -252,7 +252,7 @@ def _mean_of_means():
 def _mean_of_microbatches():
     from hf_megatron import loss
 
-    def mean(self, total, terms):
+    def mean(self, total, terms, at_least=0):
         self.was_used = True
         return total / terms
 
