@@ -21,7 +21,6 @@ LONG_FILES = {
     "hf_megatron/upstream.py": "all private and versioned symbols that are called lie in one file, in sections",
     "hf_megatron/verify/twin.py": "one table of numeric features and how a config switches each on",
     "hf_megatron/communication/watch.py": "one protocol: what a rank tells the others when it fails or goes silent",
-    "hf_megatron/pipeline_parallel/engine.py": "the two ways of a pipelined call share their preparation",
     "hf_megatron/integrations/accelerate.py": "the only file that reads the environment, and Accelerator's setup",
     "hf_megatron/checkpoint/training_state.py": "writing and reading of weights and optimizers mirror each other",
     "hf_megatron/data_parallel/reduction.py": "one gradient's life between autograd and the optimizer",
