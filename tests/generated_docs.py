@@ -23,7 +23,6 @@ LONG_FILES = {
     "hf_megatron/communication/watch.py": "one protocol: what a rank tells the others when it fails or goes silent",
     "hf_megatron/integrations/accelerate.py": "the only file that reads the environment, and Accelerator's setup",
     "hf_megatron/checkpoint/training_state.py": "writing and reading of weights and optimizers mirror each other",
-    "hf_megatron/data_parallel/reduction.py": "one gradient's life between autograd and the optimizer",
     "hf_megatron/data_parallel/engine.py": "what a model's parameters have in common: marks, hooks, verdicts",
     "hf_megatron/data_parallel/optimizer.py": "one optimizer's life between two steps",
     "hf_megatron/checkpoint/transaction.py": "one save from the first byte to the pointer",

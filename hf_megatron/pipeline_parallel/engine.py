@@ -26,7 +26,7 @@ from ..parallel_state import ParallelState
 from .cut import Cut
 from .forwards import run_forwards, values_of
 from .stage_runner import StageRunner
-from .training import train
+from .training import run_schedule
 
 
 class Pipeline(StageRunner):
@@ -62,7 +62,7 @@ class Pipeline(StageRunner):
             return values_of(self, arguments, self.read)
         self.checks.require_known_loss(arguments)
         trains = torch.is_grad_enabled() and has_labels(arguments) and self.model.training
-        output = train(self, arguments) if trains else run_forwards(self, arguments)
+        output = run_schedule(self, arguments) if trains else run_forwards(self, arguments)
         wants_dict = self.model.config.return_dict if return_dict is None else return_dict
         return output if wants_dict else output.to_tuple()
 

@@ -14,7 +14,7 @@ from .stage_runner import StageRunner
 from .trained_inputs import TrainedInputs
 
 
-def train(runner: StageRunner, arguments: dict[str, Any]) -> PipelineOutput:
+def run_schedule(runner: StageRunner, arguments: dict[str, Any]) -> PipelineOutput:
     """Runs the whole schedule on the arguments of a call with labels."""
     is_counted = arguments.get("num_items_in_batch") is not None
     inputs = TrainedInputs(arguments)
