@@ -15,7 +15,7 @@ from .cache import StagedCache, new_inputs
 from .executor import Execution
 from .loss_scale import ScheduledGradients
 from .microbatches import batch_rows
-from .outputs import PipelineOutput, logits_of, loss_of, with_backward
+from .outputs import Gradients, PipelineOutput, logits_of, loss_of, with_backward
 from .schedules import Action, backward_plan, forward_plan
 from .stage_runner import StageRunner
 from .trained_inputs import TrainedInputs
@@ -87,7 +87,7 @@ def _kept(
     rows = [batch_rows(microbatch) for microbatch in execution.microbatches]
     store, is_over = runner.gradient_store(), False
 
-    def backward(upstream: tuple[Tensor, ...], *, accumulates: bool, wants_weights: bool) -> Any:
+    def backward(upstream: tuple[Tensor, ...], *, accumulates: bool, wants_weights: bool) -> Gradients:
         nonlocal is_over
         if is_over:
             raise ConfigError(

@@ -42,20 +42,19 @@ class AbsentLogits:
         )
 
 
+# Of inputs, and what autograd has to add to each parameter.
+Gradients = tuple[Sequence[Tensor | None], Sequence[Tensor | None]]
+
+
 class Backward(Protocol):
     """What stands behind values that a pipeline returned."""
 
-    def __call__(
-        self, gradients: tuple[Tensor, ...], /, *, accumulates: bool, wants_weights: bool
-    ) -> tuple[list[Tensor | None], list[Tensor | None]]:
+    def __call__(self, gradients: tuple[Tensor, ...], /, *, accumulates: bool, wants_weights: bool) -> Gradients:
         """Takes the gradients of the values.
 
         Args:
             accumulates (`bool`): the backward adds to `.grad` of what it reaches; else it returns gradients.
             wants_weights (`bool`): whether it asks for those of parameters.
-
-        Returns:
-            the gradients of the inputs, and what autograd has to add to each parameter.
         """
 
 

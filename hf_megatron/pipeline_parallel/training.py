@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..upstream import keeps_graph
 from .loss_scale import ScheduledGradients
-from .outputs import AbsentLogits, PipelineOutput, loss_of, reported, with_backward
+from .outputs import AbsentLogits, Gradients, PipelineOutput, loss_of, reported, with_backward
 from .schedules import rank_actions
 from .stage_runner import StageRunner
 from .trained_inputs import TrainedInputs
@@ -50,7 +50,7 @@ def run_schedule(runner: StageRunner, arguments: dict[str, Any]) -> PipelineOutp
     if not is_counted or runner.config.auxiliary_loss != "batch":
         runner.loss.mean_over_ranks(losses[1:2] if is_counted else losses[:2])
 
-    def backward(upstream: tuple[Tensor, ...], *, accumulates: bool, wants_weights: bool) -> Any:
+    def backward(upstream: tuple[Tensor, ...], *, accumulates: bool, wants_weights: bool) -> Gradients:
         runner.require_possible(accumulates, wants_weights, gradients.is_direct)
         # Waits for the device once: the factor decides whether there is anything to multiply.
         scale, keep = upstream[0].item(), keeps_graph()
