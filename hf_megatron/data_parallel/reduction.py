@@ -213,6 +213,8 @@ class GradientReducer(ServedGradients):
     @torch.no_grad()
     def hand_over(self, sums: list[Sum], factor: float, *, keep: bool) -> list[Tensor | None]:
         self.complete()
+        # Of what a loop did between a pipeline's forward, which these come from, and its backward.
+        self.take_edits()
         for bucket, sum_ in zip(self.buckets, sums, strict=True):
             added = sum_.written | sum_.used
             bucket.add(sum_.copy() if keep else sum_, factor)

@@ -71,7 +71,8 @@ def full(model, values):
     values = {name: None if value is None else value.detach().clone() for name, value in values.items()}
     if state is None or state.mesh.pp_size > 1:
         return _full(model, values)
-    return {name: None if value is None else _full_of_one(state, name, value) for name, value in values.items()}
+    found = {name: None if value is None else _full_of_one(state, name, value) for name, value in values.items()}
+    return found if state.mesh.tp_rank == 0 else {}
 
 
 def _full_of_one(state, name, tensor):
@@ -162,11 +163,23 @@ def run_all(path, text, habits, **kwargs):
     return found
 
 
+def possible(habits, text, impossible):
+    """The habits that a layout can have; `impossible` names others by a part of the layout's text."""
+    gone = set().union(*(names for part, names in impossible.items() if part in (text or "")))
+    return {name: habit for name, habit in habits.items() if name not in gone}
+
+
+def cells(habits, layouts, impossible):
+    return [(name, text) for text in layouts for name in possible(habits, text, impossible)]
+
+
 class Runs:
     """Every layout's run of a table of habits, made when first asked for."""
 
-    def __init__(self, path, habits, **kwargs):
-        self.of = functools.cache(lambda text: self._run(path, text, habits, **kwargs))
+    def __init__(self, path, habits, impossible=None, **kwargs):
+        self.of = functools.cache(
+            lambda text: self._run(path, text, possible(habits, text, impossible or {}), **kwargs)
+        )
 
     def _run(self, path, text, habits, **kwargs):
         if text is None:
