@@ -356,11 +356,11 @@ def goes_backward_to_some(loop):
 def squares_gradients_in_hooks(loop):
     """Once for each gradient, and not for each microbatch: a square tells the difference."""
     calls = []
-    hooks = [p.register_hook(lambda g: calls.append(1) or g * g.abs()) for p in loop.model.parameters()]
-    (loop.loss(0) / 2).backward()
-    assert len(calls) == len(hooks)
-    for hook in hooks:
-        hook.remove()
+    with contextlib.ExitStack() as hooks:
+        for parameter in loop.model.parameters():
+            hooks.enter_context(parameter.register_hook(lambda g: calls.append(1) or g * g.abs()))
+        (loop.loss(0) / 2).backward()
+    assert len(calls) == len(list(loop.model.parameters()))
     loop.optimizer.step()
 
 
@@ -370,10 +370,10 @@ def steps_in_hooks(loop):
         with torch.no_grad():
             parameter.sub_(parameter.grad, alpha=1e-2)
 
-    hooks = [parameter.register_post_accumulate_grad_hook(step) for parameter in loop.model.parameters()]
-    (loop.loss(0) + outside(loop, 1)).backward()
-    for hook in hooks:
-        hook.remove()
+    with contextlib.ExitStack() as hooks:
+        for parameter in loop.model.parameters():
+            hooks.enter_context(parameter.register_post_accumulate_grad_hook(step))
+        (loop.loss(0) + outside(loop, 1)).backward()
 
 
 @partial("Make them parameters of the model")
