@@ -271,11 +271,11 @@ def engine_of(parameter: Tensor) -> DataParallel | None:
     engine = vars(parameter).get(_MARK)
     if engine is None:
         # `Module.to` may have put another tensor into the parameter, without its attributes.
-        engines = (parallel_state(model).data_parallel for model in LEDGER.models)  # type: ignore[union-attr]
-        engine = next((engine for engine in engines if engine is not None and engine.holds(parameter)), None)  # type: ignore[union-attr]
+        engines = (state.data_parallel for state in map(parallel_state, LEDGER.models) if state is not None)
+        engine = next((other for other in engines if isinstance(other, DataParallel) and other.holds(parameter)), None)
         if engine is not None:
             setattr(parameter, _MARK, engine)
-    return engine  # type: ignore[return-value]
+    return engine
 
 
 def reducer_of(parameter: Tensor) -> GradientReducer | None:

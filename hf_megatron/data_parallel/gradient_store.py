@@ -4,7 +4,7 @@ A `GradientStore` is what a pipeline needs, which computes gradients before it k
 `PlainGradients` leaves them in `.grad`, the reducer (`reduction.py`) takes them out into buckets.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
@@ -46,7 +46,7 @@ class GradientStore(Protocol):
     def found(self, sums: Any) -> list[nn.Parameter]:
         """Lists the parameters that a sum may have gradients of."""
 
-    def hand_over(self, sums: Any, factor: float, *, keep: bool) -> list[Tensor | None]:
+    def hand_over(self, sums: Any, factor: float, *, keep: bool) -> Sequence[Tensor | None]:
         """Makes `factor` times a sum part of the present one, now or by what is returned.
 
         Args:
@@ -107,7 +107,7 @@ class PlainGradients:
         return [p for p, gradient in zip(self.parameters, sums, strict=True) if gradient is not None]
 
     @torch.no_grad()
-    def hand_over(self, sums: list[Tensor | None], factor: float, *, keep: bool) -> list[Tensor | None]:
+    def hand_over(self, sums: list[Tensor | None], factor: float, *, keep: bool) -> Sequence[Tensor | None]:
         """Returns `factor` times gradients of any shape: autograd adds them, and calls the parameters' hooks."""
         found = [gradient for gradient in sums if gradient is not None]
         if keep:
@@ -115,7 +115,7 @@ class PlainGradients:
         if factor != 1:
             for gradient in found:
                 local_tensor(gradient).mul_(factor)
-        return found  # type: ignore[return-value]
+        return found
 
     def reduce(self) -> None:
         """Does nothing: nothing is reduced here."""

@@ -14,28 +14,22 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from ..communication.flat_rows import ReduceScatter, gather_rows, sum_over
 from ..errors import UnsupportedError
-from ..patch_ledger import Shared
-from ..upstream import at_end_of_backward, dtensor_from_local, gradient_hooks, local_tensor, restore_hooks
-from .buckets import Bucket, Slot, Sum, make_buckets, owned_range
-from .reduced_gradient import ReducedGradient, is_held, stand_in
+from ..upstream import at_end_of_backward, gradient_hooks, local_tensor, restore_hooks
+from .bucket_reduction import Place
+from .buckets import Sum, make_buckets
+from .reduced_gradient import ReducedGradient, stand_in
 from .reduction_groups import Sharing
+from .served_gradients import ServedGradients
 
 _MIB = 2**20
-# Buckets whose rows exist at a time where they are not kept; more would overlap no better.
-_IN_FLIGHT = 2
 # On parameters as long as their hooks are called.
 _HOOKED = "_hf_megatron_hooked"
-# Number of a bucket, and of a slot in it.
-_Place = tuple[int, int]
 
 
-class GradientReducer(Shared):
+class GradientReducer(ServedGradients):
     """Averages the gradients of a model's trainable parameters over the data parallel ranks.
 
     Args:
@@ -48,7 +42,6 @@ class GradientReducer(Shared):
 
     Attributes:
         parameters: those that were trainable, or had a gradient, when the last forward began.
-        in_schedule: a pipeline adds to `.grad` outside of backward.
     """
 
     def __init__(
@@ -61,30 +54,16 @@ class GradientReducer(Shared):
         main_gradients: bool,
         keep_rows: bool,
     ):
+        super().__init__(keep_rows=keep_rows)
         self._name_of, self.sharing_of = name_of, sharing_of
-        self.bucket_size, self.main_gradients, self.keep_rows = bucket_size, main_gradients, keep_rows
-        self.synchronise = True
-        self.buckets: list[Bucket] = []
-        self._place_of: dict[int, _Place] = {}
-        self._stand_ins: dict[int, ReducedGradient] = {}
+        self.bucket_size, self.main_gradients = bucket_size, main_gradients
         self._hooks: list[Any] = []
-        self.parameters: list[nn.Parameter] = []
-        self.in_schedule = False
-        # Buckets whose reduction is under way.
-        self._started: list[tuple[Bucket, Callable[[], Tensor]]] = []
-        self._next = 0
-        # A backward outside `no_sync` has left gradients. All ranks agree on it, whatever each has started already.
-        self._pending = False
         self._held: set[int] = set()
         # Parameters whose stand-in is not in `.grad` although they have a gradient, while a backward runs.
         self._absent: set[int] = set()
         self._build(parameters)
 
-    def owns(self, parameter: Tensor) -> bool:
-        """Tells whether gradients of this parameter, of any shape, are reduced here."""
-        return id(parameter) in self._place_of
-
-    # Backward
+    # Between forwards
 
     def _build(self, parameters: Iterable[nn.Parameter]) -> None:
         for hook in self._hooks:
@@ -142,6 +121,8 @@ class GradientReducer(Shared):
         for bucket in self.buckets:
             bucket.arrived.clear()
 
+    # Backward
+
     def begin_backward(self) -> None:
         """Takes stand-ins out of `.grad` until the backward under way ends: autograd leaves gradients there faster."""
         if self._absent or any(bucket.written for bucket in self.buckets) and self._pending:
@@ -160,7 +141,7 @@ class GradientReducer(Shared):
             self.parameter(key).grad = self._stand_ins[key]
         self._absent.clear()
 
-    def _arrive(self, place: _Place, parameter: Tensor) -> None:
+    def _arrive(self, place: Place, parameter: Tensor) -> None:
         """Takes in a parameter's gradient, which autograd has added up."""
         standing = self._stand_ins[id(parameter)]
         has_none = parameter.grad is None or (parameter.grad is standing and standing.part is None)
@@ -198,173 +179,9 @@ class GradientReducer(Shared):
             return
         self._pending = True
         bucket.arrived.add(index)
-        # In the order of buckets on every rank, whatever order backward takes: the collectives have to match.
-        while self._next < len(self.buckets):
-            following = self.buckets[self._next]
-            if len(following.arrived) < len(following.slots):
-                break
-            self._start(following)
+        self._start_arrived()
 
-    def _start(self, bucket: Bucket) -> None:
-        """Starts the reduction of the next bucket; a parameter without a gradient adds zero."""
-        rows = bucket.close_rows()
-        sharing = bucket.sharing
-        if sharing.shard_size > 1:
-            work: Callable[[], Tensor] = ReduceScatter(rows, bucket.take_inbox(), sharing.shard_group).wait
-        else:
-            reduction = dist.all_reduce(rows, group=sharing.replicate_group, async_op=True)
-            work = partial(_wait_for, reduction, rows)
-        self._started.append((bucket, work))
-        self._next += 1
-        if not self.keep_rows and len(self._started) > _IN_FLIGHT:
-            self._complete(*self._started.pop(0))
-
-    @torch.no_grad()
-    def finish(self) -> None:
-        """Completes the reduction of everything that backward left; every data parallel rank calls it."""
-        if not any(bucket.written for bucket in self.buckets):
-            return
-        while self._next < len(self.buckets):
-            self._start(self.buckets[self._next])
-        for started in self._started:
-            self._complete(*started)
-        self._started.clear()
-        self._next = 0
-        self._pending = False
-
-    @torch.no_grad()
-    def _complete(self, bucket: Bucket, work: Callable[[], Tensor]) -> None:
-        reduced = work()
-        if bucket.sharing.shard_size > 1:
-            sum_over(reduced, bucket.sharing.replicate_group)
-        elsewhere = set(range(len(bucket.slots))) - bucket.written
-        bucket.take_in(reduced, keep=self.keep_rows)
-        self._show(bucket, elsewhere & bucket.used)
-
-    def _show(self, bucket: Bucket, indices: Iterable[int]) -> None:
-        """Makes gradients seen in `.grad` that autograd has not left there on this rank."""
-        for index in indices:
-            parameter = bucket.slots[index].parameter
-            parameter.grad = self._stand_ins[id(parameter)]
-
-    # What a loop does to `.grad`
-
-    @torch.no_grad()
-    def take_edits(self) -> None:
-        """Forgets gradients that were taken out of `.grad`, and takes over those that were put there."""
-        for number, bucket in enumerate(self.buckets):
-            for index, slot in enumerate(bucket.slots):
-                gradient = slot.parameter.grad
-                if gradient is None:
-                    if index in bucket.written or index in bucket.used:
-                        self.complete()
-                        bucket.discard_slots({index}, keep=self.keep_rows)
-                elif not isinstance(gradient, ReducedGradient) or gradient.key != id(slot.parameter):
-                    self.complete()
-                    whole = gradient.read() if isinstance(gradient, ReducedGradient) else gradient
-                    self._renew(slot.parameter)
-                    self._replace((number, index), whole)
-
-    def settle(self) -> None:
-        """Makes `gradient` what a step is to use: edits and reductions are complete; every rank calls it."""
-        self.take_edits()
-        self.finish()
-
-    def _renew(self, parameter: Tensor) -> None:
-        """Makes another stand-in for a parameter's next gradient if somebody keeps the one of its last."""
-        # Asked before this function refers to it as well.
-        is_kept = is_held(self._stand_ins, id(parameter))
-        present = self._stand_ins[id(parameter)]
-        if is_kept or not isinstance(present, ReducedGradient):
-            if isinstance(present, ReducedGradient):
-                present.is_gone = True
-            self._stand_ins[id(parameter)] = stand_in(parameter, self)
-
-    def _replace(self, place: _Place, gradient: Tensor) -> None:
-        bucket, index = self.buckets[place[0]], place[1]
-        slot = bucket.slots[index]
-        bucket.discard_slots({index}, keep=self.keep_rows)
-        start, stop = owned_range(slot.entries, bucket.sharing.shard_size, bucket.sharing.shard_rank)
-        self._own_columns(place).copy_(local_tensor(gradient.detach()).reshape(-1)[start:stop])
-
-    def _own_columns(self, place: _Place) -> Tensor:
-        """Returns this rank's entries `[entries]` of a gradient that is there from now on."""
-        bucket, index = self.buckets[place[0]], place[1]
-        bucket.used.add(index)
-        parameter = bucket.slots[index].parameter
-        parameter.grad = self._stand_ins[id(parameter)]
-        bucket.open_shard()
-        gradient = self.gradient(parameter)
-        assert gradient is not None
-        return gradient
-
-    # What a `ReducedGradient` asks for
-
-    def parameter(self, key: int) -> nn.Parameter:
-        number, index = self._place_of[key]
-        return self.buckets[number].slots[index].parameter
-
-    def owned_range(self, key: int) -> tuple[int, int]:
-        number, index = self._place_of[key]
-        sharing = self.buckets[number].sharing
-        return owned_range(self.buckets[number].slots[index].entries, sharing.shard_size, sharing.shard_rank)
-
-    @torch.no_grad()
-    def owned(self, key: int) -> Tensor:
-        self.finish()
-        gradient = self.gradient(self.parameter(key))
-        return _there(gradient)
-
-    @torch.no_grad()
-    def whole(self, key: int) -> Tensor:
-        self.finish()
-        parameter = self.parameter(key)
-        return _there(self.full_gradient(parameter)).to(parameter.dtype)
-
-    @torch.no_grad()
-    def replace(self, key: int, gradient: Tensor) -> None:
-        self.finish()
-        self._replace(self._place_of[key], gradient)
-
-    def discard(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
-        """Forgets the gradients of these parameters, by default of all, as `zero_grad()` does."""
-        self.complete()
-        if parameters is None:
-            for bucket in self.buckets:
-                bucket.discard(keep=self.keep_rows)
-            parameters = self.parameters
-        else:
-            parameters = list(parameters)
-            slots: dict[int, set[int]] = {}
-            for parameter in parameters:
-                if self.owns(parameter):
-                    number, index = self._place_of[id(parameter)]
-                    slots.setdefault(number, set()).add(index)
-            for number, indices in slots.items():
-                self.buckets[number].discard_slots(indices, keep=self.keep_rows)
-        for parameter in parameters:
-            if isinstance(parameter.grad, ReducedGradient):
-                parameter.grad = None
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Makes backwards inside only add up gradients; the next backward outside reduces the sum."""
-        before, self.synchronise = self.synchronise, False
-        try:
-            yield
-        finally:
-            self.synchronise = before
-
-    # What `GradientStore` asks for besides, and describes
-
-    @property
-    def is_empty(self) -> bool:
-        self.take_edits()
-        return not any(bucket.written or bucket.shard is not None for bucket in self.buckets)
-
-    @property
-    def waits_for_reduction(self) -> bool:
-        return any(bucket.written for bucket in self.buckets)
+    # A store that sums are put aside in and handed over to
 
     @property
     def is_watched(self) -> bool:
@@ -396,21 +213,13 @@ class GradientReducer(Shared):
     @torch.no_grad()
     def hand_over(self, sums: list[Sum], factor: float, *, keep: bool) -> list[Tensor | None]:
         self.complete()
+        # Of what a loop did between a pipeline's forward, which these come from, and its backward.
+        self.take_edits()
         for bucket, sum_ in zip(self.buckets, sums, strict=True):
             added = sum_.written | sum_.used
             bucket.add(sum_.copy() if keep else sum_, factor)
             self._show(bucket, added)
         return [None] * len(self.parameters)
-
-    @torch.no_grad()
-    def reduce(self) -> None:
-        self._pending = True
-        while self._next < len(self.buckets):
-            self._start(self.buckets[self._next])
-
-    def complete(self) -> None:
-        if self._pending:
-            self.finish()
 
     def take(self, parameters: Iterable[nn.Parameter]) -> None:
         for parameter in parameters:
@@ -436,35 +245,6 @@ class GradientReducer(Shared):
                     parameter.grad = standing
             self.take(parameters)
 
-    # Reading
-
-    def gradient(self, parameter: Tensor) -> Tensor | None:
-        """Returns the reduced gradient `[entries]` of what this rank owns of a parameter; `finish()` comes before."""
-        number, index = self._place_of[id(parameter)]
-        bucket = self.buckets[number]
-        if bucket.shard is None or index not in bucket.used:
-            return None
-        return bucket.slots[index].own_columns(bucket.shard, bucket.sharing.shard_size, bucket.sharing.shard_rank)
-
-    def full_gradient(self, parameter: nn.Parameter) -> Tensor | None:
-        """Returns the reduced gradient of any shape, its parameter's, on every rank; for tests and debugging."""
-        number, index = self._place_of[id(parameter)]
-        bucket = self.buckets[number]
-        if bucket.shard is None or index not in bucket.used:
-            return None
-        slot = bucket.slots[index]
-        columns = bucket.shard[slot.start : slot.start + slot.width].contiguous()
-        rows = gather_rows(columns, bucket.sharing.shard_group)
-        local = torch.empty(local_tensor(parameter).shape, dtype=bucket.dtype, device=bucket.device)
-        Slot(parameter, 0, slot.width, slot.entries).collect_from(rows, local)
-        return dtensor_from_local(local, parameter) if isinstance(parameter, DTensor) else local
-
-
-def _there(gradient: Tensor | None) -> Tensor:
-    if gradient is None:
-        raise UnsupportedError("A gradient was used that `.grad` no longer holds: clone() what is to outlive it.")
-    return gradient
-
 
 def _kind(parameter: Tensor) -> tuple[torch.dtype, bool]:
     """Tells what changes when a parameter is cast or moved; `Module.to` may put another tensor into it."""
@@ -478,8 +258,3 @@ def _same(parameters: list[nn.Parameter], others: list[nn.Parameter]) -> bool:
 def _arrive(reducer: "weakref.ref[GradientReducer]", place: tuple[int, int], parameter: Tensor) -> None:
     if (alive := reducer()) is not None:
         alive._arrive(place, parameter)
-
-
-def _wait_for(work: Any, rows: Tensor) -> Tensor:
-    work.wait()
-    return rows[0]

@@ -20,7 +20,8 @@ from .trainer_checkpoints import probe
 
 def init(original: Callable, self: Any, model: Any = None, args: Any = None, *rest: Any, **kwargs: Any) -> None:
     """Refuses, before anything is built, arguments that would train differently from one process."""
-    if model is None or args is None or parallel_state(model) is None:
+    state = None if model is None else parallel_state(model)
+    if state is None or args is None:
         return original(self, model, args, *rest, **kwargs)
     for name in ("deepspeed", "fsdp"):
         if getattr(args, name, None):
@@ -41,8 +42,7 @@ def init(original: Callable, self: Any, model: Any = None, args: Any = None, *re
         probe(Path(args.output_dir))
     # Stock cannot resume models that were sharded at load time, and says so unless only weights are saved.
     weights_only, args.save_only_model = args.save_only_model, True
-    state = parallel_state(model)
-    if not args.average_tokens_across_devices and state.mesh.dp_size > 1:  # type: ignore[union-attr]
+    if not args.average_tokens_across_devices and state.mesh.dp_size > 1:
         warnings.warn(
             "TrainingArguments.average_tokens_across_devices=False: the data parallel ranks of a laid out model work "
             "on one batch, whose tokens are counted on all of them all the same.",
@@ -54,7 +54,7 @@ def init(original: Callable, self: Any, model: Any = None, args: Any = None, *re
     finally:
         args.save_only_model = weights_only
     if self.label_smoother is not None:
-        self.label_smoother = _BatchSmoother(self.label_smoother, parallel_state(model).loss)  # type: ignore[union-attr]
+        self.label_smoother = _BatchSmoother(self.label_smoother, state.loss)
     return self.add_callback(TerminationCallback())
 
 

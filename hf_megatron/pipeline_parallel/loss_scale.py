@@ -7,7 +7,7 @@ them: a second buffer is saved.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -162,7 +162,7 @@ class ScheduledGradients:
         """Lists the parameters whose gradients are asked of the loss."""
         return self.store.parameters if self.is_direct else self.store.found(self._sums)
 
-    def settle(self, scale: float, *, keep: bool) -> list[Tensor | None]:
+    def settle(self, scale: float, *, keep: bool) -> Sequence[Tensor | None]:
         """Takes the scale of the gradients, as backward tells it.
 
         Args:
@@ -192,7 +192,7 @@ class ScheduledGradients:
             self.store.reduce()
         return handed_over
 
-    def hand_over(self, factor: float, *, keep: bool) -> list[Tensor | None]:
+    def hand_over(self, factor: float, *, keep: bool) -> Sequence[Tensor | None]:
         """Makes the gradients that were kept apart part of the sums; see `GradientStore.hand_over`."""
         sums = self._sums
         if not keep:

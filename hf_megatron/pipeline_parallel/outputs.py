@@ -1,5 +1,6 @@
 """What a pipelined model returns, and the autograd nodes behind it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -8,6 +9,7 @@ from torch import Tensor
 from transformers.utils import ModelOutput
 
 from ..errors import UnsupportedError
+from ..loss import BatchLoss
 from ..upstream import is_reached
 
 
@@ -40,20 +42,19 @@ class AbsentLogits:
         )
 
 
+# Of inputs, and what autograd has to add to each parameter.
+Gradients = tuple[Sequence[Tensor | None], Sequence[Tensor | None]]
+
+
 class Backward(Protocol):
     """What stands behind values that a pipeline returned."""
 
-    def __call__(
-        self, gradients: tuple[Tensor, ...], *, accumulates: bool, wants_weights: bool
-    ) -> tuple[list[Tensor | None], list[Tensor | None]]:
+    def __call__(self, gradients: tuple[Tensor, ...], /, *, accumulates: bool, wants_weights: bool) -> Gradients:
         """Takes the gradients of the values.
 
         Args:
             accumulates (`bool`): the backward adds to `.grad` of what it reaches; else it returns gradients.
             wants_weights (`bool`): whether it asks for those of parameters.
-
-        Returns:
-            the gradients of the inputs, and what autograd has to add to each parameter.
         """
 
 
@@ -89,6 +90,14 @@ class PipelineValues(torch.autograd.Function):
         return (torch.zeros(()), None, None, None, *(None for _ in range(ctx.values)), *inputs, *parameters)
 
 
+def with_backward(
+    backward: Backward, values: tuple[Tensor, ...], inputs: Sequence[Tensor], parameters: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    """Gives values, `[rows, ...]` or scalars, a node that inputs and parameters of any shape get gradients from."""
+    anchor = torch.zeros((), requires_grad=True)
+    return PipelineValues.apply(anchor, backward, len(values), len(inputs), *values, *inputs, *parameters)
+
+
 class ReportedPart(torch.autograd.Function):
     """A part of the loss that is returned beside it, without a graph of its own."""
 
@@ -105,3 +114,28 @@ class ReportedPart(torch.autograd.Function):
             f"outputs.{ctx.name} of a pipelined model in training is part of outputs.loss and cannot be backpropagated "
             "by itself. Weigh it by the model's config (router_aux_loss_coef), or load the model with pp_size=1."
         )
+
+
+def reported(name: str, value: Tensor) -> Tensor:
+    """Makes a part of the loss, a scalar, say in backward that it has none of its own."""
+    return ReportedPart.apply(torch.zeros((), requires_grad=True), name, value)
+
+
+def loss_of(output: Any, model: Any, loss: BatchLoss) -> Tensor:
+    """Reads the loss, a scalar, of what the last stage returned."""
+    if not loss.was_used:
+        raise UnsupportedError(
+            f"{type(model).__name__} computes its loss itself, each microbatch's by its own targets; with a "
+            "pipeline call it without labels and compute the loss from its logits."
+        )
+    return output["loss"]
+
+
+def logits_of(output: Any, model: Any) -> Tensor:
+    """Reads the logits, `[rows, ...]`, of what the last stage returned."""
+    if output.get("logits") is None:
+        raise UnsupportedError(
+            f"{type(model).__name__} returns no logits; a pipeline hands out logits and losses only."
+        )
+    logits = output["logits"]
+    return logits if isinstance(logits, Tensor) else logits.gather(warn=False)

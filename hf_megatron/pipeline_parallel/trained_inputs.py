@@ -1,6 +1,7 @@
 """Inputs of a pipelined model that are trained themselves: soft prompts, embeddings with a graph behind them."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,10 +29,7 @@ class TrainedInputs:
         if not torch.is_grad_enabled():
             self.arguments = dict(arguments)
             return
-        self.arguments = {
-            name: _map(value, lambda tensor, n=name: self._cut(n, tensor))
-            for name, value in arguments.items()  # type: ignore[misc]
-        }
+        self.arguments = {name: _map(value, partial(self._cut, name)) for name, value in arguments.items()}
 
     def _cut(self, name: str, tensor: Tensor) -> Tensor:
         if not tensor.requires_grad:

@@ -62,7 +62,7 @@ def sum_tied_gradients_of_the_whole_step_again():
         handed_over = original(self, scale, **kwargs)
         pipeline = self.sum_tied.__self__
         for parameter in pipeline._tied():
-            other = pipeline._last if pipeline.mesh.pp_rank == pipeline._first else pipeline._first
+            other = pipeline.last if pipeline.mesh.pp_rank == pipeline.first else pipeline.first
             index = [id(reached) for reached in self.store.parameters].index(id(parameter))
             pipeline.transport.sum_with(handed_over[index], other, 0)
             if parameter.grad is not None:

@@ -6,7 +6,7 @@ from transformers import CONFIG_MAPPING
 
 from hf_megatron.communication import collectives
 from hf_megatron.communication.flat_rows import AllGather
-from hf_megatron.data_parallel import gradient_norm, optimizer, reduction, weight_gathering
+from hf_megatron.data_parallel import bucket_reduction, gradient_norm, optimizer, weight_gathering
 from hf_megatron.data_parallel.buckets import Bucket, Slot
 from hf_megatron.tensor_parallel import logits, region
 from hf_megatron.verify.check import parse_layouts
@@ -172,7 +172,7 @@ def count_what_tp_ranks_repeat_twice():
 
 
 def forget_the_sum_over_replicas():
-    reduction.sum_over = lambda tensor, group: tensor
+    bucket_reduction.sum_over = lambda tensor, group: tensor
 
 
 DATA_PARALLEL = [

@@ -1,11 +1,12 @@
 """What loops do to gradients and weights besides the usual: each habit is a function of a `Loop`, run on every layout.
 
-All habits of a file run in one job per layout, one after another from the same weights, and once in one process.
+Those of `hf_megatron.verify.fuzz` are run by `test_habits.py`; here are others, and gradients are compared as well. All
+habits of a file run in one job per layout, one after another from the same weights, and once in one process.
 """
 
 import functools
 import traceback
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,15 +16,24 @@ from hf_megatron import prepare_optimizer
 from hf_megatron.checkpoint.gathered import gather_to_first
 from hf_megatron.data_parallel.fully_sharded import whole_local
 from hf_megatron.parallelize import parallel_state
-from hf_megatron.verify.measure import Measurement
+from hf_megatron.verify.measure import Measurement, _full
 from hf_megatron.verify.metric import judge
 from hf_megatron.verify.ranks import run_ranks
 
-from .dp_training import layout, own_rows, ranks_of, restore, snapshot, weights
+from . import dp_training
+from .dp_training import own_rows, ranks_of, restore, snapshot
 
 LAYOUTS = ["tp2", "tp2+sp", "dp2+zero0", "dp2", "dp2+zero2", "dp2+zero3", "tp2+dp2"]
-SPLIT = ["tp2", "tp2+sp"]
-REPLICATED = LAYOUTS[2:]
+# The last word of the second one is a schedule that computes gradients of inputs and of weights apart.
+PIPELINES = ["pp2", "pp2+split", "tp2+pp2", "pp2+dp2+zero0", "pp2+dp2", "pp2+dp2+zero2", "pp2+dp2+zero3"]
+WHOLE_BATCH = ["tp2", "tp2+sp", "pp2", "tp2+pp2"]
+
+
+def layout(text):
+    config = dp_training.layout(text.removesuffix("+split"))
+    if text.endswith("+split"):
+        config = replace(config, pipeline_schedule="interleaved_zero_bubble", virtual_stages=1)
+    return config
 
 
 def save_tiny(path):
@@ -55,15 +65,21 @@ def batch(seed, rows=4, length=9):
     return {"input_ids": ids, "labels": labels}
 
 
-def full(model, name, tensor):
-    """A weight or gradient in full on every rank of the first tp rank's; the tensor itself in one process."""
+def full(model, values):
+    """Weights or gradients by name in full: on the first tp ranks, over stages on the first rank of all."""
     state = parallel_state(model)
-    if state is None or tensor is None:
-        return None if tensor is None else tensor.detach().clone()
+    values = {name: None if value is None else value.detach().clone() for name, value in values.items()}
+    if state is None or state.mesh.pp_size > 1:
+        return _full(model, values)
+    found = {name: None if value is None else _full_of_one(state, name, value) for name, value in values.items()}
+    return found if state.mesh.tp_rank == 0 else {}
+
+
+def _full_of_one(state, name, tensor):
     placement, local = state.placement(name), None
     if state.shards_weights:
         local = whole_local(tensor, placement.local_shape(tensor.shape, state.axes), state.mesh)
-    gathered = gather_to_first(tensor.detach().clone(), placement, state.mesh, None, local)
+    gathered = gather_to_first(tensor, placement, state.mesh, None, local)
     return None if gathered is None else gathered.clone()
 
 
@@ -72,6 +88,7 @@ class Loop:
     """A model under training, and what was seen of it."""
 
     model: Any
+    path: Any = None
     optimizer: Any = None
     losses: list[float] = field(default_factory=list)
     seen: dict[str, torch.Tensor | None] = field(default_factory=dict)
@@ -115,17 +132,16 @@ class Loop:
         self.see(name, whole)
 
     def see_gradients(self, when):
-        for name, parameter in self.model.named_parameters():
-            self.seen[f"{when}: {name}"] = full(self.model, name, parameter.grad)
+        gradients = full(self.model, {name: parameter.grad for name, parameter in self.model.named_parameters()})
+        self.seen |= {f"{when}: {name}": gradient for name, gradient in gradients.items()}
 
     def measurement(self):
         """Gradients of a last backward are what is left after the habit plus one more batch's."""
         self.backward(99)
         self.see_gradients("at the end")
-        norm = torch.tensor(self.losses[-1])
-        return Measurement(
-            sum(self.losses), norm.item(), norm.item(), dict(self.seen), {"the habit": weights(self.model)}
-        ), list(self.losses)
+        weights = full(self.model, dict(self.model.named_parameters()))
+        weights = {name: weight for name, weight in weights.items() if weight is not None}
+        return Measurement(sum(self.losses), 0.0, 0.0, dict(self.seen), {"the habit": weights}), list(self.losses)
 
 
 def run_all(path, text, habits, **kwargs):
@@ -138,7 +154,7 @@ def run_all(path, text, habits, **kwargs):
         model.zero_grad()
         model.requires_grad_(True)
         restore(model, start)
-        loop = Loop(model)
+        loop = Loop(model, path)
         try:
             habit(loop)
             found[name] = loop.measurement()
@@ -147,11 +163,23 @@ def run_all(path, text, habits, **kwargs):
     return found
 
 
+def possible(habits, text, impossible):
+    """The habits that a layout can have; `impossible` names others by a part of the layout's text."""
+    gone = set().union(*(names for part, names in impossible.items() if part in (text or "")))
+    return {name: habit for name, habit in habits.items() if name not in gone}
+
+
+def cells(habits, layouts, impossible):
+    return [(name, text) for text in layouts for name in possible(habits, text, impossible)]
+
+
 class Runs:
     """Every layout's run of a table of habits, made when first asked for."""
 
-    def __init__(self, path, habits, **kwargs):
-        self.of = functools.cache(lambda text: self._run(path, text, habits, **kwargs))
+    def __init__(self, path, habits, impossible=None, **kwargs):
+        self.of = functools.cache(
+            lambda text: self._run(path, text, possible(habits, text, impossible or {}), **kwargs)
+        )
 
     def _run(self, path, text, habits, **kwargs):
         if text is None:

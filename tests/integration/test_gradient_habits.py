@@ -8,10 +8,11 @@ from transformers import AutoModelForCausalLM
 
 import hf_megatron
 from hf_megatron import UnsupportedError
+from hf_megatron.parallelize import parallel_state
 from hf_megatron.verify.ranks import run_ranks
 
-from .dp_training import layout, ranks_of
-from .habits import LAYOUTS, SPLIT, Loop, Runs, batch, full, own_rows, save_tiny
+from .dp_training import layout
+from .habits import LAYOUTS, PIPELINES, WHOLE_BATCH, Runs, batch, cells, own_rows, save_tiny
 
 HABITS = {}
 _NAMES = ("clip_grad_norm_", "get_total_norm", "clip_grads_with_norm_", "clip_grad_value_")
@@ -30,23 +31,26 @@ def habit(function):
     return function
 
 
+IMPOSSIBLE = {
+    # It has other parameters between forward and backward, and whole ones inside the model's forward only.
+    "zero3": {
+        "sets_gradients_to_none_before_backward",
+        "assigns_zeros_between_forward_and_backward",
+        "gives_embeddings_of_its_own",
+    },
+    # A rank has the norms of its own stage's gradients.
+    "pp": {"reads_gradients"},
+}
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     path = tmp_path_factory.mktemp("tiny")
     save_tiny(path)
-    return Runs(path, HABITS)
+    return Runs(path, HABITS, IMPOSSIBLE)
 
 
 # Taking gradients away
-
-
-@habit
-def sets_gradients_to_none(loop):
-    for seed in range(3):
-        for parameter in loop.model.parameters():
-            parameter.grad = None
-        loop.backward(seed)
-        loop.optimizer.step()
 
 
 @habit
@@ -78,20 +82,6 @@ def zeroes_gradients_of_the_model(loop):
         loop.model.zero_grad(set_to_none=False)
         loop.backward(seed)
         loop.optimizer.step()
-
-
-@habit
-def zeroes_then_freezes(loop):
-    loop.step(0)
-    loop.backward(1)
-    loop.optimizer.step()
-    loop.optimizer.zero_grad(set_to_none=False)
-    for parameter in loop.parameters("mlp"):
-        parameter.requires_grad_(False)
-    for seed in (2, 3):
-        loop.backward(seed)
-        loop.optimizer.step()
-        loop.model.zero_grad(set_to_none=False)
 
 
 @habit
@@ -202,18 +192,6 @@ def clips_by_early_names(loop):
         loop.optimizer.zero_grad()
 
 
-@habit
-def clips_by_late_names(loop):
-    for seed in range(2):
-        loop.backward(seed)
-        parameters = list(loop.model.parameters())
-        loop.see("norm", torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters]))
-        torch.nn.utils.clip_grads_with_norm_(parameters, 0.5, loop.seen["norm"])
-        torch.nn.utils.clip_grad_value_(parameters, 1e-3)
-        loop.optimizer.step()
-        loop.optimizer.zero_grad()
-
-
 def _plain(tensor):
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
@@ -222,24 +200,44 @@ def _plain(tensor):
 
 
 @habit
-def adds_other_terms(loop):
+def computes_a_penalty_first(loop):
     for seed in range(2):
+        penalty = sum(_plain(parameter.pow(2).sum()) for parameter in loop.model.parameters())
         loss = loop.loss(seed)
-        total = loss + 0.1 * sum(_squares(parameter) for parameter in loop.model.parameters())
-        (total / 4).backward()
+        ((loss + 0.1 * penalty) / 4).backward()
         loop.losses.append(loss.item())
         loop.optimizer.step()
         loop.optimizer.zero_grad()
 
 
-def _squares(parameter):
-    return _plain(parameter.pow(2).sum())
+def outside(loop, seed):
+    """A loss that the loop computes, of rows that are equally many on every rank."""
+    ids = own_rows(loop.model, batch(seed))["input_ids"]
+    logits = loop.model(input_ids=ids).logits[:, :-1]
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
 
 
 @habit
-def two_forwards_one_backward(loop):
-    for seed in (0, 2):
-        ((loop.loss(seed) + 3 * loop.loss(seed + 1)) / 4).backward()
+def losses_of_its_own_twice(loop):
+    loss = outside(loop, 0)
+    loss.backward(retain_graph=True)
+    (loss / 3).backward()
+    loop.optimizer.step()
+
+
+@habit
+def losses_of_both_kinds(loop):
+    (loop.loss(0) + outside(loop, 1)).backward()
+    loop.optimizer.step()
+
+
+@habit
+def losses_of_two_models(loop):
+    state = parallel_state(loop.model)
+    config = {} if state is None else {"megatron_config": state.config}
+    other = AutoModelForCausalLM.from_pretrained(loop.path, **config).train()
+    for seed in range(2):
+        (loop.loss(seed) * other(**own_rows(other, batch(seed + 2))).loss).backward()
         loop.optimizer.step()
         loop.optimizer.zero_grad()
 
@@ -248,18 +246,10 @@ def two_forwards_one_backward(loop):
 def two_forwards_two_backwards(loop):
     for seed in (0, 2):
         first, second = loop.loss(seed), loop.loss(seed + 1)
-        first.backward()
-        second.backward()
+        (3 * second).backward()
+        (first / 2).backward()
         loop.optimizer.step()
         loop.optimizer.zero_grad()
-
-
-@habit
-def retains_the_graph(loop):
-    loss = loop.loss(0)
-    loss.backward(retain_graph=True)
-    (loss * 0.5).backward()
-    loop.optimizer.step()
 
 
 @habit
@@ -330,92 +320,94 @@ def gives_embeddings_of_its_own(loop):
 PARTIAL = {}
 
 
-def partial(function):
-    PARTIAL[function.__name__] = function
-    return function
+def partial(message):
+    def of(function):
+        PARTIAL[function.__name__] = function, message
+        return function
+
+    return of
 
 
-@partial
-def asks_autograd_for_gradients(loop):
+@partial("averaged over the dp ranks")
+def asks_autograd_for_one_after_another(loop):
     parameters = list(loop.model.parameters())
-    for name, gradient in zip(
-        dict(loop.model.named_parameters()), torch.autograd.grad(loop.loss(0), parameters), strict=True
-    ):
-        loop.seen[name] = full(loop.model, name, gradient)
-    [gradient] = torch.autograd.grad(loop.loss(1), parameters[3:4])
-    loop.seen["of one"] = full(loop.model, list(dict(loop.model.named_parameters()))[3], gradient)
+    loss = loop.loss(0)
+    for index, parameter in enumerate(parameters):
+        [parameter.grad] = torch.autograd.grad(loss, [parameter], retain_graph=index < len(parameters) - 1)
+    loop.optimizer.step()
 
 
-@partial
-def hooks_on_gradients(loop):
-    seen = []
-    hooks = [parameter.register_hook(lambda gradient: gradient * 0.5) for parameter in loop.parameters("proj")]
-    hooks += [
-        parameter.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter.grad.norm()))
-        for parameter in loop.parameters("norm")
-    ]
-    try:
-        loop.step(0)
-        loop.step(1)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    loop.see("seen", torch.stack([_plain(norm) for norm in seen]))
+@partial("averaged over the dp ranks")
+def asks_autograd_for_gradients_of_its_own_loss(loop):
+    parameters = list(loop.model.parameters())
+    for parameter, gradient in zip(parameters, torch.autograd.grad(outside(loop, 0), parameters), strict=True):
+        parameter.grad = gradient
+    loop.optimizer.step()
 
 
-@partial
-def soft_prompt_outside_of_the_model(loop):
-    prompt = torch.zeros(2, 32, requires_grad=True)
-    own = own_rows(loop.model, batch(0))
-    words = loop.model.get_input_embeddings()(own["input_ids"])
-    inputs = torch.cat([prompt.expand(len(words), 2, 32), words], 1)
-    labels = torch.nn.functional.pad(own["labels"], (2, 0), value=-100)
-    loop.model(inputs_embeds=inputs, labels=labels).loss.backward()
-    loop.see("prompt", prompt.grad)
+@partial("averaged over the dp ranks")
+def goes_backward_to_some(loop):
+    loop.loss(0).backward(inputs=loop.parameters("mlp"))
+    assert all((parameter.grad is None) == ("mlp" not in name) for name, parameter in loop.model.named_parameters())
+    loop.optimizer.step()
 
 
-REFUSALS = {
-    "asks_autograd_for_gradients": "torch.autograd.grad by parameters",
-    "hooks_on_gradients": "A hook on the gradient of",
-    "soft_prompt_outside_of_the_model": "Make them parameters of the model",
-}
+@partial("A hook on the gradient of")
+def squares_gradients_in_hooks(loop):
+    """Once for each gradient, and not for each microbatch: a square tells the difference."""
+    calls = []
+    with contextlib.ExitStack() as hooks:
+        for parameter in loop.model.parameters():
+            hooks.enter_context(parameter.register_hook(lambda g: calls.append(1) or g * g.abs()))
+        (loop.loss(0) / 2).backward()
+    assert len(calls) == len(list(loop.model.parameters()))
+    loop.optimizer.step()
+
+
+@partial("A hook on the gradient of")
+def steps_in_hooks(loop):
+    def step(parameter):
+        with torch.no_grad():
+            parameter.sub_(parameter.grad, alpha=1e-2)
+
+    with contextlib.ExitStack() as hooks:
+        for parameter in loop.model.parameters():
+            hooks.enter_context(parameter.register_post_accumulate_grad_hook(step))
+        (loop.loss(0) + outside(loop, 1)).backward()
+
+
+@partial("Make them parameters of the model")
+def asks_for_the_gradient_of_a_prompt(loop):
+    drawn = own_rows(loop.model, {"x": torch.randn(4, 9, 32, generator=torch.Generator().manual_seed(7))})["x"]
+    prompt = torch.ones(32, requires_grad=True)
+    labels = own_rows(loop.model, batch(0))["labels"]
+    loop.see(
+        "asked", torch.autograd.grad(loop.model(inputs_embeds=drawn * prompt, labels=labels).loss / 4, [prompt])[0]
+    )
+    loop.model(inputs_embeds=drawn * prompt).logits.float().square().mean().backward()
+    loop.see("of logits", prompt.grad)
+    loop.model.zero_grad()
 
 
 @pytest.fixture(scope="module")
 def partial_runs(tmp_path_factory):
     path = tmp_path_factory.mktemp("tiny")
     save_tiny(path)
-    # Stage 3 does not go on after an error.
-    return {name: Runs(path, {name: function}) for name, function in PARTIAL.items()}
+    return Runs(path, {name: function for name, (function, _) in PARTIAL.items()})
 
 
-@pytest.mark.parametrize("text", SPLIT)
+@pytest.mark.parametrize("text", WHOLE_BATCH)
 @pytest.mark.parametrize("name", PARTIAL)
 def test_equal_where_one_rank_sees_all_of_the_batch(partial_runs, text, name):
-    partial_runs[name].compare(text, name)
+    partial_runs.compare(text, name)
 
 
-# In stage 3 torch itself refuses the others: parameters of the loop's are not those in the graph.
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [*((n, text) for n in PARTIAL for text in ("dp2", "tp2+dp2")), ("hooks_on_gradients", "dp2+zero3")],
-)
-def test_refused_where_ranks_see_parts_of_the_batch(partial_runs, text, name):
-    partial_runs[name].refused(text, name, REFUSALS[name])
+@pytest.mark.parametrize("name", PARTIAL)
+def test_refused_where_ranks_see_parts_of_the_batch(partial_runs, name):
+    partial_runs.refused("pp2+dp2", name, PARTIAL[name][1])
 
 
-# Stage 3 has other parameters between forward and backward, and whole ones inside the model's forward only.
-NOT_IN_STAGE_THREE = {
-    "sets_gradients_to_none_before_backward",
-    "assigns_zeros_between_forward_and_backward",
-    "gives_embeddings_of_its_own",
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [(n, text) for n in HABITS for text in LAYOUTS if not ("zero3" in text and n in NOT_IN_STAGE_THREE)],
-)
+@pytest.mark.parametrize(("name", "text"), cells(HABITS, LAYOUTS + PIPELINES, IMPOSSIBLE))
 def test_equal_to_one_process(runs, text, name):
     runs.compare(text, name)
 
@@ -443,46 +435,3 @@ def keep_a_gradient(path):
 def test_a_gradient_that_was_cleared_is_not_the_next_one(tmp_path):
     save_tiny(tmp_path)
     assert run_ranks(keep_a_gradient, 2, tmp_path) == [True, True]
-
-
-def norms(path, text=None):
-    """Of the whole model, whichever part a rank holds."""
-    clip_grad_norm_, get_total_norm, clip_grads_with_norm_, _ = early_names()
-    model = AutoModelForCausalLM.from_pretrained(path, megatron_config=None if text is None else layout(text)).train()
-    model(**own_rows(model, batch(0))).loss.backward()
-    parameters = list(model.parameters())
-
-    def total(kind=2.0):
-        return get_total_norm([parameter.grad for parameter in parameters], kind).item()
-
-    found = [total(), total(float("inf")), clip_grad_norm_(parameters, 0.5).item(), total()]
-    clip_grads_with_norm_(parameters, 0.1, get_total_norm([parameter.grad for parameter in parameters]))
-    return [*found, total()]
-
-
-@pytest.mark.parametrize("text", ["pp2", "pp2+dp2"])
-def test_early_names_see_every_stage(tmp_path, text):
-    save_tiny(tmp_path)
-    expected = norms(tmp_path)
-    for found in run_ranks(norms, ranks_of(layout(text)), tmp_path, text):
-        assert found == pytest.approx(expected, rel=1e-5)
-
-
-def compiled(path, text=None):
-    model = AutoModelForCausalLM.from_pretrained(path, megatron_config=None if text is None else layout(text)).train()
-    whole, loop = torch.compile(model, backend="eager"), Loop(model)
-    for seed in range(2):
-        loss = whole(**own_rows(model, batch(seed))).loss
-        loss.backward()
-        loop.losses.append(loss.item())
-        loop.optimizer.step()
-        loop.optimizer.zero_grad()
-    return loop.losses
-
-
-@pytest.mark.parametrize("text", ["tp2+sp", "dp2", "dp2+zero3"])
-def test_a_compiled_model(tmp_path, text):
-    save_tiny(tmp_path)
-    expected = compiled(tmp_path)
-    for found in run_ranks(compiled, 2, tmp_path, text, timeout=300):
-        assert found == pytest.approx(expected, rel=1e-5)

@@ -1,0 +1,77 @@
+"""What is looked at in the arguments of a pipelined call before any stage runs: every rank raises alike."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from ..batch_labels import is_target
+from ..errors import ConfigError, UnsupportedError
+from ..loss import IGNORE_INDEX, has_labels
+from ..parallel_state import ParallelState
+from ..patch_ledger import Shared
+from ..tensor_parallel.vocabulary import require_tokens
+from ..token_loss import TokenLoss
+from .cache import cache_name
+
+
+class CallChecks(Shared):
+    """The checks of one model's calls."""
+
+    def __init__(self, model: Any, state: ParallelState):
+        self.model, self.auxiliary_loss = model, state.config.auxiliary_loss
+        self._knows_targets = state.loss.shifts is not None
+        self._tokens, self._classes = _tokens(model, state), _classes(model)
+
+    def require_tokens(self, arguments: Mapping[str, Any]) -> None:
+        """Raises `IndexError` on every rank, where the first or the last stage alone would look the tokens up."""
+        ids, labels = arguments.get("input_ids"), arguments.get("labels")
+        if ids is not None and self._tokens is not None:
+            require_tokens(ids, self._tokens, "token id")
+        if labels is not None and not labels.is_floating_point() and self._classes > 1:
+            require_tokens(labels, self._classes, "label", arguments.get("ignore_index", IGNORE_INDEX))
+
+    def require_known_loss(self, arguments: Mapping[str, Any]) -> None:
+        """Raises for targets that a pipeline cannot count."""
+        others = [name for name, value in arguments.items() if isinstance(value, Tensor) and is_target(name)]
+        if others and not (self._knows_targets and has_labels(arguments)):
+            raise UnsupportedError(
+                f"{type(self.model).__name__} with {', '.join(others)}: a pipeline knows losses of `labels` alone, "
+                "that are a mean over tokens or rows. Call it without and compute the loss from its logits."
+            )
+
+    def require_one_stage_each(self, arguments: Mapping[str, Any], *, fills_cache: bool) -> None:
+        """Raises where outputs of all layers are wanted, or a cache in a call that fills none."""
+        for name in ("output_attentions", "output_hidden_states"):
+            if arguments.get(name) or getattr(self.model.config, name, False):
+                raise UnsupportedError(f"{name}=True: no rank of a pipeline has those of all layers.")
+        if not fills_cache and (past := cache_name(arguments)) is not None:
+            raise UnsupportedError(f"{past} in a training step: a pipeline fills caches in evaluation only.")
+
+    def refuse_batch_statistics(self, arguments: Mapping[str, Any]) -> None:
+        """Raises for a router loss of the whole batch, which microbatches do not add up to."""
+        asked = arguments.get("output_router_logits")
+        if asked is None:
+            asked = getattr(self.model.config.get_text_config(), "output_router_logits", False)
+        if asked and self.auxiliary_loss == "batch":
+            raise ConfigError(
+                "output_router_logits=True with several microbatches: the router loss of a batch cannot be computed "
+                "from those of its microbatches. Set MegatronConfig.auxiliary_loss='sequence' (each row's own, the "
+                "same on every layout) or 'microbatch' (each microbatch's own), or num_microbatches=1."
+            )
+
+
+def _tokens(model: Any, state: ParallelState) -> int | None:
+    """Counts the token ids that a text model knows; others may have ids that stand for images."""
+    if model.config.get_text_config() is not model.config:
+        return None
+    embedding = model.get_input_embeddings()
+    name = next((name for name, module in model.named_modules() if module is embedding), None)
+    claim = state.claims.get(f"{name}.weight")
+    return None if claim is None else claim.shape[0]
+
+
+def _classes(model: Any) -> int:
+    """Counts the classes that labels choose from."""
+    config = model.config
+    return config.get_text_config().vocab_size if isinstance(model.loss_function, TokenLoss) else config.num_labels

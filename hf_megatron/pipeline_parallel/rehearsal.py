@@ -1,0 +1,86 @@
+"""Runs a pipelined model without its layers before the first call of a kind.
+
+What a pipeline cannot do shows before anything is sent, not in the middle of a schedule.
+"""
+
+import inspect
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..data_parallel.fully_sharded import reshard
+from ..errors import MegatronError, UnsupportedError
+from ..loss import Share, has_labels
+from ..parallel_state import ParallelState
+from ..patch_ledger import Shared
+from .autocast import quiet_autocast
+from .cut import Cut
+from .outputs import logits_of, loss_of
+
+
+class Rehearsal(Shared):
+    """The rehearsals of one model's calls.
+
+    Args:
+        forward (`Callable`): the model's own.
+    """
+
+    def __init__(self, model: Any, state: ParallelState, cut: Cut, forward: Callable[..., Any]):
+        self.model, self.mesh, self.loss, self.cut = model, state.mesh, state.loss, cut
+        self._forward, self._parameters = forward, inspect.signature(forward).parameters
+        self._ranks, self._in_lockstep = state.config.pp_size, state.in_lockstep
+        self._shards_weights = state.shards_weights
+        self._done: set[Hashable] = set()
+
+    def of_call(self, arguments: dict[str, Any], *, is_read: bool) -> None:
+        """Runs this rank's stages without their layers, and raises on every rank what any of them found.
+
+        Args:
+            arguments: of a microbatch.
+            is_read (`bool`): whether the caller reads what the last stage returns, in place of its loss and logits.
+        """
+        names = frozenset(name for name, value in arguments.items() if value is not None)
+        # Where dp ranks wait for each other in a forward, all of them do it in the same call.
+        kind = (self.model.training, has_labels(arguments), is_read, None if self._in_lockstep else names)
+        if kind in self._done:
+            return
+        found = None
+        try:
+            self._run_without_layers(arguments, is_read=is_read)
+        except MegatronError as error:
+            found = error
+        except (AttributeError, TypeError) as error:
+            found = UnsupportedError(f"Parts of it were not found where the pipeline is cut ({error}).")
+            found.__cause__ = error
+        except Exception:  # noqa: BLE001
+            # What a batch does wrong shows in the schedule as in one process, by the same exception.
+            found = None
+        verdicts: list[str | None] = [None] * self._ranks
+        dist.all_gather_object(verdicts, None if found is None else str(found), group=self.mesh.pp_group)
+        for rank, verdict in enumerate(verdicts):
+            if verdict is not None:
+                raise UnsupportedError(
+                    f"{type(self.model).__name__} on pp rank {rank}: {verdict} Nothing has been computed yet."
+                ) from (found if rank == self.mesh.pp_rank else None)
+        self._done.add(kind)
+
+    @torch.no_grad()
+    def _run_without_layers(self, arguments: dict[str, Any], *, is_read: bool) -> None:
+        part = dict(arguments)
+        if "output_router_logits" in self._parameters:
+            # Layers record them.
+            part["output_router_logits"] = False
+        devices = [self.mesh.device] if self.mesh.device.type == "cuda" else []
+        with torch.random.fork_rng(devices), quiet_autocast(), self.cut.boundary.rehearsing():
+            for stage in self.cut.boundary.stages.of_rank(self.mesh.pp_rank):
+                with self.loss.over(Share(1.0, 1.0, part)):
+                    output = self.cut.boundary.run(stage, None, lambda: self._forward(**part))
+                    if stage == len(self.cut.boundary.stages.ranges) - 1 and not is_read:
+                        if has_labels(arguments):
+                            loss_of(output, self.model, self.loss)
+                        else:
+                            logits_of(output, self.model)
+        if self._shards_weights:
+            reshard(self.cut.ends(self.model))

@@ -1,0 +1,238 @@
+"""What every way of a pipelined call has in common: microbatches, their forwards on this rank's stages, gradients."""
+
+import functools
+import inspect
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..communication.random_streams import MicrobatchStreams
+from ..data_parallel.engine import DataParallel
+from ..data_parallel.fully_sharded import reshard
+from ..data_parallel.gradient_store import GradientStore
+from ..errors import UnsupportedError
+from ..loss import Share, has_labels, without_targets
+from ..parallel_state import ParallelState
+from ..patch_ledger import Shared
+from ..upstream import local_tensor
+from .autocast import autocast_dtype, quiet_autocast
+from .cache import StagedCache
+from .call_checks import CallChecks
+from .cut import Cut, stages_per_rank
+from .executor import Execution
+from .loss_scale import LossScale
+from .microbatches import batch_rows, describe, split
+from .rehearsal import Rehearsal
+from .schedules import Action, schedule, valid_microbatches
+from .transport import Transport
+
+if TYPE_CHECKING:
+    from ..profile.spans import SpanRecorder
+
+# Microbatches per stage unless the user says otherwise: a bubble of a fifth at most in 1F1B.
+_PER_RANK = 4
+_TIED_TAG = 0
+# `torch.amp.GradScaler`'s default. Unscaled, most fp16 gradients would be zero before anything can be multiplied.
+_SCALER_STARTS_AT = 2.0**16
+
+
+class StageRunner(Shared):
+    """Runs this rank's stages of a model over the microbatches of batches.
+
+    Attributes:
+        forward, signature: the model's own forward.
+        recorder (`SpanRecorder`, *optional*): measures what this rank does, when set.
+        loss_scale (`LossScale`): what is known of the factors that losses receive in backward.
+        wants_logits (`bool`): whether evaluation hands out logits.
+        read (`Callable`, *optional*): what calls return in place of a loss and logits; see `Pipeline.reading`.
+    """
+
+    def __init__(self, model: Any, state: ParallelState, cut: Cut, engine: DataParallel):
+        self.model, self.config, self.mesh, self.engine = model, state.config, state.mesh, engine
+        self.boundary, self.cut, self.loss = cut.boundary, cut, state.loss
+        self.forward = functools.partial(type(model).forward, model)
+        self.signature = inspect.signature(self.forward)
+        config, mesh = state.config, state.mesh
+        self.schedule = schedule(config.pipeline_schedule)
+        self.stages_per_rank = stages_per_rank(config)
+        self.transport = Transport(mesh.pp_group, mesh.device)
+        self.recorder: SpanRecorder | None = None
+        self.loss_scale = LossScale(self._usual_scale)
+        self.wants_logits = True
+        self.read: Callable[[Any, slice], tuple[Tensor, ...]] | None = None
+        self.shards_weights = state.shards_weights
+        self.checks = CallChecks(model, state)
+        self.rehearsal = Rehearsal(model, state, cut, self.forward)
+        self.streams = MicrobatchStreams(mesh.device, mesh.host_group("pp"))
+        self.first, self.last = cut.boundary.stages.rank_of[0], cut.boundary.stages.rank_of[-1]
+        self._in_lockstep = state.in_lockstep
+        self._auxiliary: dict[Hashable, bool] = {}
+        engine.guards.append(lambda: self.loss_scale.require_settled(engine.gradients))
+        engine.on_cleared.append(self.loss_scale.clear)
+
+    # Microbatches
+
+    def microbatches_at_most(self) -> int:
+        """Returns into how many microbatches a batch with enough rows is cut."""
+        return self.config.num_microbatches or _PER_RANK * self.config.pp_size
+
+    def prepare(
+        self, arguments: dict[str, Any], *, for_backward: bool, whole: bool = False
+    ) -> tuple[list[dict[str, Any]], list[float], list[Any] | None]:
+        """Makes microbatches, their shares of the rows, and the denominators of the batch's loss."""
+        self.checks.require_one_stage_each(arguments, fills_cache=whole)
+        rows = batch_rows(arguments)
+        given = arguments.pop("num_items_in_batch", None)
+        at_most = self._same_on_dp_ranks(min(rows, self.microbatches_at_most()))
+        if whole:
+            count = 1
+        elif for_backward:
+            count = valid_microbatches(self.schedule.name, self.config.pp_size, self.stages_per_rank, at_most)
+        else:
+            count = at_most
+        if not whole and "use_cache" in self.signature.parameters:
+            arguments["use_cache"] = False
+        if count > 1 and (self.read is not None or has_labels(arguments)):
+            self.checks.refuse_batch_statistics(arguments)
+        denominators = None
+        if has_labels(arguments):
+            denominators = self.loss.denominators(arguments, rows, given, over_ranks=for_backward)
+        elif self.read is not None:
+            denominators = [1, self.loss.row_denominator(rows)]
+        microbatches = split(arguments, min(count, rows))
+        if not whole:
+            self.rehearsal.of_call(microbatches[0], is_read=self.read is not None)
+        weights = [batch_rows(microbatch) / rows for microbatch in microbatches]
+        missing = count - len(microbatches)
+        return microbatches + [without_targets(microbatches[0])] * missing, weights + [0.0] * missing, denominators
+
+    def _same_on_dp_ranks(self, microbatches: int) -> int:
+        """Lets ranks with fewer rows decide for all, where dp ranks wait for each other in a forward."""
+        if not self._in_lockstep:
+            return microbatches
+        lowest = torch.tensor(microbatches, device=self.mesh.device)
+        dist.all_reduce(lowest, dist.ReduceOp.MIN, group=self.mesh.dp_group)
+        return int(lowest)
+
+    # Stages
+
+    def execution(
+        self,
+        microbatches: list[dict[str, Any]],
+        weights: list[float],
+        denominators: list[Any] | None,
+        read: Callable[[int, Any], tuple[Tensor, ...]],
+        cache: StagedCache | None = None,
+    ) -> Execution:
+        """Makes what runs microbatches on this rank's stages.
+
+        Args:
+            read (`Callable`): (microbatch number, what the last stage returned) -> tensors that are handed out.
+        """
+        config = self.model.config
+
+        def forward(number: int) -> Any:
+            seen = {} if cache is None else {cache.name: cache.seen_by(self.boundary.stage)}
+            share = None
+            if denominators is not None:
+                targets, rows = (value * (weights[number] or 1.0) for value in denominators)
+                share = Share(targets, rows, microbatches[number])
+            with self.loss.over(share), self.streams.of(self.boundary.stage, number):
+                return self.forward(**(microbatches[number] | seen))
+
+        flags = (
+            self.model.training,
+            getattr(config, "output_router_logits", None),
+            autocast_dtype(self.mesh.device.type),
+            self.cut.dtypes(self.model),
+        )
+        return Execution(
+            self.boundary,
+            self.mesh.pp_rank,
+            self.transport,
+            forward,
+            microbatches,
+            [(flags, describe(microbatch)) for microbatch in microbatches],
+            read,
+            self.trainable(),
+            self.schedule.splits_backward,
+            None if self.recorder is None else self.recorder.record,
+        )
+
+    def run(self, execution: Execution, actions: tuple[Action, ...]) -> None:
+        """Runs this rank's actions of a schedule."""
+        with quiet_autocast():
+            execution.run(actions)
+        if self.shards_weights:
+            reshard(self.cut.ends(self.model))
+
+    def _usual_scale(self) -> float:
+        """Guesses what the first loss will be multiplied by: in fp16 a scaler's first scale, else nothing."""
+        return _SCALER_STARTS_AT if autocast_dtype(self.mesh.device.type) is torch.float16 else 1.0
+
+    def has_auxiliary_loss(self, count: Tensor, kind: Hashable) -> bool:
+        """Tells whether the last stage's outputs had one; asks the device for a call of each kind once."""
+        if kind not in self._auxiliary:
+            self._auxiliary[kind] = bool(count)
+        return self._auxiliary[kind]
+
+    # Gradients
+
+    def gradient_store(self) -> GradientStore:
+        """Returns where gradients are added up; raises where hooks would see parts of them."""
+        store = self.engine.gradients
+        if self.engine.reducer is not None and store.is_watched:
+            raise UnsupportedError(
+                "Hooks on the gradients of parameters: with dp_size > 1 and zero_stage < 3 they would see this rank's "
+                "gradients before they are averaged, of each microbatch. Remove them, or load the model with dp_size=1."
+            )
+        return store
+
+    def require_possible(self, accumulates: bool, wants_weights: bool, is_direct: bool) -> None:
+        """Raises where gradients are asked for that are not handed out; `PlainGradients` hands out all."""
+        if not accumulates and (is_direct or (wants_weights and self.engine.reducer is not None)):
+            reason = "have been added to those of earlier losses" if is_direct else "are averaged over the dp ranks"
+            raise UnsupportedError(
+                f"torch.autograd.grad, or backward(inputs=...), of a pipelined model's loss: its gradients {reason}. "
+                "Call loss.backward(), or load the model with dp_size=1."
+            )
+
+    def trainable(self) -> dict[int, list[nn.Parameter]]:
+        """Returns the parameters with gradients of each of this rank's stages."""
+        if not self.schedule.splits_backward:
+            # Autograd finds them by itself.
+            return {}
+        found = {}
+        for stage in self.boundary.stages.of_rank(self.mesh.pp_rank):
+            parameters = {id(p): p for module in self.cut.modules_of(self.model, stage) for p in module.parameters()}
+            found[stage] = [parameter for parameter in parameters.values() if parameter.requires_grad]
+        return found
+
+    def _tied(self) -> list[nn.Parameter]:
+        """Parameters of this rank that the stage at the other end holds too."""
+        if self.mesh.pp_rank not in (self.first, self.last):
+            return []
+        parameters = dict(self.model.named_parameters(remove_duplicate=False)) if self.cut.tied else {}
+        return [parameters[name] for name in self.cut.tied]
+
+    def tied(self) -> list[nn.Parameter]:
+        """Lists the trained parameters of this rank that the stage at the other end holds too."""
+        return [parameter for parameter in self._tied() if parameter.requires_grad]
+
+    def sum_tied(self) -> None:
+        """Adds up the gradients of tied parameters over both ends of the pipeline."""
+        other = self.last if self.mesh.pp_rank == self.first else self.first
+        for number, parameter in enumerate(self.tied()):
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            with self._measured("tied"):
+                self.transport.sum_with(local_tensor(parameter.grad), other, _TIED_TAG + number)
+
+    def _measured(self, kind: str) -> AbstractContextManager:
+        if self.recorder is None:
+            return nullcontext()
+        return self.recorder.record(kind, self.boundary.stages.of_rank(self.mesh.pp_rank)[0])

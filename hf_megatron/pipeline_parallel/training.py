@@ -1,0 +1,67 @@
+"""A training call with labels: the whole schedule, backwards included; `loss.backward()` says how much they count."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..upstream import keeps_graph
+from .loss_scale import ScheduledGradients
+from .outputs import AbsentLogits, Gradients, PipelineOutput, loss_of, reported, with_backward
+from .schedules import rank_actions
+from .stage_runner import StageRunner
+from .trained_inputs import TrainedInputs
+
+
+def run_schedule(runner: StageRunner, arguments: dict[str, Any]) -> PipelineOutput:
+    """Runs the whole schedule on the arguments of a call with labels."""
+    is_counted = arguments.get("num_items_in_batch") is not None
+    inputs = TrainedInputs(arguments)
+    if runner.schedule.splits_backward:
+        inputs.require_first_stage(runner.schedule.name)
+    microbatches, weights, denominators = runner.prepare(inputs.arguments, for_backward=True)
+    losses = torch.zeros(3, device=runner.mesh.device)
+    # A caller that has counted multiplies by the ranks.
+    counted = runner.mesh.dp_size if is_counted else 1
+
+    def read(number: int, output: Any) -> tuple[Tensor, ...]:
+        loss = loss_of(output, runner.model, runner.loss) * (weights[number] / counted)
+        losses[0] += loss.detach().float()
+        if (aux_loss := output.get("aux_loss")) is not None:
+            losses[1] += aux_loss.detach().float() * weights[number]
+            losses[2] += 1
+        return (loss,)
+
+    sizes = runner.schedule.name, runner.config.pp_size, runner.stages_per_rank, len(microbatches)
+    actions = rank_actions(*sizes)[runner.mesh.pp_rank]
+    store = runner.gradient_store()
+    gradients = ScheduledGradients.before_backward_of(
+        runner.loss_scale, store, actions, tied=runner.tied(), sum_tied=runner.sum_tied
+    )
+    execution = runner.execution(microbatches, weights, denominators, read)
+    seed = torch.full((), gradients.seed, device=runner.mesh.device)
+    execution.seeds = lambda number: (seed,)
+    execution.before_backward, execution.added = gradients.before_backward, store.take
+    with gradients.collecting(), runner.streams.call():
+        runner.run(execution, actions)
+    of_inputs = inputs.collect(runner.mesh.pp_group)
+    dist.broadcast(losses, group=runner.mesh.pp_group, group_src=runner.last)
+    if not is_counted or runner.config.auxiliary_loss != "batch":
+        runner.loss.mean_over_ranks(losses[1:2] if is_counted else losses[:2])
+
+    def backward(upstream: tuple[Tensor, ...], *, accumulates: bool, wants_weights: bool) -> Gradients:
+        runner.require_possible(accumulates, wants_weights, gradients.is_direct)
+        # Waits for the device once: the factor decides whether there is anything to multiply.
+        scale, keep = upstream[0].item(), keeps_graph()
+        factor = scale / gradients.seed
+        nothing: list[Tensor | None] = [None] * len(reached)
+        of_weights = gradients.settle(scale, keep=keep) if accumulates or wants_weights else nothing
+        return [gradient * factor for gradient in of_inputs], of_weights
+
+    reached = gradients.reached()
+    [loss] = with_backward(backward, (losses[0],), inputs.tensors, reached)
+    aux_loss = None
+    if runner.has_auxiliary_loss(losses[2], execution.kinds[0]):
+        aux_loss = reported("aux_loss", losses[1])
+    return PipelineOutput(loss=loss, aux_loss=aux_loss, logits=AbsentLogits())
