@@ -5,6 +5,7 @@ from typing import Any
 from ..parallel_state import ParallelState
 from .engine import DataParallel
 from .fully_sharded import shard_weights
+from .sharded_guards import install_guards
 
 NAME = "dp"
 
@@ -19,6 +20,7 @@ def install(model: Any, state: ParallelState) -> None:
         name = type(model).__name__
         # First of all axes, so that FSDP2's hooks lie inside those that move activations between ranks.
         shard_weights(model, state.config, state.mesh, [] if state.cut is None else state.cut.ends(model))
+        install_guards(model)
         # FSDP2 makes a class of its own; Trainer shifts labels for label smoothing by the name.
         state.patches.replace(model, "_get_name", lambda: name)
     state.data_parallel = DataParallel(model, state)
