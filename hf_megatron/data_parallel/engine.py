@@ -106,6 +106,11 @@ class DataParallel(Shared):
         return twin
 
     @property
+    def has_run(self) -> bool:
+        """Whether the model was called, in stage 3."""
+        return bool(self._dtypes)
+
+    @property
     def optimizers(self) -> list[Any]:
         """What `prepare_optimizer` attached to the optimizers that still exist, in the order they were made."""
         attached = (reference() for reference in self._optimizers)

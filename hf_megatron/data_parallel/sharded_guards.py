@@ -1,10 +1,11 @@
 """What a loop cannot do with a model whose weights are whole within its forward only (stage 3): each is an error."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from ..errors import UnsupportedError
@@ -38,11 +39,34 @@ def is_sharded(parameter: Any) -> bool:
     return isinstance(parameter, DTensor) and parameter.device_mesh.mesh_dim_names[0].startswith("dp")  # type: ignore[index]
 
 
-def install_guards(model: nn.Module) -> None:
-    """Guards every module with parameters of its own, after FSDP2 has installed its hooks."""
+class AfterFirstForward(Shared):
+    """Hook of a unit: raises before the model's first forward, after which FSDP2 knows the units and their root."""
+
+    def __init__(self, name: str, has_run: Callable[[], bool]):
+        self.name, self.has_run = name, has_run
+
+    def install(self, unit: nn.Module) -> None:
+        unit.register_forward_pre_hook(self._enter, prepend=True)
+
+    def _enter(self, unit: nn.Module, args: tuple) -> None:
+        if not torch.compiler.is_compiling() and not self.has_run():
+            raise UnsupportedError(
+                f"{self.name} was called before the model's first forward: with zero_stage=3 "
+                "FSDP2 has not put its units together yet. Call the model first, or load it with zero_stage=2."
+            )
+
+
+def install_guards(model: nn.Module, has_run: Callable[[], bool]) -> None:
+    """Guards every module with parameters of its own, after FSDP2 has installed its hooks.
+
+    Args:
+        has_run (`Callable`): tells whether the model was called.
+    """
     for name, module in model.named_modules():
         if any(parameter is not None for parameter in module._parameters.values()):
             WholeWithinForward(name).install(module)
+        if isinstance(module, FSDPModule) and module is not model:
+            AfterFirstForward(name, has_run).install(module)
 
 
 def refuse_cast(parameters: Iterable[nn.Parameter], before: list[torch.dtype]) -> list[torch.dtype]:
