@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ..batch_labels import BatchLabels
 from ..communication.collectives import bounds, copy_to_ranks, gather_from_ranks
+from ..data_parallel.graph_edges import LateOutput
 from ..data_parallel.sharded_guards import is_sharded
 from ..loss import IGNORE_INDEX
 from .cross_entropy import CrossEntropyOptions, linear_cross_entropy
@@ -27,7 +28,7 @@ from .local_parameters import local_view
 _ELEMENTWISE = {torch.tanh, torch.mul, torch.div, torch.true_divide, Tensor.tanh, Tensor.mul, Tensor.div, F.tanh}
 
 
-class ShardedLogits:
+class ShardedLogits(LateOutput):
     """Logits `[batch, sequence, vocab]` that were not computed yet.
 
     Attributes:
@@ -50,7 +51,9 @@ class ShardedLogits:
         return self._like(self.hidden, (*self.functions, function))
 
     def _like(self, hidden: Tensor, functions: tuple[Callable[[Tensor], Tensor], ...]) -> "ShardedLogits":
-        return ShardedLogits(hidden, self.head, functions)
+        logits = ShardedLogits(hidden, self.head, functions)
+        logits.leaving = self.leaving
+        return logits
 
     def __mul__(self, factor: Any) -> "ShardedLogits | Tensor":
         return self._then(lambda z: z * factor) if isinstance(factor, int | float) else self.gather() * factor
@@ -132,6 +135,10 @@ class ShardedLogits:
                 "model, costs the memory that the vocab-parallel loss saves.",
                 stacklevel=3,
             )
+        logits = self._whole()
+        return logits if self.leaving is None else self.leaving(logits)
+
+    def _whole(self) -> Tensor:
         head = self.head
         unit: Any = head.model() if is_sharded(head.weight) else None
         if unit is None:

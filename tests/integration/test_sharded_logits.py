@@ -52,7 +52,18 @@ def evaluated(loop):
     loop.step(1)
 
 
-HABITS = {function.__name__: function for function in (beside_the_loss, instead_of_the_loss, logged, evaluated)}
+def differentiated(loop):
+    output = loop.model(**own_rows(loop.model, batch(0)))
+    names, parameters = zip(*loop.model.named_parameters(), strict=True)
+    for name, gradient in zip(names, torch.autograd.grad(z_loss(output), parameters), strict=True):
+        loop.seen[name] = full(loop.model, name, gradient)
+    loop.step(0)
+
+
+HABITS = {
+    function.__name__: function
+    for function in (beside_the_loss, instead_of_the_loss, logged, evaluated, differentiated)
+}
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
@@ -63,7 +74,18 @@ def runs(request, tmp_path_factory):
 
 
 @pytest.mark.filterwarnings("ignore:Full logits are gathered")
-@pytest.mark.parametrize("habit", HABITS)
-@pytest.mark.parametrize("text", ["tp2+dp2+zero3", "tp2+dp2"])
+@pytest.mark.parametrize(
+    ("text", "habit"),
+    [
+        *((text, habit) for text in ("tp2+dp2+zero3", "tp2+dp2") for habit in HABITS if habit != "differentiated"),
+        ("tp2", "differentiated"),
+    ],
+)
 def test_equal_to_one_process(runs, text, habit):
     runs.compare(text, habit)
+
+
+@pytest.mark.filterwarnings("ignore:Full logits are gathered")
+@pytest.mark.parametrize("text", ["tp2+dp2+zero3", "tp2+dp2"])
+def test_gradients_of_logits_by_parameters_are_refused_with_data_parallelism(runs, text):
+    runs.refused(text, "differentiated", "torch.autograd.grad by parameters of a data parallel model")
