@@ -82,17 +82,20 @@ class ParallelMesh(Shared):
             self._host_groups[axis] = dist.new_subgroups_by_enumeration(groups, backend="gloo")[0]
         return self._host_groups[axis]
 
-    def of(self, placement: Placement) -> DeviceMesh:
-        """Returns the mesh of a DTensor that is placed so; every rank calls it for the same placements."""
-        if not placement.is_split:
-            return self.tp
-        if len(placement.splits) == 1 and placement.splits[0].axis == "tp":
-            return self.tp_with_copies(placement.splits[0].copies)
-        return self._mesh_of(*(split.axis for split in placement.splits))
+    def of(self, placement: Placement, copies: int = 1) -> DeviceMesh:
+        """Returns the mesh of a DTensor that is placed so; every rank calls it for the same placements.
+
+        Args:
+            copies (`int`, defaults to 1): of the model (`placement.copies_of_model`).
+        """
+        if any(split.axis != "tp" for split in placement.splits):
+            return self._mesh_of(*(split.axis for split in placement.splits))
+        own = max([split.copies for split in placement.splits], default=1)
+        return self.tp_with_copies(copies if own in (1, self.tp_size) else own)
 
     def tp_with_copies(self, copies: int) -> DeviceMesh:
         """Cuts tp in two: `tp_shard` x `tp_copy`, where `copies` neighbouring ranks hold the same shard."""
-        if copies == 1:
+        if copies in (1, self.tp_size):
             return self.tp
         if copies not in self._with_copies:
             sizes = self.tp_size // copies, copies
@@ -101,7 +104,7 @@ class ParallelMesh(Shared):
 
     def copies_group(self, copies: int) -> dist.ProcessGroup:
         """Returns the ranks that hold the same shard as this one."""
-        return self.tp_with_copies(copies).get_group("tp_copy")
+        return self.tp_group if copies == self.tp_size else self.tp_with_copies(copies).get_group("tp_copy")
 
     def _mesh_of(self, *names: str) -> DeviceMesh:
         """Makes a mesh of axes that are none of the world's."""

@@ -22,7 +22,7 @@ from .memory.training_cache import leave_out_in_training
 from .mesh import ParallelMesh
 from .parallel_state import ParallelState, StageCut, attach_state, parallel_state
 from .pipeline_parallel import axis as pipeline_parallel
-from .placement import Claim, GradientRule, Placement
+from .placement import Claim, GradientRule, Placement, copies_of_model
 from .registry import own_spec, spec_for
 from .registry.row_mixing import why_rows_mix
 from .spec import ModelSpec
@@ -111,7 +111,8 @@ def install(model: Any) -> None:
 def _hold_places(model: nn.Module, state: ParallelState) -> None:
     """Puts DTensors in the place of parameters; where modules stay whole, of the split ones only."""
     # Meshes are made by all ranks together, also for what only other stages hold.
-    meshes = {claim.placement: state.mesh.of(claim.placement) for claim in state.claims.values()}
+    copies = copies_of_model(state.claims.values(), state.axes)
+    meshes = {claim.placement: state.mesh.of(claim.placement, copies) for claim in state.claims.values()}
     placeholders: dict[int, nn.Parameter] = {}
     for module_name, module in model.named_modules():
         for parameter_name, parameter in module._parameters.items():
@@ -122,7 +123,10 @@ def _hold_places(model: nn.Module, state: ParallelState) -> None:
                 continue
             if id(parameter) not in placeholders:
                 dtensor = distribute_tensor(
-                    parameter.detach(), meshes[placement], placement.dtensor_placements(), src_data_rank=None
+                    parameter.detach(),
+                    meshes[placement],
+                    placement.dtensor_placements(state.axes, copies),
+                    src_data_rank=None,
                 )
                 placeholder = nn.Parameter(dtensor, requires_grad=parameter.requires_grad)
                 for name, value in vars(parameter).items():

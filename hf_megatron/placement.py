@@ -5,7 +5,7 @@ hands it the axes; nobody else names one.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,14 +104,20 @@ class Placement:
         splitting = [axes[split.axis].without(axes[split.axis].inner(split.copies)) for split in self.splits]
         return axes["stage"].without(*splitting)
 
-    def dtensor_placements(self) -> list[Any]:
-        """Returns it in DTensor's terms, on the mesh that `ParallelMesh.of` gives."""
+    def dtensor_placements(self, axes: Axes, copies: int = 1) -> list[Any]:
+        """Returns it in DTensor's terms, on the mesh that `ParallelMesh.of` gives with these `copies` of the model."""
+        if not self.splits:
+            return [Replicate()] * (1 if copies == 1 else 2)
         placements: list[Any] = []
         for split in self.splits:
-            placements.append(Shard(split.dim) if split.groups == 1 else strided_shard(split.dim, split.groups))
-            if split.copies > 1:
-                placements.append(Replicate())
-        return placements or [Replicate()]
+            shard = Shard(split.dim) if split.groups == 1 else strided_shard(split.dim, split.groups)
+            if split.copies == axes.size(split.axis) > 1:
+                placements += [Replicate()] * (1 if copies == 1 else 2)
+            elif split.copies > 1:
+                placements += [shard, Replicate()]
+            else:
+                placements += [shard] * (1 if copies == 1 else 2)
+        return placements
 
     def __str__(self) -> str:
         return ", ".join(map(str, self.splits)) or "replicated"
@@ -150,3 +156,29 @@ class Claim:
     style: str
     placement: Placement
     gradient: GradientRule
+
+
+def copies_of_model(claims: Iterable[Claim], axes: Axes) -> int:
+    """Returns how many neighbouring tp ranks share shards, if all parameters can be told so on one mesh; else 1.
+
+    Whoever computes with parameters of several modules needs them on one mesh. DTensor cannot say in two steps how
+    packed blocks are split over tp, nor sizes that come out differently when they are cut twice.
+    """
+    claims = list(claims)
+    splits = [(split, claim.shape[split.dim]) for claim in claims for split in claim.placement.splits]
+    size = axes.size("tp")
+    found = {split.copies for split, _ in splits} - {1, size}
+    if len(found) != 1 or any(split.axis != "tp" for split, _ in splits):
+        return 1
+    copies = found.pop()
+    for split, length in splits:
+        twice = [width for part in _cut(length, size // copies) for width in _cut(part, copies)]
+        if split.copies == 1 and (split.groups > 1 or _cut(length, size) != twice):
+            return 1
+    return copies
+
+
+def _cut(length: int, parts: int) -> list[int]:
+    """Returns the sizes of `torch.chunk`, with zeros where it makes fewer."""
+    width = -(-length // parts)
+    return [max(0, min(width, length - part * width)) for part in range(parts)]

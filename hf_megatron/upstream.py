@@ -169,6 +169,13 @@ def merged_tp_plan(model: Any) -> dict[str, str]:
     return dict(model._tp_plan or {})
 
 
+def uses_grouped_product(module: Any) -> bool:
+    """Tells whether experts multiply by torch's grouped product (names of transformers 5.23's decorator of experts)."""
+    if vars(module).get("is_transposed") is None or vars(module).get("has_gate") is None:
+        return False
+    return bool(module.config._experts_implementation == "grouped_mm")
+
+
 def token_loss_functions() -> dict[Any, bool]:
     """Maps transformers' losses over a vocabulary to whether they shift the labels."""
     from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss

@@ -5,6 +5,7 @@ from typing import Any
 from ..parallel_state import ParallelState
 from .engine import DataParallel
 from .fully_sharded import shard_weights
+from .sharded_guards import install_guards
 
 NAME = "dp"
 
@@ -22,3 +23,5 @@ def install(model: Any, state: ParallelState) -> None:
         # FSDP2 makes a class of its own; Trainer shifts labels for label smoothing by the name.
         state.patches.replace(model, "_get_name", lambda: name)
     state.data_parallel = DataParallel(model, state)
+    if state.shards_weights:
+        install_guards(model, lambda: state.data_parallel.has_run)

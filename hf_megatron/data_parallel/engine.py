@@ -18,12 +18,13 @@ from ..parallel_state import ParallelState, parallel_state
 from ..patch_ledger import LEDGER, Shared
 from ..placement import Claim
 from ..upstream import leave_uncompiled, local_tensor
-from .fully_sharded import no_sync, refuse_copy
+from .fully_sharded import no_sync
 from .gradient_store import GradientStore, PlainGradients
 from .graph_edges import GradientWatch, refuse_hooks, refuse_partial_backward, with_trained_inputs
 from .parameter_list import ParameterList
 from .reduction import GradientReducer
 from .reduction_groups import Sharing
+from .sharded_guards import refuse_cast, refuse_copy
 
 # Stock loops hand over parameters, not models: each one carries its engine.
 _MARK = "_hf_megatron"
@@ -103,6 +104,11 @@ class DataParallel(Shared):
         twin.state = copy.deepcopy(self.state, memo)
         LEDGER.add_model(model)
         return twin
+
+    @property
+    def has_run(self) -> bool:
+        """Whether the model was called, in stage 3."""
+        return bool(self._dtypes)
 
     @property
     def optimizers(self) -> list[Any]:
@@ -186,6 +192,8 @@ class DataParallel(Shared):
         parameters = self._parameters.current()
         if len(parameters) != len(self._marked) or not all(map(operator.is_, parameters, self._marked)):
             self._mark(parameters)
+        if self.state.shards_weights:
+            self._dtypes = refuse_cast(parameters, self._dtypes)
         return self._begin(parameters, args, kwargs) if torch.is_grad_enabled() else None
 
     @leave_uncompiled

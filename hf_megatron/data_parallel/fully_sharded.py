@@ -18,7 +18,6 @@ from ..axes import Axes
 from ..communication.collectives import all_gather, bounds
 from ..communication.flat_rows import AllGather, ReduceScatter
 from ..config import MegatronConfig
-from ..errors import UnsupportedError
 from ..mesh import ParallelMesh
 from ..upstream import local_tensor
 
@@ -115,25 +114,6 @@ class PairwiseReduceScatter(_Memory):
         inbox = rows.new_empty((ranks - 1, rows.shape[1]))
         total = ReduceScatter(rows, inbox, group).wait()
         output_tensor.copy_(total.div_(ranks) if op == dist.ReduceOp.AVG else total)
-
-
-def refuse_cast(parameters: Iterable[nn.Parameter], before: list[torch.dtype]) -> list[torch.dtype]:
-    """Returns the dtypes of parameters of any shape; raises `UnsupportedError` if they changed since a forward."""
-    dtypes = [parameter.dtype for parameter in parameters]
-    if before and dtypes != before:
-        raise UnsupportedError(
-            "A model with zero_stage=3 was cast after its first forward, for which FSDP2 has made its buffers: cast it "
-            "before, or load it with dtype=... ."
-        )
-    return dtypes
-
-
-def refuse_copy(model: nn.Module, memo: dict) -> nn.Module:
-    """Raises `UnsupportedError`: a copy would share the units of FSDP2."""
-    raise UnsupportedError(
-        f"copy.deepcopy of a {type(model).__name__} with zero_stage=3: FSDP2 cannot copy its units. Keep "
-        "`model.state_dict()`, or load the model a second time."
-    )
 
 
 def reshard(units: Iterable[Any]) -> None:

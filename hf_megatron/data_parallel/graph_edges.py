@@ -97,6 +97,16 @@ class _Watched(torch.autograd.Function):
         return gradient, None, None, *(None for _ in range(ctx.beside))
 
 
+class LateOutput:
+    """What a model returns in place of a tensor that is computed once somebody reads it.
+
+    Attributes:
+        leaving: what that tensor, of any shape, passes then, as those do that a model returns.
+    """
+
+    leaving: Callable[[Tensor], Tensor] | None = None
+
+
 class GradientWatch:
     """Notices a `torch.autograd.grad` of a model's outputs by its parameters.
 
@@ -127,6 +137,8 @@ class GradientWatch:
         def watched(value: Any) -> Any:
             if isinstance(value, Tensor) and value.requires_grad:
                 return _Watched.apply(value, self._anchor, checked, *beside)
+            if isinstance(value, LateOutput):
+                value.leaving = watched
             return tuple(map(watched, value)) if type(value) is tuple else value
 
         if isinstance(output, Mapping):

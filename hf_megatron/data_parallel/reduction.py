@@ -151,6 +151,12 @@ class GradientReducer(ServedGradients):
         bucket, index = self.buckets[place[0]], place[1]
         if self._pending and (index in bucket.arrived or place[0] < self._next):
             # Another backward without a forward before it.
+            if self.in_schedule:
+                # Not every dp rank has as many microbatches with a gradient: one would wait for the others.
+                raise UnsupportedError(
+                    f"{self._name_of(parameter)} received another gradient after it was reduced, in a pipeline's "
+                    "schedule. Modules that a stage calls twice need gradient checkpointing with use_reentrant=False."
+                )
             self.finish()
         gradient = standing.take_part()
         # `_renew` counts who refers to it.

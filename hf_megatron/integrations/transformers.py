@@ -26,6 +26,7 @@ from ..memory.recompute import apply_recompute
 from ..parallel_state import parallel_state
 from ..parallelize import install, parallel_plan, place, plan
 from ..registry.features import describe_model
+from ..tensor_parallel.expert_widths import require_expert_widths
 from ..upstream import forget_conversions, quiet_loading
 from ..version import __version__
 from .accelerate import ensure_process_group, job_world_size
@@ -142,6 +143,7 @@ def maybe_distribute_model(original: Callable, cls: Any, model: Any, distributed
     description = describe_model(model)
     # What cannot be laid out says why; only what could be is asked whether anybody compared it.
     state = plan(model, distributed_config, Axes.of(distributed_config, dist.get_rank()))
+    require_expert_widths(model, state.claims, state.axes)
     require_verified(model, state, description)
     place(model, state, "cuda" if torch.cuda.is_available() and dist.get_backend() != "gloo" else "cpu")
     return model

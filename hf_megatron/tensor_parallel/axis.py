@@ -10,6 +10,7 @@ from ..parallel_state import ParallelState
 from ..patterns import lookup
 from ..placement import Claim
 from .claims import check_conversions, claim_all, expand_plan, expand_regions, local_sizes, matching, shared_heads
+from .expert_widths import GroupedWidths, split_widths
 from .heads import LocalArguments
 from .layer_streams import OneRandomState
 from .local_parameters import ForwardsUnderWay, read_locally
@@ -129,6 +130,8 @@ def _install_style(
     rules.install(module, context)
     if rules.reads_locally and claims:
         read_locally(module, mesh, forwards, _names(claims, summed=True), _names(claims, addends=True))
+    if widths := split_widths(claims.values(), state.axes):
+        GroupedWidths(widths, mesh.tp_size).install(module)
     for attribute, size in plan.local_sizes.get(name, {}).items():
         setattr(module, attribute, size)
     if (arguments := lookup(name, state.spec.local_arguments)) is not None:

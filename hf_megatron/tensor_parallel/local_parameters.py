@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..communication.collectives import copy_to_ranks
+from ..data_parallel.sharded_guards import is_sharded
 from ..mesh import ParallelMesh
 from ..patch_ledger import Shared
 from ..upstream import dtensor_local_view as differentiable_local
@@ -90,7 +91,7 @@ class LocalParameters:
 def _reading(name: str) -> Callable[[LocalParameters], Tensor | None]:
     def read(module: LocalParameters) -> Tensor | None:
         parameter = module._parameters[name]
-        if isinstance(parameter, DTensor) and parameter.device_mesh.mesh_dim_names[0].startswith("dp"):  # type: ignore[index]
+        if is_sharded(parameter):
             # Between forwards FSDP2 asks for the parameter itself.
             return parameter
         if not (torch.compiler.is_compiling() or module.forwards):

@@ -8,6 +8,7 @@ logits. Anything else that reads it gets the gathered tensor, with the right gra
 import builtins
 import inspect
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,8 @@ from torch import Tensor, nn
 
 from ..batch_labels import BatchLabels
 from ..communication.collectives import bounds, copy_to_ranks, gather_from_ranks
+from ..data_parallel.graph_edges import LateOutput
+from ..data_parallel.sharded_guards import is_sharded
 from ..loss import IGNORE_INDEX
 from .cross_entropy import CrossEntropyOptions, linear_cross_entropy
 from .linear import ColumnParallelLinear
@@ -25,7 +28,7 @@ from .local_parameters import local_view
 _ELEMENTWISE = {torch.tanh, torch.mul, torch.div, torch.true_divide, Tensor.tanh, Tensor.mul, Tensor.div, F.tanh}
 
 
-class ShardedLogits:
+class ShardedLogits(LateOutput):
     """Logits `[batch, sequence, vocab]` that were not computed yet.
 
     Attributes:
@@ -48,7 +51,9 @@ class ShardedLogits:
         return self._like(self.hidden, (*self.functions, function))
 
     def _like(self, hidden: Tensor, functions: tuple[Callable[[Tensor], Tensor], ...]) -> "ShardedLogits":
-        return ShardedLogits(hidden, self.head, functions)
+        logits = ShardedLogits(hidden, self.head, functions)
+        logits.leaving = self.leaving
+        return logits
 
     def __mul__(self, factor: Any) -> "ShardedLogits | Tensor":
         return self._then(lambda z: z * factor) if isinstance(factor, int | float) else self.gather() * factor
@@ -130,9 +135,27 @@ class ShardedLogits:
                 "model, costs the memory that the vocab-parallel loss saves.",
                 stacklevel=3,
             )
-        return gather_from_ranks(
-            self.transform(self.head.local_logits(self.hidden)), -1, self.head.out_features, self.head.group
-        )
+        logits = self._whole()
+        return logits if self.leaving is None else self.leaving(logits)
+
+    def _whole(self) -> Tensor:
+        head = self.head
+        unit: Any = head.model() if is_sharded(head.weight) else None
+        if unit is None:
+            return self._gathered()
+        # FSDP2 has split the weight again behind the forward, and knows nothing of this use of it.
+        unit.unshard()
+        try:
+            logits = self._gathered()
+        finally:
+            unit.reshard()
+        if logits.requires_grad:
+            logits.register_hook(lambda gradient: unit.unshard())
+        return logits
+
+    def _gathered(self) -> Tensor:
+        local = self.transform(self.head.local_logits(self.hidden))
+        return gather_from_ranks(local, -1, self.head.out_features, self.head.group)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -190,6 +213,7 @@ class VocabParallelHead(ColumnParallelLinear):
     has labels to take a loss of.
     """
 
+    model: Callable[[], nn.Module | None]
     loss_is_pending: bool = False
     loss_chunk_size: int | None = None
 
@@ -215,7 +239,8 @@ class PendingLoss:
 
     def install(self, model: nn.Module) -> None:
         model.register_forward_pre_hook(self._enter, with_kwargs=True)
-        model.register_forward_hook(self._leave, always_call=True)
+        # Before FSDP2's hook, which splits the head's weight again.
+        model.register_forward_hook(self._leave, always_call=True, prepend=True)
 
     def _enter(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         labels = kwargs.get("labels", kwargs.get("shift_labels"))
@@ -239,4 +264,5 @@ class PendingLoss:
 def install_pending_loss(model: nn.Module) -> None:
     """Tells a model's vocabulary heads when a loss is taken of their logits."""
     for head in [module for module in model.modules() if isinstance(module, VocabParallelHead)]:
+        head.model = weakref.ref(model)
         PendingLoss(head, model).install(model)

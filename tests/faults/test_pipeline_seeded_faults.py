@@ -7,6 +7,7 @@ import pytest
 from transformers import CONFIG_MAPPING
 
 from hf_megatron.data_parallel.engine import DataParallel
+from hf_megatron.errors import RankError
 from hf_megatron.loss import BatchLoss
 from hf_megatron.pipeline_parallel import engine, executor
 from hf_megatron.pipeline_parallel.boundary import StageBoundary
@@ -151,10 +152,25 @@ def average_over_stages_instead_of_dp_ranks():
     BatchLoss.denominators = lambda self, *args, over_ranks: original(self, *args, over_ranks=False)
 
 
+def forget_that_reduction_comes_last():
+    """Buckets are reduced with the first microbatch that fills them."""
+    original = ScheduledGradients.before_backward
+
+    def before_backward(self, action):
+        original(self, action)
+        self.store.synchronise = True
+
+    ScheduledGradients.before_backward = before_backward
+
+
 def test_faults_with_data_parallelism_are_found(twin):
     [layout] = parse_layouts("pp2+dp2+zero1")
     comparison = check_twin(twin, layout, sabotage=average_over_stages_instead_of_dp_ranks)
     assert not comparison.passed and comparison.worst.value > 10
+    # A tied weight's gradient comes last in any case.
+    untied = make_twin(CONFIG_MAPPING["llama"](), microbatches=2, batch_size=5)
+    with pytest.raises(RankError, match="another gradient after it was reduced"):
+        check_twin(untied, layout, sabotage=forget_that_reduction_comes_last)
 
 
 def test_a_twin_without_faults_passes(twin):

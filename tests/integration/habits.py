@@ -36,7 +36,7 @@ def layout(text):
     return config
 
 
-def save_tiny(path):
+def save_tiny(path, **fields):
     """A Llama of two layers whose norms are no constants."""
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -45,8 +45,7 @@ def save_tiny(path):
         intermediate_size=48,
         num_hidden_layers=2,
         num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
+        **{"num_key_value_heads": 2, "tie_word_embeddings": True, **fields},
     )
     model = LlamaForCausalLM(config)
     with torch.no_grad():

@@ -12,7 +12,6 @@ def slow(name):
 
 # In "What is known to differ" of docs/surface.md.
 KNOWN = {
-    "dp2+zero3": {"inputs trained": "crash", "soft prompt": "crash", "double later": "crash"},
     "pp2": {"norm by hand": "ranks disagree"},
     "tp2+pp2": {"norm by hand": "ranks disagree"},
 }
