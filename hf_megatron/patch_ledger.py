@@ -114,6 +114,8 @@ def _replaced(original: Any, function: Callable) -> Any:
     """Wraps a function, static method or class method as the same kind of thing."""
     if isinstance(original, (classmethod, staticmethod)):
         return type(original)(_replaced(original.__func__, function))
+    if isinstance(original, property):
+        return property(_replaced(original.fget, function))
 
     @functools.wraps(original)
     def replacement(*args: Any, **kwargs: Any) -> Any:

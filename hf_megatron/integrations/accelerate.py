@@ -189,8 +189,10 @@ def parallelism_config(ranks_per_batch: int) -> Any:
         def _validate_accelerator(self, accelerator: Any) -> None:
             if accelerator.distributed_type is not DistributedType.MULTI_CPU:
                 super()._validate_accelerator(accelerator)
-            elif self.total_size != accelerator.num_processes:
-                raise ConfigError(f"The layout uses {self.total_size} ranks, the job has {accelerator.num_processes}.")
+            elif self.total_size != accelerator.state.num_processes:
+                raise ConfigError(
+                    f"The layout uses {self.total_size} ranks, the job has {accelerator.state.num_processes}."
+                )
 
     # Every size is given: those left out would be read from PARALLELISM_CONFIG_* variables.
     shards = max(1, job_world_size() // ranks_per_batch)
@@ -202,6 +204,12 @@ def parallelism_config(ranks_per_batch: int) -> Any:
 def is_ours(accelerator: Any) -> bool:
     """Tells whether an Accelerator was set up for a layout of this library."""
     return type(accelerator.parallelism_config).__name__ == "MegatronParallelismConfig"
+
+
+def replicas(accelerator: Any) -> int:
+    """Counts the data parallel replicas of an Accelerator that was set up for a layout of this library."""
+    config = accelerator.parallelism_config
+    return config.total_size // config.tp_size
 
 
 def _state(model: Any) -> Any:
@@ -341,13 +349,20 @@ def prepare_tp(original: Callable, self: Any, *args: Any) -> Any:
     return list(args) if is_ours(self) else original(self, *args)
 
 
-def prepare_scheduler(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Has the scheduler step once for the ranks that share a batch."""
-    scheduler = original(self, *args, **kwargs)
-    if is_ours(self):
-        # Stock steps once per rank of the world.
-        scheduler.split_batches = True
-    return scheduler
+def num_processes(original: Callable, self: Any) -> int:
+    """Counts the replicas, each of which has batches of its own: loops scale schedules and losses by it."""
+    return replicas(self) if is_ours(self) else original(self)
+
+
+def prepare_scheduler(original: Callable, self: Any, scheduler: Any) -> Any:
+    """Has the scheduler step once for each replica, not for each rank."""
+    prepared = original(self, scheduler)
+    if not is_ours(self) or prepared is scheduler:
+        return prepared
+    from .accelerate_scheduler import SchedulerOfReplicas
+
+    self._schedulers[-1] = SchedulerOfReplicas(prepared, replicas(self))
+    return self._schedulers[-1]
 
 
 def clip_grad_norm_(original: Callable, self: Any, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:

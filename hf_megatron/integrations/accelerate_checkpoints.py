@@ -85,6 +85,7 @@ def _write_files(accelerator: Any, directory: Path) -> None:
         loop = {
             "schedulers": [scheduler.state_dict() for scheduler in accelerator._schedulers],
             "scaler": None if scaler is None else scaler.state_dict(),
+            "scheduler_steps": [scheduler.steps for scheduler in accelerator._schedulers],
             "custom": [custom.state_dict() for custom in accelerator._custom_objects],
             "step": accelerator.step,
         }
@@ -142,11 +143,17 @@ def load_state(original: Callable, self: Any, input_dir: str | None = None, *arg
     load_optimizers(models[0], _optimizers(self), checkpoint)
     if loop is None:
         for scheduler in self._schedulers:
-            advance(getattr(scheduler, "scheduler", scheduler), checkpoint.facts["step"])
+            advance(scheduler.scheduler, checkpoint.facts["step"] * scheduler.steps)
         return
-    for name, own in holders.items():
-        for holder, state in zip(own, loop[name], strict=True):
-            holder.load_state_dict(state)
+    for number, (scheduler, state) in enumerate(zip(self._schedulers, loop["schedulers"], strict=True)):
+        steps = loop["scheduler_steps"][number] if "scheduler_steps" in loop else 1
+        if steps == scheduler.steps:
+            scheduler.load_state_dict(state)
+        else:
+            # With another number of replicas the schedule counts in other steps.
+            advance(scheduler.scheduler, state["last_epoch"] // steps * scheduler.steps)
+    for custom, state in zip(self._custom_objects, loop["custom"], strict=True):
+        custom.load_state_dict(state)
     if self.scaler is not None and loop["scaler"]:
         self.scaler.load_state_dict(loop["scaler"])
     self.step = loop["step"]

@@ -93,8 +93,12 @@ def sync_replicated_trainable_parameters(original: Callable, self: Any, model: A
         original(self, model)
 
 
-def get_num_items_in_batch(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Counts targets, `()`, without stock's division by the ranks that share a batch: their counts were not summed."""
-    count = original(self, *args, **kwargs)
-    state = None if self.model is None else parallel_state(self.model)
-    return count if state is None or count is None else (count * state.config.ranks_per_replica).round()
+def get_tp_size(original: Callable, self: Any) -> int:
+    """Returns one: what Trainer sums over processes it sums over replicas, of which a batch has one."""
+    return original(self) if self.model is None or parallel_state(self.model) is None else 1
+
+
+def get_total_train_batch_size(original: Callable, self: Any, args: Any) -> int:
+    """Counts the rows of a step over the replicas."""
+    state = parallel_state(self.model)
+    return original(self, args) // (1 if state is None else state.config.ranks_per_replica)

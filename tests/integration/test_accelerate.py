@@ -18,7 +18,7 @@ def loop(path, config):
     model = AutoModelForCausalLM.from_pretrained(path, megatron_config=config).train()
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9 ** (step / accelerator.num_processes))
     train, evaluation = DataLoader(rows(9, 0), batch_size=2), DataLoader(rows(7, 1), batch_size=3)
     model, optimizer, train, evaluation, scheduler = accelerator.prepare(model, optimizer, train, evaluation, scheduler)
     numbers = []
@@ -51,6 +51,43 @@ def test_loop_equals_one_process(stories):
         torch.testing.assert_close(torch.tensor(numbers), torch.tensor(expected[0]), rtol=2e-5, atol=1e-7)
         assert losses == pytest.approx(expected[1], rel=2e-5)
         assert samples == expected[2] == 7
+
+
+def learning_rates(path, config, counted):
+    model = AutoModelForCausalLM.from_pretrained(path, megatron_config=config).train()
+    accelerator = Accelerator(cpu=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    data = DataLoader(rows(16, 0), batch_size=4 // (1 if config is None else config.dp_size or 1))
+    steps = len(data) if counted == "batches" else 4 * accelerator.num_processes
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
+    if counted == "one cycle":
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=steps)
+    model, optimizer, data, scheduler = accelerator.prepare(model, optimizer, data, scheduler)
+    found = []
+    for batch in data:
+        accelerator.backward(model(**batch).loss)
+        optimizer.step()
+        scheduler.step()
+        found.append(scheduler.get_last_lr()[0])
+    return found
+
+
+# In as many steps of a cycle as dp ranks, stock too has another curve to the same end.
+@pytest.mark.parametrize(
+    ("layout", "counted"),
+    [
+        ({name: 2}, counted)
+        for name in ("tp_size", "dp_size", "pp_size")
+        for counted in ("batches", "processes", "one cycle")
+        if (name, counted) != ("dp_size", "one cycle")
+    ],
+    ids=str,
+)
+def test_schedules_are_those_of_one_process(stories, layout, counted):
+    """As scripts count their steps that Accelerate is to distribute: in batches of one process, or times processes."""
+    [expected] = run_ranks(learning_rates, 1, stories, None, counted)
+    for found in run_ranks(learning_rates, 2, stories, MegatronConfig(**layout), counted):
+        assert found == pytest.approx(expected, abs=1e-9)
 
 
 def test_state_dict_is_full_on_the_first_rank(stories):

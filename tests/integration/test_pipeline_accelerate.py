@@ -54,7 +54,7 @@ def loop(path, config, train_rows=16, mixed_precision="no", divides=False):
         cpu=True, gradient_accumulation_steps=1 if divides else 2, mixed_precision=mixed_precision
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9 ** (step / accelerator.num_processes))
     train = DataLoader(rows(train_rows, 0), batch_size=4 // dp_size)
     evaluation = DataLoader(rows(8, 1), batch_size=4 // dp_size)
     model, optimizer, train, evaluation, scheduler = accelerator.prepare(model, optimizer, train, evaluation, scheduler)

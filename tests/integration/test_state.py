@@ -37,7 +37,9 @@ def loop(path, project, config, *, steps, load=None, save_at=(), prepare=None, c
         project_config=ProjectConfiguration(str(project), automatic_checkpoint_naming=True, total_limit=2),
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4], gamma=0.5)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(
+        optimizer, [count * accelerator.num_processes for count in (2, 4)], gamma=0.5
+    )
     dp_size = 1 if config is None else config.dp_size or 1
     data = DataLoader(rows(32, 0), batch_size=4 // dp_size, shuffle=True)
     model, optimizer, data, scheduler = accelerator.prepare(model, optimizer, data, scheduler)
