@@ -23,7 +23,7 @@ if config.tp_size == 1 and int(os.environ.get("WORLD_SIZE", "1")) > 1:
 model = AutoModelForCausalLM.from_pretrained({stories!r}, megatron_config=config)
 arguments = TrainingArguments({output!r}, save_strategy="no", report_to=[])
 trainer = Trainer(model, arguments)
-probe = [trainer.accelerator.num_processes, config.layout(), getattr(model, "_tp_size", None)]
+probe = [trainer.args.world_size, config.layout(), getattr(model, "_tp_size", None)]
 open({output!r} + f"/{{trainer.accelerator.process_index}}.probe", "w").write(repr(probe))
 """
 

@@ -25,12 +25,12 @@ accelerator = Accelerator()
 total = torch.tensor([float(accelerator.process_index)])
 dist.all_reduce(total)
 host = os.readlink("/proc/self/ns/net")
-hosts = [None] * accelerator.num_processes
+hosts = [None] * dist.get_world_size()
 dist.all_gather_object(hosts, host)
 tp = dist.get_process_group_ranks(accelerator.torch_device_mesh["tp"].get_group())
 result = {
     "rank": accelerator.process_index,
-    "world": accelerator.num_processes,
+    "world": dist.get_world_size(),
     "total": total.item(),
     "layout": hf_megatron.config_from_environment().to_dict(),
     "hosts": len(set(hosts)),
