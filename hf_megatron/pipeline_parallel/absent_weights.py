@@ -67,9 +67,9 @@ class AbsentTensor(Tensor):
 
 def _reading(place: str) -> UnsupportedError:
     return UnsupportedError(
-        f"The values of this weight are not on this rank: it {place}. model.save_pretrained(folder) writes all weights "
-        "and Accelerator.get_state_dict(model) gathers them on rank 0; every rank calls them. named_parameters() has "
-        "what this rank holds."
+        f"The values of this tensor are not on this rank: what it comes from {place}. Of weights, "
+        "model.save_pretrained(folder) writes all and Accelerator.get_state_dict(model) gathers them on rank 0; every "
+        "rank calls them. named_parameters() has what this rank holds."
     )
 
 
