@@ -144,7 +144,7 @@ def _compare(own: Part) -> bool:
 
 def _error(reason: str) -> UnsupportedError:
     return UnsupportedError(
-        "The norm of a part of a pipelined model's gradients (clip_grad_norm_, get_total_norm): it cannot be told which "
+        "clip_grad_norm_ or get_total_norm of some of a pipelined model's parameters: it cannot be told which "
         f"parameters of other stages belong to this list: {reason} Hand over all parameters, or lists that have the "
         "same weights of every layer; clip_grad_value_ takes any. Norms of single layers or weights need pp_size=1."
     )

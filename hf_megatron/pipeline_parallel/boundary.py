@@ -214,20 +214,15 @@ class ForeignLayer(Placeholder):
 class ForeignInput(Placeholder):
     """Stands where a module before the layers is on later stages: zeros `[batch, sequence, hidden]`, or its input."""
 
-    weight: Tensor
-
     def __init__(self, name: str, module: nn.Module, place: str, boundary: StageBoundary):
         super().__init__(module, place, boundary)
         self.name, self._stage_boundary = name, boundary
         self.width = output_width(module)
-        dtype = next(module.parameters()).dtype
-        # Follows the model's dtype and device, and answers forwards that ask their embedding for those.
-        self.register_buffer("weight", torch.empty(0, dtype=dtype), persistent=False)
 
     def forward(self, x: Tensor, *args: Any, position_ids: Tensor | None = None, **kwargs: Any) -> Tensor:
         _require_before_layers(self.name, self._stage_boundary)
         # Learned positions take the mask of the whole past first.
-        found = _nothing(x if position_ids is None else position_ids, self.width, self.weight.dtype)
+        found = _nothing(x if position_ids is None else position_ids, self.width, self.get_buffer("_follower").dtype)
         if self._stage_boundary.is_running:
             return found
         # A loop's own call, of which the next pipelined call reads the first stage's values only.

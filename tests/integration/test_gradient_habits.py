@@ -184,7 +184,7 @@ def clips_by_early_names(loop):
         loop.backward(seed)
         parameters = list(loop.model.parameters())
         loop.see("norm", clip_grad_norm_(parameters, 0.5))
-        loop.see("norm of a part", get_total_norm([parameter.grad for parameter in loop.parameters("mlp")]))
+        loop.see("norm of a part", get_total_norm([parameter.grad for parameter in loop.parameters("norm")]))
         loop.see("largest", get_total_norm((parameter.grad for parameter in parameters), float("inf")))
         clip_grads_with_norm_(loop.parameters("norm"), 0.1, get_total_norm([p.grad for p in loop.parameters("norm")]))
         clip_grad_value_(parameters, 1e-3)
