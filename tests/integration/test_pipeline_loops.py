@@ -47,6 +47,8 @@ def embeddings_of_its_own(path, text, prompts):
         whole = batch(5)
         inputs = model.eval().get_input_embeddings()(whole["input_ids"]) / 2
         losses.append(model(inputs_embeds=inputs, labels=whole["labels"]).loss)
+        tokens = model.generate(inputs_embeds=inputs, max_new_tokens=3, do_sample=False, pad_token_id=0)
+        losses += tokens.flatten().float()
     return torch.stack(losses)
 
 
