@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Part:
+class ListedPart:
     """One rank's part of a list.
 
     Attributes:
@@ -98,7 +98,7 @@ def _all_engines() -> list[DataParallel]:
     return [state.data_parallel for state in states if isinstance(state.data_parallel, DataParallel)]
 
 
-def _part(parameters: Sequence[Tensor], engines: Sequence[DataParallel]) -> Part:
+def _part(parameters: Sequence[Tensor], engines: Sequence[DataParallel]) -> ListedPart:
     given = {id(parameter) for parameter in parameters}
     found = [
         (name, id(p) in given)
@@ -108,7 +108,7 @@ def _part(parameters: Sequence[Tensor], engines: Sequence[DataParallel]) -> Part
     ]
     names = [name for name, is_chosen in found if is_chosen]
     chosen = frozenset(map(generic, names))
-    return Part(
+    return ListedPart(
         chosen,
         frozenset(generic(name) for name, _ in found),
         frozenset(map(_place, names)),
@@ -122,10 +122,10 @@ def _place(name: str) -> str:
     return name[: len(before)] + name[len(before) :].partition(".")[0] if star else name.rpartition(".")[0]
 
 
-def _compare(own: Part) -> bool:
+def _compare(own: ListedPart) -> bool:
     parts = [own]
     for mesh in pipelines():
-        gathered: list[Part] = [own] * mesh.pp_size
+        gathered: list[ListedPart] = [own] * mesh.pp_size
         dist.all_gather_object(gathered, own, group=mesh.host_group("pp"))
         parts += gathered
     if all(part.is_whole for part in parts):
