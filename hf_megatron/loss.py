@@ -52,8 +52,8 @@ def has_labels(arguments: Mapping[str, Any]) -> bool:
 
 def without_targets(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Makes a batch count for nothing."""
-    ignored = {name: torch.full_like(arguments[name], IGNORE_INDEX) for name in LABELS if name in arguments}
-    return dict(arguments) | ignored
+    targets = {name: arguments[name] for name in LABELS if arguments.get(name) is not None}
+    return dict(arguments) | {name: torch.full_like(value, IGNORE_INDEX) for name, value in targets.items()}
 
 
 def scalar(number: int, device: torch.device) -> Tensor:

@@ -225,13 +225,15 @@ class DataParallel(Shared):
         """Returns the state dict's name of a parameter of any shape, in words where it has none."""
         return self.names().get(id(parameter), "a parameter")
 
-    def note_clipping(self, parameters: list[Tensor], norm: Tensor, max_norm: float) -> None:
-        """Remembers whether the loop clipped (not to infinity, for the norm alone) and if the scalar norm is finite."""
+    def note_clipping(self, norm: Tensor, max_norm: float, *, is_whole: bool) -> None:
+        """Remembers whether the loop clipped (not to infinity, for the norm alone) and if the scalar norm is finite.
+
+        `is_whole` tells whether the norm is that of all gradients of the model, on every rank alike.
+        """
         verdict = self._open_verdict()
         verdict.clipped = verdict.clipped or math.isfinite(max_norm)
         finite = bool(torch.isfinite(norm))
-        seen = {id(parameter) for parameter in parameters}
-        if not finite or all(id(p) in seen for p in self.model.parameters() if p.requires_grad):
+        if not finite or is_whole:
             verdict.finite = finite
 
     def note_scaler(self) -> None:

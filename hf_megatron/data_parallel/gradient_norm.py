@@ -10,7 +10,8 @@ from torch.distributed.tensor import DTensor
 
 from ..errors import ConfigError
 from ..upstream import local_tensor
-from .engine import DataParallel, engine_of, reducer_of
+from .engine import engine_of, reducer_of
+from .norm_lists import engines_of, has_all, pipelines, require_one_list
 
 
 def _distinct(tensor: Tensor) -> int:
@@ -47,7 +48,9 @@ def local_gradients(parameters: Iterable[Tensor]) -> dict[int, list[Tensor]]:
 
 def _norm(shares: dict[int, list[Tensor]], norm_type: float) -> Tensor:
     infinite = norm_type == math.inf
-    device = next((shard.device for shards in shares.values() for shard in shards), torch.device("cpu"))
+    meshes = [mesh.device for mesh in pipelines()]
+    found = [shard.device for shards in shares.values() for shard in shards[:1]]
+    device = next(iter((*found, *meshes)), torch.device("cpu"))
     total = torch.zeros((), dtype=torch.float32, device=device)
     for copies, shards in shares.items():
         norms = torch.stack(torch._foreach_norm(shards, norm_type)).float()
@@ -57,13 +60,16 @@ def _norm(shares: dict[int, list[Tensor]], norm_type: float) -> Tensor:
     return total if infinite else total.pow(1.0 / norm_type)
 
 
-def gradient_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
+def gradient_norm(parameters: Iterable[Tensor], norm_type: float = 2.0, *, in_step: bool = False) -> Tensor:
     """Returns the norm, a scalar in fp32, over all parameters with a gradient, the same on every rank.
 
     Args:
         parameters: of a model laid out by this library; others are taken as replicated over the world.
         norm_type (`float`, defaults to 2): any p of 1 or more, or infinity.
+        in_step (`bool`): an optimizer asks; see `require_one_list`.
     """
+    parameters = list(parameters)
+    require_one_list(parameters, in_step=in_step)
     return _norm(local_gradients(parameters), norm_type)
 
 
@@ -78,16 +84,25 @@ def check_norm(norm: Tensor, error_if_nonfinite: bool) -> Tensor:
 
 
 def clip_grad_norm(
-    parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    *,
+    in_step: bool = False,
 ) -> Tensor:
-    """Scales gradients of any shape to a norm of at most `max_norm`; returns the norm before, a scalar."""
+    """Scales gradients of any shape to a norm of at most `max_norm`; returns the norm before, a scalar.
+
+    `in_step` tells that an optimizer asks; see `require_one_list`.
+    """
     if norm_type < 1:
         raise ConfigError(f"clip_grad_norm: norm_type = {norm_type}; expected 1 or more, or infinity.")
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    is_whole = require_one_list(parameters, in_step=in_step)
     shares = local_gradients(parameters)
     norm = check_norm(_norm(shares, norm_type), error_if_nonfinite)
-    for engine in _engines(parameters):
-        engine.note_clipping(parameters, norm, max_norm)
+    for engine in engines_of(parameters):
+        engine.note_clipping(norm, max_norm, is_whole=is_whole)
     _scale(shares, norm, max_norm)
     return norm
 
@@ -96,13 +111,11 @@ def clip_with_norm(parameters: Tensor | Iterable[Tensor], max_norm: float, total
     """Scales gradients of any shape by what `total_norm`, a scalar, is more than `max_norm`."""
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     norm = total_norm.full_tensor() if isinstance(total_norm, DTensor) else torch.as_tensor(total_norm)
-    for engine in _engines(parameters):
-        engine.note_clipping(parameters, norm, max_norm)
+    for engine in engines_of(parameters):
+        # Of all stages' parameters these say nothing.
+        is_whole = engine.state.cut is None and has_all(parameters, [engine])
+        engine.note_clipping(norm, max_norm, is_whole=is_whole)
     _scale(local_gradients(parameters), norm, max_norm)
-
-
-def _engines(parameters: list[Tensor]) -> list[DataParallel]:
-    return list({id(engine): engine for engine in map(engine_of, parameters) if engine is not None}.values())
 
 
 def _scale(shares: dict[int, list[Tensor]], norm: Tensor, max_norm: float) -> None:

@@ -175,11 +175,11 @@ class ShardedOptimizer:
         if limit is not None and not verdict.clipped:
             # A fused optimizer that a loss scaler steps divides by the scale itself.
             scale = getattr(optimizer, "grad_scale", None)
-            clip_grad_norm(self.parameters(), limit if scale is None else limit * float(scale))
+            clip_grad_norm(self.parameters(), limit if scale is None else limit * float(scale), in_step=True)
             verdict = engine.verdict
         if not verdict.scaled:
             if verdict.finite is None:
-                verdict.finite = bool(torch.isfinite(gradient_norm(self.parameters())))
+                verdict.finite = bool(torch.isfinite(gradient_norm(self.parameters(), in_step=True)))
             self.step_was_skipped = not verdict.finite
             engine.count(skipped=self.step_was_skipped)
         self.collect()

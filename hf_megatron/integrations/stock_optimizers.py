@@ -56,11 +56,11 @@ def clip_grad_norm_(
     """Clips the gradients of parameters, of any shape, by the norm of the whole model's."""
     from torch import Tensor
 
-    from ..data_parallel.engine import engine_of
     from ..data_parallel.gradient_norm import clip_grad_norm
+    from ..data_parallel.norm_lists import joins
 
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    if any(engine_of(parameter) is not None for parameter in parameters):
+    if joins(parameters):
         return clip_grad_norm(parameters, max_norm, norm_type, error_if_nonfinite)
     return original(parameters, max_norm, norm_type, error_if_nonfinite, *args, **kwargs)
 
@@ -77,9 +77,10 @@ def get_total_norm(
     from torch import Tensor
 
     from ..data_parallel.gradient_norm import check_norm, gradient_norm
+    from ..data_parallel.norm_lists import joins
 
     tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-    parameters = _parameters_of(tensors)
+    parameters = _parameters_of(tensors) if tensors or not joins(tensors) else []
     if parameters is None:
         return original(tensors, norm_type, error_if_nonfinite, *args, **kwargs)
     return check_norm(gradient_norm(parameters, norm_type), error_if_nonfinite)

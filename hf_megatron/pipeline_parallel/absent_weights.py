@@ -67,9 +67,9 @@ class AbsentTensor(Tensor):
 
 def _reading(place: str) -> UnsupportedError:
     return UnsupportedError(
-        f"The values of this weight are not on this rank: it {place}. model.save_pretrained(folder) writes all weights "
-        "and Accelerator.get_state_dict(model) gathers them on rank 0; every rank calls them. named_parameters() has "
-        "what this rank holds."
+        f"The values of this tensor are not on this rank: what it comes from {place}. Of weights, "
+        "model.save_pretrained(folder) writes all and Accelerator.get_state_dict(model) gathers them on rank 0; every "
+        "rank calls them. named_parameters() has what this rank holds."
     )
 
 
@@ -91,6 +91,10 @@ def own_state_dict(model: nn.Module, **kwargs: Any) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in found.items() if not isinstance(tensor, AbsentTensor)}
 
 
+class PartElsewhere(UnsupportedError, AttributeError):
+    """A part of a module that lies on another stage; `hasattr` answers no."""
+
+
 class Progress(Protocol):
     """Tells whether a model's weights are loaded, until when no loader must look for weights of other stages."""
 
@@ -108,11 +112,40 @@ class Placeholder(nn.Module):
 
     def __init__(self, module: nn.Module, place: str, progress: Progress):
         super().__init__()
-        self._place, self._progress = place, progress
+        self._kind, self._place, self._progress = type(module).__name__, place, progress
         self._weights = {name: tensor.to("meta") for name, tensor in module.state_dict().items()}
         self._dtype = first_dtype(module)
         # Follows the model's dtype and device.
         self.register_buffer("_follower", torch.empty(0, dtype=self._dtype), persistent=False)
+
+    def __getattr__(self, name: str) -> Any:
+        known = self.__dict__.get("_weights", {})
+        if name in known and self._progress.is_filled:
+            return self._absent(known[name])
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            if name.startswith("_") or "_place" not in self.__dict__:
+                raise
+            raise self._elsewhere(name) from error
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, nn.Parameter | nn.Module) and self._progress.is_filled:
+            raise self._elsewhere(name)
+        super().__setattr__(name, value)
+
+    def _absent(self, weight: Tensor) -> AbsentTensor:
+        follower = self.get_buffer("_follower")
+        if weight.is_floating_point() and follower.dtype != self._dtype:
+            weight = weight.to(follower.dtype)
+        return AbsentTensor(weight, follower.device, self._place)
+
+    def _elsewhere(self, name: str) -> "PartElsewhere":
+        return PartElsewhere(
+            f"{name} of a {self._kind}: it {self._place}, and this rank has the names, shapes and dtypes of its "
+            "weights only (model.state_dict()). Read and change it on the ranks of that stage, or load the model with "
+            "pp_size=1."
+        )
 
     def hold_part(self, name: str, part: "Placeholder") -> None:
         """Leaves a child's names to a placeholder of its own."""
@@ -122,11 +155,8 @@ class Placeholder(nn.Module):
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         if not self._progress.is_filled:
             return
-        follower = self.get_buffer("_follower")
         for name, tensor in self._weights.items():
-            if tensor.is_floating_point() and follower.dtype != self._dtype:
-                tensor = tensor.to(follower.dtype)
-            destination[prefix + name] = AbsentTensor(tensor, follower.device, self._place)
+            destination[prefix + name] = self._absent(tensor)
 
     def _load_from_state_dict(
         self,

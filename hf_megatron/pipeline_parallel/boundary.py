@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..errors import PlanError, UnsupportedError
 from ..patch_ledger import Shared
 from ..upstream import recorded_outputs
-from .absent_weights import Placeholder
+from .absent_weights import AbsentTensor, Placeholder
 from .partition import Stages
 
 HIDDEN_STATES = "hidden_states"
@@ -60,6 +60,7 @@ class StageBoundary(Shared):
         stage: the one whose forward is under way.
         is_filled: whether the model's weights are loaded.
         is_rehearsing: whether the forward under way leaves out all layers.
+        is_running: whether a forward is under way.
     """
 
     def __init__(self, stages: Stages):
@@ -67,7 +68,7 @@ class StageBoundary(Shared):
         self.leaving: Callable[[Tensor], Tensor] | None = None
         self.entered = False
         self.is_filled = False
-        self.is_rehearsing = self._is_running = False
+        self.is_rehearsing = self.is_running = False
         self.stage = 0
         self._received: tuple[Tensor, ...] | None = None
         self._zeros: Tensor | None = None
@@ -83,14 +84,14 @@ class StageBoundary(Shared):
         Returns:
             The hidden states and router logits so far, or, from the last stage, what the model returned.
         """
-        self.stage, self._received, self.entered, self._is_running = stage, received, False, True
+        self.stage, self._received, self.entered, self.is_running = stage, received, False, True
         try:
             output = forward()
         except StageLeft as left:
             return left.outputs
         finally:
             self._received = self._zeros = None
-            self._is_running = False
+            self.is_running = False
             # Outside of a forward an embedding may be asked for by itself.
             entered, self.entered, self.stage = self.entered, False, 0
         if not entered or stage < len(self.stages.ranges) - 1:
@@ -135,7 +136,7 @@ class StageBoundary(Shared):
         return self._zeros
 
     def _require_running(self) -> None:
-        if not self._is_running:
+        if not self.is_running:
             raise UnsupportedError(
                 "A part of a pipelined model was called by itself: its layers lie on several ranks. Call the whole "
                 "model; without labels it returns logits that a loss of your own can be computed from."
@@ -213,20 +214,19 @@ class ForeignLayer(Placeholder):
 class ForeignInput(Placeholder):
     """Stands where a module before the layers is on later stages: zeros `[batch, sequence, hidden]`, or its input."""
 
-    weight: Tensor
-
     def __init__(self, name: str, module: nn.Module, place: str, boundary: StageBoundary):
         super().__init__(module, place, boundary)
         self.name, self._stage_boundary = name, boundary
         self.width = output_width(module)
-        dtype = next(module.parameters()).dtype
-        # Follows the model's dtype and device, and answers forwards that ask their embedding for those.
-        self.register_buffer("weight", torch.empty(0, dtype=dtype), persistent=False)
 
     def forward(self, x: Tensor, *args: Any, position_ids: Tensor | None = None, **kwargs: Any) -> Tensor:
         _require_before_layers(self.name, self._stage_boundary)
         # Learned positions take the mask of the whole past first.
-        return _nothing(x if position_ids is None else position_ids, self.width, self.weight.dtype)
+        found = _nothing(x if position_ids is None else position_ids, self.width, self.get_buffer("_follower").dtype)
+        if self._stage_boundary.is_running:
+            return found
+        # A loop's own call, of which the next pipelined call reads the first stage's values only.
+        return AbsentTensor(found.to("meta"), found.device, self._place)
 
 
 class StagedInput:

@@ -48,12 +48,16 @@ class CallChecks(Shared):
         if not fills_cache and (past := cache_name(arguments)) is not None:
             raise UnsupportedError(f"{past} in a training step: a pipeline fills caches in evaluation only.")
 
-    def refuse_batch_statistics(self, arguments: Mapping[str, Any]) -> None:
-        """Raises for a router loss of the whole batch, which microbatches do not add up to."""
+    def has_batch_statistics(self, arguments: Mapping[str, Any]) -> bool:
+        """Tells whether a call takes a router loss of the whole batch, which microbatches do not add up to."""
         asked = arguments.get("output_router_logits")
         if asked is None:
             asked = getattr(self.model.config.get_text_config(), "output_router_logits", False)
-        if asked and self.auxiliary_loss == "batch":
+        return bool(asked) and self.auxiliary_loss == "batch"
+
+    def refuse_batch_statistics(self, arguments: Mapping[str, Any]) -> None:
+        """Raises for a training call on several microbatches that takes the router loss of their batch."""
+        if self.has_batch_statistics(arguments):
             raise ConfigError(
                 "output_router_logits=True with several microbatches: the router loss of a batch cannot be computed "
                 "from those of its microbatches. Set MegatronConfig.auxiliary_loss='sequence' (each row's own, the "

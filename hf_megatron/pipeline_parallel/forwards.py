@@ -58,7 +58,7 @@ def values_of(
     cache: StagedCache | None = None,
 ) -> tuple[Tensor, ...]:
     """Returns what `read` makes of the microbatches' outputs, together and on every rank; see `Pipeline.reading`."""
-    inputs = TrainedInputs(arguments)
+    inputs = TrainedInputs(arguments, runner.mesh.host_group("pp"))
     microbatches, weights, denominators = runner.prepare(inputs.arguments, for_backward=False, whole=cache is not None)
     edges = [0, *itertools.accumulate(map(batch_rows, microbatches))]
     parts = [slice(start, stop) for start, stop in itertools.pairwise(edges)]

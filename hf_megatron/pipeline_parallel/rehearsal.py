@@ -49,11 +49,11 @@ class Rehearsal(Shared):
         found = None
         try:
             self._run_without_layers(arguments, is_read=is_read)
-        except MegatronError as error:
-            found = error
         except (AttributeError, TypeError) as error:
             found = UnsupportedError(f"Parts of it were not found where the pipeline is cut ({error}).")
             found.__cause__ = error
+        except MegatronError as error:
+            found = error
         except Exception:  # noqa: BLE001
             # What a batch does wrong shows in the schedule as in one process, by the same exception.
             found = None

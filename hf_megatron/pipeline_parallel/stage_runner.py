@@ -88,7 +88,8 @@ class StageRunner(Shared):
         rows = batch_rows(arguments)
         given = arguments.pop("num_items_in_batch", None)
         at_most = self._same_on_dp_ranks(min(rows, self.microbatches_at_most()))
-        if whole:
+        takes_loss = self.read is not None or has_labels(arguments)
+        if whole or (not for_backward and takes_loss and self.checks.has_batch_statistics(arguments)):
             count = 1
         elif for_backward:
             count = valid_microbatches(self.schedule.name, self.config.pp_size, self.stages_per_rank, at_most)
@@ -96,7 +97,7 @@ class StageRunner(Shared):
             count = at_most
         if not whole and "use_cache" in self.signature.parameters:
             arguments["use_cache"] = False
-        if count > 1 and (self.read is not None or has_labels(arguments)):
+        if count > 1 and takes_loss:
             self.checks.refuse_batch_statistics(arguments)
         denominators = None
         if has_labels(arguments):

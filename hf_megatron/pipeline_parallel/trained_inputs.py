@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import UnsupportedError
+from .absent_weights import AbsentTensor
 
 
 class TrainedInputs:
@@ -16,25 +17,35 @@ class TrainedInputs:
 
     Args:
         arguments (`Mapping`): of the call.
+        ranks (`ProcessGroup`): of the pipeline, for tensors on the host.
 
     Attributes:
         arguments: the same with leaves of this call in the place of those tensors.
         tensors: those tensors themselves, of any shape.
     """
 
-    def __init__(self, arguments: Mapping[str, Any]):
+    def __init__(self, arguments: Mapping[str, Any], ranks: dist.ProcessGroup):
         self.tensors: list[Tensor] = []
         self.names: list[str] = []
         self._leaves: list[Tensor] = []
-        if not torch.is_grad_enabled():
-            self.arguments = dict(arguments)
-            return
+        embeddings = arguments.get("inputs_embeds")
+        self._trains_embeddings = torch.is_grad_enabled() and isinstance(embeddings, Tensor)
+        if self._trains_embeddings:
+            # A rank without the model's embedding does not know whether what that returned is trained.
+            trained = torch.tensor(embeddings.requires_grad, dtype=torch.int32)
+            dist.all_reduce(trained, dist.ReduceOp.MAX, group=ranks)
+            self._trains_embeddings = bool(trained)
         self.arguments = {name: _map(value, partial(self._cut, name)) for name, value in arguments.items()}
 
     def _cut(self, name: str, tensor: Tensor) -> Tensor:
-        if not tensor.requires_grad:
-            return tensor
-        leaf = tensor.detach().requires_grad_()
+        found = tensor
+        if isinstance(tensor, AbsentTensor):
+            # Only the first stage reads embeddings.
+            found = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        trained = tensor.requires_grad or (name == "inputs_embeds" and self._trains_embeddings)
+        if not torch.is_grad_enabled() or not trained:
+            return found
+        leaf = found.detach().requires_grad_()
         self.tensors.append(tensor)
         self.names.append(name)
         self._leaves.append(leaf)

@@ -17,7 +17,7 @@ from .trained_inputs import TrainedInputs
 def run_schedule(runner: StageRunner, arguments: dict[str, Any]) -> PipelineOutput:
     """Runs the whole schedule on the arguments of a call with labels."""
     is_counted = arguments.get("num_items_in_batch") is not None
-    inputs = TrainedInputs(arguments)
+    inputs = TrainedInputs(arguments, runner.mesh.host_group("pp"))
     if runner.schedule.splits_backward:
         inputs.require_first_stage(runner.schedule.name)
     microbatches, weights, denominators = runner.prepare(inputs.arguments, for_backward=True)

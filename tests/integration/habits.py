@@ -43,9 +43,8 @@ def save_tiny(path, **fields):
         vocab_size=64,
         hidden_size=32,
         intermediate_size=48,
-        num_hidden_layers=2,
         num_attention_heads=4,
-        **{"num_key_value_heads": 2, "tie_word_embeddings": True, **fields},
+        **{"num_hidden_layers": 2, "num_key_value_heads": 2, "tie_word_embeddings": True, **fields},
     )
     model = LlamaForCausalLM(config)
     with torch.no_grad():

@@ -185,12 +185,29 @@ def test_each_row_by_itself(folder, layout):
     check(folder, "qwen3_moe", layout, auxiliary_loss="sequence")
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_several_microbatches_are_refused_by_default(folder, training):
+@pytest.mark.parametrize("layout", ["pp2", "tp2+pp2"])
+def test_evaluation_sees_the_whole_batch_at_once(folder, layout):
+    cls, path, batches, *_ = _saved("qwen3_moe", folder)
+
+    def losses(**kwargs):
+        model = _load(cls, path, **kwargs)
+        found = []
+        for training in (False, True):
+            with torch.no_grad():
+                output = model.train(training)(**batches[0])
+            found += [output.loss, output.aux_loss]
+        return torch.stack(found)
+
+    expected = losses()
+    for found in run_ranks(lambda: losses(megatron_config=_layout(layout)), 4 if "tp" in layout else 2):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_several_microbatches_are_refused_by_default(folder):
     cls, path, batches, *_ = _saved("qwen3_moe", folder)
 
     def on_rank():
-        model = cls.from_pretrained(path, megatron_config=_layout("pp2")).train(training)
+        model = cls.from_pretrained(path, megatron_config=_layout("pp2")).train()
         with pytest.raises(ConfigError, match="auxiliary_loss='sequence'.*'microbatch'.*num_microbatches=1"):
             model(**batches[0])
         model.config.output_router_logits = False

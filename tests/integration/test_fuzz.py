@@ -73,6 +73,23 @@ SEEDED = {
 }
 
 
+def test_what_is_known_to_differ_is_not_drawn():
+    drawn = [draw_case(5, number, only=["norm by hand"]) for number in range(60)]
+    layouts = [case["layout"] for case in drawn if "norm by hand" in case["habits"]]
+    assert layouts and all(layout.get("pp_size", 1) == 1 for layout in layouts)
+
+
+def test_loops_of_accelerate_leave_its_state():
+    """No stock `Accelerator` after one of the case's own: the state of both is the process's."""
+    case = simple_case("tp2", "stock afterwards", loop="accelerate")
+    assert not fits(case, "stock afterwards") and fits({**case, "loop": "plain"}, "stock afterwards")
+
+
+def test_a_part_of_the_loss_is_logged_as_its_whole():
+    case = simple_case("dp2", "own loss", habits=["own loss", "loss read"])
+    assert verdicts([case]) == ["equal"]
+
+
 @pytest.mark.parametrize("name", SEEDED)
 def test_seeded_faults_are_found(name, monkeypatch):
     verdict, made = SEEDED[name]

@@ -2,6 +2,7 @@
 
 import pytest
 
+from hf_megatron.verify.fuzz.cases import LAYOUTS as FIELDS
 from hf_megatron.verify.fuzz.habits import HABITS
 from tests.habits import ALLOWED, LAYOUTS, recorded, run
 
@@ -10,11 +11,8 @@ def slow(name):
     return HABITS[name].slow
 
 
-# In "What is known to differ" of docs/surface.md.
-KNOWN = {
-    "pp2": {"norm by hand": "ranks disagree"},
-    "tp2+pp2": {"norm by hand": "ranks disagree"},
-}
+def known(layout):
+    return {name for name, habit in HABITS.items() if habit.is_known_to_differ(FIELDS[layout][0])}
 
 
 def test_every_cell_is_recorded():
@@ -26,7 +24,7 @@ def test_every_cell_is_recorded():
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_other_cell_is_equal_or_refused(layout):
     found = {name: row[layout][0] for name, row in recorded().items()}
-    assert {name: verdict for name, verdict in found.items() if verdict not in ALLOWED} == KNOWN.get(layout, {})
+    assert {name for name, verdict in found.items() if verdict not in ALLOWED} == known(layout)
 
 
 def walk(layout, names):

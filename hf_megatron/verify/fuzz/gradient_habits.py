@@ -182,7 +182,12 @@ GRADIENT_HABITS = (
     ),
     Habit("value clipped", "`clip_grad_value_`", before_step=_value_clipping),
     Habit("total norm", "`get_total_norm` of all gradients, logged", before_step=_total_norm),
-    Habit("norm by hand", "the squares of all `p.grad` summed", before_step=_norm_by_hand),
+    Habit(
+        "norm by hand",
+        "the squares of all `p.grad` summed",
+        before_step=_norm_by_hand,
+        differs_on=("pp_size",),
+    ),
     Habit("gradients scaled", "`p.grad.mul_(0.5)`", before_step=_scale_by_hand),
     Habit("autograd.grad", "`torch.autograd.grad(loss, parameters)`", backward=_gradients_of_autograd),
     Habit("gradient hooks", "`p.register_hook` that scales", made=_halving_hooks),

@@ -24,6 +24,7 @@ class Habit:
         random: draws random numbers, so that only the ranks are compared with each other.
         local: the loss it returns is this rank's part of a sum over the data parallel ranks.
         slow: takes seconds.
+        differs_on: fields of layouts that split what it takes for whole, as docs/surface.md says.
     """
 
     name: str
@@ -45,3 +46,8 @@ class Habit:
     random: bool = False
     local: bool = False
     slow: bool = False
+    differs_on: tuple[str, ...] = ()
+
+    def is_known_to_differ(self, layout: Mapping[str, Any]) -> bool:
+        """Tells whether a layout gives other numbers than one process by documentation."""
+        return any(layout.get(name, 1) > 1 for name in self.differs_on)

@@ -61,6 +61,11 @@ class Loop:
         """Notes a number that every rank has to have as one process has it."""
         self.logged.append((name, number(value)))
 
+    def log_loss(self, name: str, loss: Tensor) -> None:
+        """Notes a loss, which with some habits is this rank's part of it."""
+        local = any(habit.local for habit in self.habits)
+        self.log(name, self.total(loss) / self.dp_size if local else loss)
+
     def total(self, value: Tensor) -> Tensor:
         """Sums what each data parallel rank has of its own rows, as loops over ranks have to."""
         if self.dp_size == 1:
@@ -148,8 +153,7 @@ class Loop:
         for index, batch in enumerate(microbatches):
             with self.not_the_last(index < len(microbatches) - 1):
                 loss = self.instead("forward", self.plain_forward, self.own_rows(batch))
-                local = any(habit.local for habit in self.habits)
-                self.log("loss", self.total(loss) / self.dp_size if local else loss)
+                self.log_loss("loss", loss)
                 self.instead("backward", self.plain_backward, loss if self.accelerator else loss / len(microbatches))
         self.all("before_step")
         self.instead("step", self.optimizer.step)

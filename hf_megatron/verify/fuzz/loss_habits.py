@@ -143,9 +143,9 @@ def _packed_call(loop: Loop, batch: dict[str, Tensor], more: dict[str, bool]) ->
 
 
 def _reported_by_rank(loop: Loop, loss: Tensor) -> None:
-    loop.log("loss read after backward", loss.detach() + 0)
+    loop.log_loss("loss read after backward", loss.detach() + 0)
     loss.backward()
-    loop.log("loss read after backward", loss.detach() + 0)
+    loop.log_loss("loss read after backward", loss.detach() + 0)
 
 
 _ROUTER_LOSS = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
