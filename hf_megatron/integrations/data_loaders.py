@@ -1,15 +1,16 @@
-"""Prepared data loaders whose ranks may run out of data at different times: all stop together at the shortest.
+"""Prepared data loaders of data parallel ranks: what of the last batch counts, and that all ranks stop together.
 
-Only where lengths cannot be known to be equal: an IterableDataset, or batches that are not evened out. Elsewhere the
-stock loader is left alone.
+They stop at the shortest where lengths cannot be known to be equal: an IterableDataset, or batches that are not evened
+out.
 """
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.data import BatchSampler
 
 
 def iterate(original: Callable, self: Any) -> Iterator[Any]:
@@ -30,6 +31,33 @@ def iterate(original: Callable, self: Any) -> Iterator[Any]:
     return original(self)
 
 
+def begin(original: Callable, self: Any) -> None:
+    """Begins an iteration and says how many rows of the last batch of all ranks count.
+
+    Stock takes it from the dataset's length, whatever a sampler takes of it, and forgets it for a loader that skips
+    its first batches.
+    """
+    original(self)
+    shard = None if _data_parallel_group() is None else shard_of(self)
+    if shard is None or shard.batch_size is None or type(shard.batch_sampler) is not BatchSampler:
+        return
+    sampler = shard.batch_sampler.sampler
+    if shard.num_processes > 1 and isinstance(sampler, Sized):
+        size = shard.batch_size * (1 if shard.split_batches else shard.num_processes)
+        self.remainder = -1 if shard.drop_last else len(sampler) % size
+
+
+def shard_of(loader: Any) -> Any:
+    """Finds what deals the batches of a loader out to the ranks, behind samplers that skip some."""
+    from accelerate.data_loader import BatchSamplerShard
+
+    sampler = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
+    while sampler is not None and not isinstance(sampler, BatchSamplerShard):
+        # Skipping samplers hold the one whose first batches they leave out.
+        sampler = getattr(sampler, "batch_sampler", None)
+    return sampler
+
+
 def _data_parallel_group() -> Any:
     """Returns the dp ranks of the Accelerator in use, if it is set up for more than one by this library."""
     from accelerate.state import AcceleratorState
@@ -42,18 +70,12 @@ def _data_parallel_group() -> Any:
 
 
 def _may_differ(loader: Any) -> bool:
-    from accelerate.data_loader import BatchSamplerShard
     from torch.utils.data import IterableDataset
 
     if isinstance(loader.dataset, IterableDataset):
         return True
-    sampler = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
-    while sampler is not None:
-        if isinstance(sampler, BatchSamplerShard):
-            return sampler.num_processes > 1 and not sampler.even_batches and not sampler.drop_last
-        # Skipping samplers hold the one whose first batches they leave out.
-        sampler = getattr(sampler, "batch_sampler", None)
-    return False
+    shard = shard_of(loader)
+    return shard is not None and shard.num_processes > 1 and not shard.even_batches and not shard.drop_last
 
 
 def _agreed_class(base: Any) -> type:

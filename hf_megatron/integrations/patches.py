@@ -92,6 +92,17 @@ _ROWS: tuple[tuple[str, str, str, str], ...] = (
      "sums tokens over ranks of one batch and divides again", _RANKS_PER_BATCH),
     (f"{_TRAINER}.get_batch_samples", "repeated_rows:get_batch_samples",
      "trains on rows that fill up the last batch of several ranks", "Accelerate says which rows are repeated"),
+    (f"{_TRAINER}._track_num_input_tokens", "repeated_rows:track_num_input_tokens",
+     "counts tokens of rows that fill up a batch", "Accelerate says which rows are repeated"),
+    *(
+        (f"{_TRAINER}.{name}", "length_samplers:get_sampler", "sorts rows by length for one device or all processes",
+         _RANKS_PER_BATCH)
+        for name in ("_get_train_sampler", "_get_eval_sampler")
+    ),
+    (f"{_TRAINER}.call_model_init", "trainer:call_model_init", "makes a model after its Accelerator, and again",
+     _RANKS_PER_BATCH),
+    ("transformers.trainer_seq2seq:Seq2SeqTrainer.prediction_step", "repeated_rows:sequence_prediction_step",
+     "keeps the rows that fill up the last batch", "Seq2SeqTrainer gathers as Trainer does"),
     (f"{_TRAINER}.prediction_step", "trainer_pipeline:prediction_step", "sends logits that nobody reads",
      "Trainer says whether it reads logits"),
     (f"{_TRAINER}.training_step", "trainer_pipeline:training_step", "says what the loss is multiplied by afterwards",
@@ -140,6 +151,9 @@ _ROWS: tuple[tuple[str, str, str, str], ...] = (
     (f"{_ACCELERATOR}.get_state_dict", "accelerate:get_state_dict", "gives this rank's part", _ACCELERATE),
     ("accelerate.optimizer:AcceleratedOptimizer.step", "stock_optimizers:optimizer_step",
      "does not know that all ranks skipped a step", _ACCELERATE),
+    ("accelerate.data_loader:DataLoaderStateMixin.begin", "data_loaders:begin",
+     "counts the rows of the dataset, whatever the sampler takes, and of no loader that skips batches",
+     "Accelerate counts what its samplers deal out"),
     ("accelerate.data_loader:DataLoaderShard.__iter__", "data_loaders:iterate",
      "lets ranks with more batches wait for ever", "Accelerate stops all ranks together"),
     ("torch.amp.grad_scaler:GradScaler._unscale_grads_", "stock_optimizers:unscale_grads",
