@@ -62,6 +62,8 @@ _ROWS: tuple[tuple[str, str, str, str], ...] = (
     ("transformers.core_model_loading:set_param_for_module", "transformers:set_param_for_module",
      "leaves weights mapped into the file", "the loader copies what training will write to"),
     (f"{_GENERATION}.generate", "generation:generate", "each rank draws and stops alone", _GENERATE),
+    (f"{_GENERATION}._maybe_prepare_encoder_kwargs_for_generation", "generation:encode",
+     "calls the encoder outside of the model's forward", _GENERATE),
     (f"{_GENERATION}._get_stopping_criteria", "generation:get_stopping_criteria", "judges stopping on each rank",
      _GENERATE),
     (f"{_GENERATION}._get_static_cache_init_shape", "generation:get_static_cache_init_shape",
