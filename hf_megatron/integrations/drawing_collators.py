@@ -33,7 +33,12 @@ def _shard_of(loader: DataLoader) -> BatchSamplerShard | None:
     if isinstance(loader.dataset, IterableDataset):
         return None
     sampler = shard_of(loader)
-    if type(sampler) is not BatchSamplerShard or sampler.num_processes == 1 or sampler.split_batches or sampler.batch_size is None:
+    if (
+        type(sampler) is not BatchSamplerShard
+        or sampler.num_processes == 1
+        or sampler.split_batches
+        or sampler.batch_size is None
+    ):
         return None
     return sampler if sampler.even_batches or sampler.drop_last else None
 
