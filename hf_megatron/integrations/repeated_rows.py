@@ -63,7 +63,7 @@ def sequence_prediction_step(
 
 
 def _gather_rows(accelerator: Any, data: Any) -> Any:
-    """Gathers what one process would have, `(batch, ...)`: no repeated rows, and a loss for each row of a full batch."""
+    """Gathers what one process has, `(batch, ...)`: no repeated rows, and a loss for each row of a full batch."""
     is_loss = isinstance(data, Tensor) and data.dim() == 1 and data.is_floating_point()
     return accelerator.gather(data) if is_loss else accelerator.gather_for_metrics(data)
 
