@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration
 from torch.utils.data import DataLoader, SubsetRandomSampler
 from transformers import (
     AutoModelForCausalLM,
@@ -153,6 +154,24 @@ def test_rows_of_skipping_loaders_and_of_samplers(arguments):
     assert len(expected[-1]) < 4
     for found in run_ranks(dealt_out, 2, *arguments, config=layout("dp2")):
         assert found == expected
+
+
+def shuffled(configuration, own_generator, config=None):
+    set_seed(5)
+    plugin = None if config is None else MegatronPlugin(config)
+    accelerator = Accelerator(cpu=True, megatron_lm_plugin=plugin, dataloader_config=configuration)
+    generator = torch.Generator().manual_seed(3) if own_generator else None
+    loader = DataLoader(torch.arange(12), batch_size=4 if config is None else 2, shuffle=True, generator=generator)
+    loader = accelerator.prepare(loader)
+    return [accelerator.gather_for_metrics(batch).tolist() for _ in range(2) for batch in loader]
+
+
+@pytest.mark.parametrize(
+    "arguments", [(DataLoaderConfiguration(use_seedable_sampler=True), False), (DataLoaderConfiguration(), True)]
+)
+def test_shuffled_rows(arguments):
+    [expected] = run_ranks(shuffled, 1, *arguments)
+    assert run_ranks(shuffled, 2, *arguments, config=layout("dp2")) == [expected, expected]
 
 
 @pytest.mark.parametrize("text", ["dp2", "dp2+zero3"])

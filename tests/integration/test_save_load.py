@@ -1,6 +1,7 @@
 """Weights in and out: slices read, merged files written, and everything that must raise instead of going on."""
 
 import json
+import logging
 import os
 import shutil
 
@@ -268,9 +269,14 @@ def test_a_new_classification_head_is_that_of_one_process(stories, layout, monke
 
 def _with_another_head(path, layout, seed=3):
     torch.manual_seed(seed + dist.get_rank())
+    reports = []
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.setattr(logging.getLogger("transformers.modeling_utils"), "warning", reports.append)
     model = AutoModelForSequenceClassification.from_pretrained(path, num_labels=3, megatron_config=layout)
     weights = full_state_dict(model) if layout is not None else model.state_dict()
     drawn = {name: weight.clone() for name, weight in weights.items() if "pooler" in name or "classifier" in name}
+    if dist.get_rank() == 0:
+        assert any("cls.predictions.transform.dense.weight" in report for report in reports)
     return drawn, torch.rand(1)
 
 
