@@ -1,16 +1,17 @@
-"""Prepared data loaders of data parallel ranks: what of the last batch counts, and that all ranks stop together.
+"""Prepared data loaders whose ranks may run out of data at different times: all stop together at the shortest.
 
-They stop at the shortest where lengths cannot be known to be equal: an IterableDataset, or batches that are not evened
-out.
+Only where lengths cannot be known to be equal: an IterableDataset, or batches that are not evened out. Elsewhere the
+stock loader is left alone.
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import BatchSampler
+
+from .batch_shards import data_parallel_group, shard_of
 
 
 def iterate(original: Callable, self: Any) -> Iterator[Any]:
@@ -18,7 +19,7 @@ def iterate(original: Callable, self: Any) -> Iterator[Any]:
 
     The stock iteration looks one batch ahead to flag the last one, so that every rank flags the same.
     """
-    group = _data_parallel_group()
+    group = data_parallel_group()
     base = self.base_dataloader
     if group is not None and "_hf_megatron_seen" not in vars(base):
         from .drawing_collators import draw_for_all_ranks
@@ -29,44 +30,6 @@ def iterate(original: Callable, self: Any) -> Iterator[Any]:
         base._hf_megatron_group = group
         base.__class__ = _agreed_class(type(base))
     return original(self)
-
-
-def begin(original: Callable, self: Any) -> None:
-    """Begins an iteration and says how many rows of the last batch of all ranks count.
-
-    Stock takes it from the dataset's length, whatever a sampler takes of it, and forgets it for a loader that skips
-    its first batches.
-    """
-    original(self)
-    shard = None if _data_parallel_group() is None else shard_of(self)
-    if shard is None or shard.batch_size is None or type(shard.batch_sampler) is not BatchSampler:
-        return
-    sampler = shard.batch_sampler.sampler
-    if shard.num_processes > 1 and isinstance(sampler, Sized):
-        size = shard.batch_size * (1 if shard.split_batches else shard.num_processes)
-        self.remainder = -1 if shard.drop_last else len(sampler) % size
-
-
-def shard_of(loader: Any) -> Any:
-    """Finds what deals the batches of a loader out to the ranks, behind samplers that skip some."""
-    from accelerate.data_loader import BatchSamplerShard
-
-    sampler = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
-    while sampler is not None and not isinstance(sampler, BatchSamplerShard):
-        # Skipping samplers hold the one whose first batches they leave out.
-        sampler = getattr(sampler, "batch_sampler", None)
-    return sampler
-
-
-def _data_parallel_group() -> Any:
-    """Returns the dp ranks of the Accelerator in use, if it is set up for more than one by this library."""
-    from accelerate.state import AcceleratorState
-
-    state = AcceleratorState._shared_state
-    layout = state.get("parallelism_config")
-    if type(layout).__name__ != "MegatronParallelismConfig" or layout.dp_shard_size == 1:
-        return None
-    return state["device_mesh"]["dp_shard"].get_group()
 
 
 def _may_differ(loader: Any) -> bool:

@@ -16,7 +16,7 @@ from accelerate.data_loader import BatchSamplerShard
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from .data_loaders import shard_of
+from .batch_shards import shard_of
 
 
 def draw_for_all_ranks(loader: DataLoader) -> None:

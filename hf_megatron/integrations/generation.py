@@ -44,7 +44,7 @@ def generate(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
     return original(self, *args, **kwargs)
 
 
-def encode(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
+def call_encoder(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Calls the encoder, as stock does outside of the model's forward, with the weights that stage 3 splits there."""
     state = parallel_state(self)
     if state is None or not state.shards_weights or state.cut is not None or not self.config.is_encoder_decoder:
