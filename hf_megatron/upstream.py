@@ -94,6 +94,11 @@ def is_asked_for(leaf: torch.Tensor) -> bool:
     return False
 
 
+def find_units(root: Any) -> None:
+    """Has FSDP2 look for the units below a root, as its first forward does."""
+    root._get_fsdp_state()._lazy_init()
+
+
 @contextmanager
 def finishing_itself(model: Any) -> Iterator[None]:
     """Has FSDP2 finish each backward that is run inside another at that one's end, not at the outer one's.

@@ -34,8 +34,9 @@ def check_weight_index(path: str | os.PathLike[str]) -> None:
 def check_loaded(model: Any, info: dict[str, Any], *, strict: bool) -> None:
     """Raises `CheckpointError` for missing, surplus or mis-shaped weights, naming them and the way round.
 
-    What a class puts on top of the base model, such as a head for classification, may be missing as a whole: the
-    checkpoint is of another class then, and the heads of that one may be surplus. The head of a language model may not.
+    What a class puts on top of the base model, such as a head for classification, may be missing as a whole, and a
+    pooler with it: the checkpoint is of another class then, and the heads of that one may be surplus. The head of a
+    language model may not.
     """
     problems = []
     mismatched = info.get("mismatched_keys") or ()
@@ -45,7 +46,8 @@ def check_loaded(model: Any, info: dict[str, Any], *, strict: bool) -> None:
         ]
         problems.append(f"{len(mismatched)} mis-shaped ({'; '.join(shown)})")
     missing, surplus = set(info.get("missing_keys") or ()), set(info.get("unexpected_keys") or ())
-    if missing == _heads(model):
+    heads = _heads(model)
+    if heads is not None and missing in (heads, heads | _pooler(model)):
         missing, surplus = set(), {name for name in surplus if _is_of_base(model, name)}
     for kind, keys in (("missing", missing), ("unexpected", surplus)):
         names = sorted(keys)
@@ -65,6 +67,12 @@ def _heads(model: Any) -> set[str] | None:
     if model.get_output_embeddings() is not None or model.base_model is model:
         return None
     return {name for name, _ in model.named_parameters() if not name.startswith(f"{model.base_model_prefix}.")}
+
+
+def _pooler(model: Any) -> set[str]:
+    """Names what base models make for some classes only."""
+    prefix = f"{model.base_model_prefix}.pooler."
+    return {name for name, _ in model.named_parameters() if name.startswith(prefix)}
 
 
 def _is_of_base(model: Any, name: str) -> bool:

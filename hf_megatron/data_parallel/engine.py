@@ -5,7 +5,8 @@ import math
 import operator
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,7 +18,7 @@ from ..errors import ConfigError, NonFiniteGradientError, UnsupportedError
 from ..parallel_state import ParallelState, parallel_state
 from ..patch_ledger import LEDGER, Shared
 from ..placement import Claim
-from ..upstream import leave_uncompiled, local_tensor
+from ..upstream import find_units, leave_uncompiled, local_tensor
 from .fully_sharded import no_sync
 from .gradient_store import GradientStore, PlainGradients
 from .graph_edges import GradientWatch, refuse_hooks, refuse_partial_backward, with_trained_inputs
@@ -109,6 +110,17 @@ class DataParallel(Shared):
     def has_run(self) -> bool:
         """Whether the model was called, in stage 3."""
         return bool(self._dtypes)
+
+    @contextmanager
+    def whole_root(self) -> Iterator[None]:
+        """Puts the weights around the layers together for what calls modules without gradients, in stage 3."""
+        self._dtypes = refuse_cast(self._parameters.current(), self._dtypes)
+        find_units(self.model)
+        self.model.unshard()  # type: ignore[operator]
+        try:
+            yield
+        finally:
+            self.model.reshard()  # type: ignore[operator]
 
     @property
     def optimizers(self) -> list[Any]:

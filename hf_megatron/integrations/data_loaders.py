@@ -11,13 +11,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .batch_shards import data_parallel_group, shard_of
+
 
 def iterate(original: Callable, self: Any) -> Iterator[Any]:
     """Iterates over a loader whose ranks agree on each batch.
 
     The stock iteration looks one batch ahead to flag the last one, so that every rank flags the same.
     """
-    group = _data_parallel_group()
+    group = data_parallel_group()
     base = self.base_dataloader
     if group is not None and "_hf_megatron_seen" not in vars(base):
         from .drawing_collators import draw_for_all_ranks
@@ -30,30 +32,13 @@ def iterate(original: Callable, self: Any) -> Iterator[Any]:
     return original(self)
 
 
-def _data_parallel_group() -> Any:
-    """Returns the dp ranks of the Accelerator in use, if it is set up for more than one by this library."""
-    from accelerate.state import AcceleratorState
-
-    state = AcceleratorState._shared_state
-    layout = state.get("parallelism_config")
-    if type(layout).__name__ != "MegatronParallelismConfig" or layout.dp_shard_size == 1:
-        return None
-    return state["device_mesh"]["dp_shard"].get_group()
-
-
 def _may_differ(loader: Any) -> bool:
-    from accelerate.data_loader import BatchSamplerShard
     from torch.utils.data import IterableDataset
 
     if isinstance(loader.dataset, IterableDataset):
         return True
-    sampler = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
-    while sampler is not None:
-        if isinstance(sampler, BatchSamplerShard):
-            return sampler.num_processes > 1 and not sampler.even_batches and not sampler.drop_last
-        # Skipping samplers hold the one whose first batches they leave out.
-        sampler = getattr(sampler, "batch_sampler", None)
-    return False
+    shard = shard_of(loader)
+    return shard is not None and shard.num_processes > 1 and not shard.even_batches and not shard.drop_last
 
 
 def _agreed_class(base: Any) -> type:

@@ -16,6 +16,8 @@ from accelerate.data_loader import BatchSamplerShard
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from .batch_shards import shard_of
+
 
 def draw_for_all_ranks(loader: DataLoader) -> None:
     """Has a rank's loader make its batches out of those of all ranks, if making them draws random numbers."""
@@ -30,10 +32,13 @@ def _shard_of(loader: DataLoader) -> BatchSamplerShard | None:
     """Finds what deals whole batches of one size out to the ranks, behind samplers that skip some."""
     if isinstance(loader.dataset, IterableDataset):
         return None
-    sampler: Any = loader.batch_sampler
-    while sampler is not None and type(sampler) is not BatchSamplerShard:
-        sampler = getattr(sampler, "batch_sampler", None)
-    if sampler is None or sampler.num_processes == 1 or sampler.split_batches or sampler.batch_size is None:
+    sampler = shard_of(loader)
+    if (
+        type(sampler) is not BatchSamplerShard
+        or sampler.num_processes == 1
+        or sampler.split_batches
+        or sampler.batch_size is None
+    ):
         return None
     return sampler if sampler.even_batches or sampler.drop_last else None
 

@@ -44,6 +44,15 @@ def generate(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
     return original(self, *args, **kwargs)
 
 
+def call_encoder(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Calls the encoder, as stock does outside of the model's forward, with the weights that stage 3 splits there."""
+    state = parallel_state(self)
+    if state is None or not state.shards_weights or state.cut is not None or not self.config.is_encoder_decoder:
+        return original(self, *args, **kwargs)
+    with state.data_parallel.whole_root():
+        return original(self, *args, **kwargs)
+
+
 def init_continuous_batching(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Refuses a model that is split over ranks, each of which would schedule requests by its own clock and memory."""
     state = parallel_state(self)

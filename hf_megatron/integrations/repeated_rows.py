@@ -4,6 +4,7 @@ Accelerate gives all ranks batches of one size and takes rows from the beginning
 them from predictions when it gathers these, but trains on them, and takes losses of evaluation over them.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -35,6 +36,36 @@ def get_batch_samples(original: Callable, self: Any, *args: Any, **kwargs: Any) 
         # The ranks count together: on each of them, or on none.
         count = self._get_num_items_in_batch(batches, self.args.device)
     return batches, count
+
+
+def track_num_input_tokens(original: Callable, self: Any, inputs: Any) -> None:
+    """Counts no token of a rank that has no row of the batch."""
+    if isinstance(inputs, EmptyBatch):
+        inputs = {name: _first(value, find_batch_size(inputs), 0) for name, value in inputs.items()}
+    original(self, inputs)
+
+
+def sequence_prediction_step(
+    original: Callable, self: Any, model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any
+) -> Any:
+    """Evaluates and generates for the rows that count, in a Seq2SeqTrainer."""
+    state = None if self.model is None else parallel_state(self.model)
+    if state is None or not state.loss.is_spread:
+        return original(self, model, inputs, prediction_loss_only, *args, **kwargs)
+    if self.gather_function == self.accelerator.gather:
+        self.gather_function = functools.partial(_gather_rows, self.accelerator)
+    if not self.args.predict_with_generate or prediction_loss_only:
+        # Stock goes on to Trainer's own step.
+        return original(self, model, inputs, prediction_loss_only, *args, **kwargs)
+    return evaluated(
+        self, state, inputs, lambda rows: original(self, model, rows, prediction_loss_only, *args, **kwargs)
+    )
+
+
+def _gather_rows(accelerator: Any, data: Any) -> Any:
+    """Gathers what one process has, `(batch, ...)`: no repeated rows, and a loss for each row of a full batch."""
+    is_loss = isinstance(data, Tensor) and data.dim() == 1 and data.is_floating_point()
+    return accelerator.gather(data) if is_loss else accelerator.gather_for_metrics(data)
 
 
 def own_rows(trainer: Any, state: ParallelState, inputs: Any, batch_size: int) -> Any:

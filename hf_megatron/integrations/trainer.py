@@ -49,6 +49,7 @@ def init(original: Callable, self: Any, model: Any = None, args: Any = None, *re
             stacklevel=2,
         )
         args.average_tokens_across_devices = True
+    _split_batches(args, state.mesh.dp_size)
     try:
         original(self, model, args, *rest, **kwargs)
     finally:
@@ -56,6 +57,27 @@ def init(original: Callable, self: Any, model: Any = None, args: Any = None, *re
     if self.label_smoother is not None:
         self.label_smoother = _BatchSmoother(self.label_smoother, state.loss)
     return self.add_callback(TerminationCallback())
+
+
+def _split_batches(args: Any, dp_size: int) -> None:
+    """Turns batches of all ranks, which Accelerate would split, into those of a rank, by which Trainer counts rows."""
+    sizes = (args.per_device_train_batch_size, args.per_device_eval_batch_size)
+    # Of other sizes Accelerate says that it cannot split them.
+    if args.accelerator_config.split_batches and all(size % dp_size == 0 for size in sizes):
+        args.accelerator_config.split_batches = False
+        args.per_device_train_batch_size, args.per_device_eval_batch_size = (size // dp_size for size in sizes)
+
+
+def call_model_init(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Refuses a laid out model: Trainer has made its Accelerator by then, and makes the model once more in `train`."""
+    model = original(self, *args, **kwargs)
+    if parallel_state(model) is not None:
+        raise ConfigError(
+            "Trainer(model_init=...) with a megatron_config: Trainer makes the model after the Accelerator that has to "
+            "know its layout. Call set_seed(args.seed), then pass Trainer(model=model_init()), and a new Trainer for "
+            "each trial of a search."
+        )
+    return model
 
 
 class _BatchSmoother:

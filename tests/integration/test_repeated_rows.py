@@ -4,22 +4,29 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from torch.utils.data import DataLoader
+from accelerate.utils import DataLoaderConfiguration
+from torch.utils.data import DataLoader, SubsetRandomSampler
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     LlamaConfig,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    T5Config,
+    T5ForConditionalGeneration,
     Trainer,
     TrainingArguments,
     default_data_collator,
     set_seed,
 )
 
-from hf_megatron import MegatronPlugin
+from hf_megatron import ConfigError, MegatronPlugin
 from hf_megatron.verify.check import parse_layouts
 from hf_megatron.verify.parity import ConfigUnderTest
 from hf_megatron.verify.ranks import run_ranks
 
+from . import test_resume, test_trainer
 from .dp_training import ranks_of
 from .test_trainer import accuracy, rows
 
@@ -129,3 +136,174 @@ def test_masks_are_those_of_one_process(arguments):
         assert after == state
         # Nobody else pays for it.
         assert max(collated) == (4 if arguments[0] else 2)
+
+
+def dealt_out(skipped, sampled, config=None):
+    accelerator = Accelerator(cpu=True, megatron_lm_plugin=None if config is None else MegatronPlugin(config))
+    sampler = SubsetRandomSampler(range(sampled), generator=torch.Generator().manual_seed(3)) if sampled else None
+    loader = accelerator.prepare(DataLoader(torch.arange(14), batch_size=4 if config is None else 2, sampler=sampler))
+    if skipped:
+        loader = accelerator.skip_first_batches(loader, skipped)
+    # In one process stock would cut the last batch of a sampler to the length of the dataset.
+    return [(batch if config is None else accelerator.gather_for_metrics(batch)).tolist() for batch in loader]
+
+
+@pytest.mark.parametrize("arguments", [(2, 0), (0, 11), (1, 9)])
+def test_rows_of_skipping_loaders_and_of_samplers(arguments):
+    [expected] = run_ranks(dealt_out, 1, *arguments)
+    assert len(expected[-1]) < 4
+    for found in run_ranks(dealt_out, 2, *arguments, config=layout("dp2")):
+        assert found == expected
+
+
+def shuffled(configuration, own_generator, config=None):
+    set_seed(5)
+    plugin = None if config is None else MegatronPlugin(config)
+    accelerator = Accelerator(cpu=True, megatron_lm_plugin=plugin, dataloader_config=configuration)
+    generator = torch.Generator().manual_seed(3) if own_generator else None
+    loader = DataLoader(torch.arange(12), batch_size=4 if config is None else 2, shuffle=True, generator=generator)
+    loader = accelerator.prepare(loader)
+    return [accelerator.gather_for_metrics(batch).tolist() for _ in range(2) for batch in loader]
+
+
+@pytest.mark.parametrize(
+    "arguments", [(DataLoaderConfiguration(use_seedable_sampler=True), False), (DataLoaderConfiguration(), True)]
+)
+def test_shuffled_rows(arguments):
+    [expected] = run_ranks(shuffled, 1, *arguments)
+    assert run_ranks(shuffled, 2, *arguments, config=layout("dp2")) == [expected, expected]
+
+
+@pytest.mark.parametrize("text", ["dp2", "dp2+zero3"])
+def test_resume_within_an_epoch(stories, tmp_path, text):
+    """Of the last batch of 2 x 5 rows one rank has four, the other none."""
+
+    def run(output, config, **kwargs):
+        size = 10 if config is None else 5
+        return test_resume.train(
+            stories,
+            output,
+            config,
+            steps=3,
+            per_device_train_batch_size=size,
+            gradient_accumulation_steps=1,
+            **kwargs,
+        )
+
+    [(log, weights, _)] = run_ranks(run, 1, tmp_path / "one", None, save_strategy="no")
+    run_ranks(run, 2, tmp_path / "two", layout(text), stop=2)
+    found, resumed, _ = run_ranks(run, 2, tmp_path / "two", layout(text), resume=True)[0]
+    assert found[-1] == pytest.approx(log[-1], rel=2e-5)
+    for name, weight in weights.items():
+        torch.testing.assert_close(resumed[name], weight, rtol=0, atol=3e-4)
+
+
+def test_batches_that_accelerate_would_split(stories, tmp_path):
+    arguments = {
+        "accelerator_config": {"split_batches": True},
+        "per_device_train_batch_size": 4,
+        "per_device_eval_batch_size": 6,
+        "include_num_input_tokens_seen": "all",
+        "max_steps": -1,
+        "num_train_epochs": 1,
+    }
+    [expected] = run_ranks(test_trainer.train, 1, stories, tmp_path / "one", None, **arguments)
+    found = run_ranks(test_trainer.train, 2, stories, tmp_path / "two", layout("dp2"), **arguments)[0]
+    assert len(found[0]) == len(expected[0])
+    for step, reference in zip(found[0], expected[0], strict=True):
+        assert step == pytest.approx(reference, rel=2e-5)
+    np.testing.assert_allclose(found[1], expected[1], atol=1e-4)
+
+
+def translated(prediction):
+    tokens = np.where(prediction.predictions < 0, 0, prediction.predictions)
+    return {"tokens": float((tokens * np.arange(1, tokens.shape[1] + 1)).sum()), "samples": len(tokens)}
+
+
+def translate(path, output, beams, config=None):
+    """Evaluates, trains an epoch, evaluates and predicts with what the model generates."""
+    model = AutoModelForSeq2SeqLM.from_pretrained(path, megatron_config=config)
+    arguments = Seq2SeqTrainingArguments(
+        str(output),
+        per_device_train_batch_size=4 if config is None else 2,
+        per_device_eval_batch_size=4 if config is None else 2,
+        num_train_epochs=1,
+        predict_with_generate=True,
+        generation_max_length=8,
+        generation_num_beams=beams,
+        learning_rate=1e-3,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        save_strategy="no",
+    )
+    generator = torch.Generator().manual_seed(0)
+    data = [
+        {name: torch.randint(2, 64, (6,), generator=generator) for name in ("input_ids", "labels")} for _ in range(9)
+    ]
+    trainer = Seq2SeqTrainer(model, arguments, default_data_collator, data, data[:7], compute_metrics=translated)
+    log = [trainer.evaluate(data[:5])]
+    log.append({"loss": trainer.train().training_loss})
+    log.append(trainer.evaluate())
+    prediction = trainer.predict(data[:5])
+    names = ("loss", "eval_loss", "eval_tokens", "eval_samples")
+    return [{name: entry[name] for name in names if name in entry} for entry in log], prediction.predictions
+
+
+@pytest.mark.parametrize(("text", "beams"), [("dp2", 2), ("dp2+zero3", 1)])
+def test_sequences_that_are_generated(tmp_path, text, beams):
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 64}
+    torch.manual_seed(0)
+    model = T5ForConditionalGeneration(T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0))
+    model.save_pretrained(tmp_path / "model")
+    [(expected, tokens)] = run_ranks(translate, 1, tmp_path / "model", tmp_path, beams)
+    assert expected[0]["eval_samples"] == 5
+    for found, predicted in run_ranks(translate, 2, tmp_path / "model", tmp_path, beams, config=layout(text)):
+        for step, reference in zip(found, expected, strict=True):
+            assert step == pytest.approx(reference, rel=2e-5)
+        np.testing.assert_array_equal(predicted, tokens)
+
+
+def lengths(path, output, strategy, config=None):
+    """The rows of each optimizer step of two epochs; before the second, the ranks have drawn other numbers."""
+    model = AutoModelForCausalLM.from_pretrained(path, megatron_config=config)
+    dp_size = 1 if config is None else config.dp_size or 1
+    arguments = TrainingArguments(
+        str(output),
+        per_device_train_batch_size=4 // dp_size,
+        gradient_accumulation_steps=2,
+        train_sampling_strategy=strategy,
+        report_to=[],
+        use_cpu=True,
+    )
+    data = [{"input_ids": torch.full((5 + 7 * index % 40,), index), "labels": index} for index in range(24)]
+    trainer = Trainer(model, arguments, lambda some: {"rows": torch.tensor([row["labels"] for row in some])}, data)
+    found, accelerator = [], trainer.accelerator
+    loader = trainer.get_train_dataloader()
+    for _ in range(2):
+        batches = [batch["rows"].tolist() for batch in loader]
+        every = accelerator.gather_for_metrics([batches], use_gather_object=True) if dp_size > 1 else [batches]
+        steps = [[row for rank in every for batch in rank[step : step + 2] for row in batch] for step in (0, 2, 4)]
+        found.append([sorted(step) for step in steps])
+        if torch.distributed.is_initialized():
+            torch.rand(torch.distributed.get_rank())
+    return found
+
+
+@pytest.mark.parametrize("text", ["dp2", "tp2"])
+@pytest.mark.parametrize("strategy", ["group_by_length", "batch_rebalance"])
+def test_rows_that_are_sorted_by_length(stories, tmp_path, strategy, text):
+    [expected] = run_ranks(lengths, 1, stories, tmp_path, strategy)
+    for found in run_ranks(lengths, 2, stories, tmp_path, strategy, config=layout(text)):
+        assert found[0] == expected[0] and sorted(sum(found[1], [])) == list(range(24))
+
+
+def test_a_model_that_trainer_makes_is_refused(stories, tmp_path):
+    def on_rank():
+        with pytest.raises(ConfigError, match="model_init"):
+            Trainer(
+                args=TrainingArguments(str(tmp_path), report_to=[], use_cpu=True),
+                model_init=lambda: AutoModelForCausalLM.from_pretrained(stories, megatron_config=layout("dp2")),
+            )
+
+    run_ranks(on_rank, 2)

@@ -1,6 +1,7 @@
 """Weights in and out: slices read, merged files written, and everything that must raise instead of going on."""
 
 import json
+import logging
 import os
 import shutil
 
@@ -14,6 +15,8 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    BertConfig,
+    BertForMaskedLM,
     LlamaConfig,
     LlamaForCausalLM,
 )
@@ -261,6 +264,35 @@ def test_a_new_classification_head_is_that_of_one_process(stories, layout, monke
     [(head, following)] = run_ranks(_with_new_head, 1, stories, None)
     results = run_ranks(_with_new_head, 2, stories, layout)
     assert head.std() > 0 and torch.equal(results[0][0], head)
+    assert all(torch.equal(other, following) for _, other in results), "torch's generator stands where stock's does"
+
+
+def _with_another_head(path, layout, seed=3):
+    torch.manual_seed(seed + dist.get_rank())
+    reports = []
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.setattr(logging.getLogger("transformers.modeling_utils"), "warning", reports.append)
+    model = AutoModelForSequenceClassification.from_pretrained(path, num_labels=3, megatron_config=layout)
+    weights = full_state_dict(model) if layout is not None else model.state_dict()
+    drawn = {name: weight.clone() for name, weight in weights.items() if "pooler" in name or "classifier" in name}
+    if dist.get_rank() == 0:
+        assert any("cls.predictions.transform.dense.weight" in report for report in reports)
+    return drawn, torch.rand(1)
+
+
+@pytest.mark.parametrize("layout", [TP2, MegatronConfig(dp_size=2, zero_stage=3)], ids=MegatronConfig.layout)
+def test_a_head_in_the_place_of_another_is_that_of_one_process(tmp_path, layout, monkeypatch):
+    """The checkpoint of a masked language model has its head and no pooler."""
+    import hf_megatron.integrations.transformers as integration
+
+    monkeypatch.setattr(integration, "require_verified", lambda *_: None)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    BertForMaskedLM(BertConfig(vocab_size=64, **sizes)).save_pretrained(tmp_path)
+    [(expected, following)] = run_ranks(_with_another_head, 1, tmp_path, None)
+    assert len(expected) == 4
+    results = run_ranks(_with_another_head, 2, tmp_path, layout)
+    assert results[0][0].keys() == expected.keys()
+    assert all(torch.equal(results[0][0][name], weight) for name, weight in expected.items())
     assert all(torch.equal(other, following) for _, other in results), "torch's generator stands where stock's does"
 
 
