@@ -129,9 +129,12 @@ class ShardedOptimizer:
         names, tensors = self.engine.names(), []
         for parameter in group["params"]:
             if id(parameter) not in names:
+                # Its gradients are those of this rank's rows.
+                alone = "give it an optimizer of its own" if self.engine.mesh.dp_size == 1 else "use dp_size=1"
+                remedy = f"make it one of the model's before its optimizer, or {alone}"
                 raise ConfigError(
                     f"The optimizer holds a parameter of shape {tuple(parameter.shape)} that is not one of "
-                    f"{type(self.engine.model).__name__}'s: make one optimizer per model."
+                    f"{type(self.engine.model).__name__}'s: {remedy}."
                 )
             sharing = self.engine.sharing(parameter)
             leaf = _make_leaf(names[id(parameter)], parameter, self.engine.config, sharing)
