@@ -32,7 +32,7 @@ from .module_guards import ModuleGuards
 from .parameter_list import ParameterList
 from .reduction import GradientReducer
 from .reduction_groups import Sharing
-from .sharded_guards import refuse_cast, refuse_copy
+from .sharded_guards import SplitPlaces, refuse_cast, refuse_copy
 
 # Stock loops hand over parameters, not models: each one carries its engine.
 _MARK = "_hf_megatron"
@@ -92,6 +92,7 @@ class DataParallel(Shared):
         self._skipped_in_a_row = 0
         self.verdict = Verdict()
         if state.shards_weights:
+            self._places = SplitPlaces(model)
             # A pipeline has to scale a call's gradients, which FSDP2 would keep from it until they are reduced.
             if state.cut is None:
                 state.patches.replace(model, "no_sync", partial(no_sync, model))
@@ -210,6 +211,7 @@ class DataParallel(Shared):
         if len(parameters) != len(self._marked) or not all(map(operator.is_, parameters, self._marked)):
             self._mark(parameters)
         if self.state.shards_weights:
+            self._places.check()
             self._dtypes = refuse_cast(parameters, self._dtypes)
         self._modules.refuse_embeddings(self.mesh, self.config.num_microbatches)
         return self._begin(parameters, args, kwargs) if torch.is_grad_enabled() else None
