@@ -7,6 +7,7 @@ inside of models after their first forward, and when forward hooks have come.
 from typing import Any
 
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 
 from ..errors import UnsupportedError
 from ..upstream import in_backward, unsharded_parameters
@@ -29,8 +30,8 @@ def check_backward(tensors: Any) -> None:
     if is_inner and not looks_inside:
         # Recomputed layers, and a pipeline's schedule.
         return
-    roots = [tensors] if isinstance(tensors, Tensor) else tensors
-    outside, leaving = walk([getattr(root, "grad_fn", None) or getattr(root, "node", None) for root in roots], LEAVING)
+    roots = [tensors] if isinstance(tensors, Tensor | GradientEdge) else tensors
+    outside, leaving = walk([root.grad_fn if isinstance(root, Tensor) else root.node for root in roots], LEAVING)
     inside = [node.next_functions[0][0] for node in leaving]
     found, _ = walk(inside, STOPPED) if looks_inside else ([], [])
     if leaving:

@@ -155,6 +155,7 @@ def frozen_embeddings_recomputed(loop):
     loop.step(1)
     loop.model.gradient_checkpointing_disable()
     loop.model.disable_input_require_grads()
+    loop.model.requires_grad_(True)
 
 
 def frozen_model_beside(loop):
@@ -190,6 +191,24 @@ def hook_that_adds(loop):
     handle.remove()
 
 
+def moments_reset_by_parameter(loop):
+    optimizer = loop.prepare(loop.model.parameters(), torch.optim.AdamW, lr=1e-2, eps=1e-4)
+    for seed in range(3):
+        loop.backward(seed)
+        optimizer.step()
+        optimizer.zero_grad()
+        if seed == 1:
+            for parameter in loop.model.parameters():
+                assert parameter in optimizer.state
+                optimizer.state[parameter]["exp_avg"].zero_()
+                assert optimizer.state.get(parameter)["step"] == 2
+            assert len(optimizer.state) == len(list(loop.model.parameters()))
+        if seed == 0:
+            optimizer.load_state_dict(optimizer.state_dict())
+    del optimizer.state[loop.model.lm_head.weight]
+    assert loop.model.lm_head.weight not in optimizer.state
+
+
 REFUSED = {
     head_behind: "is not one of its parameters",
     factor_behind: "is not one of its parameters",
@@ -205,7 +224,14 @@ REFUSED = {
     norm_limited: "model.embed_tokens.max_norm = 0.5",
     scaled_by_frequency: "model.embed_tokens.scale_grad_by_freq = True",
 }
-EQUAL = (frozen_embeddings_recomputed, frozen_model_beside, model_trained_alone, moved_between_steps, hook_that_adds)
+EQUAL = (
+    frozen_embeddings_recomputed,
+    frozen_model_beside,
+    hook_that_adds,
+    model_trained_alone,
+    moments_reset_by_parameter,
+    moved_between_steps,
+)
 
 
 @pytest.fixture(scope="module")
@@ -240,13 +266,38 @@ def test_equal(runs, habit, text):
     runs[habit].compare(text, habit.__name__)
 
 
+OF_SPLIT_LAYERS = {
+    module_hook: "A backward hook of a module",
+    norm_limited: "A split embedding has no max_norm",
+    scaled_by_frequency: "A split embedding has no max_norm",
+}
+
+
 @pytest.fixture(scope="module")
 def split_runs(folder):
-    return Runs(folder, {"module_hook": module_hook})
+    return Runs(folder, {habit.__name__: habit for habit in (*OF_SPLIT_LAYERS, moments_reset_by_parameter)})
 
 
-def test_module_hooks_are_refused_where_layers_are_split(split_runs):
-    split_runs.refused("tp2", "module_hook", "A backward hook of a module")
+@pytest.mark.parametrize("habit", OF_SPLIT_LAYERS)
+def test_refused_where_layers_are_split(split_runs, habit):
+    split_runs.refused("tp2", habit.__name__, OF_SPLIT_LAYERS[habit])
+
+
+def test_state_by_parameter_where_layers_are_split(split_runs):
+    split_runs.compare("tp2", "moments_reset_by_parameter")
+
+
+# In a pipeline a stage's graph is differentiated by the schedule.
+OF_STAGES = {
+    "pp2": {scaled_by_frequency: "model.embed_tokens.scale_grad_by_freq = True"},
+    "pp2+dp2": {adapter_inside: "is not one of its parameters", activation_hook: "gradient of an activation"},
+}
+
+
+@pytest.mark.parametrize("text", OF_STAGES)
+def test_refused_over_stages(folder, text):
+    for habit, match in OF_STAGES[text].items():
+        Runs(folder, {habit.__name__: habit}).refused(text, habit.__name__, match)
 
 
 @pytest.mark.parametrize("stepped", [False, True])
