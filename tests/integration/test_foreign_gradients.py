@@ -67,7 +67,7 @@ def _adapted(loop, weights, function, *, checkpoints):
     if checkpoints is not None:
         loop.model.gradient_checkpointing_enable({"use_reentrant": checkpoints})
         loop.model.enable_input_require_grads()
-    within = loop.model.model.layers[0].mlp
+    within = next(module for name, module in loop.model.named_modules() if name.endswith("mlp"))
     handle = within.register_forward_hook(lambda module, args, output: output + function(output))
     try:
         loop.model.requires_grad_(False)
