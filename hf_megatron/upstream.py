@@ -77,6 +77,23 @@ def accumulator(leaf: torch.Tensor) -> Any:
     return torch.autograd.graph.get_gradient_edge(leaf).node
 
 
+def backward_node(function: Any) -> Any:
+    """Returns the class of the nodes that an autograd function leaves in the graph (private in torch 2.11 to 2.13)."""
+    return function._backward_cls
+
+
+def unsharded_parameters(model: Any) -> Iterator[torch.Tensor]:
+    """Yields the whole weights, of any shape, that FSDP2 computes with (private in torch 2.11 to 2.13)."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
+        for sharded in () if group is None else group.fsdp_params:
+            # Made by the first forward.
+            if (whole := vars(sharded).get("_unsharded_param")) is not None:
+                yield whole
+
+
 def runs_all(node: Any) -> bool:
     """Tells inside a backward whether it runs this node, as a `backward()` without `inputs=` runs all (private)."""
     return torch._C._will_engine_execute_node(node)  # type: ignore[attr-defined]

@@ -21,11 +21,19 @@ from ..placement import Claim
 from ..upstream import find_units, leave_uncompiled, local_tensor
 from .fully_sharded import no_sync
 from .gradient_store import GradientStore, PlainGradients
-from .graph_edges import GradientWatch, refuse_hooks, refuse_partial_backward, with_trained_inputs
+from .graph_edges import (
+    UNREDUCED,
+    GradientWatch,
+    refuse_foreign,
+    refuse_hooks,
+    refuse_partial_backward,
+    with_trained_inputs,
+)
+from .module_guards import ModuleGuards
 from .parameter_list import ParameterList
 from .reduction import GradientReducer
 from .reduction_groups import Sharing
-from .sharded_guards import refuse_cast, refuse_copy
+from .sharded_guards import SplitPlaces, refuse_cast, refuse_copy
 
 # Stock loops hand over parameters, not models: each one carries its engine.
 _MARK = "_hf_megatron"
@@ -57,6 +65,9 @@ class DataParallel(Shared):
         skipped_steps (`int`): optimizer steps that were skipped for a gradient that is not finite.
         guards: called before an optimizer takes the gradients; one that raises keeps it from stepping.
         on_cleared: called when `zero_grad()` has cleared the gradients.
+        is_running: inside of a forward that records gradients.
+        is_unknown: nobody has looked yet at the leaves of the graph of such a forward.
+        was_differentiated: somebody has, in a backward since the last one.
     """
 
     def __init__(self, model: nn.Module, state: ParallelState):
@@ -70,6 +81,9 @@ class DataParallel(Shared):
         averages = sorted({"dp"} | {claim.gradient.average for claim in state.claims.values()})
         self._sharings = {axis: Sharing.along(axis, state.mesh) for axis in averages}
         self._parameters = ParameterList(model)
+        self._modules = ModuleGuards(model)
+        self._forward_hooks = -1
+        self.is_running, self.is_unknown, self.was_differentiated = False, True, False
         self._marked: list[nn.Parameter] = []
         self._identities: set[int] = set()
         self._dtypes: list[torch.dtype] = []
@@ -79,6 +93,7 @@ class DataParallel(Shared):
         self._skipped_in_a_row = 0
         self.verdict = Verdict()
         if state.shards_weights:
+            self._places = SplitPlaces(model)
             # A pipeline has to scale a call's gradients, which FSDP2 would keep from it until they are reduced.
             if state.cut is None:
                 state.patches.replace(model, "no_sync", partial(no_sync, model))
@@ -87,6 +102,8 @@ class DataParallel(Shared):
             self.reduce_gradients()
         # Before FSDP2 puts whole parameters in the place of those that the loop knows.
         model.register_forward_pre_hook(self._before_forward, prepend=state.shards_weights, with_kwargs=True)
+        if self.mesh.dp_size > 1:
+            model.register_forward_hook(self._end, always_call=True)
         if self.mesh.dp_size > 1 and state.cut is None:
             self._watch = GradientWatch()
             model.register_forward_hook(self._after_forward)
@@ -99,7 +116,7 @@ class DataParallel(Shared):
             return self
         twin = copy.copy(self)
         memo[id(self)] = twin
-        twin.model, twin._parameters = model, ParameterList(model)
+        twin.model, twin._parameters, twin._modules = model, ParameterList(model), ModuleGuards(model)
         twin._claims, twin._marked, twin._identities, twin._optimizers = {}, [], set(), []
         twin.guards, twin.on_cleared, twin.verdict = [], [], Verdict()
         twin.state = copy.deepcopy(self.state, memo)
@@ -178,6 +195,7 @@ class DataParallel(Shared):
     def scan(self) -> None:
         """Takes note of modules and parameters that were added or replaced since."""
         self._parameters.scan()
+        self._modules.scan()
         self._mark(self._parameters.current())
         if self.reducer is not None:
             self.reducer.refresh(self._marked)
@@ -205,19 +223,29 @@ class DataParallel(Shared):
         if len(parameters) != len(self._marked) or not all(map(operator.is_, parameters, self._marked)):
             self._mark(parameters)
         if self.state.shards_weights:
+            self._places.check()
             self._dtypes = refuse_cast(parameters, self._dtypes)
+        self._modules.refuse_embeddings(self.mesh, self.config.num_microbatches)
         return self._begin(parameters, args, kwargs) if torch.is_grad_enabled() else None
 
     @leave_uncompiled
     def _begin(self, parameters: list[nn.Parameter], args: tuple, kwargs: dict[str, Any]) -> Any:
         """Prepares for a forward that records gradients; returns its arguments where they change."""
+        self._modules.refuse_backward_hooks(self.mesh)
         if self.reducer is not None:
             self.reducer.begin(parameters)
         if self.mesh.dp_size > 1:
+            before, self._forward_hooks = self._forward_hooks, self._modules.forward_hooks()
+            self.is_unknown = before != self._forward_hooks or (self.is_unknown and not self.was_differentiated)
+            self.is_running, self.was_differentiated = True, False
             refuse_hooks(parameters, 0 if self.reducer is None else 1, self.name_of)
         if self.mesh.dp_size == 1:
             return None
         return with_trained_inputs(args, kwargs, self.mesh.dp_size, lambda leaf: engine_of(leaf) is self)
+
+    @leave_uncompiled
+    def _end(self, model: nn.Module, args: tuple, output: Any) -> None:
+        self.is_running = False
 
     @leave_uncompiled
     def _after_forward(self, model: nn.Module, args: tuple, output: Any) -> Any:
@@ -300,6 +328,12 @@ def engine_of(parameter: Tensor) -> DataParallel | None:
     return engine
 
 
+def data_parallel_engines() -> list[DataParallel]:
+    """Lists the engines of the laid out models whose gradients dp ranks average."""
+    engines = (state.data_parallel for state in map(parallel_state, LEDGER.models) if state is not None)
+    return [engine for engine in engines if isinstance(engine, DataParallel) and engine.mesh.dp_size > 1]
+
+
 def reducer_of(parameter: Tensor) -> GradientReducer | None:
     """Returns the reducer that takes the gradient of a parameter of any shape out of `.grad`."""
     engine = engine_of(parameter)
@@ -310,7 +344,9 @@ def reducer_of(parameter: Tensor) -> GradientReducer | None:
 
 def refuse_unprepared(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
     """Raises for a stock optimizer that would find no gradient at all, and do nothing."""
-    first = next((p for group in optimizer.param_groups for p in group["params"]), None)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    refuse_foreign(p for p in parameters if type(p) is Tensor and UNREDUCED in vars(p))
+    first = parameters[0] if parameters else None
     engine = None if first is None else engine_of(first)
     if engine is not None:
         engine.check_before_step()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import UnsupportedError
-from ..upstream import accumulator, is_asked_for, runs_all
+from ..upstream import accumulator, backward_node, is_asked_for, runs_all
 
 
 def refuse_hooks(parameters: Iterable[nn.Parameter], own: int, name_of: Callable) -> None:
@@ -59,7 +59,7 @@ def with_trained_inputs(
             return value
         if value.is_leaf:
             return _OfThisRank.apply(value, ranks)
-        if not all(is_own(leaf) for leaf in _leaves(value)):
+        if not all(is_own(leaf) for leaf in walk([value.grad_fn])[0]):
             raise UnsupportedError(
                 "An input of a data parallel model was computed from trained tensors that are not its parameters: "
                 "their gradients would not be reduced. Make them parameters of the model before "
@@ -68,20 +68,6 @@ def with_trained_inputs(
         return value
 
     return tuple(map(entering, args)), {name: entering(value) for name, value in kwargs.items()}
-
-
-def _leaves(tensor: Tensor) -> list[Tensor]:
-    """Lists the leaves that a tensor was computed from."""
-    found, nodes, seen = [], [tensor.grad_fn], set()
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if isinstance(leaf := getattr(node, "variable", None), Tensor):
-            found.append(leaf)
-        nodes += [following for following, _ in node.next_functions]
-    return found
 
 
 class _Watched(torch.autograd.Function):
@@ -95,6 +81,40 @@ class _Watched(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         ctx.check()
         return gradient, None, None, *(None for _ in range(ctx.beside))
+
+
+# Where the graph of what a model computed begins: what it returned, and inputs whose gradient is of this rank alone.
+LEAVING: tuple[type, ...] = (backward_node(_Watched),)
+STOPPED: tuple[type, ...] = (backward_node(_OfThisRank),)
+# Attribute of a tensor that got a gradient inside a model, and is none of its parameters.
+UNREDUCED = "_hf_megatron_unreduced"
+
+
+def walk(nodes: list[Any], stop_at: tuple[type, ...] = ()) -> tuple[list[Tensor], list[Any]]:
+    """Lists the leaves behind nodes of autograd's graph, and the nodes of some classes, which nothing behind is of."""
+    leaves, stopped, left, seen = [], [], list(nodes), {None}
+    while left:
+        node = left.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if isinstance(node, stop_at):
+            stopped.append(node)
+        elif isinstance(leaf := getattr(node, "variable", None), Tensor):
+            leaves.append(leaf)
+        else:
+            left += [following for following, _ in node.next_functions]
+    return leaves, stopped
+
+
+def refuse_foreign(leaves: Iterable[Tensor]) -> None:
+    """Raises `UnsupportedError` if there is a trained tensor, of any shape, that is no parameter of a model's."""
+    if (leaf := next(iter(leaves), None)) is not None:
+        raise UnsupportedError(
+            f"A trained tensor of shape {tuple(leaf.shape)} beside, behind or inside a data parallel model is not one "
+            "of its parameters: its gradient would not be reduced. Make it a parameter of the model before "
+            "prepare_optimizer(...), freeze it, or train with dp_size=1."
+        )
 
 
 class LateOutput:
@@ -114,7 +134,8 @@ class GradientWatch:
     """
 
     def __init__(self) -> None:
-        self._anchor = torch.zeros((), requires_grad=True)
+        # Without entries: nobody trains it.
+        self._anchor = torch.zeros(0, requires_grad=True)
         self._node = accumulator(self._anchor)
 
     def over(

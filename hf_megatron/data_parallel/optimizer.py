@@ -19,6 +19,7 @@ from .buckets import owned_range
 from .engine import DataParallel, Verdict, engine_of
 from .fully_sharded import reshard
 from .gradient_norm import clip_grad_norm, gradient_norm
+from .optimizer_state import StateByParameter
 from .reduction_groups import Sharing
 from .weight_gathering import Publisher
 
@@ -117,8 +118,10 @@ class ShardedOptimizer:
         self._used: Verdict | None = None
         self._publishers: list[Publisher] = []
         self._published: list[Leaf] = []
+        self._leaf_of: dict[int, Tensor] = {}
         for group in optimizer.param_groups:
             self.replace(group)
+        self.find_state_by_parameter()
         engine.add_optimizer(self)
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
@@ -129,9 +132,12 @@ class ShardedOptimizer:
         names, tensors = self.engine.names(), []
         for parameter in group["params"]:
             if id(parameter) not in names:
+                # Its gradients are those of this rank's rows.
+                alone = "give it an optimizer of its own" if self.engine.mesh.dp_size == 1 else "use dp_size=1"
+                remedy = f"make it one of the model's before its optimizer, or {alone}"
                 raise ConfigError(
                     f"The optimizer holds a parameter of shape {tuple(parameter.shape)} that is not one of "
-                    f"{type(self.engine.model).__name__}'s: make one optimizer per model."
+                    f"{type(self.engine.model).__name__}'s: {remedy}."
                 )
             sharing = self.engine.sharing(parameter)
             leaf = _make_leaf(names[id(parameter)], parameter, self.engine.config, sharing)
@@ -140,6 +146,11 @@ class ShardedOptimizer:
             if parameter in self.optimizer.state:
                 self.optimizer.state[leaf.tensor] = leaf.take_over(self.optimizer.state.pop(parameter))
         group["params"] = tensors
+        self._leaf_of |= {id(leaf.parameter): leaf.tensor for leaf in self.leaves}
+
+    def find_state_by_parameter(self) -> None:
+        """Lets loops find the state of what this rank owns of a parameter by the parameter."""
+        self.optimizer.state = StateByParameter(self.optimizer.state, lambda key: self._leaf_of.get(id(key)))
 
     # A step
 
@@ -262,6 +273,7 @@ class _TakenOver:
         state = {index_of[name]: value for name, value in state_dict["state"].items()}
         groups = [{**g, "params": [index_of[name] for name in g["params"]]} for g in state_dict["param_groups"]]
         super().load_state_dict({"state": state, "param_groups": groups})  # type: ignore[misc]
+        self._hf_megatron.find_state_by_parameter()
 
 
 @cache

@@ -1,5 +1,6 @@
 """What a loop cannot do with a model whose weights are whole within its forward only (stage 3): each is an error."""
 
+import operator
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from ..errors import UnsupportedError
 from ..patch_ledger import Shared
+from ..upstream import unsharded_parameters
 
 
 class WholeWithinForward(Shared):
@@ -78,6 +80,43 @@ def refuse_cast(parameters: Iterable[nn.Parameter], before: list[torch.dtype]) -
             "before, or load it with dtype=... ."
         )
     return dtypes
+
+
+class SplitPlaces:
+    """Where the parameters that FSDP2 split stand: it goes on with those whatever is put in their place."""
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+        self._holders = [module._parameters for module in model.modules() if module._parameters]
+        self._sharing = _sharing(self._found())
+        self._taken: list[nn.Parameter | None] = []
+
+    def _found(self) -> list[nn.Parameter | None]:
+        return [parameter for holder in self._holders for parameter in holder.values()]
+
+    def check(self) -> None:
+        """Raises `UnsupportedError` if a parameter was tied, untied or, after the first forward, exchanged."""
+        found = self._found()
+        if not self._taken and _sharing(found) == self._sharing:
+            # The first forward, in which FSDP2 takes over what it finds.
+            self._taken = found
+        if len(found) == len(self._taken) and all(map(operator.is_, found, self._taken)):
+            return
+        whole = {id(parameter) for parameter in unsharded_parameters(self.model)}
+        if len(found) != len(self._taken) or any(
+            new is not old and id(new) not in whole for new, old in zip(found, self._taken, strict=True)
+        ):
+            raise UnsupportedError(
+                "A parameter of a model with zero_stage=3 was tied, untied or exchanged, and FSDP2 would go on with "
+                "the old one. Do so in one process before from_pretrained(..., megatron_config=...), copy into the "
+                "parameter, or load the model with zero_stage=2."
+            )
+
+
+def _sharing(parameters: list[nn.Parameter | None]) -> list[int]:
+    """Numbers places, those that hold the same parameter alike."""
+    numbers: dict[int, int] = {}
+    return [numbers.setdefault(id(parameter), len(numbers)) for parameter in parameters]
 
 
 def refuse_copy(model: nn.Module, memo: dict) -> nn.Module:

@@ -161,6 +161,9 @@ _ROWS: tuple[tuple[str, str, str, str], ...] = (
      "Accelerate counts what its samplers deal out"),
     ("accelerate.data_loader:DataLoaderShard.__iter__", "data_loaders:iterate",
      "lets ranks with more batches wait for ever", "Accelerate stops all ranks together"),
+    ("torch.autograd:backward", "gradients:backward", "leaves gradients that nobody reduces to this rank", _ALWAYS),
+    ("torch._tensor:Tensor.register_hook", "gradients:register_hook", "shows a hook this rank's gradient times dp_size",
+     _ALWAYS),
     ("torch.amp.grad_scaler:GradScaler._unscale_grads_", "stock_optimizers:unscale_grads",
      "looks for infinities in what this rank holds", "torch's scaler asks the optimizer"),
     # What these functions call is replaced: loops have imported them by name before.

@@ -110,14 +110,14 @@ class PipelineValues(torch.autograd.Function):
         # A frozen parameter may keep a gradient, and has no edge.
         wants_weights = accumulates or any(is_reached(edge) for edge in weights if edge[0] is not None)
         inputs, parameters = ctx.run(gradients, accumulates=accumulates, wants_weights=wants_weights)
-        return (torch.zeros(()), None, None, None, *(None for _ in range(ctx.values)), *inputs, *parameters)
+        return (torch.zeros(0), None, None, None, *(None for _ in range(ctx.values)), *inputs, *parameters)
 
 
 def with_backward(
     backward: Backward, values: tuple[Tensor, ...], inputs: Sequence[Tensor], parameters: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
     """Gives values, `[rows, ...]` or scalars, a node that inputs and parameters of any shape get gradients from."""
-    anchor = torch.zeros((), requires_grad=True)
+    anchor = torch.zeros(0, requires_grad=True)
     return PipelineValues.apply(anchor, backward, len(values), len(inputs), *values, *inputs, *parameters)
 
 
@@ -141,7 +141,7 @@ class ReportedPart(torch.autograd.Function):
 
 def reported(name: str, value: Tensor) -> Tensor:
     """Makes a part of the loss, a scalar, say in backward that it has none of its own."""
-    return ReportedPart.apply(torch.zeros((), requires_grad=True), name, value)
+    return ReportedPart.apply(torch.zeros(0, requires_grad=True), name, value)
 
 
 def loss_of(output: Any, model: Any, loss: BatchLoss) -> Tensor:

@@ -10,6 +10,11 @@ from .local_parameters import local_view
 from .vocabulary import require_tokens
 
 
+def _refuse_options(embedding: nn.Embedding) -> None:
+    if embedding.max_norm is not None or embedding.scale_grad_by_freq:
+        raise UnsupportedError("A split embedding has no max_norm and no scale_grad_by_freq; set both off.")
+
+
 class VocabParallelEmbedding(nn.Embedding):
     """Splits the rows: ids `[batch, sequence]` -> `[batch, sequence, hidden]`, the ranks' lookups summed.
 
@@ -19,10 +24,7 @@ class VocabParallelEmbedding(nn.Embedding):
     mesh: ParallelMesh
 
     def forward(self, input: Tensor) -> Tensor:
-        if self.max_norm is not None or self.scale_grad_by_freq:
-            raise UnsupportedError(
-                "A vocab-parallel embedding has no max_norm and no scale_grad_by_freq; set both off."
-            )
+        _refuse_options(self)
         require_tokens(input, self.weight.shape[0], "token id")
         start, stop = bounds(self.weight.shape[0], self.mesh.tp_size, self.mesh.tp_rank)
         foreign = (input < start) | (input >= stop)
@@ -47,6 +49,7 @@ class HiddenParallelEmbedding(nn.Embedding):
     mesh: ParallelMesh
 
     def forward(self, input: Tensor) -> Tensor:
+        _refuse_options(self)
         weight = local_view(self.weight)
         assert weight is not None
         rows = F.embedding(input, weight, self.padding_idx)

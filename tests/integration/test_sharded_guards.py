@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from .habits import Runs, batch, full, own_rows, save_tiny
+from .habits import Runs, batch, own_rows, save_tiny
 
 LAYOUTS = ["dp2+zero3", "tp2+dp2+zero3"]
 
@@ -47,8 +47,7 @@ def layer_called(loop):
     # Rows are as many on each rank, so that the mean over ranks is that of all.
     (loss + output.float().pow(2).mean()).backward()
     loop.losses.append(loss.item())
-    for name, parameter in loop.model.named_parameters():
-        loop.seen[name] = full(loop.model, name, parameter.grad)
+    loop.see_gradients("of the loss and the layer")
     loop.optimizer.step()
     loop.optimizer.zero_grad()
 
