@@ -1,0 +1,136 @@
+"""Views of tensors whose entries lie on several ranks: copies whose edits go back to where they come from.
+
+`p.grad[:50].zero_()` edits the gradient in one process. On ranks those rows are copied from where they lie; a copy that
+knows its origin keeps the meaning of the line. All ranks that share the tensor have to run it, as with any `DTensor`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from ..errors import UnsupportedError
+from ..upstream import local_tensor, returns_view, writes_to
+from .whole_tensors import take_part, whole_of
+
+
+class Whole:
+    """A copy of a tensor `[...]` in full, which views share.
+
+    Args:
+        source: where the entries lie.
+        read (`Callable`): puts them together; every rank that shares the source calls it.
+        write (`Callable`): gives the ranks their parts of an edited copy.
+    """
+
+    def __init__(
+        self,
+        source: Tensor,
+        read: Callable[[Any], Tensor] = whole_of,
+        write: Callable[[Tensor, Any], None] = take_part,
+    ):
+        self.source, self._read, self._write = source, read, write
+        self.tensor = read(source)
+        self._seen = self._versions()
+
+    def _versions(self) -> tuple[int, ...] | None:
+        tensors = [self.source, local_tensor(self.source)] if type(self.source) is DTensor else [self.source]
+        return None if any(tensor.is_inference() for tensor in tensors) else tuple(t._version for t in tensors)
+
+    def refresh(self) -> None:
+        """Reads the source again if it was edited since."""
+        if self._seen is None or self._seen != self._versions():
+            self.tensor.copy_(self._read(self.source))
+            self._seen = self._versions()
+
+    def write(self) -> None:
+        """Hands an edited copy back."""
+        self._write(self.tensor, self.source)
+        self._seen = self._versions()
+
+    def views(self, values: Any) -> Any:
+        """Wraps views of the copy, of any shapes, as what the source is."""
+        return tree_map_only(Tensor, self._view, values)
+
+    def _view(self, value: Tensor) -> Tensor:
+        view: Any
+        if isinstance(self.source, DTensor):
+            like = _replicated(value, self.source)
+            view = _WrittenBackDTensor(value, like._spec, requires_grad=False)  # type: ignore[attr-defined]
+        else:
+            view = Tensor._make_subclass(WrittenBack, value)
+        view.whole, view.value = self, value
+        return view
+
+
+def _replicated(value: Tensor, like: DTensor) -> DTensor:
+    mesh = like.device_mesh
+    return DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+class WrittenBack(Tensor):
+    """A view `[...]` of a tensor that lies on several ranks.
+
+    Attributes:
+        whole (`Whole`): what it is a view of.
+        value (`Tensor`): its entries, a view of the copy.
+    """
+
+    whole: Whole
+    value: Tensor
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:  # type: ignore[override]
+        kwargs = kwargs or {}
+        for view in tree_leaves((args, kwargs)):
+            if isinstance(view, WrittenBack):
+                view.whole.refresh()
+        edited = writes_to(func, args, kwargs)
+        if not any(isinstance(tensor, WrittenBack) for tensor in edited):
+            if returns_view(func) and isinstance(args[0], WrittenBack):
+                return args[0].whole.views(func(args[0].value, *args[1:], **kwargs))
+            args, kwargs = tree_map_only(WrittenBack, WrittenBack.entries, (args, kwargs))
+            return func(*args, **kwargs)
+        if not all(isinstance(tensor, WrittenBack) for tensor in edited):
+            raise UnsupportedError(
+                f"{func} would edit rows of a split tensor and other tensors at once: edit them one by one."
+            )
+        plain_args, plain_kwargs = tree_map_only(Tensor, _plain, (args, kwargs))
+        func(*plain_args, **plain_kwargs)
+        for whole in {id(view.whole): view.whole for view in edited}.values():  # type: ignore[attr-defined]
+            whole.write()
+        return edited[0] if func._schema.returns else None
+
+    def entries(self) -> Tensor:
+        """Returns the entries `[...]` as a tensor of the ordinary kind, which leads nowhere."""
+        return _replicated(self.value, self) if isinstance(self, DTensor) else self.value
+
+    def numpy(self, *args: Any, **kwargs: Any) -> Any:
+        return self.value.numpy(*args, **kwargs)
+
+    def tolist(self) -> Any:
+        return self.value.tolist()
+
+    def __deepcopy__(self, memo: dict) -> Tensor:
+        return self.entries().clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.entries().clone().__reduce_ex__(protocol)
+
+    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
+        return repr(self.entries())
+
+
+class _WrittenBackDTensor(WrittenBack, DTensor):
+    """A view of a `DTensor`, which takes no other kind of tensor for an operand."""
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    if isinstance(tensor, WrittenBack):
+        return tensor.value
+    return whole_of(tensor) if isinstance(tensor, DTensor) else tensor
