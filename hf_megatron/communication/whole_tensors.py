@@ -74,14 +74,14 @@ def _held(tensor: DTensor) -> list[list[_Range]]:
     mesh, held = tensor.device_mesh, [[(0, size)] for size in tensor.shape]
     names = mesh.mesh_dim_names or ()
     shards = sorted(
-        (name.startswith("dp"), axis)
-        for axis, name in enumerate(names)
-        if not tensor.placements[axis].is_replicate()
+        (name.startswith("dp"), axis) for axis, name in enumerate(names) if not tensor.placements[axis].is_replicate()
     )
     for by_fsdp, axis in shards:
         placement = tensor.placements[axis]
         if placement.is_partial():
-            raise UnsupportedError("A tensor whose ranks hold terms of a sum cannot be edited: redistribute() it first.")
+            raise UnsupportedError(
+                "A tensor whose ranks hold terms of a sum cannot be edited: redistribute() it first."
+            )
         # FSDP2 names what other axes have cut before; here it is cut already.
         groups = 1 if by_fsdp else blocks_of_shard(placement)
         length = sum(stop - start for start, stop in held[placement.dim]) // groups
