@@ -136,6 +136,11 @@ def returns_view(func: Any) -> bool:
     return bool(aliases) and not any(alias.is_write for alias in aliases)
 
 
+def share_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Tells whether two tensors of any shape, maybe without entries, have one storage (`_cdata` is private)."""
+    return first.untyped_storage()._cdata == second.untyped_storage()._cdata  # type: ignore[attr-defined]
+
+
 def dtensor_handlers() -> dict[Any, Callable[..., Any]]:
     """Returns what DTensor asks first: operator -> function of it, its arguments and keywords (private)."""
     return DTensor._op_dispatcher._custom_op_handlers

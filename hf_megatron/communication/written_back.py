@@ -102,9 +102,19 @@ class WrittenBack(Tensor):
             )
         plain_args, plain_kwargs = tree_map_only(Tensor, _plain, (args, kwargs))
         func(*plain_args, **plain_kwargs)
-        for whole in {id(view.whole): view.whole for view in edited}.values():  # type: ignore[attr-defined]
-            whole.write()
+        WrittenBack.write_all(edited)  # type: ignore[arg-type]
         return edited[0] if func._schema.returns else None
+
+    @staticmethod
+    def write_all(views: "list[WrittenBack]") -> None:
+        """Hands edited views back, one after another: copies of one source know nothing of each other."""
+        values = [view.value.clone() for view in views] if len(views) > 1 else []
+        for view, value in zip(views, values, strict=bool(values)):
+            view.whole.refresh()
+            view.value.copy_(value)
+            view.whole.write()
+        if not values:
+            views[0].whole.write()
 
     def entries(self) -> Tensor:
         """Returns the entries `[...]` as a tensor of the ordinary kind, which leads nowhere."""

@@ -1,7 +1,8 @@
 """What `.grad` holds of a gradient whose parts lie on several ranks: a tensor without memory that leads to its parts.
 
-Taking it away, scaling, clamping and other edits of single entries act on what this rank owns. Edits of its rows go back to it
-(`written_back.py`). Whatever else reads it gets the whole gradient, which the ranks that share it put together: they all have to, as with a `DTensor`.
+Taking it away, scaling, clamping and other edits of single entries act on what this rank owns; edits of its rows go
+back to it (`written_back.py`). Whatever else reads it gets the whole gradient, which the ranks that share it put
+together: they all have to, as with a `DTensor`.
 """
 
 import sys

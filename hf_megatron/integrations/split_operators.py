@@ -1,7 +1,7 @@
 """What users do to single entries of split tensors: rows of them, masks, and random numbers drawn into them.
 
-DTensor copies the rows of a split dim, so that edits of them are lost, takes no plain masks and indices, and draws other
-numbers than one process. Here these operators work on the whole tensor where the tensor lies on a mesh of this library.
+DTensor copies the rows of a split dim, so that edits of them are lost, takes no plain masks and indices, and draws
+other numbers than one process. Here these operators work on the whole tensor, where it lies on a mesh of this library.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,18 +16,19 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ..communication.whole_tensors import is_split_along, part_like, take_part, whole_of
 from ..communication.written_back import Whole
 from ..mesh import is_of_layout
-from ..upstream import dtensor_from_local, dtensor_handlers, local_tensor, writes_to
+from ..upstream import dtensor_from_local, dtensor_handlers, local_tensor, share_memory, writes_to
 
 _aten = torch.ops.aten
 
 # With the place and default of their dim.
-_VIEWS: Mapping[Any, tuple[int, int]] = {
+_OF_A_DIM: Mapping[Any, tuple[int, int]] = {
     _aten.slice.Tensor: (1, 0),
     _aten.select.int: (1, 0),
     _aten.split.Tensor: (2, 0),
     _aten.split_with_sizes.default: (2, 0),
     _aten.unbind.int: (1, 0),
 }
+_VIEWS = (*_OF_A_DIM, _aten.diagonal.default, _aten.view.default)
 # What they read is not in the tensor.
 _FRESH = (
     _aten.normal_.default,
@@ -60,13 +61,19 @@ _BY_ENTRIES = (
 
 
 def _view(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    place, default = _VIEWS[func]
-    dim = args[place] if len(args) > place else kwargs.get("dim", default)
     tensor = args[0]
     # A graph that leads to a parameter: torch raises for edits of its views.
-    recorded = tensor.requires_grad and torch.is_grad_enabled()
-    if recorded or not is_split_along(tensor, dim % tensor.dim()):
+    if tensor.requires_grad and torch.is_grad_enabled():
         return _stock(func, args, kwargs)
+    if func in _OF_A_DIM:
+        place, default = _OF_A_DIM[func]
+        dim = args[place] if len(args) > place else kwargs.get("dim", default)
+        if not is_split_along(tensor, dim % tensor.dim()):
+            return _stock(func, args, kwargs)
+    else:
+        result = _stock(func, args, kwargs)
+        if share_memory(local_tensor(result), local_tensor(tensor)):
+            return result
     whole = Whole(tensor)
     return whole.views(func(whole.tensor, *args[1:], **kwargs))
 

@@ -31,16 +31,18 @@ def _copy_data(loop: Loop) -> None:
 
 @torch.no_grad()
 def _edit_rows(loop: Loop) -> None:
-    weight = loop.model.get_input_embeddings().weight
-    weight[5].zero_()
-    weight[6] = 0.25
-    weight.data[7:9].mul_(0.5)
+    for weight in loop.vocabulary():
+        weight[5].zero_()
+        weight[6] = 0.25
+        weight.data[7:9].mul_(0.5)
 
 
-def _redraw_head(loop: Loop) -> None:
+def _redraw_vocabulary(loop: Loop) -> None:
     if loop.steps == 1:
-        torch.manual_seed(3)
-        nn.init.normal_(loop.model.get_output_embeddings().weight, std=0.2)
+        for weight in loop.vocabulary():
+            # Stages hold one of them each.
+            torch.manual_seed(3)
+            nn.init.normal_(weight, std=0.2)
 
 
 def _some_layer(loop: Loop) -> nn.Module:
@@ -228,13 +230,15 @@ WEIGHT_HABITS = (
     Habit("data scaled", "`p.data = p.data * 0.5` between steps", after_step=_scale_data, acts=1),
     Habit("data copied", "`p.data.copy_(...)` between steps", after_step=_copy_data, acts=1),
     Habit(
-        "weight rows edited", "`p[5].zero_()`, `p[6] = 0.25`, `p.data[7:9].mul_(0.5)`", after_step=_edit_rows, acts=1
+        "weight rows edited",
+        "`p[5].zero_()`, `p[6] = 0.25`, `p.data[7:9].mul_(0.5)` between steps",
+        after_step=_edit_rows,
+        acts=1,
     ),
     Habit(
         "head drawn anew",
-        "`torch.manual_seed(3)` and `nn.init.normal_` of the head between steps",
-        after_step=_redraw_head,
-        needs=("causal",),
+        "`torch.manual_seed(3)` and `nn.init.normal_(p)` of embedding and head between steps",
+        after_step=_redraw_vocabulary,
         acts=1,
     ),
     Habit("part loaded", "`layer.load_state_dict` between steps", made=_keep_part, after_step=_load_part, acts=1),
