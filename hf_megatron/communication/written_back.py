@@ -33,23 +33,16 @@ class Whole:
         write: Callable[[Tensor, Any], None] = take_part,
     ):
         self.source, self._read, self._write = source, read, write
-        self.tensor = read(source)
-        self._seen = self._versions()
-
-    def _versions(self) -> tuple[int, ...] | None:
-        tensors = [self.source, local_tensor(self.source)] if type(self.source) is DTensor else [self.source]
-        return None if any(tensor.is_inference() for tensor in tensors) else tuple(t._version for t in tensors)
+        local = local_tensor(source) if type(source) is DTensor else source
+        self.tensor = torch.empty(source.shape, dtype=source.dtype, device=local.device)
 
     def refresh(self) -> None:
-        """Reads the source again if it was edited since."""
-        if self._seen is None or self._seen != self._versions():
-            self.tensor.copy_(self._read(self.source))
-            self._seen = self._versions()
+        """Reads the source, which may have been edited by any other way, before each use."""
+        self.tensor.copy_(self._read(self.source))
 
     def write(self) -> None:
         """Hands an edited copy back."""
         self._write(self.tensor, self.source)
-        self._seen = self._versions()
 
     def views(self, values: Any) -> Any:
         """Wraps views of the copy, of any shapes, as what the source is."""
@@ -76,7 +69,7 @@ class WrittenBack(Tensor):
 
     Attributes:
         whole (`Whole`): what it is a view of.
-        value (`Tensor`): its entries, a view of the copy.
+        value (`Tensor`): its entries, a view of the copy; read before each use only.
     """
 
     whole: Whole
@@ -87,13 +80,13 @@ class WrittenBack(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
-        for view in tree_leaves((args, kwargs)):
-            if isinstance(view, WrittenBack):
-                view.whole.refresh()
+        if returns_view(func) and isinstance(args[0], WrittenBack):
+            return args[0].whole.views(func(args[0].value, *args[1:], **kwargs))
+        views = [value for value in tree_leaves((args, kwargs)) if isinstance(value, WrittenBack)]
+        for whole in {id(view.whole): view.whole for view in views}.values():
+            whole.refresh()
         edited = writes_to(func, args, kwargs)
         if not any(isinstance(tensor, WrittenBack) for tensor in edited):
-            if returns_view(func) and isinstance(args[0], WrittenBack):
-                return args[0].whole.views(func(args[0].value, *args[1:], **kwargs))
             args, kwargs = tree_map_only(WrittenBack, WrittenBack.entries, (args, kwargs))
             return func(*args, **kwargs)
         if not all(isinstance(tensor, WrittenBack) for tensor in edited):
@@ -121,23 +114,33 @@ class WrittenBack(Tensor):
         return _replicated(self.value, self) if isinstance(self, DTensor) else self.value
 
     def numpy(self, *args: Any, **kwargs: Any) -> Any:
-        return self.value.numpy(*args, **kwargs)
+        return local_tensor(self.clone()).numpy(*args, **kwargs)
 
     def tolist(self) -> Any:
-        return self.value.tolist()
+        return local_tensor(self.clone()).tolist()
 
     def __deepcopy__(self, memo: dict) -> Tensor:
-        return self.entries().clone()
+        return self.clone()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.entries().clone().__reduce_ex__(protocol)
+        return self.clone().__reduce_ex__(protocol)
 
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
-        return repr(self.entries())
+        # One rank may print alone.
+        return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
 class _WrittenBackDTensor(WrittenBack, DTensor):
     """A view of a `DTensor`, which takes no other kind of tensor for an operand."""
+
+    def to_local(self, **kwargs: Any) -> Tensor:
+        return self.clone().to_local(**kwargs)  # type: ignore[attr-defined]
+
+    def full_tensor(self, **kwargs: Any) -> Tensor:
+        return self.clone().full_tensor(**kwargs)  # type: ignore[attr-defined]
+
+    def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
+        return self.clone().redistribute(*args, **kwargs)  # type: ignore[attr-defined]
 
 
 def _plain(tensor: Tensor) -> Tensor:
