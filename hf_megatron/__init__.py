@@ -61,7 +61,7 @@ def enable() -> None:
     for patch in PATCHES:
         if patch.target not in LEDGER.patches:
             LEDGER.declare(patch)
-    for module_name, make in HOOKS.items():
+    for module_name, make in HOOKS:
         LEDGER.declare_hook(module_name, make)
     take_over_launch()
     LEDGER.enable()

@@ -7,10 +7,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from .axes import Axes, Axis
 from .patch_ledger import LEDGER, Shared
 from .placement import Placement
-from .upstream import split_mesh_axis
+from .upstream import root_mesh, split_mesh_axis
 
 # Outermost first, as DeviceMesh wants them.
 WORLD_AXES = ("dp", "pp", "cp", "tp")
+_MARK = "_hf_megatron"
 
 
 class ParallelMesh(Shared):
@@ -45,6 +46,7 @@ class ParallelMesh(Shared):
         self.device_type = device_type
         sizes = tuple(axes.size(name) for name in WORLD_AXES)
         self.root = init_device_mesh(device_type, sizes, mesh_dim_names=WORLD_AXES)
+        setattr(self.root, _MARK, True)
         self.tp: DeviceMesh = self.root["tp"]
         # Read on every forward of every module, so looked up once.
         self.tp_size, self.tp_rank = axes.size("tp"), axes.rank("tp")
@@ -114,8 +116,14 @@ class ParallelMesh(Shared):
             first_ranks = sorted({whole.ranks(rank)[0] for rank in range(self.axes.size("world"))})
             ranks = torch.tensor([_grid(key, first) for first in first_ranks])
             mesh = DeviceMesh(self.device_type, ranks, mesh_dim_names=("others", *names))
+            setattr(mesh, _MARK, True)
             self._meshes[key] = mesh[names]
         return self._meshes[key]
+
+
+def is_of_layout(mesh: DeviceMesh) -> bool:
+    """Tells whether a mesh was cut from one of this library's, by FSDP2 too."""
+    return _MARK in vars(root_mesh(mesh))
 
 
 def _grid(axes: tuple[Axis, ...], first: int) -> list:

@@ -152,6 +152,32 @@ def writes_to(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> list[torch.T
     return [tensor for tensor in written if tensor is not None]
 
 
+def returns_view(func: Any) -> bool:
+    """Tells whether an operator returns views of its first argument (`_schema`, private in torch 2.11 to 2.13)."""
+    aliases = [value.alias_info for value in func._schema.returns if value.alias_info is not None]
+    return bool(aliases) and not any(alias.is_write for alias in aliases)
+
+
+def share_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Tells whether two tensors of any shape, maybe without entries, have one storage (`_cdata` is private)."""
+    return first.untyped_storage()._cdata == second.untyped_storage()._cdata  # type: ignore[attr-defined]
+
+
+def dtensor_handlers() -> dict[Any, Callable[..., Any]]:
+    """Returns what DTensor asks first: operator -> function of it, its arguments and keywords (private)."""
+    return DTensor._op_dispatcher._custom_op_handlers
+
+
+def blocks_of_shard(placement: Any) -> int:
+    """Counts the equal blocks that a placement splits one by one."""
+    return placement.split_factor if isinstance(placement, _StridedShard) else 1
+
+
+def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Returns the mesh that another was cut from (private in torch 2.11 to 2.13)."""
+    return mesh._get_root_mesh()
+
+
 def dtensor_from_local(local: torch.Tensor, like: DTensor) -> DTensor:
     """Makes a DTensor like another around a local tensor of any shape, without communication."""
     return DTensor.from_local(

@@ -43,6 +43,7 @@ def shard_weights(
     """
     axes = mesh.dp if config.dp_replicate_size > 1 else mesh.root["dp"]
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if config.main_weights_in_fp32 else None)
+    marks = {name: vars(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}
     units = [layer for layer in outermost_layers(model) if next(layer.parameters(), None) is not None]
     tied = _tied_parameters(model) if around_layers else []
     for unit in units:
@@ -61,6 +62,9 @@ def shard_weights(
     _make_unit(
         model, mesh.group("dp_shard"), mesh=axes, mp_policy=policy, ignored_params=shared, reshard_after_forward=True
     )
+    # FSDP2 makes new parameters, which have to say that they are initialized, as the old ones did.
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        vars(parameter).update(marks[name])
 
 
 def _make_unit(module: Any, group: dist.ProcessGroup, **options: Any) -> None:

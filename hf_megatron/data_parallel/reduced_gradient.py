@@ -1,7 +1,8 @@
 """What `.grad` holds of a gradient whose parts lie on several ranks: a tensor without memory that leads to its parts.
 
-Taking it away, scaling, clamping and other edits of single entries act on what this rank owns. Whatever else reads it
-gets the whole gradient, which the ranks that share it put together: they all have to, as with a `DTensor`.
+Taking it away, scaling, clamping and other edits of single entries act on what this rank owns; edits of its rows go
+back to it (`written_back.py`). Whatever else reads it gets the whole gradient, which the ranks that share it put
+together: they all have to, as with a `DTensor`.
 """
 
 import sys
@@ -13,8 +14,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from ..communication.whole_tensors import part_like, whole_of
+from ..communication.written_back import Whole
 from ..errors import UnsupportedError
-from ..upstream import in_backward, local_tensor
+from ..upstream import dtensor_from_local, in_backward, local_tensor, returns_view
 
 _aten = torch.ops.aten
 # Edits of single entries that torch does not tag as such.
@@ -94,6 +97,9 @@ class ReducedGradient(Tensor):
             if func in _ADDITIONS and (in_backward() or first.owner.in_schedule):
                 first.part = args[1]
                 return first if func is _aten.add_.Tensor else args[1]
+            if returns_view(func):
+                whole = Whole(first, _read_whole, _replace_whole)
+                return whole.views(func(whole.tensor, *args[1:], **kwargs))
         edited = _edited(func, args, kwargs)
         if not any(isinstance(tensor, ReducedGradient) for tensor in edited):
             args, kwargs = _with_whole(args, kwargs)
@@ -194,6 +200,17 @@ def _edit(func: Any, args: Any, kwargs: dict[str, Any], edited: list[Tensor], *,
     for tensor in edited:
         if isinstance(tensor, ReducedGradient):
             tensor.owner.replace(tensor.key, whole[id(tensor)])
+
+
+def _read_whole(gradient: ReducedGradient) -> Tensor:
+    return whole_of(gradient.read())
+
+
+def _replace_whole(whole: Tensor, gradient: ReducedGradient) -> None:
+    parameter = gradient.parameter
+    if isinstance(parameter, DTensor):
+        whole = dtensor_from_local(part_like(whole, parameter), parameter)
+    gradient.owner.replace(gradient.key, whole.clone())
 
 
 def _lies_like(gradient: ReducedGradient, operand: Tensor) -> bool:

@@ -4,7 +4,7 @@ Each replacement passes everything through that does not concern a model laid ou
 single laid out models is in `instance_patches.py`; docs/patches.md shows both.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 
 from ..patch_ledger import Patch
 
@@ -213,8 +213,9 @@ def _patches() -> Iterator[Patch]:
 
 PATCHES: tuple[Patch, ...] = tuple(_patches())
 
-# Registered for the whole process when a module is imported: module -> the function that does so and returns a handle.
-HOOKS: Mapping[str, str] = {
-    "transformers.modeling_utils": f"{_HERE}.stock_optimizers:refuse_unprepared_steps",
-    "torch.distributed.tensor": f"{_HERE}.assigned_weights:make_assignable",
-}
+# Registered for the whole process when a module is imported: the function that does so and returns a handle.
+HOOKS: Sequence[tuple[str, str]] = (
+    ("transformers.modeling_utils", f"{_HERE}.stock_optimizers:refuse_unprepared_steps"),
+    ("torch.distributed.tensor", f"{_HERE}.assigned_weights:make_assignable"),
+    ("transformers.modeling_utils", f"{_HERE}.split_operators:handle_split_operators"),
+)

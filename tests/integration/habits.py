@@ -40,11 +40,10 @@ def save_tiny(path, **fields):
     """A Llama of two layers whose norms are no constants."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=64,
         hidden_size=32,
         intermediate_size=48,
         num_attention_heads=4,
-        **{"num_hidden_layers": 2, "num_key_value_heads": 2, "tie_word_embeddings": True, **fields},
+        **{"num_hidden_layers": 2, "vocab_size": 64, "num_key_value_heads": 2, "tie_word_embeddings": True, **fields},
     )
     model = LlamaForCausalLM(config)
     with torch.no_grad():

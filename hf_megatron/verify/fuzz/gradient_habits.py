@@ -105,6 +105,29 @@ def _scale_by_hand(loop: Loop) -> None:
             parameter.grad.mul_(0.5)
 
 
+def _gradients_of_tokens(loop: Loop) -> list[tuple[Tensor, int]]:
+    """Lists gradients with a row for each token, and how many of them belong to old tokens."""
+    gradients = [parameter.grad for parameter in loop.vocabulary() if parameter.grad is not None]
+    return [(gradient, gradient.shape[0] * 3 // 4) for gradient in gradients]
+
+
+def _zero_rows(loop: Loop) -> None:
+    for gradient, old in _gradients_of_tokens(loop):
+        gradient[:old].zero_()
+
+
+def _assign_rows(loop: Loop) -> None:
+    for gradient, old in _gradients_of_tokens(loop):
+        gradient[:old] = 0
+
+
+def _mask_rows(loop: Loop) -> None:
+    for gradient, old in _gradients_of_tokens(loop):
+        mask = torch.ones(gradient.shape[0], 1, dtype=gradient.dtype)
+        mask[:old] = 0
+        gradient.mul_(mask)
+
+
 def _gradients_of_autograd(loop: Loop, loss: Tensor) -> None:
     parameters = loop.parameters()
     gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
@@ -189,6 +212,9 @@ GRADIENT_HABITS = (
         differs_on=("pp_size",),
     ),
     Habit("gradients scaled", "`p.grad.mul_(0.5)`", before_step=_scale_by_hand),
+    Habit("gradient rows zeroed", "`p.grad[:50].zero_()` of embedding and head", before_step=_zero_rows),
+    Habit("gradient rows assigned", "`p.grad[:50] = 0` of embedding and head", before_step=_assign_rows),
+    Habit("gradient masked", "`p.grad.mul_(mask)`, the mask a plain tensor", before_step=_mask_rows),
     Habit("autograd.grad", "`torch.autograd.grad(loss, parameters)`", backward=_gradients_of_autograd),
     Habit("gradient hooks", "`p.register_hook` that scales", made=_halving_hooks),
     Habit("accumulation hooks", "`p.register_post_accumulate_grad_hook`", made=_looking_hooks, before_step=_has_seen),

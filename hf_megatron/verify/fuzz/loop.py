@@ -104,6 +104,11 @@ class Loop:
         """Lists the parameters that train."""
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
+    def vocabulary(self) -> list[nn.Parameter]:
+        """Lists the matrices with a row for each token: embeddings and a head."""
+        rows = self.model.config.get_text_config().vocab_size
+        return [parameter for parameter in self.model.parameters() if parameter.dim() == 2 and len(parameter) == rows]
+
     def own_rows(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """Cuts out the rows that this data parallel rank sees."""
         return {name: value.tensor_split(self.dp_size)[self.dp_rank] for name, value in batch.items()}

@@ -29,6 +29,22 @@ def _copy_data(loop: Loop) -> None:
             parameter.data.copy_(parameter.data * 0.5)
 
 
+@torch.no_grad()
+def _edit_rows(loop: Loop) -> None:
+    for weight in loop.vocabulary():
+        weight[5].zero_()
+        weight[6] = 0.25
+        weight.data[7:9].mul_(0.5)
+
+
+def _redraw_vocabulary(loop: Loop) -> None:
+    if loop.steps == 1:
+        for weight in loop.vocabulary():
+            # Stages hold one of them each.
+            torch.manual_seed(3)
+            nn.init.normal_(weight, std=0.2)
+
+
 def _some_layer(loop: Loop) -> nn.Module:
     return next(module for module in loop.model.modules() if isinstance(module, nn.ModuleList))[0]
 
@@ -213,6 +229,18 @@ WEIGHT_HABITS = (
     Habit("weights scaled", "`p.mul_(0.5)` between steps", after_step=_scale_weights, acts=1),
     Habit("data scaled", "`p.data = p.data * 0.5` between steps", after_step=_scale_data, acts=1),
     Habit("data copied", "`p.data.copy_(...)` between steps", after_step=_copy_data, acts=1),
+    Habit(
+        "weight rows edited",
+        "`p[5].zero_()`, `p[6] = 0.25`, `p.data[7:9].mul_(0.5)` between steps",
+        after_step=_edit_rows,
+        acts=1,
+    ),
+    Habit(
+        "head drawn anew",
+        "`torch.manual_seed(3)` and `nn.init.normal_(p)` of embedding and head between steps",
+        after_step=_redraw_vocabulary,
+        acts=1,
+    ),
     Habit("part loaded", "`layer.load_state_dict` between steps", made=_keep_part, after_step=_load_part, acts=1),
     Habit("all loaded", "`model.load_state_dict` of an own `state_dict`", made=_keep_all, after_step=_load_all, acts=1),
     Habit(

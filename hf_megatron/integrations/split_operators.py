@@ -1,0 +1,163 @@
+"""What users do to single entries of split tensors: rows of them, masks, and random numbers drawn into them.
+
+DTensor copies the rows of a split dim, so that edits of them are lost, takes no plain masks and indices, and draws
+other numbers than one process. Here these operators work on the whole tensor, where it lies on a mesh of this library.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from ..communication.whole_tensors import is_split_along, part_like, take_part, whole_of
+from ..communication.written_back import Whole
+from ..mesh import is_of_layout
+from ..upstream import dtensor_from_local, dtensor_handlers, local_tensor, share_memory, writes_to
+
+_aten = torch.ops.aten
+
+# With the place and default of their dim.
+_OF_A_DIM: Mapping[Any, tuple[int, int]] = {
+    _aten.slice.Tensor: (1, 0),
+    _aten.select.int: (1, 0),
+    _aten.split.Tensor: (2, 0),
+    _aten.split_with_sizes.default: (2, 0),
+    _aten.unbind.int: (1, 0),
+}
+_VIEWS = (*_OF_A_DIM, _aten.diagonal.default, _aten.view.default)
+# What they read is not in the tensor.
+_FRESH = (
+    _aten.normal_.default,
+    _aten.uniform_.default,
+    _aten.bernoulli_.float,
+    _aten.exponential_.default,
+    _aten.cauchy_.default,
+    _aten.log_normal_.default,
+    _aten.geometric_.default,
+    _aten.random_.default,
+    _aten.random_.to,
+    getattr(_aten.random_, "from"),
+    _aten.randn_like.default,
+    _aten.rand_like.default,
+    _aten.randint_like.default,
+    _aten.randint_like.low_dtype,
+)
+_DRAWN_FROM = (_aten.bernoulli.default, _aten.bernoulli.p, _aten.bernoulli_.Tensor)
+_BY_ENTRIES = (
+    _aten.mul_.Tensor,
+    _aten.masked_fill_.Scalar,
+    _aten.masked_fill_.Tensor,
+    _aten.index.Tensor,
+    _aten.index_put_.default,
+    _aten.index_fill_.int_Scalar,
+    _aten.index_copy_.default,
+    _aten.index_add_.default,
+    _aten.fill_.Tensor,
+)
+
+
+def _view(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    tensor = args[0]
+    # A graph that leads to a parameter: torch raises for edits of its views.
+    if tensor.requires_grad and torch.is_grad_enabled():
+        return _stock(func, args, kwargs)
+    if func in _OF_A_DIM:
+        place, default = _OF_A_DIM[func]
+        dim = args[place] if len(args) > place else kwargs.get("dim", default)
+        if not is_split_along(tensor, dim % tensor.dim()):
+            return _stock(func, args, kwargs)
+    else:
+        result = _stock(func, args, kwargs)
+        if share_memory(local_tensor(result), local_tensor(tensor)):
+            return result
+    whole = Whole(tensor)
+    return whole.views(func(whole.tensor, *args[1:], **kwargs))
+
+
+def _draw(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    read = _empty if func in _FRESH else whole_of
+    return _on_whole(func, args, kwargs, read)
+
+
+def _by_entries(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+    plain = any(tensor.dim() > 0 and not isinstance(tensor, DTensor) for tensor in tensors)
+    recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    if recorded or not (plain or func in (_aten.index_put_.default, _aten.fill_.Tensor)):
+        return _stock(func, args, kwargs)
+    return _on_whole(func, args, kwargs, whole_of)
+
+
+def _empty(tensor: Tensor) -> Tensor:
+    local = local_tensor(tensor)
+    return torch.empty(tensor.shape, dtype=local.dtype, device=local.device)
+
+
+@torch.no_grad()
+def _on_whole(func: Any, args: tuple, kwargs: dict[str, Any], read: Callable[[Any], Tensor]) -> Any:
+    """Calls a function as one process does; ranks keep their parts of what it returns or writes to."""
+    tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, DTensor)]
+    edited = writes_to(func, args, kwargs)
+    wholes = {id(tensor): read(tensor) for tensor in tensors}
+    plain_args, plain_kwargs = tree_map_only(DTensor, lambda tensor: wholes[id(tensor)], (args, kwargs))
+    result = func(*plain_args, **plain_kwargs)
+    if not edited:
+        return _spread(result, tensors[0])
+    for tensor in edited:
+        if isinstance(tensor, DTensor):
+            take_part(wholes[id(tensor)], tensor)
+    return edited[0]
+
+
+def _spread(result: Tensor, like: DTensor) -> DTensor:
+    if result.shape == like.shape:
+        return dtensor_from_local(part_like(result, like), like)
+    return DTensor.from_local(result, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)
+
+
+def _is_own(tensor: Any) -> bool:
+    if not isinstance(tensor, DTensor) or torch.compiler.is_compiling():
+        return False
+    local = local_tensor(tensor)
+    return type(local) is Tensor and not local.is_meta and is_of_layout(tensor.device_mesh)
+
+
+def _stock(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Has DTensor itself compute."""
+    handlers = dtensor_handlers()
+    own = handlers.pop(func, None)
+    try:
+        return func(*args, **kwargs)
+    finally:
+        if own is not None:
+            handlers[func] = own
+
+
+def _for_own(handler: Callable[..., Any], func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    first = next((value for value in tree_leaves((args, kwargs)) if isinstance(value, DTensor)), None)
+    return (handler if _is_own(first) else _stock)(func, args, kwargs)
+
+
+class SplitOperators:
+    """Puts the operators in front of DTensor's, until `remove()`."""
+
+    def __init__(self) -> None:
+        self._operators = {
+            **dict.fromkeys(_VIEWS, partial(_for_own, _view)),
+            **dict.fromkeys((*_FRESH, *_DRAWN_FROM), partial(_for_own, _draw)),
+            **dict.fromkeys(_BY_ENTRIES, partial(_for_own, _by_entries)),
+        }
+        dtensor_handlers().update(self._operators)
+
+    def remove(self) -> None:
+        for operator in self._operators:
+            dtensor_handlers().pop(operator, None)
+
+
+def handle_split_operators() -> SplitOperators:
+    """Registers the operators, and returns what takes them back."""
+    return SplitOperators()
