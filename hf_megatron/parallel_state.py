@@ -67,6 +67,9 @@ class DataParallelEngine(Protocol):
     def refresh_main_weights(self) -> None:
         """Takes the parameters' present values over into the optimizers' own copies."""
 
+    def whole_root(self) -> AbstractContextManager[None]:
+        """Puts the weights around the layers together for what calls modules without gradients, in stage 3."""
+
 
 @dataclass
 class ParallelState(Shared):

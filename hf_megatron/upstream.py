@@ -168,9 +168,14 @@ def dtensor_handlers() -> dict[Any, Callable[..., Any]]:
     return DTensor._op_dispatcher._custom_op_handlers
 
 
+def split_dim(placement: Any) -> int:
+    """Returns the dim that a placement splits; a partial sum splits none."""
+    return -1 if placement.is_partial() else placement.dim
+
+
 def blocks_of_shard(placement: Any) -> int:
     """Counts the equal blocks that a placement splits one by one."""
-    return placement.split_factor if isinstance(placement, _StridedShard) else 1
+    return int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
 
 
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh:

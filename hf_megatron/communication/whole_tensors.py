@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..errors import UnsupportedError
-from ..upstream import blocks_of_shard, local_tensor
+from ..upstream import blocks_of_shard, local_tensor, split_dim
 from .collectives import bounds
 
 _Range = tuple[int, int]
@@ -21,7 +21,7 @@ _Range = tuple[int, int]
 
 def is_split_along(tensor: DTensor, dim: int) -> bool:
     """Tells whether ranks hold different parts of a dim of a tensor of any shape."""
-    return any(not placement.is_replicate() and placement.dim == dim for placement in tensor.placements)
+    return any(not placement.is_replicate() and split_dim(placement) == dim for placement in tensor.placements)
 
 
 @torch.no_grad()
@@ -84,10 +84,11 @@ def _held(tensor: DTensor) -> list[list[_Range]]:
             )
         # FSDP2 names what other axes have cut before; here it is cut already.
         groups = 1 if by_fsdp else blocks_of_shard(placement)
-        length = sum(stop - start for start, stop in held[placement.dim]) // groups
+        dim = split_dim(placement)
+        length = sum(stop - start for start, stop in held[dim]) // groups
         first, last = bounds(length, mesh.size(axis), mesh.get_local_rank(axis))
         wanted = [(group * length + first, group * length + last) for group in range(groups)]
-        held[placement.dim] = [part for one in wanted for part in _cut_out(held[placement.dim], *one)]
+        held[dim] = [part for one in wanted for part in _cut_out(held[dim], *one)]
     return held
 
 

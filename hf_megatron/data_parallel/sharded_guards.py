@@ -58,6 +58,11 @@ class AfterFirstForward(Shared):
             )
 
 
+def is_unit(module: nn.Module) -> bool:
+    """Tells whether FSDP2 splits a module's weights together."""
+    return isinstance(module, FSDPModule)
+
+
 def install_guards(model: nn.Module, has_run: Callable[[], bool]) -> None:
     """Guards every module with parameters of its own, after FSDP2 has installed its hooks.
 
@@ -67,7 +72,7 @@ def install_guards(model: nn.Module, has_run: Callable[[], bool]) -> None:
     for name, module in model.named_modules():
         if any(parameter is not None for parameter in module._parameters.values()):
             WholeWithinForward(name).install(module)
-        if isinstance(module, FSDPModule) and module is not model:
+        if is_unit(module) and module is not model:
             AfterFirstForward(name, has_run).install(module)
 
 

@@ -49,6 +49,7 @@ def call_encoder(original: Callable, self: Any, *args: Any, **kwargs: Any) -> An
     state = parallel_state(self)
     if state is None or not state.shards_weights or state.cut is not None or not self.config.is_encoder_decoder:
         return original(self, *args, **kwargs)
+    assert state.data_parallel is not None
     with state.data_parallel.whole_root():
         return original(self, *args, **kwargs)
 

@@ -46,7 +46,7 @@ class Rehearsal(Shared):
         kind = (self.model.training, has_labels(arguments), is_read, None if self._in_lockstep else names)
         if kind in self._done:
             return
-        found = None
+        found: MegatronError | None = None
         try:
             self._run_without_layers(arguments, is_read=is_read)
         except (AttributeError, TypeError) as error:

@@ -29,8 +29,8 @@ class TrainedInputs:
         self.names: list[str] = []
         self._leaves: list[Tensor] = []
         embeddings = arguments.get("inputs_embeds")
-        self._trains_embeddings = torch.is_grad_enabled() and isinstance(embeddings, Tensor)
-        if self._trains_embeddings:
+        self._trains_embeddings = False
+        if torch.is_grad_enabled() and isinstance(embeddings, Tensor):
             # A rank without the model's embedding does not know whether what that returned is trained.
             trained = torch.tensor(embeddings.requires_grad, dtype=torch.int32)
             dist.all_reduce(trained, dist.ReduceOp.MAX, group=ranks)

@@ -292,10 +292,5 @@ WEIGHT_HABITS = (
     Habit("sampling", "`generate(do_sample=True)` after the same seed", after_step=_sample, needs=("causal",), acts=1),
     Habit("saved after evaluation", "`save_pretrained` after an evaluation", ended=_save_after_evaluation, acts=3),
     # The state of an Accelerator is the process's own: a loop with one has made it what it is.
-    Habit(
-        "stock afterwards",
-        "a stock `Accelerator` after the model is gone",
-        ended=_stock_afterwards,
-        loop="plain",
-    ),
+    Habit("stock afterwards", "a stock `Accelerator` after the model is gone", ended=_stock_afterwards, loop="plain"),
 )
