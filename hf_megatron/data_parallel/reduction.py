@@ -78,6 +78,8 @@ class GradientReducer(Shared):
         self._held: set[int] = set()
         # Parameters whose stand-in is not in `.grad` although they have a gradient, while a backward runs.
         self._absent: set[int] = set()
+        # Whether the end of the backward under way is waited for.
+        self._ends = False
         self._build(parameters)
 
     def owns(self, parameter: Tensor) -> bool:
@@ -139,11 +141,15 @@ class GradientReducer(Shared):
         self.complete()
         self.take_edits()
         self.refresh(parameters)
+        self._ends = False
         for bucket in self.buckets:
             bucket.arrived.clear()
 
     def begin_backward(self) -> None:
         """Takes stand-ins out of `.grad` until the backward under way ends: autograd leaves gradients there faster."""
+        if not self._ends:
+            self._ends = True
+            at_end_of_backward(self._find_unused)
         if self._absent or any(bucket.written for bucket in self.buckets) and self._pending:
             return
         self.take_edits()
@@ -154,6 +160,12 @@ class GradientReducer(Shared):
                 self._absent.add(id(parameter))
         if self._absent:
             at_end_of_backward(self._end_backward)
+
+    def _find_unused(self) -> None:
+        """Reduces what this rank's backward has not reached: others may have, and a loop sees it in `.grad` then."""
+        self._ends = False
+        if self._pending and self._next < len(self.buckets):
+            self.finish()
 
     def _end_backward(self) -> None:
         for key in self._absent:
