@@ -257,7 +257,8 @@ class GradientReducer(Shared):
             sum_over(reduced, bucket.sharing.replicate_group)
         elsewhere = set(range(len(bucket.slots))) - bucket.written
         bucket.take_in(reduced, keep=self.keep_rows)
-        self._show(bucket, elsewhere & bucket.used)
+        # What a loop has put into `.grad` waits there until it is taken over.
+        self._show(bucket, [index for index in elsewhere & bucket.used if bucket.slots[index].parameter.grad is None])
 
     def _show(self, bucket: Bucket, indices: Iterable[int]) -> None:
         """Makes gradients seen in `.grad` that autograd has not left there on this rank."""
@@ -327,21 +328,27 @@ class GradientReducer(Shared):
         sharing = self.buckets[number].sharing
         return owned_range(self.buckets[number].slots[index].entries, sharing.shard_size, sharing.shard_rank)
 
+    def _complete_of(self, key: int) -> None:
+        """Completes a gradient that is used, with what autograd has added for a hook that comes before this one's."""
+        if self._stand_ins[key].part is not None:
+            self._arrive(self._place_of[key], self.parameter(key))
+        self.finish()
+
     @torch.no_grad()
     def owned(self, key: int) -> Tensor:
-        self.finish()
+        self._complete_of(key)
         gradient = self.gradient(self.parameter(key))
         return _there(gradient)
 
     @torch.no_grad()
     def whole(self, key: int) -> Tensor:
-        self.finish()
+        self._complete_of(key)
         parameter = self.parameter(key)
         return _there(self.full_gradient(parameter)).to(parameter.dtype)
 
     @torch.no_grad()
     def replace(self, key: int, gradient: Tensor) -> None:
-        self.finish()
+        self._complete_of(key)
         self._replace(self._place_of[key], gradient)
 
     def discard(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
