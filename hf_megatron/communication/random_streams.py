@@ -19,10 +19,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..errors import UnsupportedError
 from ..patch_ledger import Shared
+from ..upstream import in_backward
 
-# Seed, position and the first of the words that a twister makes 624 of at a time: enough to tell states apart.
-_BYTES_READ = 512
+# Seed, position and the first of the words that a twister makes 624 of at a time, and a normal number that waits for
+# its turn behind them: enough to tell states apart.
+_BYTES_READ, _LAST_BYTES_READ = 512, 40
+# Seeds of ranks' own streams end in these bits, so that they are known when somebody restores one.
+_OWN, _OWN_BITS = 0x6F776E, 24
+# Own streams of which the beginning is known: those of several forwards of a deep model that draws in every layer.
+_KNOWN = 8192
 
 
 def default_generator(device: torch.device) -> torch.Generator:
@@ -30,14 +37,15 @@ def default_generator(device: torch.device) -> torch.Generator:
     return torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
 
 
-def _beginning(state: Tensor) -> bytes:
+def _distinction(state: Tensor) -> bytes:
     """Reads what tells the states `[bytes]` of a generator apart."""
-    return state.numpy()[:_BYTES_READ].tobytes()
+    read = state.numpy()
+    return read[:_BYTES_READ].tobytes() + read[-_LAST_BYTES_READ:].tobytes()
 
 
 def _seed(state: Tensor, *numbers: int) -> int:
     """Makes the seed of a further stream of a generator's state `[bytes]`."""
-    digest = hashlib.blake2b(_beginning(state), digest_size=8)
+    digest = hashlib.blake2b(_distinction(state), digest_size=8)
     digest.update(repr(numbers).encode())
     return int.from_bytes(digest.digest(), "big")
 
@@ -81,27 +89,44 @@ class RandomStreams(Shared):
     def __init__(self, device: torch.device, rank: int):
         self.device, self.rank = device, rank
         self._generator = default_generator(device)
-        # The own stream is known by its seed: a recomputation may end, by an exception, on either stream.
-        self._own: int | None = None
-        self._start = b""
-        self._replicated: Tensor | None = None
+        # Seed of an own stream -> the replicated state it was made of, and what its first state is told by. Which
+        # stream is live is read from its seed: a recomputation may begin on either one, and end, by an exception.
+        self._made_of: dict[int, tuple[Tensor, bytes]] = {}
+
+    def _is_own(self) -> bool:
+        """Tells whether the default generator holds this rank's stream."""
+        return self._generator.initial_seed() % (1 << _OWN_BITS) == _OWN
 
     def use_own(self) -> None:
         """Continues with this rank's stream: what follows is a part of the whole."""
-        if torch.compiler.is_compiling() or self._generator.initial_seed() == self._own:
+        if torch.compiler.is_compiling() or self._is_own():
             return
-        self._replicated = self._generator.get_state()
-        self._own = _seed(self._replicated, self.rank)
-        self._generator.manual_seed(self._own)
-        self._start = _beginning(self._generator.get_state())
+        replicated = self._generator.get_state()
+        seed = _seed(replicated, self.rank) >> _OWN_BITS << _OWN_BITS | _OWN
+        self._generator.manual_seed(seed)
+        if seed not in self._made_of:
+            if len(self._made_of) == _KNOWN:
+                del self._made_of[next(iter(self._made_of))]
+            self._made_of[seed] = replicated, _distinction(self._generator.get_state())
 
     def use_replicated(self) -> None:
         """Continues with the stream of all ranks: what follows is computed by all of them alike."""
-        if torch.compiler.is_compiling() or self._generator.initial_seed() != self._own:
+        if torch.compiler.is_compiling() or not self._is_own():
             return
-        assert self._replicated is not None
-        was_used = _beginning(self._generator.get_state()) != self._start
-        self._generator.set_state(self._replicated)
+        seed = self._generator.initial_seed()
+        known = self._made_of.get(seed)
+        if known is None and not in_backward():
+            # A forward of another model has failed on it.
+            self._generator.manual_seed(seed >> _OWN_BITS)
+            return
+        if known is None:
+            raise UnsupportedError(
+                "A part of a layer is computed again, with random numbers of too long ago: call backward() before "
+                "further forwards, or use gradient_checkpointing_enable()."
+            )
+        replicated, start = known
+        was_used = _distinction(self._generator.get_state()) != start
+        self._generator.set_state(replicated)
         if was_used:
             _advance(self.device)
 
@@ -142,9 +167,9 @@ class MicrobatchStreams:
             yield
             return
         self._generator.manual_seed(_seed(self._state, stage, microbatch))
-        start = _beginning(self._generator.get_state())
+        start = _distinction(self._generator.get_state())
         try:
             yield
         finally:
-            if _beginning(self._generator.get_state()) != start:
+            if _distinction(self._generator.get_state()) != start:
                 self._was_used.fill_(1)

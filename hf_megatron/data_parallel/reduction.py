@@ -61,6 +61,8 @@ class GradientReducer(ServedGradients):
         self._held: set[int] = set()
         # Parameters whose stand-in is not in `.grad` although they have a gradient, while a backward runs.
         self._absent: set[int] = set()
+        # Whether the end of the backward under way is waited for.
+        self._ends = False
         self._build(parameters)
 
     # Between forwards
@@ -118,6 +120,7 @@ class GradientReducer(ServedGradients):
         self.complete()
         self.take_edits()
         self.refresh(parameters)
+        self._ends = False
         for bucket in self.buckets:
             bucket.arrived.clear()
 
@@ -125,6 +128,9 @@ class GradientReducer(ServedGradients):
 
     def begin_backward(self) -> None:
         """Takes stand-ins out of `.grad` until the backward under way ends: autograd leaves gradients there faster."""
+        if not self._ends:
+            self._ends = True
+            at_end_of_backward(self._find_unused)
         if self._absent or any(bucket.written for bucket in self.buckets) and self._pending:
             return
         self.take_edits()
@@ -135,6 +141,12 @@ class GradientReducer(ServedGradients):
                 self._absent.add(id(parameter))
         if self._absent:
             at_end_of_backward(self._end_backward)
+
+    def _find_unused(self) -> None:
+        """Reduces what this rank's backward has not reached: others may have, and a loop sees it in `.grad` then."""
+        self._ends = False
+        if self._pending and self._next < len(self.buckets):
+            self.finish()
 
     def _end_backward(self) -> None:
         for key in self._absent:
@@ -187,7 +199,177 @@ class GradientReducer(ServedGradients):
         bucket.arrived.add(index)
         self._start_arrived()
 
+<<<<<<< HEAD
     # A store that sums are put aside in and handed over to
+=======
+    def _start(self, bucket: Bucket) -> None:
+        """Starts the reduction of the next bucket; a parameter without a gradient adds zero."""
+        rows = bucket.close_rows()
+        sharing = bucket.sharing
+        if sharing.shard_size > 1:
+            work: Callable[[], Tensor] = ReduceScatter(rows, bucket.take_inbox(), sharing.shard_group).wait
+        else:
+            reduction = dist.all_reduce(rows, group=sharing.replicate_group, async_op=True)
+            work = partial(_wait_for, reduction, rows)
+        self._started.append((bucket, work))
+        self._next += 1
+        if not self.keep_rows and len(self._started) > _IN_FLIGHT:
+            self._complete(*self._started.pop(0))
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Completes the reduction of everything that backward left; every data parallel rank calls it."""
+        if not any(bucket.written for bucket in self.buckets):
+            return
+        while self._next < len(self.buckets):
+            self._start(self.buckets[self._next])
+        for started in self._started:
+            self._complete(*started)
+        self._started.clear()
+        self._next = 0
+        self._pending = False
+
+    @torch.no_grad()
+    def _complete(self, bucket: Bucket, work: Callable[[], Tensor]) -> None:
+        reduced = work()
+        if bucket.sharing.shard_size > 1:
+            sum_over(reduced, bucket.sharing.replicate_group)
+        elsewhere = set(range(len(bucket.slots))) - bucket.written
+        bucket.take_in(reduced, keep=self.keep_rows)
+        # What a loop has put into `.grad` waits there until it is taken over.
+        self._show(bucket, [index for index in elsewhere & bucket.used if bucket.slots[index].parameter.grad is None])
+
+    def _show(self, bucket: Bucket, indices: Iterable[int]) -> None:
+        """Makes gradients seen in `.grad` that autograd has not left there on this rank."""
+        for index in indices:
+            parameter = bucket.slots[index].parameter
+            parameter.grad = self._stand_ins[id(parameter)]
+
+    # What a loop does to `.grad`
+
+    @torch.no_grad()
+    def take_edits(self) -> None:
+        """Forgets gradients that were taken out of `.grad`, and takes over those that were put there."""
+        for number, bucket in enumerate(self.buckets):
+            for index, slot in enumerate(bucket.slots):
+                gradient = slot.parameter.grad
+                if gradient is None:
+                    if index in bucket.written or index in bucket.used:
+                        self.complete()
+                        bucket.discard_slots({index}, keep=self.keep_rows)
+                elif not isinstance(gradient, ReducedGradient) or gradient.key != id(slot.parameter):
+                    self.complete()
+                    whole = gradient.read() if isinstance(gradient, ReducedGradient) else gradient
+                    self._renew(slot.parameter)
+                    self._replace((number, index), whole)
+
+    def settle(self) -> None:
+        """Makes `gradient` what a step is to use: edits and reductions are complete; every rank calls it."""
+        self.take_edits()
+        self.finish()
+
+    def _renew(self, parameter: Tensor) -> None:
+        """Makes another stand-in for a parameter's next gradient if somebody keeps the one of its last."""
+        # Asked before this function refers to it as well.
+        is_kept = is_held(self._stand_ins, id(parameter))
+        present = self._stand_ins[id(parameter)]
+        if is_kept or not isinstance(present, ReducedGradient):
+            if isinstance(present, ReducedGradient):
+                present.is_gone = True
+            self._stand_ins[id(parameter)] = stand_in(parameter, self)
+
+    def _replace(self, place: _Place, gradient: Tensor) -> None:
+        bucket, index = self.buckets[place[0]], place[1]
+        slot = bucket.slots[index]
+        bucket.discard_slots({index}, keep=self.keep_rows)
+        start, stop = owned_range(slot.entries, bucket.sharing.shard_size, bucket.sharing.shard_rank)
+        self._own_columns(place).copy_(local_tensor(gradient.detach()).reshape(-1)[start:stop])
+
+    def _own_columns(self, place: _Place) -> Tensor:
+        """Returns this rank's entries `[entries]` of a gradient that is there from now on."""
+        bucket, index = self.buckets[place[0]], place[1]
+        bucket.used.add(index)
+        parameter = bucket.slots[index].parameter
+        parameter.grad = self._stand_ins[id(parameter)]
+        bucket.open_shard()
+        gradient = self.gradient(parameter)
+        assert gradient is not None
+        return gradient
+
+    # What a `ReducedGradient` asks for
+
+    def parameter(self, key: int) -> nn.Parameter:
+        number, index = self._place_of[key]
+        return self.buckets[number].slots[index].parameter
+
+    def owned_range(self, key: int) -> tuple[int, int]:
+        number, index = self._place_of[key]
+        sharing = self.buckets[number].sharing
+        return owned_range(self.buckets[number].slots[index].entries, sharing.shard_size, sharing.shard_rank)
+
+    def _complete_of(self, key: int) -> None:
+        """Completes a gradient that is used, with what autograd has added for a hook that comes before this one's."""
+        if self._stand_ins[key].part is not None:
+            self._arrive(self._place_of[key], self.parameter(key))
+        self.finish()
+
+    @torch.no_grad()
+    def owned(self, key: int) -> Tensor:
+        self._complete_of(key)
+        gradient = self.gradient(self.parameter(key))
+        return _there(gradient)
+
+    @torch.no_grad()
+    def whole(self, key: int) -> Tensor:
+        self._complete_of(key)
+        parameter = self.parameter(key)
+        return _there(self.full_gradient(parameter)).to(parameter.dtype)
+
+    @torch.no_grad()
+    def replace(self, key: int, gradient: Tensor) -> None:
+        self._complete_of(key)
+        self._replace(self._place_of[key], gradient)
+
+    def discard(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        """Forgets the gradients of these parameters, by default of all, as `zero_grad()` does."""
+        self.complete()
+        if parameters is None:
+            for bucket in self.buckets:
+                bucket.discard(keep=self.keep_rows)
+            parameters = self.parameters
+        else:
+            parameters = list(parameters)
+            slots: dict[int, set[int]] = {}
+            for parameter in parameters:
+                if self.owns(parameter):
+                    number, index = self._place_of[id(parameter)]
+                    slots.setdefault(number, set()).add(index)
+            for number, indices in slots.items():
+                self.buckets[number].discard_slots(indices, keep=self.keep_rows)
+        for parameter in parameters:
+            if isinstance(parameter.grad, ReducedGradient):
+                parameter.grad = None
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Makes backwards inside only add up gradients; the next backward outside reduces the sum."""
+        before, self.synchronise = self.synchronise, False
+        try:
+            yield
+        finally:
+            self.synchronise = before
+
+    # What `GradientStore` asks for besides, and describes
+
+    @property
+    def is_empty(self) -> bool:
+        self.take_edits()
+        return not any(bucket.written or bucket.shard is not None for bucket in self.buckets)
+
+    @property
+    def waits_for_reduction(self) -> bool:
+        return any(bucket.written for bucket in self.buckets)
+>>>>>>> w/crash
 
     @property
     def is_watched(self) -> bool:

@@ -97,7 +97,7 @@ def install(model: Any, state: ParallelState) -> None:
     state.leaving = regions.install(model, state.spec.sequence_arguments)
     install_pending_loss(model)
     RefusedOutputs(config.sequence_parallel).install(model)
-    OneRandomState(mesh.device, mesh.host_group(AXIS)).install(model)
+    OneRandomState(streams, mesh.host_group(AXIS)).install(model)
 
 
 def _install_style(

@@ -22,15 +22,17 @@ from ..patch_ledger import Shared
 class OneRandomState(Shared):
     """Starts every training forward from the same random state on all ranks, whatever seeds the user set."""
 
-    def __init__(self, device: torch.device, group: dist.ProcessGroup):
-        self.device, self.group = device, group
+    def __init__(self, streams: RandomStreams, group: dist.ProcessGroup):
+        self.streams, self.group = streams, group
 
     def install(self, model: nn.Module) -> None:
         model.register_forward_pre_hook(self._enter)
 
     def _enter(self, model: nn.Module, args: tuple) -> None:
         if model.training or torch.is_grad_enabled():
-            broadcast_state(self.device, self.group)
+            # A forward before may have failed inside a layer.
+            self.streams.use_replicated()
+            broadcast_state(self.streams.device, self.group)
 
 
 @functools.cache

@@ -1,0 +1,82 @@
+"""Parameters that only some data parallel ranks use: a branch that depends on the rows of a batch."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from hf_megatron.parallelize import parallel_state
+
+from .habits import Runs, own_rows, save_tiny
+
+
+def backward(loop, seed):
+    """The last layer's MLP sees the first two rows only."""
+    seen = own_rows(loop.model, {"seen": torch.tensor([1.0, 1.0, 0.0, 0.0])})["seen"]
+    mlp = loop.model.model.layers[1].mlp
+    whole = type(mlp).forward
+    mlp.forward = lambda x: whole(mlp, x) * seen[:, None, None] if seen.any() else x * 0
+    try:
+        loss = loop.loss(seed)
+    finally:
+        del mlp.forward
+    loss.backward()
+    loop.losses.append(loss.item())
+
+
+def step(loop):
+    loop.optimizer.step()
+    loop.optimizer.zero_grad()
+
+
+def used(loop):
+    for seed in range(3):
+        backward(loop, seed)
+        step(loop)
+
+
+def cleared(loop):
+    for seed in range(3):
+        backward(loop, seed)
+        loop.model.model.layers[1].mlp.up_proj.weight.grad = None
+        step(loop)
+
+
+def cleared_and_clipped(loop):
+    for seed in range(3):
+        backward(loop, seed)
+        for parameter in loop.model.model.layers[1].mlp.parameters():
+            parameter.grad = None
+        torch.nn.utils.clip_grad_norm_(loop.model.parameters(), 0.1)
+        step(loop)
+
+
+def looked_at(loop):
+    for seed in range(2):
+        backward(loop, seed)
+        loop.see(f"empty {seed}", torch.tensor([float(p.grad is None) for p in loop.model.parameters()]))
+        step(loop)
+
+
+def accumulated(loop):
+    with nullcontext() if parallel_state(loop.model) is None else loop.model.no_sync():
+        backward(loop, 0)
+    backward(loop, 1)
+    loop.model.model.layers[1].mlp.up_proj.weight.grad = None
+    step(loop)
+
+
+HABITS = {function.__name__: function for function in (used, cleared, cleared_and_clipped, looked_at, accumulated)}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny")
+    save_tiny(folder)
+    return Runs(folder, HABITS)
+
+
+@pytest.mark.parametrize("habit", HABITS)
+@pytest.mark.parametrize("text", ["dp2+zero0", "dp2", "dp2+zero2", "tp2+dp2"])
+def test_equal_to_one_process(runs, text, habit):
+    runs.compare(text, habit)
