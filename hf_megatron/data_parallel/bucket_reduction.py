@@ -95,7 +95,8 @@ class BucketReduction(Shared):
             sum_over(reduced, bucket.sharing.replicate_group)
         elsewhere = set(range(len(bucket.slots))) - bucket.written
         bucket.take_in(reduced, keep=self.keep_rows)
-        self._show(bucket, elsewhere & bucket.used)
+        # What a loop has put into `.grad` waits there until it is taken over.
+        self._show(bucket, [index for index in elsewhere & bucket.used if bucket.slots[index].parameter.grad is None])
 
     def _show(self, bucket: Bucket, indices: Iterable[int]) -> None:
         """Makes gradients seen in `.grad` that autograd has not left there on this rank."""

@@ -108,21 +108,31 @@ class ServedGradients(BucketReduction):
         sharing = self.buckets[number].sharing
         return owned_range(self.buckets[number].slots[index].entries, sharing.shard_size, sharing.shard_rank)
 
+    def _arrive(self, place: Place, parameter: Tensor) -> None:
+        """Takes over what autograd has added to a parameter's gradient."""
+        raise NotImplementedError
+
+    def _complete_of(self, key: int) -> None:
+        """Completes a gradient that is used, with what autograd has added for a hook that comes before this one's."""
+        if self._stand_ins[key].part is not None:
+            self._arrive(self._place_of[key], self.parameter(key))
+        self.finish()
+
     @torch.no_grad()
     def owned(self, key: int) -> Tensor:
-        self.finish()
+        self._complete_of(key)
         gradient = self.gradient(self.parameter(key))
         return _there(gradient)
 
     @torch.no_grad()
     def whole(self, key: int) -> Tensor:
-        self.finish()
+        self._complete_of(key)
         parameter = self.parameter(key)
         return _there(self.full_gradient(parameter)).to(parameter.dtype)
 
     @torch.no_grad()
     def replace(self, key: int, gradient: Tensor) -> None:
-        self.finish()
+        self._complete_of(key)
         self._replace(self._place_of[key], gradient)
 
 
