@@ -22,6 +22,6 @@ def install(model: Any, state: ParallelState) -> None:
         shard_weights(model, state.config, state.mesh, [] if state.cut is None else state.cut.ends(model))
         # FSDP2 makes a class of its own; Trainer shifts labels for label smoothing by the name.
         state.patches.replace(model, "_get_name", lambda: name)
-    state.data_parallel = DataParallel(model, state)
+    engine = state.data_parallel = DataParallel(model, state)
     if state.shards_weights:
-        install_guards(model, lambda: state.data_parallel.has_run)
+        install_guards(model, lambda: engine.has_run)

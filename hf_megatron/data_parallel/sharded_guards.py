@@ -66,7 +66,7 @@ def install_guards(model: nn.Module, has_run: Callable[[], bool]) -> None:
         if any(parameter is not None for parameter in module._parameters.values()):
             WholeWithinForward(name).install(module)
         if isinstance(module, FSDPModule) and module is not model:
-            AfterFirstForward(name, has_run).install(module)
+            AfterFirstForward(name, has_run).install(module)  # type: ignore[arg-type]
 
 
 def refuse_cast(parameters: Iterable[nn.Parameter], before: list[torch.dtype]) -> list[torch.dtype]:
