@@ -35,13 +35,10 @@ def gradients(path, hook, seeds, early):
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     for seed in seeds:
         model(**batch(seed)).loss.backward()
-    found = [full(model, name, parameter.grad) for name, parameter in model.named_parameters()]
+    found = full(model, {name: parameter.grad for name, parameter in model.named_parameters()})
     optimizer.step()
-    moved = [full(model, name, before[name] - parameter.detach()) for name, parameter in model.named_parameters()]
-    return [
-        None if any(v is None for v in values) else torch.cat([v.float().flatten() for v in values])
-        for values in (found, moved)
-    ]
+    moved = full(model, {name: before[name] - parameter.detach() for name, parameter in model.named_parameters()})
+    return [torch.cat([v.float().flatten() for v in values.values()]) if values else None for values in (found, moved)]
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,7 @@ def steps(loop, loss_of):
         loop.model.zero_grad()
         loss.backward()
         loop.losses.append(output.loss.item())
-        for name, parameter in loop.model.named_parameters():
-            loop.seen[f"gradient {seed}: {name}"] = full(loop.model, name, parameter.grad)
+        loop.see_gradients(f"step {seed}")
         loop.optimizer.step()
         loop.optimizer.zero_grad()
 
@@ -55,8 +54,8 @@ def evaluated(loop):
 def differentiated(loop):
     output = loop.model(**own_rows(loop.model, batch(0)))
     names, parameters = zip(*loop.model.named_parameters(), strict=True)
-    for name, gradient in zip(names, torch.autograd.grad(z_loss(output), parameters), strict=True):
-        loop.seen[name] = full(loop.model, name, gradient)
+    gradients = torch.autograd.grad(z_loss(output), parameters)
+    loop.seen |= full(loop.model, dict(zip(names, gradients, strict=True)))
     loop.step(0)
 
 
