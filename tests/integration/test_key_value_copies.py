@@ -10,7 +10,7 @@ from hf_megatron.axes import Axes
 from hf_megatron.placement import Claim, GradientRule, Placement, copies_of_model
 from hf_megatron.verify.ranks import run_ranks
 
-from .habits import Runs, full, save_tiny
+from .habits import Runs, save_tiny
 
 
 def regularised(loop):
@@ -20,8 +20,7 @@ def regularised(loop):
         loop.see(f"square {seed}", square.full_tensor() if isinstance(square, DTensor) else square)
         (loss + 0.1 * square).backward()
         loop.losses.append(loss.item())
-        for name, parameter in loop.model.named_parameters():
-            loop.seen[f"gradient {seed}: {name}"] = full(loop.model, name, parameter.grad)
+        loop.see_gradients(f"step {seed}")
         loop.optimizer.step()
         loop.optimizer.zero_grad()
 

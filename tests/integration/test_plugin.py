@@ -131,7 +131,7 @@ def test_reduce_counts_each_batch_once(name):
 
 
 @layouts
-def test_the_scheduler_steps_once_per_optimizer_step(name):
+def test_the_scheduler_steps_once_for_each_replica_at_an_optimizer_step(name):
     def rates():
         accelerator = started(name, gradient_accumulation_steps=2)
         weight = torch.nn.Parameter(torch.ones(1))
@@ -149,7 +149,8 @@ def test_the_scheduler_steps_once_per_optimizer_step(name):
         return found
 
     batches = 4 if "dp2" in name else 8
-    expected = [(step % 2 == 0, 0.5 ** (step // 2)) for step in range(1, batches + 1)]
+    replicas = 8 // batches
+    expected = [(step % 2 == 0, 0.5 ** (step // 2 * replicas)) for step in range(1, batches + 1)]
     assert run_ranks(rates, LAYOUTS[name][0]) == [expected] * LAYOUTS[name][0]
 
 

@@ -18,7 +18,7 @@ from hf_megatron.checkpoint.gathered import full_state_dict
 from hf_megatron.integrations import trl as integration
 from hf_megatron.integrations.gate import ConfigUnderTest
 from hf_megatron.parallelize import parallel_state
-from hf_megatron.pipeline_parallel import engine
+from hf_megatron.pipeline_parallel import engine, outputs
 from hf_megatron.pipeline_parallel.transport import Transport
 from hf_megatron.tensor_parallel import vocab_log_probs
 from hf_megatron.verify.check import parse_layouts
@@ -394,8 +394,8 @@ def score_every_microbatch_by_the_first_rows():
 
 
 def give_gradients_to_the_wrong_microbatches():
-    original = engine.PipelineValues.backward
-    engine.PipelineValues.backward = staticmethod(
+    original = outputs.PipelineValues.backward
+    outputs.PipelineValues.backward = staticmethod(
         lambda ctx, *gradients: original(ctx, *(g.flip(0) for g in gradients))
     )
 

@@ -11,8 +11,7 @@ from hf_megatron.registry import register_model, registered_types
 from hf_megatron.registry.family import family_spec
 from hf_megatron.registry.lookup import REGISTRY
 from hf_megatron.verify.check import parse_layouts
-from hf_megatron.verify.parity import check_twin
-from tests.shared_twins import make_twin
+from hf_megatron.verify.parity import check_twin, make_twin
 
 
 class _OneExpert(nn.Module):
