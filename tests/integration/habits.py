@@ -9,6 +9,7 @@ import traceback
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -167,7 +168,10 @@ def possible(habits, text, impossible):
 
 
 def cells(habits, layouts, impossible):
-    return [(name, text) for text in layouts for name in possible(habits, text, impossible)]
+    """Parameters `name, text` of a test; ids begin with the layout, by which the first tier chooses."""
+    return [
+        pytest.param(name, text, id=f"{text}-{name}") for text in layouts for name in possible(habits, text, impossible)
+    ]
 
 
 class Runs:
