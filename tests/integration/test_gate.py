@@ -70,7 +70,7 @@ def test_a_new_combination_is_named_with_the_command_of_its_check():
 
 
 def test_a_site_that_draws_random_numbers_is_named():
-    [said, _] = run_ranks(refused, 2, "mixtral", TP2, router_jitter_noise=0.3)
+    [said, _] = run_ranks(refused, 2, "minimax", TP2, router_jitter_noise=0.3)
     assert "random numbers drawn at model.layers.*.mlp" in said
 
 
@@ -96,7 +96,7 @@ def test_a_small_share_that_is_split_is_said():
 def test_a_check_that_fails_stops_the_load(monkeypatch):
     monkeypatch.setattr(gate.sys, "executable", "/bin/false")
     layout = MegatronConfig(tp_size=2, allow_unverified=True)
-    [said, _] = run_ranks(refused, 2, "mixtral", layout, router_jitter_noise=0.3)
+    [said, _] = run_ranks(refused, 2, "minimax", layout, router_jitter_noise=0.3)
     assert "Its parity check failed" in said
 
 
