@@ -41,7 +41,12 @@ def check_backward(tensors: Any) -> None:
     else:
         found = outside
     foreign = [leaf for leaf in found if leaf not in own]
-    if leaving or is_inner or len(foreign) < len(found):
+    owned = len(foreign) < len(found)
+    if not leaving:
+        # Another model of this process, without replicas, may run its own backwards.
+        foreign = [leaf for leaf in foreign if engine_of(leaf) is None]
+    is_inside = is_inner and any(engine.is_running or engine.was_differentiated for engine in engines)
+    if leaving or is_inside or owned:
         refuse_foreign(leaf for leaf in foreign if isinstance(leaf, nn.Parameter))
         for leaf in foreign:
             # Loops ask outputs of frozen embeddings for a gradient, which nobody trains: an optimizer tells.

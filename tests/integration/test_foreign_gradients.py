@@ -328,3 +328,21 @@ def test_tying_and_untying_are_refused_in_stage_3(folder, stepped):
             model(**own_rows(model, batch(1)))
 
     run_ranks(on_rank, 2)
+
+
+@pytest.mark.parametrize("other", ["pp2", None])
+def test_models_without_replicas_train_while_one_with_replicas_lives(folder, other):
+    def on_rank():
+        with_replicas = AutoModelForCausalLM.from_pretrained(folder, megatron_config=layout("dp2"))
+        config = None if other is None else layout(other)
+        model = AutoModelForCausalLM.from_pretrained(folder, megatron_config=config).train()
+        if config is None:
+            # Its backwards run inside of a backward.
+            model.gradient_checkpointing_enable({"use_reentrant": True})
+            model.enable_input_require_grads()
+        model(**batch(0)).loss.backward()
+        gradients = sum(parameter.grad is not None for parameter in model.parameters())
+        return gradients, all(parameter.grad is None for parameter in with_replicas.parameters())
+
+    for gradients, untouched in run_ranks(on_rank, 2):
+        assert gradients and untouched

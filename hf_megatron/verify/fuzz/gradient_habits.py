@@ -40,9 +40,10 @@ def _clear_model(loop: Loop) -> None:
 
 def _freeze_after_first(loop: Loop) -> None:
     if loop.steps == 1:
-        frozen = [p for name, p in loop.model.named_parameters() if "mlp" in name or "wi" in name or "dense" in name]
-        for parameter in frozen or list(loop.model.parameters())[:3]:
-            parameter.requires_grad_(False)
+        # By names, which mean the same parameters on every stage of a pipeline.
+        for name, parameter in loop.model.named_parameters():
+            if any(part in name for part in ("mlp", "wi", "dense", "fc", "experts")):
+                parameter.requires_grad_(False)
 
 
 def _thaw_after_second(loop: Loop) -> None:
