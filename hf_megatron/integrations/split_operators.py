@@ -1,7 +1,8 @@
-"""What users do to single entries of split tensors: rows of them, masks, and random numbers drawn into them.
+"""What users do to split tensors and DTensor does not: edits of entries, random numbers, sums over all parameters.
 
 DTensor copies the rows of a split dim, so that edits of them are lost, takes no plain masks and indices, and draws
 other numbers than one process. Here these operators work on the whole tensor, where it lies on a mesh of this library.
+It also computes on one mesh alone, while weights with copies on neighbouring ranks may lie on a mesh of their own.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,13 +11,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..communication.whole_tensors import is_split_along, part_like, take_part, whole_of
 from ..communication.written_back import Whole
 from ..mesh import is_of_layout
-from ..upstream import dtensor_from_local, dtensor_handlers, local_tensor, share_memory, writes_to
+from ..upstream import dtensor_from_local, dtensor_handlers, local_tensor, share_memory, split_dim, writes_to
 
 _aten = torch.ops.aten
 
@@ -59,6 +61,20 @@ _BY_ENTRIES = (
     _aten.fill_.Tensor,
 )
 
+_OF_MANY = (
+    _aten.add.Tensor,
+    _aten.sub.Tensor,
+    _aten.mul.Tensor,
+    _aten.div.Tensor,
+    _aten.add_.Tensor,
+    _aten.sub_.Tensor,
+    _aten.mul_.Tensor,
+    _aten.div_.Tensor,
+    _aten.maximum.default,
+    _aten.minimum.default,
+    _aten.stack.default,
+)
+
 
 def _view(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     tensor = args[0]
@@ -95,6 +111,27 @@ def _by_entries(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 def _empty(tensor: Tensor) -> Tensor:
     local = local_tensor(tensor)
     return torch.empty(tensor.shape, dtype=local.dtype, device=local.device)
+
+
+@torch.no_grad()
+def _of_many(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, DTensor)]
+    meshes = [tensor.device_mesh for tensor in tensors if _is_split(tensor)] or [tensors[0].device_mesh]
+    move = partial(_whole_on, mesh=meshes[0])
+    args, kwargs = tree_map_only(DTensor, move, (args, kwargs))
+    return (_by_entries if func in _BY_ENTRIES else _stock)(func, args, kwargs)
+
+
+def _whole_on(tensor: DTensor, mesh: DeviceMesh) -> DTensor:
+    """Lays a tensor on another mesh of the same ranks, but for a split one, of which torch says what it cannot do."""
+    if tensor.device_mesh == mesh or _is_split(tensor):
+        return tensor
+    whole = tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)
+    return DTensor.from_local(local_tensor(whole), mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def _is_split(tensor: DTensor) -> bool:
+    return any(split_dim(placement) >= 0 for placement in tensor.placements if not placement.is_replicate())
 
 
 @torch.no_grad()
@@ -150,6 +187,7 @@ class SplitOperators:
             **dict.fromkeys(_VIEWS, partial(_for_own, _view)),
             **dict.fromkeys((*_FRESH, *_DRAWN_FROM), partial(_for_own, _draw)),
             **dict.fromkeys(_BY_ENTRIES, partial(_for_own, _by_entries)),
+            **dict.fromkeys(_OF_MANY, partial(_for_own, _of_many)),
         }
         dtensor_handlers().update(self._operators)
 

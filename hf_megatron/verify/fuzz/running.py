@@ -115,8 +115,10 @@ class _Run:
 
     def precisely(self) -> None:
         """Trains in this process in the next better precision."""
-        habits = habits_of(self.case["habits"])
-        case, place = self.full_case() | {"dtype": _BETTER[self.case["dtype"]]}, self.place
+        habits = [habit for habit in habits_of(self.case["habits"]) if habit.name != "bfloat16"]
+        case, place = self.full_case(), self.place
+        if len(habits) == len(self.case["habits"]):
+            case = case | {"dtype": _BETTER[case["dtype"]]}
         result = run_loop(case, habits, str(place / "start"), str(place / "precise"), False)
         (place / "precise_process").write_bytes(pickle.dumps(result))
 
