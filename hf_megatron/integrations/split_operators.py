@@ -50,7 +50,6 @@ _FRESH = (
 )
 _DRAWN_FROM = (_aten.bernoulli.default, _aten.bernoulli.p, _aten.bernoulli_.Tensor)
 _BY_ENTRIES = (
-    _aten.mul_.Tensor,
     _aten.masked_fill_.Scalar,
     _aten.masked_fill_.Tensor,
     _aten.index.Tensor,
@@ -60,18 +59,15 @@ _BY_ENTRIES = (
     _aten.index_add_.default,
     _aten.fill_.Tensor,
 )
-
-_OF_MANY = (
-    _aten.add.Tensor,
-    _aten.sub.Tensor,
-    _aten.mul.Tensor,
-    _aten.div.Tensor,
-    _aten.add_.Tensor,
-    _aten.sub_.Tensor,
-    _aten.mul_.Tensor,
-    _aten.div_.Tensor,
+_POINTWISE = (
+    *(getattr(_aten, name).Tensor for name in ("add", "sub", "mul", "div", "add_", "sub_", "mul_", "div_")),
+    _aten.addcmul.default,
+    _aten.addcmul_.default,
+    _aten.lerp.Scalar,
+    _aten.lerp_.Scalar,
     _aten.maximum.default,
     _aten.minimum.default,
+    _aten.copy_.default,
     _aten.stack.default,
 )
 
@@ -114,24 +110,37 @@ def _empty(tensor: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _of_many(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+def _pointwise(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, DTensor)]
-    meshes = [tensor.device_mesh for tensor in tensors if _is_split(tensor)] or [tensors[0].device_mesh]
-    move = partial(_whole_on, mesh=meshes[0])
-    args, kwargs = tree_map_only(DTensor, move, (args, kwargs))
-    return (_by_entries if func in _BY_ENTRIES else _stock)(func, args, kwargs)
+    like = next(filter(_is_split, tensors), tensors[0])
+    if all(isinstance(tensor, DTensor) for tensor in writes_to(func, args, kwargs)):
+        args, kwargs = tree_map_only(Tensor, partial(_placed_like, like=like), (args, kwargs))
+    return _stock(func, args, kwargs)
 
 
-def _whole_on(tensor: DTensor, mesh: DeviceMesh) -> DTensor:
-    """Lays a tensor on another mesh of the same ranks, but for a split one, of which torch says what it cannot do."""
-    if tensor.device_mesh == mesh or _is_split(tensor):
+def _placed_like(tensor: Tensor, like: DTensor) -> Tensor:
+    """Lays a tensor as another one lies, or whole on its mesh; of those that stay as they are torch says why not."""
+    if isinstance(tensor, DTensor):
+        if tensor.device_mesh == like.device_mesh or _is_split(tensor):
+            return tensor
+        whole = tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)
+        return _whole_on(like.device_mesh, local_tensor(whole))
+    if tensor.dim() == 0 or tensor.requires_grad or not _spreads_to(tensor.shape, like.shape):
         return tensor
-    whole = tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)
-    return DTensor.from_local(local_tensor(whole), mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return dtensor_from_local(part_like(tensor.expand(like.shape), like), like)
+
+
+def _whole_on(mesh: DeviceMesh, tensor: Tensor) -> DTensor:
+    return DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
 def _is_split(tensor: DTensor) -> bool:
     return any(split_dim(placement) >= 0 for placement in tensor.placements if not placement.is_replicate())
+
+
+def _spreads_to(shape: torch.Size, wanted: torch.Size) -> bool:
+    pairs = zip(reversed(shape), reversed(wanted), strict=False)
+    return len(shape) <= len(wanted) and all(size in (1, other) for size, other in pairs)
 
 
 @torch.no_grad()
@@ -153,7 +162,7 @@ def _on_whole(func: Any, args: tuple, kwargs: dict[str, Any], read: Callable[[An
 def _spread(result: Tensor, like: DTensor) -> DTensor:
     if result.shape == like.shape:
         return dtensor_from_local(part_like(result, like), like)
-    return DTensor.from_local(result, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)
+    return _whole_on(like.device_mesh, result)
 
 
 def _is_own(tensor: Any) -> bool:
@@ -187,7 +196,7 @@ class SplitOperators:
             **dict.fromkeys(_VIEWS, partial(_for_own, _view)),
             **dict.fromkeys((*_FRESH, *_DRAWN_FROM), partial(_for_own, _draw)),
             **dict.fromkeys(_BY_ENTRIES, partial(_for_own, _by_entries)),
-            **dict.fromkeys(_OF_MANY, partial(_for_own, _of_many)),
+            **dict.fromkeys(_POINTWISE, partial(_for_own, _pointwise)),
         }
         dtensor_handlers().update(self._operators)
 

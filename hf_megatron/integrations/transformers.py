@@ -211,11 +211,9 @@ def _shard_full_tensors(model: Any, state_dict: dict[str, Any], prefix: str, *ar
     """Has `load_state_dict` accept full tensors, as one process saves them, and DTensors of the same layout."""
     from torch.distributed.tensor import DTensor
 
-    from ..checkpoint.initialize import local_part
+    from ..communication.whole_tensors import part_like
     from ..upstream import dtensor_from_local
 
-    state = parallel_state(model)
-    assert state is not None
     for name, parameter in model.named_parameters(remove_duplicate=False):
         value = state_dict.get(prefix + name)
         if not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or not isinstance(parameter, DTensor):
@@ -224,8 +222,7 @@ def _shard_full_tensors(model: Any, state_dict: dict[str, Any], prefix: str, *ar
             raise ConfigError(
                 f"load_state_dict: {name} has shape {tuple(value.shape)}, the global shape is {tuple(parameter.shape)}."
             )
-        local = local_part(value, state.placement(name), state.axes)
-        state_dict[prefix + name] = dtensor_from_local(local.to(parameter.device), parameter)
+        state_dict[prefix + name] = dtensor_from_local(part_like(value, parameter).to(parameter.device), parameter)
 
 
 def save_pretrained(

@@ -1,4 +1,4 @@
-"""Rows of gradients and weights, masks, and random numbers drawn into weights: as in one process."""
+"""Rows of gradients and weights, masks, plain tensors, and random numbers drawn into weights: as in one process."""
 
 import pytest
 import torch
@@ -144,6 +144,51 @@ def assign_columns(loop):
 
 for edit in (zero_a_row, assign_a_row, assign_columns):
     named(f"weights_{edit.__name__}", edits_weights(edit), in_half_precision_too if edit is zero_a_row else habit)
+
+
+# Plain tensors, the same on every rank
+
+
+def drawn(parameter, seed):
+    return torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))
+
+
+def copy_plain(loop):
+    for number, parameter in enumerate(loop.model.parameters()):
+        parameter.copy_(parameter.detach().full_tensor() if hasattr(parameter, "full_tensor") else parameter.clone())
+        parameter.data.add_(drawn(parameter, number), alpha=0.01)
+        parameter.lerp_(drawn(parameter, number + 100) * 0.1, 0.05)
+
+
+def load_plain(loop):
+    torch.manual_seed(8)
+    own = {name: drawn(parameter, 3) * 0.1 for name, parameter in loop.model.named_parameters()}
+    loop.model.load_state_dict(own, strict=False)
+    loop.model.model.layers[0].mlp.load_state_dict({"up_proj.weight": torch.full((48, 32), 0.1)}, strict=False)
+
+
+def add_plain_to_gradients(loop):
+    for number, parameter in enumerate(loop.model.parameters()):
+        parameter.grad.add_(drawn(parameter, number) * 0.05)
+        parameter.grad -= drawn(parameter, number + 1)[..., :1] * 0.05
+        parameter.grad = parameter.grad * drawn(parameter, number + 2).sigmoid()
+
+
+@habit
+def pulled_to_plain(loop):
+    for seed in range(3):
+        loss = loop.loss(seed)
+        anchors = {name: drawn(parameter, 1) * 0.1 for name, parameter in loop.model.named_parameters()}
+        pull = sum((parameter - anchors[name]).pow(2).sum() for name, parameter in loop.model.named_parameters())
+        (loss + 0.01 * pull).backward()
+        loop.losses.append(loss.item())
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+
+
+for edit in (copy_plain, load_plain):
+    named(f"weights_{edit.__name__}", edits_weights(edit))
+named("gradients_add_plain", edits_gradients(add_plain_to_gradients))
 
 
 # Random numbers
