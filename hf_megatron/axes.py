@@ -49,7 +49,7 @@ class Axis:
     def __post_init__(self) -> None:
         object.__setattr__(self, "digits", _in_normal_form(self.digits))
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Ranks on the axis."""
         return math.prod(size for _, size in self.digits)

@@ -102,6 +102,11 @@ def know_batch(value: Any, batch: BatchLoss) -> Any:
     return labels
 
 
+def with_known_targets(arguments: Mapping[str, Any], batch: BatchLoss) -> dict[str, Any]:
+    """Returns a call's arguments by name, with targets that know their batch."""
+    return {name: know_batch(value, batch) if is_target(name) else value for name, value in arguments.items()}
+
+
 def _plain(value: Any) -> Any:
     if isinstance(value, BatchLabels):
         return value.as_subclass(Tensor)
@@ -170,13 +175,16 @@ class LossHooks:
         batch.counted, batch.terms = given.get("num_items_in_batch") is not None, 0
         self.takes_loss = any(is_target(name) and value is not None for name, value in given.items())
         self.leaving.append(router_losses_of(batch, given))
-        if not (batch.over_ranks or self.pipelined):
+        if not batch.over_ranks:
             return args, kwargs
-        if given.get("return_loss") and batch.over_ranks:
+        if given.get("return_loss"):
             raise UnsupportedError(
                 f"{type(model).__name__}(return_loss=True): its loss compares the rows of a batch with each other, of "
                 "which every rank has some only. Call it without, and compute the loss from what it returns."
             )
+        if self.pipelined:
+            # Its stages are called with microbatches, whose labels know the batch.
+            return args, kwargs
         names = list(bound.arguments)[1:]
         args = (
             tuple(
@@ -184,7 +192,7 @@ class LossHooks:
             )
             + args[len(names) :]
         )
-        return args, {name: know_batch(value, batch) if is_target(name) else value for name, value in kwargs.items()}
+        return args, with_known_targets(kwargs, batch)
 
     def _leave(self, model: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
         batch = self.batch

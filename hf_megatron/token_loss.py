@@ -46,7 +46,9 @@ class TokenLoss(Shared):
         **kwargs: Any,
     ) -> Tensor:
         batch = self.batch
-        targets = targets_of(labels, shift_labels, shifts=self.shifts, ignore_index=ignore_index).as_subclass(Tensor)
+        # Plain ones, as what they know of the batch is known here.
+        labels, shift_labels = _plain(labels), _plain(shift_labels)
+        targets = targets_of(labels, shift_labels, shifts=self.shifts, ignore_index=ignore_index)
         if isinstance(logits, Tensor):
             given = {"labels": labels, "shift_labels": targets} if self.shifts else {"labels": targets}
             kernel = functools.partial(
@@ -63,6 +65,10 @@ class TokenLoss(Shared):
         if not batch.over_ranks:
             return kernel(num_items_in_batch=None)
         return batch.mean(kernel(num_items_in_batch=1), (targets != ignore_index).sum())
+
+
+def _plain(labels: Tensor | None) -> Tensor | None:
+    return None if labels is None else labels.as_subclass(Tensor)
 
 
 def install_loss(model: Any, state: Any) -> BatchLoss:

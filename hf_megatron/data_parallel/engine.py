@@ -140,6 +140,11 @@ class DataParallel(Shared):
             self.model.reshard()  # type: ignore[operator]
 
     @property
+    def trained(self) -> list[nn.Parameter]:
+        """What this rank trains of the model at present."""
+        return [parameter for parameter in self._parameters.current() if parameter.requires_grad]
+
+    @property
     def optimizers(self) -> list[Any]:
         """What `prepare_optimizer` attached to the optimizers that still exist, in the order they were made."""
         attached = (reference() for reference in self._optimizers)

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from ..errors import ConfigError
 from ..upstream import local_tensor
 from .engine import engine_of, reducer_of
-from .norm_lists import engines_of, has_all, pipelines, require_one_list
+from .norm_lists import ListOfRanks, engines_of, has_all, pipelines
 
 
 def _distinct(tensor: Tensor) -> int:
@@ -46,18 +46,22 @@ def local_gradients(parameters: Iterable[Tensor]) -> dict[int, list[Tensor]]:
     return shares
 
 
-def _norm(shares: dict[int, list[Tensor]], norm_type: float) -> Tensor:
+def _norm(listed: ListOfRanks, shares: dict[int, list[Tensor]], norm_type: float) -> tuple[Tensor, bool]:
+    """Returns the norm, a scalar, and whether it is that of all parameters; both are reduced together."""
     infinite = norm_type == math.inf
     meshes = [mesh.device for mesh in pipelines()]
     found = [shard.device for shards in shares.values() for shard in shards[:1]]
     device = next(iter((*found, *meshes)), torch.device("cpu"))
-    total = torch.zeros((), dtype=torch.float32, device=device)
+    reduced = torch.zeros(1 + len(listed.flags), dtype=torch.float32, device=device)
+    if listed.flags:
+        reduced[1:] = torch.tensor(listed.flags, dtype=torch.float32, device=device)
+    total = reduced[0]
     for copies, shards in shares.items():
         norms = torch.stack(torch._foreach_norm(shards, norm_type)).float()
         part = norms.max() if infinite else norms.pow(norm_type).sum() / copies
-        total = torch.maximum(total, part) if infinite else total + part
-    dist.all_reduce(total, op=dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM)
-    return total if infinite else total.pow(1.0 / norm_type)
+        total.copy_(torch.maximum(total, part) if infinite else total + part)
+    dist.all_reduce(reduced, op=dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM)
+    return total if infinite else total.pow(1.0 / norm_type), listed.judge(reduced[1:])
 
 
 def gradient_norm(parameters: Iterable[Tensor], norm_type: float = 2.0, *, in_step: bool = False) -> Tensor:
@@ -66,11 +70,10 @@ def gradient_norm(parameters: Iterable[Tensor], norm_type: float = 2.0, *, in_st
     Args:
         parameters: of a model laid out by this library; others are taken as replicated over the world.
         norm_type (`float`, defaults to 2): any p of 1 or more, or infinity.
-        in_step (`bool`): an optimizer asks; see `require_one_list`.
+        in_step (`bool`): an optimizer asks; see `ListOfRanks`.
     """
     parameters = list(parameters)
-    require_one_list(parameters, in_step=in_step)
-    return _norm(local_gradients(parameters), norm_type)
+    return _norm(ListOfRanks(parameters, in_step=in_step), local_gradients(parameters), norm_type)[0]
 
 
 def check_norm(norm: Tensor, error_if_nonfinite: bool) -> Tensor:
@@ -93,15 +96,15 @@ def clip_grad_norm(
 ) -> Tensor:
     """Scales gradients of any shape to a norm of at most `max_norm`; returns the norm before, a scalar.
 
-    `in_step` tells that an optimizer asks; see `require_one_list`.
+    `in_step` tells that an optimizer asks; see `ListOfRanks`.
     """
     if norm_type < 1:
         raise ConfigError(f"clip_grad_norm: norm_type = {norm_type}; expected 1 or more, or infinity.")
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    is_whole = require_one_list(parameters, in_step=in_step)
-    shares = local_gradients(parameters)
-    norm = check_norm(_norm(shares, norm_type), error_if_nonfinite)
-    for engine in engines_of(parameters):
+    listed, shares = ListOfRanks(parameters, in_step=in_step), local_gradients(parameters)
+    norm, is_whole = _norm(listed, shares, norm_type)
+    check_norm(norm, error_if_nonfinite)
+    for engine in listed.engines:
         engine.note_clipping(norm, max_norm, is_whole=is_whole)
     _scale(shares, norm, max_norm)
     return norm

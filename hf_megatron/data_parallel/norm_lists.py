@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -47,35 +46,44 @@ class ListedPart:
     is_whole: bool
 
 
-def require_one_list(parameters: Sequence[Tensor], *, in_step: bool = False) -> bool:
-    """Returns whether parameters, of any shape, are all trained ones of their models, on all ranks.
-
-    Every rank of a pipeline calls it.
+class ListOfRanks:
+    """What this rank's parameters, of any shape, are of a list over all ranks.
 
     Args:
         in_step (`bool`): an optimizer asks for its own parameters, whatever they are.
 
-    Raises `UnsupportedError` on every rank of a pipeline whose lists cannot be told to be parts of one.
+    Attributes:
+        flags: numbers that the ranks add up with the norm; none where no pipeline is concerned.
     """
-    engines = engines_of(parameters)
-    is_whole = bool(engines) and has_all(parameters, engines)
-    if parameters and all(engine.state.cut is None for engine in engines):
-        return is_whole
-    flags = torch.tensor([not is_whole, in_step, not in_step], dtype=torch.int32)
-    for mesh in pipelines():
-        dist.all_reduce(flags, dist.ReduceOp.MAX, group=mesh.host_group("pp"))
-    is_partial, steps, norms = flags.tolist()
-    if steps and norms:
-        raise _error("some ranks have gone on to the optimizer's step.")
-    if not is_partial or in_step:
-        return not is_partial
-    return _compare(_part(parameters, engines or _all_engines()))
+
+    def __init__(self, parameters: Sequence[Tensor], *, in_step: bool = False):
+        self.parameters, self.in_step = parameters, in_step
+        self.engines = engines_of(parameters)
+        self.is_whole = bool(self.engines) and has_all(parameters, self.engines)
+        concerned = not parameters or any(engine.state.cut is not None for engine in self.engines)
+        self.flags: tuple[float, ...] = (not self.is_whole, in_step, not in_step) if concerned and pipelines() else ()
+
+    def judge(self, added: Tensor) -> bool:
+        """Returns whether it is all trained parameters of their models, on all ranks.
+
+        Every rank of a pipeline calls it with the flags `[flags]` of all ranks.
+
+        Raises `UnsupportedError` on every rank of a pipeline whose lists cannot be told to be parts of one.
+        """
+        if not self.flags:
+            return self.is_whole
+        is_partial, steps, norms = added.tolist()
+        if steps and norms:
+            raise _error("some ranks have gone on to the optimizer's step.")
+        if not is_partial or self.in_step:
+            return not is_partial
+        return _compare(_part(self.parameters, self.engines or _all_engines()))
 
 
 def has_all(parameters: Sequence[Tensor], engines: Sequence[DataParallel]) -> bool:
     """Tells whether parameters of any shape are all that this rank trains of some models."""
     given = {id(parameter) for parameter in parameters}
-    return all(id(p) in given for engine in engines for p in engine.model.parameters() if p.requires_grad)
+    return all(id(parameter) in given for engine in engines for parameter in engine.trained)
 
 
 def engines_of(parameters: Sequence[Tensor]) -> list[DataParallel]:

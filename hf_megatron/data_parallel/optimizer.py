@@ -60,9 +60,8 @@ class Leaf:
         """Returns the leaf's entries in the parameter itself, `[entries]` or `[rows, ...]` as it is."""
         return self.own(self.parameter)
 
-    @torch.no_grad()
     def follow(self, *, main_weights: bool) -> None:
-        """Takes over what happened to the parameter since the last step: it was moved, cast or edited."""
+        """Takes over what happened to the parameter since the last step, outside of autograd: move, cast or edit."""
         present = self.view()
         if not self.separate and present.data_ptr() != self.tensor.data_ptr():
             # Moving the model gave its parameters new memory; leaves share it.
@@ -178,8 +177,9 @@ class ShardedOptimizer:
             raise UnsupportedError(f"{type(optimizer).__name__}.step(closure) on a model split over ranks.")
         engine = self.engine
         engine.check_before_step()
-        for leaf in self.leaves:
-            leaf.follow(main_weights=engine.config.main_weights_in_fp32)
+        with torch.no_grad():
+            for leaf in self.leaves:
+                leaf.follow(main_weights=engine.config.main_weights_in_fp32)
         self.step_was_skipped = False
         verdict = engine.verdict if engine.verdict is not self._used else Verdict()
         limit = engine.config.gradient_clipping

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..batch_labels import with_known_targets
 from ..data_parallel.fully_sharded import reshard
 from ..errors import MegatronError, UnsupportedError
 from ..loss import Share, has_labels
@@ -68,7 +69,7 @@ class Rehearsal(Shared):
 
     @torch.no_grad()
     def _run_without_layers(self, arguments: dict[str, Any], *, is_read: bool) -> None:
-        part = dict(arguments)
+        part = with_known_targets(arguments, self.loss)
         if "output_router_logits" in self._parameters:
             # Layers record them.
             part["output_router_logits"] = False

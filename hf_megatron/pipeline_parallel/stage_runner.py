@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..batch_labels import with_known_targets
 from ..communication.random_streams import MicrobatchStreams
 from ..data_parallel.engine import DataParallel
 from ..data_parallel.fully_sharded import reshard
@@ -134,7 +135,7 @@ class StageRunner(Shared):
         Args:
             read (`Callable`): (microbatch number, what the last stage returned) -> tensors that are handed out.
         """
-        config = self.model.config
+        config, last = self.model.config, len(self.boundary.stages.ranges) - 1
 
         def forward(number: int) -> Any:
             seen = {} if cache is None else {cache.name: cache.seen_by(self.boundary.stage)}
@@ -142,8 +143,11 @@ class StageRunner(Shared):
             if denominators is not None:
                 targets, rows = (value * (weights[number] or 1.0) for value in denominators)
                 share = Share(targets, rows, microbatches[number])
+            arguments = microbatches[number] | seen
+            if self.boundary.stage == last:
+                arguments = with_known_targets(arguments, self.loss)
             with self.loss.over(share), self.streams.of(self.boundary.stage, number):
-                return self.forward(**(microbatches[number] | seen))
+                return self.forward(**arguments)
 
         flags = (
             self.model.training,

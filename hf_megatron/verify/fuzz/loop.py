@@ -78,6 +78,9 @@ class Loop:
         """Makes the model, on ranks with the case's layout."""
         builder = getattr(transformers, self.case["class"])
         arguments: dict[str, Any] = {"dtype": getattr(torch, self.case["dtype"])}
+        if self.case["dtype"] == "float64":
+            # torch's grouped product takes no doubles.
+            arguments["experts_implementation"] = "eager"
         if self.on_ranks:
             layout = self.case["layout"]
             arguments["megatron_config"] = MegatronConfig(**layout, allow_unverified=False, timeout=60.0)
@@ -86,7 +89,17 @@ class Loop:
             self.model.save_pretrained(self.folder)
         else:
             self.model = builder.from_pretrained(self.folder, **arguments)
+        if "disturbed" in self.case:
+            self._disturb(self.case["disturbed"])
         self.model.train()
+
+    @torch.no_grad()
+    def _disturb(self, seed: int) -> None:
+        """Rounds the weights otherwise."""
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in self.model.parameters():
+            noise = 2 * torch.rand(parameter.shape, generator=generator) - 1
+            parameter.mul_(1 + torch.finfo(parameter.dtype).eps * noise.to(parameter.dtype))
 
     def optimizer_of(self, parameters: Any) -> torch.optim.Optimizer:
         """Makes the case's optimizer, not prepared yet."""

@@ -26,6 +26,8 @@ from .loop import gradient_norm_of, run_loop
 _BETTER = {"float32": "float64", "bfloat16": "float32"}
 # One process that is off by this share of the error, for no reason but its precision, is no reference.
 _UNSTABLE = 0.3
+# How often the start is rounded otherwise to see what one process makes of that.
+_DISTURBED = 4
 # Cases that share a fork; each leaves descriptors and threads behind.
 _TOGETHER = 16
 
@@ -113,14 +115,16 @@ class _Run:
         result = run_loop(case, habits, str(place / "start"), str(place / "one"), False)
         (place / "one_process").write_bytes(pickle.dumps(result))
 
-    def precisely(self) -> None:
-        """Trains in this process in the next better precision."""
+    def nearby(self) -> None:
+        """Trains in this process in the next better precision, and from weights that are rounded otherwise."""
         habits = [habit for habit in habits_of(self.case["habits"]) if habit.name != "bfloat16"]
         case, place = self.full_case(), self.place
-        if len(habits) == len(self.case["habits"]):
-            case = case | {"dtype": _BETTER[case["dtype"]]}
-        result = run_loop(case, habits, str(place / "start"), str(place / "precise"), False)
-        (place / "precise_process").write_bytes(pickle.dumps(result))
+        was_cast = len(habits) < len(self.case["habits"])
+        precise = {} if was_cast else {"dtype": _BETTER[case["dtype"]]}
+        for number, change in enumerate([precise, *({"disturbed": seed} for seed in range(1, _DISTURBED + 1))]):
+            chosen = habits if number == 0 else habits_of(self.case["habits"])
+            result = run_loop(case | change, chosen, str(place / "start"), str(place / f"nearby{number}"), False)
+            _write(place / f"nearby_process{number}", result)
 
     def judge(self, timeout: float) -> dict[str, Any]:
         """Reads the files and compares."""
@@ -139,16 +143,15 @@ class _Run:
         return result
 
     def _is_unstable(self, one: Mapping[str, Any], error: float, timeout: float) -> bool:
-        """Tells whether one process itself is as far from what it is in better precision."""
-        in_fork([self.precisely], timeout)
-        file = self.place / "precise_process"
-        if not file.exists():
-            return False
-        precise = pickle.loads(file.read_bytes())
-        if "error" in precise:
-            return False
-        folders = {"start": self.place / "start", "ranks": self.place / "precise", "one": self.place / "one"}
-        return compare_runs(self.case, [precise], one, folders).worst.value > _UNSTABLE * error
+        """Tells whether one process itself is as far from what it is with other round-off."""
+        in_fork([self.nearby], timeout * (1 + _DISTURBED))
+        for file in sorted(self.place.glob("nearby_process?")):
+            near = pickle.loads(file.read_bytes())
+            folders = {name: self.place / name for name in ("start", "one")}
+            folders["ranks"] = self.place / file.name.replace("_process", "")
+            if "error" not in near and compare_runs(self.case, [near], one, folders).worst.value > _UNSTABLE * error:
+                return True
+        return False
 
 
 def _on_ranks(runs: list[_Run], timeout: float) -> None:
