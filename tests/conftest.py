@@ -82,6 +82,16 @@ def stories() -> Path:
 
 
 @pytest.fixture(scope="session")
+def tiny(tmp_path_factory) -> Path:
+    """A Llama of two layers with drawn weights: hidden 32, 4 heads, 2 KV heads, vocabulary 64, tied."""
+    from .integration.habits import save_tiny
+
+    folder = tmp_path_factory.mktemp("tiny")
+    save_tiny(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def story_texts() -> list[str]:
     """Five short stories."""
     text = (TESTS / "data" / "tinystories_sample.txt").read_text(encoding="utf-8")

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..errors import UnsupportedError
 from ..upstream import local_tensor, returns_view, writes_to
+from .stand_ins import StandIn, StandInDTensor
 from .whole_tensors import take_part, whole_of
 
 
@@ -64,7 +65,7 @@ def _replicated(value: Tensor, like: DTensor) -> DTensor:
     return DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
-class WrittenBack(Tensor):
+class WrittenBack(StandIn):
     """A view `[...]` of a tensor that lies on several ranks.
 
     Attributes:
@@ -74,8 +75,6 @@ class WrittenBack(Tensor):
 
     whole: Whole
     value: Tensor
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:  # type: ignore[override]
@@ -113,34 +112,9 @@ class WrittenBack(Tensor):
         """Returns the entries `[...]` as a tensor of the ordinary kind, which leads nowhere."""
         return _replicated(self.value, self) if isinstance(self, DTensor) else self.value
 
-    def numpy(self, *args: Any, **kwargs: Any) -> Any:
-        return local_tensor(self.clone()).numpy(*args, **kwargs)
 
-    def tolist(self) -> Any:
-        return local_tensor(self.clone()).tolist()
-
-    def __deepcopy__(self, memo: dict) -> Tensor:
-        return self.clone()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.clone().__reduce_ex__(protocol)
-
-    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
-        # One rank may print alone.
-        return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype})"
-
-
-class _WrittenBackDTensor(WrittenBack, DTensor):
-    """A view of a `DTensor`, which takes no other kind of tensor for an operand."""
-
-    def to_local(self, **kwargs: Any) -> Tensor:
-        return self.clone().to_local(**kwargs)  # type: ignore[attr-defined]
-
-    def full_tensor(self, **kwargs: Any) -> Tensor:
-        return self.clone().full_tensor(**kwargs)  # type: ignore[attr-defined]
-
-    def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
-        return self.clone().redistribute(*args, **kwargs)  # type: ignore[attr-defined]
+class _WrittenBackDTensor(WrittenBack, StandInDTensor):
+    """A view of a `DTensor`."""
 
 
 def _plain(tensor: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from ..communication.stand_ins import StandIn, StandInDTensor
 from ..communication.whole_tensors import part_like, whole_of
 from ..communication.written_back import Whole
 from ..errors import UnsupportedError
@@ -51,7 +52,7 @@ class GradientOwner(Protocol):
         """Takes a whole gradient, of any shape, in the place of a parameter's."""
 
 
-class ReducedGradient(Tensor):
+class ReducedGradient(StandIn):
     """Stands for the gradient of one parameter, of whose shape and dtype it is; made by `stand_in`.
 
     Attributes:
@@ -63,8 +64,6 @@ class ReducedGradient(Tensor):
     part: Tensor | None
     is_gone: bool
     _owner: "weakref.ref[GradientOwner]"
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @property
     def owner(self) -> GradientOwner:
@@ -112,40 +111,15 @@ class ReducedGradient(Tensor):
             _edit(func, single, kwargs, [tensor], of_entries=True)
         return None
 
-    def numpy(self, *args: Any, **kwargs: Any) -> Any:
-        return self.read().numpy(*args, **kwargs)
 
-    def tolist(self) -> Any:
-        return self.read().tolist()
-
-    def __deepcopy__(self, memo: dict) -> Tensor:
-        return self.read().clone()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.read().__reduce_ex__(protocol)
-
-    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
-        # One rank may print alone.
-        return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype})"
-
-
-class _ReducedDTensor(ReducedGradient, DTensor):
-    """The gradient of a `DTensor`, which takes no other kind of tensor for an operand."""
+class _ReducedDTensor(ReducedGradient, StandInDTensor):
+    """The gradient of a `DTensor`."""
 
     def __getattr__(self, name: str) -> Any:
         # A slot that is never filled, where a property would keep `Module.to` from swapping gradients.
         if name == "_local_tensor":
             return local_tensor(self.read())
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
-    def to_local(self, **kwargs: Any) -> Tensor:
-        return self.read().to_local(**kwargs)  # type: ignore[attr-defined]
-
-    def full_tensor(self, **kwargs: Any) -> Tensor:
-        return self.read().full_tensor(**kwargs)  # type: ignore[attr-defined]
-
-    def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
-        return self.read().redistribute(*args, **kwargs)  # type: ignore[attr-defined]
 
 
 def stand_in(parameter: Tensor, owner: GradientOwner) -> ReducedGradient:

@@ -12,7 +12,7 @@ from hf_megatron import RankError, UnsupportedError
 from hf_megatron.parallelize import parallel_state
 from hf_megatron.verify.ranks import run_ranks
 
-from .habits import Loop, Runs, batch, layout, own_rows, ranks_of, save_tiny
+from .habits import Loop, Runs, batch, layout, own_rows, ranks_of
 
 LAYOUTS = ["dp2", "dp2+zero3"]
 
@@ -237,23 +237,16 @@ EQUAL = (
 )
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("tiny")
-    save_tiny(path)
-    return path
-
-
 # Raised in the middle of a forward or of the recomputation of one, from which FSDP2 does not come back.
 IN_THE_MIDDLE = (activation_hook, adapter_in_recomputed_layers)
 
 
 @pytest.fixture(scope="module")
-def runs(folder):
+def runs(tiny):
     together = {habit.__name__: habit for habit in (*EQUAL, *REFUSED) if habit not in IN_THE_MIDDLE}
     return {
-        **dict.fromkeys((*EQUAL, *REFUSED), Runs(folder, together)),
-        **{habit: Runs(folder, {habit.__name__: habit}) for habit in IN_THE_MIDDLE},
+        **dict.fromkeys((*EQUAL, *REFUSED), Runs(tiny, together)),
+        **{habit: Runs(tiny, {habit.__name__: habit}) for habit in IN_THE_MIDDLE},
     }
 
 
@@ -277,8 +270,8 @@ OF_SPLIT_LAYERS = {
 
 
 @pytest.fixture(scope="module")
-def split_runs(folder):
-    return Runs(folder, {habit.__name__: habit for habit in (*OF_SPLIT_LAYERS, moments_reset_by_parameter)})
+def split_runs(tiny):
+    return Runs(tiny, {habit.__name__: habit for habit in (*OF_SPLIT_LAYERS, moments_reset_by_parameter)})
 
 
 @pytest.mark.parametrize("habit", OF_SPLIT_LAYERS)
@@ -298,21 +291,21 @@ OF_STAGES = {
 
 
 @pytest.mark.parametrize(("text", "habit"), [(text, habit) for text, habits in OF_STAGES.items() for habit in habits])
-def test_refused_over_stages(folder, text, habit):
+def test_refused_over_stages(tiny, text, habit):
     """By the rank that has the module; the others are told that it failed."""
 
     def on_rank():
-        model = AutoModelForCausalLM.from_pretrained(folder, megatron_config=layout(text)).train()
-        habit(Loop(model, folder))
+        model = AutoModelForCausalLM.from_pretrained(tiny, megatron_config=layout(text)).train()
+        habit(Loop(model, tiny))
 
     with pytest.raises(RankError, match=re.escape(OF_STAGES[text][habit])):
         run_ranks(on_rank, ranks_of(layout(text)), timeout=120)
 
 
 @pytest.mark.parametrize("stepped", [False, True])
-def test_tying_and_untying_are_refused_in_stage_3(folder, stepped):
+def test_tying_and_untying_are_refused_in_stage_3(tiny, stepped):
     def on_rank():
-        model = AutoModelForCausalLM.from_pretrained(folder, megatron_config=layout("dp2+zero3")).train()
+        model = AutoModelForCausalLM.from_pretrained(tiny, megatron_config=layout("dp2+zero3")).train()
         assert parallel_state(model).mesh.dp_size == 2
         if stepped:
             model(**own_rows(model, batch(0))).loss.backward()
@@ -331,11 +324,11 @@ def test_tying_and_untying_are_refused_in_stage_3(folder, stepped):
 
 
 @pytest.mark.parametrize("other", ["pp2", None])
-def test_models_without_replicas_train_while_one_with_replicas_lives(folder, other):
+def test_models_without_replicas_train_while_one_with_replicas_lives(tiny, other):
     def on_rank():
-        with_replicas = AutoModelForCausalLM.from_pretrained(folder, megatron_config=layout("dp2"))
+        with_replicas = AutoModelForCausalLM.from_pretrained(tiny, megatron_config=layout("dp2"))
         config = None if other is None else layout(other)
-        model = AutoModelForCausalLM.from_pretrained(folder, megatron_config=config).train()
+        model = AutoModelForCausalLM.from_pretrained(tiny, megatron_config=config).train()
         if config is None:
             # Its backwards run inside of a backward.
             model.gradient_checkpointing_enable({"use_reentrant": True})

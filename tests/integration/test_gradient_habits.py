@@ -12,7 +12,7 @@ from hf_megatron.parallelize import parallel_state
 from hf_megatron.verify.ranks import run_ranks
 
 from .dp_training import layout
-from .habits import LAYOUTS, PIPELINES, WHOLE_BATCH, Runs, batch, cells, own_rows, save_tiny
+from .habits import LAYOUTS, PIPELINES, WHOLE_BATCH, Runs, batch, cells, own_rows
 
 HABITS = {}
 _NAMES = ("clip_grad_norm_", "get_total_norm", "clip_grads_with_norm_", "clip_grad_value_")
@@ -44,10 +44,8 @@ IMPOSSIBLE = {
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    path = tmp_path_factory.mktemp("tiny")
-    save_tiny(path)
-    return Runs(path, HABITS, IMPOSSIBLE)
+def runs(tiny):
+    return Runs(tiny, HABITS, IMPOSSIBLE)
 
 
 # Taking gradients away
@@ -390,10 +388,8 @@ def asks_for_the_gradient_of_a_prompt(loop):
 
 
 @pytest.fixture(scope="module")
-def partial_runs(tmp_path_factory):
-    path = tmp_path_factory.mktemp("tiny")
-    save_tiny(path)
-    return Runs(path, {name: function for name, (function, _) in PARTIAL.items()})
+def partial_runs(tiny):
+    return Runs(tiny, {name: function for name, (function, _) in PARTIAL.items()})
 
 
 @pytest.mark.parametrize("text", WHOLE_BATCH)
@@ -432,6 +428,5 @@ def keep_a_gradient(path):
     return weight.grad.norm().item() > 0
 
 
-def test_a_gradient_that_was_cleared_is_not_the_next_one(tmp_path):
-    save_tiny(tmp_path)
-    assert run_ranks(keep_a_gradient, 2, tmp_path) == [True, True]
+def test_a_gradient_that_was_cleared_is_not_the_next_one(tiny):
+    assert run_ranks(keep_a_gradient, 2, tiny) == [True, True]

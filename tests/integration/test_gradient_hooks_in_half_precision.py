@@ -8,7 +8,7 @@ from hf_megatron import prepare_optimizer
 from hf_megatron.verify.ranks import run_ranks
 
 from .dp_training import layout
-from .habits import batch, full, save_tiny
+from .habits import batch, full
 
 
 def scale(parameter):
@@ -42,23 +42,16 @@ def gradients(path, hook, seeds, early):
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tiny")
-    save_tiny(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def parts(path):
-    return [run_ranks(gradients, 2, path, None, (seed,), False)[0][0] for seed in range(2)]
+def parts(tiny):
+    return [run_ranks(gradients, 2, tiny, None, (seed,), False)[0][0] for seed in range(2)]
 
 
 @pytest.mark.parametrize("early", [True, False], ids=["before prepare_optimizer", "after"])
 @pytest.mark.parametrize(
     ("hook", "factors"), [(scale, (0.25, 0.5)), (assign, (0.25, 0.5)), (read, (1, 1)), (None, (1, 1))]
 )
-def test_a_hook_acts_once_on_all_that_was_added(path, parts, hook, factors, early):
-    found, moved = run_ranks(gradients, 2, path, hook, (0, 1), early)[0]
+def test_a_hook_acts_once_on_all_that_was_added(tiny, parts, hook, factors, early):
+    found, moved = run_ranks(gradients, 2, tiny, hook, (0, 1), early)[0]
     expected = sum(part * factor for part, factor in zip(parts, factors, strict=True))
     assert (found - expected).norm() < 0.01 * expected.norm()
     # Weights are rounded to bfloat16.

@@ -13,7 +13,7 @@ from hf_megatron.upstream import local_tensor
 from hf_megatron.verify.ranks import run_ranks
 
 from .dp_training import layout
-from .habits import batch, save_tiny
+from .habits import batch
 
 dropped = functools.partial(torch.nn.functional.dropout, p=0.5)
 
@@ -56,18 +56,11 @@ def train(path, text, part, reentrant):
     return all(map(torch.equal, *found))
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tiny")
-    save_tiny(folder)
-    return folder
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("part", [block, several_blocks])
 @pytest.mark.parametrize("text", ["tp2", "tp2+sp"])
-def test_the_same_gradients_with_and_without(path, text, part, reentrant):
-    assert run_ranks(train, 2, path, text, part, reentrant) == [True, True]
+def test_the_same_gradients_with_and_without(tiny, text, part, reentrant):
+    assert run_ranks(train, 2, tiny, text, part, reentrant) == [True, True]
 
 
 def too_late(path):
@@ -75,9 +68,9 @@ def too_late(path):
     train(path, "tp2+sp", block, False)
 
 
-def test_a_stream_of_long_ago_is_refused(path):
+def test_a_stream_of_long_ago_is_refused(tiny):
     with pytest.raises(RankError, match="random numbers of too long ago"):
-        run_ranks(too_late, 2, path)
+        run_ranks(too_late, 2, tiny)
 
 
 def go_on(path):
@@ -99,6 +92,6 @@ def go_on(path):
     return torch.rand(1)
 
 
-def test_training_goes_on_after_a_forward_that_failed(path):
-    one, two = run_ranks(go_on, 2, path)
+def test_training_goes_on_after_a_forward_that_failed(tiny):
+    one, two = run_ranks(go_on, 2, tiny)
     assert one == two

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from .habits import Runs, batch, own_rows, save_tiny
+from .habits import Runs, batch, own_rows
 
 LAYOUTS = ["dp2+zero3", "tp2+dp2+zero3"]
 
@@ -74,10 +74,8 @@ HABITS = {
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tiny")
-    save_tiny(folder)
-    return Runs(folder, HABITS)
+def runs(tiny):
+    return Runs(tiny, HABITS)
 
 
 @pytest.mark.parametrize("text", LAYOUTS)

@@ -7,7 +7,7 @@ import torch
 
 from hf_megatron.parallelize import parallel_state
 
-from .habits import Runs, own_rows, save_tiny
+from .habits import Runs, own_rows
 
 
 def backward(loop, seed):
@@ -70,10 +70,8 @@ HABITS = {function.__name__: function for function in (used, cleared, cleared_an
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tiny")
-    save_tiny(folder)
-    return Runs(folder, HABITS)
+def runs(tiny):
+    return Runs(tiny, HABITS)
 
 
 @pytest.mark.parametrize("habit", HABITS)

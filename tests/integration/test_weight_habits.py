@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from hf_megatron.verify.ranks import run_ranks
 
 from .dp_training import layout, weights
-from .habits import LAYOUTS, PIPELINES, Loop, Runs, cells, save_tiny
+from .habits import LAYOUTS, PIPELINES, Loop, Runs, cells
 
 HABITS, HALF = {}, {}
 IMPOSSIBLE = {
@@ -31,20 +31,13 @@ def in_half_precision(function):
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tiny")
-    save_tiny(folder)
-    return folder
+def runs(tiny):
+    return Runs(tiny, HABITS, IMPOSSIBLE)
 
 
 @pytest.fixture(scope="module")
-def runs(path):
-    return Runs(path, HABITS, IMPOSSIBLE)
-
-
-@pytest.fixture(scope="module")
-def half_runs(path):
-    return Runs(path, HALF, IMPOSSIBLE, dtype=torch.bfloat16)
+def half_runs(tiny):
+    return Runs(tiny, HALF, IMPOSSIBLE, dtype=torch.bfloat16)
 
 
 # Edits
@@ -235,9 +228,9 @@ def train_a_copy(path, text=None):
 
 
 @pytest.mark.parametrize("text", ["tp2", "tp2+sp"])
-def test_a_deep_copy_trains_by_itself(path, text):
-    expected = train_a_copy(path)
-    for losses in run_ranks(train_a_copy, 2, path, text):
+def test_a_deep_copy_trains_by_itself(tiny, text):
+    expected = train_a_copy(tiny)
+    for losses in run_ranks(train_a_copy, 2, tiny, text):
         assert losses == pytest.approx(expected, rel=1e-5)
 
 
@@ -253,6 +246,6 @@ def average_of_copies(path, text=None):
 
 
 @pytest.mark.parametrize("text", ["tp2", "dp2"])
-def test_averaged_models_are_evaluated(path, text):
-    expected = average_of_copies(path)
-    assert run_ranks(average_of_copies, 2, path, text) == pytest.approx([expected] * 2, rel=1e-5)
+def test_averaged_models_are_evaluated(tiny, text):
+    expected = average_of_copies(tiny)
+    assert run_ranks(average_of_copies, 2, tiny, text) == pytest.approx([expected] * 2, rel=1e-5)

@@ -121,7 +121,8 @@ class _Run:
         case, place = self.full_case(), self.place
         was_cast = len(habits) < len(self.case["habits"])
         precise = {} if was_cast else {"dtype": _BETTER[case["dtype"]]}
-        for number, change in enumerate([precise, *({"disturbed": seed} for seed in range(1, _DISTURBED + 1))]):
+        disturbed: list[dict[str, Any]] = [{"disturbed": seed} for seed in range(1, _DISTURBED + 1)]
+        for number, change in enumerate([precise, *disturbed]):
             chosen = habits if number == 0 else habits_of(self.case["habits"])
             result = run_loop(case | change, chosen, str(place / "start"), str(place / f"nearby{number}"), False)
             _write(place / f"nearby_process{number}", result)
