@@ -79,7 +79,7 @@ class BucketReduction(Shared):
     @torch.no_grad()
     def finish(self) -> None:
         """Completes the reduction of everything that backward left; every data parallel rank calls it."""
-        if not any(bucket.written for bucket in self.buckets):
+        if not self._started and not self.waits_for_reduction:
             return
         self._start_all()
         for started in self._started:
