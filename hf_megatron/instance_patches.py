@@ -38,6 +38,7 @@ INSTANCE_PATCHES: Mapping[str, InstancePatch] = {
         "counts what this rank's stages hold", "always: a rank holds the parameters of its stages"
     ),
     "zero_grad": InstancePatch("clears `.grad`, where reduced gradients are not", "always: buckets are ours"),
+    "tie_weights": InstancePatch("ties by a config that stages were not made by", "stages lie on different ranks"),
     "no_sync": InstancePatch("not there, or FSDP2's, which Accelerate does not know", "always: buckets are ours"),
     "__deepcopy__": InstancePatch("FSDP2's assertion (stage 3)", "FSDP2 copies its units"),
     "_get_name": InstancePatch(

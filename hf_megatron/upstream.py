@@ -212,6 +212,16 @@ def dtensor_local_view(parameter: DTensor) -> torch.Tensor:
     return parameter.to_local() if torch.compiler.is_compiling() else _LocalView.apply(parameter)
 
 
+def is_functional(tensor: torch.Tensor) -> bool:
+    """Tells whether a tensor of any shape stands for another one inside of a `torch.func` transform (private)."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
+def restore_state(tensor: torch.Tensor, state: Any) -> None:
+    """Gives an unpickled tensor of any shape its attributes (private)."""
+    torch._utils._set_obj_state(tensor, state)
+
+
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a DTensor's storage, of any shape, without the autograd node of `to_local`; a plain tensor is its own."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

@@ -7,7 +7,7 @@ tensor to its place in the safetensors file and forgets it.
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -40,6 +40,26 @@ def _converted(
         yield full if keep_names or not first else revert_conversion(model, full)
 
 
+def _untied(state_dict: Mapping[str, Tensor], names: Collection[str]) -> dict[str, Tensor]:
+    """Leaves out what is there under one of the names too: a tied weight is written once."""
+    kept = {id(tensor) for name, tensor in state_dict.items() if name in names}
+    return {name: tensor for name, tensor in state_dict.items() if name in names or id(tensor) not in kept}
+
+
+def _given(model: Any, tensors: Mapping[str, Tensor], keep_names: bool) -> Iterator[dict[str, Tensor]]:
+    """Yields whole tensors of a caller's under their file names."""
+    for group in [[name] for name in tensors] if keep_names else conversion_groups(model, list(tensors)):
+        full = {name: tensors[name] for name in group}
+        yield full if keep_names else revert_conversion(model, full)
+
+
+def _is_whole(state_dict: Mapping[str, Any]) -> bool:
+    """Tells on every rank whether rank 0 was given whole tensors."""
+    verdict = [all(type(value) in (Tensor, torch.nn.Parameter) for value in state_dict.values())]
+    dist.broadcast_object_list(verdict, src=0)
+    return verdict[0]
+
+
 def save_merged(
     model: Any,
     original: Callable,
@@ -66,7 +86,7 @@ def save_merged(
         push: called on every rank with the directory, the token and what keyword arguments are left.
 
     Raises:
-        UnsupportedError: `distributed_checkpoint`, or a state dict of the caller's own.
+        UnsupportedError: `distributed_checkpoint`, or a state dict that is not whole on rank 0.
         CheckpointError: pipeline stages hold different copies of a tied weight, or the push failed.
     """
     state = parallel_state(model)
@@ -75,9 +95,10 @@ def save_merged(
         raise UnsupportedError(
             "save_pretrained(distributed_checkpoint=True): sharded checkpoints are not supported yet."
         )
-    if state_dict is not None:
+    if state_dict is not None and not _is_whole(state_dict):
         raise UnsupportedError(
-            "save_pretrained(state_dict=...): pass no state dict, the weights are streamed from the ranks."
+            "save_pretrained(state_dict=...) takes whole tensors on rank 0, as accelerator.get_state_dict(model) gives "
+            "them; without it the weights are streamed from the ranks."
         )
     check_copies(state, tied_weights(model))
     directory = os.fspath(save_directory)
@@ -87,12 +108,17 @@ def save_merged(
 
     tensors = untied_state_dict(model, own_state_dict(model))
     whole = tensors_of_all_stages(state, tensors)
-    meta = {name: torch.empty(entry.shape, dtype=entry.dtype, device="meta") for name, entry in whole.items()}
-    streamed = _converted(model, state, tensors, whole, not save_original_format)
+    planned: Mapping[str, Any] = whole
+    if state_dict is None:
+        streamed = _converted(model, state, tensors, whole, not save_original_format)
+    else:
+        planned = _untied(state_dict, whole)
+        streamed = _given(model, planned, not save_original_format)
+    meta = {name: torch.empty(entry.shape, dtype=entry.dtype, device="meta") for name, entry in planned.items()}
     writes = dist.get_rank() == 0 and is_main_process
     if writes:
-        planned = revert_conversion(model, meta) if save_original_format else meta
-        write_weights(directory, planned, streamed, max_shard_size=max_shard_size, variant=variant)
+        files = revert_conversion(model, meta) if save_original_format else meta
+        write_weights(directory, files, streamed, max_shard_size=max_shard_size, variant=variant)
         before_push(directory)
     else:
         for _ in streamed:

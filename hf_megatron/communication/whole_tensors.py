@@ -10,7 +10,7 @@ from itertools import product
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from ..errors import UnsupportedError
 from ..upstream import blocks_of_shard, local_tensor, split_dim
@@ -27,6 +27,8 @@ def is_split_along(tensor: DTensor, dim: int) -> bool:
 @torch.no_grad()
 def whole_of(tensor: Tensor) -> Tensor:
     """Copies a tensor `[...]` in full to every rank of its mesh; all of them call it."""
+    if isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements):
+        return local_tensor(tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim))
     local = local_tensor(tensor).detach()
     if not isinstance(tensor, DTensor) or all(placement.is_replicate() for placement in tensor.placements):
         return local.clone()

@@ -6,7 +6,7 @@ import operator
 import types
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError, NonFiniteGradientError, UnsupportedError
+from ..inference_mode import left_inference_mode
 from ..parallel_state import ParallelState, parallel_state
 from ..patch_ledger import LEDGER, Shared
 from ..placement import Claim
-from ..upstream import find_units, leave_uncompiled, local_tensor
+from ..upstream import find_units, is_functional, leave_uncompiled, local_tensor
 from .fully_sharded import no_sync
 from .gradient_store import GradientStore, PlainGradients
 from .graph_edges import (
@@ -84,6 +85,7 @@ class DataParallel(Shared):
         self._modules = ModuleGuards(model)
         self._forward_hooks = -1
         self.is_running, self.is_unknown, self.was_differentiated = False, True, False
+        self._left_inference_mode = ExitStack()
         self._marked: list[nn.Parameter] = []
         self._identities: set[int] = set()
         self._dtypes: list[torch.dtype] = []
@@ -100,6 +102,9 @@ class DataParallel(Shared):
             state.patches.replace(model, "__deepcopy__", types.MethodType(refuse_copy, model))
         elif any(self.sharing(parameter).size > 1 for parameter in self._marked):
             self.reduce_gradients()
+        else:
+            # No backward waits for other replicas; Accelerate's LocalSGD asks every model for it.
+            state.patches.replace(model, "no_sync", nullcontext)
         # Before FSDP2 puts whole parameters in the place of those that the loop knows.
         model.register_forward_pre_hook(self._before_forward, prepend=state.shards_weights, with_kwargs=True)
         if self.mesh.dp_size > 1:
@@ -132,8 +137,9 @@ class DataParallel(Shared):
     def whole_root(self) -> Iterator[None]:
         """Puts the weights around the layers together for what calls modules without gradients, in stage 3."""
         self._dtypes = refuse_cast(self._parameters.current(), self._dtypes)
-        find_units(self.model)
-        self.model.unshard()  # type: ignore[operator]
+        with left_inference_mode():
+            find_units(self.model)
+            self.model.unshard()  # type: ignore[operator]
         try:
             yield
         finally:
@@ -226,8 +232,11 @@ class DataParallel(Shared):
             )
         parameters = self._parameters.current()
         if len(parameters) != len(self._marked) or not all(map(operator.is_, parameters, self._marked)):
+            self._refuse_functions_of(parameters)
             self._mark(parameters)
         if self.state.shards_weights:
+            # FSDP2 makes its buffers in the first forward.
+            self._left_inference_mode.enter_context(left_inference_mode())
             self._places.check()
             self._dtypes = refuse_cast(parameters, self._dtypes)
         self._modules.refuse_embeddings(self.mesh, self.config.num_microbatches)
@@ -249,8 +258,19 @@ class DataParallel(Shared):
         return with_trained_inputs(args, kwargs, self.mesh.dp_size, lambda leaf: engine_of(leaf) is self)
 
     @leave_uncompiled
+    def _refuse_functions_of(self, parameters: list[nn.Parameter]) -> None:
+        """Raises `UnsupportedError` where `torch.func` has put other tensors in the place of the parameters."""
+        is_local = self.reducer is None and not self.state.shards_weights and self.state.cut is None
+        if not is_local and not all(parameter.is_leaf and not is_functional(parameter) for parameter in parameters):
+            raise UnsupportedError(
+                f"torch.func.functional_call of a {type(self.model).__name__} over data parallel ranks or pipeline "
+                "stages: what stands in the place of its parameters is known to neither. Call the model itself, or "
+                "use tensor parallelism alone."
+            )
+
     def _end(self, model: nn.Module, args: tuple, output: Any) -> None:
         self.is_running = False
+        self._left_inference_mode.close()
 
     @leave_uncompiled
     def _after_forward(self, model: nn.Module, args: tuple, output: Any) -> Any:

@@ -235,9 +235,12 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def zero_grad(self, set_to_none: bool) -> None:
+        # Parameters that a loop has taken out of the groups keep their gradients.
+        present = {id(tensor) for group in self.optimizer.param_groups for tensor in group["params"]}
+        leaves = [leaf for leaf in self.leaves if id(leaf.tensor) in present]
         if set_to_none and self.engine.reducer is not None:
-            self.engine.reducer.discard(self.parameters())
-        for leaf in self.leaves:
+            self.engine.reducer.discard([leaf.parameter for leaf in leaves])
+        for leaf in leaves:
             leaf.tensor.grad = None
             if set_to_none:
                 leaf.parameter.grad = None

@@ -1,4 +1,4 @@
-"""`Accelerator.gather`, `gather_for_metrics` and `reduce`: over the ranks that see different batches."""
+"""`Accelerator.gather`, `gather_for_metrics`, `reduce` over the ranks with different batches; triggers over all."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -65,6 +65,22 @@ def _holds_other_than_tensors(data: Any) -> bool:
     return False
 
 
+def check_trigger(original: Callable, self: Any) -> bool:
+    """Tells on every rank whether any rank has called `set_trigger()` since the last check."""
+    if not is_ours(self):
+        return original(self)
+    import torch
+    import torch.distributed as dist
+
+    flag = torch.zeros((), dtype=torch.int64, device=self.device) if self.flag_tensor is None else self.flag_tensor
+    flag = flag.clone()
+    dist.all_reduce(flag, dist.ReduceOp.MAX)
+    was_set = bool(flag)
+    if was_set:
+        self.flag_tensor = torch.zeros_like(flag)
+    return was_set
+
+
 def reduce(original: Callable, self: Any, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
     """Reduces tensors of any shape over the ranks that see different batches."""
     if not is_ours(self):
@@ -72,16 +88,26 @@ def reduce(original: Callable, self: Any, tensor: Any, reduction: str = "sum", s
     import torch.distributed as dist
     from accelerate.utils.operations import recursively_apply
 
+    from ..data_parallel.sharded_guards import is_sharded
+    from ..errors import UnsupportedError
+    from ..upstream import local_tensor
+
     # Over all ranks a sum would count each batch once for every rank that works on it.
     group = _data_parallel_group(self) if _data_parallel_size(self) > 1 else None
 
     def reduced(own: "torch.Tensor") -> "torch.Tensor":
         own = own.clone()
         if group is not None:
+            if is_sharded(own):
+                raise UnsupportedError(
+                    f"accelerator.reduce of a tensor of shape {tuple(own.shape)}: with zero_stage=3 the data parallel "
+                    "ranks hold parts of one tensor. With zero_stage=2 each of them has a whole one."
+                )
+            local = local_tensor(own)
             # As in stock, "none" adds up too; only "mean" divides.
-            dist.all_reduce(own, dist.ReduceOp.MAX if reduction == "max" else dist.ReduceOp.SUM, group=group)
+            dist.all_reduce(local, dist.ReduceOp.MAX if reduction == "max" else dist.ReduceOp.SUM, group=group)
             if reduction == "mean":
-                own /= dist.get_world_size(group)
+                local /= dist.get_world_size(group)
         return own
 
     return recursively_apply(reduced, tensor, error_on_other_type=True)

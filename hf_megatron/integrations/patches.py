@@ -94,6 +94,8 @@ _ROWS: tuple[tuple[str, str, str, str], ...] = (
      _RANKS_PER_BATCH),
     (f"{_TRAINER}.get_total_train_batch_size", "trainer:get_total_train_batch_size",
      "counts every rank's rows", _RANKS_PER_BATCH),
+    (f"{_TRAINER}._finalize_training", "trainer:finalize_training", "adds this rank's loss since the last log",
+     "Trainer gathers it as it does for a log"),
     (f"{_TRAINER}.get_batch_samples", "repeated_rows:get_batch_samples",
      "trains on rows that fill up the last batch of several ranks", "Accelerate says which rows are repeated"),
     (f"{_TRAINER}._track_num_input_tokens", "repeated_rows:track_num_input_tokens",
@@ -149,6 +151,8 @@ _ROWS: tuple[tuple[str, str, str, str], ...] = (
     (f"{_ACCELERATOR}.gather_for_metrics", "accelerate_gathering:gather_for_metrics",
      "repeats what ranks of one batch hold", _ACCELERATE),
     (f"{_ACCELERATOR}.reduce", "accelerate_gathering:reduce", "counts a batch once for each of its ranks",
+     _ACCELERATE),
+    (f"{_ACCELERATOR}.check_trigger", "accelerate_gathering:check_trigger", "does not ask the other ranks of a batch",
      _ACCELERATE),
     (f"{_ACCELERATOR}.save_state", "accelerate_checkpoints:save_state", "pickles the state of one layout",
      _ACCELERATE),
@@ -216,6 +220,6 @@ PATCHES: tuple[Patch, ...] = tuple(_patches())
 # Registered for the whole process when a module is imported: the function that does so and returns a handle.
 HOOKS: Sequence[tuple[str, str]] = (
     ("transformers.modeling_utils", f"{_HERE}.stock_optimizers:refuse_unprepared_steps"),
-    ("torch.distributed.tensor", f"{_HERE}.assigned_weights:make_assignable"),
+    ("transformers.modeling_utils", f"{_HERE}.dtensor_methods:replace_tensor_methods"),
     ("transformers.modeling_utils", f"{_HERE}.split_operators:handle_split_operators"),
 )

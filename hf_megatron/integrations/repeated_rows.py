@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers.trainer_pt_utils import find_batch_size
 
-from ..loss import without_targets
+from ..loss import LABELS, without_targets
 from ..parallel_state import ParallelState, parallel_state
 
 
@@ -69,10 +69,12 @@ def _gather_rows(accelerator: Any, data: Any) -> Any:
 
 
 def own_rows(trainer: Any, state: ParallelState, inputs: Any, batch_size: int) -> Any:
-    """Cuts the repeated rows off a batch of this rank."""
+    """Cuts the repeated rows off a batch of this rank, or takes their targets away."""
     rows, counted = find_batch_size(inputs), _counted(trainer, state, inputs, batch_size)
     if counted == rows:
         return inputs
+    if not _takes_any_rows(trainer):
+        return _with_targets_of(inputs, counted)
     kept = {name: _first(value, rows, max(counted, 1)) for name, value in inputs.items()}
     return kept if counted else EmptyBatch(without_targets(kept))
 
@@ -108,7 +110,7 @@ def _counted(trainer: Any, state: ParallelState, inputs: Any, batch_size: int) -
     """Counts the rows of this rank's batch under way that are no repetitions; they come first."""
     rows = find_batch_size(inputs)
     # Collators that join rows, and loaders of other sizes, leave it open which rows are repeated.
-    if not _is_last_batch(trainer) or rows != batch_size or not _takes_any_rows(trainer):
+    if not _is_last_batch(trainer) or rows != batch_size:
         return rows
     return min(max(trainer.accelerator.gradient_state.remainder - state.mesh.dp_rank * batch_size, 0), batch_size)
 
@@ -116,10 +118,21 @@ def _counted(trainer: Any, state: ParallelState, inputs: Any, batch_size: int) -
 def _takes_any_rows(trainer: Any) -> bool:
     """Tells whether a loss is known to do with batches whose sizes differ between ranks.
 
-    A subclass may gather a number per row, as DPOTrainer does, which ends in an error or waits for ever then.
+    A subclass may gather a number per row, as DPOTrainer does, which ends in an error or waits for ever then. Its
+    repeated rows stay, without the targets of their tokens.
     """
     owner = next(cls for cls in type(trainer).__mro__ if "compute_loss" in vars(cls))
     return "compute_loss" not in vars(trainer) and owner.__name__ in ("Trainer", "SFTTrainer")
+
+
+def _with_targets_of(inputs: Any, count: Any) -> Any:
+    """Keeps the targets `[rows, sequence]` of the first rows only; classes of rows have no value that says so."""
+    nothing = without_targets(inputs)
+    names = [name for name in LABELS if isinstance(inputs.get(name), Tensor) and inputs[name].dim() > 1]
+    if not names:
+        return inputs
+    ignored = dict(inputs) | {name: torch.cat([inputs[name][:count], nothing[name][count:]]) for name in names}
+    return ignored if count else EmptyBatch(ignored)
 
 
 def _first(value: Any, rows: int, count: int) -> Any:

@@ -1,8 +1,9 @@
 """What users do to split tensors and DTensor does not: edits of entries, random numbers, sums over all parameters.
 
-DTensor copies the rows of a split dim, so that edits of them are lost, takes no plain masks and indices, and draws
-other numbers than one process. Here these operators work on the whole tensor, where it lies on a mesh of this library.
-It also computes on one mesh alone, while weights with copies on neighbouring ranks may lie on a mesh of their own.
+DTensor copies the rows of a split dim, so that edits of them are lost, takes no plain masks and indices, draws other
+numbers than one process, and makes Python's numbers of a rank's term of a sum. Here these operators work on the whole
+tensor, where it lies on a mesh of this library. It also computes on one mesh alone, while weights with copies on
+neighbouring ranks may lie on a mesh of their own.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..communication.whole_tensors import is_split_along, part_like, take_part, whole_of
 from ..communication.written_back import Whole
+from ..errors import UnsupportedError
 from ..mesh import is_of_layout
 from ..upstream import dtensor_from_local, dtensor_handlers, local_tensor, share_memory, split_dim, writes_to
 
@@ -31,6 +33,7 @@ _OF_A_DIM: Mapping[Any, tuple[int, int]] = {
     _aten.unbind.int: (1, 0),
 }
 _VIEWS = (*_OF_A_DIM, _aten.diagonal.default, _aten.view.default)
+_FACTORIES = ("arange", "empty", "eye", "full", "linspace", "normal", "ones", "rand", "randint", "randn", "zeros")
 # What they read is not in the tensor.
 _FRESH = (
     _aten.normal_.default,
@@ -47,6 +50,26 @@ _FRESH = (
     _aten.rand_like.default,
     _aten.randint_like.default,
     _aten.randint_like.low_dtype,
+    # `torch.eye(..., out=weight)`: DTensor writes the whole into this rank's part, and makes it larger.
+    *(
+        getattr(getattr(_aten, name), overload)
+        for name in [
+            "arange",
+            "empty",
+            "eye",
+            "full",
+            "linspace",
+            "normal",
+            "ones",
+            "rand",
+            "randint",
+            "randn",
+            "randperm",
+            "zeros",
+        ]
+        for overload in getattr(_aten, name).overloads()
+        if overload.endswith("out")
+    ),
 )
 _DRAWN_FROM = (_aten.bernoulli.default, _aten.bernoulli.p, _aten.bernoulli_.Tensor)
 _BY_ENTRIES = (
@@ -58,7 +81,14 @@ _BY_ENTRIES = (
     _aten.index_copy_.default,
     _aten.index_add_.default,
     _aten.fill_.Tensor,
+    _aten.scatter_.src,
+    _aten.scatter_.value,
+    _aten.scatter_add_.default,
+    _aten.masked_scatter_.default,
 )
+# Torch's arithmetic on parts has no rule for them.
+_ON_WHOLE = (_aten.renorm.default, _aten.renorm_.default, _aten.histc.default, _aten.histogram.bin_ct)
+_OF_SUMS = (_aten.clamp.default, _aten.clamp_min.default, _aten.clamp_max.default)
 _POINTWISE = (
     *(getattr(_aten, name).Tensor for name in ("add", "sub", "mul", "div", "add_", "sub_", "mul_", "div_")),
     _aten.addcmul.default,
@@ -82,12 +112,21 @@ def _view(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         dim = args[place] if len(args) > place else kwargs.get("dim", default)
         if not is_split_along(tensor, dim % tensor.dim()):
             return _stock(func, args, kwargs)
-    else:
+    elif func is not _aten.view.default or _is_split_evenly(tensor):
         result = _stock(func, args, kwargs)
         if share_memory(local_tensor(result), local_tensor(tensor)):
             return result
     whole = Whole(tensor)
     return whole.views(func(whole.tensor, *args[1:], **kwargs))
+
+
+def _is_split_evenly(tensor: DTensor) -> bool:
+    ranks: dict[int, int] = {}
+    for axis, placement in enumerate(tensor.placements):
+        if not placement.is_replicate():
+            dim = split_dim(placement)
+            ranks[dim] = ranks.get(dim, 1) * tensor.device_mesh.size(axis)
+    return all(dim < 0 or tensor.shape[dim] % number == 0 for dim, number in ranks.items())
 
 
 def _draw(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -102,6 +141,26 @@ def _by_entries(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     if recorded or not (plain or func in (_aten.index_put_.default, _aten.fill_.Tensor)):
         return _stock(func, args, kwargs)
     return _on_whole(func, args, kwargs, whole_of)
+
+
+def _read(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    # DTensor reads this rank's term of a sum.
+    return func(whole_of(args[0]).reshape(()))
+
+
+def _of_sum(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    tensor = args[0]
+    if any(placement.is_partial() for placement in tensor.placements):
+        placements = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
+        tensor = tensor.redistribute(placements=placements)
+    return _stock(func, (tensor, *args[1:]), kwargs)
+
+
+def _transpose(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    raise UnsupportedError(
+        f"{func} of a split tensor of shape {tuple(args[0].shape)}, as `nn.init.orthogonal_` does for wide weights: "
+        "draw a whole one, `whole = nn.init.orthogonal_(torch.empty(weight.shape))`, and `weight.copy_(whole)`."
+    )
 
 
 def _empty(tensor: Tensor) -> Tensor:
@@ -152,7 +211,7 @@ def _on_whole(func: Any, args: tuple, kwargs: dict[str, Any], read: Callable[[An
     plain_args, plain_kwargs = tree_map_only(DTensor, lambda tensor: wholes[id(tensor)], (args, kwargs))
     result = func(*plain_args, **plain_kwargs)
     if not edited:
-        return _spread(result, tensors[0])
+        return tree_map_only(Tensor, partial(_spread, like=tensors[0]), result)
     for tensor in edited:
         if isinstance(tensor, DTensor):
             take_part(wholes[id(tensor)], tensor)
@@ -196,6 +255,10 @@ class SplitOperators:
             **dict.fromkeys(_VIEWS, partial(_for_own, _view)),
             **dict.fromkeys((*_FRESH, *_DRAWN_FROM), partial(_for_own, _draw)),
             **dict.fromkeys(_BY_ENTRIES, partial(_for_own, _by_entries)),
+            **dict.fromkeys(_ON_WHOLE, partial(_for_own, partial(_on_whole, read=whole_of))),
+            **dict.fromkeys(_OF_SUMS, partial(_for_own, _of_sum)),
+            _aten._local_scalar_dense.default: partial(_for_own, _read),
+            _aten.t_.default: partial(_for_own, _transpose),
             **dict.fromkeys(_POINTWISE, partial(_for_own, _pointwise)),
         }
         dtensor_handlers().update(self._operators)

@@ -124,3 +124,12 @@ def get_total_train_batch_size(original: Callable, self: Any, args: Any) -> int:
     """Counts the rows of a step over the replicas."""
     state = parallel_state(self.model)
     return original(self, args) // (1 if state is None else state.config.ranks_per_replica)
+
+
+def finalize_training(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Ends a training with the mean loss of all ranks' rows, those since the last log among them."""
+    from transformers.trainer_pt_utils import nested_gather
+
+    if parallel_state(self.model) is not None:
+        self._tr_loss = nested_gather(self._tr_loss, self.args.parallel_mode).mean()
+    return original(self, *args, **kwargs)

@@ -132,7 +132,7 @@ class StageBoundary(Shared):
         if self._zeros is None:
             zeros = args[0] if args else kwargs[HIDDEN_STATES]
             self._zeros = zeros.detach().as_subclass(PassedOn) if self.is_rehearsing else zeros
-            self._version = self._zeros._version
+            self._version = _version(self._zeros)
         return self._zeros
 
     def _require_running(self) -> None:
@@ -147,7 +147,7 @@ class StageBoundary(Shared):
         zeros, found = self._zeros, args[0] if args else kwargs[HIDDEN_STATES]
         assert zeros is not None
         same = found.untyped_storage().data_ptr() == zeros.untyped_storage().data_ptr()
-        if (self.is_rehearsing and found is not zeros) or not same or zeros._version != self._version:
+        if (self.is_rehearsing and found is not zeros) or not same or _version(zeros) != self._version:
             raise UnsupportedError(
                 f"The model's loop changes hidden states between its layers {index - 1} and {index}, where the "
                 "pipeline is cut. Cut elsewhere with pipeline_partition, or load it with pp_size=1."
@@ -267,6 +267,11 @@ class ForeignOutput(Placeholder):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise PlanError(f"{self.name} is defined behind the layers but runs before them; its family needs a spec.")
+
+
+def _version(tensor: Tensor) -> int:
+    """Counts the edits of a tensor of any shape; of one that was made in inference mode nobody counts them."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _require_before_layers(name: str, boundary: StageBoundary) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ..data_parallel.engine import DataParallel
 from ..errors import UnsupportedError
+from ..inference_mode import left_inference_mode
 from ..loss import has_labels
 from ..parallel_state import ParallelState
 from .cut import Cut
@@ -42,6 +43,18 @@ class Pipeline(StageRunner):
             return self(*args, **kwargs)
 
         state.patches.replace(model, "forward", types.MethodType(forward, model))
+        tied = model.config.get_text_config().tie_word_embeddings
+
+        @functools.wraps(type(model).tie_weights)
+        def require_tied_before(model: Any, *args: Any, **kwargs: Any) -> None:
+            if model.config.get_text_config().tie_word_embeddings != tied:
+                raise UnsupportedError(
+                    f"tie_weights() after config.tie_word_embeddings was changed from {tied}: both weights lie on "
+                    "different pipeline stages. Pass tie_word_embeddings to from_pretrained()."
+                )
+            type(model).tie_weights(model, *args, **kwargs)
+
+        state.patches.replace(model, "tie_weights", types.MethodType(require_tied_before, model))
 
     def describe(self) -> dict[str, Any]:
         """Returns the schedule and its sizes; `microbatches` are those of a batch with enough rows."""
@@ -55,7 +68,10 @@ class Pipeline(StageRunner):
     # A schedule sends and receives: compiled models run it as it is.
     @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        arguments = self._arguments(args, kwargs)
+        with left_inference_mode():
+            return self._call(self._arguments(args, kwargs))
+
+    def _call(self, arguments: dict[str, Any]) -> Any:
         return_dict = arguments.pop("return_dict", None)
         self.checks.require_tokens(arguments)
         if self.read is not None:

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from ..communication.collectives import copy_to_ranks
 from ..data_parallel.sharded_guards import is_sharded
+from ..errors import UnsupportedError
 from ..mesh import ParallelMesh
 from ..patch_ledger import Shared
 from ..upstream import dtensor_local_view as differentiable_local
@@ -90,6 +91,11 @@ class LocalParameters:
 
 def _reading(name: str) -> Callable[[LocalParameters], Tensor | None]:
     def read(module: LocalParameters) -> Tensor | None:
+        if name not in module._parameters:
+            raise UnsupportedError(
+                f"{name} of a {type(module).__name__} is no parameter any more (torch.nn.utils.parametrize): what is "
+                "made of it would not be split as it is. Change the weight itself, or train with tp_size=1."
+            )
         parameter = module._parameters[name]
         if is_sharded(parameter):
             # Between forwards FSDP2 asks for the parameter itself.

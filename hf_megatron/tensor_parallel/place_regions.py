@@ -7,13 +7,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..communication.random_streams import RandomStreams
+from ..patch_ledger import Shared
 from .layer_streams import draw_alone
 from .region import SequenceArguments, SequenceStack, UniformRegion, WholeSequenceRegion
 from .structure import Structure
 from .styles import style
 
 
-class Regions:
+class Regions(Shared):
     """All regions of a model; with `sequence_parallel` the residual stream between blocks is split.
 
     Attributes:
@@ -61,4 +62,10 @@ class Regions:
             if arguments:
                 SequenceArguments(arguments, self.group).install(owned)
             leaving = stack.leave_split
+        if self.stacks:
+            model.register_forward_pre_hook(self._require_ends)
         return leaving
+
+    def _require_ends(self, model: Any, args: tuple) -> None:
+        for name, stack in self.stacks.items():
+            stack.require_ends(model.get_submodule(name), name)

@@ -87,6 +87,16 @@ class SequenceStack(Shared):
         layers[0].register_forward_pre_hook(self._enter, with_kwargs=True)
         layers[-1].register_forward_hook(self._leave)
 
+    def require_ends(self, layers: nn.ModuleList, name: str) -> None:
+        """Raises `UnsupportedError` where other layers stand at the ends of the stack now."""
+        hooks = [*layers[0]._forward_pre_hooks.values()], [*layers[-1]._forward_hooks.values()]
+        if not all(any(getattr(hook, "__self__", None) is self for hook in ends) for ends in hooks):
+            raise UnsupportedError(
+                f"The first or last layer of {name} was removed or exchanged: with sequence_parallel=True they split "
+                "and join the sequence. Save the changed model from one process and load that, or set "
+                "sequence_parallel=False."
+            )
+
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]):
         def split(hidden_states: Tensor) -> Tensor:
             self.batch, self.length = hidden_states.shape[:2]

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.local_sgd import LocalSGD
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
@@ -100,6 +101,51 @@ def test_state_dict_is_full_on_the_first_rank(stories):
     first, second = run_ranks(gather, 2)
     expected = {name: t.shape for name, t in AutoModelForCausalLM.from_pretrained(stories).state_dict().items()}
     assert first == expected and second == {}
+
+
+def stop_and_save(path, folder, config):
+    """The step at which all ranks stop; the model is saved as Accelerate's examples do it."""
+    model = AutoModelForCausalLM.from_pretrained(path, megatron_config=config).train()
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(model)
+    for step in range(4):  # noqa: B007
+        if config.dp_size is None:
+            with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=2, enabled=True) as local:
+                local.step()
+        if step == 2 and torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
+            accelerator.set_trigger()
+        if accelerator.check_trigger():
+            break
+    assert not accelerator.check_trigger()
+    accelerator.unwrap_model(model).save_pretrained(
+        folder,
+        is_main_process=accelerator.is_main_process,
+        save_function=accelerator.save,
+        state_dict=accelerator.get_state_dict(model),
+    )
+    return step
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [TP2, MegatronConfig(dp_size=2, zero_stage=3), MegatronConfig(tp_size=2, pp_size=2)],
+    ids=MegatronConfig.layout,
+)
+def test_triggers_and_saving_as_in_the_examples(stories, tmp_path, layout):
+    ranks = (layout.tp_size or 1) * (layout.pp_size or 1) * (layout.dp_size or 1)
+    assert run_ranks(stop_and_save, ranks, stories, tmp_path, layout) == [2] * ranks
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+    for name, value in AutoModelForCausalLM.from_pretrained(stories).state_dict().items():
+        assert torch.equal(saved[name], value), name
+
+
+def test_a_state_dict_of_parts_is_not_saved(stories, tmp_path):
+    def on_rank():
+        model = AutoModelForCausalLM.from_pretrained(stories, megatron_config=TP2)
+        with pytest.raises(UnsupportedError, match="takes whole tensors on rank 0"):
+            model.save_pretrained(tmp_path, state_dict=model.state_dict())
+
+    run_ranks(on_rank, 2)
 
 
 def test_an_accelerator_that_came_first_is_refused(stories):

@@ -33,7 +33,16 @@ def accuracy(prediction):
     return {"accuracy": float(right.mean()), "samples": len(prediction.predictions)}
 
 
-def train(path, output, config, compute_loss_func=None, prepare=None, train_rows=22, eval_rows=7, **arguments):
+class OwnLoss(Trainer):
+    """Adds nothing, as many do that log something."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+
+def train(
+    path, output, config, compute_loss_func=None, prepare=None, train_rows=22, eval_rows=7, kind=Trainer, **arguments
+):
     model = AutoModelForCausalLM.from_pretrained(path, megatron_config=config)
     if prepare is not None:
         prepare(model)
@@ -52,7 +61,7 @@ def train(path, output, config, compute_loss_func=None, prepare=None, train_rows
         "learning_rate": 1e-3,
         "max_grad_norm": 0.5,
     }
-    trainer = Trainer(
+    trainer = kind(
         model,
         TrainingArguments(str(output), **(defaults | arguments)),
         train_dataset=rows(train_rows, 0),
@@ -64,7 +73,8 @@ def train(path, output, config, compute_loss_func=None, prepare=None, train_rows
     trainer.train()
     prediction = trainer.predict(rows(6, 2))
     weights = full_state_dict(model) if parallel_state(model) is not None else model.state_dict()
-    names = ("loss", "grad_norm", "eval_loss", "eval_accuracy", "eval_samples", "epoch", "num_input_tokens_seen")
+    names = ("loss", "grad_norm", "eval_loss", "eval_accuracy", "eval_samples", "epoch", "train_loss")
+    names += ("num_input_tokens_seen",)
     log = [{name: entry[name] for name in names if name in entry} for entry in trainer.state.log_history]
     return log, prediction.predictions, prediction.metrics["test_loss"], weights
 
@@ -103,6 +113,11 @@ def test_train_evaluate_predict_with_accumulation_and_clipping(stories, tmp_path
 )
 def test_data_parallel(stories, tmp_path, layout):
     compare(stories, tmp_path, layout)
+
+
+def test_own_compute_loss_and_steps_that_are_not_logged(stories, tmp_path):
+    """The last batch of an epoch is not full, and the mean over the training has steps since the last log."""
+    compare(stories, tmp_path, MegatronConfig(dp_size=2), kind=OwnLoss, logging_steps=4, eval_steps=1)
 
 
 def test_without_averaging_tokens_across_devices(stories, tmp_path):

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from .habit import Habit
 from .loop import Loop
@@ -95,9 +94,8 @@ def _total_norm(loop: Loop) -> None:
 
 
 def _norm_by_hand(loop: Loop) -> None:
-    squares = [parameter.grad.pow(2).sum() for parameter in loop.model.parameters() if parameter.grad is not None]
-    whole = [square.full_tensor() if isinstance(square, DTensor) else square for square in squares]
-    loop.log("norm by hand", sum(map(float, whole)) ** 0.5)
+    norms = [parameter.grad.norm().item() for parameter in loop.model.parameters() if parameter.grad is not None]
+    loop.log("norm by hand", sum(norm**2 for norm in norms) ** 0.5)
 
 
 def _scale_by_hand(loop: Loop) -> None:
@@ -208,7 +206,7 @@ GRADIENT_HABITS = (
     Habit("total norm", "`get_total_norm` of all gradients, logged", before_step=_total_norm),
     Habit(
         "norm by hand",
-        "the squares of all `p.grad` summed",
+        "`p.grad.norm().item() ** 2` of all summed",
         before_step=_norm_by_hand,
         differs_on=("pp_size",),
     ),

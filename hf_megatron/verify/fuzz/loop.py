@@ -23,8 +23,6 @@ from .habit import Habit
 
 def number(value: Any) -> float:
     """Returns what a user prints of a scalar."""
-    if isinstance(value, DTensor):
-        value = value.full_tensor()
     return float(value.detach() if isinstance(value, Tensor) else value)
 
 

@@ -1,0 +1,108 @@
+"""What `DTensor` inherits from `torch.Tensor` and does to its local part alone: assigning, reading, pickling.
+
+`parameter.data = ...` keeps the old local part beside what torch assigns; Python's numbers and arrays are not made of
+DTensors; a pickled one forgets whose part it is, so that every rank would read the part of the one that wrote the file.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ..communication.whole_tensors import whole_of
+from ..errors import CheckpointError, UnsupportedError
+from ..mesh import is_of_layout
+from ..upstream import restore_state
+
+_RANK = "_hf_megatron_rank"
+
+
+def _is_own(tensor: DTensor) -> bool:
+    return is_of_layout(tensor.device_mesh)
+
+
+def _assign(parameter: Any, value: Any) -> None:
+    """Gives a DTensor of a laid out model the data of another one, local part included, of any shape.
+
+    Raises:
+        UnsupportedError: the value is no DTensor that lies like the parameter.
+    """
+    is_own = vars(parameter).get("_hf_megatron") is not None
+    if is_own and not (isinstance(value, DTensor) and value.placements == parameter.placements):
+        raise UnsupportedError(
+            "`parameter.data = ...` on a split parameter takes a DTensor that lies like it, such as `parameter.data * "
+            "0.5`; `parameter.data.copy_(...)` takes whole tensors too."
+        )
+    if is_own and value.dtype == parameter.dtype:
+        # Into the memory that optimizers and FSDP2 know.
+        with torch.no_grad():
+            parameter._local_tensor.copy_(value._local_tensor)
+        return
+    Tensor.data.__set__(parameter, value)  # type: ignore[attr-defined]
+    if is_own:
+        parameter._local_tensor, parameter._spec = value._local_tensor, value._spec
+
+
+def _format(self: Any, specification: str) -> str:
+    if self.dim() == 0 and _is_own(self):
+        return format(self.item(), specification)
+    return Tensor.__format__(self, specification)
+
+
+def _tolist(self: Any) -> Any:
+    return whole_of(self).tolist() if _is_own(self) else Tensor.tolist(self)
+
+
+def _numpy(self: Any, *, force: bool = False) -> Any:
+    if not _is_own(self) or (self.requires_grad and not force):
+        return Tensor.numpy(self, force=force)
+    return whole_of(self).numpy(force=force)
+
+
+def _reduce(self: Any, protocol: Any) -> Any:
+    if _is_own(self):
+        vars(self)[_RANK] = dist.get_rank()
+    return Tensor.__reduce_ex__(self, protocol)
+
+
+def _set_state(self: Any, state: Any) -> None:
+    """Restores a pickled tensor, of any shape; raises `CheckpointError` for another part than this rank's."""
+    restore_state(self, state)
+    writer = vars(self).pop(_RANK, None)
+    if writer is None or not dist.is_initialized():
+        return
+    ranks = self.device_mesh.mesh
+    here, there = ((ranks == rank).nonzero().tolist() for rank in (dist.get_rank(), writer))
+    if here != there:
+        raise CheckpointError(
+            f"A pickled part of a tensor of shape {tuple(self.shape)} was written by rank {writer}, and rank "
+            f"{dist.get_rank()} holds another one: torch.save(model.state_dict()) writes the parts of the rank that "
+            "calls it. Save with save_pretrained() or accelerator.save_state(), or a file of every rank."
+        )
+
+
+class TensorMethods:
+    """Puts these in front of `torch.Tensor`'s for DTensors, until `remove()`."""
+
+    def __init__(self) -> None:
+        self._methods = {
+            "data": property(Tensor.data.__get__, _assign),  # type: ignore[attr-defined]
+            "__format__": _format,
+            "tolist": _tolist,
+            "numpy": _numpy,
+            "__reduce_ex__": _reduce,
+            "__setstate__": _set_state,
+        }
+        for name, method in self._methods.items():
+            setattr(DTensor, name, method)
+
+    def remove(self) -> None:
+        for name in self._methods:
+            delattr(DTensor, name)
+
+
+def replace_tensor_methods() -> TensorMethods:
+    """Registers them, and returns what takes them back."""
+    return TensorMethods()
