@@ -167,6 +167,8 @@ _INDEXER = {r"\.indexer\.": "chooses which tokens are read: no gradient comes th
 # Trainable parameters that get no gradient, by model type and regular expression, and why.
 NO_GRADIENT: Mapping[str, Mapping[str, str]] = {
     "afmoe": {r"\.expert_bias$": "chooses experts: no gradient comes through a choice"},
+    "ernie4_5_moe": {r"\.e_score_correction_bias$": "chooses experts: no gradient comes through a choice"},
+    "laguna": {r"\.e_score_correction_bias$": "chooses experts: no gradient comes through a choice"},
     "axk2": _INDEXER,
     "deepseek_v32": _INDEXER,
     "deepseek_v4": _INDEXER,

@@ -1,4 +1,4 @@
-"""GLM MoE DSA: layers hand the tokens that sparse attention looks at on to the layers behind them."""
+"""GLM: norms of single heads that transformers' plan leaves out, and sparse attention that later layers reuse."""
 
 from typing import Any
 
@@ -12,3 +12,10 @@ def glm_moe_dsa(model: Any) -> ModelSpec:
     return corrected_spec(
         model, no_pipeline="layers read the token indices that earlier layers chose. Load it with pp_size=1."
     )
+
+
+@register_model("glm4_moe")
+def glm4_moe(model: Any) -> ModelSpec:
+    # Their weights are those of one head, and each rank computes with some of the heads.
+    norms = ("layers.*.self_attn.q_norm", "layers.*.self_attn.k_norm") if model.config.use_qk_norm else ()
+    return corrected_spec(model, dict.fromkeys(norms, "replicated_with_grad_allreduce"))
