@@ -18,4 +18,4 @@ def glm_moe_dsa(model: Any) -> ModelSpec:
 def glm4_moe(model: Any) -> ModelSpec:
     # Their weights are those of one head, and each rank computes with some of the heads.
     norms = ("layers.*.self_attn.q_norm", "layers.*.self_attn.k_norm") if model.config.use_qk_norm else ()
-    return corrected_spec(model, dict.fromkeys(norms, "replicated_with_grad_allreduce"))
+    return corrected_spec(model, dict.fromkeys(norms, "replicated_sum"))
