@@ -176,6 +176,14 @@ class DataParallel(Shared):
         tied = claim is not None and self.state.is_tied(claim.name)
         return self.state.axes.size("stage") * (2 if tied else 1)
 
+    def refuse_sums_over_parameters(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raises `UnsupportedError` for an optimizer that looks at all parameters together, over pipeline stages."""
+        if self.state.cut is not None and isinstance(optimizer, torch.optim.LBFGS):
+            raise UnsupportedError(
+                f"{type(optimizer).__name__} takes products of all parameters, and a pipeline stage has its own only: "
+                "use pp_size=1, or an optimizer that steps on each parameter by itself."
+            )
+
     def add_optimizer(self, optimizer: Any) -> None:
         self._optimizers = [weakref.ref(other) for other in (*self.optimizers, optimizer)]
 
@@ -374,6 +382,7 @@ def refuse_unprepared(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dic
     first = parameters[0] if parameters else None
     engine = None if first is None else engine_of(first)
     if engine is not None:
+        engine.refuse_sums_over_parameters(optimizer)
         engine.check_before_step()
     if first is not None and reducer_of(first) is not None:
         raise ConfigError(

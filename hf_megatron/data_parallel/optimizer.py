@@ -260,6 +260,12 @@ class _TakenOver:
         super().add_param_group(param_group)  # type: ignore[misc]
         self._hf_megatron.replace(self.param_groups[-1])  # type: ignore[attr-defined]
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UnsupportedError(
+            f"A prepared {type(self).__name__} cannot be copied or pickled: it steps on this rank's part of its model. "
+            "Copy or save optimizer.state_dict(), or use accelerator.save_state()."
+        )
+
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of what this rank owns under the parameters' names in the model."""
         packed = super().state_dict()  # type: ignore[misc]
@@ -312,6 +318,7 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer, *, elementwise: bool = F
     engine = next((engine for engine in engines if engine is not None), None)
     if engine is None:
         return optimizer
+    engine.refuse_sums_over_parameters(optimizer)
     name = type(optimizer).__name__
     # Adagrad makes its state when it is made.
     if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values()):

@@ -20,6 +20,19 @@ def prepare_optimizer(original: Callable, self: Any, optimizer: Any, *args: Any,
     return original(self, optimizer, *args, **kwargs)
 
 
+def init_optimizer(original: Callable, self: Any, params: Any, defaults: dict[str, Any]) -> None:
+    """Makes an optimizer; on a pipeline stage that trains nothing it has an empty group."""
+    from torch import Tensor
+
+    from ..data_parallel.norm_lists import pipelines
+
+    if LEDGER.meshes and not isinstance(params, Tensor):
+        params = list(params)
+        if not params and pipelines():
+            params = [{"params": params}]
+    original(self, params, defaults)
+
+
 def optimizer_step(original: Callable, self: Any, closure: Any = None) -> Any:
     """Steps, and tells schedulers, which ask the wrapper, whether all ranks skipped the step."""
     from ..data_parallel.optimizer import sharded

@@ -90,7 +90,7 @@ class StageRunner(Shared):
         given = arguments.pop("num_items_in_batch", None)
         at_most = self._same_on_dp_ranks(min(rows, self.microbatches_at_most()))
         takes_loss = self.read is not None or has_labels(arguments)
-        if whole or (not for_backward and takes_loss and self.checks.has_batch_statistics(arguments)):
+        if whole or (not for_backward and self.checks.has_batch_statistics(arguments)):
             count = 1
         elif for_backward:
             count = valid_microbatches(self.schedule.name, self.config.pp_size, self.stages_per_rank, at_most)

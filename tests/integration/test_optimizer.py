@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import pickle
 
 import pytest
 import torch
@@ -623,3 +624,14 @@ def test_norm_and_clipping_with_frozen_parameters(stories, text):
 @pytest.mark.parametrize("name", ["Adagrad", "AdamW", "SGD"])
 def test_elementwise_optimizers_with_sharded_weights(stories, name):
     assert error_of(stories, lambda m: train(m, prepare_optimizer(MAKERS[name](m))), layout("dp2+zero3")) < LIMIT
+
+
+@pytest.mark.parametrize("text", ["dp2", "tp2"])
+def test_a_prepared_optimizer_is_not_copied(stories, text):
+    def on_rank():
+        optimizer = prepare_optimizer(adamw(load(stories, layout(text)).parameters()))
+        for take in (copy.deepcopy, pickle.dumps):
+            with pytest.raises(UnsupportedError, match="cannot be copied or pickled"):
+                take(optimizer)
+
+    run_ranks(on_rank, 2)

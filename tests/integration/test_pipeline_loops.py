@@ -170,3 +170,42 @@ def test_parts_of_other_stages(folder):
         return refused
 
     assert run_ranks(on_rank, 2) == [{"mlp", "weight", "norm", "variance_epsilon"}, {"self_attn", "embedding"}]
+
+
+def train_one_stage_only(path, text, part):
+    """Losses of steps of an optimizer that has what one stage holds."""
+    model = load(path, text)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(part in name)
+    chosen = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = prepare_optimizer(torch.optim.AdamW(chosen, lr=0.01))
+    losses = []
+    for seed in range(3):
+        loss = model(**own_rows(model, batch(seed))).loss
+        loss.backward()
+        losses.append(torch.nn.utils.clip_grad_norm_(chosen, 0.5).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("part", ["lm_head", "layers.0", "embed_tokens"])
+@pytest.mark.parametrize("text", ["pp2", "pp2+dp2"])
+def test_parameters_of_one_stage(folder, text, part):
+    expected = train_one_stage_only(folder, None, part)
+    for found in run_ranks(lambda: train_one_stage_only(folder, text, part), 4 if "dp" in text else 2):
+        assert found == pytest.approx(expected, rel=2e-5)
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+def test_products_of_all_parameters_are_refused(folder, prepared):
+    def on_rank():
+        model = load(folder, "pp2")
+        with pytest.raises(UnsupportedError, match="takes products of all parameters"):
+            optimizer = torch.optim.LBFGS(model.parameters())
+            if prepared:
+                prepare_optimizer(optimizer)
+            optimizer.step(lambda: model(**batch(0)).loss)
+
+    run_ranks(on_rank, 2)
