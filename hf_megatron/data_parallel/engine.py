@@ -377,6 +377,8 @@ def reducer_of(parameter: Tensor) -> GradientReducer | None:
 
 def refuse_unprepared(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
     """Raises for a stock optimizer that would find no gradient at all, and do nothing."""
+    if _MARK in vars(optimizer):
+        return
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     refuse_foreign(p for p in parameters if type(p) is Tensor and UNREDUCED in vars(p))
     first = parameters[0] if parameters else None

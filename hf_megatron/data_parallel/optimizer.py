@@ -1,10 +1,11 @@
 """The user's optimizer, stepping on local tensors: fp32 main weights and moments of what this rank owns.
 
-`prepare_optimizer` replaces the parameters in the optimizer's own groups by leaves. The optimizer stays the object it
-is: schedulers change its groups, `foreach` and `fused` apply, loss scalers read the leaves' gradients.
+Within a step leaves stand in the groups in the place of the parameters, which loops find there otherwise. The optimizer
+stays the object it is: schedulers change its groups, `foreach` and `fused` apply.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -117,35 +118,60 @@ class ShardedOptimizer:
         self._used: Verdict | None = None
         self._publishers: list[Publisher] = []
         self._published: list[Leaf] = []
+        # By identity; a leaf is its own.
         self._leaf_of: dict[int, Tensor] = {}
+        self._parameter_of: dict[int, nn.Parameter] = {}
         for group in optimizer.param_groups:
-            self.replace(group)
+            self.adopt(group)
         self.find_state_by_parameter()
         engine.add_optimizer(self)
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
 
-    def replace(self, group: dict[str, Any]) -> None:
-        """Puts leaves in the place of a group's parameters."""
+    def adopt(self, group: dict[str, Any]) -> None:
+        """Makes leaves for a group's parameters."""
         self.engine.scan()
-        names, tensors = self.engine.names(), []
+        names = self.engine.names()
         for parameter in group["params"]:
             if id(parameter) not in names:
-                # Its gradients are those of this rank's rows.
-                alone = "give it an optimizer of its own" if self.engine.mesh.dp_size == 1 else "use dp_size=1"
-                remedy = f"make it one of the model's before its optimizer, or {alone}"
-                raise ConfigError(
-                    f"The optimizer holds a parameter of shape {tuple(parameter.shape)} that is not one of "
-                    f"{type(self.engine.model).__name__}'s: {remedy}."
-                )
+                raise self._foreign(parameter)
             sharing = self.engine.sharing(parameter)
             leaf = _make_leaf(names[id(parameter)], parameter, self.engine.config, sharing)
             self.leaves.append(leaf)
-            tensors.append(leaf.tensor)
+            self._leaf_of |= {id(parameter): leaf.tensor, id(leaf.tensor): leaf.tensor}
+            self._parameter_of[id(leaf.tensor)] = parameter
             if parameter in self.optimizer.state:
                 self.optimizer.state[leaf.tensor] = leaf.take_over(self.optimizer.state.pop(parameter))
-        group["params"] = tensors
-        self._leaf_of |= {id(leaf.parameter): leaf.tensor for leaf in self.leaves}
+
+    def _foreign(self, parameter: Tensor) -> ConfigError:
+        # Its gradients are those of this rank's rows.
+        alone = "give it an optimizer of its own" if self.engine.mesh.dp_size == 1 else "use dp_size=1"
+        return ConfigError(
+            f"The optimizer holds a parameter of shape {tuple(parameter.shape)} that is not one of "
+            f"{type(self.engine.model).__name__}'s: make it one of the model's before its optimizer, or {alone}."
+        )
+
+    def _enter(self) -> None:
+        """Puts leaves into the groups."""
+        for group in self.optimizer.param_groups:
+            if foreign := [parameter for parameter in group["params"] if id(parameter) not in self._leaf_of]:
+                raise self._foreign(foreign[0])
+        for group in self.optimizer.param_groups:
+            group["params"] = [self._leaf_of[id(parameter)] for parameter in group["params"]]
+
+    def _leave(self) -> None:
+        """Puts the parameters back."""
+        for group in self.optimizer.param_groups:
+            group["params"] = [self._parameter_of.get(id(tensor), tensor) for tensor in group["params"]]
+
+    @contextmanager
+    def leaves_in_groups(self) -> Iterator[None]:
+        """Lets torch find the leaves that states belong to."""
+        self._enter()
+        try:
+            yield
+        finally:
+            self._leave()
 
     def find_state_by_parameter(self) -> None:
         """Lets loops find the state of what this rank owns of a parameter by the parameter."""
@@ -200,9 +226,11 @@ class ShardedOptimizer:
                 leaf.tensor.grad = None
         self._used = engine.verdict
         engine.verdict.used = True
+        self._enter()
 
     @torch.no_grad()
     def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
+        self._leave()
         if self.step_was_skipped:
             return
         if self.engine.state.shards_weights:
@@ -235,9 +263,11 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def zero_grad(self, set_to_none: bool) -> None:
+        # A step that failed has left them there.
+        self._leave()
         # Parameters that a loop has taken out of the groups keep their gradients.
-        present = {id(tensor) for group in self.optimizer.param_groups for tensor in group["params"]}
-        leaves = [leaf for leaf in self.leaves if id(leaf.tensor) in present]
+        present = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
+        leaves = [leaf for leaf in self.leaves if id(leaf.parameter) in present]
         if set_to_none and self.engine.reducer is not None:
             self.engine.reducer.discard([leaf.parameter for leaf in leaves])
         for leaf in leaves:
@@ -258,7 +288,7 @@ class _TakenOver:
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)  # type: ignore[misc]
-        self._hf_megatron.replace(self.param_groups[-1])  # type: ignore[attr-defined]
+        self._hf_megatron.adopt(self.param_groups[-1])  # type: ignore[attr-defined]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UnsupportedError(
@@ -268,7 +298,8 @@ class _TakenOver:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of what this rank owns under the parameters' names in the model."""
-        packed = super().state_dict()  # type: ignore[misc]
+        with self._hf_megatron.leaves_in_groups():
+            packed = super().state_dict()  # type: ignore[misc]
         names = [leaf.name for leaf in self._hf_megatron.leaves]
         groups = [{**group, "params": [names[index] for index in group["params"]]} for group in packed["param_groups"]]
         return {"state": {names[index]: state for index, state in packed["state"].items()}, "param_groups": groups}
@@ -281,7 +312,8 @@ class _TakenOver:
             raise ConfigError(f"The optimizer's state dict names parameters that it does not hold: {unknown[:5]}.")
         state = {index_of[name]: value for name, value in state_dict["state"].items()}
         groups = [{**g, "params": [index_of[name] for name in g["params"]]} for g in state_dict["param_groups"]]
-        super().load_state_dict({"state": state, "param_groups": groups})  # type: ignore[misc]
+        with self._hf_megatron.leaves_in_groups():
+            super().load_state_dict({"state": state, "param_groups": groups})  # type: ignore[misc]
         self._hf_megatron.find_state_by_parameter()
 
 
@@ -303,9 +335,9 @@ def is_elementwise(optimizer_class: type) -> bool:
 def prepare_optimizer(optimizer: torch.optim.Optimizer, *, elementwise: bool = False) -> torch.optim.Optimizer:
     """Makes an optimizer of a laid out model step on what this rank owns; Trainer and Accelerate call it themselves.
 
-    Returns the same object, whose groups hold local tensors from now on. `UnsupportedError` for a class that looks at
-    whole parameters (Adafactor, Muon, LBFGS, block-wise 8-bit) or is unknown; `ConfigError` for parameters of several
-    models, and for an optimizer that has stepped already.
+    Returns the same object, whose groups hold local tensors while it steps. `UnsupportedError` for a class that looks
+    at whole parameters (Adafactor, Muon, LBFGS, block-wise 8-bit) or is unknown; `ConfigError` for parameters of
+    several models, and for an optimizer that has stepped already.
 
     Args:
         optimizer (`torch.optim.Optimizer`): made from the model's parameters, before its first step.

@@ -15,7 +15,7 @@ from hf_megatron.verify.ranks import run_ranks
 
 from .habits import Runs, batch, cells, layout, own_rows, save_tiny
 
-LAYOUTS = ["tp2", "tp2+sp", "dp2", "dp2+zero3", "tp2+dp2+zero3"]
+LAYOUTS = ["tp2", "tp2+sp", "dp2", "dp2+zero2", "dp2+zero3", "tp2+dp2+zero3"]
 HABITS = {}
 
 
@@ -115,6 +115,28 @@ def take_parameters_out_of_their_group(loop):
         loop.step(seed)
 
 
+def listed(loop):
+    return [parameter for group in loop.optimizer.param_groups for parameter in group["params"]]
+
+
+@habit
+def reach_parameters_through_groups(loop):
+    for seed in range(4):
+        loop.backward(seed)
+        assert all(a is b for a, b in zip(listed(loop), loop.parameters(), strict=True))
+        if seed == 1:
+            loop.see("norm", torch.nn.utils.clip_grad_norm_(listed(loop), 0.1))
+            loop.see("square", sum(parameter.grad.pow(2).sum().item() for parameter in listed(loop)))
+        elif seed == 2:
+            torch.nn.utils.clip_grad_value_(listed(loop), 1e-3)
+            listed(loop)[0].grad.mul_(0.5)
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+        with torch.no_grad():
+            for parameter in listed(loop):
+                parameter.mul_(0.95)
+
+
 @habit
 def evaluate_in_inference_mode(loop):
     for seed in range(2):
@@ -125,6 +147,7 @@ def evaluate_in_inference_mode(loop):
         loop.step(seed)
 
 
+# A stage's list is its own parameters.
 IMPOSSIBLE = {"pp2": HABITS.keys() - {"evaluate_in_inference_mode"}}
 
 
