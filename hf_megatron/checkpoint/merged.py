@@ -55,7 +55,8 @@ def _given(model: Any, tensors: Mapping[str, Tensor], keep_names: bool) -> Itera
 
 def _is_whole(state_dict: Mapping[str, Any]) -> bool:
     """Tells on every rank whether rank 0 was given whole tensors."""
-    verdict = [all(type(value) in (Tensor, torch.nn.Parameter) for value in state_dict.values())]
+    # An empty one would be a model without weights.
+    verdict = [bool(state_dict) and all(type(value) in (Tensor, torch.nn.Parameter) for value in state_dict.values())]
     dist.broadcast_object_list(verdict, src=0)
     return verdict[0]
 
