@@ -92,6 +92,16 @@ def tiny(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def tiny_uneven(tmp_path_factory) -> Path:
+    """The same untied with a vocabulary of 67, of which ranks hold unequal parts."""
+    from .integration.habits import save_tiny
+
+    folder = tmp_path_factory.mktemp("tiny_uneven")
+    save_tiny(folder, vocab_size=67, tie_word_embeddings=False)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def story_texts() -> list[str]:
     """Five short stories."""
     text = (TESTS / "data" / "tinystories_sample.txt").read_text(encoding="utf-8")

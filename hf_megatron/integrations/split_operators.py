@@ -53,20 +53,7 @@ _FRESH = (
     # `torch.eye(..., out=weight)`: DTensor writes the whole into this rank's part, and makes it larger.
     *(
         getattr(getattr(_aten, name), overload)
-        for name in [
-            "arange",
-            "empty",
-            "eye",
-            "full",
-            "linspace",
-            "normal",
-            "ones",
-            "rand",
-            "randint",
-            "randn",
-            "randperm",
-            "zeros",
-        ]
+        for name in _FACTORIES
         for overload in getattr(_aten, name).overloads()
         if overload.endswith("out")
     ),

@@ -27,7 +27,7 @@ def _cell(row: Mapping[str, Any] | None) -> str:
 def support_table(rows: Iterable[Mapping[str, Any]] | None = None) -> str:
     """Renders a line per model class and a column per layout; then shares that are split, and what is refused."""
     by_class: dict[tuple[str, str], dict[tuple[str, int, int], Mapping[str, Any]]] = defaultdict(dict)
-    further: dict[tuple[str, str], set[str]] = defaultdict(set)
+    further: dict[tuple[str, str], dict[str, list[Mapping[str, Any]]]] = defaultdict(lambda: defaultdict(list))
     reasons: dict[str, list[str]] = defaultdict(list)
     whole: dict[str, float] = {}
     for row in records() if rows is None else rows:
@@ -36,15 +36,15 @@ def support_table(rows: Iterable[Mapping[str, Any]] | None = None) -> str:
             by_class[name][layout] = row
             if row["passed"] and row.get("split", 1.0) < 0.5:
                 whole[row["class"]] = row["split"]
-        elif row["passed"]:
-            further[name].add(_changes(row))
+        else:
+            further[name][_changes(row)].append(row)
     lines = [
         f"| model type | class | {' | '.join(COLUMNS)} | also compared with |",
         "|---|---" + "|---" * len(COLUMNS) + "|---|",
     ]
     for name, results in sorted(by_class.items()):
         cells = [_cell(results.get(column)) for column in COLUMNS.values()]
-        lines.append(f"| {' | '.join((*name, *cells))} | {'; '.join(sorted(further[name]))} |")
+        lines.append(f"| {' | '.join((*name, *cells))} | {_further(further[name])} |")
         for heading, column in COLUMNS.items():
             if column in results and not results[column]["passed"]:
                 reasons[_REASON.sub("", results[column]["worst"])].append(f"{name[1]} on {heading.replace(' ', '')}")
@@ -60,6 +60,18 @@ def support_table(rows: Iterable[Mapping[str, Any]] | None = None) -> str:
         )
         + (f"\nRefused, and why:\n\n{refused}" if refused else "")
     )
+
+
+def _further(compared: Mapping[str, list[Mapping[str, Any]]]) -> str:
+    """Lists changed configs that were equal, and the layouts on which they were not."""
+    headings = {column: heading.replace(" ", "") for heading, column in COLUMNS.items()}
+    texts = []
+    for changes, rows in sorted(compared.items()):
+        layouts = {(row["layout"], row["tp_size"], row.get("pp_size", 1)): row["passed"] for row in rows}
+        failed = [headings[column] for column in headings if layouts.get(column) is False]
+        if any(layouts.values()):
+            texts.append(changes + (f" (not on {', '.join(failed)})" if failed else ""))
+    return "; ".join(texts)
 
 
 def _changes(row: Mapping[str, Any]) -> str:

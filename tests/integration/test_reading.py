@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from hf_megatron import CheckpointError
 from hf_megatron.verify.ranks import run_ranks
 
-from .habits import Runs, batch, cells, layout, own_rows, save_tiny
+from .habits import Runs, batch, cells, layout, own_rows
 
 LAYOUTS = ["tp2", "tp2+sp", "dp2", "dp2+zero2", "dp2+zero3", "tp2+dp2+zero3"]
 HABITS = {}
@@ -152,16 +152,8 @@ IMPOSSIBLE = {"pp2": HABITS.keys() - {"evaluate_in_inference_mode"}}
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tiny")
-    # Ranks hold unequal parts of the vocabulary.
-    save_tiny(folder, vocab_size=67, tie_word_embeddings=False)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def runs(path):
-    return Runs(path, HABITS, IMPOSSIBLE)
+def runs(tiny_uneven):
+    return Runs(tiny_uneven, HABITS, IMPOSSIBLE)
 
 
 @pytest.mark.parametrize(("name", "text"), cells(HABITS, [*LAYOUTS, "pp2"], IMPOSSIBLE))
@@ -189,14 +181,14 @@ def save_and_load(path, text, folder):
 
 
 @pytest.mark.parametrize("text", ["tp2", "dp2+zero3"])
-def test_a_pickled_part_is_read_by_the_rank_that_wrote_it(path, tmp_path, text):
-    for before, after in run_ranks(save_and_load, 2, path, text, tmp_path):
+def test_a_pickled_part_is_read_by_the_rank_that_wrote_it(tiny_uneven, tmp_path, text):
+    for before, after in run_ranks(save_and_load, 2, tiny_uneven, text, tmp_path):
         assert after == before
 
 
-def test_transposing_in_place_says_what_to_do_instead(path):
+def test_transposing_in_place_says_what_to_do_instead(tiny_uneven):
     def on_rank():
-        model = AutoModelForCausalLM.from_pretrained(path, megatron_config=layout("tp2"))
+        model = AutoModelForCausalLM.from_pretrained(tiny_uneven, megatron_config=layout("tp2"))
         weight = model.model.layers[0].mlp.down_proj.weight
         assert isinstance(weight, DTensor)
         with pytest.raises(Exception, match="weight.copy_"):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from .habits import Runs, cells, save_tiny
+from .habits import Runs, cells
 
 LAYOUTS = ["tp2", "tp2+sp", "dp2", "dp2+zero3", "tp2+dp2", "tp2+dp2+zero3"]
 IN_HALF = ["tp2", "dp2", "dp2+zero3"]
@@ -22,21 +22,13 @@ def in_half_precision_too(function):
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tiny")
-    # Ranks hold unequal parts of the vocabulary, which tp and FSDP2 both split.
-    save_tiny(folder, vocab_size=67, tie_word_embeddings=False)
-    return folder
+def runs(tiny_uneven):
+    return Runs(tiny_uneven, HABITS)
 
 
 @pytest.fixture(scope="module")
-def runs(path):
-    return Runs(path, HABITS)
-
-
-@pytest.fixture(scope="module")
-def half_runs(path):
-    return Runs(path, HALF, dtype=torch.bfloat16)
+def half_runs(tiny_uneven):
+    return Runs(tiny_uneven, HALF, dtype=torch.bfloat16)
 
 
 def embedding(loop):
