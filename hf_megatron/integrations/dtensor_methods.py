@@ -1,21 +1,24 @@
-"""What `DTensor` inherits from `torch.Tensor` and does to its local part alone: assigning, reading, pickling.
+"""What `DTensor` inherits from `torch.Tensor` and does to its local part alone: assigning, reading, pickling, sums with plain losses.
 
 `parameter.data = ...` keeps the old local part beside what torch assigns; Python's numbers and arrays are not made of
 DTensors; a pickled one forgets whose part it is, so that every rank would read the part of the one that wrote the file.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from ..communication.whole_tensors import whole_of
 from ..errors import CheckpointError, UnsupportedError
 from ..mesh import is_of_layout
 from ..upstream import restore_state
 
+# Those of the other side are asked first where the other side is plain.
+_ARITHMETIC = tuple(f"__{side}{name}__" for name in ("add", "sub", "mul", "truediv") for side in ("", "r"))
 _RANK = "_hf_megatron_rank"
 
 
@@ -29,7 +32,8 @@ def _assign(parameter: Any, value: Any) -> None:
     Raises:
         UnsupportedError: the value is no DTensor that lies like the parameter.
     """
-    is_own = vars(parameter).get("_hf_megatron") is not None
+    # By its mesh: a cast makes new parameters without what was written on the old ones.
+    is_own = _is_own(parameter)
     if is_own and not (isinstance(value, DTensor) and value.placements == parameter.placements):
         raise UnsupportedError(
             "`parameter.data = ...` on a split parameter takes a DTensor that lies like it, such as `parameter.data * "
@@ -43,6 +47,23 @@ def _assign(parameter: Any, value: Any) -> None:
     Tensor.data.__set__(parameter, value)  # type: ignore[attr-defined]
     if is_own:
         parameter._local_tensor, parameter._spec = value._local_tensor, value._spec
+
+
+def _beside(tensor: Any, split: Any) -> Any:
+    """Returns a plain loss `[]` as a DTensor that lies whole on a split tensor's mesh; its gradient is a plain one."""
+    plain = type(tensor) is Tensor and tensor.dim() == 0 and tensor.requires_grad
+    if not plain or not torch.is_grad_enabled() or not _is_own(split):
+        return tensor
+    mesh = split.device_mesh
+    return DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def _with_plain_losses(stock: Callable[..., Any]) -> Callable[..., Any]:
+    # Torch adds a number that is no DTensor to one, and the backward of what made it is handed a DTensor.
+    def operator(self: Any, other: Any) -> Any:
+        return stock(self, _beside(other, self))
+
+    return operator
 
 
 def _format(self: Any, specification: str) -> str:
@@ -88,6 +109,7 @@ class TensorMethods:
 
     def __init__(self) -> None:
         self._methods = {
+            **{name: _with_plain_losses(getattr(Tensor, name)) for name in _ARITHMETIC},
             "data": property(Tensor.data.__get__, _assign),  # type: ignore[attr-defined]
             "__format__": _format,
             "tolist": _tolist,

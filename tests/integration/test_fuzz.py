@@ -35,7 +35,7 @@ def test_a_case_depends_on_seed_and_number_alone():
     assert drawn[:20] != [draw_case(6, number) for number in range(20)]
     for case in drawn:
         assert ranks_of(case["layout"]) in (2, 3, 4)
-        assert together(case["habits"]) and all(fits(case, name) for name in case["habits"])
+        assert together(case["habits"], case["layout"]) and all(fits(case, name) for name in case["habits"])
 
 
 def damage(loop):

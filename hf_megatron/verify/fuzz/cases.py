@@ -51,10 +51,14 @@ def fits(case: Mapping[str, Any], name: str) -> bool:
     return all(has(case, need) for need in habit.needs) and habit.loop in ("", case["loop"])
 
 
-def together(names: Sequence[str]) -> bool:
-    """Tells whether habits take different places."""
+def together(names: Sequence[str], layout: Mapping[str, Any]) -> bool:
+    """Tells whether habits take different places, and mean the same loss on a layout."""
     taken: set[str] = set()
-    for habit in habits_of(names):
+    habits = habits_of(names)
+    has_parts = layout.get("dp_size", 1) > 1 and any(habit.local for habit in habits)
+    if has_parts and any(habit.of_whole for habit in habits):
+        return False
+    for habit in habits:
         own = {place for place in ("forward", "backward", "step", "clear", "batch") if getattr(habit, place)}
         if taken & own:
             return False
@@ -120,7 +124,7 @@ def draw_case(seed: int, number: int, only: Sequence[str] = (), layouts: Sequenc
     habits = [chance.choice(asked or possible)]
     if not asked and chance.random() < 0.4:
         second = chance.choice(possible)
-        if second not in habits and together([*habits, second]):
+        if second not in habits and together([*habits, second], case["layout"]):
             habits.append(second)
     case["habits"] = habits
     return case

@@ -24,6 +24,8 @@ class Habit:
         random: draws random numbers, so that only the ranks are compared with each other.
         local: the loss it returns is this rank's part of a sum over the data parallel ranks.
         slow: takes seconds.
+        trips: one process's own optimizer may raise after it, where a prepared one goes on.
+        of_whole: what it makes of the loss is not made of parts of it.
         differs_on: fields of layouts that split what it takes for whole, as docs/surface.md says.
     """
 
@@ -46,6 +48,8 @@ class Habit:
     random: bool = False
     local: bool = False
     slow: bool = False
+    trips: bool = False
+    of_whole: bool = False
     differs_on: tuple[str, ...] = ()
 
     def is_known_to_differ(self, layout: Mapping[str, Any]) -> bool:

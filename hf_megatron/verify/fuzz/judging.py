@@ -21,7 +21,7 @@ _HALF = (0.15, 0.4, 0.04, 0.5)
 # Trainer rounds what it logs.
 _TRAINER = 2e-4
 
-ACCEPTED = ("equal", "refused", "raises alike", "unstable")
+ACCEPTED = ("equal", "refused", "raises alike", "goes on", "unstable")
 
 
 def _tolerance(case: Mapping[str, Any]) -> tuple[float, float, float, float]:
@@ -53,7 +53,11 @@ def judge_case(
     if one is None:
         return {"verdict": "equal", "worst": "the ranks agree"}
     if "error" in one:
-        return {"verdict": "accepted", "worst": f"one process raises {one['error'][:200]}, the ranks train on"}
+        trips = any(habit.trips and one["steps"] >= habit.acts for habit in habits_of(case["habits"]))
+        return {
+            "verdict": "goes on" if trips else "accepted",
+            "worst": f"one process raises {one['error'][:200]}, the ranks train on",
+        }
     judgement = compare_runs(case, ranks, one, folders)
     verdict = "equal" if judgement.passed else "differs"
     return {"verdict": verdict, "worst": str(judgement.worst), "error": _finite(judgement.worst.value)}
@@ -78,7 +82,7 @@ def _failure(
     if any("Hang" in rank["kinds"] for rank in ranks):
         return {"verdict": "hang", "worst": worst, "traceback": found["traceback"]}
     if speaks and len(failed) == len(ranks):
-        if found["steps"] <= acts:
+        if found["steps"] <= acts or (one is not None and "error" in one and found["steps"] == one["steps"]):
             alike = not any("MegatronError" in rank["kinds"] for rank in speaks)
             return {"verdict": "raises alike" if alike else "refused", "worst": worst}
         return {"verdict": "refused late", "worst": f"after {found['steps']} steps: {worst}"}

@@ -152,7 +152,7 @@ _ROUTER_LOSS = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
 
 LOSS_HABITS = (
     Habit("loss scaled", "`(loss / 4).backward()`", backward=_quarter),
-    Habit("loss squared", "a function of the loss", backward=_squared),
+    Habit("loss squared", "a function of the loss", backward=_squared, of_whole=True),
     Habit("regularised", "the loss and a sum of squares of all parameters", backward=_regularised),
     Habit("regularised and scaled", "the same, divided by 4", backward=_regularised_and_scaled),
     Habit("two forwards", "backward of the sum of two calls' losses", forward=_two_forwards),

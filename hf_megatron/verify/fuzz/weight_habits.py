@@ -218,6 +218,8 @@ def _stock_afterwards(loop: Loop) -> None:
     import accelerate
 
     loop.model = loop.optimizer = None
+    # Schedules and hooks hold the model.
+    loop.kept.clear()
     gc.collect()
     accelerator = accelerate.Accelerator(cpu=True)
     loop.log("a later Accelerator has a layout", accelerator.parallelism_config is not None)
@@ -265,7 +267,7 @@ WEIGHT_HABITS = (
     ),
     Habit("copy averaged", "a moving average in a deep copy", made=_copy_model, after_step=_average_into_copy, acts=1),
     Habit("double", "`model.double()` before training", made=_to_double),
-    Habit("double later", "`model.to(torch.float64)` between steps", after_step=_to_double_later, acts=1),
+    Habit("double later", "`model.to(torch.float64)` between steps", after_step=_to_double_later, acts=1, trips=True),
     Habit("bfloat16", "`model.to(torch.bfloat16)` before training", made=_to_bfloat16, needs=("fp32",)),
     Habit("counted", "`num_parameters()`", made=_count),
     Habit("names", "`state_dict()`'s names counted", made=_names),
