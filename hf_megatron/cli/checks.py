@@ -20,7 +20,12 @@ def check(
         str, typer.Option(help="Several layouts at once, such as `tp2,tp2+sp,pp2`; replaces --tp, --sp and --pp.")
     ] = "",
     class_name: Annotated[str, typer.Option("--class", help="A transformers class instead of the causal one.")] = "",
-    task: Annotated[str, typer.Option(help="causal, masked, seq2seq or classification.")] = "causal",
+    task: Annotated[
+        str,
+        typer.Option(
+            help="Of the batches: causal, masked, seq2seq, classification, token_classification or question_answering."
+        ),
+    ] = "causal",
     changes: Annotated[
         str, typer.Option("--set", help="Changes of the config, as JSON: '{\"tie_word_embeddings\": true}'.")
     ] = "{}",

@@ -1,4 +1,4 @@
-"""What `DTensor` inherits from `torch.Tensor` and does to its local part alone: assigning, reading, pickling, sums with plain losses.
+"""What `DTensor` inherits from `torch.Tensor` and does to its local part alone: assigning, reading, pickling, sums.
 
 `parameter.data = ...` keeps the old local part beside what torch assigns; Python's numbers and arrays are not made of
 DTensors; a pickled one forgets whose part it is, so that every rank would read the part of the one that wrote the file.

@@ -16,14 +16,19 @@ from ..registry import registered_types
 from ..registry.features import Features, describe_model
 from ..registry.recorded import layout_kind, tested_versions
 from .draws import check_draws
-from .parity import TASKS, Twin, check_twin, make_twin
+from .parity import Twin, check_twin, make_twin
 from .ranks import first_reason
-from .twin import without_gradient
+from .twin import TASKS, without_gradient
 from .variants import variants_of
 
 # Own specs that are not causal, and the tasks they are checked on.
 OTHER_TASKS = {"bert": ("masked", "classification"), "t5": ("seq2seq",)}
-_CLASS_TASKS = {"SequenceClassification": "classification", "MaskedLM": "masked"}
+_CLASS_TASKS = {
+    "SequenceClassification": "classification",
+    "TokenClassification": "token_classification",
+    "QuestionAnswering": "question_answering",
+    "MaskedLM": "masked",
+}
 _LAYOUT_WORDS = {
     "tp": "tp_size",
     "pp": "pp_size",

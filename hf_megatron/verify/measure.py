@@ -37,6 +37,7 @@ class Measurement:
 
     Attributes:
         without: patterns of the parameters that are known to get no gradient.
+        cancelled: names of the parameters whose gradient is zero in exact arithmetic.
     """
 
     loss: float
@@ -45,6 +46,7 @@ class Measurement:
     gradients: dict[str, Tensor | None] = field(default_factory=dict)
     weights: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     without: tuple[str, ...] = ()
+    cancelled: frozenset[str] = frozenset()
 
 
 def _rows_of_this_rank(model: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -16,16 +16,9 @@ from ..config import MegatronConfig
 from ..integrations.gate import ConfigUnderTest
 from ..registry.features import Description, Part, describe_model
 from .measure import Measurement, measure
-from .metric import Error, Judgement, judge
+from .metric import Error, Judgement, cancelled, judge
 from .ranks import run_ranks
-from .twin import draw_parameters, full_config, make_batch, tiny_config, without_gradient
-
-TASKS = {
-    "causal": "AutoModelForCausalLM",
-    "masked": "AutoModelForMaskedLM",
-    "seq2seq": "AutoModelForSeq2SeqLM",
-    "classification": "AutoModelForSequenceClassification",
-}
+from .twin import TASKS, draw_parameters, full_config, make_batch, tiny_config, without_gradient
 
 # Seeds tried for a well-conditioned draw, and what counts as one: round-off of the reference itself, in limits.
 _DRAWS = 10
@@ -78,7 +71,7 @@ def make_twin(
 
     Args:
         config (`PreTrainedConfig`): of any size; it is shrunk.
-        task (`str`): `causal`, `masked`, `seq2seq` or `classification`.
+        task (`str`): a key of `TASKS`.
         class_name (`str`, *optional*): a transformers class instead of the task's Auto class.
         changes (`dict`, *optional*): attributes set on the tiny config.
         microbatches (`int`): batches per optimizer step, with unequal numbers of labels.
@@ -138,6 +131,7 @@ def _draw(
     except RuntimeError:
         # Parts of the model compute in fp32 by name and refuse weights of another type: nothing to compare with.
         return twin
+    twin.reference.cancelled = precise.cancelled = cancelled(precise)
     twin.condition = judge(twin.reference, precise).worst.value
     return twin
 

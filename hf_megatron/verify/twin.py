@@ -10,6 +10,16 @@ from transformers import PreTrainedConfig
 
 from ..registry.features import is_rate
 
+# Whose batches are known, with the Auto class of each.
+TASKS = {
+    "causal": "AutoModelForCausalLM",
+    "masked": "AutoModelForMaskedLM",
+    "seq2seq": "AutoModelForSeq2SeqLM",
+    "classification": "AutoModelForSequenceClassification",
+    "token_classification": "AutoModelForTokenClassification",
+    "question_answering": "AutoModelForQuestionAnswering",
+}
+
 VOCAB_SIZE = 131
 FIRST_SPECIAL_TOKEN = 120
 MOE_SIZE = 48
@@ -250,15 +260,16 @@ def make_batch(
 
     Args:
         sequence_length (`int`, defaults to 13): tokens of a row, padding included.
-        task (`str`, defaults to `"causal"`): of the labels: `"causal"`, `"masked"`, `"seq2seq"` or `"classification"`.
+        task (`str`, defaults to `"causal"`): of the labels, a key of `TASKS`.
         padding_side (`str`, defaults to `"right"`): `"right"` or `"left"`.
 
     Returns:
         `dict[str, Tensor]`: `input_ids` and `attention_mask` of `[batch, sequence]`; `labels` of the same, of
-        `[batch, sequence - 2]` for `"seq2seq"`, of `[batch]` for `"classification"`.
+        `[batch, sequence - 2]` for `"seq2seq"`, of `[batch]` for `"classification"`; `start_positions` and
+        `end_positions` of `[batch]` instead for `"question_answering"`.
     """
-    if task not in ("causal", "masked", "seq2seq", "classification"):
-        raise ValueError(f'`task` must be "causal", "masked", "seq2seq" or "classification", got {task!r}.')
+    if task not in TASKS:
+        raise ValueError(f"`task` must be one of {', '.join(TASKS)}, got {task!r}.")
     if padding_side not in ("right", "left"):
         raise ValueError(f'`padding_side` must be "right" or "left", got {padding_side!r}.')
     generator = torch.Generator().manual_seed(seed)
@@ -280,8 +291,15 @@ def make_batch(
         num_labels = cast(int, config.num_labels)
         first = torch.randint(num_labels, (1,), generator=generator)
         return batch | {"labels": (first + torch.arange(batch_size)) % num_labels}
+    if task == "question_answering":
+        starts = torch.randint(sequence_length // 2, (batch_size,), generator=generator)
+        # One beyond the row is ignored, as one cut off with its context is.
+        ends = (starts + 2).where(torch.arange(batch_size) != 1, sequence_length)
+        return batch | {"start_positions": starts, "end_positions": ends}
     # The decoder's own length differs from the encoder's, so that a mix-up of the two fails.
     labels = draw_tokens(sequence_length - 2) if task == "seq2seq" else input_ids.clone()
+    if task == "token_classification":
+        labels = torch.randint(cast(int, config.num_labels), labels.shape, generator=generator)
     ignored = torch.rand(labels.shape, generator=generator) < (0.6 if task == "masked" else 0.1)
     if task == "seq2seq":
         ignored[-1, -num_padding:] = True

@@ -4,12 +4,14 @@ Adding a case is one line in `CASES`. Run one with `pytest tests/parity -k "gemm
 `hf-megatron check TYPE --layouts tp2,tp2+sp,tp4`.
 """
 
+import dataclasses
 import functools
 
 import pytest
 from transformers import CONFIG_MAPPING
 
 from hf_megatron.verify.check import parse_layouts
+from hf_megatron.verify.metric import judge
 from hf_megatron.verify.parity import check_twin
 from tests.shared_twins import make_twin
 
@@ -48,11 +50,13 @@ CASES = [
     ("t5", "tp2+sp", {}),
 ]
 TASKS = {"bert": "masked", "t5": "seq2seq"}
+# Heads whose labels are no tokens, one a token and two a row.
+HEADS = [("bert", "token_classification", "tp2"), ("bert", "question_answering", "tp2+sp")]
 
 
 @functools.lru_cache(maxsize=4)
-def _twin(model_type: str, changes: tuple):
-    task = TASKS.get(model_type, "causal")
+def _twin(model_type: str, changes: tuple, task: str = ""):
+    task = task or TASKS.get(model_type, "causal")
     return make_twin(CONFIG_MAPPING[model_type](), task=task, changes=dict(changes), microbatches=2)
 
 
@@ -67,3 +71,23 @@ def _flat():
 def test_equals_one_process(model_type, layout, changes):
     comparison = check_twin(_twin(model_type, changes), layout)
     assert comparison.passed, comparison.report()
+
+
+@pytest.mark.parametrize(("model_type", "task", "layout"), HEADS)
+def test_heads_equal_one_process(model_type, task, layout):
+    comparison = check_twin(_twin(model_type, (), task), parse_layouts(layout)[0])
+    assert comparison.passed, comparison.report()
+
+
+def test_gradients_that_are_zero_are_measured_as_round_off():
+    """Attention does not change with what is added to all keys; a key bias that gets a gradient still fails."""
+    twin = _twin("bert", (), "token_classification")
+    reference = twin.reference
+    assert {name for name in reference.gradients if name.endswith("key.bias")} == reference.cancelled
+    name = min(reference.cancelled)
+    largest = max(gradient.abs().max() for gradient in reference.gradients.values() if gradient is not None)
+    found = dataclasses.replace(reference, gradients=dict(reference.gradients))
+    found.gradients[name] = reference.gradients[name] + 1e-6 * largest
+    assert judge(found, reference).passed
+    found.gradients[name] = reference.gradients[name] + 4e-6 * largest
+    assert not judge(found, reference).passed
