@@ -6,12 +6,19 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import MegatronError
-from ..model_cards import carry_card, facts_of_config, write_card
+from ..model_cards import carry_card, facts_of_config, is_own_card, write_card
 from .format import Format
 
 
 def write_conversion_card(
-    folder: Path, name: str, config: Any, source: str, to: Format, notes: Sequence[str], before: Path | None
+    folder: Path,
+    name: str,
+    config: Any,
+    source: str,
+    to: Format,
+    notes: Sequence[str],
+    before: Path | None,
+    parameters: int | None = None,
 ) -> None:
     """Says where a checkpoint comes from, how to load it, and what was not checked.
 
@@ -21,7 +28,9 @@ def write_conversion_card(
         folder: where the files are.
         name: what it will be called.
         source: the format it comes from.
-        before: a folder with the card of the source; its text comes along into Hugging Face folders.
+        before: a folder with the card of the source: one of ours comes along, somebody else's into Hugging Face's
+            format.
+        parameters: how many the model has.
     """
     if to.card is None:
         how = "`AutoModelForCausalLM.from_pretrained(folder, megatron_config=MegatronConfig())` under hf_megatron"
@@ -34,9 +43,10 @@ def write_conversion_card(
         notes=tuple(notes),
         files=to.card,
         library_name=None if to.card is None else "transformers",
+        parameters=parameters,
     )
     try:
-        if to.card == "merged" and before is not None:
+        if before is not None and (to.card == "merged" or is_own_card(before)):
             carry_card(before, folder, facts)
         else:
             write_card(folder, facts)

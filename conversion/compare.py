@@ -1,12 +1,20 @@
 """Two checkpoints of any formats, compared tensor by tensor and, on request, by the logits of their models."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
+from ..shown import shown
 from .architecture import Architecture
+from .source import Source
 from .tensors import MAIN_WEIGHT, WEIGHT, Key, Reader, same_bytes
+
+_NOT_OF_THE_MODEL = frozenset(
+    {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
+)
 
 
 @dataclass
@@ -17,6 +25,7 @@ class Comparison:
         compared: tensors that both have.
         only_first, only_second: those that only one has.
         different: what differs, by tensor.
+        settings: of the configs that differ, with both values.
         logits: largest absolute difference of the logits, where they were compared.
     """
 
@@ -24,16 +33,18 @@ class Comparison:
     only_first: list[Key] = field(default_factory=list)
     only_second: list[Key] = field(default_factory=list)
     different: dict[Key, str] = field(default_factory=dict)
+    settings: dict[str, str] = field(default_factory=dict)
     logits: float | None = None
 
     @property
     def equal(self) -> bool:
-        return not (self.only_first or self.only_second or self.different)
+        return not (self.only_first or self.only_second or self.different or self.settings)
 
     def summary(self) -> str:
         """Returns what was compared and what differs in one line."""
         parts = [f"{self.compared} tensors compared, {len(self.different)} different"]
         parts += [f"{key}: {what}" for key, what in list(self.different.items())[:20]]
+        parts += [f"config.{name}: {what}" for name, what in list(self.settings.items())[:20]]
         for where, keys in (("first", self.only_first), ("second", self.only_second)):
             if keys:
                 shown = ", ".join(map(str, keys[:5])) + (", ..." if len(keys) > 5 else "")
@@ -82,19 +93,23 @@ def _difference(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a.double() - b.double()).abs().max()) if a.numel() else 0.0
 
 
-def compare_logits(
-    architecture: Architecture, first: Callable[[bool], Reader], second: Callable[[bool], Reader]
-) -> float:
-    """Returns the largest absolute difference of two checkpoints' logits; one model is in memory at a time.
+def differing_settings(first: Any, second: Any) -> dict[str, str]:
+    """Returns what two configs say otherwise, but for what changes no number and the type of the weights."""
+    one, other = first.to_dict(), second.to_dict()
+    names = sorted((one.keys() | other.keys()) - _NOT_OF_THE_MODEL)
+    found = {name: (one.get(name), other.get(name)) for name in names}
+    return {name: f"{shown(a)} and {shown(b)}" for name, (a, b) in found.items() if a != b}
 
-    Args:
-        first, second: open the checkpoints; checksums are not compared.
+
+def compare_logits(first: Source, second: Source) -> float:
+    """Returns the largest absolute difference of two checkpoints' logits, each with its own config.
+
+    One model is in memory at a time; checksums are not compared.
     """
-    config = architecture.config
-    size = getattr(config.get_text_config(), "vocab_size", 2)
-    tokens = torch.randint(0, size, (2, 16), generator=torch.Generator().manual_seed(0))
-    one, other = (_logits(architecture, open_reader, tokens) for open_reader in (first, second))
-    return _difference(one, other)
+    sizes = [getattr(one.architecture.config.get_text_config(), "vocab_size", 2) for one in (first, second)]
+    tokens = torch.randint(0, min(sizes), (2, 16), generator=torch.Generator().manual_seed(0))
+    one, other = (_logits(found.architecture, found.open, tokens) for found in (first, second))
+    return _difference(one, other) if one.shape == other.shape else math.inf
 
 
 @torch.no_grad()

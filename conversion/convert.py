@@ -11,7 +11,7 @@ from ..errors import CheckpointError
 from ..files.buffers import Pool
 from ..files.safetensors import TensorMeta
 from .card import write_conversion_card
-from .compare import Comparison, compare_logits, compare_readers
+from .compare import Comparison, compare_logits, compare_readers, differing_settings
 from .families import rules_of
 from .formats import Format, check_options, format_named
 from .megatron.rules import Rule
@@ -150,10 +150,11 @@ def convert(
                 report.format,
                 report.notes,
                 found.config_folder,
+                sum(entry.numel for key, entry in plan.items() if key.kind == WEIGHT),
             ),
         )
     if verify or logits:
-        made = Source(report.target, report.format, report.source.architecture, report.target)
+        made = find_source(report.target, report.format.name)
         report.comparison = _compare(report.source, made, report.format.moments, logits)
         if not report.comparison.equal:
             raise CheckpointError(f"{report.target} differs from its source: {report.comparison.summary()}")
@@ -194,8 +195,9 @@ def _compare(
     with first.open(checksums=False) as one, second.open(checksums=False) as other:
         one.memory, other.memory = Pool(largest(one.entries)), Pool(largest(other.entries))
         result = compare_readers(one, other, moments=moments, on_tensor=on_tensor)
+    result.settings = differing_settings(first.architecture.config, second.architecture.config)
     if logits and not (result.only_first or result.only_second):
-        result.logits = compare_logits(first.architecture, first.open, second.open)
+        result.logits = compare_logits(first, second)
     return result
 
 

@@ -1,12 +1,19 @@
 """What lies beside the weights of a checkpoint and goes along: config, tokenizer and the like."""
 
+import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from ..errors import CheckpointError
 from ..files.paths import inside
+from ..files.safetensors import TensorMeta
 from .formats import FORMATS
 from .output import Output
+from .tensors import WEIGHT, Key
 
 # Tokenizers have tens of megabytes.
 LARGEST_SMALL_FILE = 256 << 20
@@ -17,8 +24,11 @@ _OTHERS = (
 )
 
 
-def copy_small_files(source: Path, output: Output) -> list[str]:
+def copy_small_files(source: Path, output: Output, dtype: torch.dtype | None = None) -> list[str]:
     """Copies every plain file that holds no weights of any format and belongs to no training run.
+
+    Args:
+        dtype: of the weights that go along: a config that names another would have them rounded as they are loaded.
 
     Raises:
         CheckpointError: a link leads out of the folder, or a file is large.
@@ -29,6 +39,31 @@ def copy_small_files(source: Path, output: Output) -> list[str]:
         if path.is_file() and not others.fullmatch(path.name):
             if inside(source, path.name).stat().st_size > LARGEST_SMALL_FILE:
                 raise CheckpointError(f"{path} is neither weights nor a small file: move it out of the folder.")
-            output.add(path.name, path.read_bytes())
+            content = path.read_bytes()
+            output.add(path.name, _with_dtype(content, dtype) if path.name == "config.json" and dtype else content)
             copied.append(path.name)
     return copied
+
+
+def main_dtype(plan: Iterable[tuple[Key, TensorMeta]]) -> torch.dtype | None:
+    """Returns the floating point type of most entries of the weights, `None` where there are none of any."""
+    counts: dict[torch.dtype, int] = {}
+    for key, entry in plan:
+        if key.kind == WEIGHT and entry.dtype.is_floating_point:
+            counts[entry.dtype] = counts.get(entry.dtype, 0) + entry.numel
+    return max(counts, key=counts.__getitem__, default=None)
+
+
+def _with_dtype(content: bytes, dtype: torch.dtype) -> bytes:
+    config, name = json.loads(content), str(dtype).removeprefix("torch.")
+    if not (isinstance(config, dict) and _rename_dtype(config, name)):
+        return content
+    return (json.dumps(config, indent=2) + "\n").encode()
+
+
+def _rename_dtype(config: dict[str, Any], name: str) -> bool:
+    """Tells whether a config, or one inside of it, named another type; now it does not."""
+    wrong = [key for key in ("dtype", "torch_dtype") if config.get(key, name) not in (name, f"torch.{name}", None)]
+    config |= dict.fromkeys(wrong, name)
+    inner = [_rename_dtype(value, name) for value in config.values() if isinstance(value, dict)]
+    return bool(wrong) or any(inner)

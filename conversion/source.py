@@ -15,6 +15,8 @@ from .tensors import Reader
 
 # What a conversion writes beside its files: where they come from, and their checksums.
 RECORD = "conversion.json"
+# A folder of an iteration, and one of a rank in it.
+_FOLDERS_DEEP = 2
 
 
 @dataclass(frozen=True)
@@ -83,21 +85,24 @@ def local_folder(name: str | os.PathLike[str]) -> Path:
 
 
 def check_record(path: Path) -> None:
-    """Compares the files of a converted checkpoint with the checksums it was written with, if it is one.
+    """Compares the files of a converted checkpoint, or of a folder in one, with the checksums it was written with.
 
     Raises:
         CheckpointError: naming the files that are missing or have changed.
     """
-    record = path / RECORD
-    if not record.is_file():
+    path = path.resolve()
+    holder = next((folder for folder in (path, *path.parents[:_FOLDERS_DEEP]) if (folder / RECORD).is_file()), None)
+    if holder is None:
         return
+    record, inner = holder / RECORD, path.relative_to(holder)
     try:
         files = {name: FileDigest(**entry) for name, entry in json.loads(record.read_text("utf-8"))["files"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{record} cannot be read: {error}") from error
-    wrong = [name for name in files if not (path / name).is_file() or hash_file(inside(path, name)) != files[name]]
+    own = [name for name in files if Path(name).is_relative_to(inner)]
+    wrong = [name for name in own if not (holder / name).is_file() or hash_file(inside(holder, name)) != files[name]]
     if wrong:
         raise CheckpointError(
-            f"{path}: {', '.join(wrong[:5])} missing or other than when they were written; where that was on purpose, "
-            f"delete {RECORD} or leave checksums out."
+            f"{holder}: {', '.join(wrong[:5])} missing or other than when they were written; where that was on "
+            f"purpose, delete {RECORD} or leave checksums out."
         )

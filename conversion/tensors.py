@@ -112,6 +112,16 @@ class Reader(ABC):
         self.close()
 
 
+class MegatronReader(Reader):
+    """A checkpoint under Megatron's names.
+
+    Attributes:
+        arguments: Megatron-LM's own, as far as the checkpoint has them.
+    """
+
+    arguments: Mapping[str, Any]
+
+
 class Writer(ABC):
     """A checkpoint being written into a directory that nobody sees yet.
 

@@ -19,7 +19,7 @@ from .families import family_of
 from .format import Format
 from .megatron.rules import Rule
 from .output import Output
-from .small_files import copy_small_files
+from .small_files import copy_small_files, main_dtype
 from .source import RECORD
 from .tensors import MAIN_WEIGHT, MOMENTS, WEIGHT, Key, OptimizerState, Reader, TargetOptions, Writer, largest
 
@@ -100,7 +100,7 @@ def write_checkpoint(
                     submit(arranged, converted)
         writer.finish()
         # What is copied is text that people edit: it has no checksum.
-        copied = copy_small_files(small_files, output)
+        copied = copy_small_files(small_files, output, main_dtype(plan.items()))
         write_card(output.directory)
         output.before_commit(lambda: _record({"format": to.name, **facts}, output, copied))
 

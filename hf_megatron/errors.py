@@ -1,5 +1,10 @@
 """Every exception the library raises on purpose; all derive from `MegatronError`."""
 
+from .shown import clean
+
+# A list of names that came from a file may be as long as the file.
+_LONGEST = 16_000
+
 
 class MegatronError(Exception):
     """Base class of the library's own errors."""
@@ -22,7 +27,10 @@ class PlanError(MegatronError):
 
 
 class CheckpointError(MegatronError):
-    """Weights that are missing, surplus, mis-shaped or unsafe to read."""
+    """Weights that are missing, surplus, mis-shaped or unsafe to read; names from files are shown without escapes."""
+
+    def __init__(self, message: object = ""):
+        super().__init__(clean(str(message), _LONGEST, keep="\n"))
 
 
 class NonFiniteGradientError(MegatronError):

@@ -25,7 +25,12 @@ from .sections import template_variables
 MARKER = "<!-- Written by hf_megatron, and written anew by every save; delete this line to keep your own text. -->"
 CARD, PICTURE = "README.md", "loss.png"
 _TEMPLATE = Path(__file__).with_name("template.md")
-_LOADING = re.compile("<!-- how to load it -->.*?<!-- end of how to load it -->", re.DOTALL)
+# Sections that are about the files: they are said anew where the files have become others.
+_SECTIONS = {
+    name: re.compile(f"<!-- {name} -->.*?<!-- end of {name} -->", re.DOTALL)
+    for name in ("what this is", "how to load it", "conversion")
+}
+_TRAINED = re.compile(r"^(Trained|Saved)\b", re.MULTILINE)
 _ABSOLUTE_PATH = re.compile(r"(?<![\w:/.~<*)\]-])/(?:[\w.@+-]+/)+[\w.@+-]*|(?<!\w)~/|\bfile://|\b[A-Za-z]:\\\w")
 
 
@@ -154,16 +159,21 @@ def _with_files(facts: CardFacts, folder: Path) -> CardFacts:
     return dataclasses.replace(facts, files=files, tokenizer=tokenizer)
 
 
+def is_own_card(directory: str | os.PathLike[str]) -> bool:
+    """Tells whether a folder has a card that this library wrote."""
+    return MARKER in _read(Path(directory) / CARD)
+
+
 def carry_card(source: str | os.PathLike[str], directory: str | os.PathLike[str], facts: CardFacts) -> Path | None:
     """Takes along the card of a model whose files have become others, such as a sharded checkpoint's that was merged.
 
-    A card of ours comes with its picture and says anew how to load the files, and nothing else in it changes; somebody
-    else's is copied as it is. Where there is none, one is written.
+    A card of ours comes with its picture and says anew what the files are and how to load them; its training, losses
+    and evaluation stay. Somebody else's is copied as it is. Where there is none, one is written.
 
     Args:
         source (`str` or `Path`): the folder before.
         directory (`str` or `Path`): the folder now; a card that is there already is replaced if it is ours.
-        facts (`CardFacts`): how to load the files is said from these; a new card, all that it says.
+        facts (`CardFacts`): of the files as they are now; a new card says nothing else.
 
     Returns:
         `Path`: the card, or `None` where somebody else's was copied or kept.
@@ -178,12 +188,23 @@ def carry_card(source: str | os.PathLike[str], directory: str | os.PathLike[str]
     if (old / CARD).is_file() and MARKER not in before:
         replace_file(folder / CARD, lambda path: shutil.copyfile(old / CARD, path))
         return None
-    if not _LOADING.search(before):
+    if not _SECTIONS["how to load it"].search(before):
         return write_card(folder, facts)
-    section = _LOADING.findall(str(render(_with_files(facts, folder))))[0]
-    card = ModelCard(_LOADING.sub(lambda _: section, before, count=1))
+    card = _said_anew(before, render(_with_files(facts, folder)))
     check_card(card)
     if f"]({PICTURE})" in before and (old / PICTURE).is_file():
         replace_file(folder / PICTURE, lambda path: shutil.copyfile(old / PICTURE, path))
     replace_file(folder / CARD, lambda path: path.write_text(str(card), encoding="utf-8"))
     return folder / CARD
+
+
+def _said_anew(before: str, now: ModelCard) -> ModelCard:
+    """Returns a card of ours with what another one says of the files."""
+    text, sections = before, {name: section.findall(str(now))[0] for name, section in _SECTIONS.items()}
+    for name, section in _SECTIONS.items():
+        kept = name == "what this is" and any(map(_TRAINED.search, section.findall(before)))
+        if not kept:
+            text = section.sub(lambda _, name=name: sections[name], text, count=1)
+    card = ModelCard(text)
+    card.data.library_name = now.data.library_name
+    return card

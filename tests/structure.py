@@ -47,7 +47,7 @@ ORDER = (
     ("spec", "patterns", "config"),
     ("files",),
     ("upstream",),
-    ("errors", "inference_mode", "version"),
+    ("errors", "inference_mode", "version", "shown"),
 )
 
 

@@ -18,7 +18,7 @@ from ...files.safetensors import TensorMeta
 from ..chunks import ChunkedTensors
 from ..shards.reader import ShardFolder, is_shard_folder
 from ..tensors import MOMENTS, WEIGHT, Key, OptimizerState, Reader, same_bytes
-from ..torch_files.reader import StoredTensor
+from ..torch_files.saved import StoredTensor
 from .store_reader import METADATA, StoreReader
 
 # Before the names there may be those of the tables around them; Adam's state, and that of others, which is refused.

@@ -18,8 +18,9 @@ from ...errors import CheckpointError
 from ...files.data_file import DataFile
 from ...files.paths import inside
 from ..chunks import Chunk, ChunkedTensors
-from ..torch_files.reader import DTYPES, Blob
+from ..torch_files.blob import Blob
 from ..torch_files.safe_pickle import Named, Names, Record, record_names, unpickle
+from ..torch_files.saved import DTYPES
 
 METADATA = ".metadata"
 LARGEST_METADATA = 1 << 30

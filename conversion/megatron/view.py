@@ -13,7 +13,8 @@ from ..architecture import Architecture
 from ..families import family_of, rules_of
 from ..format import Format
 from ..output import Output
-from ..tensors import WEIGHT, Key, MegatronModel, OptimizerState, Reader, TargetOptions, Writer, largest
+from ..tensors import WEIGHT, Key, MegatronModel, MegatronReader, OptimizerState, Reader, TargetOptions, Writer, largest
+from .arguments import check_arguments
 from .folder import iteration_folder
 from .names import spellings
 from .rules import Rule
@@ -163,7 +164,7 @@ class TransformersNames(Writer):
 
 
 def megatron_format(
-    reader: Callable[[Path, Architecture], Reader],
+    reader: Callable[[Path, Architecture], MegatronReader],
     writer: Callable[
         [Output, Mapping[Key, TensorMeta], MegatronModel, TargetOptions, int | None, OptimizerState | None], Writer
     ],
@@ -177,7 +178,13 @@ def megatron_format(
 
     def open(path: Path, architecture: Architecture, verify: bool) -> Reader:
         rules = rules_of(architecture.config, TargetOptions())
-        return TransformersView(reader(path, architecture), rules, architecture, str(iteration_folder(path)))
+        made, where = reader(path, architecture), str(iteration_folder(path))
+        try:
+            check_arguments(made.arguments, family_of(architecture.config).arguments(architecture.config), where)
+        except CheckpointError:
+            made.close()
+            raise
+        return TransformersView(made, rules, architecture, where)
 
     def create(
         output: Output,

@@ -13,8 +13,8 @@ import torch
 
 from ..megatron.folder import RELEASE
 from ..tensors import ADAMW, OptimizerState
-from ..torch_files.reader import StoredTensor
 from ..torch_files.safe_pickle import Record
+from ..torch_files.saved import StoredTensor
 
 # What torch's, Apex's and TransformerEngine's Adam keep of a group, and by what Megatron recognises one
 # (optimizer/optimizer.py, `param_group_identifier_keys`).

@@ -17,7 +17,7 @@ from ...files.data_file import DataFile
 from ...files.safetensors import TensorMeta
 from ..dcp.store_reader import METADATA, StoreReader
 from ..megatron.folder import iteration_folder
-from ..tensors import EXP_AVG, EXP_AVG_SQ, MAIN_WEIGHT, WEIGHT, Key, Reader
+from ..tensors import EXP_AVG, EXP_AVG_SQ, MAIN_WEIGHT, WEIGHT, Key, MegatronReader
 from ..torch_files.reader import read_saved
 from .common_state import arguments_of, iteration_of, optimizer_of, optimizers_of
 
@@ -47,7 +47,7 @@ class _Part:
     layer: int | None
 
 
-class MegatronCoreReader(Reader):
+class MegatronCoreReader(MegatronReader):
     """A `torch_dist` checkpoint: the folder of an iteration, or the one with `latest_checkpointed_iteration.txt`.
 
     Attributes:
@@ -62,7 +62,7 @@ class MegatronCoreReader(Reader):
         check_format(self.path)
         self._store = StoreReader(self.path)
         common = self._common()
-        self.arguments: Mapping[str, Any] = arguments_of(common)
+        self.arguments = arguments_of(common)
         self.iteration = iteration_of(common, self.path)
         parts: dict[Key, dict[tuple[int, int], _Part]] = {}
         others: list[str] = []

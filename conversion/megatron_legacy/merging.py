@@ -13,7 +13,7 @@ from ...files.digest import CHUNK
 from ...files.safetensors import TensorMeta
 from ..megatron.names import RankSplit, rank_views
 from ..tensors import same_bytes
-from ..torch_files.reader import StoredTensor
+from ..torch_files.saved import StoredTensor
 from .ranks import RankFile
 
 

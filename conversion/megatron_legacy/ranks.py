@@ -12,9 +12,11 @@ from typing import Any, NamedTuple
 import torch
 
 from ...errors import CheckpointError
+from ...files.data_file import DataFile
 from ..megatron.folder import iteration_folder
-from ..torch_files.reader import Blob, DataFile, StoredTensor
+from ..torch_files.reader import open_saved
 from ..torch_files.safe_pickle import Record
+from ..torch_files.saved import Saved, StoredTensor
 
 FILE = "model_optim_rng.pt"
 _KINDS = ("tensor", "pipeline", "expert")
@@ -54,7 +56,7 @@ class RankFile:
     """
 
     path: Path
-    blob: Blob
+    blob: Saved
     chunks: tuple[Mapping[str, StoredTensor], ...]
     arguments: Mapping[str, Any]
     iteration: int
@@ -67,7 +69,7 @@ class RankFile:
         Raises:
             CheckpointError: naming the file, where it is damaged, unsafe to read or of a version before 2.0.
         """
-        blob = Blob(files.enter_context(DataFile(path)))
+        blob = open_saved(files.enter_context(DataFile(path)))
         content = blob.value
         if not isinstance(content, dict):
             raise CheckpointError(f"{path} is refused: it holds no table.")
@@ -104,7 +106,7 @@ def _weights(path: Path, model: Any) -> Iterator[tuple[str, Any]]:
             yield key, value
 
 
-def _checked(blob: Blob, path: Path, key: str, value: Any) -> StoredTensor:
+def _checked(blob: Saved, path: Path, key: str, value: Any) -> StoredTensor:
     """Checks that a tensor's bytes are all in the file, so that memory may be taken for it."""
     if not isinstance(value, StoredTensor) or not value.shape:
         raise CheckpointError(f"{path} is refused: {key} is no tensor.")

@@ -8,17 +8,15 @@ from torch import Tensor
 from ...errors import CheckpointError
 from ..megatron.folder import RELEASE
 from ..megatron.names import LAYER, canonical, expert_of, tensor_parallel_split
-from ..tensors import WEIGHT, Key, MegatronModel, Reader
-from ..torch_files.reader import StoredTensor
+from ..tensors import WEIGHT, Key, MegatronModel, MegatronReader
+from ..torch_files.saved import StoredTensor
 from .merging import MergedTensor, RankPart
 from .ranks import Rank, RankFile, Ranks
 
 _EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
-# Arguments that have to be those of the model.
-_COMPARED = ("num_layers", "hidden_size", "num_attention_heads")
 
 
-class MegatronLegacyReader(Reader):
+class MegatronLegacyReader(MegatronReader):
     """A checkpoint that Megatron-LM saved with `--ckpt-format torch`.
 
     Layers are numbered in the order of the pipeline from how many each stage holds, so uneven and virtual stages need
@@ -42,13 +40,10 @@ class MegatronLegacyReader(Reader):
             raise
 
     def _open(self) -> None:
-        model, first = self._model, self._ranks.first
+        first = self._ranks.first
         self.arguments = first.arguments
         self.iteration = None if self._ranks.folder.name == RELEASE else first.iteration
         self.optimizer_refusal = _refusal(self._ranks)
-        for name in _COMPARED:
-            if {name} <= model.arguments.keys() & self.arguments.keys():
-                _same(self._ranks.folder, name, model.arguments[name], self.arguments[name])
         self._collect()
         self._untie()
         self.entries = {Key(WEIGHT, name): made.entry() for name, made in self._merged.items()}

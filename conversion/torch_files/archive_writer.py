@@ -15,7 +15,7 @@ from ...errors import CheckpointError
 from ...files.digest import NewFile
 from ...files.safetensors import TensorMeta
 from ...upstream import rebuild_tensor
-from .reader import STORAGES
+from .saved import STORAGES
 
 # What torch's pickles call the storage of a dtype.
 _STORAGE_OF: Mapping[torch.dtype, type] = {

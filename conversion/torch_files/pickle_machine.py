@@ -1,7 +1,7 @@
 """The machine of `safe_pickle`: interprets a pickle's operations, and calls nothing of what it names."""
 
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -59,6 +59,40 @@ def hashable(key: Any) -> Any:
     return key
 
 
+def check_expansion(value: Any, most: int) -> None:
+    """Refuses a value of more than so many parts, or of endlessly many; each counts as often as it is to be found.
+
+    Raises:
+        CheckpointError: it is so.
+    """
+    sizes: dict[int, int] = {}
+    pending = [(value, False)]
+    while pending:
+        one, is_done = pending.pop()
+        parts = _parts_of(one)
+        if is_done:
+            sizes[id(one)] = 1 + sum(sizes.get(id(part)) or _size_of(part) for part in parts)
+            if sizes[id(one)] > most:
+                raise CheckpointError("it holds the same parts again and again, more often than it has bytes.")
+        elif parts and id(one) not in sizes:
+            # Until its parts are counted; who meets it again before that lies inside of it.
+            sizes[id(one)] = most + 1
+            pending.append((one, True))
+            pending += [(part, False) for part in parts]
+
+
+def _size_of(value: Any) -> int:
+    return 1 + len(value) // 32 if isinstance(value, (str, bytes)) else 1
+
+
+def _parts_of(value: Any) -> Sequence[Any]:
+    if isinstance(value, dict):
+        return [*value, *value.values()]
+    if isinstance(value, Record):
+        return [*value.arguments, value.state]
+    return value if isinstance(value, (list, tuple)) else ()
+
+
 _MARK = object()
 # Operations that push a constant, and those with an operand of so many bytes: the length of a run of bytes that
 # follows, a place in the memo to read or write, or an integer.
@@ -84,14 +118,52 @@ def _decoded(operation: int, run: bytes) -> str | int | bytes:
     return int.from_bytes(run, "little", signed=True) if operation in _LONG else run
 
 
+# What the objects of a pickle may be at most, of some 200 bytes each, and how much calls may read of what they are
+# given for each byte of the pickle: one object may be given to many of them.
+_MOST_PARTS = 6_000_000
+_READ_PER_BYTE, _READ = 4, 1 << 20
+_COUNTED_TYPES = (str, bytes, tuple, list, dict, set, frozenset)
+
+
 class Machine:
+    """Interprets one pickle.
+
+    Args:
+        data: that begins with it.
+        names, persistent, prefixes: as `safe_pickle.unpickle` has them.
+
+    Attributes:
+        end: where the pickle ends, after `run()`.
+    """
+
     def __init__(
         self, data: bytes, names: Mapping[str, Any], persistent: Callable[[Any], Any] | None, prefixes: tuple[str, ...]
     ):
+        self.end = 0
+        self._parts, self._to_read = _MOST_PARTS, _READ + _READ_PER_BYTE * len(data)
         self._data, self._names, self._persistent, self._prefixes = data, names, persistent, prefixes
         self._position = 0
         self._stack: list[Any] = []
         self._memo: dict[int, Any] = {}
+
+    def _charge(self, *values: Any) -> None:
+        """Takes what a call reads of its arguments, or a table of a key, off the budget."""
+        for value in values:
+            if type(value) is int:
+                self._to_read -= value.bit_length() >> 6
+            elif type(value) in _COUNTED_TYPES:
+                self._to_read -= len(value)
+        self._parts -= 1
+        if self._to_read < 0 or self._parts < 0:
+            raise CheckpointError("what it makes of its bytes is far larger than they are.")
+
+    def _made(self, container: Any) -> None:
+        self._charge()
+        self._stack.append(container)
+
+    def _key(self, key: Any) -> Any:
+        self._charge(key)
+        return hashable(key)
 
     def _take(self, count: int) -> bytes:
         start, self._position = self._position, self._position + count
@@ -112,14 +184,14 @@ class Machine:
             0x80: lambda: self._protocol(self._take(1)[0]),
             0x95: lambda: self._check_frame(self._number(8)),
             ord("("): lambda: self._stack.append(_MARK),
-            ord("]"): lambda: self._stack.append([]),
-            ord("}"): lambda: self._stack.append({}),
-            0x8F: lambda: self._stack.append(set()),
+            ord("]"): lambda: self._made([]),
+            ord("}"): lambda: self._made({}),
+            0x8F: lambda: self._made(set()),
             ord("0"): self._stack.pop,
             ord("1"): self._marked,
             ord("G"): lambda: self._stack.append(struct.unpack(">d", self._take(8))[0]),
-            ord("t"): lambda: self._stack.append(tuple(self._marked())),
-            0x91: lambda: self._stack.append(frozenset(map(hashable, self._marked()))),
+            ord("t"): lambda: self._made(tuple(self._marked())),
+            0x91: lambda: self._made(frozenset(map(self._key, self._marked()))),
             ord("a"): lambda: self._extend([self._stack.pop()]),
             ord("e"): lambda: self._extend(self._marked()),
             ord("s"): lambda: self._update([self._stack.pop(), self._stack.pop()][::-1]),
@@ -159,11 +231,14 @@ class Machine:
                     stack.append(number)
             elif operation in _TUPLES:
                 count = _TUPLES[operation]
+                self._charge()
                 stack[-count:] = [tuple(self._checked(stack[-count:], count))]
             elif operation in _CONSTANTS:
                 stack.append(_CONSTANTS[operation])
             elif operation == ord("."):
                 (value,) = self._checked(stack, 1)
+                self.end = position
+                check_expansion(value, _READ + _READ_PER_BYTE * len(data))
                 return value
             elif operation in actions:
                 self._position = position
@@ -200,12 +275,12 @@ class Machine:
     def _update(self, values: list[Any]) -> None:
         if type(self._stack[-1]) is not dict or len(values) % 2:
             raise TypeError("it sets items of what is no table")
-        self._stack[-1].update(zip(map(hashable, values[::2]), values[1::2], strict=True))
+        self._stack[-1].update(zip(map(self._key, values[::2]), values[1::2], strict=True))
 
     def _add(self, values: list[Any]) -> None:
         if type(self._stack[-1]) is not set:
             raise TypeError("it adds to what is no set")
-        self._stack[-1].update(map(hashable, values))
+        self._stack[-1].update(map(self._key, values))
 
     def _name(self, module: Any, name: Any) -> Any:
         if not isinstance(module, str) or not isinstance(name, str):
@@ -223,6 +298,7 @@ class Machine:
         arguments, called = self._stack.pop(), self._stack.pop()
         if not isinstance(called, Named) or type(arguments) is not tuple:
             raise TypeError("it calls what is no class")
+        self._charge(*arguments)
         self._stack.append(called(arguments))
 
     def _build(self) -> None:
@@ -236,4 +312,5 @@ class Machine:
     def _persist(self, identifier: Any) -> Any:
         if self._persistent is None:
             raise ValueError("it has a persistent id")
+        self._charge()
         return self._persistent(identifier)

@@ -13,7 +13,7 @@ from typing import Any
 from ...errors import CheckpointError
 from .pickle_machine import Machine, Named, Record, hashable
 
-__all__ = ["CONTAINERS", "Named", "Names", "Record", "record_names", "unpickle"]
+__all__ = ["CONTAINERS", "Named", "Names", "Record", "record_names", "unpickle", "unpickle_first"]
 
 # What a pickle may name: a `Named`, or the value itself (a dtype).
 Names = Mapping[str, Any]
@@ -61,7 +61,18 @@ def unpickle(
     persistent: Callable[[Any], Any] | None = None,
     prefixes: tuple[str, ...] = (),
 ) -> Any:
-    """Reads the value of a pickle.
+    """Reads the value of a pickle; the arguments and errors are those of `unpickle_first`."""
+    return unpickle_first(data, where, names, persistent, prefixes)[0]
+
+
+def unpickle_first(
+    data: bytes,
+    where: str,
+    names: Names,
+    persistent: Callable[[Any], Any] | None = None,
+    prefixes: tuple[str, ...] = (),
+) -> tuple[Any, int]:
+    """Reads the value of the pickle that bytes begin with, and returns how many of them it has besides.
 
     Args:
         where: the file, for errors.
@@ -73,7 +84,8 @@ def unpickle(
         CheckpointError: naming the file and the class it names, or what is damaged.
     """
     try:
-        return Machine(data, {**CONTAINERS, **names}, persistent, prefixes).run()
+        machine = Machine(data, {**CONTAINERS, **names}, persistent, prefixes)
+        return machine.run(), machine.end
     except CheckpointError as error:
         raise CheckpointError(f"{where} is refused: {error}") from error
     except _BAD as error:

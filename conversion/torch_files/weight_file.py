@@ -1,19 +1,20 @@
-"""`.bin` weight files: pickles that hold tensors and nothing else, mapped into memory."""
+"""`.bin` weight files: pickles that hold tensors and nothing else, which are read when they are asked for."""
 
-import pickle
 from collections.abc import Mapping
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from ...errors import CheckpointError
 from ...files.buffers import FRESH, Memory
+from ...files.data_file import DataFile
 from ...files.safetensors import Location
+from .reader import open_saved
+from .saved import StoredTensor
 
 
 class PickledFile:
-    """A `pytorch_model.bin`, opened with `weights_only`.
+    """A `pytorch_model.bin`, of any version of torch.
 
     Raises:
         CheckpointError: the file is damaged, or holds anything but a table of tensors.
@@ -21,20 +22,25 @@ class PickledFile:
 
     def __init__(self, path: Path):
         self.path = path
+        self._file = DataFile(path)
         try:
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except (OSError, RuntimeError, ValueError, EOFError, KeyError, pickle.UnpicklingError) as error:
-            raise CheckpointError(f"{path} is refused: {error}") from error
-        if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
-            raise CheckpointError(f"{path} is refused: it holds more than a table of tensors.")
-        self._tensors: dict[str, Tensor] = content
+            self._saved = open_saved(self._file)
+            content = self._saved.value
+            if not isinstance(content, dict) or not all(
+                isinstance(name, str) and isinstance(value, StoredTensor) for name, value in content.items()
+            ):
+                raise CheckpointError(f"{path} is refused: it holds more than a table of tensors.")
+        except CheckpointError:
+            self._file.close()
+            raise
+        self._tensors: Mapping[str, StoredTensor] = content
         self.locations: Mapping[str, Location] = {
-            name: Location(tuple(tensor.shape), tensor.dtype) for name, tensor in content.items()
+            name: Location(tensor.shape, tensor.dtype) for name, tensor in content.items()
         }
 
     def read(self, name: str, memory: Memory = FRESH) -> Tensor:
-        """Returns a whole tensor of any shape, mapped from the file."""
-        return self._tensors[name]
+        """Reads a whole tensor of any shape."""
+        return self._saved.read(self._tensors[name], memory)
 
     def close(self) -> None:
-        self._tensors = {}
+        self._file.close()

@@ -100,7 +100,6 @@ BROKEN = {
         lambda content: [content["model"].pop(key) for key in list(content["model"]) if ".layers.3." in key],
         "num_layers is 3, and 4 in the model",
     ),
-    "other_model": (lambda content: setattr(content["args"], "hidden_size", 32), "hidden_size is 32, and 16"),
     "more_ranks": (lambda content: setattr(content["args"], "tensor_model_parallel_size", 2), "mp_rank_01 is missing"),
 }
 

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_megatron.conversion.torch_files.reader import Blob, StoredTensor, read_saved
+from hf_megatron.conversion.torch_files.blob import Blob
+from hf_megatron.conversion.torch_files.reader import read_saved
+from hf_megatron.conversion.torch_files.saved import StoredTensor
 from hf_megatron.conversion.torch_files.writer import write_object, write_tensor
 from hf_megatron.files.data_file import DataFile
 from hf_megatron.files.digest import NewFile

@@ -220,7 +220,8 @@ def test_a_card_that_is_carried_says_anew_how_to_load(tmp_path):
     assert carry_card(source, target, now) == target / "README.md"
     after = (target / "README.md").read_text()
     assert "LlamaForCausalLM.from_pretrained" in after and "hf-megatron merge" not in after
-    outside = [re.sub(r"<!-- how to load it -->.*<!-- end", "", text, flags=re.DOTALL) for text in (before, after)]
+    of_files = r"<!-- (how to load it|conversion) -->.*?<!-- end of \1 -->"
+    outside = [re.sub(of_files, "", text, flags=re.DOTALL) for text in (before, after)]
     assert outside[0] == outside[1]
     assert (target / "loss.png").read_bytes() == (source / "loss.png").read_bytes()
     check_card(ModelCard.load(target / "README.md"))

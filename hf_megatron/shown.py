@@ -1,0 +1,49 @@
+"""How messages show what files and users say: in bounded time and length, without control characters."""
+
+from typing import Any
+
+_MOST = 200
+_DEEPEST = 3
+_ITEMS = 8
+
+
+def shown(value: Any, most: int = _MOST) -> str:
+    """Returns a value as a message shows it: at most `most` characters, no control characters, no deep nesting.
+
+    The text of a value from a file may take exponential time, by its nesting, or hold escape sequences of terminals.
+    """
+    return clean(_text(value, _DEEPEST), most)
+
+
+def clean(text: str, most: int = _MOST, keep: str = "") -> str:
+    """Returns a text of at most `most` characters with what cannot be printed spelled out, but for those to keep."""
+    cut = text[: most + 1]
+    printable = "".join(
+        character if character.isprintable() or character in keep else ascii(character)[1:-1] for character in cut
+    )
+    return printable if len(printable) <= most else f"{printable[: most - 3]}..."
+
+
+def _text(value: Any, depth: int) -> str:
+    if isinstance(value, str):
+        return value[: _MOST + 1] if depth == _DEEPEST else repr(value[: _MOST + 1])
+    if isinstance(value, (bytes, bytearray)):
+        return f"{len(value)} bytes"
+    if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 256:
+        return f"a number of {value.bit_length()} bits"
+    if value is None or isinstance(value, (bool, int, float, complex)):
+        return repr(value)
+    if isinstance(value, (list, tuple, set, frozenset, dict)):
+        return _of_items(value, depth)
+    return f"a {type(value).__name__}"
+
+
+def _of_items(value: Any, depth: int) -> str:
+    opening, closing = ("[", "]") if isinstance(value, list) else ("(", ")") if isinstance(value, tuple) else ("{", "}")
+    if depth == 0:
+        return f"{opening}...{closing}"
+    parts = []
+    for item, _ in zip(value, range(_ITEMS), strict=False):
+        text = _text(item, depth - 1)
+        parts.append(f"{text}: {_text(value[item], depth - 1)}" if isinstance(value, dict) else text)
+    return f"{opening}{', '.join(parts)}{', ...' if len(value) > _ITEMS else ''}{closing}"

@@ -1,0 +1,255 @@
+"""Checkpoints from elsewhere: what they say of themselves, against config and each other, and hostile files."""
+
+import json
+import pickle
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hf_megatron import CheckpointError
+from hf_megatron.conversion import compare, convert
+from hf_megatron.conversion.megatron.arguments import check_arguments
+from hf_megatron.conversion.torch_files.safe_pickle import unpickle
+from hf_megatron.conversion.torch_files.weight_file import PickledFile
+from hf_megatron.model_cards import CardFacts, check_card, write_card
+from hf_megatron.shown import clean, shown
+
+MEGATRON = ("megatron_core", "megatron_legacy")
+
+
+def nested(depth: int = 60) -> bytes:
+    """Returns the operations that leave pairs of pairs of one object on the stack."""
+    return b"K\x01" + b"".join(b"q%ch%c\x86" % (level, level) for level in range(depth))
+
+
+def llama(**changes) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    settings = {
+        "vocab_size": 64,
+        "hidden_size": 64,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+    }
+    return LlamaForCausalLM(LlamaConfig(**settings | changes))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> Path:
+    """`hf`, and the same in each of Megatron's formats."""
+    place = tmp_path_factory.mktemp("strangers")
+    llama().save_pretrained(place / "hf")
+    for to in MEGATRON:
+        convert(place / "hf", place / to, to)
+    return place
+
+
+def with_config(folder: Path, target: Path, **changes) -> Path:
+    shutil.copytree(folder, target)
+    file = target / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text("utf-8")) | changes), "utf-8")
+    return target
+
+
+# The same shapes, and another model each.
+OTHER_MODELS = {
+    "num_attention_heads is 8, and 4": {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 16},
+    "rotary_base": {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+    "norm_epsilon": {"rms_norm_eps": 1e-3},
+}
+
+
+@pytest.mark.parametrize("to", MEGATRON)
+@pytest.mark.parametrize("named", OTHER_MODELS)
+def test_arguments_are_those_of_the_config(folders, tmp_path, to, named):
+    """A config of the same shapes would permute heads, or turn positions otherwise, in silence."""
+    source = with_config(folders / to, tmp_path / "source", **OTHER_MODELS[named])
+    with pytest.raises(CheckpointError, match=named):
+        convert(source, tmp_path / "hf", "hf")
+    assert not (tmp_path / "hf").exists()
+
+
+def test_all_that_differs_is_named(folders, tmp_path):
+    source = with_config(folders / MEGATRON[0], tmp_path / "source", **OTHER_MODELS["num_attention_heads is 8, and 4"])
+    with pytest.raises(CheckpointError) as raised:
+        convert(source, tmp_path / "hf", "hf")
+    for name in ("num_attention_heads", "num_query_groups", "kv_channels"):
+        assert name in str(raised.value)
+
+
+def test_what_arguments_leave_open():
+    """Megatron-LM's own defaults, and spellings of the same, are no difference."""
+    dense = {"num_attention_heads": 4, "num_query_groups": 4, "position_embedding_type": "rope", "rotary_percent": 1.0}
+    check_arguments({"group_query_attention": False, "num_query_groups": 1, "rotary_percent": None}, dense, "here")
+    check_arguments({"position_embedding_type": "yarn", "max_position_embeddings": 5}, dense, "here")
+    sparse = {"moe_layer_freq": [1, 0, 1, 0], "moe_router_topk_scaling_factor": 2.5}
+    check_arguments({"moe_layer_freq": 2}, sparse, "here")
+    check_arguments({"moe_layer_freq": "([1,0]*2)"}, sparse, "here")
+    for wrong in ({"moe_layer_freq": 1}, {"moe_router_topk_scaling_factor": None}):
+        with pytest.raises(CheckpointError, match=next(iter(wrong))):
+            check_arguments(wrong, sparse, "here")
+    with pytest.raises(CheckpointError, match="swiglu"):
+        check_arguments({"swiglu": 1}, {"swiglu": True}, "here")
+
+
+@pytest.mark.parametrize(
+    "change", [{"rms_norm_eps": 1e-2}, {"rope_parameters": {"rope_type": "default", "rope_theta": 9.0}}]
+)
+def test_verify_looks_at_both_configs(folders, tmp_path, change):
+    other = with_config(folders / "hf", tmp_path / "other", **change)
+    found = compare(folders / "hf", other, logits=True)
+    assert not found.equal and not found.different and found.logits
+    assert next(iter(change)) in found.summary()
+    assert compare(folders / "hf", folders / "hf", logits=True).equal
+
+
+@pytest.mark.parametrize("to", [*MEGATRON, "hf"])
+def test_configs_name_the_type_of_the_weights(folders, tmp_path, to):
+    """fp32 weights under a config of bf16 were rounded by the card's own command."""
+    source = with_config(folders / "hf", tmp_path / "source", dtype="bfloat16")
+    convert(source, tmp_path / "there", to)
+    assert json.loads((tmp_path / "there" / "config.json").read_text("utf-8"))["dtype"] == "float32"
+    convert(tmp_path / "there", tmp_path / "back", "sharded" if to == "hf" else "hf")
+    assert json.loads((tmp_path / "back" / "config.json").read_text("utf-8"))["dtype"] == "float32"
+
+
+@pytest.mark.parametrize("to", MEGATRON)
+def test_checksums_hold_for_inner_folders(folders, tmp_path, to):
+    shutil.copytree(folders / to, tmp_path / "source")
+    largest = max((tmp_path / "source").rglob("*"), key=lambda path: path.stat().st_size if path.is_file() else 0)
+    content = bytearray(largest.read_bytes())
+    content[len(content) // 2] ^= 1
+    largest.write_bytes(content)
+    inner = next(path for path in (tmp_path / "source").iterdir() if path.is_dir())
+    for number, source in enumerate((tmp_path / "source", inner)):
+        with pytest.raises(CheckpointError, match=largest.name):
+            convert(source, tmp_path / f"out{number}", "hf")
+
+
+def card_of(folder: Path) -> str:
+    return (folder / "README.md").read_text("utf-8")
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_cards_are_true_after_any_chain(folders, tmp_path, trained):
+    shutil.copytree(folders / "hf", tmp_path / "hf")
+    if trained:
+        facts = {"architecture": "LlamaForCausalLM", "model_type": "llama", "base_model": "tests/base", "steps": 1234}
+        write_card(tmp_path / "hf", CardFacts(**facts, library_name="transformers"))
+    source = tmp_path / "hf"
+    for number, to in enumerate(("megatron_core", "megatron_legacy", "sharded", "hf")):
+        convert(source, tmp_path / str(number), to)
+        source, text = tmp_path / str(number), card_of(tmp_path / str(number))
+        assert text.count("## Conversion") == text.count("- from: ") == 1, text
+        assert ("AutoModelForCausalLM.from_pretrained(folder)" in text) == (to == "hf")
+        assert ("library_name: transformers" in text) == (not to.startswith("megatron"))
+        assert ("1,234" in text and "tests/base" in text) == trained
+        assert f"{sum(p.numel() for p in llama().parameters()):,}" in text or trained
+        check_card(ModelCard.load(tmp_path / str(number) / "README.md"))
+    assert "Megatron-Core" not in text and "legacy" not in text, "how the files were made two conversions ago"
+
+
+def old_file(content: object, path: Path) -> Path:
+    """Writes what torch did before 1.6."""
+    torch.save(content, path, _use_new_zipfile_serialization=False)
+    return path
+
+
+def test_files_of_torch_before_1_6(folders, tmp_path):
+    shutil.copytree(folders / "hf", tmp_path / "old")
+    (tmp_path / "old" / "model.safetensors").unlink()
+    old_file(llama().state_dict(), tmp_path / "old" / "pytorch_model.bin")
+    convert(tmp_path / "old", tmp_path / "hf", "hf")
+    assert compare(tmp_path / "hf", folders / "hf").equal
+
+
+def test_old_files_that_are_damaged(tmp_path):
+    good = old_file({"a": torch.arange(6.0), "b": torch.ones(2, 2)}, tmp_path / "good.bin").read_bytes()
+    assert PickledFile(tmp_path / "good.bin").read("a").tolist() == [0, 1, 2, 3, 4, 5]
+    for length in range(0, len(good), 7):
+        (tmp_path / "bad.bin").write_bytes(good[:length])
+        with pytest.raises(CheckpointError, match="bad.bin"):
+            PickledFile(tmp_path / "bad.bin")
+    (tmp_path / "bad.bin").write_bytes(good + b"\0")
+    with pytest.raises(CheckpointError, match="bad.bin"):
+        PickledFile(tmp_path / "bad.bin")
+
+
+def pickled(body: bytes) -> bytes:
+    return b"\x80\x02" + body + b"."
+
+
+# In a kilobyte to a megabyte, what takes exponential time or gigabytes where it is taken at its word.
+HOSTILE = {
+    "nested": pickled(nested()),
+    "nested_in_a_table": pickled(b"}X\x01\0\0\0a" + nested() + b"s"),
+    "nested_shape": pickled(
+        b"ctorch._utils\n_rebuild_tensor_v2\n((X\x07\0\0\0storagectorch\nFloatStorage\nX\x01\0\0\0aX\x03\0\0\0cpuK\x04tQK\0"
+        + nested()
+        + b"K\x01\x85\x89}tR"
+    ),
+    "own_part": pickled(b"]q\x00h\x00a"),
+    "encoded_again": pickled(
+        b"X" + (10**6).to_bytes(4, "little") + b"x" * 10**6 + b"q\0X\x06\0\0\0latin1q\x01c_codecs\nencode\nq\x02"
+        b"](" + b"h\x02h\0h\x01\x86R" * 20_000 + b"e"
+    ),
+    "sizes_again": pickled(
+        b"(" + b"K\1" * 10**5 + b"tq\0\x85q\x01ctorch\nSize\nq\x02](" + b"h\x02h\x01R" * 50_000 + b"e"
+    ),
+    "empty_tables": pickled(b"](" + b"}" * 2 * 10**7 + b"e"),
+    "long_key": pickled(b"(" + b"K\1" * 10**5 + b"tq\0}(" + b"h\0N" * 10**5 + b"u"),
+}
+
+
+def names_of_tensors():
+    from hf_megatron.conversion.torch_files.saved import OBJECTS, TENSORS, storage_of
+
+    return {**OBJECTS, **TENSORS}, storage_of
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_pickles_that_hang_or_swell(name):
+    names, persistent = names_of_tensors()
+    begin = time.process_time()
+    with pytest.raises(CheckpointError) as raised:
+        unpickle(HOSTILE[name], "here", names, persistent)
+    assert len(str(raised.value)) < 20_000
+    # Half a minute of hanging is what this is about, not speed.
+    assert time.process_time() - begin < 30
+
+
+def test_a_hostile_bin_is_refused(folders, tmp_path):
+    for number, body in enumerate((HOSTILE["nested_in_a_table"], HOSTILE["own_part"])):
+        folder = tmp_path / str(number)
+        shutil.copytree(folders / "hf", folder)
+        (folder / "model.safetensors").unlink()
+        head = b"".join(pickle.dumps(value, 2) for value in (0x1950A86A20F9469CFC6C, 1001, {"little_endian": True}))
+        (folder / "pytorch_model.bin").write_bytes(head + body + pickle.dumps([], 2))
+        with pytest.raises(CheckpointError, match="pytorch_model.bin"):
+            convert(folder, tmp_path / "out", "hf")
+
+
+def test_what_is_shared_as_torch_shares_it_is_read():
+    shared = {"dtype": "float32", "shape": (1, 2, 3)}
+    value = {f"layer.{number}": shared for number in range(2000)}
+    assert unpickle(pickle.dumps(value, 2), "here", {}) == value
+
+
+def test_messages_show_bounded_text_without_control_characters():
+    deep: object = 1
+    for _ in range(60):
+        deep = (deep, deep)
+    for value in (deep, "x" * 10**6, [1] * 10**6, {"\x1b[31m": "\x00"}, 10**100_000, b"x" * 100):
+        text = shown(value)
+        assert len(text) <= 200 and text.isprintable(), text
+    assert clean("a\x1b[2Jb\nc", keep="\n") == "a\\x1b[2Jb\nc"
+    error = CheckpointError("tensor \x1b]0;title\x07 is missing;\nsecond line")
+    assert "\x1b" not in str(error) and "\n" in str(error)
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
