@@ -1,6 +1,5 @@
 """A checkpoint to read: found, recognised, and opened under the names of its model."""
 
-import json
 import os
 import re
 from dataclasses import dataclass
@@ -8,6 +7,7 @@ from pathlib import Path
 
 from ..errors import CheckpointError
 from ..files.digest import FileDigest, hash_file
+from ..files.json_file import read_json_table
 from ..files.paths import inside
 from .architecture import Architecture
 from .formats import Format, format_named, open_reader, recognise
@@ -96,8 +96,8 @@ def check_record(path: Path) -> None:
         return
     record, inner = holder / RECORD, path.relative_to(holder)
     try:
-        files = {name: FileDigest(**entry) for name, entry in json.loads(record.read_text("utf-8"))["files"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        files = {name: FileDigest(**entry) for name, entry in read_json_table(record)["files"].items()}
+    except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{record} cannot be read: {error}") from error
     own = [name for name in files if Path(name).is_relative_to(inner)]
     wrong = [name for name in own if not (holder / name).is_file() or hash_file(inside(holder, name)) != files[name]]

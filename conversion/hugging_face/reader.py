@@ -4,7 +4,6 @@ Files and memory differ in names and shapes (experts that are packed in memory, 
 transformers' own conversions lead from one to the other, in both directions.
 """
 
-import json
 import re
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from ...checkpoint.strict_loading import check_weight_index
 from ...errors import CheckpointError
+from ...files.json_file import read_weight_map
 from ...files.paths import inside
 from ...files.safetensors import SafetensorsFile, TensorMeta
 from ...upstream import LoadingGroup, convert_loaded, loading_groups
@@ -32,10 +32,7 @@ def weight_files(path: Path) -> list[str]:
     for kind in ("model.safetensors", "pytorch_model.bin"):
         index = path / f"{kind}.index.json"
         if index.is_file():
-            try:
-                names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-                raise CheckpointError(f"{index} cannot be read: {error}") from error
+            names = sorted(set(read_weight_map(index).values()))
             missing = [name for name in names if not (path / name).is_file()]
             if missing:
                 raise CheckpointError(f"{path}: {', '.join(missing[:5])} of {index.name} are missing.")

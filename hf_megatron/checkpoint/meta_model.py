@@ -8,6 +8,10 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError
+from ..shown import shown
+
+# Each takes a millisecond to make.
+_MOST_LAYERS = 5000
 
 
 def meta_model(model_class: Any, config: Any) -> Any:
@@ -28,10 +32,22 @@ def meta_model_of(path: str | os.PathLike[str]) -> Any:
         )
     try:
         config = transformers.AutoConfig.from_pretrained(os.fspath(path))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}") from error
+    except Exception as error:  # noqa: BLE001 - what a config class makes of a file that is none of its own
+        raise CheckpointError(f"{file} cannot be read: {_first_line(error)}") from error
     names = config.architectures or []
-    model_class = getattr(transformers, names[0], None) if len(names) == 1 else None
+    is_one = isinstance(names, list) and len(names) == 1 and isinstance(names[0], str)
+    model_class = getattr(transformers, names[0], None) if is_one else None
     if not isinstance(model_class, type):
-        raise CheckpointError(f"{file} names the architectures {names}: expected one class of transformers.")
-    return meta_model(model_class, config)
+        raise CheckpointError(f"{file} names the architectures {shown(names)}: expected one class of transformers.")
+    layers = getattr(config.get_text_config(), "num_hidden_layers", None)
+    if isinstance(layers, int) and layers > _MOST_LAYERS:
+        raise CheckpointError(f"{file}: num_hidden_layers is {shown(layers)}, more than {_MOST_LAYERS}.")
+    try:
+        return meta_model(model_class, config)
+    except Exception as error:  # noqa: BLE001 - a model class, of sizes that it was not made for
+        raise CheckpointError(f"{file} makes no {names[0]}: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    text = next((line for line in str(error).splitlines() if line.strip()), "")
+    return f"{type(error).__name__}: {shown(text)}"

@@ -1,15 +1,16 @@
 """What stock loading leaves open: weights that do not match, indexes outside their folder, views into a file."""
 
 import contextlib
-import json
 import mmap
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..errors import CheckpointError
+from ..files.json_file import read_weight_map
 
 
 def check_weight_index(path: str | os.PathLike[str]) -> None:
@@ -20,10 +21,8 @@ def check_weight_index(path: str | os.PathLike[str]) -> None:
         index = os.path.join(path, name)
         if not os.path.isfile(index):
             continue
-        with open(index, encoding="utf-8") as file:
-            weight_map = json.load(file).get("weight_map", {})
         root = os.path.realpath(path)
-        for shard in sorted(set(weight_map.values())):
+        for shard in sorted(set(read_weight_map(Path(index)).values())):
             inside = os.path.commonpath([root, os.path.abspath(os.path.join(root, shard))]) == root
             if os.path.isabs(shard) or not inside:
                 raise CheckpointError(

@@ -6,12 +6,14 @@ from typing import Any
 from torch import Tensor
 
 from ..batch_labels import is_target
+from ..communication.agreement import gather
 from ..errors import ConfigError, UnsupportedError
 from ..loss import IGNORE_INDEX, has_labels
 from ..parallel_state import ParallelState
 from ..patch_ledger import Shared
 from ..tensor_parallel.vocabulary import require_tokens
 from ..token_loss import TokenLoss
+from .absent_weights import PartElsewhere
 from .cache import cache_name
 
 
@@ -69,10 +71,16 @@ def _tokens(model: Any, state: ParallelState) -> int | None:
     """Counts the token ids that a text model knows; others may have ids that stand for images."""
     if model.config.get_text_config() is not model.config:
         return None
-    embedding = model.get_input_embeddings()
+    try:
+        embedding = model.get_input_embeddings()
+    except PartElsewhere:
+        # A module of several parts, such as BERT's embeddings, whose parts the first stage alone has.
+        embedding = None
     name = next((name for name, module in model.named_modules() if module is embedding), None)
     claim = state.claims.get(f"{name}.weight")
-    return None if claim is None else claim.shape[0]
+    own = None if claim is None else claim.shape[0]
+    known = gather(own, state.mesh.host_group("pp"), "Counting the tokens that the first stage knows")
+    return next((count for count in known if count is not None), None)
 
 
 def _classes(model: Any) -> int:

@@ -156,6 +156,51 @@ def test_cards_are_true_after_any_chain(folders, tmp_path, trained):
     assert "Megatron-Core" not in text and "legacy" not in text, "how the files were made two conversions ago"
 
 
+# What a config.json may hold where one line is to say so: values, and whole files.
+BAD_CONFIGS = [
+    {"hidden_size": -5},
+    {"hidden_size": "64"},
+    {"architectures": 5},
+    {"architectures": ["../x"]},
+    {"num_hidden_layers": 100_000},
+    {"rope_parameters": {"rope_type": "linear", "factor": "x", "rope_theta": 1e4}},
+    {"num_attention_heads": 0},
+    {"vocab_size": 2**62},
+    {"vocab_size": 10**30},
+    {"model_type": 7},
+    {"dtype": 5},
+    {"hidden_act": "nosuch"},
+]
+BAD_FILES = ["[]", "5", "{", "null", "", "[" * 100_000, '{"a":' * 100_000]
+
+
+@pytest.mark.parametrize("change", BAD_CONFIGS, ids=lambda change: "-".join(change))
+def test_bad_configs_are_one_line(folders, tmp_path, change):
+    source = with_config(folders / "hf", tmp_path / "source", **change)
+    with pytest.raises(CheckpointError) as raised:
+        convert(source, tmp_path / "out", "sharded")
+    assert len(str(raised.value).splitlines()) == 1 and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json", "conversion.json"])
+def test_files_that_are_no_tables_are_named(folders, tmp_path, name):
+    for number, content in enumerate(BAD_FILES):
+        source = tmp_path / str(number)
+        shutil.copytree(folders / "hf", source)
+        (source / name).write_text(content, "utf-8")
+        with pytest.raises(CheckpointError, match=name):
+            convert(source, tmp_path / "out", "sharded")
+
+
+@pytest.mark.parametrize("weight_map", [[], {"a": 5}, {"a": "../x"}, {"a": "\x1b[31m.safetensors"}])
+def test_bad_indexes_are_named(folders, tmp_path, weight_map):
+    shutil.copytree(folders / "hf", tmp_path / "source")
+    (tmp_path / "source" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}), "utf-8")
+    with pytest.raises(CheckpointError, match="model.safetensors.index.json") as raised:
+        convert(tmp_path / "source", tmp_path / "out", "sharded")
+    assert "\x1b" not in str(raised.value)
+
+
 def old_file(content: object, path: Path) -> Path:
     """Writes what torch did before 1.6."""
     torch.save(content, path, _use_new_zipfile_serialization=False)

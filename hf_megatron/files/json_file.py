@@ -1,0 +1,40 @@
+"""JSON files that others wrote."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointError
+from ..shown import shown
+
+LARGEST_JSON = 256 << 20
+
+
+def read_json_table(path: Path) -> dict[str, Any]:
+    """Reads a JSON file that holds a table.
+
+    Raises:
+        CheckpointError: naming the file, where it cannot be read, is larger than 256 MiB, is no JSON, or holds
+            anything else.
+    """
+    try:
+        if path.stat().st_size > LARGEST_JSON:
+            raise CheckpointError(f"{path} has {path.stat().st_size} bytes: no more than {LARGEST_JSON} are read.")
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read: {shown(str(error))}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds {shown(content)}: expected a table.")
+    return content
+
+
+def read_weight_map(path: Path) -> dict[str, str]:
+    """Reads which file of an index has which weight.
+
+    Raises:
+        CheckpointError: naming the file, as `read_json_table`, and where it has no such table.
+    """
+    weight_map = read_json_table(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise CheckpointError(f"{path} has no table `weight_map` of weights and their files.")
+    return weight_map
