@@ -11,7 +11,8 @@ from types import MappingProxyType
 from typing import Any
 
 from ...errors import CheckpointError
-from .pickle_machine import Machine, Named, Record, hashable
+from .pickle_machine import Machine
+from .pickled_values import Named, Record, hashable
 
 __all__ = ["CONTAINERS", "Named", "Names", "Record", "record_names", "unpickle", "unpickle_first"]
 

@@ -1,0 +1,91 @@
+"""What `safe_pickle` makes of a pickle's objects and names, and how large that may be."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ...errors import CheckpointError
+
+
+class Record:
+    """An object of a class that was not looked up.
+
+    Attributes:
+        kind: module and name of the class.
+        arguments: what its constructor would have got.
+        state: what its attributes would have been set from, `None` without.
+    """
+
+    __slots__ = ("arguments", "kind", "state")
+
+    def __init__(self, kind: str, arguments: tuple[Any, ...] = ()):
+        self.kind, self.arguments, self.state = kind, arguments, None
+
+    def __getitem__(self, field: str) -> Any:
+        """Returns an attribute; `KeyError` where the file has none of that name."""
+        if not isinstance(self.state, dict):
+            raise KeyError(field)
+        return self.state[field]
+
+    def get(self, field: str) -> Any:
+        """Returns an attribute, or `None`."""
+        return self.state.get(field) if isinstance(self.state, dict) else None
+
+
+class Named:
+    """A class or function that a pickle names.
+
+    Args:
+        name: module and name.
+        make: what stands for a call of it, given the arguments; a `Record` by default.
+    """
+
+    def __init__(self, name: str, make: Callable[[tuple[Any, ...]], Any] | None = None):
+        self.name, self._make = name, make
+
+    def __call__(self, arguments: tuple[Any, ...]) -> Any:
+        return Record(self.name, arguments) if self._make is None else self._make(arguments)
+
+
+_SCALARS = (str, int, float, bool, bytes, type(None), Record)
+
+
+def hashable(key: Any) -> Any:
+    """Returns a key of a table; refuses nested tuples, whose hash can take exponential time."""
+    parts = key if type(key) is tuple else (key,)
+    if not all(type(part) in _SCALARS for part in parts):
+        raise CheckpointError(f"it has a {type(key).__name__} as a key.")
+    return key
+
+
+def check_expansion(value: Any, most: int) -> None:
+    """Refuses a value of more than so many parts, or of endlessly many; each counts as often as it is to be found.
+
+    Raises:
+        CheckpointError: it is so.
+    """
+    sizes: dict[int, int] = {}
+    pending = [(value, False)]
+    while pending:
+        one, is_done = pending.pop()
+        parts = _parts_of(one)
+        if is_done:
+            sizes[id(one)] = 1 + sum(sizes.get(id(part)) or _size_of(part) for part in parts)
+            if sizes[id(one)] > most:
+                raise CheckpointError("it holds the same parts again and again, more often than it has bytes.")
+        elif parts and id(one) not in sizes:
+            # Until its parts are counted; who meets it again before that lies inside of it.
+            sizes[id(one)] = most + 1
+            pending.append((one, True))
+            pending += [(part, False) for part in parts]
+
+
+def _size_of(value: Any) -> int:
+    return 1 + len(value) // 32 if isinstance(value, (str, bytes)) else 1
+
+
+def _parts_of(value: Any) -> Sequence[Any]:
+    if isinstance(value, dict):
+        return [*value, *value.values()]
+    if isinstance(value, Record):
+        return [*value.arguments, value.state]
+    return value if isinstance(value, (list, tuple)) else ()
