@@ -193,7 +193,7 @@ _ROWS: tuple[tuple[str, str, str, str], ...] = (
             "computes a loss that nobody has compared with one process",
             "it was compared",
         )
-        for name in ("KTO", "GRPO", "RLOO", "Reward", "Distillation")
+        for name in ("KTO", "GRPO", "RLOO", "Distillation")
     ),
     *(
         (f"trl.trainer.{name.lower()}_trainer:{target}", f"trl:{function}", stock, _TRL)
@@ -204,6 +204,8 @@ _ROWS: tuple[tuple[str, str, str, str], ...] = (
             ("create_model_from_path", "create_model_from_path", "loads the reference model whole"),
         )
     ),
+    ("trl.trainer.reward_trainer:RewardTrainer.__init__", "trl:init", "takes any model", _TRL),
+    ("trl.trainer.reward_trainer:create_model_from_path", "trl:create_model_from_path", "loads onto one device", _TRL),
     ("trl.trainer.sft_trainer:SFTTrainer.prediction_step", "trl:sft_prediction_step",
      "takes this rank's mean over tokens", _TRL),
     ("trl.trainer.dpo_trainer:hash_module", "trl:hash_module", "hashes this rank's part", _TRL),

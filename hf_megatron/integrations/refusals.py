@@ -21,10 +21,10 @@ def _refusing(message: str) -> Callable:
 
 
 _TRL = (
-    "of TRL's trainers SFTTrainer and DPOTrainer train a model laid out by hf_megatron. Use one of them, "
-    "transformers.Trainer or an Accelerate loop."
+    "of TRL's trainers SFTTrainer, DPOTrainer and RewardTrainer train a model laid out by hf_megatron. Use one of "
+    "them, transformers.Trainer or an Accelerate loop."
 )
-_TRL_TRAINERS = ("trl.trainer.sft_trainer.SFTTrainer", "trl.trainer.dpo_trainer.DPOTrainer")
+_TRL_TRAINERS = tuple(f"trl.trainer.{name.lower()}_trainer.{name}Trainer" for name in ("SFT", "DPO", "Reward"))
 
 # Whole-model DDP would average shards that belong to different parts of the weights.
 data_parallel = _refusing(

@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer and DPOTrainer: per-token numbers of a laid out model, and a reference model laid out alike.
+"""TRL's trainers: per-token numbers of a laid out model, and a reference model laid out alike.
 
 TRL replaces a model's forward by one that reads the head's weight and returns numbers per token instead of logits. Of a
 model that is laid out over ranks these numbers come from `token_scores`, which needs no rank to have the whole head.

@@ -1,4 +1,4 @@
-"""Stock SFTTrainer and DPOTrainer on every axis against the same trainer in one process, and losses of one's own."""
+"""TRL's stock trainers on every axis against the same trainer in one process, and losses of one's own."""
 
 import functools
 import warnings
@@ -10,8 +10,8 @@ import torch.nn.functional as F
 import trl
 from accelerate import Accelerator
 from datasets import Dataset, load_from_disk
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
-from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSequenceClassification
+from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
 from hf_megatron import ConfigError, UnsupportedError, token_log_probs
 from hf_megatron.checkpoint.gathered import full_state_dict
@@ -50,6 +50,7 @@ DEFAULTS = {
     "gradient_checkpointing": False,
 }
 ANIMALS, PLACES = ("cat", "dog", "bird", "big bear", "frog"), ("park", "old house", "garden", "wood by the sea")
+CONFIGS = {SFTTrainer: SFTConfig, DPOTrainer: DPOConfig, RewardTrainer: RewardConfig}
 UNEQUAL = ("runtime", "per_second", "flos")
 
 
@@ -85,6 +86,14 @@ def on_disk(dataset, directory):
     return load_from_disk(directory)
 
 
+def policy(path, config, trainer_class):
+    if trainer_class is not RewardTrainer:
+        return AutoModelForCausalLM.from_pretrained(path, megatron_config=config)
+    # A new head, drawn alike on every layout.
+    torch.manual_seed(7)
+    return AutoModelForSequenceClassification.from_pretrained(path, num_labels=1, megatron_config=config)
+
+
 def train(path, output, config, trainer_class, samples, prepare=None, by_name=False, **kwargs):
     """Everything the trainer logs, the trained weights, and the most numbers one broadcast over stages had."""
     dp_size = 1 if config is None else config.dp_size or 1
@@ -98,12 +107,12 @@ def train(path, output, config, trainer_class, samples, prepare=None, by_name=Fa
 
     Transport.broadcast = broadcast
     sizes = {name: DEFAULTS[name] // dp_size for name in DEFAULTS if name.startswith("per_device")}
-    config_class = SFTConfig if trainer_class is SFTTrainer else DPOConfig
+    config_class = CONFIGS[trainer_class]
     if by_name:
         kwargs["model_init_kwargs"] = {} if config is None else {"megatron_config": config}
         model = str(path)
     else:
-        model = AutoModelForCausalLM.from_pretrained(path, megatron_config=config)
+        model = policy(path, config, trainer_class)
         if prepare is not None:
             prepare(model)
     extra = {name: kwargs.pop(name) for name in ("compute_metrics", "compute_loss_func") if name in kwargs}
@@ -162,6 +171,13 @@ def test_dpo(stories, tmp_path, text):
     shapes = compare(stories, tmp_path, text, DPOTrainer, preferences)
     assert ("pp" in text) == (len(shapes) > 20)
     assert all(len(shape) <= 2 for shape in shapes), "nothing of vocabulary size travels"
+
+
+@pytest.mark.parametrize("text", ["tp2", "tp2+sp", "pp2", "dp2"])
+def test_reward(stories, tmp_path, text):
+    # By name TRL loads the model itself.
+    options = {"by_name": True, "seed": 7} if text == "pp2" else {}
+    compare(stories, tmp_path, text, RewardTrainer, preferences, center_rewards_coefficient=0.1, **options)
 
 
 def count_right(prediction):
@@ -231,7 +247,7 @@ def test_what_is_refused(stories, tmp_path):
             pass
 
         OtherTrainer.__module__ = "trl.experimental.other"
-        with pytest.raises(UnsupportedError, match="OtherTrainer: of TRL's trainers SFTTrainer and DPOTrainer"):
+        with pytest.raises(UnsupportedError, match="OtherTrainer: of TRL's trainers SFTTrainer, DPOTrainer and"):
             OtherTrainer(model, args=SFTConfig(str(tmp_path), **arguments), train_dataset=rows)
 
     run_ranks(build, 2)
