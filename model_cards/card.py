@@ -200,11 +200,12 @@ def carry_card(source: str | os.PathLike[str], directory: str | os.PathLike[str]
 
 def _said_anew(before: str, now: ModelCard) -> ModelCard:
     """Returns a card of ours with what another one says of the files."""
-    text, sections = before, {name: section.findall(str(now))[0] for name, section in _SECTIONS.items()}
+    text, said = before, str(now)
     for name, section in _SECTIONS.items():
-        kept = name == "what this is" and any(map(_TRAINED.search, section.findall(before)))
-        if not kept:
-            text = section.sub(lambda _, name=name: sections[name], text, count=1)
+        old, new = section.search(text), section.search(said)
+        is_of_training = name == "what this is" and old is not None and _TRAINED.search(old[0]) is not None
+        if old is not None and new is not None and not is_of_training:
+            text = text.replace(old[0], new[0], 1)
     card = ModelCard(text)
-    card.data.library_name = now.data.library_name
+    card.data["library_name"] = now.data.get("library_name")
     return card

