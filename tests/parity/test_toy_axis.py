@@ -87,8 +87,9 @@ def test_checkpoints_follow_the_claims(stories, tmp_path):
     run_ranks(trained, 4, stories, layout, tmp_path)
     [expected] = run_ranks(trained, 1, stories, None)
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").state_dict()
+    # A step of 1e-2 from small gradients makes 1e-5 of their round-off; a lost moment is a whole step.
     for name, tensor in expected.items():
-        assert torch.allclose(merged[name], tensor, atol=1e-5), name
+        assert torch.allclose(merged[name], tensor, atol=1e-4), name
 
     # The moments too: one more step from what was saved, in one process, is two steps.
     again = run_ranks(trained, 1, stories, None, None, tmp_path / "state")[0]
@@ -98,4 +99,4 @@ def test_checkpoints_follow_the_claims(stories, tmp_path):
     run_ranks(trained, 4, stories, layout, from_its_own, tmp_path / "state")
     continued = AutoModelForCausalLM.from_pretrained(from_its_own / "merged").state_dict()
     for name, tensor in again.items():
-        assert torch.allclose(continued[name], tensor, atol=1e-5), name
+        assert torch.allclose(continued[name], tensor, atol=1e-4), name
