@@ -33,9 +33,10 @@ def _decoded(operation: int, run: bytes) -> str | int | bytes:
     return int.from_bytes(run, "little", signed=True) if operation in _LONG else run
 
 
-# What the objects of a pickle may be at most, of some 200 bytes each, and how much calls may read of what they are
-# given for each byte of the pickle: one object may be given to many of them.
-_MOST_PARTS = 6_000_000
+# How many objects, of some 200 bytes each, every pickle may make, and a long one (of a store with millions of chunks) one
+# for how many of its bytes; and how much calls may read of what they are given for each byte: one object may be given
+# to many of them.
+_PARTS, _BYTES_PER_PART = 6_000_000, 8
 _READ_PER_BYTE, _READ = 4, 1 << 20
 _COUNTED_TYPES = (str, bytes, tuple, list, dict, set, frozenset)
 
@@ -55,7 +56,8 @@ class Machine:
         self, data: bytes, names: Mapping[str, Any], persistent: Callable[[Any], Any] | None, prefixes: tuple[str, ...]
     ):
         self.end = 0
-        self._parts, self._to_read = _MOST_PARTS, _READ + _READ_PER_BYTE * len(data)
+        self._parts = max(_PARTS, len(data) // _BYTES_PER_PART)
+        self._to_read = _READ + _READ_PER_BYTE * len(data)
         self._data, self._names, self._persistent, self._prefixes = data, names, persistent, prefixes
         self._position = 0
         self._stack: list[Any] = []

@@ -3,7 +3,6 @@
 import json
 import pickle
 import shutil
-import time
 from pathlib import Path
 
 import pytest
@@ -259,15 +258,13 @@ def names_of_tensors():
     return {**OBJECTS, **TENSORS}, storage_of
 
 
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", HOSTILE)
 def test_pickles_that_hang_or_swell(name):
     names, persistent = names_of_tensors()
-    begin = time.process_time()
     with pytest.raises(CheckpointError) as raised:
         unpickle(HOSTILE[name], "here", names, persistent)
     assert len(str(raised.value)) < 20_000
-    # Half a minute of hanging is what this is about, not speed.
-    assert time.process_time() - begin < 30
 
 
 def test_a_hostile_bin_is_refused(folders, tmp_path):
