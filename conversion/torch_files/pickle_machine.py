@@ -33,9 +33,9 @@ def _decoded(operation: int, run: bytes) -> str | int | bytes:
     return int.from_bytes(run, "little", signed=True) if operation in _LONG else run
 
 
-# How many objects, of some 200 bytes each, every pickle may make, and a long one (of a store with millions of chunks) one
-# for how many of its bytes; and how much calls may read of what they are given for each byte: one object may be given
-# to many of them.
+# How many objects, of some 200 bytes each, every pickle may make, and for how many of its bytes a long one may make one
+# more (that of a store with millions of chunks); how much calls may read of what they are given for each byte: one
+# object may be given to many of them.
 _PARTS, _BYTES_PER_PART = 6_000_000, 8
 _READ_PER_BYTE, _READ = 4, 1 << 20
 _COUNTED_TYPES = (str, bytes, tuple, list, dict, set, frozenset)
