@@ -33,7 +33,8 @@ from ..upstream import default_store, group_description, set_group_timeouts
 INTERVAL = 1.0
 # Seconds in which a reading of the store has to answer; a store on a stopped rank never does.
 _STORE_SECONDS = 3.0
-# After another rank failed, the main thread gets this long to end on its own (NCCL would wait for its timeout).
+# After another rank failed, the main thread gets this long to end on its own (NCCL would wait for its timeout); and
+# the thread to come back from the store when the process ends.
 _GRACE_SECONDS = 10.0
 
 _COMMUNICATION = ("torch.distributed", "hf_megatron.communication", "hf_megatron.upstream")
@@ -142,7 +143,7 @@ class RankWatch(threading.Thread):
             threading.excepthook = self._previous_of_threads
         if threading.current_thread() is not self:
             self._requests.put((lambda: None, Future()))
-            self.join(2 * INTERVAL)
+            self.join(_GRACE_SECONDS)
 
     def _count_step(self, *args: Any) -> None:
         self.steps += 1
@@ -388,14 +389,16 @@ class RankWatch(threading.Thread):
         self._store.set(f"ended/{self.rank}", "")
 
     def _on_exit(self) -> None:
-        if os.getpid() != self._process or self._stopped:
+        if os.getpid() != self._process:
             return
         try:
-            self._ask(self._report_end)
-            self._wait_for_readers()
+            if not self._stopped:
+                self._ask(self._report_end)
+                self._wait_for_readers()
         except ConnectionError:
             # Nobody is left to tell.
-            return
+            pass
+        # A thread that comes out of a call of the store while the interpreter ends takes the process with it (SIGABRT).
         self.stop()
 
 

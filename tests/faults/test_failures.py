@@ -478,3 +478,26 @@ def test_watch_is_one_per_process_group_and_puts_everything_back(stories):
         assert sys.excepthook is before and watch.running_watch() is None
 
     run_ranks(check, 2)
+
+
+ENDS = """
+import sys
+import torch.distributed as dist
+from hf_megatron.communication import watch
+
+dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", int(sys.argv[1]), 1, True), rank=0, world_size=1)
+# The store answers too late for the end of the script, and its thread is always in a call of it.
+watch._STORE_SECONDS = watch.INTERVAL = 0.0
+watch.watch_ranks(5.0, None)
+"""
+
+
+def test_a_thread_in_the_store_does_not_abort_the_end_of_a_script(tmp_path):
+    (tmp_path / "script.py").write_text(ENDS, encoding="utf-8")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    result = subprocess.run(
+        [sys.executable, "script.py", str(port)], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
