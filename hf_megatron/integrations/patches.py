@@ -193,11 +193,11 @@ _ROWS: tuple[tuple[str, str, str, str], ...] = (
             "computes a loss that nobody has compared with one process",
             "it was compared",
         )
-        for name in ("KTO", "GRPO", "RLOO", "Distillation")
+        for name in ("GRPO", "RLOO", "Distillation")
     ),
     *(
         (f"trl.trainer.{name.lower()}_trainer:{target}", f"trl:{function}", stock, _TRL)
-        for name in ("SFT", "DPO")
+        for name in ("SFT", "DPO", "KTO")
         for target, function, stock in (
             (f"{name}Trainer.__init__", "init", "takes any model"),
             ("add_fused_lm_head", "add_fused_lm_head", "reads the whole head's weight"),
@@ -208,7 +208,25 @@ _ROWS: tuple[tuple[str, str, str, str], ...] = (
     ("trl.trainer.reward_trainer:create_model_from_path", "trl:create_model_from_path", "loads onto one device", _TRL),
     ("trl.trainer.sft_trainer:SFTTrainer.prediction_step", "trl:sft_prediction_step",
      "takes this rank's mean over tokens", _TRL),
-    ("trl.trainer.dpo_trainer:hash_module", "trl:hash_module", "hashes this rank's part", _TRL),
+    *(
+        (f"trl.trainer.{name}_trainer:hash_module", "trl:hash_module", "hashes this rank's part", _TRL)
+        for name in ("dpo", "kto")
+    ),
+    ("trl.trainer.kto_trainer:KTOTrainer._prepare_dataset", "trl_losses:kto_prepare_dataset",
+     "pairs rows within this rank's batch", "TRL pairs rows within the batch of all ranks"),
+    *(
+        (f"trl.experimental.{name}.{name}_trainer:{name.upper()}Trainer.{method}", function, stock, until)
+        for name in ("orpo", "cpo")
+        for method, function, stock, until in (
+            ("__init__", "trl:init", "takes any model", _TRL),
+            ("concatenated_forward", f"trl_losses:{name}_forward", "takes this rank's mean over tokens",
+             "TRL counts tokens over ranks"),
+        )
+    ),
+    ("trl.experimental.gkd.gkd_trainer:GKDTrainer.__init__", "trl_losses:gkd_init", "generates on any model",
+     "generation inside a step was compared"),
+    ("trl.experimental.gkd.gkd_trainer:GKDTrainer.compute_loss", "trl_losses:gkd_compute_loss",
+     "divides by all ranks' tokens and again by the ranks", "TRL multiplies by the ranks"),
 )
 # fmt: on
 

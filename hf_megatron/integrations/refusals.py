@@ -20,11 +20,14 @@ def _refusing(message: str) -> Callable:
     return refuse
 
 
-_TRL = (
-    "of TRL's trainers SFTTrainer, DPOTrainer and RewardTrainer train a model laid out by hf_megatron. Use one of "
-    "them, transformers.Trainer or an Accelerate loop."
+_TRL_TRAINERS = (
+    *(f"trl.trainer.{name.lower()}_trainer.{name}Trainer" for name in ("SFT", "DPO", "KTO", "Reward")),
+    *(f"trl.experimental.{name.lower()}.{name.lower()}_trainer.{name}Trainer" for name in ("ORPO", "CPO", "GKD")),
 )
-_TRL_TRAINERS = tuple(f"trl.trainer.{name.lower()}_trainer.{name}Trainer" for name in ("SFT", "DPO", "Reward"))
+_TRL = (
+    f"of TRL's trainers {', '.join(name.rpartition('.')[2] for name in _TRL_TRAINERS)} train a model laid out by "
+    "hf_megatron. Use one of them, transformers.Trainer or an Accelerate loop."
+)
 
 # Whole-model DDP would average shards that belong to different parts of the weights.
 data_parallel = _refusing(

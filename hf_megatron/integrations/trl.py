@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..config import MegatronConfig
+from ..config import MegatronConfig, validate_world_size
 from ..errors import UnsupportedError
 from ..log_probs import scores_of_call
 from ..loss import IGNORE_INDEX, BatchLoss, count_targets, next_tokens
@@ -27,6 +27,8 @@ from .repeated_rows import evaluated
 _REFUSED = {
     "activation_offloading": "its hooks know one device's memory. Use MegatronConfig(recompute=...).",
     "use_liger_kernel": "its kernels replace the forwards of modules that are split over ranks. Drop it.",
+    "lmbda": "the student would write texts while it trains, which was not compared with one process. Set 0.0.",
+    "seq_kd": "the teacher would write texts while it trains, which was not compared with one process. Set False.",
 }
 
 # Set while a trainer is being built, for the reference model that it loads itself.
@@ -37,24 +39,41 @@ def init(original: Callable, self: Any, model: Any = None, *args: Any, **kwargs:
     """Refuses, before anything is built, what would be wrong; a reference model gets the policy's layout."""
     from transformers import TrainingArguments
 
-    state = None if model is None or isinstance(model, str) else parallel_state(model)
     given: Any = next((value for value in (*args, *kwargs.values()) if isinstance(value, TrainingArguments)), None)
-    layout = None if state is None else state.config
-    if layout is None and given is not None:
-        layout = (given.model_init_kwargs or {}).get("megatron_config")
+    layout = layout_of_policy(model, given)
     if layout is None:
         return original(self, model, *args, **kwargs)
     refuse_other_trl_trainers(self)
     for name, reason in _REFUSED.items():
-        if getattr(given, name, False):
-            raise UnsupportedError(f"{type(self).__name__}, {name}=True with megatron_config: {reason}")
-    token = _LAYOUT.set(MegatronConfig.coerce(layout))
+        if value := getattr(given, name, False):
+            raise UnsupportedError(f"{type(self).__name__}, {name}={value} with megatron_config: {reason}")
+    token = _LAYOUT.set(layout)
     try:
         original(self, model, *args, **kwargs)
     finally:
         _LAYOUT.reset(token)
     # `gather_for_metrics` counts each batch once, whatever ranks share it.
     count_tokens_once(self)
+
+
+def layout_of_policy(model: Any, args: Any) -> MegatronConfig | None:
+    """Returns the layout of a model given to a trainer, or that of one which it loads by name."""
+    state = None if model is None or isinstance(model, str) else parallel_state(model)
+    if state is not None:
+        return state.config
+    layout = None if args is None else (args.model_init_kwargs or {}).get("megatron_config")
+    return None if layout is None else MegatronConfig.coerce(layout)
+
+
+def data_parallel_size(trainer: Any) -> int:
+    """Returns how many ranks share a batch of a trainer, which may be under way to being built."""
+    layout = _LAYOUT.get()
+    if layout is not None:
+        return validate_world_size(layout, dist.get_world_size())
+    # A trainer under way has no model yet.
+    model = vars(trainer).get("model")
+    state = None if model is None else parallel_state(model)
+    return 1 if state is None else state.mesh.dp_size
 
 
 def create_model_from_path(original: Callable, model_id: str, *args: Any, **kwargs: Any) -> Any:

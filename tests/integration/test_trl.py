@@ -51,6 +51,8 @@ DEFAULTS = {
 }
 ANIMALS, PLACES = ("cat", "dog", "bird", "big bear", "frog"), ("park", "old house", "garden", "wood by the sea")
 CONFIGS = {SFTTrainer: SFTConfig, DPOTrainer: DPOConfig, RewardTrainer: RewardConfig}
+# What is made of the model's path and its layout.
+MADE = ("ref_model", "teacher_model", "processing_class")
 UNEQUAL = ("runtime", "per_second", "flos")
 
 
@@ -116,8 +118,7 @@ def train(path, output, config, trainer_class, samples, prepare=None, by_name=Fa
         if prepare is not None:
             prepare(model)
     extra = {name: kwargs.pop(name) for name in ("compute_metrics", "compute_loss_func") if name in kwargs}
-    if "ref_model" in kwargs:
-        extra["ref_model"] = kwargs.pop("ref_model")(path, config)
+    extra |= {name: kwargs.pop(name)(path, config) for name in MADE if name in kwargs}
     datasets = [Dataset.from_list(samples(8)), Dataset.from_list(samples(4, 3))]
     if kwargs.get("precompute_ref_log_probs"):
         # Ranks read what the first one computed from beside a dataset's file.
@@ -247,7 +248,7 @@ def test_what_is_refused(stories, tmp_path):
             pass
 
         OtherTrainer.__module__ = "trl.experimental.other"
-        with pytest.raises(UnsupportedError, match="OtherTrainer: of TRL's trainers SFTTrainer, DPOTrainer and"):
+        with pytest.raises(UnsupportedError, match="OtherTrainer: of TRL's trainers SFTTrainer, DPOTrainer, "):
             OtherTrainer(model, args=SFTConfig(str(tmp_path), **arguments), train_dataset=rows)
 
     run_ranks(build, 2)
