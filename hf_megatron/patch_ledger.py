@@ -5,6 +5,7 @@
     instances   what is replaced on single objects, those of laid out models (`instance_patches.py`)
     models      the laid out models that still exist, in the order they were loaded
     meshes      the process groups of this job's layouts, which models of one layout share
+    launch      what lays out the models of a script that knows nothing of layouts
 
 If a patch's module is imported already it is applied at once, otherwise when it is imported, so that
 `import hf_megatron` neither imports optional packages nor has to come first.
@@ -162,6 +163,7 @@ class Ledger:
     instances: "weakref.WeakSet[Instance]" = field(default_factory=weakref.WeakSet)
     enabled: bool = False
     meshes: dict[Any, Any] = field(default_factory=dict)
+    launch: Any = None
     _models: list[weakref.ref] = field(default_factory=list)
 
     def declare(self, patch: Patch) -> None:

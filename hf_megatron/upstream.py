@@ -67,9 +67,10 @@ def leave_uncompiled(function: Any) -> Any:
 
 def restore_hooks(parameter: torch.Tensor) -> None:
     """Has autograd call a parameter's hooks, of any shape, again after `torch.utils.swap_tensors`, which forgets to."""
-    hooks = parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
-    if hooks is not None:
-        parameter._post_accumulate_grad_hooks = hooks  # type: ignore[attr-defined]
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        hooks = getattr(parameter, name)
+        if hooks is not None:
+            setattr(parameter, name, hooks)
 
 
 def accumulator(leaf: torch.Tensor) -> Any:

@@ -10,6 +10,7 @@ rank cannot know which parameters of other stages a loop would have listed besid
 So each rank tells, beside whether its list has everything, by what names it was chosen.
 """
 
+import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -99,6 +100,13 @@ def joins(parameters: Sequence[Tensor]) -> bool:
 def pipelines() -> list["ParallelMesh"]:
     """Lists the meshes of this job's pipelines, the same on every rank."""
     return [mesh for mesh in LEDGER.meshes.values() if mesh.pp_size > 1 and mesh.job is dist.group.WORLD]
+
+
+def has_stages() -> bool:
+    """Tells whether a model that is cut into stages still exists, the same on every rank."""
+    # A model that was dropped may wait for the cyclic collector.
+    gc.collect()
+    return bool(_all_engines())
 
 
 def _all_engines() -> list[DataParallel]:

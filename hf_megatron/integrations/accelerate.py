@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING, Any
 from ..config import MegatronConfig
 from ..errors import ConfigError, UnsupportedError
 from ..patch_ledger import LEDGER
-from .launch_keys import FIELD_PREFIX, fields_of_block, fields_of_plugin, fields_of_variables, merge_fields
+from .launch_keys import (
+    FIELD_PREFIX,
+    fields_of_block,
+    fields_of_plugin,
+    fields_of_variables,
+    merge_fields,
+    variables_of_fields,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -56,6 +63,13 @@ def config_from_environment(environment: Mapping[str, str] | None = None) -> Meg
         UnsupportedError: a key or size this version does not support.
     """
     return _merged(os.environ if environment is None else environment, {})
+
+
+def export_layout(layout: MegatronConfig) -> None:
+    """Has this process and those that it starts read a layout from the environment."""
+    for name in [name for name in os.environ if name.startswith(FIELD_PREFIX) and name not in _INTERNAL]:
+        del os.environ[name]
+    os.environ.update(variables_of_fields(layout.to_dict()))
 
 
 def _merged(environment: Mapping[str, str], plugin: Mapping[str, Any]) -> MegatronConfig:
@@ -311,6 +325,8 @@ def prepare_model(
     """Prepares a laid out model as it is, whose layout has to be the Accelerator's."""
     state = _state(model)
     if state is None:
+        if LEDGER.launch is not None and not evaluation_mode:
+            LEDGER.launch.require_laid_out(model)
         return original(self, model, device_placement, evaluation_mode, **kwargs)
     if not is_ours(self):
         raise ConfigError(

@@ -222,6 +222,11 @@ def fields_of_variables(environment: Mapping[str, str], internal: tuple[str, ...
     return fields
 
 
+def variables_of_fields(fields: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the `HF_MEGATRON_<FIELD>` variables that set fields of `MegatronConfig`."""
+    return {f"{FIELD_PREFIX}{name.upper()}": str(value) for name, value in fields.items()}
+
+
 def merge_fields(*layers: Mapping[str, Any]) -> dict[str, Any]:
     """Merges the fields of all layers, later ones over earlier ones."""
     fields = {name: value for layer in layers for name, value in layer.items()}

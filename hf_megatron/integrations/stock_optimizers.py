@@ -24,11 +24,11 @@ def init_optimizer(original: Callable, self: Any, params: Any, defaults: dict[st
     """Makes an optimizer; on a pipeline stage that trains nothing it has an empty group."""
     from torch import Tensor
 
-    from ..data_parallel.norm_lists import pipelines
+    from ..data_parallel.norm_lists import has_stages
 
     if LEDGER.meshes and not isinstance(params, Tensor):
         params = list(params)
-        if not params and pipelines():
+        if not params and has_stages():
             params = [{"params": params}]
     original(self, params, defaults)
 

@@ -12,6 +12,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 from ..errors import ConfigError, UnsupportedError
 from ..loss import BatchLoss
 from ..parallel_state import parallel_state
+from ..patch_ledger import LEDGER
 from .accelerate import parallelism_config
 from .refusals import refuse_other_trl_trainers
 from .termination import TerminationCallback
@@ -21,6 +22,8 @@ from .trainer_checkpoints import probe
 def init(original: Callable, self: Any, model: Any = None, args: Any = None, *rest: Any, **kwargs: Any) -> None:
     """Refuses, before anything is built, arguments that would train differently from one process."""
     state = None if model is None else parallel_state(model)
+    if state is None and model is not None and LEDGER.launch is not None:
+        LEDGER.launch.require_laid_out(model)
     if state is None or args is None:
         return original(self, model, args, *rest, **kwargs)
     for name in ("deepspeed", "fsdp"):

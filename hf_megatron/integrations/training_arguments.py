@@ -10,6 +10,6 @@ from ..patch_ledger import LEDGER
 
 def post_init(original: Callable, self: Any) -> None:
     """Takes the ranks of a job without accelerators for CPUs; stock reports one process on each of them."""
-    if LEDGER.models and not torch.accelerator.is_available():
+    if (LEDGER.models or LEDGER.launch is not None) and not torch.accelerator.is_available():
         self.use_cpu = True
     original(self)

@@ -25,6 +25,7 @@ from ..errors import ConfigError, UnsupportedError
 from ..memory.recompute import apply_recompute
 from ..parallel_state import parallel_state
 from ..parallelize import install, parallel_plan, place, plan
+from ..patch_ledger import LEDGER
 from ..registry.features import describe_model
 from ..tensor_parallel.expert_widths import require_expert_widths
 from ..upstream import forget_conversions, quiet_loading
@@ -63,12 +64,18 @@ def from_pretrained(
     megatron_config: Any = None,
     **kwargs: Any,
 ) -> Any:
-    """Loads a model laid out as `megatron_config` says, from any kind of checkpoint."""
-    if megatron_config is None:
-        return original(cls, pretrained_model_name_or_path, *args, **kwargs)
+    """Loads a model laid out as `megatron_config` says, or as the script's launch does, from any kind of checkpoint."""
+    whole = functools.partial(original, cls, pretrained_model_name_or_path, *args)
+    laid_out = functools.partial(_load, original, cls, pretrained_model_name_or_path, *args)
+    if megatron_config is not None:
+        return laid_out(megatron_config=megatron_config, **kwargs)
+    return whole(**kwargs) if LEDGER.launch is None else LEDGER.launch.make(cls, laid_out, whole, kwargs)
+
+
+def _load(original: Callable, cls: Any, path: Any, *args: Any, megatron_config: Any, **kwargs: Any) -> Any:
     config = _start(megatron_config, kwargs)
     output_loading_info = kwargs.pop("output_loading_info", False)
-    with opened(cls, pretrained_model_name_or_path, kwargs, config) as source:
+    with opened(cls, path, kwargs, config) as source:
         arguments = {**kwargs, **source.arguments, "output_loading_info": True}
         if config.is_parallel:
             arguments = {"weights_only": True, **arguments, "distributed_config": config}
@@ -78,7 +85,7 @@ def from_pretrained(
     if arguments.get("state_dict") is not None:
         forget_conversions(model)
     if config.is_parallel:
-        check_part(model, info, pretrained_model_name_or_path)
+        check_part(model, info, path)
         check_loaded(model, info, strict=config.strict_loading)
         _finish(model)
     return (model, info) if output_loading_info else model
@@ -95,8 +102,15 @@ def auto_from_pretrained(
 
 def from_config(original: Callable, cls: Any, config: Any, *, megatron_config: Any = None, **kwargs: Any) -> Any:
     """Makes a model laid out as `megatron_config` says, with the same global weights on every layout."""
-    layout = None if megatron_config is None else _start(megatron_config, kwargs)
-    if layout is None or not layout.is_parallel:
+    whole, laid_out = functools.partial(original, cls, config), functools.partial(_draw, original, cls, config)
+    if megatron_config is not None:
+        return laid_out(megatron_config=megatron_config, **kwargs)
+    return whole(**kwargs) if LEDGER.launch is None else LEDGER.launch.make(cls, laid_out, whole, kwargs)
+
+
+def _draw(original: Callable, cls: Any, config: Any, *, megatron_config: Any, **kwargs: Any) -> Any:
+    layout = _start(megatron_config, kwargs)
+    if not layout.is_parallel:
         return original(cls, config, **kwargs)
     dtype = kwargs.pop("dtype", kwargs.pop("torch_dtype", None)) or config.dtype or torch.get_default_dtype()
     # No weights: the loader finds every parameter missing and has each drawn by `_initialize_missing_keys`.

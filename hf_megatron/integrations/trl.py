@@ -18,6 +18,7 @@ from ..errors import UnsupportedError
 from ..log_probs import scores_of_call
 from ..loss import IGNORE_INDEX, BatchLoss, count_targets, next_tokens
 from ..parallel_state import parallel_state
+from ..patch_ledger import LEDGER
 from ..pipeline_parallel.absent_weights import own_state_dict
 from ..tensor_parallel.vocab_log_probs import FIELDS, LOG_PROBS
 from ..upstream import count_tokens_once, local_tensor, trl_output
@@ -62,6 +63,8 @@ def layout_of_policy(model: Any, args: Any) -> MegatronConfig | None:
     if state is not None:
         return state.config
     layout = None if args is None else (args.model_init_kwargs or {}).get("megatron_config")
+    if layout is None and LEDGER.launch is not None and isinstance(model, str):
+        return LEDGER.launch.layout
     return None if layout is None else MegatronConfig.coerce(layout)
 
 
@@ -80,8 +83,9 @@ def create_model_from_path(original: Callable, model_id: str, *args: Any, **kwar
     """Loads a reference model with the policy's layout."""
     layout = _LAYOUT.get()
     if layout is not None:
-        kwargs.setdefault("megatron_config", layout)
         kwargs.setdefault("device_map", None)
+        if LEDGER.launch is None:
+            kwargs.setdefault("megatron_config", layout)
     return original(model_id, *args, **kwargs)
 
 
