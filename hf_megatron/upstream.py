@@ -69,6 +69,7 @@ def restore_hooks(parameter: torch.Tensor) -> None:
     """Has autograd call a parameter's hooks, of any shape, again after `torch.utils.swap_tensors`, which forgets to."""
     for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         hooks = getattr(parameter, name)
+        # Also without any: `register_hook` adds to what is there.
         if hooks is not None:
             setattr(parameter, name, hooks)
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import UnsupportedError
-from ..upstream import at_end_of_backward, gradient_hooks, local_tensor, restore_hooks
+from ..upstream import at_end_of_backward, gradient_hooks, local_tensor
 from .bucket_reduction import Place
 from .buckets import Sum, make_buckets
 from .reduced_gradient import ReducedGradient, stand_in
@@ -90,7 +90,6 @@ class GradientReducer(ServedGradients):
         reducer = weakref.ref(self)
         for parameter in self.parameters:
             setattr(parameter, _HOOKED, True)
-            restore_hooks(parameter)
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(partial(_arrive, reducer, self._place_of[id(parameter)]))
             for parameter in self.parameters

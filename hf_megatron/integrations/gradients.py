@@ -1,4 +1,4 @@
-"""Where stock code asks autograd for gradients: backward, and hooks on what is differentiated.
+"""Where stock code asks autograd for gradients: backward, and hooks on what is differentiated, also after a cast.
 
 torch imports the targets itself, so nothing of it may be imported before a wrapper is called.
 """
@@ -25,3 +25,13 @@ def register_hook(original: Callable, self: Any, hook: Callable) -> Any:
 
         refuse_activation_hook(self, hook)
     return original(self, hook)
+
+
+def swap_tensors(original: Callable, first: Any, second: Any) -> None:
+    """Swaps two tensors, as casts of split weights do, and has autograd call the hooks of both again."""
+    original(first, second)
+    if LEDGER.models:
+        from ..upstream import restore_hooks
+
+        restore_hooks(first)
+        restore_hooks(second)

@@ -168,6 +168,8 @@ _ROWS: tuple[tuple[str, str, str, str], ...] = (
     ("torch.autograd:backward", "gradients:backward", "leaves gradients that nobody reduces to this rank", _ALWAYS),
     ("torch._tensor:Tensor.register_hook", "gradients:register_hook", "shows a hook this rank's gradient times dp_size",
      _ALWAYS),
+    ("torch.utils:swap_tensors", "gradients:swap_tensors", "forgets the hooks of weights that a cast swaps",
+     "torch swaps hooks with their tensors"),
     ("torch.optim.optimizer:Optimizer.__init__", "stock_optimizers:init_optimizer",
      "refuses an empty list, which a stage without trained parameters has", _ALWAYS),
     ("torch.amp.grad_scaler:GradScaler._unscale_grads_", "stock_optimizers:unscale_grads",
