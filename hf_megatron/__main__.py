@@ -1,5 +1,5 @@
 """`python -m hf_megatron [--config FILE] SCRIPT [ARGUMENTS ...]`: see `hf_megatron.integrations.launched`."""
 
-from .integrations.launched import main
+from .integrations.launched import launch
 
-main()
+launch()

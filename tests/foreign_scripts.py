@@ -1,9 +1,9 @@
 """Training scripts that nobody here wrote, on layouts and in one process: `python -m tests.foreign_scripts FOLDER`.
 
 FOLDER holds transformers' example scripts (`run_clm.py`, `run_mlm.py`, `run_glue.py`, which want `evaluate` and
-`scikit-learn`); TRL's `sft.py` and `dpo.py` are those of the installed package. Each is run as it is but for
-`import hf_megatron` and the argument `megatron_config` where it loads its model. What is compared: every logged number
-and the final weights.
+`scikit-learn`); TRL's `sft.py`, `dpo.py`, `kto.py` and `reward.py` are those of the installed package. Each is run as
+it is but for `import hf_megatron` and the argument `megatron_config` where it loads its model; with `--launched`
+without any edit, as `python -m hf_megatron` runs it. What is compared: every logged number and the final weights.
 """
 
 import argparse
@@ -21,13 +21,16 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer, BertConfig, BertForMaskedLM, BertForSequenceClassification, TrainerCallback
 from transformers import trainer as transformers_trainer
 
+from hf_megatron.integrations.accelerate import export_layout
+from hf_megatron.integrations.launched import run_script
 from hf_megatron.verify.check import parse_layouts
 from hf_megatron.verify.ranks import run_ranks
 
 DATA = Path(__file__).parent / "data"
 STORIES = DATA / "stories260K_hf"
 CAUSAL, MASKED = "tp2,tp2+sp,dp2,pp2,tp2+pp2", "tp2,tp2+sp,dp2"
-LAYOUTS = {"run_clm.py": CAUSAL, "run_mlm.py": MASKED, "run_glue.py": MASKED, "sft.py": CAUSAL, "dpo.py": CAUSAL}
+TRL = ("sft.py", "dpo.py", "kto.py", "reward.py")
+LAYOUTS = {"run_clm.py": CAUSAL, "run_mlm.py": MASKED, "run_glue.py": MASKED} | dict.fromkeys(TRL, CAUSAL)
 # Rows of a batch of all data parallel ranks; evaluation does not fill its last one.
 TRAIN_ROWS, EVAL_ROWS = 4, 4
 UNEQUAL = ("runtime", "per_second", "flos", "model_preparation_time")
@@ -96,7 +99,9 @@ class _Recorder(TrainerCallback):
         self.log.append({n: v for n, v in numbers.items() if not any(part in n for part in UNEQUAL)})
 
 
-def run(script: Path, arguments: list[str], folder: Path, layout=None) -> list[dict[str, float]]:
+def run(
+    script: Path, arguments: list[str], folder: Path, layout=None, launched: bool = False
+) -> list[dict[str, float]]:
     """What the script logs; it sees nothing but its arguments."""
     os.chdir(folder)
     torch.manual_seed(0)
@@ -104,8 +109,12 @@ def run(script: Path, arguments: list[str], folder: Path, layout=None) -> list[d
     recorder = _Recorder()
     _Recorder.log = []
     transformers_trainer.DEFAULT_CALLBACKS.append(recorder)
-    name = {"__name__": "__main__", "__file__": str(script), "LAYOUT": layout}
-    exec(program(script, layout is not None), name)
+    if launched:
+        export_layout(layout)
+        run_script(str(script), arguments, layout)
+    else:
+        name = {"__name__": "__main__", "__file__": str(script), "LAYOUT": layout}
+        exec(program(script, layout is not None), name)
     return _Recorder.log
 
 
@@ -142,6 +151,14 @@ def make_data(folder: Path) -> None:
         for split, count in (("train", 24 if changed else 23), ("test", 8 if changed else 7)):
             lines = "\n".join(json.dumps(pair) for pair in pairs[:count])
             (folder / name / f"{split}.jsonl").write_text(lines, encoding="utf-8")
+    (folder / "kto").mkdir()
+    (folder / "reward").symlink_to(folder / "dpo")
+    for split, count in (("train", 24), ("test", 8)):
+        rows = [
+            json.dumps({"prompt": f"{first}.", "completion": f" {second[: None if good else 12]}.", "label": good})
+            for first, second, good in zip(sentences[:count], sentences[1:], [True, False, True] * count, strict=False)
+        ]
+        (folder / "kto" / f"{split}.jsonl").write_text("\n".join(rows), encoding="utf-8")
     # `evaluate.load("accuracy")` takes this folder for the Hub's metric.
     (folder / "accuracy").mkdir()
     (folder / "accuracy" / "accuracy.py").write_text(_ACCURACY, encoding="utf-8")
@@ -169,7 +186,7 @@ def arguments_of(name: str, folder: Path, output: Path, dp_size: int) -> list[st
         "per_device_train_batch_size": TRAIN_ROWS // dp_size,
         "per_device_eval_batch_size": EVAL_ROWS // dp_size,
     }
-    if name in ("sft.py", "dpo.py"):
+    if name in TRL:
         settings |= {
             "model_name_or_path": STORIES,
             "dataset_name": folder / name.removesuffix(".py"),
@@ -200,10 +217,10 @@ def difference(name: str, found: float, expected: float) -> float:
     if math.isnan(found) and math.isnan(expected):
         return 0.0
     # Rewards are differences of sums over many tokens.
-    return abs(found - expected) / max(abs(expected), 1.0 if "rewards" in name else 1e-2)
+    return abs(found - expected) / max(abs(expected), 1.0 if "reward" in name else 1e-2)
 
 
-def compare(script: Path, folder: Path, text: str, expected=None):
+def compare(script: Path, folder: Path, text: str, expected=None, *, launched: bool = False):
     """The largest differences on a layout, of numbers (relative) and weights, what was compared, and what differs."""
     layouts = {"one": None, text: next(iter(parse_layouts(text)), None)}
     if expected is None:
@@ -211,10 +228,10 @@ def compare(script: Path, folder: Path, text: str, expected=None):
         [log] = run_ranks(run, 1, script, arguments_of(script.name, folder, one, 1), folder, timeout=600)
         expected = log, weights_of(one)
     layout = layouts[text]
-    output = folder / f"{script.stem}-{text}"
+    output = folder / f"{script.stem}-{text}{'-launched' * launched}"
     arguments = arguments_of(script.name, folder, output, layout.dp_size or 1)
     ranks = layout.ranks_per_replica * (layout.dp_size or 1)
-    [found, *_] = run_ranks(run, ranks, script, arguments, folder, layout, timeout=600)
+    [found, *_] = run_ranks(run, ranks, script, arguments, folder, layout, launched, timeout=600)
     assert [entry.keys() for entry in found] == [entry.keys() for entry in expected[0]], (found, expected[0])
     numbers = [
         (difference(name, entry[name], reference[name]), name)
@@ -232,6 +249,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="of transformers' example scripts")
     parser.add_argument("--scripts", default=",".join(LAYOUTS), help="names, joined by commas")
     parser.add_argument("--layouts", help="instead of those that each script is promised to be equal on")
+    parser.add_argument("--launched", action="store_true", help="without any edit")
     wanted = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as directory:
@@ -241,10 +259,11 @@ def main() -> None:
         print(f"| script | layout | numbers | largest difference | of | weights apart | |\n|{'---|' * 7}", flush=True)
         for name in wanted.scripts.split(","):
             expected = None
-            script = trl_script(name) if name in ("sft.py", "dpo.py") else wanted.folder.resolve() / name
+            script = trl_script(name) if name in TRL else wanted.folder.resolve() / name
             for text in (wanted.layouts or LAYOUTS[name]).split(","):
                 try:
-                    (worst, number), apart, count, expected = compare(script, folder, text, expected)
+                    found = compare(script, folder, text, expected, launched=wanted.launched)
+                    (worst, number), apart, count, expected = found
                 except Exception as error:  # noqa: BLE001 - a row of the table
                     print(f"| {name} | {text} | | | | | {type(error).__name__}: {str(error)[-600:]} |", flush=True)
                     continue

@@ -22,7 +22,7 @@ MAPPED = {"conversion", "model_cards"}
 
 # The highest floor first. Rooms on one line do not import each other, or only from left to right.
 ORDER = (
-    ("cli",),
+    ("cli", "__main__"),
     ("__init__",),
     ("verify",),
     ("integrations",),

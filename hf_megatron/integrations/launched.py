@@ -121,7 +121,7 @@ def run_script(script: str, arguments: Sequence[str], layout: MegatronConfig, *,
         LEDGER.launch = None
 
 
-def main() -> None:
+def launch() -> None:
     """Reads the command line of `python -m hf_megatron`."""
     parser = argparse.ArgumentParser(prog="python -m hf_megatron", description=__doc__.partition("\n")[0])
     parser.add_argument("--config", metavar="FILE", help="YAML of MegatronConfig, instead of what the launcher says")
