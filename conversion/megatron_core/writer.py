@@ -21,7 +21,7 @@ from ..torch_files.writer import write_object
 from .common_state import is_plain_value, optimizer_state, rate_schedule
 from .reader import COMMON, COMMON_OBJECT, CONFIG
 
-_LAYER = re.compile(r"(decoder\.layers)\.(\d+)\.(.+)")
+_LAYER = re.compile(r"((?:decoder|encoder)\.layers)\.(\d+)\.(.+)")
 _EXPERTS = ".mlp.experts.experts."
 _FIRST_LINEAR = re.compile(r".+\.linear_fc1\.(weight|bias)")
 _MOMENTS = {MAIN_WEIGHT: "param", EXP_AVG: "exp_avg", EXP_AVG_SQ: "exp_avg_sq"}
