@@ -8,9 +8,9 @@ No released file can be had in tests, so each layout is written down from Megatr
            `language_model.py`, commit 01e9ce60
     2023   `layernorm` became `norm`: `megatron/legacy/model`, commit 00caa53a
 
-The rows of query, key and value are those that the forward of `megatron/model/transformer.py` splits, by the version that
-`megatron/checkpointing.py` (commit 0229a695, `_transpose_first_dim`) reads out of the file. With np heads on a
-tensor-parallel rank, hn channels each, it is [3, np, hn] in version 0, [np, hn, 3] in 1.0 and [np, 3, hn] from 2.0 on.
+The rows of query, key and value are those that the forward of `megatron/model/transformer.py` splits, by the version
+that a file says (`megatron/checkpointing.py`, commit 0229a695, `_transpose_first_dim`). With np heads on a tensor-parallel
+rank, hn channels each, they are [3, np, hn] in version 0, [np, hn, 3] in 1.0 and [np, 3, hn] from 2.0 on.
 """
 
 from argparse import Namespace
@@ -150,9 +150,7 @@ def packed_rows(query: Tensor, key: Tensor, value: Tensor, heads: int, groups: i
         # Row after row: one of query, one of key, one of value.
         return torch.stack([row for rows in zip(query, key, value, strict=True) for row in rows])
     pieces = []
-    for queries, one_key, one_value in zip(
-        query.chunk(groups), key.chunk(groups), value.chunk(groups), strict=True
-    ):
+    for queries, one_key, one_value in zip(query.chunk(groups), key.chunk(groups), value.chunk(groups), strict=True):
         pieces += [queries, one_key, one_value]
     return torch.cat(pieces)
 

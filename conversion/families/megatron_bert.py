@@ -1,4 +1,4 @@
-"""Megatron's BERT: norms before attention and MLP, learned positions, token types, a tied head with a bias, a pooler."""
+"""Megatron's BERT: norms before attention and MLP, learned positions, token types, a tied head with a bias, pooler."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -65,23 +65,21 @@ def flattened(path: Path, model: Any) -> dict[str, Any]:
     Raises:
         CheckpointError: naming the file, where it is no table of names.
     """
-    seen: set[int] = set()
-
-    def entries(table: Any, prefix: str, deeper: int) -> Iterator[tuple[str, Any]]:
-        if not isinstance(table, dict) or not all(isinstance(key, str) for key in table) or id(table) in seen:
-            raise CheckpointError(f"{path} is refused: its weights are no table of names.")
-        seen.add(id(table))
-        for key, value in table.items():
-            if isinstance(value, dict) and deeper:
-                yield from entries(value, f"{prefix}{key}.", deeper - 1)
-            else:
-                yield f"{prefix}{key}", value
-
     found: dict[str, Any] = {}
-    for name, value in entries(model, "", _DEEPEST):
+    for name, value in _entries(path, model, "", _DEEPEST):
         if found.setdefault(name, value) is not value:
             raise CheckpointError(f"{path} is refused: it has {shown(name)} twice.")
     return found
+
+
+def _entries(path: Path, table: Any, prefix: str, deeper: int) -> Iterator[tuple[str, Any]]:
+    if not isinstance(table, dict) or not all(isinstance(key, str) for key in table):
+        raise CheckpointError(f"{path} is refused: its weights are no table of names.")
+    for key, value in table.items():
+        if isinstance(value, dict) and deeper:
+            yield from _entries(path, value, f"{prefix}{key}.", deeper - 1)
+        else:
+            yield f"{prefix}{key}", value
 
 
 def is_older(names: Collection[str]) -> bool:
@@ -127,8 +125,8 @@ def core_arguments(path: Path, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """
     if arguments.get("apply_residual_connection_post_layernorm") is True:
         raise CheckpointError(
-            f"{path}: apply_residual_connection_post_layernorm is True: no model of transformers adds what comes out of "
-            "the norms."
+            f"{path}: apply_residual_connection_post_layernorm is True: no model of transformers adds what comes "
+            "out of the norms."
         )
     renamed = {_ARGUMENTS[name]: value for name, value in arguments.items() if name in _ARGUMENTS}
     return {**renamed, **arguments}

@@ -171,7 +171,9 @@ class Ranks:
         files = {_rank(numbers, only_experts): file for numbers, file in opened.items()}
         arguments, version = files[min(files)].arguments, files[min(files)].version
         if other := next((file for file in files.values() if file.version != version), None):
-            raise CheckpointError(f"{other.path}: checkpoint_version is {other.version} where another rank has {version}.")
+            raise CheckpointError(
+                f"{other.path}: checkpoint_version is {other.version} where another rank has {version}."
+            )
         found = [max(numbers) + 1 for numbers in zip(*files, strict=True)]
         sizes = Rank(*(_size(folder, arguments, *each) for each in zip(_KINDS, found, strict=True)))
         expert_tp = arguments.get("expert_tensor_parallel_size") or sizes.tp

@@ -99,8 +99,8 @@ TENSORS: Names = MappingProxyType(
         "torch._utils._rebuild_parameter": Named("parameter", lambda a: a[0]),
     }
 )
-# What else Megatron saves beside tensors (megatron/core/safe_globals.py); loss scalers once lay in a module of their own
-# (megatron/checkpointing.py, `_load_base_checkpoint`).
+# What else Megatron saves beside tensors (megatron/core/safe_globals.py); loss scalers once lay in a module of
+# their own (megatron/checkpointing.py, `_load_base_checkpoint`).
 OBJECTS: Names = record_names(
     "_io.BytesIO",
     "argparse.Namespace",
