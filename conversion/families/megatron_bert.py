@@ -53,7 +53,6 @@ FAMILY = Family(
     layer=_layer,
     arguments=_arguments,
     gated=False,
-    unchecked=lambda config: "Megatron-Core's BertModel was not run",
     refuse=_refuse,
     embedding="bert.embeddings.word_embeddings",
     positions="bert.embeddings.position_embeddings",

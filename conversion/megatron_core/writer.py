@@ -142,11 +142,12 @@ class MegatronCoreWriter(Writer):
     def _extra_states(self) -> Iterator[str]:
         """Yields objects that a strict load asks for: one per layer and expert of what may be TransformerEngine's.
 
-        Loading ignores those that the model has not.
+        Loading ignores those that the model has not. GPTModel asks for none of its output layer, BertModel does, which
+        has a bias there.
         """
         seen = set()
         for key, entry in self.plan.items():
-            if key.kind != WEIGHT or key.name.startswith(("embedding.", "output_layer.")):
+            if key.kind != WEIGHT or key.name.startswith(("embedding.", "output_layer.weight")):
                 continue
             modules = [key.name.rpartition(".")[0]]
             if match := re.fullmatch(r"(.+\.self_attention)\..+", key.name):
