@@ -10,7 +10,8 @@ No released file can be had in tests, so each layout is written down from Megatr
 
 The rows of query, key and value are those that the forward of `megatron/model/transformer.py` splits, by the version
 that a file says (`megatron/checkpointing.py`, commit 0229a695, `_transpose_first_dim`). With np heads on a
-tensor-parallel rank, hn channels each, they are [3, np, hn] in version 0, [np, hn, 3] in 1.0 and [np, 3, hn] from 2.0 on.
+tensor-parallel rank, hn channels each, they are [3, np, hn] in version 0, [np, hn, 3] in 1.0 and [np, 3, hn] from 2.0
+on.
 """
 
 from argparse import Namespace

@@ -1,8 +1,8 @@
-"""megatron-core's BertModel loads what was converted, strictly: `python -m tests.megatron_peer.bert HF OUT TP FOLDER...`.
+"""megatron-core's BertModel loads what was converted: `python -m tests.megatron_peer.bert HF OUT TP FOLDER...`.
 
-HF is a folder of a MegatronBertForPreTraining of transformers, FOLDER the folder of an iteration in `torch_dist` or in the
-legacy format. OUT becomes a safetensors file with the logits of each, `0.head` and `0.binary_head` and so on, for the
-entries `ids`, `mask` and `types` of HF/inputs.safetensors.
+HF is a folder of a MegatronBertForPreTraining of transformers, FOLDER the folder of an iteration in `torch_dist` or in
+the legacy format. OUT becomes a safetensors file with the logits of each, `0.head` and `0.binary_head` and so on, for
+the entries `ids`, `mask` and `types` of HF/inputs.safetensors.
 """
 
 import os
