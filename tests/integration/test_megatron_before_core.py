@@ -1,5 +1,6 @@
 """Checkpoints of Megatron-LM before Megatron-Core: each layout of its history becomes the model it was made of."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForPreTraini
 
 from hf_megatron.conversion import convert
 from hf_megatron.errors import CheckpointError
+from hf_megatron.verify.ranks import run_ranks
 from tests.megatron_before_core import bert_parts, gpt2_parts, llama_parts, write_checkpoint
 from tests.twins import twin
 
@@ -137,6 +139,22 @@ def test_a_model_without_pooler_and_binary_head(models, tmp_path):
     convert(source, tmp_path / "out", "hf", config=str(tmp_path / "masked"))
     with pytest.raises(CheckpointError, match="does not fit MegatronBertForPreTraining: 4 missing"):
         convert(source, tmp_path / "never", "hf", config=str(folder))
+
+
+def loaded_logits(folder: Path) -> torch.Tensor:
+    from hf_megatron import MegatronConfig
+
+    model = AutoModelForCausalLM.from_pretrained(folder, megatron_config=MegatronConfig(tp_size=2)).eval()
+    with torch.no_grad():
+        return model(torch.arange(16)[None]).logits
+
+
+def test_from_pretrained_reads_it_on_two_ranks(models, tmp_path):
+    expected, model = models["gpt2"]
+    source = write_checkpoint(tmp_path / "megatron", gpt2_parts(model), "2020", 0)
+    shutil.copy(expected / "config.json", source)
+    found, wanted = run_ranks(loaded_logits, 2, source), run_ranks(loaded_logits, 2, expected)
+    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
 
 
 def test_it_goes_on_as_a_checkpoint_of_megatron_core(models, tmp_path):
