@@ -216,10 +216,12 @@ class MegatronModel:
     Args:
         arguments: Megatron-LM's own arguments (`num_layers`, `hidden_size`, `num_query_groups`, ...).
         gated: whether `linear_fc1` holds gate and up, each split over tp by itself.
+        block: what the module of the layers is called.
     """
 
     arguments: Mapping[str, Any]
     gated: bool
+    block: str = "decoder"
 
     @property
     def num_layers(self) -> int:

@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForPreTraining
 
 VOCABULARY = 250
 
@@ -110,6 +110,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("gemma2", {**_LLAMA, "head_dim": 16, "tie_word_embeddings": True, "sliding_window": 8}),
     "gemma3": ("gemma3_text", {**_LLAMA, "head_dim": 16, "tie_word_embeddings": True, "sliding_window": 8}),
     "olmo2": ("olmo2", _LLAMA),
+    "megatron_bert": (
+        "megatron-bert",
+        {
+            "vocab_size": VOCABULARY,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "max_position_embeddings": 64,
+            "layer_norm_eps": 1e-5,
+        },
+    ),
 }
 
 
@@ -124,7 +136,9 @@ def twin(case: str, dtype: torch.dtype = torch.float32) -> Any:
     torch.manual_seed(0)
     config = config_of(case)
     config._attn_implementation = "eager"
-    model = AutoModelForCausalLM.from_config(config).eval()
+    # Only the class for pretraining has all of what Megatron's BERT has.
+    model_class = AutoModelForPreTraining if config.model_type == "megatron-bert" else AutoModelForCausalLM
+    model = model_class.from_config(config).eval()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, tensor in model.state_dict(keep_vars=True).items():

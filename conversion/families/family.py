@@ -28,6 +28,8 @@ class Family:
         embedding, positions, layers, norm: names in the model of what is outside of the layers, and before their
             numbers; `positions` only where they are learned.
         norm_bias: whether the last norm has a bias.
+        block: what Megatron calls the module of the layers.
+        heads: config, rows of the vocabulary -> rules of tensors outside of the layers that others do not have.
     """
 
     model_types: tuple[str, ...]
@@ -41,10 +43,12 @@ class Family:
     layers: str = "model.layers"
     norm: str = "model.norm"
     norm_bias: bool = False
+    block: str = "decoder"
+    heads: Callable[[Any, int], Iterable[Rule]] = lambda config, padded: ()
 
     def model(self, config: Any) -> MegatronModel:
         """Returns what Megatron's formats need to know of a config."""
-        return MegatronModel(self.arguments(config), self.gated)
+        return MegatronModel(self.arguments(config), self.gated, self.block)
 
     def rules(self, config: Any, padded: int) -> Iterator[Rule]:
         """Yields a rule for every tensor, with a vocabulary of `padded` rows."""
@@ -55,8 +59,9 @@ class Family:
         if self.positions:
             yield from renamed(self.positions, "embedding.position_embeddings")
         for number in range(config.num_hidden_layers):
-            yield from self.layer(config, number, f"{self.layers}.{number}", f"decoder.layers.{number}")
-        yield from renamed(self.norm, "decoder.final_layernorm", bias=self.norm_bias)
+            yield from self.layer(config, number, f"{self.layers}.{number}", f"{self.block}.layers.{number}")
+        yield from renamed(self.norm, f"{self.block}.final_layernorm", bias=self.norm_bias)
+        yield from self.heads(config, padded)
 
 
 def head_dim(config: Any) -> int:

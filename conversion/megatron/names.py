@@ -33,7 +33,8 @@ class RankSplit:
         return replace(self, dim=self.dim - 1)
 
 
-LAYER = re.compile(r"(decoder\.layers\.|mtp\.layers\.)(\d{1,9})\.")
+# BertModel calls its layers `encoder` (models/bert/bert_model.py).
+LAYER = re.compile(r"(decoder\.layers\.|encoder\.layers\.|mtp\.layers\.)(\d{1,9})\.")
 EXPERTS = ".mlp.experts.experts."
 
 # The part of a name after its layer, and how it is split. `tensor_parallel/layers.py`: ColumnParallelLinear splits
@@ -66,9 +67,11 @@ _OUTSIDE: tuple[tuple[str, RankSplit | None], ...] = (
     # models/common/embeddings/language_model_embedding.py
     (r"embedding\.word_embeddings\.weight", RankSplit(0)),
     (r"embedding\.(position|tokentype)_embeddings\.weight", None),
-    (r"decoder\.final_layernorm\.(weight|bias)", None),
+    (r"(decoder|encoder)\.final_layernorm\.(weight|bias)", None),
     # models/gpt/gpt_model.py
     (r"output_layer\.(weight|bias)", RankSplit(0)),
+    # models/bert/bert_model.py, bert_lm_head.py, pooler.py
+    (r"(pooler\.dense|lm_head\.(dense|layer_norm)|binary_head)\.(weight|bias)", None),
     # transformer/multi_token_prediction.py
     (r"mtp\.layers\.\d+\.(enorm|hnorm|final_layernorm)\.(weight|bias)", None),
     (r"mtp\.layers\.\d+\.eh_proj\.weight", RankSplit(0)),
@@ -77,7 +80,7 @@ _RULES = tuple(
     (re.compile(prefix + pattern), split)
     for prefix, rules in (
         ("", _OUTSIDE),
-        (r"decoder\.layers\.\d+\.", _IN_LAYER),
+        (r"(decoder|encoder)\.layers\.\d+\.", _IN_LAYER),
         (r"mtp\.layers\.\d+\.transformer_layer\.", _IN_LAYER),
     )
     for pattern, split in rules
@@ -94,16 +97,21 @@ _FUSED = (
 )
 
 
+def of_mtp(prefix: str) -> bool:
+    """Checks whether layers, by what `LAYER` finds before their number, predict further tokens."""
+    return prefix.startswith("mtp.")
+
+
 def tensor_parallel_split(name: str) -> RankSplit | None:
     """Returns how tensor-parallel ranks share the tensor of a name, `None` where each of them has all of it.
 
     Raises:
-        CheckpointError: no module of Megatron-Core's GPTModel has a tensor of this name.
+        CheckpointError: no module of Megatron-Core's GPTModel or BertModel has a tensor of this name.
     """
     for pattern, split in _RULES:
         if pattern.fullmatch(name):
             return split
-    raise CheckpointError(f"{name} is not a tensor of Megatron-Core's GPTModel that can be converted.")
+    raise CheckpointError(f"{name} is not a tensor of Megatron-Core's GPTModel or BertModel that can be converted.")
 
 
 def spellings(name: str) -> tuple[str, ...]:
@@ -179,7 +187,8 @@ def extra_states(names: Iterable[str], local_names: bool, last: bool) -> Iterato
     """
     for name in names:
         module, _, kind = name.rpartition(".")
-        if kind.startswith("weight"):
+        # The norm of BERT's head is Apex's, which has no state (models/bert/bert_lm_head.py).
+        if kind.startswith("weight") and not module.startswith("lm_head."):
             linear = module.rpartition(".")[2]
             if linear.startswith("linear_") or linear == "eh_proj" or (not local_names and linear.endswith("norm")):
                 yield f"{module}._extra_state"

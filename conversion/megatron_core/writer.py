@@ -21,7 +21,7 @@ from ..torch_files.writer import write_object
 from .common_state import is_plain_value, optimizer_state, rate_schedule
 from .reader import COMMON, COMMON_OBJECT, CONFIG
 
-_LAYER = re.compile(r"(decoder\.layers)\.(\d+)\.(.+)")
+_LAYER = re.compile(r"((?:decoder|encoder)\.layers)\.(\d+)\.(.+)")
 _EXPERTS = ".mlp.experts.experts."
 _FIRST_LINEAR = re.compile(r".+\.linear_fc1\.(weight|bias)")
 _MOMENTS = {MAIN_WEIGHT: "param", EXP_AVG: "exp_avg", EXP_AVG_SQ: "exp_avg_sq"}
@@ -142,11 +142,12 @@ class MegatronCoreWriter(Writer):
     def _extra_states(self) -> Iterator[str]:
         """Yields objects that a strict load asks for: one per layer and expert of what may be TransformerEngine's.
 
-        Loading ignores those that the model has not.
+        Loading ignores those that the model has not. GPTModel asks for none of its output layer, BertModel does, which
+        has a bias there.
         """
         seen = set()
         for key, entry in self.plan.items():
-            if key.kind != WEIGHT or key.name.startswith(("embedding.", "output_layer.")):
+            if key.kind != WEIGHT or key.name.startswith(("embedding.", "output_layer.weight")):
                 continue
             modules = [key.name.rpartition(".")[0]]
             if match := re.fullmatch(r"(.+\.self_attention)\..+", key.name):

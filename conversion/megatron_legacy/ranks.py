@@ -17,6 +17,7 @@ from ..megatron.folder import iteration_folder
 from ..torch_files.reader import open_saved
 from ..torch_files.safe_pickle import Record
 from ..torch_files.saved import Saved, StoredTensor
+from .before_core import check_version, core_arguments, core_names, flattened, is_older
 
 FILE = "model_optim_rng.pt"
 _KINDS = ("tensor", "pipeline", "expert")
@@ -51,6 +52,7 @@ class RankFile:
         blob: reads tensors.
         chunks: the tensors of each of the rank's virtual pipeline stages, or of the only one.
         arguments: Megatron-LM's, as far as the file has any.
+        version: `checkpoint_version`, which says how the rows of query, key and value lie.
         iteration: 0 in a release.
         optimizer: whether optimizer state lies in the file or beside it.
     """
@@ -59,48 +61,45 @@ class RankFile:
     blob: Saved
     chunks: tuple[Mapping[str, StoredTensor], ...]
     arguments: Mapping[str, Any]
+    version: float
     iteration: int
     optimizer: bool
 
     @classmethod
-    def open(cls, path: Path, files: ExitStack) -> "RankFile":
+    def open(cls, path: Path, block: str, files: ExitStack) -> "RankFile":
         """Looks at what a file has, which `files` closes.
 
+        Args:
+            block: what Megatron-Core calls the module of the layers.
+
         Raises:
-            CheckpointError: naming the file, where it is damaged, unsafe to read or of a version before 2.0.
+            CheckpointError: naming the file, where it is damaged, unsafe to read or of an unknown version.
         """
         blob = open_saved(files.enter_context(DataFile(path)))
         content = blob.value
         if not isinstance(content, dict):
             raise CheckpointError(f"{path} is refused: it holds no table.")
         arguments = content["args"].state if isinstance(content.get("args"), Record) else {}
+        # Megatron-LM takes a file without a version for one of version 0.
         version, iteration = content.get("checkpoint_version", 0), content.get("iteration", 0)
-        if not isinstance(arguments, dict) or not isinstance(version, (int, float)) or type(iteration) is not int:
+        if not isinstance(arguments, dict) or type(version) not in (int, float) or type(iteration) is not int:
             raise CheckpointError(f"{path} is refused: args, checkpoint_version or iteration is not what it should be.")
-        if version < 2:
-            raise CheckpointError(
-                f"{path}: checkpoint_version is {version}. Before 2.0 the rows of query, key and value had another "
-                "order: load and save the checkpoint once with Megatron-LM."
-            )
         numbered = takewhile(content.__contains__, (f"model{number}" for number in count()))
-        models = [content[key] for key in (["model"] if "model" in content else numbered)]
+        models = [flattened(path, content[key]) for key in (["model"] if "model" in content else numbered)]
         if not models:
             raise CheckpointError(f"{path} is refused: it has no weights (model, or model0 and so on).")
-        chunks = tuple(
-            {key: _checked(blob, path, key, value) for key, value in _weights(path, model)} for model in models
-        )
+        older = any(map(is_older, models))
+        check_version(path, version, older)
+        if older:
+            models = [core_names(path, model, block) for model in models]
+            arguments = core_arguments(path, arguments)
+        chunks = tuple({key: _checked(blob, path, key, value) for key, value in _weights(model)} for model in models)
         beside = (path.parent / "distrib_optim.pt").exists()
-        return cls(path, blob, chunks, arguments, iteration, beside or "optimizer" in content)
+        return cls(path, blob, chunks, arguments, version, iteration, beside or "optimizer" in content)
 
 
-def _weights(path: Path, model: Any) -> Iterator[tuple[str, Any]]:
+def _weights(model: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yields the weights that a model's table has; states of fp8 and old rotary buffers are none."""
-    if not isinstance(model, dict) or not all(isinstance(key, str) for key in model):
-        raise CheckpointError(f"{path} is refused: its weights are no table of names.")
-    if old := next((key for key in model if key.startswith(("language_model", "encoder", "transformer"))), None):
-        raise CheckpointError(
-            f"{path} is of Megatron-LM before Megatron-Core ({old}): save it with --use-mcore-models first."
-        )
     for key, value in model.items():
         if "_extra_state" not in key.rpartition(".")[2] and key != "rotary_pos_emb.inv_freq":
             yield key, value
@@ -138,8 +137,11 @@ class Ranks:
         return self.files[min(self.files)]
 
     @classmethod
-    def open(cls, path: str | Path) -> "Ranks":
+    def open(cls, path: str | Path, block: str) -> "Ranks":
         """Finds every rank's file, in the folder of `latest_checkpointed_iteration.txt` or of `mp_rank_*`.
+
+        Args:
+            block: what Megatron-Core calls the module of the layers.
 
         Raises:
             CheckpointError: naming a folder that is missing or surplus, or a file that is refused.
@@ -159,7 +161,7 @@ class Ranks:
             if not (entry / FILE).is_file():
                 raise CheckpointError(f"{entry / FILE} is missing.")
         with ExitStack() as stack:
-            opened = {numbers: RankFile.open(entry / FILE, stack) for numbers, entry in found.items()}
+            opened = {numbers: RankFile.open(entry / FILE, block, stack) for numbers, entry in found.items()}
             return cls._of(folder, opened, stack)
 
     @classmethod
@@ -167,7 +169,11 @@ class Ranks:
         """Checks that every rank is there; from then on the files stay open."""
         only_experts = len(min(opened)) == 2 and _second_is_expert(opened)
         files = {_rank(numbers, only_experts): file for numbers, file in opened.items()}
-        arguments = files[min(files)].arguments
+        arguments, version = files[min(files)].arguments, files[min(files)].version
+        if other := next((file for file in files.values() if file.version != version), None):
+            raise CheckpointError(
+                f"{other.path}: checkpoint_version is {other.version} where another rank has {version}."
+            )
         found = [max(numbers) + 1 for numbers in zip(*files, strict=True)]
         sizes = Rank(*(_size(folder, arguments, *each) for each in zip(_KINDS, found, strict=True)))
         expert_tp = arguments.get("expert_tensor_parallel_size") or sizes.tp

@@ -7,9 +7,10 @@ from torch import Tensor
 
 from ...errors import CheckpointError
 from ..megatron.folder import RELEASE
-from ..megatron.names import LAYER, canonical, expert_of, tensor_parallel_split
+from ..megatron.names import LAYER, canonical, expert_of, of_mtp, tensor_parallel_split
 from ..tensors import WEIGHT, Key, MegatronModel, MegatronReader
 from ..torch_files.saved import StoredTensor
+from .before_core import grouped_by_head
 from .merging import MergedTensor, RankPart
 from .ranks import Rank, RankFile, Ranks
 
@@ -17,7 +18,7 @@ _EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
 class MegatronLegacyReader(MegatronReader):
-    """A checkpoint that Megatron-LM saved with `--ckpt-format torch`.
+    """A checkpoint that Megatron-LM saved with `--ckpt-format torch`, or before there was another format.
 
     Layers are numbered in the order of the pipeline from how many each stage holds, so uneven and virtual stages need
     no further arguments. Of tensors that several ranks have, the first rank's is read and the others' are compared.
@@ -30,7 +31,7 @@ class MegatronLegacyReader(MegatronReader):
     """
 
     def __init__(self, path: str | Path, model: MegatronModel):
-        self._ranks = Ranks.open(path)
+        self._ranks = Ranks.open(path, model.block)
         self._model = model
         self._merged: dict[str, MergedTensor] = {}
         try:
@@ -47,6 +48,9 @@ class MegatronLegacyReader(MegatronReader):
         self._collect()
         self._untie()
         self.entries = {Key(WEIGHT, name): made.entry() for name, made in self._merged.items()}
+        for key, entry in self.entries.items():
+            # Sizes that do not fit are seen before anything is read.
+            self._in_order(key.name, entry.meta())
 
     def _collect(self) -> None:
         """Goes through all stages in the order of the layers (transformer_layer.py, get_transformer_layer_offset)."""
@@ -70,7 +74,7 @@ class MegatronLegacyReader(MegatronReader):
                 raise CheckpointError(
                     f"{file.path} and {first.path} differ in which tensors they have: {different[0]}."
                 )
-        numbers = sorted({int(match[2]) for key in keys if (match := LAYER.match(key)) and match[1][0] == "d"})
+        numbers = sorted({int(match[2]) for key in keys if (match := LAYER.match(key)) and not of_mtp(match[1])})
         if numbers != list(range(len(numbers))):
             raise CheckpointError(f"{first.path}: its layers are numbered {numbers}.")
         named = {_global_name(key, offset): key for key in keys}
@@ -156,7 +160,17 @@ class MegatronLegacyReader(MegatronReader):
         embedding.copies += [*copy.copies, *zip(embedding.pieces[0], copy.pieces[0], strict=True)]
 
     def read(self, key: Key) -> Tensor:
-        return self._merged[key.name].read(key.name, self._model.gated, self.memory)
+        return self._in_order(key.name, self._merged[key.name].read(key.name, self._model.gated, self.memory))
+
+    def _in_order(self, name: str, tensor: Tensor) -> Tensor:
+        """Orders a tensor of any shape as Megatron-Core has it, whatever version it was written by."""
+        first = self._ranks.first
+        if ".self_attention.linear_qkv." not in name or ".layer_norm_" in name:
+            return tensor
+        try:
+            return grouped_by_head(tensor, first.version, self._model.arguments, self._ranks.sizes.tp, self.memory)
+        except CheckpointError as error:
+            raise CheckpointError(f"{first.path}: {name}: {error}") from error
 
     def close(self) -> None:
         self._ranks.close()
@@ -168,7 +182,7 @@ def _global_name(key: str, offset: int) -> str:
     if match is None:
         return key
     rest = key[match.end() :]
-    if match[1].startswith("mtp"):
+    if of_mtp(match[1]):
         return f"{match[0]}{rest.replace('mtp_model_layer.', 'transformer_layer.', 1)}"
     return f"{match[1]}{int(match[2]) + offset}.{rest}"
 

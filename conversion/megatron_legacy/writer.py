@@ -20,6 +20,7 @@ from ..megatron.names import (
     extra_states,
     local,
     name_of_expert,
+    of_mtp,
     rank_views,
     tensor_parallel_split,
 )
@@ -152,7 +153,7 @@ class MegatronLegacyWriter(Writer):
         last = self._sizes.pp - 1
         match = LAYER.match(name)
         stage, own = last, name
-        if match and match[1] == "decoder.layers.":
+        if match and not of_mtp(match[1]):
             number, of_stage = int(match[2]), self._model.num_layers // self._sizes.pp
             if number >= self._model.num_layers:
                 raise CheckpointError(f"{name}: num_layers is {self._model.num_layers}.")

@@ -99,10 +99,13 @@ TENSORS: Names = MappingProxyType(
         "torch._utils._rebuild_parameter": Named("parameter", lambda a: a[0]),
     }
 )
-# What else Megatron saves beside tensors (megatron/core/safe_globals.py).
+# What else Megatron saves beside tensors (megatron/core/safe_globals.py); loss scalers once lay in a module of
+# their own (megatron/checkpointing.py, `_load_base_checkpoint`).
 OBJECTS: Names = record_names(
     "_io.BytesIO",
     "argparse.Namespace",
+    "fp16.loss_scaler.DynamicLossScaler",
+    "fp16.loss_scaler.LossScaler",
     "numpy._core.multiarray._reconstruct",
     "numpy._core.multiarray.scalar",
     "numpy.core.multiarray._reconstruct",

@@ -13,12 +13,16 @@ from typer.testing import CliRunner
 from hf_megatron.cli import app
 from hf_megatron.conversion import convert
 from tests.documented import ROOT, documented_commands, other_commands
+from tests.megatron_before_core import gpt2_parts, write_checkpoint
 from tests.readme_command import readme_command
+from tests.twins import twin
 
 # What stands in the documents -> what it is here.
 HERE = {
     "meta-llama/Llama-3.1-8B": "{model}",
     "/runs/megatron-lm/checkpoints": "{megatron}",
+    "megatron_lm_345m": "{before_core}",
+    "openai-community/gpt2-medium": "{gpt2}",
     "outputs/megatron-llama/checkpoint-100": "{checkpoint}",
     "hf_megatron/verified.json": "verified.json",
     "CHECKPOINT": "{checkpoint}",
@@ -53,7 +57,11 @@ def places(stories, tmp_path_factory):
     convert(stories, folder / "checkpoint", "sharded")
     convert(stories, folder / "megatron", "megatron_legacy")
     (folder / "megatron" / "config.json").unlink()
-    return {"model": str(stories), "checkpoint": str(folder / "checkpoint"), "megatron": str(folder / "megatron")}
+    model = twin("gpt2")
+    model.save_pretrained(folder / "gpt2")
+    write_checkpoint(folder / "before_core", gpt2_parts(model), "2020", 0)
+    made = {name: str(folder / name) for name in ("checkpoint", "megatron", "before_core", "gpt2")}
+    return {"model": str(stories), **made}
 
 
 def is_elsewhere(command):

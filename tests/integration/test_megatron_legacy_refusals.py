@@ -74,7 +74,10 @@ BROKEN = {
         set_value(["model", "decoder.layers.0.new.weight"], torch.zeros(1)),
         r"decoder\.layers\.0\.new\.weight",
     ),
-    "before_core": (set_value(["model", "language_model.encoder.weight"], torch.zeros(1)), "language_model"),
+    "before_core": (
+        set_value(["model", "language_model.encoder.weight"], torch.zeros(1)),
+        "embedding.word_embeddings.weight is no tensor of a GPT or BERT of Megatron-LM before Megatron-Core",
+    ),
     "no_weights": (lambda content: content.pop("model"), "has no weights"),
     "no_table": (set_value(["model"], [1]), "no table of names"),
     "repeated": (

@@ -1,0 +1,102 @@
+"""megatron-core's BertModel loads what was converted: `python -m tests.megatron_peer.bert HF OUT TP FOLDER...`.
+
+HF is a folder of a MegatronBertForPreTraining of transformers, FOLDER the folder of an iteration in `torch_dist` or in
+the legacy format. OUT becomes a safetensors file with the logits of each, `0.head` and `0.binary_head` and so on, for
+the entries `ids`, `mask` and `types` of HF/inputs.safetensors.
+"""
+
+import os
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+
+warnings.filterwarnings("ignore")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["HF_HUB_OFFLINE"] = "1"
+# Activations are wrapped in torch.compile, which would take longer than all the rest.
+os.environ["TORCHDYNAMO_DISABLE"] = "1"
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+
+from tests.megatron_peer.patches import patch_megatron, patch_torch  # noqa: E402
+
+patch_torch()
+from megatron.core import dist_checkpointing, parallel_state  # noqa: E402
+from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec  # noqa: E402
+from megatron.core.models.bert.bert_model import BertModel  # noqa: E402
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
+from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
+from transformers import AutoConfig  # noqa: E402
+
+from tests.megatron_peer.models import ACTIVATIONS, ON_CPU  # noqa: E402
+
+patch_megatron()
+PADDED = 256
+
+
+def build(hf, tp: int) -> BertModel:
+    config = TransformerConfig(
+        tensor_model_parallel_size=tp,
+        num_layers=hf.num_hidden_layers,
+        hidden_size=hf.hidden_size,
+        ffn_hidden_size=hf.intermediate_size,
+        num_attention_heads=hf.num_attention_heads,
+        layernorm_epsilon=hf.layer_norm_eps,
+        activation_func=ACTIVATIONS[hf.hidden_act],
+        params_dtype=torch.float32,
+        pipeline_dtype=torch.float32,
+        **ON_CPU,
+    )
+    return BertModel(
+        config,
+        num_tokentypes=hf.type_vocab_size,
+        transformer_layer_spec=bert_layer_local_spec,
+        vocab_size=PADDED,
+        max_sequence_length=hf.max_position_embeddings,
+        share_embeddings_and_output_weights=True,
+        parallel_output=False,
+    ).eval()
+
+
+def load(model: BertModel, folder: Path, rank: int) -> None:
+    """Strictly: no missing key, no surplus one in the model."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.5)
+    if (folder / "metadata.json").exists():
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        sharded = model.sharded_state_dict(metadata={"dp_cp_group": group})
+        state = dist_checkpointing.load({"model": sharded}, str(folder))["model"]
+    else:
+        state = torch.load(folder / f"mp_rank_{rank:02d}" / "model_optim_rng.pt", weights_only=False)["model"]
+    model.load_state_dict(state, strict=True)
+
+
+def run(rank: int, store: str, hf: str, out: str, tp: int, folders: list[str]) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=tp)
+    parallel_state.initialize_model_parallel(tp)
+    model_parallel_cuda_manual_seed(0)
+    inputs, found = load_file(Path(hf) / "inputs.safetensors"), {}
+    for index, folder in enumerate(folders):
+        model = build(AutoConfig.from_pretrained(hf), tp)
+        load(model, Path(folder), rank)
+        with torch.no_grad():
+            head, binary_head = model(inputs["ids"], inputs["mask"], tokentype_ids=inputs["types"])[:2]
+        found |= {f"{index}.head": head.contiguous(), f"{index}.binary_head": binary_head.contiguous()}
+    if rank == 0:
+        save_file(found, out)
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    hf, out, tp, *folders = sys.argv[1:]
+    with tempfile.TemporaryDirectory() as root:
+        arguments = (str(Path(root) / "store"), hf, out, int(tp), folders)
+        torch.multiprocessing.spawn(run, arguments, nprocs=int(tp))
+
+
+if __name__ == "__main__":
+    main()
