@@ -327,7 +327,9 @@ def prepare_model(
     if state is None:
         if LEDGER.launch is not None and not evaluation_mode:
             LEDGER.launch.require_laid_out(model)
-        return original(self, model, device_placement, evaluation_mode, **kwargs)
+        # Stock takes a whole model beside tensor parallel ones for a mistake, unless it is only asked.
+        frozen = is_ours(self) and not any(parameter.requires_grad for parameter in model.parameters())
+        return original(self, model, device_placement, evaluation_mode or frozen, **kwargs)
     if not is_ours(self):
         raise ConfigError(
             "This Accelerator was created before the model was loaded with megatron_config and splits batches over "

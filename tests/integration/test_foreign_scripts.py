@@ -1,4 +1,4 @@
-"""TRL's own scripts, changed by the import and the argument alone, beside one process (see `tests.foreign_scripts`)."""
+"""TRL's own scripts, changed by the import and the argument alone or not at all (see `tests.foreign_scripts`)."""
 
 import pytest
 
@@ -19,6 +19,16 @@ def test_every_logged_number_and_weight(folder, name):
         (worst, number), apart, count, expected = compare(trl_script(name), folder, layout, expected)
         assert count > 20
         assert worst <= LOSS and apart <= WEIGHTS, (layout, number, worst, apart)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [("sft.py", "tp2+pp2"), ("dpo.py", "dp2"), ("kto.py", "tp2+sp"), ("reward.py", "pp2"), ("reward.py", "tp2")],
+)
+def test_without_any_edit(folder, name, layout):
+    (worst, number), apart, count, _ = compare(trl_script(name), folder, layout, launched=True)
+    assert count > 20
+    assert worst <= LOSS and apart <= WEIGHTS, (number, worst, apart)
 
 
 @pytest.mark.parametrize("name", ["sft.py", "dpo.py"])

@@ -1,0 +1,190 @@
+"""`python -m hf_megatron`: scripts that know nothing of this library."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from accelerate import Accelerator
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    BertConfig,
+    EncoderDecoderConfig,
+    EncoderDecoderModel,
+    LlamaForCausalLM,
+    Trainer,
+    TrainingArguments,
+    ViTConfig,
+    ViTModel,
+)
+
+from hf_megatron import MegatronConfig, UnsupportedError, config_from_environment
+from hf_megatron.integrations.accelerate import export_layout
+from hf_megatron.integrations.launched import Launch, run_script
+from hf_megatron.parallel_state import parallel_state
+from hf_megatron.patch_ledger import LEDGER
+from hf_megatron.verify.ranks import run_ranks
+
+TP2, PP2 = MegatronConfig(tp_size=2), MegatronConfig(pp_size=2)
+SCRIPT = """
+import json
+import sys
+from transformers import AutoModelForCausalLM
+
+path, *rest = sys.argv[1:]
+model = AutoModelForCausalLM.from_pretrained(path)
+reference = AutoModelForCausalLM.from_pretrained(path).requires_grad_(False)
+local = sum(getattr(p, "_local_tensor", p).numel() for p in model.parameters())
+own = [n for n, m in (("model", model), ("reference", reference)) if "DTensor" in str(type(m.lm_head.weight))]
+with open(f"{rest[0]}.{__import__('os').environ.get('RANK', 0)}", "w") as file:
+    json.dump({"name": __name__, "argv": rest, "place": sys.path[0], "split": own, "local": local}, file)
+"""
+
+
+def launched(tmp_path, stories, *start, **environment):
+    """What the script saw on each rank, and what was said."""
+    folder = tmp_path / "scripts"
+    folder.mkdir()
+    (folder / "its_own.py").write_text(SCRIPT, encoding="utf-8")
+    command = [sys.executable, "-m", *start, str(stories), str(tmp_path / "seen"), "--its", "own flags"]
+    result = subprocess.run(
+        command, cwd=tmp_path, env=os.environ | environment, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    return [json.loads(file.read_text("utf-8")) for file in sorted(tmp_path.glob("seen.*"))], result.stderr
+
+
+YAML = """
+compute_environment: LOCAL_MACHINE
+distributed_type: MEGATRON_LM
+megatron_lm_config:
+  megatron_lm_tp_degree: 2
+  megatron_lm_sequence_parallelism: true
+mixed_precision: 'no'
+num_machines: 1
+num_processes: 2
+use_cpu: true
+"""
+
+
+def test_accelerate_launches_a_script_that_knows_nothing(tmp_path, stories):
+    (tmp_path / "megatron.yaml").write_text(YAML, encoding="utf-8")
+    launcher = ("accelerate.commands.launch", "--config_file", "megatron.yaml", "-m", "hf_megatron")
+    seen, said = launched(tmp_path, stories, *launcher, "scripts/its_own.py")
+    for rank in seen:
+        assert rank["name"] == "__main__" and rank["argv"][1:] == ["--its", "own flags"]
+        assert rank["place"] == str(tmp_path / "scripts") and rank["split"] == ["model", "reference"]
+    assert said.count("hf_megatron: LlamaForCausalLM is laid out: tp2+sp.") == 1
+
+
+def test_torchrun_launches_a_module(tmp_path, stories):
+    launcher = ("torch.distributed.run", "--nproc_per_node", "2", "-m", "hf_megatron", "-m", "scripts.its_own")
+    seen, said = launched(tmp_path, stories, *launcher, HF_MEGATRON_TP_SIZE="2")
+    assert [rank["split"] for rank in seen] == [["model", "reference"]] * 2
+    assert said.count("hf_megatron: LlamaForCausalLM is laid out: tp2.") == 1
+
+
+def test_one_process_is_left_alone(tmp_path, stories):
+    [seen], said = launched(tmp_path, stories, "hf_megatron", "scripts/its_own.py")
+    assert seen["split"] == [] and "laid out" not in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["nothing.py"], "SCRIPT = 'nothing.py': there is no such file."),
+        (["--config", "nothing.yaml", "its_own.py"], "nothing.yaml"),
+        (["--config", "tp2.yaml", "its_own.py"], "needs tp_size=2 x cp_size=1 x pp_size=1 = 2 ranks, the job has 1"),
+    ],
+)
+def test_what_cannot_start_is_said_in_a_line(tmp_path, arguments, said):
+    (tmp_path / "its_own.py").write_text("raise SystemExit('was run')", encoding="utf-8")
+    (tmp_path / "tp2.yaml").write_text("tp_size: 2", encoding="utf-8")
+    command = [sys.executable, "-m", "hf_megatron", *arguments]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert result.returncode == 2 and said in result.stderr and "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        MegatronConfig(),
+        MegatronConfig(tp_size=2, sequence_parallel=True, timeout=7.5, recompute="full"),
+        MegatronConfig(pp_size=2, pipeline_partition=(1, 3), num_microbatches=4, zero_stage=0),
+    ],
+)
+def test_a_layout_goes_through_the_environment(layout, monkeypatch):
+    monkeypatch.setattr(os, "environ", {"HF_MEGATRON_TP_SIZE": "8", "HOME": "/"})
+    export_layout(layout)
+    assert config_from_environment() == layout
+
+
+def in_launch(function, layout, *args):
+    """Runs a function on every rank as a script would be."""
+    LEDGER.launch = Launch(layout)
+    try:
+        return function(*args)
+    finally:
+        LEDGER.launch = None
+
+
+def tiny_vit():
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+    return ViTConfig(**sizes, image_size=8, patch_size=4)
+
+
+def make_models(path, output):
+    model, info = AutoModelForCausalLM.from_pretrained(path, device_map="auto", output_loading_info=True)
+    assert parallel_state(model) is not None and not info["missing_keys"]
+    drawn = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
+    assert parallel_state(drawn) is not None
+    config = BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=9)
+    parts = EncoderDecoderModel(config=EncoderDecoderConfig.from_encoder_decoder_configs(config, config))
+    assert parallel_state(parts.encoder) is None and parallel_state(parts.decoder) is None
+    whole = ViTModel._from_config(tiny_vit())
+    assert parallel_state(whole) is None
+    whole.save_pretrained(f"{output}/vit{torch.distributed.get_rank()}")
+    # Asked, not trained.
+    whole.requires_grad_(False)(torch.zeros(1, 3, 8, 8))
+    assert Accelerator(cpu=True).prepare_model(whole) is whole
+    return True
+
+
+def test_what_is_laid_out_and_what_is_left_whole(stories, tmp_path, capfd):
+    assert run_ranks(in_launch, 2, make_models, TP2, stories, tmp_path) == [True, True]
+    said = capfd.readouterr().err
+    assert said.count("hf_megatron: LlamaForCausalLM is laid out: tp2.") == 1
+    assert said.count("hf_megatron: ViTModel is left whole on every rank: ") == 1
+
+
+def train_whole(path, output):
+    arguments = TrainingArguments(str(output), use_cpu=True, report_to=[])
+    by_hand = LlamaForCausalLM(AutoConfig.from_pretrained(path))
+    with pytest.raises(UnsupportedError, match="LlamaForCausalLM is whole on every rank and would be trained: it was"):
+        Trainer(by_hand, arguments)
+    vit = ViTModel._from_config(tiny_vit())
+    with pytest.raises(UnsupportedError, match="ViTModel is whole on every rank and would be trained: model type"):
+        Accelerator(cpu=True).prepare(vit)
+    return True
+
+
+def test_a_whole_model_is_not_trained(stories, tmp_path):
+    assert run_ranks(in_launch, 2, train_whole, TP2, stories, tmp_path) == [True, True]
+
+
+def run_here(script, layout):
+    sys.path.insert(0, "")
+    with pytest.raises(ValueError, match="of the script"):
+        run_script(str(script), [], layout)
+    assert LEDGER.launch is None
+    return True
+
+
+def test_an_error_of_the_script_is_the_scripts(tmp_path):
+    script = tmp_path / "wrong.py"
+    script.write_text(textwrap.dedent("raise ValueError('of the script')"), encoding="utf-8")
+    assert run_ranks(run_here, 2, script, PP2) == [True, True]
