@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import _StridedShard
 
 # transformers.distributed.tensor_parallel.ALL_PARALLEL_STYLES of 5.23 that plans of models use. A name that is not
@@ -190,6 +190,13 @@ def dtensor_from_local(local: torch.Tensor, like: DTensor) -> DTensor:
     return DTensor.from_local(
         local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
+
+
+def add_up_in_place(tensor: DTensor) -> None:
+    """Gives every rank the sum of a DTensor's terms, of any shape (`_spec` and `_local_tensor` are private)."""
+    placements = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
+    whole = tensor.redistribute(placements=placements)
+    tensor._local_tensor, tensor._spec = whole._local_tensor, whole._spec
 
 
 class _LocalView(torch.autograd.Function):

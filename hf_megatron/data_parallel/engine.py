@@ -231,6 +231,13 @@ class DataParallel(Shared):
         """Tells whether a tensor of any shape is one of the model's parameters."""
         return id(parameter) in self._identities
 
+    def finds(self, parameter: Tensor) -> bool:
+        """Tells whether a tensor of any shape came to the model with a module that was exchanged since."""
+        if all(parameter is not other for other in self.model.parameters()):
+            return False
+        self.scan()
+        return True
+
     def _before_forward(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
         # A deep copy shares its hooks' engine, which reduces the original's gradients only.
         if model is not self.model and self.reducer is not None and model.training and torch.is_grad_enabled():
@@ -354,8 +361,11 @@ def engine_of(parameter: Tensor) -> DataParallel | None:
     engine = vars(parameter).get(_MARK)
     if engine is None:
         # `Module.to` may have put another tensor into the parameter, without its attributes.
-        engines = (state.data_parallel for state in map(parallel_state, LEDGER.models) if state is not None)
-        engine = next((other for other in engines if isinstance(other, DataParallel) and other.holds(parameter)), None)
+        states = (state.data_parallel for state in map(parallel_state, LEDGER.models) if state is not None)
+        engines = [other for other in states if isinstance(other, DataParallel)]
+        engine = next((other for other in engines if other.holds(parameter)), None)
+        if engine is None:
+            engine = next((other for other in engines if other.finds(parameter)), None)
         if engine is not None:
             setattr(parameter, _MARK, engine)
     return engine

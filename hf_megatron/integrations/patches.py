@@ -94,6 +94,10 @@ _ROWS: tuple[tuple[str, str, str, str], ...] = (
      _RANKS_PER_BATCH),
     (f"{_TRAINER}.get_total_train_batch_size", "trainer:get_total_train_batch_size",
      "counts every rank's rows", _RANKS_PER_BATCH),
+    (f"{_TRAINER}.floating_point_ops", "trainer:floating_point_ops", "counts a batch once for each of its ranks",
+     _RANKS_PER_BATCH),
+    (f"{_TRAINER}.training_step", "trainer:training_step", "adds a loss that is still split to a number",
+     "DTensor adds to plain tensors"),
     (f"{_TRAINER}._finalize_training", "trainer:finalize_training", "adds this rank's loss since the last log",
      "Trainer gathers it as it does for a log"),
     (f"{_TRAINER}.get_batch_samples", "repeated_rows:get_batch_samples",
@@ -246,4 +250,5 @@ HOOKS: Sequence[tuple[str, str]] = (
     ("transformers.modeling_utils", f"{_HERE}.stock_optimizers:refuse_unprepared_steps"),
     ("transformers.modeling_utils", f"{_HERE}.dtensor_methods:replace_tensor_methods"),
     ("transformers.modeling_utils", f"{_HERE}.split_operators:handle_split_operators"),
+    ("transformers.modeling_utils", "hf_megatron.pipeline_parallel.boundary:follow_exchanged_modules"),
 )

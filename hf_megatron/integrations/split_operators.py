@@ -20,7 +20,15 @@ from ..communication.whole_tensors import is_split_along, part_like, take_part, 
 from ..communication.written_back import Whole
 from ..errors import UnsupportedError
 from ..mesh import is_of_layout
-from ..upstream import dtensor_from_local, dtensor_handlers, local_tensor, share_memory, split_dim, writes_to
+from ..upstream import (
+    add_up_in_place,
+    dtensor_from_local,
+    dtensor_handlers,
+    local_tensor,
+    share_memory,
+    split_dim,
+    writes_to,
+)
 
 _aten = torch.ops.aten
 
@@ -76,6 +84,13 @@ _BY_ENTRIES = (
 # Torch's arithmetic on parts has no rule for them.
 _ON_WHOLE = (_aten.renorm.default, _aten.renorm_.default, _aten.histc.default, _aten.histogram.bin_ct)
 _OF_SUMS = (_aten.clamp.default, _aten.clamp_min.default, _aten.clamp_max.default)
+_EDITS = (
+    *(
+        getattr(_aten, f"{name}_").default
+        for name in ("clamp", "clamp_min", "clamp_max", "sqrt", "rsqrt", "reciprocal")
+    ),
+    _aten.pow_.Scalar,
+)
 _POINTWISE = (
     *(getattr(_aten, name).Tensor for name in ("add", "sub", "mul", "div", "add_", "sub_", "mul_", "div_")),
     _aten.addcmul.default,
@@ -143,6 +158,13 @@ def _of_sum(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     return _stock(func, (tensor, *args[1:]), kwargs)
 
 
+def _edit(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    # Torch raises where an edit needs what the ranks hold terms of.
+    if any(placement.is_partial() for placement in args[0].placements):
+        add_up_in_place(args[0])
+    return _stock(func, args, kwargs)
+
+
 def _transpose(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     raise UnsupportedError(
         f"{func} of a split tensor of shape {tuple(args[0].shape)}, as `nn.init.orthogonal_` does for wide weights: "
@@ -159,9 +181,12 @@ def _empty(tensor: Tensor) -> Tensor:
 def _pointwise(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, DTensor)]
     like = next(filter(_is_split, tensors), tensors[0])
-    if all(isinstance(tensor, DTensor) for tensor in writes_to(func, args, kwargs)):
-        args, kwargs = tree_map_only(Tensor, partial(_placed_like, like=like), (args, kwargs))
-    return _stock(func, args, kwargs)
+    edited = writes_to(func, args, kwargs)
+    if not all(isinstance(tensor, DTensor) for tensor in edited):
+        # `total += loss.detach()`
+        return _on_whole(func, args, kwargs, whole_of)
+    args, kwargs = tree_map_only(Tensor, partial(_placed_like, like=like), (args, kwargs))
+    return _edit(func, args, kwargs) if edited else _stock(func, args, kwargs)
 
 
 def _placed_like(tensor: Tensor, like: DTensor) -> Tensor:
@@ -173,6 +198,8 @@ def _placed_like(tensor: Tensor, like: DTensor) -> Tensor:
         return _whole_on(like.device_mesh, local_tensor(whole))
     if tensor.dim() == 0 or tensor.requires_grad or not _spreads_to(tensor.shape, like.shape):
         return tensor
+    if any(placement.is_partial() for placement in like.placements):
+        return _whole_on(like.device_mesh, tensor)
     return dtensor_from_local(part_like(tensor.expand(like.shape), like), like)
 
 
@@ -244,6 +271,7 @@ class SplitOperators:
             **dict.fromkeys(_BY_ENTRIES, partial(_for_own, _by_entries)),
             **dict.fromkeys(_ON_WHOLE, partial(_for_own, partial(_on_whole, read=whole_of))),
             **dict.fromkeys(_OF_SUMS, partial(_for_own, _of_sum)),
+            **dict.fromkeys(_EDITS, partial(_for_own, _edit)),
             _aten._local_scalar_dense.default: partial(_for_own, _read),
             _aten.t_.default: partial(_for_own, _transpose),
             **dict.fromkeys(_POINTWISE, partial(_for_own, _pointwise)),

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers.trainer_pt_utils import LabelSmoother
 
 from ..errors import ConfigError, UnsupportedError
@@ -69,6 +70,19 @@ def _split_batches(args: Any, dp_size: int) -> None:
     if args.accelerator_config.split_batches and all(size % dp_size == 0 for size in sizes):
         args.accelerator_config.split_batches = False
         args.per_device_train_batch_size, args.per_device_eval_batch_size = (size // dp_size for size in sizes)
+
+
+def floating_point_ops(original: Callable, self: Any, inputs: Any) -> float:
+    """Counts this rank's share of the operations of its batch; Trainer adds up all ranks'."""
+    state = parallel_state(self.model)
+    count = original(self, inputs)
+    return count if state is None else count / state.config.ranks_per_replica
+
+
+def training_step(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """Returns the loss of a step, a plain scalar also where a sum over split weights was added to it."""
+    loss = original(self, *args, **kwargs)
+    return loss.full_tensor() if isinstance(loss, DTensor) else loss
 
 
 def call_model_init(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -22,6 +22,7 @@ from ..patch_ledger import LEDGER
 from ..pipeline_parallel.absent_weights import own_state_dict
 from ..tensor_parallel.vocab_log_probs import FIELDS, LOG_PROBS
 from ..upstream import count_tokens_once, local_tensor, trl_output
+from .accelerate import job_world_size
 from .refusals import refuse_other_trl_trainers
 from .repeated_rows import evaluated
 
@@ -30,6 +31,13 @@ _REFUSED = {
     "use_liger_kernel": "its kernels replace the forwards of modules that are split over ranks. Drop it.",
     "lmbda": "the student would write texts while it trains, which was not compared with one process. Set 0.0.",
     "seq_kd": "the teacher would write texts while it trains, which was not compared with one process. Set False.",
+}
+
+# Of DPOTrainer: each rank would take them over its own rows.
+_OVER_THE_BATCH = {
+    "sft": "is a mean over tokens",
+    "aot": "sorts the rows of a batch",
+    "aot_unpaired": "sorts the rows of a batch",
 }
 
 # Set while a trainer is being built, for the reference model that it loads itself.
@@ -48,6 +56,7 @@ def init(original: Callable, self: Any, model: Any = None, *args: Any, **kwargs:
     for name, reason in _REFUSED.items():
         if value := getattr(given, name, False):
             raise UnsupportedError(f"{type(self).__name__}, {name}={value} with megatron_config: {reason}")
+    _refuse_losses_over_the_batch(given, layout)
     token = _LAYOUT.set(layout)
     try:
         original(self, model, *args, **kwargs)
@@ -55,6 +64,18 @@ def init(original: Callable, self: Any, model: Any = None, *args: Any, **kwargs:
         _LAYOUT.reset(token)
     # `gather_for_metrics` counts each batch once, whatever ranks share it.
     count_tokens_once(self)
+
+
+def _refuse_losses_over_the_batch(args: Any, layout: MegatronConfig) -> None:
+    given = getattr(args, "loss_type", None) or ()
+    kinds = (given,) if isinstance(given, str) else given
+    dp_size = validate_world_size(layout, job_world_size())
+    for kind in kinds:
+        if kind in _OVER_THE_BATCH and dp_size > 1:
+            raise UnsupportedError(
+                f"loss_type = {kind!r} on {dp_size} data parallel ranks: it {_OVER_THE_BATCH[kind]}, and TRL takes it "
+                "over each rank's own. Use tp_size and pp_size with dp_size=1, or another loss."
+            )
 
 
 def layout_of_policy(model: Any, args: Any) -> MegatronConfig | None:
@@ -72,7 +93,7 @@ def data_parallel_size(trainer: Any) -> int:
     """Returns how many ranks share a batch of a trainer, which may be under way to being built."""
     layout = _LAYOUT.get()
     if layout is not None:
-        return validate_world_size(layout, dist.get_world_size())
+        return validate_world_size(layout, job_world_size())
     # A trainer under way has no model yet.
     model = vars(trainer).get("model")
     state = None if model is None else parallel_state(model)

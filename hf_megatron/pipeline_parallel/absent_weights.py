@@ -147,6 +147,10 @@ class Placeholder(nn.Module):
             "pp_size=1."
         )
 
+    def standing_for(self, module: nn.Module) -> "Placeholder":
+        """Makes the placeholder of a module that is exchanged for this one's on the ranks that have it."""
+        return type(self)(module, self._place, self._progress)
+
     def hold_part(self, name: str, part: "Placeholder") -> None:
         """Leaves a child's names to a placeholder of its own."""
         self.add_module(name, part)

@@ -219,6 +219,9 @@ class ForeignInput(Placeholder):
         self.name, self._stage_boundary = name, boundary
         self.width = output_width(module)
 
+    def standing_for(self, module: nn.Module) -> "ForeignInput":
+        return ForeignInput(self.name, module, self._place, self._stage_boundary)
+
     def forward(self, x: Tensor, *args: Any, position_ids: Tensor | None = None, **kwargs: Any) -> Tensor:
         _require_before_layers(self.name, self._stage_boundary)
         # Learned positions take the mask of the whole past first.
@@ -264,6 +267,10 @@ class ForeignOutput(Placeholder):
         for child_name, child in module.named_children():
             # Heads are asked for parts of theirs.
             self.hold_part(child_name, ForeignOutput(f"{name}.{child_name}", child, place, boundary))
+        self._stage_boundary = boundary
+
+    def standing_for(self, module: nn.Module) -> "ForeignOutput":
+        return ForeignOutput(self.name, module, self._place, self._stage_boundary)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise PlanError(f"{self.name} is defined behind the layers but runs before them; its family needs a spec.")
@@ -298,3 +305,28 @@ def stand_around(module: nn.Module, mixin: type, **attributes: Any) -> None:
     module.__class__ = _staged_class(mixin, type(module))  # type: ignore[arg-type]
     for name, value in attributes.items():
         object.__setattr__(module, name, value)
+
+
+def _take_place(owner: nn.Module, name: str, module: nn.Module | None) -> nn.Module | None:
+    """Has a module that a loop exchanges stand in the pipeline as the one before it; returns what to register."""
+    before = owner._modules.get(name)
+    if module is None or not isinstance(before, (Placeholder, StagedLayer, StagedInput)):
+        return None
+    # What wraps the one before goes through it.
+    if isinstance(module, Placeholder) or any(part is before for part in module.modules()):
+        return None
+    if isinstance(before, Placeholder):
+        return before.standing_for(module)
+    if isinstance(before, StagedLayer):
+        if not isinstance(module, StagedLayer):
+            kept = {"_stage_boundary": before._stage_boundary, "_layer_index": before._layer_index}
+            stand_around(module, StagedLayer, **kept)
+    elif not isinstance(module, StagedInput):
+        kept = {"_stage_boundary": before._stage_boundary, "_name": before._name, "_width": output_width(module)}
+        stand_around(module, StagedInput, **kept)
+    return None
+
+
+def follow_exchanged_modules() -> Any:
+    """Registers what keeps exchanged modules on their stages; returns the handle to remove it."""
+    return nn.modules.module.register_module_module_registration_hook(_take_place)

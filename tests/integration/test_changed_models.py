@@ -84,3 +84,67 @@ def test_layers_are_removed(tiny, change, text):
 
     for found in run_ranks(lambda: loss(layout(text)), 2):
         assert found == pytest.approx(loss(), rel=1e-5)
+
+
+def exchange_the_head(model):
+    torch.manual_seed(3)
+    model.lm_head = nn.Linear(model.config.hidden_size, model.config.vocab_size, bias=False)
+
+
+def exchange_the_embedding(model):
+    torch.manual_seed(4)
+    model.set_input_embeddings(nn.Embedding(model.config.vocab_size, model.config.hidden_size))
+
+
+def exchange_layers(model):
+    torch.manual_seed(5)
+    for index in range(model.config.num_hidden_layers):
+        model.model.layers[index] = type(model)._from_config(model.config).model.layers[index]
+
+
+def wrap_layers(model):
+    class Wrapped(nn.Module):
+        def __init__(self, layer):
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, *args, **kwargs):
+            return self.layer(*args, **kwargs)
+
+    for index, layer in enumerate(model.model.layers):
+        model.model.layers[index] = Wrapped(layer)
+
+
+def losses_and_norms(path, change, config):
+    model = AutoModelForCausalLM.from_pretrained(path, megatron_config=config).train()
+    change(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    for step in range(3):
+        loss = model(**batch(step)).loss
+        loss.backward()
+        found += [loss.item(), float(nn.utils.clip_grad_norm_(model.parameters(), 0.5))]
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("change", [exchange_the_head, exchange_the_embedding, exchange_layers, wrap_layers])
+def test_exchanged_modules_stay_on_their_stages(tiny_uneven, change):
+    [expected] = run_ranks(losses_and_norms, 1, tiny_uneven, change, None)
+    for found in run_ranks(losses_and_norms, 2, tiny_uneven, change, layout("pp2")):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_an_exchanged_head_is_read_on_its_stage_only(tiny_uneven):
+    def on_rank():
+        model = AutoModelForCausalLM.from_pretrained(tiny_uneven, megatron_config=layout("pp2"))
+        exchange_the_head(model)
+        if torch.distributed.get_rank() == 1:
+            return model.lm_head.weight.shape[0]
+        with pytest.raises(MegatronError, match="not on this rank"):
+            model.lm_head.weight.tolist()
+        with pytest.raises(MegatronError, match="not on this rank"):
+            model.state_dict()["lm_head.weight"].sum().item()
+
+    run_ranks(on_rank, 2)

@@ -254,6 +254,17 @@ def test_what_is_refused(stories, tmp_path):
     run_ranks(build, 2)
 
 
+@pytest.mark.parametrize("loss_type", ["aot", ("sigmoid", "sft")])
+def test_losses_over_the_rows_of_a_batch_are_refused_on_dp(stories, tmp_path, loss_type):
+    def build():
+        model = AutoModelForCausalLM.from_pretrained(stories, megatron_config=layout("dp2"))
+        args = DPOConfig(str(tmp_path), report_to=[], use_cpu=True, bf16=False, loss_type=loss_type)
+        with pytest.raises(UnsupportedError, match="loss_type = '(aot|sft)' on 2 data parallel ranks"):
+            DPOTrainer(model, args=args, train_dataset=Dataset.from_list(preferences(2)))
+
+    run_ranks(build, 2)
+
+
 # One call
 
 
