@@ -59,7 +59,7 @@ _LAZY = {
 def enable() -> None:
     """Applies the patches, now or when their modules are imported; twice is once. Called by the import."""
     for patch in PATCHES:
-        if patch.target not in LEDGER.patches:
+        if LEDGER.patches.get(patch.target) is not patch:
             LEDGER.declare(patch)
     for module_name, make in HOOKS:
         LEDGER.declare_hook(module_name, make)

@@ -96,8 +96,6 @@ _ROWS: tuple[tuple[str, str, str, str], ...] = (
      "counts every rank's rows", _RANKS_PER_BATCH),
     (f"{_TRAINER}.floating_point_ops", "trainer:floating_point_ops", "counts a batch once for each of its ranks",
      _RANKS_PER_BATCH),
-    (f"{_TRAINER}.training_step", "trainer:training_step", "adds a loss that is still split to a number",
-     "DTensor adds to plain tensors"),
     (f"{_TRAINER}._finalize_training", "trainer:finalize_training", "adds this rank's loss since the last log",
      "Trainer gathers it as it does for a log"),
     (f"{_TRAINER}.get_batch_samples", "repeated_rows:get_batch_samples",

@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers.trainer_pt_utils import find_batch_size
 
+from ..communication.whole_tensors import whole_of
 from ..loss import LABELS, without_targets
 from ..parallel_state import ParallelState, parallel_state
 
@@ -96,7 +98,7 @@ def evaluated(trainer: Any, state: ParallelState, inputs: Any, step: Callable[[A
         loss, *predictions = step(inputs)
     if loss is not None:
         # Where the targets were counted a rank has its share of the loss, and Trainer weighs ranks by their rows.
-        loss = loss.clone()
+        loss = whole_of(loss) if isinstance(loss, DTensor) else loss.clone()
         state.loss.mean_over_ranks(loss)
     return loss, *(_filled_up(prediction, kept, rows) for prediction in predictions)
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from transformers.trainer_pt_utils import LabelSmoother
 
 from ..errors import ConfigError, UnsupportedError
@@ -16,6 +15,7 @@ from ..parallel_state import parallel_state
 from ..patch_ledger import LEDGER
 from .accelerate import parallelism_config
 from .refusals import refuse_other_trl_trainers
+from .repeated_rows import EmptyBatch
 from .termination import TerminationCallback
 from .trainer_checkpoints import probe
 
@@ -75,14 +75,10 @@ def _split_batches(args: Any, dp_size: int) -> None:
 def floating_point_ops(original: Callable, self: Any, inputs: Any) -> float:
     """Counts this rank's share of the operations of its batch; Trainer adds up all ranks'."""
     state = parallel_state(self.model)
+    if isinstance(inputs, EmptyBatch):
+        return 0.0
     count = original(self, inputs)
     return count if state is None else count / state.config.ranks_per_replica
-
-
-def training_step(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """Returns the loss of a step, a plain scalar also where a sum over split weights was added to it."""
-    loss = original(self, *args, **kwargs)
-    return loss.full_tensor() if isinstance(loss, DTensor) else loss
 
 
 def call_model_init(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:

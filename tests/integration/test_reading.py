@@ -53,6 +53,52 @@ def skip_a_step_by_its_largest_entry(loop):
         loop.optimizer.zero_grad()
 
 
+def penalty(loop):
+    return sum(parameter.pow(2).sum() for name, parameter in loop.model.named_parameters() if "proj" in name)
+
+
+def apply(loop, loss):
+    loss.backward()
+    loop.optimizer.step()
+    loop.optimizer.zero_grad()
+
+
+@habit
+def keep_books_of_a_loss_with_a_penalty(loop):
+    total, added, history = torch.tensor(0.0), torch.zeros(1, dtype=torch.float64), torch.zeros(3)
+    for seed in range(3):
+        loss = loop.loss(seed) + 1e-2 * penalty(loop)
+        apply(loop, loss)
+        total += loss.detach()
+        added.add_(loss.detach())
+        history[seed] = loss.detach()
+    loop.see("total", total)
+    loop.see("added", added)
+    loop.see("history", history)
+
+
+@habit
+def weigh_losses_by_a_tensor(loop):
+    for seed in range(3):
+        square = loop.model.model.layers[0].self_attn.q_proj.weight
+        orthogonal = ((square @ square.T - torch.eye(len(square))) ** 2).sum()
+        losses = torch.stack([loop.loss(seed) + 0 * penalty(loop), penalty(loop), orthogonal])
+        apply(loop, (losses * torch.tensor([0.7, 0.01, 1e-3])).sum())
+
+
+@habit
+def clip_gradients_by_the_norms_of_their_rows(loop):
+    for seed in range(3):
+        loop.backward(seed)
+        for parameter in loop.model.parameters():
+            if parameter.dim() > 1:
+                largest = parameter.detach().norm(dim=1, keepdim=True).clamp_(min=1e-3).mul_(0.05)
+                norms = parameter.grad.norm(dim=1, keepdim=True).clamp_(min=1e-6)
+                parameter.grad.mul_((largest / norms).clamp_(max=1.0))
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+
+
 READINGS = {
     "norms": lambda t: [float(t.norm()), t.norm(1).item(), t.norm(math.inf).item(), torch.linalg.norm(t).item()],
     "sums": lambda t: [t.sum().item(), t.mean().item(), t.abs().max().item(), t.min().item(), t.std().item()],

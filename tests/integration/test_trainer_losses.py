@@ -17,7 +17,14 @@ def _rows(head, count, seed):
     return [{name: values[index] for name, values in whole.items()} for index in range(count)]
 
 
-def train(family, head, output, layout, accepts_count=True, **arguments):
+class Penalised(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        loss = loss + 1e-2 * sum(p.pow(2).sum() for name, p in model.named_parameters() if "proj" in name)
+        return (loss, outputs) if return_outputs else loss
+
+
+def train(family, head, output, layout, accepts_count=True, trainer_class=Trainer, rows=(22, 10), **arguments):
     suffix, changes = HEADS[head]
     torch.manual_seed(0)
     config = None if layout is None else _layout(layout)
@@ -46,17 +53,17 @@ def train(family, head, output, layout, accepts_count=True, **arguments):
         # Gradients that are zero in exact arithmetic stay so.
         "adam_epsilon": 1e-4,
     }
-    trainer = Trainer(
+    trainer = trainer_class(
         model,
         TrainingArguments(str(output / "out"), **(defaults | arguments)),
         # The last batch is one rank's alone.
-        train_dataset=_rows(head, 22, 0),
-        eval_dataset=_rows(head, 10, 1),
+        train_dataset=_rows(head, rows[0], 0),
+        eval_dataset=_rows(head, rows[1], 1),
         data_collator=default_data_collator,
     )
     trainer.train()
     weights = full_state_dict(model) if parallel_state(model) is not None else model.state_dict()
-    names = ("loss", "grad_norm", "eval_loss")
+    names = ("loss", "grad_norm", "eval_loss", "total_flos")
     log = [{name: entry[name] for name in names if name in entry} for entry in trainer.state.log_history]
     return log, {name: weight.clone() for name, weight in weights.items()}
 
@@ -93,6 +100,12 @@ def folder(tmp_path_factory):
 )
 def test_every_logged_number(folder, family, head):
     compare(family, head, folder)
+
+
+@pytest.mark.parametrize("layout", ["tp2", "dp2+zero3"])
+def test_a_penalty_on_weights(folder, layout):
+    # Repeated rows of a last batch would count in a loss of one's own.
+    compare("Llama", "single", folder, layout, trainer_class=Penalised, rows=(24, 12))
 
 
 @pytest.mark.parametrize(
