@@ -15,6 +15,12 @@ def shown(value: Any, most: int = _MOST) -> str:
     return clean(_text(value, _DEEPEST), most)
 
 
+def first_line(error: BaseException) -> str:
+    """Returns an error of others as part of a message: its kind and the first line of what it says."""
+    text = next((line for line in str(error).splitlines() if line.strip()), "")
+    return f"{type(error).__name__}: {shown(text)}"
+
+
 def clean(text: str, most: int = _MOST, keep: str = "") -> str:
     """Returns a text of at most `most` characters with what cannot be printed spelled out, but for those to keep."""
     cut = text[: most + 1]

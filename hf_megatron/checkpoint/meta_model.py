@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError
-from ..shown import shown
+from ..shown import first_line, shown
 
 # Each takes a millisecond to make.
 _MOST_LAYERS = 5000
@@ -33,7 +33,7 @@ def meta_model_of(path: str | os.PathLike[str]) -> Any:
     try:
         config = transformers.AutoConfig.from_pretrained(os.fspath(path))
     except Exception as error:  # noqa: BLE001 - what a config class makes of a file that is none of its own
-        raise CheckpointError(f"{file} cannot be read: {_first_line(error)}") from error
+        raise CheckpointError(f"{file} cannot be read: {first_line(error)}") from error
     names = config.architectures or []
     is_one = isinstance(names, list) and len(names) == 1 and isinstance(names[0], str)
     model_class = getattr(transformers, names[0], None) if is_one else None
@@ -45,9 +45,4 @@ def meta_model_of(path: str | os.PathLike[str]) -> Any:
     try:
         return meta_model(model_class, config)
     except Exception as error:  # noqa: BLE001 - a model class, of sizes that it was not made for
-        raise CheckpointError(f"{file} makes no {names[0]}: {_first_line(error)}") from error
-
-
-def _first_line(error: Exception) -> str:
-    text = next((line for line in str(error).splitlines() if line.strip()), "")
-    return f"{type(error).__name__}: {shown(text)}"
+        raise CheckpointError(f"{file} makes no {names[0]}: {first_line(error)}") from error

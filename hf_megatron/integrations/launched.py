@@ -13,6 +13,7 @@ import runpy
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 from ..config import MegatronConfig, validate_world_size
@@ -91,7 +92,7 @@ def _is_part_of_a_model() -> bool:
     """Tells whether a model is under way to being made, whose parts are its own business."""
     from transformers import PreTrainedModel
 
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "__init__" and isinstance(frame.f_locals.get("self"), PreTrainedModel):
             return True

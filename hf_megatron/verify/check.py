@@ -1,6 +1,7 @@
 """`hf-megatron check` and `plan`: any architecture, by model type, folder or hub name."""
 
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from ..parallelize import plan
 from ..registry import registered_types
 from ..registry.features import Features, describe_model
 from ..registry.recorded import layout_kind, tested_versions
+from ..shown import first_line
 from .draws import check_draws
 from .parity import Twin, check_twin, make_twin
 from .ranks import first_reason
@@ -72,7 +74,12 @@ def has_plan(model_type: str) -> bool:
 def resolve_config(model: str, changes: Mapping[str, Any] | None = None) -> PreTrainedConfig:
     """Returns the config of a model type, a folder or a hub name, with changes; raises `ConfigError` for bad ones."""
     known = not Path(model).exists() and model in CONFIG_MAPPING
-    config = CONFIG_MAPPING[model]() if known else AutoConfig.from_pretrained(model)
+    if not known and Path(model).parts[0] in (".", "..", os.sep) and not Path(model).exists():
+        raise ConfigError(f"MODEL = {model!r}: there is no such folder.")
+    try:
+        config = CONFIG_MAPPING[model]() if known else AutoConfig.from_pretrained(model)
+    except Exception as error:  # noqa: BLE001 - what a config class makes of a file that is none of its own
+        raise ConfigError(f"MODEL = {model!r} has no config that can be read: {first_line(error)}") from error
     if not changes:
         return config
     try:
@@ -223,15 +230,32 @@ def features_on_layout(model: Any, layout: MegatronConfig) -> Features:
 
 
 def print_plan(model: str, tp_size: int, sequence_parallel: bool, pp_size: int = 1) -> str:
-    """Returns the plan of a model's full-size config, made on the meta device, without weights and ranks."""
-    import torch
-    from transformers import AutoModelForCausalLM
+    """Returns the plan of a model's full-size config, made on the meta device, without weights and ranks.
 
+    Of several heads it is the one that the config names, else one that writes text.
+
+    Raises:
+        ConfigError: a config that cannot be read, or of which no model can be made.
+    """
     from ..parallelize import ParallelPlan
 
     config = resolve_config(model)
     layout = MegatronConfig(tp_size=tp_size, sequence_parallel=sequence_parallel, pp_size=pp_size)
-    with torch.device("meta"):
-        instance = AutoModelForCausalLM.from_config(config)
+    instance = _without_weights(model, config)
     state = plan(instance, layout, Axes.of(layout, 0))
     return str(ParallelPlan(state.claims.values(), state.cut))
+
+
+def _without_weights(model: str, config: PreTrainedConfig) -> Any:
+    import torch
+    import transformers
+
+    names = config.architectures or []
+    named = getattr(transformers, names[0], None) if len(names) == 1 and isinstance(names[0], str) else None
+    kind = "AutoModelForSeq2SeqLM" if config.is_encoder_decoder else "AutoModelForCausalLM"
+    make = getattr(transformers, kind).from_config if named is None else named._from_config
+    try:
+        with torch.device("meta"):
+            return make(config)
+    except Exception as error:  # noqa: BLE001 - a model class, of sizes that it was not made for
+        raise ConfigError(f"MODEL = {model!r}: no model can be made of its config: {first_line(error)}") from error
