@@ -18,7 +18,7 @@ from .megatron.rules import Rule
 from .megatron.view import megatron_plan
 from .source import Source, find_source, local_folder, with_config
 from .tensors import MAIN_WEIGHT, MOMENTS, WEIGHT, Key, Reader, TargetOptions, largest
-from .write import notes_of, order_by_rules, planned_entries, write_checkpoint
+from .write import note_of_left_out, notes_of, order_by_rules, planned_entries, write_checkpoint
 
 Folder = str | os.PathLike[str]
 
@@ -72,6 +72,7 @@ def plan_conversion(
     config: str | None = None,
     options: TargetOptions | None = None,
     optimizer: bool = True,
+    without_mtp: bool = False,
 ) -> Report:
     """Plans what `convert` would do with the same arguments: every mapping and size, without reading a tensor.
 
@@ -79,7 +80,7 @@ def plan_conversion(
         CheckpointError, ConfigError, UnsupportedError: as `convert`, but for sizes of ranks that do not divide.
     """
     options = options or TargetOptions()
-    report = _report(source, target, to, from_format, config, options)
+    report = _report(source, target, to, from_format, config, options, without_mtp)
     with report.source.open(checksums=False) as reader:
         _plan(report, reader, options, optimizer)
     return report
@@ -94,6 +95,7 @@ def convert(
     config: str | None = None,
     options: TargetOptions | None = None,
     optimizer: bool = True,
+    without_mtp: bool = False,
     verify: bool = False,
     logits: bool = False,
     checksums: bool = True,
@@ -111,6 +113,7 @@ def convert(
         config: a folder or model id with the config.json of a source that has none.
         options: how the target is split, where its format knows of that.
         optimizer: bring moments along where both sides have them.
+        without_mtp: leave Megatron's layers of multi-token prediction out, which transformers' models have no place for.
         verify: compare source and target tensor by tensor at the end.
         logits: compare their logits too.
         checksums: compare the source's files with the checksums that it has.
@@ -124,7 +127,7 @@ def convert(
         UnsupportedError: Megatron's formats cannot express the model.
     """
     options = options or TargetOptions()
-    report = _report(source, target, to, from_format, config, options)
+    report = _report(source, target, to, from_format, config, options, without_mtp)
     found = report.source
     with found.open(checksums) as reader:
         reader.memory = Pool(largest(reader.entries))
@@ -167,6 +170,7 @@ def compare(
     *,
     config: str | None = None,
     logits: bool = False,
+    without_mtp: bool = False,
     on_tensor: Callable[[int], object] = lambda size: None,
 ) -> Comparison:
     """Compares two checkpoints of any formats tensor by tensor: equal means equal bytes.
@@ -175,6 +179,7 @@ def compare(
         first, second: folders, or ids of models of the Hub.
         config: a folder or model id with the config.json, where neither has one.
         logits: compare the logits of both through transformers, in fp32.
+        without_mtp: leave Megatron's layers of multi-token prediction out; the result says how many there are.
         on_tensor: called with the bytes of each tensor.
 
     Raises:
@@ -184,7 +189,7 @@ def compare(
     def found(one: Folder, other: Folder) -> Source:
         own = with_config(local_folder(one))
         known = config or (None if (own / "config.json").is_file() else os.fspath(with_config(local_folder(other))))
-        return find_source(one, None, known)
+        return find_source(one, None, known, without_mtp)
 
     return _compare(found(first, second), found(second, first), True, logits, on_tensor)
 
@@ -202,13 +207,19 @@ def _compare(
 
 
 def _report(
-    source: Folder, target: Folder, to: str, from_format: str | None, config: str | None, options: TargetOptions
+    source: Folder,
+    target: Folder,
+    to: str,
+    from_format: str | None,
+    config: str | None,
+    options: TargetOptions,
+    without_mtp: bool,
 ) -> Report:
     to_format = format_named(to)
     check_options(to_format, options)
     if os.path.lexists(target):
         raise CheckpointError(f"{target} exists; give a folder that does not.")
-    found = find_source(source, from_format, config)
+    found = find_source(source, from_format, config, without_mtp)
     report = Report(found, Path(os.path.abspath(target)), to_format)
     if found.format.megatron or to_format.megatron:
         report.notes.extend(notes_of(found.architecture.config))
@@ -221,6 +232,7 @@ def _plan(report: Report, reader: Reader, options: TargetOptions, optimizer: boo
     if report.source.format.megatron or to.megatron:
         rules = rules_of(report.source.architecture.config, options)
         plan = order_by_rules(plan, rules)
+    report.notes += note_of_left_out(reader, type(report.source.architecture.model).__name__)
     there = reader.optimizer is not None or reader.optimizer_refusal is not None
     if there and not (optimizer and to.moments):
         why = "--no-optimizer" if to.moments else f"{to.title} does not hold one"

@@ -33,6 +33,15 @@ def notes_of(config: Any) -> list[str]:
     return [f"format checked by round trip only: {reason}"] if reason else []
 
 
+def note_of_left_out(reader: Reader, model_class: str) -> list[str]:
+    """Returns what a user has to know of tensors that a checkpoint has and its model has no place for."""
+    names = reader.left_out
+    if not names:
+        return []
+    shown = ", ".join(names[:2]) + (", ..." if len(names) > 2 else "")
+    return [f"{len(names)} tensors of the source are left out, as {model_class} has no place for them: {shown}"]
+
+
 def planned_entries(reader: Reader, to: Format, optimizer: bool) -> dict[Key, TensorMeta]:
     """Returns what a checkpoint of another format will hold, in the order of the reader.
 

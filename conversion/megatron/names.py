@@ -97,9 +97,9 @@ _FUSED = (
 )
 
 
-def of_mtp(prefix: str) -> bool:
-    """Checks whether layers, by what `LAYER` finds before their number, predict further tokens."""
-    return prefix.startswith("mtp.")
+def of_mtp(name: str) -> bool:
+    """Checks whether a tensor, or the layers that `LAYER` finds, predict further tokens (MTP)."""
+    return name.startswith("mtp.")
 
 
 def tensor_parallel_split(name: str) -> RankSplit | None:

@@ -37,6 +37,12 @@ def convert(
     ] = False,
     max_shard_size: Annotated[str, typer.Option(help="Largest weight file of hf, such as 5GB.")] = "5GB",
     optimizer: Annotated[bool, typer.Option(help="Bring moments along where both sides have them.")] = True,
+    without_mtp: Annotated[
+        bool,
+        typer.Option(
+            "--without-mtp", help="Leave out Megatron's layers that predict further tokens, and say how many."
+        ),
+    ] = False,
     plan: Annotated[bool, typer.Option("--plan", help="Print every mapping and size; read and write nothing.")] = False,
     verify: Annotated[bool, typer.Option("--verify", help="Compare source and target tensor by tensor.")] = False,
     logits: Annotated[bool, typer.Option("--logits", help="With --verify: compare logits too.")] = False,
@@ -54,7 +60,7 @@ def convert(
     with failing(CheckpointError, OSError):
         options = TargetOptions(tp, pp, ep, make_vocab_size_divisible_by, max_shard_size, local_names)
         wanted: dict[str, Any] = {"from_format": from_format or None, "config": config or None}
-        wanted |= {"options": options, "optimizer": optimizer}
+        wanted |= {"options": options, "optimizer": optimizer, "without_mtp": without_mtp}
         if plan:
             typer.echo(plan_conversion(source, target, to, **wanted).table())
             return
@@ -78,6 +84,12 @@ def verify(
     second: Annotated[str, typer.Argument(help="Another one.")],
     config: Annotated[str, typer.Option(help="Where the config.json is, if neither has one.")] = "",
     logits: Annotated[bool, typer.Option("--logits", help="Compare logits through transformers too.")] = False,
+    without_mtp: Annotated[
+        bool,
+        typer.Option(
+            "--without-mtp", help="Leave out Megatron's layers that predict further tokens, and say how many."
+        ),
+    ] = False,
 ) -> None:
     """Compare two checkpoints of any formats tensor by tensor.
 
@@ -87,7 +99,8 @@ def verify(
     from ..errors import CheckpointError
 
     with failing(CheckpointError, OSError), _bar("comparing") as bar:
-        comparison = compare(first, second, config=config or None, logits=logits, on_tensor=bar.update)
+        wanted: dict[str, Any] = {"config": config or None, "logits": logits, "without_mtp": without_mtp}
+        comparison = compare(first, second, on_tensor=bar.update, **wanted)
     typer.echo(comparison.summary())
     if not comparison.equal:
         raise typer.Exit(MISMATCH)
