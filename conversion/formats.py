@@ -99,8 +99,8 @@ def open_reader(
         architecture.check_entries(reader.entries, str(path))
         if format.megatron and reader.left_out and not without_mtp:
             raise CheckpointError(
-                f"{path} has {len(reader.left_out)} tensors of multi-token prediction ({reader.left_out[0]}, ...), which "
-                f"{type(architecture.model).__name__} has no place for: hf-megatron convert --without-mtp "
+                f"{path} has {len(reader.left_out)} tensors of multi-token prediction ({reader.left_out[0]}, ...), "
+                f"which {type(architecture.model).__name__} has no place for: hf-megatron convert --without-mtp "
                 "(without_mtp=True) leaves them out."
             )
     except CheckpointError:

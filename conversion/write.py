@@ -19,12 +19,9 @@ from .families import family_of
 from .format import Format
 from .megatron.rules import Rule
 from .output import Output
-from .small_files import copy_small_files, main_dtype
+from .small_files import copy_small_files, list_small, main_dtype
 from .source import RECORD
 from .tensors import MAIN_WEIGHT, MOMENTS, WEIGHT, Key, OptimizerState, Reader, TargetOptions, Writer, largest
-
-# Headers, indexes and the like, beside the tensors.
-_OVERHEAD = 64 << 20
 
 
 def notes_of(config: Any) -> list[str]:
@@ -86,6 +83,7 @@ def write_checkpoint(
     *,
     iteration: int | None = None,
     optimizer: OptimizerState | None = None,
+    on_read_back: Callable[[int, int], object] = lambda size, total: None,
     facts: Mapping[str, Any],
     write_card: Callable[[Path], None],
 ) -> None:
@@ -93,14 +91,18 @@ def write_checkpoint(
 
     Args:
         small_files: a folder whose config, tokenizer and the like are copied.
+        on_read_back: called with some bytes that were read back at the end, and with how many there are in all.
         facts: for the record that is written with the checksums of all files.
         write_card: puts a model card into the folder; people edit it, so it has no checksum.
 
     Raises:
         CheckpointError: nothing is left behind then.
     """
-    total = sum(entry.nbytes for entry in plan.values())
-    with Output(target, total + _OVERHEAD) as output:
+    # Headers and indexes are small beside them, and not known yet.
+    expected = sum(entry.nbytes for entry in plan.values()) + sum(
+        path.stat().st_size for path in list_small(small_files)
+    )
+    with Output(target, expected, on_read_back) as output:
         writer = to.create(output, plan, architecture, options, iteration, optimizer)
         # Half the largest tensor evens out large and small ones.
         with _in_background(writer, largest(plan) // 2) as submit:

@@ -70,8 +70,14 @@ def convert(
                 bar.set_description(f"{planned.source.format.name} -> {planned.format.name}", refresh=False)
                 bar.total = planned.nbytes
 
+            def check(what: str, size: int, total: int) -> None:
+                if bar.desc.removesuffix(": ") != what:
+                    bar.reset(total)
+                    bar.set_description(what, refresh=False)
+                bar.update(size)
+
             wanted |= {"verify": verify, "logits": logits, "checksums": not no_checksums}
-            report = convert(source, target, to, on_plan=describe, on_tensor=bar.update, **wanted)
+            report = convert(source, target, to, on_plan=describe, on_tensor=bar.update, on_check=check, **wanted)
     for note in report.notes:
         typer.echo(note)
     if report.comparison is not None:
