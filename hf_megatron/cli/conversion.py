@@ -70,8 +70,11 @@ def convert(
                 bar.set_description(f"{planned.source.format.name} -> {planned.format.name}", refresh=False)
                 bar.total = planned.nbytes
 
+            stages: list[str] = []
+
             def check(what: str, size: int, total: int) -> None:
-                if bar.desc.removesuffix(": ") != what:
+                if what not in stages:
+                    stages.append(what)
                     bar.reset(total)
                     bar.set_description(what, refresh=False)
                 bar.update(size)
