@@ -32,11 +32,12 @@ def notes_of(config: Any) -> list[str]:
 
 def note_of_left_out(reader: Reader, model_class: str) -> list[str]:
     """Returns what a user has to know of tensors that a checkpoint has and its model has no place for."""
-    names = reader.left_out
-    if not names:
+    if not reader.left_out:
         return []
-    shown = ", ".join(names[:2]) + (", ..." if len(names) > 2 else "")
-    return [f"{len(names)} tensors of the source are left out, as {model_class} has no place for them: {shown}"]
+    return [
+        f"{len(reader.left_out)} tensors of the source (multi-token prediction) are left out, as {model_class} has no "
+        "place for them"
+    ]
 
 
 def planned_entries(reader: Reader, to: Format, optimizer: bool) -> dict[Key, TensorMeta]:

@@ -102,7 +102,7 @@ def test_it_is_left_out_where_that_is_wanted(root, tmp_path, to):
     arguments = [str(root / to), str(tmp_path / "out"), "--to", "hf", "--config", str(root / "hf"), "--without-mtp"]
     result = CliRunner().invoke(app, ["convert", *arguments, "--verify", "--logits"])
     assert result.exit_code == 0, result.output
-    said = f"{count(root, to)} tensors of the source are left out"
+    said = f"{count(root, to)} tensors of the source (multi-token prediction) are left out"
     compared = f"{count(root, to)} tensors of the first were not compared"
     assert said in result.output and compared in result.output
     assert said in (tmp_path / "out" / "README.md").read_text("utf-8")
@@ -154,7 +154,7 @@ def test_files_of_transformers_with_such_a_layer(tmp_path):
     added = {"model.layers.61.enorm.weight": torch.ones(64), "model.layers.61.eh_proj.weight": torch.ones(64, 128)}
     save_file(tensors | added, source / "model.safetensors", metadata={"format": "pt"})
     report = convert(source, tmp_path / "core", "megatron_core", verify=True)
-    assert any("2 tensors of the source are left out" in note for note in report.notes)
+    assert any("2 tensors of the source (multi-token prediction) are left out" in note for note in report.notes)
     assert report.comparison is not None and report.comparison.left_out == (2, 0)
 
 
@@ -176,5 +176,5 @@ def test_what_megatron_core_writes(root, tmp_path):
         with pytest.raises(CheckpointError, match="--without-mtp"):
             convert(task["dir"], tmp_path / "no", "hf", config=str(root / "hf"))
         report = convert(task["dir"], tmp_path / f"hf_{task['name']}", "hf", config=str(root / "hf"), without_mtp=True)
-        assert any("mtp.layers.0." in note for note in report.notes)
+        assert any("multi-token prediction" in note for note in report.notes)
     assert compare(tmp_path / "hf_core", tmp_path / "hf_legacy").equal
