@@ -1,5 +1,6 @@
 """`hf-megatron convert`, `verify` and `merge`."""
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -64,20 +65,20 @@ def convert(
         if plan:
             typer.echo(plan_conversion(source, target, to, **wanted).table())
             return
-        with _bar() as bar:
+        with ExitStack() as bars:
+            bar = bars.enter_context(_bar())
+            stages: dict[str, Any] = {}
 
             def describe(planned: Report) -> None:
                 bar.set_description(f"{planned.source.format.name} -> {planned.format.name}", refresh=False)
                 bar.total = planned.nbytes
 
-            stages: list[str] = []
-
             def check(what: str, size: int, total: int) -> None:
                 if what not in stages:
-                    stages.append(what)
-                    bar.reset(total)
-                    bar.set_description(what, refresh=False)
-                bar.update(size)
+                    bars.close()
+                    stages[what] = bars.enter_context(_bar(what))
+                    stages[what].total = total
+                stages[what].update(size)
 
             wanted |= {"verify": verify, "logits": logits, "checksums": not no_checksums}
             report = convert(source, target, to, on_plan=describe, on_tensor=bar.update, on_check=check, **wanted)

@@ -130,32 +130,36 @@ def test_bytes_that_are_needed_are_those_that_are_written(hf, tmp_path, monkeypa
 class Bar:
     """What a progress bar is told."""
 
-    def __init__(self):
-        self.stages, self.total, self.n = [], None, 0
+    def __init__(self, name: str | None = None):
+        self.name, self.total, self.n, self.is_open = name, None, 0, False
 
     def __enter__(self):
+        self.is_open = True
         return self
 
     def __exit__(self, *error):
-        self.reset(None)
+        self.is_open = False
 
     def set_description(self, what, refresh=True):
         self.name = what
 
-    def reset(self, total):
-        self.stages.append((self.name, self.n, self.total))
-        self.n, self.total = 0, total
-
     def update(self, size):
+        assert self.is_open
         self.n += size
 
 
-def test_the_bar_counts_what_is_read_back_and_compared(hf, tmp_path, monkeypatch):
-    bar = Bar()
-    monkeypatch.setattr(commands, "_bar", lambda: bar)
+def test_what_is_read_back_and_compared_has_bars_of_its_own(hf, tmp_path, monkeypatch):
+    bars: list[Bar] = []
+
+    def bar(*name: str) -> Bar:
+        assert not any(other.is_open for other in bars)
+        bars.append(Bar(*name))
+        return bars[-1]
+
+    monkeypatch.setattr(commands, "_bar", bar)
     result = CliRunner().invoke(app, ["convert", str(hf), str(tmp_path / "out"), "--to", "megatron_core", "--verify"])
     assert result.exit_code == 0, result.output
     files = [path for path in (tmp_path / "out").rglob("*") if path.is_file() and path.name != "README.md"]
-    assert [name for name, _, _ in bar.stages] == ["hf -> megatron_core", "reading back", "comparing"]
-    assert all(done == total for _, done, total in bar.stages)
-    assert bar.stages[1][1] == sum(path.stat().st_size for path in files)
+    assert [bar.name for bar in bars] == ["hf -> megatron_core", "reading back", "comparing"]
+    assert all(bar.n == bar.total and not bar.is_open for bar in bars)
+    assert bars[1].n == sum(path.stat().st_size for path in files)
