@@ -6,7 +6,8 @@ Megatron, a GPU, or memory for more than a few tensors.
 """
 
 from .compare import Comparison
-from .convert import Report, compare, convert, plan_conversion
+from .comparing import compare
+from .convert import Report, convert, plan_conversion
 from .tensors import TargetOptions
 
 __all__ = ["Comparison", "TargetOptions", "Report", "compare", "convert", "plan_conversion"]

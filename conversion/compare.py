@@ -26,6 +26,7 @@ class Comparison:
         only_first, only_second: those that only one has.
         different: what differs, by tensor.
         settings: of the configs that differ, with both values.
+        left_out: how many tensors of each have no place in the model, and were not compared.
         logits: largest absolute difference of the logits, where they were compared.
     """
 
@@ -34,6 +35,7 @@ class Comparison:
     only_second: list[Key] = field(default_factory=list)
     different: dict[Key, str] = field(default_factory=dict)
     settings: dict[str, str] = field(default_factory=dict)
+    left_out: tuple[int, int] = (0, 0)
     logits: float | None = None
 
     @property
@@ -49,6 +51,9 @@ class Comparison:
             if keys:
                 shown = ", ".join(map(str, keys[:5])) + (", ..." if len(keys) > 5 else "")
                 parts.append(f"{len(keys)} only in the {where}: {shown}")
+        for where, count in zip(("first", "second"), self.left_out, strict=True):
+            if count:
+                parts.append(f"{count} tensors of the {where} were not compared, as the model has no place for them")
         if self.logits is not None:
             parts.append(f"largest difference of logits {self.logits:.3e}")
         return "; ".join(parts)
@@ -60,7 +65,7 @@ def compare_readers(first: Reader, second: Reader, *, moments: bool, on_tensor: 
     Args:
         moments: compare what optimizers keep too, where both have it.
     """
-    result = Comparison()
+    result = Comparison(left_out=(len(first.left_out), len(second.left_out)))
 
     def relevant(reader: Reader, other: Reader) -> set[Key]:
         keys = {key for key in reader.entries if key.kind == WEIGHT}

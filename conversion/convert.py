@@ -1,4 +1,4 @@
-"""Moving a checkpoint from one format to another, tensor by tensor, and comparing two of any formats."""
+"""Moving a checkpoint from one format to another, tensor by tensor."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -11,16 +11,16 @@ from ..errors import CheckpointError
 from ..files.buffers import Pool
 from ..files.safetensors import TensorMeta
 from .card import write_conversion_card
-from .compare import Comparison, compare_logits, compare_readers, differing_settings
-from .families import rules_of
+from .compare import Comparison
+from .comparing import Folder, compare_sources
+from .families import family_of, rules_of
 from .formats import Format, check_options, format_named
 from .megatron.rules import Rule
+from .megatron.sizes import check_sizes
 from .megatron.view import megatron_plan
-from .source import Source, find_source, local_folder, with_config
+from .source import Source, find_source
 from .tensors import MAIN_WEIGHT, MOMENTS, WEIGHT, Key, Reader, TargetOptions, largest
-from .write import notes_of, order_by_rules, planned_entries, write_checkpoint
-
-Folder = str | os.PathLike[str]
+from .write import note_of_left_out, notes_of, order_by_rules, planned_entries, write_checkpoint
 
 
 @dataclass
@@ -72,14 +72,15 @@ def plan_conversion(
     config: str | None = None,
     options: TargetOptions | None = None,
     optimizer: bool = True,
+    without_mtp: bool = False,
 ) -> Report:
     """Plans what `convert` would do with the same arguments: every mapping and size, without reading a tensor.
 
     Raises:
-        CheckpointError, ConfigError, UnsupportedError: as `convert`, but for sizes of ranks that do not divide.
+        CheckpointError, ConfigError, UnsupportedError: as `convert`.
     """
     options = options or TargetOptions()
-    report = _report(source, target, to, from_format, config, options)
+    report = _report(source, target, to, from_format, config, options, without_mtp)
     with report.source.open(checksums=False) as reader:
         _plan(report, reader, options, optimizer)
     return report
@@ -94,11 +95,13 @@ def convert(
     config: str | None = None,
     options: TargetOptions | None = None,
     optimizer: bool = True,
+    without_mtp: bool = False,
     verify: bool = False,
     logits: bool = False,
     checksums: bool = True,
     on_plan: Callable[[Report], None] = lambda report: None,
     on_tensor: Callable[[int], object] = lambda size: None,
+    on_check: Callable[[str, int, int], object] = lambda what, size, total: None,
 ) -> Report:
     """Writes a checkpoint in another format; the target appears when everything was written and read back.
 
@@ -111,20 +114,24 @@ def convert(
         config: a folder or model id with the config.json of a source that has none.
         options: how the target is split, where its format knows of that.
         optimizer: bring moments along where both sides have them.
+        without_mtp: leave Megatron's layers of multi-token prediction out, which no model of transformers has.
         verify: compare source and target tensor by tensor at the end.
         logits: compare their logits too.
         checksums: compare the source's files with the checksums that it has.
         on_plan: called once with what is going to be done.
         on_tensor: called with the bytes of each tensor that was read.
+        on_check: called at the end, while files are read back and while both sides are compared, with what is being
+            done, some bytes that it was done to, and all of them.
 
     Raises:
         CheckpointError: the source is damaged, unsafe or does not fit its config, a name has no counterpart, the target
-            exists or there is too little space; nothing is left behind then. Or source and target differ.
+            exists or lies inside of the source, a size of the options does not divide what it splits, or there is too
+            little space; nothing is left behind then. Or source and target differ.
         ConfigError: a format or a size of the options that does not exist.
         UnsupportedError: Megatron's formats cannot express the model.
     """
     options = options or TargetOptions()
-    report = _report(source, target, to, from_format, config, options)
+    report = _report(source, target, to, from_format, config, options, without_mtp)
     found = report.source
     with found.open(checksums) as reader:
         reader.memory = Pool(largest(reader.entries))
@@ -141,6 +148,7 @@ def convert(
             found.config_folder,
             iteration=reader.iteration,
             optimizer=state,
+            on_read_back=lambda size, total: on_check("reading back", size, total),
             facts={"source_format": found.format.name, "notes": report.notes},
             write_card=lambda folder: write_conversion_card(
                 folder,
@@ -155,61 +163,35 @@ def convert(
         )
     if verify or logits:
         made = find_source(report.target, report.format.name)
-        report.comparison = _compare(report.source, made, report.format.moments, logits)
+        report.comparison = compare_sources(
+            found,
+            made,
+            moments=report.format.moments,
+            logits=logits,
+            on_tensor=lambda size: on_check("comparing", size, report.nbytes),
+        )
         if not report.comparison.equal:
             raise CheckpointError(f"{report.target} differs from its source: {report.comparison.summary()}")
     return report
 
 
-def compare(
-    first: Folder,
-    second: Folder,
-    *,
-    config: str | None = None,
-    logits: bool = False,
-    on_tensor: Callable[[int], object] = lambda size: None,
-) -> Comparison:
-    """Compares two checkpoints of any formats tensor by tensor: equal means equal bytes.
-
-    Args:
-        first, second: folders, or ids of models of the Hub.
-        config: a folder or model id with the config.json, where neither has one.
-        logits: compare the logits of both through transformers, in fp32.
-        on_tensor: called with the bytes of each tensor.
-
-    Raises:
-        CheckpointError: one is damaged, unsafe, or does not fit its config.
-    """
-
-    def found(one: Folder, other: Folder) -> Source:
-        own = with_config(local_folder(one))
-        known = config or (None if (own / "config.json").is_file() else os.fspath(with_config(local_folder(other))))
-        return find_source(one, None, known)
-
-    return _compare(found(first, second), found(second, first), True, logits, on_tensor)
-
-
-def _compare(
-    first: Source, second: Source, moments: bool, logits: bool, on_tensor: Callable[[int], object] = lambda size: None
-) -> Comparison:
-    with first.open(checksums=False) as one, second.open(checksums=False) as other:
-        one.memory, other.memory = Pool(largest(one.entries)), Pool(largest(other.entries))
-        result = compare_readers(one, other, moments=moments, on_tensor=on_tensor)
-    result.settings = differing_settings(first.architecture.config, second.architecture.config)
-    if logits and not (result.only_first or result.only_second):
-        result.logits = compare_logits(first, second)
-    return result
-
-
 def _report(
-    source: Folder, target: Folder, to: str, from_format: str | None, config: str | None, options: TargetOptions
+    source: Folder,
+    target: Folder,
+    to: str,
+    from_format: str | None,
+    config: str | None,
+    options: TargetOptions,
+    without_mtp: bool,
 ) -> Report:
     to_format = format_named(to)
     check_options(to_format, options)
     if os.path.lexists(target):
         raise CheckpointError(f"{target} exists; give a folder that does not.")
-    found = find_source(source, from_format, config)
+    found = find_source(source, from_format, config, without_mtp)
     report = Report(found, Path(os.path.abspath(target)), to_format)
+    if report.target.resolve().is_relative_to(found.path.resolve()):
+        raise CheckpointError(f"{target} lies inside of the source {source}; give a folder outside of it.")
     if found.format.megatron or to_format.megatron:
         report.notes.extend(notes_of(found.architecture.config))
     return report
@@ -221,6 +203,7 @@ def _plan(report: Report, reader: Reader, options: TargetOptions, optimizer: boo
     if report.source.format.megatron or to.megatron:
         rules = rules_of(report.source.architecture.config, options)
         plan = order_by_rules(plan, rules)
+    report.notes += note_of_left_out(reader, type(report.source.architecture.model).__name__)
     there = reader.optimizer is not None or reader.optimizer_refusal is not None
     if there and not (optimizer and to.moments):
         why = "--no-optimizer" if to.moments else f"{to.title} does not hold one"
@@ -228,7 +211,8 @@ def _plan(report: Report, reader: Reader, options: TargetOptions, optimizer: boo
     if any(key.kind == MAIN_WEIGHT for key in reader.entries) and to.main_weights == "never":
         report.notes.append(f"fp32 copies of the weights are left out: {to.title} does not hold them")
     if to.megatron:
-        megatron_plan(plan, rules, str(report.target))
+        config = report.source.architecture.config
+        check_sizes(family_of(config).model(config), options, megatron_plan(plan, rules, str(report.target)))
     names = {name: ", ".join(rule.megatron) for rule in rules for name in rule.transformers}
     report.rows = [(str(key), names.get(key.name, ""), entry) for key, entry in plan.items()]
     return plan

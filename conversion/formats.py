@@ -81,15 +81,28 @@ def recognise(path: Path) -> Format:
     )
 
 
-def open_reader(path: Path, format: Format, architecture: Architecture, verify: bool = True) -> Reader:
+def open_reader(
+    path: Path, format: Format, architecture: Architecture, verify: bool = True, without_mtp: bool = False
+) -> Reader:
     """Opens a checkpoint as tensors of the model, whatever its format.
 
+    Args:
+        verify: compare checksums that the format itself has.
+        without_mtp: leave Megatron's layers of multi-token prediction out, if there are any.
+
     Raises:
-        CheckpointError: it is damaged or unsafe, or not one of this model with this config.
+        CheckpointError: it is damaged or unsafe, or not one of this model with this config, or has layers of
+            multi-token prediction that are not to be left out.
     """
     reader = format.open(path, architecture, verify)
     try:
         architecture.check_entries(reader.entries, str(path))
+        if format.megatron and reader.left_out and not without_mtp:
+            raise CheckpointError(
+                f"{path} has {len(reader.left_out)} tensors of multi-token prediction ({reader.left_out[0]}, ...), "
+                f"which {type(architecture.model).__name__} has no place for: hf-megatron convert --without-mtp "
+                "(without_mtp=True) leaves them out."
+            )
     except CheckpointError:
         reader.close()
         raise

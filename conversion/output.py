@@ -16,7 +16,8 @@ class Output:
 
     Args:
         target: must not exist.
-        expected_bytes: what is going to be written, for a look at the free space.
+        expected_bytes: what is going to be written at least, for a look at the free space.
+        on_read_back: called by `commit` with some bytes that were read back, and with how many there are in all.
 
     Attributes:
         directory: where files are written until `commit`.
@@ -25,10 +26,16 @@ class Output:
         CheckpointError: the target exists or its parent cannot be written to, or too little space is free.
     """
 
-    def __init__(self, target: str | Path, expected_bytes: int = 0):
+    def __init__(
+        self,
+        target: str | Path,
+        expected_bytes: int = 0,
+        on_read_back: Callable[[int, int], object] = lambda size, total: None,
+    ):
         self._stage = StagedFolder(target)
         self.target, self.directory = self._stage.target, self._stage.path
         self._files: list[NewFile] = []
+        self._on_read_back = on_read_back
         self._last: list[Callable[[], None]] = []
         try:
             self._stage.open()
@@ -69,11 +76,12 @@ class Output:
         try:
             for action in self._last:
                 action()
+            total = sum(file.size for file in self._files)
             # One thread waits for the disk while another reads.
             with ThreadPoolExecutor(1) as thread:
                 durable = [thread.submit(file.close) for file in self._files]
                 for file in self._files:
-                    if hash_file(file.path) != file.digest:
+                    if hash_file(file.path, lambda size: self._on_read_back(size, total)) != file.digest:
                         raise CheckpointError(f"{file.path} was read back with other content than was written.")
                 for future in durable:
                     future.result()

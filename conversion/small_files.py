@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,16 @@ _OTHERS = (
 )
 
 
+def list_small(source: Path) -> Iterator[Path]:
+    """Yields every plain file of a folder that holds no weights of any format and belongs to no training run."""
+    others = re.compile("|".join((_OTHERS, *(format.files for format in FORMATS.values()))))
+    for path in sorted(source.iterdir()):
+        if path.is_file() and not others.fullmatch(path.name):
+            yield path
+
+
 def copy_small_files(source: Path, output: Output, dtype: torch.dtype | None = None) -> list[str]:
-    """Copies every plain file that holds no weights of any format and belongs to no training run.
+    """Copies what `list_small` yields.
 
     Args:
         dtype: of the weights that go along: a config that names another would have them rounded as they are loaded.
@@ -33,15 +41,13 @@ def copy_small_files(source: Path, output: Output, dtype: torch.dtype | None = N
     Raises:
         CheckpointError: a link leads out of the folder, or a file is large.
     """
-    others = re.compile("|".join((_OTHERS, *(format.files for format in FORMATS.values()))))
     copied = []
-    for path in sorted(source.iterdir()):
-        if path.is_file() and not others.fullmatch(path.name):
-            if inside(source, path.name).stat().st_size > LARGEST_SMALL_FILE:
-                raise CheckpointError(f"{path} is neither weights nor a small file: move it out of the folder.")
-            content = path.read_bytes()
-            output.add(path.name, _with_dtype(content, dtype) if path.name == "config.json" and dtype else content)
-            copied.append(path.name)
+    for path in list_small(source):
+        if inside(source, path.name).stat().st_size > LARGEST_SMALL_FILE:
+            raise CheckpointError(f"{path} is neither weights nor a small file: move it out of the folder.")
+        content = path.read_bytes()
+        output.add(path.name, _with_dtype(content, dtype) if path.name == "config.json" and dtype else content)
+        copied.append(path.name)
     return copied
 
 

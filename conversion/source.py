@@ -27,27 +27,32 @@ class Source:
         path: its folder.
         architecture: its model, from its own config or the one that was named.
         config_folder: where config, tokenizer and the like come from.
+        without_mtp: leave Megatron's layers of multi-token prediction out, if there are any.
     """
 
     path: Path
     format: Format
     architecture: Architecture
     config_folder: Path
+    without_mtp: bool = False
 
     def open(self, checksums: bool) -> Reader:
         """Opens its tensors under the model's names."""
         if checksums:
             check_record(self.path)
-        return open_reader(self.path, self.format, self.architecture, checksums)
+        return open_reader(self.path, self.format, self.architecture, checksums, self.without_mtp)
 
 
-def find_source(source: str | os.PathLike[str], format: str | None = None, config: str | None = None) -> Source:
+def find_source(
+    source: str | os.PathLike[str], format: str | None = None, config: str | None = None, without_mtp: bool = False
+) -> Source:
     """Finds a folder, or a model of the Hub, whose safetensors and JSON files are fetched into the cache.
 
     Args:
         source: a folder or the id of a model.
         format: its format, recognised by default.
         config: a folder or the id of a model with the config.json, where the source has none.
+        without_mtp: leave Megatron's layers of multi-token prediction out.
 
     Raises:
         CheckpointError: it is missing, of no known format, or its model is not known.
@@ -55,7 +60,7 @@ def find_source(source: str | os.PathLike[str], format: str | None = None, confi
     path = local_folder(source)
     found = format_named(format) if format else recognise(path)
     folder = local_folder(config) if config else with_config(path)
-    return Source(path, found, Architecture.from_folder(folder), folder)
+    return Source(path, found, Architecture.from_folder(folder), folder, without_mtp)
 
 
 def with_config(path: Path) -> Path:

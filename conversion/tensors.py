@@ -84,6 +84,7 @@ class Reader(ABC):
         optimizer_refusal: why the state of an optimizer that is there is not among the entries, and what to do.
         memory: where what is read is put.
         iteration: optimizer steps of the run that wrote it, `None` where it is not known.
+        left_out: weights of the files that are not among the entries, as the model has no place for them.
     """
 
     entries: Mapping[Key, TensorMeta]
@@ -91,6 +92,7 @@ class Reader(ABC):
     optimizer_refusal: str | None = None
     iteration: int | None = None
     memory: Memory = FRESH
+    left_out: tuple[str, ...] = ()
 
     @abstractmethod
     def read(self, key: Key) -> Tensor:

@@ -19,18 +19,25 @@ from .families import family_of
 from .format import Format
 from .megatron.rules import Rule
 from .output import Output
-from .small_files import copy_small_files, main_dtype
+from .small_files import copy_small_files, list_small, main_dtype
 from .source import RECORD
 from .tensors import MAIN_WEIGHT, MOMENTS, WEIGHT, Key, OptimizerState, Reader, TargetOptions, Writer, largest
-
-# Headers, indexes and the like, beside the tensors.
-_OVERHEAD = 64 << 20
 
 
 def notes_of(config: Any) -> list[str]:
     """Returns what a user of a checkpoint in Megatron's formats has to know of a model."""
     reason = family_of(config).unchecked(config)
     return [f"format checked by round trip only: {reason}"] if reason else []
+
+
+def note_of_left_out(reader: Reader, model_class: str) -> list[str]:
+    """Returns what a user has to know of tensors that a checkpoint has and its model has no place for."""
+    if not reader.left_out:
+        return []
+    return [
+        f"{len(reader.left_out)} tensors of the source (multi-token prediction) are left out, as {model_class} has no "
+        "place for them"
+    ]
 
 
 def planned_entries(reader: Reader, to: Format, optimizer: bool) -> dict[Key, TensorMeta]:
@@ -77,6 +84,7 @@ def write_checkpoint(
     *,
     iteration: int | None = None,
     optimizer: OptimizerState | None = None,
+    on_read_back: Callable[[int, int], object] = lambda size, total: None,
     facts: Mapping[str, Any],
     write_card: Callable[[Path], None],
 ) -> None:
@@ -84,14 +92,18 @@ def write_checkpoint(
 
     Args:
         small_files: a folder whose config, tokenizer and the like are copied.
+        on_read_back: called with some bytes that were read back at the end, and with how many there are in all.
         facts: for the record that is written with the checksums of all files.
         write_card: puts a model card into the folder; people edit it, so it has no checksum.
 
     Raises:
         CheckpointError: nothing is left behind then.
     """
-    total = sum(entry.nbytes for entry in plan.values())
-    with Output(target, total + _OVERHEAD) as output:
+    # Headers and indexes are small beside them, and not known yet.
+    expected = sum(entry.nbytes for entry in plan.values()) + sum(
+        path.stat().st_size for path in list_small(small_files)
+    )
+    with Output(target, expected, on_read_back) as output:
         writer = to.create(output, plan, architecture, options, iteration, optimizer)
         # Half the largest tensor evens out large and small ones.
         with _in_background(writer, largest(plan) // 2) as submit:

@@ -21,6 +21,16 @@ from ..torch_files.weight_file import PickledFile
 
 _WEIGHTS = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)")
 
+# Released files number layers of multi-token prediction on after the others, or call them `mtp`.
+_FURTHER = re.compile(r"(?:^|\.)(?:mtp\b|mtp_\w*\.|layers\.(?P<layer>\d{1,9})\.)")
+
+
+def _of_mtp(name: str, layers: int | None) -> bool:
+    match = _FURTHER.search(name)
+    if match is None or match["layer"] is None:
+        return match is not None
+    return layers is not None and int(match["layer"]) >= layers
+
 
 def weight_files(path: Path) -> list[str]:
     """Lists the weight files of a folder: those of its index, else the single one; safetensors before `.bin`.
@@ -77,6 +87,10 @@ class HuggingFaceReader(Reader):
                 else:
                     entries[key], self._group_of[key] = TensorMeta.of(tensor), group
         architecture.check([*(key.name for key in entries), *surplus], str(path))
+        used = {name for group in groups for name, _ in group.sources}
+        # Beside these there are buffers of old releases, which nobody misses.
+        layers = getattr(architecture.config.get_text_config(), "num_hidden_layers", None)
+        self.left_out = tuple(name for name in found if name not in used and _of_mtp(name, layers))
         saved = [key for key in entries if key.name in architecture.saved_names]
         self.entries = {key: entries[key] for key in sorted(saved, key=architecture.sort_key)}
         self._ready: dict[Key, Tensor] = {}

@@ -89,17 +89,21 @@ _RULES = tuple(
 # A norm inside TransformerEngine's linear, and the norm of its own that the local layers have in its place
 # (models/gpt/gpt_layer_specs.py, `sharded_state_dict_keys_map`). With latent attention `input_layernorm` is a norm of
 # its own in both, and its two inner norms move into the up projections.
-_FUSED = (
-    ("self_attention.linear_qkv", "input_layernorm"),
-    ("mlp.linear_fc1", "pre_mlp_layernorm"),
-    ("self_attention.linear_q_up_proj", "self_attention.q_layernorm"),
-    ("self_attention.linear_kv_up_proj", "self_attention.kv_layernorm"),
+_FUSED = tuple(
+    (linear, norm, re.compile(rf"(.*\.){re.escape(norm)}\.(weight|bias)"))
+    for linear, norm in (
+        ("self_attention.linear_qkv", "input_layernorm"),
+        ("mlp.linear_fc1", "pre_mlp_layernorm"),
+        ("self_attention.linear_q_up_proj", "self_attention.q_layernorm"),
+        ("self_attention.linear_kv_up_proj", "self_attention.kv_layernorm"),
+    )
 )
+_INSIDE = re.compile(r"(.*\.)(self_attention\.linear_\w+|mlp\.linear_fc1)\.layer_norm_(weight|bias)")
 
 
-def of_mtp(prefix: str) -> bool:
-    """Checks whether layers, by what `LAYER` finds before their number, predict further tokens."""
-    return prefix.startswith("mtp.")
+def of_mtp(name: str) -> bool:
+    """Checks whether a tensor, or the layers that `LAYER` finds, predict further tokens (MTP)."""
+    return name.startswith("mtp.")
 
 
 def tensor_parallel_split(name: str) -> RankSplit | None:
@@ -121,12 +125,13 @@ def spellings(name: str) -> tuple[str, ...]:
 
 def _spellings(name: str) -> Iterator[tuple[str, str]]:
     """Yields the weight of the linear that the norm stands before, and the norm's other name."""
-    for linear, norm in _FUSED:
-        inside = re.fullmatch(rf"(.*\.){re.escape(linear)}\.layer_norm_(weight|bias)", name)
-        outside = re.fullmatch(rf"(.*\.){re.escape(norm)}\.(weight|bias)", name)
-        if inside:
-            yield f"{inside[1]}{linear}.weight", f"{inside[1]}{norm}.{inside[2]}"
-        elif outside:
+    if inside := _INSIDE.fullmatch(name):
+        for linear, norm, _ in _FUSED:
+            if linear == inside[2]:
+                yield f"{inside[1]}{linear}.weight", f"{inside[1]}{norm}.{inside[3]}"
+        return
+    for linear, _, alone in _FUSED:
+        if outside := alone.fullmatch(name):
             yield f"{outside[1]}{linear}.weight", f"{outside[1]}{linear}.layer_norm_{outside[2]}"
 
 

@@ -16,7 +16,7 @@ from ..output import Output
 from ..tensors import WEIGHT, Key, MegatronModel, MegatronReader, OptimizerState, Reader, TargetOptions, Writer, largest
 from .arguments import check_arguments
 from .folder import iteration_folder
-from .names import spellings
+from .names import of_mtp, spellings
 from .rules import Rule
 
 
@@ -59,7 +59,9 @@ class TransformersView(Reader):
                 for name, tensor in zip(rule.transformers, tensors, strict=True):
                     entries[Key(kind, name)] = TensorMeta.of(tensor)
                     self._source_of[Key(kind, name)] = rule, sources
-        unknown = [str(key) for key in reader.entries if key not in used]
+        # No model class of transformers has layers that predict further tokens.
+        self.left_out = tuple(key.name for key in reader.entries if key.kind == WEIGHT and of_mtp(key.name))
+        unknown = [str(key) for key in reader.entries if key not in used and not of_mtp(key.name)]
         if unknown:
             shown = ", ".join(unknown[:50]) + (", ..." if len(unknown) > 50 else "")
             raise CheckpointError(

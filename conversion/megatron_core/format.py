@@ -1,22 +1,36 @@
 """Megatron-Core's `torch_dist` checkpoints, read and written without Megatron."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 
+from ...files.safetensors import TensorMeta
 from ..dcp.store_reader import METADATA
+from ..megatron.sizes import check_sizes
 from ..megatron.view import megatron_format
+from ..output import Output
+from ..tensors import Key, MegatronModel, OptimizerState, TargetOptions
 from .reader import CONFIG, MegatronCoreReader
 from .writer import MegatronCoreWriter
 
+
+def _writer(
+    output: Output,
+    plan: Mapping[Key, TensorMeta],
+    model: MegatronModel,
+    options: TargetOptions,
+    iteration: int | None,
+    optimizer: OptimizerState | None,
+) -> MegatronCoreWriter:
+    """Makes the writer; the sizes are those of the ranks that are going to load what it writes."""
+    check_sizes(model, options, plan)
+    # Experts have an optimizer of their own under expert parallelism.
+    model = replace(model, arguments={**model.arguments, "expert_model_parallel_size": options.ep_size})
+    return MegatronCoreWriter(output, plan, model, iteration, optimizer)
+
+
 FORMAT = megatron_format(
     lambda path, architecture: MegatronCoreReader(path),
-    # Experts have an optimizer of their own under expert parallelism.
-    lambda output, plan, model, options, iteration, optimizer: MegatronCoreWriter(
-        output,
-        plan,
-        replace(model, arguments={**model.arguments, "expert_model_parallel_size": options.ep_size}),
-        iteration,
-        optimizer,
-    ),
+    _writer,
     name="megatron_core",
     title="Megatron-Core torch_dist",
     marks=CONFIG,

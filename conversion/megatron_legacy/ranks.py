@@ -13,6 +13,7 @@ import torch
 
 from ...errors import CheckpointError
 from ...files.data_file import DataFile
+from ...files.safetensors import check_count
 from ..megatron.folder import iteration_folder
 from ..torch_files.reader import open_saved
 from ..torch_files.safe_pickle import Record
@@ -88,6 +89,7 @@ class RankFile:
         models = [flattened(path, content[key]) for key in (["model"] if "model" in content else numbered)]
         if not models:
             raise CheckpointError(f"{path} is refused: it has no weights (model, or model0 and so on).")
+        check_count(path, sum(map(len, models)))
         older = any(map(is_older, models))
         check_version(path, version, older)
         if older:

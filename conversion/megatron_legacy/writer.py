@@ -24,6 +24,7 @@ from ..megatron.names import (
     rank_views,
     tensor_parallel_split,
 )
+from ..megatron.sizes import check_sizes
 from ..output import Output
 from ..tensors import WEIGHT, Key, MegatronModel, TargetOptions, Writer
 from ..torch_files.archive_writer import ArchiveWriter, StorageSlot
@@ -93,7 +94,9 @@ class MegatronLegacyWriter(Writer):
         self._sizes = Rank(options.tp_size, options.pp_size, options.ep_size)
         self._ranks = list(all_ranks(self._sizes))
         self._expert_tp = self._sizes.tp if expert_tp_size is None else expert_tp_size
-        self._check_sizes()
+        check_sizes(model, options, plan)
+        if self._expert_tp not in (1, options.tp_size):
+            raise CheckpointError(f"expert_tp_size {self._expert_tp} is neither 1 nor tp_size {options.tp_size}.")
         self._shards = {key: self._plan(key, entry) for key, entry in plan.items()}
         models, folder = self._models(), folder_name(iteration)
         content = {"args": self._arguments(), "checkpoint_version": 3.0, "iteration": iteration or 0}
@@ -102,21 +105,6 @@ class MegatronLegacyWriter(Writer):
         for rank, weights in models.items():
             file = output.create(f"{folder}/{rank_folder(rank, self._sizes)}/{FILE}")
             self._files[rank] = ArchiveWriter(file, {**content, "model": weights})
-
-    def _check_sizes(self) -> None:
-        arguments, (tp, pp, ep) = self._model.arguments, self._sizes
-        for name, size, axis in (("num_layers", pp, "pp_size"), ("num_attention_heads", tp, "tp_size")):
-            if name in arguments and arguments[name] % size:
-                raise CheckpointError(f"{name} {arguments[name]} does not divide over {axis} {size}.")
-        groups = arguments.get("num_query_groups") or tp
-        if groups % tp and tp % groups:
-            raise CheckpointError(f"num_query_groups {groups} neither divides nor is divided by tp_size {tp}.")
-        if pp > 1 and any(key.name.startswith("mtp.") for key in self.plan):
-            raise CheckpointError(f"pp_size {pp}: layers that predict further tokens (mtp) are written with 1 only.")
-        if self._expert_tp not in (1, tp):
-            raise CheckpointError(f"expert_tp_size {self._expert_tp} is neither 1 nor tp_size {tp}.")
-        if ep > 1 and not any(EXPERTS in key.name for key in self.plan):
-            raise CheckpointError(f"ep_size {ep}: the model has no experts.")
 
     def _plan(self, key: Key, entry: TensorMeta) -> list[_Shard]:
         """Plans which files a tensor goes to, and as what."""

@@ -8,7 +8,7 @@ from torch import Tensor
 from ...errors import CheckpointError
 from ...files.buffers import FRESH, Memory
 from ...files.data_file import DataFile
-from ...files.safetensors import Location
+from ...files.safetensors import Location, check_count
 from .reader import open_saved
 from .saved import StoredTensor
 
@@ -26,6 +26,7 @@ class PickledFile:
         try:
             self._saved = open_saved(self._file)
             content = self._saved.value
+            check_count(path, len(content) if isinstance(content, dict) else 0)
             if not isinstance(content, dict) or not all(
                 isinstance(name, str) and isinstance(value, StoredTensor) for name, value in content.items()
             ):

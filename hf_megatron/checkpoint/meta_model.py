@@ -11,7 +11,7 @@ from ..errors import CheckpointError
 from ..shown import first_line, shown
 
 # Each takes a millisecond to make.
-_MOST_LAYERS = 5000
+_MOST_LAYERS = 2000
 
 
 def meta_model(model_class: Any, config: Any) -> Any:

@@ -1,5 +1,6 @@
 """`hf-megatron convert`, `verify` and `merge`."""
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -37,6 +38,12 @@ def convert(
     ] = False,
     max_shard_size: Annotated[str, typer.Option(help="Largest weight file of hf, such as 5GB.")] = "5GB",
     optimizer: Annotated[bool, typer.Option(help="Bring moments along where both sides have them.")] = True,
+    without_mtp: Annotated[
+        bool,
+        typer.Option(
+            "--without-mtp", help="Leave out Megatron's layers that predict further tokens, and say how many."
+        ),
+    ] = False,
     plan: Annotated[bool, typer.Option("--plan", help="Print every mapping and size; read and write nothing.")] = False,
     verify: Annotated[bool, typer.Option("--verify", help="Compare source and target tensor by tensor.")] = False,
     logits: Annotated[bool, typer.Option("--logits", help="With --verify: compare logits too.")] = False,
@@ -54,18 +61,27 @@ def convert(
     with failing(CheckpointError, OSError):
         options = TargetOptions(tp, pp, ep, make_vocab_size_divisible_by, max_shard_size, local_names)
         wanted: dict[str, Any] = {"from_format": from_format or None, "config": config or None}
-        wanted |= {"options": options, "optimizer": optimizer}
+        wanted |= {"options": options, "optimizer": optimizer, "without_mtp": without_mtp}
         if plan:
             typer.echo(plan_conversion(source, target, to, **wanted).table())
             return
-        with _bar() as bar:
+        with ExitStack() as bars:
+            bar = bars.enter_context(_bar())
+            stages: dict[str, Any] = {}
 
             def describe(planned: Report) -> None:
                 bar.set_description(f"{planned.source.format.name} -> {planned.format.name}", refresh=False)
                 bar.total = planned.nbytes
 
+            def check(what: str, size: int, total: int) -> None:
+                if what not in stages:
+                    bars.close()
+                    stages[what] = bars.enter_context(_bar(what))
+                    stages[what].total = total
+                stages[what].update(size)
+
             wanted |= {"verify": verify, "logits": logits, "checksums": not no_checksums}
-            report = convert(source, target, to, on_plan=describe, on_tensor=bar.update, **wanted)
+            report = convert(source, target, to, on_plan=describe, on_tensor=bar.update, on_check=check, **wanted)
     for note in report.notes:
         typer.echo(note)
     if report.comparison is not None:
@@ -78,6 +94,12 @@ def verify(
     second: Annotated[str, typer.Argument(help="Another one.")],
     config: Annotated[str, typer.Option(help="Where the config.json is, if neither has one.")] = "",
     logits: Annotated[bool, typer.Option("--logits", help="Compare logits through transformers too.")] = False,
+    without_mtp: Annotated[
+        bool,
+        typer.Option(
+            "--without-mtp", help="Leave out Megatron's layers that predict further tokens, and say how many."
+        ),
+    ] = False,
 ) -> None:
     """Compare two checkpoints of any formats tensor by tensor.
 
@@ -87,7 +109,8 @@ def verify(
     from ..errors import CheckpointError
 
     with failing(CheckpointError, OSError), _bar("comparing") as bar:
-        comparison = compare(first, second, config=config or None, logits=logits, on_tensor=bar.update)
+        wanted: dict[str, Any] = {"config": config or None, "logits": logits, "without_mtp": without_mtp}
+        comparison = compare(first, second, on_tensor=bar.update, **wanted)
     typer.echo(comparison.summary())
     if not comparison.equal:
         raise typer.Exit(MISMATCH)

@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -120,8 +120,8 @@ def hash_tensor(tensor: Tensor) -> str:
     return digest.hexdigest()
 
 
-def hash_file(path: Path) -> FileDigest:
-    """Size and digest of a file as it is now."""
+def hash_file(path: Path, on_block: Callable[[int], object] = lambda size: None) -> FileDigest:
+    """Size and digest of a file as it is now; `on_block` is called with the bytes of each part."""
     # More threads would be blake3's own pool, which a forked process waits for forever.
     digest, size = blake3(), 0
     buffer = bytearray(BLOCK)
@@ -129,4 +129,5 @@ def hash_file(path: Path) -> FileDigest:
         while count := file.readinto(buffer):
             digest.update(memoryview(buffer)[:count])
             size += count
+            on_block(count)
     return FileDigest(size, digest.hexdigest())

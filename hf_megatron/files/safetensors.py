@@ -37,6 +37,18 @@ DTYPES = {
 }
 _BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
 LARGEST_HEADER = 100_000_000
+# Of one file. The largest public models have some 140,000 in all of their files (Kimi K2, with single experts).
+MOST_TENSORS = 200_000
+
+
+def check_count(where: object, count: int) -> None:
+    """Checks that a file does not announce more tensors than any model has.
+
+    Raises:
+        CheckpointError: with both numbers.
+    """
+    if count > MOST_TENSORS:
+        raise CheckpointError(f"{where}: {count} tensors in one file, more than the {MOST_TENSORS} that are read.")
 
 
 @dataclass(frozen=True)
@@ -152,8 +164,11 @@ def _read_header(path: Path) -> tuple[dict[str, Location], Mapping[str, Any]]:
         length = int.from_bytes(prefix, "little")
         if len(prefix) < 8 or length > min(LARGEST_HEADER, file.size - 8):
             raise CheckpointError(f"{path}: a header of {length} bytes is announced in a file of {file.size} bytes.")
+        text = file.read(8, length)
+        # Before the table is made, which takes seconds for a million.
+        check_count(path, text.count(b'"data_offsets"'))
         try:
-            header = json.loads(file.read(8, length))
+            header = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{path}: the header is not JSON: {error}") from error
     if not isinstance(header, dict):
@@ -161,6 +176,7 @@ def _read_header(path: Path) -> tuple[dict[str, Location], Mapping[str, Any]]:
     metadata = header.pop("__metadata__", None) or {}
     if not isinstance(metadata, dict):
         raise CheckpointError(f"{path}: the header's metadata is a {type(metadata).__name__}, not a table.")
+    check_count(path, len(header))
     locations = {
         key: _location(f"{path}: tensor {key!r}", entry, 8 + length, file.size) for key, entry in header.items()
     }

@@ -162,6 +162,7 @@ BAD_CONFIGS = [
     {"architectures": 5},
     {"architectures": ["../x"]},
     {"num_hidden_layers": 100_000},
+    {"num_hidden_layers": 2001},
     {"rope_parameters": {"rope_type": "linear", "factor": "x", "rope_theta": 1e4}},
     {"num_attention_heads": 0},
     {"vocab_size": 2**62},

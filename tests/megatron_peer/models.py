@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -73,8 +73,12 @@ def settings(hf) -> Settings:
     return FAMILIES[hf.model_type](hf)
 
 
-def build(hf, padded_vocab: int, layout: Layout, keys: str = "te") -> GPTModel:
-    """The model of this rank. `keys`: sharded names of the TransformerEngine spec ("te") or of the local one."""
+def build(hf, padded_vocab: int, layout: Layout, keys: str = "te", mtp_layers: int | None = None) -> GPTModel:
+    """The model of this rank.
+
+    `keys`: sharded names of the TransformerEngine spec ("te") or of the local one; `mtp_layers`: of multi-token
+    prediction, which are like the last one of the others.
+    """
     wanted = settings(hf)
     mla = "kv_lora_rank" in wanted.config
     config = (MLATransformerConfig if mla else TransformerConfig)(
@@ -85,6 +89,7 @@ def build(hf, padded_vocab: int, layout: Layout, keys: str = "te") -> GPTModel:
         sequence_parallel=layout.sp,
         num_layers_in_first_pipeline_stage=layout.first_stage_layers,
         num_layers_in_last_pipeline_stage=layout.last_stage_layers,
+        mtp_num_layers=mtp_layers,
         params_dtype=torch.float32,
         pipeline_dtype=torch.float32,
         **ON_CPU,
@@ -109,6 +114,7 @@ def build(hf, padded_vocab: int, layout: Layout, keys: str = "te") -> GPTModel:
         vocab_size=padded_vocab,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
+        mtp_block_spec=get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False) if mtp_layers else None,
         **wanted.model,
     )
     if config.num_moe_experts and config.add_bias_linear:

@@ -57,7 +57,7 @@ class Session:
         self.vocab = self.hf.vocab_size
         self.padded_vocab = task.get("padded_vocab", self.vocab)
         torch.manual_seed(1234)
-        self.model = build(self.hf, self.padded_vocab, layout, keys=task.get("keys", "te")).eval()
+        self.model = build(self.hf, self.padded_vocab, layout, task.get("keys", "te"), task.get("mtp_layers")).eval()
         self.homogeneous = not task.get("non_homogeneous", False)
         self.stages = parallel_state.get_pipeline_model_parallel_world_size()
         self.stage = parallel_state.get_pipeline_model_parallel_rank()
@@ -203,6 +203,7 @@ def save(task: dict, layout: Layout, out: Path) -> dict:
         "checkpoint_version": CHECKPOINT_VERSION,
         "iteration": 1,
     }
+    common["args"].mtp_num_layers = task.get("mtp_layers")
     if task.get("format", "torch_dist") == "legacy":
         common["args"].ckpt_format = "torch"
         on_rank_zero(lambda: _write_tracker(Path(task["dir"])))

@@ -1,0 +1,58 @@
+"""Whether the parts of a model divide over the ranks that a checkpoint of Megatron is written for."""
+
+from collections.abc import Iterable
+from types import MappingProxyType
+
+from ...errors import CheckpointError
+from ..tensors import Key, MegatronModel, TargetOptions
+from .names import EXPERTS, of_mtp
+
+# What is split over tensor parallel ranks in any case; how experts are is told when they are loaded.
+_WIDTHS = MappingProxyType(
+    {"ffn_hidden_size": ".mlp.linear_fc1.", "moe_shared_expert_intermediate_size": ".mlp.shared_experts.linear_fc1."}
+)
+_MOST_RANKS = 1024
+
+
+def check_sizes(model: MegatronModel, options: TargetOptions, plan: Iterable[Key]) -> None:
+    """Checks that layers, heads, groups and experts divide over ranks, as Megatron asks for when it builds the model.
+
+    Args:
+        plan: what is going to be written, under Megatron's names.
+
+    Raises:
+        CheckpointError: naming the number, the size that does not fit, and those that would.
+    """
+    arguments, names = model.arguments, [key.name for key in plan]
+    tp, pp, ep = options.tp_size, options.pp_size, options.ep_size
+    layers, heads = arguments.get("num_layers"), arguments.get("num_attention_heads")
+    if layers is not None and layers % pp:
+        raise _unfit(f"num_layers {layers} does not divide over", "pp_size", pp, _divisors(layers))
+    groups = arguments.get("num_query_groups") or heads
+    if heads is not None:
+        # transformer_config.py: groups are a multiple of tp, or it of them.
+        fit = [size for size in _divisors(heads) if groups % size == 0 or size % groups == 0]
+        if heads % tp:
+            raise _unfit(f"num_attention_heads {heads} does not divide over", "tp_size", tp, fit)
+        if tp not in fit:
+            raise _unfit(f"num_query_groups {groups} neither divides nor is divided by", "tp_size", tp, fit)
+    for field, module in _WIDTHS.items():
+        width = arguments.get(field)
+        if width is not None and width % tp and any(module in name for name in names):
+            raise _unfit(f"{field} {width} does not divide over", "tp_size", tp, _divisors(width))
+    if pp > 1 and any(map(of_mtp, names)):
+        raise CheckpointError(f"pp_size {pp}: layers that predict further tokens (mtp) are written with 1 only.")
+    if ep > 1 and not any(EXPERTS in name for name in names):
+        raise CheckpointError(f"ep_size {ep}: the model has no experts, so that 1 is all that fits.")
+    experts = arguments.get("num_experts")
+    if experts and experts % ep:
+        raise _unfit(f"num_experts {experts} does not divide over", "ep_size", ep, _divisors(experts))
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, min(number, _MOST_RANKS) + 1) if number % size == 0]
+
+
+def _unfit(what: str, field: str, size: int, fit: list[int]) -> CheckpointError:
+    shown = ", ".join(map(str, fit[:16])) + (", ..." if len(fit) > 16 else "")
+    return CheckpointError(f"{what} {field} {size}: sizes that fit are {shown}.")

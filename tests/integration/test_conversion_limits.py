@@ -1,0 +1,165 @@
+"""What a conversion looks at before it works: how many, how large, which sizes and where; and what its bar counts."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from hf_megatron import CheckpointError
+from hf_megatron.cli import app
+from hf_megatron.cli import conversion as commands
+from hf_megatron.conversion import TargetOptions, convert, plan_conversion
+from hf_megatron.files.staged_folder import StagedFolder
+from tests.integration.test_conversion_strangers import llama
+from tests.twins import twin
+
+
+@pytest.fixture(scope="module")
+def hf(tmp_path_factory) -> Path:
+    """Eight heads in two groups."""
+    folder = tmp_path_factory.mktemp("limits") / "hf"
+    llama().save_pretrained(folder)
+    return folder
+
+
+def lines_of(error: pytest.ExceptionInfo) -> int:
+    return len(str(error.value).splitlines())
+
+
+MANY = 300_000
+
+
+def test_headers_of_more_tensors_than_any_model_has(hf, tmp_path):
+    """Each was looked at and compared with the names of the model, which took half a minute."""
+    shutil.copytree(hf, tmp_path / "source")
+    entry = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+    spelled = json.dumps({f"t{number}": entry for number in range(MANY)}).encode()
+    for header in (spelled, spelled.replace(b'"data_offsets"', b'"d\\u0061ta_offsets"')):
+        (tmp_path / "source" / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+        with pytest.raises(
+            CheckpointError, match=rf"model.safetensors: {MANY} tensors in one file, more than the \d+"
+        ) as seen:
+            convert(tmp_path / "source", tmp_path / "out", "sharded")
+        assert len(str(seen.value).splitlines()) == 1 and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("source", ["megatron_legacy", "hf"])
+def test_pickles_of_more_tensors_than_any_model_has(hf, tmp_path, source):
+    if source == "hf":
+        shutil.copytree(hf, tmp_path / "source")
+    else:
+        convert(hf, tmp_path / "source", source)
+    one = torch.zeros(1)
+    many = {f"decoder.layers.0.x{number}norm.weight": one for number in range(MANY)}
+    if source == "hf":
+        (tmp_path / "source" / "model.safetensors").unlink()
+        file = tmp_path / "source" / "pytorch_model.bin"
+    else:
+        (tmp_path / "source" / "conversion.json").unlink()
+        file = next((tmp_path / "source").rglob("model_optim_rng.pt"))
+        many = torch.load(file, weights_only=False) | {"model": many}
+    torch.save(many, file)
+    with pytest.raises(CheckpointError, match=rf"{file.name}: {MANY} tensors in one file, more than the \d+"):
+        convert(tmp_path / "source", tmp_path / "out", "sharded")
+
+
+# Options, what is wrong, and what would fit.
+UNFIT = {
+    "heads": ({"tp_size": 3}, "num_attention_heads 8 does not divide over tp_size 3: sizes that fit are 1, 2, 4, 8"),
+    "more_than_heads": ({"tp_size": 16}, "num_attention_heads 8 .* tp_size 16"),
+    "no_experts": ({"ep_size": 2}, "ep_size 2: the model has no experts"),
+}
+
+
+@pytest.mark.parametrize("to", ["megatron_core", "megatron_legacy"])
+@pytest.mark.parametrize("case", UNFIT)
+def test_sizes_that_do_not_divide_are_refused_before_work(hf, tmp_path, to, case):
+    sizes, message = UNFIT[case]
+    for refused in (convert, plan_conversion):
+        with pytest.raises(CheckpointError, match=message) as seen:
+            refused(hf, tmp_path / "parent" / "out", to, options=TargetOptions(**sizes))
+        assert lines_of(seen) == 1 and not (tmp_path / "parent").exists()
+
+
+def test_groups_widths_and_experts_divide_too(tmp_path):
+    llama(hidden_size=96, num_attention_heads=12, num_key_value_heads=4).save_pretrained(tmp_path / "groups")
+    llama(intermediate_size=50).save_pretrained(tmp_path / "width")
+    twin("deepseek_v3").save_pretrained(tmp_path / "experts")
+    cases = (
+        ("groups", {"tp_size": 6}, "num_query_groups 4 neither divides nor is divided by tp_size 6"),
+        ("width", {"tp_size": 4}, "ffn_hidden_size 50 does not divide over tp_size 4: sizes that fit are 1, 2"),
+        ("experts", {"ep_size": 3}, "num_experts 8 does not divide over ep_size 3: sizes that fit are 1, 2, 4, 8"),
+    )
+    for source, sizes, message in cases:
+        for to in ("megatron_core", "megatron_legacy"):
+            with pytest.raises(CheckpointError, match=message):
+                convert(tmp_path / source, tmp_path / "out", to, options=TargetOptions(**sizes))
+    convert(tmp_path / "groups", tmp_path / "out", "megatron_core", options=TargetOptions(tp_size=12))
+
+
+def test_targets_inside_of_the_source_are_refused(hf, tmp_path):
+    source = tmp_path / "source"
+    shutil.copytree(hf, source)
+    (tmp_path / "link").symlink_to(source)
+    before = sorted(source.rglob("*"))
+    inside = (source / "out", source / "deep" / "out", tmp_path / "link" / "out")
+    for target in inside:
+        for refused in (convert, plan_conversion):
+            with pytest.raises(CheckpointError, match="lies inside of the source") as seen:
+                refused(source, target, "sharded")
+            assert lines_of(seen) == 1
+    for target in (source, tmp_path, tmp_path / "link"):
+        with pytest.raises(CheckpointError, match="exists; give a folder that does not"):
+            convert(source, target, "sharded")
+    assert sorted(source.rglob("*")) == before
+    convert(source, tmp_path / "source-2", "sharded")
+
+
+def test_bytes_that_are_needed_are_those_that_are_written(hf, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(StagedFolder, "require_space", lambda self, expected: asked.append(expected))
+    report = convert(hf, tmp_path / "out", "hf")
+    beside = sum((hf / name).stat().st_size for name in ("config.json", "generation_config.json"))
+    assert asked == [report.nbytes + beside]
+    assert asked[0] <= sum(path.stat().st_size for path in (tmp_path / "out").iterdir())
+
+
+class Bar:
+    """What a progress bar is told."""
+
+    def __init__(self, name: str | None = None):
+        self.name, self.total, self.n, self.is_open = name, None, 0, False
+
+    def __enter__(self):
+        self.is_open = True
+        return self
+
+    def __exit__(self, *error):
+        self.is_open = False
+
+    def set_description(self, what, refresh=True):
+        self.name = what
+
+    def update(self, size):
+        assert self.is_open
+        self.n += size
+
+
+def test_what_is_read_back_and_compared_has_bars_of_its_own(hf, tmp_path, monkeypatch):
+    bars: list[Bar] = []
+
+    def bar(*name: str) -> Bar:
+        assert not any(other.is_open for other in bars)
+        bars.append(Bar(*name))
+        return bars[-1]
+
+    monkeypatch.setattr(commands, "_bar", bar)
+    result = CliRunner().invoke(app, ["convert", str(hf), str(tmp_path / "out"), "--to", "megatron_core", "--verify"])
+    assert result.exit_code == 0, result.output
+    files = [path for path in (tmp_path / "out").rglob("*") if path.is_file() and path.name != "README.md"]
+    assert [bar.name for bar in bars] == ["hf -> megatron_core", "reading back", "comparing"]
+    assert all(bar.n == bar.total and not bar.is_open for bar in bars)
+    assert bars[1].n == sum(path.stat().st_size for path in files)
