@@ -248,5 +248,5 @@ HOOKS: Sequence[tuple[str, str]] = (
     ("transformers.modeling_utils", f"{_HERE}.stock_optimizers:refuse_unprepared_steps"),
     ("transformers.modeling_utils", f"{_HERE}.dtensor_methods:replace_tensor_methods"),
     ("transformers.modeling_utils", f"{_HERE}.split_operators:handle_split_operators"),
-    ("transformers.modeling_utils", "hf_megatron.pipeline_parallel.boundary:follow_exchanged_modules"),
+    ("transformers.modeling_utils", "hf_megatron.pipeline_parallel.stage_modules:follow_exchanged_modules"),
 )

@@ -20,10 +20,10 @@ from .boundary import (
     StagedInput,
     StagedLayer,
     output_width,
-    stand_around,
 )
 from .partition import Stages, check_partition, estimate_cost, estimate_costs, even, partition
 from .schedules import check_schedule, rank_of_stage, schedule
+from .stage_modules import stand_around
 
 
 @dataclass(frozen=True)
