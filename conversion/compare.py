@@ -126,4 +126,5 @@ def _logits(architecture: Architecture, open_reader: Callable[[bool], Reader], t
         for key in reader.entries:
             if key.kind == WEIGHT:
                 state[key.name].data.copy_(reader.read(key))
-    return model(input_ids=tokens).logits
+    decoder = {"decoder_input_ids": tokens} if architecture.config.is_encoder_decoder else {}
+    return model(input_ids=tokens, **decoder).logits

@@ -7,7 +7,7 @@ against the file's size first; the format is 8 bytes of length, a table in JSON,
 import json
 import math
 import mmap
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -180,7 +180,19 @@ def _read_header(path: Path) -> tuple[dict[str, Location], Mapping[str, Any]]:
     locations = {
         key: _location(f"{path}: tensor {key!r}", entry, 8 + length, file.size) for key, entry in header.items()
     }
+    _check_filled(path, locations.values(), 8 + length, file.size)
     return locations, metadata
+
+
+def _check_filled(path: Path, locations: Collection[Location], origin: int, size: int) -> None:
+    """Checks that every byte is one tensor's, as the format says: a header of another length moves all of them."""
+    end = origin
+    for location in sorted(locations, key=lambda location: (location.start, location.nbytes)):
+        if location.start != end:
+            break
+        end += location.nbytes
+    if end != size:
+        raise CheckpointError(f"{path}: from byte {end} on, its {size} bytes are not those of one tensor each.")
 
 
 def _location(where: str, entry: Any, origin: int, size: int) -> Location:

@@ -71,10 +71,14 @@ def has_plan(model_type: str) -> bool:
     return model_type in registered_types() or bool(getattr(CONFIG_MAPPING[model_type], "base_model_tp_plan", None))
 
 
+# See `tiny_config`.
+_TWIN_HEADS = 4
+
+
 def resolve_config(model: str, changes: Mapping[str, Any] | None = None) -> PreTrainedConfig:
     """Returns the config of a model type, a folder or a hub name, with changes; raises `ConfigError` for bad ones."""
     known = not Path(model).exists() and model in CONFIG_MAPPING
-    if not known and Path(model).parts[0] in (".", "..", os.sep) and not Path(model).exists():
+    if model.startswith((".", os.sep)) and not Path(model).exists():
         raise ConfigError(f"MODEL = {model!r}: there is no such folder.")
     try:
         config = CONFIG_MAPPING[model]() if known else AutoConfig.from_pretrained(model)
@@ -126,6 +130,12 @@ def check_models(
     """
     if task not in TASKS:
         raise ConfigError(f"task {task!r}: valid are {', '.join(TASKS)}.")
+    largest = max(layout.tp_size for layout in layouts)
+    if largest > _TWIN_HEADS:
+        raise ConfigError(
+            f"tp_size = {largest}: tiny twins have {_TWIN_HEADS} attention heads, and a result of tp{_TWIN_HEADS} "
+            "stands for every larger size; `hf-megatron plan MODEL` says which sizes divide a model."
+        )
     rows = []
     # Every pipeline stage needs a layer.
     layers = max(layout.pp_size * (layout.virtual_stages or 1) for layout in layouts)

@@ -1,9 +1,11 @@
 """`hf-megatron`: exit codes and output, of the command itself and in this process."""
 
+import json
 import subprocess
 import sys
 from dataclasses import replace
 
+import pytest
 from typer.testing import CliRunner
 
 from hf_megatron.cli import app
@@ -88,3 +90,30 @@ def test_what_cannot_be_written_or_drawn_is_said_first(tmp_path):
     ):
         result = run(*words)
         assert result.exit_code == 2 and said in result.output, (words, result.output)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"num_attention_heads": 0}, "no config that can be read: ZeroDivisionError"),
+        ({"hidden_size": None}, "no config that can be read: "),
+        ({"hidden_act": "nope"}, "no model can be made of its config: KeyError"),
+        ({"vocab_size": 2, "pad_token_id": 7}, "no model can be made of its config: AssertionError"),
+    ],
+)
+def test_plan_says_in_a_line_what_is_wrong_with_a_config(stories, tmp_path, changes, said):
+    config = json.loads((stories / "config.json").read_text("utf-8"))
+    (tmp_path / "config.json").write_text(json.dumps(config | changes), "utf-8")
+    result = run("plan", str(tmp_path))
+    assert result.exit_code == 2 and said in result.output and len(result.output.splitlines()) == 1
+
+
+def test_plan_knows_heads_and_folders():
+    assert "decoder.final_layer_norm" in run("plan", "t5", "--tp", "2").output
+    result = run("plan", "./nothing/here")
+    assert result.exit_code == 2 and "there is no such folder" in result.output
+
+
+def test_check_knows_how_many_heads_its_twins_have():
+    result = run("check", "llama", "--tp", "8")
+    assert result.exit_code == 2 and "tp_size = 8: tiny twins have 4 attention heads" in result.output

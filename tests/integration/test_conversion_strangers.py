@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from huggingface_hub import ModelCard
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
 from hf_megatron import CheckpointError
 from hf_megatron.conversion import compare, convert
@@ -296,3 +296,10 @@ def test_messages_show_bounded_text_without_control_characters():
     error = CheckpointError("tensor \x1b]0;title\x07 is missing;\nsecond line")
     assert "\x1b" not in str(error) and "\n" in str(error)
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
+
+
+def test_logits_of_an_encoder_and_a_decoder(tmp_path):
+    config = T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4, decoder_start_token_id=0)
+    T5ForConditionalGeneration(config).save_pretrained(tmp_path)
+    found = compare(tmp_path, tmp_path, logits=True)
+    assert found.equal and found.logits == 0.0

@@ -1,5 +1,7 @@
 """The one writer of safetensors files, read back by the safetensors package, and what it refuses."""
 
+import json
+
 import pytest
 import torch
 from safetensors import safe_open
@@ -94,3 +96,28 @@ def test_the_digest_is_of_what_was_handed_in(tmp_path):
     assert file.digest == hash_file(tmp_path / "x") and isinstance(file.digest, FileDigest)
     (tmp_path / "x").write_bytes((tmp_path / "x").read_bytes()[:-1] + b"!")
     assert file.digest != hash_file(tmp_path / "x")
+
+
+@pytest.mark.parametrize("by", [-1, 1, 8])
+def test_a_header_of_another_length_moves_no_tensor(by, tmp_path):
+    path = tmp_path / "a.safetensors"
+    content = {"a": torch.arange(6.0), "b": torch.arange(4.0)}
+    write(path, content, list(content))
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = data[8 : 8 + length].rstrip() + b" " * (length - len(data[8 : 8 + length].rstrip()))
+    path.write_bytes((length + by).to_bytes(8, "little") + header + b" " * max(by, 0) + data[8 + length + max(by, 0) :])
+    with pytest.raises(CheckpointError, match="not those of one tensor each|not JSON|in a file of"):
+        read_header(path)
+
+
+# Nobody has the four bytes between them.
+PLACES = {"a": [0, 4], "b": [8, 12]}
+
+
+def test_every_byte_is_one_tensors(tmp_path):
+    header = {name: {"dtype": "F32", "shape": [1], "data_offsets": places} for name, places in PLACES.items()}
+    text = json.dumps(header).encode()
+    (tmp_path / "a.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(12))
+    with pytest.raises(CheckpointError, match="not those of one tensor each"):
+        read_header(tmp_path / "a.safetensors")
