@@ -206,6 +206,10 @@ def _said_anew(before: str, now: ModelCard) -> ModelCard:
         is_of_training = name == "what this is" and old is not None and _TRAINED.search(old[0]) is not None
         if old is not None and new is not None and not is_of_training:
             text = text.replace(old[0], new[0], 1)
-    card = ModelCard(text)
+    try:
+        card = ModelCard(text)
+    except (yaml.YAMLError, ValueError):
+        # Nobody can read what it said.
+        return now
     card.data["library_name"] = now.data.get("library_name")
     return card

@@ -303,3 +303,12 @@ def test_logits_of_an_encoder_and_a_decoder(tmp_path):
     T5ForConditionalGeneration(config).save_pretrained(tmp_path)
     found = compare(tmp_path, tmp_path, logits=True)
     assert found.equal and found.logits == 0.0
+
+
+def test_a_card_whose_metadata_nobody_can_read_is_written_anew(folders, tmp_path):
+    source = tmp_path / "source"
+    shutil.copytree(folders / "megatron_core", source)
+    card = (source / "README.md").read_text("utf-8")
+    (source / "README.md").write_text(card.replace("---\n", "---\n: [[[ a: b: c\n", 1), "utf-8")
+    convert(source, tmp_path / "hf", "hf")
+    check_card(ModelCard.load(tmp_path / "hf" / "README.md"))
