@@ -32,10 +32,13 @@ HERE = {
     "DST": "converted",
     "OUT": "merged",
     "DIR": "timeline",
+    # The sizes of a model for tests.
+    "8": "4",
     # Every type there is takes a quarter of an hour.
     "all": "gpt2",
 }
 ELSEWHERE = {
+    r"(HF_MEGATRON_TP_SIZE=2 )?(accelerate|torchrun|python) .*-m hf_megatron .*": "tests/integration/test_launched.py",
     r"(accelerate launch|torchrun|python) .*train\.py.*": "tests/integration/test_launch.py",
     r"accelerate launch( --cpu --num_processes 2)?": "tests/integration/test_launch.py",
     r"hf-megatron (push|pull) .*": "tests/integration/test_hub.py",
