@@ -233,7 +233,8 @@ class DataParallel(Shared):
 
     def finds(self, parameter: Tensor) -> bool:
         """Tells whether a tensor of any shape came to the model with a module that was exchanged since."""
-        if all(parameter is not other for other in self.model.parameters()):
+        # FSDP2 exchanges parameters on its own, for whole ones and back.
+        if self.state.shards_weights or all(parameter is not other for other in self.model.parameters()):
             return False
         self.scan()
         return True
