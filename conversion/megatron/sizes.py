@@ -28,7 +28,7 @@ def check_sizes(model: MegatronModel, options: TargetOptions, plan: Iterable[Key
     layers, heads = arguments.get("num_layers"), arguments.get("num_attention_heads")
     if layers is not None and layers % pp:
         raise _unfit(f"num_layers {layers} does not divide over", "pp_size", pp, _divisors(layers))
-    groups = arguments.get("num_query_groups") or heads
+    groups: int = arguments.get("num_query_groups") or heads or 0
     if heads is not None:
         # transformer_config.py: groups are a multiple of tp, or it of them.
         fit = [size for size in _divisors(heads) if groups % size == 0 or size % groups == 0]
