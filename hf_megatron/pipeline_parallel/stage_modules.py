@@ -1,6 +1,6 @@
-"""Modules that a loop exchanges in a pipelined model, which stand in the pipeline as the ones before them.
+"""How modules stand in a pipeline: what surrounds a rank's own ones, and what becomes of those that a loop exchanges.
 
-model.lm_head = nn.Linear(...)      the last stage computes with it, the others know its shape
+After `model.lm_head = nn.Linear(...)` the last stage computes with the new head, and the others know its shape.
 """
 
 from functools import cache
@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from ..errors import UnsupportedError
 from .absent_weights import Placeholder
 from .boundary import StagedInput, StagedLayer, output_width
 
@@ -24,23 +25,30 @@ def stand_around(module: nn.Module, mixin: type, **attributes: Any) -> None:
         object.__setattr__(module, name, value)
 
 
+_STANDING = (Placeholder, StagedLayer, StagedInput)
+
+
 def _take_place(owner: nn.Module, name: str, module: nn.Module | None) -> nn.Module | None:
     """Has a module that a loop exchanges stand in the pipeline as the one before it; returns what to register."""
     before = owner._modules.get(name)
-    if module is None or not isinstance(before, (Placeholder, StagedLayer, StagedInput)):
+    if module is None or not isinstance(before, _STANDING):
         return None
+    parts = list(module.modules())
     # What wraps the one before goes through it.
-    if isinstance(module, Placeholder) or any(part is before for part in module.modules()):
+    if any(part is before for part in parts):
         return None
+    if any(isinstance(part, _STANDING) for part in parts):
+        raise UnsupportedError(
+            f"{name} of a {type(owner).__name__} cannot become another part of a pipelined model: each stands at its "
+            "own place in it. Load the model with pp_size=1."
+        )
     if isinstance(before, Placeholder):
         return before.standing_for(module)
+    kept: dict[str, Any] = {"_stage_boundary": before._stage_boundary}
     if isinstance(before, StagedLayer):
-        if not isinstance(module, StagedLayer):
-            kept = {"_stage_boundary": before._stage_boundary, "_layer_index": before._layer_index}
-            stand_around(module, StagedLayer, **kept)
-    elif not isinstance(module, StagedInput):
-        kept = {"_stage_boundary": before._stage_boundary, "_name": before._name, "_width": output_width(module)}
-        stand_around(module, StagedInput, **kept)
+        stand_around(module, StagedLayer, **kept, _layer_index=before._layer_index)
+    else:
+        stand_around(module, StagedInput, **kept, _name=before._name, _width=output_width(module))
     return None
 
 

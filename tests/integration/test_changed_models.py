@@ -136,6 +136,25 @@ def test_exchanged_modules_stay_on_their_stages(tiny_uneven, change):
         assert found == pytest.approx(expected, rel=1e-5)
 
 
+def swap_layers(model):
+    layers = model.model.layers
+    layers[0], layers[1] = layers[1], layers[0]
+
+
+def share_a_layer(model):
+    model.model.layers[1] = model.model.layers[0]
+
+
+@pytest.mark.parametrize("change", [swap_layers, share_a_layer])
+def test_parts_of_a_pipeline_keep_their_places(tiny_uneven, change):
+    def on_rank():
+        model = AutoModelForCausalLM.from_pretrained(tiny_uneven, megatron_config=layout("pp2"))
+        with pytest.raises(MegatronError, match="cannot become another part of a pipelined model"):
+            change(model)
+
+    run_ranks(on_rank, 2)
+
+
 def test_an_exchanged_head_is_read_on_its_stage_only(tiny_uneven):
     def on_rank():
         model = AutoModelForCausalLM.from_pretrained(tiny_uneven, megatron_config=layout("pp2"))
