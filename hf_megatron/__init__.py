@@ -35,6 +35,7 @@ from .spec import ModelSpec
 from .version import __version__
 
 if TYPE_CHECKING:
+    from .absent_weights import own_parameters
     from .data_parallel.optimizer import prepare_optimizer
     from .hub.pull import pull
     from .hub.push import push_checkpoint
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 # Names whose modules import torch: loaded when first asked for.
 _LAZY = {
     "ParallelPlan": "parallelize",
+    "own_parameters": "absent_weights",
     "parallel_plan": "parallelize",
     "pull": "hub.pull",
     "push_checkpoint": "hub.push",
@@ -102,6 +104,7 @@ __all__ = [
     "config_from_environment",
     "disable",
     "enable",
+    "own_parameters",
     "parallel_plan",
     "prepare_optimizer",
     "pull",

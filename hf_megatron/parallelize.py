@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from .absent_weights import own_parameters
 from .axes import Axes
 from .batch_labels import LossHooks
 from .config import MegatronConfig
@@ -147,7 +148,7 @@ def parallel_plan(model: Any) -> ParallelPlan:
 
 def local_numel(model: nn.Module) -> int:
     """Counts the parameter entries this rank holds."""
-    return sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in model.parameters())
+    return sum((p.to_local() if isinstance(p, DTensor) else p).numel() for _, p in own_parameters(model))
 
 
 __all__ = [

@@ -154,6 +154,11 @@ def writes_to(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> list[torch.T
     return [tensor for tensor in written if tensor is not None]
 
 
+def draws(func: Any) -> bool:
+    """Tells whether an operator draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
 def returns_view(func: Any) -> bool:
     """Tells whether an operator returns views of its first argument (`_schema`, private in torch 2.11 to 2.13)."""
     aliases = [value.alias_info for value in func._schema.returns if value.alias_info is not None]

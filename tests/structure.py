@@ -41,7 +41,7 @@ ORDER = (
     ("memory", "profile"),
     ("communication",),
     ("mesh",),
-    ("placement",),
+    ("placement", "absent_weights"),
     ("axes",),
     ("instance_patches", "patch_ledger"),
     ("spec", "patterns", "config"),

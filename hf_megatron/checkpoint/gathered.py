@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ..absent_weights import own_parameters, own_state_dict
 from ..data_parallel.fully_sharded import whole_local
 from ..mesh import ParallelMesh
 from ..parallel_state import ParallelState, parallel_state
-from ..pipeline_parallel.absent_weights import own_state_dict
 from ..placement import Placement
 from ..upstream import local_tensor, untied_state_dict
 from .stage_agreement import OwnedTensor, check_copies, in_order, join_stages, tensors_of_all_stages, tied_weights
@@ -161,7 +161,7 @@ def full_state_dict(model: Any) -> dict[str, Tensor]:
     assert state is not None
     check_copies(state, tied_weights(model))
     tensors = own_state_dict(model)
-    parameters = dict(model.named_parameters(remove_duplicate=False))
+    parameters = dict(own_parameters(model, remove_duplicate=False))
     names: dict[int, str] = {}
     first = {name: names.setdefault(id(parameters.get(name, tensor)), name) for name, tensor in tensors.items()}
     # The head's stage knows under which name its tied weight comes.

@@ -11,12 +11,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..absent_weights import own_parameters, own_state_dict
 from ..axes import Axes
 from ..data_parallel.buckets import owned_range
 from ..data_parallel.fully_sharded import owned_rows
 from ..data_parallel.optimizer import Leaf
 from ..parallel_state import ParallelState, parallel_state
-from ..pipeline_parallel.absent_weights import own_state_dict
 from ..placement import Placement
 from ..upstream import local_tensor
 from .boxes import Box, Piece, local_boxes
@@ -98,7 +98,7 @@ def leaf_holding(state: ParallelState | None, leaf: Leaf) -> Holding:
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yields parameters of any shape, a tied one under its first name, and the buffers of a model's state."""
-    yield from resharded(model).named_parameters()
+    yield from own_parameters(resharded(model))
     persistent = own_state_dict(model, keep_vars=True).keys()
     yield from ((name, buffer) for name, buffer in model.named_buffers() if name in persistent)
 

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..absent_weights import own_state_dict
 from ..errors import UnsupportedError
 from ..parallel_state import ParallelState, parallel_state
-from ..pipeline_parallel.absent_weights import own_state_dict
 from ..upstream import conversion_groups, revert_conversion, untied_state_dict, without_progress_bars
 from .gathered import Staging, fetch
 from .stage_agreement import OwnedTensor, check_copies, tensors_of_all_stages, tied_weights

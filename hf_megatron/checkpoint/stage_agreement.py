@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from ..absent_weights import own_parameters
 from ..communication.agreement import gather, raise_together
 from ..errors import CheckpointError
 from ..files.digest import hash_tensor
@@ -80,7 +81,7 @@ def tied_weights(model: Any) -> dict[str, Tensor]:
     assert state is not None
     if state.cut is None:
         return {}
-    held = dict(resharded(model).named_parameters())
+    held = dict(own_parameters(resharded(model)))
     return {name: held[name] for name in state.cut.tied if name in held}
 
 

@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from ..absent_weights import is_absent
 from ..communication.agreement import agreed
 from ..data_parallel.optimizer import Leaf, sharded
 from ..errors import CheckpointError
@@ -39,8 +40,13 @@ def _leaves(model: Any, optimizer: torch.optim.Optimizer) -> list[Leaf]:
     if prepared is not None:
         return prepared.leaves
     names = {id(parameter): name for name, parameter in resharded(model).named_parameters()}
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = [parameter for group in _own_groups(optimizer) for parameter in group]
     return [Leaf(names[id(p)], p, 0, local_tensor(p).numel(), p, False, False) for p in parameters]
+
+
+def _own_groups(optimizer: torch.optim.Optimizer) -> list[list[nn.Parameter]]:
+    """Lists the parameters of each group, of any shape, that this rank steps on."""
+    return [[p for p in group["params"] if not is_absent(p)] for group in optimizer.param_groups]
 
 
 def _key(number: int, key: str, name: str) -> str:
@@ -134,8 +140,8 @@ def _describe(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     remaining = iter(leaves)
     tensors: dict[str, Tensor] = {}
     groups = []
-    for group in optimizer.param_groups:
-        names = [next(remaining).name for _ in group["params"]]
+    for group, own in zip(optimizer.param_groups, _own_groups(optimizer), strict=True):
+        names = [next(remaining).name for _ in own]
         hyperparameters = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         groups.append({"names": names, "hyperparameters": pack(hyperparameters, tensors, "group")})
     scalars = {leaf.name: pack(values, tensors, leaf.name) for leaf in leaves if (values := _scalars(optimizer, leaf))}
@@ -266,7 +272,7 @@ def _check_groups(
     if description["groups"] is None:
         return
     leaves = iter(_leaves(model, optimizer))
-    names = [[next(leaves).name for _ in group["params"]] for group in optimizer.param_groups]
+    names = [[next(leaves).name for _ in group] for group in _own_groups(optimizer)]
     state = parallel_state(model)
     elsewhere = frozenset() if state is None else state.elsewhere
     saved = [[name for name in group["names"] if name not in elsewhere] for group in description["groups"]]

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..absent_weights import is_absent, own_parameters
 from ..errors import ConfigError, NonFiniteGradientError, UnsupportedError
 from ..inference_mode import left_inference_mode
 from ..parallel_state import ParallelState, parallel_state
@@ -38,6 +39,7 @@ from .sharded_guards import SplitPlaces, refuse_cast, refuse_copy
 
 # Stock loops hand over parameters, not models: each one carries its engine.
 _MARK = "_hf_megatron"
+_LISTED = "_hf_megatron_listed"
 
 
 @dataclass
@@ -150,6 +152,11 @@ class DataParallel(Shared):
         """What this rank trains of the model at present."""
         return [parameter for parameter in self._parameters.current() if parameter.requires_grad]
 
+    def has_gradients(self) -> bool:
+        """Tells whether what this rank trains has gradients at present; where it trains nothing, others may."""
+        trained = [parameter for parameter in self._marked if parameter.requires_grad]
+        return not trained or any(parameter.grad is not None for parameter in trained)
+
     @property
     def optimizers(self) -> list[Any]:
         """What `prepare_optimizer` attached to the optimizers that still exist, in the order they were made."""
@@ -222,7 +229,7 @@ class DataParallel(Shared):
     def _mark(self, parameters: list[nn.Parameter]) -> None:
         """Lets every parameter know its engine, and the engine their claims."""
         names, claims = self.names(), self.state.claims
-        for parameter in parameters:
+        for parameter in self.model.parameters():
             setattr(parameter, _MARK, self)
         self._claims = {identity: claims[name] for identity, name in names.items() if name in claims}
         self._marked, self._identities = parameters, {id(parameter) for parameter in parameters}
@@ -342,7 +349,7 @@ class DataParallel(Shared):
 
     def _not_finite(self) -> str:
         reducer, bad = self.reducer, []
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in own_parameters(self.model):
             owned = reducer is not None and reducer.owns(parameter)
             gradient = reducer.gradient(parameter) if owned and reducer is not None else parameter.grad
             if gradient is not None and not torch.isfinite(local_tensor(gradient)).all():
@@ -386,10 +393,15 @@ def reducer_of(parameter: Tensor) -> GradientReducer | None:
     return engine.reducer
 
 
-def refuse_unprepared(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Raises for a stock optimizer that would find no gradient at all, and do nothing."""
+def before_unprepared_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Leaves a stock optimizer its own parameters; raises if it would find no gradient at all, and do nothing."""
     if _MARK in vars(optimizer):
         return
+    groups = optimizer.param_groups
+    if any(is_absent(parameter) for group in groups for parameter in group["params"]):
+        vars(optimizer)[_LISTED] = [group["params"] for group in groups]
+        for group in groups:
+            group["params"] = [parameter for parameter in group["params"] if not is_absent(parameter)]
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     refuse_foreign(p for p in parameters if type(p) is Tensor and UNREDUCED in vars(p))
     first = parameters[0] if parameters else None
@@ -402,6 +414,13 @@ def refuse_unprepared(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dic
             f"{type(optimizer).__name__} steps on a data parallel model without knowing it: pass it through "
             "accelerator.prepare(...) or hf_megatron.prepare_optimizer(optimizer)."
         )
+
+
+def after_unprepared_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Lists the parameters of other stages in a stock optimizer's groups again."""
+    listed = vars(optimizer).pop(_LISTED, ())
+    for group, parameters in zip(optimizer.param_groups, listed, strict=bool(listed)):
+        group["params"] = parameters
 
 
 def _begin_backward(engine: "weakref.ref[DataParallel]") -> None:

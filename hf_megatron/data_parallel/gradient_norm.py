@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ..absent_weights import is_absent
 from ..errors import ConfigError
 from ..upstream import local_tensor
 from .engine import engine_of, reducer_of
@@ -30,6 +31,8 @@ def local_gradients(parameters: Iterable[Tensor]) -> dict[int, list[Tensor]]:
     shares: dict[int, list[Tensor]] = {}
     finished = set()
     for parameter in parameters:
+        if is_absent(parameter):
+            continue
         reducer = reducer_of(parameter)
         if reducer is not None:
             if reducer not in finished:

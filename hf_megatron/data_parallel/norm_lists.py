@@ -1,16 +1,13 @@
-"""Whether what the ranks of a pipeline hand over are parts of one list of parameters.
+"""Whether what the ranks of a pipeline hand over is one list of parameters.
 
-The norm of a list is taken over all ranks at once, and a rank's n-th call is joined with the n-th of every other. A
-rank cannot know which parameters of other stages a loop would have listed beside its own:
+The norm of a list is taken over all ranks at once, and a rank's n-th call is joined with the n-th of every other. Lists
+are the same on all of them, with weights of other stages as absent tensors, unless a loop has left those out:
 
-    for name, p in model.named_parameters():      one process: a norm for each weight
-        if "mlp" in name:                         two stages: layer 0's joined with layer 1's
+    for name, p in model.named_parameters():
+        if "mlp" in name and p.device.index == rank:
             clip_grad_norm_([p], 1.0)
-
-So each rank tells, beside whether its list has everything, by what names it was chosen.
 """
 
-import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -18,10 +15,10 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from torch import Tensor
 
+from ..absent_weights import is_absent
 from ..errors import UnsupportedError
 from ..parallel_state import parallel_state
 from ..patch_ledger import LEDGER
-from ..patterns import generic
 from .engine import DataParallel, engine_of
 
 if TYPE_CHECKING:
@@ -30,21 +27,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ListedPart:
-    """One rank's part of a list.
+    """What one rank knows of a list, by names.
 
     Attributes:
-        chosen: names in which `*` stands for the layer.
-        held: the same of all trained parameters of this rank that have a gradient.
-        places: the layers, and modules outside of them, that the list reaches into.
-        is_closed: whether it has every parameter of its names.
-        is_whole: whether it has every parameter.
+        held: trained parameters of this rank that have a gradient.
+        own: those of them that are listed.
+        absent: listed parameters of other stages.
     """
 
-    chosen: frozenset[str]
     held: frozenset[str]
-    places: frozenset[str]
-    is_closed: bool
-    is_whole: bool
+    own: frozenset[str]
+    absent: frozenset[str]
 
 
 class ListOfRanks:
@@ -102,13 +95,6 @@ def pipelines() -> list["ParallelMesh"]:
     return [mesh for mesh in LEDGER.meshes.values() if mesh.pp_size > 1 and mesh.job is dist.group.WORLD]
 
 
-def has_stages() -> bool:
-    """Tells whether a model that is cut into stages still exists, the same on every rank."""
-    # A model that was dropped may wait for the cyclic collector.
-    gc.collect()
-    return bool(_all_engines())
-
-
 def _all_engines() -> list[DataParallel]:
     states = [state for state in map(parallel_state, LEDGER.models) if state is not None and state.cut is not None]
     return [state.data_parallel for state in states if isinstance(state.data_parallel, DataParallel)]
@@ -116,26 +102,15 @@ def _all_engines() -> list[DataParallel]:
 
 def _part(parameters: Sequence[Tensor], engines: Sequence[DataParallel]) -> ListedPart:
     given = {id(parameter) for parameter in parameters}
-    found = [
-        (name, id(p) in given)
-        for engine in engines
-        for name, p in engine.model.named_parameters()
-        if p.requires_grad and p.grad is not None
-    ]
-    names = [name for name, is_chosen in found if is_chosen]
-    chosen = frozenset(map(generic, names))
-    return ListedPart(
-        chosen,
-        frozenset(generic(name) for name, _ in found),
-        frozenset(map(_place, names)),
-        all(is_chosen for name, is_chosen in found if generic(name) in chosen),
-        len(names) == len(found),
-    )
-
-
-def _place(name: str) -> str:
-    before, star, _ = generic(name).partition("*")
-    return name[: len(before)] + name[len(before) :].partition(".")[0] if star else name.rpartition(".")[0]
+    held, own, absent = set(), set(), set()
+    for engine in engines:
+        for name, parameter in engine.model.named_parameters():
+            if is_absent(parameter):
+                absent |= {name} if id(parameter) in given else set()
+            elif parameter.requires_grad and parameter.grad is not None:
+                held.add(name)
+                own |= {name} if id(parameter) in given else set()
+    return ListedPart(frozenset(held), frozenset(own), frozenset(absent))
 
 
 def _compare(own: ListedPart) -> bool:
@@ -144,23 +119,20 @@ def _compare(own: ListedPart) -> bool:
         gathered: list[ListedPart] = [own] * mesh.pp_size
         dist.all_gather_object(gathered, own, group=mesh.host_group("pp"))
         parts += gathered
-    if all(part.is_whole for part in parts):
+    if all(part.own == part.held for part in parts):
         return True
-    chosen = frozenset().union(*(part.chosen for part in parts))
     for part in parts:
-        if left_out := chosen & part.held - part.chosen:
-            raise _error(f"{min(left_out)} is listed by some ranks and left out by others.")
-        if not part.is_closed:
-            raise _error(f"of several layers' {min(part.chosen)} it has some.")
-    if len(frozenset().union(*(part.places for part in parts))) > 1 and all(len(part.places) < 2 for part in parts):
-        places = sorted(frozenset().union(*(part.places for part in parts)))
-        raise _error(f"it may be one of {places[0]} and another of {places[1]}, or one of both.")
+        for other in parts:
+            # Both ends hold a tied weight.
+            listed, expected = part.absent & other.held, other.own - part.held
+            if listed != expected:
+                raise _error(f"{min(listed ^ expected)} is listed by some ranks and left out by others.")
     return False
 
 
 def _error(reason: str) -> UnsupportedError:
     return UnsupportedError(
-        "clip_grad_norm_ or get_total_norm of some of a pipelined model's parameters: it cannot be told which "
-        f"parameters of other stages belong to this list: {reason} Hand over all parameters, or lists that have the "
-        "same weights of every layer; clip_grad_value_ takes any. Norms of single layers or weights need pp_size=1."
+        "clip_grad_norm_ or get_total_norm of some of a pipelined model's parameters has to get the same list on "
+        f"every rank: {reason} Take it from model.parameters() or named_parameters(), which list the weights of all "
+        "stages."
     )

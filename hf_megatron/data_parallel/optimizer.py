@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..absent_weights import is_absent
 from ..config import MegatronConfig
 from ..errors import ConfigError, UnsupportedError
 from ..upstream import local_tensor
@@ -120,7 +121,8 @@ class ShardedOptimizer:
         self._published: list[Leaf] = []
         # By identity; a leaf is its own.
         self._leaf_of: dict[int, Tensor] = {}
-        self._parameter_of: dict[int, nn.Parameter] = {}
+        # What the groups list outside of steps.
+        self._listed: list[list[Tensor]] | None = None
         for group in optimizer.param_groups:
             self.adopt(group)
         self.find_state_by_parameter()
@@ -135,11 +137,13 @@ class ShardedOptimizer:
         for parameter in group["params"]:
             if id(parameter) not in names:
                 raise self._foreign(parameter)
+            if is_absent(parameter):
+                self.optimizer.state.pop(parameter, None)
+                continue
             sharing = self.engine.sharing(parameter)
             leaf = _make_leaf(names[id(parameter)], parameter, self.engine.config, sharing)
             self.leaves.append(leaf)
             self._leaf_of |= {id(parameter): leaf.tensor, id(leaf.tensor): leaf.tensor}
-            self._parameter_of[id(leaf.tensor)] = parameter
             if parameter in self.optimizer.state:
                 self.optimizer.state[leaf.tensor] = leaf.take_over(self.optimizer.state.pop(parameter))
 
@@ -153,16 +157,20 @@ class ShardedOptimizer:
 
     def _enter(self) -> None:
         """Puts leaves into the groups."""
-        for group in self.optimizer.param_groups:
-            if foreign := [parameter for parameter in group["params"] if id(parameter) not in self._leaf_of]:
-                raise self._foreign(foreign[0])
-        for group in self.optimizer.param_groups:
-            group["params"] = [self._leaf_of[id(parameter)] for parameter in group["params"]]
+        self._leave()
+        listed = [group["params"] for group in self.optimizer.param_groups]
+        own = [[parameter for parameter in group if not is_absent(parameter)] for group in listed]
+        if foreign := [parameter for group in own for parameter in group if id(parameter) not in self._leaf_of]:
+            raise self._foreign(foreign[0])
+        self._listed = listed
+        for group, parameters in zip(self.optimizer.param_groups, own, strict=True):
+            group["params"] = [self._leaf_of[id(parameter)] for parameter in parameters]
 
     def _leave(self) -> None:
         """Puts the parameters back."""
-        for group in self.optimizer.param_groups:
-            group["params"] = [self._parameter_of.get(id(tensor), tensor) for tensor in group["params"]]
+        for group, parameters in zip(self.optimizer.param_groups, self._listed or (), strict=bool(self._listed)):
+            group["params"] = parameters
+        self._listed = None
 
     @contextmanager
     def leaves_in_groups(self) -> Iterator[None]:

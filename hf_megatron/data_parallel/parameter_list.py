@@ -2,6 +2,12 @@
 
 from torch import nn
 
+from ..absent_weights import is_absent
+
+
+def _has_own(module: nn.Module) -> bool:
+    return any(parameter is not None and not is_absent(parameter) for parameter in module._parameters.values())
+
 
 class ParameterList:
     """The parameters that a model has at present.
@@ -14,10 +20,10 @@ class ParameterList:
         self._holders: list[dict[str, nn.Parameter | None]] | None = None
 
     def scan(self) -> None:
-        self._holders = [module._parameters for module in self.model.modules() if module._parameters]
+        self._holders = [module._parameters for module in self.model.modules() if _has_own(module)]
 
     def current(self) -> list[nn.Parameter]:
-        """Lists each parameter once, in the order of `model.parameters()`."""
+        """Lists each parameter once, in the order of `model.parameters()`; of a pipeline this rank's."""
         if self._holders is None:
             self.scan()
         assert self._holders is not None

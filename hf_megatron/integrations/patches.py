@@ -172,8 +172,6 @@ _ROWS: tuple[tuple[str, str, str, str], ...] = (
      _ALWAYS),
     ("torch.utils:swap_tensors", "gradients:swap_tensors", "forgets the hooks of weights that a cast swaps",
      "torch swaps hooks with their tensors"),
-    ("torch.optim.optimizer:Optimizer.__init__", "stock_optimizers:init_optimizer",
-     "refuses an empty list, which a stage without trained parameters has", _ALWAYS),
     ("torch.amp.grad_scaler:GradScaler._unscale_grads_", "stock_optimizers:unscale_grads",
      "looks for infinities in what this rank holds", "torch's scaler asks the optimizer"),
     # What these functions call is replaced: loops have imported them by name before.
@@ -245,7 +243,8 @@ PATCHES: tuple[Patch, ...] = tuple(_patches())
 
 # Registered for the whole process when a module is imported: the function that does so and returns a handle.
 HOOKS: Sequence[tuple[str, str]] = (
-    ("transformers.modeling_utils", f"{_HERE}.stock_optimizers:refuse_unprepared_steps"),
+    ("transformers.modeling_utils", f"{_HERE}.stock_optimizers:watch_unprepared_steps"),
+    ("transformers.modeling_utils", f"{_HERE}.stock_optimizers:end_unprepared_steps"),
     ("transformers.modeling_utils", f"{_HERE}.dtensor_methods:replace_tensor_methods"),
     ("transformers.modeling_utils", f"{_HERE}.split_operators:handle_split_operators"),
     ("transformers.modeling_utils", "hf_megatron.pipeline_parallel.stage_modules:follow_exchanged_modules"),

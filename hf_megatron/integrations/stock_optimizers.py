@@ -20,19 +20,6 @@ def prepare_optimizer(original: Callable, self: Any, optimizer: Any, *args: Any,
     return original(self, optimizer, *args, **kwargs)
 
 
-def init_optimizer(original: Callable, self: Any, params: Any, defaults: dict[str, Any]) -> None:
-    """Makes an optimizer; on a pipeline stage that trains nothing it has an empty group."""
-    from torch import Tensor
-
-    from ..data_parallel.norm_lists import has_stages
-
-    if LEDGER.meshes and not isinstance(params, Tensor):
-        params = list(params)
-        if not params and has_stages():
-            params = [{"params": params}]
-    original(self, params, defaults)
-
-
 def optimizer_step(original: Callable, self: Any, closure: Any = None) -> Any:
     """Steps, and tells schedulers, which ask the wrapper, whether all ranks skipped the step."""
     from ..data_parallel.optimizer import sharded
@@ -117,6 +104,7 @@ def clip_grads_with_norm_(
 
 def _parameters_of(gradients: list[Any]) -> list[Any] | None:
     """Finds the parameters of laid out models that these tensors are the gradients of; `None` if some are none."""
+    from ..absent_weights import AbsentTensor, own_parameters
     from ..data_parallel.reduced_gradient import ReducedGradient
     from ..upstream import local_tensor
 
@@ -126,22 +114,34 @@ def _parameters_of(gradients: list[Any]) -> list[Any] | None:
     known = {
         (local_tensor(parameter.grad).data_ptr(), parameter.grad.shape): parameter
         for model in models
-        for parameter in model.parameters()
+        for _, parameter in own_parameters(model)
         if parameter.grad is not None and not isinstance(parameter.grad, ReducedGradient)
     }
-    found = [
-        gradient.parameter
-        if isinstance(gradient, ReducedGradient)
-        else known.get((local_tensor(gradient).data_ptr(), gradient.shape))
-        for gradient in gradients
-    ]
+
+    def parameter_of(gradient: Any) -> Any:
+        if isinstance(gradient, AbsentTensor):
+            return gradient.weight
+        if isinstance(gradient, ReducedGradient):
+            return gradient.parameter
+        return known.get((local_tensor(gradient).data_ptr(), gradient.shape))
+
+    found = list(map(parameter_of, gradients))
     return None if any(parameter is None for parameter in found) else found
 
 
-def refuse_unprepared_steps() -> Any:
-    """Registers a hook that refuses steps of unprepared optimizers, which would find no gradient and do nothing."""
+def watch_unprepared_steps() -> Any:
+    """Registers what comes before steps of unprepared optimizers; returns the handle to remove it."""
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-    from ..data_parallel.engine import refuse_unprepared
+    from ..data_parallel.engine import before_unprepared_step
 
-    return register_optimizer_step_pre_hook(refuse_unprepared)
+    return register_optimizer_step_pre_hook(before_unprepared_step)
+
+
+def end_unprepared_steps() -> Any:
+    """Registers what comes after them."""
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    from ..data_parallel.engine import after_unprepared_step
+
+    return register_optimizer_step_post_hook(after_unprepared_step)

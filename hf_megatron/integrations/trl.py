@@ -13,13 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..absent_weights import own_state_dict
 from ..config import MegatronConfig, validate_world_size
 from ..errors import UnsupportedError
 from ..log_probs import scores_of_call
 from ..loss import IGNORE_INDEX, BatchLoss, count_targets, next_tokens
 from ..parallel_state import parallel_state
 from ..patch_ledger import LEDGER
-from ..pipeline_parallel.absent_weights import own_state_dict
 from ..tensor_parallel.vocab_log_probs import FIELDS, LOG_PROBS
 from ..upstream import count_tokens_once, local_tensor, trl_output
 from .accelerate import job_world_size

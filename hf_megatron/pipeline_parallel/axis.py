@@ -9,6 +9,7 @@ from ..upstream import renamed_by_loader
 from .counting import ParameterCounts
 from .cut import Cut, cut
 from .engine import Pipeline
+from .stage_modules import list_absent_weights
 
 NAME = "pp"
 
@@ -29,7 +30,10 @@ def install(model: Any, state: ParallelState) -> None:
     """Makes a call of the model run the schedule."""
     if isinstance(state.cut, Cut) and isinstance(state.data_parallel, DataParallel):
         state.cut.boundary.leaving = state.leaving
-        state.cut.boundary.is_filled = True
         counts: ParameterCounts = state.placed[NAME]
+        state.cut.boundary.is_filled = True
+        state.cut.boundary.has_gradients = state.data_parallel.has_gradients
+        list_absent_weights(model, counts.sizes.keys())
+        state.data_parallel.scan()
         state.patches.replace(model, "num_parameters", types.MethodType(counts.bound(state), model))
         state.pipeline = Pipeline(model, state, state.cut, state.data_parallel)

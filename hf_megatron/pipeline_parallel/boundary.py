@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..absent_weights import AbsentTensor
 from ..errors import PlanError, UnsupportedError
 from ..patch_ledger import Shared
 from ..upstream import recorded_outputs
-from .absent_weights import AbsentTensor, Placeholder
 from .partition import Stages
+from .placeholder import Placeholder
 
 HIDDEN_STATES = "hidden_states"
 ROUTER_LOGITS = "router_logits"
@@ -58,6 +59,7 @@ class StageBoundary(Shared):
         leaving (`Callable`, *optional*): applied to the hidden states that leave a stage.
         stage: the one whose forward is under way.
         is_filled: whether the model's weights are loaded.
+        has_gradients (`Callable`): tells whether this rank's parameters have gradients.
         is_rehearsing: whether the forward under way leaves out all layers.
         is_running: whether a forward is under way.
     """
@@ -67,6 +69,7 @@ class StageBoundary(Shared):
         self.leaving: Callable[[Tensor], Tensor] | None = None
         self.entered = False
         self.is_filled = False
+        self.has_gradients: Callable[[], bool] = lambda: False
         self.is_rehearsing = self.is_running = False
         self.stage = 0
         self._received: tuple[Tensor, ...] | None = None

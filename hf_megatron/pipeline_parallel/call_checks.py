@@ -13,8 +13,8 @@ from ..parallel_state import ParallelState
 from ..patch_ledger import Shared
 from ..tensor_parallel.vocabulary import require_tokens
 from ..token_loss import TokenLoss
-from .absent_weights import PartElsewhere
 from .cache import cache_name
+from .placeholder import PartElsewhere
 
 
 class CallChecks(Shared):

@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..absent_weights import own_parameters
 from ..axes import Axes
 from ..config import MegatronConfig
 from ..errors import PlanError, UnsupportedError
 from ..spec import ModelSpec
 from ..upstream import splits_python_functions
-from .absent_weights import first_dtype
 from .boundary import (
     ForeignInput,
     ForeignLayer,
@@ -22,6 +22,7 @@ from .boundary import (
     output_width,
 )
 from .partition import Stages, check_partition, estimate_cost, estimate_costs, even, partition
+from .placeholder import first_dtype
 from .schedules import check_schedule, rank_of_stage, schedule
 from .stage_modules import stand_around
 
@@ -58,7 +59,7 @@ class Cut:
         """Lists the modules with parameters around the layers that run on this rank."""
         used = (*self.before, *self.after) if self.holds_first else self.after
         modules = [model.get_submodule(name) for name in used]
-        return [module for module in modules if next(module.parameters(), None) is not None]
+        return [module for module in modules if next(own_parameters(module), None) is not None]
 
     def dtypes(self, model: nn.Module) -> tuple[torch.dtype | None, ...]:
         """Lists dtypes that change on every rank when a module's does, its own or another's."""

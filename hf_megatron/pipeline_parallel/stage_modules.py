@@ -3,14 +3,15 @@
 After `model.lm_head = nn.Linear(...)` the last stage computes with the new head, and the others know its shape.
 """
 
+from collections.abc import Collection
 from functools import cache
 from typing import Any
 
 from torch import nn
 
 from ..errors import UnsupportedError
-from .absent_weights import Placeholder
 from .boundary import StagedInput, StagedLayer, output_width
+from .placeholder import Placeholder
 
 
 @cache
@@ -43,13 +44,23 @@ def _take_place(owner: nn.Module, name: str, module: nn.Module | None) -> nn.Mod
             "own place in it. Load the model with pp_size=1."
         )
     if isinstance(before, Placeholder):
-        return before.standing_for(module)
+        placeholder = before.standing_for(module)
+        list_absent_weights(placeholder, [weight for weight, _ in module.named_parameters()])
+        return placeholder
     kept: dict[str, Any] = {"_stage_boundary": before._stage_boundary}
     if isinstance(before, StagedLayer):
         stand_around(module, StagedLayer, **kept, _layer_index=before._layer_index)
     else:
         stand_around(module, StagedInput, **kept, _name=before._name, _width=output_width(module))
     return None
+
+
+def list_absent_weights(model: nn.Module, names: Collection[str]) -> None:
+    """Has the placeholders in a model list weights of these names of the model."""
+    for path, module in model.named_modules():
+        if isinstance(module, Placeholder):
+            prefix = f"{path}." if path else ""
+            module.list_weights({name.removeprefix(prefix) for name in names if name.startswith(prefix)})
 
 
 def follow_exchanged_modules() -> Any:

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..absent_weights import AbsentTensor
 from ..errors import UnsupportedError
-from .absent_weights import AbsentTensor
 
 
 class TrainedInputs:

@@ -5,6 +5,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ..absent_weights import own_parameters
 from ..errors import PlanError, UnsupportedError
 
 
@@ -25,7 +26,7 @@ class ClaimCheck:
 
     def check(self, model: nn.Module) -> None:
         """Raises `PlanError` for a parameter without a claim, or one that was not loaded as planned."""
-        for name, parameter in model.named_parameters():
+        for name, parameter in own_parameters(model):
             if name not in self.claimed:
                 raise PlanError(
                     f"{name} appeared after the plan was made; nobody claims it. Add modules before loading."

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedConfig
 
+from ..absent_weights import own_parameters
 from ..config import MegatronConfig
 from ..errors import RankError
 from ..integrations.gate import ConfigUnderTest
@@ -97,6 +98,6 @@ def _replicated(model: Any) -> dict[str, torch.Tensor]:
     assert state is not None
     return {
         name: local_tensor(parameter.detach()).clone()
-        for name, parameter in model.named_parameters()
+        for name, parameter in own_parameters(model)
         if not state.placement(name).is_split
     }

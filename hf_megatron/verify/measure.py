@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..absent_weights import own_parameters
 from ..checkpoint.gathered import gather_parameter
 from ..data_parallel.gradient_norm import gradient_norm
 from ..data_parallel.optimizer import prepare_optimizer
@@ -59,7 +60,7 @@ def _rows_of_this_rank(model: Any, batch: dict[str, Tensor]) -> dict[str, Tensor
 
 def _gradients(model: Any) -> dict[str, Tensor | None]:
     """Returns the gradients of trainable parameters as the optimizer will use them, each in the local shape."""
-    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    trained = {name: parameter for name, parameter in own_parameters(model) if parameter.requires_grad}
     state = parallel_state(model)
     reducer = None if state is None or state.data_parallel is None else state.data_parallel.reducer
     if reducer is None:
@@ -73,7 +74,7 @@ def _full(model: Any, values: Mapping[str, Tensor | None]) -> dict[str, Tensor |
     if state is None:
         return {name: None if value is None else value.detach().clone() for name, value in values.items()}
     full: dict[str, Tensor | None] = {}
-    parameters = dict(model.named_parameters())
+    parameters = dict(own_parameters(model))
     for name, value in _on_all_ranks(values, parameters).items():
         gathered = None if value is None else gather_parameter(model, name, value)
         # A replicated tensor is handed out as it is; the optimizer is about to change it.
@@ -143,7 +144,7 @@ def measure(
     model.zero_grad()
     loss = _backward(model, batches)
     gradients = _gradients(model)
-    parameters = dict(model.named_parameters())
+    parameters = dict(own_parameters(model))
     result = Measurement(loss, eval_loss, float("nan"), _full(model, gradients))
     if parallel_state(model) is None:
         norms = [gradient.norm() for gradient in gradients.values() if gradient is not None]

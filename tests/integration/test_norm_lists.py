@@ -5,7 +5,7 @@ import torch
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 from transformers import AutoModelForCausalLM
 
-from hf_megatron import UnsupportedError, prepare_optimizer
+from hf_megatron import UnsupportedError, own_parameters, prepare_optimizer
 from hf_megatron.verify.ranks import run_ranks
 
 from .dp_training import layout
@@ -68,69 +68,83 @@ def test_lists_of_the_same_weights_of_every_layer(folders, text):
 
 
 def each_weight(model, word="mlp"):
-    for parameter in chosen(model, word):
-        clip_grad_norm_([parameter], 0.05)
+    return [clip_grad_norm_([parameter], 0.05) for parameter in chosen(model, word)]
 
 
 def each_weight_of_the_model(model):
-    each_weight(model, "")
-
-
-def each_norm(model):
-    each_weight(model, "norm")
+    return each_weight(model, "")
 
 
 def each_layer(model):
-    for layer in model.model.layers:
-        clip_grad_norm_(layer.parameters(), 0.05)
+    return [clip_grad_norm_(layer.parameters(), 0.05) for layer in model.model.layers]
 
 
 def groups_by_name(model):
     groups = {}
     for name, parameter in model.named_parameters():
         groups.setdefault(name.split(".")[2] if "layers" in name else "rest", []).append(parameter)
-    for group in groups.values():
-        get_total_norm([parameter.grad for parameter in group])
+    return [get_total_norm([parameter.grad for parameter in group]) for group in groups.values()]
 
 
-def ends_one_by_one(model):
-    for parameter in [p for name, p in model.named_parameters() if "layers" not in name]:
-        clip_grad_norm_([parameter], 0.05)
+def by_place(model):
+    parameters = list(model.parameters())
+    return [clip_grad_norm_(parameters[:9], 0.1), clip_grad_norm_(parameters[5::2], 0.1, norm_type=1.0)]
 
 
 def layers_of_one_stage(model):
-    clip_grad_norm_(chosen(model, "layers.0.", "embed"), 0.05)
+    return [clip_grad_norm_(chosen(model, "layers.0.", "embed"), 0.05)]
 
 
-def a_call_of_one_rank(model):
-    optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    for part in (chosen(model, "mlp", "norm"), chosen(model, "lm_head")):
-        if part:
-            clip_grad_norm_(part, 0.05)
+def of_an_optimizers_groups(model):
+    groups = [{"params": chosen(model, "mlp", "norm")}, {"params": chosen(model, "lm_head")}]
+    optimizer = prepare_optimizer(torch.optim.SGD(groups, lr=0.1))
+    found = [clip_grad_norm_(group["params"], 0.05) for group in optimizer.param_groups]
     optimizer.step()
+    return found
 
 
-REFUSED = (
+HABITS = (
     each_weight,
     each_weight_of_the_model,
-    each_norm,
     each_layer,
     groups_by_name,
-    ends_one_by_one,
+    by_place,
     layers_of_one_stage,
-    a_call_of_one_rank,
+    of_an_optimizers_groups,
 )
 
 
+def after_habits(path, text=None):
+    """Every norm, and a loss after the step that follows."""
+    found = []
+    for habit in HABITS:
+        model = load(path, text)
+        found += habit(model)
+        if habit is not of_an_optimizers_groups:
+            prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1)).step()
+        found.append(model(**batch(3)).loss)
+    return torch.stack([torch.as_tensor(norm).detach().float() for norm in found])
+
+
+@pytest.mark.parametrize("text", ["pp2", "pp2+dp2"])
+def test_lists_of_any_weights(folders, text):
+    expected = after_habits(folders[4])
+    for found in run_ranks(lambda: after_habits(folders[4], text), 4 if "dp" in text else 2):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize("layers", [4, 2])
-def test_lists_that_may_belong_to_several_calls(folders, layers):
+def test_lists_that_leave_out_what_lies_on_other_stages(folders, layers):
     def on_rank():
         model = load(folders[layers], "pp2")
-        before = [parameter.detach().clone() for parameter in model.parameters()]
-        for habit in REFUSED:
-            with pytest.raises(UnsupportedError, match="which parameters of other stages"):
-                habit(model)
-        clip_grad_norm_(model.parameters(), 0.1)
-        assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+        own = [parameter for _, parameter in own_parameters(model)]
+        before = [parameter.detach().clone() for parameter in own]
+        for part in (own[:3], own[-1:], [p for name, p in own_parameters(model) if "mlp" in name]):
+            with pytest.raises(UnsupportedError, match="the same list on every rank"):
+                clip_grad_norm_(part, 0.05)
+        # All of each stage are all of the model.
+        norm = clip_grad_norm_(own, 1e9)
+        assert torch.equal(norm, clip_grad_norm_(model.parameters(), 0.1))
+        assert all(torch.equal(p, old) for p, old in zip(own, before, strict=True))
 
     run_ranks(on_rank, 2)

@@ -1,94 +1,13 @@
-"""Weights of other stages as a model's state dict shows them: their names, shapes and dtypes without values.
+"""What stands where a module of another pipeline stage is: its names, shapes and dtypes, without values."""
 
-One process's state dict has every name, and loops that copy, average or load state dicts go through all of them. What
-lies on another rank takes part as a tensor on the meta device would; whoever needs values is told where they are.
-"""
-
+from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
+from ..absent_weights import AbsentTensor, as_parameter
 from ..errors import UnsupportedError
-from ..upstream import make_wrapper, writes_to
-
-
-class AbsentTensor(Tensor):
-    """A tensor of which this rank knows shape and dtype only.
-
-    Copies, casts and arithmetic make others of its kind; reading values, pickling and saving raise `UnsupportedError`.
-
-    Args:
-        meta (`Tensor`): of its shape and dtype, on the meta device.
-        device (`torch.device`): where it would be.
-        place (`str`): where its values are, in words.
-    """
-
-    meta: Tensor
-    place: str
-
-    @staticmethod
-    def __new__(cls, meta: Tensor, device: torch.device, place: str) -> "AbsentTensor":
-        return make_wrapper(cls, meta, device)
-
-    def __init__(self, meta: Tensor, device: torch.device, place: str):
-        self.meta, self.place = meta, place
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        kwargs = dict(kwargs or {})
-        absent = next(value for value in _flat((args, kwargs)) if isinstance(value, AbsentTensor))
-        written = writes_to(func, args, kwargs)
-        if any(not isinstance(tensor, AbsentTensor) for tensor in written):
-            absent._refuse()
-        device = kwargs.get("device") or absent.device
-        kwargs |= {"device": torch.device("meta")} if "device" in kwargs else {}
-        try:
-            result = func(*tree_map(_to_meta, args), **tree_map(_to_meta, kwargs))
-        except (RuntimeError, NotImplementedError) as error:
-            raise _reading(absent.place) from error
-        if written:
-            return args[0]
-        return tree_map(lambda value: cls(value, device, absent.place) if isinstance(value, Tensor) else value, result)
-
-    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
-        raise _reading(self.place)
-
-    # What reads memory without an operator of its own.
-    numpy = tolist = data_ptr = untyped_storage = storage = __array__ = __reduce_ex__ = _refuse  # type: ignore[assignment]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "AbsentTensor":
-        return AbsentTensor(self.meta.clone(), self.device, self.place)
-
-    def __repr__(self, *args: Any, **kwargs: Any) -> str:  # type: ignore[override]
-        return f"AbsentTensor(shape={tuple(self.shape)}, dtype={self.dtype}, {self.place})"
-
-
-def _reading(place: str) -> UnsupportedError:
-    return UnsupportedError(
-        f"The values of this tensor are not on this rank: what it comes from {place}. Of weights, "
-        "model.save_pretrained(folder) writes all and Accelerator.get_state_dict(model) gathers them on rank 0; every "
-        "rank calls them. named_parameters() has what this rank holds."
-    )
-
-
-def _flat(value: Any) -> Any:
-    found: list[Any] = []
-    tree_map(found.append, value)
-    return found
-
-
-def _to_meta(value: Any) -> Any:
-    if isinstance(value, AbsentTensor):
-        return value.meta
-    return value.to("meta") if isinstance(value, Tensor) else value
-
-
-def own_state_dict(model: nn.Module, **kwargs: Any) -> dict[str, Tensor]:
-    """Returns the part of a state dict, tensors of any shape, whose values this rank has."""
-    found = model.state_dict(**kwargs)
-    return {name: tensor for name, tensor in found.items() if not isinstance(tensor, AbsentTensor)}
 
 
 class PartElsewhere(UnsupportedError, AttributeError):
@@ -96,13 +15,19 @@ class PartElsewhere(UnsupportedError, AttributeError):
 
 
 class Progress(Protocol):
-    """Tells whether a model's weights are loaded, until when no loader must look for weights of other stages."""
+    """What a model's placeholders ask.
+
+    Attributes:
+        is_filled: whether its weights are loaded, until when no loader must look for weights of other stages.
+        has_gradients: tells whether it has gradients at present.
+    """
 
     is_filled: bool
+    has_gradients: Callable[[], bool]
 
 
 class Placeholder(nn.Module):
-    """Stands where another rank's module is: no parameters, its names in state dicts.
+    """Stands where another rank's module is: its parameters without values, its names in state dicts.
 
     Args:
         module (`nn.Module`): the one it stands for, on the meta device.
@@ -114,17 +39,18 @@ class Placeholder(nn.Module):
         super().__init__()
         self._kind, self._place, self._progress = type(module).__name__, place, progress
         self._weights = {name: tensor.to("meta") for name, tensor in module.state_dict().items()}
+        self._trained = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
         self._dtype = first_dtype(module)
         # Follows the model's dtype and device.
         self.register_buffer("_follower", torch.empty(0, dtype=self._dtype), persistent=False)
 
     def __getattr__(self, name: str) -> Any:
         known = self.__dict__.get("_weights", {})
-        if name in known and self._progress.is_filled:
-            return self._absent(known[name])
         try:
             return super().__getattr__(name)
         except AttributeError as error:
+            if name in known and self._progress.is_filled:
+                return self._absent(known[name])
             if name.startswith("_") or "_place" not in self.__dict__:
                 raise
             raise self._elsewhere(name) from error
@@ -147,6 +73,26 @@ class Placeholder(nn.Module):
             "pp_size=1."
         )
 
+    def list_weights(self, names: Collection[str]) -> None:
+        """Lists those of the module's parameters that have these names in it."""
+        for name, requires_grad in self._trained.items():
+            if name in names and name in self._weights:
+                weight = as_parameter(self._absent(self._weights[name]), self._progress.has_gradients, requires_grad)
+                # Also under names of parts, which are no attributes.
+                self._parameters[name] = weight  # type: ignore[assignment]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Placeholder":
+        """Moves and casts as the module would."""
+        listed, self._parameters = self._parameters, {}
+        try:
+            super()._apply(fn, recurse)
+        finally:
+            self._parameters = listed
+        for name, weight in listed.items():
+            assert weight is not None
+            weight.data = self._absent(self._weights[name])
+        return self
+
     def standing_for(self, module: nn.Module) -> "Placeholder":
         """Makes the placeholder of a module that is exchanged for this one's on the ranks that have it."""
         return type(self)(module, self._place, self._progress)
@@ -160,7 +106,8 @@ class Placeholder(nn.Module):
         if not self._progress.is_filled:
             return
         for name, tensor in self._weights.items():
-            destination[prefix + name] = self._absent(tensor)
+            listed = self._parameters.get(name) if keep_vars else None
+            destination[prefix + name] = self._absent(tensor) if listed is None else listed
 
     def _load_from_state_dict(
         self,
