@@ -6,8 +6,8 @@ needs values is told where they are.
 """
 
 import math
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,16 @@ _FACTORS = {"mul", "mul_", "div", "div_", "neg", "neg_"}
 _PASSING = {"__get__", "__set__", "detach", "clone", "dim", "size", "requires_grad_", "register_hook"}
 
 
+class Owner(Protocol):
+    """Who knows this rank's parameters of a model."""
+
+    def has_gradients(self) -> bool:
+        """Tells whether they have gradients at present; where none is trained, those of other ranks may."""
+
+    def a_trained_parameter(self) -> nn.Parameter | None:
+        """Returns one of them, of any shape, that is trained."""
+
+
 class AbsentTensor(Tensor):
     """A tensor of which this rank knows shape and dtype only.
 
@@ -34,14 +44,14 @@ class AbsentTensor(Tensor):
         place (`str`): where its values are, in words.
 
     Attributes:
-        has_gradient (`Callable`, *optional*): of a model's weight: whether the model has gradients at present.
+        owner (`Owner`, *optional*): of a model's weight: who knows the model's others.
         weight (`AbsentTensor`, *optional*): of a gradient: what it is of.
         terms (`Tensor`, *optional*): of a sum, a scalar: what this rank adds to it.
     """
 
     meta: Tensor
     place: str
-    has_gradient: Callable[[], bool] | None
+    owner: Owner | None
     weight: "AbsentTensor | None"
     terms: Tensor | None
 
@@ -52,7 +62,7 @@ class AbsentTensor(Tensor):
     def __init__(self, meta: Tensor, device: torch.device, place: str):
         self.meta, self.place = meta, place
         self._made = self._present = (meta.dtype, device)
-        self.has_gradient = self.weight = self.terms = None
+        self.owner = self.weight = self.terms = None
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -65,6 +75,8 @@ class AbsentTensor(Tensor):
                 return result
             if name == "backward" and isinstance(args[0], AbsentTensor):
                 return None if args[0].terms is None else args[0].terms.backward(*args[1:], **kwargs)
+            if func is torch.autograd.grad:
+                return gradients_of(*args, **kwargs)
             if name in _SUMS and all(_is_term(value) for value in args):
                 return _add(func, args, kwargs)
             if name in _FACTORS and isinstance(args[0], AbsentTensor) and args[0].terms is not None:
@@ -78,7 +90,8 @@ class AbsentTensor(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = dict(kwargs or {})
-        absent = next(value for value in _flat((args, kwargs)) if isinstance(value, AbsentTensor))
+        found = [value for value in _flat((args, kwargs)) if isinstance(value, AbsentTensor)]
+        absent = next((value for value in found if isinstance(value, AbsentActivation)), found[0])
         written = writes_to(func, args, kwargs)
         if any(not isinstance(tensor, AbsentTensor) for tensor in written):
             absent._refuse()
@@ -99,15 +112,23 @@ class AbsentTensor(Tensor):
     @property
     def grad(self) -> "AbsentTensor | None":  # type: ignore[override]
         """The gradient, of the tensor's shape, which another rank has as long as this rank has those of its weights."""
-        if self.has_gradient is None or not self.requires_grad or not self.has_gradient():
+        if self.owner is None or not self.requires_grad or not self.owner.has_gradients():
             return None
-        gradient = AbsentTensor(self.meta, self.device, self.place)
-        gradient.weight = self
-        return gradient
+        return self.gradient()
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         """Leaves it, of any shape, to the rank that has the weight."""
+
+    @grad.deleter
+    def grad(self) -> None:
+        """Leaves it to the rank that has the weight."""
+
+    def gradient(self) -> "AbsentTensor":
+        """Returns what stands for the gradient, of the tensor's shape."""
+        gradient = AbsentTensor(self.meta, self.device, self.place)
+        gradient.weight = self
+        return gradient
 
     @property
     def data(self) -> "AbsentTensor":  # type: ignore[override]
@@ -140,7 +161,7 @@ class AbsentTensor(Tensor):
 
     def _others(self, values: Any, device: torch.device) -> Any:
         def make(value: Any) -> Any:
-            return AbsentTensor(value.to("meta"), device, self.place) if isinstance(value, Tensor) else value
+            return type(self)(value.to("meta"), device, self.place) if isinstance(value, Tensor) else value
 
         return tree_map(make, values)
 
@@ -152,18 +173,30 @@ class AbsentTensor(Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "AbsentTensor":
         other = AbsentTensor(self.meta, self.device, self.place)
-        if self.has_gradient is not None:
-            as_parameter(other, self.has_gradient, self.requires_grad)
+        if self.owner is not None:
+            as_parameter(other, self.owner, self.requires_grad)
         return memo.setdefault(id(self), other)
 
     def __repr__(self, *args: Any, **kwargs: Any) -> str:  # type: ignore[override]
         return f"AbsentTensor(shape={tuple(self.shape)}, dtype={self.dtype}, {self.place})"
 
 
-def as_parameter(tensor: AbsentTensor, has_gradient: Callable[[], bool], requires_grad: bool) -> AbsentTensor:
-    """Makes a model's parameter of an absent tensor of any shape; `has_gradient` tells if the model has gradients."""
+class AbsentActivation(AbsentTensor):
+    """What a module of another stage makes of inputs, for the call of the model that follows.
+
+    Whatever is made of it with tensors of this rank, prompts that are trained among them, is one of its kind.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def as_parameter(tensor: AbsentTensor, owner: Owner, requires_grad: bool) -> AbsentTensor:
+    """Makes a model's parameter of an absent tensor of any shape."""
     tensor._is_param = True  # type: ignore[attr-defined]
-    tensor.has_gradient = has_gradient
+    tensor.owner = owner
     tensor.requires_grad_(requires_grad)
     return tensor
 
@@ -183,6 +216,25 @@ def own_state_dict(model: nn.Module, **kwargs: Any) -> dict[str, Tensor]:
     """Returns the part of a state dict, tensors of any shape, whose values this rank has."""
     found = model.state_dict(**kwargs)
     return {name: tensor for name, tensor in found.items() if not is_absent(tensor)}
+
+
+def gradients_of(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> tuple[Tensor | None, ...]:
+    """Does `torch.autograd.grad` where inputs, of any shape, may lie on other ranks, in whose calls this one takes part.
+
+    Raises `UnsupportedError` on a rank that has and trains none of the inputs' model.
+    """
+    inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+    asked = [tensor for tensor in inputs if not is_absent(tensor)]
+    if not asked:
+        stand_in = inputs[0].owner.a_trained_parameter() if inputs and inputs[0].owner is not None else None
+        if stand_in is None:
+            raise UnsupportedError(
+                "torch.autograd.grad or backward(inputs=...) of weights that all lie on other pipeline stages, and of "
+                "this stage none is trained: call loss.backward()."
+            )
+        asked, kwargs = [stand_in], {**kwargs, "allow_unused": True}
+    found = iter(torch.autograd.grad(outputs, asked, *args, **kwargs))
+    return tuple(tensor.gradient() if isinstance(tensor, AbsentTensor) else next(found) for tensor in inputs)
 
 
 def _reading(place: str) -> UnsupportedError:

@@ -157,6 +157,10 @@ class DataParallel(Shared):
         trained = [parameter for parameter in self._marked if parameter.requires_grad]
         return not trained or any(parameter.grad is not None for parameter in trained)
 
+    def a_trained_parameter(self) -> nn.Parameter | None:
+        """Returns one of this rank's parameters, of any shape, that is trained."""
+        return next((parameter for parameter in self._marked if parameter.requires_grad), None)
+
     @property
     def optimizers(self) -> list[Any]:
         """What `prepare_optimizer` attached to the optimizers that still exist, in the order they were made."""

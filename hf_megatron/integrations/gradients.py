@@ -10,11 +10,24 @@ from ..patch_ledger import LEDGER
 
 
 def backward(original: Callable, tensors: Any, *args: Any, **kwargs: Any) -> None:
-    """Refuses trained tensors of any shape that get gradients which nobody would reduce, before they do."""
+    """Refuses trained tensors of any shape that get gradients which nobody would reduce, before they do.
+
+    Of the inputs that a backward is asked for this rank has its own; without any it takes part for the others.
+    """
     if LEDGER.models:
+        from ..absent_weights import gradients_of, is_absent
         from ..data_parallel.foreign_leaves import check_backward
 
         check_backward(tensors)
+        inputs = kwargs.get("inputs")
+        inputs = list(inputs.values()) if isinstance(inputs, dict) else inputs
+        if isinstance(inputs, list | tuple) and any(map(is_absent, inputs)):
+            kwargs["inputs"] = [tensor for tensor in inputs if not is_absent(tensor)]
+            if not kwargs["inputs"]:
+                names = ("grad_tensors", "retain_graph", "create_graph")
+                given = dict(zip(names, args, strict=False)) | {n: kwargs[n] for n in names if n in kwargs}
+                gradients_of(tensors, inputs, given.pop("grad_tensors", None), **given)
+                return
     original(tensors, *args, **kwargs)
 
 

@@ -52,6 +52,8 @@ _ROWS: tuple[tuple[str, str, str, str], ...] = (
     (f"{_MIXIN}.maybe_distribute_model", "transformers:maybe_distribute_model", "splits by its own plans", _LAYOUTS),
     (f"{_MIXIN}.gather_sharded_state_dict_for_save", "transformers:gather_sharded_state_dict_for_save",
      "gathers all weights on every rank to write them at once", _LAYOUTS),
+    ("transformers.trainer:has_mixed_dtensor", "trainer:has_mixed_dtensor",
+     "takes weights of other stages for a mesh of their own", "Trainer splits groups of parameters by mesh"),
     ("transformers.trainer:get_model_param_count", "transformers:get_model_param_count",
      "counts the parameters of this rank's stages", "Trainer asks a model for its size"),
     ("transformers.modeling_utils:AttentionInterface.get_interface",

@@ -1,7 +1,7 @@
 """transformers.Trainer: the few places where a stock Trainer has to know which ranks share a batch."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers.trainer_pt_utils import LabelSmoother
 
+from ..absent_weights import is_absent
 from ..errors import ConfigError, UnsupportedError
 from ..loss import BatchLoss
 from ..parallel_state import parallel_state
@@ -18,6 +19,11 @@ from .refusals import refuse_other_trl_trainers
 from .repeated_rows import EmptyBatch
 from .termination import TerminationCallback
 from .trainer_checkpoints import probe
+
+
+def has_mixed_dtensor(original: Callable, parameters: Iterable[Tensor]) -> bool:
+    """Tells whether this rank's parameters, of any shape, lie on several meshes."""
+    return original(parameter for parameter in parameters if not is_absent(parameter))
 
 
 def init(original: Callable, self: Any, model: Any = None, args: Any = None, *rest: Any, **kwargs: Any) -> None:

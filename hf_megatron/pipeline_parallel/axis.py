@@ -32,7 +32,7 @@ def install(model: Any, state: ParallelState) -> None:
         state.cut.boundary.leaving = state.leaving
         counts: ParameterCounts = state.placed[NAME]
         state.cut.boundary.is_filled = True
-        state.cut.boundary.has_gradients = state.data_parallel.has_gradients
+        state.cut.boundary.owner = state.data_parallel
         list_absent_weights(model, counts.sizes.keys())
         state.data_parallel.scan()
         state.patches.replace(model, "num_parameters", types.MethodType(counts.bound(state), model))

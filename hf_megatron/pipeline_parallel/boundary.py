@@ -8,12 +8,12 @@ stage reaches the final norm, the head and the loss.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from ..absent_weights import AbsentTensor
+from ..absent_weights import AbsentActivation, Owner
 from ..errors import PlanError, UnsupportedError
 from ..patch_ledger import Shared
 from ..upstream import recorded_outputs
@@ -59,7 +59,7 @@ class StageBoundary(Shared):
         leaving (`Callable`, *optional*): applied to the hidden states that leave a stage.
         stage: the one whose forward is under way.
         is_filled: whether the model's weights are loaded.
-        has_gradients (`Callable`): tells whether this rank's parameters have gradients.
+        owner (`Owner`, *optional*): knows this rank's parameters, once they are loaded.
         is_rehearsing: whether the forward under way leaves out all layers.
         is_running: whether a forward is under way.
     """
@@ -69,7 +69,7 @@ class StageBoundary(Shared):
         self.leaving: Callable[[Tensor], Tensor] | None = None
         self.entered = False
         self.is_filled = False
-        self.has_gradients: Callable[[], bool] = lambda: False
+        self.owner: Owner | None = None
         self.is_rehearsing = self.is_running = False
         self.stage = 0
         self._received: tuple[Tensor, ...] | None = None
@@ -231,7 +231,7 @@ class ForeignInput(Placeholder):
         if self._stage_boundary.is_running:
             return found
         # A loop's own call, of which the next pipelined call reads the first stage's values only.
-        return AbsentTensor(found.to("meta"), found.device, self._place)
+        return AbsentActivation(found.to("meta"), found.device, self._place)
 
 
 class StagedInput:
@@ -264,12 +264,15 @@ class ForeignOutput(Placeholder):
     """Stands where a module behind the layers is on earlier stages, which never reach it."""
 
     def __init__(self, name: str, module: nn.Module, place: str, boundary: StageBoundary):
+        # Its parts ask for it, before modules can have attributes.
+        self.__dict__["name"] = name
         super().__init__(module, place, boundary)
-        self.name = name
-        for child_name, child in module.named_children():
-            # Heads are asked for parts of theirs.
-            self.hold_part(child_name, ForeignOutput(f"{name}.{child_name}", child, place, boundary))
+        # Heads are asked for parts of theirs.
+        self.hold_parts()
         self._stage_boundary = boundary
+
+    def _part(self, name: str, child: nn.Module) -> Placeholder:
+        return ForeignOutput(f"{self.name}.{name}", child, self._place, cast(StageBoundary, self._progress))
 
     def standing_for(self, module: nn.Module) -> "ForeignOutput":
         return ForeignOutput(self.name, module, self._place, self._stage_boundary)

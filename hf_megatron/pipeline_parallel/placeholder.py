@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..absent_weights import AbsentTensor, as_parameter
+from ..absent_weights import AbsentTensor, Owner, as_parameter
 from ..errors import UnsupportedError
 
 
@@ -19,11 +19,11 @@ class Progress(Protocol):
 
     Attributes:
         is_filled: whether its weights are loaded, until when no loader must look for weights of other stages.
-        has_gradients: tells whether it has gradients at present.
+        owner: knows this rank's own, once they are.
     """
 
     is_filled: bool
-    has_gradients: Callable[[], bool]
+    owner: Owner | None
 
 
 class Placeholder(nn.Module):
@@ -38,8 +38,11 @@ class Placeholder(nn.Module):
     def __init__(self, module: nn.Module, place: str, progress: Progress):
         super().__init__()
         self._kind, self._place, self._progress = type(module).__name__, place, progress
-        self._weights = {name: tensor.to("meta") for name, tensor in module.state_dict().items()}
-        self._trained = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
+        self._parts = {name: self._part(name, child) for name, child in module.named_children()}
+        parts = tuple(f"{name}." for name in self._parts)
+        named = module.state_dict().items()
+        self._weights = {name: tensor.to("meta") for name, tensor in named if not name.startswith(parts)}
+        self._trained = {name: p.requires_grad for name, p in module.named_parameters(recurse=False)}
         self._dtype = first_dtype(module)
         # Follows the model's dtype and device.
         self.register_buffer("_follower", torch.empty(0, dtype=self._dtype), persistent=False)
@@ -73,13 +76,27 @@ class Placeholder(nn.Module):
             "pp_size=1."
         )
 
+    def _part(self, name: str, child: nn.Module) -> "Placeholder":
+        return Placeholder(child, self._place, self._progress)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise UnsupportedError(f"A {self._kind} was called by itself: it {self._place}. Call the whole model.")
+
+    def hold_parts(self) -> None:
+        """Shows the module's children."""
+        for name, part in self._parts.items():
+            self.add_module(name, part)
+
     def list_weights(self, names: Collection[str]) -> None:
-        """Lists those of the module's parameters that have these names in it."""
+        """Lists those of the module's parameters that have these names in it; afterwards it shows all of its parts."""
+        assert self._progress.owner is not None
         for name, requires_grad in self._trained.items():
-            if name in names and name in self._weights:
-                weight = as_parameter(self._absent(self._weights[name]), self._progress.has_gradients, requires_grad)
-                # Also under names of parts, which are no attributes.
+            if name in names:
+                weight = as_parameter(self._absent(self._weights[name]), self._progress.owner, requires_grad)
                 self._parameters[name] = weight  # type: ignore[assignment]
+        self.hold_parts()
+        for part, child in self._parts.items():
+            child.list_weights(names_in(part, names))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Placeholder":
         """Moves and casts as the module would."""
@@ -96,11 +113,6 @@ class Placeholder(nn.Module):
     def standing_for(self, module: nn.Module) -> "Placeholder":
         """Makes the placeholder of a module that is exchanged for this one's on the ranks that have it."""
         return type(self)(module, self._place, self._progress)
-
-    def hold_part(self, name: str, part: "Placeholder") -> None:
-        """Leaves a child's names to a placeholder of its own."""
-        self.add_module(name, part)
-        self._weights = {own: tensor for own, tensor in self._weights.items() if not own.startswith(f"{name}.")}
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         if not self._progress.is_filled:
@@ -141,3 +153,9 @@ class Placeholder(nn.Module):
 def first_dtype(module: nn.Module) -> torch.dtype | None:
     """Returns the dtype of a module's first parameter, else of its first buffer."""
     return next((tensor.dtype for tensors in (module.parameters(), module.buffers()) for tensor in tensors), None)
+
+
+def names_in(part: str, names: Collection[str]) -> set[str]:
+    """Returns what names of a module's weights are called in one of its parts."""
+    prefix = f"{part}." if part else ""
+    return {name.removeprefix(prefix) for name in names if name.startswith(prefix)}

@@ -11,7 +11,7 @@ from torch import nn
 
 from ..errors import UnsupportedError
 from .boundary import StagedInput, StagedLayer, output_width
-from .placeholder import Placeholder
+from .placeholder import Placeholder, names_in
 
 
 @cache
@@ -57,10 +57,11 @@ def _take_place(owner: nn.Module, name: str, module: nn.Module | None) -> nn.Mod
 
 def list_absent_weights(model: nn.Module, names: Collection[str]) -> None:
     """Has the placeholders in a model list weights of these names of the model."""
-    for path, module in model.named_modules():
-        if isinstance(module, Placeholder):
-            prefix = f"{path}." if path else ""
-            module.list_weights({name.removeprefix(prefix) for name in names if name.startswith(prefix)})
+    found = {path: module for path, module in model.named_modules() if isinstance(module, Placeholder)}
+    for path, module in found.items():
+        # Others are parts of these.
+        if path.rpartition(".")[0] not in found:
+            module.list_weights(names_in(path, names))
 
 
 def follow_exchanged_modules() -> Any:

@@ -5,6 +5,7 @@ import contextlib
 import torch
 from transformers import AutoModelForCausalLM
 
+from hf_megatron import own_parameters
 from hf_megatron.checkpoint.gathered import gather_to_first
 from hf_megatron.data_parallel.fully_sharded import whole_local
 from hf_megatron.parallelize import parallel_state
@@ -79,17 +80,17 @@ def weights(model):
 
 
 def snapshot(model):
-    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    return {name: parameter.detach().clone() for name, parameter in own_parameters(model)}
 
 
 def unmoved(model, before):
     """Whether this rank's part of every parameter is what it was."""
-    return all(torch.equal(local_tensor(p.detach()), local_tensor(before[n])) for n, p in model.named_parameters())
+    return all(torch.equal(local_tensor(p.detach()), local_tensor(before[n])) for n, p in own_parameters(model))
 
 
 @torch.no_grad()
 def restore(model, values):
-    for name, parameter in model.named_parameters():
+    for name, parameter in own_parameters(model):
         parameter.copy_(values[name])
 
 
@@ -97,9 +98,9 @@ def gradients(model):
     """This step's reduced gradients, in full on every dp rank; tp is left as it is."""
     reducer = getattr(getattr(parallel_state(model), "data_parallel", None), "reducer", None)
     if reducer is None:
-        return {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
+        return {n: None if p.grad is None else p.grad.clone() for n, p in own_parameters(model)}
     reducer.finish()
-    return {name: reducer.full_gradient(parameter) for name, parameter in model.named_parameters()}
+    return {name: reducer.full_gradient(parameter) for name, parameter in own_parameters(model)}
 
 
 def movement_error(found, expected, start):

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from hf_megatron import prepare_optimizer
+from hf_megatron import own_parameters, prepare_optimizer
 from hf_megatron.checkpoint.gathered import gather_to_first
 from hf_megatron.data_parallel.fully_sharded import whole_local
 from hf_megatron.parallelize import parallel_state
@@ -130,14 +130,14 @@ class Loop:
         self.see(name, whole)
 
     def see_gradients(self, when):
-        gradients = full(self.model, {name: parameter.grad for name, parameter in self.model.named_parameters()})
+        gradients = full(self.model, {name: parameter.grad for name, parameter in own_parameters(self.model)})
         self.seen |= {f"{when}: {name}": gradient for name, gradient in gradients.items()}
 
     def measurement(self):
         """Gradients of a last backward are what is left after the habit plus one more batch's."""
         self.backward(99)
         self.see_gradients("at the end")
-        weights = full(self.model, dict(self.model.named_parameters()))
+        weights = full(self.model, dict(own_parameters(self.model)))
         weights = {name: weight for name, weight in weights.items() if weight is not None}
         return Measurement(sum(self.losses), 0.0, 0.0, dict(self.seen), {"the habit": weights}), list(self.losses)
 

@@ -187,14 +187,3 @@ def test_a_pipelines_batch_is_gone_with_its_outputs(stories):
         return len(made), sum(reference() is not None for reference in made)
 
     assert run_ranks(on_rank, 2) == [(8, 0)] * 2
-
-
-def test_an_empty_list_of_parameters_is_an_error_again_after_a_pipeline(stories):
-    def make():
-        model = AutoModelForCausalLM.from_pretrained(stories, megatron_config=MegatronConfig(pp_size=2))
-        assert torch.optim.SGD([], lr=0.1).param_groups[0]["params"] == []
-        del model
-        with pytest.raises(ValueError, match="empty parameter list"):
-            torch.optim.SGD([], lr=0.1)
-
-    run_ranks(make, 2)

@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from safetensors.torch import load_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from hf_megatron import CheckpointError, prepare_optimizer
+from hf_megatron import CheckpointError, own_parameters, prepare_optimizer
 from hf_megatron.checkpoint.gathered import full_state_dict
 from hf_megatron.checkpoint.manifest import MANIFEST
 from hf_megatron.checkpoint.reader import Checkpoint, open_checkpoint
@@ -387,10 +387,10 @@ def test_a_stage_that_is_missing_in_the_manifest_is_an_error_on_every_rank(stori
     def load_again():
         # The first stage finds all of its own, and hears of the other's.
         model, optimizer = make(stories, layout(pp_size=2))
-        before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+        before = {name: parameter.clone() for name, parameter in own_parameters(model)}
         with pytest.raises(CheckpointError, match=words):
             load(model, optimizer, tmp_path / "state")
-        same = all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
+        same = all(torch.equal(before[name], parameter) for name, parameter in own_parameters(model))
         assert same == (prefix == "") and not optimizer.state
 
     run_ranks(save_once, 2)
@@ -401,7 +401,7 @@ def test_a_stage_that_is_missing_in_the_manifest_is_an_error_on_every_rank(stori
 def test_stages_with_different_groups_are_told_so(stories, tmp_path):
     def on_rank():
         model = AutoModelForCausalLM.from_pretrained(stories, megatron_config=layout(pp_size=2)).train()
-        layers = [list(layer.parameters()) for layer in model.model.layers]
+        layers = [[parameter for _, parameter in own_parameters(layer)] for layer in model.model.layers]
         groups = [{"params": parameters} for parameters in layers if parameters]
         groups[-1]["lr"] = 1e-2
         optimizer = prepare_optimizer(torch.optim.AdamW(groups))

@@ -193,8 +193,8 @@ def evaluate_in_inference_mode(loop):
         loop.step(seed)
 
 
-# A stage's list is its own parameters.
-IMPOSSIBLE = {"pp2": HABITS.keys() - {"evaluate_in_inference_mode"}}
+# What reads weights of other stages is refused.
+IMPOSSIBLE = {"pp2": HABITS.keys() - {"evaluate_in_inference_mode", "take_parameters_out_of_their_group"}}
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from hf_megatron import ConfigError, MegatronConfig, RankError, UnsupportedError
+from hf_megatron import ConfigError, MegatronConfig, RankError, UnsupportedError, own_parameters
 from hf_megatron.integrations.gate import ConfigUnderTest
 from hf_megatron.parallelize import parallel_state
 from hf_megatron.pipeline_parallel.schedules import SCHEDULES
@@ -337,7 +337,8 @@ def test_only_owned_layers_exist():
 
     def on_rank():
         model = twin.load(megatron_config=ConfigUnderTest(pp_size=2, pipeline_partition="layers"))
-        return {name for name, _ in model.named_parameters()}, sum(p.numel() for p in model.parameters())
+        own = dict(own_parameters(model))
+        return set(own), sum(p.numel() for p in own.values())
 
     whole = {name: parameter.numel() for name, parameter in twin.load().named_parameters()}
     (first, first_size), (second, second_size) = run_ranks(on_rank, 2)
