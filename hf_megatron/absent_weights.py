@@ -219,7 +219,7 @@ def own_state_dict(model: nn.Module, **kwargs: Any) -> dict[str, Tensor]:
 
 
 def gradients_of(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> tuple[Tensor | None, ...]:
-    """Does `torch.autograd.grad` where inputs, of any shape, may lie on other ranks, in whose calls this one takes part.
+    """Does `torch.autograd.grad` where inputs, of any shape, may lie on other ranks; this one takes part in their calls.
 
     Raises `UnsupportedError` on a rank that has and trains none of the inputs' model.
     """
