@@ -5,7 +5,6 @@ all of them, by name or by place. What lies on another rank takes part as a tens
 needs values is told where they are.
 """
 
-import math
 from collections.abc import Iterator
 from typing import Any, Protocol
 
@@ -13,11 +12,25 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from .absent_operators import (
+    FACTORS,
+    SUMS,
+    Absent,
+    add_terms,
+    call,
+    each,
+    flat,
+    has_terms,
+    is_term,
+    scale_terms,
+    several_stages,
+    to_memory,
+    to_meta,
+    values_elsewhere,
+)
 from .errors import UnsupportedError
-from .upstream import draws, make_wrapper, writes_to
+from .upstream import draws_numbers, writes_to
 
-_SUMS = {"add", "add_", "sub", "sub_", "rsub"}
-_FACTORS = {"mul", "mul_", "div", "div_", "neg", "neg_"}
 # What neither reads nor combines values.
 _PASSING = {"__get__", "__set__", "detach", "clone", "dim", "size", "requires_grad_", "register_hook"}
 
@@ -32,37 +45,19 @@ class Owner(Protocol):
         """Returns one of them, of any shape, that is trained."""
 
 
-class AbsentTensor(Tensor):
-    """A tensor of which this rank knows shape and dtype only.
+class AbsentTensor(Absent):
+    """A tensor of which this rank knows shape and dtype only, made as `Absent`.
 
     Copies, casts and arithmetic make others of its kind, and what writes to one does nothing. In sums that are
     differentiated every rank has its own terms. Reading values, pickling and saving raise `UnsupportedError`.
 
-    Args:
-        meta (`Tensor`): of its shape and dtype, on the meta device.
-        device (`torch.device`): where it would be.
-        place (`str`): where its values are, in words.
-
     Attributes:
         owner (`Owner`, *optional*): of a model's weight: who knows the model's others.
         weight (`AbsentTensor`, *optional*): of a gradient: what it is of.
-        terms (`Tensor`, *optional*): of a sum, a scalar: what this rank adds to it.
     """
 
-    meta: Tensor
-    place: str
-    owner: Owner | None
-    weight: "AbsentTensor | None"
-    terms: Tensor | None
-
-    @staticmethod
-    def __new__(cls, meta: Tensor, device: torch.device, place: str) -> "AbsentTensor":
-        return make_wrapper(cls, meta, device)
-
-    def __init__(self, meta: Tensor, device: torch.device, place: str):
-        self.meta, self.place = meta, place
-        self._made = self._present = (meta.dtype, device)
-        self.owner = self.weight = self.terms = None
+    owner: Owner | None = None
+    weight: "AbsentTensor | None" = None
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -77,37 +72,37 @@ class AbsentTensor(Tensor):
                 return None if args[0].terms is None else args[0].terms.backward(*args[1:], **kwargs)
             if func is torch.autograd.grad:
                 return gradients_of(*args, **kwargs)
-            if name in _SUMS and all(_is_term(value) for value in args):
-                return _add(func, args, kwargs)
-            if name in _FACTORS and isinstance(args[0], AbsentTensor) and args[0].terms is not None:
-                return _scale(func, args, kwargs)
+            if name in SUMS and all(is_term(value) for value in args):
+                return add_terms(func, args, kwargs)
+            if name in FACTORS and isinstance(args[0], AbsentTensor) and args[0].terms is not None:
+                return scale_terms(func, args, kwargs)
             if "foreach" in name:
-                return _each(func, args, kwargs)
-            if any(map(_has_terms, _flat((args, kwargs)))):
-                raise _several_stages(name)
-            return _call(func, args, kwargs)
+                return each(func, args, kwargs)
+            if any(map(has_terms, flat((args, kwargs)))):
+                raise several_stages(name)
+            return call(func, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = dict(kwargs or {})
-        found = [value for value in _flat((args, kwargs)) if isinstance(value, AbsentTensor)]
+        found = [value for value in flat((args, kwargs)) if isinstance(value, AbsentTensor)]
         absent = next((value for value in found if isinstance(value, AbsentActivation)), found[0])
         written = writes_to(func, args, kwargs)
         if any(not isinstance(tensor, AbsentTensor) for tensor in written):
             absent._refuse()
         device = kwargs.get("device") or absent.device
-        if draws(func):
+        if draws_numbers(func):
             # One process draws these numbers; the next ones are its too.
-            result = func(*tree_map(_to_memory, args), **tree_map(_to_memory, kwargs))
+            result = func(*tree_map(to_memory, args), **tree_map(to_memory, kwargs))
         else:
             kwargs |= {"device": torch.device("meta")} if "device" in kwargs else {}
             try:
-                result = func(*tree_map(_to_meta, args), **tree_map(_to_meta, kwargs))
+                result = func(*tree_map(to_meta, args), **tree_map(to_meta, kwargs))
             except (RuntimeError, NotImplementedError) as error:
-                raise _reading(absent.place) from error
+                raise values_elsewhere(absent.place) from error
         if written:
             return args[0]
-        return absent._others(result, device)
+        return absent.others(result, device)
 
     @property
     def grad(self) -> "AbsentTensor | None":  # type: ignore[override]
@@ -142,31 +137,8 @@ class AbsentTensor(Tensor):
             self._refuse()
         self.meta, self._present = self.meta.to(value.dtype), (value.dtype, value.device)
 
-    # Torch cannot change those of a tensor without memory, and casts keep a parameter the object it is.
-    @property
-    def dtype(self) -> torch.dtype:  # type: ignore[override]
-        """Of the last cast."""
-        return self._present[0]
-
-    @property
-    def device(self) -> torch.device:  # type: ignore[override]
-        """Of the last move."""
-        return self._present[1]
-
-    def current(self) -> "AbsentTensor":
-        """Returns a tensor of its shape whose dtype and device torch knows too."""
-        if self._made == self._present:
-            return self
-        return AbsentTensor(self.meta, self.device, self.place).requires_grad_(self.requires_grad)  # type: ignore[return-value]
-
-    def _others(self, values: Any, device: torch.device) -> Any:
-        def make(value: Any) -> Any:
-            return type(self)(value.to("meta"), device, self.place) if isinstance(value, Tensor) else value
-
-        return tree_map(make, values)
-
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
-        raise _reading(self.place)
+        raise values_elsewhere(self.place)
 
     # What reads memory without an operator of its own.
     numpy = tolist = data_ptr = untyped_storage = storage = __array__ = __reduce_ex__ = _refuse  # type: ignore[assignment]
@@ -219,7 +191,7 @@ def own_state_dict(model: nn.Module, **kwargs: Any) -> dict[str, Tensor]:
 
 
 def gradients_of(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> tuple[Tensor | None, ...]:
-    """Does `torch.autograd.grad` where inputs, of any shape, may lie on other ranks; this one takes part in their calls.
+    """Does `torch.autograd.grad` by inputs of any shape, some on other ranks, in whose calls this one takes part.
 
     Raises `UnsupportedError` on a rank that has and trains none of the inputs' model.
     """
@@ -235,123 +207,3 @@ def gradients_of(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> tuple[
         asked, kwargs = [stand_in], {**kwargs, "allow_unused": True}
     found = iter(torch.autograd.grad(outputs, asked, *args, **kwargs))
     return tuple(tensor.gradient() if isinstance(tensor, AbsentTensor) else next(found) for tensor in inputs)
-
-
-def _reading(place: str) -> UnsupportedError:
-    return UnsupportedError(
-        f"The values of this tensor are not on this rank: what it comes from {place}. Of weights, "
-        "model.save_pretrained(folder) writes all and Accelerator.get_state_dict(model) gathers them on rank 0; "
-        "torch.nn.utils.get_total_norm takes the norm of any gradients. Every rank calls them. "
-        "hf_megatron.own_parameters(model) lists what this rank has."
-    )
-
-
-def _several_stages(name: str) -> UnsupportedError:
-    return UnsupportedError(
-        f"{name} of weights that lie on several pipeline stages, differentiated: each stage knows its own values only. "
-        "Sums of terms of one weight each are possible; load the model with pp_size=1 for what is more."
-    )
-
-
-def _flat(value: Any) -> Any:
-    found: list[Any] = []
-    tree_map(found.append, value)
-    return found
-
-
-def _to_meta(value: Any) -> Any:
-    if isinstance(value, AbsentTensor):
-        return value.meta
-    return value.to("meta") if isinstance(value, Tensor) else value
-
-
-def _call(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Applies what writes to no tensor of another kind, which would make the absent one a part of its own."""
-    if getattr(func, "__name__", "").endswith("_") or "out" in kwargs:
-        return func(*args, **kwargs)
-    return func(*tree_map(_to_plain, args), **tree_map(_to_plain, kwargs))
-
-
-def _to_plain(value: Any) -> Any:
-    """Returns a split tensor's shape and dtype, and a weight as its last cast left it."""
-    if isinstance(value, AbsentTensor):
-        return value.current()
-    is_split = isinstance(value, Tensor) and type(value) not in (Tensor, nn.Parameter)
-    return torch.empty(value.shape, dtype=value.dtype, device="meta") if is_split else value
-
-
-def _to_memory(value: Any) -> Any:
-    return torch.empty_like(value.meta, device=value.device) if isinstance(value, AbsentTensor) else value
-
-
-def _each(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Applies an operator on lists of tensors of any shape to one item after the other."""
-    count, edits = len(args[0]), func.__name__.endswith("_")
-    results: list[Any] = []
-    for index in range(count):
-
-        def item(value: Any, index: int = index) -> Any:
-            return [value[index]] if isinstance(value, list | tuple) and len(value) == count else value
-
-        own, named = [item(value) for value in args], {name: item(value) for name, value in kwargs.items()}
-        absent = next(filter(is_absent, _flat((own, named))), None)
-        if absent is None:
-            results += func(*own, **named) or ()
-        elif not edits:
-            results += absent._others(func(*tree_map(_to_meta, own), **tree_map(_to_meta, named)), absent.device)
-    return None if edits else results
-
-
-# Sums over weights of several stages, as penalties are: each rank has its own terms, and differentiates those.
-
-
-def _is_term(value: Any) -> bool:
-    return not isinstance(value, Tensor) or value.dim() == 0
-
-
-def _has_terms(value: Any) -> bool:
-    """Tells whether something is differentiated on this rank."""
-    if isinstance(value, AbsentTensor):
-        return value.terms is not None
-    return _is_trained(value)
-
-
-def _is_trained(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled()
-
-
-def _terms(value: Any) -> Any:
-    if not isinstance(value, AbsentTensor):
-        return value
-    return torch.zeros((), dtype=value.dtype, device=value.device) if value.terms is None else value.terms
-
-
-def _add(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    first, edits = args[0], func.__name__.endswith("_")
-    if edits and not is_absent(first) and not any(map(_is_trained, args)) and first.is_floating_point():
-        # A sum of constants so far, of which this rank knows some. `+=` goes on with what is returned; who calls the
-        # method and reads the tensor itself must not take it for the sum.
-        result = _scale(_plain(func), (first.clone(), *args[1:]), kwargs)
-        first.fill_(math.nan)
-        return result
-    if any(map(_has_terms, args)) or any(map(_is_trained, args)) and not is_absent(first):
-        every = all(is_absent(value) or not isinstance(value, Tensor) for value in args)
-        # With a loss, or a sum that this rank differentiates, it goes on with its own terms alone.
-        return _scale(func, args, kwargs) if every or edits and is_absent(first) else func(*map(_terms, args), **kwargs)
-    return _call(func, args, kwargs)
-
-
-def _plain(func: Any) -> Any:
-    return getattr(torch, func.__name__.removesuffix("_"))
-
-
-def _scale(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Applies a linear operator to an absent scalar and to this rank's terms of it."""
-    in_place = func.__name__.endswith("_")
-    if func.__name__ in _FACTORS and any(map(_has_terms, args[1:])):
-        raise _several_stages(func.__name__)
-    plain = _plain(func)
-    terms = plain(*map(_terms, args), **kwargs)
-    result = args[0] if in_place else _call(plain, args, kwargs)
-    result.terms = terms
-    return result

@@ -154,7 +154,7 @@ def writes_to(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> list[torch.T
     return [tensor for tensor in written if tensor is not None]
 
 
-def draws(func: Any) -> bool:
+def draws_numbers(func: Any) -> bool:
     """Tells whether an operator draws random numbers."""
     return torch.Tag.nondeterministic_seeded in func.tags
 

@@ -41,7 +41,7 @@ ORDER = (
     ("memory", "profile"),
     ("communication",),
     ("mesh",),
-    ("placement", "absent_weights"),
+    ("placement", "absent_weights", "absent_operators"),
     ("axes",),
     ("instance_patches", "patch_ledger"),
     ("spec", "patterns", "config"),

@@ -227,6 +227,7 @@ def test_what_needs_values_of_several_stages_is_refused(folder):
             lambda: nn.utils.parameters_to_vector(model.parameters()),
             lambda: loss * absent.norm(),
             lambda: torch.sqrt(0 + absent.pow(2).sum().add_(own.pow(2).sum())),
+            lambda: torch._foreach_lerp_([torch.zeros(absent.shape)], [absent.detach()], 0.5),
             lambda: own.data.copy_(absent) if own.shape == absent.shape else absent.tolist(),
         ):
             with pytest.raises(UnsupportedError, match="stage"):
