@@ -65,12 +65,12 @@ def test_values_of_embeddings_that_are_elsewhere(folder):
     def on_rank():
         model = load(folder, "pp2")
         inputs = model.get_input_embeddings()(batch(0)["input_ids"])
-        if type(inputs).__name__ == "AbsentTensor":
+        if type(inputs).__name__ == "AbsentActivation":
             with pytest.raises(UnsupportedError, match="not on this rank.*stage 0"):
                 float(inputs.pow(2).mean())
         return type(inputs).__name__
 
-    assert sorted(run_ranks(on_rank, 2)) == ["AbsentTensor", "Tensor"]
+    assert sorted(run_ranks(on_rank, 2)) == ["AbsentActivation", "Tensor"]
 
 
 def arguments_of_none(path, text):
@@ -130,8 +130,8 @@ def test_logits_of_a_training_call_with_labels(folder):
 
 
 PARTS = {
-    "mlp": lambda model: model.model.layers[1].mlp,
-    "self_attn": lambda model: model.model.layers[0].self_attn.q_proj.weight,
+    "mlp": lambda model: model.model.layers[1].mlp.gate_proj.in_features,
+    "self_attn": lambda model: model.model.layers[0].self_attn.q_proj.weight.tolist(),
     "weight": lambda model: model.lm_head.weight.sum().item(),
     "embedding": lambda model: model.get_input_embeddings().weight[0].tolist(),
     "norm": lambda model: float(model.model.norm.weight.mean()),
@@ -161,7 +161,10 @@ def test_parts_of_other_stages(folder):
                 assert "lies on stage" in str(error)
                 refused.add(name)
         foreign = model.model.layers[0 if "self_attn" in refused else 1]
-        assert not hasattr(foreign, "mlp") and getattr(foreign, "mlp", None) is None
+        assert not hasattr(foreign.mlp, "hidden_size") and getattr(foreign.mlp, "intermediate_size", None) is None
+        assert foreign.mlp.gate_proj.weight is dict(foreign.named_parameters())["mlp.gate_proj.weight"]
+        with pytest.raises(UnsupportedError, match="A LlamaMLP was called by itself"):
+            foreign.mlp(torch.zeros(1, 1, 32))
         with pytest.raises(UnsupportedError, match="mlp of a LlamaDecoderLayer: it lies on stage"):
             give_a_layer_another_part(model)
         if "self_attn" not in refused:
