@@ -5,7 +5,7 @@ there as soon as it has ended, so that a run that was cut off goes on where it w
 and docs/versions.md shows them. A combination whose first tier was not run to its end says how far it came.
 
     python -m tests.matrix FOLDER                       # all, one after the other
-    python -m tests.matrix FOLDER oldest --minutes 20   # one, for so long; what meets most of upstream comes first
+    python -m tests.matrix FOLDER oldest --minutes 20   # one, for so long; what the versions concern comes first
 """
 
 import argparse
@@ -54,20 +54,15 @@ COMBINATIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     }
 )
 INDEX = ("--retries", "0", "--extra-index-url", "https://download.pytorch.org/whl/cpu")
-# Files that meet most of what differs between versions.
-FIRST = (
-    "tests/integration/test_import.py",
-    "tests/integration/test_trl.py",
-    "tests/integration/test_trl_losses.py",
-    "tests/integration/test_trainer",
-    "tests/integration/test_accelerate.py",
-    "tests/integration/test_refusals.py",
-    "tests/parity",
-    "tests/integration/test_save_load.py",
-    "tests/integration/test_state.py",
-    "tests/integration/test_generate.py",
-    "tests/integration/test_pipeline",
-    "tests/integration",
+# Where another version of a library shows first.
+FIRST: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "trl": ("tests/integration/test_trl",),
+        "peft": ("tests/integration/test_refusals.py", "tests/integration/test_import.py"),
+        "accelerate": ("tests/integration/test_accelerate.py", "tests/integration/test_plugin.py"),
+        "transformers": ("tests/integration/test_trainer", "tests/parity", "tests/integration/test_generate.py"),
+        "torch": ("tests/integration/test_state.py", "tests/parity/test_pipeline.py", "tests/parity"),
+    }
 )
 
 
@@ -76,6 +71,7 @@ FIRST = (
 
 def pytest_addoption(parser):
     parser.addoption("--outcomes", type=Path, help="a file of what each test gave; those it names are not run again")
+    parser.addoption("--first", nargs="*", default=(), help="beginnings of the tests to begin with")
     parser.addoption("--until", type=float, default=float("inf"), help="seconds since 1970 after which no test begins")
 
 
@@ -87,7 +83,7 @@ def pytest_collection_modifyitems(config, items):
         return
     known = outcomes(file)
     file.with_suffix(".total").write_text(str(len(items)), encoding="utf-8")
-    items.sort(key=lambda item: next((n for n, name in enumerate(FIRST) if item.nodeid.startswith(name)), len(FIRST)))
+    items.sort(key=lambda item: not item.nodeid.startswith(tuple(config.getoption("first"))))
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid in known])
     items[:] = [item for item in items if item.nodeid not in known]
 
@@ -149,6 +145,7 @@ def run(name: str, folder: Path, minutes: float) -> dict[str, object]:
     until = time.time() + 60 * minutes
     variables = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {"HF_HUB_OFFLINE": "1"}
     command = [str(python), "-m", "pytest", "-p", "tests.matrix", "--outcomes", str(log), "--until", str(until)]
+    command += ["--first", *(test for library in COMBINATIONS[name] for test in FIRST.get(library, ()))]
     with (folder / f"{name}.log").open("w", encoding="utf-8") as out:
         subprocess.run(command, cwd=ROOT, env=variables, stdout=out, stderr=subprocess.STDOUT, check=False)
     versions = subprocess.run(
