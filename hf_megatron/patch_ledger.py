@@ -76,15 +76,23 @@ class Patch:
         owner, attribute = self._owner()
         attributes = _attributes(owner)
         if attribute not in attributes:
-            raise MegatronError(
-                f"{self.target} does not exist in the installed {self.module_name.partition('.')[0]}: this version is "
-                "outside the range hf_megatron supports (see pyproject.toml)."
-            )
+            self._require_other_version()
+            return
         # `vars` keeps staticmethod and classmethod objects as they are; `getattr` would bind them.
         self.original = attributes[attribute]
         module_name, _, function = self.replacement.partition(":")
         _set(owner, attribute, _replaced(self.original, getattr(importlib.import_module(module_name), function)))
         self.applied = True
+
+    def _require_other_version(self) -> None:
+        # Not at the top: torch's own targets are patched while torch is imported.
+        from .upstream import is_of_other_versions
+
+        if not is_of_other_versions(self.target):
+            raise MegatronError(
+                f"{self.target} does not exist in the installed {self.module_name.partition('.')[0]}: this version is "
+                "outside the range hf_megatron supports (see docs/versions.md)."
+            )
 
     def restore(self) -> None:
         if self.applied:

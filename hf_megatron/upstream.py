@@ -1,16 +1,20 @@
 """The only file that names private or version-dependent upstream symbols.
 
-Checked with torch 2.11 to 2.13, transformers 5.23, accelerate 1.15. What to watch for: a wired-up
+`CHECKED` says with which versions; docs/versions.md what was run on them. What to watch for: a wired-up
 `enable_sequence_parallel` and a loss-parallel head in transformers make parts of this library unnecessary.
 """
 
 import copy
 import inspect
 import re
+import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
+from importlib import metadata
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +23,58 @@ import torch.distributed._functional_collectives as functional
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import _StridedShard
+
+# The first and the last minor version of each library that the suite was run with (docs/versions.md).
+CHECKED: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "torch": ("2.11", "2.13"),
+        "transformers": ("5.21", "5.23"),
+        "accelerate": ("1.13", "1.15"),
+        "trl": ("1.14", "1.16"),
+        "peft": ("0.19", "0.21"),
+    }
+)
+# Targets of patches that not every checked version has: the library, its first version with them and the first without.
+_TARGETS: Mapping[str, tuple[str, str | None, str | None]] = MappingProxyType(
+    {
+        **{f"trl.trainer.{name}_trainer:add_fused_lm_head": ("trl", "1.15", None) for name in ("sft", "dpo", "kto")},
+        "trl.trainer.sft_trainer:_patch_chunked_ce_lm_head": ("trl", None, "1.15"),
+    }
+)
+
+
+def _minor(version: str) -> tuple[int, ...]:
+    """Returns the two numbers that a version begins with; those of development versions too."""
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+
+
+def is_of_other_versions(target: str) -> bool:
+    """Tells whether the installed version is one that a patch's target is known not to be in."""
+    if target not in _TARGETS:
+        return False
+    library, first, end = _TARGETS[target]
+    installed = _minor(metadata.version(library))
+    return (first is not None and installed < _minor(first)) or (end is not None and installed >= _minor(end))
+
+
+def warn_of_unchecked_versions() -> None:
+    """Warns, once for each, of imported libraries whose version is outside of what was checked."""
+    for library in CHECKED:
+        if library in sys.modules:
+            _warn_of_version(library, metadata.version(library))
+
+
+@cache
+def _warn_of_version(library: str, version: str) -> None:
+    first, last = CHECKED[library]
+    if not _minor(first) <= _minor(version) <= _minor(last):
+        checked = ", ".join(f"{name} {low} to {high}" for name, (low, high) in CHECKED.items())
+        warnings.warn(
+            f"hf_megatron was not checked with {library} {version}, but with {checked}. Its numbers may differ from "
+            "those of one process; install a version of this range, or compare with `hf-megatron check`.",
+            stacklevel=2,
+        )
+
 
 # transformers.distributed.tensor_parallel.ALL_PARALLEL_STYLES of 5.23 that plans of models use. A name that is not
 # here appeared later, and `registry.derive` refuses it.
@@ -565,7 +621,7 @@ def recorded_outputs() -> dict[str, list[Any]]:
 
 def splits_python_functions() -> bool:
     """Tells whether `backward_weights` can start from an autograd `Function` (not in torch 2.11; 2.12 untried)."""
-    return torch.__version__ >= "2.13"
+    return _minor(torch.__version__) >= (2, 13)
 
 
 def without_view(tensor: torch.Tensor) -> torch.Tensor:
@@ -651,6 +707,19 @@ def trl_output(**fields: Any) -> Any:
     from trl.trainer.utils import FusedCausalLMOutput
 
     return FusedCausalLMOutput(**fields)
+
+
+def trl_sums(loss: torch.Tensor, aux_loss: torch.Tensor | None, fields: Mapping[str, torch.Tensor]) -> Any:
+    """Makes what TRL 1.14's `SFTTrainer` reads of a forward, of a loss `()` and fields `[batch, sequence]`."""
+    from trl.trainer.sft_trainer import _ChunkedCELMHeadOutput  # type: ignore[attr-defined]
+
+    return _ChunkedCELMHeadOutput(
+        loss=loss,
+        num_correct_tokens=fields["is_top1"].sum().float(),
+        entropy_sum=fields["entropy"].detach().sum(),
+        num_valid_tokens=fields["label_mask"].sum(),
+        aux_loss=aux_loss,
+    )
 
 
 class LoadingGroup(NamedTuple):

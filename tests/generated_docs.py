@@ -3,6 +3,7 @@
 docs/design.md    every file's purpose, and why some are longer than others
 docs/patches.md   every replaced function and attribute
 docs/surface.md   what a training loop may do on which layout, as `python -m tests.habits` recorded it
+docs/versions.md  which versions the tests were run with, as `python -m tests.matrix` recorded it
 """
 
 import ast
@@ -13,6 +14,7 @@ from pathlib import Path
 from hf_megatron.instance_patches import INSTANCE_PATCHES
 from hf_megatron.integrations.patches import PATCHES
 from tests.habits import table
+from tests.matrix import table as versions
 from tests.structure import ROOT, files
 
 LONGEST = 300
@@ -77,6 +79,7 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "docs/design.md": {"long files": long_files, "purposes": purposes},
     "docs/patches.md": {"patches": patches, "instance patches": instance_patches},
     "docs/surface.md": {"habits": table},
+    "docs/versions.md": {"versions": versions},
 }
 
 

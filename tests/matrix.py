@@ -1,76 +1,207 @@
-"""Runs the quick suite on the ends of the supported ranges, each in a fresh virtual environment.
+"""The first tier of tests on the versions users have: `python -m tests.matrix FOLDER [combination ...]`.
 
-    python tests/matrix.py                                   # lowest and highest torch, with the one transformers
-    python tests/matrix.py --pairs 2.12.0:5.23.0 --keep DIR  # one pair; environments are kept in DIR and used again
+Each combination gets an environment of its own in the folder, which is kept and used again. What a test gave is noted
+there as soon as it has ended, so that a run that was cut off goes on where it was; `tests/matrix.json` has the counts,
+and docs/versions.md shows them. A combination whose first tier was not run to its end says how far it came.
 
-Results go to tests/matrix.json, which is committed.
+    python -m tests.matrix FOLDER                       # all, one after the other
+    python -m tests.matrix FOLDER oldest --minutes 20   # one, for so long; what the versions concern comes first
 """
 
 import argparse
 import json
 import os
-import re
 import subprocess
-import tempfile
-import venv
+import sys
+import time
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
-ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "tests" / "matrix.json"
-PAIRS = ("2.11.0:5.23.0", "2.13.0:5.23.0")
-QUICK = [
-    "tests/unit",
-    "tests/faults",
-    "tests/parity/test_families.py",
-    "tests/parity/test_data_parallel.py",
-    "tests/integration/test_state.py",
-    "tests/integration/test_recompute.py",
-    "tests/integration/test_trainer.py",
-    "tests/integration/test_accelerate.py",
-    "tests/integration/test_save_load.py",
-    "tests/integration/test_generate.py",
-    "tests/integration/test_surface.py",
-    "tests/integration/test_import.py",
-    "tests/integration/test_compile.py",
-]
+import pytest
+
+from tests.structure import ROOT
+
+DATA = ROOT / "tests" / "matrix.json"
+NEWEST: Mapping[str, str] = MappingProxyType(
+    {"torch": "2.13", "transformers": "5.23", "accelerate": "1.15", "trl": "1.16", "peft": "0.21"}
+)
+OLDEST: Mapping[str, str] = MappingProxyType(
+    {"torch": "2.11", "transformers": "5.21", "accelerate": "1.13", "trl": "1.14", "peft": "0.19"}
+)
+# What differs from the newest of everything.
+COMBINATIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        "newest": {},
+        "oldest": OLDEST,
+        **{
+            f"{library}-{version}": {library: version}
+            for library, version in (
+                ("transformers", "5.22"),
+                ("transformers", "5.21"),
+                ("accelerate", "1.14"),
+                ("accelerate", "1.13"),
+                ("trl", "1.15"),
+                ("trl", "1.14"),
+                ("peft", "0.20"),
+                ("peft", "0.19"),
+                ("torch", "2.12"),
+                ("torch", "2.11"),
+                ("python", "3.12"),
+                ("python", "3.13"),
+            )
+        },
+    }
+)
+INDEX = ("--retries", "0", "--extra-index-url", "https://download.pytorch.org/whl/cpu")
+# Where another version of a library shows first.
+FIRST: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "trl": ("tests/integration/test_trl",),
+        "peft": ("tests/integration/test_refusals.py", "tests/integration/test_import.py"),
+        "accelerate": ("tests/integration/test_accelerate.py", "tests/integration/test_plugin.py"),
+        "transformers": ("tests/integration/test_trainer", "tests/parity", "tests/integration/test_generate.py"),
+        "torch": ("tests/integration/test_state.py", "tests/parity/test_pipeline.py", "tests/parity"),
+    }
+)
 
 
-def run_pair(torch: str, transformers: str, folder: Path) -> dict[str, object]:
-    """Installs one pair and runs the quick suite; returns the row of the results file."""
-    python = folder / "bin" / "python"
+# Within pytest, as its plugin: `-p tests.matrix --outcomes FILE`
+
+
+def pytest_addoption(parser):
+    parser.addoption("--outcomes", type=Path, help="a file of what each test gave; those it names are not run again")
+    parser.addoption("--first", nargs="*", default=(), help="beginnings of the tests to begin with")
+    parser.addoption("--until", type=float, default=float("inf"), help="seconds since 1970 after which no test begins")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config, items):
+    """Leaves out what has an outcome, after `-m` has selected, and notes how many tests there are."""
+    file = config.getoption("outcomes")
+    if file is None:
+        return
+    known = outcomes(file)
+    file.with_suffix(".total").write_text(str(len(items)), encoding="utf-8")
+    items.sort(key=lambda item: not item.nodeid.startswith(tuple(config.getoption("first"))))
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in known])
+    items[:] = [item for item in items if item.nodeid not in known]
+
+
+def pytest_runtest_logreport(report):
+    """Notes a test that is over, and one that failed before or after it was run."""
+    if report.when == "call" or report.outcome != "passed":
+        _noted.append({"test": report.nodeid, "outcome": report.outcome})
+
+
+_noted: list[dict[str, str]] = []
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item, nextitem):
+    found = yield
+    file = item.config.getoption("outcomes")
+    if file is not None:
+        with file.open("a", encoding="utf-8") as out:
+            out.writelines(json.dumps(row) + "\n" for row in _noted)
+        if time.time() > item.config.getoption("until"):
+            item.session.shouldstop = "its time is over"
+    _noted.clear()
+    return found
+
+
+def outcomes(file: Path) -> dict[str, str]:
+    """Test -> what it gave; a failure stays one."""
+    found: dict[str, str] = {}
+    for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
+        row = json.loads(line)
+        if found.get(row["test"]) != "failed":
+            found[row["test"]] = row["outcome"]
+    return found
+
+
+# Outside of it
+
+
+def environment(name: str, folder: Path) -> Path:
+    """The interpreter of a combination's environment, which is made and filled first."""
+    wanted = {**NEWEST, **COMBINATIONS[name]}
+    version = wanted.pop("python", None)
+    python = folder / name / "bin" / "python"
     if not python.exists():
-        venv.create(folder, with_pip=True)
+        interpreter = sys.executable if version is None else f"python{version}"
+        subprocess.run([interpreter, "-m", "venv", str(folder / name)], check=True)
     install = [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
-    index = ["--retries", "0", "--extra-index-url", "https://download.pytorch.org/whl/cpu"]
-    subprocess.run([*install, *index, f"torch=={torch}"], check=True)
-    subprocess.run([*install, f"transformers=={transformers}", "-e", f"{ROOT}[test]"], check=True)
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
-    command = [str(python), "-m", "pytest", "-n", "auto", "-m", "", *QUICK]
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    print(result.stdout[-3000:])
-    summary = re.findall(
-        r"\d+ (?:passed|failed|error|skipped)\b", result.stdout.splitlines()[-1] if result.stdout else ""
-    )
+    subprocess.run([*install, *INDEX, f"torch=={wanted['torch']}.*"], check=True)
+    requirements = [f"{library}=={minor}.*" for library, minor in wanted.items()]
+    subprocess.run([*install, *requirements, "-e", f"{ROOT}[test]"], check=True)
+    return python
+
+
+def run(name: str, folder: Path, minutes: float) -> dict[str, object]:
+    """Runs what a combination has not been run with yet; the row of the results."""
+    python = environment(name, folder)
+    log = folder / f"{name}.jsonl"
+    until = time.time() + 60 * minutes
+    variables = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {"HF_HUB_OFFLINE": "1"}
+    command = [str(python), "-m", "pytest", "-p", "tests.matrix", "--outcomes", str(log), "--until", str(until)]
+    command += ["--first", *(test for library in COMBINATIONS[name] for test in FIRST.get(library, ()))]
+    with (folder / f"{name}.log").open("w", encoding="utf-8") as out:
+        subprocess.run(command, cwd=ROOT, env=variables, stdout=out, stderr=subprocess.STDOUT, check=False)
     versions = subprocess.run(
         [str(python), "-m", "hf_megatron.cli", "env"], capture_output=True, text=True, check=True, cwd=ROOT
     )
-    return {"passed": result.returncode == 0, "summary": ", ".join(summary), "versions": json.loads(versions.stdout)}
+    found = outcomes(log)
+    counts = {outcome: sum(value == outcome for value in found.values()) for outcome in ("passed", "skipped")}
+    return {
+        "versions": json.loads(versions.stdout),
+        "first tier": int(log.with_suffix(".total").read_text(encoding="utf-8")),
+        **counts,
+        "failed": sorted(test for test, outcome in found.items() if outcome == "failed"),
+    }
+
+
+def recorded() -> dict[str, dict]:
+    """Combination -> its row."""
+    return json.loads(DATA.read_text(encoding="utf-8")) if DATA.exists() else {}
+
+
+def table() -> str:
+    """The combinations and their counts in Markdown, then what failed."""
+    rows = recorded()
+    names = ("python", *NEWEST)
+    lines = [f"| combination | {' | '.join(names)} | run | passed | skipped | failed |", "|---" * 11 + "|"]
+    for name in COMBINATIONS:
+        if (row := rows.get(name)) is None:
+            continue
+        ran = row["passed"] + row["skipped"] + len(row["failed"])
+        extent = "all" if ran == row["first tier"] else f"{ran} of {row['first tier']}"
+        cells = [row["versions"][library] for library in names]
+        cells += [extent, str(row["passed"]), str(row["skipped"]), str(len(row["failed"]))]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    missing = [f"`{name}`" for name in COMBINATIONS if name not in rows]
+    if missing:
+        lines += ["", f"Not run: {', '.join(missing)}."]
+    failed = [f"- {name}: `{test}`" for name, row in rows.items() for test in row["failed"]]
+    return "\n".join([*lines, *(["", "Failed:", "", *failed] if failed else [])]) + "\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", nargs="+", default=PAIRS, help="torch:transformers")
-    parser.add_argument("--keep", type=Path, help="folder for the environments; by default a temporary one")
+    parser.add_argument("folder", type=Path, help="where environments and outcomes are kept")
+    parser.add_argument("combinations", nargs="*", help=f"of {', '.join(COMBINATIONS)}; all by default")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="how long each may run")
     arguments = parser.parse_args()
-    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    with tempfile.TemporaryDirectory() as temporary:
-        for pair in arguments.pairs:
-            torch, _, transformers = pair.partition(":")
-            folder = (arguments.keep or Path(temporary)) / pair.replace(":", "-")
-            results[f"torch {torch}, transformers {transformers}"] = run_pair(torch, transformers, folder)
-            RESULTS.write_text(json.dumps(results, indent=2, sort_keys=True) + "\n")
-    if not all(row["passed"] for row in results.values()):
-        raise SystemExit(1)
+    if unknown := set(arguments.combinations) - set(COMBINATIONS):
+        parser.error(f"no combination: {', '.join(sorted(unknown))}")
+    folder = arguments.folder.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in arguments.combinations or COMBINATIONS:
+        row = run(name, folder, arguments.minutes)
+        rows = recorded() | {name: row}
+        ordered = {key: rows[key] for key in COMBINATIONS if key in rows}
+        DATA.write_text(json.dumps(ordered, indent=2) + "\n", encoding="utf-8")
+        print(name, row["passed"], "passed", len(row["failed"]), "failed", "of", row["first tier"], flush=True)
 
 
 if __name__ == "__main__":

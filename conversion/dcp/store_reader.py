@@ -19,7 +19,7 @@ from ...files.data_file import DataFile
 from ...files.paths import inside
 from ..chunks import Chunk, ChunkedTensors
 from ..torch_files.blob import Blob
-from ..torch_files.safe_pickle import Named, Names, Record, record_names, unpickle
+from ..torch_files.safe_pickle import Named, Names, Record, enumeration_names, record_names, unpickle
 from ..torch_files.saved import DTYPES
 
 METADATA = ".metadata"
@@ -39,16 +39,13 @@ _NAMES: Names = MappingProxyType(
             f"{_DCP}.metadata.ChunkStorageMetadata",
             f"{_DCP}.metadata.TensorProperties",
             f"{_DCP}.metadata.StorageMeta",
-            f"{_DCP}.metadata._MEM_FORMAT_ENCODING",
             f"{_DCP}.filesystem._StorageInfo",
             # Plans that megatron-core keeps beside what is written.
             f"{_DCP}.planner.SavePlan",
             f"{_DCP}.planner.WriteItem",
-            f"{_DCP}.planner.WriteItemType",
             f"{_DCP}.planner.TensorWriteData",
             f"{_DCP}.planner.BytesIOWriteData",
             "torch.distributed._shard.sharded_tensor.metadata.TensorProperties",
-            "torch.distributed._shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING",
             "torch.serialization._get_layout",
             "pathlib.Path",
             "pathlib.PosixPath",
@@ -56,6 +53,11 @@ _NAMES: Names = MappingProxyType(
             # megatron-core 0.15 and before.
             f"{_PLANS}.MCoreMetadata",
             f"{_PLANS}.MCoreSavePlan",
+        ),
+        **enumeration_names(
+            f"{_DCP}.metadata._MEM_FORMAT_ENCODING",
+            f"{_DCP}.planner.WriteItemType",
+            "torch.distributed._shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING",
         ),
     }
 )

@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ...errors import CheckpointError
-from .pickled_values import Named, Record, check_expansion, hashable
+from .pickled_values import Getattr, Named, Record, check_expansion, hashable
 
 _MARK = object()
 # Operations that push a constant, and those with an operand of so many bytes: the length of a run of bytes that
@@ -16,6 +16,10 @@ _TEXT, _LONG = frozenset({ord("X"), 0x8C, 0x8D}), frozenset({0x8A, 0x8B})
 _COUNTED = _TEXT | _LONG | {ord("B"), ord("C"), 0x8E, 0x96}
 _GETS, _PUTS = frozenset(b"hj"), frozenset(b"qr")
 _SIGNED = ord("J")
+_REDUCE, _NEW, _NEW_WITH_KEYWORDS = ord("R"), 0x81, 0x92
+_GETATTR = Getattr()
+# As protocols 2 and from 3 on spell it.
+_NAMES_OF_GETATTR = frozenset({"__builtin__.getattr", "builtins.getattr"})
 _OPERANDS = MappingProxyType(
     {
         **dict.fromkeys((0x8C, ord("C"), 0x8A, ord("h"), ord("q"), ord("K")), 1),
@@ -116,9 +120,9 @@ class Machine:
             0x90: lambda: self._add(self._marked()),
             ord("c"): lambda: self._stack.append(self._name(self._line(), self._line())),
             0x93: lambda: self._stack.append(self._name(*[self._stack.pop(), self._stack.pop()][::-1])),
-            ord("R"): self._call,
-            0x81: self._call,
-            0x92: lambda: self._call(keywords=True),
+            _REDUCE: lambda: self._call(_REDUCE),
+            _NEW: lambda: self._call(_NEW),
+            _NEW_WITH_KEYWORDS: lambda: self._call(_NEW_WITH_KEYWORDS),
             ord("b"): self._build,
             ord("Q"): lambda: self._stack.append(self._persist(self._stack.pop())),
         }
@@ -206,15 +210,19 @@ class Machine:
         if full in self._names:
             return self._names[full]
         if full.startswith(self._prefixes):
-            return Named(full)
+            return Named(full, has_members=True)
+        if full in _NAMES_OF_GETATTR:
+            return _GETATTR
         raise CheckpointError(f"it names {full}, which is not read.")
 
-    def _call(self, keywords: bool = False) -> None:
-        if keywords:
+    def _call(self, operation: int) -> None:
+        if operation == _NEW_WITH_KEYWORDS:
             self._stack.pop()
         arguments, called = self._stack.pop(), self._stack.pop()
-        if not isinstance(called, Named) or type(arguments) is not tuple:
+        if not isinstance(called, Named | Getattr) or type(arguments) is not tuple:
             raise TypeError("it calls what is no class")
+        if called is _GETATTR and operation != _REDUCE:
+            raise CheckpointError("it makes an object of builtins.getattr.")
         self._charge(*arguments)
         self._stack.append(called(arguments))
 

@@ -37,13 +37,32 @@ class Named:
     Args:
         name: module and name.
         make: what stands for a call of it, given the arguments; a `Record` by default.
+        has_members: whether it may be an enumeration, of which a pickle may ask for a member.
     """
 
-    def __init__(self, name: str, make: Callable[[tuple[Any, ...]], Any] | None = None):
-        self.name, self._make = name, make
+    def __init__(self, name: str, make: Callable[[tuple[Any, ...]], Any] | None = None, *, has_members: bool = False):
+        self.name, self._make, self.has_members = name, make, has_members
 
     def __call__(self, arguments: tuple[Any, ...]) -> Any:
         return Record(self.name, arguments) if self._make is None else self._make(arguments)
+
+
+class Getattr:
+    """Python's `getattr` where a pickle names it: Python 3.11.0 to 3.11.3 write members of enumerations by it.
+
+    It reads no attribute: of an enumeration's name and a member's it makes a record of both, and refuses all else.
+    """
+
+    def __call__(self, arguments: tuple[Any, ...]) -> Record:
+        """Makes the record of `(enumeration, member)`; `CheckpointError` for anything else."""
+        match arguments:
+            case (Named(has_members=True, name=enumeration), str(member)) if _is_member(member):
+                return Record(enumeration, (member,))
+        raise CheckpointError("it names builtins.getattr, which is read of enumerations alone.")
+
+
+def _is_member(name: str) -> bool:
+    return name.isidentifier() and not name.startswith("_")
 
 
 _SCALARS = (str, int, float, bool, bytes, type(None), Record)

@@ -14,7 +14,16 @@ from ...errors import CheckpointError
 from .pickle_machine import Machine
 from .pickled_values import Named, Record, hashable
 
-__all__ = ["CONTAINERS", "Named", "Names", "Record", "record_names", "unpickle", "unpickle_first"]
+__all__ = [
+    "CONTAINERS",
+    "Named",
+    "Names",
+    "Record",
+    "enumeration_names",
+    "record_names",
+    "unpickle",
+    "unpickle_first",
+]
 
 # What a pickle may name: a `Named`, or the value itself (a dtype).
 Names = Mapping[str, Any]
@@ -23,6 +32,11 @@ Names = Mapping[str, Any]
 def record_names(*names: str) -> Names:
     """Makes a table of classes whose objects become records."""
     return MappingProxyType({name: Named(name) for name in names})
+
+
+def enumeration_names(*names: str) -> Names:
+    """Makes a table of enumerations, whose members become records of the value or of the name they are saved by."""
+    return MappingProxyType({name: Named(name, has_members=True) for name in names})
 
 
 def _table(arguments: tuple[Any, ...]) -> dict[Any, Any]:

@@ -1,5 +1,6 @@
 """What `torch.save` wrote, in either of its formats: tensors whose bytes are read when they are asked for."""
 
+import signal
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from ...files import safetensors
 from ...files.buffers import FRESH, Memory
 from ...files.data_file import DataFile, read_strided, row_major
 from ...shown import shown
-from .safe_pickle import Named, Names, record_names
+from .safe_pickle import Named, Names, enumeration_names, record_names
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {
@@ -101,22 +102,28 @@ TENSORS: Names = MappingProxyType(
 )
 # What else Megatron saves beside tensors (megatron/core/safe_globals.py); loss scalers once lay in a module of
 # their own (megatron/checkpointing.py, `_load_base_checkpoint`).
-OBJECTS: Names = record_names(
-    "_io.BytesIO",
-    "argparse.Namespace",
-    "fp16.loss_scaler.DynamicLossScaler",
-    "fp16.loss_scaler.LossScaler",
-    "numpy._core.multiarray._reconstruct",
-    "numpy._core.multiarray.scalar",
-    "numpy.core.multiarray._reconstruct",
-    "numpy.core.multiarray.scalar",
-    "numpy.dtype",
-    "numpy.dtypes.UInt32DType",
-    "numpy.ndarray",
-    "pathlib.PosixPath",
-    "signal.Signals",
-    "torch.device",
-    "types.SimpleNamespace",
+OBJECTS: Names = MappingProxyType(
+    {
+        **record_names(
+            "_io.BytesIO",
+            "argparse.Namespace",
+            "fp16.loss_scaler.DynamicLossScaler",
+            "fp16.loss_scaler.LossScaler",
+            "numpy._core.multiarray._reconstruct",
+            "numpy._core.multiarray.scalar",
+            "numpy.core.multiarray._reconstruct",
+            "numpy.core.multiarray.scalar",
+            "numpy.dtype",
+            "numpy.dtypes.UInt32DType",
+            "numpy.ndarray",
+            "pathlib.PosixPath",
+            "torch.device",
+            "types.SimpleNamespace",
+        ),
+        **enumeration_names("signal.Signals"),
+        # Python up to 3.11.3 writes the members by the names that the module has them under.
+        **record_names(*(f"signal.{member.name}" for member in signal.Signals)),
+    }
 )
 # Their enumerations and settings; none is looked up.
 MEGATRON = ("megatron.", "transformer_engine.")

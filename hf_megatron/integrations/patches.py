@@ -54,6 +54,8 @@ _ROWS: tuple[tuple[str, str, str, str], ...] = (
      "gathers all weights on every rank to write them at once", _LAYOUTS),
     ("transformers.trainer:has_mixed_dtensor", "trainer:has_mixed_dtensor",
      "takes weights of other stages for a mesh of their own", "Trainer splits groups of parameters by mesh"),
+    (f"{_MIXIN}.barrier_after_gathered_checkpoint_save", "transformers:barrier_after_gathered_checkpoint_save",
+     "asks a layout for sizes that it may not have", _LAYOUTS),
     ("transformers.trainer:get_model_param_count", "transformers:get_model_param_count",
      "counts the parameters of this rank's stages", "Trainer asks a model for its size"),
     ("transformers.modeling_utils:AttentionInterface.get_interface",
@@ -208,6 +210,9 @@ _ROWS: tuple[tuple[str, str, str, str], ...] = (
             ("create_model_from_path", "create_model_from_path", "loads the reference model whole"),
         )
     ),
+    # TRL 1.14; DPOTrainer and KTOTrainer read logits there.
+    ("trl.trainer.sft_trainer:_patch_chunked_ce_lm_head", "trl:patch_chunked_loss", "reads the whole head's weight",
+     "TRL 1.14 is no longer supported"),
     ("trl.trainer.reward_trainer:RewardTrainer.__init__", "trl:init", "takes any model", _TRL),
     ("trl.trainer.reward_trainer:create_model_from_path", "trl:create_model_from_path", "loads onto one device", _TRL),
     ("trl.trainer.sft_trainer:SFTTrainer.prediction_step", "trl:sft_prediction_step",

@@ -28,7 +28,7 @@ from ..parallelize import install, parallel_plan, place, plan
 from ..patch_ledger import LEDGER
 from ..registry.features import describe_model
 from ..tensor_parallel.expert_widths import require_expert_widths
-from ..upstream import forget_conversions, quiet_loading
+from ..upstream import forget_conversions, quiet_loading, warn_of_unchecked_versions
 from ..version import __version__
 from .accelerate import ensure_process_group, job_world_size
 from .cards import write_model_card
@@ -49,6 +49,7 @@ _EXCLUSIVE = {
 
 def _start(value: Any, kwargs: dict[str, Any]) -> MegatronConfig:
     """Validates the argument and the job, before anything is loaded."""
+    warn_of_unchecked_versions()
     config = MegatronConfig.coerce(value)
     for name, reason in _EXCLUSIVE.items():
         if kwargs.get(name) is not None:
@@ -182,6 +183,12 @@ def gather_sharded_state_dict_for_save(
     if isinstance(distributed_config, MegatronConfig):
         return state_dict
     return original(self, model_to_save, state_dict, distributed_config, **kwargs)
+
+
+def barrier_after_gathered_checkpoint_save(original: Callable, self: Any, distributed_config: Any) -> None:
+    """Waits for nobody: a laid out model's weights are not written yet, and whoever writes them waits afterwards."""
+    if not isinstance(distributed_config, MegatronConfig):
+        original(self, distributed_config)
 
 
 def get_model_param_count(original: Callable, model: Any, trainable_only: bool = False) -> int:

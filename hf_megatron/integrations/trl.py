@@ -6,7 +6,7 @@ model that is laid out over ranks these numbers come from `token_scores`, which 
 
 import functools
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -21,7 +21,7 @@ from ..loss import IGNORE_INDEX, BatchLoss, count_targets, next_tokens
 from ..parallel_state import parallel_state
 from ..patch_ledger import LEDGER
 from ..tensor_parallel.vocab_log_probs import FIELDS, LOG_PROBS
-from ..upstream import count_tokens_once, local_tensor, trl_output
+from ..upstream import count_tokens_once, local_tensor, trl_output, trl_sums, warn_of_unchecked_versions
 from .accelerate import job_world_size
 from .refusals import refuse_other_trl_trainers
 from .repeated_rows import evaluated
@@ -52,6 +52,7 @@ def init(original: Callable, self: Any, model: Any = None, *args: Any, **kwargs:
     layout = layout_of_policy(model, given)
     if layout is None:
         return original(self, model, *args, **kwargs)
+    warn_of_unchecked_versions()
     refuse_other_trl_trainers(self)
     for name, reason in _REFUSED.items():
         if value := getattr(given, name, False):
@@ -162,7 +163,27 @@ def add_fused_lm_head(
     state.patches.replace(model, "forward", types.MethodType(_with_scores(model, wanted), model))
 
 
-def _with_scores(model: Any, wanted: tuple[str, ...]) -> Callable:
+def patch_chunked_loss(original: Callable, model: Any, chunk_size: int, is_vlm: bool = False) -> None:
+    """Replaces the forward with labels by one that returns the sums that TRL 1.14 logs, of the split head."""
+    state = parallel_state(model)
+    if state is None:
+        return original(model, chunk_size, is_vlm)
+    original_forward, scored = model.forward, _with_scores(model, (LOG_PROBS, "entropy", "is_top1"), trl_sums)
+
+    @functools.wraps(type(model).forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("labels") is None and kwargs.get("shift_labels") is None:
+            return original_forward(*args, **kwargs)
+        return scored(self, *args, fused_lm_head=True, **kwargs)
+
+    state.patches.replace(model, "forward", types.MethodType(forward, model))
+
+
+def _fields_of_tokens(loss: Any, aux_loss: Any, fields: Mapping[str, Any]) -> Any:
+    return trl_output(loss=loss, aux_loss=aux_loss, **fields)
+
+
+def _with_scores(model: Any, wanted: tuple[str, ...], output: Callable = _fields_of_tokens) -> Callable:
     original_forward = model.forward
 
     @functools.wraps(type(model).forward)
@@ -189,7 +210,7 @@ def _with_scores(model: Any, wanted: tuple[str, ...]) -> Callable:
         loss = _batch(self).token_mean(-fields[LOG_PROBS], fields["label_mask"], num_items_in_batch)
         if aux_loss is not None:
             loss = loss + getattr(self.config.get_text_config(), "router_aux_loss_coef", 0.0) * aux_loss
-        return trl_output(loss=loss, aux_loss=aux_loss, **fields)
+        return output(loss, aux_loss, fields)
 
     return forward
 

@@ -44,7 +44,7 @@ ELSEWHERE = {
     r"hf-megatron (push|pull) .*": "tests/integration/test_hub.py",
     r"python -m pytest .*|ruff check \.": ".ci/run",
     r"python benchmarks/.*": "tests/integration/test_benchmarks.py",
-    r"python tests/matrix\.py": "tests/matrix.json",
+    r"python -m tests\.matrix .*": "tests/matrix.json",
     r"python -m tests\.generated_docs": "tests/integration/test_docs.py",
     r"python -m tests\.habits.*": "tests/integration/test_habits.py",
     r"python -m tests\.flips.*": "tests/integration/test_gate.py",

@@ -66,10 +66,50 @@ def test_every_patch_target_exists():
         """
 import importlib, hf_megatron
 from hf_megatron.patch_ledger import LEDGER
+from hf_megatron.upstream import is_of_other_versions
 for patch in LEDGER.patches.values():
-    if patch.module_name.split(".")[0] in ("transformers", "accelerate", "torch", "peft"):
-        importlib.import_module(patch.module_name)
-        assert patch.applied, patch.target
+    importlib.import_module(patch.module_name)
+    assert patch.applied != is_of_other_versions(patch.target), patch.target
+"""
+    )
+
+
+def test_a_target_that_is_missing_is_refused_by_name():
+    python(
+        """
+import transformers.trainer, pytest
+from hf_megatron import MegatronError
+from hf_megatron.patch_ledger import Patch
+target = "transformers.trainer:Trainer.train_backwards"
+with pytest.raises(MegatronError, match=f"{target} does not exist in the installed transformers"):
+    Patch(target, "hf_megatron.integrations.trainer:init", "", "").apply()
+"""
+    )
+
+
+def test_a_version_outside_of_what_was_checked_warns_once(stories, tmp_path):
+    # What pip would say of another version, in front of what it says of the installed one.
+    for name in ("transformers", "peft"):
+        folder = tmp_path / f"{name}-99.1.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 99.1\n")
+    python(
+        f"""
+import sys, warnings
+from transformers import LlamaForCausalLM
+from hf_megatron.upstream import CHECKED
+sys.path.insert(0, {str(tmp_path)!r})
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    LlamaForCausalLM.from_pretrained({str(stories)!r})
+    assert not caught
+    for _ in range(2):
+        LlamaForCausalLM.from_pretrained({str(stories)!r}, megatron_config={{}})
+texts = [str(warning.message) for warning in caught if "not checked" in str(warning.message)]
+imported = [name for name in ("transformers", "peft") if name in sys.modules]
+expected = ["hf_megatron was not checked with " + name + " 99.1" for name in imported]
+assert [text.partition(", ")[0] for text in texts] == expected
+assert all(f"{{name}} {{first}} to {{last}}" in texts[0] for name, (first, last) in CHECKED.items())
 """
     )
 

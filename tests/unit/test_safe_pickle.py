@@ -5,13 +5,15 @@ import collections
 import os
 import pickle
 import random
+import signal
 import struct
 import subprocess
 
 import pytest
 
 from hf_megatron import CheckpointError
-from hf_megatron.conversion.torch_files.safe_pickle import Named, Record, record_names, unpickle
+from hf_megatron.conversion.torch_files.safe_pickle import Named, Record, enumeration_names, record_names, unpickle
+from hf_megatron.conversion.torch_files.saved import OBJECTS
 
 VALUES = [
     None,
@@ -103,6 +105,75 @@ def test_a_record_is_not_called_and_a_prefix_is_no_pattern(tmp_path):
     # Attributes are set on records alone.
     refused(b"\x80\x02]}b.")
     refused(b"\x80\x02cargparse\nNamespace\n}b.")
+
+
+def text(value: str) -> bytes:
+    return b"X" + struct.pack("<I", len(value.encode())) + value.encode()
+
+
+GETATTR = b"cbuiltins\ngetattr\n"
+SHAPE = b"cenums\nShape\n"
+ROUND = text("ROUND")
+# What an enumeration's member may be asked for by, or what may be asked for one, if it were read.
+NO_MEMBERS = {
+    "of_a_class_that_is_no_enumeration": GETATTR + b"cargparse\nNamespace\n" + ROUND + b"\x86R.",
+    "of_a_container": GETATTR + b"ccollections\nOrderedDict\n" + ROUND + b"\x86R.",
+    "of_a_member": GETATTR + GETATTR + SHAPE + ROUND + b"\x86R" + text("value") + b"\x86R.",
+    "of_an_object": GETATTR + b"cargparse\nNamespace\n)R" + text("kind") + b"\x86R.",
+    "of_getattr": GETATTR + GETATTR + ROUND + b"\x86R.",
+    "of_text": GETATTR + text("enums.Shape") + ROUND + b"\x86R.",
+    "of_a_module": GETATTR + b"cenums\n__dict__\n" + ROUND + b"\x86R.",
+    "of_what_is_not_read": GETATTR + b"cos\nsystem\n" + ROUND + b"\x86R.",
+    "a_private_name": GETATTR + SHAPE + text("_member_map_") + b"\x86R.",
+    "a_special_name": GETATTR + SHAPE + text("__class__") + b"\x86R.",
+    "a_path": GETATTR + SHAPE + text("ROUND.value") + b"\x86R.",
+    "no_name": GETATTR + SHAPE + text("") + b"\x86R.",
+    "bytes": GETATTR + SHAPE + b"C\x05ROUND\x86R.",
+    "a_class_as_the_name": GETATTR + SHAPE + SHAPE + b"\x86R.",
+    "alone": GETATTR + SHAPE + b"\x85R.",
+    "with_a_default": GETATTR + SHAPE + ROUND + b"N\x87R.",
+    "of_a_list": GETATTR + b"](" + SHAPE + ROUND + b"eR.",
+    "as_an_object_is_made": GETATTR + SHAPE + ROUND + b"\x86\x81.",
+    "as_an_object_is_made_with_keywords": GETATTR + SHAPE + ROUND + b"\x86}\x92.",
+    "and_the_member_is_called": GETATTR + SHAPE + ROUND + b"\x86R(tR.",
+    "and_getattr_has_attributes": GETATTR + b"}b.",
+    "and_getattr_is_a_key": b"}" + GETATTR + b"Ns.",
+    "under_another_name": b"coperator\nattrgetter\n" + ROUND + b"\x85R.",
+}
+
+
+def test_members_of_enumerations_are_read_however_pythons_write_them():
+    names = enumeration_names("enums.Shape")
+    by_value = b"\x80\x02" + SHAPE + b"K\x01\x85R."
+    by_name = b"\x80\x02" + GETATTR.replace(b"builtins", b"__builtin__") + SHAPE + ROUND + b"\x86R."
+    short = [b"\x8c" + bytes([len(part)]) + part for part in (b"builtins", b"getattr", b"enums", b"Shape", b"ROUND")]
+    stacked = b"\x80\x04" + b"".join((*short[:2], b"\x93", *short[2:4], b"\x93", short[4], b"\x86R."))
+    for data, argument in ((by_value, 1), (by_name, "ROUND"), (stacked, "ROUND")):
+        found = unpickle(data, "here", names)
+        assert (type(found), found.kind, found.arguments) == (Record, "enums.Shape", (argument,))
+    # Of names that begin as agreed it is not known which are enumerations.
+    found = unpickle(by_name, "here", {}, prefixes=("enums.",))
+    assert (found.kind, found.arguments) == ("enums.Shape", ("ROUND",))
+
+
+@pytest.mark.parametrize("data", NO_MEMBERS.values(), ids=NO_MEMBERS)
+def test_getattr_is_read_of_enumerations_alone(data):
+    names = {**record_names("argparse.Namespace"), **enumeration_names("enums.Shape")}
+    with pytest.raises(CheckpointError, match="here is (refused|damaged)"):
+        unpickle(b"\x80\x04" + data, "here", names)
+
+
+def test_getattr_that_is_not_called_is_nothing():
+    found = unpickle(b"\x80\x02" + GETATTR + SHAPE + b"\x86.", "here", enumeration_names("enums.Shape"))
+    assert getattr not in found
+
+
+def test_signals_are_read_however_pythons_write_them():
+    assert unpickle(b"\x80\x02csignal\nSignals\nK\x0f\x85R.", "here", OBJECTS).arguments == (15,)
+    assert unpickle(b"\x80\x02csignal\nSIGTERM\n.", "here", OBJECTS).name == "signal.SIGTERM"
+    assert unpickle(pickle.dumps(signal.SIGTERM), "here", OBJECTS) is not signal.SIGTERM
+    with pytest.raises(CheckpointError, match="signal.signal"):
+        unpickle(b"\x80\x02csignal\nsignal\n.", "here", OBJECTS)
 
 
 @pytest.mark.parametrize(
