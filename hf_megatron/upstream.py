@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import _StridedShard
 
-# The first and the last minor version of each library that the suite was run with (docs/versions.md).
+# The first and the last minor version of each library that is supported; docs/versions.md says what was run on them.
 CHECKED: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "torch": ("2.11", "2.13"),
@@ -76,8 +76,8 @@ def _warn_of_version(library: str, version: str) -> None:
         )
 
 
-# transformers.distributed.tensor_parallel.ALL_PARALLEL_STYLES of 5.23 that plans of models use. A name that is not
-# here appeared later, and `registry.derive` refuses it.
+# transformers' ALL_PARALLEL_STYLES of 5.21 to 5.23 that plans of models use. A name that is not here appeared
+# later, and `registry.derive` refuses it.
 KNOWN_STYLES = frozenset(
     {
         "all_reduce",
@@ -303,7 +303,7 @@ def merged_tp_plan(model: Any) -> dict[str, str]:
 
 
 def uses_grouped_product(module: Any) -> bool:
-    """Tells whether experts multiply by torch's grouped product (names of transformers 5.23's decorator of experts)."""
+    """Tells whether experts multiply by torch's grouped product (names of transformers' decorator of experts)."""
     if vars(module).get("is_transposed") is None or vars(module).get("has_gate") is None:
         return False
     return bool(module.config._experts_implementation == "grouped_mm")

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from ..communication.whole_tensors import whole_of
+from ..communication.whole_tensors import part_like, whole_of
 from ..errors import CheckpointError, UnsupportedError
 from ..mesh import is_of_layout
-from ..upstream import restore_state
+from ..upstream import dtensor_from_local, local_tensor, restore_state
 
 # Those of the other side are asked first where the other side is plain.
 _ARITHMETIC = tuple(f"__{side}{name}__" for name in ("add", "sub", "mul", "truediv") for side in ("", "r"))
@@ -26,14 +26,21 @@ def _is_own(tensor: DTensor) -> bool:
     return is_of_layout(tensor.device_mesh)
 
 
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, DTensor) and all(placement.is_replicate() for placement in value.placements)
+
+
 def _assign(parameter: Any, value: Any) -> None:
     """Gives a DTensor of a laid out model the data of another one, local part included, of any shape.
 
     Raises:
-        UnsupportedError: the value is no DTensor that lies like the parameter.
+        UnsupportedError: the value is no DTensor that lies like the parameter, or whole on every rank.
     """
     # By its mesh: a cast makes new parameters without what was written on the old ones.
     is_own = _is_own(parameter)
+    if is_own and _is_whole(value) and value.shape == parameter.shape:
+        # What torch 2.11 pads, as transformers does with biases of tied heads, lies whole on every rank.
+        value = dtensor_from_local(part_like(local_tensor(value), parameter), parameter)
     if is_own and not (isinstance(value, DTensor) and value.placements == parameter.placements):
         raise UnsupportedError(
             "`parameter.data = ...` on a split parameter takes a DTensor that lies like it, such as `parameter.data * "

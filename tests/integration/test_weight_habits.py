@@ -4,8 +4,10 @@ import copy
 
 import pytest
 import torch
+from torch.distributed.tensor import Replicate
 from transformers import AutoModelForCausalLM
 
+from hf_megatron import UnsupportedError
 from hf_megatron.verify.ranks import run_ranks
 
 from .dp_training import layout, weights
@@ -249,3 +251,24 @@ def average_of_copies(path, text=None):
 def test_averaged_models_are_evaluated(tiny, text):
     expected = average_of_copies(tiny)
     assert run_ranks(average_of_copies, 2, tiny, text) == pytest.approx([expected] * 2, rel=1e-5)
+
+
+def assign_whole(path):
+    """What parameters that were given whole tensors hold, and what those were."""
+    model = AutoModelForCausalLM.from_pretrained(path, megatron_config=layout("tp2"))
+    expected = {}
+    for name, parameter in model.named_parameters():
+        whole = parameter.data.redistribute(placements=[Replicate()] * parameter.device_mesh.ndim) * 1.5
+        expected[name], before = whole.to_local(), parameter.placements
+        parameter.data = whole
+        assert parameter.placements == before
+    with pytest.raises(UnsupportedError, match="takes a DTensor that lies like it"):
+        parameter.data = torch.zeros(parameter.shape)
+    return {name: (parameter.full_tensor().detach(), expected[name]) for name, parameter in model.named_parameters()}
+
+
+def test_data_takes_what_lies_whole_on_every_rank(tiny_uneven):
+    """As torch 2.11 pads a split tensor, which transformers does to biases of tied heads."""
+    for found in run_ranks(assign_whole, 2, tiny_uneven):
+        for name, (value, expected) in found.items():
+            torch.testing.assert_close(value, expected, rtol=0, atol=0, msg=name)
