@@ -30,6 +30,8 @@ _SECTIONS = {
     name: re.compile(f"<!-- {name} -->.*?<!-- end of {name} -->", re.DOTALL)
     for name in ("what this is", "how to load it", "conversion")
 }
+# Of the table of the model.
+_ROWS = [re.compile(rf"^\| {name} \| .* \|$", re.MULTILINE) for name in ("parameters", "dtype")]
 _TRAINED = re.compile(r"^(Trained|Saved)\b", re.MULTILINE)
 _ABSOLUTE_PATH = re.compile(r"(?<![\w:/.~<*)\]-])/(?:[\w.@+-]+/)+[\w.@+-]*|(?<!\w)~/|\bfile://|\b[A-Za-z]:\\\w")
 
@@ -206,10 +208,14 @@ def _said_anew(before: str, now: ModelCard) -> ModelCard:
         is_of_training = name == "what this is" and old is not None and _TRAINED.search(old[0]) is not None
         if old is not None and new is not None and not is_of_training:
             text = text.replace(old[0], new[0], 1)
+    for row in _ROWS:
+        old, new = row.search(text), row.search(said)
+        if old is not None and new is not None:
+            text = text.replace(old[0], new[0], 1)
     try:
         card = ModelCard(text)
-    except (yaml.YAMLError, ValueError):
-        # Nobody can read what it said.
+    except (yaml.YAMLError, ValueError, TypeError, AttributeError, LookupError):
+        # Nobody can read what it said: huggingface_hub looks at no types.
         return now
     card.data["library_name"] = now.data.get("library_name")
     return card

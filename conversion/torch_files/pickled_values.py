@@ -37,24 +37,33 @@ class Named:
     Args:
         name: module and name.
         make: what stands for a call of it, given the arguments; a `Record` by default.
+        most: how many of them a pickle may have, and what they are called then.
     """
 
-    def __init__(self, name: str, make: Callable[[tuple[Any, ...]], Any] | None = None):
-        self.name, self._make = name, make
+    __slots__ = ("_make", "most", "name", "plural")
+
+    def __init__(
+        self,
+        name: str,
+        make: Callable[[tuple[Any, ...]], Any] | None = None,
+        most: int | None = None,
+        plural: str = "",
+    ):
+        self.name, self._make, self.most, self.plural = name, make, most, plural
 
     def __call__(self, arguments: tuple[Any, ...]) -> Any:
         return Record(self.name, arguments) if self._make is None else self._make(arguments)
 
 
-_SCALARS = (str, int, float, bool, bytes, type(None), Record)
+_SCALARS = frozenset({str, int, float, bool, bytes, type(None), Record})
 
 
 def hashable(key: Any) -> Any:
     """Returns a key of a table; refuses nested tuples, whose hash can take exponential time."""
-    parts = key if type(key) is tuple else (key,)
-    if not all(type(part) in _SCALARS for part in parts):
-        raise CheckpointError(f"it has a {type(key).__name__} as a key.")
-    return key
+    kind = type(key)
+    if kind in _SCALARS or (kind is tuple and all(type(part) in _SCALARS for part in key)):
+        return key
+    raise CheckpointError(f"it has a {kind.__name__} as a key.")
 
 
 def check_expansion(value: Any, most: int) -> None:
