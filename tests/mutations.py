@@ -191,8 +191,8 @@ def change_store(content: bytes, draw: Draw) -> bytes:
     changed = change_value(pickle.loads(content), draw)
     try:
         return pickle.dumps(changed, protocol=draw.choice((2, 4, 5)))
-    except (AttributeError, TypeError):
-        # Properties of a tensor do not save themselves where one is missing.
+    except (AttributeError, TypeError, RuntimeError):
+        # Properties of a tensor do not save themselves where one is missing or none of theirs.
         return change_pickle(content, draw)
 
 
