@@ -1,13 +1,16 @@
 """The model card of a converted checkpoint."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..errors import MegatronError
+from ..files.safetensors import TensorMeta
 from ..model_cards import carry_card, facts_of_config, is_own_card, write_card
 from .format import Format
+from .small_files import main_dtype
+from .tensors import WEIGHT, Key
 
 
 def write_conversion_card(
@@ -18,7 +21,7 @@ def write_conversion_card(
     to: Format,
     notes: Sequence[str],
     before: Path | None,
-    parameters: int | None = None,
+    plan: Mapping[Key, TensorMeta],
 ) -> None:
     """Says where a checkpoint comes from, how to load it, and what was not checked.
 
@@ -30,8 +33,9 @@ def write_conversion_card(
         source: the format it comes from.
         before: a folder with the card of the source: one of ours comes along, somebody else's into Hugging Face's
             format.
-        parameters: how many the model has.
+        plan: what was written. A config may say another type than its weights have.
     """
+    dtype = main_dtype(plan.items())
     if to.card is None:
         how = "`AutoModelForCausalLM.from_pretrained(folder, megatron_config=MegatronConfig())` under hf_megatron"
         notes = [*notes, f"to load it: {how}; `hf-megatron convert FOLDER OUT --to hf` makes plain files"]
@@ -43,7 +47,8 @@ def write_conversion_card(
         notes=tuple(notes),
         files=to.card,
         library_name=None if to.card is None else "transformers",
-        parameters=parameters,
+        parameters=sum(entry.numel for key, entry in plan.items() if key.kind == WEIGHT),
+        **({} if dtype is None else {"dtype": str(dtype).removeprefix("torch.")}),
     )
     try:
         if before is not None and (to.card == "merged" or is_own_card(before)):

@@ -158,7 +158,7 @@ def convert(
                 report.format,
                 report.notes,
                 found.config_folder,
-                sum(entry.numel for key, entry in plan.items() if key.kind == WEIGHT),
+                plan,
             ),
         )
     if verify or logits:

@@ -67,7 +67,7 @@ def export(
                     small_files,
                     facts={"source_format": "model", "notes": notes},
                     write_card=lambda folder: write_conversion_card(
-                        folder, target.name, architecture.config, "a model in training", to, notes, None
+                        folder, target.name, architecture.config, "a model in training", to, notes, None, plan
                     ),
                 )
         except Exception as caught:  # noqa: BLE001 - the other ranks have to hear of it

@@ -105,7 +105,7 @@ def check_record(path: Path) -> None:
     except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{record} cannot be read: {error}") from error
     own = [name for name in files if Path(name).is_relative_to(inner)]
-    wrong = [name for name in own if not (holder / name).is_file() or hash_file(inside(holder, name)) != files[name]]
+    wrong = [name for name in own if not inside(holder, name).is_file() or hash_file(holder / name) != files[name]]
     if wrong:
         raise CheckpointError(
             f"{holder}: {', '.join(wrong[:5])} missing or other than when they were written; where that was on "

@@ -30,6 +30,10 @@ _SECTIONS = {
     name: re.compile(f"<!-- {name} -->.*?<!-- end of {name} -->", re.DOTALL)
     for name in ("what this is", "how to load it", "conversion")
 }
+# What was only converted is called what its folder is called.
+_TITLE = re.compile(r"^# .*$", re.MULTILINE)
+# Of the table of the model.
+_ROWS = [re.compile(rf"^\| {name} \| .* \|$", re.MULTILINE) for name in ("parameters", "dtype")]
 _TRAINED = re.compile(r"^(Trained|Saved)\b", re.MULTILINE)
 _ABSOLUTE_PATH = re.compile(r"(?<![\w:/.~<*)\]-])/(?:[\w.@+-]+/)+[\w.@+-]*|(?<!\w)~/|\bfile://|\b[A-Za-z]:\\\w")
 
@@ -201,15 +205,17 @@ def carry_card(source: str | os.PathLike[str], directory: str | os.PathLike[str]
 def _said_anew(before: str, now: ModelCard) -> ModelCard:
     """Returns a card of ours with what another one says of the files."""
     text, said = before, str(now)
-    for name, section in _SECTIONS.items():
-        old, new = section.search(text), section.search(said)
-        is_of_training = name == "what this is" and old is not None and _TRAINED.search(old[0]) is not None
-        if old is not None and new is not None and not is_of_training:
+    what = _SECTIONS["what this is"].search(before)
+    is_of_training = what is not None and _TRAINED.search(what[0]) is not None
+    parts = [part for name, part in _SECTIONS.items() if name != "what this is" or not is_of_training]
+    for part in [*parts, *_ROWS, *([] if is_of_training else [_TITLE])]:
+        old, new = part.search(text), part.search(said)
+        if old is not None and new is not None:
             text = text.replace(old[0], new[0], 1)
     try:
         card = ModelCard(text)
-    except (yaml.YAMLError, ValueError):
-        # Nobody can read what it said.
+    except (yaml.YAMLError, ValueError, TypeError, AttributeError, LookupError):
+        # Nobody can read what it said: huggingface_hub looks at no types.
         return now
     card.data["library_name"] = now.data.get("library_name")
     return card

@@ -17,6 +17,7 @@ from ...checkpoint.boxes import Box
 from ...errors import CheckpointError
 from ...files.data_file import DataFile
 from ...files.paths import inside
+from ...files.safetensors import MOST_TENSORS
 from ..chunks import Chunk, ChunkedTensors
 from ..torch_files.blob import Blob
 from ..torch_files.safe_pickle import Named, Names, Record, enumeration_names, record_names, unpickle
@@ -27,14 +28,15 @@ LARGEST_METADATA = 1 << 30
 
 _DCP = "torch.distributed.checkpoint"
 _PLANS = "megatron.core.dist_checkpointing.strategies.torch"
+_TENSOR = f"{_DCP}.metadata.TensorStorageMetadata"
 _NAMES: Names = MappingProxyType(
     {
         **DTYPES,
         "torch.Size": Named("torch.Size", lambda arguments: tuple(arguments[0])),
+        _TENSOR: Named(_TENSOR, most=MOST_TENSORS, plural="tensors"),
         **record_names(
             f"{_DCP}.metadata.Metadata",
             f"{_DCP}.metadata.MetadataIndex",
-            f"{_DCP}.metadata.TensorStorageMetadata",
             f"{_DCP}.metadata.BytesStorageMetadata",
             f"{_DCP}.metadata.ChunkStorageMetadata",
             f"{_DCP}.metadata.TensorProperties",

@@ -162,6 +162,7 @@ def common_arguments(config: Any, **further: Any) -> Arguments:
         "hidden_size": config.hidden_size,
         "num_attention_heads": config.num_attention_heads,
         "group_query_attention": kv_heads(config) != config.num_attention_heads,
+        "vocab_size": config.vocab_size,
         "num_query_groups": kv_heads(config),
         "kv_channels": head_dim(config),
         "max_position_embeddings": config.max_position_embeddings,

@@ -43,7 +43,7 @@ def weight_files(path: Path) -> list[str]:
         index = path / f"{kind}.index.json"
         if index.is_file():
             names = sorted(set(read_weight_map(index).values()))
-            missing = [name for name in names if not (path / name).is_file()]
+            missing = [name for name in names if not inside(path, name).is_file()]
             if missing:
                 raise CheckpointError(f"{path}: {', '.join(missing[:5])} of {index.name} are missing.")
             return names

@@ -19,6 +19,7 @@ from ...errors import CheckpointError
 from ...files.data_file import DataFile, read_strided, row_major
 from ...files.paths import inside
 from ...files.safetensors import read_header, read_metadata
+from ...shown import shown
 from ..chunks import Chunk, ChunkedTensors
 
 SHARD = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
@@ -45,7 +46,9 @@ class ShardFolder(ChunkedTensors):
             for name, span in read_header(file).items():
                 offset = offsets.get(name, (0,) * len(span.shape))
                 if len(offset) != len(span.shape) or dtypes.setdefault(name, span.dtype) != span.dtype:
-                    raise CheckpointError(f"{file}: {name} differs from other files in its dims or its dtype.")
+                    raise CheckpointError(f"{file}: {shown(name)} differs from other files in its dims or its dtype.")
+                if not all(type(start) is int and start >= 0 for start in offset):
+                    raise CheckpointError(f"{file}: {shown(name)} begins at {shown(offset)} of the whole tensor.")
                 chunks.setdefault(name, []).append(Chunk(Box(offset, span.shape), (file, span)))
         # The format says nothing of global shapes: a tensor ends where its last chunk does.
         shapes = {

@@ -5,10 +5,11 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+import torch
+
 from ...errors import CheckpointError
 from .pickled_values import Getattr, Named, Record, check_expansion, hashable
 
-_MARK = object()
 # Operations that push a constant, and those with an operand of so many bytes: the length of a run of bytes that
 # follows, a place in the memo to read or write, or an integer.
 _CONSTANTS: Mapping[int, Any] = MappingProxyType({ord("N"): None, 0x88: True, 0x89: False, ord(")"): ()})
@@ -42,7 +43,12 @@ def _decoded(operation: int, run: bytes) -> str | int | bytes:
 # object may be given to many of them.
 _PARTS, _BYTES_PER_PART = 6_000_000, 8
 _READ_PER_BYTE, _READ = 4, 1 << 20
-_COUNTED_TYPES = (str, bytes, tuple, list, dict, set, frozenset)
+_COUNTED_TYPES = frozenset({str, bytes, tuple, list, dict, set, frozenset})
+_TOO_LARGE = "what it makes of its bytes is far larger than they are."
+# What holds no further parts, and how long a text may be to count as one.
+_LONG_TEXT = 256
+_PLAIN = frozenset({int, float, bool, type(None), Named, torch.dtype})
+_SINGLE = _PLAIN | {str}
 
 
 class Machine:
@@ -65,25 +71,54 @@ class Machine:
         self._data, self._names, self._persistent, self._prefixes = data, names, persistent, prefixes
         self._position = 0
         self._stack: list[Any] = []
+        # Where marks lie in it.
+        self._marks: list[int] = []
         self._memo: dict[int, Any] = {}
+        # Whether something that holds further parts may be in several places; its parts then count in each.
+        self._shares = False
+        self._bare: set[int] = set()
+        self._counts: dict[str, int] = {}
+
+    def _again(self, value: Any) -> Any:
+        """Returns a value of the memo, which may be in the pickle's value already."""
+        kind = type(value)
+        if kind is str and len(value) > _LONG_TEXT:
+            self._read(len(value))
+        if kind in _SINGLE:
+            return value
+        if kind is Record and value.state is None:
+            # It may get a state later on.
+            self._bare.add(id(value))
+        parts = value.arguments if kind is Record else value
+        if (kind is tuple or id(value) in self._bare) and all(type(part) in _SINGLE for part in parts):
+            self._read(len(parts))
+        else:
+            self._shares = True
+        return value
 
     def _charge(self, *values: Any) -> None:
         """Takes what a call reads of its arguments, or a table of a key, off the budget."""
         for value in values:
-            if type(value) is int:
-                self._to_read -= value.bit_length() >> 6
-            elif type(value) in _COUNTED_TYPES:
+            kind = type(value)
+            if kind in _COUNTED_TYPES:
                 self._to_read -= len(value)
+            elif kind is int:
+                self._to_read -= value.bit_length() >> 6
         self._parts -= 1
         if self._to_read < 0 or self._parts < 0:
-            raise CheckpointError("what it makes of its bytes is far larger than they are.")
+            raise CheckpointError(_TOO_LARGE)
+
+    def _read(self, length: int) -> None:
+        self._to_read -= length
+        if self._to_read < 0:
+            raise CheckpointError(_TOO_LARGE)
 
     def _made(self, container: Any) -> None:
         self._charge()
         self._stack.append(container)
 
     def _key(self, key: Any) -> Any:
-        self._charge(key)
+        self._read(key.bit_length() >> 6 if type(key) is int else len(key) if type(key) in _COUNTED_TYPES else 1)
         return hashable(key)
 
     def _take(self, count: int) -> bytes:
@@ -104,7 +139,7 @@ class Machine:
         actions: dict[int, Callable[[], object]] = {
             0x80: lambda: self._protocol(self._take(1)[0]),
             0x95: lambda: self._check_frame(self._number(8)),
-            ord("("): lambda: self._stack.append(_MARK),
+            ord("("): lambda: self._marks.append(len(self._stack)),
             ord("]"): lambda: self._made([]),
             ord("}"): lambda: self._made({}),
             0x8F: lambda: self._made(set()),
@@ -131,8 +166,13 @@ class Machine:
         while True:
             operation = data[position]
             position += 1
+            # The two most frequent ones have no operand, or one of a byte.
             if operation == 0x94:
                 memo[len(memo)] = stack[-1]
+            elif operation == 0x68:
+                value = memo[data[position]]
+                stack.append(value if type(value) in _PLAIN else self._again(value))
+                position += 1
             elif operation in _OPERANDS:
                 end = position + _OPERANDS[operation]
                 if end > len(data):
@@ -145,7 +185,7 @@ class Machine:
                         raise ValueError("it is cut off")
                     stack.append(_decoded(operation, data[end:position]))
                 elif operation in _GETS:
-                    stack.append(memo[number])
+                    stack.append(self._again(memo[number]))
                 elif operation in _PUTS:
                     memo[number] = stack[-1]
                 else:
@@ -153,13 +193,17 @@ class Machine:
             elif operation in _TUPLES:
                 count = _TUPLES[operation]
                 self._charge()
-                stack[-count:] = [tuple(self._checked(stack[-count:], count))]
+                made = tuple(stack[-count:])
+                if len(made) != count:
+                    raise ValueError("its stack is out of order")
+                stack[-count:] = [made]
             elif operation in _CONSTANTS:
                 stack.append(_CONSTANTS[operation])
             elif operation == ord("."):
-                (value,) = self._checked(stack, 1)
+                (value,) = stack
                 self.end = position
-                check_expansion(value, _READ + _READ_PER_BYTE * len(data))
+                if self._shares:
+                    check_expansion(value, _READ + _READ_PER_BYTE * len(data))
                 return value
             elif operation in actions:
                 self._position = position
@@ -167,11 +211,6 @@ class Machine:
                 position = self._position
             else:
                 raise ValueError(f"operation {operation:#04x} at byte {position - 1} is not one that is written")
-
-    def _checked(self, values: list[Any], count: int) -> list[Any]:
-        if len(values) != count or any(value is _MARK for value in values):
-            raise ValueError("its stack is out of order")
-        return values
 
     def _protocol(self, version: int) -> None:
         if not 2 <= version <= 5:
@@ -183,10 +222,12 @@ class Machine:
 
     def _marked(self) -> list[Any]:
         """Takes off what was pushed since the last mark."""
-        values: list[Any] = []
-        while (value := self._stack.pop()) is not _MARK:
-            values.append(value)
-        return values[::-1]
+        start = self._marks.pop()
+        if start > len(self._stack):
+            raise ValueError("its stack is out of order")
+        values = self._stack[start:]
+        del self._stack[start:]
+        return values
 
     def _extend(self, values: list[Any]) -> None:
         if type(self._stack[-1]) is not list:
@@ -224,12 +265,17 @@ class Machine:
         if called is _GETATTR and operation != _REDUCE:
             raise CheckpointError("it makes an object of builtins.getattr.")
         self._charge(*arguments)
+        if called.most is not None:
+            self._counts[called.name] = count = self._counts.get(called.name, 0) + 1
+            if count > called.most:
+                raise CheckpointError(f"it has more than {called.most} {called.plural}.")
         self._stack.append(called(arguments))
 
     def _build(self) -> None:
         state, value = self._stack.pop(), self._stack[-1]
         if isinstance(value, Record):
             value.state = state
+            self._shares |= id(value) in self._bare
         elif type(value) is not dict:
             raise TypeError(f"it sets attributes of a {type(value).__name__}")
         # Attributes of an OrderedDict, such as the `_metadata` of a module's state dict, are left out.

@@ -37,11 +37,22 @@ class Named:
     Args:
         name: module and name.
         make: what stands for a call of it, given the arguments; a `Record` by default.
+        most: how many of them a pickle may have, and what they are called then.
         has_members: whether it may be an enumeration, of which a pickle may ask for a member.
     """
 
-    def __init__(self, name: str, make: Callable[[tuple[Any, ...]], Any] | None = None, *, has_members: bool = False):
-        self.name, self._make, self.has_members = name, make, has_members
+    __slots__ = ("_make", "has_members", "most", "name", "plural")
+
+    def __init__(
+        self,
+        name: str,
+        make: Callable[[tuple[Any, ...]], Any] | None = None,
+        most: int | None = None,
+        plural: str = "",
+        *,
+        has_members: bool = False,
+    ):
+        self.name, self._make, self.most, self.plural, self.has_members = name, make, most, plural, has_members
 
     def __call__(self, arguments: tuple[Any, ...]) -> Any:
         return Record(self.name, arguments) if self._make is None else self._make(arguments)
@@ -65,15 +76,15 @@ def _is_member(name: str) -> bool:
     return name.isidentifier() and not name.startswith("_")
 
 
-_SCALARS = (str, int, float, bool, bytes, type(None), Record)
+_SCALARS = frozenset({str, int, float, bool, bytes, type(None), Record})
 
 
 def hashable(key: Any) -> Any:
     """Returns a key of a table; refuses nested tuples, whose hash can take exponential time."""
-    parts = key if type(key) is tuple else (key,)
-    if not all(type(part) in _SCALARS for part in parts):
-        raise CheckpointError(f"it has a {type(key).__name__} as a key.")
-    return key
+    kind = type(key)
+    if kind in _SCALARS or (kind is tuple and all(type(part) in _SCALARS for part in key)):
+        return key
+    raise CheckpointError(f"it has a {kind.__name__} as a key.")
 
 
 def check_expansion(value: Any, most: int) -> None:

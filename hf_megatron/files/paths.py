@@ -7,6 +7,10 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ..errors import CheckpointError
+from ..shown import shown
+
+# In bytes: of one folder or file, in all common file systems.
+_LONGEST_PART = 255
 
 
 def is_plain_name(name: str) -> bool:
@@ -19,10 +23,12 @@ def inside(directory: Path, name: str) -> Path:
     """Joins a folder and the name of a file in it; in the Hub's cache, files are links into a folder of its own.
 
     Raises:
-        CheckpointError: the name or links lead out of the folder.
+        CheckpointError: the name or links lead out of the folder, or no file can have the name.
     """
     if os.path.isabs(name) or ".." in Path(name).parts or "\0" in name:
-        raise CheckpointError(f"{directory} names the file {name!r}, which lies outside of it.")
+        raise CheckpointError(f"{directory} names the file {shown(name)}, which lies outside of it.")
+    if any(len(part.encode("utf-8", "surrogatepass")) > _LONGEST_PART for part in Path(name).parts):
+        raise CheckpointError(f"{directory} names the file {shown(name)}: no file has so long a name.")
     real, root = Path(os.path.realpath(directory / name)), Path(os.path.realpath(directory))
     allowed = [root, *(parent.parent / "blobs" for parent in root.parents if parent.name == "snapshots")]
     if not any(real.is_relative_to(folder) for folder in allowed):

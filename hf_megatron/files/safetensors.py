@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
+from ..shown import shown
 from .buffers import FRESH, Memory
 from .data_file import DataFile, bytes_of
 from .digest import NewFile
@@ -201,9 +202,11 @@ def _location(where: str, entry: Any, origin: int, size: int) -> Location:
         numel = math.prod(shape)
         sound = all(type(number) is int and number >= 0 for number in (*shape, begin, end))
     except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{where} has the unreadable header entry {str(entry)[:200]}.") from error
+        raise CheckpointError(f"{where} has the unreadable header entry {shown(entry)}.") from error
     if not sound or end - begin != numel * dtype.itemsize or origin + end > size:
-        raise CheckpointError(f"{where}: bytes [{begin}, {end}) for {shape} {dtype} in a file of {size} bytes.")
+        raise CheckpointError(
+            f"{where}: bytes [{shown(begin)}, {shown(end)}) for {shown(shape)} {dtype} in a file of {size} bytes."
+        )
     return Location(tuple(shape), dtype, origin + begin)
 
 

@@ -249,6 +249,26 @@ def test_a_conversion_writes_a_card(tmp_path):
     assert "How to load" not in other.text and "library_name" not in other.data.to_dict()
 
 
+def test_what_was_converted_twice_is_called_by_its_last_name_and_type(tmp_path):
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.mkdir()
+    target.mkdir()
+    config = LlamaConfig(architectures=["LlamaForCausalLM"], dtype="float32")
+    said = {"source_format": "one", "target_format": "two", "files": "merged"}
+    write_card(source, facts_of_config(config, model_name="first", parameters=10, **said))
+    carry_card(source, target, facts_of_config(config, model_name="second", parameters=12, **said | {"dtype": "half"}))
+    text = (target / "README.md").read_text()
+    for words in ("# second\n", "| parameters | 12 |", "| dtype | `half` |"):
+        assert words in text
+    assert "first" not in text
+    # Metadata that huggingface_hub cannot take: the card is written anew.
+    (source / "README.md").write_text(
+        (source / "README.md").read_text().replace("- hf_megatron", "").replace("tags:", "tags: 7")
+    )
+    carry_card(source, target, facts_of_config(config, model_name="third", **said))
+    assert "# third\n" in (target / "README.md").read_text()
+
+
 def test_only_names_that_came_from_the_hub_are_base_models(tmp_path, monkeypatch):
     snapshot = tmp_path / "models--tests--stories" / "snapshots" / "0" / "config.json"
     snapshot.parent.mkdir(parents=True)

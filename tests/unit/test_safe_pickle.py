@@ -222,6 +222,28 @@ def test_a_tuple_whose_hash_takes_exponential_time():
     refused(b"\x80\x04(" + doubled + b"\x91.", "key")
 
 
+def test_parts_that_are_there_again_and_again_are_seen_wherever_they_come_from():
+    said = "again and again"
+    doubled = b"]q\x00" + b"0]q\x010h\x01h\x00ah\x00aq\x00" * 60
+    refused(b"\x80\x02" + doubled + b".", said)
+    # Records that get their states when all of them are in the memo.
+    made = b"".join(b"cargparse\nNamespace\n)\x81q%c0" % number for number in range(60))
+    built = b"".join(b"h%ch%ch%c\x86b0" % (number, number - 1, number - 1) for number in range(1, 60))
+    refused(b"\x80\x02" + made + b"h\x3b" + built + b".", said)
+    # A long text.
+    refused(
+        b"\x80\x02]X" + struct.pack("<I", 1 << 20) + b"x" * (1 << 20) + b"q\x00a(" + b"h\x00" * 100 + b"e.", "larger"
+    )
+
+
+def test_what_is_shared_and_small_is_read():
+    names = record_names("argparse.Namespace")
+    small, table = (1, "x"), {"a": 1}
+    value = [small, small, [table, table], argparse.Namespace(), None] * 100
+    found = unpickle(pickle.dumps(value), "here", names)
+    assert len(found) == 500 and found[2] == [table, table] and found[0] is found[1] == small
+
+
 def test_deep_nesting_needs_no_recursion():
     depth = 200_000
     found = unpickle(b"\x80\x02" + b"]" * depth + b"a" * (depth - 1) + b".", "here", {})
