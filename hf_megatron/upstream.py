@@ -60,6 +60,37 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def hooks_on_saved_tensors_are_free() -> bool:
+    """Tells whether nobody packs what autograd saves now, and everybody may (private in torch 2.11 to 2.13)."""
+    autograd: Any = torch._C._autograd
+    return autograd._saved_tensors_hooks_is_enabled() and autograd._top_saved_tensors_default_hooks(True) is None
+
+
+def pack_saved(
+    node: Any, name: str, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]
+) -> bool:
+    """Has a node of autograd's graph keep what it has saved under a name in another form.
+
+    `False`, and nothing is changed, where it saved nothing or somebody else packs it (`_raw_saved_*` is documented, its
+    attributes are not).
+    """
+    saved = getattr(node, f"_raw_saved_{name}")
+    if saved.data is None or saved.unpack_hook is not None:
+        return False
+    try:
+        saved.unpack()
+    except RuntimeError:
+        # Changed in place since: torch says so if backward comes by.
+        return False
+    saved.register_hooks(pack, unpack)
+    return True
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """Returns what views of the same memory have in common (`_cdata` is private; fake tensors have no `data_ptr`)."""
+    return tensor.untyped_storage()._cdata
+
+
 def leave_uncompiled(function: Any) -> Any:
     """Keeps the compiler from tracing a function; unlike `torch.compiler.disable` imports it when first called."""
     return torch._disable_dynamo(function)  # type: ignore[attr-defined]
