@@ -45,15 +45,11 @@ class GatheredInput:
         """
         if storage_id(x) != self._storage.cdata or not self._version.is_current():
             return x, nullcontext()
-        whole_dtype = x.dtype
+        return saved_as(x, partial(_save, weakref.ref(self), x.dtype))
 
-        def form(saved: Tensor, dtype: torch.dtype) -> Packed:
-            self._saved += 1
-            # A copy in another type is nobody else's.
-            version = self._version if dtype == whole_dtype else None
-            return Remade(saved, version, lambda: self._gather().to(dtype))
-
-        return saved_as(x, form)
+    def _keep(self, saved: Tensor, dtype: torch.dtype, is_copy: bool) -> Packed:
+        self._saved += 1
+        return Remade(saved, None if is_copy else self._version, lambda: self._gather().to(dtype))
 
     def _gather(self) -> Tensor:
         shard = self._shard.unpack()
@@ -69,6 +65,14 @@ class GatheredInput:
         if self._unpacked == self._saved:
             self._again = None
         return whole
+
+
+# Hooks live as long as what they pack, weights of frozen linears too: by reference they would keep the shard for these.
+def _save(reference: "weakref.ref[GatheredInput]", own_dtype: torch.dtype, saved: Tensor, dtype: torch.dtype) -> Packed:
+    gathered = reference()
+    assert gathered is not None
+    # A copy in another type is nobody else's, and cannot be edited.
+    return gathered._keep(saved, dtype, is_copy=dtype != own_dtype)
 
 
 def _drop(reference: "weakref.ref[GatheredInput]") -> None:

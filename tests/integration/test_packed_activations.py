@@ -1,0 +1,502 @@
+"""Activations of a split sequence in fewer bytes: the same numbers bit by bit, and edits in place are still seen."""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig
+
+from hf_megatron.integrations.gate import ConfigUnderTest
+from hf_megatron.memory import saved_tensors
+from hf_megatron.tensor_parallel import gathered_input
+from hf_megatron.upstream import local_tensor, storage_id
+from hf_megatron.verify.measure import measure
+from hf_megatron.verify.ranks import run_ranks
+from tests.shared_twins import make_twin
+
+from .test_recompute import count_collectives
+
+LAYERS = 2
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+}
+BOTH = (True, False)
+FAMILIES = ["llama", "gpt2", "opt", "gemma2", "qwen3", "olmo2", "mixtral", "t5"]
+TASKS = {"t5": "seq2seq"}
+
+
+def saved(path, **changes):
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(LlamaConfig(**SIZES | changes)).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return saved(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def longer(tmp_path_factory):
+    return saved(tmp_path_factory.mktemp("longer"), num_hidden_layers=LAYERS + 1)
+
+
+def load(folder, packs, *, tp_size=2, **fields):
+    options = {name: fields.pop(name) for name in ("dtype", "attn_implementation") if name in fields}
+    layout = ConfigUnderTest(tp_size=tp_size, sequence_parallel=True, pack_activations=packs, **fields)
+    return AutoModelForCausalLM.from_pretrained(folder, megatron_config=layout, **options).train()
+
+
+def ids(length=13, rows=2):
+    return torch.randint(0, 64, (rows, length), generator=torch.Generator().manual_seed(0))
+
+
+def loss_of(model, **kwargs):
+    return model(input_ids=ids(), labels=ids(), **kwargs).loss
+
+
+def gradients(model):
+    grads = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert grads
+    return {name: local_tensor(grad).clone() for name, grad in grads.items()}
+
+
+def assert_identical(found, expected):
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+class Remade:
+    """Counts the tensors that were kept in another form, and how often one was made again."""
+
+    def __init__(self):
+        self.kept = self.made = 0
+
+    def __enter__(self):
+        counts, kept, made = self, saved_tensors.Remade.__init__, saved_tensors.Remade.unpack
+        self.originals = kept, made
+
+        def init(one, *args):
+            counts.kept += 1
+            kept(one, *args)
+
+        def unpack(one):
+            counts.made += 1
+            return made(one)
+
+        saved_tensors.Remade.__init__, saved_tensors.Remade.unpack = init, unpack
+        return self
+
+    def __exit__(self, *error):
+        saved_tensors.Remade.__init__, saved_tensors.Remade.unpack = self.originals
+
+
+class Alive(TorchDispatchMode):
+    """The bytes of storages that were made inside and still exist; views of parameters are none."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.sizes = {}
+        self.parameters = {storage_id(local_tensor(parameter)) for parameter in model.parameters()}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if DTensor in types:
+            return NotImplemented
+        found = function(*args, **(kwargs or {}))
+        for tensor in found if isinstance(found, tuple | list) else (found,):
+            if isinstance(tensor, torch.Tensor) and storage_id(tensor) not in self.sizes.keys() | self.parameters:
+                number, storage = storage_id(tensor), tensor.untyped_storage()
+                self.sizes[number] = storage.nbytes()
+                weakref.finalize(storage, self.sizes.pop, number)
+        return found
+
+    @property
+    def bytes(self):
+        gc.collect()
+        return sum(self.sizes.values())
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_numbers_are_those_without(model_type):
+    twin = make_twin(CONFIG_MAPPING[model_type](), task=TASKS.get(model_type, "causal"), microbatches=2)
+
+    def on_rank():
+        found = {}
+        for packs in BOTH:
+            layout = ConfigUnderTest(tp_size=2, sequence_parallel=True, pack_activations=packs)
+            with Remade() as count:
+                found[packs] = measure(twin.load(megatron_config=layout), twin.batches)
+            assert bool(count.made) == packs
+        return found
+
+    for found in run_ranks(on_rank, 2):
+        packed, plain = found[True], found[False]
+        assert (packed.loss, packed.eval_loss, packed.norm) == (plain.loss, plain.eval_loss, plain.norm)
+        assert_identical(
+            *({name: value for name, value in one.gradients.items() if value is not None} for one in (packed, plain))
+        )
+        for name, weights in plain.weights.items():
+            assert_identical(packed.weights[name], weights)
+
+
+def test_a_wrong_shard_is_noticed(folder, monkeypatch):
+    gather = gathered_input.all_gather
+
+    def on_rank():
+        expected = load(folder, False)
+        loss_of(expected).backward()
+        model = load(folder, True)
+        loss = loss_of(model)
+        monkeypatch.setattr(gathered_input, "all_gather", lambda *args: gather(*args).roll(1, 1))
+        loss.backward()
+        with pytest.raises(AssertionError):
+            assert_identical(gradients(model), gradients(expected))
+
+    run_ranks(on_rank, 2)
+
+
+ROWS, LENGTH = 2, 48
+
+
+def bytes_of_a_layer(folder, longer, packs, tp_size):
+    """What a forward keeps for one more layer."""
+    shorter, more = (bytes_kept(load(path, packs, tp_size=tp_size, dtype=torch.bfloat16)) for path in (folder, longer))
+    return more - shorter
+
+
+def bytes_kept(model, make=lambda model: model(input_ids=ids(LENGTH, ROWS)).logits):
+    with Alive(model) as alive:
+        output = make(model)
+    total = alive.bytes
+    del output
+    return total
+
+
+def by_cause(tp_size):
+    """Bytes of one layer that are kept, 2 for each entry."""
+    tokens, h, f = ROWS * LENGTH, SIZES["hidden_size"], SIZES["intermediate_size"]
+    heads, pairs, head_dim = SIZES["num_attention_heads"], SIZES["num_key_value_heads"], SIZES["head_dim"]
+    return {
+        "inputs of two norms": 2 * 2 * tokens * h // tp_size,
+        "shards of two gathered inputs": 2 * 2 * tokens * h // tp_size,
+        "queries, keys, values": 2 * tokens * (heads + 2 * pairs) * head_dim // tp_size,
+        "attention's output": 2 * tokens * heads * head_dim // tp_size,
+        "attention's sums, in fp32": 4 * tokens * heads // tp_size,
+        "gate and up": 2 * 2 * tokens * f // tp_size,
+    }
+
+
+@pytest.mark.parametrize("tp_size", [2, 4])
+def test_bytes_by_cause(folder, longer, tp_size, monkeypatch):
+    expected = by_cause(tp_size)
+
+    def on_rank():
+        found = {packs: bytes_of_a_layer(folder, longer, packs, tp_size) for packs in BOTH}
+        with monkeypatch.context() as patch:
+            patch.setattr("hf_megatron.tensor_parallel.region.may_pack", lambda: False)
+            patch.setattr("hf_megatron.memory.recomputed_norms.may_pack", lambda: False)
+            return found | {"fault": bytes_of_a_layer(folder, longer, True, tp_size)}
+
+    for found in run_ranks(on_rank, tp_size):
+        assert found[True] == sum(expected.values())
+        assert found["fault"] == found[False] > 1.5 * found[True]
+
+
+def test_one_gather_more_for_each_block(folder):
+    def on_rank():
+        counts = {}
+        for packs in BOTH:
+            for recompute in (None, "selective", "full"):
+                model = load(folder, packs, recompute=recompute)
+                loss, forward = count_collectives(lambda model=model: loss_of(model))
+                _, backward = count_collectives(loss.backward)
+                counts[packs, recompute] = gradients(model), forward, backward
+        return counts
+
+    for counts in run_ranks(on_rank, 2):
+        expected, forward, backward = counts[False, None]
+        for (packs, recompute), (found, sent, returned) in counts.items():
+            assert_identical(found, expected)
+            assert sent == forward
+            if recompute != "full":
+                more = {name: count - backward[name] for name, count in returned.items() if count != backward[name]}
+                assert list(more.values()) == [2 * LAYERS] * packs
+        assert counts[True, "full"][2] == counts[False, "full"][2], "checkpointing has the first word"
+
+
+def on_both(folder, run, ranks=2, **fields):
+    """What `run(model)` returns with packed and with plain activations is asserted to be equal."""
+
+    def on_rank():
+        found = []
+        for packs in BOTH:
+            model = load(folder, packs, **fields)
+            with Remade() as count:
+                found.append(run(model))
+            assert bool(count.made) == packs
+        return found
+
+    for packed, plain in run_ranks(on_rank, ranks):
+        assert_identical(packed, plain)
+        assert packed
+
+
+def test_retained_graphs(folder):
+    def run(model):
+        loss = loss_of(model)
+        loss.backward(retain_graph=True)
+        first = gradients(model)
+        loss.backward()
+        second = gradients(model)
+        assert_identical(second, {name: 2 * gradient for name, gradient in first.items()})
+        with pytest.raises(RuntimeError, match="twice"):
+            loss.backward()
+        return second
+
+    on_both(folder, run)
+
+
+def test_gradients_of_some(folder):
+    def run(model):
+        with Alive(model) as alive:
+            loss = loss_of(model)
+            before = alive.bytes
+            weights = dict(model.named_parameters())
+            found = {}
+            for name in ("model.layers.0.self_attn.k_proj.weight", "model.layers.1.mlp.down_proj.weight"):
+                (gradient,) = torch.autograd.grad(loss, [weights[name]], retain_graph=True)
+                found[name] = local_tensor(gradient).clone()
+                del gradient
+            # What was gathered for others too is let go when a backward ends.
+            return found | {"bytes that stay": torch.tensor(alive.bytes - before)}
+
+    on_both(folder, run)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast(folder, dtype):
+    def run(model):
+        with torch.autocast("cpu", dtype):
+            loss = loss_of(model)
+        loss.backward()
+        return gradients(model) | {"loss": loss.detach()}
+
+    on_both(folder, run)
+
+
+def test_bytes_under_autocast(folder):
+    def forward(model):
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(input_ids=ids(LENGTH, ROWS)).logits
+
+    def on_rank():
+        return [bytes_kept(load(folder, packs), forward) for packs in BOTH]
+
+    for packed, plain in run_ranks(on_rank, 2):
+        whole = 2 * ROWS * LENGTH * SIZES["hidden_size"]
+        # Five linears of each layer keep a copy of their gathered input in bf16.
+        assert plain - packed > LAYERS * 5 * whole
+
+
+# Which tensor a loop gets hold of: module, and whether it is its input or its output.
+EDITS = {
+    "norm's input": ("input_layernorm", "input"),
+    "shard": ("input_layernorm", "output"),
+    "gathered": ("self_attn.q_proj", "input"),
+    "gate": ("mlp.gate_proj", "output"),
+    "activation": ("mlp.act_fn", "output"),
+    "up": ("mlp.up_proj", "output"),
+    "product": ("mlp.down_proj", "input"),
+    "norm's weight": ("input_layernorm", "weight"),
+    "column's weight": ("self_attn.q_proj", "weight"),
+    "row's weight": ("mlp.down_proj", "weight"),
+}
+
+
+def catch(module, place, act):
+    """Has `act` called with a tensor as it passes by."""
+    if place == "input":
+        module.register_forward_pre_hook(lambda module, args: act(args[0]))
+    elif place == "output":
+        module.register_forward_hook(lambda module, args, output: act(output))
+    else:
+        module.register_forward_hook(lambda module, args, output: act(local_tensor(module._parameters[place])))
+
+
+def add_one(tensor):
+    with torch.no_grad():
+        tensor.add_(1)
+
+
+@pytest.mark.parametrize("packs", BOTH)
+def test_edits_in_place_after_forward(folder, packs):
+    def on_rank():
+        for what, (name, place) in EDITS.items():
+            model = load(folder, packs)
+            caught = []
+            catch(model.model.layers[0].get_submodule(name), place, lambda tensor, caught=caught: caught.append(tensor))
+            loss = loss_of(model)
+            add_one(caught[0])
+            if what == "shard" and not packs:
+                loss.backward()
+                continue
+            with pytest.raises(RuntimeError, match="modified (by an )?inplace"):
+                loss.backward()
+            torch.distributed.barrier()
+
+    run_ranks(on_rank, 2)
+
+
+@pytest.mark.parametrize("packs", BOTH)
+@pytest.mark.parametrize("factor", ["gate_proj", "up_proj", "act_fn"])
+def test_edits_in_place_in_forward(folder, packs, factor):
+    def on_rank():
+        model = load(folder, packs)
+        mlp, caught = model.model.layers[0].mlp, []
+        catch(mlp.get_submodule(factor), "output", caught.append)
+        catch(mlp.down_proj, "input", lambda tensor: add_one(caught[0]))
+        loss = loss_of(model)
+        with pytest.raises(RuntimeError, match="modified (by an )?inplace"):
+            loss.backward()
+
+    run_ranks(on_rank, 2)
+
+
+@pytest.mark.parametrize("packs", BOTH)
+def test_edits_of_the_gathered_input_between_its_readers(folder, packs):
+    def on_rank():
+        model = load(folder, packs)
+        catch(model.model.layers[0].self_attn.k_proj, "input", add_one)
+        loss = loss_of(model)
+        with pytest.raises(RuntimeError, match="modified (by an )?inplace"):
+            loss.backward()
+
+    run_ranks(on_rank, 2)
+
+
+def test_an_edit_in_place_before_anybody_saves(folder):
+    def run(model):
+        catch(model.model.layers[0].self_attn.q_proj, "input", add_one)
+        loss_of(model).backward()
+        return gradients(model)
+
+    on_both(folder, run)
+
+
+def freeze_all(model):
+    model.requires_grad_(False)
+
+
+def freeze_columns(model):
+    for layer in model.model.layers:
+        for linear in (layer.self_attn.q_proj, layer.self_attn.v_proj, layer.mlp.gate_proj):
+            linear.requires_grad_(False)
+
+
+def freeze_rows_and_norms(model):
+    for layer in model.model.layers:
+        for module in (layer.mlp.down_proj, layer.self_attn.o_proj, layer.input_layernorm):
+            module.requires_grad_(False)
+
+
+def freeze_first_layer(model):
+    model.get_input_embeddings().requires_grad_(False)
+    model.model.layers[0].requires_grad_(False)
+
+
+@pytest.mark.parametrize("freeze", [freeze_all, freeze_columns, freeze_rows_and_norms, freeze_first_layer])
+def test_frozen_weights(folder, freeze):
+    def run(model):
+        freeze(model)
+        embeds = model.get_input_embeddings()(ids()).detach()
+        embeds.requires_grad_(freeze is not freeze_first_layer)
+        with Alive(model) as alive:
+            loss = model(inputs_embeds=embeds, labels=ids()).loss
+            kept = alive.bytes
+        loss.backward()
+        of_embeds = {} if embeds.grad is None else {"embeds": embeds.grad}
+        found = {n: local_tensor(p.grad).clone() for n, p in model.named_parameters() if p.grad is not None}
+        return {"kept": kept, "gradients": of_embeds | found}
+
+    def on_rank():
+        packed, plain = (run(load(folder, packs)) for packs in BOTH)
+        assert plain["gradients"]
+        assert_identical(packed["gradients"], plain["gradients"])
+        assert packed["kept"] < plain["kept"]
+
+    run_ranks(on_rank, 2)
+
+
+def test_an_adapter(folder):
+    """A low-rank adapter beside a frozen linear reads the gathered input and keeps it as it likes."""
+
+    def run(model):
+        model.requires_grad_(False)
+        q_proj, generator = model.model.layers[0].self_attn.q_proj, torch.Generator().manual_seed(1)
+        down = torch.randn(SIZES["hidden_size"], 2, generator=generator).requires_grad_()
+        up = torch.randn(2, SIZES["hidden_size"] // 2, generator=generator).requires_grad_()
+        q_proj.register_forward_hook(lambda module, args, output: output + args[0] @ down @ up)
+        loss_of(model).backward()
+        return {"down": down.grad, "up": up.grad}
+
+    on_both(folder, run)
+
+
+def test_hooks_of_others_have_the_first_word(folder):
+    def on_rank():
+        found = []
+        for packs in BOTH:
+            model, shapes = load(folder, packs), []
+            hooks = torch.autograd.graph.saved_tensors_hooks(
+                lambda t, shapes=shapes: shapes.append(t.shape) or t, tuple
+            )
+            with hooks:
+                loss_of(model)
+            found.append(shapes)
+        assert found[0] == found[1] != []
+
+    run_ranks(on_rank, 2)
+
+
+def test_nothing_is_packed_where_nothing_is_saved(folder):
+    def on_rank():
+        model = load(folder, True)
+        with Remade() as count:
+            with torch.no_grad():
+                model(input_ids=ids())
+            model.eval().generate(ids(), max_new_tokens=3, pad_token_id=0)
+        assert not count.kept
+        loss_of(copy.deepcopy(model).train()).backward()
+
+    run_ranks(on_rank, 2)
+
+
+def test_user_hooks_run_once(folder):
+    def on_rank():
+        found = []
+        for packs in BOTH:
+            model, calls = load(folder, packs), []
+            found.append(calls)
+            for name in ("input_layernorm", "mlp.act_fn", "mlp.up_proj", "self_attn"):
+                module = model.model.layers[0].get_submodule(name)
+                module.register_forward_hook(lambda *args, calls=calls, name=name: calls.append(name))
+                module.register_full_backward_hook(
+                    lambda *args, calls=calls, name=name: calls.append(f"backward {name}")
+                )
+            loss_of(model).backward()
+        assert found[0] == found[1] != []
+
+    run_ranks(on_rank, 2)
