@@ -17,22 +17,42 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..communication.collectives import all_gather
 from ..memory.saved_tensors import Kept, Packed, Remade, Version, saved_as
-from ..upstream import at_end_of_backward, in_backward, storage_id
+from ..patch_ledger import Shared
+from ..upstream import in_backward, storage_id
+
+
+class GatheredInputs(Shared):
+    """What the blocks of a model have gathered along one dim; of what is gathered again one tensor exists at a time.
+
+    It is let go after the last linear that saved it. A backward for some of the weights may not come to that one, and a
+    backward that is split comes to each in a pass of its own: until then it stays, or until another block gathers.
+    """
+
+    def __init__(self, dim: int, group: dist.ProcessGroup):
+        self.dim, self.group = dim, group
+        self._latest: weakref.ref[GatheredInput] | None = None
+
+    def again(self, gathered: "GatheredInput", shard: Tensor) -> Tensor:
+        """Gathers `[..., size, ...]` once more for a backward, in place of what was gathered last."""
+        latest = None if self._latest is None else self._latest()
+        if latest is not None:
+            latest.let_go()
+        self._latest = weakref.ref(gathered)
+        return all_gather(shard, self.dim, gathered.size, self.group)
 
 
 class GatheredInput:
     """One gathered tensor of one forward.
 
     Args:
+        inputs (`GatheredInputs`): those of the model.
         shard (`Tensor`): `[..., held, ...]`, what this rank gave.
         whole (`Tensor`): `[..., size, ...]`, what all ranks got; it is not kept.
-        dim (`int`): the dim that is split.
-        group (`ProcessGroup`): the ranks.
     """
 
-    def __init__(self, shard: Tensor, whole: Tensor, dim: int, group: dist.ProcessGroup):
-        self._shard, self._version = Kept(shard), Version(whole)
-        self._dim, self._size, self._group = dim, whole.shape[dim], group
+    def __init__(self, inputs: GatheredInputs, shard: Tensor, whole: Tensor):
+        self.size = whole.shape[inputs.dim]
+        self._inputs, self._shard, self._version = inputs, Kept(shard), Version(whole)
         # While there is a reference to a storage its number is not used again.
         self._storage = StorageWeakRef(whole.untyped_storage())
         self._saved = self._unpacked = 0
@@ -47,35 +67,29 @@ class GatheredInput:
             return x, nullcontext()
         return saved_as(x, partial(_save, weakref.ref(self), x.dtype))
 
-    def _keep(self, saved: Tensor, dtype: torch.dtype, is_copy: bool) -> Packed:
+    def keep(self, saved: Tensor, dtype: torch.dtype, is_copy: bool) -> Packed:
+        """Returns the packed form of what a linear saves: a view of this tensor, or of a copy in another type."""
         self._saved += 1
         return Remade(saved, None if is_copy else self._version, lambda: self._gather().to(dtype))
 
+    def let_go(self) -> None:
+        """Forgets what was gathered again."""
+        self._again, self._unpacked = None, 0
+
     def _gather(self) -> Tensor:
         shard = self._shard.unpack()
+        if self._again is None:
+            self._again = self._inputs.again(self, shard)
         whole = self._again
-        if whole is None:
-            whole = all_gather(shard, self._dim, self._size, self._group)
-            if not in_backward():
-                return whole
-            self._again, self._unpacked = whole, 0
-            # A backward may leave some of the linears out.
-            at_end_of_backward(partial(_drop, weakref.ref(self)))
         self._unpacked += 1
-        if self._unpacked == self._saved:
-            self._again = None
+        if self._unpacked == self._saved or not in_backward():
+            self.let_go()
         return whole
 
 
 # Hooks live as long as what they pack, weights of frozen linears too: by reference they would keep the shard for these.
-def _save(reference: "weakref.ref[GatheredInput]", own_dtype: torch.dtype, saved: Tensor, dtype: torch.dtype) -> Packed:
+def _save(reference: weakref.ref[GatheredInput], own_dtype: torch.dtype, saved: Tensor, dtype: torch.dtype) -> Packed:
     gathered = reference()
     assert gathered is not None
     # A copy in another type is nobody else's, and cannot be edited.
-    return gathered._keep(saved, dtype, is_copy=dtype != own_dtype)
-
-
-def _drop(reference: "weakref.ref[GatheredInput]") -> None:
-    gathered = reference()
-    if gathered is not None:
-        gathered._again = None
+    return gathered.keep(saved, dtype, is_copy=dtype != own_dtype)

@@ -9,8 +9,9 @@ from torch import Tensor
 from ..communication.random_streams import RandomStreams
 from ..memory.recomputed_norms import is_norm, recompute_norm
 from ..patch_ledger import Shared
+from .gathered_input import GatheredInputs
 from .layer_streams import draw_alone
-from .region import SequenceArguments, SequenceStack, UniformRegion, WholeSequenceRegion
+from .region import SEQUENCE_DIM, SequenceArguments, SequenceStack, UniformRegion, WholeSequenceRegion
 from .structure import Structure
 from .styles import style
 
@@ -37,8 +38,9 @@ class Regions(Shared):
         self.group, self.streams, self.packs = group, streams, packs
         self.stacks = {name: SequenceStack(group) for name in structure.stacks} if sequence_parallel else {}
         self.whole = structure.whole if sequence_parallel else {}
+        inputs = GatheredInputs(SEQUENCE_DIM, group) if packs else None
         self.uniform = {
-            block: UniformRegion(group, streams, self.stacks.get(structure.stack_of.get(block, "")), packs)
+            block: UniformRegion(group, streams, self.stacks.get(structure.stack_of.get(block, "")), inputs)
             for block in structure.uniform
         }
         self.of_linear = {row: self.uniform[block] for block, row in structure.uniform.items()}

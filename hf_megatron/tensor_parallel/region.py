@@ -35,7 +35,7 @@ from ..errors import UnsupportedError
 from ..memory.recomputed_products import recomputed_for
 from ..memory.saved_tensors import may_pack
 from ..patch_ledger import Shared
-from .gathered_input import GatheredInput
+from .gathered_input import GatheredInput, GatheredInputs
 
 SEQUENCE_DIM = 1
 HIDDEN_STATES = "hidden_states"
@@ -125,13 +125,13 @@ class SequenceStack(Shared):
 class UniformRegion(Shared):
     """A block whose input only column linears read and whose output one row linear makes.
 
-    With `packs` its linears keep shards and what can be computed again (`MegatronConfig.pack_activations`).
+    With `inputs` its linears keep shards and what can be computed again (`MegatronConfig.pack_activations`).
     """
 
     group: dist.ProcessGroup
     streams: RandomStreams
     stack: SequenceStack | None = None
-    packs: bool = False
+    inputs: GatheredInputs | None = None
     gathered: GatheredInput | None = None
 
     def install(self, block: nn.Module) -> None:
@@ -148,8 +148,9 @@ class UniformRegion(Shared):
         if hidden_states.dim() == 2:
             return self.enter(self._unflatten(hidden_states)).flatten(0, 1)
         whole = gather_from_ranks(hidden_states, SEQUENCE_DIM, self.stack.length, self.group, sum_gradient=True)
-        packs = self.packs and may_pack()
-        self.gathered = GatheredInput(hidden_states, whole, SEQUENCE_DIM, self.group) if packs else None
+        self.gathered = None
+        if self.inputs is not None and may_pack():
+            self.gathered = GatheredInput(self.inputs, hidden_states, whole)
         return whole
 
     def column_input(self, x: Tensor) -> tuple[Tensor, AbstractContextManager]:
@@ -158,7 +159,7 @@ class UniformRegion(Shared):
 
     def row_input(self, x: Tensor) -> tuple[Tensor, AbstractContextManager]:
         """Returns what the row linear reads in place of `[..., width / tp]`, and the context it computes in."""
-        return recomputed_for(x) if self.packs and may_pack() else (x, nullcontext())
+        return recomputed_for(x) if self.inputs is not None and may_pack() else (x, nullcontext())
 
     def _unflatten(self, tokens: Tensor) -> Tensor:
         # Some layers hand `[batch * sequence, hidden]` to their linears; a rank may hold no token at all.

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig
 
+from hf_megatron import ConfigError, MegatronConfig, prepare_optimizer
 from hf_megatron.integrations.gate import ConfigUnderTest
 from hf_megatron.memory import saved_tensors
 from hf_megatron.tensor_parallel import gathered_input
@@ -50,7 +51,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def longer(tmp_path_factory):
-    return saved(tmp_path_factory.mktemp("longer"), num_hidden_layers=LAYERS + 1)
+    return saved(tmp_path_factory.mktemp("longer"), num_hidden_layers=LAYERS + 2)
 
 
 def load(folder, packs, *, tp_size=2, **fields):
@@ -174,7 +175,7 @@ ROWS, LENGTH = 2, 48
 def bytes_of_a_layer(folder, longer, packs, tp_size):
     """What a forward keeps for one more layer."""
     shorter, more = (bytes_kept(load(path, packs, tp_size=tp_size, dtype=torch.bfloat16)) for path in (folder, longer))
-    return more - shorter
+    return (more - shorter) / 2
 
 
 def bytes_kept(model, make=lambda model: model(input_ids=ids(LENGTH, ROWS)).logits):
@@ -238,7 +239,7 @@ def test_one_gather_more_for_each_block(folder):
 
 
 def on_both(folder, run, ranks=2, **fields):
-    """What `run(model)` returns with packed and with plain activations is asserted to be equal."""
+    """Asserts that `run(model)` returns the same with packed and with plain activations."""
 
     def on_rank():
         found = []
@@ -270,20 +271,33 @@ def test_retained_graphs(folder):
 
 
 def test_gradients_of_some(folder):
+    """What a backward for some weights has gathered is let go when another block gathers, and with the graph."""
+    whole = 4 * ids().numel() * SIZES["hidden_size"]
+
     def run(model):
+        weights = dict(model.named_parameters())
+        found, stay = {}, []
         with Alive(model) as alive:
             loss = loss_of(model)
             before = alive.bytes
-            weights = dict(model.named_parameters())
-            found = {}
-            for name in ("model.layers.0.self_attn.k_proj.weight", "model.layers.1.mlp.down_proj.weight"):
+            for layer in (1, 0):
+                name = f"model.layers.{layer}.self_attn.k_proj.weight"
                 (gradient,) = torch.autograd.grad(loss, [weights[name]], retain_graph=True)
                 found[name] = local_tensor(gradient).clone()
                 del gradient
-            # What was gathered for others too is let go when a backward ends.
-            return found | {"bytes that stay": torch.tensor(alive.bytes - before)}
+                stay.append(alive.bytes - before - sum(tensor.nbytes for tensor in found.values()))
+            loss.backward()
+            loss.detach_()
+            after = alive.bytes
+        return found | gradients(model), stay, after
 
-    on_both(folder, run)
+    def on_rank():
+        (packed, stay, after), (plain, stay_plain, after_plain) = (run(load(folder, packs)) for packs in BOTH)
+        assert_identical(packed, plain)
+        assert [one - other for one, other in zip(stay, stay_plain, strict=True)] == [whole, whole]
+        assert after == after_plain
+
+    run_ranks(on_rank, 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -493,10 +507,61 @@ def test_user_hooks_run_once(folder):
             for name in ("input_layernorm", "mlp.act_fn", "mlp.up_proj", "self_attn"):
                 module = model.model.layers[0].get_submodule(name)
                 module.register_forward_hook(lambda *args, calls=calls, name=name: calls.append(name))
-                module.register_full_backward_hook(
-                    lambda *args, calls=calls, name=name: calls.append(f"backward {name}")
-                )
             loss_of(model).backward()
         assert found[0] == found[1] != []
 
     run_ranks(on_rank, 2)
+
+
+def trained(model):
+    """Losses and weights of two steps of two microbatches each."""
+    optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    found = {}
+    for step in range(2):
+        for part in range(2):
+            loss = loss_of(model)
+            loss.backward()
+            found[f"loss {step} {part}"] = loss.detach()
+        optimizer.step()
+        optimizer.zero_grad()
+    return found | {name: local_tensor(parameter).detach().clone() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("zero_stage", [1, 3])
+def test_data_parallel(folder, zero_stage):
+    on_both(folder, trained, ranks=4, zero_stage=zero_stage, dp_size=2)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_zero_bubble", "zbv"])
+def test_pipelines(longer, schedule):
+    def run(model):
+        return {name: tensor for name, tensor in trained(model).items() if tensor.numel()}
+
+    on_both(longer, run, ranks=4, pp_size=2, num_microbatches=2, pipeline_schedule=schedule)
+
+
+def test_compiled_layers(folder):
+    def on_rank():
+        expected = load(folder, False)
+        loss_of(expected).backward()
+        model = load(folder, True)
+        for layer in model.model.layers:
+            layer.compile(backend="aot_eager", fullgraph=True)
+        loss_of(model).backward()
+        found = gradients(model)
+        for name, tensor in gradients(expected).items():
+            torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-7)
+
+    run_ranks(on_rank, 2)
+
+
+def test_where_it_is_on():
+    layout = MegatronConfig(tp_size=2, sequence_parallel=True)
+    assert layout.packs_activations("nccl") and not layout.packs_activations("gloo")
+    assert MegatronConfig(tp_size=2, sequence_parallel=True, pack_activations=True).packs_activations("gloo")
+    assert not MegatronConfig(tp_size=2, sequence_parallel=True, pack_activations=False).packs_activations("nccl")
+    assert not MegatronConfig(tp_size=2).packs_activations("nccl")
+    with pytest.raises(ConfigError, match="pack_activations = 1: expected None, True or False"):
+        MegatronConfig(tp_size=2, sequence_parallel=True, pack_activations=1)
+    with pytest.raises(ConfigError, match="pack_activations = True: needs sequence_parallel"):
+        MegatronConfig(tp_size=2, pack_activations=True)
