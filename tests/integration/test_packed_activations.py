@@ -2,11 +2,11 @@
 
 import copy
 import gc
-import weakref
 
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig
 
@@ -110,24 +110,23 @@ class Alive(TorchDispatchMode):
 
     def __init__(self, model):
         super().__init__()
-        self.sizes = {}
-        self.parameters = {storage_id(local_tensor(parameter)) for parameter in model.parameters()}
+        self.seen = {storage_id(local_tensor(parameter)): None for parameter in model.parameters()}
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if DTensor in types:
             return NotImplemented
         found = function(*args, **(kwargs or {}))
         for tensor in found if isinstance(found, tuple | list) else (found,):
-            if isinstance(tensor, torch.Tensor) and storage_id(tensor) not in self.sizes.keys() | self.parameters:
-                number, storage = storage_id(tensor), tensor.untyped_storage()
-                self.sizes[number] = storage.nbytes()
-                weakref.finalize(storage, self.sizes.pop, number)
+            if isinstance(tensor, torch.Tensor) and storage_id(tensor) not in self.seen:
+                storage = tensor.untyped_storage()
+                # The reference also keeps the number from being used again.
+                self.seen[storage_id(tensor)] = StorageWeakRef(storage), storage.nbytes()
         return found
 
     @property
     def bytes(self):
         gc.collect()
-        return sum(self.sizes.values())
+        return sum(size for reference, size in filter(None, self.seen.values()) if not reference.expired())
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
