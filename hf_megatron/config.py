@@ -43,7 +43,7 @@ class MegatronConfig:
             replicated (norms, dropout, residual stream).
         pack_activations (`bool`, *optional*): with `sequence_parallel`, keep shards of gathered activations for
             backward, which gathers them again, and compute norms and activation functions again. By default
-            everywhere but on gloo, where sending costs more than memory is worth.
+            everywhere but on gloo, where gathering again costs time.
         dp_size (`int`, *optional*): ranks that see different batches (data parallel); derived from the world size by
             default.
         zero_stage (`int`, defaults to 1): what the dp ranks share instead of each holding it: 0 nothing, 1 the
@@ -140,19 +140,12 @@ class MegatronConfig:
                 "'microbatch'."
             )
         switches = ("sequence_parallel", "strict_loading", "allow_unverified", "main_weights_in_fp32")
-        for name in (*switches, "offload_optimizer", "async_save", "verify_checksums"):
+        for name in (*switches, "offload_optimizer", "async_save", "verify_checksums", "pack_activations"):
             value = getattr(self, name)
-            if not isinstance(value, bool):
+            if not isinstance(value, bool) and (value is not None or name != "pack_activations"):
                 raise ConfigError(f"MegatronConfig.{name} = {value!r}: expected True or False.")
-        if not isinstance(self.pack_activations, bool | None):
-            raise ConfigError(
-                f"MegatronConfig.pack_activations = {self.pack_activations!r}: expected None, True or False."
-            )
         if self.pack_activations and not self.sequence_parallel:
-            raise ConfigError(
-                "MegatronConfig.pack_activations = True: needs sequence_parallel=True, what is packed are gathered "
-                "activations."
-            )
+            raise ConfigError("MegatronConfig.pack_activations = True: needs sequence_parallel=True.")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise ConfigError(f"MegatronConfig.seed = {self.seed!r}: expected an integer.")
         if not isinstance(self.timeout, int | float) or not math.isfinite(self.timeout) or self.timeout <= 0:
@@ -259,10 +252,9 @@ class MegatronConfig:
         return self.tp_size * self.cp_size * self.pp_size
 
     def packs_activations(self, backend: str) -> bool:
-        """Whether activations are packed, where the tp ranks talk over this backend of torch.distributed."""
-        if self.pack_activations is None:
-            return self.sequence_parallel and backend != "gloo"
-        return self.pack_activations
+        """Tells whether activations are packed where the tp ranks talk over this backend of torch.distributed."""
+        is_on = self.pack_activations
+        return self.sequence_parallel and backend != "gloo" if is_on is None else is_on
 
     def layout(self) -> str:
         """Returns the short name of the layout, for example `tp2+sp+pp2+dp2+zero1`."""

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+from pathlib import Path
 
 import pytest
 import torch
@@ -185,10 +186,10 @@ def bytes_kept(model, make=lambda model: model(input_ids=ids(LENGTH, ROWS)).logi
     return total
 
 
-def by_cause(tp_size):
+def by_cause(tp_size, tokens=ROWS * LENGTH, sizes=SIZES):
     """Bytes of one layer that are kept, 2 for each entry."""
-    tokens, h, f = ROWS * LENGTH, SIZES["hidden_size"], SIZES["intermediate_size"]
-    heads, pairs, head_dim = SIZES["num_attention_heads"], SIZES["num_key_value_heads"], SIZES["head_dim"]
+    h, f, head_dim = sizes["hidden_size"], sizes["intermediate_size"], sizes["head_dim"]
+    heads, pairs = sizes["num_attention_heads"], sizes["num_key_value_heads"]
     return {
         "inputs of two norms": 2 * 2 * tokens * h // tp_size,
         "shards of two gathered inputs": 2 * 2 * tokens * h // tp_size,
@@ -213,6 +214,14 @@ def test_bytes_by_cause(folder, longer, tp_size, monkeypatch):
     for found in run_ranks(on_rank, tp_size):
         assert found[True] == sum(expected.values())
         assert found["fault"] == found[False] > 1.5 * found[True]
+
+
+def test_the_figure_of_the_docs():
+    sizes = {"hidden_size": 16384, "intermediate_size": 53248, "head_dim": 128}
+    sizes |= {"num_attention_heads": 128, "num_key_value_heads": 8}
+    figure = f"{sum(by_cause(8, 8192, sizes).values()) / 2**30:.2f} GiB"
+    assert figure == "0.40 GiB"
+    assert f"these are {figure}" in (Path(__file__).parents[2] / "docs" / "sequence_parallel.md").read_text()
 
 
 def test_one_gather_more_for_each_block(folder):
@@ -560,7 +569,7 @@ def test_where_it_is_on():
     assert MegatronConfig(tp_size=2, sequence_parallel=True, pack_activations=True).packs_activations("gloo")
     assert not MegatronConfig(tp_size=2, sequence_parallel=True, pack_activations=False).packs_activations("nccl")
     assert not MegatronConfig(tp_size=2).packs_activations("nccl")
-    with pytest.raises(ConfigError, match="pack_activations = 1: expected None, True or False"):
+    with pytest.raises(ConfigError, match="pack_activations = 1: expected True or False"):
         MegatronConfig(tp_size=2, sequence_parallel=True, pack_activations=1)
     with pytest.raises(ConfigError, match="pack_activations = True: needs sequence_parallel"):
         MegatronConfig(tp_size=2, pack_activations=True)
