@@ -33,6 +33,7 @@ from ..communication.collectives import (
 from ..communication.random_streams import RandomStreams
 from ..errors import UnsupportedError
 from ..memory.recomputed_products import recomputed_for
+from ..memory.repeated_heads import keep_heads_once
 from ..memory.saved_tensors import may_pack
 from ..patch_ledger import Shared
 from .gathered_input import GatheredInput, GatheredInputs
@@ -159,7 +160,10 @@ class UniformRegion(Shared):
 
     def row_input(self, x: Tensor) -> tuple[Tensor, AbstractContextManager]:
         """Returns what the row linear reads in place of `[..., width / tp]`, and the context it computes in."""
-        return recomputed_for(x) if self.inputs is not None and may_pack() else (x, nullcontext())
+        if self.inputs is None or not may_pack():
+            return x, nullcontext()
+        keep_heads_once(x)
+        return recomputed_for(x)
 
     def _unflatten(self, tokens: Tensor) -> Tensor:
         # Some layers hand `[batch * sequence, hidden]` to their linears; a rank may hold no token at all.

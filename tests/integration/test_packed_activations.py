@@ -65,6 +65,12 @@ def ids(length=13, rows=2):
     return torch.randint(0, 64, (rows, length), generator=torch.Generator().manual_seed(0))
 
 
+def padded(length, rows=2):
+    mask = torch.ones(rows, length, dtype=torch.long)
+    mask[0, :3] = 0
+    return mask
+
+
 def loss_of(model, **kwargs):
     return model(input_ids=ids(), labels=ids(), **kwargs).loss
 
@@ -214,6 +220,37 @@ def test_bytes_by_cause(folder, longer, tp_size, monkeypatch):
     for found in run_ranks(on_rank, tp_size):
         assert found[True] == sum(expected.values())
         assert found["fault"] == found[False] > 1.5 * found[True]
+
+
+@pytest.mark.parametrize("autocast", BOTH)
+def test_heads_that_a_mask_repeats_are_kept_once(folder, autocast):
+    def forward(model):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return model(input_ids=ids(LENGTH, ROWS), attention_mask=padded(LENGTH)).logits
+
+    def on_rank():
+        with_mask = {packs: bytes_kept(load(folder, packs), forward) for packs in BOTH}
+        monkeypatch = pytest.MonkeyPatch()
+        monkeypatch.setattr("hf_megatron.tensor_parallel.region.keep_heads_once", lambda x: None)
+        repeated = bytes_kept(load(folder, True), forward)
+        monkeypatch.undo()
+        return with_mask, repeated
+
+    for with_mask, repeated in run_ranks(on_rank, 2):
+        heads, pairs = SIZES["num_attention_heads"] // 2, SIZES["num_key_value_heads"] // 2
+        entries = ROWS * LENGTH * 2 * (heads - pairs) * SIZES["head_dim"]
+        assert repeated - with_mask[True] == LAYERS * entries * (2 if autocast else 4)
+        assert repeated < with_mask[False]
+
+
+def test_numbers_with_a_mask(folder):
+    def run(model):
+        loss = loss_of(model, attention_mask=padded(13))
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return gradients(model)
+
+    on_both(folder, run)
 
 
 def test_the_figure_of_the_docs():
