@@ -66,6 +66,11 @@ def hooks_on_saved_tensors_are_free() -> bool:
     return autograd._saved_tensors_hooks_is_enabled() and autograd._top_saved_tensors_default_hooks(True) is None
 
 
+def nodes_can_pack() -> bool:
+    """Tells whether `pack_saved` can do anything (not in torch 2.11; 2.12 untried)."""
+    return hasattr(torch._C._autograd.SavedTensor, "unpack_hook")
+
+
 def pack_saved(
     node: Any, name: str, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]
 ) -> bool:
@@ -75,10 +80,10 @@ def pack_saved(
     attributes are not).
     """
     saved = getattr(node, f"_raw_saved_{name}")
-    if saved.data is None or saved.unpack_hook is not None:
+    if not nodes_can_pack() or saved.data is None or saved.unpack_hook is not None:
         return False
     try:
-        saved.unpack()
+        getattr(node, f"_saved_{name}")
     except RuntimeError:
         # Changed in place since: torch says so if backward comes by.
         return False
