@@ -156,7 +156,9 @@ class UniformRegion(Shared):
 
     def column_input(self, x: Tensor) -> tuple[Tensor, AbstractContextManager]:
         """Returns what a column linear reads in place of `[..., hidden]`, and the context it computes in."""
-        return (x, nullcontext()) if self.gathered is None else self.gathered.saved_by(x)
+        if self.gathered is None or not may_pack():
+            return x, nullcontext()
+        return self.gathered.saved_by(x)
 
     def row_input(self, x: Tensor) -> tuple[Tensor, AbstractContextManager]:
         """Returns what the row linear reads in place of `[..., width / tp]`, and the context it computes in."""

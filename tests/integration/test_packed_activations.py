@@ -1,6 +1,7 @@
 """Activations of a split sequence in fewer bytes: the same numbers bit by bit, and edits in place are still seen."""
 
 import copy
+import functools
 import gc
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig
 
 from hf_megatron import ConfigError, MegatronConfig, prepare_optimizer
@@ -531,6 +533,18 @@ def test_hooks_of_others_have_the_first_word(folder):
         assert found[0] == found[1] != []
 
     run_ranks(on_rank, 2)
+
+
+@pytest.mark.parametrize("name", ["self_attn.q_proj", "mlp", "mlp.act_fn", "mlp.down_proj", "post_attention_layernorm"])
+def test_checkpoints_around_a_part_of_a_layer(folder, name):
+    def run(model):
+        for layer in model.model.layers:
+            module = layer.get_submodule(name)
+            module.forward = functools.partial(checkpoint, module.forward, use_reentrant=False)
+        loss_of(model).backward()
+        return gradients(model)
+
+    on_both(folder, run)
 
 
 def test_nothing_is_packed_where_nothing_is_saved(folder):
