@@ -41,6 +41,9 @@ class MegatronConfig:
         tp_size (`int`, defaults to 1): ranks that share each layer's weights (tensor parallel).
         sequence_parallel (`bool`, defaults to `False`): split the sequence over the tp ranks wherever weights are
             replicated (norms, dropout, residual stream).
+        pack_activations (`bool`, *optional*): with `sequence_parallel`, keep shards of gathered activations for
+            backward, which gathers them again, and compute norms and activation functions again. By default
+            everywhere but on gloo, where gathering again costs time.
         dp_size (`int`, *optional*): ranks that see different batches (data parallel); derived from the world size by
             default.
         zero_stage (`int`, defaults to 1): what the dp ranks share instead of each holding it: 0 nothing, 1 the
@@ -93,6 +96,7 @@ class MegatronConfig:
 
     tp_size: int = 1
     sequence_parallel: bool = False
+    pack_activations: bool | None = None
     dp_size: int | None = None
     zero_stage: int = 1
     dp_replicate_size: int = 1
@@ -136,10 +140,12 @@ class MegatronConfig:
                 "'microbatch'."
             )
         switches = ("sequence_parallel", "strict_loading", "allow_unverified", "main_weights_in_fp32")
-        for name in (*switches, "offload_optimizer", "async_save", "verify_checksums"):
+        for name in (*switches, "offload_optimizer", "async_save", "verify_checksums", "pack_activations"):
             value = getattr(self, name)
-            if not isinstance(value, bool):
+            if not isinstance(value, bool) and (value is not None or name != "pack_activations"):
                 raise ConfigError(f"MegatronConfig.{name} = {value!r}: expected True or False.")
+        if self.pack_activations and not self.sequence_parallel:
+            raise ConfigError("MegatronConfig.pack_activations = True: needs sequence_parallel=True.")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise ConfigError(f"MegatronConfig.seed = {self.seed!r}: expected an integer.")
         if not isinstance(self.timeout, int | float) or not math.isfinite(self.timeout) or self.timeout <= 0:
@@ -244,6 +250,11 @@ class MegatronConfig:
     def ranks_per_replica(self) -> int:
         """Ranks that work on one batch: tp x cp x pp."""
         return self.tp_size * self.cp_size * self.pp_size
+
+    def packs_activations(self, backend: str) -> bool:
+        """Tells whether activations are packed where the tp ranks talk over this backend of torch.distributed."""
+        is_on = self.pack_activations
+        return self.sequence_parallel and backend != "gloo" if is_on is None else is_on
 
     def layout(self) -> str:
         """Returns the short name of the layout, for example `tp2+sp+pp2+dp2+zero1`."""

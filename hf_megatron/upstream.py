@@ -116,6 +116,42 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def hooks_on_saved_tensors_are_free() -> bool:
+    """Tells whether nobody packs what autograd saves now, and everybody may (private in torch 2.11 to 2.13)."""
+    autograd: Any = torch._C._autograd
+    return autograd._saved_tensors_hooks_is_enabled() and autograd._top_saved_tensors_default_hooks(True) is None
+
+
+def nodes_can_pack() -> bool:
+    """Tells whether `pack_saved` can do anything (not in torch 2.11; 2.12 untried)."""
+    return hasattr(torch._C._autograd.SavedTensor, "unpack_hook")
+
+
+def pack_saved(
+    node: Any, name: str, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]
+) -> bool:
+    """Has a node of autograd's graph keep what it has saved under a name in another form.
+
+    `False`, and nothing is changed, where it saved nothing or somebody else packs it (`_raw_saved_*` is documented, its
+    attributes are not).
+    """
+    saved = getattr(node, f"_raw_saved_{name}")
+    if not nodes_can_pack() or saved.data is None or saved.unpack_hook is not None:
+        return False
+    try:
+        getattr(node, f"_saved_{name}")
+    except RuntimeError:
+        # Changed in place since: torch says so if backward comes by.
+        return False
+    saved.register_hooks(pack, unpack)
+    return True
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """Returns what views of the same memory have in common (`_cdata` is private; fake tensors have no `data_ptr`)."""
+    return tensor.untyped_storage()._cdata
+
+
 def leave_uncompiled(function: Any) -> Any:
     """Keeps the compiler from tracing a function; unlike `torch.compiler.disable` imports it when first called."""
     return torch._disable_dynamo(function)  # type: ignore[attr-defined]

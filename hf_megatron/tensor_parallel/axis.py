@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch.distributed as dist
+
 from ..communication.random_streams import RandomStreams
 from ..errors import UnsupportedError
 from ..parallel_state import ParallelState
@@ -88,7 +90,10 @@ def install(model: Any, state: ParallelState) -> None:
     streams = RandomStreams(mesh.device, mesh.tp_rank)
     # A pipeline may have taken blocks away since the plan was made.
     structure = plan.structure.restricted_to({name for name, _ in model.named_modules()})
-    regions = Regions(structure, plan.styles, mesh.tp_group, streams, sequence_parallel=config.sequence_parallel)
+    packs = config.packs_activations(dist.get_backend(mesh.tp_group))
+    regions = Regions(
+        structure, plan.styles, mesh.tp_group, streams, sequence_parallel=config.sequence_parallel, packs=packs
+    )
     forwards = ForwardsUnderWay()
     forwards.install(model)
     for name, module in list(model.named_modules()):

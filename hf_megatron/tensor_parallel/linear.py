@@ -54,7 +54,11 @@ class ColumnParallelLinear(ParallelLinear):
     def forward(self, x: Tensor) -> Tensor:
         if self.region is None:
             x = copy_to_ranks(x, self.group)
-        y = self.matmul(x, local_view(self.bias, self.copies_group))
+            y = self.matmul(x, local_view(self.bias, self.copies_group))
+        else:
+            x, saving = self.region.column_input(x)
+            with saving:
+                y = self.matmul(x, local_view(self.bias, self.copies_group))
         if self.gather_output:
             return gather_from_ranks(y, -1, self.weight.shape[self.weight_dim_out], self.group)
         if self.training:
@@ -73,11 +77,14 @@ class RowParallelLinear(ParallelLinear):
     def forward(self, x: Tensor) -> Tensor:
         if self.split_input:
             x = split_over_ranks(x, -1, self.group)
-        y = self.matmul(x)
         if self.region is None:
+            y = self.matmul(x)
             self.streams.use_replicated()
             y = reduce_from_ranks(y, self.group)
         else:
+            x, saving = self.region.row_input(x)
+            with saving:
+                y = self.matmul(x)
             y = self.region.leave(y)
         bias = local_view(self.bias, self.group if self.sum_bias_gradient else None)
         return y if bias is None else y + bias

@@ -7,15 +7,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..communication.random_streams import RandomStreams
+from ..memory.recomputed_norms import is_norm, recompute_norm
 from ..patch_ledger import Shared
+from .gathered_input import GatheredInputs
 from .layer_streams import draw_alone
-from .region import SequenceArguments, SequenceStack, UniformRegion, WholeSequenceRegion
+from .region import SEQUENCE_DIM, SequenceArguments, SequenceStack, UniformRegion, WholeSequenceRegion
 from .structure import Structure
 from .styles import style
 
 
 class Regions(Shared):
     """All regions of a model; with `sequence_parallel` the residual stream between blocks is split.
+
+    With `packs` layers of a split sequence keep shards and what can be computed again for backward.
 
     Attributes:
         of_linear: column or row linear -> the uniform region that it reads or ends.
@@ -29,12 +33,14 @@ class Regions(Shared):
         streams: RandomStreams,
         *,
         sequence_parallel: bool,
+        packs: bool,
     ):
-        self.group, self.streams = group, streams
+        self.group, self.streams, self.packs = group, streams, packs
         self.stacks = {name: SequenceStack(group) for name in structure.stacks} if sequence_parallel else {}
         self.whole = structure.whole if sequence_parallel else {}
+        inputs = GatheredInputs(SEQUENCE_DIM, group) if packs else None
         self.uniform = {
-            block: UniformRegion(group, streams, self.stacks.get(structure.stack_of.get(block, "")))
+            block: UniformRegion(group, streams, self.stacks.get(structure.stack_of.get(block, "")), inputs)
             for block in structure.uniform
         }
         self.of_linear = {row: self.uniform[block] for block, row in structure.uniform.items()}
@@ -58,6 +64,9 @@ class Regions(Shared):
             stack.install(layers)
             owned = [layer for layer in layers if next(layer.parameters(), None) is not None]
             for layer in owned:
+                for module in layer.modules() if self.packs else ():
+                    if is_norm(module):
+                        recompute_norm(module)
                 draw_alone(layer, self.streams)
             if arguments:
                 SequenceArguments(arguments, self.group).install(owned)

@@ -15,6 +15,7 @@ computed on the whole sequence as without sequence parallelism: gathered at its 
 
 import inspect
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +32,11 @@ from ..communication.collectives import (
 )
 from ..communication.random_streams import RandomStreams
 from ..errors import UnsupportedError
+from ..memory.recomputed_products import recomputed_for
+from ..memory.repeated_heads import keep_heads_once
+from ..memory.saved_tensors import may_pack
 from ..patch_ledger import Shared
+from .gathered_input import GatheredInput, GatheredInputs
 
 SEQUENCE_DIM = 1
 HIDDEN_STATES = "hidden_states"
@@ -119,11 +124,16 @@ class SequenceStack(Shared):
 
 @dataclass
 class UniformRegion(Shared):
-    """A block whose input only column linears read and whose output one row linear makes."""
+    """A block whose input only column linears read and whose output one row linear makes.
+
+    With `inputs` its linears keep shards and what can be computed again (`MegatronConfig.pack_activations`).
+    """
 
     group: dist.ProcessGroup
     streams: RandomStreams
     stack: SequenceStack | None = None
+    inputs: GatheredInputs | None = None
+    gathered: GatheredInput | None = None
 
     def install(self, block: nn.Module) -> None:
         block.register_forward_pre_hook(self._enter, with_kwargs=True)
@@ -138,7 +148,24 @@ class UniformRegion(Shared):
             return copy_to_ranks(hidden_states, self.group)
         if hidden_states.dim() == 2:
             return self.enter(self._unflatten(hidden_states)).flatten(0, 1)
-        return gather_from_ranks(hidden_states, SEQUENCE_DIM, self.stack.length, self.group, sum_gradient=True)
+        whole = gather_from_ranks(hidden_states, SEQUENCE_DIM, self.stack.length, self.group, sum_gradient=True)
+        self.gathered = None
+        if self.inputs is not None and may_pack():
+            self.gathered = GatheredInput(self.inputs, hidden_states, whole)
+        return whole
+
+    def column_input(self, x: Tensor) -> tuple[Tensor, AbstractContextManager]:
+        """Returns what a column linear reads in place of `[..., hidden]`, and the context it computes in."""
+        if self.gathered is None or not may_pack():
+            return x, nullcontext()
+        return self.gathered.saved_by(x)
+
+    def row_input(self, x: Tensor) -> tuple[Tensor, AbstractContextManager]:
+        """Returns what the row linear reads in place of `[..., width / tp]`, and the context it computes in."""
+        if self.inputs is None or not may_pack():
+            return x, nullcontext()
+        keep_heads_once(x)
+        return recomputed_for(x)
 
     def _unflatten(self, tokens: Tensor) -> Tensor:
         # Some layers hand `[batch * sequence, hidden]` to their linears; a rank may hold no token at all.
@@ -147,6 +174,7 @@ class UniformRegion(Shared):
 
     def leave(self, partial_output: Tensor) -> Tensor:
         """Sums the row linear's partial outputs `[batch, sequence, hidden]`."""
+        self.gathered = None
         if self.stack is None:
             self.streams.use_replicated()
             return reduce_from_ranks(partial_output, self.group)
