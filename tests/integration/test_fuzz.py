@@ -73,12 +73,6 @@ SEEDED = {
 }
 
 
-def test_what_is_known_to_differ_is_not_drawn():
-    drawn = [draw_case(5, number, only=["norm by hand"]) for number in range(60)]
-    layouts = [case["layout"] for case in drawn if "norm by hand" in case["habits"]]
-    assert layouts and all(layout.get("pp_size", 1) == 1 for layout in layouts)
-
-
 def test_loops_of_accelerate_leave_its_state():
     """No stock `Accelerator` after one of the case's own: the state of both is the process's."""
     case = simple_case("tp2", "stock afterwards", loop="accelerate")

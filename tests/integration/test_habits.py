@@ -2,17 +2,12 @@
 
 import pytest
 
-from hf_megatron.verify.fuzz.cases import LAYOUTS as FIELDS
 from hf_megatron.verify.fuzz.habits import HABITS
 from tests.habits import ALLOWED, LAYOUTS, recorded, run
 
 
 def slow(name):
     return HABITS[name].slow
-
-
-def known(layout):
-    return {name for name, habit in HABITS.items() if habit.is_known_to_differ(FIELDS[layout][0])}
 
 
 def test_every_cell_is_recorded():
@@ -24,7 +19,7 @@ def test_every_cell_is_recorded():
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_other_cell_is_equal_or_refused(layout):
     found = {name: row[layout][0] for name, row in recorded().items()}
-    assert {name for name, verdict in found.items() if verdict not in ALLOWED} == known(layout)
+    assert not {name for name, verdict in found.items() if verdict not in ALLOWED}
 
 
 def walk(layout, names):

@@ -44,8 +44,6 @@ def ranks_of(layout: Mapping[str, Any]) -> int:
 def fits(case: Mapping[str, Any], name: str) -> bool:
     """Tells whether a habit makes sense for a case's model, loop and layout."""
     habit = HABITS[name]
-    if habit.is_known_to_differ(case["layout"]):
-        return False
     if case["loop"] == "trainer" and (habit.loop or not habit.made or habit.before_step or habit.after_step):
         return False
     return all(has(case, need) for need in habit.needs) and habit.loop in ("", case["loop"])

@@ -62,6 +62,18 @@ def _freeze_from_start(loop: Loop) -> None:
             parameter.requires_grad_(False)
 
 
+def _freeze_first_half(loop: Loop) -> None:
+    parameters = list(loop.model.parameters())
+    for parameter in parameters[: len(parameters) // 2]:
+        parameter.requires_grad_(False)
+
+
+def _scale_by_place(loop: Loop) -> None:
+    for place, parameter in enumerate(loop.model.parameters()):
+        if parameter.grad is not None:
+            parameter.grad.mul_((place % 5) / 4)
+
+
 def _early_clipping(loop: Loop) -> None:
     loop.log("norm", early_clip_grad_norm_(loop.model.parameters(), 0.5 * loop.case["norm"]))
 
@@ -185,6 +197,8 @@ GRADIENT_HABITS = (
         acts=1,
     ),
     Habit("frozen", "training without norms, biases and embeddings", made=_freeze_from_start),
+    Habit("frozen by place", "freezing the first half of `list(model.parameters())`", made=_freeze_first_half),
+    Habit("scaled by place", "a factor for each place in `model.parameters()`", before_step=_scale_by_place),
     Habit("frozen later", "freezing after the first step", after_step=_freeze_after_first, acts=1),
     Habit(
         "frozen and thawed",
@@ -208,7 +222,6 @@ GRADIENT_HABITS = (
         "norm by hand",
         "`p.grad.norm().item() ** 2` of all summed",
         before_step=_norm_by_hand,
-        differs_on=("pp_size",),
     ),
     Habit("gradients scaled", "`p.grad.mul_(0.5)`", before_step=_scale_by_hand),
     Habit("gradient rows zeroed", "`p.grad[:50].zero_()` of embedding and head", before_step=_zero_rows),

@@ -26,7 +26,6 @@ class Habit:
         slow: takes seconds.
         trips: one process's own optimizer may raise after it, where a prepared one goes on.
         of_whole: what it makes of the loss is not made of parts of it.
-        differs_on: fields of layouts that split what it takes for whole, as docs/surface.md says.
     """
 
     name: str
@@ -50,8 +49,3 @@ class Habit:
     slow: bool = False
     trips: bool = False
     of_whole: bool = False
-    differs_on: tuple[str, ...] = ()
-
-    def is_known_to_differ(self, layout: Mapping[str, Any]) -> bool:
-        """Tells whether a layout gives other numbers than one process by documentation."""
-        return any(layout.get(name, 1) > 1 for name in self.differs_on)

@@ -15,6 +15,7 @@ import transformers
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ...absent_weights import own_parameters
 from ...config import MegatronConfig
 from ...data_parallel.optimizer import prepare_optimizer
 from .drawing import batches_of, config_of
@@ -233,7 +234,7 @@ class Loop:
 def fingerprints(model: nn.Module) -> dict[str, int]:
     """Says in a number what this rank holds of each parameter; equal keys on two ranks are to have equal numbers."""
     found = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in own_parameters(model):
         key, local = name, parameter.detach()
         if isinstance(parameter, DTensor):
             places = zip(parameter.device_mesh.get_coordinate() or (), parameter.placements, strict=False)
