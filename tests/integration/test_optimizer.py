@@ -10,8 +10,8 @@ from torch.optim.lr_scheduler import ExponentialLR
 
 from hf_megatron import ConfigError, MegatronConfig, UnsupportedError, prepare_optimizer
 from hf_megatron.checkpoint.initialize import local_part
+from hf_megatron.data_parallel import bucket_making, reduction
 from hf_megatron.data_parallel import optimizer as optimizers
-from hf_megatron.data_parallel import reduction
 from hf_megatron.parallelize import parallel_state
 from hf_megatron.verify.ranks import run_ranks
 
@@ -353,7 +353,7 @@ def test_windows_with_and_without_no_sync_and_zero_grad(stories, text):
 @pytest.mark.parametrize("text", ["dp2", "dp2+zero2", "tp2+dp2"])
 def test_one_communication_per_window(stories, text):
     def on_rank():
-        reduction._MIB = 4096
+        bucket_making.default_capacity = lambda *args, **kwargs: 2**17
         model = load(stories, layout(text))
         reducer = parallel_state(model).data_parallel.reducer
         sends, send = [], torch.distributed.isend
@@ -367,8 +367,8 @@ def test_one_communication_per_window(stories, text):
         reducer.finish()
         return len(reducer.buckets), with_no_sync, len(sends) - with_no_sync
 
-    for buckets, with_no_sync, without in run_ranks(on_rank, ranks_of(layout(text))):
-        assert buckets > 3 and with_no_sync == buckets and without == 3 * buckets
+    for number, with_no_sync, without in run_ranks(on_rank, ranks_of(layout(text))):
+        assert number > 3 and with_no_sync == number and without == 3 * number
 
 
 @pytest.mark.parametrize("text", ["dp2", "dp2+zero0"])
@@ -394,7 +394,7 @@ def test_a_layer_that_one_rank_skips(stories, text):
                 expected[name] = expected.get(name, 0) + gradient
 
     def on_rank():
-        reduction._MIB = 4096
+        bucket_making.default_capacity = lambda *args, **kwargs: 2**17
         model = load(stories, layout(text))
         if torch.distributed.get_rank() == 1:
             skip(model)
