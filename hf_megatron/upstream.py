@@ -184,6 +184,13 @@ def is_fake(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
+def take_fakes_for_real() -> None:
+    """Lets transformers go the ways of a training step with fake tensors, not those of a trace (`is_fake_tensor`)."""
+    from transformers.utils import import_utils
+
+    import_utils.is_fake_tensor = lambda tensor: False
+
+
 def without_fakes() -> Any:
     """Leaves the fake mode that is on, if any (private)."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -208,6 +215,12 @@ def join_fake_job(rank: int, world_size: int) -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+
+
+def allocated_bytes(profiler: Any) -> list[int]:
+    """Returns what a profiler saw allocated, and freed as negative numbers, in order (private in torch 2.11 to 2.13)."""
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
 
 
 def group_of_operation(args: tuple) -> str:

@@ -38,7 +38,7 @@ from ..data_parallel.optimizer import sharded
 from ..errors import PlanError, UnsupportedError
 from ..parallel_state import parallel_state
 from ..pipeline_parallel.transport import Shapes
-from ..upstream import fake_mode, join_fake_job
+from ..upstream import fake_mode, join_fake_job, take_fakes_for_real
 from .ranks import run_forks
 from .step_ledger import StepLedger
 
@@ -103,6 +103,7 @@ def run_fake_ranks(
 
     def join(rank: int, directory: Path) -> None:
         join_fake_job(rank, world_size)
+        take_fakes_for_real()
 
     def be_rank() -> Any:
         # A fork of its own: nothing of this is undone. What all ranks are asked, this one answers.

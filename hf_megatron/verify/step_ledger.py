@@ -76,6 +76,7 @@ class StepFigures:
     """What one step did on one rank, in bytes.
 
     Attributes:
+        parameters: entries that this rank holds, where known.
         kept: category -> bytes when the step began.
         peak: the most that was there at a time, `kept` included.
         at_peak: category -> bytes at that time.
@@ -84,6 +85,7 @@ class StepFigures:
         layers: (layer, its call in the step) -> cause -> bytes that it had left when it returned.
     """
 
+    parameters: int = 0
     kept: dict[str, int] = field(default_factory=dict)
     peak: int = 0
     at_peak: dict[str, int] = field(default_factory=dict)
