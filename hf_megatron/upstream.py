@@ -218,7 +218,7 @@ def join_fake_job(rank: int, world_size: int) -> None:
 
 
 def allocated_bytes(profiler: Any) -> list[int]:
-    """Returns what a profiler saw allocated, and freed as negative numbers, in order (private in torch 2.11 to 2.13)."""
+    """Returns what a profiler saw allocated, and freed as negative numbers, in order (private in torch 2.13)."""
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
     return [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
 

@@ -27,10 +27,11 @@ def dry_run(
     *,
     batch_size: int,
     sequence_length: int,
+    dtype: torch.dtype = torch.bfloat16,
     as_gloo: bool = False,
     timeout: float = 600.0,
 ) -> list[StepFigures]:
-    """Predicts a training step with AdamW in bf16 on some ranks of a job, without memory or other ranks.
+    """Predicts a training step with AdamW on some ranks of a job, without memory or other ranks.
 
     Args:
         config: of a causal language model; nothing is read but its config.
@@ -38,6 +39,7 @@ def dry_run(
         ranks: to predict, such as one of each kind of pipeline stage.
         world_size (`int`): ranks of the job.
         batch_size, sequence_length (`int`): rows, and tokens of a row, of one call on one dp rank.
+        dtype (`torch.dtype`, defaults to bf16): of the weights.
         as_gloo (`bool`, defaults to `False`): as CPU ranks do, in place of accelerators.
         timeout (`float`): seconds.
 
@@ -49,7 +51,7 @@ def dry_run(
     """
 
     def on_rank(world: FakeWorld) -> StepFigures:
-        model, optimizer = _model_and_optimizer(config, layout)
+        model, optimizer = _model_and_optimizer(config, layout, dtype)
         with world.running(model) as ledger:
             ids = torch.zeros(batch_size, sequence_length, dtype=torch.int64)
             for _ in range(_STEPS):
@@ -68,6 +70,7 @@ def measured_run(
     *,
     batch_size: int,
     sequence_length: int,
+    dtype: torch.dtype = torch.bfloat16,
     timeout: float = 600.0,
 ) -> list[StepFigures]:
     """Measures the step that `dry_run` predicts on CPU ranks: what it keeps, and its peak by torch's allocator.
@@ -76,7 +79,7 @@ def measured_run(
     """
 
     def on_rank() -> StepFigures:
-        model, optimizer = _model_and_optimizer(config, layout)
+        model, optimizer = _model_and_optimizer(config, layout, dtype)
         ids = torch.zeros(batch_size, sequence_length, dtype=torch.int64)
         for _ in range(_STEPS - 1):
             _step(model, optimizer, ids)
@@ -92,9 +95,11 @@ def measured_run(
     return run_ranks(on_rank, world_size, timeout=timeout)
 
 
-def _model_and_optimizer(config: PreTrainedConfig, layout: MegatronConfig) -> tuple[Any, torch.optim.Optimizer]:
+def _model_and_optimizer(
+    config: PreTrainedConfig, layout: MegatronConfig, dtype: torch.dtype
+) -> tuple[Any, torch.optim.Optimizer]:
     under_test = ConfigUnderTest(**layout.to_dict())
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, megatron_config=under_test).train()
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, megatron_config=under_test).train()
     return model, prepare_optimizer(torch.optim.AdamW(model.parameters()))
 
 

@@ -98,9 +98,14 @@ class StepFigures:
         """The most bytes at a time beside what was there when the step began."""
         return self.peak - sum(self.kept.values())
 
-    def reads_before_the_step(self) -> list[HostRead]:
-        """Lists what forward and backward waited for."""
-        return [read for read in self.reads if read.moment != STEP]
+    @property
+    def per_parameter(self) -> dict[str, float]:
+        """Category -> bytes per parameter of this rank that are kept from step to step."""
+        return {category: size / self.parameters for category, size in self.kept.items()}
+
+    def reads_of(self, package: str) -> list[HostRead]:
+        """Lists where functions of a package asked for a value, such as `"hf_megatron"`."""
+        return [read for read in self.reads if read.where and read.where[0].startswith(f"{package}.")]
 
 
 class StepLedger(TorchDispatchMode):
@@ -215,7 +220,9 @@ class StepLedger(TorchDispatchMode):
             for block in self._blocks.values():
                 if block.place == self._place:
                     causes[block.cause] += block.size
-            self.figures.layers[self._place] = dict(causes)
+            # A layer of another stage keeps nothing.
+            if causes:
+                self.figures.layers[self._place] = dict(causes)
             self._place = None
         elif self._place is not None and self._modules and name is not None:
             self._modules.pop()
@@ -241,6 +248,8 @@ class StepLedger(TorchDispatchMode):
                 return _answer(func, tensors[0])
         elif has_fake and func is _aten.copy_.default and not all(map(is_fake, tensors)):
             self._note_read(func, tensors[0])
+        else:
+            self._last_read = None
         output = func(*args, **kwargs)
         for value in tree_iter(output):
             if isinstance(value, Tensor) and storage_key(value) not in self._blocks and value.device.type != "meta":
@@ -272,7 +281,7 @@ class StepLedger(TorchDispatchMode):
         while frame is not None:
             name = str(frame.f_globals.get("__name__"))
             if not name.startswith(("torch.", "contextlib")) and name != "torch" and frame.f_globals is not globals():
-                where.append(f"{name.removeprefix('hf_megatron.')}:{frame.f_lineno} {frame.f_code.co_name}")
+                where.append(f"{name}:{frame.f_lineno} {frame.f_code.co_name}")
             frame = frame.f_back  # type: ignore[assignment]
         self.figures.reads.append(HostRead(func._schema.name.partition("::")[2], self._moment, tuple(where[:6])))
 
