@@ -188,7 +188,7 @@ def take_fakes_for_real() -> None:
     """Lets transformers go the ways of a training step with fake tensors, not those of a trace (`is_fake_tensor`)."""
     from transformers.utils import import_utils
 
-    import_utils.is_fake_tensor = lambda tensor: False
+    import_utils.is_fake_tensor = lambda x: False
 
 
 def without_fakes() -> Any:

@@ -13,7 +13,7 @@ from ..integrations.gate import ConfigUnderTest
 from ..upstream import allocated_bytes, local_tensor, storage_key
 from .fake_world import FakeWorld, kept_tensors, run_fake_ranks
 from .ranks import run_ranks
-from .step_ledger import StepFigures
+from .step_figures import StepFigures
 
 # The second step finds what the first one has made.
 _STEPS = 2
