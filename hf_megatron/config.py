@@ -50,7 +50,8 @@ class MegatronConfig:
             optimizer state, 2 also the reduced gradients, 3 also the weights.
         dp_replicate_size (`int`, defaults to 1): the dp ranks form this many groups; state is shared inside a group
             and repeated in each (hybrid sharding: a group per node).
-        bucket_size (`int`, defaults to 32): MiB of gradient that are reduced together while backward goes on.
+        bucket_size (`int`, *optional*): MiB of gradient that are reduced together while backward goes on. By default
+            Megatron's: 40 million entries, or a million for each rank that shares them if that is more; on CPUs 32 MiB.
         main_weights_in_fp32 (`bool`, defaults to `True`): the optimizer keeps fp32 weights of bf16 and fp16
             parameters, and their gradients are added up and reduced in fp32.
         max_skipped_steps (`int`, defaults to 10): optimizer steps that may be skipped in a row for a gradient that is
@@ -100,7 +101,7 @@ class MegatronConfig:
     dp_size: int | None = None
     zero_stage: int = 1
     dp_replicate_size: int = 1
-    bucket_size: int = 32
+    bucket_size: int | None = None
     main_weights_in_fp32: bool = True
     max_skipped_steps: int = 10
     offload_optimizer: bool = False
@@ -123,8 +124,8 @@ class MegatronConfig:
     timeout: float = 1800.0
 
     def __post_init__(self) -> None:
-        optional = ("dp_size", "loss_chunk_size", "num_microbatches", "virtual_stages")
-        for name in (*SIZES, *optional, "bucket_size", "max_skipped_steps"):
+        optional = ("dp_size", "bucket_size", "loss_chunk_size", "num_microbatches", "virtual_stages")
+        for name in (*SIZES, *optional, "max_skipped_steps"):
             value = getattr(self, name)
             if name in optional and value is None:
                 continue

@@ -77,7 +77,8 @@ class ParallelMesh(Shared):
     def host_group(self, name: str) -> dist.ProcessGroup:
         """Returns the ranks along an axis, for tensors on the host; the first call makes groups, on every rank."""
         group, axis = self.group(name), self.axes[name]
-        if axis.size == 1 or "gloo" in dist.get_backend(group):
+        # A fake group takes tensors of any device.
+        if axis.size == 1 or "gloo" in dist.get_backend(group) or dist.get_backend(group) == "fake":
             return group
         if axis not in self._host_groups:
             groups = [list(ranks) for ranks in self.axes.groups(name)]

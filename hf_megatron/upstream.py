@@ -259,7 +259,73 @@ def returns_view(func: Any) -> bool:
 
 def share_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Tells whether two tensors of any shape, maybe without entries, have one storage (`_cdata` is private)."""
-    return first.untyped_storage()._cdata == second.untyped_storage()._cdata  # type: ignore[attr-defined]
+    return storage_key(first) == storage_key(second)
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Returns what the storage of a tensor of any shape is known by while it exists, without memory too (private)."""
+    return tensor.untyped_storage()._cdata  # type: ignore[attr-defined]
+
+
+def fake_mode() -> Any:
+    """Makes a mode in which tensors have no memory, and real ones may be used (private in torch 2.11 to 2.13)."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Tells whether a tensor of any shape has no memory (private)."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(tensor, FakeTensor)
+
+
+def take_fakes_for_real() -> None:
+    """Lets transformers go the ways of a training step with fake tensors, not those of a trace (`is_fake_tensor`)."""
+    from transformers.utils import import_utils
+
+    import_utils.is_fake_tensor = lambda x: False
+
+
+def without_fakes() -> Any:
+    """Leaves the fake mode that is on, if any (private)."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    return unset_fake_temporarily()
+
+
+def fakes_are_on() -> bool:
+    """Tells whether new tensors have no memory (private)."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None  # type: ignore[attr-defined]
+
+
+def is_made_of_others(kind: type) -> bool:
+    """Tells whether operations on a class of tensors run on others inside of it; fake tensors are their own."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return issubclass(kind, torch.Tensor) and kind not in (torch.Tensor, torch.nn.Parameter, FakeTensor)
+
+
+def join_fake_job(rank: int, world_size: int) -> None:
+    """Makes a process group whose collectives answer at once (a test tool of torch 2.11 to 2.13)."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+
+
+def allocated_bytes(profiler: Any) -> list[int]:
+    """Returns what a profiler saw allocated, and freed as negative numbers, in order (private in torch 2.13)."""
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+
+
+def group_of_operation(args: tuple) -> str:
+    """Returns how the process group was named that an operator of `c10d` was called with (private)."""
+    for value in args:
+        if isinstance(value, torch.ScriptObject) and "ProcessGroup" in value._type().qualified_name():
+            return dist.ProcessGroup.unbox(value).group_desc
+    return ""
 
 
 def dtensor_handlers() -> dict[Any, Callable[..., Any]]:
@@ -364,12 +430,17 @@ def uses_loss_function(model: Any) -> bool:
     return "loss_function" in _names_used(type(model))  # type: ignore[arg-type]
 
 
+def runs_behind(device: torch.device) -> bool:
+    """Tells whether the host would wait for a device to read a value; torch's fake group stands for accelerators'."""
+    return device.type != "cpu" or (dist.is_initialized() and dist.get_backend() == "fake")
+
+
 def check_soon(condition: torch.Tensor, error: Callable[[], Exception]) -> None:
     """Raises an error unless a scalar condition holds; on an accelerator without waiting for it.
 
     The device fails on its own there (`_assert_async`, private in torch 2.11 to 2.13).
     """
-    if condition.device.type != "cpu":
+    if runs_behind(condition.device):
         torch._assert_async(condition)
     elif not condition:
         raise error()

@@ -13,19 +13,25 @@ from torch import Tensor
 from ..upstream import all_gather_started, reduce_scatter_started
 
 
+def is_pairwise(group: dist.ProcessGroup) -> bool:
+    """Tells whether the ranks of a group send rows to each other one by one."""
+    return dist.get_backend(group) == "gloo"
+
+
 class ReduceScatter:
     """A started sum of `rows` `[ranks, width]` over the group, of which this rank keeps its own row.
 
     `rows` must stay as they are until `wait()` has returned the sum `[width]`, which lies in `inbox`.
 
     Args:
-        inbox (`Tensor`): `[ranks - 1, width]`, memory for what arrives.
+        inbox (`Tensor`): memory for what arrives: `[ranks - 1, width]` where rows are sent one by one, else
+            `[1, width]`, which may be this rank's of `rows`.
     """
 
     def __init__(self, rows: Tensor, inbox: Tensor, group: dist.ProcessGroup):
         self.rows, self.inbox, self.rank = rows, inbox, dist.get_rank(group)
         ranks = dist.get_world_size(group)
-        self.pairwise = dist.get_backend(group) == "gloo"
+        self.pairwise = is_pairwise(group)
         self.works: list[Any] = []
         if not self.pairwise:
             self.works = [reduce_scatter_started(inbox[0], rows.view(-1), group)]
@@ -54,8 +60,8 @@ class AllGather:
         self.works: list[Any] = []
         if ranks == 1:
             return
-        if dist.get_backend(group) != "gloo":
-            self.works = [all_gather_started(rows.view(-1), rows[rank].clone(), group)]
+        if not is_pairwise(group):
+            self.works = [all_gather_started(rows.view(-1), rows[rank], group)]
             return
         for other in range(ranks):
             if other != rank:

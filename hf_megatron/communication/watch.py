@@ -413,10 +413,14 @@ def running_watch() -> RankWatch | None:
 def watch_ranks(timeout: float, store_host: int | None) -> None:
     """Gives every process group `timeout` and starts this rank's watch, once per default process group.
 
+    A fake process group has no other ranks that could fail.
+
     Args:
         timeout (`float`): seconds a collective may take.
         store_host (`int`, *optional*): the rank in whose process the job's store lives; `None` for a launcher's.
     """
+    if dist.get_backend() == "fake":
+        return
     set_group_timeouts(timeout)
     watch = running_watch()
     if watch is not None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..communication.flat_rows import ReduceScatter, gather_rows, sum_over
+from ..communication.flat_rows import ReduceScatter, gather_rows, is_pairwise, sum_over
 from ..patch_ledger import Shared
 from ..upstream import dtensor_from_local, local_tensor
 from .buckets import Bucket, Slot
@@ -67,7 +67,9 @@ class BucketReduction(Shared):
         rows = bucket.close_rows()
         sharing = bucket.sharing
         if sharing.shard_size > 1:
-            work: Callable[[], Tensor] = ReduceScatter(rows, bucket.take_inbox(), sharing.shard_group).wait
+            pairwise = is_pairwise(sharing.shard_group)
+            inbox = bucket.take_inbox() if pairwise else bucket.take_own_row(keep=self.keep_rows)
+            work: Callable[[], Tensor] = ReduceScatter(rows, inbox, sharing.shard_group).wait
         else:
             reduction = dist.all_reduce(rows, group=sharing.replicate_group, async_op=True)
             work = partial(_wait_for, reduction, rows)
@@ -85,6 +87,7 @@ class BucketReduction(Shared):
         for started in self._started:
             self._complete(*started)
         self._started.clear()
+        self._find_used_elsewhere()
         self._next = 0
         self._pending = False
 
@@ -93,10 +96,20 @@ class BucketReduction(Shared):
         reduced = work()
         if bucket.sharing.shard_size > 1:
             sum_over(reduced, bucket.sharing.replicate_group)
-        elsewhere = set(range(len(bucket.slots))) - bucket.written
         bucket.take_in(reduced, keep=self.keep_rows)
-        # What a loop has put into `.grad` waits there until it is taken over.
-        self._show(bucket, [index for index in elsewhere & bucket.used if bucket.slots[index].parameter.grad is None])
+
+    def _find_used_elsewhere(self) -> None:
+        """Shows gradients of parameters that this rank has not used and others have: it asks once for all buckets."""
+        waiting = [bucket for bucket in self.buckets if bucket.flags is not None]
+        if not waiting:
+            return
+        counts = torch.cat([bucket.flags for bucket in waiting if bucket.flags is not None]).tolist()
+        for bucket in waiting:
+            size = len(bucket.slots)
+            # What a loop has put into `.grad` waits there until it is taken over.
+            found = bucket.take_flags(counts[:size])
+            self._show(bucket, [index for index in found if bucket.slots[index].parameter.grad is None])
+            counts = counts[size:]
 
     def _show(self, bucket: Bucket, indices: Iterable[int]) -> None:
         """Makes gradients seen in `.grad` that autograd has not left there on this rank."""
@@ -127,6 +140,11 @@ class BucketReduction(Shared):
             self.synchronise = before
 
     # Reading
+
+    def memory(self) -> dict[str, list[Tensor]]:
+        """Lists what holds gradients and what arrives of them, of any shape; some share their memory."""
+        sums = [tensor for bucket in self.buckets for tensor in (bucket.rows, bucket.shard) if tensor is not None]
+        return {"gradients": sums, "inbox": [bucket.inbox for bucket in self.buckets if bucket.inbox is not None]}
 
     def gradient(self, parameter: Tensor) -> Tensor | None:
         """Returns the reduced gradient `[entries]` of what this rank owns of a parameter; `finish()` comes before."""

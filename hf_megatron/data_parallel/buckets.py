@@ -5,17 +5,15 @@ The rule looks at one parameter alone: freezing another, or another bucket size,
 parameters side by side in rows `[S, width of all]`, row r what rank r owns of each.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
-from ..communication.collectives import bounds, share
-from ..upstream import local_tensor
+from ..communication.collectives import bounds
+from ..upstream import share_memory
 from .reduction_groups import Sharing
-
-_Key = tuple[Sharing, torch.dtype, torch.dtype, torch.device]
 
 
 def owned_range(entries: int, ranks: int, rank: int) -> tuple[int, int]:
@@ -75,6 +73,7 @@ class Sum:
     rows: Tensor | None = None
     inbox: Tensor | None = None
     shard: Tensor | None = None
+    in_rows: bool = False
     written: set[int] = field(default_factory=set)
     used: set[int] = field(default_factory=set)
 
@@ -82,7 +81,7 @@ class Sum:
         """Copies the gradients; memory without any is left out."""
         rows = self.rows.clone() if self.rows is not None and self.written else None
         shard = None if self.shard is None else self.shard.clone()
-        return Sum(rows, None, shard, set(self.written), set(self.used))
+        return Sum(rows, None, shard, False, set(self.written), set(self.used))
 
 
 class Bucket:
@@ -94,6 +93,10 @@ class Bucket:
     Attributes:
         rows (`Tensor`, *optional*): `[ranks, width + parameters]`, this rank's gradient, not reduced yet.
         shard (`Tensor`, *optional*): `[width]`, the reduced gradient of what this rank owns.
+        inbox (`Tensor`, *optional*): `[ranks - 1, width + parameters]`, what arrives of other ranks' rows, where ranks
+            send them one by one.
+        flags (`Tensor`, *optional*): `[parameters]`, on how many ranks each has a gradient, until somebody reads it.
+        in_rows: the shard lies in this rank's row, until there are new gradients.
         written: indices of slots that hold a gradient of this window; `arrived` those of the last backward.
         used: indices of slots whose parameter has a gradient on some rank.
     """
@@ -107,13 +110,28 @@ class Bucket:
         self.written: set[int] = set()
         self.arrived: set[int] = set()
         self.used: set[int] = set()
-        self._inbox: Tensor | None = None
+        self.inbox: Tensor | None = None
+        self.flags: Tensor | None = None
+        # What this rank had no gradient of when `flags` were added up.
+        self._absent: set[int] = set()
+        self.in_rows = False
 
     def open_rows(self) -> Tensor:
-        """Returns the rows, `[ranks, width + parameters]`, and makes them where there are none."""
+        """Returns the rows, `[ranks, width + parameters]`, for new gradients, and makes them where there are none."""
+        if self.in_rows:
+            assert self.shard is not None
+            if self.ranks == 1:
+                # All of them is the shard.
+                self.rows = None
+            else:
+                self.shard = self.shard.clone()
+            self.in_rows = False
         if self.rows is None:
-            self.rows = torch.empty((self.ranks, self.width + len(self.slots)), dtype=self.dtype, device=self.device)
+            self.rows = self._make_rows(self.ranks)
         return self.rows
+
+    def _make_rows(self, rows: int) -> Tensor:
+        return torch.empty((rows, self.width + len(self.slots)), dtype=self.dtype, device=self.device)
 
     def open_shard(self) -> Tensor:
         """Returns the reduced gradient `[width]`, and makes one of zeros where there is none."""
@@ -136,47 +154,59 @@ class Bucket:
 
     def take_inbox(self) -> Tensor:
         """Returns memory `[ranks - 1, width + parameters]` for other ranks' rows; the last may hold the shard."""
-        if self._inbox is None or self.shard is not None:
-            shape = (max(self.ranks - 1, 1), self.width + len(self.slots))
-            self._inbox = torch.empty(shape, dtype=self.dtype, device=self.device)
-        return self._inbox
+        if self.inbox is None or self.shard is not None:
+            self.inbox = self._make_rows(max(self.ranks - 1, 1))
+        return self.inbox
+
+    def take_own_row(self, *, keep: bool) -> Tensor:
+        """Returns memory `[1, width + parameters]` for the sum of this rank's row: the row itself if rows are kept."""
+        rank = self.sharing.shard_rank
+        return self.open_rows()[rank : rank + 1] if keep else self._make_rows(1)
 
     def take_in(self, reduced: Tensor, *, keep: bool) -> None:
         """Adds the sum over the data parallel ranks, `[width + parameters]`, to the shard."""
         if len(self.written) == len(self.slots):
             self.used.update(range(len(self.slots)))
         else:
-            self.used.update(torch.nonzero(reduced[self.width :]).flatten().tolist())
+            self.flags = reduced[self.width :].float()
+            self._absent = set(range(len(self.slots))) - self.written
         gradient = reduced[: self.width]
         if self.shard is not None:
             self.shard.add_(gradient)
         else:
-            self.shard = gradient if keep or self.ranks <= 2 else gradient.clone()
-        if self.ranks == 1:
-            # Without other ranks the sum lies in the rows themselves.
-            self.rows = None
+            # Of an inbox that has other rows too, it would keep these.
+            is_alone = self.inbox is None or self.inbox.shape[0] == 1
+            self.shard = gradient if keep or is_alone else gradient.clone()
+            self.in_rows = keep and self.rows is not None and share_memory(gradient, self.rows)
         if not keep:
-            self.rows = self._inbox = None
+            self.rows = self.inbox = None
         self.written.clear()
         self.arrived.clear()
 
+    def take_flags(self, counts: Sequence[float]) -> list[int]:
+        """Takes in how many ranks have a gradient of each parameter; returns the slots of those that others have."""
+        self.used.update(index for index, count in enumerate(counts) if count)
+        self.flags = None
+        return sorted(self._absent & self.used)
+
     def exchange(self, other: Sum) -> Sum:
         """Puts another sum in place of the present one, which is returned; no reduction may be under way."""
-        before = Sum(self.rows, self._inbox, self.shard, self.written, self.used)
-        self.rows, self._inbox, self.shard, self.written, self.used = (
+        before = Sum(self.rows, self.inbox, self.shard, self.in_rows, self.written, self.used)
+        self.rows, self.inbox, self.shard, self.in_rows, self.written, self.used = (
             other.rows,
             other.inbox,
             other.shard,
+            other.in_rows,
             other.written,
             other.used,
         )
         return before
 
-    def add(self, other: Sum, factor: float) -> None:
-        """Adds `factor` times another sum, which is used up; no reduction may be under way."""
+    def add(self, other: Sum, factor: float | Tensor) -> None:
+        """Adds `factor`, a number or scalar, times another sum, which is used up; no reduction may be under way."""
         if not self.written and self.shard is None:
             self.exchange(other)
-            if factor != 1:
+            if isinstance(factor, Tensor) or factor != 1:
                 self._scale(factor)
             return
         if other.rows is not None and other.written:
@@ -185,15 +215,19 @@ class Bucket:
                 slot = self.slots[index]
                 columns, added = (r[:, slot.start : slot.start + slot.width] for r in (rows, other.rows))
                 if index in self.written:
-                    columns.add_(added, alpha=factor)
+                    _add_times(columns, added, factor)
                 else:
                     torch.mul(added, factor, out=columns)
             self.written |= other.written
         if other.shard is not None:
-            self.shard = other.shard.mul_(factor) if self.shard is None else self.shard.add_(other.shard, alpha=factor)
+            if self.shard is not None:
+                _add_times(self.shard, other.shard, factor)
+            else:
+                # A view of one row would keep all of them.
+                self.shard = (other.shard.clone() if other.in_rows and self.ranks > 1 else other.shard).mul_(factor)
             self.used |= other.used
 
-    def _scale(self, factor: float) -> None:
+    def _scale(self, factor: float | Tensor) -> None:
         if self.shard is not None:
             self.shard.mul_(factor)
         if self.rows is not None and self.written:
@@ -213,45 +247,14 @@ class Bucket:
 
     def discard(self, *, keep: bool) -> None:
         """Forgets all gradients; `keep` keeps their memory."""
-        if self.ranks == 1 and keep and self.shard is not None and self.rows is None:
-            self.rows = self.shard._base
-        self.shard = None
+        self.shard, self.in_rows = None, False
         for indices in (self.written, self.arrived, self.used):
             indices.clear()
 
 
-def make_buckets(
-    parameters: Iterable[nn.Parameter],
-    sharing_of: Callable[[nn.Parameter], Sharing],
-    capacity: int,
-    gradient_dtype: torch.dtype | None,
-) -> list[Bucket]:
-    """Fills buckets in the given order, up to `capacity` bytes each; one sharing, dtype and device per bucket.
-
-    Args:
-        parameters: in the order in which backward is expected to reach them.
-        sharing_of (`Callable`): parameter -> the ranks that share it.
-        capacity (`int`): bytes; a larger parameter has a bucket of its own.
-        gradient_dtype (`torch.dtype`, *optional*): of the sums of half-precision parameters; their own by default.
-    """
-    buckets: list[Bucket] = []
-    open_buckets: dict[_Key, list[Slot]] = {}
-
-    def close(key: _Key) -> None:
-        sharing, _, dtype, device = key
-        buckets.append(Bucket(open_buckets.pop(key), sharing, dtype, device))
-
-    for parameter in parameters:
-        entries = local_tensor(parameter).numel()
-        half = parameter.dtype in (torch.bfloat16, torch.float16)
-        dtype = gradient_dtype if half and gradient_dtype is not None else parameter.dtype
-        sharing = sharing_of(parameter)
-        key = (sharing, parameter.dtype, dtype, local_tensor(parameter).device)
-        slots = open_buckets.setdefault(key, [])
-        start = slots[-1].start + slots[-1].width if slots else 0
-        slots.append(Slot(parameter, start, share(entries, sharing.shard_size), entries))
-        if (start + slots[-1].width) * sharing.shard_size * dtype.itemsize >= capacity:
-            close(key)
-    for key in list(open_buckets):
-        close(key)
-    return buckets
+def _add_times(total: Tensor, added: Tensor, factor: float | Tensor) -> None:
+    """Adds `factor`, a number or scalar, times a tensor to another of its shape."""
+    if isinstance(factor, Tensor):
+        total.addcmul_(added, factor)
+    else:
+        total.add_(added, alpha=factor)

@@ -317,16 +317,15 @@ class DataParallel(Shared):
         """Returns the state dict's name of a parameter of any shape, in words where it has none."""
         return self.names().get(id(parameter), "a parameter")
 
-    def note_clipping(self, norm: Tensor, max_norm: float, *, is_whole: bool) -> None:
-        """Remembers whether the loop clipped (not to infinity, for the norm alone) and if the scalar norm is finite.
+    def note_clipping(self, max_norm: float, *, is_finite: bool, is_whole: bool) -> None:
+        """Remembers whether the loop clipped (not to infinity, for the norm alone) and if the norm is finite.
 
         `is_whole` tells whether the norm is that of all gradients of the model, on every rank alike.
         """
         verdict = self._open_verdict()
         verdict.clipped = verdict.clipped or math.isfinite(max_norm)
-        finite = bool(torch.isfinite(norm))
-        if not finite or is_whole:
-            verdict.finite = finite
+        if not is_finite or is_whole:
+            verdict.finite = is_finite
 
     def note_scaler(self) -> None:
         """Remembers that a loss scaler looked at the gradients and decides itself whether to step."""

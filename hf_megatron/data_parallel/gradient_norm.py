@@ -49,44 +49,65 @@ def local_gradients(parameters: Iterable[Tensor]) -> dict[int, list[Tensor]]:
     return shares
 
 
-def _norm(listed: ListOfRanks, shares: dict[int, list[Tensor]], norm_type: float) -> tuple[Tensor, bool]:
-    """Returns the norm, a scalar, and whether it is that of all parameters; both are reduced together."""
+def _norm(listed: ListOfRanks, shares: dict[int, list[Tensor]], norm_type: float) -> tuple[Tensor, Tensor]:
+    """Returns the norm, a scalar, and what was reduced: what it is the root of, and the list's flags `[1 + flags]`."""
     infinite = norm_type == math.inf
     meshes = [mesh.device for mesh in pipelines()]
     found = [shard.device for shards in shares.values() for shard in shards[:1]]
     device = next(iter((*found, *meshes)), torch.device("cpu"))
     reduced = torch.zeros(1 + len(listed.flags), dtype=torch.float32, device=device)
-    if listed.flags:
-        reduced[1:] = torch.tensor(listed.flags, dtype=torch.float32, device=device)
+    for index, flag in enumerate(listed.flags):
+        # By itself: a device waits for a copy from the host.
+        reduced[1 + index].fill_(flag)
     total = reduced[0]
     for copies, shards in shares.items():
         norms = torch.stack(torch._foreach_norm(shards, norm_type)).float()
         part = norms.max() if infinite else norms.pow(norm_type).sum() / copies
         total.copy_(torch.maximum(total, part) if infinite else total + part)
     dist.all_reduce(reduced, op=dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM)
-    return total if infinite else total.pow(1.0 / norm_type), listed.judge(reduced[1:])
+    return total if infinite else total.pow(1.0 / norm_type), reduced
 
 
-def gradient_norm(parameters: Iterable[Tensor], norm_type: float = 2.0, *, in_step: bool = False) -> Tensor:
+def gradient_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
     """Returns the norm, a scalar in fp32, over all parameters with a gradient, the same on every rank.
 
     Args:
         parameters: of a model laid out by this library; others are taken as replicated over the world.
         norm_type (`float`, defaults to 2): any p of 1 or more, or infinity.
-        in_step (`bool`): an optimizer asks; see `ListOfRanks`.
     """
     parameters = list(parameters)
-    return _norm(ListOfRanks(parameters, in_step=in_step), local_gradients(parameters), norm_type)[0]
+    listed = ListOfRanks(parameters)
+    norm, reduced = _norm(listed, local_gradients(parameters), norm_type)
+    if listed.flags:
+        listed.judge(reduced[1:].tolist())
+    return norm
+
+
+def has_finite_gradients(parameters: Iterable[Tensor]) -> bool:
+    """Tells every rank whether all gradients of an optimizer's parameters are finite, on all of them.
+
+    The one place in a step where the host waits for a device: the flags come with the sum.
+    """
+    parameters = list(parameters)
+    listed = ListOfRanks(parameters, in_step=True)
+    total, *flags = _norm(listed, local_gradients(parameters), 2.0)[1].tolist()
+    listed.judge(flags)
+    return math.isfinite(total)
 
 
 def check_norm(norm: Tensor, error_if_nonfinite: bool) -> Tensor:
     """Returns the norm, a scalar; raises torch's `RuntimeError` if it is asked to and the norm is not finite."""
-    if error_if_nonfinite and not torch.isfinite(norm):
+    if error_if_nonfinite:
+        _require_finite(bool(torch.isfinite(norm)))
+    return norm
+
+
+def _require_finite(is_finite: bool) -> None:
+    if not is_finite:
         raise RuntimeError(
             "The total norm for gradients from `parameters` is non-finite, so it cannot be clipped. To disable this "
             "error and scale the gradients by the non-finite norm anyway, set `error_if_nonfinite=False`"
         )
-    return norm
 
 
 def clip_grad_norm(
@@ -105,10 +126,13 @@ def clip_grad_norm(
         raise ConfigError(f"clip_grad_norm: norm_type = {norm_type}; expected 1 or more, or infinity.")
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     listed, shares = ListOfRanks(parameters, in_step=in_step), local_gradients(parameters)
-    norm, is_whole = _norm(listed, shares, norm_type)
-    check_norm(norm, error_if_nonfinite)
+    norm, reduced = _norm(listed, shares, norm_type)
+    total, *flags = reduced.tolist()
+    is_whole, is_finite = listed.judge(flags), math.isfinite(total)
+    if error_if_nonfinite:
+        _require_finite(is_finite)
     for engine in listed.engines:
-        engine.note_clipping(norm, max_norm, is_whole=is_whole)
+        engine.note_clipping(max_norm, is_finite=is_finite, is_whole=is_whole)
     _scale(shares, norm, max_norm)
     return norm
 
@@ -117,10 +141,12 @@ def clip_with_norm(parameters: Tensor | Iterable[Tensor], max_norm: float, total
     """Scales gradients of any shape by what `total_norm`, a scalar, is more than `max_norm`."""
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     norm = total_norm.full_tensor() if isinstance(total_norm, DTensor) else torch.as_tensor(total_norm)
-    for engine in engines_of(parameters):
+    engines = engines_of(parameters)
+    is_finite = bool(engines) and bool(torch.isfinite(norm))
+    for engine in engines:
         # Of all stages' parameters these say nothing.
         is_whole = engine.state.cut is None and has_all(parameters, [engine])
-        engine.note_clipping(norm, max_norm, is_whole=is_whole)
+        engine.note_clipping(max_norm, is_finite=is_finite, is_whole=is_whole)
     _scale(local_gradients(parameters), norm, max_norm)
 
 

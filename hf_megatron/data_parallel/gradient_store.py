@@ -46,10 +46,11 @@ class GradientStore(Protocol):
     def found(self, sums: Any) -> list[nn.Parameter]:
         """Lists the parameters that a sum may have gradients of."""
 
-    def hand_over(self, sums: Any, factor: float, *, keep: bool) -> Sequence[Tensor | None]:
+    def hand_over(self, sums: Any, factor: float | Tensor, *, keep: bool) -> Sequence[Tensor | None]:
         """Makes `factor` times a sum part of the present one, now or by what is returned.
 
         Args:
+            factor (`float` or scalar `Tensor`): a tensor where the host would wait for its value.
             sums: returned by `take_back`; used up unless `keep`.
 
         Returns:
@@ -107,12 +108,12 @@ class PlainGradients:
         return [p for p, gradient in zip(self.parameters, sums, strict=True) if gradient is not None]
 
     @torch.no_grad()
-    def hand_over(self, sums: list[Tensor | None], factor: float, *, keep: bool) -> Sequence[Tensor | None]:
+    def hand_over(self, sums: list[Tensor | None], factor: float | Tensor, *, keep: bool) -> Sequence[Tensor | None]:
         """Returns `factor` times gradients of any shape: autograd adds them, and calls the parameters' hooks."""
         found = [gradient for gradient in sums if gradient is not None]
         if keep:
             return [gradient * factor for gradient in found]
-        if factor != 1:
+        if isinstance(factor, Tensor) or factor != 1:
             for gradient in found:
                 local_tensor(gradient).mul_(factor)
         return found

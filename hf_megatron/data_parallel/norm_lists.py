@@ -57,16 +57,16 @@ class ListOfRanks:
         concerned = not parameters or any(engine.state.cut is not None for engine in self.engines)
         self.flags: tuple[float, ...] = (not self.is_whole, in_step, not in_step) if concerned and pipelines() else ()
 
-    def judge(self, added: Tensor) -> bool:
+    def judge(self, added: Sequence[float]) -> bool:
         """Returns whether it is all trained parameters of their models, on all ranks.
 
-        Every rank of a pipeline calls it with the flags `[flags]` of all ranks.
+        Every rank of a pipeline calls it with the flags, added up over all ranks.
 
         Raises `UnsupportedError` on every rank of a pipeline whose lists cannot be told to be parts of one.
         """
         if not self.flags:
             return self.is_whole
-        is_partial, steps, norms = added.tolist()
+        is_partial, steps, norms = added
         if steps and norms:
             raise _error("some ranks have gone on to the optimizer's step.")
         if not is_partial or self.in_step:

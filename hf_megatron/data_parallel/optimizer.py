@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from ..absent_weights import is_absent
 from ..config import MegatronConfig
 from ..errors import ConfigError, UnsupportedError
-from ..upstream import local_tensor
+from ..upstream import local_tensor, runs_behind
 from .buckets import owned_range
 from .engine import DataParallel, Verdict, engine_of
 from .fully_sharded import reshard
-from .gradient_norm import clip_grad_norm, gradient_norm
+from .gradient_norm import clip_grad_norm, has_finite_gradients
 from .optimizer_state import StateByParameter
 from .reduction_groups import Sharing
 from .weight_gathering import Publisher
@@ -62,8 +62,11 @@ class Leaf:
         """Returns the leaf's entries in the parameter itself, `[entries]` or `[rows, ...]` as it is."""
         return self.own(self.parameter)
 
-    def follow(self, *, main_weights: bool) -> None:
-        """Takes over what happened to the parameter since the last step, outside of autograd: move, cast or edit."""
+    def follow(self, *, main_weights: bool, may_wait: bool) -> None:
+        """Takes over what happened to the parameter since the last step, outside of autograd: move, cast or edit.
+
+        `may_wait` tells whether a comparison costs less than a copy: the host does not wait for a device.
+        """
         present = self.view()
         if not self.separate and present.data_ptr() != self.tensor.data_ptr():
             # Moving the model gave its parameters new memory; leaves share it.
@@ -72,8 +75,7 @@ class Leaf:
         elif self.separate:
             present = present.to(self.tensor.device)
             rounded = self.tensor.to(present.dtype)
-            # On a GPU the comparison would wait for it.
-            if present.device.type != "cpu" or not torch.equal(present, rounded):
+            if not may_wait or not torch.equal(present, rounded):
                 self.tensor.copy_(torch.where(present == rounded, self.tensor, present))
 
     def take_over(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -185,6 +187,14 @@ class ShardedOptimizer:
         """Lets loops find the state of what this rank owns of a parameter by the parameter."""
         self.optimizer.state = StateByParameter(self.optimizer.state, lambda key: self._leaf_of.get(id(key)))
 
+    def memory(self) -> dict[str, list[Tensor]]:
+        """Lists what is kept beside the parameters, of any shape, by what it is for."""
+        moments = [value for state in self.optimizer.state.values() for value in state.values()]
+        return {
+            "main weights": [leaf.tensor for leaf in self.leaves if leaf.separate],
+            "moments": [value for value in moments if isinstance(value, Tensor)],
+        }
+
     # A step
 
     def collect(self) -> None:
@@ -211,9 +221,10 @@ class ShardedOptimizer:
             raise UnsupportedError(f"{type(optimizer).__name__}.step(closure) on a model split over ranks.")
         engine = self.engine
         engine.check_before_step()
+        may_wait = not runs_behind(engine.mesh.device)
         with torch.no_grad():
             for leaf in self.leaves:
-                leaf.follow(main_weights=engine.config.main_weights_in_fp32)
+                leaf.follow(main_weights=engine.config.main_weights_in_fp32, may_wait=may_wait)
         self.step_was_skipped = False
         verdict = engine.verdict if engine.verdict is not self._used else Verdict()
         limit = engine.config.gradient_clipping
@@ -224,7 +235,7 @@ class ShardedOptimizer:
             verdict = engine.verdict
         if not verdict.scaled:
             if verdict.finite is None:
-                verdict.finite = bool(torch.isfinite(gradient_norm(self.parameters(), in_step=True)))
+                verdict.finite = has_finite_gradients(self.parameters())
             self.step_was_skipped = not verdict.finite
             engine.count(skipped=self.step_was_skipped)
         self.collect()

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from ..errors import UnsupportedError
 from ..upstream import at_end_of_backward, gradient_hooks, local_tensor
+from .bucket_making import make_buckets
 from .bucket_reduction import Place
-from .buckets import Sum, make_buckets
+from .buckets import Sum
 from .reduced_gradient import ReducedGradient, stand_in
 from .reduction_groups import Sharing
 from .served_gradients import ServedGradients
@@ -36,7 +37,7 @@ class GradientReducer(ServedGradients):
         parameters: all of a model's, in its order.
         name_of (`Callable`): parameter -> its name, for errors.
         sharing_of (`Callable`): parameter -> the ranks that average its gradient.
-        bucket_size (`int`): MiB of gradient per bucket.
+        bucket_size (`int`, *optional*): MiB of gradient per bucket; by default what `default_capacity` says.
         main_gradients (`bool`): gradients of half-precision parameters are added up and reduced in fp32.
         keep_rows (`bool`): buckets keep their memory between steps (stages 0 and 1).
 
@@ -50,7 +51,7 @@ class GradientReducer(ServedGradients):
         name_of: Callable[[Tensor], str],
         sharing_of: Callable[[Tensor], Sharing],
         *,
-        bucket_size: int,
+        bucket_size: int | None,
         main_gradients: bool,
         keep_rows: bool,
     ):
@@ -77,7 +78,7 @@ class GradientReducer(ServedGradients):
         self.buckets = make_buckets(
             expected,
             self.sharing_of,
-            self.bucket_size * _MIB,
+            None if self.bucket_size is None else self.bucket_size * _MIB,
             torch.float32 if self.main_gradients else None,
         )
         self._place_of = {
@@ -228,7 +229,7 @@ class GradientReducer(ServedGradients):
         return self.parameters
 
     @torch.no_grad()
-    def hand_over(self, sums: list[Sum], factor: float, *, keep: bool) -> list[Tensor | None]:
+    def hand_over(self, sums: list[Sum], factor: float | Tensor, *, keep: bool) -> list[Tensor | None]:
         self.complete()
         # Of what a loop did between a pipeline's forward, which these come from, and its backward.
         self.take_edits()

@@ -11,14 +11,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..communication.flat_rows import AllGather
+from ..communication.flat_rows import AllGather, is_pairwise
 from ..upstream import local_tensor
-from .buckets import Bucket, make_buckets, owned_range
+from .bucket_making import make_buckets
+from .buckets import Bucket, owned_range
 from .reduction_groups import Sharing
 
 # Below this, in entries, a message costs more than a copy.
 _LARGE = 2**15
-_CAPACITY = 2**25
+# Buckets whose rows exist at a time.
+_IN_FLIGHT = 2
 
 
 class Publisher:
@@ -31,11 +33,11 @@ class Publisher:
 
     def __init__(self, parameters: Sequence[nn.Parameter], sharing: Sharing):
         self.sharing = sharing
-        in_place = dist.get_backend(sharing.shard_group) == "gloo"
+        in_place = is_pairwise(sharing.shard_group)
         smallest = _LARGE * sharing.shard_size
         self._in_place = [p for p in parameters if in_place and local_tensor(p).numel() >= smallest]
         others = [p for p in parameters if not in_place or local_tensor(p).numel() < smallest]
-        self._buckets = make_buckets(others, lambda _: sharing, _CAPACITY, None)
+        self._buckets = make_buckets(others, lambda _: sharing, None, None)
 
     @torch.no_grad()
     def run(self) -> None:
@@ -50,7 +52,7 @@ class Publisher:
                 own = slot.own_columns(rows[rank], ranks, rank)
                 own.copy_(local_tensor(slot.parameter).detach().view(-1)[start:stop])
             started.append((bucket, AllGather(rows, self.sharing.shard_group)))
-            if len(started) > 1:
+            if len(started) == _IN_FLIGHT:
                 _receive(*started.pop(0))
         for item in started:
             _receive(*item)
@@ -77,3 +79,5 @@ def _receive(bucket: Bucket, gather: AllGather) -> None:
     rows = bucket.open_rows()
     for slot in bucket.slots:
         slot.collect_from(rows, local_tensor(slot.parameter).detach())
+    # Kept, they would be a second copy of the weights.
+    bucket.rows = None

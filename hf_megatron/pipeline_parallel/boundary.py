@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..absent_weights import AbsentActivation, Owner
 from ..errors import PlanError, UnsupportedError
 from ..patch_ledger import Shared
-from ..upstream import recorded_outputs
+from ..upstream import recorded_outputs, share_memory
 from .partition import Stages
 from .placeholder import Placeholder
 
@@ -148,8 +148,11 @@ class StageBoundary(Shared):
         """Raises where the loop did something to what layer `index - 1` returned, which the stage before left out."""
         zeros, found = self._zeros, args[0] if args else kwargs[HIDDEN_STATES]
         assert zeros is not None
-        same = found.untyped_storage().data_ptr() == zeros.untyped_storage().data_ptr()
-        if (self.is_rehearsing and found is not zeros) or not same or _version(zeros) != self._version:
+        if (
+            (self.is_rehearsing and found is not zeros)
+            or not share_memory(found, zeros)
+            or _version(zeros) != self._version
+        ):
             raise UnsupportedError(
                 f"The model's loop changes hidden states between its layers {index - 1} and {index}, where the "
                 "pipeline is cut. Cut elsewhere with pipeline_partition, or load it with pp_size=1."

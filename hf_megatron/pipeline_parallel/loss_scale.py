@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..data_parallel.gradient_store import GradientStore
 from ..errors import ConfigError
-from ..upstream import without_gradient_hooks
+from ..upstream import check_soon, without_gradient_hooks
 from .schedules import Action, Kind
 
 # An announced scale and the one that arrives are rounded differently, to fp32 at every factor.
@@ -33,7 +33,7 @@ class LossScale:
         self.usual = usual
         self.announced: Callable[[], float] | None = None
         self._last: float | None = None
-        self._was_wrong = False
+        self._was_wrong = self._was_right = False
         # Schedules whose gradients are among the model's sums although nobody has called backward.
         self._unsettled: set[ScheduledGradients] = set()
 
@@ -78,11 +78,18 @@ class LossScale:
     def is_unsettled(self, gradients: "ScheduledGradients") -> bool:
         return gradients in self._unsettled
 
-    def settled(self, gradients: "ScheduledGradients", scale: float) -> None:
-        """Notes a schedule's scale, which backward has told."""
+    def is_unproven(self, gradients: "ScheduledGradients") -> bool:
+        """Tells whether a loop has announced the scale of a schedule and nobody has seen yet that it was right."""
+        return gradients.was_announced and not self._was_right
+
+    def settled(self, gradients: "ScheduledGradients", scale: "float | Tensor") -> None:
+        """Notes a schedule's scale, which backward has told; a scalar tensor's value is not known."""
         self._unsettled.discard(gradients)
-        if gradients.was_announced and not math.isclose(scale, gradients.seed, rel_tol=_SAME_SCALE):
-            self._was_wrong = True
+        if isinstance(scale, Tensor):
+            return
+        if gradients.was_announced:
+            self._was_right = math.isclose(scale, gradients.seed, rel_tol=_SAME_SCALE)
+            self._was_wrong = self._was_wrong or not self._was_right
         if math.isfinite(scale) and scale:
             self._last = scale
 
@@ -162,10 +169,11 @@ class ScheduledGradients:
         """Lists the parameters whose gradients are asked of the loss."""
         return self.store.parameters if self.is_direct else self.store.found(self._sums)
 
-    def settle(self, scale: float, *, keep: bool) -> Sequence[Tensor | None]:
+    def settle(self, scale: float | Tensor, *, keep: bool) -> Sequence[Tensor | None]:
         """Takes the scale of the gradients, as backward tells it.
 
         Args:
+            scale (`float` or scalar `Tensor`): a tensor where the host would wait for its value.
             keep (`bool`): whether the loss may be backpropagated once more.
 
         Returns:
@@ -181,18 +189,21 @@ class ScheduledGradients:
             )
         self.scale.settled(self, scale)
         if self.is_direct:
-            if not math.isclose(scale, self.seed, rel_tol=_SAME_SCALE):
-                raise ConfigError(
-                    f"The loss received the gradient {scale}, the loop announced {self.seed}: this step's gradients "
-                    "are added up already. Set `pipeline.loss_scale.announced = None`."
-                )
+            error = ConfigError(
+                f"The loss received the gradient {scale}, the loop announced {self.seed}: this step's gradients "
+                "are added up already. Set `pipeline.loss_scale.announced = None`."
+            )
+            if isinstance(scale, Tensor):
+                check_soon((scale - self.seed).abs() <= _SAME_SCALE * abs(self.seed), lambda: error)
+            elif not math.isclose(scale, self.seed, rel_tol=_SAME_SCALE):
+                raise error
             return [None] * len(self.store.parameters)
         handed_over = self.hand_over(scale / self.seed, keep=keep)
         if not self._reduces and self.store.synchronise:
             self.store.reduce()
         return handed_over
 
-    def hand_over(self, factor: float, *, keep: bool) -> Sequence[Tensor | None]:
+    def hand_over(self, factor: float | Tensor, *, keep: bool) -> Sequence[Tensor | None]:
         """Makes the gradients that were kept apart part of the sums; see `GradientStore.hand_over`."""
         sums = self._sums
         if not keep:

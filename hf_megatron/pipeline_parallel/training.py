@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..upstream import keeps_graph
+from ..upstream import keeps_graph, runs_behind
 from .loss_scale import ScheduledGradients
 from .outputs import AbsentLogits, Gradients, PipelineOutput, loss_of, reported, with_backward
 from .schedules import rank_actions
@@ -52,8 +52,10 @@ def run_schedule(runner: StageRunner, arguments: dict[str, Any]) -> PipelineOutp
 
     def backward(upstream: tuple[Tensor, ...], *, accumulates: bool, wants_weights: bool) -> Gradients:
         runner.require_possible(accumulates, wants_weights, gradients.is_direct)
-        # Waits for the device once: the factor decides whether there is anything to multiply.
-        scale, keep = upstream[0].item(), keeps_graph()
+        keep = keeps_graph()
+        # Known, it decides whether there is anything to multiply; a device would be waited for.
+        is_read = not runs_behind(runner.mesh.device) or runner.loss_scale.is_unproven(gradients)
+        scale = upstream[0].item() if is_read else upstream[0]
         factor = scale / gradients.seed
         nothing: list[Tensor | None] = [None] * len(reached)
         of_weights = gradients.settle(scale, keep=keep) if accumulates or wants_weights else nothing

@@ -67,12 +67,15 @@ class Transport:
     Args:
         group (`ProcessGroup`): the pipeline's ranks.
         device (`torch.device`): where received tensors go.
+
+    Attributes:
+        known: kinds of messages -> their shapes.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
         self.group, self.device = group, device
         self._is_gloo = dist.get_backend(group) == "gloo"
-        self._known: dict[Hashable, Shapes] = {}
+        self.known: dict[Hashable, Shapes] = {}
         self._sends: deque[tuple[list[Any], tuple[Tensor, ...]]] = deque()
 
     def send(self, tensors: tuple[Tensor, ...], peer: int, tag: int, kind: Hashable) -> None:
@@ -87,12 +90,12 @@ class Transport:
         tensors = tuple(tensor.detach().contiguous() for tensor in tensors)
         shapes = _shapes_of(tensors)
         held = tensors
-        if kind is not None and kind not in self._known:
-            self._known[kind] = shapes
+        if kind is not None and kind not in self.known:
+            self.known[kind] = shapes
             held = (encode(tensors).to(self.device), *tensors)
-        elif kind is not None and self._known[kind] != shapes:
+        elif kind is not None and self.known[kind] != shapes:
             raise UnsupportedError(
-                f"What leaves a pipeline stage has the shapes {shapes} and had {self._known[kind]} for a batch of the "
+                f"What leaves a pipeline stage has the shapes {shapes} and had {self.known[kind]} for a batch of the "
                 "same shapes: they must follow from the batch."
             )
         works = [work for tensor in held for work in self._start(dist.isend, tensor, peer, tag)]
@@ -102,12 +105,16 @@ class Transport:
 
     def receive(self, peer: int, tag: int, kind: Hashable) -> Arriving:
         """Starts receiving tensors of a kind."""
-        if kind not in self._known:
-            header = torch.empty(_HEADER_SIZE, dtype=torch.int64, device=self.device)
-            for work in self._start(dist.irecv, header, peer, tag):
-                work.wait()
-            self._known[kind] = decode(header)
-        return self.receive_shapes(self._known[kind], peer, tag)
+        if kind not in self.known:
+            self.known[kind] = self.learn(peer, tag, kind)
+        return self.receive_shapes(self.known[kind], peer, tag)
+
+    def learn(self, peer: int, tag: int, kind: Hashable) -> Shapes:
+        """Returns the shapes of a kind that arrives for the first time, from the header that goes ahead."""
+        header = torch.empty(_HEADER_SIZE, dtype=torch.int64, device=self.device)
+        for work in self._start(dist.irecv, header, peer, tag):
+            work.wait()
+        return decode(header)
 
     def receive_shapes(self, shapes: Shapes, peer: int, tag: int) -> Arriving:
         """Starts receiving tensors of known shapes."""

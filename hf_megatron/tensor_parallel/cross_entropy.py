@@ -18,7 +18,7 @@ from torch import Tensor
 from ..communication.collectives import copy_to_ranks
 from ..errors import ConfigError
 from ..loss import IGNORE_INDEX
-from ..upstream import keeps_graph
+from ..upstream import check_soon, keeps_graph, runs_behind
 from .vocabulary import require_tokens
 
 Transform = Callable[[Tensor], Tensor]
@@ -176,16 +176,20 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if ctx.gradients is None:
             raise RuntimeError("The vocab-parallel loss was backpropagated twice; its gradients exist only once.")
         if ctx.upstream is None:
-            # On a GPU the comparison would wait for it.
-            scaled = upstream.device.type != "cpu" or upstream.item() != 1.0
+            scaled = runs_behind(upstream.device) or upstream.item() != 1.0
             ctx.gradients = [
                 None if gradient is None else (gradient.mul_(upstream) if scaled else gradient).to(dtype)
                 for gradient, dtype in zip(ctx.gradients, ctx.dtypes, strict=True)
             ]
-        elif not torch.equal(ctx.upstream, upstream):
-            if not ctx.upstream.item():
-                raise RuntimeError("The vocab-parallel loss was backpropagated with the gradient 0, then with another.")
-            ratio = upstream / ctx.upstream
+        elif runs_behind(upstream.device) or not torch.equal(ctx.upstream, upstream):
+            same = ctx.upstream == upstream
+            check_soon(
+                same | (ctx.upstream != 0),
+                lambda: RuntimeError(
+                    "The vocab-parallel loss was backpropagated with the gradient 0, then with another."
+                ),
+            )
+            ratio = torch.where(same, 1.0, upstream / ctx.upstream)
             ctx.gradients = [None if gradient is None else gradient * ratio for gradient in ctx.gradients]
         gradients = ctx.gradients
         # A backward of its inputs first and of its weights later comes by twice.

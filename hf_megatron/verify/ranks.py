@@ -15,7 +15,7 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,17 +60,40 @@ def run_ranks(
     Raises:
         RankError: with the traceback of every rank that failed, and the names of those that were stuck.
     """
+
+    def join(rank: int, directory: Path) -> None:
+        store = dist.FileStore(str(directory / "store"), world_size)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+        # A rank that has nothing to do would be gone before others are connected to it.
+        dist.barrier()
+
+    return run_forks(functools.partial(function, *args, **kwargs), range(world_size), world_size, join, timeout)
+
+
+def run_forks(
+    function: Callable[[], Any],
+    ranks: Sequence[int],
+    world_size: int,
+    join: Callable[[int, Path], None],
+    timeout: float,
+) -> list[Any]:
+    """Calls a function on forks that each are a rank of a job; results and errors as of `run_ranks`.
+
+    Args:
+        ranks: of the job, one fork for each.
+        join (`Callable`): (rank, an empty folder that all of them share) makes the process group.
+    """
     _import_once()
     directory = Path(tempfile.mkdtemp(prefix="hf_megatron_ranks_"))
     processes: dict[int, int] = {}
     try:
-        for rank in range(world_size):
+        for rank in ranks:
             process = os.fork()
             if process == 0:
-                _be_rank(function, rank, world_size, directory, args, kwargs)
+                _be_rank(function, rank, world_size, directory, join)
             processes[rank] = process
         stuck = _wait(processes, directory, timeout)
-        return _collect(directory, world_size, stuck, timeout)
+        return _collect(directory, ranks, stuck, timeout)
     finally:
         for process in processes.values():
             with contextlib.suppress(ProcessLookupError, ChildProcessError):
@@ -86,18 +109,17 @@ def _import_once() -> None:
     registered_types()
 
 
-def _be_rank(function: Callable, rank: int, world_size: int, directory: Path, args: tuple, kwargs: dict) -> None:
+def _be_rank(
+    function: Callable[[], Any], rank: int, world_size: int, directory: Path, join: Callable[[int, Path], None]
+) -> None:
     """Runs the function in the fork, writes what it returned, and never returns itself."""
     status = 1
     try:
         torch.set_num_threads(1)
         set_rank_environment(rank, world_size)
         forget_accelerate_state()
-        store = dist.FileStore(str(directory / "store"), world_size)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-        # A rank that has nothing to do would be gone before others are connected to it.
-        dist.barrier()
-        result = function(*args, **kwargs)
+        join(rank, directory)
+        result = function()
         try:
             outcome = pickle.dumps((True, result))
             status = 0
@@ -128,9 +150,9 @@ def _wait(processes: dict[int, int], directory: Path, timeout: float) -> list[in
     return sorted(running)
 
 
-def _collect(directory: Path, world_size: int, stuck: list[int], timeout: float) -> list[Any]:
+def _collect(directory: Path, ranks: Sequence[int], stuck: list[int], timeout: float) -> list[Any]:
     results, failures = [], []
-    for rank in range(world_size):
+    for rank in ranks:
         file = directory / f"rank{rank}"
         if rank in stuck:
             failures.append(

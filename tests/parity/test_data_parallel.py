@@ -6,9 +6,10 @@ Five rows, one of them without any label, so that dp ranks have unequal numbers 
 import functools
 
 import pytest
+import torch.distributed as dist
 from transformers import CONFIG_MAPPING
 
-from hf_megatron.data_parallel import reduction
+from hf_megatron.data_parallel import bucket_making
 from hf_megatron.parallelize import parallel_state
 from hf_megatron.verify.check import parse_layouts
 from hf_megatron.verify.parity import check_twin
@@ -49,7 +50,7 @@ def test_equals_one_process(model_type, microbatches, layout):
 
 
 def small_buckets():
-    reduction._MIB = 1024
+    bucket_making.default_capacity = lambda *args, **kwargs: 2**15
 
 
 def several_buckets(model):
@@ -63,6 +64,27 @@ def several_buckets(model):
 )
 def test_several_buckets_equal_one_process(layout):
     comparison = check_twin(_twin("llama", 3), layout, sabotage=small_buckets, prepare=several_buckets)
+    assert comparison.passed, comparison.report()
+
+
+def collectives():
+    """Takes the way of backends whose own collectives are used; gloo's stand for them."""
+    dist.get_backend = lambda group=None: "nccl"
+    small_buckets()
+
+
+BY_COLLECTIVES = "dp2+zero0,dp2+zero1,dp2+zero2,dp4+zero1,dp4+zero2,dp4+replicas2,dp4+replicas2+zero2,tp2+dp2+zero1"
+
+
+@pytest.mark.parametrize("layout", parse_layouts(BY_COLLECTIVES), ids=BY_COLLECTIVES.split(","))
+def test_collectives_equal_one_process(layout):
+    comparison = check_twin(_twin("llama", 3), layout, sabotage=collectives, prepare=several_buckets)
+    assert comparison.passed, comparison.report()
+
+
+def test_pipeline_by_collectives_equals_one_process():
+    [layout] = parse_layouts("pp2+dp2+zero1")
+    comparison = check_twin(_twin("llama", 3), layout, sabotage=collectives)
     assert comparison.passed, comparison.report()
 
 

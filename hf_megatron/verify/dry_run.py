@@ -1,0 +1,124 @@
+"""A training step's bytes on a rank: predicted in a fake world, and measured on CPU ranks to compare."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from ..config import MegatronConfig
+from ..data_parallel.optimizer import prepare_optimizer
+from ..integrations.gate import ConfigUnderTest
+from ..upstream import allocated_bytes, local_tensor, storage_key
+from .fake_world import FakeWorld, kept_tensors, run_fake_ranks
+from .ranks import run_ranks
+from .step_figures import StepFigures
+
+# The second step finds what the first one has made.
+_STEPS = 2
+
+
+def dry_run(
+    config: PreTrainedConfig,
+    layout: MegatronConfig,
+    ranks: Sequence[int],
+    world_size: int,
+    *,
+    batch_size: int,
+    sequence_length: int,
+    dtype: torch.dtype = torch.bfloat16,
+    as_gloo: bool = False,
+    timeout: float = 600.0,
+) -> list[StepFigures]:
+    """Predicts a training step with AdamW on some ranks of a job, without memory or other ranks.
+
+    Args:
+        config: of a causal language model; nothing is read but its config.
+        layout (`MegatronConfig`): need not be verified: nothing is trained.
+        ranks: to predict, such as one of each kind of pipeline stage.
+        world_size (`int`): ranks of the job.
+        batch_size, sequence_length (`int`): rows, and tokens of a row, of one call on one dp rank.
+        dtype (`torch.dtype`, defaults to bf16): of the weights.
+        as_gloo (`bool`, defaults to `False`): as CPU ranks do, in place of accelerators.
+        timeout (`float`): seconds.
+
+    Returns:
+        `list`: the second step's figures, in the order of `ranks`.
+
+    Raises:
+        RankError: the layout does not fit the model or the job; it has the rank's own error.
+    """
+
+    def on_rank(world: FakeWorld) -> StepFigures:
+        model, optimizer = _model_and_optimizer(config, layout, dtype)
+        with world.running(model) as ledger:
+            ids = torch.zeros(batch_size, sequence_length, dtype=torch.int64)
+            for _ in range(_STEPS):
+                ledger.begin_step(kept_tensors(model, optimizer))
+                _step(model, optimizer, ids)
+        ledger.figures.parameters = _parameters(model)
+        return ledger.figures
+
+    return run_fake_ranks(on_rank, ranks, world_size, as_gloo=as_gloo, timeout=timeout)
+
+
+def measured_run(
+    config: PreTrainedConfig,
+    layout: MegatronConfig,
+    world_size: int,
+    *,
+    batch_size: int,
+    sequence_length: int,
+    dtype: torch.dtype = torch.bfloat16,
+    timeout: float = 600.0,
+) -> list[StepFigures]:
+    """Measures the step that `dry_run` predicts on CPU ranks: what it keeps, and its peak by torch's allocator.
+
+    The allocator is asked through torch's profiler, which sees what kernels allocate inside of themselves.
+    """
+
+    def on_rank() -> StepFigures:
+        model, optimizer = _model_and_optimizer(config, layout, dtype)
+        ids = torch.zeros(batch_size, sequence_length, dtype=torch.int64)
+        for _ in range(_STEPS - 1):
+            _step(model, optimizer, ids)
+        kept = _bytes(kept_tensors(model, optimizer))
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+            _step(model, optimizer, ids)
+        present = peak = 0
+        for size in allocated_bytes(profiler):
+            present += size
+            peak = max(peak, present)
+        return StepFigures(kept=kept, peak=sum(kept.values()) + peak, parameters=_parameters(model))
+
+    return run_ranks(on_rank, world_size, timeout=timeout)
+
+
+def _model_and_optimizer(
+    config: PreTrainedConfig, layout: MegatronConfig, dtype: torch.dtype
+) -> tuple[Any, torch.optim.Optimizer]:
+    under_test = ConfigUnderTest(**layout.to_dict())
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, megatron_config=under_test).train()
+    return model, prepare_optimizer(torch.optim.AdamW(model.parameters()))
+
+
+def _step(model: Any, optimizer: torch.optim.Optimizer, ids: Tensor) -> None:
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _parameters(model: Any) -> int:
+    return sum(local_tensor(parameter).numel() for parameter in model.parameters())
+
+
+def _bytes(kept: dict[str, list[Tensor]]) -> dict[str, int]:
+    """Adds up the storages of each category; one belongs to the last that names it, as in `StepLedger`."""
+    owners: dict[int, tuple[str, int]] = {}
+    for category, tensors in kept.items():
+        for tensor in map(local_tensor, tensors):
+            owners[storage_key(tensor)] = category, tensor.untyped_storage().nbytes()
+    return {
+        category: size for category in kept if (size := sum(own for name, own in owners.values() if name == category))
+    }

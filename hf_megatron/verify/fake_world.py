@@ -1,0 +1,164 @@
+"""A fake world: one rank of a job of any size, in which nothing is sent and no tensor has memory.
+
+    def steps(world: FakeWorld) -> StepFigures:
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, megatron_config=layout)
+        optimizer = prepare_optimizer(torch.optim.AdamW(model.parameters()))
+        with world.running(model) as ledger:
+            ids = torch.zeros(1, 8192, dtype=torch.int64)
+            for _ in range(2):
+                ledger.begin_step(kept_tensors(model, optimizer))
+                model(input_ids=ids, labels=ids).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            return ledger.figures
+
+    [figures] = run_fake_ranks(steps, [64], world_size=2048)
+
+Everything is the library's own: planning, loading, schedules, reduction and optimizer. torch's process group `fake`
+answers at once, weights are drawn as fake tensors, and `StepLedger` counts. Fake tensors stand for a device's memory,
+real ones for the host's. Not here is what NCCL and cuBLAS allocate for themselves, and what the allocator loses between
+blocks.
+"""
+
+import functools
+import warnings
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..checkpoint import initialize
+from ..communication import watch
+from ..communication.collectives import bounds
+from ..data_parallel import norm_lists
+from ..data_parallel.optimizer import sharded
+from ..errors import PlanError, UnsupportedError
+from ..parallel_state import parallel_state
+from ..pipeline_parallel.transport import Shapes
+from ..upstream import fake_mode, join_fake_job, take_fakes_for_real
+from .ranks import run_forks
+from .step_ledger import StepLedger
+
+
+class FakeWorld:
+    """What a function that runs as one rank of a fake job is given; `run_fake_ranks` makes it."""
+
+    def __init__(self) -> None:
+        # Buffers and what a loop makes before the step are real.
+        self.mode = fake_mode()
+
+    @contextmanager
+    def running(self, model: Any) -> Iterator[StepLedger]:
+        """Makes what is computed inside fake, and counts it; every rank of a pipeline runs by itself.
+
+        Args:
+            model: loaded in this world, its weights fake already.
+
+        Raises:
+            PlanError: a stage sends other shapes than it was taken to receive.
+        """
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = self.mode.from_tensor(buffer)
+        state = parallel_state(model)
+        transport = getattr(None if state is None else state.pipeline, "transport", None)
+        if transport is not None:
+            transport.learn = functools.partial(_shapes_received, model)
+        with self.mode, StepLedger(model) as ledger:
+            yield ledger
+        known = {} if transport is None else transport.known
+        for (stage, kind), shapes in known.items():
+            if known.get((stage + 1, kind), shapes) != shapes:
+                raise PlanError(f"Stage {stage} was taken to receive {shapes} and sends {known[stage + 1, kind]}.")
+
+
+def run_fake_ranks(
+    function: Callable[..., Any],
+    ranks: Sequence[int],
+    world_size: int,
+    *args: Any,
+    as_gloo: bool = False,
+    timeout: float = 600.0,
+) -> list[Any]:
+    """Calls `function(world, *args)` as some ranks of a job that has no other ones, each in a fork of its own.
+
+    Args:
+        function (`Callable`): takes a `FakeWorld`; what it returns must be picklable.
+        ranks: to be, such as one of each kind of stage.
+        world_size (`int`): ranks of the job.
+        as_gloo (`bool`, defaults to `False`): the library takes its groups for gloo's, to be compared with CPU ranks;
+            else for those of an accelerator.
+        timeout (`float`): seconds until all forks are killed.
+
+    Returns:
+        `list`: the results, in the order of `ranks`.
+
+    Raises:
+        RankError: with the tracebacks of those that failed.
+    """
+
+    def join(rank: int, directory: Path) -> None:
+        join_fake_job(rank, world_size)
+        take_fakes_for_real()
+        # Of no fake; where they are compared all are zero, which says that nothing was moved.
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+
+    def be_rank() -> Any:
+        # A fork of its own: nothing of this is undone. What all ranks are asked, this one answers.
+        world = FakeWorld()
+        dist.all_gather_object = _all_say_the_same  # type: ignore[assignment]
+        dist.broadcast_object_list = lambda objects, *args, **kwargs: None  # type: ignore[assignment]
+        norm_lists.ListOfRanks.judge = lambda self, added: self.is_whole  # type: ignore[method-assign]
+        if as_gloo:
+            dist.get_backend = lambda group=None: dist.Backend("gloo")
+            watch.watch_ranks = lambda *args, **kwargs: None  # type: ignore[assignment]
+        original = initialize.initialize
+
+        def draw_nothing(*args: Any, **kwargs: Any) -> None:
+            with world.mode:
+                original(*args, **kwargs)
+
+        initialize.initialize = draw_nothing
+        return function(world, *args)
+
+    return run_forks(be_rank, ranks, world_size, join, timeout)
+
+
+def kept_tensors(model: Any, optimizer: torch.optim.Optimizer | None = None) -> dict[str, list[Tensor]]:
+    """Lists what is kept from step to step on this rank, of any shape, by what it is for.
+
+    Args:
+        model: laid out by this library.
+        optimizer (*optional*): prepared.
+    """
+    kept: dict[str, list[Tensor]] = {"weights": [*model.parameters(), *model.buffers()]}
+    state = parallel_state(model)
+    reducer = None if state is None or state.data_parallel is None else state.data_parallel.reducer
+    kept |= {} if reducer is None else reducer.memory()
+    attached = None if optimizer is None else sharded(optimizer)
+    return kept | ({} if attached is None else attached.memory())
+
+
+def _all_say_the_same(gathered: list[Any], value: Any, group: Any = None) -> None:
+    gathered[:] = [value] * len(gathered)
+
+
+def _shapes_received(model: nn.Module, peer: int, tag: int, kind: Hashable) -> Shapes:
+    """Returns what a stage receives of a microbatch: hidden states `[rows, sequence, hidden]`, its share under sp."""
+    state: Any = parallel_state(model)
+    config: Any = model.config
+    if getattr(config.get_text_config(), "output_router_logits", False):
+        raise UnsupportedError("output_router_logits with a pipeline: what travels beside hidden states is not known.")
+    # (stage, (flags, what decides the shapes)): see `Execution` and `microbatches.describe`.
+    described: Any = kind[1][1]  # type: ignore[index]
+    rows, length = next(value[1] for value in described if isinstance(value, tuple) and len(value) == 3)[:2]
+    if state.config.sequence_parallel:
+        start, stop = bounds(length, state.mesh.tp_size, state.mesh.tp_rank)
+        length = stop - start
+    dtype = next(parameter.dtype for parameter in model.parameters())
+    return (((rows, length, config.get_text_config().hidden_size), dtype),)

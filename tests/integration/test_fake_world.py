@@ -1,0 +1,167 @@
+"""The fake world: what it predicts is what gloo ranks have; and what it says of ranks that nobody has here."""
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from hf_megatron import MegatronConfig, RankError
+from hf_megatron.communication.watch import running_watch
+from hf_megatron.data_parallel import buckets, optimizer, weight_gathering
+from hf_megatron.data_parallel.bucket_making import default_capacity
+from hf_megatron.pipeline_parallel import training
+from hf_megatron.verify.dry_run import dry_run, measured_run
+from hf_megatron.verify.fake_world import run_fake_ranks
+
+
+def llama(layers=4):
+    return LlamaConfig(
+        vocab_size=512,
+        hidden_size=128,
+        intermediate_size=352,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        tie_word_embeddings=False,
+        use_cache=False,
+    )
+
+
+BATCH = {"batch_size": 4, "sequence_length": 64}
+# Layout, and how far the peak may be from what the allocator saw: gloo's own memory is not predicted.
+COMPARED = {
+    "tp2": ({"tp_size": 2}, 1e-3),
+    "tp2+sp": ({"tp_size": 2, "sequence_parallel": True}, 0.1),
+    "pp2": ({"pp_size": 2, "num_microbatches": 4}, 1e-2),
+    "dp2": ({"zero_stage": 1}, 1e-3),
+}
+
+
+def predicted(layout, rank=0, ranks=2, **kwargs):
+    [figures] = dry_run(llama(), MegatronConfig(**layout), [rank], ranks, **BATCH, **kwargs)
+    return figures
+
+
+@pytest.mark.parametrize(("layout", "limit"), COMPARED.values(), ids=COMPARED)
+def test_predicts_what_gloo_ranks_have(layout, limit):
+    figures = predicted(layout, as_gloo=True, dtype=torch.float32)
+    measured = measured_run(llama(), MegatronConfig(**layout), 2, **BATCH, dtype=torch.float32)[0]
+    assert {name: figures.kept.get(name) for name in measured.kept} == measured.kept
+    assert figures.dynamic_peak == pytest.approx(measured.dynamic_peak, rel=limit)
+
+
+def test_half_precision_keeps_what_gloo_ranks_keep():
+    figures = predicted({"zero_stage": 1}, as_gloo=True)
+    measured = measured_run(llama(), MegatronConfig(zero_stage=1), 2, **BATCH)[0]
+    assert {name: figures.kept.get(name) for name in measured.kept} == measured.kept
+    assert {"weights", "main weights", "moments", "gradients"} <= measured.kept.keys()
+
+
+# Bytes per parameter beside activations: weights 2, gradients 4, main weights and moments 12 over the ranks.
+
+
+def per_parameter(ranks=4):
+    return sum(predicted({"zero_stage": 1}, ranks=ranks).per_parameter.values())
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 16])
+def test_stage_one_keeps_no_more_than_megatron(ranks):
+    # Rows are padded, and end in a column per parameter.
+    assert per_parameter(ranks) <= (6 + 12 / ranks) * 1.01
+
+
+def keep_rows_of_weights(monkeypatch):
+    receive = weight_gathering._receive
+
+    def keep(bucket, gather):
+        rows = bucket.rows
+        receive(bucket, gather)
+        bucket.rows = rows
+
+    monkeypatch.setattr(weight_gathering, "_receive", keep)
+
+
+def reduce_beside_the_rows(monkeypatch):
+    monkeypatch.setattr(buckets.Bucket, "take_own_row", lambda self, *, keep: self.take_inbox()[:1])
+
+
+def keep_last_weights(monkeypatch):
+    publish = optimizer.ShardedOptimizer.publish
+
+    def keep(self):
+        self.copies = [leaf.view().clone() for leaf in self.leaves]
+        publish(self)
+
+    monkeypatch.setattr(optimizer.ShardedOptimizer, "publish", keep)
+
+
+@pytest.mark.parametrize("fault", [keep_rows_of_weights, reduce_beside_the_rows, keep_last_weights])
+def test_a_second_copy_is_noticed(fault, monkeypatch):
+    fault(monkeypatch)
+    assert per_parameter() > (6 + 12 / 4) * 1.04
+
+
+@pytest.mark.parametrize("pairwise", [True, False])
+def test_buckets_grow_with_ranks_that_share_them(pairwise):
+    sizes = [default_capacity(ranks, torch.float32, pairwise=pairwise) for ranks in (2, 40, 128)]
+    assert sizes == ([2**25] * 3 if pairwise else [160_000_000, 160_000_000, 512_000_000])
+
+
+# The host waits for its device once in a step: for whether all gradients are finite.
+
+WAITING = {
+    "tp2+sp": ({"tp_size": 2, "sequence_parallel": True}, 2),
+    "tp2, chunked loss": ({"tp_size": 2, "loss_chunk_size": 64}, 2),
+    "dp2": ({"zero_stage": 1}, 2),
+    "dp2, clipped": ({"zero_stage": 2, "gradient_clipping": 1.0}, 2),
+    "pp2": ({"pp_size": 2, "num_microbatches": 4}, 2),
+    "pp2 zbv": ({"pp_size": 2, "num_microbatches": 4, "pipeline_schedule": "zbv"}, 2),
+    "tp2+sp, pp2, dp2": ({"tp_size": 2, "sequence_parallel": True, "pp_size": 2, "num_microbatches": 2}, 8),
+}
+
+
+def waits(layout, rank, ranks):
+    return [(read.moment, read.where[:2]) for read in predicted(layout, rank, ranks).reads_of("hf_megatron")]
+
+
+@pytest.mark.parametrize(("layout", "ranks"), WAITING.values(), ids=WAITING)
+@pytest.mark.parametrize("last", [False, True], ids=["first rank", "last rank"])
+def test_the_host_waits_once_in_a_step(layout, ranks, last):
+    found = waits(layout, ranks - 1 if last else 0, ranks)
+    assert [moment for moment, _ in found] == ["optimizer step"], found
+
+
+def test_a_further_wait_is_noticed(monkeypatch):
+    monkeypatch.setattr(training, "runs_behind", lambda device: False)
+    found = waits({"pp_size": 2, "num_microbatches": 4}, 0, 2)
+    assert [moment for moment, _ in found] == ["backward", "optimizer step"]
+
+
+# Ranks of jobs that are nowhere
+
+
+def test_stages_of_a_large_job():
+    layout = MegatronConfig(tp_size=8, sequence_parallel=True, pp_size=4, num_microbatches=4)
+    first, last = dry_run(llama(8), layout, [0, 24], 1024, **BATCH)
+    groups = {group for group, _ in first.collectives}
+    assert {"mesh_tp", "mesh_pp", "mesh_dp_shard"} <= groups
+    # As many microbatches wait as there are stages behind; the last has one.
+    assert len(first.layers) == len(last.layers) == 2 * 4
+    assert first.at_peak["activations of layers"] > 3 * last.at_peak["activations of layers"]
+    assert first.collectives["mesh_pp", "send"] == last.collectives["mesh_pp", "recv"]
+
+
+def test_recomputed_layers_keep_their_input():
+    layout = {"tp_size": 2, "sequence_parallel": True}
+    whole, recomputed = (predicted(layout | more) for more in ({}, {"recompute": "full"}))
+    sizes = [sum(figures.layers["model.layers.1", 0].values()) for figures in (whole, recomputed)]
+    # [rows, tokens / ranks, hidden] in bf16.
+    assert sizes[1] == 4 * 64 // 2 * 128 * 2 and sizes[0] > 10 * sizes[1]
+
+
+def test_no_watch_starts():
+    assert run_fake_ranks(lambda world: running_watch(), [1], 4) == [None]
+
+
+def test_an_impossible_layout_says_so():
+    with pytest.raises(RankError, match="tp_size=3"):
+        predicted({"tp_size": 3})
