@@ -12,19 +12,12 @@ from ..config import MegatronConfig
 from ..errors import PlanError, UnsupportedError
 from ..spec import ModelSpec
 from ..upstream import splits_python_functions
-from .boundary import (
-    ForeignInput,
-    ForeignLayer,
-    ForeignOutput,
-    StageBoundary,
-    StagedInput,
-    StagedLayer,
-    output_width,
-)
+from .boundary import StageBoundary
 from .partition import Stages, check_partition, estimate_cost, estimate_costs, even, partition
 from .placeholder import first_dtype
 from .schedules import check_schedule, rank_of_stage, schedule
 from .stage_modules import stand_around
+from .stage_parts import ForeignInput, ForeignLayer, ForeignOutput, StagedInput, StagedLayer, output_width
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from typing import Any
 from torch import nn
 
 from ..errors import UnsupportedError
-from .boundary import StagedInput, StagedLayer, output_width
 from .placeholder import Placeholder, names_in
+from .stage_parts import StagedInput, StagedLayer, output_width
 
 
 @cache

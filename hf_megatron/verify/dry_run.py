@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
+from ..absent_weights import own_parameters
 from ..config import MegatronConfig
 from ..data_parallel.optimizer import prepare_optimizer
 from ..integrations.gate import ConfigUnderTest
@@ -110,7 +111,7 @@ def _step(model: Any, optimizer: torch.optim.Optimizer, ids: Tensor) -> None:
 
 
 def _parameters(model: Any) -> int:
-    return sum(local_tensor(parameter).numel() for parameter in model.parameters())
+    return sum(local_tensor(parameter).numel() for _, parameter in own_parameters(model))
 
 
 def _bytes(kept: dict[str, list[Tensor]]) -> dict[str, int]:

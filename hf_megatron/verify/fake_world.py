@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..absent_weights import own_parameters
 from ..checkpoint import initialize
 from ..communication import watch
 from ..communication.collectives import bounds
@@ -136,7 +137,7 @@ def kept_tensors(model: Any, optimizer: torch.optim.Optimizer | None = None) -> 
         model: laid out by this library.
         optimizer (*optional*): prepared.
     """
-    kept: dict[str, list[Tensor]] = {"weights": [*model.parameters(), *model.buffers()]}
+    kept: dict[str, list[Tensor]] = {"weights": [*(p for _, p in own_parameters(model)), *model.buffers()]}
     state = parallel_state(model)
     reducer = None if state is None or state.data_parallel is None else state.data_parallel.reducer
     kept |= {} if reducer is None else reducer.memory()
@@ -160,5 +161,5 @@ def _shapes_received(model: nn.Module, peer: int, tag: int, kind: Hashable) -> S
     if state.config.sequence_parallel:
         start, stop = bounds(length, state.mesh.tp_size, state.mesh.tp_rank)
         length = stop - start
-    dtype = next(parameter.dtype for parameter in model.parameters())
+    dtype = next(parameter.dtype for _, parameter in own_parameters(model))
     return (((rows, length, config.get_text_config().hidden_size), dtype),)

@@ -1,0 +1,126 @@
+"""Modules on a rank of a pipeline: its own, which take part in its stages, and what stands for those of other ranks."""
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from ..absent_weights import AbsentActivation
+from ..errors import PlanError
+from .boundary import StageBoundary
+from .placeholder import Placeholder
+
+
+class StagedLayer:
+    """Mixin of a layer that this rank owns; it stands around hooks, gradient checkpointing and compilation."""
+
+    _stage_boundary: StageBoundary
+    _layer_index: int
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._stage_boundary.pass_layer(self._layer_index, super().__call__, args, kwargs)  # type: ignore[misc]
+
+
+class ForeignLayer(Placeholder):
+    """Stands where another rank's layer is: its plain attributes; passes `[batch, sequence, hidden]`."""
+
+    def __init__(self, layer: nn.Module, place: str, boundary: StageBoundary):
+        super().__init__(layer, place, boundary)
+        plain = (str, int, float, bool, type(None))
+        classes = type(layer).__mro__[: type(layer).__mro__.index(nn.Module)]
+        for names in (*(vars(cls) for cls in reversed(classes)), vars(layer)):
+            for name, value in names.items():
+                if not name.startswith("_") and name != "training" and isinstance(value, plain):
+                    setattr(self, name, value)
+        self._stage_boundary = boundary
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        # Hooks belong to forwards that run layers.
+        if self._stage_boundary.is_rehearsing:
+            return self.forward(*args, **kwargs)
+        return super().__call__(*args, **kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self._stage_boundary.pass_on(args, kwargs)
+
+
+class ForeignInput(Placeholder):
+    """Stands where a module before the layers is on later stages: zeros `[batch, sequence, hidden]`, or its input."""
+
+    def __init__(self, name: str, module: nn.Module, place: str, boundary: StageBoundary):
+        super().__init__(module, place, boundary)
+        self.name, self._stage_boundary = name, boundary
+        self.width = output_width(module)
+
+    def standing_for(self, module: nn.Module) -> "ForeignInput":
+        return ForeignInput(self.name, module, self._place, self._stage_boundary)
+
+    def forward(self, x: Tensor, *args: Any, position_ids: Tensor | None = None, **kwargs: Any) -> Tensor:
+        _require_before_layers(self.name, self._stage_boundary)
+        # Learned positions take the mask of the whole past first.
+        found = _nothing(x if position_ids is None else position_ids, self.width, self.get_buffer("_follower").dtype)
+        if self._stage_boundary.is_running:
+            return found
+        # A loop's own call, of which the next pipelined call reads the first stage's values only.
+        return AbsentActivation(found.to("meta"), found.device, self._place)
+
+
+class StagedInput:
+    """Mixin of a module before the layers on a rank that holds later stages too, where it does nothing.
+
+    The rank of the last stage also holds an embedding that its head is tied to.
+    """
+
+    _stage_boundary: StageBoundary
+    _name: str
+    _width: int | None
+
+    def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if self._stage_boundary.stage == 0:
+            return super().__call__(x, *args, **kwargs)  # type: ignore[misc]
+        _require_before_layers(self._name, self._stage_boundary)
+        dtype = next(self.parameters()).dtype  # type: ignore[attr-defined]
+        positions = kwargs.get("position_ids")
+        return _nothing(x if positions is None else positions, self._width, dtype)
+
+
+def _nothing(x: Tensor, width: int | None, dtype: torch.dtype) -> Tensor:
+    """Makes zeros in the shape of what a module makes of `x`."""
+    if width is None:
+        return x
+    return torch.zeros((*(x.shape[:-1] if x.is_floating_point() else x.shape), width), dtype=dtype, device=x.device)
+
+
+class ForeignOutput(Placeholder):
+    """Stands where a module behind the layers is on earlier stages, which never reach it."""
+
+    def __init__(self, name: str, module: nn.Module, place: str, boundary: StageBoundary):
+        # Its parts ask for it, before modules can have attributes.
+        self.__dict__["name"] = name
+        super().__init__(module, place, boundary)
+        # Heads are asked for parts of theirs.
+        self.hold_parts()
+        self._stage_boundary = boundary
+
+    def _part(self, name: str, child: nn.Module) -> Placeholder:
+        return ForeignOutput(f"{self.name}.{name}", child, self._place, cast(StageBoundary, self._progress))
+
+    def standing_for(self, module: nn.Module) -> "ForeignOutput":
+        return ForeignOutput(self.name, module, self._place, self._stage_boundary)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise PlanError(f"{self.name} is defined behind the layers but runs before them; its family needs a spec.")
+
+
+def _require_before_layers(name: str, boundary: StageBoundary) -> None:
+    if boundary.entered:
+        raise PlanError(
+            f"{name} is defined before the layers but runs behind them; name it in its family's `after_layers`."
+        )
+
+
+def output_width(module: nn.Module) -> int | None:
+    """Returns the last dim of what an embedding or a linear makes; `None` for what keeps its input's."""
+    if isinstance(module, nn.Embedding):
+        return module.embedding_dim
+    return module.out_features if isinstance(module, nn.Linear) else None
