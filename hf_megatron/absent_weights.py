@@ -107,17 +107,22 @@ class AbsentTensor(Absent):
     @property
     def grad(self) -> "AbsentTensor | None":  # type: ignore[override]
         """The gradient, of the tensor's shape, which another rank has as long as this rank has those of its weights."""
-        if self.owner is None or not self.requires_grad or not self.owner.has_gradients():
-            return None
-        return self.gradient()
+        if self.owner is None:
+            return super().grad  # type: ignore[return-value]
+        return self.gradient() if self.requires_grad and self.owner.has_gradients() else None
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        """Leaves it, of any shape, to the rank that has the weight."""
+        """Leaves that of a weight, of any shape, to the rank that has it."""
+        if self.owner is None:
+            with torch._C.DisableTorchFunctionSubclass():
+                Tensor.grad.__set__(self, value)  # type: ignore[union-attr]
 
     @grad.deleter
     def grad(self) -> None:
-        """Leaves it to the rank that has the weight."""
+        """Leaves that of a weight to the rank that has it."""
+        if self.owner is None:
+            self.grad = None
 
     def gradient(self) -> "AbsentTensor":
         """Returns what stands for the gradient, of the tensor's shape."""

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...absent_weights import own_parameters
 from .habit import Habit
 from .loop import Loop
 
@@ -163,8 +164,9 @@ def _looking_hooks(loop: Loop) -> None:
 
 
 def _has_seen(loop: Loop) -> None:
-    # Stages have parameters of their own: only whether every hook saw a gradient is the same everywhere.
-    loop.log("hooks that saw a gradient", loop.kept["seen"] >= len(loop.parameters()))
+    # Hooks on weights of other stages run there: only whether every own one saw a gradient is the same everywhere.
+    own = [parameter for _, parameter in own_parameters(loop.model) if parameter.requires_grad]
+    loop.log("hooks that saw a gradient", loop.kept["seen"] >= len(own))
 
 
 def _read_of_modules(loop: Loop) -> None:
