@@ -265,7 +265,7 @@ class Machine:
         if called is _GETATTR and operation != _REDUCE:
             raise CheckpointError("it makes an object of builtins.getattr.")
         self._charge(*arguments)
-        if called.most is not None:
+        if isinstance(called, Named) and called.most is not None:
             self._counts[called.name] = count = self._counts.get(called.name, 0) + 1
             if count > called.most:
                 raise CheckpointError(f"it has more than {called.most} {called.plural}.")
