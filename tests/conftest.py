@@ -43,7 +43,8 @@ def pytest_configure(config):
 
 
 def pytest_unconfigure(config):
-    if not _is_worker(config):
+    # A usage error comes before it is there.
+    if not _is_worker(config) and TWINS in os.environ:
         shutil.rmtree(os.environ.pop(TWINS), ignore_errors=True)
 
 
