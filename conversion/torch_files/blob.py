@@ -50,6 +50,9 @@ class Blob(Saved):
         self._root = pickles[0].removesuffix("data.pkl")
         if f"{self._root}byteorder" in self._records and self._record("byteorder") != b"little":
             raise CheckpointError(f"{self.where} was written on a machine of another byte order.")
+        if f"{self._root}.data/version" not in self._records:
+            # Torch reads no file that has neither.
+            self._locate("version")
         self.value = unpickle(self._record("data.pkl"), self.where, {**OBJECTS, **TENSORS}, storage_of, MEGATRON)
 
     def _locate(self, name: str) -> tuple[int, int]:
