@@ -92,7 +92,7 @@ def _to_plain(value: Any) -> Any:
 
 def to_memory(value: Any) -> Any:
     """Returns memory in an absent tensor's shape and dtype; other things as they are."""
-    return torch.empty_like(value.meta, device=value.device) if isinstance(value, Absent) else value
+    return torch.zeros_like(value.meta, device=value.device) if isinstance(value, Absent) else value
 
 
 def each(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -38,8 +38,9 @@ _PASSING = {"__get__", "__set__", "detach", "clone", "dim", "size", "requires_gr
 class Owner(Protocol):
     """Who knows this rank's parameters of a model."""
 
-    def has_gradients(self) -> bool:
-        """Tells whether they have gradients at present; where none is trained, those of other ranks may."""
+    @property
+    def backwards(self) -> int:
+        """How many backwards have added to the model's gradients."""
 
     def a_trained_parameter(self) -> nn.Parameter | None:
         """Returns one of them, of any shape, that is trained."""
@@ -58,6 +59,8 @@ class AbsentTensor(Absent):
 
     owner: Owner | None = None
     weight: "AbsentTensor | None" = None
+    # Backwards before the gradient was cleared.
+    _cleared: int = 0
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -106,23 +109,24 @@ class AbsentTensor(Absent):
 
     @property
     def grad(self) -> "AbsentTensor | None":  # type: ignore[override]
-        """The gradient, of the tensor's shape, which another rank has as long as this rank has those of its weights."""
+        """The gradient, of the tensor's shape, which another rank has from a backward until it is cleared."""
         if self.owner is None:
             return super().grad  # type: ignore[return-value]
-        return self.gradient() if self.requires_grad and self.owner.has_gradients() else None
+        return self.gradient() if self.requires_grad and self.owner.backwards > self._cleared else None
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        """Leaves that of a weight, of any shape, to the rank that has it."""
-        if self.owner is None:
-            with torch._C.DisableTorchFunctionSubclass():
-                Tensor.grad.__set__(self, value)  # type: ignore[union-attr]
+        """Notes whether a weight has one, of any shape, and leaves that to the rank that has the weight."""
+        if self.owner is not None:
+            self._cleared = self.owner.backwards if value is None else -1
+            return
+        with torch._C.DisableTorchFunctionSubclass():
+            Tensor.grad.__set__(self, value)  # type: ignore[union-attr]
 
     @grad.deleter
     def grad(self) -> None:
-        """Leaves that of a weight to the rank that has it."""
-        if self.owner is None:
-            self.grad = None
+        """Clears it."""
+        self.grad = None
 
     def gradient(self) -> "AbsentTensor":
         """Returns what stands for the gradient, of the tensor's shape."""
@@ -173,7 +177,7 @@ class AbsentActivation(AbsentTensor):
 def as_parameter(tensor: AbsentTensor, owner: Owner, requires_grad: bool) -> AbsentTensor:
     """Makes a model's parameter of an absent tensor of any shape."""
     tensor._is_param = True  # type: ignore[attr-defined]
-    tensor.owner = owner
+    tensor.owner, tensor._cleared = owner, owner.backwards
     tensor.requires_grad_(requires_grad)
     return tensor
 

@@ -246,6 +246,23 @@ def writes_to(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> list[torch.T
     return [tensor for tensor in written if tensor is not None]
 
 
+def step_hook_last(optimizer: Any, handle: Any) -> None:
+    """Has an optimizer call one of its hooks before steps after all others (private in torch 2.11 to 2.13)."""
+    hooks = optimizer._optimizer_step_pre_hooks
+    hooks[handle.id] = hooks.pop(handle.id)
+
+
+def sums_of_mean(func: Any, args: tuple) -> tuple | None:
+    """Returns the arguments with which a loss's backward is that of the sum; `None` where it is not of the mean.
+
+    The numbers are those of `torch.nn.functional._Reduction`, private in torch 2.11 to 2.13.
+    """
+    place = [argument.name for argument in func._schema.arguments].index("reduction")
+    if len(args) <= place or args[place] != 1:
+        return None
+    return (*args[:place], 2, *args[place + 1 :])
+
+
 def draws_numbers(func: Any) -> bool:
     """Tells whether an operator draws random numbers."""
     return torch.Tag.nondeterministic_seeded in func.tags

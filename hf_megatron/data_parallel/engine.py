@@ -71,6 +71,7 @@ class DataParallel(Shared):
         is_running: inside of a forward that records gradients.
         is_unknown: nobody has looked yet at the leaves of the graph of such a forward.
         was_differentiated: somebody has, in a backward since the last one.
+        backwards: how many backwards through a pipeline have added to `.grad`.
     """
 
     def __init__(self, model: nn.Module, state: ParallelState):
@@ -93,7 +94,7 @@ class DataParallel(Shared):
         self._dtypes: list[torch.dtype] = []
         self._mark(self._parameters.current())
         self._optimizers: list[weakref.ref] = []
-        self.skipped_steps = 0
+        self.skipped_steps = self.backwards = 0
         self._skipped_in_a_row = 0
         self.verdict = Verdict()
         if state.shards_weights:
@@ -151,11 +152,6 @@ class DataParallel(Shared):
     def trained(self) -> list[nn.Parameter]:
         """What this rank trains of the model at present."""
         return [parameter for parameter in self._parameters.current() if parameter.requires_grad]
-
-    def has_gradients(self) -> bool:
-        """Tells whether what this rank trains has gradients at present; where it trains nothing, others may."""
-        trained = [parameter for parameter in self._marked if parameter.requires_grad]
-        return not trained or any(parameter.grad is not None for parameter in trained)
 
     def a_trained_parameter(self) -> nn.Parameter | None:
         """Returns one of this rank's parameters, of any shape, that is trained."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..absent_weights import is_absent
 from ..config import MegatronConfig
 from ..errors import ConfigError, UnsupportedError
-from ..upstream import local_tensor, runs_behind
+from ..upstream import local_tensor, runs_behind, step_hook_last
 from .buckets import owned_range
 from .engine import DataParallel, Verdict, engine_of
 from .fully_sharded import reshard
@@ -129,7 +129,7 @@ class ShardedOptimizer:
             self.adopt(group)
         self.find_state_by_parameter()
         engine.add_optimizer(self)
-        optimizer.register_step_pre_hook(self._before_step)
+        self._hook = optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
 
     def adopt(self, group: dict[str, Any]) -> None:
@@ -215,6 +215,10 @@ class ShardedOptimizer:
     def parameters(self) -> list[nn.Parameter]:
         return [leaf.parameter for leaf in self.leaves]
 
+    def come_last(self) -> None:
+        """Puts leaves into the groups after everything that a loop does before steps."""
+        step_hook_last(self.optimizer, self._hook)
+
     def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
         # `args` begins with the optimizer itself.
         if any(value is not None for value in (*args[1:], kwargs.get("closure"))):
@@ -289,6 +293,9 @@ class ShardedOptimizer:
         leaves = [leaf for leaf in self.leaves if id(leaf.parameter) in present]
         if set_to_none and self.engine.reducer is not None:
             self.engine.reducer.discard([leaf.parameter for leaf in leaves])
+        for group in self.optimizer.param_groups if set_to_none else ():
+            for parameter in filter(is_absent, group["params"]):
+                parameter.grad = None
         for leaf in leaves:
             leaf.tensor.grad = None
             if set_to_none:
@@ -304,6 +311,11 @@ class _TakenOver:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._hf_megatron.zero_grad(set_to_none)
+
+    def register_step_pre_hook(self, hook: Any) -> Any:
+        handle = super().register_step_pre_hook(hook)  # type: ignore[misc]
+        self._hf_megatron.come_last()
+        return handle
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)  # type: ignore[misc]

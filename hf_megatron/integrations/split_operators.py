@@ -27,6 +27,7 @@ from ..upstream import (
     local_tensor,
     share_memory,
     split_dim,
+    sums_of_mean,
     writes_to,
 )
 
@@ -67,6 +68,14 @@ _FRESH = (
     ),
 )
 _DRAWN_FROM = (_aten.bernoulli.default, _aten.bernoulli.p, _aten.bernoulli_.Tensor)
+# Gradients of losses over all entries.
+_OF_MEANS = (
+    _aten.mse_loss_backward.default,
+    _aten.smooth_l1_loss_backward.default,
+    _aten.huber_loss_backward.default,
+    _aten.soft_margin_loss_backward.default,
+    _aten.binary_cross_entropy_backward.default,
+)
 _BY_ENTRIES = (
     _aten.masked_fill_.Scalar,
     _aten.masked_fill_.Tensor,
@@ -143,6 +152,14 @@ def _by_entries(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     if recorded or not (plain or func in (_aten.index_put_.default, _aten.fill_.Tensor)):
         return _stock(func, args, kwargs)
     return _on_whole(func, args, kwargs, whole_of)
+
+
+def _of_mean(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    # DTensor divides by the entries of this rank.
+    of_sum = sums_of_mean(func, args)
+    if of_sum is None:
+        return _stock(func, args, kwargs)
+    return _stock(func, of_sum, kwargs) / args[1].numel()
 
 
 def _read(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -270,6 +287,7 @@ class SplitOperators:
             **dict.fromkeys((*_FRESH, *_DRAWN_FROM), partial(_for_own, _draw)),
             **dict.fromkeys(_BY_ENTRIES, partial(_for_own, _by_entries)),
             **dict.fromkeys(_ON_WHOLE, partial(_for_own, partial(_on_whole, read=whole_of))),
+            **dict.fromkeys(_OF_MEANS, partial(_for_own, _of_mean)),
             **dict.fromkeys(_OF_SUMS, partial(_for_own, _of_sum)),
             **dict.fromkeys(_EDITS, partial(_for_own, _edit)),
             _aten._local_scalar_dense.default: partial(_for_own, _read),

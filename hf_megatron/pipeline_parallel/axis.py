@@ -9,7 +9,7 @@ from ..upstream import renamed_by_loader
 from .counting import ParameterCounts
 from .cut import Cut, cut
 from .engine import Pipeline
-from .stage_modules import list_absent_weights
+from .stage_modules import list_absent_weights, share_tied_weights
 
 NAME = "pp"
 
@@ -34,6 +34,7 @@ def install(model: Any, state: ParallelState) -> None:
         state.cut.boundary.is_filled = True
         state.cut.boundary.owner = state.data_parallel
         list_absent_weights(model, counts.sizes.keys())
+        share_tied_weights(model, state.cut.heads)
         state.data_parallel.scan()
         state.patches.replace(model, "num_parameters", types.MethodType(counts.bound(state), model))
         state.pipeline = Pipeline(model, state, state.cut, state.data_parallel)

@@ -1,12 +1,13 @@
 """Cuts a model on the meta device: what another rank owns is replaced before anything is loaded for it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..absent_weights import own_parameters
 from ..axes import Axes
 from ..config import MegatronConfig
 from ..errors import PlanError, UnsupportedError
@@ -14,7 +15,7 @@ from ..spec import ModelSpec
 from ..upstream import splits_python_functions
 from .boundary import StageBoundary
 from .partition import Stages, check_partition, estimate_cost, estimate_costs, even, partition
-from .placeholder import first_dtype
+from .placeholder import Placeholder, first_dtype
 from .schedules import check_schedule, rank_of_stage, schedule
 from .stage_modules import stand_around
 from .stage_parts import ForeignInput, ForeignLayer, ForeignOutput, StagedInput, StagedLayer, output_width
@@ -28,6 +29,7 @@ class Cut:
         layers: the name of the module list.
         before, after: names of the modules with parameters before and behind the layers.
         tied: names of parameters that the first and the last rank both hold.
+        heads: names behind the layers -> those before them whose parameters they are.
         holds_first: whether this rank holds the first stage.
     """
 
@@ -36,6 +38,7 @@ class Cut:
     before: tuple[str, ...]
     after: tuple[str, ...]
     tied: tuple[str, ...]
+    heads: Mapping[str, str]
     holds_first: bool
 
     def modules_of(self, model: nn.Module, stage: int) -> list[nn.Module]:
@@ -52,7 +55,7 @@ class Cut:
         """Lists the modules with parameters around the layers that run on this rank."""
         used = (*self.before, *self.after) if self.holds_first else self.after
         modules = [model.get_submodule(name) for name in used]
-        return [module for module in modules if next(own_parameters(module), None) is not None]
+        return [module for module in modules if not isinstance(module, Placeholder) and has_parameters(module)]
 
     def dtypes(self, model: nn.Module) -> tuple[torch.dtype | None, ...]:
         """Lists dtypes that change on every rank when a module's does, its own or another's."""
@@ -76,6 +79,11 @@ class Cut:
             return self.boundary.stages.stage_of_layer(int(layer))
         behind = any(parameter.startswith(f"{module}.") for module in self.after)
         return len(self.boundary.stages.ranges) - 1 if behind else 0
+
+
+def has_parameters(module: nn.Module) -> bool:
+    """Tells whether a module, or a part of it, has parameters."""
+    return next(module.parameters(), None) is not None
 
 
 def find_layers(model: Any, spec: ModelSpec) -> str:
@@ -189,7 +197,7 @@ def cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> Cut:
         model.all_tied_weights_keys = model._tied_weights_keys = kept
     crossing = stages.rank_of[0] != stages.rank_of[-1]
     shared = sorted(set(tied.values())) if crossing else ()
-    return Cut(boundary, name, tuple(before), tuple(after), tuple(shared), holds_first)
+    return Cut(boundary, name, tuple(before), tuple(after), tuple(shared), MappingProxyType(tied), holds_first)
 
 
 def _place(stages: Stages, stage: int) -> str:
@@ -215,7 +223,7 @@ def _around(model: Any, layers: str, spec: ModelSpec) -> tuple[list[str], list[s
             full_name = f"{prefix}.{name}" if prefix else name
             if name == on_path:
                 place = after
-            elif next(child.parameters(), None) is not None:
+            elif has_parameters(child):
                 # Some classes define their head first.
                 is_behind = full_name in spec.after_layers or any(module is head for module in child.modules())
                 (after if is_behind else place).append(full_name)

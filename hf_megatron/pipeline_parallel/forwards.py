@@ -95,6 +95,7 @@ def _kept(
                 "backward with retain_graph=True."
             )
         runner.require_possible(accumulates, wants_weights, is_direct=False)
+        runner.engine.backwards += accumulates
         execution.keeps_graphs = keeps_graph()
         is_over = not execution.keeps_graphs
         parts = [gradient.split(rows) if gradient.dim() else [gradient] * len(rows) for gradient in upstream]

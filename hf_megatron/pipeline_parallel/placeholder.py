@@ -98,6 +98,10 @@ class Placeholder(nn.Module):
         for part, child in self._parts.items():
             child.list_weights(names_in(part, names))
 
+    def share_weight(self, name: str, parameter: nn.Parameter) -> None:
+        """Lists a parameter of any shape that another module of this rank lists too: a tied one."""
+        self._parameters[name] = parameter
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Placeholder":
         """Moves and casts as the module would."""
         listed, self._parameters = self._parameters, {}
@@ -106,8 +110,8 @@ class Placeholder(nn.Module):
         finally:
             self._parameters = listed
         for name, weight in listed.items():
-            assert weight is not None
-            weight.data = self._absent(self._weights[name])
+            if isinstance(weight, AbsentTensor):
+                weight.data = self._absent(self._weights[name])
         return self
 
     def standing_for(self, module: nn.Module) -> "Placeholder":
@@ -119,7 +123,7 @@ class Placeholder(nn.Module):
             return
         for name, tensor in self._weights.items():
             listed = self._parameters.get(name) if keep_vars else None
-            destination[prefix + name] = self._absent(tensor) if listed is None else listed
+            destination[prefix + name] = listed if isinstance(listed, AbsentTensor) else self._absent(tensor)
 
     def _load_from_state_dict(
         self,

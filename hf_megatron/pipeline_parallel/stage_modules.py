@@ -3,7 +3,7 @@
 After `model.lm_head = nn.Linear(...)` the last stage computes with the new head, and the others know its shape.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from functools import cache
 from typing import Any
 
@@ -62,6 +62,15 @@ def list_absent_weights(model: nn.Module, names: Collection[str]) -> None:
         # Others are parts of these.
         if path.rpartition(".")[0] not in found:
             module.list_weights(names_in(path, names))
+
+
+def share_tied_weights(model: nn.Module, heads: Mapping[str, str]) -> None:
+    """Has placeholders list the parameter that theirs is tied to, by the names of both in the model."""
+    for target, source in heads.items():
+        path, _, name = target.rpartition(".")
+        module = model.get_submodule(path)
+        if isinstance(module, Placeholder):
+            module.share_weight(name, model.get_parameter(source))
 
 
 def follow_exchanged_modules() -> Any:

@@ -52,6 +52,7 @@ def run_schedule(runner: StageRunner, arguments: dict[str, Any]) -> PipelineOutp
 
     def backward(upstream: tuple[Tensor, ...], *, accumulates: bool, wants_weights: bool) -> Gradients:
         runner.require_possible(accumulates, wants_weights, gradients.is_direct)
+        runner.engine.backwards += accumulates
         keep = keeps_graph()
         # Known, it decides whether there is anything to multiply; a device would be waited for.
         is_read = not runs_behind(runner.mesh.device) or runner.loss_scale.is_unproven(gradients)

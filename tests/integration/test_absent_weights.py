@@ -153,6 +153,63 @@ def random_numbers(model):
     yield model(**own_rows(model, batch(9))).loss.detach()
 
 
+def steps_without_an_optimizer(model):
+    for seed in range(3):
+        loss = model(**own_rows(model, batch(seed))).loss
+        yield loss.detach().clone()
+        loss.backward()
+        for parameter in model.parameters():
+            parameter.data.sub_(0.1 * parameter.grad.data)
+            parameter.grad = None
+
+
+def drawn_masks(model):
+    torch.manual_seed(3)
+    optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    for seed in range(2):
+        loss = model(**own_rows(model, batch(seed))).loss
+        yield loss.detach().clone()
+        loss.backward()
+        for parameter in model.parameters():
+            parameter.grad.mul_(torch.bernoulli(torch.full_like(parameter.grad, 0.4)))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def norms_in_hooks_before_steps(model):
+    """Registered after the optimizer was prepared."""
+    optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    found = []
+
+    def clip(optimizer, args, kwargs):
+        found.append(nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.3))
+        for parameter in optimizer.param_groups[0]["params"]:
+            parameter.grad.mul_(0.5 + 0.01 * parameter.shape[0])
+
+    optimizer.register_step_pre_hook(clip)
+    yield from steps(model, optimizer)
+    yield from found
+
+
+def head_by_its_module(model):
+    """Which has the embedding's weight where they are tied."""
+    head = model.get_output_embeddings()
+    optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    for seed, trains in enumerate((True, False, True)):
+        head.requires_grad_(trains)
+        loss = model(**own_rows(model, batch(seed))).loss
+        yield loss.detach().clone()
+        loss.backward()
+        if trains:
+            head.weight.grad.mul_(0.7)
+            yield nn.utils.clip_grad_norm_(head.parameters(), 0.05)
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        head.weight.mul_(0.9)
+    yield from steps(model, optimizer, count=1)
+
+
 HABITS = (
     counts,
     freezing_the_first,
@@ -165,12 +222,18 @@ HABITS = (
     an_optimizer_as_it_is,
     casts,
     random_numbers,
+    steps_without_an_optimizer,
+    drawn_masks,
+    norms_in_hooks_before_steps,
+    head_by_its_module,
 )
 
 
 def is_possible(habit, text):
     """FSDP2 takes frozen and cast weights as they are in the first forward; see the table of docs/surface.md."""
     if text is not None and "dp2" in text and habit is an_optimizer_as_it_is:
+        return False
+    if text is not None and "dp2" in text and habit in (steps_without_an_optimizer, drawn_masks):
         return False
     return text != "pp2+dp2+zero3" or habit in (counts, freezing_the_first, a_rate_for_each_place, penalties)
 
