@@ -42,7 +42,7 @@ class MegatronConfig:
         sequence_parallel (`bool`, defaults to `False`): split the sequence over the tp ranks wherever weights are
             replicated (norms, dropout, residual stream).
         pack_activations (`bool`, *optional*): with `sequence_parallel`, keep shards of gathered activations for
-            backward, which gathers them again, and compute norms and activation functions again. By default
+            backward, which gathers them again, and compute activation functions again. By default
             everywhere but on gloo, where gathering again costs time.
         dp_size (`int`, *optional*): ranks that see different batches (data parallel); derived from the world size by
             default.

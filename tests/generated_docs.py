@@ -21,6 +21,7 @@ LONGEST = 300
 # Why a file is longer than most.
 LONG_FILES = {
     "hf_megatron/upstream.py": "all private and versioned symbols that are called lie in one file, in sections",
+    "hf_megatron/integrations/split_operators.py": "one table of operators and what stands in front of each",
     "hf_megatron/verify/twin.py": "one table of numeric features and how a config switches each on",
     "hf_megatron/communication/watch.py": "one protocol: what a rank tells the others when it fails or goes silent",
     "hf_megatron/integrations/accelerate.py": "the only file that reads the environment, and Accelerator's setup",

@@ -20,7 +20,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
+from ..errors import UnsupportedError
 from ..upstream import all_gather_flat, all_reduce_, all_to_all_flat, reduce_scatter_flat
 
 
@@ -82,6 +84,7 @@ class _Copy(torch.autograd.Function):
         return tensor.view_as(tensor)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return all_reduce_(gradient.contiguous(), ctx.group), None
 
@@ -107,6 +110,7 @@ class _Split(torch.autograd.Function):
         return take_shard(tensor, dim, group).contiguous()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return all_gather(gradient, ctx.dim, ctx.size, ctx.group), None, None
 
@@ -118,6 +122,7 @@ class _Gather(torch.autograd.Function):
         return all_gather(tensor, dim, size, group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
         if ctx.sum_gradient:
             gradient = reduce_scatter(gradient, ctx.dim, ctx.group)
@@ -133,8 +138,21 @@ class _ReduceScatter(torch.autograd.Function):
         return reduce_scatter(tensor, dim, group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return all_gather(gradient, ctx.dim, ctx.size, ctx.group), None, None
+
+
+def refuse_second_derivatives() -> None:
+    """Raises `UnsupportedError` in a backward whose gradients shall be differentiated again.
+
+    Called by functions that save what they do not differentiate; `once_differentiable` looks at gradients alone.
+    """
+    if torch.is_grad_enabled():
+        raise UnsupportedError(
+            "create_graph=True: the loss of a head that is split over ranks cannot be differentiated twice. Load the "
+            "model with tp_size=1."
+        )
 
 
 def copy_to_ranks(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -40,6 +40,8 @@ from .sharded_guards import SplitPlaces, refuse_cast, refuse_copy
 # Stock loops hand over parameters, not models: each one carries its engine.
 _MARK = "_hf_megatron"
 _LISTED = "_hf_megatron_listed"
+# Whose optimizers step on each parameter by itself.
+_ONE_BY_ONE = ("torch.optim.", "transformers.optimization.", "apex.", "transformer_engine.", "lion_pytorch.")
 
 
 @dataclass
@@ -183,12 +185,15 @@ class DataParallel(Shared):
         tied = claim is not None and self.state.is_tied(claim.name)
         return self.state.axes.size("stage") * (2 if tied else 1)
 
-    def refuse_sums_over_parameters(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raises `UnsupportedError` for an optimizer that looks at all parameters together, over pipeline stages."""
-        if self.state.cut is not None and isinstance(optimizer, torch.optim.LBFGS):
+    def refuse_sums_over_parameters(self, optimizer: torch.optim.Optimizer, *, elementwise: bool = False) -> None:
+        """Raises `UnsupportedError` for an optimizer that may look at all parameters together, over pipeline stages."""
+        cls = type(optimizer)
+        is_known = f"{cls.__module__}.".startswith(_ONE_BY_ONE) and not issubclass(cls, torch.optim.LBFGS)
+        if self.state.cut is not None and not (is_known or elementwise):
             raise UnsupportedError(
-                f"{type(optimizer).__name__} takes products of all parameters, and a pipeline stage has its own only: "
-                "use pp_size=1, or an optimizer that steps on each parameter by itself."
+                f"{cls.__name__} may take sums over all parameters, and a pipeline stage has its own only: use "
+                "pp_size=1, or hf_megatron.prepare_optimizer(optimizer, elementwise=True) if it steps on each "
+                "parameter by itself."
             )
 
     def add_optimizer(self, optimizer: Any) -> None:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..communication.collectives import copy_to_ranks
+from ..communication.collectives import copy_to_ranks, refuse_second_derivatives
 from ..errors import ConfigError
 from ..loss import IGNORE_INDEX
 from ..upstream import check_soon, keeps_graph, runs_behind
@@ -173,6 +173,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivatives()
         if ctx.gradients is None:
             raise RuntimeError("The vocab-parallel loss was backpropagated twice; its gradients exist only once.")
         if ctx.upstream is None:

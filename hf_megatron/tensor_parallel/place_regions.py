@@ -7,7 +7,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..communication.random_streams import RandomStreams
-from ..memory.recomputed_norms import is_norm, recompute_norm
 from ..patch_ledger import Shared
 from .gathered_input import GatheredInputs
 from .layer_streams import draw_alone
@@ -35,7 +34,7 @@ class Regions(Shared):
         sequence_parallel: bool,
         packs: bool,
     ):
-        self.group, self.streams, self.packs = group, streams, packs
+        self.group, self.streams = group, streams
         self.stacks = {name: SequenceStack(group) for name in structure.stacks} if sequence_parallel else {}
         self.whole = structure.whole if sequence_parallel else {}
         inputs = GatheredInputs(SEQUENCE_DIM, group) if packs else None
@@ -64,9 +63,6 @@ class Regions(Shared):
             stack.install(layers)
             owned = [layer for layer in layers if next(layer.parameters(), None) is not None]
             for layer in owned:
-                for module in layer.modules() if self.packs else ():
-                    if is_norm(module):
-                        recompute_norm(module)
                 draw_alone(layer, self.streams)
             if arguments:
                 SequenceArguments(arguments, self.group).install(owned)

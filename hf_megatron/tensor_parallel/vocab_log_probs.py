@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..communication.collectives import copy_to_ranks, gather_from_ranks
+from ..communication.collectives import copy_to_ranks, gather_from_ranks, refuse_second_derivatives
 from ..errors import ConfigError, UnsupportedError
 from ..loss import IGNORE_INDEX
 from .local_parameters import local_view
@@ -217,6 +217,7 @@ class _TokenScores(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, of_log_probs: Tensor, of_entropy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        refuse_second_derivatives()
         hidden, weight, bias, columns, log_sums, entropy = ctx.saved_tensors
         options = ctx.options
         d_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig
 
-from hf_megatron import ConfigError, MegatronConfig, prepare_optimizer
+from hf_megatron import ConfigError, MegatronConfig, own_parameters, prepare_optimizer
 from hf_megatron.integrations.gate import ConfigUnderTest
 from hf_megatron.memory import saved_tensors
 from hf_megatron.tensor_parallel import gathered_input
@@ -78,7 +78,7 @@ def loss_of(model, **kwargs):
 
 
 def gradients(model):
-    grads = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    grads = {name: parameter.grad for name, parameter in own_parameters(model) if parameter.grad is not None}
     assert grads
     return {name: local_tensor(grad).clone() for name, grad in grads.items()}
 
@@ -199,7 +199,7 @@ def by_cause(tp_size, tokens=ROWS * LENGTH, sizes=SIZES):
     h, f, head_dim = sizes["hidden_size"], sizes["intermediate_size"], sizes["head_dim"]
     heads, pairs = sizes["num_attention_heads"], sizes["num_key_value_heads"]
     return {
-        "inputs of two norms": 2 * 2 * tokens * h // tp_size,
+        "two norms: input in fp32, result before the weight, scale": 2 * (6 * h + 4) * tokens // tp_size,
         "shards of two gathered inputs": 2 * 2 * tokens * h // tp_size,
         "queries, keys, values": 2 * tokens * (heads + 2 * pairs) * head_dim // tp_size,
         "attention's output": 2 * tokens * heads * head_dim // tp_size,
@@ -217,12 +217,11 @@ def test_bytes_by_cause(folder, longer, tp_size, monkeypatch):
         found = {packs: bytes_of_a_layer(folder, longer, packs, tp_size) for packs in BOTH}
         with monkeypatch.context() as patch:
             patch.setattr("hf_megatron.tensor_parallel.region.may_pack", lambda: False)
-            patch.setattr("hf_megatron.memory.recomputed_norms.may_pack", lambda: False)
             return found | {"fault": bytes_of_a_layer(folder, longer, True, tp_size)}
 
     for found in run_ranks(on_rank, tp_size):
         assert found[True] == sum(expected.values())
-        assert found["fault"] == found[False] > 1.5 * found[True]
+        assert found["fault"] == found[False] > 1.3 * found[True]
 
 
 @pytest.mark.parametrize("autocast", BOTH)
@@ -260,7 +259,7 @@ def test_the_figure_of_the_docs():
     sizes = {"hidden_size": 16384, "intermediate_size": 53248, "head_dim": 128}
     sizes |= {"num_attention_heads": 128, "num_key_value_heads": 8}
     figure = f"{sum(by_cause(8, 8192, sizes).values()) / 2**30:.2f}"
-    assert figure == ("0.40" if nodes_can_pack() else "0.60")
+    assert figure == ("0.52" if nodes_can_pack() else "0.72")
     assert (f"these are {figure} GiB" if nodes_can_pack() else f"before, it is {figure}") in (
         Path(__file__).parents[2] / "docs" / "sequence_parallel.md"
     ).read_text()
@@ -325,7 +324,7 @@ def test_gradients_of_some(folder):
     whole = 4 * ids().numel() * SIZES["hidden_size"]
 
     def run(model):
-        weights = dict(model.named_parameters())
+        weights = dict(own_parameters(model))
         found, stay = {}, []
         with Alive(model) as alive:
             loss = loss_of(model)
@@ -371,8 +370,8 @@ def test_bytes_under_autocast(folder):
 
     for packed, plain in run_ranks(on_rank, 2):
         whole = 2 * ROWS * LENGTH * SIZES["hidden_size"]
-        # Five linears of each layer keep a copy of their gathered input in bf16.
-        assert plain - packed > LAYERS * 5 * whole
+        # Five linears of each layer keep a copy of their gathered input in bf16, and a shard in fp32 stays.
+        assert plain - packed > LAYERS * 4 * whole
 
 
 # Which tensor a loop gets hold of: module, and whether it is its input or its output.
@@ -492,7 +491,7 @@ def test_frozen_weights(folder, freeze):
             kept = alive.bytes
         loss.backward()
         of_embeds = {} if embeds.grad is None else {"embeds": embeds.grad}
-        found = {n: local_tensor(p.grad).clone() for n, p in model.named_parameters() if p.grad is not None}
+        found = {n: local_tensor(p.grad).clone() for n, p in own_parameters(model) if p.grad is not None}
         return {"kept": kept, "gradients": of_embeds | found}
 
     def on_rank():
@@ -586,7 +585,7 @@ def trained(model):
             found[f"loss {step} {part}"] = loss.detach()
         optimizer.step()
         optimizer.zero_grad()
-    return found | {name: local_tensor(parameter).detach().clone() for name, parameter in model.named_parameters()}
+    return found | {name: local_tensor(parameter).detach().clone() for name, parameter in own_parameters(model)}
 
 
 @pytest.mark.parametrize("zero_stage", [1, 3])

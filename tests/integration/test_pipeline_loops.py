@@ -205,10 +205,20 @@ def test_parameters_of_one_stage(folder, text, part):
 def test_products_of_all_parameters_are_refused(folder, prepared):
     def on_rank():
         model = load(folder, "pp2")
-        with pytest.raises(UnsupportedError, match="takes products of all parameters"):
+        with pytest.raises(UnsupportedError, match="LBFGS may take sums over all parameters"):
             optimizer = torch.optim.LBFGS(model.parameters())
             if prepared:
                 prepare_optimizer(optimizer)
             optimizer.step(lambda: model(**batch(0)).loss)
+
+        class OfItsOwn(torch.optim.SGD):
+            pass
+
+        with pytest.raises(UnsupportedError, match="OfItsOwn .* sums over all parameters|OfItsOwn is not known"):
+            optimizer = OfItsOwn(model.parameters(), lr=0.1)
+            if prepared:
+                prepare_optimizer(optimizer)
+            optimizer.step()
+        prepare_optimizer(OfItsOwn(model.parameters(), lr=0.1), elementwise=True).step()
 
     run_ranks(on_rank, 2)
