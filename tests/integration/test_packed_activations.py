@@ -343,7 +343,8 @@ def test_gradients_of_some(folder):
     def on_rank():
         (packed, stay, after), (plain, stay_plain, after_plain) = (run(load(folder, packs)) for packs in BOTH)
         assert_identical(packed, plain)
-        assert [one - other for one, other in zip(stay, stay_plain, strict=True)] == [whole, whole]
+        first, second = (one - other for one, other in zip(stay, stay_plain, strict=True))
+        assert first == whole >= second, "one gathered input at a time"
         assert after == after_plain
 
     run_ranks(on_rank, 2)
