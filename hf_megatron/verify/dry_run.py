@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from ..absent_weights import own_parameters
 from ..config import MegatronConfig
 from ..data_parallel.optimizer import prepare_optimizer
+from ..errors import ConfigError
 from ..integrations.gate import ConfigUnderTest
 from ..upstream import allocated_bytes, local_tensor, storage_key
 from .fake_world import FakeWorld, kept_tensors, run_fake_ranks
@@ -48,8 +49,11 @@ def dry_run(
         `list`: the second step's figures, in the order of `ranks`.
 
     Raises:
+        ConfigError: a number is out of its range, or the layout keeps its optimizer's state in CPU memory, which is not
+            told apart.
         RankError: the layout does not fit the model or the job; it has the rank's own error.
     """
+    _require_possible(layout, ranks, world_size, batch_size, sequence_length)
 
     def on_rank(world: FakeWorld) -> StepFigures:
         model, optimizer = _model_and_optimizer(config, layout, dtype)
@@ -62,6 +66,22 @@ def dry_run(
         return ledger.figures
 
     return run_fake_ranks(on_rank, ranks, world_size, as_gloo=as_gloo, timeout=timeout)
+
+
+def _require_possible(
+    layout: MegatronConfig, ranks: Sequence[int], world_size: int, batch_size: int, sequence_length: int
+) -> None:
+    if not isinstance(layout, MegatronConfig):
+        raise ConfigError(f"dry_run(layout={layout!r}): expected a MegatronConfig.")
+    if layout.offload_optimizer:
+        raise ConfigError("dry_run: offload_optimizer=True is not counted apart; leave it out.")
+    if world_size < 2:
+        raise ConfigError(f"dry_run(world_size={world_size}): expected 2 ranks or more.")
+    if not ranks or not all(0 <= rank < world_size for rank in ranks):
+        raise ConfigError(f"dry_run(ranks={list(ranks)}): expected some of 0 to {world_size - 1}.")
+    for name, value in (("batch_size", batch_size), ("sequence_length", sequence_length)):
+        if value < 1:
+            raise ConfigError(f"dry_run({name}={value}): expected 1 or more.")
 
 
 def measured_run(

@@ -36,6 +36,12 @@ def untie_by_config(model):
     model.tie_weights()
 
 
+def differentiate_twice(model):
+    loss = model(**batch(0)).loss
+    (gradient,) = torch.autograd.grad(loss, [model.model.norm.weight], create_graph=True)
+    (loss + gradient.pow(2).sum()).backward()
+
+
 def call_with_other_parameters(model):
     rows = own_rows(model, batch(0))
     others = {name: parameter * 1.01 for name, parameter in model.named_parameters()}
@@ -58,6 +64,8 @@ def differentiate_by_function(model):
         (remove_the_last_layer, "tp2+sp", "first or last layer of model.layers was removed"),
         (remove_the_first_layer, "tp2+sp", "first or last layer of model.layers was removed"),
         (untie_by_config, "pp2", "tie_word_embeddings was changed from True"),
+        (differentiate_twice, "tp2", "cannot be differentiated twice"),
+        (differentiate_twice, "tp2+sp", "cannot be differentiated twice"),
         (call_with_other_parameters, "dp2", "torch.func.functional_call"),
         (call_with_other_parameters, "pp2", "torch.func.functional_call"),
         (differentiate_by_function, "dp2+zero3", "torch.func.functional_call"),

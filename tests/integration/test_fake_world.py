@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from hf_megatron import MegatronConfig, RankError
+from hf_megatron import ConfigError, MegatronConfig, RankError
 from hf_megatron.communication.watch import running_watch
 from hf_megatron.data_parallel import buckets, optimizer, weight_gathering
 from hf_megatron.data_parallel.bucket_making import default_capacity
@@ -160,6 +160,24 @@ def test_recomputed_layers_keep_their_input():
 
 def test_no_watch_starts():
     assert run_fake_ranks(lambda world: running_watch(), [1], 4) == [None]
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"ranks": [2]}, r"expected some of 0 to 1"),
+        ({"ranks": []}, r"expected some of 0 to 1"),
+        ({"world_size": 1}, "expected 2 ranks or more"),
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"sequence_length": -3}, "sequence_length=-3"),
+        ({"layout": MegatronConfig(tp_size=2, offload_optimizer=True)}, "offload_optimizer"),
+        ({"layout": {"tp_size": 2}}, "expected a MegatronConfig"),
+    ],
+)
+def test_impossible_numbers_say_so(changes, match):
+    given = {"layout": MegatronConfig(tp_size=2), "ranks": [0], "world_size": 2, "batch_size": 1, "sequence_length": 8}
+    with pytest.raises(ConfigError, match=match):
+        dry_run(LlamaConfig(), **{**given, **changes})
 
 
 def test_an_impossible_layout_says_so():
