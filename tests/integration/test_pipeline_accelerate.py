@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
-from hf_megatron import RankError, prepare_optimizer
+from hf_megatron import RankError, own_parameters, prepare_optimizer
 from hf_megatron.integrations.gate import ConfigUnderTest
 from hf_megatron.parallelize import parallel_state
 from hf_megatron.upstream import local_tensor
@@ -209,7 +209,7 @@ class InFullPrecision(torch.nn.Module):
 def autocast_gradients(path, config):
     model = load(path, config)
     layer = model.model.layers[0]
-    if next(layer.parameters(), None) is not None:
+    if next(own_parameters(layer), None) is not None:
         layer.mlp.down_proj = InFullPrecision(layer.mlp.down_proj)
     with torch.autocast("cpu", torch.bfloat16):
         loss = model(**stack(rows(4, 0))).loss
