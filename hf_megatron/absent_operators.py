@@ -185,7 +185,7 @@ def _plain(func: Any) -> Any:
 def scale_terms(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Applies a linear operator to an absent scalar and to this rank's terms of it."""
     in_place = func.__name__.endswith("_")
-    if func.__name__ in FACTORS and any(map(has_terms, args[1:])):
+    if func.__name__ in FACTORS and any(_is_absent(value) or has_terms(value) for value in args[1:]):
         raise several_stages(func.__name__)
     plain = _plain(func)
     terms = plain(*map(_terms, args), **kwargs)

@@ -289,6 +289,7 @@ def test_what_needs_values_of_several_stages_is_refused(folder):
             lambda: torch.cat([p.flatten() for p in model.parameters()]),
             lambda: nn.utils.parameters_to_vector(model.parameters()),
             lambda: loss * absent.norm(),
+            lambda: (0 + absent.pow(2).sum()).add_(own.pow(2).sum()) * absent.norm(),
             lambda: torch.sqrt(0 + absent.pow(2).sum().add_(own.pow(2).sum())),
             lambda: torch._foreach_lerp_([torch.zeros(absent.shape)], [absent.detach()], 0.5),
             lambda: own.data.copy_(absent) if own.shape == absent.shape else absent.tolist(),
