@@ -221,11 +221,16 @@ def set_param_for_module(
 def initialize_missing_keys(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Draws the weights that no file has, the same global ones on every layout."""
     state = parallel_state(self)
-    if state is not None:
-        named = self.named_parameters(remove_duplicate=False)
-        missing = {name for name, parameter in named if not getattr(parameter, "_is_hf_initialized", False)}
-        initialize_missing(self, state, missing)
-    return original(self, *args, **kwargs)
+    if state is None:
+        return original(self, *args, **kwargs)
+    named = self.named_parameters(remove_duplicate=False)
+    missing = {name for name, parameter in named if not getattr(parameter, "_is_hf_initialized", False)}
+    initialize_missing(self, state, missing)
+    result = original(self, *args, **kwargs)
+    # What was drawn may be drawn again, by `apply(model._init_weights)`.
+    for name in missing:
+        vars(self.get_parameter(name)).pop("_is_hf_initialized", None)
+    return result
 
 
 def _shard_full_tensors(model: Any, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:

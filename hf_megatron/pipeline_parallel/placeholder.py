@@ -1,6 +1,7 @@
 """What stands where a module of another pipeline stage is: its names, shapes and dtypes, without values."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -27,7 +28,7 @@ class Progress(Protocol):
 
 
 class Placeholder(nn.Module):
-    """Stands where another rank's module is: its parameters without values, its names in state dicts.
+    """Stands where another rank's module is: its class, plain attributes, names and parameters without values.
 
     Args:
         module (`nn.Module`): the one it stands for, on the meta device.
@@ -37,12 +38,15 @@ class Placeholder(nn.Module):
 
     def __init__(self, module: nn.Module, place: str, progress: Progress):
         super().__init__()
-        self._kind, self._place, self._progress = type(module).__name__, place, progress
+        self._kind, self._place, self._progress = type(module), place, progress
+        self._own_class = type(self)
+        vars(self).update({name: value for name, value in vars(module).items() if _is_plain(name, value)})
         self._parts = {name: self._part(name, child) for name, child in module.named_children()}
         parts = tuple(f"{name}." for name in self._parts)
         named = module.state_dict().items()
         self._weights = {name: tensor.to("meta") for name, tensor in named if not name.startswith(parts)}
         self._trained = {name: p.requires_grad for name, p in module.named_parameters(recurse=False)}
+        self._left_out = [name for name, parameter in module._parameters.items() if parameter is None]
         self._dtype = first_dtype(module)
         # Follows the model's dtype and device.
         self.register_buffer("_follower", torch.empty(0, dtype=self._dtype), persistent=False)
@@ -71,7 +75,7 @@ class Placeholder(nn.Module):
 
     def _elsewhere(self, name: str) -> "PartElsewhere":
         return PartElsewhere(
-            f"{name} of a {self._kind}: it {self._place}, and this rank has the names, shapes and dtypes of its "
+            f"{name} of a {self._kind.__name__}: it {self._place}, and this rank has the names, shapes and dtypes of its "
             "weights only (model.state_dict()). Read and change it on the ranks of that stage, or load the model with "
             "pp_size=1."
         )
@@ -80,7 +84,7 @@ class Placeholder(nn.Module):
         return Placeholder(child, self._place, self._progress)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        raise UnsupportedError(f"A {self._kind} was called by itself: it {self._place}. Call the whole model.")
+        raise UnsupportedError(f"A {self._kind.__name__} was called by itself: it {self._place}. Call the whole model.")
 
     def hold_parts(self) -> None:
         """Shows the module's children."""
@@ -88,8 +92,14 @@ class Placeholder(nn.Module):
             self.add_module(name, part)
 
     def list_weights(self, names: Collection[str]) -> None:
-        """Lists those of the module's parameters that have these names in it; afterwards it shows all of its parts."""
+        """Lists those of the module's parameters that have these names in it; afterwards it shows all of its parts.
+
+        Loops find it by the class of the module then, as they find the rank's own ones. Until then it has another one,
+        so that no loader draws weights for it.
+        """
         assert self._progress.owner is not None
+        self.__class__ = _standing_class(self._own_class, self._kind)  # type: ignore[assignment]
+        self._parameters.update(dict.fromkeys(self._left_out))
         for name, requires_grad in self._trained.items():
             if name in names:
                 weight = as_parameter(self._absent(self._weights[name]), self._progress.owner, requires_grad)
@@ -97,6 +107,11 @@ class Placeholder(nn.Module):
         self.hold_parts()
         for part, child in self._parts.items():
             child.list_weights(names_in(part, names))
+
+    def __iter__(self) -> Iterator["Placeholder"]:
+        if not issubclass(self._kind, nn.ModuleList | nn.Sequential):
+            raise TypeError(f"'{self._kind.__name__}' object is not iterable")
+        return iter(self._parts.values())
 
     def share_weight(self, name: str, parameter: nn.Parameter) -> None:
         """Lists a parameter of any shape that another module of this rank lists too: a tied one."""
@@ -116,7 +131,7 @@ class Placeholder(nn.Module):
 
     def standing_for(self, module: nn.Module) -> "Placeholder":
         """Makes the placeholder of a module that is exchanged for this one's on the ranks that have it."""
-        return type(self)(module, self._place, self._progress)
+        return self._own_class(module, self._place, self._progress)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         if not self._progress.is_filled:
@@ -152,6 +167,16 @@ class Placeholder(nn.Module):
             names = [key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)]
             surplus = [name for name in names if name not in self._weights and not name.startswith(parts)]
             unexpected_keys.extend(prefix + name for name in surplus)
+
+
+@cache
+def _standing_class(base: Any, kind: Any) -> type[nn.Module]:
+    return type(kind.__name__, (base, kind), {})
+
+
+def _is_plain(name: str, value: Any) -> bool:
+    is_plain = name == "config" or isinstance(value, str | int | float | bool | tuple | None)
+    return is_plain and name != "training" and not name.startswith("_")
 
 
 def first_dtype(module: nn.Module) -> torch.dtype | None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from ..absent_weights import is_absent
 from ..errors import UnsupportedError
 from .placeholder import Placeholder, names_in
 from .stage_parts import StagedInput, StagedLayer, output_width
@@ -62,6 +63,10 @@ def list_absent_weights(model: nn.Module, names: Collection[str]) -> None:
         # Others are parts of these.
         if path.rpartition(".")[0] not in found:
             module.list_weights(names_in(path, names))
+    # `model.apply(model._init_weights)` leaves weights alone that a file had.
+    if any("_is_hf_initialized" in vars(parameter) for parameter in model.parameters()):
+        for parameter in filter(is_absent, model.parameters()):
+            parameter._is_hf_initialized = True  # type: ignore[attr-defined]
 
 
 def share_tied_weights(model: nn.Module, heads: Mapping[str, str]) -> None:

@@ -26,19 +26,14 @@ class ForeignLayer(Placeholder):
 
     def __init__(self, layer: nn.Module, place: str, boundary: StageBoundary):
         super().__init__(layer, place, boundary)
-        plain = (str, int, float, bool, type(None))
-        classes = type(layer).__mro__[: type(layer).__mro__.index(nn.Module)]
-        for names in (*(vars(cls) for cls in reversed(classes)), vars(layer)):
-            for name, value in names.items():
-                if not name.startswith("_") and name != "training" and isinstance(value, plain):
-                    setattr(self, name, value)
         self._stage_boundary = boundary
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         # Hooks belong to forwards that run layers.
         if self._stage_boundary.is_rehearsing:
             return self.forward(*args, **kwargs)
-        return super().__call__(*args, **kwargs)
+        # Past what the layer's own class does around its forward: there is nothing to compute again.
+        return nn.Module.__call__(self, *args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         return self._stage_boundary.pass_on(args, kwargs)
@@ -49,16 +44,16 @@ class ForeignInput(Placeholder):
 
     def __init__(self, name: str, module: nn.Module, place: str, boundary: StageBoundary):
         super().__init__(module, place, boundary)
-        self.name, self._stage_boundary = name, boundary
-        self.width = output_width(module)
+        self._name, self._stage_boundary = name, boundary
+        self._width = output_width(module)
 
     def standing_for(self, module: nn.Module) -> "ForeignInput":
-        return ForeignInput(self.name, module, self._place, self._stage_boundary)
+        return ForeignInput(self._name, module, self._place, self._stage_boundary)
 
     def forward(self, x: Tensor, *args: Any, position_ids: Tensor | None = None, **kwargs: Any) -> Tensor:
-        _require_before_layers(self.name, self._stage_boundary)
+        _require_before_layers(self._name, self._stage_boundary)
         # Learned positions take the mask of the whole past first.
-        found = _nothing(x if position_ids is None else position_ids, self.width, self.get_buffer("_follower").dtype)
+        found = _nothing(x if position_ids is None else position_ids, self._width, self.get_buffer("_follower").dtype)
         if self._stage_boundary.is_running:
             return found
         # A loop's own call, of which the next pipelined call reads the first stage's values only.
@@ -96,20 +91,20 @@ class ForeignOutput(Placeholder):
 
     def __init__(self, name: str, module: nn.Module, place: str, boundary: StageBoundary):
         # Its parts ask for it, before modules can have attributes.
-        self.__dict__["name"] = name
+        self.__dict__["_name"] = name
         super().__init__(module, place, boundary)
         # Heads are asked for parts of theirs.
         self.hold_parts()
         self._stage_boundary = boundary
 
     def _part(self, name: str, child: nn.Module) -> Placeholder:
-        return ForeignOutput(f"{self.name}.{name}", child, self._place, cast(StageBoundary, self._progress))
+        return ForeignOutput(f"{self._name}.{name}", child, self._place, cast(StageBoundary, self._progress))
 
     def standing_for(self, module: nn.Module) -> "ForeignOutput":
-        return ForeignOutput(self.name, module, self._place, self._stage_boundary)
+        return ForeignOutput(self._name, module, self._place, self._stage_boundary)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        raise PlanError(f"{self.name} is defined behind the layers but runs before them; its family needs a spec.")
+        raise PlanError(f"{self._name} is defined behind the layers but runs before them; its family needs a spec.")
 
 
 def _require_before_layers(name: str, boundary: StageBoundary) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from hf_megatron import UnsupportedError, own_parameters, prepare_optimizer
 from hf_megatron.absent_weights import AbsentTensor
@@ -210,6 +211,34 @@ def head_by_its_module(model):
     yield from steps(model, optimizer, count=1)
 
 
+def weights_by_the_type_of_their_module(model):
+    found = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    yield from (float(len(found)), sum(module.out_features for module in found))
+    yield len([module for module in model.modules() if type(module).__name__ == "LlamaMLP"])
+    yield sum(module.variance_epsilon for module in model.modules() if isinstance(module, LlamaRMSNorm))
+    optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            module.requires_grad_(False)
+    yield from steps(model, optimizer)
+    with torch.no_grad():
+        for module in found:
+            module.weight.mul_(0.9)
+            if module.bias is not None:
+                module.bias.zero_()
+    yield from steps(model, optimizer)
+
+
+def weights_drawn_by_the_type_of_their_module(model):
+    torch.manual_seed(4)
+    model.apply(lambda module: nn.init.normal_(module.weight, std=0.1) if isinstance(module, nn.Linear) else None)
+    yield torch.rand(())
+    yield model(**own_rows(model, batch(9))).loss.detach()
+    model.apply(model._init_weights)
+    yield torch.rand(())
+    yield from steps(model, prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1)))
+
+
 HABITS = (
     counts,
     freezing_the_first,
@@ -226,6 +255,8 @@ HABITS = (
     drawn_masks,
     norms_in_hooks_before_steps,
     head_by_its_module,
+    weights_by_the_type_of_their_module,
+    weights_drawn_by_the_type_of_their_module,
 )
 
 
