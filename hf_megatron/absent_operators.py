@@ -129,7 +129,8 @@ def several_stages(name: str) -> UnsupportedError:
     """Makes the error of an operator that would differentiate values of several ranks."""
     return UnsupportedError(
         f"{name} of weights that lie on several pipeline stages, differentiated: each stage knows its own values only. "
-        "Sums of terms of one weight each are possible; load the model with pp_size=1 for what is more."
+        "Sums of terms of one weight each, also with a loss, can be scaled and differentiated, and no rank can read "
+        "them: read the loss before. Load the model with pp_size=1 for what is more."
     )
 
 
@@ -159,22 +160,17 @@ def _terms(value: Any) -> Any:
 
 
 def add_terms(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Adds or subtracts scalars, some of which other ranks have."""
+    """Adds or subtracts scalars, some of which other ranks have; no rank can read what that makes."""
     first, edits = args[0], func.__name__.endswith("_")
-    if edits and not _is_absent(first) and not any(map(_is_trained, args)) and first.is_floating_point():
-        # A sum of constants so far, of which this rank knows some. `+=` goes on with what is returned; who calls the
-        # method and reads the tensor itself must not take it for the sum.
+    if edits and not _is_absent(first) and first.is_floating_point():
+        # `+=` goes on with what is returned; who calls the method and reads the tensor itself must not take it for the
+        # sum.
         result = scale_terms(_plain(func), (first.clone(), *args[1:]), kwargs)
-        first.fill_(math.nan)
+        first.detach().fill_(math.nan)
         return result
-    if any(map(has_terms, args)) or any(map(_is_trained, args)) and not _is_absent(first):
-        every = all(_is_absent(value) or not isinstance(value, Tensor) for value in args)
+    if any(map(has_terms, args)):
         # With a loss, or a sum that this rank differentiates, it goes on with its own terms alone.
-        return (
-            scale_terms(func, args, kwargs)
-            if every or edits and _is_absent(first)
-            else func(*map(_terms, args), **kwargs)
-        )
+        return scale_terms(func, args, kwargs)
     return call(func, args, kwargs)
 
 

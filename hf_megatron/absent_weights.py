@@ -204,7 +204,7 @@ def gradients_of(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> tuple[
 
     Raises `UnsupportedError` on a rank that has and trains none of the inputs' model.
     """
-    inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+    outputs, inputs = own_terms(outputs), (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
     asked = [tensor for tensor in inputs if not is_absent(tensor)]
     if not asked:
         stand_in = inputs[0].owner.a_trained_parameter() if inputs and inputs[0].owner is not None else None
@@ -216,3 +216,10 @@ def gradients_of(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> tuple[
         asked, kwargs = [stand_in], {**kwargs, "allow_unused": True}
     found = iter(torch.autograd.grad(outputs, asked, *args, **kwargs))
     return tuple(tensor.gradient() if isinstance(tensor, AbsentTensor) else next(found) for tensor in inputs)
+
+
+def own_terms(outputs: Any) -> Any:
+    """Returns what this rank adds to sums that are differentiated, one or a list of scalars `[]` or edges."""
+    if isinstance(outputs, list | tuple):
+        return type(outputs)(map(own_terms, outputs))
+    return outputs.terms if isinstance(outputs, AbsentTensor) and outputs.terms is not None else outputs

@@ -15,9 +15,10 @@ def backward(original: Callable, tensors: Any, *args: Any, **kwargs: Any) -> Non
     Of the inputs that a backward is asked for this rank has its own; without any it takes part for the others.
     """
     if LEDGER.models:
-        from ..absent_weights import gradients_of, is_absent
+        from ..absent_weights import gradients_of, is_absent, own_terms
         from ..data_parallel.foreign_leaves import check_backward
 
+        tensors = own_terms(tensors)
         check_backward(tensors)
         inputs = kwargs.get("inputs")
         inputs = list(inputs.values()) if isinstance(inputs, dict) else inputs

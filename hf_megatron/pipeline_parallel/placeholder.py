@@ -75,9 +75,9 @@ class Placeholder(nn.Module):
 
     def _elsewhere(self, name: str) -> "PartElsewhere":
         return PartElsewhere(
-            f"{name} of a {self._kind.__name__}: it {self._place}, and this rank has the names, shapes and dtypes of its "
-            "weights only (model.state_dict()). Read and change it on the ranks of that stage, or load the model with "
-            "pp_size=1."
+            f"{name} of a {self._kind.__name__}: it {self._place}, and this rank has the names, shapes and dtypes of "
+            "its weights only (model.state_dict()). Read and change it on the ranks of that stage, or load the model "
+            "with pp_size=1."
         )
 
     def _part(self, name: str, child: nn.Module) -> "Placeholder":

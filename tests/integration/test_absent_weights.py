@@ -116,6 +116,27 @@ def penalties(model):
         yield from steps(model, optimizer, term)
 
 
+def penalties_otherwise(model):
+    """Sums that are scaled, accumulated in place, and differentiated by functions."""
+    trained = list(model.parameters())
+    optimizer = prepare_optimizer(torch.optim.SGD(trained, lr=0.1))
+    for seed in range(2):
+        loss = model(**own_rows(model, batch(seed))).loss
+        yield loss.detach().clone()
+        total = loss * 2
+        for parameter in trained:
+            total += 0.01 * parameter.pow(2).sum()
+        if seed:
+            torch.autograd.backward(total / 3)
+        else:
+            gradients = torch.autograd.grad(total / 3, trained)
+            for parameter, gradient in zip(trained, gradients, strict=True):
+                parameter.grad = gradient
+        optimizer.step()
+        optimizer.zero_grad()
+    yield model(**own_rows(model, batch(9))).loss.detach()
+
+
 def average_by_place(model):
     mean = [parameter.detach().clone() for parameter in model.parameters()]
     optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
@@ -247,6 +268,7 @@ HABITS = (
     frozen_between_steps,
     gradients_by_place,
     penalties,
+    penalties_otherwise,
     average_by_place,
     an_optimizer_as_it_is,
     casts,
@@ -264,7 +286,7 @@ def is_possible(habit, text):
     """FSDP2 takes frozen and cast weights as they are in the first forward; see the table of docs/surface.md."""
     if text is not None and "dp2" in text and habit is an_optimizer_as_it_is:
         return False
-    if text is not None and "dp2" in text and habit in (steps_without_an_optimizer, drawn_masks):
+    if text is not None and "dp2" in text and habit in (steps_without_an_optimizer, drawn_masks, penalties_otherwise):
         return False
     return text != "pp2+dp2+zero3" or habit in (counts, freezing_the_first, a_rate_for_each_place, penalties)
 
@@ -320,6 +342,12 @@ def test_what_needs_values_of_several_stages_is_refused(folder):
             lambda: torch.cat([p.flatten() for p in model.parameters()]),
             lambda: nn.utils.parameters_to_vector(model.parameters()),
             lambda: loss * absent.norm(),
+            lambda: square.sqrt(),
+            lambda: loss * square,
+            lambda: (loss + 0.1 * square).item(),
+            lambda: f"{loss + square:.3f}",
+            lambda: bool(torch.isnan((loss + square).detach())),
+            lambda: torch.stack([loss, square]),
             lambda: (0 + absent.pow(2).sum()).add_(own.pow(2).sum()) * absent.norm(),
             lambda: torch.sqrt(0 + absent.pow(2).sum().add_(own.pow(2).sum())),
             lambda: torch._foreach_lerp_([torch.zeros(absent.shape)], [absent.detach()], 0.5),
@@ -327,7 +355,7 @@ def test_what_needs_values_of_several_stages_is_refused(folder):
         ):
             with pytest.raises(UnsupportedError, match="stage"):
                 read()
-        assert square.requires_grad and not isinstance(square, AbsentTensor)
+        assert isinstance(square, AbsentTensor)
         total = torch.zeros(())
         total.add_(absent.grad.norm())
         assert total.isnan()
