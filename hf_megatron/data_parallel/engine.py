@@ -21,6 +21,7 @@ from ..parallel_state import ParallelState, parallel_state
 from ..patch_ledger import LEDGER, Shared
 from ..placement import Claim
 from ..upstream import find_units, is_functional, leave_uncompiled, local_tensor
+from .edited_weights import PartVersions, unedited
 from .fully_sharded import no_sync
 from .gradient_store import GradientStore, PlainGradients
 from .graph_edges import (
@@ -91,6 +92,7 @@ class DataParallel(Shared):
         self._forward_hooks = -1
         self.is_running, self.is_unknown, self.was_differentiated = False, True, False
         self._left_inference_mode = ExitStack()
+        self._part_versions = PartVersions()
         self._marked: list[nn.Parameter] = []
         self._identities: set[int] = set()
         self._dtypes: list[torch.dtype] = []
@@ -268,6 +270,7 @@ class DataParallel(Shared):
             self._places.check()
             self._dtypes = refuse_cast(parameters, self._dtypes)
         self._modules.refuse_embeddings(self.mesh, self.config.num_microbatches)
+        self.follow_edits()
         return self._begin(parameters, args, kwargs) if torch.is_grad_enabled() else None
 
     @leave_uncompiled
@@ -296,6 +299,12 @@ class DataParallel(Shared):
                 "use tensor parallelism alone."
             )
 
+    @leave_uncompiled
+    def follow_edits(self) -> None:
+        """Has autograd know which weights were edited in place, before a forward or backward."""
+        if self.mesh.tp_size > 1 and not self.state.shards_weights:
+            self._part_versions.follow(self._marked)
+
     def _end(self, model: nn.Module, args: tuple, output: Any) -> None:
         self.is_running = False
         self._left_inference_mode.close()
@@ -308,7 +317,9 @@ class DataParallel(Shared):
         engine = weakref.ref(self)
         # FSDP2 computes with other tensors, which lead nowhere near the parameters that a loop has.
         beside = [p for p in self._marked if p.requires_grad] if self.state.shards_weights else []
-        return self._watch.over(output, partial(_begin_backward, engine), partial(_check_backward, engine), beside)
+        require = unedited(self._marked) if self.state.shards_weights else _pass
+        begin, refuse = partial(_begin_backward, engine, require), partial(_check_backward, engine)
+        return self._watch.over(output, begin, refuse, beside)
 
     def names(self) -> dict[int, str]:
         """Maps identities of parameters to their names in the state dict; a tied one has the first."""
@@ -373,8 +384,7 @@ def engine_of(parameter: Tensor) -> DataParallel | None:
     engine = vars(parameter).get(_MARK)
     if engine is None:
         # `Module.to` may have put another tensor into the parameter, without its attributes.
-        states = (state.data_parallel for state in map(parallel_state, LEDGER.models) if state is not None)
-        engines = [other for other in states if isinstance(other, DataParallel)]
+        engines = all_engines()
         engine = next((other for other in engines if other.holds(parameter)), None)
         if engine is None:
             engine = next((other for other in engines if other.finds(parameter)), None)
@@ -383,10 +393,15 @@ def engine_of(parameter: Tensor) -> DataParallel | None:
     return engine
 
 
-def data_parallel_engines() -> list[DataParallel]:
-    """Lists the engines of the laid out models whose gradients dp ranks average."""
+def all_engines() -> list[DataParallel]:
+    """Lists the engines of the laid out models."""
     engines = (state.data_parallel for state in map(parallel_state, LEDGER.models) if state is not None)
-    return [engine for engine in engines if isinstance(engine, DataParallel) and engine.mesh.dp_size > 1]
+    return [engine for engine in engines if isinstance(engine, DataParallel)]
+
+
+def data_parallel_engines() -> list[DataParallel]:
+    """Lists those whose gradients dp ranks average."""
+    return [engine for engine in all_engines() if engine.mesh.dp_size > 1]
 
 
 def reducer_of(parameter: Tensor) -> GradientReducer | None:
@@ -427,7 +442,12 @@ def after_unprepared_step(optimizer: torch.optim.Optimizer, args: tuple, kwargs:
         group["params"] = parameters
 
 
-def _begin_backward(engine: "weakref.ref[DataParallel]") -> None:
+def _pass() -> None:
+    """Requires nothing."""
+
+
+def _begin_backward(engine: "weakref.ref[DataParallel]", require_unedited: Callable[[], None]) -> None:
+    require_unedited()
     alive = engine()
     if alive is not None and alive.reducer is not None:
         alive.reducer.begin_backward()

@@ -32,6 +32,16 @@ def backward(original: Callable, tensors: Any, *args: Any, **kwargs: Any) -> Non
     original(tensors, *args, **kwargs)
 
 
+def run_backward(original: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Runs autograd's engine, which raises where a split weight that it needs was edited in place."""
+    if LEDGER.models:
+        from ..data_parallel.engine import all_engines
+
+        for engine in all_engines():
+            engine.follow_edits()
+    return original(*args, **kwargs)
+
+
 def register_hook(original: Callable, self: Any, hook: Callable) -> Any:
     """Refuses hooks on the gradients of activations, of any shape, that would see them with a factor."""
     if LEDGER.models and self.grad_fn is not None:

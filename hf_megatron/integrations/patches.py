@@ -172,6 +172,8 @@ _ROWS: tuple[tuple[str, str, str, str], ...] = (
     ("accelerate.data_loader:DataLoaderShard.__iter__", "data_loaders:iterate",
      "lets ranks with more batches wait for ever", "Accelerate stops all ranks together"),
     ("torch.autograd:backward", "gradients:backward", "leaves gradients that nobody reduces to this rank", _ALWAYS),
+    ("torch.autograd:_engine_run_backward", "gradients:run_backward", "does not see edits in place of split weights",
+     "DTensor's parts count edits in place"),
     ("torch._tensor:Tensor.register_hook", "gradients:register_hook", "shows a hook this rank's gradient times dp_size",
      _ALWAYS),
     ("torch.utils:swap_tensors", "gradients:swap_tensors", "forgets the hooks of weights that a cast swaps",

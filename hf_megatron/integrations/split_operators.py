@@ -100,6 +100,13 @@ _EDITS = (
     ),
     _aten.pow_.Scalar,
 )
+_EDITS_OF_LISTS = tuple(
+    getattr(getattr(_aten, name), overload)
+    for name in dir(torch)
+    if name.startswith("_foreach_") and name.endswith("_")
+    for overload in getattr(_aten, name).overloads()
+    if overload != "out"
+)
 _POINTWISE = (
     *(getattr(_aten, name).Tensor for name in ("add", "sub", "mul", "div", "add_", "sub_", "mul_", "div_")),
     _aten.addcmul.default,
@@ -180,6 +187,13 @@ def _edit(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     if any(placement.is_partial() for placement in args[0].placements):
         add_up_in_place(args[0])
     return _stock(func, args, kwargs)
+
+
+def _edit_list(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    result = _stock(func, args, kwargs)
+    # Autograd counts edits of one tensor by itself.
+    torch.autograd.graph.increment_version(args[0])
+    return result
 
 
 def _transpose(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -290,6 +304,7 @@ class SplitOperators:
             **dict.fromkeys(_OF_MEANS, partial(_for_own, _of_mean)),
             **dict.fromkeys(_OF_SUMS, partial(_for_own, _of_sum)),
             **dict.fromkeys(_EDITS, partial(_for_own, _edit)),
+            **dict.fromkeys(_EDITS_OF_LISTS, partial(_for_own, _edit_list)),
             _aten._local_scalar_dense.default: partial(_for_own, _read),
             _aten.t_.default: partial(_for_own, _transpose),
             **dict.fromkeys(_POINTWISE, partial(_for_own, _pointwise)),

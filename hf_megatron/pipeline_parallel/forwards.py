@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..data_parallel.edited_weights import unedited
 from ..errors import ConfigError
 from ..loss import has_labels
 from ..upstream import at_end_of_backward, finishing_itself, keeps_graph
@@ -86,6 +87,7 @@ def _kept(
     """Gives values of the last stage a backward that runs the pipeline in reverse."""
     rows = [batch_rows(microbatch) for microbatch in execution.microbatches]
     store, is_over = runner.gradient_store(), False
+    require_unedited = unedited(runner.model.parameters())
 
     def backward(upstream: tuple[Tensor, ...], *, accumulates: bool, wants_weights: bool) -> Gradients:
         nonlocal is_over
@@ -94,6 +96,7 @@ def _kept(
                 "The outputs of a pipelined model were backpropagated twice: their graph is gone. Call the first "
                 "backward with retain_graph=True."
             )
+        require_unedited()
         runner.require_possible(accumulates, wants_weights, is_direct=False)
         runner.engine.backwards += accumulates
         execution.keeps_graphs = keeps_graph()

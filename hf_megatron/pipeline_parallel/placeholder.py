@@ -98,7 +98,7 @@ class Placeholder(nn.Module):
         so that no loader draws weights for it.
         """
         assert self._progress.owner is not None
-        self.__class__ = _standing_class(self._own_class, self._kind)  # type: ignore[assignment]
+        self.__class__ = _standing_class(self._own_class, self._kind)  # type: ignore[arg-type, assignment]
         self._parameters.update(dict.fromkeys(self._left_out))
         for name, requires_grad in self._trained.items():
             if name in names:

@@ -1,6 +1,7 @@
 """Weights as PyTorch has them: what loops do to parameters between steps, against one process."""
 
 import copy
+import operator
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from .habits import LAYOUTS, PIPELINES, Loop, Runs, cells
 
 HABITS, HALF = {}, {}
 IMPOSSIBLE = {
-    # A rank has the modules of its own stage.
+    # The norm of a gradient by hand, on the stage that has it.
     "pp": {"reaches_parameters_through_their_modules"},
     # FSDP2 reduces in the dtype that a model was loaded in, and its parameters are copied from `DTensor`s only.
     "zero3": {"casts_in_half_precision", "loads_full_tensors"},
@@ -96,6 +97,45 @@ def loads_full_tensors(loop):
     parts = {name: tensor * 0.9 for name, tensor in whole.items() if "mlp" in name}
     result = loop.model.load_state_dict(parts, strict=False)
     assert set(result.missing_keys) == whole.keys() - parts.keys() and not result.unexpected_keys
+
+
+# The values of these matter to backward. Each is a change that changes nothing.
+EDITS = {
+    "in place": lambda weight: weight.mul_(1.0),
+    "copied": lambda weight: weight.copy_(weight.clone()),
+    "by an operator": lambda weight: operator.imul(weight, 1.0),
+    "a row": lambda weight: weight[0].mul_(1.0),
+    "lists": lambda weight: torch._foreach_mul_([weight], 1.0),
+}
+
+
+@habit
+def edits_between_forward_and_backward(loop):
+    """Each of them raises in backward."""
+    weight = next(p for name, p in loop.model.named_parameters() if name.endswith("layers.1.mlp.up_proj.weight"))
+    for name, edit in EDITS.items():
+        loss = loop.loss(0)
+        with torch.no_grad():
+            edit(weight)
+        try:
+            loss.backward()
+        except RuntimeError as error:
+            loop.see(name, torch.tensor(float("modified" in str(error))))
+        loop.model.zero_grad()
+    weight.requires_grad_(False)
+    loss = loop.loss(0)
+    with torch.no_grad():
+        weight.mul_(1.0)
+    with pytest.raises(RuntimeError, match="modified"):
+        loss.backward()
+    weight.requires_grad_(True)
+    loop.model.zero_grad()
+    loss = loop.loss(1)
+    loop.step(0)
+    with pytest.raises(RuntimeError, match="modified"):
+        loss.backward()
+    loop.model.zero_grad()
+    loop.step(2)
 
 
 # Averages

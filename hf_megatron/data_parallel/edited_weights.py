@@ -1,0 +1,54 @@
+"""Weights that a loop edits in place between a forward and its backward, for which one process raises.
+
+torch compares the version counters of what it saved. A DTensor counts edits on itself, while its local part is saved;
+FSDP2 and pipelines compute with copies, or have computed everything when the loop edits.
+"""
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ..upstream import local_tensor
+
+
+class PartVersions:
+    """Has the local parts of split weights count the edits that their DTensors have counted."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, int] = {}
+
+    def follow(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Takes note of edits of parameters of any shape since the last call, before a forward or backward."""
+        for parameter in parameters:
+            if isinstance(parameter, DTensor):
+                version = parameter._version
+                if self._seen.setdefault(id(parameter), version) != version:
+                    self._seen[id(parameter)] = version
+                    torch.autograd.graph.increment_version(local_tensor(parameter))
+
+
+def unedited(parameters: Iterable[nn.Parameter]) -> Callable[[], None]:
+    """Returns what raises `RuntimeError`, as torch does, once one of the parameters of any shape was edited in place.
+
+    It asks less than torch, which goes on where backward does not need the values of a weight, as of biases.
+    """
+    kept = list(parameters)
+    before = list(map(_version, kept))
+
+    def require() -> None:
+        edited = [parameter for parameter, version in zip(kept, before, strict=True) if _version(parameter) != version]
+        if edited:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+                f"weight of shape {tuple(edited[0].shape)} was edited between the forward and its backward. Edit "
+                "weights after backward()."
+            )
+
+    return require
+
+
+def _version(parameter: Tensor) -> int:
+    # `.data = ...` is copied into the part.
+    return parameter._version + (local_tensor(parameter)._version if isinstance(parameter, DTensor) else 0)
