@@ -453,9 +453,9 @@ def _begin_backward(engine: "weakref.ref[DataParallel]", require_unedited: Calla
         alive.reducer.begin_backward()
 
 
-def _check_backward(engine: "weakref.ref[DataParallel]") -> None:
+def _check_backward(engine: "weakref.ref[DataParallel]", node: Any) -> None:
     if (alive := engine()) is not None:
-        refuse_partial_backward(alive._marked, are_sharded=alive.state.shards_weights)
+        refuse_partial_backward(alive._marked, node, are_sharded=alive.state.shards_weights)
 
 
 def _zero_grad(model: Any, set_to_none: bool = True) -> None:

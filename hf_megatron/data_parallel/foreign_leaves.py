@@ -81,15 +81,21 @@ def refuse_activation_hook(tensor: Tensor, hook: Any) -> None:
 
     Its gradient carries the factor that losses are multiplied by, because those of parameters are averaged.
     """
-    engines = data_parallel_engines()
     function = hook.func if isinstance(hook, partial) else hook
-    if not engines or str(function.__module__).startswith(_LIBRARIES):
+    if not str(function.__module__).startswith(_LIBRARIES):
+        refuse_gradient(tensor, "A hook on the gradient")
+
+
+def refuse_gradient(tensor: Tensor, what: str) -> None:
+    """Raises `UnsupportedError` for a look at the gradient of a tensor of any shape made with data parallel weights."""
+    engines = data_parallel_engines()
+    if not engines:
         return
     leaves, own = walk([tensor.grad_fn])[0], _Own(engines)
     if any(leaf.numel() and leaf.requires_grad and leaf in own for leaf in leaves):
         raise UnsupportedError(
-            "A hook on the gradient of an activation of a data parallel model: it would see that of this rank's rows, "
-            "times dp_size. Remove it, and change or read `parameter.grad` between backward() and step(), or train "
+            f"{what} of an activation of a data parallel model: it would be that of this rank's rows, times dp_size. "
+            "Remove it, and change or read `parameter.grad` between backward() and step(), or train "
             "with dp_size=1."
         )
 

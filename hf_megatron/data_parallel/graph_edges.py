@@ -72,14 +72,14 @@ def with_trained_inputs(
 
 class _Watched(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, value: Tensor, anchor: Tensor, check: Callable[[], None], *beside: Tensor) -> Tensor:
+    def forward(ctx: Any, value: Tensor, anchor: Tensor, check: Callable[[Any], None], *beside: Tensor) -> Tensor:
         ctx.check, ctx.beside = check, len(beside)
         # Loops scale losses in place, which a view of a node of ours would not take.
         return value.view_as(value) if value.dim() else value.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.check()
+        ctx.check(ctx)
         return gradient, None, None, *(None for _ in range(ctx.beside))
 
 
@@ -139,21 +139,21 @@ class GradientWatch:
         self._node = accumulator(self._anchor)
 
     def over(
-        self, output: Any, begin: Callable[[], None], refuse: Callable[[], None], beside: Sequence[Tensor] = ()
+        self, output: Any, begin: Callable[[], None], refuse: Callable[[Any], None], beside: Sequence[Tensor] = ()
     ) -> Any:
         """Returns what a model returned, tensors of any shape, whose backward calls one of two functions.
 
         Args:
             begin (`Callable`): of a backward that runs all of the graph.
-            refuse (`Callable`): of one that somebody asks for some gradients.
+            refuse (`Callable`): of one that somebody asks for some gradients, with the node where the graph begins.
             beside (`Sequence[Tensor]`): leaves of any shape that lead here too, and get no gradient from here.
         """
 
-        def checked() -> None:
+        def checked(node: Any) -> None:
             if runs_all(self._node):
                 begin()
             else:
-                refuse()
+                refuse(node)
 
         def watched(value: Any) -> Any:
             if isinstance(value, Tensor) and value.requires_grad:
@@ -170,10 +170,20 @@ class GradientWatch:
         return watched(output)
 
 
-def refuse_partial_backward(parameters: Iterable[nn.Parameter], *, are_sharded: bool) -> None:
-    """Raises `UnsupportedError` inside a backward that hands out gradients of parameters instead of adding them up."""
+def refuse_partial_backward(parameters: Iterable[nn.Parameter], node: Any, *, are_sharded: bool) -> None:
+    """Raises `UnsupportedError` inside a backward that hands out gradients of others than trained inputs.
+
+    Args:
+        node: where the model's graph begins.
+    """
     if are_sharded or any(is_asked_for(parameter) for parameter in parameters if parameter.requires_grad):
         raise UnsupportedError(
             "torch.autograd.grad by parameters of a data parallel model: its gradients would be those of this rank's "
             "rows. Call loss.backward() and read `parameter.grad`."
+        )
+    entering = walk([node], STOPPED)[1]
+    if not any(is_asked_for(leaf) for leaf in walk(entering)[0]):
+        raise UnsupportedError(
+            "torch.autograd.grad by an activation of a data parallel model: its gradient would be that of this rank's "
+            "rows, times dp_size. Ask for gradients of inputs, or train with dp_size=1."
         )

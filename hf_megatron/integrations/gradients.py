@@ -51,6 +51,36 @@ def register_hook(original: Callable, self: Any, hook: Callable) -> Any:
     return original(self, hook)
 
 
+_RETAIN = "retain_grad"
+
+
+class RetainedGradients:
+    """Puts a check in front of `Tensor.retain_grad`, which `Tensor` inherits, until `remove()`."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self._owner = torch.Tensor
+        stock = torch.Tensor.retain_grad
+
+        def retain_grad(tensor: Any) -> None:
+            if LEDGER.models and tensor.grad_fn is not None:
+                from ..data_parallel.foreign_leaves import refuse_gradient
+
+                refuse_gradient(tensor, "retain_grad()")
+            stock(tensor)
+
+        setattr(self._owner, _RETAIN, retain_grad)
+
+    def remove(self) -> None:
+        delattr(self._owner, _RETAIN)
+
+
+def watch_retained_gradients() -> RetainedGradients:
+    """Registers the check, and returns what takes it back."""
+    return RetainedGradients()
+
+
 def swap_tensors(original: Callable, first: Any, second: Any) -> None:
     """Swaps two tensors, as casts of split weights do, and has autograd call the hooks of both again."""
     original(first, second)

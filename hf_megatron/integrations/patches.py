@@ -254,6 +254,7 @@ PATCHES: tuple[Patch, ...] = tuple(_patches())
 HOOKS: Sequence[tuple[str, str]] = (
     ("transformers.modeling_utils", f"{_HERE}.stock_optimizers:watch_unprepared_steps"),
     ("transformers.modeling_utils", f"{_HERE}.stock_optimizers:end_unprepared_steps"),
+    ("transformers.modeling_utils", f"{_HERE}.gradients:watch_retained_gradients"),
     ("transformers.modeling_utils", f"{_HERE}.dtensor_methods:replace_tensor_methods"),
     ("transformers.modeling_utils", f"{_HERE}.split_operators:handle_split_operators"),
     ("transformers.modeling_utils", "hf_megatron.pipeline_parallel.stage_modules:follow_exchanged_modules"),

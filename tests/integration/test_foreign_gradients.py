@@ -120,6 +120,27 @@ def activation_hook_behind(loop):
     output.hidden_states[1].register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
 
 
+def retained_gradient(loop):
+    def retain(module, args, output):
+        kept.append(output)
+        output.retain_grad()
+
+    kept = []
+    _hooked(loop, lambda layer: layer.register_forward_hook(retain))
+
+
+def retained_gradient_behind(loop):
+    loop.model(**_rows(loop), output_hidden_states=True).hidden_states[1].retain_grad()
+
+
+def gradient_by_an_activation(loop):
+    kept = []
+    handle = loop.model.model.layers[0].register_forward_hook(lambda module, args, output: kept.append(output))
+    loss = loop.loss(0)
+    handle.remove()
+    torch.autograd.grad(loss, kept)
+
+
 def module_hook(loop):
     _hooked(loop, lambda layer: layer.mlp.register_full_backward_hook(lambda module, new, old: (new[0] * 2,)))
 
@@ -222,6 +243,9 @@ REFUSED = {
     vector_inside: "is not one of its parameters",
     activation_hook: "gradient of an activation",
     activation_hook_behind: "gradient of an activation",
+    retained_gradient: "retain_grad() of an activation",
+    retained_gradient_behind: "retain_grad() of an activation",
+    gradient_by_an_activation: "torch.autograd.grad by",
     module_hook: "A backward hook of a module",
     module_pre_hook: "A backward hook of a module",
     norm_limited: "model.embed_tokens.max_norm = 0.5",
@@ -238,7 +262,7 @@ EQUAL = (
 
 
 # Raised in the middle of a forward or of the recomputation of one, from which FSDP2 does not come back.
-IN_THE_MIDDLE = (activation_hook, adapter_in_recomputed_layers)
+IN_THE_MIDDLE = (activation_hook, retained_gradient, adapter_in_recomputed_layers)
 
 
 @pytest.fixture(scope="module")
