@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import cache
+from functools import cache, wraps
 from importlib import metadata
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -186,6 +186,37 @@ def unsharded_parameters(model: Any) -> Iterator[torch.Tensor]:
             # Made by the first forward.
             if (whole := vars(sharded).get("_unsharded_param")) is not None:
                 yield whole
+
+
+def fill_missing_gradients(
+    unit: Any, fill: Callable[[torch.Tensor], torch.Tensor], filled: Callable[[Any], None]
+) -> None:
+    """Has FSDP2 reduce something for weights of a unit that a backward came by without reaching them.
+
+    Without it a rank's reduction of the unit is of other weights than another rank's (private in torch 2.11 to 2.13,
+    of which 2.13 has an option for zeros).
+
+    Args:
+        fill: whole weight -> what to take for its gradient.
+        filled: told of each parameter, as this rank holds it.
+    """
+    group = unit._get_fsdp_state()._fsdp_param_group
+    if group is None:
+        return
+    stock = group.post_backward
+
+    @wraps(stock)
+    def post_backward(*args: Any) -> Any:
+        if group.reduce_grads and group._training_state.name == "PRE_BACKWARD":
+            for sharded in group.fsdp_params:
+                whole = vars(sharded).get("_unsharded_param")
+                has_none = whole is not None and whole.grad is None and sharded.unsharded_accumulated_grad is None
+                if has_none and whole.requires_grad:
+                    whole.grad = fill(whole)
+                    filled(sharded.sharded_param)
+        return stock(*args)
+
+    group.post_backward = post_backward
 
 
 def runs_all(node: Any) -> bool:

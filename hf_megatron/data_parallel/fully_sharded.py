@@ -19,7 +19,7 @@ from ..communication.collectives import all_gather, bounds
 from ..communication.flat_rows import AllGather, ReduceScatter
 from ..config import MegatronConfig
 from ..mesh import ParallelMesh
-from ..upstream import local_tensor
+from ..upstream import at_end_of_backward, fill_missing_gradients, local_tensor
 
 
 def outermost_layers(model: nn.Module) -> list[nn.Module]:
@@ -46,12 +46,13 @@ def shard_weights(
     marks = {name: vars(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}
     units = [layer for layer in outermost_layers(model) if next(layer.parameters(), None) is not None]
     tied = _tied_parameters(model) if around_layers else []
+    unused = UnusedGradients()
     for unit in units:
-        _make_unit(unit, mesh.group("dp_shard"), mesh=axes, mp_policy=policy)
+        _make_unit(unit, mesh.group("dp_shard"), unused, mesh=axes, mp_policy=policy)
     for unit in around_layers:
         # The loss reads a vocab-parallel head after its forward, and backward never tells an embedding, whose inputs
         # have no gradient, that it is over: the caller splits these weights again with `reshard`.
-        _make_unit(unit, mesh.group("dp_shard"), mesh=axes, mp_policy=policy, reshard_after_forward=False)
+        _make_unit(unit, mesh.group("dp_shard"), unused, mesh=axes, mp_policy=policy, reshard_after_forward=False)
         unit.set_reshard_after_backward(False)  # type: ignore[operator]
     for (owner, name), (other, other_name) in tied:
         # FSDP2 ties what lies inside one unit only.
@@ -60,15 +61,50 @@ def shard_weights(
     # Split again after forward, unlike FSDP2's default for a root: between forward and backward a loop finds the same
     # parameters as at any other time, to clear, to edit, and to compute terms of its loss from.
     _make_unit(
-        model, mesh.group("dp_shard"), mesh=axes, mp_policy=policy, ignored_params=shared, reshard_after_forward=True
+        model,
+        mesh.group("dp_shard"),
+        unused,
+        mesh=axes,
+        mp_policy=policy,
+        ignored_params=shared,
+        reshard_after_forward=True,
     )
     # FSDP2 makes new parameters, which have to say that they are initialized, as the old ones did.
     for name, parameter in model.named_parameters(remove_duplicate=False):
         vars(parameter).update(marks[name])
 
 
-def _make_unit(module: Any, group: dist.ProcessGroup, **options: Any) -> None:
+class UnusedGradients:
+    """Gradients of weights that this rank's backward has not reached, and others' may have: a branch that rows decide.
+
+    In the reduction they are -0.0, which adds nothing to what others have, and stays if nobody has any.
+    """
+
+    def __init__(self) -> None:
+        self._filled: list[nn.Parameter] = []
+
+    def watch(self, unit: Any) -> None:
+        """Has a unit reduce them."""
+        fill_missing_gradients(unit, lambda weight: torch.full_like(weight, -0.0), self._note)
+
+    def _note(self, parameter: nn.Parameter) -> None:
+        if not self._filled:
+            at_end_of_backward(self._clear)
+        self._filled.append(parameter)
+
+    def _clear(self) -> None:
+        # FSDP2's own work at the end of the backward was queued before.
+        filled, self._filled = self._filled, []
+        parts = [None if parameter.grad is None else local_tensor(parameter.grad) for parameter in filled]
+        unused = [part is not None and bool(((part == 0) & part.signbit()).all()) for part in parts]
+        for parameter, is_unused in zip(filled, unused, strict=True):
+            if is_unused:
+                parameter.grad = None
+
+
+def _make_unit(module: Any, group: dist.ProcessGroup, unused: UnusedGradients, **options: Any) -> None:
     fully_shard(module, **options)
+    unused.watch(module)
     if dist.get_world_size(group) > 1 and dist.get_backend(group) == "gloo":
         module.set_custom_all_gather(PairwiseAllGather())
         module.set_custom_reduce_scatter(PairwiseReduceScatter())

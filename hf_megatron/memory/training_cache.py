@@ -5,29 +5,51 @@ told by their positions, for one: the loss of a plain loop then depends on a fla
 """
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
+
+from ..errors import UnsupportedError
 
 _CACHES = ("past_key_values", "cache_params")
 
 
 def leave_out_in_training(model: Any) -> None:
-    """Makes forwards of a model in training behave as with `use_cache=False`, unless the call says otherwise."""
-    parameters = inspect.signature(type(model).forward).parameters
-    if "use_cache" in parameters:
-        place = list(parameters).index("use_cache") - 1
-        model.register_forward_pre_hook(_Hook(place), with_kwargs=True)
+    """Makes forwards of a model in training behave as with `use_cache=False`, unless the call says otherwise.
+
+    They raise `UnsupportedError` where that would tell documents apart which one process takes for one.
+    """
+    names = list(inspect.signature(type(model).forward).parameters)[1:]
+    if "use_cache" in names:
+        model.register_forward_pre_hook(_Hook(names), with_kwargs=True)
 
 
 class _Hook:
-    """Adds the argument; `place` is its position behind `self`."""
+    """Adds the argument; `names` are those of the call's arguments, in order."""
 
-    def __init__(self, place: int):
-        self.place = place
+    def __init__(self, names: list[str]):
+        self.names = names
 
     def __call__(self, model: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
-        is_asked = "use_cache" in kwargs or len(args) > self.place or any(kwargs.get(n) is not None for n in _CACHES)
+        given = dict(zip(self.names, args, strict=False)) | kwargs
+        is_asked = "use_cache" in given or any(given.get(name) is not None for name in _CACHES)
         if is_asked or not model.training or not torch.is_grad_enabled():
             return None
+        if getattr(model.config.get_text_config(), "use_cache", False):
+            _refuse_documents(model, given)
         return args, {**kwargs, "use_cache": False}
+
+
+def _refuse_documents(model: Any, arguments: Mapping[str, Any]) -> None:
+    # With a mask, transformers looks at no positions.
+    positions = arguments.get("position_ids")
+    if arguments.get("attention_mask") is not None or not isinstance(positions, Tensor) or positions.dim() != 2:
+        return
+    if positions.shape[1] > 1 and not bool((positions.diff(dim=1) == 1).all()):
+        raise UnsupportedError(
+            "position_ids of several documents in a row, while config.use_cache = True: one process makes a cache, and "
+            f"takes such a row for one document. Call {type(model).__name__} with use_cache=False, or set "
+            "model.config.use_cache = False, and documents are told apart, there and here."
+        )

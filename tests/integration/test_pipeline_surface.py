@@ -210,6 +210,31 @@ def test_a_cache_that_is_asked_for_in_training():
     assert run_ranks(on_rank, 2) == [[False, True, True, True]] * 2
 
 
+@pytest.mark.parametrize("text", ["tp2", "pp2"])
+def test_documents_that_one_process_would_join(text):
+    def on_rank():
+        model = twin_of().load(megatron_config=config_of(text)).train()
+        batch = twin_of().batches[0]
+        ids = batch["input_ids"]
+        positions = torch.arange(ids.shape[1]).expand_as(ids)
+        packed = {"input_ids": ids, "labels": ids, "position_ids": positions % 5}
+        model.config.use_cache = True
+        with pytest.raises(UnsupportedError, match="position_ids of several documents"):
+            model(**packed)
+        model(**{**packed, "position_ids": positions})
+        found = [model(**packed, use_cache=False).loss.item()]
+        model.config.use_cache = False
+        found.append(model(**packed).loss.item())
+        return found
+
+    stock = twin_of().load().train()
+    ids = twin_of().batches[0]["input_ids"]
+    positions = torch.arange(ids.shape[1]).expand_as(ids) % 5
+    expected = stock(input_ids=ids, labels=ids, position_ids=positions, use_cache=False).loss.item()
+    for found in run_ranks(on_rank, 2):
+        assert found == pytest.approx([expected] * 2, rel=1e-5)
+
+
 def tuples(model, batch):
     model.config.output_router_logits = True
     found = []

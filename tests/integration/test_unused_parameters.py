@@ -75,6 +75,6 @@ def runs(tiny):
 
 
 @pytest.mark.parametrize("habit", HABITS)
-@pytest.mark.parametrize("text", ["dp2+zero0", "dp2", "dp2+zero2", "tp2+dp2"])
+@pytest.mark.parametrize("text", ["dp2+zero0", "dp2", "dp2+zero2", "dp2+zero3", "tp2+dp2", "tp2+dp2+zero3"])
 def test_equal_to_one_process(runs, text, habit):
     runs.compare(text, habit)

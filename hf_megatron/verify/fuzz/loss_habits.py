@@ -123,23 +123,17 @@ def _as_tuple(loop: Loop, batch: dict[str, Tensor]) -> Tensor:
     return loop.model(**batch, return_dict=False)[0]
 
 
-def _packed(loop: Loop, batch: dict[str, Tensor]) -> Tensor:
-    # One process leaks between documents while it makes a cache that nobody asked for.
-    cache = {} if loop.on_ranks else {"use_cache": False}
-    return _packed_call(loop, batch, cache)
-
-
-def _packed_without_cache(loop: Loop, batch: dict[str, Tensor]) -> Tensor:
-    return _packed_call(loop, batch, {"use_cache": False})
-
-
-def _packed_call(loop: Loop, batch: dict[str, Tensor], more: dict[str, bool]) -> Tensor:
+def _packed(loop: Loop, batch: dict[str, Tensor], **more: bool) -> Tensor:
     length = batch["input_ids"].shape[1]
     first = length // 2
     places = torch.cat([torch.arange(first), torch.arange(length - first)])
     positions = places.expand(len(batch["input_ids"]), -1).contiguous()
     labels = batch["labels"].masked_fill(positions == 0, -100)
     return loop.model(input_ids=batch["input_ids"], position_ids=positions, labels=labels, **more).loss
+
+
+def _packed_without_cache(loop: Loop, batch: dict[str, Tensor]) -> Tensor:
+    return _packed(loop, batch, use_cache=False)
 
 
 def _reported_by_rank(loop: Loop, loss: Tensor) -> None:
@@ -190,7 +184,7 @@ LOSS_HABITS = (
     Habit("tuple outputs", "`return_dict=False`", forward=_as_tuple),
     Habit(
         "packed",
-        "documents told apart by `position_ids`; as one process with `use_cache=False`",
+        "documents told apart by `position_ids`, while the config asks for a cache",
         forward=_packed,
         needs=("causal", "positions"),
     ),
