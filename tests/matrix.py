@@ -4,15 +4,14 @@ Each combination gets an environment of its own in the folder, which is kept and
 there as soon as it has ended, so that a run that was cut off goes on where it was; `tests/matrix.json` has the counts,
 and docs/versions.md shows them. A combination whose first tier was not run to its end says how far it came.
 
-    python -m tests.matrix FOLDER                       # all, one after the other
-    python -m tests.matrix FOLDER oldest --minutes 20   # one, for so long; what the versions concern comes first
+    python -m tests.matrix FOLDER                       # all, one after the other; needs each Python on the path
+    python -m tests.matrix FOLDER oldest --minutes 20   # one, for so long
 """
 
 import argparse
 import json
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,49 +28,24 @@ NEWEST: Mapping[str, str] = MappingProxyType(
 OLDEST: Mapping[str, str] = MappingProxyType(
     {"torch": "2.11", "transformers": "5.21", "accelerate": "1.13", "trl": "1.14", "peft": "0.19"}
 )
-# What differs from the newest of everything.
+MIDDLE: Mapping[str, str] = MappingProxyType(
+    {"torch": "2.12", "transformers": "5.22", "accelerate": "1.14", "trl": "1.15", "peft": "0.20"}
+)
+# Each version is in one of them.
 COMBINATIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
-        "newest": {},
-        "oldest": OLDEST,
-        **{
-            f"{library}-{version}": {library: version}
-            for library, version in (
-                ("transformers", "5.22"),
-                ("transformers", "5.21"),
-                ("accelerate", "1.14"),
-                ("accelerate", "1.13"),
-                ("trl", "1.15"),
-                ("trl", "1.14"),
-                ("peft", "0.20"),
-                ("peft", "0.19"),
-                ("torch", "2.12"),
-                ("torch", "2.11"),
-                ("python", "3.12"),
-                ("python", "3.13"),
-            )
-        },
+        "newest": {**NEWEST, "python": "3.13"},
+        "middle": {**MIDDLE, "python": "3.12"},
+        "oldest": {**OLDEST, "python": "3.11"},
     }
 )
 INDEX = ("--retries", "0", "--extra-index-url", "https://download.pytorch.org/whl/cpu")
-# Where another version of a library shows first.
-FIRST: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "trl": ("tests/integration/test_trl",),
-        "peft": ("tests/integration/test_refusals.py", "tests/integration/test_import.py"),
-        "accelerate": ("tests/integration/test_accelerate.py", "tests/integration/test_plugin.py"),
-        "transformers": ("tests/integration/test_trainer", "tests/parity", "tests/integration/test_generate.py"),
-        "torch": ("tests/integration/test_state.py", "tests/parity/test_pipeline.py", "tests/parity"),
-    }
-)
-
 
 # Within pytest, as its plugin: `-p tests.matrix --outcomes FILE`
 
 
 def pytest_addoption(parser):
     parser.addoption("--outcomes", type=Path, help="a file of what each test gave; those it names are not run again")
-    parser.addoption("--first", nargs="*", default=(), help="beginnings of the tests to begin with")
     parser.addoption("--until", type=float, default=float("inf"), help="seconds since 1970 after which no test begins")
 
 
@@ -83,7 +57,6 @@ def pytest_collection_modifyitems(config, items):
         return
     known = outcomes(file)
     file.with_suffix(".total").write_text(str(len(items)), encoding="utf-8")
-    items.sort(key=lambda item: not item.nodeid.startswith(tuple(config.getoption("first"))))
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid in known])
     items[:] = [item for item in items if item.nodeid not in known]
 
@@ -125,12 +98,11 @@ def outcomes(file: Path) -> dict[str, str]:
 
 def environment(name: str, folder: Path) -> Path:
     """The interpreter of a combination's environment, which is made and filled first."""
-    wanted = {**NEWEST, **COMBINATIONS[name]}
-    version = wanted.pop("python", None)
+    wanted = dict(COMBINATIONS[name])
+    version = wanted.pop("python")
     python = folder / name / "bin" / "python"
     if not python.exists():
-        interpreter = sys.executable if version is None else f"python{version}"
-        subprocess.run([interpreter, "-m", "venv", str(folder / name)], check=True)
+        subprocess.run([f"python{version}", "-m", "venv", str(folder / name)], check=True)
     install = [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
     subprocess.run([*install, *INDEX, f"torch=={wanted['torch']}.*"], check=True)
     requirements = [f"{library}=={minor}.*" for library, minor in wanted.items()]
@@ -138,14 +110,14 @@ def environment(name: str, folder: Path) -> Path:
     return python
 
 
-def run(name: str, folder: Path, minutes: float) -> dict[str, object]:
+def run(name: str, folder: Path, minutes: float, workers: int) -> dict[str, object]:
     """Runs what a combination has not been run with yet; the row of the results."""
     python = environment(name, folder)
     log = folder / f"{name}.jsonl"
     until = time.time() + 60 * minutes
     variables = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {"HF_HUB_OFFLINE": "1"}
     command = [str(python), "-m", "pytest", "-p", "tests.matrix", "--outcomes", str(log), "--until", str(until)]
-    command += ["--first", *(test for library in COMBINATIONS[name] for test in FIRST.get(library, ()))]
+    command += ["-n", str(workers)]
     with (folder / f"{name}.log").open("w", encoding="utf-8") as out:
         subprocess.run(command, cwd=ROOT, env=variables, stdout=out, stderr=subprocess.STDOUT, check=False)
     versions = subprocess.run(
@@ -191,13 +163,14 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="where environments and outcomes are kept")
     parser.add_argument("combinations", nargs="*", help=f"of {', '.join(COMBINATIONS)}; all by default")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="how long each may run")
+    parser.add_argument("--workers", type=int, default=2, help="how many tests run at once")
     arguments = parser.parse_args()
     if unknown := set(arguments.combinations) - set(COMBINATIONS):
         parser.error(f"no combination: {', '.join(sorted(unknown))}")
     folder = arguments.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     for name in arguments.combinations or COMBINATIONS:
-        row = run(name, folder, arguments.minutes)
+        row = run(name, folder, arguments.minutes, arguments.workers)
         rows = recorded() | {name: row}
         ordered = {key: rows[key] for key in COMBINATIONS if key in rows}
         DATA.write_text(json.dumps(ordered, indent=2) + "\n", encoding="utf-8")
