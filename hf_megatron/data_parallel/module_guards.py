@@ -20,10 +20,7 @@ class ModuleGuards:
         modules = list(self.model.modules())
         self._backward = [hooks for m in modules for hooks in (m._backward_hooks, m._backward_pre_hooks)]
         self._forward = [hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)]
-        # What stands for an embedding of another stage has no options.
-        self._embeddings = [
-            (name, m) for name, m in self.model.named_modules() if isinstance(m, nn.Embedding) and "max_norm" in vars(m)
-        ]
+        self._embeddings = [(name, m) for name, m in self.model.named_modules() if isinstance(m, nn.Embedding)]
 
     def _require_scan(self) -> None:
         # Modules are exchanged until the model is laid out.
