@@ -1,12 +1,13 @@
 """`Accelerator.gather`, `gather_for_metrics`, `reduce` over the ranks with different batches; triggers over all."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+import torch.distributed as dist
 
 from .accelerate import is_ours
-
-if TYPE_CHECKING:
-    import torch
+from .batch_shards import last_rows
 
 
 def _data_parallel_size(accelerator: Any) -> int:
@@ -25,8 +26,6 @@ def gather(original: Callable, self: Any, tensor: Any) -> Any:
     if _data_parallel_size(self) == 1:
         # Every rank holds the same batch: what each has is the whole already.
         return tensor
-    import torch
-    import torch.distributed as dist
     from accelerate.utils.operations import recursively_apply
 
     group = _data_parallel_group(self)
@@ -40,19 +39,33 @@ def gather(original: Callable, self: Any, tensor: Any) -> Any:
     return recursively_apply(joined, tensor, error_on_other_type=True)
 
 
+class BatchLoss(torch.Tensor):
+    """A loss `()` of all ranks' rows; one per row, `(batch,)`, is what one process makes of it for a full batch."""
+
+
 def gather_for_metrics(original: Callable, self: Any, input_data: Any, use_gather_object: bool = False) -> Any:
     """Joins tensors `(batch, ...)` or objects of ranks with different batches, without what fills up the last batch."""
-    if not is_ours(self) or not (use_gather_object or _holds_other_than_tensors(input_data)):
-        # Tensors go through `gather` above; stock then drops what fills up the last batch.
+    if not is_ours(self):
         return original(self, input_data, use_gather_object)
-    import torch.distributed as dist
-
+    if isinstance(input_data, BatchLoss):
+        return original(self, input_data.as_subclass(torch.Tensor))
+    state = self.gradient_state
+    if not use_gather_object and not _holds_other_than_tensors(input_data):
+        # Tensors go through `gather` above; stock cuts them as it does in one process.
+        return first_rows(original(self, input_data), last_rows(state))
     if _data_parallel_size(self) > 1:
         parts: list[Any] = [None] * _data_parallel_size(self)
         dist.all_gather_object(parts, input_data, group=_data_parallel_group(self))
         input_data = [item for part in parts for item in part]
-    state = self.gradient_state
+    input_data = input_data[: last_rows(state)]
     return input_data[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else input_data
+
+
+def first_rows(data: Any, count: int | None) -> Any:
+    """Returns the first rows of tensors `(batch, ...)`, all of them without a count."""
+    from accelerate.utils.operations import recursively_apply
+
+    return data if count is None else recursively_apply(lambda rows: rows[:count] if rows.dim() else rows, data)
 
 
 def _holds_other_than_tensors(data: Any) -> bool:
@@ -69,9 +82,6 @@ def check_trigger(original: Callable, self: Any) -> bool:
     """Tells on every rank whether any rank has called `set_trigger()` since the last check."""
     if not is_ours(self):
         return original(self)
-    import torch
-    import torch.distributed as dist
-
     flag = torch.zeros((), dtype=torch.int64, device=self.device) if self.flag_tensor is None else self.flag_tensor
     flag = flag.clone()
     dist.all_reduce(flag, dist.ReduceOp.MAX)
@@ -85,7 +95,6 @@ def reduce(original: Callable, self: Any, tensor: Any, reduction: str = "sum", s
     """Reduces tensors of any shape over the ranks that see different batches."""
     if not is_ours(self):
         return original(self, tensor, reduction, scale)
-    import torch.distributed as dist
     from accelerate.utils.operations import recursively_apply
 
     from ..data_parallel.sharded_guards import is_sharded
@@ -95,7 +104,7 @@ def reduce(original: Callable, self: Any, tensor: Any, reduction: str = "sum", s
     # Over all ranks a sum would count each batch once for every rank that works on it.
     group = _data_parallel_group(self) if _data_parallel_size(self) > 1 else None
 
-    def reduced(own: "torch.Tensor") -> "torch.Tensor":
+    def reduced(own: torch.Tensor) -> torch.Tensor:
         own = own.clone()
         if group is not None:
             if is_sharded(own):

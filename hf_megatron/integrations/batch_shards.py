@@ -7,10 +7,9 @@ from torch.utils.data import BatchSampler
 
 
 def begin(original: Callable, self: Any) -> None:
-    """Begins an iteration and says how many rows of the last batch of all ranks count.
+    """Begins an iteration and notes how many rows the last batch of all ranks has, without repetitions.
 
-    Stock takes it from the dataset's length, whatever a sampler takes of it, and forgets it for a loader that skips
-    its first batches.
+    Stock's `remainder` is of the dataset's length, whatever a sampler takes of it, as in one process.
     """
     original(self)
     shard = None if data_parallel_group() is None else shard_of(self)
@@ -19,7 +18,24 @@ def begin(original: Callable, self: Any) -> None:
     sampler = shard.batch_sampler.sampler
     if shard.num_processes > 1 and isinstance(sampler, Sized):
         size = shard.batch_size * (1 if shard.split_batches else shard.num_processes)
-        self.remainder = -1 if shard.drop_last else len(sampler) % size
+        if shard.drop_last or not shard.even_batches:
+            # No row is repeated, and ranks with batches of their own stop together at the shortest.
+            self.remainder, self._hf_megatron_last_rows = -1, None
+        else:
+            self._hf_megatron_last_rows = len(sampler) % size or size
+
+
+def last_rows(state: Any) -> int | None:
+    """Counts the rows of the batch of all ranks under way, if it is its loader's last and rows of it may be repeated.
+
+    Args:
+        state: the Accelerator's `gradient_state`.
+    """
+    if not state.end_of_dataloader:
+        return None
+    # Of what else deals out batches, such as streams that one rank reads, stock's own number is all that is known.
+    rows: int | None = vars(state.active_dataloader).get("_hf_megatron_last_rows", state.remainder)
+    return rows if rows is not None and rows > 0 else None
 
 
 def shard_of(loader: Any) -> Any:

@@ -16,6 +16,8 @@ from transformers.trainer_pt_utils import find_batch_size
 from ..communication.whole_tensors import whole_of
 from ..loss import LABELS, without_targets
 from ..parallel_state import ParallelState, parallel_state
+from .accelerate_gathering import BatchLoss, first_rows
+from .batch_shards import last_rows
 
 
 class EmptyBatch(dict):
@@ -34,7 +36,7 @@ def get_batch_samples(original: Callable, self: Any, *args: Any, **kwargs: Any) 
     last = batches[-1]
     if _counted(self, state, last, self._train_batch_size) != find_batch_size(last):
         batches[-1] = own_rows(self, state, last, self._train_batch_size)
-    if _is_last_batch(self):
+    if last_rows(self.accelerator.gradient_state) is not None:
         # The ranks count together: on each of them, or on none.
         count = self._get_num_items_in_batch(batches, self.args.device)
     return batches, count
@@ -66,8 +68,9 @@ def sequence_prediction_step(
 
 def _gather_rows(accelerator: Any, data: Any) -> Any:
     """Gathers what one process has, `(batch, ...)`: no repeated rows, and a loss for each row of a full batch."""
-    is_loss = isinstance(data, Tensor) and data.dim() == 1 and data.is_floating_point()
-    return accelerator.gather(data) if is_loss else accelerator.gather_for_metrics(data)
+    if isinstance(data, BatchLoss):
+        return accelerator.gather(data.as_subclass(Tensor))
+    return first_rows(accelerator.gather(data), last_rows(accelerator.gradient_state))
 
 
 def own_rows(trainer: Any, state: ParallelState, inputs: Any, batch_size: int) -> Any:
@@ -100,21 +103,17 @@ def evaluated(trainer: Any, state: ParallelState, inputs: Any, step: Callable[[A
         # Where the targets were counted a rank has its share of the loss, and Trainer weighs ranks by their rows.
         loss = whole_of(loss) if isinstance(loss, DTensor) else loss.clone()
         state.loss.mean_over_ranks(loss)
+        loss = loss.as_subclass(BatchLoss)
     return loss, *(_filled_up(prediction, kept, rows) for prediction in predictions)
-
-
-def _is_last_batch(trainer: Any) -> bool:
-    progress = trainer.accelerator.gradient_state
-    return progress.end_of_dataloader and progress.remainder > 0
 
 
 def _counted(trainer: Any, state: ParallelState, inputs: Any, batch_size: int) -> Any:
     """Counts the rows of this rank's batch under way that are no repetitions; they come first."""
-    rows = find_batch_size(inputs)
+    rows, of_all_ranks = find_batch_size(inputs), last_rows(trainer.accelerator.gradient_state)
     # Collators that join rows, and loaders of other sizes, leave it open which rows are repeated.
-    if not _is_last_batch(trainer) or rows != batch_size:
+    if of_all_ranks is None or rows != batch_size:
         return rows
-    return min(max(trainer.accelerator.gradient_state.remainder - state.mesh.dp_rank * batch_size, 0), batch_size)
+    return min(max(of_all_ranks - state.mesh.dp_rank * batch_size, 0), batch_size)
 
 
 def _takes_any_rows(trainer: Any) -> bool:
