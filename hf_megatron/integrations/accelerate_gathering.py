@@ -39,7 +39,7 @@ def gather(original: Callable, self: Any, tensor: Any) -> Any:
     return recursively_apply(joined, tensor, error_on_other_type=True)
 
 
-class BatchLoss(torch.Tensor):
+class EvaluationLoss(torch.Tensor):
     """A loss `()` of all ranks' rows; one per row, `(batch,)`, is what one process makes of it for a full batch."""
 
 
@@ -47,7 +47,7 @@ def gather_for_metrics(original: Callable, self: Any, input_data: Any, use_gathe
     """Joins tensors `(batch, ...)` or objects of ranks with different batches, without what fills up the last batch."""
     if not is_ours(self):
         return original(self, input_data, use_gather_object)
-    if isinstance(input_data, BatchLoss):
+    if isinstance(input_data, EvaluationLoss):
         return original(self, input_data.as_subclass(torch.Tensor))
     state = self.gradient_state
     if not use_gather_object and not _holds_other_than_tensors(input_data):

@@ -122,7 +122,7 @@ _ROWS: tuple[tuple[str, str, str, str], ...] = (
     *(
         (f"{_TRAINER}.{name}", f"trainer_checkpoints:{name.removeprefix('_')}", stock, _CHECKPOINTS)
         for name, stock in (
-            ("train", "finds checkpoints by their names"),
+            ("train", "takes the highest number for the newest complete checkpoint"),
             ("_save_checkpoint", "writes files that a kill leaves half-written"),
             ("_load_from_checkpoint", "reads whole weights"),
             ("_load_optimizer_and_scheduler", "unpickles the optimizer of one layout"),
@@ -131,8 +131,6 @@ _ROWS: tuple[tuple[str, str, str, str], ...] = (
             ("_load_best_model", "reads whole weights"),
         )
     ),
-    ("transformers.trainer:get_last_checkpoint", "trainer_checkpoints:get_last_checkpoint",
-     "takes an interrupted save for a checkpoint", _CHECKPOINTS),
     ("transformers.trainer:compare_trainer_and_checkpoint_args", "trainer_checkpoints:compare_arguments",
      "warns of batch sizes that another layout has to have", _CHECKPOINTS),
     (f"{_TRAINER}.init_hf_repo", "hub:init_hf_repo", "every rank makes the repository", _HUB),

@@ -16,7 +16,7 @@ from transformers.trainer_pt_utils import find_batch_size
 from ..communication.whole_tensors import whole_of
 from ..loss import LABELS, without_targets
 from ..parallel_state import ParallelState, parallel_state
-from .accelerate_gathering import BatchLoss, first_rows
+from .accelerate_gathering import EvaluationLoss, first_rows
 from .batch_shards import last_rows
 
 
@@ -68,7 +68,7 @@ def sequence_prediction_step(
 
 def _gather_rows(accelerator: Any, data: Any) -> Any:
     """Gathers what one process has, `(batch, ...)`: no repeated rows, and a loss for each row of a full batch."""
-    if isinstance(data, BatchLoss):
+    if isinstance(data, EvaluationLoss):
         return accelerator.gather(data.as_subclass(Tensor))
     return first_rows(accelerator.gather(data), last_rows(accelerator.gradient_state))
 
@@ -103,7 +103,7 @@ def evaluated(trainer: Any, state: ParallelState, inputs: Any, step: Callable[[A
         # Where the targets were counted a rank has its share of the loss, and Trainer weighs ranks by their rows.
         loss = whole_of(loss) if isinstance(loss, DTensor) else loss.clone()
         state.loss.mean_over_ranks(loss)
-        loss = loss.as_subclass(BatchLoss)
+        loss = loss.as_subclass(EvaluationLoss)
     return loss, *(_filled_up(prediction, kept, rows) for prediction in predictions)
 
 
