@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from .accelerate import is_ours
-from .batch_shards import last_rows
+from .batch_shards import last_ranks, last_rows
 
 
 def _data_parallel_size(accelerator: Any) -> int:
@@ -44,28 +44,48 @@ class EvaluationLoss(torch.Tensor):
 
 
 def gather_for_metrics(original: Callable, self: Any, input_data: Any, use_gather_object: bool = False) -> Any:
-    """Joins tensors `(batch, ...)` or objects of ranks with different batches, without what fills up the last batch."""
+    """Joins tensors `(batch, ...)` or objects of ranks with different batches, without what fills up the last batch.
+
+    Of tensors `()` it keeps those of ranks that have a row of their own.
+    """
     if not is_ours(self):
         return original(self, input_data, use_gather_object)
-    if isinstance(input_data, EvaluationLoss):
-        return original(self, input_data.as_subclass(torch.Tensor))
     state = self.gradient_state
-    if not use_gather_object and not _holds_other_than_tensors(input_data):
-        # Tensors go through `gather` above; stock cuts them as it does in one process.
-        return first_rows(original(self, input_data), last_rows(state))
-    if _data_parallel_size(self) > 1:
-        parts: list[Any] = [None] * _data_parallel_size(self)
-        dist.all_gather_object(parts, input_data, group=_data_parallel_group(self))
-        input_data = [item for part in parts for item in part]
-    input_data = input_data[: last_rows(state)]
-    return input_data[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else input_data
+    # One process cuts its last batch by the dataset's length, whatever a sampler takes of it.
+    cut = state.remainder if state.end_of_dataloader and state.remainder > 0 else None
+    if use_gather_object or _holds_other_than_tensors(input_data):
+        if _data_parallel_size(self) > 1:
+            parts: list[Any] = [None] * _data_parallel_size(self)
+            dist.all_gather_object(parts, input_data, group=_data_parallel_group(self))
+            input_data = [item for part in parts for item in part]
+        return input_data[: last_rows(state)][:cut]
+
+    def kept(own: torch.Tensor) -> torch.Tensor:
+        if isinstance(own, EvaluationLoss):
+            return self.gather(own.as_subclass(torch.Tensor))[:cut]
+        if own.dim() == 0:
+            # In one process no value of a whole batch is dropped.
+            return own if _data_parallel_size(self) == 1 else self.gather(own)[: last_ranks(state)]
+        return self.gather(own)[: last_rows(state)][:cut]
+
+    return _of_tensors(kept, input_data)
 
 
-def first_rows(data: Any, count: int | None) -> Any:
-    """Returns the first rows of tensors `(batch, ...)`, all of them without a count."""
+def gather_rows(accelerator: Any, data: Any) -> Any:
+    """Gathers what one process has of its batch, `(batch, ...)`, without repeated rows, and a loss for each row."""
+
+    def kept(own: torch.Tensor) -> torch.Tensor:
+        if isinstance(own, EvaluationLoss):
+            return accelerator.gather(own.as_subclass(torch.Tensor))
+        return accelerator.gather(own)[: last_rows(accelerator.gradient_state)]
+
+    return _of_tensors(kept, data)
+
+
+def _of_tensors(change: Callable[[torch.Tensor], torch.Tensor], data: Any) -> Any:
     from accelerate.utils.operations import recursively_apply
 
-    return data if count is None else recursively_apply(lambda rows: rows[:count] if rows.dim() else rows, data)
+    return recursively_apply(change, data, error_on_other_type=True)
 
 
 def _holds_other_than_tensors(data: Any) -> bool:

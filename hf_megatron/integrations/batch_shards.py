@@ -17,12 +17,12 @@ def begin(original: Callable, self: Any) -> None:
         return
     sampler = shard.batch_sampler.sampler
     if shard.num_processes > 1 and isinstance(sampler, Sized):
-        size = shard.batch_size * (1 if shard.split_batches else shard.num_processes)
+        size = rows_of_all_ranks(shard)
         if shard.drop_last or not shard.even_batches:
             # No row is repeated, and ranks with batches of their own stop together at the shortest.
-            self.remainder, self._hf_megatron_last_rows = -1, None
+            self.remainder, self._hf_megatron_last = -1, (0, 1)
         else:
-            self._hf_megatron_last_rows = len(sampler) % size or size
+            self._hf_megatron_last = len(sampler) % size or size, size // shard.num_processes
 
 
 def last_rows(state: Any) -> int | None:
@@ -31,11 +31,27 @@ def last_rows(state: Any) -> int | None:
     Args:
         state: the Accelerator's `gradient_state`.
     """
+    return _last(state)[0] or None
+
+
+def last_ranks(state: Any) -> int | None:
+    """Counts the ranks that have some of these rows: the first ones."""
+    rows, of_a_rank = _last(state)
+    return -(-rows // of_a_rank) or None
+
+
+def _last(state: Any) -> tuple[int, int]:
     if not state.end_of_dataloader:
-        return None
+        return 0, 1
     # Of what else deals out batches, such as streams that one rank reads, stock's own number is all that is known.
-    rows: int | None = vars(state.active_dataloader).get("_hf_megatron_last_rows", state.remainder)
-    return rows if rows is not None and rows > 0 else None
+    last: tuple[int, int] = vars(state.active_dataloader).get("_hf_megatron_last", (max(state.remainder, 0), 1))
+    return last
+
+
+def rows_of_all_ranks(shard: Any) -> int:
+    """Counts the rows of a full batch of all ranks, of what deals whole batches out or splits them."""
+    size: int = shard.batch_size * (1 if shard.split_batches else shard.num_processes)
+    return size
 
 
 def shard_of(loader: Any) -> Any:

@@ -22,7 +22,7 @@ def iterate(original: Callable, self: Any) -> Iterator[Any]:
     group = data_parallel_group()
     base = self.base_dataloader
     if group is not None and "_hf_megatron_seen" not in vars(base):
-        from .drawing_collators import draw_for_all_ranks
+        from .whole_batches import draw_for_all_ranks
 
         base._hf_megatron_seen = True
         draw_for_all_ranks(base)

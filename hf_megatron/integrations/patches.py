@@ -115,6 +115,11 @@ _ROWS: tuple[tuple[str, str, str, str], ...] = (
      _RANKS_PER_BATCH),
     ("transformers.trainer_seq2seq:Seq2SeqTrainer.prediction_step", "repeated_rows:sequence_prediction_step",
      "keeps the rows that fill up the last batch", "Seq2SeqTrainer gathers as Trainer does"),
+    *(
+        (f"{_TRAINER}.{name}", f"whole_batches:{name.removeprefix('_')}", "pads the rows of each rank for themselves",
+         "Accelerate's loaders collate the rows of all ranks together")
+        for name in ("evaluation_loop", "_prepare_for_training")
+    ),
     (f"{_TRAINER}.prediction_step", "trainer_pipeline:prediction_step", "sends logits that nobody reads",
      "Trainer says whether it reads logits"),
     (f"{_TRAINER}.training_step", "trainer_pipeline:training_step", "says what the loss is multiplied by afterwards",

@@ -16,7 +16,7 @@ from transformers.trainer_pt_utils import find_batch_size
 from ..communication.whole_tensors import whole_of
 from ..loss import LABELS, without_targets
 from ..parallel_state import ParallelState, parallel_state
-from .accelerate_gathering import EvaluationLoss, first_rows
+from .accelerate_gathering import EvaluationLoss, gather_rows
 from .batch_shards import last_rows
 
 
@@ -57,20 +57,13 @@ def sequence_prediction_step(
     if state is None or not state.loss.is_spread:
         return original(self, model, inputs, prediction_loss_only, *args, **kwargs)
     if self.gather_function == self.accelerator.gather:
-        self.gather_function = functools.partial(_gather_rows, self.accelerator)
+        self.gather_function = functools.partial(gather_rows, self.accelerator)
     if not self.args.predict_with_generate or prediction_loss_only:
         # Stock goes on to Trainer's own step.
         return original(self, model, inputs, prediction_loss_only, *args, **kwargs)
     return evaluated(
         self, state, inputs, lambda rows: original(self, model, rows, prediction_loss_only, *args, **kwargs)
     )
-
-
-def _gather_rows(accelerator: Any, data: Any) -> Any:
-    """Gathers what one process has, `(batch, ...)`: no repeated rows, and a loss for each row of a full batch."""
-    if isinstance(data, EvaluationLoss):
-        return accelerator.gather(data.as_subclass(Tensor))
-    return first_rows(accelerator.gather(data), last_rows(accelerator.gradient_state))
 
 
 def own_rows(trainer: Any, state: ParallelState, inputs: Any, batch_size: int) -> Any:

@@ -138,6 +138,22 @@ def test_masks_are_those_of_one_process(arguments):
         assert max(collated) == (4 if arguments[0] else 2)
 
 
+def drawn_after_skipping(config=None):
+    """An epoch that skips its first batch, as a run that was resumed within an epoch, and the next one."""
+    accelerator = Accelerator(cpu=True, megatron_lm_plugin=None if config is None else MegatronPlugin(config))
+    loader = DataLoader(rows(11, 0), batch_size=4 if config is None else 2, collate_fn=Masking())
+    loader = accelerator.prepare(loader)
+    set_seed(5)
+    epochs = (accelerator.skip_first_batches(loader, 1), loader)
+    return [accelerator.gather_for_metrics(batch["input_ids"]) for epoch in epochs for batch in epoch]
+
+
+def test_masks_after_an_epoch_that_skips_batches():
+    [expected] = run_ranks(drawn_after_skipping, 1)
+    for found in run_ranks(drawn_after_skipping, 2, config=layout("dp2")):
+        assert len(found) == len(expected) and all(map(torch.equal, found, expected))
+
+
 class Taken(Sampler):
     """So many rows of a dataset, from its beginning and again from there."""
 
