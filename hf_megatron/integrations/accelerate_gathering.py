@@ -71,7 +71,7 @@ def gather_for_metrics(original: Callable, self: Any, input_data: Any, use_gathe
     return _of_tensors(kept, input_data)
 
 
-def gather_rows(accelerator: Any, data: Any) -> Any:
+def gather_evaluated(accelerator: Any, data: Any) -> Any:
     """Gathers what one process has of its batch, `(batch, ...)`, without repeated rows, and a loss for each row."""
 
     def kept(own: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ from transformers.trainer_pt_utils import find_batch_size
 from ..communication.whole_tensors import whole_of
 from ..loss import LABELS, without_targets
 from ..parallel_state import ParallelState, parallel_state
-from .accelerate_gathering import EvaluationLoss, gather_rows
+from .accelerate_gathering import EvaluationLoss, gather_evaluated
 from .batch_shards import last_rows
 
 
@@ -57,13 +57,29 @@ def sequence_prediction_step(
     if state is None or not state.loss.is_spread:
         return original(self, model, inputs, prediction_loss_only, *args, **kwargs)
     if self.gather_function == self.accelerator.gather:
-        self.gather_function = functools.partial(gather_rows, self.accelerator)
+        self.gather_function = functools.partial(gather_evaluated, self.accelerator)
     if not self.args.predict_with_generate or prediction_loss_only:
         # Stock goes on to Trainer's own step.
         return original(self, model, inputs, prediction_loss_only, *args, **kwargs)
-    return evaluated(
-        self, state, inputs, lambda rows: original(self, model, rows, prediction_loss_only, *args, **kwargs)
-    )
+
+    def step(rows: Any) -> Any:
+        loss, tokens, labels = original(self, model, rows, prediction_loss_only, *args, **kwargs)
+        if tokens is not None:
+            # A rank stops generating when its own rows are done.
+            tokens = self.accelerator.pad_across_processes(tokens, dim=1, pad_index=_pad_token(self))
+        return loss, tokens, labels
+
+    return evaluated(self, state, inputs, step)
+
+
+def _pad_token(trainer: Any) -> Any:
+    """Returns what `generate` writes behind rows that are done."""
+    arguments = vars(trainer).get("_gen_kwargs", {})
+    config = arguments.get("generation_config") or trainer.model.generation_config
+    pad, end = (arguments.get(name, getattr(config, name)) for name in ("pad_token_id", "eos_token_id"))
+    if pad is None and end is not None:
+        pad = end[0] if isinstance(end, list) else end
+    return 0 if pad is None else pad
 
 
 def own_rows(trainer: Any, state: ParallelState, inputs: Any, batch_size: int) -> Any:

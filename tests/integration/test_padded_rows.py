@@ -5,8 +5,13 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
     GPT2Config,
     GPT2LMHeadModel,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    T5Config,
+    T5ForConditionalGeneration,
     Trainer,
     TrainingArguments,
 )
@@ -124,6 +129,43 @@ def test_padding_of_each_ranks_own_is_noticed(gpt2, tmp_path, monkeypatch):
     with pytest.raises(AssertionError):
         compare(found, expected)
     assert [entry[0]["eval_loss"] for entry in found] != pytest.approx([entry[0]["eval_loss"] for entry in expected])
+
+
+def generate(path, output, kind, side, config=None):
+    model = kind.from_pretrained(path, megatron_config=config)
+    arguments = Seq2SeqTrainingArguments(
+        str(output),
+        per_device_eval_batch_size=4 if config is None else 2,
+        predict_with_generate=True,
+        generation_max_length=24,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    trainer = Seq2SeqTrainer(model, arguments, Padding(side))
+    predictions = [trainer.predict(texts(count)) for count in (5, 7, 8)]
+    return [(each.predictions, each.label_ids, each.metrics["test_loss"]) for each in predictions]
+
+
+@pytest.mark.parametrize("kind", [AutoModelForCausalLM, AutoModelForSeq2SeqLM])
+def test_sequences_that_end_early(tmp_path, kind):
+    """Ranks stop when their own rows are done, and labels narrower than `max_length` are padded to it with tokens."""
+    torch.manual_seed(0)
+    ends = {"eos_token_id": [1, *range(30, 50)], "pad_token_id": 0}
+    if kind is AutoModelForCausalLM:
+        model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=32, **ends))
+    else:
+        sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 64}
+        model = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0, **ends))
+    model.generation_config.max_length = 8
+    model.save_pretrained(tmp_path / "model")
+    side = "left" if kind is AutoModelForCausalLM else "right"
+    expected = generate(tmp_path / "model", tmp_path, kind, side)
+    for found in run_ranks(generate, 2, tmp_path / "model", tmp_path, kind, side, config=layout("dp2")):
+        for (tokens, labels, loss), reference in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(tokens, reference[0])
+            np.testing.assert_array_equal(labels, reference[1])
+            assert loss == pytest.approx(reference[2], rel=2e-5)
 
 
 def count(path, output, collator, config=None, resume=None, **arguments):
