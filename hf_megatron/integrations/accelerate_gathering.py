@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from .accelerate import is_ours
-from .batch_shards import last_ranks, last_rows
+from .batch_shards import cut_rows, last_ranks, last_rows
 
 
 def _data_parallel_size(accelerator: Any) -> int:
@@ -51,8 +51,7 @@ def gather_for_metrics(original: Callable, self: Any, input_data: Any, use_gathe
     if not is_ours(self):
         return original(self, input_data, use_gather_object)
     state = self.gradient_state
-    # One process cuts its last batch by the dataset's length, whatever a sampler takes of it.
-    cut = state.remainder if state.end_of_dataloader and state.remainder > 0 else None
+    cut = cut_rows(state)
     if use_gather_object or _holds_other_than_tensors(input_data):
         if _data_parallel_size(self) > 1:
             parts: list[Any] = [None] * _data_parallel_size(self)

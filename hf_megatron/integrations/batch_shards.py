@@ -40,12 +40,26 @@ def last_ranks(state: Any) -> int | None:
     return -(-rows // of_a_rank) or None
 
 
+def cut_rows(state: Any) -> int | None:
+    """Returns to how many rows one process cuts what it gathers of the batch under way, if it does.
+
+    By the dataset's length, whatever a sampler takes of it; a stream's batches it reads and cuts to what they have.
+    """
+    if not state.end_of_dataloader:
+        return None
+    if "_hf_megatron_last" in vars(state.active_dataloader.base_dataloader):
+        return last_rows(state)
+    return state.remainder if state.remainder > 0 else None
+
+
 def _last(state: Any) -> tuple[int, int]:
     if not state.end_of_dataloader:
         return 0, 1
+    for loader in (state.active_dataloader, state.active_dataloader.base_dataloader):
+        if (last := vars(loader).get("_hf_megatron_last")) is not None:
+            return last[0], last[1]
     # Of what else deals out batches, such as streams that one rank reads, stock's own number is all that is known.
-    last: tuple[int, int] = vars(state.active_dataloader).get("_hf_megatron_last", (max(state.remainder, 0), 1))
-    return last
+    return max(state.remainder, 0), 1
 
 
 def rows_of_all_ranks(shard: Any) -> int:

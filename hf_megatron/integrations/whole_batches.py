@@ -8,12 +8,12 @@ rank therefore reads and collates the batch of all ranks and takes its own rows 
 import pickle
 import random
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import torch
 import transformers
-from accelerate.data_loader import BatchSamplerShard, DataLoaderShard
+from accelerate.data_loader import BatchSamplerShard, DataLoaderShard, IterableDatasetShard
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 from transformers.trainer_utils import RemoveColumnsCollator
@@ -59,6 +59,18 @@ def draw_for_all_ranks(loader: DataLoader) -> None:
     shard = _shard_of(loader)
     if shard is not None and (type(shard) is _WholeBatches or _draws(loader, shard.batch_size)):
         _take_own_rows(loader, shard)
+
+
+def read_whole_stream(loader: Any) -> None:
+    """Has a rank's loader of a stream take its batches out of those of all ranks; each rank reads all rows anyway."""
+    shard = loader.dataset
+    if type(shard) not in (IterableDatasetShard, _WholeStream) or shard.num_processes == 1 or loader.batch_size is None:
+        return
+    shard.__class__ = _WholeStream
+    loader.batch_sampler.batch_size = loader.batch_size * shard.num_processes
+    # A loader that skips batches shares the stream.
+    if not isinstance(loader.collate_fn, _OwnRows):
+        loader.collate_fn = _CountedRows(loader.collate_fn, shard.process_index, loader.batch_size)
 
 
 def _shard_of(loader: DataLoader) -> BatchSamplerShard | None:
@@ -140,6 +152,28 @@ class _OwnRows:
         if not _has_rows(batch, len(samples)):
             return self.collate([samples[place] for place in own])
         return _taken(batch, own, len(samples))
+
+
+class _WholeStream(IterableDatasetShard):
+    """Yields the rows of all ranks, without repetitions; its length is that of a rank's."""
+
+    def __iter__(self) -> Iterator[Any]:
+        alone = IterableDatasetShard(self.dataset)
+        alone.epoch = vars(self).get("epoch", 0)
+        return iter(alone)
+
+
+class CountedBatch(NamedTuple):
+    """A batch of a rank, and how many rows that of all ranks has: at the end of a stream nothing else tells it."""
+
+    batch: Any
+    rows: int
+    rows_of_a_rank: int
+
+
+class _CountedRows(_OwnRows):
+    def __call__(self, samples: list) -> CountedBatch:
+        return CountedBatch(super().__call__(samples), len(samples), self.size)
 
 
 def _taken(batch: Any, own: list[int], count: int) -> Any:

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import IterableDataset
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
@@ -63,7 +64,15 @@ def seen(prediction):
     }
 
 
-def predict(path, output, side, config=None, collator=None, **arguments):
+class Stream(IterableDataset):
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __iter__(self):
+        return iter(self.rows)
+
+
+def predict(path, output, side, config=None, kind=list, **arguments):
     model = AutoModelForCausalLM.from_pretrained(path, megatron_config=config)
     dp_size = 1 if config is None else config.dp_size
     arguments = TrainingArguments(
@@ -75,11 +84,11 @@ def predict(path, output, side, config=None, collator=None, **arguments):
         disable_tqdm=True,
         **arguments,
     )
-    trainer = Trainer(model, arguments, collator or Padding(side), compute_metrics=seen)
+    trainer = Trainer(model, arguments, Padding(side), compute_metrics=seen)
     data, found = texts(12), []
     for count in COUNTS:
-        metrics = trainer.evaluate(data[:count])
-        prediction = trainer.predict(data[:count])
+        metrics = trainer.evaluate(kind(data[:count]))
+        prediction = trainer.predict(kind(data[:count]))
         numbers = {name: value for name, value in metrics.items() if "runtime" not in name and "second" not in name}
         numbers.pop("eval_model_preparation_time", None)
         found.append((numbers, prediction.predictions, prediction.label_ids))
@@ -120,6 +129,17 @@ def test_predictions_on_rows_of_unequal_length(gpt2, tmp_path, text, side, argum
     expected = predict(gpt2, tmp_path, side)
     for found in run_ranks(predict, ranks_of(config), gpt2, tmp_path, side, config=config, **arguments):
         compare(found, expected)
+
+
+@pytest.mark.parametrize("text", ["dp2", "tp2+dp2"])
+def test_predictions_on_a_stream_that_each_rank_reads(gpt2, tmp_path, text):
+    config = layout(text)
+    expected = predict(gpt2, tmp_path, "right", kind=Stream)
+    # With tensor parallelism there is no other way.
+    arguments = {"accelerator_config": {"dispatch_batches": False}} if text == "dp2" else {}
+    found = run_ranks(predict, ranks_of(config), gpt2, tmp_path, "right", config=config, kind=Stream, **arguments)
+    for each in found:
+        compare(each, expected)
 
 
 def test_padding_of_each_ranks_own_is_noticed(gpt2, tmp_path, monkeypatch):
@@ -168,7 +188,7 @@ def test_sequences_that_end_early(tmp_path, kind):
             assert loss == pytest.approx(reference[2], rel=2e-5)
 
 
-def count(path, output, collator, config=None, resume=None, **arguments):
+def count(path, output, collator, config=None, resume=None, kind=list, **arguments):
     """Losses and tokens seen of two epochs whose last batches are not full."""
     model = AutoModelForCausalLM.from_pretrained(path, megatron_config=config)
     dp_size = 1 if config is None else config.dp_size
@@ -183,7 +203,7 @@ def count(path, output, collator, config=None, resume=None, **arguments):
         "use_cpu": True,
         "disable_tqdm": True,
     }
-    trainer = Trainer(model, TrainingArguments(str(output), **defaults | arguments), collator, texts(13))
+    trainer = Trainer(model, TrainingArguments(str(output), **defaults | arguments), collator, kind(texts(13)))
     trainer.train(resume_from_checkpoint=resume)
     return [(entry["loss"], entry["num_input_tokens_seen"]) for entry in trainer.state.log_history if "loss" in entry]
 
@@ -198,8 +218,11 @@ def test_padding_that_is_counted(gpt2, tmp_path, text):
         assert [loss for loss, _ in found] == pytest.approx([loss for loss, _ in expected], rel=2e-5)
 
 
-def test_padding_that_is_counted_after_resuming_within_an_epoch(gpt2, tmp_path):
-    arguments = {"save_strategy": "steps", "save_steps": 1, "gradient_accumulation_steps": 1}
+@pytest.mark.parametrize("kind", [list, Stream])
+def test_padding_that_is_counted_after_resuming_within_an_epoch(gpt2, tmp_path, kind):
+    arguments = {"save_strategy": "steps", "save_steps": 1, "gradient_accumulation_steps": 1, "kind": kind}
+    if kind is Stream:
+        arguments |= {"max_steps": 8, "accelerator_config": {"dispatch_batches": False}}
     expected = count(gpt2, tmp_path / "one", Padding(), **arguments)
     run_ranks(count, 2, gpt2, tmp_path / "two", Padding(), config=layout("dp2"), **arguments)
     folder = str(tmp_path / "two" / "checkpoint-2")
