@@ -26,8 +26,11 @@ _STACKS: tuple[Any, ...] = (default_collate, transformers.default_data_collator,
 
 
 def prepare_for_training(original: Callable, self: Any, max_steps: Any, train_dataloader: Any, *args: Any) -> Any:
-    """Trains on rows that are padded as in one process, where Trainer counts their padding too."""
-    if self.args.include_num_input_tokens_seen == "all":
+    """Trains on rows that are padded as in one process, where the width of a batch is known to matter."""
+    # Behind padding on the left a first token has a place and a prediction; answers are sought in padding too.
+    pads_left = getattr(getattr(self.data_collator, "tokenizer", None), "padding_side", "right") == "left"
+    counts = self.args.include_num_input_tokens_seen == "all"
+    if counts or pads_left or "start_positions" in self.label_names:
         _pad(self, train_dataloader)
     return original(self, max_steps, train_dataloader, *args)
 

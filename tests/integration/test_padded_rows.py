@@ -1,5 +1,7 @@
 """Rows that a collator pads to each other, on data parallel ranks: padding, predictions and counts of one process."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -126,7 +128,7 @@ def compare(found, expected):
 )
 def test_predictions_on_rows_of_unequal_length(gpt2, tmp_path, text, side, arguments):
     config = layout(text)
-    expected = predict(gpt2, tmp_path, side)
+    [expected] = run_ranks(predict, 1, gpt2, tmp_path, side)
     for found in run_ranks(predict, ranks_of(config), gpt2, tmp_path, side, config=config, **arguments):
         compare(found, expected)
 
@@ -134,7 +136,7 @@ def test_predictions_on_rows_of_unequal_length(gpt2, tmp_path, text, side, argum
 @pytest.mark.parametrize("text", ["dp2", "tp2+dp2"])
 def test_predictions_on_a_stream_that_each_rank_reads(gpt2, tmp_path, text):
     config = layout(text)
-    expected = predict(gpt2, tmp_path, "right", kind=Stream)
+    [expected] = run_ranks(predict, 1, gpt2, tmp_path, "right", kind=Stream)
     # With tensor parallelism there is no other way.
     arguments = {"accelerator_config": {"dispatch_batches": False}} if text == "dp2" else {}
     found = run_ranks(predict, ranks_of(config), gpt2, tmp_path, "right", config=config, kind=Stream, **arguments)
@@ -144,7 +146,7 @@ def test_predictions_on_a_stream_that_each_rank_reads(gpt2, tmp_path, text):
 
 def test_padding_of_each_ranks_own_is_noticed(gpt2, tmp_path, monkeypatch):
     monkeypatch.setattr(whole_batches, "pad_for_all_ranks", lambda loader: None)
-    expected = predict(gpt2, tmp_path, "left")
+    [expected] = run_ranks(predict, 1, gpt2, tmp_path, "left")
     [found, _] = run_ranks(predict, 2, gpt2, tmp_path, "left", config=layout("dp2"))
     with pytest.raises(AssertionError):
         compare(found, expected)
@@ -180,7 +182,7 @@ def test_sequences_that_end_early(tmp_path, kind):
     model.generation_config.max_length = 8
     model.save_pretrained(tmp_path / "model")
     side = "left" if kind is AutoModelForCausalLM else "right"
-    expected = generate(tmp_path / "model", tmp_path, kind, side)
+    [expected] = run_ranks(generate, 1, tmp_path / "model", tmp_path, kind, side)
     for found in run_ranks(generate, 2, tmp_path / "model", tmp_path, kind, side, config=layout("dp2")):
         for (tokens, labels, loss), reference in zip(found, expected, strict=True):
             np.testing.assert_array_equal(tokens, reference[0])
@@ -212,7 +214,7 @@ def count(path, output, collator, config=None, resume=None, kind=list, **argumen
 def test_padding_that_is_counted(gpt2, tmp_path, text):
     """Of the last row of an epoch one rank has all, and others none."""
     config = layout(text)
-    expected = count(gpt2, tmp_path, Padding("left"))
+    [expected] = run_ranks(count, 1, gpt2, tmp_path, Padding("left"))
     for found in run_ranks(count, ranks_of(config), gpt2, tmp_path, Padding("left"), config=config):
         assert [tokens for _, tokens in found] == [tokens for _, tokens in expected]
         assert [loss for loss, _ in found] == pytest.approx([loss for loss, _ in expected], rel=2e-5)
@@ -223,10 +225,26 @@ def test_padding_that_is_counted_after_resuming_within_an_epoch(gpt2, tmp_path, 
     arguments = {"save_strategy": "steps", "save_steps": 1, "gradient_accumulation_steps": 1, "kind": kind}
     if kind is Stream:
         arguments |= {"max_steps": 8, "accelerator_config": {"dispatch_batches": False}}
-    expected = count(gpt2, tmp_path / "one", Padding(), **arguments)
+    [expected] = run_ranks(count, 1, gpt2, tmp_path / "one", Padding(), **arguments)
     run_ranks(count, 2, gpt2, tmp_path / "two", Padding(), config=layout("dp2"), **arguments)
     folder = str(tmp_path / "two" / "checkpoint-2")
     for found in run_ranks(count, 2, gpt2, tmp_path / "three", Padding(), layout("dp2"), resume=folder, **arguments):
+        assert np.allclose(found, expected, rtol=2e-5)
+
+
+class LeftTokenizer(Padding):
+    """A collator that says by its tokenizer where it pads."""
+
+    def __init__(self):
+        super().__init__("left")
+        self.tokenizer = SimpleNamespace(padding_side="left")
+
+
+def test_rows_that_are_padded_on_the_left(gpt2, tmp_path):
+    """A first token behind padding is predicted from it, and has another position."""
+    arguments = {"include_num_input_tokens_seen": "non_padding"}
+    [expected] = run_ranks(count, 1, gpt2, tmp_path, LeftTokenizer(), **arguments)
+    for found in run_ranks(count, 2, gpt2, tmp_path, LeftTokenizer(), config=layout("dp2"), **arguments):
         assert np.allclose(found, expected, rtol=2e-5)
 
 
@@ -241,7 +259,7 @@ def joined(samples):
 def test_rows_that_are_joined_have_no_padding(gpt2, tmp_path, size):
     """Twelve rows fill each batch, also those of one row for each rank."""
     arguments = {"include_num_input_tokens_seen": "all", "max_steps": 3, "gradient_accumulation_steps": 1}
-    expected = count(gpt2, tmp_path, joined, per_device_train_batch_size=size, **arguments)
+    [expected] = run_ranks(count, 1, gpt2, tmp_path, joined, per_device_train_batch_size=size, **arguments)
     for found in run_ranks(
         count, 2, gpt2, tmp_path, joined, layout("dp2"), per_device_train_batch_size=size // 2, **arguments
     ):
