@@ -1,12 +1,13 @@
 """`Accelerator.gather`, `gather_for_metrics`, `reduce` over the ranks with different batches; triggers over all."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+import torch.distributed as dist
 
 from .accelerate import is_ours
-
-if TYPE_CHECKING:
-    import torch
+from .batch_shards import cut_rows, last_ranks, last_rows
 
 
 def _data_parallel_size(accelerator: Any) -> int:
@@ -25,8 +26,6 @@ def gather(original: Callable, self: Any, tensor: Any) -> Any:
     if _data_parallel_size(self) == 1:
         # Every rank holds the same batch: what each has is the whole already.
         return tensor
-    import torch
-    import torch.distributed as dist
     from accelerate.utils.operations import recursively_apply
 
     group = _data_parallel_group(self)
@@ -40,19 +39,52 @@ def gather(original: Callable, self: Any, tensor: Any) -> Any:
     return recursively_apply(joined, tensor, error_on_other_type=True)
 
 
-def gather_for_metrics(original: Callable, self: Any, input_data: Any, use_gather_object: bool = False) -> Any:
-    """Joins tensors `(batch, ...)` or objects of ranks with different batches, without what fills up the last batch."""
-    if not is_ours(self) or not (use_gather_object or _holds_other_than_tensors(input_data)):
-        # Tensors go through `gather` above; stock then drops what fills up the last batch.
-        return original(self, input_data, use_gather_object)
-    import torch.distributed as dist
+class EvaluationLoss(torch.Tensor):
+    """A loss `()` of all ranks' rows; one per row, `(batch,)`, is what one process makes of it for a full batch."""
 
-    if _data_parallel_size(self) > 1:
-        parts: list[Any] = [None] * _data_parallel_size(self)
-        dist.all_gather_object(parts, input_data, group=_data_parallel_group(self))
-        input_data = [item for part in parts for item in part]
+
+def gather_for_metrics(original: Callable, self: Any, input_data: Any, use_gather_object: bool = False) -> Any:
+    """Joins tensors `(batch, ...)` or objects of ranks with different batches, without what fills up the last batch.
+
+    Of tensors `()` it keeps those of ranks that have a row of their own.
+    """
+    if not is_ours(self):
+        return original(self, input_data, use_gather_object)
     state = self.gradient_state
-    return input_data[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else input_data
+    cut = cut_rows(state)
+    if use_gather_object or _holds_other_than_tensors(input_data):
+        if _data_parallel_size(self) > 1:
+            parts: list[Any] = [None] * _data_parallel_size(self)
+            dist.all_gather_object(parts, input_data, group=_data_parallel_group(self))
+            input_data = [item for part in parts for item in part]
+        return input_data[: last_rows(state)][:cut]
+
+    def kept(own: torch.Tensor) -> torch.Tensor:
+        if isinstance(own, EvaluationLoss):
+            return self.gather(own.as_subclass(torch.Tensor))[:cut]
+        if own.dim() == 0:
+            # In one process no value of a whole batch is dropped.
+            return own if _data_parallel_size(self) == 1 else self.gather(own)[: last_ranks(state)]
+        return self.gather(own)[: last_rows(state)][:cut]
+
+    return _of_tensors(kept, input_data)
+
+
+def gather_evaluated(accelerator: Any, data: Any) -> Any:
+    """Gathers what one process has of its batch, `(batch, ...)`, without repeated rows, and a loss for each row."""
+
+    def kept(own: torch.Tensor) -> torch.Tensor:
+        if isinstance(own, EvaluationLoss):
+            return accelerator.gather(own.as_subclass(torch.Tensor))
+        return accelerator.gather(own)[: last_rows(accelerator.gradient_state)]
+
+    return _of_tensors(kept, data)
+
+
+def _of_tensors(change: Callable[[torch.Tensor], torch.Tensor], data: Any) -> Any:
+    from accelerate.utils.operations import recursively_apply
+
+    return recursively_apply(change, data, error_on_other_type=True)
 
 
 def _holds_other_than_tensors(data: Any) -> bool:
@@ -69,9 +101,6 @@ def check_trigger(original: Callable, self: Any) -> bool:
     """Tells on every rank whether any rank has called `set_trigger()` since the last check."""
     if not is_ours(self):
         return original(self)
-    import torch
-    import torch.distributed as dist
-
     flag = torch.zeros((), dtype=torch.int64, device=self.device) if self.flag_tensor is None else self.flag_tensor
     flag = flag.clone()
     dist.all_reduce(flag, dist.ReduceOp.MAX)
@@ -85,7 +114,6 @@ def reduce(original: Callable, self: Any, tensor: Any, reduction: str = "sum", s
     """Reduces tensors of any shape over the ranks that see different batches."""
     if not is_ours(self):
         return original(self, tensor, reduction, scale)
-    import torch.distributed as dist
     from accelerate.utils.operations import recursively_apply
 
     from ..data_parallel.sharded_guards import is_sharded
@@ -95,7 +123,7 @@ def reduce(original: Callable, self: Any, tensor: Any, reduction: str = "sum", s
     # Over all ranks a sum would count each batch once for every rank that works on it.
     group = _data_parallel_group(self) if _data_parallel_size(self) > 1 else None
 
-    def reduced(own: "torch.Tensor") -> "torch.Tensor":
+    def reduced(own: torch.Tensor) -> torch.Tensor:
         own = own.clone()
         if group is not None:
             if is_sharded(own):

@@ -7,10 +7,9 @@ from torch.utils.data import BatchSampler
 
 
 def begin(original: Callable, self: Any) -> None:
-    """Begins an iteration and says how many rows of the last batch of all ranks count.
+    """Begins an iteration and notes how many rows the last batch of all ranks has, without repetitions.
 
-    Stock takes it from the dataset's length, whatever a sampler takes of it, and forgets it for a loader that skips
-    its first batches.
+    Stock's `remainder` is of the dataset's length, whatever a sampler takes of it, as in one process.
     """
     original(self)
     shard = None if data_parallel_group() is None else shard_of(self)
@@ -18,8 +17,55 @@ def begin(original: Callable, self: Any) -> None:
         return
     sampler = shard.batch_sampler.sampler
     if shard.num_processes > 1 and isinstance(sampler, Sized):
-        size = shard.batch_size * (1 if shard.split_batches else shard.num_processes)
-        self.remainder = -1 if shard.drop_last else len(sampler) % size
+        size = rows_of_all_ranks(shard)
+        if shard.drop_last or not shard.even_batches:
+            # No row is repeated, and ranks with batches of their own stop together at the shortest.
+            self.remainder, self._hf_megatron_last = -1, (0, 1)
+        else:
+            self._hf_megatron_last = len(sampler) % size or size, size // shard.num_processes
+
+
+def last_rows(state: Any) -> int | None:
+    """Counts the rows of the batch of all ranks under way, if it is its loader's last and rows of it may be repeated.
+
+    Args:
+        state: the Accelerator's `gradient_state`.
+    """
+    return _last(state)[0] or None
+
+
+def last_ranks(state: Any) -> int | None:
+    """Counts the ranks that have some of these rows: the first ones."""
+    rows, of_a_rank = _last(state)
+    return -(-rows // of_a_rank) or None
+
+
+def cut_rows(state: Any) -> int | None:
+    """Returns to how many rows one process cuts what it gathers of the batch under way, if it does.
+
+    By the dataset's length, whatever a sampler takes of it; a stream's batches it reads and cuts to what they have.
+    """
+    if not state.end_of_dataloader:
+        return None
+    if "_hf_megatron_last" in vars(state.active_dataloader.base_dataloader):
+        return last_rows(state)
+    return state.remainder if state.remainder > 0 else None
+
+
+def _last(state: Any) -> tuple[int, int]:
+    if not state.end_of_dataloader:
+        return 0, 1
+    for loader in (state.active_dataloader, state.active_dataloader.base_dataloader):
+        if (last := vars(loader).get("_hf_megatron_last")) is not None:
+            return last[0], last[1]
+    # Of what else deals out batches, such as streams that one rank reads, stock's own number is all that is known.
+    return max(state.remainder, 0), 1
+
+
+def rows_of_all_ranks(shard: Any) -> int:
+    """Counts the rows of a full batch of all ranks, of what deals whole batches out or splits them."""
+    size: int = shard.batch_size * (1 if shard.split_batches else shard.num_processes)
+    return size
 
 
 def shard_of(loader: Any) -> Any:

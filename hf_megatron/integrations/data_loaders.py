@@ -22,10 +22,11 @@ def iterate(original: Callable, self: Any) -> Iterator[Any]:
     group = data_parallel_group()
     base = self.base_dataloader
     if group is not None and "_hf_megatron_seen" not in vars(base):
-        from .drawing_collators import draw_for_all_ranks
+        from .whole_batches import draw_for_all_ranks, read_whole_stream
 
         base._hf_megatron_seen = True
         draw_for_all_ranks(base)
+        read_whole_stream(base)
     if group is not None and "_hf_megatron_group" not in vars(base) and _may_differ(base):
         base._hf_megatron_group = group
         base.__class__ = _agreed_class(type(base))
@@ -48,6 +49,8 @@ def _agreed_class(base: Any) -> type:
 
 
 def _agreed(loader: Any, iterator: Iterator[Any]) -> Iterator[Any]:
+    from .whole_batches import CountedBatch
+
     group, read, nothing = loader._hf_megatron_group, 0, object()
     device = "cpu" if "gloo" in dist.get_backend(group) else torch.accelerator.current_accelerator()
     while True:
@@ -60,6 +63,8 @@ def _agreed(loader: Any, iterator: Iterator[Any]) -> Iterator[Any]:
                 _warn(loader, batch is nothing, read, group)
             return
         read += 1
+        if isinstance(batch, CountedBatch):
+            batch, *loader._hf_megatron_last = batch
         yield batch
 
 

@@ -115,6 +115,11 @@ _ROWS: tuple[tuple[str, str, str, str], ...] = (
      _RANKS_PER_BATCH),
     ("transformers.trainer_seq2seq:Seq2SeqTrainer.prediction_step", "repeated_rows:sequence_prediction_step",
      "keeps the rows that fill up the last batch", "Seq2SeqTrainer gathers as Trainer does"),
+    *(
+        (f"{_TRAINER}.{name}", f"whole_batches:{name.removeprefix('_')}", "pads the rows of each rank for themselves",
+         "Accelerate's loaders collate the rows of all ranks together")
+        for name in ("evaluation_loop", "_prepare_for_training")
+    ),
     (f"{_TRAINER}.prediction_step", "trainer_pipeline:prediction_step", "sends logits that nobody reads",
      "Trainer says whether it reads logits"),
     (f"{_TRAINER}.training_step", "trainer_pipeline:training_step", "says what the loss is multiplied by afterwards",
@@ -122,7 +127,7 @@ _ROWS: tuple[tuple[str, str, str, str], ...] = (
     *(
         (f"{_TRAINER}.{name}", f"trainer_checkpoints:{name.removeprefix('_')}", stock, _CHECKPOINTS)
         for name, stock in (
-            ("train", "finds checkpoints by their names"),
+            ("train", "takes the highest number for the newest complete checkpoint"),
             ("_save_checkpoint", "writes files that a kill leaves half-written"),
             ("_load_from_checkpoint", "reads whole weights"),
             ("_load_optimizer_and_scheduler", "unpickles the optimizer of one layout"),
@@ -131,8 +136,6 @@ _ROWS: tuple[tuple[str, str, str, str], ...] = (
             ("_load_best_model", "reads whole weights"),
         )
     ),
-    ("transformers.trainer:get_last_checkpoint", "trainer_checkpoints:get_last_checkpoint",
-     "takes an interrupted save for a checkpoint", _CHECKPOINTS),
     ("transformers.trainer:compare_trainer_and_checkpoint_args", "trainer_checkpoints:compare_arguments",
      "warns of batch sizes that another layout has to have", _CHECKPOINTS),
     (f"{_TRAINER}.init_hf_repo", "hub:init_hf_repo", "every rank makes the repository", _HUB),

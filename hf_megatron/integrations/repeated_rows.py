@@ -16,6 +16,8 @@ from transformers.trainer_pt_utils import find_batch_size
 from ..communication.whole_tensors import whole_of
 from ..loss import LABELS, without_targets
 from ..parallel_state import ParallelState, parallel_state
+from .accelerate_gathering import EvaluationLoss, gather_evaluated
+from .batch_shards import last_rows
 
 
 class EmptyBatch(dict):
@@ -34,7 +36,7 @@ def get_batch_samples(original: Callable, self: Any, *args: Any, **kwargs: Any) 
     last = batches[-1]
     if _counted(self, state, last, self._train_batch_size) != find_batch_size(last):
         batches[-1] = own_rows(self, state, last, self._train_batch_size)
-    if _is_last_batch(self):
+    if last_rows(self.accelerator.gradient_state) is not None:
         # The ranks count together: on each of them, or on none.
         count = self._get_num_items_in_batch(batches, self.args.device)
     return batches, count
@@ -55,19 +57,29 @@ def sequence_prediction_step(
     if state is None or not state.loss.is_spread:
         return original(self, model, inputs, prediction_loss_only, *args, **kwargs)
     if self.gather_function == self.accelerator.gather:
-        self.gather_function = functools.partial(_gather_rows, self.accelerator)
+        self.gather_function = functools.partial(gather_evaluated, self.accelerator)
     if not self.args.predict_with_generate or prediction_loss_only:
         # Stock goes on to Trainer's own step.
         return original(self, model, inputs, prediction_loss_only, *args, **kwargs)
-    return evaluated(
-        self, state, inputs, lambda rows: original(self, model, rows, prediction_loss_only, *args, **kwargs)
-    )
+
+    def step(rows: Any) -> Any:
+        loss, tokens, labels = original(self, model, rows, prediction_loss_only, *args, **kwargs)
+        if tokens is not None:
+            # A rank stops generating when its own rows are done.
+            tokens = self.accelerator.pad_across_processes(tokens, dim=1, pad_index=_pad_token(self))
+        return loss, tokens, labels
+
+    return evaluated(self, state, inputs, step)
 
 
-def _gather_rows(accelerator: Any, data: Any) -> Any:
-    """Gathers what one process has, `(batch, ...)`: no repeated rows, and a loss for each row of a full batch."""
-    is_loss = isinstance(data, Tensor) and data.dim() == 1 and data.is_floating_point()
-    return accelerator.gather(data) if is_loss else accelerator.gather_for_metrics(data)
+def _pad_token(trainer: Any) -> Any:
+    """Returns what `generate` writes behind rows that are done."""
+    arguments = vars(trainer).get("_gen_kwargs", {})
+    config = arguments.get("generation_config") or trainer.model.generation_config
+    pad, end = (arguments.get(name, getattr(config, name)) for name in ("pad_token_id", "eos_token_id"))
+    if pad is None and end is not None:
+        pad = end[0] if isinstance(end, list) else end
+    return 0 if pad is None else pad
 
 
 def own_rows(trainer: Any, state: ParallelState, inputs: Any, batch_size: int) -> Any:
@@ -100,21 +112,17 @@ def evaluated(trainer: Any, state: ParallelState, inputs: Any, step: Callable[[A
         # Where the targets were counted a rank has its share of the loss, and Trainer weighs ranks by their rows.
         loss = whole_of(loss) if isinstance(loss, DTensor) else loss.clone()
         state.loss.mean_over_ranks(loss)
+        loss = loss.as_subclass(EvaluationLoss)
     return loss, *(_filled_up(prediction, kept, rows) for prediction in predictions)
-
-
-def _is_last_batch(trainer: Any) -> bool:
-    progress = trainer.accelerator.gradient_state
-    return progress.end_of_dataloader and progress.remainder > 0
 
 
 def _counted(trainer: Any, state: ParallelState, inputs: Any, batch_size: int) -> Any:
     """Counts the rows of this rank's batch under way that are no repetitions; they come first."""
-    rows = find_batch_size(inputs)
+    rows, of_all_ranks = find_batch_size(inputs), last_rows(trainer.accelerator.gradient_state)
     # Collators that join rows, and loaders of other sizes, leave it open which rows are repeated.
-    if not _is_last_batch(trainer) or rows != batch_size:
+    if of_all_ranks is None or rows != batch_size:
         return rows
-    return min(max(trainer.accelerator.gradient_state.remainder - state.mesh.dp_rank * batch_size, 0), batch_size)
+    return min(max(of_all_ranks - state.mesh.dp_rank * batch_size, 0), batch_size)
 
 
 def _takes_any_rows(trainer: Any) -> bool:

@@ -6,7 +6,6 @@ states are JSON and safetensors.
 """
 
 import functools
-import re
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
@@ -18,7 +17,7 @@ import torch.distributed as dist
 
 from ..checkpoint import saved_generators
 from ..checkpoint.asynchronous import AsyncSaver
-from ..checkpoint.discovery import committed, fresh_name, is_committed, latest, saves_of
+from ..checkpoint.discovery import fresh_name, is_committed
 from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..checkpoint.state_file import read_packed, write_packed
 from ..checkpoint.training_state import facts, load_model, load_optimizers, pieces, write_config
@@ -26,9 +25,9 @@ from ..checkpoint.transaction import Transaction, prune
 from ..communication.agreement import agreed, gather, rank_and_size
 from ..parallel_state import parallel_state
 from .cards import write_trainer_card
+from .resumed_checkpoint import STATE, checkpoint_to_resume
 
 LOOP = "loop.safetensors"
-STATE = "trainer_state.json"
 
 
 def _optimizers(trainer: Any) -> list[Any]:
@@ -40,13 +39,12 @@ def _holds_shards(path: Any) -> bool:
 
 
 def train(original: Callable, self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """Trains from the newest save of the step that is named, and waits at the end for a save under way."""
-    if isinstance(resume_from_checkpoint, str) and (saved := saves_of(Path(resume_from_checkpoint))):
-        resume_from_checkpoint = str(saved[0])
+    """Trains from the newest save of the step that is named or of all, and waits at the end for a save under way."""
     state = parallel_state(self.model)
-    if state is None:
-        return original(self, resume_from_checkpoint, *args, **kwargs)
-    if not state.config.async_save:
+    resume_from_checkpoint = checkpoint_to_resume(
+        resume_from_checkpoint, self.args.output_dir, is_laid_out=state is not None
+    )
+    if state is None or not state.config.async_save:
         return original(self, resume_from_checkpoint, *args, **kwargs)
     with closing(AsyncSaver(dist.new_group(backend="gloo"))) as self._hf_megatron_saver:
         return original(self, resume_from_checkpoint, *args, **kwargs)
@@ -169,26 +167,6 @@ def compare_arguments(original: Callable, training_args: Any, trainer_state: Any
         trainer_state.train_batch_size = training_args.train_batch_size
         trainer_state.compute_steps(training_args, training_args.max_steps)
     original(training_args, trainer_state)
-
-
-def get_last_checkpoint(original: Callable, folder: str) -> str | None:
-    """Returns the complete checkpoint that `latest` names, else the newest; stock takes the highest number."""
-    found = latest(folder) if committed(Path(folder)) else None
-    highest = original(folder)
-    if found is None or highest is None:
-        return highest if found is None else str(found)
-    if _number(highest) > _number(found) and not is_committed(highest):
-        warnings.warn(
-            f"{highest} is passed over for {found}: it has no manifest.json, because plain Trainer wrote it or a save "
-            "was cut short. Name it in resume_from_checkpoint, or delete it.",
-            stacklevel=2,
-        )
-    return str(found)
-
-
-def _number(checkpoint: str | Path) -> int:
-    found = re.search(r"-(\d+)", Path(checkpoint).name)
-    return int(found[1]) if found else -1
 
 
 def open_verified(path: Any, model: Any) -> Checkpoint:

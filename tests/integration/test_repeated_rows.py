@@ -5,7 +5,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration
-from torch.utils.data import DataLoader, SubsetRandomSampler
+from torch.utils.data import DataLoader, Sampler
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
@@ -138,22 +138,105 @@ def test_masks_are_those_of_one_process(arguments):
         assert max(collated) == (4 if arguments[0] else 2)
 
 
-def dealt_out(skipped, sampled, config=None):
+def drawn_after_skipping(config=None):
+    """An epoch that skips its first batch, as a run that was resumed within an epoch, and the next one."""
     accelerator = Accelerator(cpu=True, megatron_lm_plugin=None if config is None else MegatronPlugin(config))
-    sampler = SubsetRandomSampler(range(sampled), generator=torch.Generator().manual_seed(3)) if sampled else None
-    loader = accelerator.prepare(DataLoader(torch.arange(14), batch_size=4 if config is None else 2, sampler=sampler))
+    loader = DataLoader(rows(11, 0), batch_size=4 if config is None else 2, collate_fn=Masking())
+    loader = accelerator.prepare(loader)
+    set_seed(5)
+    epochs = (accelerator.skip_first_batches(loader, 1), loader)
+    return [accelerator.gather_for_metrics(batch["input_ids"]) for epoch in epochs for batch in epoch]
+
+
+def test_masks_after_an_epoch_that_skips_batches():
+    [expected] = run_ranks(drawn_after_skipping, 1)
+    for found in run_ranks(drawn_after_skipping, 2, config=layout("dp2")):
+        assert len(found) == len(expected) and all(map(torch.equal, found, expected))
+
+
+class Taken(Sampler):
+    """So many rows of a dataset, from its beginning and again from there."""
+
+    def __init__(self, dataset, count):
+        self.dataset, self.count = dataset, count
+
+    def __len__(self):
+        return self.count
+
+    def __iter__(self):
+        return iter(index % len(self.dataset) for index in range(self.count))
+
+
+def dealt_out(skipped, sampled, kept, config=None, **configuration):
+    """What is gathered of each batch: rows, objects, and what stock's own method makes of the rows."""
+    accelerator = Accelerator(
+        cpu=True,
+        megatron_lm_plugin=None if config is None else MegatronPlugin(config),
+        dataloader_config=DataLoaderConfiguration(**configuration),
+    )
+    data = torch.arange(kept)
+    size = 4 if config is None or configuration else 2
+    loader = DataLoader(data, batch_size=size, sampler=Taken(data, sampled) if sampled else None)
+    loader = accelerator.prepare(loader)
     if skipped:
         loader = accelerator.skip_first_batches(loader, skipped)
-    # In one process stock would cut the last batch of a sampler to the length of the dataset.
-    return [(batch if config is None else accelerator.gather_for_metrics(batch)).tolist() for batch in loader]
+    return [
+        (
+            accelerator.gather_for_metrics({"rows": batch})["rows"].tolist(),
+            accelerator.gather_for_metrics([str(row) for row in batch.tolist()]),
+            accelerator.gather_for_metrics(batch.tolist(), use_gather_object=True),
+        )
+        for batch in loader
+    ]
 
 
-@pytest.mark.parametrize("arguments", [(2, 0), (0, 11), (1, 9)])
+# Accelerate cuts the last batch to what the dataset leaves over: fewer rows than there are, more, or none.
+@pytest.mark.parametrize(
+    "arguments",
+    [(2, 0, 14), (0, 11, 14), (0, 9, 14), (1, 9, 14), (0, 17, 14), (0, 19, 14), (0, 11, 16), (0, 12, 14), (0, 12, 16)],
+    ids=str,
+)
 def test_rows_of_skipping_loaders_and_of_samplers(arguments):
     [expected] = run_ranks(dealt_out, 1, *arguments)
-    assert len(expected[-1]) < 4
     for found in run_ranks(dealt_out, 2, *arguments, config=layout("dp2")):
         assert found == expected
+    for found in run_ranks(dealt_out, 2, *arguments, config=layout("dp2"), split_batches=True):
+        assert found == expected
+
+
+def test_rows_of_ranks_whose_batches_are_not_evened_out():
+    """All stop at the shortest, with a warning; what they have read counts."""
+    uneven = run_ranks(dealt_out, 2, 0, 0, 10, config=layout("dp2"), even_batches=False, split_batches=False)
+    for found in uneven:
+        assert [rows for rows, *_ in found] == [[0, 1, 2, 3, 4, 5, 6, 7]]
+
+
+class SampledTrainer(Trainer):
+    def _get_eval_sampler(self, eval_dataset):
+        return Taken(eval_dataset, 9)
+
+
+def evaluate_samples(path, output, count, config=None):
+    model = AutoModelForCausalLM.from_pretrained(path, megatron_config=config)
+    arguments = TrainingArguments(
+        str(output),
+        per_device_eval_batch_size=4 if config is None else 2,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    trainer = SampledTrainer(model, arguments, data_collator=default_data_collator, compute_metrics=accuracy)
+    prediction = trainer.predict(rows(count, 1))
+    return prediction.predictions, prediction.metrics["test_loss"], prediction.metrics["test_accuracy"]
+
+
+# In one process the loss of the last batch of one row weighs as much as two rows, or four.
+@pytest.mark.parametrize("count", [14, 16])
+def test_evaluation_with_a_sampler_of_its_own(stories, tmp_path, count):
+    [expected] = run_ranks(evaluate_samples, 1, stories, tmp_path, count)
+    for found in run_ranks(evaluate_samples, 2, stories, tmp_path, count, config=layout("dp2")):
+        np.testing.assert_allclose(found[0], expected[0], atol=1e-4)
+        assert found[1:] == pytest.approx(expected[1:], rel=2e-5)
 
 
 def shuffled(configuration, own_generator, config=None):

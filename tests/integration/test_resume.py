@@ -3,6 +3,7 @@
 import json
 import subprocess
 
+import numpy as np
 import pytest
 import torch
 from transformers import (
@@ -207,6 +208,35 @@ def test_resume_skips_a_folder_that_is_not_complete(stories, tmp_path):
         assert latest(tmp_path).name == "checkpoint-2"
     log, *_ = run_ranks(train, 2, stories, tmp_path, LAYOUTS["dp2"], steps=4, resume=True)[0]
     assert [step for step, *_ in log] == [1, 2, 3, 4]
+
+
+def test_a_run_that_one_process_has_gone_on_with(stories, tmp_path, uninterrupted):
+    """One process writes stock checkpoints, which it resumes and ranks of a layout refuse before they train."""
+
+    def go_on(config, **kwargs):
+        return run_ranks(train, ranks_of(config), stories, tmp_path, config, **kwargs)[0]
+
+    dp2 = LAYOUTS["dp2"]
+    go_on(dp2, stop=2)
+    go_on(None, stop=4, resume=True)
+
+    def refused():
+        with pytest.raises(CheckpointError, match="checkpoint-4 was written by plain Trainer.*checkpoint-2'"):
+            train(stories, tmp_path, dp2, resume=True, callbacks=[Untouched()])
+
+    run_ranks(refused, 2)
+    log, weights, _ = go_on(None, resume=True)
+    assert [step for step, *_ in log] == [1, 2, 3, 4, 5, 6]
+    again, *_ = go_on(dp2, resume=str(tmp_path / "checkpoint-2"))
+    for found in (log, again):
+        assert np.allclose(found, uninterrupted[0], rtol=1e-5)
+    for name, weight in uninterrupted[1].items():
+        torch.testing.assert_close(weights[name], weight, rtol=0, atol=3e-4)
+
+
+class Untouched(TrainerCallback):
+    def on_train_begin(self, args, state, control, **kwargs):
+        raise AssertionError("has begun to train")
 
 
 def test_best_model_at_end_comes_from_a_sharded_checkpoint(stories, tmp_path):

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from hf_megatron.checkpoint.manifest import MANIFEST
 from hf_megatron.checkpoint.reader import Checkpoint, open_checkpoint
 from hf_megatron.checkpoint.transaction import Transaction, prune
 from hf_megatron.errors import CheckpointError
+from hf_megatron.integrations.resumed_checkpoint import checkpoint_to_resume
 from hf_megatron.placement import Placement
 from hf_megatron.verify.ranks import run_ranks
 
@@ -197,12 +199,32 @@ def test_background_saves_and_training_collectives_do_not_mix(tmp_path):
     assert latest(tmp_path) == tmp_path / "step-3"
 
 
-def test_a_newer_checkpoint_of_plain_trainer_is_passed_over_with_a_warning(tmp_path):
-    from transformers.trainer import get_last_checkpoint
+def test_the_checkpoint_to_resume_is_the_newest_of_both_kinds(tmp_path):
+    def stock(step, *files):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        for name in files:
+            (tmp_path / f"checkpoint-{step}" / name).touch()
 
+    def resumed(asked=True, *, is_laid_out=False):
+        found = checkpoint_to_resume(asked, str(tmp_path), is_laid_out=is_laid_out)
+        return Path(found).name if isinstance(found, str) else found
+
+    assert resumed() is True and resumed(None) is None
     save_alone(tmp_path / "checkpoint-8")
-    (tmp_path / "checkpoint-6").mkdir()
-    assert get_last_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-8")
-    (tmp_path / "checkpoint-10").mkdir()
-    with pytest.warns(UserWarning, match="checkpoint-10 is passed over for .*checkpoint-8"):
-        assert get_last_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-8")
+    stock(6, "trainer_state.json", "optimizer.pt")
+    assert resumed() == resumed(is_laid_out=True) == "checkpoint-8"
+    # Cut short, by plain Trainer and in a copy of a sharded one.
+    stock(10)
+    stock(11, "trainer_state.json", "shard-00000-of-00002.safetensors")
+    with pytest.warns(UserWarning, match="checkpoint-11 is passed over for .*checkpoint-8"):
+        assert resumed(is_laid_out=True) == "checkpoint-8"
+    stock(12, "trainer_state.json", "model.safetensors")
+    assert resumed() == resumed(is_laid_out=True) == "checkpoint-12"
+    stock(14, "trainer_state.json", "model.safetensors", "optimizer.pt")
+    assert resumed() == "checkpoint-14"
+    with pytest.raises(CheckpointError, match="checkpoint-14 was written by plain Trainer.*checkpoint-8'"):
+        resumed(is_laid_out=True)
+    with pytest.raises(CheckpointError, match="checkpoint-6 was written by plain Trainer"):
+        resumed(str(tmp_path / "checkpoint-6"), is_laid_out=True)
+    save_alone(tmp_path / "checkpoint-14.1")
+    assert resumed() == resumed(str(tmp_path / "checkpoint-14"), is_laid_out=True) == "checkpoint-14.1"
