@@ -5,6 +5,7 @@ rows alone draws what every other rank draws, for other rows, and pads to a widt
 rank therefore reads and collates the batch of all ranks and takes its own rows of it; every other loader is left alone.
 """
 
+import inspect
 import pickle
 import random
 from collections.abc import Callable, Iterator, Mapping
@@ -21,18 +22,32 @@ from transformers.trainer_utils import RemoveColumnsCollator
 from ..parallel_state import parallel_state
 from .batch_shards import rows_of_all_ranks, shard_of
 
+# Libraries whose collators do, with a mask, where they have no tokenizer that says otherwise.
+_PAD_ON_THE_RIGHT = ("transformers", "trl")
 # Rows of other widths than each other's they refuse.
 _STACKS: tuple[Any, ...] = (default_collate, transformers.default_data_collator, transformers.DefaultDataCollator)
 
 
 def prepare_for_training(original: Callable, self: Any, max_steps: Any, train_dataloader: Any, *args: Any) -> Any:
     """Trains on rows that are padded as in one process, where the width of a batch is known to matter."""
-    # Behind padding on the left a first token has a place and a prediction; answers are sought in padding too.
-    pads_left = getattr(getattr(self.data_collator, "tokenizer", None), "padding_side", "right") == "left"
-    counts = self.args.include_num_input_tokens_seen == "all"
-    if counts or pads_left or "start_positions" in self.label_names:
+    if self.args.include_num_input_tokens_seen == "all" or _padding_matters(self):
         _pad(self, train_dataloader)
     return original(self, max_steps, train_dataloader, *args)
+
+
+def _padding_matters(trainer: Any) -> bool:
+    """Tells whether a model's loss may depend on how wide a batch is, unless its rows are known to be padded well.
+
+    That is on the right, with a mask that the model takes. Behind padding on the left a first token has a place and a
+    prediction, and answers are sought in padding too.
+    """
+    collator, arguments = trainer.data_collator, inspect.signature(type(trainer.model).forward).parameters
+    if "start_positions" in trainer.label_names or ("input_ids" in arguments and "attention_mask" not in arguments):
+        return True
+    if (tokenizer := getattr(collator, "tokenizer", None)) is not None:
+        return tokenizer.padding_side == "left" or "attention_mask" not in tokenizer.model_input_names
+    kind = collator if inspect.isfunction(collator) else type(collator)
+    return str(kind.__module__).partition(".")[0] not in _PAD_ON_THE_RIGHT
 
 
 def evaluation_loop(original: Callable, self: Any, dataloader: Any, *args: Any, **kwargs: Any) -> Any:

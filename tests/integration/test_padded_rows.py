@@ -237,14 +237,15 @@ class LeftTokenizer(Padding):
 
     def __init__(self):
         super().__init__("left")
-        self.tokenizer = SimpleNamespace(padding_side="left")
+        self.tokenizer = SimpleNamespace(padding_side="left", model_input_names=["attention_mask"])
 
 
-def test_rows_that_are_padded_on_the_left(gpt2, tmp_path):
+@pytest.mark.parametrize("collator", [LeftTokenizer(), Padding("left")], ids=["said", "unsaid"])
+def test_rows_that_are_padded_on_the_left(gpt2, tmp_path, collator):
     """A first token behind padding is predicted from it, and has another position."""
     arguments = {"include_num_input_tokens_seen": "non_padding"}
-    [expected] = run_ranks(count, 1, gpt2, tmp_path, LeftTokenizer(), **arguments)
-    for found in run_ranks(count, 2, gpt2, tmp_path, LeftTokenizer(), config=layout("dp2"), **arguments):
+    [expected] = run_ranks(count, 1, gpt2, tmp_path, collator, **arguments)
+    for found in run_ranks(count, 2, gpt2, tmp_path, collator, config=layout("dp2"), **arguments):
         assert np.allclose(found, expected, rtol=2e-5)
 
 
