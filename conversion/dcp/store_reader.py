@@ -33,7 +33,6 @@ _NAMES: Names = MappingProxyType(
     {
         **DTYPES,
         "torch.Size": Named("torch.Size", lambda arguments: tuple(arguments[0])),
-        _TENSOR: Named(_TENSOR, most=MOST_TENSORS, plural="tensors"),
         **record_names(
             f"{_DCP}.metadata.Metadata",
             f"{_DCP}.metadata.MetadataIndex",
@@ -77,6 +76,9 @@ class Place:
 class StoreReader(ChunkedTensors):
     """A folder with a `.metadata` file.
 
+    Args:
+        most: how many tensors it may have; with more it is refused as soon as they are seen.
+
     Attributes:
         entries: global shapes and dtypes of all tensors.
         objects: names of everything else.
@@ -87,13 +89,14 @@ class StoreReader(ChunkedTensors):
             outside of the folder or beyond the end of their file, or when the file is damaged or names other classes.
     """
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, most: int = MOST_TENSORS):
         self.path = path
         self._where = str(path / METADATA)
         with DataFile(path / METADATA) as file:
             if file.size > LARGEST_METADATA:
                 raise CheckpointError(f"{self._where} has {file.size:,} bytes, more than {LARGEST_METADATA:,}.")
-            metadata = unpickle(file.read(0, file.size), self._where, _NAMES)
+            names = {**_NAMES, _TENSOR: Named(_TENSOR, most=most, plural="tensors")}
+            metadata = unpickle(file.read(0, file.size), self._where, names)
         self._sizes: dict[str, int] = {}
         try:
             places = self._places(metadata["storage_data"])

@@ -1,7 +1,12 @@
 """What a conversion looks at before it works: how many, how large, which sizes and where; and what its bar counts."""
 
+import contextlib
+import gc
 import json
+import pickle
 import shutil
+from copy import copy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +17,7 @@ from hf_megatron import CheckpointError
 from hf_megatron.cli import app
 from hf_megatron.cli import conversion as commands
 from hf_megatron.conversion import TargetOptions, convert, plan_conversion
+from hf_megatron.conversion.torch_files.safe_pickle import Named, unpickle
 from hf_megatron.files.staged_folder import StagedFolder
 from tests.integration.test_conversion_strangers import llama
 from tests.twins import twin
@@ -64,6 +70,42 @@ def test_pickles_of_more_tensors_than_any_model_has(hf, tmp_path, source):
     torch.save(many, file)
     with pytest.raises(CheckpointError, match=rf"{file.name}: {MANY} tensors in one file, more than the \d+"):
         convert(tmp_path / "source", tmp_path / "out", "sharded")
+
+
+@pytest.mark.parametrize("source", ["megatron_core", "dcp"])
+def test_stores_of_more_tensors_than_the_model_can_have(hf, tmp_path, source):
+    """Hundreds of thousands were read, which took ten seconds, before the first was compared with the model."""
+    convert(hf, tmp_path / "source", source)
+    (tmp_path / "source" / "conversion.json").unlink()
+    file = next((tmp_path / "source").rglob(".metadata"))
+    metadata = pickle.loads(file.read_bytes())
+    index, place = next((index, place) for index, place in metadata.storage_data.items() if index.offset is not None)
+    item = metadata.state_dict_metadata[index.fqn]
+    for number in range(12_000):
+        metadata.state_dict_metadata[f"further{number}"] = item
+        metadata.storage_data[replace(index, fqn=f"further{number}")] = place
+    # Each with its own description, as files have them; what is shared is read once.
+    metadata.state_dict_metadata = {name: copy(one) for name, one in metadata.state_dict_metadata.items()}
+    file.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=r"\.metadata is refused: it has more than 10\d\d\d tensors\.") as seen:
+        convert(tmp_path / "source", tmp_path / "out", "sharded")
+    assert lines_of(seen) == 1 and not (tmp_path / "out").exists()
+
+
+def test_the_collector_rests_while_a_pickle_is_read_and_goes_on():
+    seen = []
+    names = {"here.look": Named("here.look", lambda arguments: seen.append(gc.isenabled()))}
+    for data in (b"\x80\x02chere\nlook\n)R.", b"\x80\x02chere\nlook\n)R"):
+        with contextlib.suppress(CheckpointError):
+            unpickle(data, "here", names)
+        assert gc.isenabled()
+    gc.disable()
+    try:
+        unpickle(b"\x80\x02N.", "here", names)
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+    assert seen == [False, False]
 
 
 # Options, what is wrong, and what would fit.
