@@ -3,44 +3,17 @@
 import gc
 import struct
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from ...errors import CheckpointError
+from . import pickle_operations as ops
 from .pickled_values import Getattr, Named, Record, check_expansion, hashable
 
-# Operations that push a constant, and those with an operand of so many bytes: the length of a run of bytes that
-# follows, a place in the memo to read or write, or an integer.
-_CONSTANTS: Mapping[int, Any] = MappingProxyType({ord("N"): None, 0x88: True, 0x89: False, ord(")"): ()})
-_TEXT, _LONG = frozenset({ord("X"), 0x8C, 0x8D}), frozenset({0x8A, 0x8B})
-_COUNTED = _TEXT | _LONG | {ord("B"), ord("C"), 0x8E, 0x96}
-_PUTS, _SIGNED = frozenset(b"qr"), ord("J")
-_SHORT_GET, _GETS, _CALLS = ord("h"), frozenset(b"hj"), frozenset(b"R\x81")
-_MEMOIZE, _MARK, _STOP = 0x94, ord("("), ord(".")
-_DICT, _LIST, _TUPLE, _BUILD = ord("}"), ord("]"), ord("t"), ord("b")
-_SET_ITEM, _SET_ITEMS, _APPEND, _APPENDS = ord("s"), ord("u"), ord("a"), ord("e")
-_REDUCE, _NEW_WITH_KEYWORDS = ord("R"), 0x92
 _GETATTR = Getattr()
 # As protocols 2 and from 3 on spell it.
 _NAMES_OF_GETATTR = frozenset({"__builtin__.getattr", "builtins.getattr"})
-_OPERANDS = MappingProxyType(
-    {
-        **dict.fromkeys((0x8C, ord("C"), 0x8A, ord("q"), ord("K")), 1),
-        **dict.fromkeys((ord("M"),), 2),
-        **dict.fromkeys((ord("X"), ord("B"), 0x8B, ord("r"), _SIGNED), 4),
-        **dict.fromkeys((0x8D, 0x8E, 0x96), 8),
-    }
-)
-_TUPLES = MappingProxyType({0x85: 1, 0x86: 2, 0x87: 3})
-
-
-def _decoded(operation: int, run: bytes) -> str | int | bytes:
-    if operation in _TEXT:
-        return run.decode("utf-8", "surrogatepass")
-    return int.from_bytes(run, "little", signed=True) if operation in _LONG else run
-
 
 # How many objects, of some 200 bytes each, every pickle may make, and for how many of its bytes a long one may make one
 # more (that of a store with millions of chunks); how much calls may read of what they are given for each byte: one
@@ -155,39 +128,41 @@ class Machine:
             0x90: lambda: self._add(self._marked()),
             ord("c"): lambda: self._stack.append(self._name(self._line(), self._line())),
             0x93: lambda: self._stack.append(self._name(*[self._stack.pop(), self._stack.pop()][::-1])),
-            _NEW_WITH_KEYWORDS: self._call_without_keywords,
+            ops.NEW_WITH_KEYWORDS: self._call_without_keywords,
             ord("Q"): lambda: self._stack.append(self._persist(self._stack.pop())),
         }
         data, stack, memo, marks, parts = self._data, self._stack, self._memo, self._marks, self._parts
-        constants, operands, tuples, plain, bare = dict(_CONSTANTS), dict(_OPERANDS), dict(_TUPLES), _PLAIN, self._bare
+        constants, operands, tuples = map(dict, (ops.CONSTANTS, ops.OPERANDS, ops.TUPLES))
         position = 0
         # The store of a large model has tens of millions of operations: the frequent ones come first and call little.
         while True:
             operation = data[position]
             position += 1
-            if operation == _MEMOIZE:
+            if operation == ops.MEMOIZE:
                 memo[len(memo)] = stack[-1]
-            elif operation in _GETS:
-                if operation == _SHORT_GET:
+            elif operation in ops.GETS:
+                if operation == ops.SHORT_GET:
                     value = memo[data[position]]
                     position += 1
                 else:
                     value = memo[int.from_bytes(data[position : position + 4], "little")]
                     position += 4
                 kind = type(value)
-                is_plain = kind in plain or (kind is str and len(value) <= _LONG_TEXT)
+                is_plain = kind in _PLAIN or (kind is str and len(value) <= _LONG_TEXT)
                 stack.append(value if is_plain else self._again(value))
             elif operation in constants:
                 stack.append(constants[operation])
-            elif operation in _CALLS:
+            elif operation in ops.CALLS:
                 parts -= 1
+                if parts < 0:
+                    raise CheckpointError(_TOO_LARGE)
                 arguments = stack.pop()
                 stack.append(self._call(stack.pop(), arguments, operation))
-            elif operation == _MARK:
+            elif operation == ops.MARK:
                 marks.append(len(stack))
-            elif operation == _BUILD:
+            elif operation == ops.BUILD:
                 state, value = stack.pop(), stack[-1]
-                if type(value) is Record and not bare:
+                if type(value) is Record and not self._bare:
                     value.state = state
                 else:
                     self._build(value, state)
@@ -195,26 +170,26 @@ class Machine:
                 end = position + operands[operation]
                 if end > len(data):
                     raise ValueError("it is cut off")
-                number = int.from_bytes(data[position:end], "little", signed=operation == _SIGNED)
+                number = int.from_bytes(data[position:end], "little", signed=operation == ops.SIGNED)
                 position = end
-                if operation in _COUNTED:
+                if operation in ops.COUNTED:
                     position = end + number
                     if position > len(data):
                         raise ValueError("it is cut off")
-                    stack.append(_decoded(operation, data[end:position]))
-                elif operation in _PUTS:
+                    stack.append(ops.decoded(operation, data[end:position]))
+                elif operation in ops.PUTS:
                     memo[number] = stack[-1]
                 else:
                     stack.append(number)
-            elif operation == _SET_ITEMS:
+            elif operation == ops.SET_ITEMS:
                 self._update(self._marked())
-            elif operation == _SET_ITEM:
+            elif operation == ops.SET_ITEM:
                 self._update([stack.pop(), stack.pop()][::-1])
-            elif operation == _APPEND:
+            elif operation == ops.APPEND:
                 self._extend([stack.pop()])
-            elif operation == _APPENDS:
+            elif operation == ops.APPENDS:
                 self._extend(self._marked())
-            elif operation == _STOP:
+            elif operation == ops.STOP:
                 (value,) = stack
                 self.end = position
                 return value
@@ -228,11 +203,11 @@ class Machine:
                     if len(made) != count:
                         raise ValueError("its stack is out of order")
                     stack[-count:] = [made]
-                elif operation == _DICT:
+                elif operation == ops.DICT:
                     stack.append({})
-                elif operation == _LIST:
+                elif operation == ops.LIST:
                     stack.append([])
-                elif operation == _TUPLE:
+                elif operation == ops.TUPLE:
                     stack.append(tuple(self._marked()))
                 elif operation in rare:
                     self._position = position
@@ -290,7 +265,7 @@ class Machine:
     def _call_without_keywords(self) -> None:
         self._stack.pop()
         arguments, called = self._stack.pop(), self._stack.pop()
-        self._stack.append(self._call(called, arguments, _NEW_WITH_KEYWORDS))
+        self._stack.append(self._call(called, arguments, ops.NEW_WITH_KEYWORDS))
 
     def _call(self, called: Any, arguments: Any, operation: int) -> Any:
         kind = type(called)
@@ -303,7 +278,7 @@ class Machine:
             elif given is int:
                 self._read(value.bit_length() >> 6)
         if kind is Getattr:
-            if operation != _REDUCE:
+            if operation != ops.REDUCE:
                 raise CheckpointError("it makes an object of builtins.getattr.")
         elif called.most is not None:
             self._counts[called.name] = count = self._counts.get(called.name, 0) + 1
