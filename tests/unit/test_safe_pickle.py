@@ -243,7 +243,7 @@ def test_parts_that_are_there_again_and_again_are_seen_wherever_they_come_from()
 def test_whatever_makes_objects_has_the_budget(monkeypatch, made):
     monkeypatch.setattr(pickle_machine, "_PARTS", 1000)
     start = b"\x80\x04cargparse\nNamespace\nq\x000("
-    unpickle(start + made * 900 + b"t.", "here", record_names("argparse.Namespace"))
+    unpickle(start + made * 400 + b"t.", "here", record_names("argparse.Namespace"))
     refused(start + made * 1200 + b"t.", "far larger")
 
 
