@@ -20,6 +20,8 @@ from .saved import LARGEST_PICKLE, MEGATRON, OBJECTS, TENSORS, Saved, storage_of
 
 # Bytes of a record's header without its name, and of what ends a zip file.
 _HEADER, _LAST_RECORD = 30, 22
+# Flags of a record that is encrypted, or whose header is.
+_ENCRYPTED = 1 | 1 << 13
 _ENTRY = b"PK\1\2"
 
 
@@ -66,7 +68,7 @@ class Blob(Saved):
             raise CheckpointError(
                 f"{self.where} is no file of torch.save: it has the records {shown(list(self._records))}."
             )
-        _require_apart(infos, self.where)
+        _check_directory(infos, self.where)
         self._root = pickles[0].removesuffix("data.pkl")
         if f"{self._root}byteorder" in self._records and self._record("byteorder") != b"little":
             raise CheckpointError(f"{self.where} was written on a machine of another byte order.")
@@ -80,8 +82,6 @@ class Blob(Saved):
         info = self._records.get(self._root + name)
         if info is None:
             raise CheckpointError(f"{self.where}: there is no record {shown(name)}.")
-        if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1 or info.compress_size != info.file_size:
-            raise CheckpointError(f"{self.where}: record {shown(name)} is compressed or encrypted.")
         try:
             header = self.file.read(self._start + info.header_offset, _HEADER)
             named, extra = struct.unpack_from("<HH", header, 26)
@@ -114,10 +114,14 @@ class Blob(Saved):
             raise CheckpointError(f"{self.where}: record {shown(name)} has another checksum than it was written with.")
 
 
-def _require_apart(infos: Sequence[zipfile.ZipInfo], where: str) -> None:
-    """Checks that no two records share bytes: together they could be far larger than their file."""
+def _check_directory(infos: Sequence[zipfile.ZipInfo], where: str) -> None:
+    """Checks that every record is plain bytes of this file, which no two share: their sizes sum up to no more."""
     end = 0
     for info in sorted(infos, key=lambda info: info.header_offset):
+        if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
+            raise CheckpointError(f"{where}: record {shown(info.filename)} is compressed.")
+        if info.flag_bits & _ENCRYPTED or info.volume:
+            raise CheckpointError(f"{where}: record {shown(info.filename)} is encrypted or lies in another file.")
         if info.header_offset < end:
             raise CheckpointError(f"{where}: record {shown(info.filename)} lies inside of another one.")
         end = info.header_offset + _HEADER + info.compress_size
