@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 from huggingface_hub import ModelCard
 from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
@@ -312,3 +313,32 @@ def test_a_card_whose_metadata_nobody_can_read_is_written_anew(folders, tmp_path
     (source / "README.md").write_text(card.replace("---\n", "---\n: [[[ a: b: c\n", 1), "utf-8")
     convert(source, tmp_path / "hf", "hf")
     check_card(ModelCard.load(tmp_path / "hf" / "README.md"))
+
+
+NAME = "model.layers.0.mlp.up_proj.weight"
+
+
+def add_weight(file: Path, tensors: dict[str, torch.Tensor]) -> None:
+    safetensors.torch.save_file({**safetensors.torch.load_file(file), **tensors}, file, {"format": "pt"})
+
+
+@pytest.mark.parametrize("place", ["another file of the index", "a single file beside them"])
+def test_weights_that_two_files_have(folders, tmp_path, place):
+    """Loaders take the one that the index names, the last, or the file without an index."""
+    model = LlamaForCausalLM.from_pretrained(folders / "hf")
+    weight = model.get_parameter(NAME).detach()
+    model.save_pretrained(tmp_path / "source", max_shard_size="20KB")
+    index = json.loads((tmp_path / "source" / "model.safetensors.index.json").read_text())["weight_map"]
+    other = next(name for name in index.values() if name != index[NAME])
+    file = tmp_path / "source" / ("model.safetensors" if "single" in place else other)
+    if "single" in place:
+        shutil.copy(folders / "hf" / "model.safetensors", file)
+    else:
+        add_weight(file, {NAME: weight.clone()})
+    convert(tmp_path / "source", tmp_path / "out", "hf", verify=True)
+    assert compare(folders / "hf", tmp_path / "out").equal
+    for wrong in (weight + 1, weight.half(), weight[:1]):
+        add_weight(file, {NAME: wrong.contiguous()})
+        with pytest.raises(CheckpointError, match=f"{file.name}.* have a {NAME} each, and they differ") as seen:
+            convert(tmp_path / "source", tmp_path / "wrong", "hf")
+        assert len(str(seen.value).splitlines()) == 1 and not (tmp_path / "wrong").exists()
