@@ -68,14 +68,29 @@ class Blob(Saved):
             raise CheckpointError(
                 f"{self.where} is no file of torch.save: it has the records {shown(list(self._records))}."
             )
-        _check_directory(infos, self.where)
         self._root = pickles[0].removesuffix("data.pkl")
+        self._check_directory(infos)
         if f"{self._root}byteorder" in self._records and self._record("byteorder") != b"little":
             raise CheckpointError(f"{self.where} was written on a machine of another byte order.")
         if f"{self._root}.data/version" not in self._records:
             # Torch reads no file that has neither.
             self._locate("version")
         self.value = unpickle(self._record("data.pkl"), self.where, {**OBJECTS, **TENSORS}, storage_of, MEGATRON)
+
+    def _check_directory(self, infos: Sequence[zipfile.ZipInfo]) -> None:
+        """Checks that every record is plain bytes of this file, which no two share: their sizes sum up to no more."""
+        end = 0
+        for info in sorted(infos, key=lambda info: info.header_offset):
+            where = f"{self.where}: record {shown(info.filename)}"
+            if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
+                raise CheckpointError(f"{where} is compressed.")
+            if info.flag_bits & _ENCRYPTED or info.volume:
+                raise CheckpointError(f"{where} is encrypted or lies in another file.")
+            if info.header_offset < end:
+                raise CheckpointError(f"{where} lies inside of another one.")
+            end = info.header_offset + _HEADER + info.compress_size
+            if end > self._end or not info.filename.startswith(self._root):
+                raise CheckpointError(f"{where} lies outside of the others.")
 
     def _locate(self, name: str) -> tuple[int, int]:
         """Finds where the bytes of a record begin in the file, and how many there are."""
@@ -112,16 +127,3 @@ class Blob(Saved):
         expected = self._records[self._root + name].CRC
         if expected and zlib.crc32(content) != expected:
             raise CheckpointError(f"{self.where}: record {shown(name)} has another checksum than it was written with.")
-
-
-def _check_directory(infos: Sequence[zipfile.ZipInfo], where: str) -> None:
-    """Checks that every record is plain bytes of this file, which no two share: their sizes sum up to no more."""
-    end = 0
-    for info in sorted(infos, key=lambda info: info.header_offset):
-        if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
-            raise CheckpointError(f"{where}: record {shown(info.filename)} is compressed.")
-        if info.flag_bits & _ENCRYPTED or info.volume:
-            raise CheckpointError(f"{where}: record {shown(info.filename)} is encrypted or lies in another file.")
-        if info.header_offset < end:
-            raise CheckpointError(f"{where}: record {shown(info.filename)} lies inside of another one.")
-        end = info.header_offset + _HEADER + info.compress_size

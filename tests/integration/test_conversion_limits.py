@@ -5,6 +5,9 @@ import gc
 import json
 import pickle
 import shutil
+import signal
+import subprocess
+import sys
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
@@ -205,3 +208,63 @@ def test_what_is_read_back_and_compared_has_bars_of_its_own(hf, tmp_path, monkey
     assert [bar.name for bar in bars] == ["hf -> megatron_core", "reading back", "comparing"]
     assert all(bar.n == bar.total and not bar.is_open for bar in bars)
     assert bars[1].n == sum(path.stat().st_size for path in files)
+
+
+# Ctrl-C at a moment, swallowed by whoever is called then, as libraries do while they are imported.
+INTERRUPTED = """
+import importlib.abc, os, signal, sys
+
+class Interrupting(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name == moment:
+            try:
+                os.kill(os.getpid(), signal.SIGINT)
+            except BaseException:
+                pass
+        return None
+
+moment = sys.argv[1]
+sys.argv[:] = ["hf-megatron", *sys.argv[2:]]
+sys.meta_path.insert(0, Interrupting())
+from hf_megatron.cli import main
+main()
+"""
+WRITING = """
+import os, signal, sys
+from hf_megatron.cli import main
+from hf_megatron.files.digest import NewFile
+
+write = NewFile.write_tensor
+
+def interrupted(self, *args):
+    write(self, *args)
+    os.kill(os.getpid(), signal.SIGINT)
+
+NewFile.write_tensor = interrupted
+sys.argv[:] = ["hf-megatron", *sys.argv[2:]]
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    "moment", ["torch", "hf_megatron.conversion.compare", "transformers.models.llama.modeling_llama", "a write"]
+)
+def test_an_interrupted_command_says_so_in_one_line(hf, tmp_path, moment):
+    script = WRITING if moment == "a write" else INTERRUPTED
+    command = [sys.executable, "-c", script, moment, "convert", str(hf), str(tmp_path / "out"), "--to", "sharded"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert (done.returncode, done.stdout) == (130, ""), done.stderr
+    assert done.stderr.splitlines()[-1] == "Interrupted." and "Traceback" not in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_where_something_is_written_an_interrupt_is_an_exception(hf, tmp_path, monkeypatch):
+    """So that what is there is cleaned up; and whoever called finds the handler that was there."""
+    handlers = [signal.getsignal(signal.SIGINT)]
+    open_ = StagedFolder.open
+    monkeypatch.setattr(
+        StagedFolder, "open", lambda self: (handlers.append(signal.getsignal(signal.SIGINT)), open_(self))
+    )
+    result = CliRunner().invoke(app, ["convert", str(hf), str(tmp_path / "out"), "--to", "sharded"])
+    assert result.exit_code == 0, result.output
+    assert handlers == [signal.getsignal(signal.SIGINT)] * 2

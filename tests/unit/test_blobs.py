@@ -242,7 +242,12 @@ def test_one_of_several_parts(tmp_path):
     for place in (4, 6):
         patched(good, bad, {good.stat().st_size - 22 + place: b"\1"})
         refused(lambda: read_saved(bad), str(bad), "is one of several parts")
-    # What the directory says of a single record: its flags and its disk.
+    # What the directory says of a single record: where it lies, its flags and its disk.
+    place = entries(good)["version"]
+    patched(good, bad, {place + 45: b"\x40"})
+    refused(lambda: read_saved(bad), str(bad), "version lies outside of the others")
+    patched(good, bad, {place + 46: b"A"})
+    refused(lambda: read_saved(bad), str(bad), "lies outside of the others")
     for place, value in ((8, b"\1"), (9, b"\x20"), (34, b"\1")):
         patched(good, bad, {entries(good)["data/0"] + place: value})
         refused(lambda: read_saved(bad), str(bad), "data/0 is encrypted or lies in another file")
