@@ -10,8 +10,10 @@ import safetensors.torch
 import torch
 from huggingface_hub import ModelCard
 from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
+from typer.testing import CliRunner
 
 from hf_megatron import CheckpointError
+from hf_megatron.cli import app
 from hf_megatron.conversion import compare, convert
 from hf_megatron.conversion.megatron.arguments import check_arguments
 from hf_megatron.conversion.torch_files.safe_pickle import unpickle
@@ -342,3 +344,45 @@ def test_weights_that_two_files_have(folders, tmp_path, place):
         with pytest.raises(CheckpointError, match=f"{file.name}.* have a {NAME} each, and they differ") as seen:
             convert(tmp_path / "source", tmp_path / "wrong", "hf")
         assert len(str(seen.value).splitlines()) == 1 and not (tmp_path / "wrong").exists()
+
+
+def test_a_tokenizer_that_does_not_go_along_is_said(folders, tmp_path):
+    """A folder without one was converted in silence."""
+
+    def notes(source: Path, **options) -> list[str]:
+        target = tmp_path / f"out{len(list(tmp_path.iterdir()))}"
+        command = ["convert", str(source), str(target), "--to", "hf", "--no-checksums"]
+        for name, value in options.items():
+            command += [f"--{name}", str(value)]
+        result = CliRunner().invoke(app, command)
+        assert result.exit_code == 0, result.output
+        card = (target / "README.md").read_text()
+        check_card(ModelCard(card))
+        said = [line for line in result.output.splitlines() if line.startswith("no tokenizer")]
+        assert all(line in card for line in said) and str(tmp_path) not in card
+        return said
+
+    assert notes(folders / "hf") == []
+    source = with_config(folders / "hf", tmp_path / "source", tokenizer_class="SomeTokenizer")
+    assert notes(source) == [
+        "no tokenizer goes along (the source names SomeTokenizer): there is none beside the config.json that was read"
+    ]
+    (source / "tokenizer.json").write_text("{}")
+    assert notes(source) == []
+    assert "tokenizer.json of the source" in notes(source, config=folders / "hf")[0]
+    for to in MEGATRON:
+        assert notes(folders / to) == []
+        megatron = tmp_path / to
+        shutil.copytree(folders / to, megatron)
+        for file in [*megatron.rglob("common.pt"), *megatron.rglob("model_optim_rng.pt")]:
+            content = torch.load(file, weights_only=False)
+            content["args"].tokenizer_type, content["args"].vocab_file = "NullTokenizer", None
+            torch.save(content, file)
+        assert notes(megatron) == []
+        for file in [*megatron.rglob("common.pt"), *megatron.rglob("model_optim_rng.pt")]:
+            content = torch.load(file, weights_only=False)
+            content["args"].tokenizer_model = str(tmp_path / "tokens" / "llama.model")
+            torch.save(content, file)
+        assert "(the source names llama.model)" in notes(megatron)[0]
+        (megatron / "tokenizer.model").write_bytes(b"model")
+        assert notes(megatron) == []
