@@ -18,6 +18,7 @@ from ...errors import CheckpointError
 from ...files.data_file import DataFile
 from ...files.paths import inside
 from ...files.safetensors import MOST_TENSORS
+from ...shown import first_line
 from ..chunks import Chunk, ChunkedTensors
 from ..torch_files.blob import Blob
 from ..torch_files.safe_pickle import Named, Names, Record, enumeration_names, record_names, unpickle
@@ -112,7 +113,7 @@ class StoreReader(ChunkedTensors):
             paths = metadata.get("planner_data") or {}
             self.paths = {name: tuple(path) for name, path in paths.items() if name in items}
         except (AttributeError, LookupError, TypeError, ValueError, ArithmeticError) as error:
-            raise CheckpointError(f"{self._where} does not describe a checkpoint: {error!r}.") from error
+            raise CheckpointError(f"{self._where} does not describe a checkpoint: {first_line(error)}.") from error
         super().__init__(self._where, tensors)
         self.objects = frozenset(self._objects)
 

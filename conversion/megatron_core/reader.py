@@ -15,6 +15,7 @@ from torch import Tensor
 from ...errors import CheckpointError
 from ...files.data_file import DataFile
 from ...files.safetensors import MOST_TENSORS, TensorMeta
+from ...shown import first_line
 from ..dcp.store_reader import METADATA, StoreReader
 from ..megatron.folder import iteration_folder
 from ..tensors import EXP_AVG, EXP_AVG_SQ, MAIN_WEIGHT, WEIGHT, Key, MegatronReader
@@ -173,7 +174,7 @@ def check_format(path: Path) -> None:
             backend, version = config["sharded_backend"], config.get("sharded_backend_version", 1)
             common = config.get("common_backend", "torch"), config.get("common_backend_version", 1)
         except (ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{file.path} does not describe a checkpoint: {error!r}.") from error
+            raise CheckpointError(f"{file.path} does not describe a checkpoint: {first_line(error)}.") from error
     if backend == "fsdp_dtensor":
         raise CheckpointError(
             f"{path} is in Megatron's fsdp_dtensor format: turn it into torch_dist with Megatron-LM's "

@@ -19,7 +19,7 @@ from ...errors import CheckpointError
 from ...files.data_file import DataFile, read_strided, row_major
 from ...files.paths import inside
 from ...files.safetensors import read_header, read_metadata
-from ...shown import shown
+from ...shown import first_line, shown
 from ..chunks import Chunk, ChunkedTensors
 
 SHARD = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
@@ -77,4 +77,6 @@ def _offsets(path: Path) -> Mapping[str, tuple[int, ...]]:
         table: dict[str, Any] = json.loads(metadata.get(_SHARDING, "{}"))
         return {name: tuple(entry["saved_offsets"]) for name, entry in table.items()}
     except (ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path}: the header does not say where its tensors belong: {error!r}.") from error
+        raise CheckpointError(
+            f"{path}: the header does not say where its tensors belong: {first_line(error)}."
+        ) from error

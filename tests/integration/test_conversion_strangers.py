@@ -1,8 +1,11 @@
 """Checkpoints from elsewhere: what they say of themselves, against config and each other, and hostile files."""
 
 import json
+import os
 import pickle
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -386,3 +389,31 @@ def test_a_tokenizer_that_does_not_go_along_is_said(folders, tmp_path):
         assert "(the source names llama.model)" in notes(megatron)[0]
         (megatron / "tokenizer.model").write_bytes(b"model")
         assert notes(megatron) == []
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "config.json", "model.safetensors.index.json"])
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(folders, tmp_path, name):
+    """Whoever opens one waits until somebody writes to it."""
+    source = tmp_path / "source"
+    shutil.copytree(folders / "hf", source)
+    if name == "manifest.json":
+        shutil.rmtree(source)
+        convert(folders / "hf", source, "sharded")
+        (source / "conversion.json").unlink()
+    (source / name).unlink(missing_ok=True)
+    os.mkfifo(source / name)
+    call = "from hf_megatron.conversion import convert; import sys; convert(sys.argv[1], sys.argv[2], 'hf')"
+    command = [sys.executable, "-c", call, str(source), str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
+    if "index" not in name:
+        assert "CheckpointError" in done.stderr.splitlines()[-1], done.stderr
+
+
+def test_what_is_no_text_is_not_shown_whole(folders, tmp_path):
+    source = tmp_path / "source"
+    shutil.copytree(folders / "megatron_core", source)
+    (source / "conversion.json").unlink()
+    next(source.rglob("metadata.json")).write_bytes(bytes(range(128, 256)) * 400)
+    with pytest.raises(CheckpointError, match="does not describe a checkpoint") as seen:
+        convert(source, tmp_path / "out", "hf")
+    assert len(str(seen.value)) < 1000
