@@ -417,3 +417,19 @@ def test_what_is_no_text_is_not_shown_whole(folders, tmp_path):
     with pytest.raises(CheckpointError, match="does not describe a checkpoint") as seen:
         convert(source, tmp_path / "out", "hf")
     assert len(str(seen.value)) < 1000
+
+
+def test_copies_of_one_tensor_in_several_shards_are_compared(folders, tmp_path):
+    """What is not distributed is in every file; the last was taken."""
+    weights = safetensors.torch.load_file(folders / "hf" / "model.safetensors")
+    source = tmp_path / "source"
+    source.mkdir()
+    shutil.copy(folders / "hf" / "config.json", source)
+    for rank in (1, 2):
+        safetensors.torch.save_file(weights, source / f"shard-{rank:05d}-model-{rank:05d}-of-00002.safetensors")
+    convert(source, tmp_path / "out", "hf")
+    assert compare(folders / "hf", tmp_path / "out").equal
+    add_weight(source / "shard-00002-model-00002-of-00002.safetensors", {NAME: weights[NAME] + 1})
+    with pytest.raises(CheckpointError, match=f"shard-00002.*: {NAME} differs from the one in shard-00001"):
+        convert(source, tmp_path / "wrong", "hf")
+    assert not (tmp_path / "wrong").exists()
