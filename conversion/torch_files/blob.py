@@ -22,7 +22,8 @@ from .saved import LARGEST_PICKLE, MEGATRON, OBJECTS, TENSORS, Saved, storage_of
 _HEADER, _LAST_RECORD = 30, 22
 # Flags of a record that is encrypted, or whose header is.
 _ENCRYPTED = 1 | 1 << 13
-_ENTRY = b"PK\1\2"
+_ENTRY, _ENTRY_SIZE = b"PK\1\2", 46
+_BEHIND_ENTRIES = (b"PK\5\6", b"PK\6\6")
 
 
 class _Archive(Window):
@@ -60,6 +61,7 @@ class Blob(Saved):
                     raise ValueError("it does not begin and end with one")
             if any(file.read(offset + length - _LAST_RECORD + 4, 4)):
                 raise ValueError("it is one of several parts")
+            _check_entries(file.read(offset + self._end, length - self._end), len(infos))
         except (zipfile.BadZipFile, ValueError, NotImplementedError, struct.error, UnicodeError) as error:
             raise CheckpointError(f"{self.where} is no file of torch.save: {shown(str(error))}") from error
         self._records = {info.filename: info for info in infos}
@@ -127,3 +129,13 @@ class Blob(Saved):
         expected = self._records[self._root + name].CRC
         if expected and zlib.crc32(content) != expected:
             raise CheckpointError(f"{self.where}: record {shown(name)} has another checksum than it was written with.")
+
+
+def _check_entries(directory: bytes, count: int) -> None:
+    """Checks that the file ends where the entries of its directory do: `zipfile` cuts the last one."""
+    position = 0
+    for _ in range(count):
+        # Of the name, of further fields and of a comment.
+        position += _ENTRY_SIZE + sum(struct.unpack_from("<HHH", directory, position + 28))
+    if directory[position : position + 4] not in _BEHIND_ENTRIES:
+        raise ValueError("its directory does not end where its entries do")

@@ -242,6 +242,9 @@ def test_one_of_several_parts(tmp_path):
     for place in (4, 6):
         patched(good, bad, {good.stat().st_size - 22 + place: b"\1"})
         refused(lambda: read_saved(bad), str(bad), "is one of several parts")
+    # The last entry's name, longer than its directory.
+    patched(good, bad, {max(entries(good).values()) + 28: b"\xff"})
+    refused(lambda: read_saved(bad), str(bad), "does not end where its entries do")
     # What the directory says of a single record: where it lies, its flags and its disk.
     place = entries(good)["version"]
     patched(good, bad, {place + 45: b"\x40"})
