@@ -7,9 +7,13 @@ from typing import Any
 
 from ..checkpoint.meta_model import meta_model, meta_model_of
 from ..errors import CheckpointError
-from ..files.safetensors import TensorMeta
+from ..files.safetensors import MOST_TENSORS, TensorMeta
 from ..upstream import untied_state_dict
 from .tensors import WEIGHT, Key
+
+# What a store may have for a weight, or for one expert's part of it: an optimizer's tensors and settings, in halves;
+# and what it may have besides: random states, layers that are left out.
+_STORED_PER_WEIGHT, _STORED_BESIDES = 32, 10_000
 
 
 class Architecture:
@@ -60,6 +64,12 @@ class Architecture:
     def saved_names(self) -> dict[str, str]:
         """For each name in `names`, the one that `save_pretrained` would start from; tied weights may differ."""
         return {self.first_name(name): name for name in untied_state_dict(self.model, self.model.state_dict())}
+
+    @cached_property
+    def most_stored(self) -> int:
+        """How many tensors a store with this model and its optimizer's state may have."""
+        parts = sum(shape[0] if len(shape) == 3 else 1 for shape in self.shapes.values())
+        return min(MOST_TENSORS, _STORED_PER_WEIGHT * parts + _STORED_BESIDES)
 
     def check(self, names: Iterable[str], where: str) -> None:
         """Checks that a checkpoint has every weight of the model and no other.

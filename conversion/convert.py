@@ -18,6 +18,7 @@ from .formats import Format, check_options, format_named
 from .megatron.rules import Rule
 from .megatron.sizes import check_sizes
 from .megatron.view import megatron_plan
+from .small_files import note_of_tokenizer
 from .source import Source, find_source
 from .tensors import MAIN_WEIGHT, MOMENTS, WEIGHT, Key, Reader, TargetOptions, largest
 from .write import note_of_left_out, notes_of, order_by_rules, planned_entries, write_checkpoint
@@ -204,6 +205,9 @@ def _plan(report: Report, reader: Reader, options: TargetOptions, optimizer: boo
         rules = rules_of(report.source.architecture.config, options)
         plan = order_by_rules(plan, rules)
     report.notes += note_of_left_out(reader, type(report.source.architecture.model).__name__)
+    source = report.source
+    named = reader.tokenizer or getattr(source.architecture.config, "tokenizer_class", None)
+    report.notes += note_of_tokenizer(source.path, source.config_folder, named)
     there = reader.optimizer is not None or reader.optimizer_refusal is not None
     if there and not (optimizer and to.moments):
         why = "--no-optimizer" if to.moments else f"{to.title} does not hold one"

@@ -1,6 +1,7 @@
 """What lies beside the weights of a checkpoint and goes along: config, tokenizer and the like."""
 
 import json
+import os
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from ..errors import CheckpointError
 from ..files.paths import inside
 from ..files.safetensors import TensorMeta
+from ..shown import shown
 from .formats import FORMATS
 from .output import Output
 from .tensors import WEIGHT, Key
@@ -23,6 +25,8 @@ _OTHERS = (
     r"|rng_state.*|.*\.(pt|pth|pkl|ckpt|h5|msgpack|gguf|onnx|tmp)"
 )
 
+_TOKENIZER = re.compile(r"tokenizer.*|vocab.*|merges\.txt|.*\.(model|tiktoken)")
+
 
 def list_small(source: Path) -> Iterator[Path]:
     """Yields every plain file of a folder that holds no weights of any format and belongs to no training run."""
@@ -30,6 +34,23 @@ def list_small(source: Path) -> Iterator[Path]:
     for path in sorted(source.iterdir()):
         if path.is_file() and not others.fullmatch(path.name):
             yield path
+
+
+def note_of_tokenizer(source: Path, carried: Path, named: Any) -> list[str]:
+    """Returns what a user has to know of a tokenizer that the source has or names and that does not go along.
+
+    Args:
+        source: the folder of the weights.
+        carried: the folder whose small files go along.
+        named: what the source calls its tokenizer; of that no path is shown.
+    """
+    here, there = (
+        [path.name for path in list_small(folder) if _TOKENIZER.fullmatch(path.name)] for folder in (source, carried)
+    )
+    if there or not (here or (named and isinstance(named, str))):
+        return []
+    which = f"{', '.join(here)} of the source" if here else f"the source names {shown(os.path.basename(named))}"
+    return [f"no tokenizer goes along ({which}): there is none beside the config.json that was read"]
 
 
 def copy_small_files(source: Path, output: Output, dtype: torch.dtype | None = None) -> list[str]:

@@ -42,6 +42,10 @@ ADAMW: Mapping[str, Any] = MappingProxyType(
 )
 
 
+# Of Megatron-LM: the tokenizer's file or model, or its kind alone.
+_TOKENIZER_ARGUMENTS = ("tokenizer_model", "vocab_file", "tokenizer_type")
+
+
 class Key(NamedTuple):
     """A tensor of a checkpoint: a weight, or what an optimizer keeps of that weight."""
 
@@ -85,6 +89,7 @@ class Reader(ABC):
         memory: where what is read is put.
         iteration: optimizer steps of the run that wrote it, `None` where it is not known.
         left_out: weights of the files that are not among the entries, as the model has no place for them.
+        tokenizer: what the checkpoint calls the tokenizer of its run, `None` where it does not say.
     """
 
     entries: Mapping[Key, TensorMeta]
@@ -93,6 +98,7 @@ class Reader(ABC):
     iteration: int | None = None
     memory: Memory = FRESH
     left_out: tuple[str, ...] = ()
+    tokenizer: str | None = None
 
     @abstractmethod
     def read(self, key: Key) -> Tensor:
@@ -122,6 +128,12 @@ class MegatronReader(Reader):
     """
 
     arguments: Mapping[str, Any]
+
+    @property
+    def tokenizer(self) -> str | None:  # type: ignore[override]
+        """The file or model of its tokenizer, or its kind."""
+        found = (self.arguments.get(name) for name in _TOKENIZER_ARGUMENTS)
+        return next((name for name in found if isinstance(name, str) and name != "NullTokenizer"), None)
 
 
 class Writer(ABC):

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import re
 from collections.abc import Mapping
 from contextlib import suppress
@@ -16,6 +15,7 @@ from ..config import MegatronConfig
 from ..parallel_state import ParallelState, parallel_state
 from ..registry.recorded import layout_kinds, records
 from ..version import __version__
+from .origin import base_of, hub_id
 
 LIBRARY_TAG = "hf_megatron"
 _VERSIONS = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors", "huggingface_hub")
@@ -119,21 +119,6 @@ def installed_versions(*further: str) -> dict[str, str]:
     return found
 
 
-def hub_id(name: Any) -> str | None:
-    """Returns the name that a model was loaded by if it is one on the Hub, which its files in the cache prove."""
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    if not name or os.path.exists(name):
-        return None
-    try:
-        cached = try_to_load_from_cache(name, "config.json")
-    except HFValidationError:
-        # A path, which is not for a card.
-        return None
-    return name if isinstance(cached, str) else None
-
-
 def task_of(architecture: str | None) -> str | None:
     """Returns the Hub's name of what a model class is for, such as `text-generation`."""
     from transformers.modelcard import TASK_MAPPING
@@ -170,6 +155,7 @@ def facts_of_model(model: Any, **known: Any) -> CardFacts:
     found: dict[str, Any] = {
         "architecture": architecture,
         "dtype": str(model.dtype).removeprefix("torch."),
+        "base_model": base_of(model.config.name_or_path),
         "parameters": _parameters(model, state),
         "pipeline_tag": task_of(architecture),
         "tags": (LIBRARY_TAG, *(model.model_tags or ())),

@@ -4,6 +4,7 @@ Every entry of a model and of its moments is another number. So the numbers that
 checkpoint say which weights it holds, whatever their order there (`Made.wanted`).
 """
 
+import contextlib
 import json
 import shutil
 from argparse import Namespace
@@ -129,8 +130,20 @@ def of_store(path: Path) -> Tensors:
         for name, item in items.items()
         if hasattr(item, "size")
     }
-    dcp.load(found, storage_reader=reader, no_dist=True)
+    try:
+        dcp.load(found, storage_reader=reader, no_dist=True)
+    except dcp.api.CheckpointException:
+        # What a conversion does not ask for may be unreadable.
+        found = {
+            name: _of_store_alone(path, name, torch.full_like(tensor, torch.nan)) for name, tensor in found.items()
+        }
     return found
+
+
+def _of_store_alone(path: Path, name: str, tensor: Tensor) -> Tensor:
+    with contextlib.suppress(dcp.api.CheckpointException):
+        dcp.load({name: tensor}, storage_reader=dcp.FileSystemReader(path), no_dist=True)
+    return tensor
 
 
 def of_iteration(path: Path) -> Tensors:

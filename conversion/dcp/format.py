@@ -21,7 +21,9 @@ FORMAT = Format(
     marks=f"{METADATA} or shard-*.safetensors",
     files=r".*\.distcp",
     recognise=_recognise,
-    open=lambda path, architecture, verify: DcpReader(path, architecture.saved_names, architecture.first_name),
+    open=lambda path, architecture, verify: DcpReader(
+        path, architecture.saved_names, architecture.first_name, architecture.most_stored
+    ),
     create=lambda output, plan, architecture, options, iteration, optimizer: DcpWriter(output, plan, optimizer),
     moments=True,
 )

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from ...errors import CheckpointError
-from ...files.safetensors import TensorMeta
+from ...files.safetensors import MOST_TENSORS, TensorMeta
 from ..chunks import ChunkedTensors
 from ..shards.reader import ShardFolder, is_shard_folder
 from ..tensors import MOMENTS, WEIGHT, Key, OptimizerState, Reader, same_bytes
@@ -33,18 +33,23 @@ class DcpReader(Reader):
     Args:
         names: the weights it should have. Without them, every tensor that nothing marks as another is a weight.
         first_name: for any name of a tied weight the one among `names`; such a weight may be there several times.
+        most: how many tensors a store may have.
 
     Raises:
         CheckpointError: naming the file that is damaged or unsafe, and tensors that are missing or unexpected.
     """
 
     def __init__(
-        self, path: Path, names: Collection[str] | None = None, first_name: Callable[[str], str] = lambda name: name
+        self,
+        path: Path,
+        names: Collection[str] | None = None,
+        first_name: Callable[[str], str] = lambda name: name,
+        most: int = MOST_TENSORS,
     ):
         self.path = path
         self._names = None if names is None else dict.fromkeys(names)
         self._first_name = first_name
-        stores = list(_stores(path))
+        stores = list(_stores(path, most))
         self._sources: dict[Key, list[tuple[ChunkedTensors, str]]] = {}
         steps: list[tuple[ChunkedTensors, str]] = []
         others: list[str] = []
@@ -140,17 +145,17 @@ def _same(path: Path, found: Sequence[tuple[ChunkedTensors, str]]) -> TensorMeta
     return entries.pop()
 
 
-def _stores(path: Path) -> Iterator[ChunkedTensors]:
+def _stores(path: Path, most: int) -> Iterator[ChunkedTensors]:
     """Opens the folders with tensors: `path` itself, or Accelerate's in it."""
     if (path / METADATA).is_file():
-        yield StoreReader(path)
+        yield StoreReader(path, most)
         return
     if is_shard_folder(path):
         yield ShardFolder(path)
     found = [path / name for name in ("pytorch_model_fsdp_0", "optimizer_0") if (path / name / METADATA).is_file()]
     if not found and not is_shard_folder(path):
         raise CheckpointError(f"{path} has neither {METADATA} nor shard-*.safetensors.")
-    yield from map(StoreReader, found)
+    yield from (StoreReader(folder, most) for folder in found)
 
 
 def _groups(store: StoreReader) -> list[Mapping[str, Any]]:

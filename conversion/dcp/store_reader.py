@@ -18,6 +18,7 @@ from ...errors import CheckpointError
 from ...files.data_file import DataFile
 from ...files.paths import inside
 from ...files.safetensors import MOST_TENSORS
+from ...shown import first_line
 from ..chunks import Chunk, ChunkedTensors
 from ..torch_files.blob import Blob
 from ..torch_files.safe_pickle import Named, Names, Record, enumeration_names, record_names, unpickle
@@ -33,7 +34,6 @@ _NAMES: Names = MappingProxyType(
     {
         **DTYPES,
         "torch.Size": Named("torch.Size", lambda arguments: tuple(arguments[0])),
-        _TENSOR: Named(_TENSOR, most=MOST_TENSORS, plural="tensors"),
         **record_names(
             f"{_DCP}.metadata.Metadata",
             f"{_DCP}.metadata.MetadataIndex",
@@ -77,6 +77,9 @@ class Place:
 class StoreReader(ChunkedTensors):
     """A folder with a `.metadata` file.
 
+    Args:
+        most: how many tensors it may have; with more it is refused as soon as they are seen.
+
     Attributes:
         entries: global shapes and dtypes of all tensors.
         objects: names of everything else.
@@ -87,13 +90,14 @@ class StoreReader(ChunkedTensors):
             outside of the folder or beyond the end of their file, or when the file is damaged or names other classes.
     """
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, most: int = MOST_TENSORS):
         self.path = path
         self._where = str(path / METADATA)
         with DataFile(path / METADATA) as file:
             if file.size > LARGEST_METADATA:
                 raise CheckpointError(f"{self._where} has {file.size:,} bytes, more than {LARGEST_METADATA:,}.")
-            metadata = unpickle(file.read(0, file.size), self._where, _NAMES)
+            names = {**_NAMES, _TENSOR: Named(_TENSOR, most=most, plural="tensors")}
+            metadata = unpickle(file.read(0, file.size), self._where, names)
         self._sizes: dict[str, int] = {}
         try:
             places = self._places(metadata["storage_data"])
@@ -109,7 +113,7 @@ class StoreReader(ChunkedTensors):
             paths = metadata.get("planner_data") or {}
             self.paths = {name: tuple(path) for name, path in paths.items() if name in items}
         except (AttributeError, LookupError, TypeError, ValueError, ArithmeticError) as error:
-            raise CheckpointError(f"{self._where} does not describe a checkpoint: {error!r}.") from error
+            raise CheckpointError(f"{self._where} does not describe a checkpoint: {first_line(error)}.") from error
         super().__init__(self._where, tensors)
         self.objects = frozenset(self._objects)
 

@@ -33,7 +33,9 @@ def _of_mtp(name: str, layers: int | None) -> bool:
 
 
 def weight_files(path: Path) -> list[str]:
-    """Lists the weight files of a folder: those of its index, else the single one; safetensors before `.bin`.
+    """Lists the weight files of a folder: those of its index and the single one; safetensors before `.bin`.
+
+    Where there are both, loaders disagree which of them they take: the weights of both have to be the same.
 
     Raises:
         CheckpointError: there are none, an index is unreadable, or names files outside of the folder.
@@ -46,7 +48,7 @@ def weight_files(path: Path) -> list[str]:
             missing = [name for name in names if not inside(path, name).is_file()]
             if missing:
                 raise CheckpointError(f"{path}: {', '.join(missing[:5])} of {index.name} are missing.")
-            return names
+            return sorted({*names, kind} if (path / kind).is_file() else names)
         if (path / kind).is_file():
             return [kind]
     raise CheckpointError(f"{path} has no model.safetensors, no pytorch_model.bin and no index of several.")
@@ -62,19 +64,24 @@ class HuggingFaceReader(Reader):
     def __init__(self, path: Path, architecture: Architecture):
         self.path, self.architecture = path, architecture
         self._files: list[SafetensorsFile | PickledFile] = []
-        found: dict[str, SafetensorsFile | PickledFile] = {}
+        # More than one where files repeat a weight.
+        self._holders: dict[str, list[SafetensorsFile | PickledFile]] = {}
         for name in weight_files(path):
             file = inside(path, name)
             opened = SafetensorsFile(file) if name.endswith(".safetensors") else PickledFile(file)
             self._files.append(opened)
-            found |= dict.fromkeys(opened.locations, opened)
-        self._found = found
-        groups, surplus = loading_groups(architecture.model, found)
+            for weight, location in opened.locations.items():
+                holders = self._holders.setdefault(weight, [])
+                first = holders[0].locations[weight] if holders else location
+                if (first.shape, first.dtype) != (location.shape, location.dtype):
+                    raise CheckpointError(f"{path}: {_both(holders[0], opened)} have a {weight} each, and they differ.")
+                holders.append(opened)
+        groups, surplus = loading_groups(architecture.model, self._holders)
         self._group_of: dict[Key, LoadingGroup] = {}
         entries: dict[Key, TensorMeta] = {}
         self._copies: dict[Key, list[LoadingGroup]] = {}
         for group in groups:
-            meta = {name: found[name].locations[name].meta() for name, _ in group.sources}
+            meta = {name: self._holders[name][0].locations[name].meta() for name, _ in group.sources}
             try:
                 converted = convert_loaded(architecture.model, group, meta)
             except (RuntimeError, ValueError, TypeError) as error:
@@ -90,7 +97,7 @@ class HuggingFaceReader(Reader):
         used = {name for group in groups for name, _ in group.sources}
         # Beside these there are buffers of old releases, which nobody misses.
         layers = getattr(architecture.config.get_text_config(), "num_hidden_layers", None)
-        self.left_out = tuple(name for name in found if name not in used and _of_mtp(name, layers))
+        self.left_out = tuple(name for name in self._holders if name not in used and _of_mtp(name, layers))
         saved = [key for key in entries if key.name in architecture.saved_names]
         self.entries = {key: entries[key] for key in sorted(saved, key=architecture.sort_key)}
         self._ready: dict[Key, Tensor] = {}
@@ -106,10 +113,22 @@ class HuggingFaceReader(Reader):
         return tensor
 
     def _converted(self, group: LoadingGroup) -> dict[Key, Tensor]:
-        tensors = {name: self._found[name].read(name, self.memory) for name, _ in group.sources}
+        tensors = {name: self._stored(name) for name, _ in group.sources}
         converted = convert_loaded(self.architecture.model, group, tensors)
         return {Key(WEIGHT, self.architecture.first_name(name)): tensor for name, tensor in converted.items()}
+
+    def _stored(self, name: str) -> Tensor:
+        first, *others = self._holders[name]
+        tensor = first.read(name, self.memory)
+        for other in others:
+            if not same_bytes(tensor, other.read(name, self.memory)):
+                raise CheckpointError(f"{self.path}: {_both(first, other)} have a {name} each, and they differ.")
+        return tensor
 
     def close(self) -> None:
         for file in self._files:
             file.close()
+
+
+def _both(one: SafetensorsFile | PickledFile, other: SafetensorsFile | PickledFile) -> str:
+    return f"{one.path.name} and {other.path.name}"

@@ -30,7 +30,7 @@ class TransformersView(Reader):
     def __init__(self, reader: Reader, rules: Sequence[Rule], architecture: Architecture, where: str):
         self._reader = reader
         self.optimizer, self.optimizer_refusal = reader.optimizer, reader.optimizer_refusal
-        self.iteration = reader.iteration
+        self.iteration, self.tokenizer = reader.iteration, reader.tokenizer
         self._source_of: dict[Key, tuple[Rule, tuple[Key, ...]]] = {}
         self._ready: dict[Key, Tensor] = {}
         try:

@@ -29,7 +29,7 @@ def _writer(
 
 
 FORMAT = megatron_format(
-    lambda path, architecture: MegatronCoreReader(path),
+    lambda path, architecture: MegatronCoreReader(path, architecture.most_stored),
     _writer,
     name="megatron_core",
     title="Megatron-Core torch_dist",

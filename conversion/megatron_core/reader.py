@@ -14,7 +14,8 @@ from torch import Tensor
 
 from ...errors import CheckpointError
 from ...files.data_file import DataFile
-from ...files.safetensors import TensorMeta
+from ...files.safetensors import MOST_TENSORS, TensorMeta
+from ...shown import first_line
 from ..dcp.store_reader import METADATA, StoreReader
 from ..megatron.folder import iteration_folder
 from ..tensors import EXP_AVG, EXP_AVG_SQ, MAIN_WEIGHT, WEIGHT, Key, MegatronReader
@@ -50,6 +51,9 @@ class _Part:
 class MegatronCoreReader(MegatronReader):
     """A `torch_dist` checkpoint: the folder of an iteration, or the one with `latest_checkpointed_iteration.txt`.
 
+    Args:
+        most: how many tensors it may have.
+
     Attributes:
         arguments: Megatron-LM's, as far as they are plain values; empty where it wrote none.
 
@@ -57,10 +61,10 @@ class MegatronCoreReader(MegatronReader):
         CheckpointError: it is in another format, unsafe, damaged or incomplete.
     """
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, most: int = MOST_TENSORS):
         self.path = iteration_folder(path)
         check_format(self.path)
-        self._store = StoreReader(self.path)
+        self._store = StoreReader(self.path, most)
         common = self._common()
         self.arguments = arguments_of(common)
         self.iteration = iteration_of(common, self.path)
@@ -170,7 +174,7 @@ def check_format(path: Path) -> None:
             backend, version = config["sharded_backend"], config.get("sharded_backend_version", 1)
             common = config.get("common_backend", "torch"), config.get("common_backend_version", 1)
         except (ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{file.path} does not describe a checkpoint: {error!r}.") from error
+            raise CheckpointError(f"{file.path} does not describe a checkpoint: {first_line(error)}.") from error
     if backend == "fsdp_dtensor":
         raise CheckpointError(
             f"{path} is in Megatron's fsdp_dtensor format: turn it into torch_dist with Megatron-LM's "

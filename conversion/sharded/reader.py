@@ -11,6 +11,7 @@ from ...checkpoint.state_file import unpack
 from ...errors import CheckpointError
 from ...files.paths import inside
 from ...files.safetensors import SafetensorsFile, TensorMeta
+from ...shown import first_line
 from ..architecture import Architecture
 from ..tensors import MAIN_WEIGHT, MOMENTS, WEIGHT, Key, OptimizerState, Reader
 
@@ -40,7 +41,7 @@ class ShardedReader(Reader):
             self.optimizer, self.optimizer_refusal = _optimizer(described, facts.get("converted"))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(
-                f"{path}: what its manifest says of the optimizer cannot be read: {error!r}"
+                f"{path}: what its manifest says of the optimizer cannot be read: {first_line(error)}"
             ) from error
         names = {Key(WEIGHT, name): name for name in self._checkpoint.names() if not name.startswith("optimizer/")}
         architecture.check((key.name for key in names), str(path))

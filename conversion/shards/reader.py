@@ -18,9 +18,10 @@ from ...checkpoint.boxes import Box
 from ...errors import CheckpointError
 from ...files.data_file import DataFile, read_strided, row_major
 from ...files.paths import inside
-from ...files.safetensors import read_header, read_metadata
-from ...shown import shown
+from ...files.safetensors import Location, read_header, read_metadata
+from ...shown import first_line, shown
 from ..chunks import Chunk, ChunkedTensors
+from ..tensors import same_bytes
 
 SHARD = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
 _SHARDING = "DCP_SHARDING_INFO"
@@ -49,7 +50,7 @@ class ShardFolder(ChunkedTensors):
                     raise CheckpointError(f"{file}: {shown(name)} differs from other files in its dims or its dtype.")
                 if not all(type(start) is int and start >= 0 for start in offset):
                     raise CheckpointError(f"{file}: {shown(name)} begins at {shown(offset)} of the whole tensor.")
-                chunks.setdefault(name, []).append(Chunk(Box(offset, span.shape), (file, span)))
+                chunks.setdefault(name, []).append(Chunk(Box(offset, span.shape), ((file, span),)))
         # The format says nothing of global shapes: a tensor ends where its last chunk does.
         shapes = {
             name: tuple(
@@ -58,16 +59,31 @@ class ShardFolder(ChunkedTensors):
             )
             for name, found in chunks.items()
         }
-        # Tensors that are not distributed are in every file.
-        unique = {name: list({chunk.box: chunk for chunk in found}.values()) for name, found in chunks.items()}
-        super().__init__(str(path), {name: (shapes[name], dtypes[name], unique[name]) for name in chunks})
+        super().__init__(str(path), {name: (shapes[name], dtypes[name], _once(chunks[name])) for name in chunks})
 
     def read_chunk(self, name: str, chunk: Chunk, starts: Sequence[int], target: Tensor) -> None:
-        path, span = chunk.place
-        with DataFile(path) as file:
-            stride = row_major(span.shape)
-            first = sum(start * step for start, step in zip(starts, stride, strict=True))
-            read_strided(file, span.start, first, stride, target)
+        first, *copies = chunk.place
+        _read(*first, starts, target)
+        for path, span in copies:
+            copy = torch.empty_like(target)
+            _read(path, span, starts, copy)
+            if not same_bytes(copy, target):
+                raise CheckpointError(f"{path}: {name} differs from the one in {first[0].name}.")
+
+
+def _once(chunks: Sequence[Chunk]) -> list[Chunk]:
+    """Puts together where the same chunk is stored: tensors that are not distributed are in every file."""
+    places: dict[Box, list[tuple[Path, Location]]] = {}
+    for chunk in chunks:
+        places.setdefault(chunk.box, []).extend(chunk.place)
+    return [Chunk(box, tuple(found)) for box, found in places.items()]
+
+
+def _read(path: Path, span: Location, starts: Sequence[int], target: Tensor) -> None:
+    with DataFile(path) as file:
+        stride = row_major(span.shape)
+        first = sum(start * step for start, step in zip(starts, stride, strict=True))
+        read_strided(file, span.start, first, stride, target)
 
 
 def _offsets(path: Path) -> Mapping[str, tuple[int, ...]]:
@@ -77,4 +93,6 @@ def _offsets(path: Path) -> Mapping[str, tuple[int, ...]]:
         table: dict[str, Any] = json.loads(metadata.get(_SHARDING, "{}"))
         return {name: tuple(entry["saved_offsets"]) for name, entry in table.items()}
     except (ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path}: the header does not say where its tensors belong: {error!r}.") from error
+        raise CheckpointError(
+            f"{path}: the header does not say where its tensors belong: {first_line(error)}."
+        ) from error

@@ -6,14 +6,34 @@ Reading looks at the directory and the pickle of a blob, and then at the bytes o
 import struct
 import zipfile
 import zlib
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from ...errors import CheckpointError
 from ...files.data_file import DataFile, Window
+from ...files.safetensors import MOST_TENSORS
+from ...shown import shown
 from .safe_pickle import unpickle
 from .saved import LARGEST_PICKLE, MEGATRON, OBJECTS, TENSORS, Saved, storage_of
+
+# Bytes of a record's header without its name, and of what ends a zip file.
+_HEADER, _LAST_RECORD = 30, 22
+# Flags of a record that is encrypted, or whose header is.
+_ENCRYPTED = 1 | 1 << 13
+_ENTRY, _ENTRY_SIZE = b"PK\1\2", 46
+_BEHIND_ENTRIES = (b"PK\5\6", b"PK\6\6")
+
+
+class _Archive(Window):
+    """A zip file that is looked at before a million entries of its directory are made."""
+
+    def read(self, size: int = -1) -> bytes:
+        data = super().read(size)
+        if len(data) > LARGEST_PICKLE or data.count(_ENTRY) > MOST_TENSORS:
+            raise ValueError(f"a directory of {len(data)} bytes")
+        return data
 
 
 class Blob(Saved):
@@ -33,21 +53,25 @@ class Blob(Saved):
         file.check(offset, length)
         self.where = f"{file.path}, bytes [{offset}, {offset + length})"
         try:
-            with zipfile.ZipFile(Window(file, offset, length)) as archive:
+            with zipfile.ZipFile(_Archive(file, offset, length)) as archive:
                 self._end = archive.start_dir
                 infos = archive.infolist()
                 # Nothing before and nothing behind: both would move what the directory says.
                 if file.read(offset, min(length, 4)) != b"PK\3\4" or archive.comment:
                     raise ValueError("it does not begin and end with one")
+            if any(file.read(offset + length - _LAST_RECORD + 4, 4)):
+                raise ValueError("it is one of several parts")
+            _check_entries(file.read(offset + self._end, length - self._end), len(infos))
         except (zipfile.BadZipFile, ValueError, NotImplementedError, struct.error, UnicodeError) as error:
-            raise CheckpointError(f"{self.where} is no file of torch.save: {error}") from error
+            raise CheckpointError(f"{self.where} is no file of torch.save: {shown(str(error))}") from error
         self._records = {info.filename: info for info in infos}
         pickles = [name for name in self._records if name.count("/") == 1 and name.endswith("/data.pkl")]
         if len(self._records) != len(infos) or len(pickles) != 1:
             raise CheckpointError(
-                f"{self.where} is no file of torch.save: it has the records {list(self._records)[:8]}."
+                f"{self.where} is no file of torch.save: it has the records {shown(list(self._records))}."
             )
         self._root = pickles[0].removesuffix("data.pkl")
+        self._check_directory(infos)
         if f"{self._root}byteorder" in self._records and self._record("byteorder") != b"little":
             raise CheckpointError(f"{self.where} was written on a machine of another byte order.")
         if f"{self._root}.data/version" not in self._records:
@@ -55,36 +79,63 @@ class Blob(Saved):
             self._locate("version")
         self.value = unpickle(self._record("data.pkl"), self.where, {**OBJECTS, **TENSORS}, storage_of, MEGATRON)
 
+    def _check_directory(self, infos: Sequence[zipfile.ZipInfo]) -> None:
+        """Checks that every record is plain bytes of this file, which no two share: their sizes sum up to no more."""
+        end = 0
+        for info in sorted(infos, key=lambda info: info.header_offset):
+            where = f"{self.where}: record {shown(info.filename)}"
+            if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
+                raise CheckpointError(f"{where} is compressed.")
+            if info.flag_bits & _ENCRYPTED or info.volume:
+                raise CheckpointError(f"{where} is encrypted or lies in another file.")
+            if info.header_offset < end:
+                raise CheckpointError(f"{where} lies inside of another one.")
+            end = info.header_offset + _HEADER + info.compress_size
+            if end > self._end or not info.filename.startswith(self._root):
+                raise CheckpointError(f"{where} lies outside of the others.")
+
     def _locate(self, name: str) -> tuple[int, int]:
         """Finds where the bytes of a record begin in the file, and how many there are."""
         info = self._records.get(self._root + name)
         if info is None:
-            raise CheckpointError(f"{self.where}: there is no record {name}.")
-        if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1 or info.compress_size != info.file_size:
-            raise CheckpointError(f"{self.where}: record {name} is compressed or encrypted.")
+            raise CheckpointError(f"{self.where}: there is no record {shown(name)}.")
         try:
-            header = self.file.read(self._start + info.header_offset, 30)
+            header = self.file.read(self._start + info.header_offset, _HEADER)
             named, extra = struct.unpack_from("<HH", header, 26)
-            written = self.file.read(self._start + info.header_offset + 30, named)
+            written = self.file.read(self._start + info.header_offset + _HEADER, named)
         except CheckpointError as error:
-            raise CheckpointError(f"{self.where}: record {name} is cut off.") from error
-        begin = info.header_offset + 30 + named + extra
+            raise CheckpointError(f"{self.where}: record {shown(name)} is cut off.") from error
+        begin = info.header_offset + _HEADER + named + extra
         if header[:4] != b"PK\3\4" or written != info.filename.encode() or begin + info.file_size > self._end:
-            raise CheckpointError(f"{self.where}: record {name} is not where the directory says.")
+            raise CheckpointError(f"{self.where}: record {shown(name)} is not where the directory says.")
         return self._start + begin, info.file_size
 
     def _record(self, name: str) -> bytes:
         begin, size = self._locate(name)
         if size > LARGEST_PICKLE:
-            raise CheckpointError(f"{self.where}: record {name} has {size} bytes, more than {LARGEST_PICKLE}.")
-        return self.file.read(begin, size)
+            raise CheckpointError(f"{self.where}: record {shown(name)} has {size} bytes, more than {LARGEST_PICKLE}.")
+        content = self.file.read(begin, size)
+        self._compare(name, content)
+        return content
 
     def find(self, storage: str) -> tuple[int, int]:
         return self._locate(f"data/{storage}")
 
     def compare(self, storage: str, whole: Tensor) -> None:
-        # Torch can leave checksums out.
-        name = f"data/{storage}"
+        self._compare(f"data/{storage}", whole.view(-1).view(torch.uint8).numpy().data)
+
+    def _compare(self, name: str, content: bytes | memoryview) -> None:
+        """Compares a record with its checksum, where it has one: torch can leave them out."""
         expected = self._records[self._root + name].CRC
-        if expected and zlib.crc32(whole.view(-1).view(torch.uint8).numpy().data) != expected:
-            raise CheckpointError(f"{self.where}: record {name} has another checksum than it was written with.")
+        if expected and zlib.crc32(content) != expected:
+            raise CheckpointError(f"{self.where}: record {shown(name)} has another checksum than it was written with.")
+
+
+def _check_entries(directory: bytes, count: int) -> None:
+    """Checks that the file ends where the entries of its directory do: `zipfile` cuts the last one."""
+    position = 0
+    for _ in range(count):
+        # Of the name, of further fields and of a comment.
+        position += _ENTRY_SIZE + sum(struct.unpack_from("<HHH", directory, position + 28))
+    if directory[position : position + 4] not in _BEHIND_ENTRIES:
+        raise ValueError("its directory does not end where its entries do")

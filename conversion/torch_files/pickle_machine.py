@@ -1,42 +1,19 @@
 """The machine of `safe_pickle`: interprets a pickle's operations, and calls nothing of what it names."""
 
+import gc
 import struct
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from ...errors import CheckpointError
+from . import pickle_operations as ops
 from .pickled_values import Getattr, Named, Record, check_expansion, hashable
 
-# Operations that push a constant, and those with an operand of so many bytes: the length of a run of bytes that
-# follows, a place in the memo to read or write, or an integer.
-_CONSTANTS: Mapping[int, Any] = MappingProxyType({ord("N"): None, 0x88: True, 0x89: False, ord(")"): ()})
-_TEXT, _LONG = frozenset({ord("X"), 0x8C, 0x8D}), frozenset({0x8A, 0x8B})
-_COUNTED = _TEXT | _LONG | {ord("B"), ord("C"), 0x8E, 0x96}
-_GETS, _PUTS = frozenset(b"hj"), frozenset(b"qr")
-_SIGNED = ord("J")
-_REDUCE, _NEW, _NEW_WITH_KEYWORDS = ord("R"), 0x81, 0x92
 _GETATTR = Getattr()
 # As protocols 2 and from 3 on spell it.
 _NAMES_OF_GETATTR = frozenset({"__builtin__.getattr", "builtins.getattr"})
-_OPERANDS = MappingProxyType(
-    {
-        **dict.fromkeys((0x8C, ord("C"), 0x8A, ord("h"), ord("q"), ord("K")), 1),
-        **dict.fromkeys((ord("M"),), 2),
-        **dict.fromkeys((ord("X"), ord("B"), 0x8B, ord("j"), ord("r"), _SIGNED), 4),
-        **dict.fromkeys((0x8D, 0x8E, 0x96), 8),
-    }
-)
-_TUPLES = MappingProxyType({0x85: 1, 0x86: 2, 0x87: 3})
-
-
-def _decoded(operation: int, run: bytes) -> str | int | bytes:
-    if operation in _TEXT:
-        return run.decode("utf-8", "surrogatepass")
-    return int.from_bytes(run, "little", signed=True) if operation in _LONG else run
-
 
 # How many objects, of some 200 bytes each, every pickle may make, and for how many of its bytes a long one may make one
 # more (that of a store with millions of chunks); how much calls may read of what they are given for each byte: one
@@ -90,36 +67,30 @@ class Machine:
             # It may get a state later on.
             self._bare.add(id(value))
         parts = value.arguments if kind is Record else value
-        if (kind is tuple or id(value) in self._bare) and all(type(part) in _SINGLE for part in parts):
+        if (kind is tuple or id(value) in self._bare) and _SINGLE.issuperset(map(type, parts)):
             self._read(len(parts))
         else:
             self._shares = True
         return value
 
-    def _charge(self, *values: Any) -> None:
-        """Takes what a call reads of its arguments, or a table of a key, off the budget."""
-        for value in values:
-            kind = type(value)
-            if kind in _COUNTED_TYPES:
-                self._to_read -= len(value)
-            elif kind is int:
-                self._to_read -= value.bit_length() >> 6
-        self._parts -= 1
-        if self._to_read < 0 or self._parts < 0:
-            raise CheckpointError(_TOO_LARGE)
-
     def _read(self, length: int) -> None:
+        """Takes what a call or a table reads of what it is given off the budget."""
         self._to_read -= length
         if self._to_read < 0:
             raise CheckpointError(_TOO_LARGE)
 
-    def _made(self, container: Any) -> None:
-        self._charge()
-        self._stack.append(container)
-
-    def _key(self, key: Any) -> Any:
-        self._read(key.bit_length() >> 6 if type(key) is int else len(key) if type(key) in _COUNTED_TYPES else 1)
-        return hashable(key)
+    def _keys(self, keys: list[Any]) -> list[Any]:
+        """Returns keys of a table, whose hashes read them, after a look at what they are."""
+        length = 0
+        for key in keys:
+            kind = type(key)
+            if kind is str:
+                length += len(key)
+            else:
+                hashable(key)
+                length += key.bit_length() >> 6 if kind is int else len(key) if kind in _COUNTED_TYPES else 1
+        self._read(length)
+        return keys
 
     def _take(self, count: int) -> bytes:
         start, self._position = self._position, self._position + count
@@ -127,96 +98,131 @@ class Machine:
             raise ValueError("it is cut off")
         return self._data[start : self._position]
 
-    def _number(self, size: int) -> int:
-        return int.from_bytes(self._take(size), "little")
-
     def _line(self) -> str:
         end = self._data.index(b"\n", self._position)
         return self._take(end + 1 - self._position)[:-1].decode()
 
     def run(self) -> Any:
         """Interprets the pickle, and returns its value."""
-        actions: dict[int, Callable[[], object]] = {
-            0x80: lambda: self._protocol(self._take(1)[0]),
-            0x95: lambda: self._check_frame(self._number(8)),
-            ord("("): lambda: self._marks.append(len(self._stack)),
-            ord("]"): lambda: self._made([]),
-            ord("}"): lambda: self._made({}),
-            0x8F: lambda: self._made(set()),
+        collects = gc.isenabled()
+        # What is made stays, and the collector would look at all of it again and again.
+        gc.disable()
+        try:
+            value = self._interpret()
+        finally:
+            if collects:
+                gc.enable()
+        if self._shares:
+            check_expansion(value, _READ + _READ_PER_BYTE * len(self._data))
+        return value
+
+    def _interpret(self) -> Any:
+        rare: dict[int, Callable[[], object]] = {
+            0x80: self._protocol,
+            0x95: self._check_frame,
+            0x8F: lambda: self._stack.append(set()),
             ord("0"): self._stack.pop,
             ord("1"): self._marked,
             ord("G"): lambda: self._stack.append(struct.unpack(">d", self._take(8))[0]),
-            ord("t"): lambda: self._made(tuple(self._marked())),
-            0x91: lambda: self._made(frozenset(map(self._key, self._marked()))),
-            ord("a"): lambda: self._extend([self._stack.pop()]),
-            ord("e"): lambda: self._extend(self._marked()),
-            ord("s"): lambda: self._update([self._stack.pop(), self._stack.pop()][::-1]),
-            ord("u"): lambda: self._update(self._marked()),
+            0x91: lambda: self._stack.append(frozenset(self._keys(self._marked()))),
             0x90: lambda: self._add(self._marked()),
             ord("c"): lambda: self._stack.append(self._name(self._line(), self._line())),
             0x93: lambda: self._stack.append(self._name(*[self._stack.pop(), self._stack.pop()][::-1])),
-            _REDUCE: lambda: self._call(_REDUCE),
-            _NEW: lambda: self._call(_NEW),
-            _NEW_WITH_KEYWORDS: lambda: self._call(_NEW_WITH_KEYWORDS),
-            ord("b"): self._build,
+            ops.NEW_WITH_KEYWORDS: self._call_without_keywords,
             ord("Q"): lambda: self._stack.append(self._persist(self._stack.pop())),
         }
-        data, stack, memo = self._data, self._stack, self._memo
+        data, stack, memo, marks, parts = self._data, self._stack, self._memo, self._marks, self._parts
+        constants, operands, tuples = map(dict, (ops.CONSTANTS, ops.OPERANDS, ops.TUPLES))
         position = 0
+        # The store of a large model has tens of millions of operations: the frequent ones come first and call little.
         while True:
             operation = data[position]
             position += 1
-            # The two most frequent ones have no operand, or one of a byte.
-            if operation == 0x94:
+            if operation == ops.MEMOIZE:
                 memo[len(memo)] = stack[-1]
-            elif operation == 0x68:
-                value = memo[data[position]]
-                stack.append(value if type(value) in _PLAIN else self._again(value))
-                position += 1
-            elif operation in _OPERANDS:
-                end = position + _OPERANDS[operation]
+            elif operation in ops.GETS:
+                if operation == ops.SHORT_GET:
+                    value = memo[data[position]]
+                    position += 1
+                else:
+                    value = memo[int.from_bytes(data[position : position + 4], "little")]
+                    position += 4
+                kind = type(value)
+                is_plain = kind in _PLAIN or (kind is str and len(value) <= _LONG_TEXT)
+                stack.append(value if is_plain else self._again(value))
+            elif operation in constants:
+                stack.append(constants[operation])
+            elif operation in ops.CALLS:
+                parts -= 1
+                if parts < 0:
+                    raise CheckpointError(_TOO_LARGE)
+                arguments = stack.pop()
+                stack.append(self._call(stack.pop(), arguments, operation))
+            elif operation == ops.MARK:
+                marks.append(len(stack))
+            elif operation == ops.BUILD:
+                state, value = stack.pop(), stack[-1]
+                if type(value) is Record and not self._bare:
+                    value.state = state
+                else:
+                    self._build(value, state)
+            elif operation in operands:
+                end = position + operands[operation]
                 if end > len(data):
                     raise ValueError("it is cut off")
-                number = int.from_bytes(data[position:end], "little", signed=operation == _SIGNED)
+                number = int.from_bytes(data[position:end], "little", signed=operation == ops.SIGNED)
                 position = end
-                if operation in _COUNTED:
+                if operation in ops.COUNTED:
                     position = end + number
                     if position > len(data):
                         raise ValueError("it is cut off")
-                    stack.append(_decoded(operation, data[end:position]))
-                elif operation in _GETS:
-                    stack.append(self._again(memo[number]))
-                elif operation in _PUTS:
+                    stack.append(ops.decoded(operation, data[end:position]))
+                elif operation in ops.PUTS:
                     memo[number] = stack[-1]
                 else:
                     stack.append(number)
-            elif operation in _TUPLES:
-                count = _TUPLES[operation]
-                self._charge()
-                made = tuple(stack[-count:])
-                if len(made) != count:
-                    raise ValueError("its stack is out of order")
-                stack[-count:] = [made]
-            elif operation in _CONSTANTS:
-                stack.append(_CONSTANTS[operation])
-            elif operation == ord("."):
+            elif operation == ops.SET_ITEMS:
+                self._update(self._marked())
+            elif operation == ops.SET_ITEM:
+                self._update([stack.pop(), stack.pop()][::-1])
+            elif operation == ops.APPEND:
+                self._extend([stack.pop()])
+            elif operation == ops.APPENDS:
+                self._extend(self._marked())
+            elif operation == ops.STOP:
                 (value,) = stack
                 self.end = position
-                if self._shares:
-                    check_expansion(value, _READ + _READ_PER_BYTE * len(data))
                 return value
-            elif operation in actions:
-                self._position = position
-                actions[operation]()
-                position = self._position
             else:
-                raise ValueError(f"operation {operation:#04x} at byte {position - 1} is not one that is written")
+                parts -= 1
+                if parts < 0:
+                    raise CheckpointError(_TOO_LARGE)
+                if operation in tuples:
+                    count = tuples[operation]
+                    made = tuple(stack[-count:])
+                    if len(made) != count:
+                        raise ValueError("its stack is out of order")
+                    stack[-count:] = [made]
+                elif operation == ops.DICT:
+                    stack.append({})
+                elif operation == ops.LIST:
+                    stack.append([])
+                elif operation == ops.TUPLE:
+                    stack.append(tuple(self._marked()))
+                elif operation in rare:
+                    self._position = position
+                    rare[operation]()
+                    position = self._position
+                else:
+                    raise ValueError(f"operation {operation:#04x} at byte {position - 1} is not one that is written")
 
-    def _protocol(self, version: int) -> None:
+    def _protocol(self) -> None:
+        version = self._take(1)[0]
         if not 2 <= version <= 5:
             raise ValueError(f"protocol {version}")
 
-    def _check_frame(self, size: int) -> None:
+    def _check_frame(self) -> None:
+        size = int.from_bytes(self._take(8), "little")
         if self._position + size > len(self._data):
             raise ValueError("it is cut off")
 
@@ -237,12 +243,12 @@ class Machine:
     def _update(self, values: list[Any]) -> None:
         if type(self._stack[-1]) is not dict or len(values) % 2:
             raise TypeError("it sets items of what is no table")
-        self._stack[-1].update(zip(map(self._key, values[::2]), values[1::2], strict=True))
+        self._stack[-1].update(zip(self._keys(values[::2]), values[1::2], strict=True))
 
     def _add(self, values: list[Any]) -> None:
         if type(self._stack[-1]) is not set:
             raise TypeError("it adds to what is no set")
-        self._stack[-1].update(map(self._key, values))
+        self._stack[-1].update(self._keys(values))
 
     def _name(self, module: Any, name: Any) -> Any:
         if not isinstance(module, str) or not isinstance(name, str):
@@ -256,23 +262,31 @@ class Machine:
             return _GETATTR
         raise CheckpointError(f"it names {full}, which is not read.")
 
-    def _call(self, operation: int) -> None:
-        if operation == _NEW_WITH_KEYWORDS:
-            self._stack.pop()
+    def _call_without_keywords(self) -> None:
+        self._stack.pop()
         arguments, called = self._stack.pop(), self._stack.pop()
-        if not isinstance(called, Named | Getattr) or type(arguments) is not tuple:
+        self._stack.append(self._call(called, arguments, ops.NEW_WITH_KEYWORDS))
+
+    def _call(self, called: Any, arguments: Any, operation: int) -> Any:
+        kind = type(called)
+        if kind not in (Named, Getattr) or type(arguments) is not tuple:
             raise TypeError("it calls what is no class")
-        if called is _GETATTR and operation != _REDUCE:
-            raise CheckpointError("it makes an object of builtins.getattr.")
-        self._charge(*arguments)
-        if isinstance(called, Named) and called.most is not None:
+        for value in arguments:
+            given = type(value)
+            if given in _COUNTED_TYPES:
+                self._read(len(value))
+            elif given is int:
+                self._read(value.bit_length() >> 6)
+        if kind is Getattr:
+            if operation != ops.REDUCE:
+                raise CheckpointError("it makes an object of builtins.getattr.")
+        elif called.most is not None:
             self._counts[called.name] = count = self._counts.get(called.name, 0) + 1
             if count > called.most:
                 raise CheckpointError(f"it has more than {called.most} {called.plural}.")
-        self._stack.append(called(arguments))
+        return called(arguments)
 
-    def _build(self) -> None:
-        state, value = self._stack.pop(), self._stack[-1]
+    def _build(self, value: Any, state: Any) -> None:
         if isinstance(value, Record):
             value.state = state
             self._shares |= id(value) in self._bare
@@ -283,5 +297,4 @@ class Machine:
     def _persist(self, identifier: Any) -> Any:
         if self._persistent is None:
             raise ValueError("it has a persistent id")
-        self._charge()
         return self._persistent(identifier)

@@ -1,5 +1,6 @@
 """What `torch.save` wrote, in either of its formats: tensors whose bytes are read when they are asked for."""
 
+import math
 import signal
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -154,15 +155,19 @@ class Saved(ABC):
             raise CheckpointError(f"{self.where} is not a tensor.")
         return self.value
 
+    def _found(self, stored: StoredTensor) -> tuple[int, int]:
+        begin, size = self.find(stored.storage)
+        if size != stored.storage_nbytes:
+            raise CheckpointError(f"{self.where}: {size} bytes where a storage has {shown(stored.storage_nbytes)}.")
+        return begin, size
+
     def read_into(self, stored: StoredTensor, starts: Sequence[int], out: Tensor) -> None:
         """Copies the box of a tensor that begins at `starts` into `out`, of any shape, reading little more than it.
 
         Raises:
             CheckpointError: the bytes are not there.
         """
-        begin, size = self.find(stored.storage)
-        if size != stored.storage_nbytes:
-            raise CheckpointError(f"{self.where}: {size} bytes where a storage has {stored.storage_nbytes}.")
+        begin, size = self._found(stored)
         if out.numel():
             first = stored.offset + sum(start * step for start, step in zip(starts, stored.stride, strict=True))
             read_strided(self.file, begin, first, stored.stride, out)
@@ -172,9 +177,9 @@ class Saved(ABC):
     def read(self, stored: StoredTensor, memory: Memory = FRESH) -> Tensor:
         """Reads a whole tensor of any shape."""
         # What is claimed is there before memory is taken for it.
-        if torch.Size(stored.shape).numel() * stored.dtype.itemsize > stored.storage_nbytes:
-            raise CheckpointError(f"{self.where}: {list(stored.shape)} entries repeat those of a smaller storage.")
-        self.find(stored.storage)
+        if math.prod(stored.shape) * stored.dtype.itemsize > stored.storage_nbytes:
+            raise CheckpointError(f"{self.where}: {shown(stored.shape)} entries repeat those of a smaller storage.")
+        self._found(stored)
         out = memory.empty(stored.shape, stored.dtype)
         self.read_into(stored, [0] * len(stored.shape), out)
         return out

@@ -17,6 +17,7 @@ import transformers
 
 from ..errors import CheckpointError
 from ..files.digest import FileDigest
+from ..files.json_file import read_small
 from ..files.paths import inside
 from ..files.safetensors import DTYPES
 from ..version import __version__
@@ -126,14 +127,12 @@ class Manifest:
         """Reads and checks the manifest of a checkpoint; `CheckpointError` when it is missing or wrong."""
         path = inside(directory, MANIFEST)
         try:
-            size = path.stat().st_size
-            if size > LARGEST_MANIFEST:
-                raise CheckpointError(f"{path}: {size} bytes, at most {LARGEST_MANIFEST} are read.")
-            data = json.loads(path.read_bytes())
+            content = read_small(path, LARGEST_MANIFEST)
+            data = json.loads(content)
         except OSError as error:
             raise CheckpointError(f"{directory} is not a complete checkpoint: its {MANIFEST}: {error}") from error
         except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"{path}: not JSON ({size} bytes): {error}") from error
+            raise CheckpointError(f"{path}: not JSON ({len(content)} bytes): {error}") from error
         manifest = cls.from_dict(data, str(path), lambda name: _size(inside(directory, name)))
         for name in manifest.files:
             inside(directory, name)

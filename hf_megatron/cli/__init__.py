@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from . import checks, conversion, environment, fuzz, hub, timeline
+from .failure import saying_interrupted
 
 app = typer.Typer(
     help="Megatron's parallelism for stock Hugging Face models.", no_args_is_help=True, add_completion=False
@@ -36,5 +37,6 @@ for command in (
 
 
 def main() -> None:
-    """Runs the `hf-megatron` command."""
-    app()
+    """Runs the `hf-megatron` command; Ctrl-C ends it with one line."""
+    with saying_interrupted():
+        app()

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .failure import MISMATCH, failing
+from .failure import MISMATCH, ended_at_once, failing
 
 
 def _bar(what: str | None = None) -> Any:
@@ -55,21 +55,24 @@ def convert(
 
     Exit codes: 0 done, 1 damaged, unsafe or unfitting input, 2 wrong usage.
     """
-    from ..conversion import Report, TargetOptions, convert, plan_conversion
-    from ..errors import CheckpointError
+    with ExitStack() as reading:
+        # Until something is written.
+        reading.enter_context(ended_at_once())
+        from ..conversion import Report, TargetOptions, convert, plan_conversion
+        from ..errors import CheckpointError
 
-    with failing(CheckpointError, OSError):
-        options = TargetOptions(tp, pp, ep, make_vocab_size_divisible_by, max_shard_size, local_names)
-        wanted: dict[str, Any] = {"from_format": from_format or None, "config": config or None}
-        wanted |= {"options": options, "optimizer": optimizer, "without_mtp": without_mtp}
-        if plan:
-            typer.echo(plan_conversion(source, target, to, **wanted).table())
-            return
-        with ExitStack() as bars:
+        with failing(CheckpointError, OSError), ExitStack() as bars:
+            options = TargetOptions(tp, pp, ep, make_vocab_size_divisible_by, max_shard_size, local_names)
+            wanted: dict[str, Any] = {"from_format": from_format or None, "config": config or None}
+            wanted |= {"options": options, "optimizer": optimizer, "without_mtp": without_mtp}
+            if plan:
+                typer.echo(plan_conversion(source, target, to, **wanted).table())
+                return
             bar = bars.enter_context(_bar())
             stages: dict[str, Any] = {}
 
             def describe(planned: Report) -> None:
+                reading.close()
                 bar.set_description(f"{planned.source.format.name} -> {planned.format.name}", refresh=False)
                 bar.total = planned.nbytes
 
@@ -105,12 +108,13 @@ def verify(
 
     Exit codes: 0 equal, 1 different or damaged, 2 wrong usage.
     """
-    from ..conversion import compare
-    from ..errors import CheckpointError
+    with ended_at_once():
+        from ..conversion import compare
+        from ..errors import CheckpointError
 
-    with failing(CheckpointError, OSError), _bar("comparing") as bar:
-        wanted: dict[str, Any] = {"config": config or None, "logits": logits, "without_mtp": without_mtp}
-        comparison = compare(first, second, on_tensor=bar.update, **wanted)
+        with failing(CheckpointError, OSError), _bar("comparing") as bar:
+            wanted: dict[str, Any] = {"config": config or None, "logits": logits, "without_mtp": without_mtp}
+            comparison = compare(first, second, on_tensor=bar.update, **wanted)
     typer.echo(comparison.summary())
     if not comparison.equal:
         raise typer.Exit(MISMATCH)
@@ -123,10 +127,13 @@ def merge(
     no_verify: Annotated[bool, typer.Option("--no-verify", help="Do not compare checksums first.")] = False,
 ) -> None:
     """Write the weights of a sharded CHECKPOINT as Hugging Face files: `convert --from sharded --to hf`."""
-    from ..conversion import TargetOptions, convert
-    from ..errors import CheckpointError
+    with ExitStack() as reading:
+        reading.enter_context(ended_at_once())
+        from ..conversion import TargetOptions, convert
+        from ..errors import CheckpointError
 
-    with failing(CheckpointError, OSError):
-        options = TargetOptions(max_shard_size=max_shard_size)
-        report = convert(checkpoint, out, "hf", from_format="sharded", options=options, checksums=not no_verify)
+        with failing(CheckpointError, OSError):
+            wanted: dict[str, Any] = {"options": TargetOptions(max_shard_size=max_shard_size)}
+            wanted |= {"from_format": "sharded", "checksums": not no_verify}
+            report = convert(checkpoint, out, "hf", on_plan=lambda planned: reading.close(), **wanted)
     typer.echo(report.target)

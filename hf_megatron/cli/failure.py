@@ -1,12 +1,19 @@
-"""How commands fail: one line on stderr and an exit code."""
+"""How commands fail or are interrupted: one line on stderr and an exit code."""
 
+import os
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 import typer
 
 # What was asked for came out otherwise, or cannot be; the question was wrong.
 MISMATCH, USAGE = 1, 2
+# As shells have it, and what typer exits with.
+INTERRUPTED = 128 + signal.SIGINT
+_SAID = "Interrupted."
 
 
 @contextmanager
@@ -25,3 +32,35 @@ def failing(*found: type[Exception]) -> Iterator[None]:
         typer.echo(str(error), err=True)
         is_found = isinstance(error, found) and not isinstance(error, ConfigError)
         raise typer.Exit(MISMATCH if is_found else USAGE) from None
+
+
+@contextmanager
+def saying_interrupted() -> Iterator[None]:
+    """Says that Ctrl-C ended the command, which typer does by its exit code alone."""
+    try:
+        yield
+    except SystemExit as ending:
+        if ending.code == INTERRUPTED:
+            typer.echo(_SAID, err=True)
+        raise
+
+
+@contextmanager
+def ended_at_once() -> Iterator[None]:
+    """Lets Ctrl-C end the process where there is nothing to clean up yet.
+
+    Modules that are being imported swallow a `KeyboardInterrupt`, or make another error of it.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, _end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    os.write(2, f"{_SAID}\n".encode())
+    os._exit(INTERRUPTED)

@@ -1,6 +1,7 @@
 """JSON files that others wrote."""
 
 import json
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,21 @@ from ..errors import CheckpointError
 from ..shown import shown
 
 LARGEST_JSON = 256 << 20
+
+
+def read_small(path: Path, most: int) -> bytes:
+    """Reads a file of at most so many bytes; a pipe would wait for whoever writes to it.
+
+    Raises:
+        CheckpointError: it is larger, or no regular file.
+        OSError: it cannot be read.
+    """
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise CheckpointError(f"{path} is not a regular file.")
+    if found.st_size > most:
+        raise CheckpointError(f"{path} has {found.st_size} bytes: no more than {most} are read.")
+    return path.read_bytes()
 
 
 def read_json_table(path: Path) -> dict[str, Any]:
@@ -18,9 +34,7 @@ def read_json_table(path: Path) -> dict[str, Any]:
             anything else.
     """
     try:
-        if path.stat().st_size > LARGEST_JSON:
-            raise CheckpointError(f"{path} has {path.stat().st_size} bytes: no more than {LARGEST_JSON} are read.")
-        content = json.loads(path.read_bytes())
+        content = json.loads(read_small(path, LARGEST_JSON))
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {shown(str(error))}") from error
     if not isinstance(content, dict):

@@ -80,18 +80,23 @@ def create_model_card(original: Callable, self: Any, *args: Any, **kwargs: Any) 
 def _known(trainer: Any, given: dict[str, Any]) -> dict[str, Any]:
     """Turns arguments of `create_model_card` into fields of `CardFacts`; the rest stays as the trainer says."""
 
+    from ..model_cards.origin import base_of, is_id
+
     def listed(name: str) -> tuple[Any, ...]:
         value = given.get(name) or ()
         return (value,) if isinstance(value, str) else tuple(value)
 
+    # Scripts hand on what they were started with, which may be a folder or a file here.
+    origin = given.get("finetuned_from")
+    datasets = tuple(filter(is_id, listed("dataset_tags") or listed("dataset_name")))
     known: dict[str, Any] = {
         "language": listed("language"),
         "license": given.get("license"),
         "model_name": given.get("model_name"),
-        "base_model": given.get("finetuned_from"),
+        "base_model": origin if is_id(origin) else base_of(origin),
         # TRL's `dataset_name` goes into the metadata, as Trainer's `dataset_tags` do.
-        "datasets": listed("dataset_tags") or listed("dataset_name"),
-        "dataset_names": listed("dataset"),
+        "datasets": datasets,
+        "dataset_names": tuple(name for name in listed("dataset") if not _is_local(name)),
     }
     if len(tasks := listed("tasks")) == 1:
         known["pipeline_tag"] = tasks[0]
@@ -103,3 +108,8 @@ def _known(trainer: Any, given: dict[str, Any]) -> dict[str, Any]:
         own = ("hf_megatron", "generated_from_trainer", *(trainer.model.model_tags or ()))
         known["tags"] = tuple(dict.fromkeys((*own, *tags)))
     return {name: value for name, value in known.items() if value not in (None, ())}
+
+
+def _is_local(name: str) -> bool:
+    """Tells whether what data is called, a path and a config's name maybe, is of this machine."""
+    return any(os.path.isabs(name) or os.path.exists(name) for name in (name, name.split(" ")[0]))

@@ -1,5 +1,6 @@
 """A training step's bytes on a rank: predicted in a fake world, and measured on CPU ranks to compare."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from ..config import MegatronConfig
 from ..data_parallel.optimizer import prepare_optimizer
 from ..errors import ConfigError
 from ..integrations.gate import ConfigUnderTest
+from ..parallel_state import parallel_state
 from ..upstream import allocated_bytes, local_tensor, storage_key
 from .fake_world import FakeWorld, kept_tensors, run_fake_ranks
 from .ranks import run_ranks
@@ -19,6 +21,8 @@ from .step_figures import StepFigures
 
 # The second step finds what the first one has made.
 _STEPS = 2
+# Rows that tables of positions begin with and no token uses (OPT, BioGPT).
+_MOST_RESERVED = 2
 
 
 def dry_run(
@@ -49,11 +53,13 @@ def dry_run(
         `list`: the second step's figures, in the order of `ranks`.
 
     Raises:
-        ConfigError: a number is out of its range, or the layout keeps its optimizer's state in CPU memory, which is not
+        ConfigError: a number is out of its range, a row has more tokens than the model has positions (those of rotary
+            embeddings have no end), or the layout keeps its optimizer's state in CPU memory, which is not
             told apart.
         RankError: the layout does not fit the model or the job; it has the rank's own error.
     """
     _require_possible(layout, ranks, world_size, batch_size, sequence_length)
+    _require_positions(config, sequence_length)
 
     def on_rank(world: FakeWorld) -> StepFigures:
         model, optimizer = _model_and_optimizer(config, layout, dtype)
@@ -82,6 +88,31 @@ def _require_possible(
     for name, value in (("batch_size", batch_size), ("sequence_length", sequence_length)):
         if value < 1:
             raise ConfigError(f"dry_run({name}={value}): expected 1 or more.")
+
+
+def _require_positions(config: PreTrainedConfig, sequence_length: int) -> None:
+    """Refuses tokens beyond a table of positions: nothing is looked up in it here. Rotary ones go on without end."""
+    text = config.get_text_config()
+    most, rotary = getattr(text, "max_position_embeddings", None), getattr(text, "rope_parameters", None)
+    if not isinstance(most, int) or not 0 < most < sequence_length or rotary is not None:
+        return
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config)
+    if (name := _table_of(model, most)) is not None:
+        raise ConfigError(
+            f"dry_run(sequence_length={sequence_length}): {type(model).__name__} has {most} positions ({name})."
+        )
+
+
+def _table_of(model: Any, positions: int) -> str | None:
+    """Finds what has a row for each position: an embedding, which may have more, or a buffer; longer ones grow."""
+    rows = range(positions, positions + _MOST_RESERVED + 1)
+    for name, module in model.named_modules():
+        is_other = isinstance(module, torch.nn.Embedding) and module is not model.get_input_embeddings()
+        if is_other and module.num_embeddings in rows:
+            return f"{name}.weight"
+    buffers = ((name, buffer) for name, buffer in model.named_buffers() if buffer.dim() == 2)
+    return next((name for name, buffer in buffers if buffer.shape[0] == positions), None)
 
 
 def measured_run(
@@ -131,7 +162,13 @@ def _step(model: Any, optimizer: torch.optim.Optimizer, ids: Tensor) -> None:
 
 
 def _parameters(model: Any) -> int:
-    return sum(local_tensor(parameter).numel() for _, parameter in own_parameters(model))
+    """Counts what a rank has of the model by tp and pp; stage 3, which splits the weights too, is a way to keep it."""
+    state = parallel_state(model)
+    assert state is not None
+    return sum(
+        math.prod(state.placement(name).local_shape(state.claims[name].shape, state.axes))
+        for name, _ in own_parameters(model)
+    )
 
 
 def _bytes(kept: dict[str, list[Tensor]]) -> dict[str, int]:

@@ -23,7 +23,8 @@ class StepFigures:
     """What one step did on one rank, in bytes.
 
     Attributes:
-        parameters: entries that this rank holds, where known.
+        parameters: entries of the model that are this rank's by tensor and pipeline parallelism, where known. Data
+            parallel ranks split what is kept of them: the optimizer's state, with stage 3 the weights as well.
         kept: category -> bytes when the step began.
         peak: the most that was there at a time, `kept` included.
         at_peak: category -> bytes at that time.
@@ -47,7 +48,7 @@ class StepFigures:
 
     @property
     def per_parameter(self) -> dict[str, float]:
-        """Category -> bytes per parameter of this rank that are kept from step to step."""
+        """Category -> bytes that are kept from step to step, per one of `parameters`."""
         return {category: size / self.parameters for category, size in self.kept.items()}
 
     def reads_of(self, package: str) -> list[HostRead]:

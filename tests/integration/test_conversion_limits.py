@@ -1,7 +1,15 @@
 """What a conversion looks at before it works: how many, how large, which sizes and where; and what its bar counts."""
 
+import contextlib
+import gc
 import json
+import pickle
 import shutil
+import signal
+import subprocess
+import sys
+from copy import copy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +20,7 @@ from hf_megatron import CheckpointError
 from hf_megatron.cli import app
 from hf_megatron.cli import conversion as commands
 from hf_megatron.conversion import TargetOptions, convert, plan_conversion
+from hf_megatron.conversion.torch_files.safe_pickle import Named, unpickle
 from hf_megatron.files.staged_folder import StagedFolder
 from tests.integration.test_conversion_strangers import llama
 from tests.twins import twin
@@ -64,6 +73,42 @@ def test_pickles_of_more_tensors_than_any_model_has(hf, tmp_path, source):
     torch.save(many, file)
     with pytest.raises(CheckpointError, match=rf"{file.name}: {MANY} tensors in one file, more than the \d+"):
         convert(tmp_path / "source", tmp_path / "out", "sharded")
+
+
+@pytest.mark.parametrize("source", ["megatron_core", "dcp"])
+def test_stores_of_more_tensors_than_the_model_can_have(hf, tmp_path, source):
+    """Hundreds of thousands were read, which took ten seconds, before the first was compared with the model."""
+    convert(hf, tmp_path / "source", source)
+    (tmp_path / "source" / "conversion.json").unlink()
+    file = next((tmp_path / "source").rglob(".metadata"))
+    metadata = pickle.loads(file.read_bytes())
+    index, place = next((index, place) for index, place in metadata.storage_data.items() if index.offset is not None)
+    item = metadata.state_dict_metadata[index.fqn]
+    for number in range(12_000):
+        metadata.state_dict_metadata[f"further{number}"] = item
+        metadata.storage_data[replace(index, fqn=f"further{number}")] = place
+    # Each with its own description, as files have them; what is shared is read once.
+    metadata.state_dict_metadata = {name: copy(one) for name, one in metadata.state_dict_metadata.items()}
+    file.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=r"\.metadata is refused: it has more than 10\d\d\d tensors\.") as seen:
+        convert(tmp_path / "source", tmp_path / "out", "sharded")
+    assert lines_of(seen) == 1 and not (tmp_path / "out").exists()
+
+
+def test_the_collector_rests_while_a_pickle_is_read_and_goes_on():
+    seen = []
+    names = {"here.look": Named("here.look", lambda arguments: seen.append(gc.isenabled()))}
+    for data in (b"\x80\x02chere\nlook\n)R.", b"\x80\x02chere\nlook\n)R"):
+        with contextlib.suppress(CheckpointError):
+            unpickle(data, "here", names)
+        assert gc.isenabled()
+    gc.disable()
+    try:
+        unpickle(b"\x80\x02N.", "here", names)
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+    assert seen == [False, False]
 
 
 # Options, what is wrong, and what would fit.
@@ -163,3 +208,63 @@ def test_what_is_read_back_and_compared_has_bars_of_its_own(hf, tmp_path, monkey
     assert [bar.name for bar in bars] == ["hf -> megatron_core", "reading back", "comparing"]
     assert all(bar.n == bar.total and not bar.is_open for bar in bars)
     assert bars[1].n == sum(path.stat().st_size for path in files)
+
+
+# Ctrl-C at a moment, swallowed by whoever is called then, as libraries do while they are imported.
+INTERRUPTED = """
+import importlib.abc, os, signal, sys
+
+class Interrupting(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name == moment:
+            try:
+                os.kill(os.getpid(), signal.SIGINT)
+            except BaseException:
+                pass
+        return None
+
+moment = sys.argv[1]
+sys.argv[:] = ["hf-megatron", *sys.argv[2:]]
+sys.meta_path.insert(0, Interrupting())
+from hf_megatron.cli import main
+main()
+"""
+WRITING = """
+import os, signal, sys
+from hf_megatron.cli import main
+from hf_megatron.files.digest import NewFile
+
+write = NewFile.write_tensor
+
+def interrupted(self, *args):
+    write(self, *args)
+    os.kill(os.getpid(), signal.SIGINT)
+
+NewFile.write_tensor = interrupted
+sys.argv[:] = ["hf-megatron", *sys.argv[2:]]
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    "moment", ["torch", "hf_megatron.conversion.compare", "transformers.models.llama.modeling_llama", "a write"]
+)
+def test_an_interrupted_command_says_so_in_one_line(hf, tmp_path, moment):
+    script = WRITING if moment == "a write" else INTERRUPTED
+    command = [sys.executable, "-c", script, moment, "convert", str(hf), str(tmp_path / "out"), "--to", "sharded"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert (done.returncode, done.stdout) == (130, ""), done.stderr
+    assert done.stderr.splitlines()[-1] == "Interrupted." and "Traceback" not in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_where_something_is_written_an_interrupt_is_an_exception(hf, tmp_path, monkeypatch):
+    """So that what is there is cleaned up; and whoever called finds the handler that was there."""
+    handlers = [signal.getsignal(signal.SIGINT)]
+    open_ = StagedFolder.open
+    monkeypatch.setattr(
+        StagedFolder, "open", lambda self: (handlers.append(signal.getsignal(signal.SIGINT)), open_(self))
+    )
+    result = CliRunner().invoke(app, ["convert", str(hf), str(tmp_path / "out"), "--to", "sharded"])
+    assert result.exit_code == 0, result.output
+    assert handlers == [signal.getsignal(signal.SIGINT)] * 2

@@ -1,16 +1,22 @@
 """Checkpoints from elsewhere: what they say of themselves, against config and each other, and hostile files."""
 
 import json
+import os
 import pickle
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 from huggingface_hub import ModelCard
 from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
+from typer.testing import CliRunner
 
 from hf_megatron import CheckpointError
+from hf_megatron.cli import app
 from hf_megatron.conversion import compare, convert
 from hf_megatron.conversion.megatron.arguments import check_arguments
 from hf_megatron.conversion.torch_files.safe_pickle import unpickle
@@ -312,3 +318,118 @@ def test_a_card_whose_metadata_nobody_can_read_is_written_anew(folders, tmp_path
     (source / "README.md").write_text(card.replace("---\n", "---\n: [[[ a: b: c\n", 1), "utf-8")
     convert(source, tmp_path / "hf", "hf")
     check_card(ModelCard.load(tmp_path / "hf" / "README.md"))
+
+
+NAME = "model.layers.0.mlp.up_proj.weight"
+
+
+def add_weight(file: Path, tensors: dict[str, torch.Tensor]) -> None:
+    safetensors.torch.save_file({**safetensors.torch.load_file(file), **tensors}, file, {"format": "pt"})
+
+
+@pytest.mark.parametrize("place", ["another file of the index", "a single file beside them"])
+def test_weights_that_two_files_have(folders, tmp_path, place):
+    """Loaders take the one that the index names, the last, or the file without an index."""
+    model = LlamaForCausalLM.from_pretrained(folders / "hf")
+    weight = model.get_parameter(NAME).detach()
+    model.save_pretrained(tmp_path / "source", max_shard_size="20KB")
+    index = json.loads((tmp_path / "source" / "model.safetensors.index.json").read_text())["weight_map"]
+    other = next(name for name in index.values() if name != index[NAME])
+    file = tmp_path / "source" / ("model.safetensors" if "single" in place else other)
+    if "single" in place:
+        shutil.copy(folders / "hf" / "model.safetensors", file)
+    else:
+        add_weight(file, {NAME: weight.clone()})
+    convert(tmp_path / "source", tmp_path / "out", "hf", verify=True)
+    assert compare(folders / "hf", tmp_path / "out").equal
+    for wrong in (weight + 1, weight.half(), weight[:1]):
+        add_weight(file, {NAME: wrong.contiguous()})
+        with pytest.raises(CheckpointError, match=f"{file.name}.* have a {NAME} each, and they differ") as seen:
+            convert(tmp_path / "source", tmp_path / "wrong", "hf")
+        assert len(str(seen.value).splitlines()) == 1 and not (tmp_path / "wrong").exists()
+
+
+def test_a_tokenizer_that_does_not_go_along_is_said(folders, tmp_path):
+    """A folder without one was converted in silence."""
+
+    def notes(source: Path, **options) -> list[str]:
+        target = tmp_path / f"out{len(list(tmp_path.iterdir()))}"
+        command = ["convert", str(source), str(target), "--to", "hf", "--no-checksums"]
+        for name, value in options.items():
+            command += [f"--{name}", str(value)]
+        result = CliRunner().invoke(app, command)
+        assert result.exit_code == 0, result.output
+        card = (target / "README.md").read_text()
+        check_card(ModelCard(card))
+        said = [line for line in result.output.splitlines() if line.startswith("no tokenizer")]
+        assert all(line in card for line in said) and str(tmp_path) not in card
+        return said
+
+    assert notes(folders / "hf") == []
+    source = with_config(folders / "hf", tmp_path / "source", tokenizer_class="SomeTokenizer")
+    assert notes(source) == [
+        "no tokenizer goes along (the source names SomeTokenizer): there is none beside the config.json that was read"
+    ]
+    (source / "tokenizer.json").write_text("{}")
+    assert notes(source) == []
+    assert "tokenizer.json of the source" in notes(source, config=folders / "hf")[0]
+    for to in MEGATRON:
+        assert notes(folders / to) == []
+        megatron = tmp_path / to
+        shutil.copytree(folders / to, megatron)
+        for file in [*megatron.rglob("common.pt"), *megatron.rglob("model_optim_rng.pt")]:
+            content = torch.load(file, weights_only=False)
+            content["args"].tokenizer_type, content["args"].vocab_file = "NullTokenizer", None
+            torch.save(content, file)
+        assert notes(megatron) == []
+        for file in [*megatron.rglob("common.pt"), *megatron.rglob("model_optim_rng.pt")]:
+            content = torch.load(file, weights_only=False)
+            content["args"].tokenizer_model = str(tmp_path / "tokens" / "llama.model")
+            torch.save(content, file)
+        assert "(the source names llama.model)" in notes(megatron)[0]
+        (megatron / "tokenizer.model").write_bytes(b"model")
+        assert notes(megatron) == []
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "config.json", "model.safetensors.index.json"])
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(folders, tmp_path, name):
+    """Whoever opens one waits until somebody writes to it."""
+    source = tmp_path / "source"
+    shutil.copytree(folders / "hf", source)
+    if name == "manifest.json":
+        shutil.rmtree(source)
+        convert(folders / "hf", source, "sharded")
+        (source / "conversion.json").unlink()
+    (source / name).unlink(missing_ok=True)
+    os.mkfifo(source / name)
+    call = "from hf_megatron.conversion import convert; import sys; convert(sys.argv[1], sys.argv[2], 'hf')"
+    command = [sys.executable, "-c", call, str(source), str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
+    if "index" not in name:
+        assert "CheckpointError" in done.stderr.splitlines()[-1], done.stderr
+
+
+def test_what_is_no_text_is_not_shown_whole(folders, tmp_path):
+    source = tmp_path / "source"
+    shutil.copytree(folders / "megatron_core", source)
+    (source / "conversion.json").unlink()
+    next(source.rglob("metadata.json")).write_bytes(bytes(range(128, 256)) * 400)
+    with pytest.raises(CheckpointError, match="does not describe a checkpoint") as seen:
+        convert(source, tmp_path / "out", "hf")
+    assert len(str(seen.value)) < 1000
+
+
+def test_copies_of_one_tensor_in_several_shards_are_compared(folders, tmp_path):
+    """What is not distributed is in every file; the last was taken."""
+    weights = safetensors.torch.load_file(folders / "hf" / "model.safetensors")
+    source = tmp_path / "source"
+    source.mkdir()
+    shutil.copy(folders / "hf" / "config.json", source)
+    for rank in (1, 2):
+        safetensors.torch.save_file(weights, source / f"shard-{rank:05d}-model-{rank:05d}-of-00002.safetensors")
+    convert(source, tmp_path / "out", "hf")
+    assert compare(folders / "hf", tmp_path / "out").equal
+    add_weight(source / "shard-00002-model-00002-of-00002.safetensors", {NAME: weights[NAME] + 1})
+    with pytest.raises(CheckpointError, match=f"shard-00002.*: {NAME} differs from the one in shard-00001"):
+        convert(source, tmp_path / "wrong", "hf")
+    assert not (tmp_path / "wrong").exists()

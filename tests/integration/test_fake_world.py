@@ -1,15 +1,25 @@
 """The fake world: what it predicts is what gloo ranks have; and what it says of ranks that nobody has here."""
 
+import re
+
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    GPT2Config,
+    GPTJConfig,
+    LlamaConfig,
+    OPTConfig,
+    XGLMConfig,
+)
 
 from hf_megatron import ConfigError, MegatronConfig, RankError
 from hf_megatron.communication.watch import running_watch
 from hf_megatron.data_parallel import buckets, optimizer, weight_gathering
 from hf_megatron.data_parallel.bucket_making import default_capacity
 from hf_megatron.pipeline_parallel import training
-from hf_megatron.verify.dry_run import dry_run, measured_run
+from hf_megatron.verify.dry_run import _require_positions, dry_run, measured_run
 from hf_megatron.verify.fake_world import run_fake_ranks
 
 
@@ -67,6 +77,15 @@ def per_parameter(ranks=4):
 def test_stage_one_keeps_no_more_than_megatron(ranks):
     # Rows are padded, and end in a column per parameter.
     assert per_parameter(ranks) <= (6 + 12 / ranks) * 1.01
+
+
+def test_stage_three_keeps_its_share_of_every_parameter():
+    """It was divided by what a rank holds: two bytes of weights per parameter, whatever the number of ranks."""
+    whole, split = (predicted({"zero_stage": stage}, ranks=4) for stage in (1, 3))
+    assert split.parameters == whole.parameters
+    assert split.per_parameter["weights"] == pytest.approx(2 / 4, rel=1e-3)
+    assert sum(split.per_parameter.values()) == pytest.approx((2 + 12) / 4, rel=0.01)
+    assert predicted({"tp_size": 2, "zero_stage": 3}, ranks=4).parameters < 0.6 * whole.parameters
 
 
 def keep_rows_of_weights(monkeypatch):
@@ -183,3 +202,41 @@ def test_impossible_numbers_say_so(changes, match):
 def test_an_impossible_layout_says_so():
     with pytest.raises(RankError, match="tp_size=3"):
         predicted({"tp_size": 3})
+
+
+SMALL = {"vocab_size": 64, "num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2}
+LEARNED = {
+    "GPT2LMHeadModel": (GPT2Config(n_positions=16, **SMALL), "transformer.wpe.weight"),
+    "OPTForCausalLM": (
+        OPTConfig(max_position_embeddings=16, ffn_dim=32, word_embed_proj_dim=32, **SMALL),
+        "model.decoder.embed_positions.weight",
+    ),
+    "GPTJForCausalLM": (GPTJConfig(n_positions=16, rotary_dim=4, **SMALL), "transformer.h.0.attn.embed_positions"),
+}
+
+
+@pytest.mark.parametrize("named", LEARNED)
+def test_tokens_beyond_a_table_of_positions_say_so(named):
+    """Nothing is looked up in a fake world: every number was predicted for steps that cannot be."""
+    config, table = LEARNED[named]
+    with pytest.raises(ConfigError, match=rf"sequence_length=17\): {named} has 16 positions \({re.escape(table)}\)"):
+        dry_run(config, MegatronConfig(tp_size=2), [0], 2, batch_size=1, sequence_length=17)
+    model = AutoModelForCausalLM.from_config(config)
+    model(input_ids=torch.zeros(1, 16, dtype=torch.int64))
+    with pytest.raises((IndexError, RuntimeError)):
+        model(input_ids=torch.zeros(1, 17, dtype=torch.int64))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        LlamaConfig(max_position_embeddings=16, intermediate_size=32, **SMALL),
+        BloomConfig(**SMALL),
+        XGLMConfig(max_position_embeddings=16, ffn_dim=32, d_model=32, attention_heads=2, num_layers=1, vocab_size=64),
+        GPT2Config(n_positions=17, **SMALL),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_tokens_that_transformers_takes_are_predicted(config):
+    AutoModelForCausalLM.from_config(config)(input_ids=torch.zeros(1, 17, dtype=torch.int64))
+    _require_positions(config, 17)

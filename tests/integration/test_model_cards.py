@@ -253,6 +253,21 @@ def test_create_model_card_takes_stocks_arguments(stories, tmp_path):
     assert "How to load" not in card.text, "nothing was saved here"
 
 
+def test_scripts_that_were_started_with_folders_have_cards_without_paths(stories, tmp_path):
+    """As `run_glue.py` does it: the card was refused for the path."""
+    given = {"finetuned_from": str(stories), "dataset_tags": str(tmp_path), "dataset": f"{tmp_path} plain"}
+    run_ranks(train, 2, stories, tmp_path / "out", TP2_SP, card=given, save_strategy="no", max_steps=2)
+    card = card_of(tmp_path / "out")
+    check_card(card)
+    assert not {"base_model", "datasets"} & card.data.to_dict().keys()
+    assert str(tmp_path) not in str(card) and str(stories) not in str(card)
+    shutil.copytree(stories, tmp_path / "stories")
+    (tmp_path / "stories" / "README.md").write_text("---\nbase_model: tests/stories\n---\n")
+    given["finetuned_from"] = str(tmp_path / "stories")
+    run_ranks(train, 2, stories, tmp_path / "based", TP2_SP, card=given, save_strategy="no", max_steps=2)
+    assert card_of(tmp_path / "based").data.base_model == "tests/stories"
+
+
 def test_stocks_card_is_left_to_models_of_one_process(stories, tmp_path):
     log = run_ranks(train, 1, stories, tmp_path, None, card={}, save_strategy="no", max_steps=2)[0]
     assert MARKER not in (tmp_path / "README.md").read_text()

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from hf_megatron.conversion.torch_files import blob as blob_module
 from hf_megatron.conversion.torch_files.blob import Blob
 from hf_megatron.conversion.torch_files.reader import read_saved
-from hf_megatron.conversion.torch_files.saved import StoredTensor
+from hf_megatron.conversion.torch_files.saved import LARGEST_PICKLE, StoredTensor
 from hf_megatron.conversion.torch_files.writer import write_object, write_tensor
 from hf_megatron.files.data_file import DataFile
 from hf_megatron.files.digest import NewFile
@@ -154,3 +155,102 @@ def test_hostile_blobs(tmp_path):
     os.mkfifo(bad)
     refused(lambda: read_blob(bad), "not a regular file")
     assert not canary.exists()
+
+
+def entries(path: Path) -> dict[str, int]:
+    """Where the directory says what of each record."""
+    with zipfile.ZipFile(path) as archive:
+        position, places = archive.start_dir, {}
+        for info in archive.infolist():
+            places[info.filename.partition("/")[2]] = position
+            position += 46 + len(info.orig_filename) + len(info.extra) + len(info.comment)
+        return places
+
+
+def patched(source: Path, target: Path, changes: dict[int, bytes]) -> None:
+    content = bytearray(source.read_bytes())
+    for place, value in changes.items():
+        content[place : place + len(value)] = value
+    target.write_bytes(content)
+
+
+def test_records_that_together_are_larger_than_their_file(tmp_path):
+    """Every record holds all of those behind it: a file of a megabyte that says it has a gigabyte."""
+    good, bad = tmp_path / "good", tmp_path / "bad"
+    torch.save({"a": torch.zeros(64), "b": torch.zeros(64)}, good)
+    places = entries(good)
+    content = good.read_bytes()
+    first, second = (struct.unpack_from("<I", content, places[name] + 42)[0] for name in ("data/0", "data/1"))
+    long = struct.pack("<II", second - first + 64, second - first + 64)
+    patched(good, bad, {places["data/0"] + 20: long})
+    refused(lambda: read_saved(bad), str(bad), "lies inside of another one")
+    patched(good, bad, {places["data/0"] + 42: struct.pack("<I", second)})
+    refused(lambda: read_saved(bad), str(bad), "lies inside of another one")
+
+
+def test_tensors_that_say_they_are_larger_than_memory(tmp_path):
+    """Memory was taken for what the pickle says, before the record was looked at."""
+    good, bad = tmp_path / "good", tmp_path / "bad"
+    torch.save(some((4, 4)), good)
+    with zipfile.ZipFile(good) as archive:
+        pickled = archive.read(next(name for name in archive.namelist() if name.endswith("data.pkl")))
+    for length in (1 << 24, 1 << 50, 1 << 4000):
+        number, rows = (
+            b"\x8b" + struct.pack("<I", 502) + value.to_bytes(502, "little") for value in (length * 4, length)
+        )
+        claimed = pickled.replace(b"K\x10", number).replace(b"K\x04K\x04\x86", rows + b"K\x04\x86", 1)
+        rezip(good, bad, data_pkl=claimed)
+        refused(lambda: read_blob(bad), str(bad), "64 bytes where a storage has")
+
+
+def test_compressed_records_are_not_unpacked(tmp_path):
+    bad = tmp_path / "bad"
+    with zipfile.ZipFile(bad, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in (("data.pkl", bytes(LARGEST_PICKLE + 1)), ("version", b"3\n")):
+            archive.writestr(f"archive/{name}", content)
+    assert bad.stat().st_size < 1 << 20
+    refused(lambda: read_saved(bad), str(bad), "compressed")
+
+
+def test_directories_of_more_records_than_any_model_has(tmp_path, monkeypatch):
+    good = tmp_path / "good"
+    torch.save([torch.zeros(1) for _ in range(30)], good)
+    assert len(read_saved(good)) == 30
+    monkeypatch.setattr(blob_module, "MOST_TENSORS", 20)
+    refused(lambda: read_saved(good), str(good), "a directory of")
+
+
+def test_records_with_another_checksum(tmp_path):
+    """A flipped bit in a pickle can lead to another tensor, a name or a shape that fits as well."""
+    good, bad = tmp_path / "good", tmp_path / "bad"
+    torch.save({"first": torch.zeros(3), "second": torch.ones(3)}, good)
+    place = good.read_bytes().index(b"first")
+    patched(good, bad, {place: b"f1rst"})
+    refused(lambda: read_saved(bad), str(bad), "data.pkl has another checksum")
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save({"first": torch.zeros(3)}, good)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    patched(good, bad, {good.read_bytes().index(b"first"): b"f1rst"})
+    assert list(read_saved(bad)) == ["f1rst"]
+
+
+def test_one_of_several_parts(tmp_path):
+    good, bad = tmp_path / "good", tmp_path / "bad"
+    torch.save(some((4, 4)), good)
+    for place in (4, 6):
+        patched(good, bad, {good.stat().st_size - 22 + place: b"\1"})
+        refused(lambda: read_saved(bad), str(bad), "is one of several parts")
+    # The last entry's name, longer than its directory.
+    patched(good, bad, {max(entries(good).values()) + 28: b"\xff"})
+    refused(lambda: read_saved(bad), str(bad), "does not end where its entries do")
+    # What the directory says of a single record: where it lies, its flags and its disk.
+    place = entries(good)["version"]
+    patched(good, bad, {place + 45: b"\x40"})
+    refused(lambda: read_saved(bad), str(bad), "version lies outside of the others")
+    patched(good, bad, {place + 46: b"A"})
+    refused(lambda: read_saved(bad), str(bad), "lies outside of the others")
+    for place, value in ((8, b"\1"), (9, b"\x20"), (34, b"\1")):
+        patched(good, bad, {entries(good)["data/0"] + place: value})
+        refused(lambda: read_saved(bad), str(bad), "data/0 is encrypted or lies in another file")

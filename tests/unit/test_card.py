@@ -28,7 +28,7 @@ from hf_megatron.model_cards import (
     render,
     write_card,
 )
-from hf_megatron.model_cards.facts import hub_id
+from hf_megatron.model_cards.origin import base_of, hub_id
 from hf_megatron.model_cards.training import dataset_ids
 from hf_megatron.registry.recorded import records
 
@@ -282,6 +282,38 @@ def test_only_names_that_came_from_the_hub_are_base_models(tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tests" / "stories").mkdir(parents=True)
     assert hub_id("tests/stories") is None, "a folder of that name is what was read"
+
+
+def test_a_folder_is_no_base_model_but_has_one(tmp_path, monkeypatch):
+    cached = tmp_path / "models--tests--stories"
+    for file, content in (("refs/main", "0"), ("snapshots/0/config.json", "{}")):
+        (cached / file).parent.mkdir(parents=True, exist_ok=True)
+        (cached / file).write_text(content)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    assert base_of("tests/stories") == "tests/stories"
+    assert base_of(str(folder)) is None
+    config = folder / "config.json"
+    # What is not in the cache may be the name of a folder that is gone.
+    for name, base in (("tests/stories", "tests/stories"), ("tests/gone", None), (str(folder), None), (7, None)):
+        config.write_text(json.dumps({"_name_or_path": name}))
+        assert base_of(str(folder)) == base
+    config.write_text(json.dumps({"_name_or_path": "tests/stories"}))
+    for stated, base in (
+        ("tests/tales", "tests/tales"),
+        ("[tests/tales]", "tests/tales"),
+        ("[tests/tales, tests/others]", "tests/stories"),
+        (str(folder), "tests/stories"),
+        ("/gone/away", "tests/stories"),
+        ("7", "tests/stories"),
+        ("[", "tests/stories"),
+    ):
+        (folder / "README.md").write_text(f"---\nbase_model: {stated}\n---\n")
+        assert base_of(str(folder)) == base, stated
+    for content in (b"---\n- a\n---\n", b"\xff\xfe---", b"nothing"):
+        (folder / "README.md").write_bytes(content)
+        assert base_of(str(folder)) == "tests/stories"
 
 
 def test_ids_of_datasets():

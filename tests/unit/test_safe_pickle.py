@@ -12,6 +12,7 @@ import subprocess
 import pytest
 
 from hf_megatron import CheckpointError
+from hf_megatron.conversion.torch_files import pickle_machine
 from hf_megatron.conversion.torch_files.safe_pickle import Named, Record, enumeration_names, record_names, unpickle
 from hf_megatron.conversion.torch_files.saved import OBJECTS
 
@@ -234,6 +235,16 @@ def test_parts_that_are_there_again_and_again_are_seen_wherever_they_come_from()
     refused(
         b"\x80\x02]X" + struct.pack("<I", 1 << 20) + b"x" * (1 << 20) + b"q\x00a(" + b"h\x00" * 100 + b"e.", "larger"
     )
+
+
+@pytest.mark.parametrize(
+    "made", [b"h\x00)R", b"h\x00)\x81", b"h\x00)}\x92", b"]", b"}", b"\x8f", b"N\x85", b"(t", b"(\x91"]
+)
+def test_whatever_makes_objects_has_the_budget(monkeypatch, made):
+    monkeypatch.setattr(pickle_machine, "_PARTS", 1000)
+    start = b"\x80\x04cargparse\nNamespace\nq\x000("
+    unpickle(start + made * 400 + b"t.", "here", record_names("argparse.Namespace"))
+    refused(start + made * 1200 + b"t.", "far larger")
 
 
 def test_what_is_shared_and_small_is_read():
