@@ -915,3 +915,31 @@ def dcp_version() -> str:
     from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 
     return CURRENT_DCP_VERSION
+
+
+def global_forward_hooks() -> tuple[Callable[..., Any], ...]:
+    """Lists the forward hooks that were registered with all modules (private in torch 2.11 to 2.13)."""
+    from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
+
+    return (*_global_forward_pre_hooks.values(), *_global_forward_hooks.values())
+
+
+def has_global_backward_hooks() -> bool:
+    """Tells whether backward hooks were registered with all modules (private in torch 2.11 to 2.13)."""
+    from torch.nn.modules.module import _global_backward_hooks, _global_backward_pre_hooks
+
+    return bool(_global_backward_hooks or _global_backward_pre_hooks)
+
+
+def activation_classes() -> set[Any]:
+    """Returns the classes of transformers' activation functions, which work on single entries (`ACT2CLS`)."""
+    from transformers.activations import ACT2CLS
+
+    return {value[0] if isinstance(value, tuple) else value for value in ACT2CLS.values()}
+
+
+def attention_function(implementation: str) -> Callable[..., Any] | None:
+    """Returns what an attention module of an implementation calls; `None` where that is a function of its own file."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    return ALL_ATTENTION_FUNCTIONS.get(implementation)
