@@ -115,11 +115,10 @@ def _guard_activations(
     model: Any, state: ParallelState, plan: TensorPlan, structure: Structure, regions: Regions, first_hook: int
 ) -> None:
     """Has users' functions see whole activations, or refuses them."""
-    modules = {
-        name: module
-        for name, module in model.named_modules()
-        if name in plan.styles or any(name.startswith(f"{stack}.") for stack in structure.stacks)
-    }
+    # What stands for another stage's modules has no parameters.
+    layers = [layer for stack in structure.stacks for layer in model.get_submodule(stack).children()]
+    own = {module for layer in layers if next(layer.parameters(), None) is not None for module in layer.modules()}
+    modules = {name: module for name, module in model.named_modules() if name in plan.styles or module in own}
     kinds = {name: type(modules[name]) for name in structure.uniform if name in modules}
     activations = Activations(structure, plan.styles, state.claims, regions, kinds)
     # The base model may be called by itself; it holds no reference to the model around it.

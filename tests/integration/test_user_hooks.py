@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 from transformers import AttentionInterface, AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from hf_megatron import UnsupportedError, works_on_parts
+from hf_megatron import UnsupportedError, own_parameters, works_on_parts
 from hf_megatron.tensor_parallel import activations
 from hf_megatron.tensor_parallel.activations import Addends, Features
 from hf_megatron.tensor_parallel.user_hooks import UserHooks
@@ -40,7 +40,8 @@ def first(value, function):
 
 def with_hooks(loop, register, names=LAYER, steps=2):
     # A pipeline's rank has its own layers alone.
-    own = [layer for layer in loop.model.model.layers if "mlp" in layer._modules]
+    numbers = {name.split(".")[2] for name, _ in own_parameters(loop.model) if ".layers." in name}
+    own = [loop.model.model.layers[int(number)] for number in sorted(numbers)]
     handles = [register(layer.get_submodule(name)) for layer in own for name in names]
     try:
         for seed in range(steps):
