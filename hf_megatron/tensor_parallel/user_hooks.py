@@ -1,7 +1,7 @@
 """Forward hooks of users in a model whose layers are split: they are given whole tensors, or refused by name.
 
 A hook sees what its module's caller sees: a pre-hook runs before, a forward hook after everything that this library
-does to the module's hidden states. In between a tensor is whole on every rank (`activations.py`), so that means, norms
+does to the module's hidden states. In between a tensor is whole on every rank (`forms.py`), so that means, norms
 and directions are one process's, and so are gradients that hooks read or change. All of that is paid for by modules
 that have hooks.
 """
@@ -15,7 +15,8 @@ from ..communication.random_streams import RandomStreams
 from ..errors import UnsupportedError
 from ..parts import is_marked, is_of_checked_library
 from ..upstream import global_forward_hooks, leave_uncompiled
-from .activations import WHOLE, Activations, Form, Forms, change_input, change_output
+from .activations import Activations, Forms
+from .forms import WHOLE, Form, change_input, change_output
 
 
 class _Opened:

@@ -9,8 +9,8 @@ from torch.nn.modules.module import register_module_forward_hook
 from transformers import AttentionInterface, AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from hf_megatron import UnsupportedError, own_parameters, works_on_parts
-from hf_megatron.tensor_parallel import activations
-from hf_megatron.tensor_parallel.activations import Addends, Features
+from hf_megatron.tensor_parallel import forms
+from hf_megatron.tensor_parallel.forms import Addends, Features
 from hf_megatron.tensor_parallel.user_hooks import UserHooks
 from hf_megatron.verify.ranks import run_ranks
 
@@ -320,8 +320,8 @@ def parts_in_wrong_places(monkeypatch):
 
 
 def tokens_added_up(monkeypatch):
-    gather = activations.gather_from_ranks
-    monkeypatch.setattr(activations, "gather_from_ranks", lambda *arguments: gather(*arguments, sum_gradient=True))
+    gather = forms.gather_from_ranks
+    monkeypatch.setattr(forms, "gather_from_ranks", lambda *arguments: gather(*arguments, sum_gradient=True))
 
 
 FAULTS = {
