@@ -8,7 +8,7 @@ from torch import nn
 from ..patch_ledger import Shared
 from ..placement import Claim
 from ..upstream import computes_own_attention, fetches_attention_core
-from .forms import WHOLE, Addends, Features, Form, Heads, InsideMLP, Logits, Tokens
+from .forms import WHOLE, Addends, Columns, Form, Heads, InsideMLP, Logits, Tokens
 from .place_regions import Regions
 from .region import SequenceStack, UniformRegion
 from .structure import Structure
@@ -128,11 +128,11 @@ class Activations(Shared):
         [split] = claim.placement.splits
         if split.copies > 1:
             return "several ranks have the same key and value heads, and a part of their gradient each"
-        return Features(claim.shape[split.dim], self.group, split.groups)
+        return Columns(claim.shape[split.dim], self.group, split.groups)
 
-    def _width(self, row: str) -> Features:
+    def _width(self, row: str) -> Columns:
         claim = self.claims[f"{row}.weight"]
-        return Features(claim.shape[claim.placement.splits[0].dim], self.group)
+        return Columns(claim.shape[claim.placement.splits[0].dim], self.group)
 
     def _behind(self, region: UniformRegion | None) -> Form:
         return WHOLE if region is None or region.stack is None else Tokens(region.stack)

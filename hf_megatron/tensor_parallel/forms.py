@@ -4,9 +4,9 @@
 |---|---|---|
 | `Form` | as it is: every rank has all of it | as it is |
 | `Tokens` | all-gather along the sequence, own part | own part, all-gather |
-| `Features` | the same along the last dim, for each of its blocks | the same |
+| `Columns` | the same along the last dim, for each of its blocks | the same |
 | `Addends` | as it is, of which each rank computes an addend of the gradient | the first rank's alone, all-reduce |
-| `InsideMLP` | `Features` until the block's row linear has summed | the same |
+| `InsideMLP` | `Columns` until the block's row linear has summed | the same |
 
 Whatever is computed between opening and closing is computed by all ranks alike, from one process's tensors and
 gradients.
@@ -89,7 +89,7 @@ class Tokens(Form):
 
 
 @dataclass
-class Features(Form):
+class Columns(Form):
     """`[..., held]` of `[..., size]`, in each of `groups` blocks of the last dim."""
 
     size: int
@@ -138,7 +138,7 @@ class InsideMLP(Form):
     """What an activation function or a dropout of an MLP meets: features before its row linear, its output behind."""
 
     region: UniformRegion
-    features: Features
+    features: Columns
     behind: Form
     is_split = True
 

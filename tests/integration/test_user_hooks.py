@@ -1,5 +1,6 @@
 """Forward hooks and exchanged functions that look across entries of split tensors: as in one process, or refused."""
 
+import copy
 import re
 
 import pytest
@@ -10,11 +11,11 @@ from transformers import AttentionInterface, AutoModelForCausalLM, MixtralConfig
 
 from hf_megatron import UnsupportedError, own_parameters, works_on_parts
 from hf_megatron.tensor_parallel import forms
-from hf_megatron.tensor_parallel.forms import Addends, Features
+from hf_megatron.tensor_parallel.forms import Addends, Columns
 from hf_megatron.tensor_parallel.user_hooks import UserHooks
 from hf_megatron.verify.ranks import run_ranks
 
-from .habits import Runs, batch, layout, save_tiny
+from .habits import Runs, batch, layout, ranks_of, save_tiny
 
 LAYOUTS = ["tp2", "tp2+sp"]
 LAYER = ("", "input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
@@ -27,7 +28,9 @@ def direction(size):
 
 
 def change(x):
-    """Looks across the tokens and features of each row."""
+    """Looks across the tokens and features of each of four rows."""
+    if x.dim() == 2:
+        return change(x.unflatten(0, (4, -1))).flatten(0, 1)
     along = direction(x.shape[-1])
     x = x + 0.5 * x.mean(1, keepdim=True) + x.cumsum(1) * 0.05
     x = x - 0.5 * (x @ along).unsqueeze(-1) * along
@@ -265,7 +268,7 @@ def experts_statistics(loop):
 
 
 @pytest.fixture(scope="module")
-def expert_runs(tmp_path_factory):
+def experts(tmp_path_factory):
     path = tmp_path_factory.mktemp("experts")
     torch.manual_seed(0)
     config = MixtralConfig(
@@ -279,7 +282,12 @@ def expert_runs(tmp_path_factory):
         tie_word_embeddings=False,
     )
     MixtralForCausalLM(config).save_pretrained(path)
-    return Runs(path, {habit.__name__: habit for habit in (experts_outputs, experts_statistics)})
+    return path
+
+
+@pytest.fixture(scope="module")
+def expert_runs(experts):
+    return Runs(experts, {habit.__name__: habit for habit in (experts_outputs, experts_statistics)})
 
 
 @pytest.mark.parametrize("text", LAYOUTS)
@@ -315,8 +323,8 @@ def gradients_counted_twice(monkeypatch):
 
 
 def parts_in_wrong_places(monkeypatch):
-    close = Features.close
-    monkeypatch.setattr(Features, "close", lambda self, whole: close(self, whole.flip(-1)))
+    close = Columns.close
+    monkeypatch.setattr(Columns, "close", lambda self, whole: close(self, whole.flip(-1)))
 
 
 def tokens_added_up(monkeypatch):
@@ -343,10 +351,6 @@ def test_a_fault_is_seen(path, runs, fault, monkeypatch):
     faulty.of = lambda layout: expected if layout is None else of(layout)
     with pytest.raises(AssertionError):
         faulty.compare(text, habit)
-
-
-def hook(name):
-    return lambda model: model.model.layers[1].get_submodule(name).register_forward_hook(lambda *_: None)
 
 
 def hook_of_all_modules(model):
@@ -420,6 +424,28 @@ def test_refused(path, what):
     run_ranks(on_rank, 2)
 
 
+@pytest.mark.parametrize("register", ["register_forward_hook", "register_forward_pre_hook"])
+@pytest.mark.parametrize(
+    ("text", "name", "match"),
+    [
+        ("tp2", "mlp.experts.act_fn", "experts compute addends of a sum"),
+        ("tp2+sp", "mlp.experts.act_fn", "experts compute addends of a sum"),
+        ("tp4", "self_attn.k_proj", "several ranks have the same key and value heads"),
+    ],
+)
+def test_refused_by_name(experts, text, name, match, register):
+    def on_rank():
+        model = AutoModelForCausalLM.from_pretrained(experts, megatron_config=layout(text)).train()
+        handle = getattr(model.model.layers[1].get_submodule(name), register)(lambda *_: None)
+        if (name, register) != ("self_attn.k_proj", "register_forward_pre_hook"):
+            with pytest.raises(UnsupportedError, match=f"hook of model.layers.1.{name} .*{match}"):
+                model(**batch(0))
+            handle.remove()
+        model(**batch(0)).loss.backward()
+
+    run_ranks(on_rank, ranks_of(layout(text)))
+
+
 def scaled_activation(model):
     for layer in model.model.layers:
         layer.mlp.act_fn = nn.Tanh()
@@ -429,8 +455,6 @@ def scaled_activation(model):
 
 
 def copied(model):
-    import copy
-
     twin = copy.deepcopy(model)
     twin.model.layers[0].mlp.register_forward_hook(lambda module, args, output: change(output))
     return twin
