@@ -27,7 +27,7 @@ class ExchangedFunctions:
     def __init__(self, modules: dict[str, nn.Module]):
         self.modules = modules
         self.children = {name: dict(module._modules) for name, module in modules.items()}
-        self.functions = {name: _functions(module) for name, module in modules.items()}
+        self.functions = {name: found for name, module in modules.items() if (found := _functions(module))}
         bases = {base for module in modules.values() for base in type(module).__mro__}
         self.methods = {base: vars(base)["forward"] for base in bases if "forward" in vars(base)}
         attention = [vars(module) for module in modules.values() if fetches_attention_core(type(module))]
@@ -43,21 +43,26 @@ class ExchangedFunctions:
             if vars(base)["forward"] is not method and not is_marked(vars(base)["forward"]):
                 _refuse(f"{base.__qualname__}.forward")
         for name, module in self.modules.items():
-            for child, found in module._modules.items():
-                before = self.children[name].get(child)
-                if found is not before and before is not None and not _works_on_entries(found, before):
-                    _refuse(f"{name}.{child} ({type(found).__name__} in the place of {type(before).__name__})")
-            forward = vars(module).get("forward")
-            if forward is not None and not _is_own(forward, module):
+            # Modules are equal where they are the same.
+            if module._modules != self.children[name]:
+                self._compare_children(name, module)
+            if "forward" in module.__dict__ and not _is_own(module.__dict__["forward"], module):
                 _refuse(f"{name}.forward")
-            for attribute, function in self.functions[name].items():
-                found = vars(module).get(attribute)
+        for name, functions in self.functions.items():
+            for attribute, function in functions.items():
+                found = vars(self.modules[name]).get(attribute)
                 if found is not function and callable(found) and not is_marked(found):
                     _refuse(f"{name}.{attribute}")
         for implementation in {config._attn_implementation for config in self.configs}:
             function = attention_function(implementation)
             if function is not None and not is_of_checked_library(function) and not is_marked(function):
                 _refuse(f"attn_implementation={implementation!r}")
+
+    def _compare_children(self, name: str, module: nn.Module) -> None:
+        for child, found in module._modules.items():
+            before = self.children[name].get(child)
+            if found is not before and before is not None and not _works_on_entries(found, before):
+                _refuse(f"{name}.{child} ({type(found).__name__} in the place of {type(before).__name__})")
 
 
 def _functions(module: nn.Module) -> dict[str, Any]:
