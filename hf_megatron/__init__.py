@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from .integrations.termination import TerminationSignal
     from .log_probs import token_log_probs
     from .parallelize import ParallelPlan, parallel_plan
+    from .parts import works_on_parts
     from .registry import register_model
 
 # Names whose modules import torch: loaded when first asked for.
@@ -55,6 +56,7 @@ _LAZY = {
     "prepare_optimizer": "data_parallel.optimizer",
     "register_model": "registry",
     "token_log_probs": "log_probs",
+    "works_on_parts": "parts",
 }
 
 
@@ -111,4 +113,5 @@ __all__ = [
     "push_checkpoint",
     "register_model",
     "token_log_probs",
+    "works_on_parts",
 ]

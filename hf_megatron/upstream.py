@@ -946,3 +946,35 @@ def dcp_version() -> str:
     from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 
     return CURRENT_DCP_VERSION
+
+
+def global_forward_hooks() -> tuple[Callable[..., Any], ...]:
+    """Lists the forward hooks that were registered with all modules (private in torch 2.11 to 2.13)."""
+    from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
+
+    return (*_global_forward_pre_hooks.values(), *_global_forward_hooks.values())
+
+
+def has_global_backward_hooks() -> bool:
+    """Tells whether backward hooks were registered with all modules (private in torch 2.11 to 2.13)."""
+    from torch.nn.modules.module import _global_backward_hooks, _global_backward_pre_hooks
+
+    return bool(_global_backward_hooks or _global_backward_pre_hooks)
+
+
+def activation_classes() -> set[Any]:
+    """Returns the classes of transformers' activation functions, which work on single entries (`ACT2CLS`)."""
+    from transformers.activations import ACT2CLS
+
+    return {value[0] if isinstance(value, tuple) else value for value in ACT2CLS.values()}
+
+
+def chosen_functions(config: Any) -> dict[str, Callable[..., Any]]:
+    """Returns what modules call because a config names it, without functions of their own files."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    tables = {"attn_implementation": ALL_ATTENTION_FUNCTIONS, "experts_implementation": ALL_EXPERTS_FUNCTIONS}
+    chosen = {option: getattr(config, f"_{option}", None) for option in tables}
+    found = {f"{option}={name!r}": tables[option].get(name) for option, name in chosen.items()}
+    return {option: function for option, function in found.items() if function is not None}

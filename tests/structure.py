@@ -44,7 +44,7 @@ ORDER = (
     ("placement", "absent_weights", "absent_operators"),
     ("axes",),
     ("instance_patches", "patch_ledger"),
-    ("spec", "patterns", "config"),
+    ("spec", "patterns", "config", "parts"),
     ("files",),
     ("upstream",),
     ("errors", "inference_mode", "version", "shown"),

@@ -130,6 +130,15 @@ class RandomStreams(Shared):
         if was_used:
             _advance(self.device)
 
+    @contextmanager
+    def replicated(self) -> Iterator[None]:
+        """Draws from the stream of all ranks inside, and goes on with the one that was live."""
+        was_own = not torch.compiler.is_compiling() and self._is_own()
+        self.use_replicated()
+        yield
+        if was_own:
+            self.use_own()
+
 
 class MicrobatchStreams:
     """The replicated streams of a pipeline: one for each stage's forward of each microbatch.

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..config import RECOMPUTE
 from ..errors import ConfigError, UnsupportedError
+from ..parts import works_on_parts
 from ..upstream import computes_own_attention, fetches_attention_core
 
 
@@ -84,6 +85,7 @@ class RecomputedCore:
 
         return checkpoint(recomputed, *args, *kwargs.values(), use_reentrant=False, preserve_rng_state=True)
 
+    @works_on_parts
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> None:
         # Some forwards reach the interface in some configurations only (GPT-2's `reorder_and_upcast_attn`).
         if _is_training(module) and not self.ran:

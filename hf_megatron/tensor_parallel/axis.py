@@ -5,13 +5,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
+from torch.utils.hooks import RemovableHandle
 
 from ..communication.random_streams import RandomStreams
 from ..errors import UnsupportedError
 from ..parallel_state import ParallelState
 from ..patterns import lookup
 from ..placement import Claim
+from .activations import Activations
 from .claims import check_conversions, claim_all, expand_plan, expand_regions, local_sizes, matching, shared_heads
+from .exchanged import ExchangedFunctions
 from .expert_widths import GroupedWidths, split_widths
 from .heads import LocalArguments
 from .layer_streams import OneRandomState
@@ -21,6 +24,7 @@ from .model_guards import ClaimCheck, RefusedOutputs
 from .place_regions import Regions
 from .structure import Structure, find_structure
 from .styles import AXIS, ModuleContext, style
+from .user_hooks import UserHooks
 
 NAME = AXIS
 
@@ -84,6 +88,7 @@ def install(model: Any, state: ParallelState) -> None:
     if plan is None:
         return
     mesh, config = state.mesh, state.config
+    first_hook = RemovableHandle.next_id
     check = ClaimCheck(frozenset(state.claims))
     check.check(model)
     check.install(model)
@@ -103,6 +108,23 @@ def install(model: Any, state: ParallelState) -> None:
     install_pending_loss(model)
     RefusedOutputs(config.sequence_parallel).install(model)
     OneRandomState(streams, mesh.host_group(AXIS)).install(model)
+    _guard_activations(model, state, plan, structure, regions, first_hook)
+
+
+def _guard_activations(
+    model: Any, state: ParallelState, plan: TensorPlan, structure: Structure, regions: Regions, first_hook: int
+) -> None:
+    """Has users' functions see whole activations, or refuses them."""
+    # What stands for another stage's modules has no parameters.
+    layers = [layer for stack in structure.stacks for layer in model.get_submodule(stack).children()]
+    own = {module for layer in layers if next(layer.parameters(), None) is not None for module in layer.modules()}
+    modules = {name: module for name, module in model.named_modules() if name in plan.styles or module in own}
+    kinds = {name: type(modules[name]) for name in structure.uniform if name in modules}
+    activations = Activations(structure, plan.styles, state.claims, regions, kinds)
+    # The base model may be called by itself; it holds no reference to the model around it.
+    models = (model,) if model.base_model is model else (model, model.base_model)
+    ExchangedFunctions({n: module for n, module in modules.items() if activations.see_parts(n)}).install(*models)
+    UserHooks(activations, regions.streams, modules, first_hook).install(*models)
 
 
 def _install_style(

@@ -127,6 +127,9 @@ class UniformRegion(Shared):
     """A block whose input only column linears read and whose output one row linear makes.
 
     With `inputs` its linears keep shards and what can be computed again (`MegatronConfig.pack_activations`).
+
+    Attributes:
+        is_inside: whether a forward is between its entry and the sum of its row linear.
     """
 
     group: dist.ProcessGroup
@@ -134,12 +137,14 @@ class UniformRegion(Shared):
     stack: SequenceStack | None = None
     inputs: GatheredInputs | None = None
     gathered: GatheredInput | None = None
+    is_inside: bool = False
 
     def install(self, block: nn.Module) -> None:
         block.register_forward_pre_hook(self._enter, with_kwargs=True)
 
     def _enter(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]):
         self.streams.use_replicated()
+        self.is_inside = True
         return _replace_input(args, kwargs, self.enter)
 
     def enter(self, hidden_states: Tensor) -> Tensor:
@@ -174,7 +179,7 @@ class UniformRegion(Shared):
 
     def leave(self, partial_output: Tensor) -> Tensor:
         """Sums the row linear's partial outputs `[batch, sequence, hidden]`."""
-        self.gathered = None
+        self.gathered, self.is_inside = None, False
         if self.stack is None:
             self.streams.use_replicated()
             return reduce_from_ranks(partial_output, self.group)

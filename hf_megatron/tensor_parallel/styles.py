@@ -24,7 +24,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -119,23 +118,12 @@ class _Linear(Style):
             setattr(module, switch, value)
 
 
-def _use_replicated_stream(module: Any, args: tuple) -> None:
-    if len(module._forward_pre_hooks) > 1:
-        module.streams.use_replicated()
-
-
 class _Column(_Linear):
     parallel_class = ColumnParallelLinear
 
     def __init__(self, name: str, *, groups: int = 1, gather_output: bool = False):
         super().__init__(name, gather_output=gather_output)
         self.groups, self.is_column = groups, not gather_output
-
-    def install(self, module: nn.Module, context: ModuleContext) -> None:
-        super().install(module, context)
-        if self.is_column:
-            # In front of hooks of users, for whom a block's second linear reads what all ranks have, like its first.
-            module.register_forward_pre_hook(_use_replicated_stream)
 
     def placement(self, parameter_name: str, parameter: Tensor, module: nn.Module) -> Placement:
         transposed = _is_transposed(module) and parameter_name == "weight"

@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from ..parts import works_on_parts
 from ..upstream import (
     fakes_are_on,
     group_of_operation,
@@ -153,6 +154,7 @@ class StepLedger(TorchDispatchMode):
     def _moment(self) -> str:
         return BACKWARD if in_backward() else STEP if self._is_stepping else FORWARD
 
+    @works_on_parts
     def _before(self, module: nn.Module, args: Any) -> None:
         name = self._names.get(id(module))
         if name in self._layers and not in_backward():
@@ -162,6 +164,7 @@ class StepLedger(TorchDispatchMode):
         elif self._place is not None and name is not None:
             self._modules.append(name.removeprefix(f"{self._place[0]}."))
 
+    @works_on_parts
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
         name = self._names.get(id(module))
         if self._place is not None and name == self._place[0]:

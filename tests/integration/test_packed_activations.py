@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig
 
-from hf_megatron import ConfigError, MegatronConfig, own_parameters, prepare_optimizer
+from hf_megatron import ConfigError, MegatronConfig, own_parameters, prepare_optimizer, works_on_parts
 from hf_megatron.integrations.gate import ConfigUnderTest
 from hf_megatron.memory import saved_tensors
 from hf_megatron.tensor_parallel import gathered_input
@@ -393,9 +393,9 @@ EDITS = {
 def catch(module, place, act):
     """Has `act` called with a tensor as it passes by."""
     if place == "input":
-        module.register_forward_pre_hook(lambda module, args: act(args[0]))
+        module.register_forward_pre_hook(works_on_parts(lambda module, args: act(args[0])))
     elif place == "output":
-        module.register_forward_hook(lambda module, args, output: act(output))
+        module.register_forward_hook(works_on_parts(lambda module, args, output: act(output)))
     else:
         module.register_forward_hook(lambda module, args, output: act(local_tensor(module._parameters[place])))
 
@@ -511,7 +511,7 @@ def test_an_adapter(folder):
         model.requires_grad_(False)
         q_proj, generator = model.model.layers[0].self_attn.q_proj, torch.Generator().manual_seed(1)
         down = torch.randn(SIZES["hidden_size"], 2, generator=generator).requires_grad_()
-        up = torch.randn(2, SIZES["hidden_size"] // 2, generator=generator).requires_grad_()
+        up = torch.randn(2, SIZES["hidden_size"], generator=generator).requires_grad_()
         q_proj.register_forward_hook(lambda module, args, output: output + args[0] @ down @ up)
         loss_of(model).backward()
         return {"down": down.grad, "up": up.grad}

@@ -9,6 +9,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, MixtralConfig, Trainer, TrainingArguments
 from transformers import default_data_collator as collator
 
+from hf_megatron import works_on_parts
 from hf_megatron.integrations.gate import ConfigUnderTest
 from hf_megatron.parallelize import parallel_state
 from hf_megatron.upstream import local_tensor
@@ -184,6 +185,7 @@ def masks_by_name(model):
     found = {}
 
     def note(name):
+        @works_on_parts
         def hook(module, args, output):
             noise = torch.rand(output.shape if isinstance(output, torch.Tensor) else output[0].shape)
             found[name] = noise
@@ -196,7 +198,9 @@ def masks_by_name(model):
     model.transformer.wte.register_forward_hook(note("embedding"))
     model.transformer.ln_f.register_forward_hook(note("norm"))
     layer.mlp.dropout.p = 0.5
-    layer.mlp.dropout.register_forward_hook(lambda module, args, output: found.__setitem__("dropout", output == 0))
+    layer.mlp.dropout.register_forward_hook(
+        works_on_parts(lambda module, args, output: found.__setitem__("dropout", output == 0))
+    )
     torch.manual_seed(rank())
     model(**batch()).loss.backward()
     return found

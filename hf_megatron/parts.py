@@ -1,0 +1,37 @@
+"""Functions of which it is known that they may be given a part of a tensor by itself."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
+
+from .upstream import CHECKED
+
+F = TypeVar("F", bound=Callable[..., Any])
+_MARK = "_hf_megatron_works_on_parts"
+
+
+def works_on_parts(function: F) -> F:
+    """Says that what a function makes of a part of a tensor is that part of what it makes of the whole; a decorator.
+
+    Of a laid out model it is then given what this rank has: inside of attention heads, inside of an MLP features, with
+    sequence parallelism tokens. Random numbers that it draws are those of the rank.
+
+    Args:
+        function (`Callable`): a forward hook, a module or its `forward`, an attention function. Methods are marked in
+            their class.
+    """
+    setattr(function, _MARK, True)
+    return function
+
+
+def is_marked(function: Any) -> bool:
+    """Tells whether a function was said to work on parts."""
+    return getattr(function, _MARK, False)
+
+
+def is_of_checked_library(function: Any) -> bool:
+    """Tells whether a function was defined by a library whose versions this one was compared with."""
+    while isinstance(function, partial):
+        function = function.func
+    module = getattr(function, "__module__", None) or type(function).__module__
+    return module.partition(".")[0] in CHECKED
