@@ -27,10 +27,10 @@ class PlanError(MegatronError):
 
 
 class CheckpointError(MegatronError):
-    """Weights that are missing, surplus, mis-shaped or unsafe to read; names from files are shown without escapes."""
+    """Weights that are missing, surplus, mis-shaped or unsafe to read; one line, names from files without escapes."""
 
     def __init__(self, message: object = ""):
-        super().__init__(clean(str(message), _LONGEST, keep="\n"))
+        super().__init__(clean(str(message), _LONGEST))
 
 
 class NonFiniteGradientError(MegatronError):

@@ -21,12 +21,10 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {shown(text)}"
 
 
-def clean(text: str, most: int = _MOST, keep: str = "") -> str:
-    """Returns a text of at most `most` characters with what cannot be printed spelled out, but for those to keep."""
+def clean(text: str, most: int = _MOST) -> str:
+    """Returns a text of at most `most` characters, in one line, with what cannot be printed spelled out."""
     cut = text[: most + 1]
-    printable = "".join(
-        character if character.isprintable() or character in keep else ascii(character)[1:-1] for character in cut
-    )
+    printable = "".join(character if character.isprintable() else ascii(character)[1:-1] for character in cut)
     return printable if len(printable) <= most else f"{printable[: most - 3]}..."
 
 
