@@ -85,6 +85,7 @@ class ParallelState(Shared):
         names: in the whole model's state dict, in its order; empty where no other stage holds any.
         elsewhere: those of them that other stages hold, under the names of files too.
         patches (`ModelPatches`): what was replaced on the model itself.
+        numbers_tokens: whether the call under way was given no positions of tokens.
         loss (`BatchLoss`, *optional*): what the model's losses are divided by; there once it is installed.
     """
 
@@ -100,6 +101,7 @@ class ParallelState(Shared):
     # Made when the weights are in; nobody asks before.
     loss: BatchLoss = None  # type: ignore[assignment]
     patches: ModelPatches = field(default_factory=ModelPatches)
+    numbers_tokens: bool = False
     pipeline: Pipeline | None = None
     data_parallel: DataParallelEngine | None = None
     _mesh: ParallelMesh | None = None

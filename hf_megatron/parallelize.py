@@ -24,6 +24,7 @@ from .mesh import ParallelMesh
 from .parallel_state import ParallelState, StageCut, attach_state, parallel_state
 from .pipeline_parallel import axis as pipeline_parallel
 from .placement import Claim, GradientRule, Placement, copies_of_model
+from .positions import OwnPositions
 from .registry import own_spec, spec_for
 from .registry.row_mixing import why_rows_mix
 from .spec import ModelSpec
@@ -107,6 +108,7 @@ def install(model: Any) -> None:
     for axis in AXES:
         axis.install(model, state)
     leave_out_in_training(model)
+    OwnPositions(model, state).install(model)
 
 
 def _hold_places(model: nn.Module, state: ParallelState) -> None:

@@ -32,7 +32,7 @@ ORDER = (
     ("checkpoint",),
     ("parallelize",),
     ("registry",),
-    ("log_probs",),
+    ("log_probs", "positions"),
     ("pipeline_parallel",),
     ("tensor_parallel",),
     ("data_parallel",),

@@ -52,6 +52,8 @@ _ROWS: tuple[tuple[str, str, str, str], ...] = (
     (f"{_MIXIN}.maybe_distribute_model", "transformers:maybe_distribute_model", "splits by its own plans", _LAYOUTS),
     (f"{_MIXIN}.gather_sharded_state_dict_for_save", "transformers:gather_sharded_state_dict_for_save",
      "gathers all weights on every rank to write them at once", _LAYOUTS),
+    ("transformers.masking_utils:find_packed_sequence_indices", "hf_megatron.positions:find_packed_sequence_indices",
+     "has the host wait for its device in every forward", "transformers looks at positions that it was given only"),
     ("transformers.trainer:has_mixed_dtensor", "trainer:has_mixed_dtensor",
      "takes weights of other stages for a mesh of their own", "Trainer splits groups of parameters by mesh"),
     (f"{_MIXIN}.barrier_after_gathered_checkpoint_save", "transformers:barrier_after_gathered_checkpoint_save",

@@ -10,6 +10,7 @@ import torch
 import transformers.trainer
 from accelerate import Accelerator
 from safetensors.torch import save_file
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     CONFIG_MAPPING,
     BertConfig,
@@ -233,6 +234,38 @@ def test_documents_that_one_process_would_join(text):
     expected = stock(input_ids=ids, labels=ids, position_ids=positions, use_cache=False).loss.item()
     for found in run_ranks(on_rank, 2):
         assert found == pytest.approx([expected] * 2, rel=1e-5)
+
+
+class Reads(TorchDispatchMode):
+    """Counts answers of yes or no, for which the host waits on a device."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype == torch.bool:
+            self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def reads(model, **more):
+    ids = torch.arange(8).expand(2, -1)
+    with Reads() as found:
+        model(input_ids=ids, use_cache=False, **more)
+    return found.count
+
+
+def test_nobody_looks_for_documents_in_positions_that_were_not_given():
+    positions = torch.arange(8).expand(2, -1)
+
+    def on_rank():
+        model, stock = twin_of().load(megatron_config=config_of("tp2")).train(), twin_of().load().train()
+        found = [reads(model), reads(model, position_ids=positions)]
+        with pytest.raises(IndexError):
+            model(input_ids=torch.full((1, 4), 10**6))
+        return [*found, reads(stock), reads(model, attention_mask=torch.ones(2, 8))]
+
+    own, given, stock, masked = run_ranks(on_rank, 2)[0]
+    assert given - own == 1 and stock == 1 and masked <= given
 
 
 def tuples(model, batch):
