@@ -188,6 +188,19 @@ def unsharded_parameters(model: Any) -> Iterator[torch.Tensor]:
                 yield whole
 
 
+# Attribute of a parameter that FSDP2 has split: what FSDP2 knows of it.
+_UNIT = "_hf_megatron_unit"
+
+
+def take_memory(parameter: DTensor, value: DTensor) -> None:
+    """Has a parameter, of any shape, live in another DTensor's memory, for FSDP2 too (private)."""
+    local = value._local_tensor
+    parameter._local_tensor, parameter._spec = local if local.is_contiguous() else local.contiguous(), value._spec
+    sharded = vars(parameter).get(_UNIT)
+    if sharded is not None and parameter.dtype == sharded._sharded_param_data.dtype:
+        sharded.reset_sharded_param()
+
+
 def fill_missing_gradients(
     unit: Any, fill: Callable[[torch.Tensor], torch.Tensor], filled: Callable[[Any], None]
 ) -> None:
@@ -203,6 +216,8 @@ def fill_missing_gradients(
     group = unit._get_fsdp_state()._fsdp_param_group
     if group is None:
         return
+    for sharded in group.fsdp_params:
+        vars(sharded.sharded_param)[_UNIT] = sharded
     stock = group.post_backward
 
     @wraps(stock)
@@ -967,6 +982,19 @@ def activation_classes() -> set[Any]:
     from transformers.activations import ACT2CLS
 
     return {value[0] if isinstance(value, tuple) else value for value in ACT2CLS.values()}
+
+
+@contextmanager
+def around_all_modules(enter: Callable[..., None], leave: Callable[..., None]) -> Iterator[None]:
+    """Calls one function before and one after the forwards of all modules, for as long as the context lasts."""
+    from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+    handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def chosen_functions(config: Any) -> dict[str, Callable[..., Any]]:

@@ -49,6 +49,6 @@ def unedited(parameters: Iterable[nn.Parameter]) -> Callable[[], None]:
     return require
 
 
-def _version(parameter: Tensor) -> int:
-    # `.data = ...` is copied into the part.
-    return parameter._version + (local_tensor(parameter)._version if isinstance(parameter, DTensor) else 0)
+def _version(parameter: Tensor) -> tuple[int, int]:
+    # `.data = ...` exchanges the memory.
+    return parameter._version, local_tensor(parameter).data_ptr() if isinstance(parameter, DTensor) else 0

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Sized
 from typing import Any
 
+import torch.distributed as dist
+from accelerate.data_loader import DataLoaderDispatcher
 from torch.utils.data import BatchSampler
 
 
@@ -49,7 +51,16 @@ def cut_rows(state: Any) -> int | None:
         return None
     if "_hf_megatron_last" in vars(state.active_dataloader.base_dataloader):
         return last_rows(state)
-    return state.remainder if state.remainder > 0 else None
+    return _remainder(state) or None
+
+
+def _remainder(state: Any) -> int:
+    """Returns stock's number of rows of the last batch, which counts a dispatched one for each rank that shares it."""
+    found = max(state.remainder, 0)
+    if not found or not isinstance(state.active_dataloader, DataLoaderDispatcher):
+        return found
+    replicas = 1 if (group := data_parallel_group()) is None else dist.get_world_size(group)
+    return found * replicas // dist.get_world_size()
 
 
 def _last(state: Any) -> tuple[int, int]:
@@ -59,7 +70,7 @@ def _last(state: Any) -> tuple[int, int]:
         if (last := vars(loader).get("_hf_megatron_last")) is not None:
             return last[0], last[1]
     # Of what else deals out batches, such as streams that one rank reads, stock's own number is all that is known.
-    return max(state.remainder, 0), 1
+    return _remainder(state), 1
 
 
 def rows_of_all_ranks(shard: Any) -> int:

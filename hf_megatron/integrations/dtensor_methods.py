@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from ..communication.whole_tensors import part_like, whole_of
 from ..errors import CheckpointError, UnsupportedError
 from ..mesh import is_of_layout
-from ..upstream import dtensor_from_local, local_tensor, restore_state
+from ..upstream import dtensor_from_local, local_tensor, restore_state, take_memory
 
 # Those of the other side are asked first where the other side is plain.
 _ARITHMETIC = tuple(f"__{side}{name}__" for name in ("add", "sub", "mul", "truediv") for side in ("", "r"))
@@ -46,14 +46,10 @@ def _assign(parameter: Any, value: Any) -> None:
             "`parameter.data = ...` on a split parameter takes a DTensor that lies like it, such as `parameter.data * "
             "0.5`; `parameter.data.copy_(...)` takes whole tensors too."
         )
-    if is_own and value.dtype == parameter.dtype:
-        # Into the memory that optimizers and FSDP2 know.
-        with torch.no_grad():
-            parameter._local_tensor.copy_(value._local_tensor)
-        return
     Tensor.data.__set__(parameter, value)  # type: ignore[attr-defined]
     if is_own:
-        parameter._local_tensor, parameter._spec = value._local_tensor, value._spec
+        # Loops keep the memory before, to put it back.
+        take_memory(parameter, value)
 
 
 def _beside(tensor: Any, split: Any) -> Any:

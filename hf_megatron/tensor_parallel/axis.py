@@ -13,6 +13,7 @@ from ..parallel_state import ParallelState
 from ..patterns import lookup
 from ..placement import Claim
 from .activations import Activations
+from .calls_in_hooks import CallsInHooks
 from .claims import check_conversions, claim_all, expand_plan, expand_regions, local_sizes, matching, shared_heads
 from .exchanged import ExchangedFunctions
 from .expert_widths import GroupedWidths, split_widths
@@ -108,11 +109,17 @@ def install(model: Any, state: ParallelState) -> None:
     install_pending_loss(model)
     RefusedOutputs(config.sequence_parallel).install(model)
     OneRandomState(streams, mesh.host_group(AXIS)).install(model)
-    _guard_activations(model, state, plan, structure, regions, first_hook)
+    _guard_activations(model, state, plan, structure, regions, forwards, first_hook)
 
 
 def _guard_activations(
-    model: Any, state: ParallelState, plan: TensorPlan, structure: Structure, regions: Regions, first_hook: int
+    model: Any,
+    state: ParallelState,
+    plan: TensorPlan,
+    structure: Structure,
+    regions: Regions,
+    forwards: ForwardsUnderWay,
+    first_hook: int,
 ) -> None:
     """Has users' functions see whole activations, or refuses them."""
     # What stands for another stage's modules has no parameters.
@@ -124,7 +131,8 @@ def _guard_activations(
     # The base model may be called by itself; it holds no reference to the model around it.
     models = (model,) if model.base_model is model else (model, model.base_model)
     ExchangedFunctions({n: module for n, module in modules.items() if activations.see_parts(n)}).install(*models)
-    UserHooks(activations, regions.streams, modules, first_hook).install(*models)
+    calls = CallsInHooks(activations, {id(module): name for name, module in modules.items()}, forwards)
+    UserHooks(activations, regions.streams, calls, modules, first_hook).install(*models)
 
 
 def _install_style(

@@ -30,6 +30,7 @@ class ExchangedFunctions:
     def __init__(self, modules: dict[str, nn.Module]):
         self.modules = modules
         self.children = {name: dict(module._modules) for name, module in modules.items()}
+        self.forwards = {name: type(module).forward for name, module in modules.items()}
         self.functions = {name: found for name, module in modules.items() if (found := _functions(module))}
         bases = {base for module in modules.values() for base in type(module).__mro__}
         self.methods = {base: vars(base)["forward"] for base in bases if "forward" in vars(base)}
@@ -57,6 +58,8 @@ class ExchangedFunctions:
                 if _is_exchanged(present.get(name), function):
                     _refuse(f"{file}.{name}")
         for name, module in self.modules.items():
+            if type(module).forward is not self.forwards[name] and not is_marked(type(module).forward):
+                _refuse(f"{name}.__class__ ({type(module).__name__})")
             # Modules are equal where they are the same.
             if module._modules != self.children[name]:
                 self._compare_children(name, module)

@@ -48,6 +48,8 @@ class ForwardsUnderWay(Shared):
     def __init__(self) -> None:
         self._of_model: set[int] = set()
         self._of_modules = 0
+        # A user's hook that runs, in words.
+        self.in_hook: str | None = None
 
     def install(self, model: nn.Module) -> None:
         model.register_forward_pre_hook(self._enter)
@@ -89,6 +91,10 @@ class LocalParameters:
     _parameters: dict[str, Tensor]
 
 
+def _is_split(parameter: Any) -> bool:
+    return isinstance(parameter, DTensor) and not all(placement.is_replicate() for placement in parameter.placements)
+
+
 def _reading(name: str) -> Callable[[LocalParameters], Tensor | None]:
     def read(module: LocalParameters) -> Tensor | None:
         if name not in module._parameters:
@@ -102,6 +108,11 @@ def _reading(name: str) -> Callable[[LocalParameters], Tensor | None]:
             return parameter
         if not (torch.compiler.is_compiling() or module.forwards):
             return parameter
+        if module.forwards.in_hook is not None and (name in module.summed or _is_split(parameter)):
+            raise UnsupportedError(
+                f"{module.forwards.in_hook} reads {name} of a {type(module).__name__}: inside of forwards that is this "
+                "rank's part, or its gradient a sum over ranks. Read it before the forward, or use tp_size=1."
+            )
         value = local_view(parameter, module.mesh.tp_group if name in module.summed else None)
         return _ShareOfSum.apply(value, module.mesh.tp_size) if name in module.addends else value
 

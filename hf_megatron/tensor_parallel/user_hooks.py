@@ -16,6 +16,7 @@ from ..errors import UnsupportedError
 from ..parts import is_marked, is_of_checked_library
 from ..upstream import global_forward_hooks, leave_uncompiled
 from .activations import Activations, Forms
+from .calls_in_hooks import CallsInHooks
 from .forms import WHOLE, Form, change_input, change_output
 
 
@@ -48,12 +49,12 @@ class _Opened:
 class _Before:
     """A forward pre-hook that is given the whole of a module's input."""
 
-    def __init__(self, hook: Any, name: str, form: Form, streams: RandomStreams):
-        self.hook, self.name, self.form, self.streams = hook, name, form, streams
+    def __init__(self, hook: Any, name: str, form: Form, streams: RandomStreams, calls: CallsInHooks):
+        self.hook, self.name, self.form, self.streams, self.calls = hook, name, form, streams, calls
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None) -> Any:
         opened = _Opened(self.form, args, kwargs or {})
-        with self.streams.replicated():
+        with self.streams.replicated(), self.calls.guarded(self.name):
             result = self.hook(module, *(opened.call[:1] if kwargs is None else opened.call))
         opened.refuse_gradient_hooks(self.name)
         if opened.was_edited():
@@ -71,8 +72,8 @@ class _Before:
 class _After:
     """A forward hook that is given the whole of a module's input and output."""
 
-    def __init__(self, hook: Any, name: str, forms: Forms, streams: RandomStreams):
-        self.hook, self.name, self.forms, self.streams = hook, name, forms, streams
+    def __init__(self, hook: Any, name: str, forms: Forms, streams: RandomStreams, calls: CallsInHooks):
+        self.hook, self.name, self.forms, self.streams, self.calls = hook, name, forms, streams, calls
 
     def __call__(self, module: nn.Module, args: tuple, *rest: Any) -> Any:
         *kwargs, output = rest
@@ -84,7 +85,7 @@ class _After:
         maps: Any = self.forms.maps
         opened = _Opened(inside, args, kwargs[0] if kwargs else {})
         whole = change_output(output, returned.open, maps and maps.open)
-        with self.streams.replicated():
+        with self.streams.replicated(), self.calls.guarded(self.name):
             result = self.hook(module, *opened.call[: 1 + len(kwargs)], whole)
         opened.refuse_gradient_hooks(self.name)
         return change_output(whole if result is None else result, returned.close, maps and maps.close)
@@ -100,8 +101,21 @@ class UserHooks:
         first (`int`): the first hook that tensor parallelism itself has registered.
     """
 
-    def __init__(self, activations: Activations, streams: RandomStreams, modules: dict[str, nn.Module], first: int):
-        self.activations, self.streams, self.modules, self.first = activations, streams, modules, first
+    def __init__(
+        self,
+        activations: Activations,
+        streams: RandomStreams,
+        calls: CallsInHooks,
+        modules: dict[str, nn.Module],
+        first: int,
+    ):
+        self.activations, self.streams, self.calls, self.modules, self.first = (
+            activations,
+            streams,
+            calls,
+            modules,
+            first,
+        )
         self.end = first
         self.seen: set[int] = set()
 
@@ -138,7 +152,7 @@ class UserHooks:
         for number in users:
             if number not in self.seen and (form is WHOLE or not is_marked(hooks[number])):
                 what = f"A forward pre-hook of {name} ({type(module).__name__})"
-                hooks[number] = _Before(hooks[number], what, _require(form, what), self.streams)
+                hooks[number] = _Before(hooks[number], what, _require(form, what), self.streams, self.calls)
         self.seen.update(users)
         # Before this library's, and behind those of FSDP2, which has the weights put together.
         numbers = list(hooks)
@@ -155,7 +169,7 @@ class UserHooks:
                 what = f"A forward hook of {name} ({type(module).__name__})"
                 for form in (forms.inside, forms.returned):
                     _require(form, what)
-                hooks[number] = _After(hooks[number], what, forms, self.streams)
+                hooks[number] = _After(hooks[number], what, forms, self.streams, self.calls)
         self.seen.update(users)
         for number in users:
             hooks.move_to_end(number)

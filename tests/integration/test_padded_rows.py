@@ -232,6 +232,21 @@ def test_padding_that_is_counted_after_resuming_within_an_epoch(gpt2, tmp_path, 
         assert np.allclose(found, expected, rtol=2e-5)
 
 
+def loss_of_stream(path, output, config=None):
+    model = AutoModelForCausalLM.from_pretrained(path, megatron_config=config)
+    rows = [{"input_ids": row["input_ids"][:3], "labels": row["input_ids"][:3]} for row in texts(6)]
+    arguments = TrainingArguments(str(output), use_cpu=True, report_to=[], per_device_eval_batch_size=4)
+    return Trainer(model, arguments).evaluate(Stream(rows))["eval_loss"]
+
+
+@pytest.mark.parametrize("text", ["tp2", "pp2"])
+def test_the_last_batch_of_a_stream_that_ranks_share(gpt2, tmp_path, text):
+    """Accelerate counts its rows once for each rank."""
+    [expected] = run_ranks(loss_of_stream, 1, gpt2, tmp_path)
+    for found in run_ranks(loss_of_stream, 2, gpt2, tmp_path, layout(text)):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
 class LeftTokenizer(Padding):
     """A collator that says by its tokenizer where it pads."""
 

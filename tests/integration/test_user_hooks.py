@@ -394,6 +394,28 @@ def attention_of_ones_own(model):
     model.config._attn_implementation = "mixed"
 
 
+def other_class(model):
+    mlp = model.model.layers[0].mlp
+    kind = type(mlp)
+    forward = {"forward": lambda self, x: kind.forward(self, x) - x.mean(1, keepdim=True)}
+    mlp.__class__ = type("Centred", (kind,), forward)
+
+
+def called_by_a_hook(name, method=None):
+    def change(model):
+        layer = model.model.layers[0]
+        layer.mlp.register_forward_hook(
+            lambda module, args, output: output + getattr(layer.get_submodule(name), method or "__call__")(args[0])
+        )
+
+    return change
+
+
+def weight_in_a_hook(model):
+    norm = model.model.layers[0].input_layernorm
+    norm.register_forward_hook(lambda module, args, output: output * module.weight.pow(2).mean())
+
+
 def shorter(model):
     model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: output[:, 1:])
 
@@ -415,6 +437,11 @@ REFUSED = {
     "forward": (exchanged("mlp.forward", lambda x: x), "tp2", "model.layers.0.mlp.forward was exchanged"),
     "layer's forward": (exchanged("forward", lambda hidden_states, **_: hidden_states), "tp2+sp", "layers.0.forward"),
     "norm": (exchanged("input_layernorm", Centred()), "tp2+sp", "input_layernorm (Centred in the place of"),
+    "class of a module": (other_class, "tp2", "model.layers.0.mlp.__class__ (Centred) was exchanged"),
+    "call of a part": (called_by_a_hook("mlp.up_proj"), "tp2", "calls model.layers.0.mlp.up_proj (ColumnParallel"),
+    "call of its forward": (called_by_a_hook("mlp", "forward"), "tp2", "calls model.layers.0.mlp.gate_proj (Column"),
+    "call of a norm": (called_by_a_hook("input_layernorm"), "tp2+sp", "calls model.layers.0.input_layernorm (Llama"),
+    "weight of a norm": (weight_in_a_hook, "tp2+sp", "reads weight of a LlamaRMSNorm"),
     "class": (patched_class, "tp2", "LlamaMLP.forward was exchanged"),
     "function": (patched_function, "tp2", "modeling_llama.apply_rotary_pos_emb was exchanged"),
     "experts": (experts_of_ones_own, "tp2", "experts_implementation='mixed' was exchanged"),

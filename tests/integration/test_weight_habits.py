@@ -152,6 +152,25 @@ def average_of_the_state_dict(loop):
     loop.step(3)
 
 
+@habit
+def averages_swapped_by_their_memory(loop):
+    """The weights of before stay in the tensors that a loop has kept of them."""
+    parameters = list(loop.model.parameters())
+    average = [parameter.data.clone() for parameter in parameters]
+    for seed in range(2):
+        loop.step(seed)
+        for mean, parameter in zip(average, parameters, strict=True):
+            mean.mul_(0.7).add_(parameter.data, alpha=0.3)
+        kept = [parameter.data for parameter in parameters]
+        for mean, parameter in zip(average, parameters, strict=True):
+            parameter.data = mean
+        with torch.no_grad():
+            loop.losses.append(float(loop.model(input_ids=torch.arange(8).view(1, 8)).logits.sum()))
+        for weight, parameter in zip(kept, parameters, strict=True):
+            parameter.data = weight
+    loop.step(2)
+
+
 # Attributes of modules are the parameters
 
 
