@@ -37,6 +37,7 @@ from .parameter_list import ParameterList
 from .reduction import GradientReducer
 from .reduction_groups import Sharing
 from .sharded_guards import SplitPlaces, refuse_cast, refuse_copy
+from .shared_batch import SharedBatch
 
 # Stock loops hand over parameters, not models: each one carries its engine.
 _MARK = "_hf_megatron"
@@ -93,6 +94,7 @@ class DataParallel(Shared):
         self.is_running, self.is_unknown, self.was_differentiated = False, True, False
         self._left_inference_mode = ExitStack()
         self._part_versions = PartVersions()
+        self._shared_batch = SharedBatch(self.mesh)
         self._marked: list[nn.Parameter] = []
         self._identities: set[int] = set()
         self._dtypes: list[torch.dtype] = []
@@ -271,6 +273,7 @@ class DataParallel(Shared):
             self._dtypes = refuse_cast(parameters, self._dtypes)
         self._modules.refuse_embeddings(self.mesh, self.config.num_microbatches)
         self.follow_edits()
+        self._shared_batch.check(args, kwargs)
         return self._begin(parameters, args, kwargs) if torch.is_grad_enabled() else None
 
     @leave_uncompiled

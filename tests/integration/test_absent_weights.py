@@ -288,6 +288,8 @@ def is_possible(habit, text):
         return False
     if text is not None and "dp2" in text and habit in (steps_without_an_optimizer, drawn_masks, penalties_otherwise):
         return False
+    if text == "tp2+pp2":
+        return habit in (counts, penalties, random_numbers, head_by_its_module, weights_by_the_type_of_their_module)
     return text != "pp2+dp2+zero3" or habit in (counts, freezing_the_first, a_rate_for_each_place, penalties)
 
 

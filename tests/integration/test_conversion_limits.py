@@ -231,6 +231,9 @@ main()
 """
 WRITING = """
 import os, signal, sys
+
+# Processes in the background inherit that it is ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from hf_megatron.cli import main
 from hf_megatron.files.digest import NewFile
 

@@ -1,0 +1,45 @@
+"""Ranks of one replica that are given different batches."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hf_megatron import ConfigError
+from hf_megatron.verify.ranks import run_ranks
+
+from .dp_training import ranks_of
+from .habits import batch, layout, save_tiny
+from .test_absent_weights import load
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tiny")
+    save_tiny(path, num_hidden_layers=4)
+    return path
+
+
+@pytest.mark.parametrize("name", ["input_ids", "attention_mask"])
+@pytest.mark.parametrize("text", ["tp2", "pp2", "tp2+pp2"])
+def test_other_rows_are_noticed_on_all_ranks(folder, text, name):
+    def on_rank():
+        model = load(folder, text)
+        given = batch(0) | {"attention_mask": torch.ones(4, 9, dtype=torch.long)}
+        model(**given).loss.backward()
+        other = given | {name: given[name].roll(dist.get_rank(), dims=0).clone()}
+        other["attention_mask"][dist.get_rank(), -1] = 0 if name == "attention_mask" else 1
+        with pytest.raises(ConfigError, match=rf"{name}: the (tp|pp) ranks .* different ones \(call 2 of the model"):
+            model(**other)
+        # Compared again in the fourth call.
+        return model(**given).loss.item()
+
+    losses = run_ranks(on_rank, ranks_of(layout(text)))
+    assert losses == [losses[0]] * len(losses)
+
+
+def test_replicas_have_batches_of_their_own(folder):
+    def on_rank():
+        model = load(folder, "tp2+dp2")
+        model(**batch(dist.get_rank() // 2)).loss.backward()
+
+    run_ranks(on_rank, 4)
