@@ -108,6 +108,9 @@ def each(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         absent = next(filter(_is_absent, flat((own, named))), None)
         if edits and absent is not None and not _is_absent(args[0][index]):
             raise values_elsewhere(absent.place)
+        if edits and absent is not None:
+            # As an edit of one tensor does.
+            torch.autograd.graph.increment_version(args[0][index])
         if absent is None:
             results += func(*own, **named) or ()
         elif not edits:

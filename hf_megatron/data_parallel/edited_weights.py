@@ -49,6 +49,9 @@ def unedited(parameters: Iterable[nn.Parameter]) -> Callable[[], None]:
     return require
 
 
-def _version(parameter: Tensor) -> tuple[int, int]:
-    # `.data = ...` exchanges the memory.
-    return parameter._version, local_tensor(parameter).data_ptr() if isinstance(parameter, DTensor) else 0
+def _version(parameter: Tensor) -> tuple[int, ...]:
+    if not isinstance(parameter, DTensor):
+        return (parameter._version,)
+    # Optimizers edit the part, and `.data = ...` exchanges it.
+    part = local_tensor(parameter)
+    return parameter._version, part._version, part.data_ptr()

@@ -308,6 +308,11 @@ class DataParallel(Shared):
         if self.mesh.tp_size > 1 and not self.state.shards_weights:
             self._part_versions.follow(self._marked)
 
+    def unedited(self) -> Callable[[], None]:
+        """Returns what raises once a weight was edited in place, also one of other stages, so that all ranks raise."""
+        # FSDP2 has others in their place within calls.
+        return unedited([*self._marked, *filter(is_absent, self.model.parameters())])
+
     def _end(self, model: nn.Module, args: tuple, output: Any) -> None:
         self.is_running = False
         self._left_inference_mode.close()
@@ -320,7 +325,7 @@ class DataParallel(Shared):
         engine = weakref.ref(self)
         # FSDP2 computes with other tensors, which lead nowhere near the parameters that a loop has.
         beside = [p for p in self._marked if p.requires_grad] if self.state.shards_weights else []
-        require = unedited(self._marked) if self.state.shards_weights else _pass
+        require = self.unedited() if self.state.shards_weights else _pass
         begin, refuse = partial(_begin_backward, engine, require), partial(_check_backward, engine)
         return self._watch.over(output, begin, refuse, beside)
 

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..data_parallel.edited_weights import unedited
 from ..errors import ConfigError
 from ..loss import has_labels
 from ..upstream import at_end_of_backward, finishing_itself, keeps_graph
@@ -87,7 +86,7 @@ def _kept(
     """Gives values of the last stage a backward that runs the pipeline in reverse."""
     rows = [batch_rows(microbatch) for microbatch in execution.microbatches]
     store, is_over = runner.gradient_store(), False
-    require_unedited = unedited(runner.model.parameters())
+    require_unedited = runner.engine.unedited()
 
     def backward(upstream: tuple[Tensor, ...], *, accumulates: bool, wants_weights: bool) -> Gradients:
         nonlocal is_over

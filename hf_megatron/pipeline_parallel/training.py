@@ -6,7 +6,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..data_parallel.edited_weights import unedited
 from ..upstream import keeps_graph, runs_behind
 from .loss_scale import ScheduledGradients
 from .outputs import AbsentLogits, Gradients, PipelineOutput, loss_of, reported, with_backward
@@ -51,7 +50,7 @@ def run_schedule(runner: StageRunner, arguments: dict[str, Any]) -> PipelineOutp
     if not is_counted or runner.config.auxiliary_loss != "batch":
         runner.loss.mean_over_ranks(losses[1:2] if is_counted else losses[:2])
 
-    require_unedited = unedited(runner.model.parameters())
+    require_unedited = runner.engine.unedited()
 
     def backward(upstream: tuple[Tensor, ...], *, accumulates: bool, wants_weights: bool) -> Gradients:
         require_unedited()
