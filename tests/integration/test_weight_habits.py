@@ -18,6 +18,8 @@ HABITS, HALF = {}, {}
 IMPOSSIBLE = {
     # The norm of a gradient by hand, on the stage that has it.
     "pp": {"reaches_parameters_through_their_modules"},
+    # FSDP2 does not come back from an error in a backward of a pipeline; each edit raises.
+    "pp2+dp2+zero3": {"edits_between_forward_and_backward"},
     # FSDP2 reduces in the dtype that a model was loaded in, and its parameters are copied from `DTensor`s only.
     "zero3": {"casts_in_half_precision", "loads_full_tensors"},
 }
