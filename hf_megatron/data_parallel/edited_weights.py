@@ -32,7 +32,7 @@ class PartVersions:
 def unedited(parameters: Iterable[nn.Parameter]) -> Callable[[], None]:
     """Returns what raises `RuntimeError`, as torch does, once one of the parameters of any shape was edited in place.
 
-    It asks less than torch, which goes on where backward does not need the values of a weight, as of biases.
+    It refuses more than torch, which goes on where backward does not need the values of a weight, as of biases.
     """
     kept = list(parameters)
     before = list(map(_version, kept))

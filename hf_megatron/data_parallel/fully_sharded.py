@@ -88,8 +88,8 @@ class UnusedGradients:
         fill_missing_gradients(unit, lambda weight: torch.full_like(weight, -0.0), self._note)
 
     def _note(self, parameter: nn.Parameter) -> None:
-        if not self._filled:
-            at_end_of_backward(self._clear)
+        # Each time: a backward that failed has left others here.
+        at_end_of_backward(self._clear)
         self._filled.append(parameter)
 
     def _clear(self) -> None:
