@@ -62,13 +62,13 @@ class ShardFolder(ChunkedTensors):
         super().__init__(str(path), {name: (shapes[name], dtypes[name], _once(chunks[name])) for name in chunks})
 
     def read_chunk(self, name: str, chunk: Chunk, starts: Sequence[int], target: Tensor) -> None:
-        first, *copies = chunk.place
-        _read(*first, starts, target)
+        (first, span), *copies = chunk.place
+        _read(first, span, starts, target)
         for path, span in copies:
             copy = torch.empty_like(target)
             _read(path, span, starts, copy)
             if not same_bytes(copy, target):
-                raise CheckpointError(f"{path}: {name} differs from the one in {first[0].name}.")
+                raise CheckpointError(f"{path}: {name} differs from the one in {first.name}.")
 
 
 def _once(chunks: Sequence[Chunk]) -> list[Chunk]:

@@ -37,10 +37,10 @@ def llama(layers=4):
 
 
 BATCH = {"batch_size": 4, "sequence_length": 64}
-# Layout, and how far the peak may be from what the allocator saw: gloo's own memory is not predicted.
+# Layout, and how far the peak may be from what the allocator saw: gloo lets go of some a little late.
 COMPARED = {
-    "tp2": ({"tp_size": 2}, 1e-3),
-    "tp2+sp": ({"tp_size": 2, "sequence_parallel": True}, 0.1),
+    "tp2": ({"tp_size": 2}, 2e-2),
+    "tp2+sp": ({"tp_size": 2, "sequence_parallel": True}, 5e-2),
     "pp2": ({"pp_size": 2, "num_microbatches": 4}, 1e-2),
     "dp2": ({"zero_stage": 1}, 1e-3),
 }
