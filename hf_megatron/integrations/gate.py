@@ -10,9 +10,10 @@ from typing import Any
 
 import torch.distributed as dist
 from transformers import CONFIG_MAPPING
+from transformers.utils.generic import find_labels
 
 from ..config import MegatronConfig
-from ..errors import UnverifiedLayoutError
+from ..errors import UnsupportedError, UnverifiedLayoutError
 from ..parallel_state import ParallelState
 from ..registry.features import Description, Features
 from ..registry.recorded import differences, layout_kinds
@@ -30,7 +31,8 @@ class ConfigUnderTest(MegatronConfig):
 def require_verified(model: Any, state: ParallelState, description: Description) -> None:
     """Raises `UnverifiedLayoutError`, with the command of the check, unless all of the model was compared on a layout.
 
-    With `allow_unverified=True` the check of the tiny twin runs here, on CPU ranks of its own, and a failure raises.
+    With `allow_unverified=True` the check of the tiny twin runs here, on CPU ranks of its own, and a failure raises. A
+    class that computes no loss raises `UnsupportedError`: no check of it can pass.
 
     Args:
         model: planned, and not placed yet.
@@ -56,6 +58,11 @@ def require_verified(model: Any, state: ParallelState, description: Description)
             )
     if not lines:
         return
+    if not find_labels(type(model)):
+        raise UnsupportedError(
+            f"{name} computes no loss, and only classes with one are compared with one process. Load one with a head, "
+            "such as AutoModelForCausalLM, and take outputs.hidden_states (output_hidden_states=True)."
+        )
     what = f"{name} (model type {model_type!r}) was not compared with one process.\n  " + "\n  ".join(lines)
     layouts = _layouts(config, any(split.copies > 1 for c in state.claims.values() for split in c.placement.splits))
     command = check_command(model.config, name, layouts)

@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForMaskedLM
+from transformers import CONFIG_MAPPING, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
 
 from hf_megatron import MegatronConfig, UnsupportedError, UnverifiedLayoutError
 from hf_megatron.integrations import gate
@@ -85,6 +85,15 @@ def test_the_reason_of_a_refusal_comes_before_the_gate():
     def on_rank():
         with pytest.raises(UnsupportedError, match="cannot be cut"):
             make("bert", PP2, {}, AutoModelForMaskedLM)
+
+    run_ranks(on_rank, 2)
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_a_class_without_a_loss_is_refused_before_a_check_that_could_not_pass(allowed):
+    def on_rank():
+        with pytest.raises(UnsupportedError, match="LlamaModel computes no loss.*AutoModelForCausalLM"):
+            make("llama", MegatronConfig(tp_size=2, allow_unverified=allowed), {}, AutoModel)
 
     run_ranks(on_rank, 2)
 
