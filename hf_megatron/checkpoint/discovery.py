@@ -6,9 +6,12 @@ import warnings
 from pathlib import Path
 
 from ..errors import CheckpointError
+from ..files.json_file import read_small
 from .manifest import MANIFEST, Manifest
 
 LATEST = "latest"
+# Names of files have no more bytes.
+_LARGEST_POINTER = 4096
 
 
 def is_committed(path: str | Path) -> bool:
@@ -53,8 +56,8 @@ def fresh_name(path: Path) -> Path:
 def pointed_at(parent: Path, pointer: str = LATEST) -> Path | None:
     """Returns what the pointer file names; `None` when there is none, or when it holds no plain name."""
     try:
-        name = (parent / pointer).read_bytes()[:4096].decode().strip()
-    except (OSError, UnicodeDecodeError):
+        name = read_small(parent / pointer, _LARGEST_POINTER).decode().strip()
+    except (OSError, CheckpointError, UnicodeDecodeError):
         return None
     return parent / name if re.fullmatch(r"[^/\\\0]+", name) and name not in (".", "..") else None
 

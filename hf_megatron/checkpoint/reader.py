@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 from ..communication.agreement import raise_together, rank_and_size
 from ..errors import CheckpointError
 from ..files.digest import hash_file
+from ..files.json_file import LARGEST_JSON, read_small
 from ..files.paths import inside
 from ..files.safetensors import MappedSafetensors
 from .boxes import Box, check_boxes, copy_overlap, overlaps, uncovered
@@ -185,7 +186,7 @@ def read_partial(folder: Path) -> frozenset[str]:
     """Reads which files `pull` left out of a folder, none of a whole one; an unreadable note is a `CheckpointError`."""
     path = folder / PARTIAL
     try:
-        absent = json.loads(path.read_bytes())["absent"]
+        absent = json.loads(read_small(path, LARGEST_JSON))["absent"]
         if not isinstance(absent, list) or not all(isinstance(name, str) for name in absent):
             raise ValueError(f"'absent' is {str(absent)[:100]!r}, expected a list of names")
     except FileNotFoundError:

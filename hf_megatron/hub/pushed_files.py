@@ -1,6 +1,5 @@
 """Which files of a folder go to the Hub, and which are refused: weights in safetensors, complete, or nothing at all."""
 
-import json
 import os
 import re
 import zipfile
@@ -16,6 +15,7 @@ from yaml import YAMLError
 from ..checkpoint.manifest import MANIFEST, Manifest
 from ..checkpoint.reader import PARTIAL, Checkpoint
 from ..errors import CheckpointError
+from ..files.json_file import read_weight_map
 from ..files.paths import is_plain_name
 from ..files.safetensors import read_header
 
@@ -168,11 +168,7 @@ def _texts(value: Any, where: str) -> Iterator[tuple[str, str]]:
 
 def weight_map(index: Path) -> dict[str, str]:
     """Reads weight -> file of an index; raises `CheckpointError` if unreadable or for a file outside its folder."""
-    try:
-        found = json.loads(index.read_bytes())["weight_map"]
-        names = {str(weight): str(file) for weight, file in found.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{index}: no readable weight_map: {error!r}") from error
+    names = read_weight_map(index)
     for file in sorted(set(names.values())):
         if not is_plain_name(file) or not file.endswith(".safetensors"):
             raise CheckpointError(f"{index} names {file!r}, which is not a safetensors file inside its folder.")

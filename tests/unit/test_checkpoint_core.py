@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,9 @@ import torch.distributed as dist
 from hf_megatron.axes import Axes
 from hf_megatron.checkpoint.asynchronous import AsyncSaver
 from hf_megatron.checkpoint.boxes import Box, Piece, local_boxes
-from hf_megatron.checkpoint.discovery import find, is_committed, latest
+from hf_megatron.checkpoint.discovery import LATEST, find, is_committed, latest, pointed_at
 from hf_megatron.checkpoint.manifest import MANIFEST
-from hf_megatron.checkpoint.reader import Checkpoint, open_checkpoint
+from hf_megatron.checkpoint.reader import PARTIAL, Checkpoint, open_checkpoint, read_partial
 from hf_megatron.checkpoint.transaction import Transaction, prune
 from hf_megatron.errors import CheckpointError
 from hf_megatron.integrations.resumed_checkpoint import checkpoint_to_resume
@@ -228,3 +229,11 @@ def test_the_checkpoint_to_resume_is_the_newest_of_both_kinds(tmp_path):
         resumed(str(tmp_path / "checkpoint-6"), is_laid_out=True)
     save_alone(tmp_path / "checkpoint-14.1")
     assert resumed() == resumed(str(tmp_path / "checkpoint-14"), is_laid_out=True) == "checkpoint-14.1"
+
+
+def test_pipes_in_the_place_of_small_files_are_not_waited_for(tmp_path):
+    for name in (LATEST, PARTIAL):
+        os.mkfifo(tmp_path / name)
+    assert pointed_at(tmp_path) is None
+    with pytest.raises(CheckpointError, match="is not a regular file"):
+        read_partial(tmp_path)
