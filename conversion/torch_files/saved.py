@@ -66,8 +66,10 @@ class StoredTensor:
     storage_nbytes: int
 
 
-def _stored(storage: Any, offset: Any, shape: Any, stride: Any, dtype: Any) -> StoredTensor:
-    """Checks that a view stays inside of its storage."""
+def _stored(storage: Any, offset: Any, shape: Any, stride: Any, dtype: Any, pending: Any = None) -> StoredTensor:
+    """Checks that a view stays inside of its storage, and that no change of sign or conjugate is `pending`."""
+    if pending:
+        raise ValueError(f"a tensor with {shown(pending)}: its entries are not those that are stored")
     kind, name, numel = storage
     numbers = (numel, offset, *shape, *stride)
     if not all(type(number) is int and number >= 0 for number in numbers) or len(shape) != len(stride):
@@ -96,8 +98,8 @@ TENSORS: Names = MappingProxyType(
         **{f"torch.{name}": Named(f"torch.{name}") for name in STORAGES},
         "torch.storage.UntypedStorage": Named("torch.storage.UntypedStorage"),
         "torch.Size": Named("torch.Size", lambda arguments: tuple(arguments[0])),
-        "torch._utils._rebuild_tensor_v2": Named("tensor", lambda a: _stored(a[0], a[1], a[2], a[3], None)),
-        "torch._utils._rebuild_tensor_v3": Named("tensor", lambda a: _stored(a[0], a[1], a[2], a[3], a[6])),
+        "torch._utils._rebuild_tensor_v2": Named("tensor", lambda a: _stored(*a[:4], None, *a[6:])),
+        "torch._utils._rebuild_tensor_v3": Named("tensor", lambda a: _stored(*a[:4], *a[6:])),
         "torch._utils._rebuild_parameter": Named("parameter", lambda a: a[0]),
     }
 )

@@ -40,6 +40,11 @@ class Pipeline(StageRunner):
         def forward(model: Any, *args: Any, **kwargs: Any) -> Any:
             if model is not self.model:
                 raise UnsupportedError("A deep copy of a pipelined model cannot be called: load it a second time.")
+            if type(model).forward is not self.forward.func:
+                raise UnsupportedError(
+                    f"{type(model).__name__}.forward is not what the model was loaded with: its stages would run the "
+                    "former one. Load it with the new class, or call the model inside a function of your own."
+                )
             return self(*args, **kwargs)
 
         state.patches.replace(model, "forward", types.MethodType(forward, model))

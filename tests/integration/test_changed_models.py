@@ -57,9 +57,20 @@ def differentiate_by_function(model):
     torch.func.grad_and_value(loss)(dict(model.named_parameters()))
 
 
+def set_the_class(model):
+    class Halved(type(model)):
+        def forward(self, *args, **kwargs):
+            outputs = super().forward(*args, **kwargs)
+            outputs.loss = outputs.loss / 2
+            return outputs
+
+    model.__class__ = Halved
+
+
 @pytest.mark.parametrize(
     ("change", "text", "match"),
     [
+        (set_the_class, "pp2", "Halved.forward is not what the model was loaded with"),
         (parametrize_a_norm, "tp2", "weight of a .* is no parameter any more"),
         (remove_the_last_layer, "tp2+sp", "first or last layer of model.layers was removed"),
         (remove_the_first_layer, "tp2+sp", "first or last layer of model.layers was removed"),

@@ -19,6 +19,7 @@ from hf_megatron import CheckpointError
 from hf_megatron.cli import app
 from hf_megatron.conversion import compare, convert
 from hf_megatron.conversion.megatron.arguments import check_arguments
+from hf_megatron.conversion.torch_files.reader import read_saved
 from hf_megatron.conversion.torch_files.safe_pickle import unpickle
 from hf_megatron.conversion.torch_files.weight_file import PickledFile
 from hf_megatron.model_cards import CardFacts, check_card, write_card
@@ -272,6 +273,14 @@ def test_pickles_that_hang_or_swell(name):
     with pytest.raises(CheckpointError) as raised:
         unpickle(HOSTILE[name], "here", names, persistent)
     assert len(str(raised.value)) < 20_000
+
+
+def test_a_sign_that_is_changed_as_a_tensor_is_read_is_refused(tmp_path):
+    weight = torch.complex(torch.ones(4), -torch.ones(4)).conj().imag
+    assert weight.is_neg()
+    torch.save({"weight": weight}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="its entries are not those that are stored"):
+        read_saved(tmp_path / "pytorch_model.bin")
 
 
 def test_a_hostile_bin_is_refused(folders, tmp_path):
