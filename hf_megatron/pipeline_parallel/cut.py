@@ -18,7 +18,15 @@ from .partition import Stages, check_partition, estimate_cost, estimate_costs, e
 from .placeholder import Placeholder, first_dtype
 from .schedules import check_schedule, rank_of_stage, schedule
 from .stage_modules import stand_around
-from .stage_parts import ForeignInput, ForeignLayer, ForeignOutput, StagedInput, StagedLayer, output_width
+from .stage_parts import (
+    ForeignInput,
+    ForeignLayer,
+    ForeignOutput,
+    StagedInput,
+    StagedLayer,
+    layer_indices,
+    output_width,
+)
 
 
 @dataclass(frozen=True)
@@ -40,6 +48,17 @@ class Cut:
     tied: tuple[str, ...]
     heads: Mapping[str, str]
     holds_first: bool
+
+    def require_order(self, model: nn.Module) -> None:
+        """Raises `UnsupportedError`, on all ranks alike, where a loop lists the layers otherwise than they were cut."""
+        # Modules that stand twice are their owner's children once.
+        layers = model.get_submodule(self.layers)._modules.values()
+        places = [index for layer in layers if layer is not None for index in layer_indices(layer)]
+        if places != list(range(self.boundary.stages.ranges[-1][1])):
+            raise UnsupportedError(
+                f"{self.layers} lists the layers {places} of the model that was cut into pipeline stages: none can be "
+                "left out, moved or listed twice. Load the model with pp_size=1."
+            )
 
     def modules_of(self, model: nn.Module, stage: int) -> list[nn.Module]:
         """Lists the modules with parameters of one of this rank's stages."""
@@ -178,7 +197,7 @@ def cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> Cut:
         if stages.stage_of_layer(index) in owned:
             stand_around(layer, StagedLayer, _stage_boundary=boundary, _layer_index=index)
         else:
-            layers[index] = ForeignLayer(layer, _place(stages, stages.stage_of_layer(index)), boundary)
+            layers[index] = ForeignLayer(layer, _place(stages, stages.stage_of_layer(index)), boundary, index)
     for module_name in before:
         module = model.get_submodule(module_name)
         needed_by_head = holds_last and any(source.rpartition(".")[0] == module_name for source in tied.values())

@@ -24,9 +24,12 @@ class StagedLayer:
 class ForeignLayer(Placeholder):
     """Stands where another rank's layer is: its plain attributes; passes `[batch, sequence, hidden]`."""
 
-    def __init__(self, layer: nn.Module, place: str, boundary: StageBoundary):
+    def __init__(self, layer: nn.Module, place: str, boundary: StageBoundary, index: int):
         super().__init__(layer, place, boundary)
-        self._stage_boundary = boundary
+        self._stage_boundary, self._layer_index = boundary, index
+
+    def standing_for(self, module: nn.Module) -> "ForeignLayer":
+        return ForeignLayer(module, self._place, self._stage_boundary, self._layer_index)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         # Hooks belong to forwards that run layers.
@@ -37,6 +40,13 @@ class ForeignLayer(Placeholder):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         return self._stage_boundary.pass_on(args, kwargs)
+
+
+def layer_indices(module: nn.Module) -> list[int]:
+    """Returns the places of the layers that a module is or wraps."""
+    if isinstance(module, StagedLayer | ForeignLayer):
+        return [module._layer_index]
+    return [index for part in module.children() for index in layer_indices(part)]
 
 
 class ForeignInput(Placeholder):

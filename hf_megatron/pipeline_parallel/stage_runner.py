@@ -86,6 +86,7 @@ class StageRunner(Shared):
     ) -> tuple[list[dict[str, Any]], list[float], list[Any] | None]:
         """Makes microbatches, their shares of the rows, and the denominators of the batch's loss."""
         self.checks.require_one_stage_each(arguments, fills_cache=whole)
+        self.cut.require_order(self.model)
         rows = batch_rows(arguments)
         given = arguments.pop("num_items_in_batch", None)
         at_most = self._same_on_dp_ranks(min(rows, self.microbatches_at_most()))

@@ -67,9 +67,22 @@ def set_the_class(model):
     model.__class__ = Halved
 
 
+def list_a_layer_twice(model):
+    first, *others = model.model.layers
+    model.model.layers = nn.ModuleList([first, first, *others])
+    model.config.num_hidden_layers += 1
+
+
+def list_layers_backwards(model):
+    model.model.layers = nn.ModuleList(reversed(list(model.model.layers)))
+
+
 @pytest.mark.parametrize(
     ("change", "text", "match"),
     [
+        (list_a_layer_twice, "pp2", "lists the layers .0, 0, 1"),
+        (list_layers_backwards, "pp2", "lists the layers .1, 0"),
+        (remove_the_last_layer, "pp2", "lists the layers .0. "),
         (set_the_class, "pp2", "Halved.forward is not what the model was loaded with"),
         (parametrize_a_norm, "tp2", "weight of a .* is no parameter any more"),
         (remove_the_last_layer, "tp2+sp", "first or last layer of model.layers was removed"),
