@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from .auxiliary_loss import router_losses_of
 from .errors import UnsupportedError
 from .loss import BatchLoss, scalar
+from .parts import is_marked, is_of_checked_library
 
 _POSITIONS = ("start_positions", "end_positions")
 
@@ -175,6 +176,8 @@ class LossHooks:
         batch.counted, batch.terms = given.get("num_items_in_batch") is not None, 0
         self.takes_loss = any(is_target(name) and value is not None for name, value in given.items())
         self.leaving.append(router_losses_of(batch, given))
+        if self.takes_loss and (batch.over_ranks or self.pipelined):
+            _require_known_loss(model)
         if not batch.over_ranks:
             return args, kwargs
         if given.get("return_loss"):
@@ -217,6 +220,18 @@ class LossHooks:
         if not self.has_dtensors or loss is None or not loss.requires_grad or torch.compiler.is_compiling():
             return output
         return _with_loss(output, _PlainGradient.apply(loss))
+
+
+def _require_known_loss(model: Any) -> None:
+    """Refuses a function that somebody put in the place of transformers' loss: it would see a part of the batch."""
+    function = model.loss_function
+    if not (is_marked(function) or is_of_checked_library(function)):
+        raise UnsupportedError(
+            f"{type(model).__name__}.loss_function is not one of transformers' own: each data parallel rank, or each "
+            "microbatch of a pipeline, would call it with a part of the batch. Mark it with hf_megatron.works_on_parts "
+            "if all that it returns is the mean of one of torch's losses over the labels. Else call the model without "
+            "labels and compute the loss from its outputs."
+        )
 
 
 def is_target(name: str) -> bool:

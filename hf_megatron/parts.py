@@ -17,8 +17,8 @@ def works_on_parts(function: F) -> F:
     sequence parallelism tokens. Random numbers that it draws are those of the rank.
 
     Args:
-        function (`Callable`): a forward hook, a module or its `forward`, an attention function. Methods are marked in
-            their class.
+        function (`Callable`): a forward hook, a module or its `forward`, an attention function; or a `loss_function`,
+            all of which is the mean of one of torch's losses over the labels. Methods are marked in their class.
     """
     setattr(function, _MARK, True)
     return function

@@ -984,6 +984,15 @@ def activation_classes() -> set[Any]:
     return {value[0] if isinstance(value, tuple) else value for value in ACT2CLS.values()}
 
 
+def follow_forward_of_bases(made: type) -> None:
+    """Has a class that adds none of its own run the forward that its bases have at the time of a call.
+
+    transformers wraps the forward of each subclass of a layer as the subclass is made (`GradientCheckpointingLayer`).
+    """
+    if "forward" in vars(made):
+        del made.forward  # type: ignore[attr-defined]
+
+
 @contextmanager
 def around_all_modules(enter: Callable[..., None], leave: Callable[..., None]) -> Iterator[None]:
     """Calls one function before and one after the forwards of all modules, for as long as the context lasts."""

@@ -19,7 +19,7 @@ from ..communication.collectives import all_gather, bounds
 from ..communication.flat_rows import AllGather, ReduceScatter
 from ..config import MegatronConfig
 from ..mesh import ParallelMesh
-from ..upstream import at_end_of_backward, fill_missing_gradients, local_tensor
+from ..upstream import at_end_of_backward, fill_missing_gradients, follow_forward_of_bases, local_tensor
 
 
 def outermost_layers(model: nn.Module) -> list[nn.Module]:
@@ -104,6 +104,7 @@ class UnusedGradients:
 
 def _make_unit(module: Any, group: dist.ProcessGroup, unused: UnusedGradients, **options: Any) -> None:
     fully_shard(module, **options)
+    follow_forward_of_bases(type(module))
     unused.watch(module)
     if dist.get_world_size(group) > 1 and dist.get_backend(group) == "gloo":
         module.set_custom_all_gather(PairwiseAllGather())

@@ -13,6 +13,7 @@ from ..parallel_state import ParallelState
 from ..patch_ledger import Shared
 from ..tensor_parallel.vocabulary import require_tokens
 from ..token_loss import TokenLoss
+from ..upstream import loss_functions
 from .cache import cache_name
 from .placeholder import PartElsewhere
 
@@ -84,6 +85,8 @@ def _tokens(model: Any, state: ParallelState) -> int | None:
 
 
 def _classes(model: Any) -> int:
-    """Counts the classes that labels choose from."""
-    config = model.config
-    return config.get_text_config().vocab_size if isinstance(model.loss_function, TokenLoss) else config.num_labels
+    """Counts the classes that labels choose from, 0 where nobody knows."""
+    config, kind = model.config, model.loss_function
+    if isinstance(kind, TokenLoss):
+        return config.get_text_config().vocab_size
+    return config.num_labels if kind in loss_functions() else 0

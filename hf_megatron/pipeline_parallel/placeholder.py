@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ..absent_weights import AbsentTensor, Owner, as_parameter
 from ..errors import UnsupportedError
+from ..upstream import follow_forward_of_bases
 
 
 class PartElsewhere(UnsupportedError, AttributeError):
@@ -171,7 +172,9 @@ class Placeholder(nn.Module):
 
 @cache
 def _standing_class(base: Any, kind: Any) -> type[nn.Module]:
-    return type(kind.__name__, (base, kind), {})
+    made = type(kind.__name__, (base, kind), {})
+    follow_forward_of_bases(made)
+    return made
 
 
 def _is_plain(name: str, value: Any) -> bool:

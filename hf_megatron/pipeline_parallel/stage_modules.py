@@ -11,13 +11,16 @@ from torch import nn
 
 from ..absent_weights import is_absent
 from ..errors import UnsupportedError
+from ..upstream import follow_forward_of_bases
 from .placeholder import Placeholder, names_in
 from .stage_parts import StagedInput, StagedLayer, output_width
 
 
 @cache
 def _staged_class(mixin: Any, base: Any) -> type[nn.Module]:
-    return type(base.__name__, (mixin, base), {})
+    made = type(base.__name__, (mixin, base), {})
+    follow_forward_of_bases(made)
+    return made
 
 
 def stand_around(module: nn.Module, mixin: type, **attributes: Any) -> None:

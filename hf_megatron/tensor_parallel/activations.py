@@ -33,6 +33,11 @@ class Forms:
     returned: Form | str
     maps: Form | None = None
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the module takes and returns whole tensors; a head's logits become whole when they are read."""
+        return self.given is WHOLE and (self.returned is WHOLE or isinstance(self.returned, Logits))
+
 
 class Activations(Shared):
     """The forms of a model's modules, by name."""

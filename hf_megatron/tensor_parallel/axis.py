@@ -1,6 +1,6 @@
 """Tensor and sequence parallelism as one of a model's axes."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -131,8 +131,20 @@ def _guard_activations(
     # The base model may be called by itself; it holds no reference to the model around it.
     models = (model,) if model.base_model is model else (model, model.base_model)
     ExchangedFunctions({n: module for n, module in modules.items() if activations.see_parts(n)}).install(*models)
+    whole = {name for name, module in modules.items() if activations.of(name, module).is_whole}
+    forwards.of_parts = {id(module): name for name, module in modules.items() if name not in whole}
+    # What is called inside of these has the parts that it works on.
+    for name in whole | _around(structure.stacks):
+        if next(model.get_submodule(name).children(), None) is not None:
+            forwards.install(model.get_submodule(name))
     calls = CallsInHooks(activations, {id(module): name for name, module in modules.items()}, forwards)
     UserHooks(activations, regions.streams, calls, modules, first_hook).install(*models)
+
+
+def _around(stacks: Iterable[str]) -> set[str]:
+    """Names the modules inside of the model that have lists of layers in them."""
+    paths = [stack.split(".") for stack in stacks]
+    return {".".join(path[:depth]) for path in paths for depth in range(1, len(path))}
 
 
 def _install_style(
@@ -158,6 +170,7 @@ def _install_style(
         gradient={parameter: claim.gradient for parameter, claim in claims.items()},
         region=regions.of_linear.get(name),
         streams=regions.streams,
+        forwards=forwards,
         copies=plan.head_copies.get(name, 1),
         rotary_dim=getattr(text, "qk_rope_head_dim", None),
         loss_chunk_size=state.config.loss_chunk_size,

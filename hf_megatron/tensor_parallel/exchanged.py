@@ -10,11 +10,16 @@ from functools import partial
 from typing import Any
 
 from torch import nn
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
+from transformers.loss import loss_utils
 
 from ..errors import UnsupportedError
 from ..parts import is_marked, is_of_checked_library
 from ..upstream import activation_classes, chosen_functions, leave_uncompiled
+
+# Files of functions that layers and losses of every model call.
+_SHARED = (functional.__name__, loss_utils.__name__)
 
 
 class ExchangedFunctions:
@@ -32,9 +37,9 @@ class ExchangedFunctions:
         self.children = {name: dict(module._modules) for name, module in modules.items()}
         self.forwards = {name: type(module).forward for name, module in modules.items()}
         self.functions = {name: found for name, module in modules.items() if (found := _functions(module))}
-        bases = {base for module in modules.values() for base in type(module).__mro__}
+        bases = {base for module in modules.values() for base in type(module).__mro__} | {nn.Embedding}
         self.methods = {base: vars(base)["forward"] for base in bases if "forward" in vars(base)}
-        files = {base.__module__ for base in bases if base.__module__.startswith("transformers.models.")}
+        files = {base.__module__ for base in bases if base.__module__.startswith("transformers.models.")} | {*_SHARED}
         self.files = {name: _functions_of(vars(sys.modules[name])) for name in files}
         self.exchanged_before = [f"{file}.{name}" for file in files for name in _foreign(file, self.files[file])]
         configs = [vars(module).get("config") for module in modules.values()]
@@ -88,7 +93,7 @@ def _functions(module: nn.Module) -> dict[str, Any]:
 
 
 def _functions_of(names: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in names.items() if inspect.isfunction(value)}
+    return {name: value for name, value in names.items() if inspect.isroutine(value)}
 
 
 def _is_exchanged(present: Any, before: Any) -> bool:
@@ -103,7 +108,7 @@ def _foreign(file: str, functions: dict[str, Any]) -> list[str]:
     """Lists functions that a file of transformers defines, and that are of other origin."""
     users = [name for name, function in functions.items() if _is_users(function)]
     source = inspect.getsource(sys.modules[file]) if users else ""
-    return [name for name in users if f"\ndef {name}(" in source]
+    return [name for name in users if f"\ndef {name}(" in source or f"\n{name} = _add_docstr(" in source]
 
 
 def _works_on_entries(found: nn.Module | None, before: nn.Module) -> bool:

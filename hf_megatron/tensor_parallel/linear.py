@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..communication.collectives import copy_to_ranks, gather_from_ranks, reduce_from_ranks, split_over_ranks
 from ..communication.random_streams import RandomStreams
 from ..mesh import ParallelMesh
-from .local_parameters import local_view
+from .local_parameters import ForwardsUnderWay, local_view
 from .region import UniformRegion
 
 
@@ -23,6 +23,7 @@ class ParallelLinear(nn.Linear):
 
     mesh: ParallelMesh
     streams: RandomStreams
+    forwards: ForwardsUnderWay
     region: UniformRegion | None = None
     copies: int = 1
     sum_bias_gradient: bool = False
@@ -38,6 +39,7 @@ class ParallelLinear(nn.Linear):
 
     def matmul(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Multiplies `[..., local in]` by this rank's part of the weight: `[..., local out]`."""
+        self.forwards.require_whole(self)
         weight = local_view(self.weight, self.copies_group)
         assert weight is not None
         return F.linear(x, weight.t() if self.weight_dim_out == 1 else weight, bias)

@@ -50,6 +50,8 @@ class ForwardsUnderWay(Shared):
         self._of_modules = 0
         # A user's hook that runs, in words.
         self.in_hook: str | None = None
+        # By identity, the names of modules that take or return parts of tensors.
+        self.of_parts: dict[int, str] = {}
 
     def install(self, model: nn.Module) -> None:
         model.register_forward_pre_hook(self._enter)
@@ -64,6 +66,17 @@ class ForwardsUnderWay(Shared):
     def __bool__(self) -> bool:
         # Checkpointed layers compute once more in backward.
         return bool(self._of_modules or self._of_model or in_backward())
+
+    def require_whole(self, module: nn.Module) -> None:
+        """Raises `UnsupportedError` for a module that is called by itself with whole tensors, and works on parts."""
+        if torch.compiler.is_compiling() or self:
+            return
+        if (name := self.of_parts.get(id(module))) is not None:
+            raise UnsupportedError(
+                f"{name} ({type(module).__name__}) was called outside of the model's forward: it takes or returns this "
+                "rank's part of a tensor. Call the model, or a whole block without sequence_parallel, or load the "
+                "model with tp_size=1."
+            )
 
     @contextmanager
     def of_module(self) -> Iterator[None]:
@@ -125,6 +138,7 @@ def _local_class(base: Any, names: tuple[str, ...]) -> type[nn.Module]:
     def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return base.forward(module, *args, **kwargs)
+        module.forwards.require_whole(module)
         with module.forwards.of_module():
             return base.forward(module, *args, **kwargs)
 

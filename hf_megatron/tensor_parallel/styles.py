@@ -35,7 +35,7 @@ from .embedding import HiddenParallelEmbedding, VocabParallelEmbedding
 from .experts import LatentWithRotary, PartialSum, SharedIdentity
 from .heads import NormPerHead, check_norm_per_head
 from .linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear
-from .local_parameters import become
+from .local_parameters import ForwardsUnderWay, become
 from .logits import VocabParallelHead
 from .region import UniformRegion
 
@@ -50,6 +50,7 @@ class ModuleContext:
     mesh: ParallelMesh
     gradient: Mapping[str, GradientRule]
     streams: RandomStreams
+    forwards: ForwardsUnderWay
     region: UniformRegion | None = None
     copies: int = 1
     rotary_dim: int | None = None
@@ -108,7 +109,7 @@ class _Linear(Style):
         become(module, self.parallel_class)
         assert isinstance(module, ParallelLinear)
         module.mesh = context.mesh
-        module.region, module.streams = context.region, context.streams
+        module.region, module.streams, module.forwards = context.region, context.streams, context.forwards
         if transposed:
             module.weight_dim_out = 1
             module.in_features, module.out_features = module.weight.shape

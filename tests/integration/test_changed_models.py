@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from hf_megatron import MegatronError
 from hf_megatron.verify.ranks import run_ranks
@@ -199,3 +200,23 @@ def test_an_exchanged_head_is_read_on_its_stage_only(tiny_uneven):
             model.state_dict()["lm_head.weight"].sum().item()
 
     run_ranks(on_rank, 2)
+
+
+def test_the_class_of_layers_is_followed(tiny):
+    """Subclasses of a layer keep the forward that its class had, where transformers wraps it."""
+
+    def loss(config=None):
+        model = AutoModelForCausalLM.from_pretrained(tiny, megatron_config=config).train()
+        stock = LlamaDecoderLayer.forward
+        LlamaDecoderLayer.forward = lambda self, hidden_states, *args, **kwargs: stock(
+            self, hidden_states * 0.9, *args, **kwargs
+        )
+        try:
+            return model(**batch(0)).loss.item()
+        finally:
+            LlamaDecoderLayer.forward = stock
+
+    expected = loss()
+    for text in ("pp2", "dp2+zero3"):
+        for found in run_ranks(lambda text=text: loss(layout(text)), 2):
+            assert found == pytest.approx(expected, rel=1e-5)

@@ -6,9 +6,11 @@ import re
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.nn.modules.module import register_module_forward_hook
 from transformers import AttentionInterface, AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 from transformers.integrations.moe import ExpertsInterface
+from transformers.loss import loss_utils
 from transformers.models.llama import modeling_llama
 
 from hf_megatron import UnsupportedError, own_parameters, works_on_parts
@@ -382,6 +384,16 @@ def patched_function(model):
     modeling_llama.apply_rotary_pos_emb = lambda q, k, *args, **kwargs: (q - q.mean(1, keepdim=True), k)
 
 
+def patched(owner, name):
+    """Puts a function of one's own in the place of one that models or losses call."""
+
+    def change(model):
+        stock = getattr(owner, name)
+        setattr(owner, name, lambda *args, **kwargs: stock(*args, **kwargs))
+
+    return change
+
+
 def experts_of_ones_own(model):
     ExpertsInterface.register("mixed", lambda self, hidden_states, *args: hidden_states)
     model.config._experts_implementation = "mixed"
@@ -446,6 +458,11 @@ REFUSED = {
     "function": (patched_function, "tp2", "modeling_llama.apply_rotary_pos_emb was exchanged"),
     "experts": (experts_of_ones_own, "tp2", "experts_implementation='mixed' was exchanged"),
     "attention": (attention_of_ones_own, "tp2", "attn_implementation='mixed' was exchanged"),
+    "torch's function": (patched(F, "silu"), "tp2", "torch.nn.functional.silu was exchanged"),
+    "torch's attention": (patched(F, "scaled_dot_product_attention"), "tp2", "functional.scaled_dot_product_attention"),
+    "torch's loss": (patched(F, "cross_entropy"), "tp2", "torch.nn.functional.cross_entropy was exchanged"),
+    "torch's module": (patched(nn.Embedding, "forward"), "tp2", "Embedding.forward was exchanged"),
+    "transformers' loss": (patched(loss_utils, "fixed_cross_entropy"), "tp2", "fixed_cross_entropy was exchanged"),
     "other length": (shorter, "tp2+sp", "made 8 tokens of 9"),
 }
 
@@ -462,6 +479,41 @@ def test_refused(path, what):
             model(**batch(0))
 
     run_ranks(on_rank, 2)
+
+
+# Called by themselves with whole tensors: name -> the layouts on which that is one process's call.
+CALLED = {
+    "self_attn.q_proj": [],
+    "mlp.gate_proj": [],
+    "mlp.down_proj": [],
+    "mlp": ["tp2"],
+    "input_layernorm": ["tp2"],
+}
+
+
+@pytest.mark.parametrize("text", ["tp2", "tp2+sp"])
+@pytest.mark.parametrize("name", CALLED)
+def test_modules_called_outside_of_the_model(path, name, text):
+    def penalty(config=None):
+        model = AutoModelForCausalLM.from_pretrained(path, megatron_config=config).train()
+        module = model.model.layers[0].get_submodule(name)
+        width = module.in_features if isinstance(module, nn.Linear) else model.config.hidden_size
+        x = torch.linspace(-1, 1, 2 * 6 * width).reshape(2, 6, width)
+        if config is not None and text not in CALLED[name]:
+            with pytest.raises(UnsupportedError, match=rf"layers.0.{name}.* was called outside of the model's forward"):
+                module(x)
+            # The model itself goes on.
+            return model(**batch(0)).loss.item(), None
+        loss = module(x).pow(2).mean() + model(**batch(0)).loss
+        loss.backward()
+        [(_, parameter), *_] = module.named_parameters()
+        gradient = parameter.grad
+        return loss.item(), (gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient).norm().item()
+
+    expected = penalty()
+    for loss, norm in run_ranks(lambda: penalty(layout(text)), 2):
+        if norm is not None:
+            assert (loss, norm) == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("name", ["LlamaMLP.forward", "apply_rotary_pos_emb"])

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 import transformers
 from transformers import BartConfig, BertConfig, GPT2Config, LlamaConfig, MixtralConfig, T5Config
 
-from hf_megatron import UnsupportedError
+from hf_megatron import UnsupportedError, works_on_parts
 from hf_megatron.integrations.gate import ConfigUnderTest
 from hf_megatron.parallelize import parallel_state
 from hf_megatron.verify.check import parse_layouts
@@ -333,7 +333,9 @@ def test_question_answering_is_refused_before_the_schedule(folder):
 )
 def test_a_loss_of_the_class_that_sums_its_own_terms_is_refused(folder, loss, message):
     def run(model, batch):
-        model.loss_function = lambda logits, labels, config: loss(logits.flatten(0, 1), labels.flatten())
+        model.loss_function = works_on_parts(
+            lambda logits, labels, config: loss(logits.flatten(0, 1), labels.flatten())
+        )
         with pytest.raises(UnsupportedError, match=message):
             model.train()(**batch)
         # In evaluation it is this rank's.
@@ -341,6 +343,20 @@ def test_a_loss_of_the_class_that_sums_its_own_terms_is_refused(folder, loss, me
             return model(**batch).loss.isfinite().item()
 
     assert _each(2, "Llama", "tokens", folder, "dp2", run) == [True, True]
+
+
+@pytest.mark.parametrize("text", ["dp2", "pp2"])
+def test_a_loss_function_of_ones_own_is_refused_unless_it_is_marked(folder, text):
+    def run(model, batch):
+        stock = model.loss_function
+        model.train().loss_function = lambda logits, labels, **kwargs: stock(logits, labels, **kwargs) ** 2
+        with pytest.raises(UnsupportedError, match="loss_function is not one of transformers' own"):
+            model(**batch)
+        model.loss_function = works_on_parts(lambda logits, labels, **kwargs: stock(logits, labels, **kwargs))
+        return model(**batch).loss.item()
+
+    found = _each(2, "Llama", "causal", folder, text, run)
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
 
 
 def test_a_loss_that_compares_rows_is_refused(tmp_path):
