@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from transformers import AutoModelForCausalLM, GPT2Config, set_seed
 
-from hf_megatron import MegatronConfig
+from hf_megatron import MegatronConfig, works_on_parts
 from hf_megatron.integrations.gate import ConfigUnderTest
 from hf_megatron.verify.ranks import run_ranks
 
@@ -26,6 +26,7 @@ def masks(path, sequence_parallel, checkpointing, seed_by_rank):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     found, dropout = [], nn.functional.dropout
 
+    @works_on_parts
     def recording(x, *args, **kwargs):
         output = dropout(torch.ones_like(x), *args, **kwargs)
         found.append(output == 0)
