@@ -18,7 +18,7 @@ from .formats import Format, check_options, format_named
 from .megatron.rules import Rule
 from .megatron.sizes import check_sizes
 from .megatron.view import megatron_plan
-from .small_files import note_of_tokenizer
+from .small_files import note_of_adapter, note_of_tokenizer
 from .source import Source, find_source
 from .tensors import MAIN_WEIGHT, MOMENTS, WEIGHT, Key, Reader, TargetOptions, largest
 from .write import note_of_left_out, notes_of, order_by_rules, planned_entries, write_checkpoint
@@ -208,6 +208,7 @@ def _plan(report: Report, reader: Reader, options: TargetOptions, optimizer: boo
     source = report.source
     named = reader.tokenizer or getattr(source.architecture.config, "tokenizer_class", None)
     report.notes += note_of_tokenizer(source.path, source.config_folder, named)
+    report.notes += note_of_adapter(source.path, source.config_folder)
     there = reader.optimizer is not None or reader.optimizer_refusal is not None
     if there and not (optimizer and to.moments):
         why = "--no-optimizer" if to.moments else f"{to.title} does not hold one"

@@ -20,7 +20,7 @@ from .families.positions import unstored_positions
 from .format import Format
 from .megatron.rules import Rule
 from .output import Output
-from .small_files import copy_small_files, list_small, main_dtype
+from .small_files import copy_small_files, list_small
 from .source import RECORD
 from .tensors import MAIN_WEIGHT, MOMENTS, WEIGHT, Key, OptimizerState, Reader, TargetOptions, Writer, largest
 
@@ -114,7 +114,7 @@ def write_checkpoint(
                     submit(arranged, converted)
         writer.finish()
         # What is copied is text that people edit: it has no checksum.
-        copied = copy_small_files(small_files, output, main_dtype(plan.items()))
+        copied = copy_small_files(small_files, output, plan)
         write_card(output.directory)
         output.before_commit(lambda: _record({"format": to.name, **facts}, output, copied))
 

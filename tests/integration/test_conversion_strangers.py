@@ -144,6 +144,36 @@ def test_configs_name_the_type_of_the_weights(folders, tmp_path, to):
     assert json.loads((tmp_path / "back" / "config.json").read_text("utf-8"))["dtype"] == "float32"
 
 
+NARROW = {"bf16": torch.bfloat16, "float8": torch.float8_e4m3fn}
+
+
+@pytest.mark.parametrize("narrow", NARROW)
+@pytest.mark.parametrize(("dtype", "written"), [("float32", "float32"), ("bfloat16", "bfloat16"), (None, "float32")])
+def test_weights_of_several_types_keep_the_type_of_the_config(folders, tmp_path, narrow, dtype, written):
+    """fp32 norms among narrower matrices were rounded by the type of the most entries."""
+    source = with_config(folders / "hf", tmp_path / "source", dtype=dtype)
+    weights = safetensors.torch.load_file(source / "model.safetensors")
+    weights = {name: weight.to(NARROW[narrow]) if weight.dim() > 1 else weight for name, weight in weights.items()}
+    safetensors.torch.save_file(weights, source / "model.safetensors", {"format": "pt"})
+    convert(source, tmp_path / "out", "hf")
+    assert json.loads((tmp_path / "out" / "config.json").read_text("utf-8"))["dtype"] == written
+    if narrow == "bf16":
+        loaded = LlamaForCausalLM.from_pretrained(tmp_path / "out")
+        assert str(loaded.model.norm.weight.dtype) == f"torch.{written}"
+
+
+def test_adapters_are_said_to_be_left_out(folders, tmp_path):
+    """A config of an adapter without its weights made a folder that transformers cannot load."""
+    source = tmp_path / "source"
+    shutil.copytree(folders / "hf", source)
+    safetensors.torch.save_file({"a": torch.ones(2)}, source / "adapter_model.safetensors")
+    (source / "adapter_config.json").write_text('{"peft_type": "LORA"}', "utf-8")
+    report = convert(source, tmp_path / "out", "hf")
+    assert any("adapter_config.json, adapter_model.safetensors" in note for note in report.notes)
+    assert not list((tmp_path / "out").glob("adapter_*"))
+    LlamaForCausalLM.from_pretrained(tmp_path / "out")
+
+
 @pytest.mark.parametrize("to", MEGATRON)
 def test_checksums_hold_for_inner_folders(folders, tmp_path, to):
     shutil.copytree(folders / to, tmp_path / "source")
