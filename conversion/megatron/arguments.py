@@ -65,13 +65,11 @@ NEUTRAL: Mapping[str, Any] = MappingProxyType(
         "hetereogenous_dist_checkpoint": False,
     }
 )
-# The fields of TransformerConfig and arguments of GPTModel that say the same.
+# The fields of TransformerConfig that say the same.
 OTHER_NAMES: Mapping[str, str] = MappingProxyType(
     {
         "layernorm_epsilon": "norm_epsilon",
         "layernorm_zero_centered_gamma": "apply_layernorm_1p",
-        "rope_scaling": "use_rope_scaling",
-        "seq_len_interpolation_factor": "rotary_seq_len_interpolation_factor",
     }
 )
 # Positions that turn, whatever rescales them.

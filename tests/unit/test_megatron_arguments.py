@@ -156,18 +156,28 @@ def test_scaled_positions_have_megatrons_names():
     assert (yarn["position_embedding_type"], yarn["yarn_rotary_scaling_factor"]) == ("yarn", 4.0)
 
 
-def test_the_table_has_all_that_megatron_core_knows():
-    """A field of its config is compared, or listed here with the reason why it need not be."""
+def fields_of_megatron_core() -> dict[str, ast.expr | None]:
+    """The fields of its TransformerConfig and what their defaults read."""
     files = importlib.metadata.files("megatron-core") or []
     path = next(file.locate() for file in files if str(file).endswith("core/transformer/transformer_config.py"))
     classes = [node for node in ast.parse(path.read_text("utf-8")).body if isinstance(node, ast.ClassDef)]
-    fields = {
-        line.target.id
-        for node in classes
-        if node.name == "TransformerConfig"
-        for line in node.body
-        if isinstance(line, ast.AnnAssign)
-    }
+    (body,) = [node.body for node in classes if node.name == "TransformerConfig"]
+    return {line.target.id: line.value for line in body if isinstance(line, ast.AnnAssign)}
+
+
+def test_the_table_has_all_that_megatron_core_knows():
+    """A field of its config is compared, or listed here with the reason why it need not be."""
+    fields = fields_of_megatron_core().keys()
     compared = NEUTRAL.keys() | OTHER_NAMES.keys() | set().union(*(meaning(case) for case in FAMILIES))
     unknown = {name for name in fields - compared if not ELSEWHERE.match(name)}
     assert len(fields) > 100 and not unknown
+
+
+@pytest.mark.parametrize("case", FAMILIES)
+def test_defaults_of_megatron_core_are_refused_nowhere(case):
+    """What a run did not set stands in its arguments at the default."""
+    fields = fields_of_megatron_core()
+    defaults = {name: value.value for name, value in fields.items() if isinstance(value, ast.Constant)}
+    assert len(defaults) > 80 and NEUTRAL.keys() & defaults.keys()
+    config = config_of(case)
+    check_arguments(defaults | family_of(config).arguments(config), meaning(case), "here")
