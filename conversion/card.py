@@ -9,7 +9,7 @@ from ..errors import MegatronError
 from ..files.safetensors import TensorMeta
 from ..model_cards import carry_card, facts_of_config, is_own_card, write_card
 from .format import Format
-from .small_files import main_dtype
+from .small_files import only_dtype, widest_dtype
 from .tensors import WEIGHT, Key
 
 
@@ -35,7 +35,7 @@ def write_conversion_card(
             format.
         plan: what was written. A config may say another type than its weights have.
     """
-    dtype = main_dtype(plan.items())
+    dtype = only_dtype(plan.items()) or config.dtype or widest_dtype(plan.items())
     if to.card is None:
         how = "`AutoModelForCausalLM.from_pretrained(folder, megatron_config=MegatronConfig())` under hf_megatron"
         notes = [*notes, f"to load it: {how}; `hf-megatron convert FOLDER OUT --to hf` makes plain files"]

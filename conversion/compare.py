@@ -45,6 +45,8 @@ class Comparison:
     def summary(self) -> str:
         """Returns what was compared and what differs in one line."""
         parts = [f"{self.compared} tensors compared, {len(self.different)} different"]
+        if not self.compared and (self.only_first or self.only_second):
+            parts = ["two other models: no tensor is in both"]
         parts += [f"{key}: {what}" for key, what in list(self.different.items())[:20]]
         parts += [f"config.{name}: {what}" for name, what in list(self.settings.items())[:20]]
         for where, keys in (("first", self.only_first), ("second", self.only_second)):

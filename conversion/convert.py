@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, ConfigError
 from ..files.buffers import Pool
 from ..files.safetensors import TensorMeta
 from .card import write_conversion_card
@@ -18,7 +18,7 @@ from .formats import Format, check_options, format_named
 from .megatron.rules import Rule
 from .megatron.sizes import check_sizes
 from .megatron.view import megatron_plan
-from .small_files import note_of_tokenizer
+from .small_files import note_of_adapter, note_of_tokenizer
 from .source import Source, find_source
 from .tensors import MAIN_WEIGHT, MOMENTS, WEIGHT, Key, Reader, TargetOptions, largest
 from .write import note_of_left_out, notes_of, order_by_rules, planned_entries, write_checkpoint
@@ -185,11 +185,18 @@ def _report(
     options: TargetOptions,
     without_mtp: bool,
 ) -> Report:
+    for name, value in (("source", source), ("target", target)):
+        if not os.fspath(value):
+            raise ConfigError(f"{name}='': expected a folder.")
     to_format = format_named(to)
     check_options(to_format, options)
+    found = find_source(source, from_format, config, without_mtp)
+    if to_format.megatron:
+        settings = found.architecture.config
+        names = [Key(WEIGHT, name) for rule in rules_of(settings, options) for name in rule.megatron]
+        check_sizes(family_of(settings).model(settings), options, names)
     if os.path.lexists(target):
         raise CheckpointError(f"{target} exists; give a folder that does not.")
-    found = find_source(source, from_format, config, without_mtp)
     report = Report(found, Path(os.path.abspath(target)), to_format)
     if report.target.resolve().is_relative_to(found.path.resolve()):
         raise CheckpointError(f"{target} lies inside of the source {source}; give a folder outside of it.")
@@ -208,6 +215,7 @@ def _plan(report: Report, reader: Reader, options: TargetOptions, optimizer: boo
     source = report.source
     named = reader.tokenizer or getattr(source.architecture.config, "tokenizer_class", None)
     report.notes += note_of_tokenizer(source.path, source.config_folder, named)
+    report.notes += note_of_adapter(source.path, source.config_folder)
     there = reader.optimizer is not None or reader.optimizer_refusal is not None
     if there and not (optimizer and to.moments):
         why = "--no-optimizer" if to.moments else f"{to.title} does not hold one"
@@ -215,8 +223,7 @@ def _plan(report: Report, reader: Reader, options: TargetOptions, optimizer: boo
     if any(key.kind == MAIN_WEIGHT for key in reader.entries) and to.main_weights == "never":
         report.notes.append(f"fp32 copies of the weights are left out: {to.title} does not hold them")
     if to.megatron:
-        config = report.source.architecture.config
-        check_sizes(family_of(config).model(config), options, megatron_plan(plan, rules, str(report.target)))
+        megatron_plan(plan, rules, str(report.source.path))
     names = {name: ", ".join(rule.megatron) for rule in rules for name in rule.transformers}
     report.rows = [(str(key), names.get(key.name, ""), entry) for key, entry in plan.items()]
     return plan

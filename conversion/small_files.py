@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,9 @@ from .tensors import WEIGHT, Key
 
 # Tokenizers have tens of megabytes.
 LARGEST_SMALL_FILE = 256 << 20
-# Of training runs, of formats that are not read, what is written anew, and what is hidden.
+# Of training runs, of formats that are not read, of adapters, what is written anew, and what is hidden.
 _OTHERS = (
-    r"\..*|conversion\.json|trainer_state\..*|training_args\..*|README\.md|loss\.png|optimizer.*|scheduler.*|scaler.*"
+    r"\..*|adapter_.*|conversion\.json|trainer_state\..*|training_args\..*|README\.md|loss\.png|optimizer.*|scheduler.*|scaler.*"
     r"|rng_state.*|.*\.(pt|pth|pkl|ckpt|h5|msgpack|gguf|onnx|tmp)"
 )
 
@@ -53,11 +53,17 @@ def note_of_tokenizer(source: Path, carried: Path, named: Any) -> list[str]:
     return [f"no tokenizer goes along ({which}): there is none beside the config.json that was read"]
 
 
-def copy_small_files(source: Path, output: Output, dtype: torch.dtype | None = None) -> list[str]:
+def note_of_adapter(*folders: Path) -> list[str]:
+    """Returns what a user has to know of an adapter beside the weights or the config, which does not go along."""
+    there = sorted({path.name for folder in folders for path in folder.glob("adapter_*") if path.is_file()})
+    return [f"an adapter is left out ({', '.join(there)}): merge it into the weights, or copy it"] if there else []
+
+
+def copy_small_files(source: Path, output: Output, plan: Mapping[Key, TensorMeta]) -> list[str]:
     """Copies what `list_small` yields.
 
     Args:
-        dtype: of the weights that go along: a config that names another would have them rounded as they are loaded.
+        plan: the weights that go along: a config that names another type would have them rounded as they are loaded.
 
     Raises:
         CheckpointError: a link leads out of the folder, or a file is large.
@@ -67,25 +73,41 @@ def copy_small_files(source: Path, output: Output, dtype: torch.dtype | None = N
         if inside(source, path.name).stat().st_size > LARGEST_SMALL_FILE:
             raise CheckpointError(f"{path} is neither weights nor a small file: move it out of the folder.")
         content = path.read_bytes()
-        output.add(path.name, _with_dtype(content, dtype) if path.name == "config.json" and dtype else content)
+        output.add(path.name, _with_dtype(content, plan) if path.name == "config.json" else content)
         copied.append(path.name)
     return copied
 
 
-def main_dtype(plan: Iterable[tuple[Key, TensorMeta]]) -> torch.dtype | None:
-    """Returns the floating point type of most entries of the weights, `None` where there are none of any."""
-    counts: dict[torch.dtype, int] = {}
-    for key, entry in plan:
-        if key.kind == WEIGHT and entry.dtype.is_floating_point:
-            counts[entry.dtype] = counts.get(entry.dtype, 0) + entry.numel
-    return max(counts, key=counts.__getitem__, default=None)
+def only_dtype(plan: Iterable[tuple[Key, TensorMeta]]) -> torch.dtype | None:
+    """Returns the one floating point type of the weights, `None` where they have several or one of eight bits."""
+    found = _dtypes(plan)
+    return next(iter(found)) if len(found) == 1 and min(found.values()) > 1 else None
 
 
-def _with_dtype(content: bytes, dtype: torch.dtype) -> bytes:
-    config, name = json.loads(content), str(dtype).removeprefix("torch.")
-    if not (isinstance(config, dict) and _rename_dtype(config, name)):
+def widest_dtype(plan: Iterable[tuple[Key, TensorMeta]]) -> torch.dtype | None:
+    """Returns the widest floating point type of the weights, `None` where none has more than eight bits."""
+    found = _dtypes(plan)
+    widest = max(found, key=found.__getitem__, default=None)
+    return widest if widest is not None and found[widest] > 1 else None
+
+
+def _dtypes(plan: Iterable[tuple[Key, TensorMeta]]) -> dict[torch.dtype, int]:
+    """Returns the floating point types of the weights, each with its size."""
+    dtypes = (entry.dtype for key, entry in plan if key.kind == WEIGHT)
+    return {dtype: dtype.itemsize for dtype in dtypes if dtype.is_floating_point}
+
+
+def _with_dtype(content: bytes, plan: Mapping[Key, TensorMeta]) -> bytes:
+    """Returns a config whose type rounds no weight of one type; of several, its own counts, or the widest."""
+    config = json.loads(content)
+    if not isinstance(config, dict):
         return content
-    return (json.dumps(config, indent=2) + "\n").encode()
+    only, widest = only_dtype(plan.items()), widest_dtype(plan.items())
+    if only is not None:
+        changed = _rename_dtype(config, str(only).removeprefix("torch."))
+    elif changed := widest is not None and not any(config.get(key) for key in ("dtype", "torch_dtype")):
+        config["dtype"] = str(widest).removeprefix("torch.")
+    return (json.dumps(config, indent=2) + "\n").encode() if changed else content
 
 
 def _rename_dtype(config: dict[str, Any], name: str) -> bool:

@@ -16,18 +16,20 @@ from ..errors import CheckpointError
 from ..files.safetensors import TensorMeta
 from .architecture import Architecture
 from .families import family_of
+from .families.positions import unstored_positions
 from .format import Format
 from .megatron.rules import Rule
 from .output import Output
-from .small_files import copy_small_files, list_small, main_dtype
+from .small_files import copy_small_files, list_small
 from .source import RECORD
 from .tensors import MAIN_WEIGHT, MOMENTS, WEIGHT, Key, OptimizerState, Reader, TargetOptions, Writer, largest
 
 
 def notes_of(config: Any) -> list[str]:
     """Returns what a user of a checkpoint in Megatron's formats has to know of a model."""
-    reason = family_of(config).unchecked(config)
-    return [f"format checked by round trip only: {reason}"] if reason else []
+    reason, positions = family_of(config).unchecked(config), unstored_positions(config)
+    notes = [f"format checked by round trip only: {reason}"] if reason else []
+    return [*notes, *([f"not said by Megatron's arguments: {positions}"] if positions else [])]
 
 
 def note_of_left_out(reader: Reader, model_class: str) -> list[str]:
@@ -112,7 +114,7 @@ def write_checkpoint(
                     submit(arranged, converted)
         writer.finish()
         # What is copied is text that people edit: it has no checksum.
-        copied = copy_small_files(small_files, output, main_dtype(plan.items()))
+        copied = copy_small_files(small_files, output, plan)
         write_card(output.directory)
         output.before_commit(lambda: _record({"format": to.name, **facts}, output, copied))
 

@@ -16,8 +16,12 @@ def shown(value: Any, most: int = _MOST) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Returns an error of others as part of a message: its kind and the first line of what it says."""
-    text = next((line for line in str(error).splitlines() if line.strip()), "")
+    """Returns an error of others as part of a message: its kind and the first line of what it says.
+
+    A line that ends with a colon goes on in the next.
+    """
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
     return f"{type(error).__name__}: {shown(text)}"
 
 

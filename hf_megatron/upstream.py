@@ -931,7 +931,9 @@ def loading_groups(model: Any, names: Iterable[str]) -> tuple[list[LoadingGroup]
         else:
             found.setdefault(target, (by_pattern[pattern], []))[1].append((name, pattern))
     groups = [LoadingGroup(transform, tuple(sources), target) for target, (transform, sources) in found.items()]
-    ignored = re.compile("|".join([*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"]))
+    # Buffers of releases before that, which not every class that had them names.
+    older = (r"rotary_emb\.inv_freq$", r"\.attn\.masked_bias$")
+    ignored = re.compile("|".join([*(model._keys_to_ignore_on_load_unexpected or ()), *older]))
     return groups, [name for name in surplus if not ignored.search(name)]
 
 

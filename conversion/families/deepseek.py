@@ -5,6 +5,7 @@ from typing import Any
 
 from ..megatron.rules import InterleavedRows, Operation, Rule, Same
 from .family import Arguments, Family, common_arguments, dense_mlp, fused_norm, gated_mlp, renamed, sparse_mlp
+from .positions import latent_rotary_arguments
 
 
 def _rotary(config: Any, heads: int, start: int) -> Operation:
@@ -40,6 +41,14 @@ def _layer(config: Any, number: int, source: str, target: str) -> Iterator[Rule]
     yield from gated_mlp(width, f"{source}.mlp.shared_experts", f"{target}.mlp.shared_experts")
 
 
+def _groups(config: Any) -> Arguments:
+    """Returns those of a router that chooses among the experts of some groups only."""
+    limited = config.model_type == "deepseek_v3" or config.topk_method == "group_limited_greedy"
+    if not limited or (config.n_group or 1) == 1:
+        return {}
+    return {"moe_router_num_groups": config.n_group, "moe_router_group_topk": config.topk_group}
+
+
 def _arguments(config: Any) -> Arguments:
     v3 = config.model_type == "deepseek_v3"
     return common_arguments(
@@ -54,8 +63,7 @@ def _arguments(config: Any) -> Arguments:
         qk_pos_emb_head_dim=config.qk_rope_head_dim,
         v_head_dim=config.v_head_dim,
         qk_layernorm=True,
-        rotary_base=config.rope_parameters["rope_theta"],
-        position_embedding_type="rope",
+        **latent_rotary_arguments(config),
         ffn_hidden_size=config.intermediate_size,
         norm_epsilon=config.rms_norm_eps,
         add_bias_linear=False,
@@ -67,6 +75,8 @@ def _arguments(config: Any) -> Arguments:
         moe_router_topk_scaling_factor=config.routed_scaling_factor,
         moe_router_score_function="sigmoid" if v3 else "softmax",
         moe_router_enable_expert_bias=v3,
+        moe_router_pre_softmax=not v3,
+        **_groups(config),
     )
 
 

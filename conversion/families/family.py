@@ -6,9 +6,12 @@ from typing import Any
 
 from ..megatron.rules import GroupedQKV, Joined, Operation, PaddedVocabulary, Rule, Same
 from ..tensors import MegatronModel
+from .positions import rotary_arguments, window_arguments
 
 Arguments = dict[str, Any]
 
+# GELU by its approximation with tanh.
+_TANH_GELU = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu_accurate", "gelu_python_tanh")
 BIASES_TOGETHER = "add_bias_linear of Megatron-Core switches the biases of attention and MLP together"
 NORMS_BEHIND = "Megatron-Core 0.16.1 has no norms behind attention and MLP; the names are Megatron-Bridge's"
 
@@ -50,6 +53,10 @@ class Family:
         """Returns what Megatron's formats need to know of a config."""
         return MegatronModel(self.arguments(config), self.gated, self.block)
 
+    def meaning(self, config: Any) -> Arguments:
+        """Returns what a config means in Megatron's arguments: those that are stored, and what says the same."""
+        return {"openai_gelu": activation(config) in _TANH_GELU, **self.arguments(config)}
+
     def rules(self, config: Any, padded: int) -> Iterator[Rule]:
         """Yields a rule for every tensor, with a vocabulary of `padded` rows."""
         vocabulary = PaddedVocabulary(config.vocab_size, padded)
@@ -72,6 +79,12 @@ def head_dim(config: Any) -> int:
 def kv_heads(config: Any) -> int:
     """Returns the number of heads of keys and values."""
     return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+
+
+def activation(config: Any) -> str | None:
+    """Returns the name of the MLP's activation."""
+    names = ("hidden_act", "hidden_activation", "activation_function")
+    return next((found for name in names if (found := getattr(config, name, None))), None)
 
 
 def qkv(config: Any) -> GroupedQKV:
@@ -143,18 +156,6 @@ def sparse_mlp(source: str, target: str, *, correction: bool = False) -> Iterato
     yield Rule((f"{source}.mlp.experts.down_proj",), (f"{target}.mlp.experts.experts.linear_fc2.weight",))
 
 
-def rotary_arguments(config: Any) -> Arguments:
-    """Returns those of rotary positions, as far as one number says it; scaled ones have further settings."""
-    rope = config.rope_parameters
-    # Gemma 3 has one set per kind of layer.
-    rope = rope.get("full_attention", rope)
-    return {
-        "position_embedding_type": "rope",
-        "rotary_base": rope["rope_theta"],
-        "rotary_percent": rope.get("partial_rotary_factor", 1.0),
-    }
-
-
 def common_arguments(config: Any, **further: Any) -> Arguments:
     """Returns the arguments that every family states, and those that this one adds or replaces."""
     return {
@@ -168,7 +169,8 @@ def common_arguments(config: Any, **further: Any) -> Arguments:
         "max_position_embeddings": config.max_position_embeddings,
         "untie_embeddings_and_output_weights": not config.tie_word_embeddings,
         "normalization": "RMSNorm",
-        "swiglu": True,
+        "swiglu": activation(config) in ("silu", "swish"),
+        **window_arguments(config),
         **further,
     }
 

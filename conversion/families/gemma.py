@@ -25,8 +25,15 @@ def _layer(config: Any, number: int, source: str, target: str) -> Iterator[Rule]
 
 
 def _arguments(config: Any) -> Arguments:
-    qk_norms = config.model_type == "gemma3_text"
-    return rotary_decoder_arguments(config, swiglu=False, apply_layernorm_1p=True, qk_layernorm=qk_norms)
+    further: Arguments = {}
+    if config.model_type != "gemma":
+        further = {
+            "softmax_scale": config.query_pre_attn_scalar**-0.5,
+            "attn_logit_softcapping": config.attn_logit_softcapping,
+            "final_logit_softcapping": config.final_logit_softcapping,
+            "qk_layernorm": config.model_type == "gemma3_text",
+        }
+    return rotary_decoder_arguments(config, swiglu=False, apply_layernorm_1p=True, **further)
 
 
 FAMILY = Family(

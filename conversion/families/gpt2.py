@@ -31,11 +31,18 @@ def _arguments(config: Any) -> Arguments:
     )
 
 
+def _unchecked(config: Any) -> str | None:
+    if config.scale_attn_by_inverse_layer_idx or not config.scale_attn_weights:
+        return "attention scores scaled by layer, or not scaled, have no argument in Megatron-LM"
+    return None
+
+
 FAMILY = Family(
     model_types=("gpt2",),
     layer=_layer,
     arguments=_arguments,
     gated=False,
+    unchecked=_unchecked,
     refuse=lambda config: (
         "add_cross_attention has no counterpart in Megatron-Core's GPTModel" if config.add_cross_attention else None
     ),

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..megatron.rules import Rule
-from .family import BIASES_TOGETHER, Arguments, Family, common_arguments, fused_norm, renamed, rotary_arguments
+from .family import BIASES_TOGETHER, Arguments, Family, common_arguments, fused_norm, renamed
+from .positions import rotary_arguments
 
 
 def _layer(config: Any, number: int, source: str, target: str) -> Iterator[Rule]:

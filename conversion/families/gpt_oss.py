@@ -28,6 +28,7 @@ def _arguments(config: Any) -> Arguments:
         quick_geglu=True,
         swiglu=False,
         glu_linear_offset=1.0,
+        activation_func_clamp_value=config.swiglu_limit,
         num_experts=config.num_local_experts,
         moe_ffn_hidden_size=config.intermediate_size,
         moe_router_topk=config.num_experts_per_tok,

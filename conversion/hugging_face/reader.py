@@ -12,7 +12,7 @@ from torch import Tensor
 from ...checkpoint.strict_loading import check_weight_index
 from ...errors import CheckpointError
 from ...files.json_file import read_weight_map
-from ...files.paths import inside
+from ...files.paths import inside, is_file
 from ...files.safetensors import SafetensorsFile, TensorMeta
 from ...upstream import LoadingGroup, convert_loaded, loading_groups
 from ..architecture import Architecture
@@ -43,13 +43,13 @@ def weight_files(path: Path) -> list[str]:
     check_weight_index(path)
     for kind in ("model.safetensors", "pytorch_model.bin"):
         index = path / f"{kind}.index.json"
-        if index.is_file():
+        if is_file(index):
             names = sorted(set(read_weight_map(index).values()))
             missing = [name for name in names if not inside(path, name).is_file()]
             if missing:
                 raise CheckpointError(f"{path}: {', '.join(missing[:5])} of {index.name} are missing.")
             return sorted({*names, kind} if (path / kind).is_file() else names)
-        if (path / kind).is_file():
+        if is_file(path / kind):
             return [kind]
     raise CheckpointError(f"{path} has no model.safetensors, no pytorch_model.bin and no index of several.")
 

@@ -1,47 +1,118 @@
 """Megatron-LM's own arguments in a checkpoint against those that its config says."""
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from ...errors import CheckpointError
 from ...shown import shown
 
-# What `None` stands for (megatron/training/arguments.py); of others it says nothing.
-_DEFAULTS: Mapping[str, Any] = {"moe_router_topk_scaling_factor": 1.0, "rotary_percent": 1.0}
+# Every argument that changes what a model computes and no shape of its weights, with the value at which it changes
+# nothing: what a family means that does not state it, and what `None` stands for. Names are those of Megatron-LM
+# (megatron/training/arguments.py) and of megatron-core 0.16.1 (transformer/transformer_config.py). A new one is a row.
+NEUTRAL: Mapping[str, Any] = MappingProxyType(
+    {
+        # norms and residuals
+        "apply_layernorm_1p": False,
+        "apply_residual_connection_post_layernorm": False,
+        "qk_layernorm": False,
+        "qk_l2_norm": False,
+        # linears and activations
+        "add_bias_linear": True,
+        "add_qkv_bias": False,
+        "swiglu": False,
+        "squared_relu": False,
+        "quick_geglu": False,
+        "openai_gelu": False,
+        "glu_linear_offset": 0.0,
+        "activation_func_clamp_value": None,
+        # attention
+        "softmax_scale": None,
+        "softmax_type": "vanilla",
+        "window_size": None,
+        "window_attn_skip_freq": None,
+        "attention_output_gate": False,
+        "multi_latent_attention": False,
+        "experimental_attention_variant": None,
+        "linear_attention_freq": None,
+        # positions
+        "rotary_interleaved": False,
+        "rotary_percent": 1.0,
+        "rotary_seq_len_interpolation_factor": 1,
+        "use_rope_scaling": False,
+        "no_rope_freq": None,
+        "mrope_section": None,
+        # experts
+        "moe_layer_freq": 1,
+        "moe_router_score_function": "softmax",
+        "moe_router_pre_softmax": False,
+        "moe_router_topk_scaling_factor": 1.0,
+        "moe_router_num_groups": 1,
+        "moe_router_group_topk": 1,
+        "moe_router_topk_limited_devices": None,
+        "moe_router_enable_expert_bias": False,
+        "moe_apply_probs_on_input": False,
+        "moe_latent_size": None,
+        "moe_shared_expert_intermediate_size": None,
+        "moe_shared_expert_gate": False,
+        # what multiplies or caps (after 0.16, and of Megatron-Bridge's providers), and layers that differ
+        "use_mup": False,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+        "heterogeneous_block_specs": False,
+        "heterogeneous_layers_config_path": None,
+        "heterogeneous_layers_config_encoded_json": None,
+        "hetereogenous_dist_checkpoint": False,
+    }
+)
+# The fields of TransformerConfig that say the same.
+OTHER_NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        "layernorm_epsilon": "norm_epsilon",
+        "layernorm_zero_centered_gamma": "apply_layernorm_1p",
+    }
+)
 # Positions that turn, whatever rescales them.
 _ROTARY = ("rope", "yarn")
-_OF_ROTARY = ("rotary_base", "rotary_percent")
-# Multi-latent attention has widths of its own.
-_NOT_OF_LATENT = ("kv_channels", "num_query_groups", "group_query_attention")
+_OF_ROTARY = frozenset(
+    {
+        "rotary_base",
+        "no_rope_freq",
+        "mrope_section",
+        "use_rope_scaling",
+        *(name for name in NEUTRAL if "rotary" in name),
+    }
+)
+# Multi-latent attention has widths and a scale of its own.
+_NOT_OF_LATENT = frozenset({"kv_channels", "num_query_groups", "group_query_attention", "softmax_scale"})
 _MOST_SHOWN = 8
 
 
 def check_arguments(found: Mapping[str, Any], expected: Mapping[str, Any], where: str) -> None:
-    """Compares everything that both a checkpoint's arguments and a config say.
+    """Compares a checkpoint's arguments with what a config says, and with what its family means by saying nothing.
 
-    Weights of another number of heads, or of another base of rotary positions, have the same shapes and train on in
-    silence as another model.
+    Weights of another number of heads, of another base of rotary positions, or with norms around zero have the same
+    shapes and train on in silence as another model.
 
     Args:
-        found: of the checkpoint; values of Megatron's own types are passed over.
-        expected: of the config, as `Family.arguments` has them.
+        found: of the checkpoint; what it does not have is not compared.
+        expected: of the config, as `Family.meaning` has them; of `NEUTRAL` those that differ.
 
     Raises:
         CheckpointError: naming each argument that differs and both values.
     """
-    # Nothing is stored for positions that turn, and no number depends on how many there may be.
-    turning = expected.get("position_embedding_type") in _ROTARY
-    left_out = {"max_position_embeddings"} if turning else set(_OF_ROTARY)
-    if expected.get("multi_latent_attention"):
-        left_out |= set(_NOT_OF_LATENT)
+    expected = {**NEUTRAL, **expected}
+    left_out = _left_out(expected)
     different = []
-    for name, wanted in expected.items():
-        given = found.get(name)
-        if given is None and name in found:
-            given = _DEFAULTS.get(name)
-        if name in left_out or given is None or wanted is None:
+    for name, given in found.items():
+        known = OTHER_NAMES.get(name, name)
+        if known not in expected or known in left_out:
             continue
-        if not _alike(name, given, wanted, found, expected):
+        wanted = expected[known]
+        given = NEUTRAL.get(known) if given is None else given
+        if (given is None or wanted is None) and known not in NEUTRAL:
+            continue
+        if not _alike(known, given, wanted, found, expected):
             different.append(f"{name} is {shown(given)}, and {shown(wanted)} by the config")
     if different:
         more = f" and {len(different) - _MOST_SHOWN} more" if len(different) > _MOST_SHOWN else ""
@@ -51,6 +122,27 @@ def check_arguments(found: Mapping[str, Any], expected: Mapping[str, Any], where
         )
 
 
+def _left_out(expected: Mapping[str, Any]) -> set[str]:
+    """Returns arguments that a model of these does not look at."""
+    # Nothing is stored for positions that turn, and no number depends on how many there may be.
+    turning = expected.get("position_embedding_type") in _ROTARY
+    left_out = {"max_position_embeddings"} if turning else set(_OF_ROTARY)
+    if expected["multi_latent_attention"]:
+        left_out |= _NOT_OF_LATENT
+    if expected["add_bias_linear"]:
+        # All linears have a bias then.
+        left_out.add("add_qkv_bias")
+    if expected.get("num_experts") is None:
+        left_out |= {name for name in expected if name.startswith("moe_")}
+    if expected["moe_router_score_function"] != "softmax":
+        left_out.add("moe_router_pre_softmax")
+    if expected["moe_router_num_groups"] == 1:
+        left_out.add("moe_router_group_topk")
+    if expected["window_size"] is None:
+        left_out.add("window_attn_skip_freq")
+    return left_out
+
+
 def _alike(name: str, given: Any, wanted: Any, found: Mapping[str, Any], expected: Mapping[str, Any]) -> bool:
     if name == "num_query_groups" and found.get("group_query_attention") is False:
         # Megatron-LM's default of one group is not used then.
@@ -58,13 +150,33 @@ def _alike(name: str, given: Any, wanted: Any, found: Mapping[str, Any], expecte
     if name == "vocab_size" and type(given) is int:
         # Without what tokenizers add to it; a smaller one of the config would cut trained rows off.
         return given <= wanted
-    if name == "position_embedding_type" and given in _ROTARY:
+    if name == "position_embedding_type" and expected["multi_latent_attention"] and given in _ROTARY:
+        # `rope_type` says it there.
         given = "rope"
-    if name == "moe_layer_freq" and type(given) is int and given > 0:
-        given = [int(layer % given == 0) for layer in range(len(wanted))]
+    if name == "rope_type" and given == "yarn" and found.get("rotary_scaling_factor") == 1:
+        given = "rope"
+    if name == "openai_gelu" and given is False:
+        # The fused activation is the same approximation (fusions/fused_bias_gelu.py).
+        return True
+    if name == "softmax_scale":
+        own = expected.get("kv_channels")
+        given, wanted = (own**-0.5 if value is None and own else value for value in (given, wanted))
+    if name == "window_size" and isinstance(given, (list, tuple)) and given[:1] in ([-1], (-1,)):
+        given = None
+    if name in ("moe_layer_freq", "window_attn_skip_freq"):
+        given, wanted = (_by_layer(name, value, expected.get("num_layers")) for value in (given, wanted))
     if isinstance(wanted, (int, float)) and isinstance(given, (int, float)):
         return isinstance(given, bool) is isinstance(wanted, bool) and abs(given - wanted) <= 1e-6 * abs(wanted)
     if isinstance(wanted, (list, tuple)):
         # As a text it is a pattern in Python's own syntax, which is not run.
         return isinstance(given, str) or (isinstance(given, (list, tuple)) and list(given) == list(wanted))
     return type(given) is type(wanted) and bool(given == wanted)
+
+
+def _by_layer(name: str, value: Any, layers: Any) -> Any:
+    """Spells a frequency out: which layers have experts, or a window (transformer/utils.py)."""
+    if type(layers) is not int or type(value) not in (int, type(None)) or value == 0:
+        return value
+    if name == "moe_layer_freq":
+        return [int(layer % value == 0) for layer in range(layers)]
+    return [int(value is None or number % value != 0) for number in range(1, layers + 1)]

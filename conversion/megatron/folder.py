@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 from ...errors import CheckpointError
+from ...files.paths import is_file
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
@@ -26,7 +27,7 @@ def iteration_folder(path: Path) -> Path:
         CheckpointError: the tracker names no iteration, or one that is missing.
     """
     tracker = path / TRACKER
-    if not tracker.is_file():
+    if not is_file(tracker):
         return path
     with open(tracker, "rb") as file:
         text = file.read(64).decode("ascii", "replace").strip()

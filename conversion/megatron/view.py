@@ -182,7 +182,7 @@ def megatron_format(
         rules = rules_of(architecture.config, TargetOptions())
         made, where = reader(path, architecture), str(iteration_folder(path))
         try:
-            check_arguments(made.arguments, family_of(architecture.config).arguments(architecture.config), where)
+            check_arguments(made.arguments, family_of(architecture.config).meaning(architecture.config), where)
         except CheckpointError:
             made.close()
             raise

@@ -53,10 +53,8 @@ _NAMES = tuple(
         (r"binary_head" + _KIND, r"binary_head.\1"),
     )
 )
-# megatron/checkpointing.py, `check_checkpoint_args`; megatron/arguments.py
-_ARGUMENTS: Mapping[str, str] = MappingProxyType(
-    {"model_parallel_size": "tensor_model_parallel_size", "layernorm_epsilon": "norm_epsilon"}
-)
+# megatron/checkpointing.py, `check_checkpoint_args`
+_ARGUMENTS: Mapping[str, str] = MappingProxyType({"model_parallel_size": "tensor_model_parallel_size"})
 
 
 def flattened(path: Path, model: Any) -> dict[str, Any]:
@@ -117,17 +115,8 @@ def _core_name(name: str, block: str) -> str | None:
     return None
 
 
-def core_arguments(path: Path, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns older arguments of Megatron-LM under today's names.
-
-    Raises:
-        CheckpointError: they are of a layer that no model has.
-    """
-    if arguments.get("apply_residual_connection_post_layernorm") is True:
-        raise CheckpointError(
-            f"{path}: apply_residual_connection_post_layernorm is True: no model of transformers adds what comes "
-            "out of the norms."
-        )
+def core_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns older arguments of Megatron-LM under today's names."""
     renamed = {_ARGUMENTS[name]: value for name, value in arguments.items() if name in _ARGUMENTS}
     return {**renamed, **arguments}
 

@@ -94,7 +94,7 @@ class RankFile:
         check_version(path, version, older)
         if older:
             models = [core_names(path, model, block) for model in models]
-            arguments = core_arguments(path, arguments)
+            arguments = core_arguments(arguments)
         chunks = tuple({key: _checked(blob, path, key, value) for key, value in _weights(model)} for model in models)
         beside = (path.parent / "distrib_optim.pt").exists()
         return cls(path, blob, chunks, arguments, version, iteration, beside or "optimizer" in content)

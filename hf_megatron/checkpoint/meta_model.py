@@ -1,13 +1,16 @@
 """The model of a checkpoint without its weights: what its config.json says, on the meta device."""
 
 import copy
+import math
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..errors import CheckpointError
+from ..files.paths import is_file
 from ..shown import first_line, shown
 
 # Each takes a millisecond to make.
@@ -25,7 +28,7 @@ def meta_model_of(path: str | os.PathLike[str]) -> Any:
     import transformers
 
     file = Path(path) / "config.json"
-    if not file.is_file():
+    if not is_file(file):
         raise CheckpointError(
             f"{path} has no config.json, so its architecture is not known: name with --config a folder or a model of "
             "the Hub that has one."
@@ -34,6 +37,8 @@ def meta_model_of(path: str | os.PathLike[str]) -> Any:
         config = transformers.AutoConfig.from_pretrained(os.fspath(path))
     except Exception as error:  # noqa: BLE001 - what a config class makes of a file that is none of its own
         raise CheckpointError(f"{file} cannot be read: {first_line(error)}") from error
+    if setting := next(_without_number(config.to_dict()), None):
+        raise CheckpointError(f"{file}: {setting} is NaN: expected a number.")
     names = config.architectures or []
     is_one = isinstance(names, list) and len(names) == 1 and isinstance(names[0], str)
     model_class = getattr(transformers, names[0], None) if is_one else None
@@ -46,3 +51,15 @@ def meta_model_of(path: str | os.PathLike[str]) -> Any:
         return meta_model(model_class, config)
     except Exception as error:  # noqa: BLE001 - a model class, of sizes that it was not made for
         raise CheckpointError(f"{file} makes no {names[0]}: {first_line(error)}") from error
+
+
+def _without_number(value: Any, name: str = "") -> Iterator[str]:
+    """Yields the names of settings that are NaN."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _without_number(inner, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            yield from _without_number(inner, name)
+    elif isinstance(value, float) and math.isnan(value):
+        yield shown(name)

@@ -70,9 +70,9 @@ def check(
 
 def plan(
     model: Annotated[str, typer.Argument(help="Model type, local folder or hub name.")],
-    tp: Annotated[int, typer.Option(help="Tensor parallel size.", min=1)] = 2,
+    tp: Annotated[int, typer.Option(help="Tensor parallel size.")] = 2,
     sp: Annotated[bool, typer.Option("--sp", help="With sequence parallelism.")] = False,
-    pp: Annotated[int, typer.Option(help="Pipeline parallel size.", min=1)] = 1,
+    pp: Annotated[int, typer.Option(help="Pipeline parallel size.")] = 1,
 ) -> None:
     """Print which axes split each parameter of MODEL and what its gradient needs; reads the config only."""
     from ..verify.check import print_plan

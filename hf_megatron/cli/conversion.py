@@ -17,7 +17,7 @@ def _bar(what: str | None = None) -> Any:
 
 def convert(
     source: Annotated[str, typer.Argument(help="A checkpoint's folder, of any format, or a model of the Hub.")],
-    target: Annotated[Path, typer.Argument(help="The folder to write; must not exist.")],
+    target: Annotated[str, typer.Argument(help="The folder to write; must not exist.")],
     to: Annotated[
         str, typer.Option(help="hf, sharded, megatron_core (torch_dist), megatron_legacy (torch), dcp or shards.")
     ],
@@ -25,13 +25,13 @@ def convert(
     config: Annotated[
         str, typer.Option(help="A folder or a model of the Hub with the config.json, where SOURCE has none.")
     ] = "",
-    tp: Annotated[int, typer.Option(help="Tensor parallel size that the target is padded or split for.", min=1)] = 1,
-    pp: Annotated[int, typer.Option(help="Pipeline parallel size of megatron_legacy.", min=1)] = 1,
+    tp: Annotated[int, typer.Option(help="Tensor parallel size that the target is padded or split for.")] = 1,
+    pp: Annotated[int, typer.Option(help="Pipeline parallel size of megatron_legacy.")] = 1,
     ep: Annotated[
-        int, typer.Option(help="Expert parallel size of megatron_legacy, and for moments of megatron_core.", min=1)
+        int, typer.Option(help="Expert parallel size of megatron_legacy, and for moments of megatron_core.")
     ] = 1,
     make_vocab_size_divisible_by: Annotated[
-        int, typer.Option(help="As in Megatron-LM: its vocabulary is padded to a multiple of this times --tp.", min=1)
+        int, typer.Option(help="As in Megatron-LM: its vocabulary is padded to a multiple of this times --tp.")
     ] = 128,
     local_names: Annotated[
         bool, typer.Option("--local-names", help="megatron_legacy for --transformer-impl local.")
@@ -122,7 +122,7 @@ def verify(
 
 def merge(
     checkpoint: Annotated[Path, typer.Argument(help="A sharded checkpoint of Trainer or Accelerator.save_state.")],
-    out: Annotated[Path, typer.Argument(help="The folder to write; must not exist.")],
+    out: Annotated[str, typer.Argument(help="The folder to write; must not exist.")],
     max_shard_size: Annotated[str, typer.Option(help="Largest weight file, such as 5GB.")] = "50GB",
     no_verify: Annotated[bool, typer.Option("--no-verify", help="Do not compare checksums first.")] = False,
 ) -> None:

@@ -12,6 +12,10 @@ from torch import Tensor
 from ..errors import CheckpointError
 from .digest import CHUNK
 
+# What git-lfs puts in the place of a file that it did not fetch.
+_POINTER = b"version https://git-lfs"
+_LARGEST_POINTER = 1024
+
 
 class DataFile:
     """A regular file opened for reading at any place."""
@@ -28,6 +32,9 @@ class DataFile:
             os.close(self._descriptor)
             raise CheckpointError(f"{path} is not a regular file.")
         self.size = found.st_size
+        if self.size < _LARGEST_POINTER and os.pread(self._descriptor, len(_POINTER), 0) == _POINTER:
+            os.close(self._descriptor)
+            raise CheckpointError(f"{path} is a pointer of git-lfs, not the file itself: git lfs pull fetches it.")
 
     def read(self, offset: int, length: int) -> bytes:
         """Bytes of the file; `CheckpointError` where it ends before."""

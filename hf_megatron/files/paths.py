@@ -36,6 +36,18 @@ def inside(directory: Path, name: str) -> Path:
     return directory / name
 
 
+def is_file(path: Path) -> bool:
+    """Says whether a file lies there; a link to one does too.
+
+    Raises:
+        CheckpointError: something else has its name.
+    """
+    if path.is_file() or not os.path.lexists(path):
+        return path.is_file()
+    what = "a folder" if path.is_dir() else "a named pipe" if path.is_fifo() else "no regular file"
+    raise CheckpointError(f"{path} is {what if path.exists() else 'a link to nothing'}: expected a file.")
+
+
 def replace_file(path: Path, write: Callable[[Path], Any]) -> None:
     """Writes a file that appears under its name when it is complete; what was there before stays until then."""
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}")

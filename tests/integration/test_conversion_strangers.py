@@ -82,6 +82,19 @@ def test_arguments_are_those_of_the_config(folders, tmp_path, to, named):
     assert not (tmp_path / "hf").exists()
 
 
+@pytest.mark.parametrize("to", MEGATRON)
+def test_arguments_that_change_no_shape(folders, tmp_path, to):
+    """A Llama of norms around zero and interleaved positions has the tensors of another."""
+    source = tmp_path / "source"
+    shutil.copytree(folders / to, source)
+    for file in (*source.rglob("common.pt"), *source.rglob("model_optim_rng.pt")):
+        content = torch.load(file, weights_only=False)
+        content["args"].apply_layernorm_1p = content["args"].rotary_interleaved = True
+        torch.save(content, file)
+    with pytest.raises(CheckpointError, match=r"apply_layernorm_1p is True, and False .*; rotary_interleaved is True"):
+        convert(source, tmp_path / "hf", "hf", checksums=False)
+
+
 def test_all_that_differs_is_named(folders, tmp_path):
     source = with_config(folders / MEGATRON[0], tmp_path / "source", **OTHER_MODELS["num_attention_heads is 8, and 4"])
     with pytest.raises(CheckpointError) as raised:
@@ -94,8 +107,13 @@ def test_what_arguments_leave_open():
     """Megatron-LM's own defaults, and spellings of the same, are no difference."""
     dense = {"num_attention_heads": 4, "num_query_groups": 4, "position_embedding_type": "rope", "rotary_percent": 1.0}
     check_arguments({"group_query_attention": False, "num_query_groups": 1, "rotary_percent": None}, dense, "here")
-    check_arguments({"position_embedding_type": "yarn", "max_position_embeddings": 5}, dense, "here")
-    sparse = {"moe_layer_freq": [1, 0, 1, 0], "moe_router_topk_scaling_factor": 2.5}
+    check_arguments({"max_position_embeddings": 5}, dense, "here")
+    sparse = {
+        "num_layers": 4,
+        "num_experts": 2,
+        "moe_layer_freq": [1, 0, 1, 0],
+        "moe_router_topk_scaling_factor": 2.5,
+    }
     check_arguments({"moe_layer_freq": 2}, sparse, "here")
     check_arguments({"moe_layer_freq": "([1,0]*2)"}, sparse, "here")
     for wrong in ({"moe_layer_freq": 1}, {"moe_router_topk_scaling_factor": None}):
@@ -124,6 +142,36 @@ def test_configs_name_the_type_of_the_weights(folders, tmp_path, to):
     assert json.loads((tmp_path / "there" / "config.json").read_text("utf-8"))["dtype"] == "float32"
     convert(tmp_path / "there", tmp_path / "back", "sharded" if to == "hf" else "hf")
     assert json.loads((tmp_path / "back" / "config.json").read_text("utf-8"))["dtype"] == "float32"
+
+
+NARROW = {"bf16": torch.bfloat16, "float8": torch.float8_e4m3fn}
+
+
+@pytest.mark.parametrize("narrow", NARROW)
+@pytest.mark.parametrize(("dtype", "written"), [("float32", "float32"), ("bfloat16", "bfloat16"), (None, "float32")])
+def test_weights_of_several_types_keep_the_type_of_the_config(folders, tmp_path, narrow, dtype, written):
+    """fp32 norms among narrower matrices were rounded by the type of the most entries."""
+    source = with_config(folders / "hf", tmp_path / "source", dtype=dtype)
+    weights = safetensors.torch.load_file(source / "model.safetensors")
+    weights = {name: weight.to(NARROW[narrow]) if weight.dim() > 1 else weight for name, weight in weights.items()}
+    safetensors.torch.save_file(weights, source / "model.safetensors", {"format": "pt"})
+    convert(source, tmp_path / "out", "hf")
+    assert json.loads((tmp_path / "out" / "config.json").read_text("utf-8"))["dtype"] == written
+    if narrow == "bf16":
+        loaded = LlamaForCausalLM.from_pretrained(tmp_path / "out")
+        assert str(loaded.model.norm.weight.dtype) == f"torch.{written}"
+
+
+def test_adapters_are_said_to_be_left_out(folders, tmp_path):
+    """A config of an adapter without its weights made a folder that transformers cannot load."""
+    source = tmp_path / "source"
+    shutil.copytree(folders / "hf", source)
+    safetensors.torch.save_file({"a": torch.ones(2)}, source / "adapter_model.safetensors")
+    (source / "adapter_config.json").write_text('{"peft_type": "LORA"}', "utf-8")
+    report = convert(source, tmp_path / "out", "hf")
+    assert any("adapter_config.json, adapter_model.safetensors" in note for note in report.notes)
+    assert not list((tmp_path / "out").glob("adapter_*"))
+    LlamaForCausalLM.from_pretrained(tmp_path / "out")
 
 
 @pytest.mark.parametrize("to", MEGATRON)

@@ -1,0 +1,86 @@
+"""Megatron's arguments of rotary positions and of sliding windows, and what of them it cannot say."""
+
+from collections.abc import Mapping
+from typing import Any
+
+# Built into megatron-core 0.16.1 (models/common/embeddings/rotary_pos_embedding.py, `_apply_scaling`).
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_STORED = ("default", "linear", "llama3", "yarn")
+
+
+def _rope(config: Any) -> Mapping[str, Any]:
+    rope = getattr(config, "rope_parameters", None) or {}
+    # Gemma 3 has one set per kind of layer.
+    return dict(rope.get("full_attention", rope))
+
+
+def _kind(rope: Mapping[str, Any]) -> str:
+    return str(rope.get("rope_type") or "default")
+
+
+def rotary_arguments(config: Any) -> dict[str, Any]:
+    """Returns those of rotary positions and of what rescales them."""
+    rope = _rope(config)
+    kind = _kind(rope)
+    arguments = {
+        "position_embedding_type": "yarn" if kind == "yarn" else "rope",
+        "rotary_base": rope["rope_theta"],
+        "rotary_percent": rope.get("partial_rotary_factor", 1.0),
+    }
+    if kind == "linear":
+        arguments["rotary_seq_len_interpolation_factor"] = rope["factor"]
+    elif kind == "llama3":
+        arguments |= {"use_rope_scaling": True, "rope_scaling_factor": rope["factor"]}
+    elif kind == "yarn":
+        arguments |= {f"yarn_{name}": value for name, value in _yarn(config, rope).items()}
+        arguments["yarn_correction_range_round_to_int"] = bool(rope.get("truncate", True))
+    return arguments
+
+
+def latent_rotary_arguments(config: Any) -> dict[str, Any]:
+    """Returns those of multi-latent attention, whose names are others."""
+    rope = _rope(config)
+    arguments = {"position_embedding_type": "rope", "rotary_base": rope["rope_theta"]}
+    if _kind(rope) == "yarn":
+        return {**arguments, "rope_type": "yarn", **_yarn(config, rope)}
+    return {**arguments, "rope_type": "rope", "rotary_scaling_factor": 1.0}
+
+
+def _yarn(config: Any, rope: Mapping[str, Any]) -> dict[str, Any]:
+    # transformers scales by the factor alone unless it has both.
+    scales = [rope.get("mscale"), rope.get("mscale_all_dim")]
+    mscale, mscale_all_dim = map(float, scales) if all(scales) else (1.0, 0.0)
+    original = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+    return {
+        "rotary_scaling_factor": rope["factor"],
+        "original_max_position_embeddings": original,
+        "beta_fast": rope.get("beta_fast") or 32.0,
+        "beta_slow": rope.get("beta_slow") or 1.0,
+        "mscale": mscale,
+        "mscale_all_dim": mscale_all_dim,
+    }
+
+
+def unstored_positions(config: Any) -> str | None:
+    """Returns what Megatron's arguments cannot say of a config's positions, `None` where they say all."""
+    rope = _rope(config)
+    kind = _kind(rope)
+    if kind not in _STORED:
+        return f"rotary positions of type {kind!r} have no arguments in Megatron-LM, which would turn them unscaled"
+    if kind == "llama3" and (other := [name for name, value in _LLAMA3.items() if rope.get(name, value) != value]):
+        return f"Megatron-Core scales positions of llama3 with its own {', '.join(other)}; the config has others"
+    if kind == "yarn" and rope.get("attention_factor") is not None:
+        return "attention_factor of yarn has no argument in Megatron-LM"
+    return None
+
+
+def window_arguments(config: Any) -> dict[str, Any]:
+    """Returns those of sliding windows: transformers counts a token itself, Megatron does not."""
+    window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    sliding = [kind == "sliding_attention" for kind in kinds] if kinds else [True]
+    if not window or not any(sliding):
+        return {}
+    arguments: dict[str, Any] = {"window_size": (window - 1, 0)}
+    if not all(sliding):
+        arguments["window_attn_skip_freq"] = [int(slides) for slides in sliding]
+    return arguments

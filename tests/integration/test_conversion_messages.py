@@ -1,0 +1,130 @@
+"""What a conversion says of files that are not what their names promise, and of arguments that cannot be."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForSequenceClassification
+from typer.testing import CliRunner
+
+from hf_megatron import CheckpointError
+from hf_megatron.cli import app
+from hf_megatron.conversion import compare, convert
+from tests.integration.test_conversion_strangers import llama, with_config
+
+
+@pytest.fixture(scope="module")
+def hf(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("messages") / "hf"
+    llama().save_pretrained(folder)
+    return folder
+
+
+def refused(source: Path, target: Path, to: str = "hf") -> str:
+    """The one line."""
+    with pytest.raises(CheckpointError) as raised:
+        convert(source, target, to)
+    assert not target.exists() and "\n" not in str(raised.value)
+    return str(raised.value)
+
+
+CONFIGS = {
+    "NaN": ({"rms_norm_eps": float("nan")}, "config.json: rms_norm_eps is NaN"),
+    "NaN inside": ({"rope_parameters": {"rope_theta": float("nan")}}, "rope_parameters.rope_theta is NaN"),
+    "text": ({"hidden_size": "64"}, "'hidden_size': TypeError"),
+}
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_a_setting_that_is_no_number_is_named(hf, tmp_path, case):
+    changes, message = CONFIGS[case]
+    assert message in refused(with_config(hf, tmp_path / "source", **changes), tmp_path / "out")
+
+
+OTHER_KINDS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "pipe": (os.mkfifo, "is a named pipe: expected a file"),
+    "folder": (os.mkdir, "is a folder: expected a file"),
+    "link": (lambda path: path.symlink_to(path.with_name("nowhere")), "is a link to nothing: expected a file"),
+    "pointer": (
+        lambda path: path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", "utf-8"),
+        "is a pointer of git-lfs",
+    ),
+}
+
+
+PLACES = [("model.safetensors", kind) for kind in OTHER_KINDS] + [("config.json", kind) for kind in ("pipe", "folder")]
+
+
+@pytest.mark.parametrize(("name", "kind"), PLACES)
+def test_what_lies_in_the_place_of_a_file_is_said(hf, tmp_path, name, kind):
+    source, (make, message) = tmp_path / "source", OTHER_KINDS[kind]
+    shutil.copytree(hf, source)
+    (source / name).unlink()
+    make(source / name)
+    said = refused(source, tmp_path / "out")
+    assert name in said and message in said
+
+
+def test_a_tensor_without_a_rule_is_one_of_the_source(tmp_path):
+    LlamaForSequenceClassification(
+        LlamaConfig(
+            vocab_size=64,
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            pad_token_id=0,
+        )
+    ).save_pretrained(tmp_path / "source")
+    said = refused(tmp_path / "source", tmp_path / "out", "megatron_core")
+    assert said.startswith(f"{tmp_path / 'source'}: no rule says what score.weight is")
+
+
+def run(*arguments: str | Path) -> tuple[int, list[str]]:
+    result = CliRunner().invoke(app, [*map(str, arguments)])
+    return result.exit_code, result.stderr.splitlines()
+
+
+def test_arguments_that_cannot_be_are_one_line(hf, tmp_path):
+    target = tmp_path / "there"
+    target.mkdir()
+    cases = (
+        (("convert", hf, "", "--to", "hf"), 2, "target='': expected a folder."),
+        (("convert", "", target, "--to", "hf"), 2, "source='': expected a folder."),
+        (("convert", hf, target, "--to", "torch_dist", "--tp", "0"), 2, "tp_size=0: expected 1 or more."),
+        (("convert", hf, target, "--to", "torch_dist", "--tp", "3"), 1, "num_attention_heads 8 does not divide"),
+        (("convert", tmp_path / "nowhere", target, "--to", "hf"), 1, "nowhere does not exist."),
+        (("convert", hf, target, "--to", "hf"), 1, "there exists; give a folder that does not."),
+        (("plan", hf, "--tp", "0"), 2, "MegatronConfig.tp_size = 0: expected an integer of 1 or more."),
+    )
+    for arguments, code, message in cases:
+        found, lines = run(*arguments)
+        assert (found, len(lines)) == (code, 1), (arguments, lines)
+        assert message in lines[0]
+
+
+def test_two_unlike_models_are_not_called_equal(hf, tmp_path):
+    other = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=2, n_positions=16))
+    other.save_pretrained(tmp_path / "gpt2")
+    found = compare(hf, tmp_path / "gpt2")
+    assert not found.equal and found.summary().startswith("two other models: no tensor is in both; ")
+    assert compare(hf, hf).summary() == "21 tensors compared, 0 different"
+
+
+def test_buffers_of_old_gpt2_files_are_no_weights(tmp_path):
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=2, n_positions=16))
+    model.save_pretrained(tmp_path / "gpt2")
+    file = tmp_path / "gpt2" / "model.safetensors"
+    weights = safetensors.torch.load_file(file)
+    older = {"h.0.attn.masked_bias": torch.tensor(-1e4), "h.0.attn.bias": torch.ones(1, 1, 16, 16)}
+    weights = {name.removeprefix("transformer."): weight for name, weight in weights.items()} | older
+    safetensors.torch.save_file(weights, file, {"format": "pt"})
+    convert(tmp_path / "gpt2", tmp_path / "out", "hf", verify=True)
+    written = safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
+    assert written and not any("masked_bias" in name for name in written)
+    assert json.loads((tmp_path / "out" / "config.json").read_text("utf-8"))["n_layer"] == 1
