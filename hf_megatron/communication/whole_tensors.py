@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from ..errors import UnsupportedError
-from ..upstream import blocks_of_shard, local_tensor, split_dim
+from ..upstream import blocks_of_shard, dtensor_from_local, local_tensor, split_dim
 from .collectives import bounds
 
 _Range = tuple[int, int]
@@ -22,6 +22,17 @@ _Range = tuple[int, int]
 def is_split_along(tensor: DTensor, dim: int) -> bool:
     """Tells whether ranks hold different parts of a dim of a tensor of any shape."""
     return any(not placement.is_replicate() and split_dim(placement) == dim for placement in tensor.placements)
+
+
+def placed_gradient(parameter: Tensor) -> Tensor | None:
+    """Returns a parameter's gradient, of any shape, and has one that a loop has computed lie as the parameter does.
+
+    All ranks that share it call it.
+    """
+    gradient = parameter.grad
+    if isinstance(gradient, DTensor) and isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
+        parameter.grad = dtensor_from_local(part_like(whole_of(gradient), parameter), parameter)
+    return parameter.grad
 
 
 @torch.no_grad()

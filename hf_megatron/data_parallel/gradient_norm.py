@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..absent_weights import is_absent
+from ..communication.whole_tensors import placed_gradient
 from ..errors import ConfigError
 from ..upstream import local_tensor
 from .engine import engine_of, reducer_of
@@ -40,7 +41,7 @@ def local_gradients(parameters: Iterable[Tensor]) -> dict[int, list[Tensor]]:
                 finished.add(reducer)
             gradient, parts = reducer.gradient(parameter), reducer.sharing_of(parameter).shard_size
         else:
-            gradient, parts = parameter.grad, 1
+            gradient, parts = placed_gradient(parameter), 1
         if gradient is None or not local_tensor(gradient).numel():
             continue
         placed, engine = parameter if reducer is not None else gradient, engine_of(parameter)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..absent_weights import is_absent
+from ..communication.whole_tensors import placed_gradient
 from ..config import MegatronConfig
 from ..errors import ConfigError, UnsupportedError
 from ..upstream import local_tensor, runs_behind, step_hook_last
@@ -209,7 +210,8 @@ class ShardedOptimizer:
                 if gradient is not None and not leaf.flat:
                     gradient = gradient.view(leaf.tensor.shape)
             else:
-                gradient = None if leaf.parameter.grad is None else leaf.own(leaf.parameter.grad)
+                gradient = placed_gradient(leaf.parameter)
+                gradient = None if gradient is None else leaf.own(gradient)
             leaf.tensor.grad = None if gradient is None else gradient.to(leaf.tensor.device, leaf.tensor.dtype)
 
     def parameters(self) -> list[nn.Parameter]:

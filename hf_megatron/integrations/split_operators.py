@@ -174,12 +174,13 @@ def _read(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     return func(whole_of(args[0]).reshape(()))
 
 
+def _added_up(tensor: DTensor) -> DTensor:
+    placements = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
+    return tensor if placements == list(tensor.placements) else tensor.redistribute(placements=placements)
+
+
 def _of_sum(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    tensor = args[0]
-    if any(placement.is_partial() for placement in tensor.placements):
-        placements = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
-        tensor = tensor.redistribute(placements=placements)
-    return _stock(func, (tensor, *args[1:]), kwargs)
+    return _stock(func, (_added_up(args[0]), *args[1:]), kwargs)
 
 
 def _edit(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -223,8 +224,11 @@ def _pointwise(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 def _placed_like(tensor: Tensor, like: DTensor) -> Tensor:
     """Lays a tensor as another one lies, or whole on its mesh; of those that stay as they are torch says why not."""
     if isinstance(tensor, DTensor):
-        if tensor.device_mesh == like.device_mesh or _is_split(tensor):
+        if _is_split(tensor):
             return tensor
+        if tensor.device_mesh == like.device_mesh:
+            # Torch would rather have all entries of the result be terms of a sum than add up these.
+            return _added_up(tensor) if _is_split(like) else tensor
         whole = tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)
         return _whole_on(like.device_mesh, local_tensor(whole))
     if tensor.dim() == 0 or tensor.requires_grad or not _spreads_to(tensor.shape, like.shape):

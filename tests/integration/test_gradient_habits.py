@@ -119,6 +119,29 @@ def assigns_gradients(loop):
 
 
 @habit
+def assigns_what_is_made_of_statistics(loop):
+    for seed in range(2):
+        loop.backward(seed)
+        for parameter in loop.model.parameters():
+            gradient = parameter.grad.sign() * parameter.grad.abs().mean()
+            parameter.grad = gradient - parameter.grad.mean(0, keepdim=True)
+        loop.see(f"norm {seed}", torch.nn.utils.clip_grad_norm_(loop.model.parameters(), 0.1))
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+
+
+@habit
+def assigns_means(loop):
+    for seed in range(2):
+        loop.backward(seed)
+        for parameter in loop.model.parameters():
+            parameter.grad = parameter.grad.mean(0, keepdim=True).expand_as(parameter).clone()
+        loop.see(f"norm {seed}", torch.nn.utils.clip_grad_norm_(loop.model.parameters(), 0.1))
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+
+
+@habit
 def assigns_zeros_between_forward_and_backward(loop):
     for seed in range(2):
         loss = loop.loss(seed)
