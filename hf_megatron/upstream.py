@@ -396,6 +396,16 @@ def dtensor_handlers() -> dict[Any, Callable[..., Any]]:
     return DTensor._op_dispatcher._custom_op_handlers
 
 
+def ask_subclass_of_dtensor(kind: Any) -> None:
+    """Has torch ask a class derived from `DTensor` for each operator, which torch 2.11 keeps from them (private)."""
+    if _minor(torch.__version__) > (2, 11):
+        return
+    from torch._library.simple_registry import singleton
+
+    for name in torch._C._dispatch_get_all_op_names():
+        singleton.find(name).torch_dispatch_rules.register(kind, kind.__torch_dispatch__.__func__)
+
+
 def split_dim(placement: Any) -> int:
     """Returns the dim that a placement splits; a partial sum splits none."""
     return -1 if placement.is_partial() else placement.dim
