@@ -24,6 +24,7 @@ from ..upstream import (
     add_up_in_place,
     dtensor_from_local,
     dtensor_handlers,
+    has_no_rule,
     local_tensor,
     share_memory,
     split_dim,
@@ -91,7 +92,10 @@ _BY_ENTRIES = (
     _aten.masked_scatter_.default,
 )
 # Torch's arithmetic on parts has no rule for them.
-_ON_WHOLE = (_aten.renorm.default, _aten.renorm_.default, _aten.histc.default, _aten.histogram.bin_ct)
+_ON_WHOLE = (
+    *(_aten.renorm.default, _aten.renorm_.default, _aten.histc.default, _aten.histogram.bin_ct),
+    *filter(has_no_rule, (_aten.flip.default, _aten.roll.default)),
+)
 _OF_SUMS = (_aten.clamp.default, _aten.clamp_min.default, _aten.clamp_max.default)
 _EDITS = (
     *(

@@ -330,9 +330,9 @@ def test_the_table_of_the_docs(stories):
 def test_with_gradient_checkpointing_on_top():
     model = make("llama")
     twin = with_mode(model, "selective")
-    twin.activation_checkpointing_enable()
+    twin.gradient_checkpointing_enable()
     assert_identical(step(twin), step(model))
-    twin.activation_checkpointing_enable({"use_reentrant": True})
+    twin.gradient_checkpointing_enable({"use_reentrant": True})
     twin.zero_grad()
     twin.enable_input_require_grads()
     assert_identical(step(twin), step(with_mode(model, None)))
