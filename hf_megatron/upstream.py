@@ -532,6 +532,11 @@ def recompute_layers(model: Any) -> None:
     enable({"use_reentrant": False})
 
 
+def recomputes_hooks() -> bool:
+    """Tells whether recomputed layers run their hooks again, and keep what these are called with (not from 5.23)."""
+    return _minor(metadata.version("transformers")) < (5, 23)
+
+
 def untied_state_dict(model: Any, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Returns a state dict, tensors of any shape, as stock `save_pretrained` writes it: tied weights once."""
     from transformers.modeling_utils import remove_tied_weights_from_state_dict
