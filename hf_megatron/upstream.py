@@ -413,6 +413,11 @@ def has_no_rule(func: Any) -> bool:
     return not any(func in rules for rules in (known.op_strategy_funcs, known.op_single_dim_strategy_funcs))
 
 
+def joins_split_dims() -> bool:
+    """Tells whether a view of a `DTensor` can join a split dim to the one before it (torch 2.11 raises)."""
+    return _minor(torch.__version__) > (2, 11)
+
+
 def split_dim(placement: Any) -> int:
     """Returns the dim that a placement splits; a partial sum splits none."""
     return -1 if placement.is_partial() else placement.dim

@@ -25,6 +25,7 @@ from ..upstream import (
     dtensor_from_local,
     dtensor_handlers,
     has_no_rule,
+    joins_split_dims,
     local_tensor,
     share_memory,
     split_dim,
@@ -134,7 +135,7 @@ def _view(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         dim = args[place] if len(args) > place else kwargs.get("dim", default)
         if not is_split_along(tensor, dim % tensor.dim()):
             return _stock(func, args, kwargs)
-    elif func is not _aten.view.default or _is_split_evenly(tensor):
+    elif func is not _aten.view.default or _can_be_viewed(tensor):
         result = _stock(func, args, kwargs)
         if share_memory(local_tensor(result), local_tensor(tensor)):
             return result
@@ -142,13 +143,14 @@ def _view(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     return whole.views(func(whole.tensor, *args[1:], **kwargs))
 
 
-def _is_split_evenly(tensor: DTensor) -> bool:
+def _can_be_viewed(tensor: DTensor) -> bool:
     ranks: dict[int, int] = {}
     for axis, placement in enumerate(tensor.placements):
         if not placement.is_replicate():
             dim = split_dim(placement)
             ranks[dim] = ranks.get(dim, 1) * tensor.device_mesh.size(axis)
-    return all(dim < 0 or tensor.shape[dim] % number == 0 for dim, number in ranks.items())
+    evenly = all(dim < 0 or tensor.shape[dim] % number == 0 for dim, number in ranks.items())
+    return evenly and (joins_split_dims() or max(ranks, default=0) <= 0)
 
 
 def _draw(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
