@@ -31,7 +31,8 @@ CHECKED: Mapping[str, tuple[str, str]] = MappingProxyType(
         "transformers": ("5.21", "5.23"),
         "accelerate": ("1.13", "1.15"),
         "trl": ("1.14", "1.16"),
-        "peft": ("0.19", "0.21"),
+        # transformers 5.21 to 5.23 take none before.
+        "peft": ("0.20", "0.21"),
     }
 )
 # Targets of patches that not every checked version has: the library, its first version with them and the first without.
@@ -396,6 +397,27 @@ def dtensor_handlers() -> dict[Any, Callable[..., Any]]:
     return DTensor._op_dispatcher._custom_op_handlers
 
 
+def ask_subclass_of_dtensor(kind: Any) -> None:
+    """Has torch ask a class derived from `DTensor` for each operator, which torch 2.11 keeps from them (private)."""
+    if _minor(torch.__version__) > (2, 11):
+        return
+    from torch._library.simple_registry import singleton
+
+    for name in torch._C._dispatch_get_all_op_names():
+        singleton.find(name).torch_dispatch_rules.register(kind, kind.__torch_dispatch__.__func__)
+
+
+def has_no_rule(func: Any) -> bool:
+    """Tells whether `DTensor` cannot compute an operator (private; torch 2.12 has many rules that 2.11 has not)."""
+    known = DTensor._op_dispatcher.sharding_propagator
+    return not any(func in rules for rules in (known.op_strategy_funcs, known.op_single_dim_strategy_funcs))
+
+
+def joins_split_dims() -> bool:
+    """Tells whether a view of a `DTensor` can join a split dim to the one before it (torch 2.11 raises)."""
+    return _minor(torch.__version__) > (2, 11)
+
+
 def split_dim(placement: Any) -> int:
     """Returns the dim that a placement splits; a partial sum splits none."""
     return -1 if placement.is_partial() else placement.dim
@@ -507,6 +529,17 @@ def check_soon(condition: torch.Tensor, error: Callable[[], Exception]) -> None:
         torch._assert_async(condition)
     elif not condition:
         raise error()
+
+
+def recompute_layers(model: Any) -> None:
+    """Has backward compute a model's layers again (`gradient_checkpointing_enable` until transformers 5.22)."""
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+
+
+def recomputes_hooks() -> bool:
+    """Tells whether recomputed layers run their hooks again, and keep what these are called with (not from 5.23)."""
+    return _minor(metadata.version("transformers")) < (5, 23)
 
 
 def untied_state_dict(model: Any, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

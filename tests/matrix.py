@@ -26,7 +26,7 @@ NEWEST: Mapping[str, str] = MappingProxyType(
     {"torch": "2.13", "transformers": "5.23", "accelerate": "1.15", "trl": "1.16", "peft": "0.21"}
 )
 OLDEST: Mapping[str, str] = MappingProxyType(
-    {"torch": "2.11", "transformers": "5.21", "accelerate": "1.13", "trl": "1.14", "peft": "0.19"}
+    {"torch": "2.11", "transformers": "5.21", "accelerate": "1.13", "trl": "1.14", "peft": "0.20"}
 )
 MIDDLE: Mapping[str, str] = MappingProxyType(
     {"torch": "2.12", "transformers": "5.22", "accelerate": "1.14", "trl": "1.15", "peft": "0.20"}

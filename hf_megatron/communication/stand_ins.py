@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..upstream import local_tensor
+from ..upstream import ask_subclass_of_dtensor, local_tensor
 
 
 class StandIn(Tensor):
@@ -33,6 +33,10 @@ class StandIn(Tensor):
 
 class StandInDTensor(StandIn, DTensor):
     """Stands for entries of a `DTensor`, which takes no other kind of tensor for an operand."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        ask_subclass_of_dtensor(cls)
 
     def to_local(self, **kwargs: Any) -> Tensor:
         return self.clone().to_local(**kwargs)  # type: ignore[attr-defined]

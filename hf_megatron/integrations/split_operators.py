@@ -24,6 +24,8 @@ from ..upstream import (
     add_up_in_place,
     dtensor_from_local,
     dtensor_handlers,
+    has_no_rule,
+    joins_split_dims,
     local_tensor,
     share_memory,
     split_dim,
@@ -91,7 +93,10 @@ _BY_ENTRIES = (
     _aten.masked_scatter_.default,
 )
 # Torch's arithmetic on parts has no rule for them.
-_ON_WHOLE = (_aten.renorm.default, _aten.renorm_.default, _aten.histc.default, _aten.histogram.bin_ct)
+_ON_WHOLE = (
+    *(_aten.renorm.default, _aten.renorm_.default, _aten.histc.default, _aten.histogram.bin_ct),
+    *filter(has_no_rule, (_aten.flip.default, _aten.roll.default)),
+)
 _OF_SUMS = (_aten.clamp.default, _aten.clamp_min.default, _aten.clamp_max.default)
 _EDITS = (
     *(
@@ -130,7 +135,7 @@ def _view(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         dim = args[place] if len(args) > place else kwargs.get("dim", default)
         if not is_split_along(tensor, dim % tensor.dim()):
             return _stock(func, args, kwargs)
-    elif func is not _aten.view.default or _is_split_evenly(tensor):
+    elif func is not _aten.view.default or _can_be_viewed(tensor):
         result = _stock(func, args, kwargs)
         if share_memory(local_tensor(result), local_tensor(tensor)):
             return result
@@ -138,13 +143,14 @@ def _view(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     return whole.views(func(whole.tensor, *args[1:], **kwargs))
 
 
-def _is_split_evenly(tensor: DTensor) -> bool:
+def _can_be_viewed(tensor: DTensor) -> bool:
     ranks: dict[int, int] = {}
     for axis, placement in enumerate(tensor.placements):
         if not placement.is_replicate():
             dim = split_dim(placement)
             ranks[dim] = ranks.get(dim, 1) * tensor.device_mesh.size(axis)
-    return all(dim < 0 or tensor.shape[dim] % number == 0 for dim, number in ranks.items())
+    evenly = all(dim < 0 or tensor.shape[dim] % number == 0 for dim, number in ranks.items())
+    return evenly and (joins_split_dims() or max(ranks, default=0) <= 0)
 
 
 def _draw(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:

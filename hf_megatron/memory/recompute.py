@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from ..config import RECOMPUTE
 from ..errors import ConfigError, UnsupportedError
 from ..parts import works_on_parts
-from ..upstream import computes_own_attention, fetches_attention_core
+from ..upstream import computes_own_attention, fetches_attention_core, recompute_layers
 
 
 def apply_recompute(model: Any, mode: str | None) -> None:
@@ -34,7 +34,7 @@ def apply_recompute(model: Any, mode: str | None) -> None:
         raise ConfigError(f"recompute = {mode!r}: expected None, 'full' or 'selective'.")
     if mode == "full":
         try:
-            model.activation_checkpointing_enable({"use_reentrant": False})
+            recompute_layers(model)
         except ValueError as error:
             name = type(model).__name__
             raise UnsupportedError(f"recompute='full': {name} has no gradient checkpointing.") from error

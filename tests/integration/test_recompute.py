@@ -22,6 +22,7 @@ from transformers.masking_utils import sdpa_mask
 
 from hf_megatron import ConfigError, MegatronConfig, UnsupportedError
 from hf_megatron.memory.recompute import apply_recompute
+from hf_megatron.upstream import recomputes_hooks
 from hf_megatron.verify.ranks import run_ranks
 
 TP2 = MegatronConfig(tp_size=2)
@@ -324,15 +325,18 @@ def test_the_table_of_the_docs(stories):
         assert found.keys() == table.keys()
         for name, numbers in found.items():
             # What a kernel keeps beside its map differs a little between releases of torch.
-            assert numbers == pytest.approx(table[name], rel=0.02), name
+            # The hook that splits the sequence is called with all of it.
+            whole = 128 * 64 * 4 if recomputes_hooks() and "sp" in name else 0
+            expected = [*table[name][:2], table[name][2] + whole]
+            assert numbers == pytest.approx(expected, rel=0.02), name
 
 
 def test_with_gradient_checkpointing_on_top():
     model = make("llama")
     twin = with_mode(model, "selective")
-    twin.activation_checkpointing_enable()
+    twin.gradient_checkpointing_enable()
     assert_identical(step(twin), step(model))
-    twin.activation_checkpointing_enable({"use_reentrant": True})
+    twin.gradient_checkpointing_enable({"use_reentrant": True})
     twin.zero_grad()
     twin.enable_input_require_grads()
     assert_identical(step(twin), step(with_mode(model, None)))

@@ -56,7 +56,8 @@ def test_what_must_be_supported_is_recorded():
     assert not missing
     with_plan = [name for name in causal_types() if getattr(CONFIG_MAPPING[name], "base_model_tp_plan", None)]
     both = [name for name in with_plan if passed(name, "tp") and passed(name, "tp+sp")]
-    assert len(with_plan) >= 100 and len(both) >= 80
+    # transformers 5.21 has 96 of them.
+    assert len(with_plan) >= 95 and len(both) >= 80
 
 
 def test_causal_types_that_were_split_are_also_cut_or_refused_by_name():
