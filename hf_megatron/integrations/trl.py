@@ -120,7 +120,8 @@ def sft_prediction_step(original: Callable, self: Any, model: Any, inputs: Any, 
     def step(rows: Any) -> Any:
         loss, *predictions = original(self, model, rows, *args, **kwargs)
         targets = count_targets(next_tokens(rows["labels"])).to(loss.device)
-        return state.loss.mean(loss * targets, targets), *predictions
+        # As TRL counts, where no row has a target.
+        return state.loss.mean(loss * targets, targets, at_least=1), *predictions
 
     return evaluated(self, state, inputs, step)
 

@@ -184,6 +184,22 @@ def test_reward(stories, tmp_path, text):
     compare(stories, tmp_path, text, RewardTrainer, preferences, center_rewards_coefficient=0.1, **options)
 
 
+def test_evaluation_without_a_target(stories, tmp_path):
+    rows = Dataset.from_list([{"input_ids": [5, 6, 7, 8], "labels": [-100] * 4}] * 4)
+
+    def evaluate(config=None):
+        options = {"per_device_eval_batch_size": 2, "report_to": "none", "use_cpu": True}
+        trainer = SFTTrainer(
+            model=policy(stories, config, SFTTrainer),
+            args=SFTConfig(str(tmp_path), dataset_kwargs={"skip_prepare_dataset": True}, **options),
+            train_dataset=rows,
+            eval_dataset=rows,
+        )
+        return trainer.evaluate()["eval_loss"]
+
+    assert run_ranks(evaluate, 2, layout("dp2")) == [run_ranks(evaluate, 1)[0]] * 2 == [0.0] * 2
+
+
 def count_right(prediction):
     right = prediction.predictions[:, :-1].argmax(-1) == prediction.label_ids[:, 1:]
     return {"right": float(right.mean())}
