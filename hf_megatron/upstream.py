@@ -124,7 +124,7 @@ def hooks_on_saved_tensors_are_free() -> bool:
 
 
 def nodes_can_pack() -> bool:
-    """Tells whether `pack_saved` can do anything (not in torch 2.11; 2.12 untried)."""
+    """Tells whether `pack_saved` can do anything (not in torch 2.11)."""
     return hasattr(torch._C._autograd.SavedTensor, "unpack_hook")
 
 

@@ -116,7 +116,8 @@ def run(name: str, folder: Path, minutes: float, workers: int) -> dict[str, obje
     log = folder / f"{name}.jsonl"
     until = time.time() + 60 * minutes
     variables = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {"HF_HUB_OFFLINE": "1"}
-    command = [str(python), "-m", "pytest", "-p", "tests.matrix", "--outcomes", str(log), "--until", str(until)]
+    # In one word each: pytest takes a file that is there, behind an option, for what it is to find its settings by.
+    command = [str(python), "-m", "pytest", "-p", "tests.matrix", f"--outcomes={log}", f"--until={until}"]
     command += ["-n", str(workers)]
     with (folder / f"{name}.log").open("w", encoding="utf-8") as out:
         subprocess.run(command, cwd=ROOT, env=variables, stdout=out, stderr=subprocess.STDOUT, check=False)
