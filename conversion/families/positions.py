@@ -48,8 +48,8 @@ def latent_rotary_arguments(config: Any) -> dict[str, Any]:
 
 def _yarn(config: Any, rope: Mapping[str, Any]) -> dict[str, Any]:
     # transformers scales by the factor alone unless it has both.
-    scales = [rope.get("mscale"), rope.get("mscale_all_dim")]
-    mscale, mscale_all_dim = map(float, scales) if all(scales) else (1.0, 0.0)
+    scales = rope.get("mscale"), rope.get("mscale_all_dim")
+    mscale, mscale_all_dim = (float(scales[0]), float(scales[1])) if scales[0] and scales[1] else (1.0, 0.0)
     original = rope.get("original_max_position_embeddings") or config.max_position_embeddings
     return {
         "rotary_scaling_factor": rope["factor"],

@@ -98,8 +98,8 @@ TENSORS: Names = MappingProxyType(
         **{f"torch.{name}": Named(f"torch.{name}") for name in STORAGES},
         "torch.storage.UntypedStorage": Named("torch.storage.UntypedStorage"),
         "torch.Size": Named("torch.Size", lambda arguments: tuple(arguments[0])),
-        "torch._utils._rebuild_tensor_v2": Named("tensor", lambda a: _stored(*a[:4], None, *a[6:])),
-        "torch._utils._rebuild_tensor_v3": Named("tensor", lambda a: _stored(*a[:4], *a[6:])),
+        "torch._utils._rebuild_tensor_v2": Named("tensor", lambda a: _stored(a[0], a[1], a[2], a[3], None, *a[6:7])),
+        "torch._utils._rebuild_tensor_v3": Named("tensor", lambda a: _stored(a[0], a[1], a[2], a[3], a[6], *a[7:8])),
         "torch._utils._rebuild_parameter": Named("parameter", lambda a: a[0]),
     }
 )
