@@ -19,7 +19,8 @@ from .exchanged import ExchangedFunctions
 from .expert_widths import GroupedWidths, split_widths
 from .heads import LocalArguments
 from .layer_streams import OneRandomState
-from .local_parameters import ForwardsUnderWay, read_locally
+from .linear import ParallelLinear
+from .local_parameters import ForwardsUnderWay, LocalParameters, read_locally
 from .logits import install_pending_loss
 from .model_guards import ClaimCheck, RefusedOutputs
 from .place_regions import Regions
@@ -132,7 +133,9 @@ def _guard_activations(
     models = (model,) if model.base_model is model else (model, model.base_model)
     ExchangedFunctions({n: module for n, module in modules.items() if activations.see_parts(n)}).install(*models)
     whole = {name for name, module in modules.items() if activations.of(name, module).is_whole}
-    forwards.of_parts = {id(module): name for name, module in modules.items() if name not in whole}
+    for name in modules.keys() - whole:
+        if isinstance(modules[name], LocalParameters | ParallelLinear):
+            modules[name].name_of_part = name
     # What is called inside of these has the parts that it works on.
     for name in whole | _around(structure.stacks):
         if next(model.get_submodule(name).children(), None) is not None:

@@ -24,6 +24,8 @@ class ParallelLinear(nn.Linear):
     mesh: ParallelMesh
     streams: RandomStreams
     forwards: ForwardsUnderWay
+    # Its name, if it takes or returns parts of tensors.
+    name_of_part: str | None = None
     region: UniformRegion | None = None
     copies: int = 1
     sum_bias_gradient: bool = False
@@ -39,7 +41,7 @@ class ParallelLinear(nn.Linear):
 
     def matmul(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Multiplies `[..., local in]` by this rank's part of the weight: `[..., local out]`."""
-        self.forwards.require_whole(self)
+        self.forwards.require_whole(self, self.name_of_part)
         weight = local_view(self.weight, self.copies_group)
         assert weight is not None
         return F.linear(x, weight.t() if self.weight_dim_out == 1 else weight, bias)

@@ -50,8 +50,6 @@ class ForwardsUnderWay(Shared):
         self._of_modules = 0
         # A user's hook that runs, in words.
         self.in_hook: str | None = None
-        # By identity, the names of modules that take or return parts of tensors.
-        self.of_parts: dict[int, str] = {}
 
     def install(self, model: nn.Module) -> None:
         model.register_forward_pre_hook(self._enter)
@@ -67,11 +65,9 @@ class ForwardsUnderWay(Shared):
         # Checkpointed layers compute once more in backward.
         return bool(self._of_modules or self._of_model or in_backward())
 
-    def require_whole(self, module: nn.Module) -> None:
-        """Raises `UnsupportedError` for a module that is called by itself with whole tensors, and works on parts."""
-        if torch.compiler.is_compiling() or self:
-            return
-        if (name := self.of_parts.get(id(module))) is not None:
+    def require_whole(self, module: nn.Module, name: str | None) -> None:
+        """Raises `UnsupportedError` where a module is called by itself that has a name since it works on parts."""
+        if name is not None and not (torch.compiler.is_compiling() or self):
             raise UnsupportedError(
                 f"{name} ({type(module).__name__}) was called outside of the model's forward: it takes or returns this "
                 "rank's part of a tensor. Call the model, or a whole block without sequence_parallel, or load the "
@@ -99,6 +95,8 @@ class LocalParameters:
 
     mesh: ParallelMesh
     forwards: ForwardsUnderWay
+    # Its name, if it takes or returns parts of tensors.
+    name_of_part: str | None = None
     summed: frozenset[str]
     addends: frozenset[str]
     _parameters: dict[str, Tensor]
@@ -138,7 +136,7 @@ def _local_class(base: Any, names: tuple[str, ...]) -> type[nn.Module]:
     def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return base.forward(module, *args, **kwargs)
-        module.forwards.require_whole(module)
+        module.forwards.require_whole(module, module.name_of_part)
         with module.forwards.of_module():
             return base.forward(module, *args, **kwargs)
 

@@ -502,6 +502,8 @@ def test_modules_called_outside_of_the_model(path, name, text):
         if config is not None and text not in CALLED[name]:
             with pytest.raises(UnsupportedError, match=rf"layers.0.{name}.* was called outside of the model's forward"):
                 module(x)
+            with pytest.raises(UnsupportedError, match="was called outside of the model's forward"):
+                copy.deepcopy(model).model.layers[0].get_submodule(name)(x)
             # The model itself goes on.
             return model(**batch(0)).loss.item(), None
         loss = module(x).pow(2).mean() + model(**batch(0)).loss

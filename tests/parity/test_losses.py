@@ -359,6 +359,17 @@ def test_a_loss_function_of_ones_own_is_refused_unless_it_is_marked(folder, text
     assert found[0] == pytest.approx(found[1], rel=1e-6)
 
 
+def test_a_loss_function_of_ones_own_on_split_logits(folder):
+    def run(model, batch):
+        expected = model.train()(**batch).loss.item()
+        stock = model.loss_function
+        model.loss_function = lambda logits, labels, **kwargs: stock(logits, labels, **kwargs) ** 2
+        return model(**batch).loss.item(), expected**2
+
+    for found, expected in _each(2, "Llama", "causal", folder, "tp2", run):
+        assert found == pytest.approx(expected, rel=1e-6)
+
+
 def test_a_loss_that_compares_rows_is_refused(tmp_path):
     small = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = transformers.CLIPConfig(
