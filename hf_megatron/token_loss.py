@@ -10,9 +10,10 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from .errors import UnsupportedError
 from .loss import IGNORE_INDEX, BatchLoss, targets_of
 from .patch_ledger import Shared
-from .upstream import loss_functions, token_loss_functions, uses_loss_function
+from .upstream import leave_uncompiled, loss_functions, loss_of_type, token_loss_functions, uses_loss_function
 
 
 class PendingLogits(Protocol):
@@ -79,4 +80,16 @@ def install_loss(model: Any, state: Any) -> BatchLoss:
     batch = BatchLoss(state.mesh, shifts, is_token_loss and uses_loss_function(model), state.config.auxiliary_loss)
     if is_token_loss:
         state.patches.replace(model, "loss_function", TokenLoss(kind, batch))
+        if kind is loss_of_type(model):
+            model.register_forward_pre_hook(functools.partial(_require_loss, kind))
     return batch
+
+
+@leave_uncompiled
+def _require_loss(kind: Any, model: Any, args: Any) -> None:
+    """Raises `UnsupportedError` where the model's type of loss stands for another function than when it was loaded."""
+    if isinstance(model.loss_function, TokenLoss) and loss_of_type(model) is not kind:
+        raise UnsupportedError(
+            f"loss_type={model.loss_type!r} gives another loss function than when {type(model).__name__} was loaded: "
+            "assign model.loss_function, or change transformers' LOSS_MAPPING before from_pretrained."
+        )

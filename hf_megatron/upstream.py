@@ -510,6 +510,13 @@ def loss_functions() -> dict[Any, bool]:
     return token_loss_functions() | {ForSequenceClassificationLoss: False, ForTokenClassification: False}  # type: ignore[dict-item]
 
 
+def loss_of_type(model: Any) -> Any:
+    """Looks up the loss that transformers would choose for a model now (`PreTrainedModel.loss_function`)."""
+    from transformers.loss.loss_utils import LOSS_MAPPING
+
+    return LOSS_MAPPING.get(str(getattr(model, "loss_type", None)), LOSS_MAPPING["ForCausalLM"])
+
+
 def uses_loss_function(model: Any) -> bool:
     """Tells whether a model's forward takes its loss from `model.loss_function`, and not in lines of its own."""
     return "loss_function" in _names_used(type(model))  # type: ignore[arg-type]

@@ -26,7 +26,7 @@ def test_train_step_with_megatron_core(tmp_path):
 
 
 def test_pipelines_by_hand_and_ours(tmp_path):
-    schedules = ["1f1b", "zbv"]
+    schedules = ["zbv"]
     options = ["--microbatches", "4", "--schedules", *schedules]
     run = the_run(tmp_path / "result.json", "pipeline.py", *options)
     assert run["schedules"].keys() == set(schedules)

@@ -13,6 +13,7 @@ import pytest
 from tests.documented import documented_commands
 
 ROOT = Path(__file__).parents[2]
+MAIN_LAUNCH = "accelerate launch --config_file examples/accelerate_tp2_cpu.yaml"
 PROBE = """
 import os
 import hf_megatron, torch
@@ -29,15 +30,14 @@ open({output!r} + f"/{{trainer.accelerator.process_index}}.probe", "w").write(re
 
 
 def launches():
-    """Each documented launch, up to the script, once."""
+    """Each documented launch, up to the script, once; but that of the main job."""
     seen = {}
     for start in ("accelerate launch ", "torchrun ", "python "):
         for page, command in documented_commands(start):
             # The same launch of another script of that name is the same.
-            launch, _, script = command.partition("train.py")[0].rpartition(" ")
-            is_run_here = "train.py" in command and "-m hf_megatron" not in command
-            if is_run_here and f"{launch} examples/train.py" not in seen:
-                seen[f"{launch} {script}train.py"] = page
+            launch = command.partition("train.py")[0].rpartition(" ")[0]
+            if "train.py" in command and "-m hf_megatron" not in command and MAIN_LAUNCH not in command:
+                seen.setdefault(f"{launch} examples/train.py", page)
     return [pytest.param(command, id=f"{page}: {command}") for command, page in seen.items()]
 
 
@@ -82,12 +82,9 @@ def test_the_main_job(tmp_path):
     """examples/train.py under accelerate launch, shortened: falling loss, merged checkpoint, reloaded, text."""
     result = run(
         [
-            "accelerate",
-            "launch",
+            *MAIN_LAUNCH.split(),
             "--main_process_port",
             "0",
-            "--config_file",
-            "examples/accelerate_tp2_cpu.yaml",
             "examples/train.py",
             "--max_steps",
             "12",

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from transformers import BartConfig, BertConfig, GPT2Config, LlamaConfig, MixtralConfig, T5Config
+from transformers.loss.loss_utils import LOSS_MAPPING
 
 from hf_megatron import UnsupportedError, works_on_parts
 from hf_megatron.integrations.gate import ConfigUnderTest
@@ -368,6 +369,26 @@ def test_a_loss_function_of_ones_own_on_split_logits(folder):
 
     for found, expected in _each(2, "Llama", "causal", folder, "tp2", run):
         assert found == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("text", ["tp2", "dp2", "pp2"])
+def test_another_type_of_loss_after_loading_is_refused(folder, text):
+    def run(model, batch):
+        before = model.train()(**batch).loss.item()
+        changes = (
+            lambda: LOSS_MAPPING.update(ForCausalLM=lambda **kwargs: 0.0),
+            lambda: setattr(model, "loss_type", "ForMaskedLM"),
+        )
+        for change in changes:
+            known = dict(LOSS_MAPPING), model.loss_type
+            change()
+            with pytest.raises(UnsupportedError, match="gives another loss function than when LlamaForCausalLM was"):
+                model(**batch)
+            LOSS_MAPPING.update(known[0])
+            model.loss_type = known[1]
+        assert model(**batch).loss.item() == before
+
+    _each(2, "Llama", "causal", folder, text, run)
 
 
 def test_a_loss_that_compares_rows_is_refused(tmp_path):

@@ -63,17 +63,21 @@ def test_equals_one_process(model_type, microbatches, layout):
     assert comparison.passed, comparison.report()
 
 
-@pytest.mark.parametrize(("model_type", "layout"), [("gpt2", "pp2"), ("gpt2", "tp2+pp2"), ("llama", "tp2+sp+pp2")])
+@pytest.mark.parametrize(
+    ("model_type", "layout", "batches"),
+    [("gpt2", "pp2", 2), ("gpt2", "tp2+pp2", 1), ("llama", "tp2+sp+pp2", 1)],
+    ids=["gpt2-pp2", "gpt2-tp2+pp2", "llama-tp2+sp+pp2"],
+)
 @pytest.mark.parametrize("schedule", sorted(SCHEDULES))
-def test_schedules_equal_one_process(model_type, layout, schedule):
+def test_schedules_equal_one_process(model_type, layout, batches, schedule):
     [config] = parse_layouts(layout)
     # Four microbatches of five rows, except where the schedule takes any number.
     config = dataclasses.replace(config, pipeline_schedule=schedule, num_microbatches=4 if "int" in schedule else 5)
     if refused_on_this_torch(config):
         with pytest.raises(RankError, match="needs torch 2.13"):
-            check_twin(_twin(model_type, 2), config)
+            check_twin(_twin(model_type, batches), config)
         return
-    comparison = check_twin(_twin(model_type, 2), config)
+    comparison = check_twin(_twin(model_type, batches), config)
     assert comparison.passed, comparison.report()
 
 
