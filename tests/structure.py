@@ -47,7 +47,7 @@ ORDER = (
     ("spec", "patterns", "config", "parts"),
     ("files",),
     ("upstream",),
-    ("errors", "inference_mode", "version", "shown"),
+    ("absent_value", "errors", "inference_mode", "version", "shown"),
 )
 
 

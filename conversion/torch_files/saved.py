@@ -120,6 +120,7 @@ OBJECTS: Names = MappingProxyType(
             "numpy.dtypes.UInt32DType",
             "numpy.ndarray",
             "pathlib.PosixPath",
+            "pathlib._local.PosixPath",
             "torch.device",
             "types.SimpleNamespace",
         ),

@@ -27,6 +27,20 @@ def begin(original: Callable, self: Any) -> None:
             self._hf_megatron_last = len(sampler) % size or size, size // shard.num_processes
 
 
+def read_ahead(state: Any, is_ahead: bool) -> None:
+    """Says whether Trainer holds batches of the active loader that come before the one that it read last."""
+    if state.active_dataloader is not None:
+        vars(state.active_dataloader)["_hf_megatron_ahead"] = is_ahead
+
+
+def is_at_end(state: Any) -> bool:
+    """Tells whether the batch under way is its loader's last."""
+    if not state.end_of_dataloader:
+        return False
+    # Trainer synchronises with the last of the batches that it has read for a step.
+    return state.sync_gradients or not vars(state.active_dataloader).get("_hf_megatron_ahead", False)
+
+
 def last_rows(state: Any) -> int | None:
     """Counts the rows of the batch of all ranks under way, if it is its loader's last and rows of it may be repeated.
 
@@ -42,12 +56,20 @@ def last_ranks(state: Any) -> int | None:
     return -(-rows // of_a_rank) or None
 
 
+def is_filled_up(state: Any, replicas: int) -> bool:
+    """Tells whether the batch under way is its loader's last and has repeated rows, on so many ranks together."""
+    if not is_at_end(state):
+        return False
+    noted = _noted(state)
+    return _remainder(state) > 0 if noted is None else 0 < noted[0] < noted[1] * replicas
+
+
 def cut_rows(state: Any) -> int | None:
     """Returns to how many rows one process cuts what it gathers of the batch under way, if it does.
 
     By the dataset's length, whatever a sampler takes of it; a stream's batches it reads and cuts to what they have.
     """
-    if not state.end_of_dataloader:
+    if not is_at_end(state):
         return None
     if "_hf_megatron_last" in vars(state.active_dataloader.base_dataloader):
         return last_rows(state)
@@ -64,13 +86,18 @@ def _remainder(state: Any) -> int:
 
 
 def _last(state: Any) -> tuple[int, int]:
-    if not state.end_of_dataloader:
+    if not is_at_end(state):
         return 0, 1
+    # Of what else deals out batches, such as streams that one rank reads, stock's own number is all that is known.
+    return _noted(state) or (_remainder(state), 1)
+
+
+def _noted(state: Any) -> tuple[int, int] | None:
+    """Returns the rows of the batch of all ranks under way, and those that each of them has, where they were noted."""
     for loader in (state.active_dataloader, state.active_dataloader.base_dataloader):
         if (last := vars(loader).get("_hf_megatron_last")) is not None:
             return last[0], last[1]
-    # Of what else deals out batches, such as streams that one rank reads, stock's own number is all that is known.
-    return _remainder(state), 1
+    return None
 
 
 def rows_of_all_ranks(shard: Any) -> int:

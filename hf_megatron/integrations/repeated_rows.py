@@ -17,7 +17,8 @@ from ..communication.whole_tensors import whole_of
 from ..loss import LABELS, without_targets
 from ..parallel_state import ParallelState, parallel_state
 from .accelerate_gathering import EvaluationLoss, gather_evaluated
-from .batch_shards import last_rows
+from .batch_shards import last_rows, read_ahead
+from .uneven_batches import require_full_batch, takes_any_rows
 
 
 class EmptyBatch(dict):
@@ -34,11 +35,14 @@ def get_batch_samples(original: Callable, self: Any, *args: Any, **kwargs: Any) 
     if state is None or not batches or not state.loss.is_spread:
         return batches, count
     last = batches[-1]
+    read_ahead(self.accelerator.gradient_state, is_ahead=False)
+    require_full_batch(self, last)
     if _counted(self, state, last, self._train_batch_size) != find_batch_size(last):
         batches[-1] = own_rows(self, state, last, self._train_batch_size)
     if last_rows(self.accelerator.gradient_state) is not None:
         # The ranks count together: on each of them, or on none.
         count = self._get_num_items_in_batch(batches, self.args.device)
+    read_ahead(self.accelerator.gradient_state, is_ahead=True)
     return batches, count
 
 
@@ -87,7 +91,7 @@ def own_rows(trainer: Any, state: ParallelState, inputs: Any, batch_size: int) -
     rows, counted = find_batch_size(inputs), _counted(trainer, state, inputs, batch_size)
     if counted == rows:
         return inputs
-    if not _takes_any_rows(trainer):
+    if not takes_any_rows(trainer):
         return _with_targets_of(inputs, counted)
     kept = {name: _first(value, rows, max(counted, 1)) for name, value in inputs.items()}
     return kept if counted else EmptyBatch(without_targets(kept))
@@ -123,16 +127,6 @@ def _counted(trainer: Any, state: ParallelState, inputs: Any, batch_size: int) -
     if of_all_ranks is None or rows != batch_size:
         return rows
     return min(max(of_all_ranks - state.mesh.dp_rank * batch_size, 0), batch_size)
-
-
-def _takes_any_rows(trainer: Any) -> bool:
-    """Tells whether a loss is known to do with batches whose sizes differ between ranks.
-
-    A subclass may gather a number per row, as DPOTrainer does, which ends in an error or waits for ever then. Its
-    repeated rows stay, without the targets of their tokens.
-    """
-    owner = next(cls for cls in type(trainer).__mro__ if "compute_loss" in vars(cls))
-    return "compute_loss" not in vars(trainer) and owner.__name__ in ("Trainer", "SFTTrainer")
 
 
 def _with_targets_of(inputs: Any, count: Any) -> Any:

@@ -19,6 +19,7 @@ from ..axes import Axes
 from ..checkpoint.initialize import initialize_missing
 from ..checkpoint.merged import save_merged
 from ..checkpoint.strict_loading import check_loaded, own_memory
+from ..communication.agreement import agreed
 from ..communication.handshake import agree
 from ..config import MegatronConfig, validate_world_size
 from ..errors import ConfigError, UnsupportedError
@@ -86,8 +87,10 @@ def _load(original: Callable, cls: Any, path: Any, *args: Any, megatron_config: 
     if arguments.get("state_dict") is not None:
         forget_conversions(model)
     if config.is_parallel:
-        check_part(model, info, path)
-        check_loaded(model, info, strict=config.strict_loading)
+        # Of a pipeline's weights a rank misses those of its own stages only.
+        with agreed(f"Loading {path}"):
+            check_part(model, info, path)
+            check_loaded(model, info, strict=config.strict_loading)
         _finish(model)
     return (model, info) if output_loading_info else model
 

@@ -9,6 +9,7 @@ import inspect
 import pickle
 import random
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy
@@ -28,11 +29,10 @@ _PAD_ON_THE_RIGHT = ("transformers", "trl")
 _STACKS: tuple[Any, ...] = (default_collate, transformers.default_data_collator, transformers.DefaultDataCollator)
 
 
-def prepare_for_training(original: Callable, self: Any, max_steps: Any, train_dataloader: Any, *args: Any) -> Any:
-    """Trains on rows that are padded as in one process, where the width of a batch is known to matter."""
-    if self.args.include_num_input_tokens_seen == "all" or _padding_matters(self):
-        _pad(self, train_dataloader)
-    return original(self, max_steps, train_dataloader, *args)
+def pad_for_training(trainer: Any, loader: Any) -> None:
+    """Has a rank train on rows that are padded as in one process, where the width of a batch is known to matter."""
+    if trainer.args.include_num_input_tokens_seen == "all" or _padding_matters(trainer):
+        _pad(trainer, loader)
 
 
 def _padding_matters(trainer: Any) -> bool:
@@ -119,19 +119,34 @@ def _states() -> tuple[Any, bytes, bytes]:
 
 def _draws(loader: DataLoader, rows: int) -> bool:
     """Makes one batch of the first rows, and puts the random states back."""
-    dataset: Any = loader.dataset
     # Of a single row nobody could tell whether rows are joined.
-    count = min(max(rows, 2), len(dataset))
-    python, of_numpy, of_torch = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
-    before = _states()
-    try:
-        batch = loader.collate_fn([dataset[index] for index in range(count)])
+    count = min(max(rows, 2), len(loader.dataset))  # type: ignore[arg-type]
+    with _same_states() as before:
+        batch = _collated(loader, count)
         moved = _states() != before
+    return moved and _has_rows(batch, count)
+
+
+def first_batch(loader: DataLoader, rows: int) -> Any:
+    """Makes a batch of a dataset's first rows, or of all if it has fewer; random states are as before."""
+    with _same_states():
+        return _collated(loader, min(rows, len(loader.dataset)))  # type: ignore[arg-type]
+
+
+def _collated(loader: DataLoader, count: int) -> Any:
+    collate: Any = loader.collate_fn
+    return (collate.collate if isinstance(collate, _OwnRows) else collate)([loader.dataset[i] for i in range(count)])
+
+
+@contextmanager
+def _same_states() -> Iterator[tuple]:
+    python, of_numpy, of_torch = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+    try:
+        yield _states()
     finally:
         random.setstate(python)
         numpy.random.set_state(of_numpy)
         torch.set_rng_state(of_torch)
-    return moved and _has_rows(batch, count)
 
 
 def _has_rows(batch: Any, count: int) -> bool:

@@ -4,42 +4,78 @@ Configs ask for a cache by default, which training never reads. With a cache tra
 told by their positions, for one: the loss of a plain loop then depends on a flag that is about generation.
 """
 
+import dataclasses
 import inspect
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.utils import ModelOutput
 
+from ..absent_value import AbsentValue
 from ..errors import UnsupportedError
+from ..patch_ledger import Shared
 
 _CACHES = ("past_key_values", "cache_params")
+
+
+class AbsentCache(AbsentValue):
+    """Stands where one process returns keys and values."""
+
+    message = (
+        "Keys and values were not kept: a training forward, and any of a pipeline, keeps them only where the call asks "
+        "with use_cache=True, and a pipeline in training with labels never does."
+    )
 
 
 def leave_out_in_training(model: Any) -> None:
     """Makes forwards of a model in training behave as with `use_cache=False`, unless the call says otherwise.
 
-    They raise `UnsupportedError` where that would tell documents apart which one process takes for one.
+    They raise `UnsupportedError` where that would tell documents apart which one process takes for one. Where one
+    process would have returned a cache an `AbsentCache` stands, also in outputs of pipelines.
     """
     names = list(inspect.signature(type(model).forward).parameters)[1:]
     if "use_cache" in names:
-        model.register_forward_pre_hook(_Hook(names), with_kwargs=True)
+        hook = _Hook(names)
+        model.register_forward_pre_hook(hook.before, with_kwargs=True)
+        model.register_forward_hook(hook.after)
 
 
-class _Hook:
-    """Adds the argument; `names` are those of the call's arguments, in order."""
+class _Hook(Shared):
+    """Leaves a cache out, and says so in what is returned; `names` are those of the call's arguments, in order."""
 
     def __init__(self, names: list[str]):
         self.names = names
+        # Whether one process would return a cache from the forward that runs.
+        self.expected = False
 
-    def __call__(self, model: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+    def before(self, model: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
         given = dict(zip(self.names, args, strict=False)) | kwargs
-        is_asked = "use_cache" in given or any(given.get(name) is not None for name in _CACHES)
+        caches = [given.get(name) for name in _CACHES]
+        for cache in caches:
+            if isinstance(cache, AbsentCache):
+                raise UnsupportedError(cache.message)
+        is_default = given.get("use_cache") is None
+        wanted = getattr(model.config.get_text_config(), "use_cache", False) if is_default else given["use_cache"]
+        # Checkpointing has transformers leave the cache out.
+        self.expected = bool(wanted) and not (model.training and model.is_gradient_checkpointing)
+        returns_tuple = not given.get("return_dict", model.config.return_dict)
+        is_asked = "use_cache" in given or returns_tuple or any(cache is not None for cache in caches)
         if is_asked or not model.training or not torch.is_grad_enabled():
             return None
-        if getattr(model.config.get_text_config(), "use_cache", False):
+        if wanted:
             _refuse_documents(model, given)
         return args, {**kwargs, "use_cache": False}
+
+    def after(self, model: Any, args: tuple, output: Any) -> Any:
+        is_read_by_name = isinstance(output, ModelOutput) and dataclasses.is_dataclass(output)
+        if not self.expected or not is_read_by_name or torch.compiler.is_compiling():
+            return None
+        # In the place that it has in a tuple.
+        values = {field.name: getattr(output, field.name) for field in dataclasses.fields(output)}
+        absent = {name: AbsentCache() for name in _CACHES if name in values and values[name] is None}
+        return type(output)(**values | absent) if absent else None
 
 
 def _refuse_documents(model: Any, arguments: Mapping[str, Any]) -> None:

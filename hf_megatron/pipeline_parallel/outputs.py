@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers.utils import ModelOutput
 
+from ..absent_value import AbsentValue
 from ..errors import UnsupportedError
 from ..loss import BatchLoss
 from ..upstream import is_reached
@@ -30,39 +31,13 @@ class PipelineOutput(ModelOutput):
     past_key_values: Any = None
 
 
-class AbsentLogits:
-    """Stands where logits were not kept; says so when somebody reads it."""
+class AbsentLogits(AbsentValue):
+    """Stands where logits were not kept."""
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        if name in ("dtype", "to", "is_nested_tensor"):
-            # What looks for tensors in whatever a model returned asks for these.
-            raise _UnreadableAttribute(_NO_LOGITS)
-        raise UnsupportedError(_NO_LOGITS)
-
-    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
-        raise UnsupportedError(_NO_LOGITS)
-
-    @classmethod
-    def __torch_function__(cls, *args: Any, **kwargs: Any) -> Any:
-        raise UnsupportedError(_NO_LOGITS)
-
-    # Operators are looked up in the class.
-    __getitem__ = __setitem__ = __len__ = __iter__ = __bool__ = __float__ = __int__ = __array__ = _refuse
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
-    __matmul__ = __rmatmul__ = __pow__ = __rpow__ = __neg__ = __abs__ = _refuse
-    __lt__ = __le__ = __gt__ = __ge__ = _refuse
-
-
-_NO_LOGITS = (
-    "A pipelined model has no logits in a training step with labels: its backward is over already. Call it "
-    "without labels to get logits that a loss of your own can be computed from."
-)
-
-
-class _UnreadableAttribute(UnsupportedError, AttributeError):
-    """Lets `hasattr` answer no."""
+    message = (
+        "A pipelined model has no logits in a training step with labels: its backward is over already. Call it "
+        "without labels to get logits that a loss of your own can be computed from."
+    )
 
 
 # Of inputs, and what autograd has to add to each parameter.

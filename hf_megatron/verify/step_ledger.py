@@ -6,11 +6,13 @@ itself is not seen.
 """
 
 import functools
+import itertools
 import sys
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -144,6 +146,7 @@ class StepLedger(TorchDispatchMode):
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
+        self._last_read = None
         for handle in self._handles:
             handle.remove()
 
@@ -224,18 +227,23 @@ class StepLedger(TorchDispatchMode):
         self.figures.collectives[key] = calls + 1, total + max(sizes, default=0)
 
     def _note_read(self, func: Any, tensor: Tensor) -> None:
-        where, frame = [], sys._getframe(2)
-        # `tolist()` copies a tensor once, and reads the copy.
-        read = storage_key(tensor), frame.f_lasti, id(frame)
+        frames = list(itertools.islice(_frames_of_others(sys._getframe(1)), 6))
+        # `tolist()` copies a tensor once, and reads the copy. The frame itself, as another one may get its address.
+        read = storage_key(tensor), frames[0].f_lasti, frames[0]
         if read == self._last_read and func is _aten._local_scalar_dense.default:
             return
         self._last_read = read
-        while frame is not None:
-            name = str(frame.f_globals.get("__name__"))
-            if not name.startswith(("torch.", "contextlib")) and name != "torch" and frame.f_globals is not globals():
-                where.append(f"{name}:{frame.f_lineno} {frame.f_code.co_name}")
-            frame = frame.f_back  # type: ignore[assignment]
-        self.figures.reads.append(HostRead(func._schema.name.partition("::")[2], self._moment, tuple(where[:6])))
+        where = tuple(f"{frame.f_globals['__name__']}:{frame.f_lineno} {frame.f_code.co_name}" for frame in frames)
+        self.figures.reads.append(HostRead(func._schema.name.partition("::")[2], self._moment, where))
+
+
+def _frames_of_others(frame: FrameType | None) -> Iterator[FrameType]:
+    """Yields what runs outside of torch and of this file, the innermost first."""
+    while frame is not None:
+        name = str(frame.f_globals.get("__name__"))
+        if not name.startswith(("torch.", "contextlib")) and name != "torch" and frame.f_globals is not globals():
+            yield frame
+        frame = frame.f_back
 
 
 class _Undo:

@@ -1,12 +1,14 @@
 """Saving and resuming from pipeline stages: whole files from all of them, and a state that fits any other layout."""
 
 import json
+import shutil
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from accelerate import Accelerator
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from hf_megatron import CheckpointError, own_parameters, prepare_optimizer
@@ -396,6 +398,22 @@ def test_a_stage_that_is_missing_in_the_manifest_is_an_error_on_every_rank(stori
     run_ranks(save_once, 2)
     without_one_stage(tmp_path / "state", prefix)
     run_ranks(load_again, 2)
+
+
+def test_a_weight_that_one_stage_misses_is_an_error_on_every_rank(stories, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(stories, folder)
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+    def on_rank():
+        with pytest.raises(CheckpointError, match=r"failed on rank 1: .* 1 missing \(model.norm.weight\)"):
+            AutoModelForCausalLM.from_pretrained(folder, megatron_config=layout(pp_size=2))
+        # Nobody is left behind.
+        dist.barrier()
+
+    run_ranks(on_rank, 2)
 
 
 def test_stages_with_different_groups_are_told_so(stories, tmp_path):

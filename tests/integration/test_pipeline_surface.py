@@ -15,6 +15,7 @@ from transformers import (
     CONFIG_MAPPING,
     BertConfig,
     BertForMaskedLM,
+    DynamicCache,
     LlamaConfig,
     LlamaForQuestionAnswering,
     LlamaForSequenceClassification,
@@ -206,9 +207,32 @@ def test_a_cache_that_is_asked_for_in_training():
         with torch.no_grad():
             caches.append(model(input_ids=ids).past_key_values)
         model.eval()
-        return [cache is not None for cache in [*caches, model(input_ids=ids).past_key_values]]
+        return [isinstance(cache, DynamicCache) for cache in [*caches, model(input_ids=ids).past_key_values]]
 
     assert run_ranks(on_rank, 2) == [[False, True, True, True]] * 2
+
+
+@pytest.mark.parametrize("text", ["tp2", "pp2"])
+def test_a_cache_that_was_left_out_says_so(text):
+    def on_rank():
+        ids = twin_of().batches[0]["input_ids"]
+        model = twin_of().load(megatron_config=config_of(text)).train()
+        model.config.use_cache = True
+        given = {"input_ids": ids, "labels": ids, "use_cache": True} if text == "pp2" else {"input_ids": ids}
+        output = model(**given)
+        for read in (len, list, bool, lambda cache: cache.layers):
+            with pytest.raises(UnsupportedError, match="Keys and values were not kept"):
+                read(output.past_key_values)
+        with pytest.raises(UnsupportedError, match="Keys and values were not kept"):
+            model(input_ids=ids, past_key_values=output.past_key_values)
+        # In the places of one process.
+        assert list(model(input_ids=ids)) == ["logits", "past_key_values"]
+        assert list(model(input_ids=ids, use_cache=False)) == ["logits"]
+        if text == "tp2":
+            assert list(model(input_ids=ids, output_hidden_states=True))[1:] == ["past_key_values", "hidden_states"]
+            assert len(model(input_ids=ids, return_dict=False)) == 2
+
+    run_ranks(on_rank, 2)
 
 
 @pytest.mark.parametrize("text", ["tp2", "pp2"])
