@@ -107,7 +107,7 @@ def install(model: Any) -> None:
     LossHooks(state.loss, model, pipelined=state.axes.size("pp") > 1, has_dtensors=has_dtensors).install(model)
     for axis in AXES:
         axis.install(model, state)
-    leave_out_in_training(model)
+    leave_out_in_training(model, pipelined=state.axes.size("pp") > 1)
     OwnPositions(model, state).install(model)
 
 

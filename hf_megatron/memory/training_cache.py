@@ -29,15 +29,18 @@ class AbsentCache(AbsentValue):
     )
 
 
-def leave_out_in_training(model: Any) -> None:
+def leave_out_in_training(model: Any, *, pipelined: bool) -> None:
     """Makes forwards of a model in training behave as with `use_cache=False`, unless the call says otherwise.
 
     They raise `UnsupportedError` where that would tell documents apart which one process takes for one. Where one
-    process would have returned a cache an `AbsentCache` stands, also in outputs of pipelines.
+    process would have returned a cache an `AbsentCache` stands.
+
+    Args:
+        pipelined (`bool`): whether the model may return none by itself.
     """
     names = list(inspect.signature(type(model).forward).parameters)[1:]
     if "use_cache" in names:
-        hook = _Hook(names)
+        hook = _Hook(names, pipelined)
         model.register_forward_pre_hook(hook.before, with_kwargs=True)
         model.register_forward_hook(hook.after)
 
@@ -45,8 +48,8 @@ def leave_out_in_training(model: Any) -> None:
 class _Hook(Shared):
     """Leaves a cache out, and says so in what is returned; `names` are those of the call's arguments, in order."""
 
-    def __init__(self, names: list[str]):
-        self.names = names
+    def __init__(self, names: list[str], pipelined: bool):
+        self.names, self.pipelined = names, pipelined
         # Whether one process would return a cache from the forward that runs.
         self.expected = False
 
@@ -58,11 +61,15 @@ class _Hook(Shared):
                 raise UnsupportedError(cache.message)
         is_default = given.get("use_cache") is None
         wanted = getattr(model.config.get_text_config(), "use_cache", False) if is_default else given["use_cache"]
-        # Checkpointing has transformers leave the cache out.
-        self.expected = bool(wanted) and not (model.training and model.is_gradient_checkpointing)
-        returns_tuple = not given.get("return_dict", model.config.return_dict)
-        is_asked = "use_cache" in given or returns_tuple or any(cache is not None for cache in caches)
-        if is_asked or not model.training or not torch.is_grad_enabled():
+        is_given = any(cache is not None for cache in caches)
+        by_name = given.get("return_dict")
+        returns_tuple = not (model.config.return_dict if by_name is None else by_name)
+        is_asked = "use_cache" in given or returns_tuple or is_given
+        is_left_out = not is_asked and model.training and torch.is_grad_enabled()
+        # Checkpointing has transformers leave it out too.
+        has_one = bool(wanted) and not is_given and not (model.training and model.is_gradient_checkpointing)
+        self.expected = has_one and (is_left_out or self.pipelined)
+        if not is_left_out:
             return None
         if wanted:
             _refuse_documents(model, given)

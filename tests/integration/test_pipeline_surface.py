@@ -199,9 +199,11 @@ def test_hooks_of_a_save_get_the_weights(tmp_path):
 
 
 def test_a_cache_that_is_asked_for_in_training():
+    twin = twin_of()
+
     def on_rank():
-        model = twin_of().load(megatron_config=config_of("tp2")).train()
-        ids = twin_of().batches[0]["input_ids"]
+        model = twin.load(megatron_config=config_of("tp2")).train()
+        ids = twin.batches[0]["input_ids"]
         model.config.use_cache = True
         caches = [model(input_ids=ids).past_key_values, model(input_ids=ids, use_cache=True).past_key_values]
         with torch.no_grad():
@@ -214,9 +216,11 @@ def test_a_cache_that_is_asked_for_in_training():
 
 @pytest.mark.parametrize("text", ["tp2", "pp2"])
 def test_a_cache_that_was_left_out_says_so(text):
+    twin = twin_of()
+
     def on_rank():
-        ids = twin_of().batches[0]["input_ids"]
-        model = twin_of().load(megatron_config=config_of(text)).train()
+        ids = twin.batches[0]["input_ids"]
+        model = twin.load(megatron_config=config_of(text)).train()
         model.config.use_cache = True
         given = {"input_ids": ids, "labels": ids, "use_cache": True} if text == "pp2" else {"input_ids": ids}
         output = model(**given)
