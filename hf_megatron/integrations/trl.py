@@ -58,6 +58,7 @@ def init(original: Callable, self: Any, model: Any = None, *args: Any, **kwargs:
         if value := getattr(given, name, False):
             raise UnsupportedError(f"{type(self).__name__}, {name}={value} with megatron_config: {reason}")
     _refuse_losses_over_the_batch(given, layout)
+    _refuse_datasets_in_memory(given, (*args, *kwargs.values()))
     token = _LAYOUT.set(layout)
     try:
         original(self, model, *args, **kwargs)
@@ -77,6 +78,22 @@ def _refuse_losses_over_the_batch(args: Any, layout: MegatronConfig) -> None:
                 f"loss_type = {kind!r} on {dp_size} data parallel ranks: it {_OVER_THE_BATCH[kind]}, and TRL takes it "
                 "over each rank's own. Use tp_size and pp_size with dp_size=1, or another loss."
             )
+
+
+def _refuse_datasets_in_memory(args: Any, arguments: Sequence[Any]) -> None:
+    """Refuses what each rank would look for in a folder of its own: what the first one computed of a reference."""
+    from datasets import Dataset
+
+    if not getattr(args, "precompute_ref_log_probs", False) or job_world_size() == 1:
+        return
+    for value in arguments:
+        for dataset in value.values() if isinstance(value, Mapping) else (value,):
+            if isinstance(dataset, Dataset) and not dataset.cache_files:
+                raise UnsupportedError(
+                    "precompute_ref_log_probs=True on several ranks with a dataset in memory: the others read what the "
+                    "first rank computed beside the dataset's file. Pass one that was loaded from files, or "
+                    "load_from_disk(...) after save_to_disk(...)."
+                )
 
 
 def layout_of_policy(model: Any, args: Any) -> MegatronConfig | None:

@@ -263,6 +263,10 @@ def test_what_is_refused(stories, tmp_path):
             with pytest.raises(UnsupportedError, match=name):
                 DPOTrainer(model, args=DPOConfig(str(tmp_path), **arguments, **{name: True}), train_dataset=rows)
 
+        with pytest.raises(UnsupportedError, match="precompute_ref_log_probs=True on several ranks with a dataset in"):
+            precomputed = DPOConfig(str(tmp_path), **arguments, precompute_ref_log_probs=True)
+            DPOTrainer(model, args=precomputed, train_dataset=rows)
+
         class OtherTrainer(SFTTrainer):
             pass
 
