@@ -153,12 +153,16 @@ def measure(
         result.norm = gradient_norm(parameters.values()).item()
 
     start = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    # The first step of the first optimizer takes the gradients that are there.
+    has_gradients = True
     for optimizer_name in optimizers:
         optimizer = prepare_optimizer(OPTIMIZERS[optimizer_name](parameters.values(), result.norm))
         for _ in range(STEPS):
-            optimizer.zero_grad()
-            _backward(model, batches)
+            if not has_gradients:
+                optimizer.zero_grad()
+                _backward(model, batches)
             optimizer.step()
+            has_gradients = False
         weights = _full(model, parameters)
         result.weights[optimizer_name] = {name: weight for name, weight in weights.items() if weight is not None}
         with torch.no_grad():

@@ -29,6 +29,8 @@ HERE = {
     "MODEL": "{model}",
     "SRC": "{model}",
     "TYPE": "llama",
+    # It has the fewest variants.
+    "gemma2": "gpt2",
     "DST": "converted",
     "OUT": "merged",
     "DIR": "timeline",
