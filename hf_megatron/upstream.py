@@ -49,12 +49,18 @@ def _minor(version: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
 
 
+@cache
+def installed_version(library: str) -> str:
+    """Returns the version of an installed library; raises `PackageNotFoundError`."""
+    return metadata.version(library)
+
+
 def is_of_other_versions(target: str) -> bool:
     """Tells whether the installed version is one that a patch's target is known not to be in."""
     if target not in _TARGETS:
         return False
     library, first, end = _TARGETS[target]
-    installed = _minor(metadata.version(library))
+    installed = _minor(installed_version(library))
     return (first is not None and installed < _minor(first)) or (end is not None and installed >= _minor(end))
 
 
@@ -62,7 +68,7 @@ def warn_of_unchecked_versions() -> None:
     """Warns, once for each, of imported libraries whose version is outside of what was checked."""
     for library in CHECKED:
         if library in sys.modules:
-            _warn_of_version(library, metadata.version(library))
+            _warn_of_version(library, installed_version(library))
 
 
 @cache
@@ -546,7 +552,7 @@ def recompute_layers(model: Any) -> None:
 
 def recomputes_hooks() -> bool:
     """Tells whether recomputed layers run their hooks again, and keep what these are called with (not from 5.23)."""
-    return _minor(metadata.version("transformers")) < (5, 23)
+    return _minor(installed_version("transformers")) < (5, 23)
 
 
 def untied_state_dict(model: Any, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -14,6 +14,7 @@ from ..checkpoint.reader import Checkpoint
 from ..config import MegatronConfig
 from ..parallel_state import ParallelState, parallel_state
 from ..registry.recorded import layout_kinds, records
+from ..upstream import installed_version
 from ..version import __version__
 from .origin import base_of, hub_id
 
@@ -115,7 +116,7 @@ def installed_versions(*further: str) -> dict[str, str]:
     found = {"hf_megatron": __version__}
     for name in (*_VERSIONS, *further):
         with suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
+            found[name] = installed_version(name)
     return found
 
 

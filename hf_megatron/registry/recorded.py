@@ -4,11 +4,12 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from functools import cache
-from importlib import metadata, resources
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from ..config import MegatronConfig
+from ..upstream import installed_version
 from .features import Features, Part
 
 FILE = "verified.json"
@@ -121,4 +122,4 @@ def _changed(lines: frozenset[str], compared: frozenset[str]) -> list[str]:
 
 def tested_versions() -> dict[str, str]:
     """Returns the versions a result was made with."""
-    return {name: metadata.version(name) for name in _VERSIONS}
+    return {name: installed_version(name) for name in _VERSIONS}

@@ -118,7 +118,10 @@ def compare_runs(
         names = [name for name, _ in rank["logged"]], [name for name, _ in one["logged"]]
         if names[0] != names[1]:
             errors.append(Error(f"rank {number} logs other things than one process", math.inf))
-        for position, ((name, a), (_, b)) in enumerate(zip(rank["logged"], one["logged"], strict=False)):
+        # Behind a number that is none the step was skipped, as docs/surface.md says, and one process has it in weights.
+        comparable = next((n for n, (_, b) in enumerate(one["logged"], 1) if not math.isfinite(b)), None)
+        pairs = list(zip(rank["logged"], one["logged"], strict=False))[:comparable]
+        for position, ((name, a), (_, b)) in enumerate(pairs):
             value = abs(a - b) / max(abs(b), 1e-6) / logged
             value = 0.0 if a == b or (a != a and b != b) else value if value == value else math.inf
             errors.append(
@@ -132,7 +135,6 @@ def compare_runs(
             errors.append(Error(f"{name} is not among the saved weights", math.inf))
             continue
         if was_nan and not b.isfinite().all():
-            # Here the step was skipped, as docs/surface.md says.
             continue
         way = _largest(b - start[name]) if name in start else 0.0
         limit = moved * max(way, floor * largest) + round_off * _largest(b) + 1e-12

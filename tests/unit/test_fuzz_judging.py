@@ -1,0 +1,32 @@
+"""What a run on ranks is held to where one process has a number that is none."""
+
+import math
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from hf_megatron.verify.fuzz.cases import simple_case
+from hf_megatron.verify.fuzz.judging import compare_runs
+
+
+def logged(*values):
+    return {"logged": [(("loss", "grad_norm")[number % 2], value) for number, value in enumerate(values)]}
+
+
+@pytest.mark.parametrize(
+    ("on_ranks", "passes"),
+    [
+        # The step was skipped: what comes behind it is of other weights.
+        ((2.0, math.nan, 1.9, 0.5), True),
+        ((2.1, math.nan, 1.9, 0.5), False),
+        ((2.0, 0.5, 1.9, 0.5), False),
+    ],
+)
+def test_numbers_behind_one_that_is_none_are_not_compared(tmp_path, on_ranks, passes):
+    folders = {name: tmp_path / name for name in ("start", "ranks", "one")}
+    for name, value in zip(folders, (1.0, 2.0, math.nan), strict=True):
+        folders[name].mkdir()
+        save_file({"weight": torch.full((2,), value)}, folders[name] / "model.safetensors")
+    one = logged(2.0, math.nan, 0.0, math.nan)
+    assert compare_runs(simple_case("tp2", "plain"), [logged(*on_ranks)], one, folders).passed == passes
