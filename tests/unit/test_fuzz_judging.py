@@ -15,17 +15,19 @@ def logged(*values):
 
 
 @pytest.mark.parametrize(
-    ("on_ranks", "passes"),
+    ("on_ranks", "weight", "passes"),
     [
         # The step was skipped: what comes behind it is of other weights.
-        ((2.0, math.nan, 1.9, 0.5), True),
-        ((2.1, math.nan, 1.9, 0.5), False),
-        ((2.0, 0.5, 1.9, 0.5), False),
+        ((2.0, math.nan, 1.9, 0.5), math.nan, True),
+        ((2.1, math.nan, 1.9, 0.5), math.nan, False),
+        ((2.0, 0.5, 1.9, 0.5), math.nan, False),
+        # A loss without targets is none, and its gradients are zeros.
+        ((2.0, math.nan, 1.9, 0.5), 2.0, False),
     ],
 )
-def test_numbers_behind_one_that_is_none_are_not_compared(tmp_path, on_ranks, passes):
+def test_numbers_behind_one_that_is_none_are_not_compared(tmp_path, on_ranks, weight, passes):
     folders = {name: tmp_path / name for name in ("start", "ranks", "one")}
-    for name, value in zip(folders, (1.0, 2.0, math.nan), strict=True):
+    for name, value in zip(folders, (1.0, 2.0, weight), strict=True):
         folders[name].mkdir()
         save_file({"weight": torch.full((2,), value)}, folders[name] / "model.safetensors")
     one = logged(2.0, math.nan, 0.0, math.nan)
