@@ -1,6 +1,7 @@
 """`hf-megatron convert`, `verify` and `merge`."""
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,10 +10,17 @@ import typer
 from .failure import MISMATCH, ended_at_once, failing
 
 
-def _bar(what: str | None = None) -> Any:
+@contextmanager
+def _bar(what: str | None = None) -> Iterator[Any]:
     from tqdm.auto import tqdm
 
-    return tqdm(desc=what, unit="B", unit_scale=True, delay=1.0)
+    with tqdm(desc=what, unit="B", unit_scale=True, delay=1.0) as bar:
+        try:
+            yield bar
+        except KeyboardInterrupt:
+            # One that came while the bar was drawn left it not knowing so: it would not end its line.
+            bar.last_print_t = max(bar.last_print_t, bar.start_t + bar.delay)
+            raise
 
 
 def convert(

@@ -230,30 +230,41 @@ from hf_megatron.cli import main
 main()
 """
 WRITING = """
-import os, signal, sys
+import os, signal, sys, time
 
 # Processes in the background inherit that it is ignored.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 from hf_megatron.cli import main
 from hf_megatron.files.digest import NewFile
+from tqdm.auto import tqdm
+
+def interrupted_after(function):
+    def call(*args, **named):
+        function(*args, **named)
+        os.kill(os.getpid(), signal.SIGINT)
+    return call
+
+def slow(*args):
+    # Bars appear after a second.
+    time.sleep(1.1)
+    write(*args)
 
 write = NewFile.write_tensor
-
-def interrupted(self, *args):
-    write(self, *args)
-    os.kill(os.getpid(), signal.SIGINT)
-
-NewFile.write_tensor = interrupted
+if sys.argv[1] == "a bar":
+    NewFile.write_tensor, tqdm.refresh = slow, interrupted_after(tqdm.refresh)
+else:
+    NewFile.write_tensor = interrupted_after(write)
 sys.argv[:] = ["hf-megatron", *sys.argv[2:]]
 main()
 """
 
 
 @pytest.mark.parametrize(
-    "moment", ["torch", "hf_megatron.conversion.compare", "transformers.models.llama.modeling_llama", "a write"]
+    "moment",
+    ["torch", "hf_megatron.conversion.compare", "transformers.models.llama.modeling_llama", "a write", "a bar"],
 )
 def test_an_interrupted_command_says_so_in_one_line(hf, tmp_path, moment):
-    script = WRITING if moment == "a write" else INTERRUPTED
+    script = WRITING if moment.startswith("a ") else INTERRUPTED
     command = [sys.executable, "-c", script, moment, "convert", str(hf), str(tmp_path / "out"), "--to", "sharded"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert (done.returncode, done.stdout) == (130, ""), done.stderr
