@@ -24,7 +24,7 @@ def compare(
 
     Args:
         first, second: folders, or ids of models of the Hub.
-        config: a folder or model id with the config.json, where neither has one.
+        config: a folder or model id with the config.json of those that have none.
         logits: compare the logits of both through transformers, in fp32.
         without_mtp: leave Megatron's layers of multi-token prediction out; the result says how many there are.
         on_tensor: called with the bytes of each tensor.
@@ -34,9 +34,10 @@ def compare(
     """
 
     def found(one: Folder, other: Folder) -> Source:
-        own = with_config(local_folder(one))
-        known = config or (None if (own / "config.json").is_file() else os.fspath(with_config(local_folder(other))))
-        return find_source(one, None, known, without_mtp)
+        if (with_config(local_folder(one)) / "config.json").is_file():
+            # Another config would hide what its own says otherwise.
+            return find_source(one, None, None, without_mtp)
+        return find_source(one, None, config or os.fspath(with_config(local_folder(other))), without_mtp)
 
     return compare_sources(found(first, second), found(second, first), logits=logits, on_tensor=on_tensor)
 

@@ -211,7 +211,7 @@ def _plan(report: Report, reader: Reader, options: TargetOptions, optimizer: boo
     if report.source.format.megatron or to.megatron:
         rules = rules_of(report.source.architecture.config, options)
         plan = order_by_rules(plan, rules)
-    report.notes += note_of_left_out(reader, type(report.source.architecture.model).__name__)
+    report.notes += [*note_of_left_out(reader, type(report.source.architecture.model).__name__), *reader.notes]
     source = report.source
     named = reader.tokenizer or getattr(source.architecture.config, "tokenizer_class", None)
     report.notes += note_of_tokenizer(source.path, source.config_folder, named)

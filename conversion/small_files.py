@@ -49,14 +49,16 @@ def note_of_tokenizer(source: Path, carried: Path, named: Any) -> list[str]:
     )
     if there or not (here or (named and isinstance(named, str))):
         return []
-    which = f"{', '.join(here)} of the source" if here else f"the source names {shown(os.path.basename(named))}"
+    which = f"{shown(', '.join(here))} of the source" if here else f"the source names {shown(os.path.basename(named))}"
     return [f"no tokenizer goes along ({which}): there is none beside the config.json that was read"]
 
 
 def note_of_adapter(*folders: Path) -> list[str]:
     """Returns what a user has to know of an adapter beside the weights or the config, which does not go along."""
     there = sorted({path.name for folder in folders for path in folder.glob("adapter_*") if path.is_file()})
-    return [f"an adapter is left out ({', '.join(there)}): merge it into the weights, or copy it"] if there else []
+    return (
+        [f"an adapter is left out ({shown(', '.join(there))}): merge it into the weights, or copy it"] if there else []
+    )
 
 
 def copy_small_files(source: Path, output: Output, plan: Mapping[Key, TensorMeta]) -> list[str]:

@@ -90,6 +90,7 @@ class Reader(ABC):
         iteration: optimizer steps of the run that wrote it, `None` where it is not known.
         left_out: weights of the files that are not among the entries, as the model has no place for them.
         tokenizer: what the checkpoint calls the tokenizer of its run, `None` where it does not say.
+        notes: what a user of its weights has to know.
     """
 
     entries: Mapping[Key, TensorMeta]
@@ -99,6 +100,7 @@ class Reader(ABC):
     memory: Memory = FRESH
     left_out: tuple[str, ...] = ()
     tokenizer: str | None = None
+    notes: tuple[str, ...] = ()
 
     @abstractmethod
     def read(self, key: Key) -> Tensor:

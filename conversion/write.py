@@ -16,6 +16,7 @@ from ..errors import CheckpointError
 from ..files.safetensors import TensorMeta
 from .architecture import Architecture
 from .families import family_of
+from .families.family import unstored_activation
 from .families.positions import unstored_positions
 from .format import Format
 from .megatron.rules import Rule
@@ -27,9 +28,10 @@ from .tensors import MAIN_WEIGHT, MOMENTS, WEIGHT, Key, OptimizerState, Reader, 
 
 def notes_of(config: Any) -> list[str]:
     """Returns what a user of a checkpoint in Megatron's formats has to know of a model."""
-    reason, positions = family_of(config).unchecked(config), unstored_positions(config)
+    family = family_of(config)
+    reason, unstored = family.unchecked(config), (unstored_positions(config), unstored_activation(family, config))
     notes = [f"format checked by round trip only: {reason}"] if reason else []
-    return [*notes, *([f"not said by Megatron's arguments: {positions}"] if positions else [])]
+    return [*notes, *(f"not said by Megatron's arguments: {what}" for what in unstored if what)]
 
 
 def note_of_left_out(reader: Reader, model_class: str) -> list[str]:

@@ -41,11 +41,12 @@ _ABSOLUTE_PATH = re.compile(r"(?<![\w:/.~<*)\]-])/(?:[\w.@+-]+/)+[\w.@+-]*|(?<!\
 def render(facts: CardFacts, picture: str | None = None) -> ModelCard:
     """Renders the card of a model; `picture` is the file with the losses, relative to the card."""
     variables = {"marker": MARKER, "facts": facts, "picture": picture, **template_variables(facts)}
-    return ModelCard(_template().render(card_data=card_data(facts).to_yaml(), **variables))
+    return ModelCard(card_template().render(card_data=card_data(facts).to_yaml(), **variables))
 
 
 @functools.cache
-def _template() -> Template:
+def card_template() -> Template:
+    """Compiles the text of cards, once."""
     # `ModelCard.from_template` compiles it for every card.
     return Template(_TEMPLATE.read_text(encoding="utf-8"))
 

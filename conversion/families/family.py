@@ -87,6 +87,16 @@ def activation(config: Any) -> str | None:
     return next((found for name in names if (found := getattr(config, name, None))), None)
 
 
+def unstored_activation(family: Family, config: Any) -> str | None:
+    """Returns what Megatron-LM's arguments cannot say of the MLP's activation, `None` where they say all."""
+    name, arguments = activation(config), family.arguments(config)
+    if family.gated and not (arguments.get("swiglu") or arguments.get("quick_geglu")):
+        return f"a gated {name}, which gated_linear_unit and activation_func of TransformerConfig say"
+    if not family.gated and name not in ("gelu", "gelu_python", *_TANH_GELU):
+        return f"the activation {name}, which activation_func of TransformerConfig says"
+    return None
+
+
 def qkv(config: Any) -> GroupedQKV:
     """Returns the operation that packs queries, keys and values."""
     return GroupedQKV(config.num_attention_heads, kv_heads(config), head_dim(config))

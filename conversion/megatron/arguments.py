@@ -122,6 +122,17 @@ def check_arguments(found: Mapping[str, Any], expected: Mapping[str, Any], where
         )
 
 
+def notes_of_arguments(found: Mapping[str, Any]) -> tuple[str, ...]:
+    """Returns what a checkpoint's arguments say of its run that no config of transformers can say."""
+    factor = found.get("moe_expert_capacity_factor")
+    if not found.get("num_experts") or not isinstance(factor, (int, float)) or factor < 0:
+        return ()
+    return (
+        f"the run dropped tokens beyond moe_expert_capacity_factor={shown(factor)} of each expert, where transformers "
+        "computes all of them",
+    )
+
+
 def _left_out(expected: Mapping[str, Any]) -> set[str]:
     """Returns arguments that a model of these does not look at."""
     # Nothing is stored for positions that turn, and no number depends on how many there may be.

@@ -14,7 +14,7 @@ from ..families import family_of, rules_of
 from ..format import Format
 from ..output import Output
 from ..tensors import WEIGHT, Key, MegatronModel, MegatronReader, OptimizerState, Reader, TargetOptions, Writer, largest
-from .arguments import check_arguments
+from .arguments import check_arguments, notes_of_arguments
 from .folder import iteration_folder
 from .names import of_mtp, spellings
 from .rules import Rule
@@ -186,7 +186,9 @@ def megatron_format(
         except CheckpointError:
             made.close()
             raise
-        return TransformersView(made, rules, architecture, where)
+        view = TransformersView(made, rules, architecture, where)
+        view.notes = notes_of_arguments(made.arguments)
+        return view
 
     def create(
         output: Output,

@@ -12,7 +12,14 @@ import pytest
 import safetensors.torch
 import torch
 from huggingface_hub import ModelCard
-from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 from typer.testing import CliRunner
 
 from hf_megatron import CheckpointError
@@ -33,18 +40,20 @@ def nested(depth: int = 60) -> bytes:
     return b"K\x01" + b"".join(b"q%ch%c\x86" % (level, level) for level in range(depth))
 
 
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+
+
 def llama(**changes) -> LlamaForCausalLM:
     torch.manual_seed(0)
-    settings = {
-        "vocab_size": 64,
-        "hidden_size": 64,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 64,
-    }
-    return LlamaForCausalLM(LlamaConfig(**settings | changes))
+    return LlamaForCausalLM(LlamaConfig(**SIZES | changes))
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +132,29 @@ def test_what_arguments_leave_open():
         check_arguments({"swiglu": 1}, {"swiglu": True}, "here")
 
 
+@pytest.mark.parametrize("to", MEGATRON)
+def test_tokens_that_a_run_dropped_are_said(tmp_path, to):
+    """No config of transformers can say so: it would be refused for ever."""
+    MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=2, sliding_window=None)).save_pretrained(
+        tmp_path / "hf"
+    )
+    convert(tmp_path / "hf", tmp_path / "there", to)
+    for factor, is_said in ((1.25, True), (None, False)):
+        for file in (*(tmp_path / "there").rglob("common.pt"), *(tmp_path / "there").rglob("model_optim_rng.pt")):
+            content = torch.load(file, weights_only=False)
+            content["args"].moe_expert_capacity_factor = factor
+            torch.save(content, file)
+        report = convert(tmp_path / "there", tmp_path / f"back{factor}", "hf", checksums=False)
+        assert any("moe_expert_capacity_factor=1.25 of each expert" in note for note in report.notes) is is_said
+
+
+@pytest.mark.parametrize(("name", "is_said"), [("gelu", True), ("silu", False)])
+def test_gates_that_arguments_cannot_name_are_said(tmp_path, name, is_said):
+    llama(hidden_act=name).save_pretrained(tmp_path / "hf")
+    report = convert(tmp_path / "hf", tmp_path / "there", "megatron_core")
+    assert any("a gated gelu, which gated_linear_unit" in note for note in report.notes) is is_said
+
+
 @pytest.mark.parametrize(
     "change", [{"rms_norm_eps": 1e-2}, {"rope_parameters": {"rope_type": "default", "rope_theta": 9.0}}]
 )
@@ -132,6 +164,8 @@ def test_verify_looks_at_both_configs(folders, tmp_path, change):
     assert not found.equal and not found.different and found.logits
     assert next(iter(change)) in found.summary()
     assert compare(folders / "hf", folders / "hf", logits=True).equal
+    # One that is named stands for none that is there.
+    assert compare(folders / "hf", other, config=str(folders / "hf"), logits=True).summary() == found.summary()
 
 
 @pytest.mark.parametrize("to", [*MEGATRON, "hf"])
@@ -172,6 +206,18 @@ def test_adapters_are_said_to_be_left_out(folders, tmp_path):
     assert any("adapter_config.json, adapter_model.safetensors" in note for note in report.notes)
     assert not list((tmp_path / "out").glob("adapter_*"))
     LlamaForCausalLM.from_pretrained(tmp_path / "out")
+
+
+def test_names_of_files_are_shown_without_control_characters(folders, tmp_path):
+    source = tmp_path / "source"
+    shutil.copytree(folders / "hf", source)
+    (source / "adapter_\x1b[2Jmodel.bin").write_bytes(b"")
+    (source / "tokenizer\x1b]0;t\x07.model").write_bytes(b"")
+    shutil.copytree(folders / "hf", tmp_path / "config")
+    report = convert(source, tmp_path / "out", "hf", config=tmp_path / "config")
+    assert len([note for note in report.notes if "adapter_" in note or "tokenizer" in note]) == 2
+    assert all(note.isprintable() for note in report.notes)
+    assert "\x1b" not in (tmp_path / "out" / "README.md").read_text("utf-8")
 
 
 @pytest.mark.parametrize("to", MEGATRON)
