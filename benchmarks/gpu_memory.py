@@ -57,6 +57,8 @@ COMPARED = {
     "tp2+sp": {"tp_size": 2, "sequence_parallel": True},
     "pp2": {"pp_size": 2, "num_microbatches": 4},
     "dp2 zero1": {"zero_stage": 1},
+    "dp2 zero2": {"zero_stage": 2},
+    "dp2 zero3": {"zero_stage": 3},
 }
 
 

@@ -155,14 +155,15 @@ def _converting(scenario, folder, layout, shape):
     from hf_megatron.conversion import convert
 
     _, _, source, to = scenario.split()
-    first = folder
+    beside = tempfile.mkdtemp()
+    first, made = folder, os.path.join(beside, "made")
     if source != "hf":
-        first = os.path.join(folder, "first")
+        first = os.path.join(beside, "first")
         convert(folder, first, source)
 
     def step():
-        convert(first, os.path.join(folder, "made"), to)
-        shutil.rmtree(os.path.join(folder, "made"))
+        convert(first, made, to)
+        shutil.rmtree(made)
 
     return step
 

@@ -43,6 +43,8 @@ COMPARED = {
     "tp2+sp": ({"tp_size": 2, "sequence_parallel": True}, 5e-2),
     "pp2": ({"pp_size": 2, "num_microbatches": 4}, 1e-2),
     "dp2": ({"zero_stage": 1}, 1e-3),
+    "dp2, stage 2": ({"zero_stage": 2}, 1e-3),
+    "dp2, stage 3": ({"zero_stage": 3}, 1e-3),
 }
 
 
