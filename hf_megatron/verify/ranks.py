@@ -7,7 +7,9 @@ and may leave anything behind.
 
 import contextlib
 import functools
+import gc
 import importlib
+import importlib.util
 import os
 import pickle
 import shutil
@@ -25,8 +27,9 @@ import torch.distributed as dist
 from ..errors import RankError
 from ..files.paths import replace_file
 from ..integrations.accelerate import set_rank_environment
+from ..model_cards.card import card_template
 from ..registry import registered_types
-from ..upstream import forget_accelerate_state
+from ..upstream import build_weight_conversions, forget_accelerate_state
 
 # After one rank failed, the others get this long to fail on their own before they are killed.
 _GRACE_SECONDS = 10.0
@@ -35,13 +38,21 @@ _GRACE_SECONDS = 10.0
 _LAZY_IMPORTS = (
     "torch._dynamo",
     "torch.distributed._composable.fsdp",
+    "torch.distributed._composable.replicate_with_fsdp",
     "torch.distributed.checkpoint",
+    "torch.distributed.pipelining",
     "accelerate",
+    "transformers.modelcard",
     "transformers.modeling_layers",
     "transformers.modeling_utils",
+    "transformers.training_args",
+    "hf_megatron.communication.watch",
     "hf_megatron.conversion",
+    "hf_megatron.data_parallel.foreign_leaves",
     "hf_megatron.parallelize",
 )
+# Extras that transformers imports when it saves a model.
+_OPTIONAL_IMPORTS = ("peft",)
 
 
 def run_ranks(
@@ -83,7 +94,7 @@ def run_forks(
         ranks: of the job, one fork for each.
         join (`Callable`): (rank, an empty folder that all of them share) makes the process group.
     """
-    _import_once()
+    make_ready_to_fork()
     directory = Path(tempfile.mkdtemp(prefix="hf_megatron_ranks_"))
     processes: dict[int, int] = {}
     try:
@@ -103,10 +114,19 @@ def run_forks(
 
 
 @functools.cache
-def _import_once() -> None:
-    for name in _LAZY_IMPORTS:
+def make_ready_to_fork() -> None:
+    """Imports and builds once what every fork of this process would by itself."""
+    installed = [name for name in _OPTIONAL_IMPORTS if importlib.util.find_spec(name) is not None]
+    for name in (*_LAZY_IMPORTS, *installed):
         importlib.import_module(name)
     registered_types()
+    build_weight_conversions()
+    card_template()
+
+
+def leave_parents_objects() -> None:
+    """Keeps this fork's collector off the objects of the process it came from: looking at them copies their pages."""
+    gc.freeze()
 
 
 def _be_rank(
@@ -115,6 +135,7 @@ def _be_rank(
     """Runs the function in the fork, writes what it returned, and never returns itself."""
     status = 1
     try:
+        leave_parents_objects()
         torch.set_num_threads(1)
         set_rank_environment(rank, world_size)
         forget_accelerate_state()

@@ -5,9 +5,9 @@ import time
 import pytest
 import torch.distributed as dist
 
-from hf_megatron import RankError
+from hf_megatron import RankError, UnsupportedError
 from hf_megatron.verify import ranks
-from hf_megatron.verify.ranks import run_ranks
+from hf_megatron.verify.ranks import first_reason, run_ranks
 
 
 def test_results_come_in_rank_order():
@@ -21,6 +21,19 @@ def test_all_tracebacks_are_shown():
     with pytest.raises(RankError) as error:
         run_ranks(fail, 2)
     assert "broken on 0" in str(error.value) and "broken on 1" in str(error.value)
+
+
+def test_the_reason_is_the_librarys_own():
+    """A rank that was left alone says that a connection was closed."""
+
+    def fail():
+        if dist.get_rank() == 1:
+            raise UnsupportedError("no such layout")
+        raise RuntimeError("Connection closed by peer")
+
+    with pytest.raises(RankError) as error:
+        run_ranks(fail, 2)
+    assert first_reason(str(error.value)) == "UnsupportedError: no such layout"
 
 
 def test_stuck_rank_is_killed_and_named():
