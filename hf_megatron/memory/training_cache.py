@@ -55,23 +55,18 @@ class _Hook(Shared):
 
     def before(self, model: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
         given = dict(zip(self.names, args, strict=False)) | kwargs
-        caches = [given.get(name) for name in _CACHES]
-        for cache in caches:
+        for cache in _caches(given):
             if isinstance(cache, AbsentCache):
                 raise UnsupportedError(cache.message)
-        is_default = given.get("use_cache") is None
-        wanted = getattr(model.config.get_text_config(), "use_cache", False) if is_default else given["use_cache"]
-        is_given = any(cache is not None for cache in caches)
         by_name = given.get("return_dict")
         returns_tuple = not (model.config.return_dict if by_name is None else by_name)
-        is_asked = "use_cache" in given or returns_tuple or is_given
+        is_asked = "use_cache" in given or returns_tuple or bool(_caches(given))
         is_left_out = not is_asked and model.training and torch.is_grad_enabled()
-        # Checkpointing has transformers leave it out too.
-        has_one = bool(wanted) and not is_given and not (model.training and model.is_gradient_checkpointing)
+        has_one = _makes_cache(model, given)
         self.expected = has_one and (is_left_out or self.pipelined)
         if not is_left_out:
             return None
-        if wanted:
+        if has_one:
             _refuse_documents(model, given)
         return args, {**kwargs, "use_cache": False}
 
@@ -85,6 +80,26 @@ class _Hook(Shared):
         return type(output)(**values | absent) if absent else None
 
 
+def leave_out(model: Any, arguments: dict[str, Any]) -> None:
+    """Makes a call keep no keys and values; `UnsupportedError` where one process would take documents for one then."""
+    if _makes_cache(model, arguments):
+        _refuse_documents(model, arguments)
+    arguments["use_cache"] = False
+
+
+def _caches(arguments: Mapping[str, Any]) -> list[Any]:
+    return [arguments[name] for name in _CACHES if arguments.get(name) is not None]
+
+
+def _makes_cache(model: Any, arguments: Mapping[str, Any]) -> bool:
+    """Tells whether one process would make a cache in a call, and return it."""
+    wanted = arguments.get("use_cache")
+    if wanted is None:
+        wanted = getattr(model.config.get_text_config(), "use_cache", False)
+    # Checkpointing has transformers leave it out.
+    return bool(wanted) and not _caches(arguments) and not (model.training and model.is_gradient_checkpointing)
+
+
 def _refuse_documents(model: Any, arguments: Mapping[str, Any]) -> None:
     # With a mask, transformers looks at no positions.
     positions = arguments.get("position_ids")
@@ -92,7 +107,7 @@ def _refuse_documents(model: Any, arguments: Mapping[str, Any]) -> None:
         return
     if positions.shape[1] > 1 and not bool((positions.diff(dim=1) == 1).all()):
         raise UnsupportedError(
-            "position_ids of several documents in a row, while config.use_cache = True: one process makes a cache, and "
+            "position_ids of several documents in a row, while use_cache = True: one process makes a cache, and "
             f"takes such a row for one document. Call {type(model).__name__} with use_cache=False, or set "
             "model.config.use_cache = False, and documents are told apart, there and here."
         )

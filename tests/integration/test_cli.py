@@ -1,6 +1,7 @@
 """`hf-megatron`: exit codes and output, of the command itself and in this process."""
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -44,6 +45,29 @@ def test_check_mismatch_names_the_worst_tensor(monkeypatch):
     assert "DIFFERS" in result.stdout and "_norm.weight" in result.stdout
 
 
+@pytest.mark.parametrize(("model_type", "is_said"), [("bamba", True), ("llama", False)])
+def test_a_small_share_that_is_split_is_printed(model_type, is_said):
+    """A plan of the head alone saves next to nothing, and would be called equal without a word."""
+    result = run("check", model_type, "--tp", "2")
+    assert result.exit_code == 0, result.output
+    assert ("0% of its layers' parameters split" in result.stdout) is is_said
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (("llama", "--class", "LlamaForTokenClassification", "--tp", "2"), 0, "equal"),
+        (("gemma4_text", "--set", '{"num_kv_shared_layers": 12}', "--tp", "2"), 0, "equal"),
+        (("phimoe", "--set", '{"input_jitter_noise": 0.3}', "--layouts", "tp2,tp2+sp"), 0, "2 of 2 cases"),
+        (("minimax_m2", "--set", '{"router_jitter_noise": 0.3}', "--layouts", "tp2,tp2+sp"), 0, "2 of 2 cases"),
+        (("roberta", "--set", '{"tie_word_embeddings": false}', "--layouts", "pp2"), 1, "refused"),
+    ],
+)
+def test_twins_have_what_they_are_checked_for(words, code, said):
+    result = run("check", *words)
+    assert result.exit_code == code and said in result.stdout, result.output
+
+
 def test_usage_errors():
     assert run("check", "no-such-model").exit_code == 2
     assert run("check", "llama", "--layouts", "rr2").exit_code == 2
@@ -60,6 +84,16 @@ def test_plan_needs_no_weights():
     assert "split dim 0" in rows["model.layers.31.self_attn.q_proj.weight"]
     assert "split dim 1" in rows["model.layers.31.mlp.down_proj.weight"]
     assert "sum over tp" in rows["model.layers.0.input_layernorm.weight"]
+
+
+def test_plans_of_many_ranks_need_no_process(monkeypatch):
+    def refuse():
+        raise AssertionError("a process was forked")
+
+    monkeypatch.setattr(os, "fork", refuse)
+    result = run("plan", "llama", "--tp", "8", "--pp", "16")
+    assert result.exit_code == 0, result.output
+    assert "stage" in result.stdout
 
 
 def test_help_imports_nothing_heavy():

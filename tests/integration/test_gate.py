@@ -143,10 +143,21 @@ def test_every_field_of_ten_types_was_flipped():
     assert verdicts.count("equal") >= 100 and verdicts.count("new") >= 5
 
 
-@pytest.mark.parametrize("number", range(3))
-def test_a_sample_of_flips_again(number):
-    draw = random.Random(number)
-    model_type = draw.choice(flips.TYPES)
-    field = draw.choice(flips.fields(model_type))
+@pytest.mark.parametrize("model_type", flips.TYPES)
+def test_the_gate_says_of_every_flip_what_is_recorded(model_type):
+    different = {}
+    for field, before in RECORDED[model_type].items():
+        found = flips.flip(model_type, field, compares=False)["verdict"]
+        # Some fail to compute only.
+        allowed = ("equal", "cannot be built") if found == "let through" else (found,)
+        if before["verdict"] not in allowed:
+            different[field] = found, before["verdict"]
+    assert different == {}
+
+
+@pytest.mark.parametrize("model_type", flips.TYPES)
+def test_a_sample_of_flips_again(model_type):
+    compared = [field for field, result in RECORDED[model_type].items() if result["verdict"] == "equal"]
+    field = random.Random(model_type).choice(sorted(compared))
     found = flips.flip(model_type, field)
     assert found["verdict"] == RECORDED[model_type][field]["verdict"], f"{model_type} {field}: {found}"

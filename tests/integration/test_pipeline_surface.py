@@ -264,6 +264,50 @@ def test_documents_that_one_process_would_join(text):
         assert found == pytest.approx([expected] * 2, rel=1e-5)
 
 
+CALLS_WITH_A_CACHE = {
+    "evaluation": (False, False, {}),
+    "training without gradients": (True, False, {}),
+    "asked for": (True, True, {"use_cache": True}),
+    "asked for, tuple": (True, True, {"return_dict": False}),
+}
+
+
+@pytest.mark.parametrize("text", ["tp2", "pp2", "dp2"])
+def test_documents_that_a_cache_joins(text):
+    """A pipeline keeps no cache: it would tell documents apart that one process takes for one."""
+
+    def packed():
+        ids = twin_of().batches[0]["input_ids"]
+        return {"input_ids": ids, "labels": ids, "position_ids": torch.arange(ids.shape[1]).expand_as(ids) % 5}
+
+    def loss_of(model, name):
+        training, has_gradients, changes = CALLS_WITH_A_CACHE[name]
+        model.train(training)
+        model.config.use_cache = True
+        with torch.set_grad_enabled(has_gradients):
+            return model(**packed(), **changes)[0].item()
+
+    def on_rank():
+        model, found = twin_of().load(megatron_config=config_of(text)), {}
+        for name in CALLS_WITH_A_CACHE:
+            if text == "pp2":
+                with pytest.raises(UnsupportedError, match="position_ids of several documents"):
+                    loss_of(model, name)
+            else:
+                found[name] = loss_of(model, name)
+        # Checkpointing leaves the cache out in one process too.
+        model.gradient_checkpointing_enable()
+        return found | {"checkpointed": model.train()(**packed()).loss.item()}
+
+    stock = twin_of().load()
+    expected = {name: loss_of(stock, name) for name in CALLS_WITH_A_CACHE}
+    stock.gradient_checkpointing_enable()
+    expected["checkpointed"] = stock.train()(**packed()).loss.item()
+    assert expected["evaluation"] != pytest.approx(expected["checkpointed"], rel=1e-3)
+    for found in run_ranks(on_rank, 2):
+        assert found == pytest.approx({name: expected[name] for name in found}, rel=1e-5)
+
+
 class Reads(TorchDispatchMode):
     """Counts answers of yes or no, for which the host waits on a device."""
 

@@ -4,14 +4,19 @@ import pytest
 import torch
 from datasets import Dataset
 from transformers import AutoModelForSequenceClassification, LlamaConfig, Trainer, TrainingArguments
-from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
+from trl.experimental.cpo import CPOConfig, CPOTrainer
+from trl.experimental.gkd import GKDConfig, GKDTrainer
+from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
 from hf_megatron import UnsupportedError
+from hf_megatron.integrations import repeated_rows
 from hf_megatron.verify.check import parse_layouts
 from hf_megatron.verify.ranks import run_ranks
 from tests.references import trained_alone
 
-from .test_trl import DEFAULTS, UNEQUAL, policy, preferences, texts
+from .test_trl import DEFAULTS, UNEQUAL, policy, preferences, texts, whole_reference
+from .test_trl_losses import conversations, tokenizer, unpaired
 
 [DP2] = parse_layouts("dp2")
 # Batches of four rows, of both ranks together in the second case.
@@ -51,21 +56,55 @@ def test_numbers_of_batches_that_are_read_ahead(stories, tmp_path, count, each):
 REFUSED = "2 data parallel ranks: .* Accelerate repeats rows to fill it, .* Set dataloader_drop_last=True"
 
 
-def test_preferences_are_refused_before_the_first_step(stories, tmp_path):
+PAIRED = {DPOTrainer: (DPOConfig, preferences), RewardTrainer: (RewardConfig, preferences)}
+PAIRED |= {
+    KTOTrainer: (KTOConfig, unpaired),
+    ORPOTrainer: (ORPOConfig, preferences),
+    CPOTrainer: (CPOConfig, preferences),
+}
+
+
+@pytest.mark.parametrize("trainer_class", PAIRED)
+def test_preferences_are_refused_before_the_first_step(stories, tmp_path, trainer_class):
+    config_class, samples = PAIRED[trainer_class]
+    # The classes that TRL calls experimental make no tokenizer of the model's.
+    given = {} if trainer_class.__module__.startswith("trl.trainer.") else {"processing_class": tokenizer(stories, DP2)}
+
     def on_rank():
         def trainer(**changes):
-            arguments = DPOConfig(str(tmp_path), **PLAIN | sizes(DP2) | changes)
-            rows = Dataset.from_list(preferences(6))
-            return DPOTrainer(policy(stories, DP2, DPOTrainer), args=arguments, train_dataset=rows)
+            arguments = config_class(str(tmp_path), **PLAIN | sizes(DP2) | changes)
+            rows = Dataset.from_list(samples(6))
+            return trainer_class(policy(stories, DP2, trainer_class), args=arguments, train_dataset=rows, **given)
 
         refused = trainer()
-        with pytest.raises(UnsupportedError, match=f"DPOTrainer on {REFUSED}"):
+        with pytest.raises(UnsupportedError, match=f"{trainer_class.__name__} on {REFUSED}"):
             refused.train()
         assert refused.state.global_step == 0
         # What does not come to these rows trains.
         return [trainer(max_steps=1).train().global_step, trainer(dataloader_drop_last=True).train().global_step]
 
     assert run_ranks(on_rank, 2) == [[1, 4], [1, 4]]
+
+
+@pytest.mark.parametrize("are_counted", [False, True])
+def test_distillation_counts_no_target_of_repeated_rows(stories, tmp_path, monkeypatch, are_counted):
+    if are_counted:
+        monkeypatch.setattr(repeated_rows, "_with_targets_of", lambda inputs, count: inputs)
+
+    def train(path, output, config):
+        trainer = GKDTrainer(
+            model=policy(path, config, GKDTrainer),
+            teacher_model=whole_reference(path, config),
+            args=GKDConfig(str(output), **PLAIN | sizes(config) | {"lmbda": 0.0, "max_length": 64, "max_steps": 3}),
+            processing_class=tokenizer(path, config),
+            train_dataset=Dataset.from_list(conversations(6)),
+        )
+        trainer.train()
+        return [{name: entry[name] for name in ("loss", "grad_norm")} for entry in trainer.state.log_history[:-1]]
+
+    expected = [pytest.approx(entry, rel=2e-5) for entry in trained_alone(train, stories)]
+    for log in run_ranks(train, 2, stories, tmp_path, DP2):
+        assert (log == expected) is not are_counted
 
 
 class Weighted(Trainer):

@@ -248,6 +248,24 @@ def edits_in_half_precision(loop):
 
 
 @in_half_precision
+@torch.no_grad()
+def swaps_averages_in_half_precision(loop):
+    loop.optimizer = loop.prepare(loop.parameters(), lr=0.0)
+    with torch.enable_grad():
+        loop.step(0)
+    means = {parameter: (parameter * 0.7).clone() for parameter in loop.parameters()}
+    own = {parameter: parameter.detach().clone() for parameter in means}
+    for parameter, mean in means.items():
+        parameter.data = mean
+    with torch.enable_grad():
+        loop.step(1)
+    for parameter, weight in own.items():
+        parameter.copy_(weight + 0.1)
+    with torch.enable_grad():
+        loop.step(2)
+
+
+@in_half_precision
 def casts_in_half_precision(loop):
     loop.optimizer = loop.prepare(loop.parameters(), lr=0.0)
     loop.step(0)
@@ -260,7 +278,7 @@ def casts_in_half_precision(loop):
     edit(loop.model)
 
 
-@pytest.mark.parametrize(("name", "text"), cells(HALF, LAYOUTS, IMPOSSIBLE))
+@pytest.mark.parametrize(("name", "text"), cells(HALF, (*LAYOUTS, "pp2"), IMPOSSIBLE))
 def test_edits_stay_in_half_precision(half_runs, text, name):
     expected = half_runs.of(None)[name][0].weights["the habit"]
     for found in half_runs.of(text):

@@ -132,6 +132,13 @@ def _packed(loop: Loop, batch: dict[str, Tensor], **more: bool) -> Tensor:
     return loop.model(input_ids=batch["input_ids"], position_ids=positions, labels=labels, **more).loss
 
 
+def _packed_evaluation(loop: Loop) -> None:
+    loop.model.eval()
+    with torch.no_grad():
+        loop.log("eval loss of packed rows", _packed(loop, loop.batches[0][0]))
+    loop.model.train()
+
+
 def _packed_without_cache(loop: Loop, batch: dict[str, Tensor]) -> Tensor:
     return _packed(loop, batch, use_cache=False)
 
@@ -192,6 +199,12 @@ LOSS_HABITS = (
         "packed without cache",
         "the same with `use_cache=False`",
         forward=_packed_without_cache,
+        needs=("causal", "positions"),
+    ),
+    Habit(
+        "packed evaluation",
+        "the same in evaluation, while the config asks for a cache",
+        made=_packed_evaluation,
         needs=("causal", "positions"),
     ),
     Habit("router loss", "`output_router_logits=True`", changes=_ROUTER_LOSS, needs=("experts",)),

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ...errors import RankError
-from ..ranks import run_ranks
+from ..ranks import leave_parents_objects, make_ready_to_fork, run_ranks
 from .cases import draws, ranks_of
 from .drawing import draw_model
 from .habits import habits_of
@@ -213,9 +213,11 @@ class _Watchdog:
 
 def in_fork(functions: Sequence[Callable[[], None]], timeout: float) -> None:
     """Calls functions in a fork of this process, which is killed when they take longer than so many seconds each."""
+    make_ready_to_fork()
     process = os.fork()
     if process == 0:
         try:
+            leave_parents_objects()
             torch.set_num_threads(1)
             for function in functions:
                 function()
