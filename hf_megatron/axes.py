@@ -144,15 +144,16 @@ class Axes:
     def of(cls, config: MegatronConfig, world_rank: int) -> "Axes":
         """Makes the axes of a layout, `dp_size` 1 unless stated; raises `ConfigError` for what does not fit."""
         dp_size = config.dp_size or 1
-        # Stage 0 shares nothing: every dp rank repeats the others.
-        replicas = dp_size if config.zero_stage == 0 else config.dp_replicate_size
+        replicas = config.dp_replicate_size
         if dp_size % replicas:
             raise ConfigError(f"MegatronConfig.dp_replicate_size = {replicas}: does not divide dp_size = {dp_size}.")
+        # Stage 0 shares nothing: every rank repeats the others.
+        copies = None if config.zero_stage == 0 else replicas
         world_size = config.ranks_per_replica * dp_size
         if not 0 <= world_rank < world_size:
             raise ConfigError(f"rank = {world_rank}: the layout {config.layout()} has the ranks 0 to {world_size - 1}.")
         sizes = {"tp": config.tp_size, "cp": config.cp_size, "pp": config.pp_size, "dp": dp_size}
-        return cls.of_sizes(world_rank, ep=config.ep_size, dp_replicate=replicas, **sizes)
+        return cls.of_sizes(world_rank, ep=config.ep_size, dp_replicate=copies, **sizes)
 
     @classmethod
     def of_sizes(
@@ -165,14 +166,15 @@ class Axes:
         dp: int = 1,
         etp: int = 1,
         ep: int = 1,
-        dp_replicate: int = 1,
+        dp_replicate: int | None = 1,
     ) -> "Axes":
         """Makes the axes of a layout of these sizes; raises `ConfigError` where they do not divide each other.
 
         Args:
             etp, ep (`int`, defaults to 1): of tp x cp x dp; experts split over etp x ep ranks are repeated on edp.
                 ep fills what etp leaves of tp first, then cp, then dp.
-            dp_replicate (`int`, defaults to 1): repetitions of what the other dp ranks share.
+            dp_replicate (`int`, *optional*, defaults to 1): repetitions of what the other dp ranks share; with `None`
+                nothing is shared, over cp neither.
         """
         axes: dict[str, Axis] = {}
         stride = 1
@@ -187,7 +189,7 @@ class Axes:
         axes["edp"] = stage.without(axes["etp"], axes["ep"])
         # Ranks that see parts of one batch of data, whose targets make one denominator.
         axes["dp_cp"] = axes["dp"].joined(axes["cp"])
-        replicas = axes["dp"].without(axes["dp"].inner(dp // dp_replicate))
+        replicas = stage if dp_replicate is None else axes["dp"].without(axes["dp"].inner(dp // dp_replicate))
         for name in ("dp", "dp_cp", "edp"):
             axes[f"{name}_replicate"] = axes[name].common(replicas)
             axes[f"{name}_shard"] = axes[name].without(replicas)

@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from .errors import ConfigError, UnsupportedError
 
@@ -27,8 +27,11 @@ MEGATRON_ARGUMENTS: Mapping[str, str] = {
 }
 SIZES = ("tp_size", "cp_size", "pp_size", "dp_size", "ep_size", "dp_replicate_size")
 PARTITIONS = ("cost", "layers")
-RECOMPUTE = (None, "full", "selective")
-AUXILIARY_LOSSES = ("batch", "sequence", "microbatch")
+CHOICES: Mapping[str, tuple[str | None, ...]] = {
+    "recompute": (None, "full", "selective"),
+    "auxiliary_loss": ("batch", "sequence", "microbatch"),
+    "cp_comm_type": (None, "p2p", "a2a", "all_gather"),
+}
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,7 @@ class MegatronConfig:
             schedule's own number.
         pipeline_partition (`str` or list of `int`, defaults to `"cost"`): how layers are shared out: `"cost"` evens out
             the estimated work, the output head's included, `"layers"` their number, a list states it for each stage.
-        cp_size, ep_size (`int`, defaults to 1): context and expert parallel sizes. Only 1 is supported so far.
+        cp_size, cp_comm_type, ep_size: of context and expert parallelism, which only checks may ask for so far.
         loss_chunk_size (`int`, *optional*): tokens per chunk of the fused head and cross entropy; the local logits of
             one chunk are all that exists at a time. By default all tokens are one chunk.
         auxiliary_loss (`str`, defaults to `"batch"`): what a router's load balancing loss is taken over, where the
@@ -95,6 +98,8 @@ class MegatronConfig:
         UnsupportedError: a size this version does not support.
     """
 
+    # Sizes that only checks may set.
+    not_supported: ClassVar[tuple[str, ...]] = ("cp_size", "ep_size")
     tp_size: int = 1
     sequence_parallel: bool = False
     pack_activations: bool | None = None
@@ -115,6 +120,7 @@ class MegatronConfig:
     virtual_stages: int | None = None
     pipeline_partition: str | tuple[int, ...] = "cost"
     cp_size: int = 1
+    cp_comm_type: str | None = None
     ep_size: int = 1
     loss_chunk_size: int | None = None
     auxiliary_loss: str = "batch"
@@ -133,13 +139,10 @@ class MegatronConfig:
                 raise ConfigError(f"MegatronConfig.{name} = {value!r}: expected an integer of 1 or more.")
         if isinstance(self.zero_stage, bool) or self.zero_stage not in (0, 1, 2, 3):
             raise ConfigError(f"MegatronConfig.zero_stage = {self.zero_stage!r}: expected 0, 1, 2 or 3.")
-        if self.recompute not in RECOMPUTE:
-            raise ConfigError(f"MegatronConfig.recompute = {self.recompute!r}: expected None, 'full' or 'selective'.")
-        if self.auxiliary_loss not in AUXILIARY_LOSSES:
-            raise ConfigError(
-                f"MegatronConfig.auxiliary_loss = {self.auxiliary_loss!r}: expected 'batch', 'sequence' or "
-                "'microbatch'."
-            )
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in choices:
+                listed = f"{', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}"
+                raise ConfigError(f"MegatronConfig.{name} = {getattr(self, name)!r}: expected {listed}.")
         switches = ("sequence_parallel", "strict_loading", "allow_unverified", "main_weights_in_fp32")
         for name in (*switches, "offload_optimizer", "async_save", "verify_checksums", "pack_activations"):
             value = getattr(self, name)
@@ -157,17 +160,14 @@ class MegatronConfig:
         ):
             raise ConfigError(f"MegatronConfig.gradient_clipping = {norm!r}: expected None or a norm, more than 0.")
         self._check_partition()
-        for name in ("cp_size", "ep_size"):
+        for name in self.not_supported:
             if getattr(self, name) > 1:
                 raise UnsupportedError(
                     f"MegatronConfig.{name} = {getattr(self, name)}: not supported yet, valid: 1. Use tp_size, "
                     "sequence_parallel and pp_size to spread a model over more ranks."
                 )
-        if self.dp_size is not None and self.dp_size % self.dp_replicate_size:
-            raise ConfigError(
-                f"MegatronConfig.dp_replicate_size = {self.dp_replicate_size}: does not divide dp_size = "
-                f"{self.dp_size}."
-            )
+        if self.dp_size is not None and self.dp_size % (copies := self.dp_replicate_size):
+            raise ConfigError(f"MegatronConfig.dp_replicate_size = {copies}: does not divide dp_size = {self.dp_size}.")
         if self.sequence_parallel and self.tp_size == 1:
             raise ConfigError(
                 "MegatronConfig.sequence_parallel = True: needs tp_size of 2 or more, the sequence is split over the "
@@ -260,6 +260,7 @@ class MegatronConfig:
     def layout(self) -> str:
         """Returns the short name of the layout, for example `tp2+sp+pp2+dp2+zero1`."""
         name = f"tp{self.tp_size}" + ("+sp" if self.sequence_parallel else "")
+        name += f"+cp{self.cp_size}" if self.cp_size > 1 else ""
         name += f"+pp{self.pp_size}" if self.pp_size > 1 else ""
         return name + (f"+dp{self.dp_size}+zero{self.zero_stage}" if (self.dp_size or 1) > 1 else "")
 

@@ -143,7 +143,7 @@ class BatchLoss(Shared):
     @property
     def is_spread(self) -> bool:
         """Whether several ranks see parts of one batch."""
-        return self.mesh.axes.size("dp_cp") > 1
+        return self.mesh.axes.size("dp") > 1
 
     @property
     def over_ranks(self) -> bool:
@@ -195,20 +195,20 @@ class BatchLoss(Shared):
             return total / terms.clamp(min=at_least)
         if not self._counts:
             total, terms = total * 0, torch.zeros_like(terms)
-        return _MeanOverRanks.apply(total, terms, self.mesh.group("dp_cp"), self.mesh.dp_size, at_least)
+        return _MeanOverRanks.apply(total, terms, self.mesh.group("dp"), self.mesh.dp_size, at_least)
 
     def sum(self, part: Tensor) -> Tensor:
         """Sums a statistic of any shape over the parts of the batch, with its gradient."""
         if not self.over_ranks:
             return part
         part = part if self._counts else part * 0
-        return _SumOverRanks.apply(part, self.mesh.group("dp_cp"), self.mesh.dp_size)
+        return _SumOverRanks.apply(part, self.mesh.group("dp"), self.mesh.dp_size)
 
     def divisor(self, targets: Tensor) -> Tensor:
         """Returns what a sum over this rank's targets of any shape is divided by, for the average over ranks."""
         counted = count_targets(targets).float()
         if self.over_ranks:
-            dist.all_reduce(counted, group=self.mesh.group("dp_cp"))
+            dist.all_reduce(counted, group=self.mesh.group("dp"))
             counted /= self.mesh.dp_size
         return counted
 
@@ -273,7 +273,7 @@ class BatchLoss(Shared):
         targets = self._targets(arguments).float()
         counts = torch.stack([targets, scalar(rows, targets.device).float()])
         if divided:
-            dist.all_reduce(counts, group=self.mesh.group("dp_cp"))
+            dist.all_reduce(counts, group=self.mesh.group("dp"))
         counts /= factor
         return [given / factor if known else counts[0], counts[1]]
 
@@ -282,11 +282,11 @@ class BatchLoss(Shared):
         if self.auxiliary == "batch" or not self.over_ranks:
             return rows
         count = scalar(rows, self.mesh.device).float()
-        dist.all_reduce(count, group=self.mesh.group("dp_cp"))
+        dist.all_reduce(count, group=self.mesh.group("dp"))
         return count / self.mesh.dp_size
 
     def mean_over_ranks(self, losses: Tensor) -> None:
         """Replaces losses of a batch, of any shape, by the mean over all ranks that see parts of it."""
         if self.is_spread:
-            dist.all_reduce(losses, group=self.mesh.group("dp_cp"))
+            dist.all_reduce(losses, group=self.mesh.group("dp"))
             losses /= self.mesh.dp_size

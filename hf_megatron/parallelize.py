@@ -17,6 +17,7 @@ from .absent_weights import own_parameters
 from .axes import Axes
 from .batch_labels import LossHooks
 from .config import MegatronConfig
+from .context_parallel import axis as context_parallel
 from .data_parallel import axis as data_parallel
 from .errors import ConfigError, UnsupportedError
 from .memory.training_cache import leave_out_in_training
@@ -45,7 +46,7 @@ class ParallelAxis(Protocol):
 
 
 # In the order in which they wrap a model, the innermost first.
-AXES: tuple[ParallelAxis, ...] = (data_parallel, tensor_parallel, pipeline_parallel)
+AXES: tuple[ParallelAxis, ...] = (data_parallel, tensor_parallel, context_parallel, pipeline_parallel)
 
 
 class ParallelPlan(list[Claim]):

@@ -172,6 +172,7 @@ class Ledger:
     enabled: bool = False
     meshes: dict[Any, Any] = field(default_factory=dict)
     launch: Any = None
+    context: Any = None
     _models: list[weakref.ref] = field(default_factory=list)
 
     def declare(self, patch: Patch) -> None:

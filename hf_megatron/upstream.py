@@ -665,6 +665,58 @@ def all_to_all_flat(parts: torch.Tensor, group: Any) -> torch.Tensor:
     return received
 
 
+@cache
+def _kinds_of_masks() -> Mapping[Any, str]:
+    """Returns the code of transformers' functions of masks, and what each of them is."""
+    from transformers import masking_utils as masks
+
+    closures = {
+        "and": masks.and_masks(),
+        "window": masks.sliding_window_overlay(1),
+        "window to both sides": masks.sliding_window_bidirectional_overlay(1),
+        "chunks": masks.chunked_overlay(1, torch.zeros(1)),
+        "documents": masks.packed_sequence_mask_function(torch.zeros(1)),
+        "padding": masks.padding_mask_function(torch.zeros(1)),
+        "causal": masks.causal_mask_function,
+        "full": masks.bidirectional_mask_function,
+    }
+    # transformers before 5.23 counts chunks of packed rows through.
+    remap = getattr(masks, "remap_positions_for_packed_sequence", None)
+    if remap is not None:
+        closures["positions"] = remap(masks.causal_mask_function, torch.zeros(1))
+    return MappingProxyType({function.__code__: kind for kind, function in closures.items()})
+
+
+def mask_parts(function: Any) -> tuple[str | None, Mapping[str, Any]]:
+    """Returns what one of transformers' functions of masks is, `None` for any other, and what it was made of."""
+    kind = _kinds_of_masks().get(getattr(function, "__code__", None))
+    return kind, {} if kind is None else inspect.getclosurevars(function).nonlocals
+
+
+def flash_forward_on_cpu(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, mask: torch.Tensor | None, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns attention `[batch, heads, queries, width]` and the logarithm of its sums; `mask` is added to scores."""
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    return flash(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
+
+
+def flash_backward_on_cpu(
+    gradient: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    causal: bool,
+    mask: torch.Tensor | None,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns the gradients of q, k and v for `out` and `lse`, which may be those of more keys than are given."""
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    return flash(gradient, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale)
+
+
 def reduce_scatter_started(output: torch.Tensor, parts: torch.Tensor, group: Any) -> Any:
     """Starts the sum `[n]` into `output` from `[ranks * n]`; returns its work."""
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -753,6 +805,13 @@ def set_group_timeouts(seconds: float) -> None:
 def group_description(group: Any) -> str | None:
     """Returns how a process group was named when it was made; `None` for anything else."""
     return group.group_desc or group.group_name if isinstance(group, dist.ProcessGroup) else None
+
+
+def build_weight_conversions() -> None:
+    """Makes transformers compile its table of renamed weights, which every process does at its first model."""
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    get_checkpoint_conversion_mapping("")
 
 
 def forget_accelerate_state() -> None:

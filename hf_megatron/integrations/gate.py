@@ -27,6 +27,8 @@ _BESIDE = ("architectures", "transformers_version", "dtype", "distributed_config
 class ConfigUnderTest(MegatronConfig):
     """The layout a parity check is judging: the gate is open for it."""
 
+    not_supported = ("ep_size",)
+
 
 def require_verified(model: Any, state: ParallelState, description: Description) -> None:
     """Raises `UnverifiedLayoutError`, with the command of the check, unless all of the model was compared on a layout.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..config import RECOMPUTE
+from ..config import CHOICES
 from ..errors import ConfigError, UnsupportedError
 from ..parts import works_on_parts
 from ..upstream import computes_own_attention, fetches_attention_core, recompute_layers
@@ -30,7 +30,7 @@ def apply_recompute(model: Any, mode: str | None) -> None:
         mode (`str`, *optional*): `"full"`, `"selective"`, or `None` for a model that stays as it is; `ConfigError` for
             any other.
     """
-    if mode not in RECOMPUTE:
+    if mode not in CHOICES["recompute"]:
         raise ConfigError(f"recompute = {mode!r}: expected None, 'full' or 'selective'.")
     if mode == "full":
         try:

@@ -11,6 +11,7 @@ from torch import nn
 from ..axes import Axes
 from ..config import MegatronConfig
 from ..errors import PlanError, UnsupportedError
+from ..layer_list import find_layers
 from ..spec import ModelSpec
 from ..upstream import splits_python_functions
 from .boundary import StageBoundary
@@ -105,25 +106,6 @@ def has_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
 
 
-def find_layers(model: Any, spec: ModelSpec) -> str:
-    """Returns the name of the spec's layer list, or of the only one made of the class's `_no_split_modules`."""
-    if spec.layers is not None:
-        return spec.layers
-    classes = set(model._no_split_modules or ())
-    lists = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) and {type(layer).__name__ for layer in module} <= classes
-    ]
-    if len(lists) != 1:
-        found = ", ".join(lists) or "none"
-        raise UnsupportedError(
-            f"MegatronConfig.pp_size: {type(model).__name__} has to have one list of {sorted(classes)} to cut; found: "
-            f"{found}. Load it with pp_size=1, or register a spec with `layers`."
-        )
-    return lists[0]
-
-
 def stages_per_rank(config: MegatronConfig) -> int:
     """Returns the stages on each rank: the config's, or by default the schedule's."""
     number = schedule(config.pipeline_schedule).resolve(config.virtual_stages)
@@ -178,7 +160,7 @@ def cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> Cut:
             f"MegatronConfig.pipeline_schedule = {config.pipeline_schedule!r} with tp_size = {config.tp_size} needs "
             f"torch 2.13, this is {torch.__version__}. Use '1f1b' or 'interleaved_1f1b'."
         )
-    name = find_layers(model, spec)
+    name = find_layers(model, spec, "pp_size")
     layers = model.get_submodule(name)
     stages = make_stages(model, layers, config)
     boundary = StageBoundary(stages)

@@ -17,6 +17,7 @@ from ..data_parallel.fully_sharded import reshard
 from ..data_parallel.gradient_store import GradientStore
 from ..errors import UnsupportedError
 from ..loss import Share, has_labels, without_targets
+from ..memory.training_cache import leave_out
 from ..parallel_state import ParallelState
 from ..patch_ledger import Shared
 from ..upstream import local_tensor
@@ -98,7 +99,7 @@ class StageRunner(Shared):
         else:
             count = at_most
         if not whole and "use_cache" in self.signature.parameters:
-            arguments["use_cache"] = False
+            leave_out(self.model, arguments)
         if count > 1 and takes_loss:
             self.checks.refuse_batch_statistics(arguments)
         denominators = None

@@ -71,6 +71,8 @@ def has_plan(model_type: str) -> bool:
     return model_type in registered_types() or bool(getattr(CONFIG_MAPPING[model_type], "base_model_tp_plan", None))
 
 
+# Less of the layers' parameters that is split is said.
+_LARGE_SHARE = 0.5
 # See `tiny_config`.
 _TWIN_HEADS = 4
 
@@ -189,7 +191,8 @@ def _check_changed(
         refused = row["worst"].startswith("UnsupportedError")
         verdict = "equal" if row["passed"] else "refused" if refused else "DIFFERS"
         name = f"{row['class']} {json.dumps(changes)}" if changes else row["class"]
-        echo(f"{row['model_type']:24} {name:36} {layout.layout():8} {verdict:8} {row['worst']}")
+        share = f", {row['split']:.0%} of its layers' parameters split" if row.get("split", 1.0) < _LARGE_SHARE else ""
+        echo(f"{row['model_type']:24} {name:36} {layout.layout():8} {verdict:8} {row['worst']}{share}")
         if details := row.pop("details", None):
             echo(details)
     if twin is not None:

@@ -1,0 +1,89 @@
+"""What stands before transformers' attention and mask functions: tokens that lie on several ranks go another way.
+
+The user's choice of implementation keeps its name, by which models branch; other models of the process see stock.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from ..errors import UnsupportedError
+from ..memory.recompute import recomputing_interface
+from ..patch_ledger import LEDGER
+from .attention import context_attention
+from .descriptions import ContextMask, describe_mask
+from .kernels import Kernel
+
+# Arguments of attention functions that change nothing: what the mask says already, and what concerns the model.
+_KNOWN = frozenset(
+    (
+        *("scaling", "dropout", "softcap", "s_aux", "sliding_window", "is_causal", "position_ids", "seq_idx"),
+        *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
+        *("labels", "shift_labels", "num_items_in_batch", "use_cache", "return_dict"),
+        *("output_attentions", "output_hidden_states", "output_router_logits"),
+    )
+)
+
+
+def attention_function(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Callable:
+    """Returns an attention function that takes whole rows, and those that lie on several ranks."""
+    return partial(_attend, recomputing_interface(original, self, *args, **kwargs))
+
+
+def mask_function(original: Callable, self: Any, name: str) -> Any:
+    """Returns stock's function of masks, or one that describes them where a row under way lies on several ranks."""
+    found = original(self, name)
+    if LEDGER.context is None or type(self).__name__ != "AttentionMaskInterface":
+        return found
+    return partial(_describe, LEDGER.context)
+
+
+def _describe(
+    stack: Any,
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    kv_offset: Any = 0,
+    mask_function: Any = None,
+    attention_mask: Tensor | None = None,
+    **kwargs: Any,
+) -> ContextMask:
+    if q_length != kv_length or kv_offset or q_offset:
+        raise UnsupportedError(
+            f"{q_length} queries of {kv_length} keys: with cp_size > 1 a model takes whole rows, without a cache. Call "
+            "it with use_cache=False and all tokens, or load it with cp_size=1."
+        )
+    return ContextMask(stack.row_of(q_length), describe_mask(mask_function, batch_size, q_length, attention_mask))
+
+
+def _attend(
+    whole: Callable,
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    if not isinstance(attention_mask, ContextMask):
+        return whole(module, query, key, value, attention_mask, *args, **kwargs)
+    unknown = sorted(name for name, given in kwargs.items() if name not in _KNOWN and given is not None)
+    if unknown or args:
+        raise UnsupportedError(
+            f"{type(module).__name__} with cp_size > 1: its attention takes {', '.join(unknown) or 'further arguments'}"
+            ", which attention over several ranks does not know. Load the model with cp_size=1."
+        )
+    if kwargs.get("dropout"):
+        raise UnsupportedError(
+            f"{type(module).__name__}: dropout of {kwargs['dropout']} inside of attention with cp_size > 1. Set it to "
+            "0 in the config, or load the model with cp_size=1."
+        )
+    scale = kwargs.get("scaling")
+    kernel = Kernel(query.shape[-1] ** -0.5 if scale is None else float(scale), kwargs.get("softcap"))
+    row = attention_mask.row
+    out = context_attention(query, key, value, row, attention_mask.mask, kernel, kwargs.get("s_aux"))
+    return out.transpose(1, 2).contiguous(), None

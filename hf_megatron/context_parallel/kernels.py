@@ -1,0 +1,122 @@
+"""Attention of one block of queries and keys, with the logarithm of what its softmax divides by.
+
+Blocks are put together by that: `add_block` weighs what two blocks of keys gave the same queries. Backward needs no
+block's own logarithm but that of all keys (Dao, FlashAttention, 3.1), so a block's gradients are those of one call with
+all of them.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..upstream import flash_backward_on_cpu, flash_forward_on_cpu
+
+_NOTHING = -math.inf
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """How scores become weights.
+
+    Args:
+        scale (`float`): of the products of queries and keys.
+        softcap (`float`, *optional*): scores are `softcap * tanh(score / softcap)`.
+    """
+
+    scale: float
+    softcap: float | None = None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Returns the output `[batch, heads, queries, width]` and its logarithm `[batch, heads, queries]`.
+
+        Args:
+            q, k, v: `[batch, heads, tokens, width]`; keys and values may have fewer heads.
+            causal: a query sees keys up to its own place.
+            mask: `[batch or 1, 1, queries, keys]`, true where a query sees a key.
+        """
+        if self._is_fused(q):
+            out, lse = flash_forward_on_cpu(q, k, v, causal, _additive(mask, q), self.scale)
+        else:
+            scores, _ = self._scores(q, k, causal, mask)
+            lse = scores.logsumexp(-1)
+            out = _per_group(torch.exp(scores - _finite(lse).unsqueeze(-1)).to(v.dtype), v)
+        if mask is not None:
+            # Queries without a key have no weight in what is put together.
+            sees = mask.any(-1)
+            lse = lse.masked_fill(~sees, _NOTHING)
+            out = out.masked_fill(~sees.unsqueeze(-1), 0)
+        return out, lse
+
+    def backward(
+        self,
+        gradient: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        *,
+        causal: bool,
+        mask: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the gradients of q, k and v that come from this block; `out` and `lse` are those of all keys."""
+        lse = _finite(lse)
+        if self._is_fused(q):
+            return flash_backward_on_cpu(gradient, q, k, v, out, lse, causal, _additive(mask, q), self.scale)
+        scores, slope = self._scores(q, k, causal, mask)
+        weights = torch.exp(scores - lse.unsqueeze(-1))
+        groups = q.shape[1] // k.shape[1]
+        towards = _per_group(gradient, v.transpose(-1, -2)).to(weights.dtype)
+        along = (gradient * out).sum(-1, keepdim=True).to(weights.dtype)
+        scored = weights * (towards - along) * slope * self.scale
+        dq = _per_group(scored.to(k.dtype), k)
+        dk = _of_groups(scored.to(q.dtype).transpose(-1, -2) @ q, groups)
+        dv = _of_groups(weights.to(gradient.dtype).transpose(-1, -2) @ gradient, groups)
+        return dq, dk, dv
+
+    def _is_fused(self, q: Tensor) -> bool:
+        return q.device.type == "cpu" and self.softcap is None
+
+    def _scores(self, q: Tensor, k: Tensor, causal: bool, mask: Tensor | None) -> tuple[Tensor, Any]:
+        """Returns scores `[batch, heads, queries, keys]` and the slope of their cap."""
+        raw = _per_group(q, k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32)) * self.scale
+        slope: Any = 1.0
+        if self.softcap is not None:
+            flat = torch.tanh(raw / self.softcap)
+            raw, slope = flat * self.softcap, 1 - flat**2
+        if causal:
+            raw = raw.masked_fill(~torch.ones(raw.shape[-2:], dtype=torch.bool, device=raw.device).tril(), _NOTHING)
+        return raw if mask is None else raw.masked_fill(~mask, _NOTHING), slope
+
+
+def add_block(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
+    """Adds what other keys gave the same queries, in place; shapes are those of `Kernel.forward`."""
+    both = torch.logaddexp(lse, other_lse.to(lse.dtype))
+    base = _finite(both)
+    out.mul_(torch.exp(lse - base).unsqueeze(-1)).add_(other_out * torch.exp(other_lse - base).unsqueeze(-1))
+    lse.copy_(both)
+
+
+def _finite(lse: Tensor) -> Tensor:
+    """Takes 0 where there was no key: `exp(-inf - 0)` is 0, `exp(-inf + inf)` no number."""
+    return lse.masked_fill(lse == _NOTHING, 0)
+
+
+def _additive(mask: Tensor | None, q: Tensor) -> Tensor | None:
+    if mask is None:
+        return None
+    return torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask.to(q.device), _NOTHING)
+
+
+def _per_group(left: Tensor, right: Tensor) -> Tensor:
+    """Multiplies `[batch, heads, n, m]` by `[batch, kv_heads, m, k]`, whose heads serve neighbouring ones each."""
+    groups = left.shape[1] // right.shape[1]
+    return left @ (right if groups == 1 else right.repeat_interleave(groups, dim=1))
+
+
+def _of_groups(gradient: Tensor, groups: int) -> Tensor:
+    """Sums the gradients `[batch, heads, ...]` of the heads that share one of keys or values."""
+    return gradient if groups == 1 else gradient.unflatten(1, (-1, groups)).sum(2)

@@ -1,0 +1,217 @@
+"""Which keys a query sees, without a tensor of queries x keys: an interval of keys for each query, and what it leaves.
+
+Causal, windowed, chunked, packed and padded masks are such intervals. Where a query's keys have holes, a column of the
+batch is left out, or a function of positions is asked, tile by tile. `blocks` cuts what one rank's queries see of
+another's keys into what a kernel computes without a mask, with the causal flag, and with a tile of a mask.
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from .order import Interval
+
+# Queries of a tile whose keys differ: small enough that nobody keeps a mask of the whole row.
+TILE = 512
+
+
+@dataclass(frozen=True)
+class MaskBlock:
+    """Queries and keys that a kernel is called with, counted within the tokens of their ranks.
+
+    Args:
+        queries, keys: `[start, stop)`.
+        causal (`bool`): a query sees the keys up to its own place in the block.
+        mask (`Tensor`, *optional*): `[batch or 1, 1, queries, keys]`, true where a query sees a key.
+    """
+
+    queries: Interval
+    keys: Interval
+    causal: bool = False
+    mask: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class SequenceMask:
+    """Which keys of a row each query sees.
+
+    Args:
+        low, high (`Tensor`): `[batch or 1, length]`; query i sees keys `low[i] <= key < high[i]`.
+        columns (`Tensor`, *optional*): `[batch, length]`, false for keys that nobody sees.
+        function (`Callable`, *optional*): queries `[q, 1]`, keys `[1, k]` -> `[batch or 1, q, k]`, true where a query
+            sees a key within its interval.
+    """
+
+    low: Tensor
+    high: Tensor
+    columns: Tensor | None = None
+    function: Callable[[Tensor, Tensor], Tensor] | None = None
+
+    @classmethod
+    def causal(cls, length: int) -> "SequenceMask":
+        """Lets every query see itself and what came before."""
+        places = torch.arange(length).unsqueeze(0)
+        return cls(torch.zeros_like(places), places + 1)
+
+    @classmethod
+    def full(cls, length: int) -> "SequenceMask":
+        """Lets every query see every key."""
+        places = torch.arange(length).unsqueeze(0)
+        return cls(torch.zeros_like(places), torch.full_like(places, length))
+
+    @property
+    def length(self) -> int:
+        """Tokens of a row."""
+        return self.low.shape[1]
+
+    def within(self, low: Tensor | int, high: Tensor | int) -> "SequenceMask":
+        """Lets a query see no key before `low` and none from `high` on; both `[batch or 1, length]` or a number."""
+        lows, highs = (value if isinstance(value, Tensor) else torch.tensor([[value]]) for value in (low, high))
+        return SequenceMask(torch.maximum(self.low, lows), torch.minimum(self.high, highs), self.columns, self.function)
+
+    def window(self, size: int) -> "SequenceMask":
+        """Lets a query see no key that is `size` or more before it."""
+        return self.within(self._places - size + 1, self.length)
+
+    def chunks(self, size: int, begin: Tensor | int = 0) -> "SequenceMask":
+        """Lets a query see keys of its own chunk; the first begins at `begin`, `[batch or 1, length]` or a number."""
+        start = self._places - (self._places - begin) % size
+        return self.within(start, start + size)
+
+    def documents(self, borders: Tensor) -> "SequenceMask":
+        """Lets a query see its own document: `borders` `[batch or 1, length]` is true where another one begins."""
+        begins = borders.clone()
+        begins[:, 0] = True
+        start = torch.where(begins, self._places, 0).cummax(1).values
+        # The next border from the right.
+        after = torch.cat(
+            [torch.where(begins, self._places, self.length)[:, 1:], torch.full((len(begins), 1), self.length)], 1
+        )
+        stop = after.flip(1).cummin(1).values.flip(1)
+        return self.within(start, stop)
+
+    def without(self, columns: Tensor) -> "SequenceMask":
+        """Lets nobody see keys for which `columns`, `[batch, length]`, is false."""
+        kept = columns.bool()
+        if self.columns is not None:
+            kept = kept & self.columns
+        counts = kept.sum(1, keepdim=True)
+        first, last = kept.int().argmax(1, keepdim=True), self.length - kept.flip(1).int().argmax(1, keepdim=True)
+        # Padding at the ends is an interval too; a row without keys has none.
+        first, last = torch.where(counts > 0, first, 0), torch.where(counts > 0, last, 0)
+        masked = self.within(first, last)
+        has_holes = bool((counts != last - first).any())
+        return SequenceMask(masked.low, masked.high, kept if has_holes else None, self.function)
+
+    def where(self, function: Callable[[Tensor, Tensor], Tensor]) -> "SequenceMask":
+        """Lets a query see only keys for which a function of both is true."""
+        other = self.function
+
+        def both(queries: Tensor, keys: Tensor) -> Tensor:
+            found = function(queries, keys)
+            return found if other is None else found & other(queries, keys)
+
+        return SequenceMask(self.low, self.high, self.columns, both)
+
+    @cached_property
+    def _places(self) -> Tensor:
+        return torch.arange(self.length).unsqueeze(0)
+
+    @cached_property
+    def _is_causal(self) -> Tensor:
+        """Whether a query's keys end with itself, in all rows, `[length]`."""
+        return (self.high == self._places + 1).all(0)
+
+    def dense(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """Returns the mask of queries `[q]` and keys `[k]`, `[batch or 1, q, k]`, true where a query sees a key."""
+        row = keys.view(1, 1, -1)
+        found = (row >= self.low[:, queries].unsqueeze(-1)) & (row < self.high[:, queries].unsqueeze(-1))
+        if self.columns is not None:
+            found = found & self.columns[:, keys].unsqueeze(1)
+        if self.function is not None:
+            found = found & self.function(queries.view(-1, 1), keys.view(1, -1))
+        return found
+
+    def blocks(self, queries: Sequence[Interval], keys: Sequence[Interval]) -> Iterator[MaskBlock]:
+        """Yields the blocks of what queries in some intervals of the row see of keys in others, empty ones left out.
+
+        Args:
+            queries, keys: ascending, those of one rank each.
+        """
+        offsets, starts, passed = [], [], 0
+        for start, stop in keys:
+            offsets.append(passed)
+            starts.append(start)
+            passed += stop - start
+        passed = 0
+        for start, stop in queries:
+            low, high = self._reach((start, stop))
+            number = max(bisect_right(starts, low) - 1, 0)
+            while number < len(keys) and keys[number][0] < high:
+                for block in self._cut((start, stop), keys[number]):
+                    yield _counted(block, passed - start, offsets[number] - keys[number][0])
+                number += 1
+            passed += stop - start
+
+    def _reach(self, queries: Interval) -> Interval:
+        """Returns the keys between which all lie that any of these queries sees."""
+        span = slice(*queries)
+        return int(self.low[:, span].min()), int(self.high[:, span].max())
+
+    def _cut(self, queries: Interval, keys: Interval) -> Iterator[MaskBlock]:
+        low, high = self._reach(queries)
+        keys = max(keys[0], low), min(keys[1], high)
+        if keys[0] >= keys[1]:
+            return
+        whole = self._unmasked(queries, keys)
+        if whole is not None:
+            yield whole
+        elif queries[1] - queries[0] > TILE:
+            for start in range(*queries, TILE):
+                yield from self._cut((start, min(start + TILE, queries[1])), keys)
+        else:
+            for part in self._parts(queries, keys):
+                block = self._unmasked(queries, part)
+                if block is None:
+                    block = MaskBlock(
+                        queries, part, mask=self.dense(torch.arange(*queries), torch.arange(*part)).unsqueeze(1)
+                    )
+                if block.mask is None or bool(block.mask.any()):
+                    yield block
+
+    def _parts(self, queries: Interval, keys: Interval) -> Iterator[Interval]:
+        """Yields keys before, among and behind those that all of some queries see."""
+        span = slice(*queries)
+        first, last = int(self.low[:, span].max()), int(self.high[:, span].min())
+        if bool(self._is_causal[span].all()):
+            # The last part is a square then.
+            last = queries[0]
+        borders = [keys[0], *sorted({border for border in (first, last) if keys[0] < border < keys[1]}), keys[1]]
+        yield from pairwise(borders)
+
+    def _unmasked(self, queries: Interval, keys: Interval) -> MaskBlock | None:
+        """Returns the block of these if a kernel needs no mask for it."""
+        if self.function is not None or (self.columns is not None and not bool(self.columns[:, slice(*keys)].all())):
+            return None
+        span = slice(*queries)
+        if int(self.low[:, span].max()) > keys[0]:
+            return None
+        if int(self.high[:, span].min()) >= keys[1]:
+            return MaskBlock(queries, keys)
+        is_square = queries == keys and bool(self._is_causal[span].all())
+        return MaskBlock(queries, keys, causal=True) if is_square else None
+
+
+def _counted(block: MaskBlock, queries: int, keys: int) -> MaskBlock:
+    """Counts a block of the row within the tokens of its ranks."""
+    return MaskBlock(
+        (block.queries[0] + queries, block.queries[1] + queries),
+        (block.keys[0] + keys, block.keys[1] + keys),
+        block.causal,
+        block.mask,
+    )

@@ -1,0 +1,31 @@
+"""Which of a model's module lists holds its layers."""
+
+from typing import Any
+
+from torch import nn
+
+from .errors import UnsupportedError
+from .spec import ModelSpec
+
+
+def find_layers(model: Any, spec: ModelSpec, field: str) -> str:
+    """Returns the name of the spec's layer list, or of the only one made of the class's `_no_split_modules`.
+
+    Raises:
+        UnsupportedError: there are none or several; the size of `field` has to be 1 then.
+    """
+    if spec.layers is not None:
+        return spec.layers
+    classes = set(model._no_split_modules or ())
+    lists = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) and {type(layer).__name__ for layer in module} <= classes
+    ]
+    if len(lists) != 1:
+        found = ", ".join(lists) or "none"
+        raise UnsupportedError(
+            f"MegatronConfig.{field}: {type(model).__name__} has to have one list of {sorted(classes)} to cut; found: "
+            f"{found}. Load it with {field}=1, or register a spec with `layers`."
+        )
+    return lists[0]

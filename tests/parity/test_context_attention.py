@@ -1,0 +1,218 @@
+"""Attention over ranks against attention of one process: output and every gradient, in double precision."""
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hf_megatron.context_parallel import attention, kernels
+from hf_megatron.context_parallel.attention import ContextGroups, SharedRow, context_attention
+from hf_megatron.context_parallel.exchange import Passing, take_tokens
+from hf_megatron.context_parallel.kernels import Kernel
+from hf_megatron.verify.ranks import run_ranks
+from tests.unit.test_context_order import masks
+
+# Name -> ranks, those that exchange heads, whether keys are gathered.
+SCHEMES = {
+    "p2p": (2, 1, False),
+    "a2a": (2, 2, False),
+    "all_gather": (2, 1, True),
+    "p2p of four": (4, 1, False),
+    "a2a+p2p": (4, 2, False),
+    "a2a and all_gather": (4, 2, True),
+}
+# Heads, heads of keys, width of queries, of values, further options.
+KINDS = {
+    "plain": (4, 4, 8, 8, {}),
+    "grouped": (4, 2, 8, 8, {}),
+    "one head of keys": (4, 1, 8, 8, {}),
+    "narrow values": (4, 2, 12, 8, {}),
+    "sinks": (4, 2, 8, 8, {"sinks": True}),
+    "softcap": (4, 2, 8, 8, {"softcap": 2.0}),
+}
+BATCH = 2
+
+
+def inputs(kind, length):
+    heads, groups, width, narrow, options = KINDS[kind]
+    generator = torch.Generator().manual_seed(3)
+
+    def draw(*shape):
+        return torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
+
+    q, k, v = draw(BATCH, heads, length, width), draw(BATCH, groups, length, width), draw(BATCH, groups, length, narrow)
+    return [q, k, v, draw(heads) if options.get("sinks") else None], draw(BATCH, heads, length, narrow).detach()
+
+
+def expected(kind, length, dense):
+    (q, k, v, sinks), direction = inputs(kind, length)
+    groups, options = q.shape[1] // k.shape[1], KINDS[kind][4]
+    scores = q @ k.repeat_interleave(groups, 1).mT * 0.3
+    if "softcap" in options:
+        scores = options["softcap"] * torch.tanh(scores / options["softcap"])
+    scores = scores.masked_fill(~dense.unsqueeze(1), -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(BATCH, -1, length, 1)], -1)
+    weights = scores.softmax(-1)
+    # A query without any key gets nothing, as from sdpa.
+    weights = weights.masked_fill(~dense.any(-1).view(-1, 1, length, 1), 0)[..., :length]
+    out = weights @ v.repeat_interleave(groups, 1)
+    wanted = [tensor for tensor in (q, k, v, sinks) if tensor is not None]
+    return [out.detach(), *torch.autograd.grad(out, wanted, direction)]
+
+
+def groups_of(ranks, heads, gathers):
+    """Neighbours exchange heads; those that are as many ranks apart make a ring."""
+    neighbours = [tuple(range(first, first + heads)) for first in range(0, ranks, heads)]
+    rings = [tuple(range(first, ranks, heads)) for first in range(heads)]
+    made = [
+        dist.new_subgroups_by_enumeration([list(group) for group in groups])[0] if len(groups[0]) > 1 else None
+        for groups in (neighbours, rings)
+    ]
+    return ContextGroups(made[0], made[1], gathers)
+
+
+def over_ranks(scheme, cases, length):
+    """Every rank's output and gradients for cases of (kind, mask), put together."""
+    ranks, heads, gathers = SCHEMES[scheme]
+
+    def on_rank():
+        groups, found = groups_of(ranks, heads, gathers), []
+        assert groups.rank == dist.get_rank()
+        for kind, name in cases:
+            (q, k, v, sinks), direction = inputs(kind, length)
+            row, (mask, _) = SharedRow(groups, length), masks(length)[name]
+            q, k, v, direction = (take_tokens(t, 2, row.order, groups.rank) for t in (q, k, v, direction))
+            wanted = [tensor.detach().requires_grad_() for tensor in (q, k, v, sinks) if tensor is not None]
+            kernel = Kernel(0.3, KINDS[kind][4].get("softcap"))
+            out = context_attention(*wanted[:3], row, mask, kernel, *wanted[3:])
+            found.append([out.detach(), *torch.autograd.grad(out, wanted, direction)])
+        return found
+
+    results = run_ranks(on_rank, ranks)
+    order = SharedRow(ContextGroupsOf(ranks, heads), length).order
+    joined = []
+    for number in range(len(cases)):
+        parts = [result[number] for result in results]
+        width = max(order.sizes)
+        whole = [
+            torch.cat([torch.nn.functional.pad(p, (0, 0, 0, width - p.shape[2])) for p in tensors], 2)[
+                :, :, order.natural
+            ]
+            for tensors in list(zip(*parts, strict=True))[:4]
+        ]
+        # Each rank has its part of the gradient of what all of them hold.
+        joined.append(whole + [sum(tensors) for tensors in list(zip(*parts, strict=True))[4:]])
+    return joined
+
+
+class ContextGroupsOf(ContextGroups):
+    """The sizes without groups."""
+
+    def __init__(self, ranks, heads):
+        object.__setattr__(self, "_sizes", (heads, ranks // heads))
+
+    head_ranks = property(lambda self: self._sizes[0])
+    ring_ranks = property(lambda self: self._sizes[1])
+    ring_rank = 0
+
+
+def worst(cases, found, length):
+    return {
+        case: max(
+            float((one - other).abs().max())
+            for one, other in zip(expected(case[0], length, masks(length)[case[1]][1]), tensors, strict=True)
+        )
+        for case, tensors in zip(cases, found, strict=True)
+    }
+
+
+CASES = [*(("grouped", name) for name in masks(16)), *((kind, "window") for kind in KINDS), ("sinks", "left padding")]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_attention_is_that_of_one_process(scheme):
+    for length in (61, 3):
+        found = worst(CASES, over_ranks(scheme, CASES, length), length)
+        assert max(found.values()) < 1e-12, found
+
+
+def test_keys_leave_before_a_block_is_computed():
+    """What is sent is on its way while a block is computed, and waited for after it."""
+
+    def on_rank():
+        events = []
+
+        class Noted(Passing):
+            def __init__(self, *args):
+                super().__init__(*args)
+                events.append("sent")
+
+            def wait(self):
+                events.append("waited")
+                return super().wait()
+
+        def forward(self, *args, **kwargs):
+            events.append("block")
+            return stock(self, *args, **kwargs)
+
+        stock, kernels.Kernel.forward = kernels.Kernel.forward, forward
+        attention.Passing = Noted
+        groups = groups_of(2, 1, False)
+        (q, k, v, _), _ = inputs("plain", 64)
+        row = SharedRow(groups, 64)
+        q, k, v = (take_tokens(tensor, 2, row.order, groups.rank).detach() for tensor in (q, k, v))
+        context_attention(q, k, v, row, masks(64)["full"][0], Kernel(0.3))
+        return [event for event, _ in itertools.groupby(events)]
+
+    assert run_ranks(on_rank, 2) == [["sent", "block", "waited", "block"]] * 2
+
+
+@pytest.mark.parametrize("fault", ["merge", "dead", "hop", "swapped", "window"])
+def test_faults_are_found(fault, monkeypatch):
+    cases = [("grouped", "window"), ("sinks", "left padding"), ("grouped", "left padding")]
+    if fault == "merge":
+        monkeypatch.setattr(
+            attention, "add_block", lambda out, lse, part, part_lse: (out.add_(part), lse.copy_(part_lse))
+        )
+    elif fault == "dead":
+        stock = Kernel.forward
+
+        def forward(self, *args, mask, **kwargs):
+            out, lse = stock(self, *args, mask=mask, **kwargs)
+            return out, lse.masked_fill(lse == -torch.inf, 0)
+
+        monkeypatch.setattr(Kernel, "forward", forward)
+    elif fault == "hop":
+        monkeypatch.setattr(attention._Travelling, "home", _own)
+    elif fault == "swapped":
+        monkeypatch.setattr(attention, "_around", _swapped(attention._around))
+    else:
+        monkeypatch.setattr(attention.SequenceMask, "window", lambda self, size: self)
+    dense = {name: masks(64)[name][1] for _, name in cases}
+    found = over_ranks("p2p of four" if fault == "hop" else "p2p", cases, 64)
+    errors = [
+        max(
+            float((one - other).abs().max())
+            for one, other in zip(expected(kind, 64, dense[name]), tensors, strict=True)
+        )
+        for (kind, name), tensors in zip(cases, found, strict=True)
+    ]
+    assert max(errors) > 1e-3
+
+
+def _own(travelling):
+    """Takes the gradients that were sent on last for this rank's own."""
+    travelling.passing.wait()
+    return attention._unpacked(
+        travelling.row, travelling.row.groups.ring_rank, travelling._sent, travelling.k, travelling.v
+    )
+
+
+def _swapped(around):
+    def other_names(row, k, v):
+        for other, keys, values in around(row, k, v):
+            yield other, keys.flip(2), values
+
+    return other_names

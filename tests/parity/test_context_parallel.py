@@ -1,0 +1,136 @@
+"""Rows over several ranks against one process: loss, every gradient and the weights after two steps."""
+
+import dataclasses
+import functools
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING
+
+from hf_megatron.context_parallel import axis as context_parallel
+from hf_megatron.context_parallel import stack
+from hf_megatron.context_parallel.attention import SharedRow
+from hf_megatron.context_parallel.masks import SequenceMask
+from hf_megatron.data_parallel.reduction_groups import Sharing
+from hf_megatron.integrations.gate import ConfigUnderTest
+from hf_megatron.verify.measure import measure
+from hf_megatron.verify.parity import check_twin
+from tests.shared_twins import make_twin
+
+TYPES = ("llama", "gemma2", "gpt_oss", "deepseek_v3", "qwen3_moe", "gpt2")
+LAYOUTS = {
+    "cp2": {"cp_size": 2},
+    "cp4": {"cp_size": 4},
+    "cp2, heads": {"cp_size": 2, "cp_comm_type": "a2a"},
+    "cp2, gathered": {"cp_size": 2, "cp_comm_type": "all_gather"},
+    "tp2+cp2": {"tp_size": 2, "cp_size": 2},
+    "tp2+sp+cp2": {"tp_size": 2, "sequence_parallel": True, "cp_size": 2},
+    "cp2+dp2+zero0": {"cp_size": 2, "dp_size": 2, "zero_stage": 0},
+    "cp2+dp2+zero1": {"cp_size": 2, "dp_size": 2},
+    "cp2+dp2+zero2": {"cp_size": 2, "dp_size": 2, "zero_stage": 2},
+    "pp2+cp2": {"pp_size": 2, "cp_size": 2, "num_microbatches": 2},
+}
+
+
+@functools.lru_cache(maxsize=2)
+def twin(model_type):
+    return make_twin(CONFIG_MAPPING[model_type](), microbatches=2)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_llama_equals_one_process(name):
+    comparison = check_twin(twin("llama"), ConfigUnderTest(**LAYOUTS[name]))
+    assert comparison.passed, comparison.report()
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name"),
+    [(kind, name) for kind in TYPES[1:] for name in ("cp2", "cp2, heads") if kind != "gpt_oss" or name == "cp2"],
+)
+def test_types_equal_one_process(model_type, name):
+    comparison = check_twin(twin(model_type), ConfigUnderTest(**LAYOUTS[name]))
+    assert comparison.passed, comparison.report()
+
+
+def averaged():
+    """Divides gradients by the ranks of a row, too."""
+    along = Sharing.along.__func__
+    Sharing.along = classmethod(
+        lambda cls, axis, mesh: dataclasses.replace(along(cls, axis, mesh), divisor=mesh.axes.size("dp_cp"))
+    )
+
+
+def left_out():
+    """Has nobody add up over the ranks of a row."""
+    context_parallel.place = lambda model, state: stock(model, state) or _without_rule(state)
+
+
+stock = context_parallel.place
+
+
+def _without_rule(state):
+    for name, claim in state.claims.items():
+        state.claims[name] = dataclasses.replace(claim, gradient=dataclasses.replace(claim.gradient, average="dp"))
+
+
+def whole_positions():
+    """Counts the positions of each rank from zero."""
+    SharedRow.own = lambda self, tensor: tensor.narrow(1, 0, self.order.sizes[self.groups.rank])
+
+
+def without_windows():
+    SequenceMask.window = lambda self, size: self
+
+
+def whole_gradients():
+    """Has every rank count all of the gradient behind the layers."""
+    stack._Share.backward = staticmethod(lambda ctx, gradient: (gradient, None))
+
+
+FAULTS = {
+    "gradients averaged over cp": ("llama", averaged),
+    "cp left out of the reduction": ("llama", left_out),
+    "positions counted from zero": ("llama", whole_positions),
+    "windows taken as full": ("gemma2", without_windows),
+    "gradients counted by every rank": ("llama", whole_gradients),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_found(name):
+    model_type, fault = FAULTS[name]
+    assert not check_twin(twin(model_type), ConfigUnderTest(cp_size=2), sabotage=fault).passed
+
+
+@pytest.mark.parametrize("name", ["padded left", "padded right", "packed"])
+@pytest.mark.parametrize("scheme", ["p2p", "a2a"])
+def test_batches_equal_one_process(name, scheme):
+    changed = prepared(twin("mistral"), name)
+    comparison = check_twin(changed, ConfigUnderTest(cp_size=2, cp_comm_type=scheme))
+    assert comparison.passed, comparison.report()
+
+
+@functools.cache
+def _reference(name):
+    base = twin("mistral")
+    batches = [_changed(batch, name) for batch in base.batches]
+    reference = measure(base.load(), batches)
+    reference.without, reference.cancelled = base.reference.without, base.reference.cancelled
+    return batches, reference
+
+
+def prepared(base, name):
+    batches, reference = _reference(name)
+    return dataclasses.replace(base, batches=batches, reference=reference)
+
+
+def _changed(batch, name):
+    batch = {key: value for key, value in batch.items() if key in ("input_ids", "labels")}
+    rows, length = batch["input_ids"].shape
+    if name == "packed":
+        positions = torch.cat([torch.arange(5), torch.arange(length - 5)]).expand(rows, -1)
+        return batch | {"position_ids": positions, "use_cache": False}
+    mask = torch.ones(rows, length, dtype=torch.int64)
+    mask[0, :4] = 0
+    mask = mask if name == "padded left" else mask.flip(1)
+    return batch | {"attention_mask": mask, "labels": batch["labels"].masked_fill(mask == 0, -100)}

@@ -1,0 +1,135 @@
+"""Tokens of ranks, and blocks of masks: permutations, balance, and the dense mask they stand for."""
+
+import pytest
+import torch
+
+from hf_megatron.context_parallel.masks import TILE, SequenceMask
+from hf_megatron.context_parallel.order import SequenceOrder
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("length", [1, 3, 13, 29, 64])
+@pytest.mark.parametrize("documents", [(), (5,), (1, 2, 12, 13, 40)])
+def test_every_token_lies_on_one_rank(length, ranks, documents):
+    for order in (
+        SequenceOrder.contiguous(length, ranks),
+        SequenceOrder.zigzag(length, ranks, documents),
+        SequenceOrder.zigzag(length, ranks, documents).divided(2),
+    ):
+        tokens = [order.tokens(rank) for rank in range(order.ranks)]
+        assert torch.cat(tokens).sort().values.tolist() == list(range(length))
+        assert [len(part) for part in tokens] == list(order.sizes)
+        assert all(part.tolist() == sorted(part.tolist()) for part in tokens)
+        width = max(order.sizes)
+        padded = torch.cat([torch.nn.functional.pad(part, (0, width - len(part)), value=-1) for part in tokens])
+        assert padded[order.natural].tolist() == list(range(length))
+
+
+def work(order, mask):
+    """Pairs of queries and keys of each rank."""
+    return [int((mask.high - mask.low)[0, order.tokens(rank)].clamp(min=0).sum()) for rank in range(order.ranks)]
+
+
+def documents_of(length, seed):
+    """Where documents of log-normal lengths begin, median 600, sigma 1.2."""
+    generator, borders = torch.Generator().manual_seed(seed), [0]
+    while borders[-1] < length:
+        size = 600 * float(torch.exp(1.2 * torch.randn((), generator=generator)))
+        borders.append(borders[-1] + max(int(size), 1))
+    return tuple(borders[1:-1])
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_a_zigzag_is_balanced(ranks):
+    length = 32768
+    plain = work(SequenceOrder.zigzag(length, ranks), SequenceMask.causal(length))
+    assert max(plain) / (sum(plain) / ranks) < 1.001
+    for seed in range(10):
+        borders = documents_of(length, seed)
+        begins = torch.zeros(1, length, dtype=torch.bool)
+        begins[0, list(borders)] = True
+        mask = SequenceMask.causal(length).documents(begins)
+        packed = work(SequenceOrder.zigzag(length, ranks, borders), mask)
+        assert max(packed) / (sum(packed) / ranks) < 1.05
+        whole = work(SequenceOrder.zigzag(length, ranks), mask)
+        assert max(whole) / (sum(whole) / ranks) > max(packed) / (sum(packed) / ranks)
+
+
+def masks(length):
+    """Name -> mask and the dense one, `[batch or 1, length, length]`, that it stands for."""
+    q, k = torch.arange(length).view(1, -1, 1), torch.arange(length).view(1, 1, -1)
+    causal, full = SequenceMask.causal(length), SequenceMask.full(length)
+    begins = torch.zeros(2, length, dtype=torch.bool)
+    begins[0, [length // 3, length // 2]] = True
+    begins[1, length // 5] = True
+    number = begins.int().cumsum(1)
+    same = number.unsqueeze(2) == number.unsqueeze(1)
+    left = torch.ones(2, length, dtype=torch.bool)
+    left[1, : length // 4] = False
+    holes = left.clone()
+    holes[0, 3::4] = False
+    begin = torch.tensor([[0], [length // 4]])
+    return {
+        "causal": (causal, k <= q),
+        "full": (full, torch.ones(1, length, length, dtype=torch.bool)),
+        "window": (causal.window(7), (k <= q) & (k > q - 7)),
+        "chunks": (causal.chunks(9), (k <= q) & (k // 9 == q // 9)),
+        "chunks of padded": (
+            causal.chunks(9, begin).without(left),
+            (k <= q) & ((k - begin.unsqueeze(2)) // 9 == (q - begin.unsqueeze(2)) // 9) & left.unsqueeze(1),
+        ),
+        "documents": (causal.documents(begins), (k <= q) & same),
+        "documents, windows, padding": (
+            causal.documents(begins).window(5).without(left),
+            (k <= q) & (k > q - 5) & same & left.unsqueeze(1),
+        ),
+        "left padding": (causal.without(left), (k <= q) & left.unsqueeze(1)),
+        "right padding": (full.without(left.flip(1)), left.flip(1).unsqueeze(1).expand(2, length, length)),
+        "holes": (causal.without(holes), (k <= q) & holes.unsqueeze(1)),
+        "function": (causal.where(lambda i, j: (i + j).unsqueeze(0) % 3 > 0), (k <= q) & ((q + k) % 3 > 0)),
+        "nothing": (
+            causal.without(torch.zeros(1, length, dtype=torch.bool)),
+            torch.zeros(1, length, length, dtype=torch.bool),
+        ),
+    }
+
+
+def assembled(mask, queries, keys):
+    """Puts blocks together again: `[batch or 1, queries, keys]`, and whether one of them overlaps another."""
+    rows = [stop - start for start, stop in queries], [stop - start for start, stop in keys]
+    found = torch.zeros(2, sum(rows[0]), sum(rows[1]), dtype=torch.int64)
+    for block in mask.blocks(queries, keys):
+        shape = block.queries[1] - block.queries[0], block.keys[1] - block.keys[0]
+        part = torch.ones(1, *shape, dtype=torch.int64)
+        if block.causal:
+            part = part.tril()
+        if block.mask is not None:
+            part = block.mask[:, 0].long()
+        found[:, slice(*block.queries), slice(*block.keys)] += part
+    return found
+
+
+@pytest.mark.parametrize("name", masks(16))
+@pytest.mark.parametrize(("length", "ranks"), [(29, 1), (29, 2), (61, 4), (1300, 2)])
+def test_blocks_are_what_the_mask_says(name, length, ranks):
+    mask, dense = masks(length)[name]
+    order = SequenceOrder.zigzag(length, ranks)
+    for rank in range(ranks):
+        for other in range(ranks):
+            rows, columns = order.tokens(rank), order.tokens(other)
+            wanted = dense.expand(2, -1, -1)[:, rows][:, :, columns].long()
+            assert torch.equal(assembled(mask, order.parts[rank], order.parts[other]), wanted)
+
+
+def test_masks_are_made_of_tiles_at_the_edges_only():
+    length = 8 * TILE
+    order = SequenceOrder.zigzag(length, 2)
+    [kinds] = [list(SequenceMask.causal(length).blocks(order.parts[0], order.parts[1]))]
+    assert all(block.mask is None for block in kinds)
+    windowed = SequenceMask.causal(length).window(2 * TILE + 100)
+    blocks = [
+        b for rank in range(2) for other in range(2) for b in windowed.blocks(order.parts[rank], order.parts[other])
+    ]
+    tiles = [block.mask.numel() for block in blocks if block.mask is not None]
+    assert tiles and max(tiles) <= TILE * TILE
+    assert sum(tiles) < 2.1 * length * TILE
