@@ -1,7 +1,8 @@
 """The model that a checkpoint belongs to: which tensors it has in memory, and under which names its files have them."""
 
+import copy
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -24,10 +25,11 @@ class Architecture:
 
     Attributes:
         names: its parameters and persistent buffers in the order of its modules, a tied one under its first name.
+        further_layers: layers of multi-token prediction among its layers, behind those that the class has.
     """
 
-    def __init__(self, model: Any):
-        self.model = model
+    def __init__(self, model: Any, further_layers: int = 0):
+        self.model, self.further_layers = model, further_layers
         self.config = model.config
         parameters = dict(model.named_parameters(remove_duplicate=False))
         first: dict[int, str] = {}
@@ -50,6 +52,12 @@ class Architecture:
             CheckpointError: there is none, or it names no class of transformers.
         """
         return cls(meta_model_of(path))
+
+    def with_further_layers(self, layers: Sequence[Any]) -> "Architecture":
+        """Makes it with these layers of multi-token prediction behind its own."""
+        model = copy.deepcopy(self.model)
+        model.get_decoder().layers.extend(layers)
+        return Architecture(model, len(layers))
 
     def first_name(self, name: str) -> str:
         """Returns the name under which a weight is converted, for any of the names it has."""

@@ -26,7 +26,7 @@ def compare(
         first, second: folders, or ids of models of the Hub.
         config: a folder or model id with the config.json of those that have none.
         logits: compare the logits of both through transformers, in fp32.
-        without_mtp: leave Megatron's layers of multi-token prediction out; the result says how many there are.
+        without_mtp: leave layers of multi-token prediction out; the result says how many there are.
         on_tensor: called with the bytes of each tensor.
 
     Raises:
@@ -56,7 +56,8 @@ def compare_sources(
         moments: compare what optimizers keep too, where both have it.
         logits, on_tensor: as `compare` has them.
     """
-    with first.open(checksums=False) as one, second.open(checksums=False) as other:
+    further_layers = first.format.further_layers and second.format.further_layers
+    with first.open(False, further_layers) as one, second.open(False, further_layers) as other:
         one.memory, other.memory = Pool(largest(one.entries)), Pool(largest(other.entries))
         result = compare_readers(one, other, moments=moments, on_tensor=on_tensor)
     result.settings = differing_settings(first.architecture.config, second.architecture.config)

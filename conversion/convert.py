@@ -10,6 +10,7 @@ from torch import Tensor
 from ..errors import CheckpointError, ConfigError
 from ..files.buffers import Pool
 from ..files.safetensors import TensorMeta
+from .architecture import Architecture
 from .card import write_conversion_card
 from .compare import Comparison
 from .comparing import Folder, compare_sources
@@ -82,7 +83,7 @@ def plan_conversion(
     """
     options = options or TargetOptions()
     report = _report(source, target, to, from_format, config, options, without_mtp)
-    with report.source.open(checksums=False) as reader:
+    with report.source.open(False, report.format.further_layers) as reader:
         _plan(report, reader, options, optimizer)
     return report
 
@@ -115,7 +116,7 @@ def convert(
         config: a folder or model id with the config.json of a source that has none.
         options: how the target is split, where its format knows of that.
         optimizer: bring moments along where both sides have them.
-        without_mtp: leave Megatron's layers of multi-token prediction out, which no model of transformers has.
+        without_mtp: leave layers of multi-token prediction out; the other formats hold none.
         verify: compare source and target tensor by tensor at the end.
         logits: compare their logits too.
         checksums: compare the source's files with the checksums that it has.
@@ -134,7 +135,7 @@ def convert(
     options = options or TargetOptions()
     report = _report(source, target, to, from_format, config, options, without_mtp)
     found = report.source
-    with found.open(checksums) as reader:
+    with found.open(checksums, report.format.further_layers) as reader:
         reader.memory = Pool(largest(reader.entries))
         plan = _plan(report, reader, options, optimizer)
         on_plan(report)
@@ -142,7 +143,7 @@ def convert(
         write_checkpoint(
             report.target,
             report.format,
-            found.architecture,
+            reader.architecture,
             plan,
             _tensors(reader, plan, on_tensor),
             options,
@@ -192,9 +193,7 @@ def _report(
     check_options(to_format, options)
     found = find_source(source, from_format, config, without_mtp)
     if to_format.megatron:
-        settings = found.architecture.config
-        names = [Key(WEIGHT, name) for rule in rules_of(settings, options) for name in rule.megatron]
-        check_sizes(family_of(settings).model(settings), options, names)
+        _check_sizes(found.architecture, options)
     if os.path.lexists(target):
         raise CheckpointError(f"{target} exists; give a folder that does not.")
     report = Report(found, Path(os.path.abspath(target)), to_format)
@@ -205,11 +204,16 @@ def _report(
     return report
 
 
+def _check_sizes(architecture: Architecture, options: TargetOptions) -> None:
+    names = [Key(WEIGHT, name) for rule in rules_of(architecture, options) for name in rule.megatron]
+    check_sizes(family_of(architecture.config).model(architecture.config), options, names)
+
+
 def _plan(report: Report, reader: Reader, options: TargetOptions, optimizer: bool) -> dict[Key, TensorMeta]:
     plan, to = planned_entries(reader, report.format, optimizer), report.format
     rules: list[Rule] = []
     if report.source.format.megatron or to.megatron:
-        rules = rules_of(report.source.architecture.config, options)
+        rules = rules_of(reader.architecture, options)
         plan = order_by_rules(plan, rules)
     report.notes += [*note_of_left_out(reader, type(report.source.architecture.model).__name__), *reader.notes]
     source = report.source
@@ -223,6 +227,7 @@ def _plan(report: Report, reader: Reader, options: TargetOptions, optimizer: boo
     if any(key.kind == MAIN_WEIGHT for key in reader.entries) and to.main_weights == "never":
         report.notes.append(f"fp32 copies of the weights are left out: {to.title} does not hold them")
     if to.megatron:
+        _check_sizes(reader.architecture, options)
         megatron_plan(plan, rules, str(report.source.path))
     names = {name: ", ".join(rule.megatron) for rule in rules for name in rule.transformers}
     report.rows = [(str(key), names.get(key.name, ""), entry) for key, entry in plan.items()]

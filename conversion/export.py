@@ -47,7 +47,7 @@ def export(
         names = {architecture.first_name(name): name for name in stored}
         plan = {Key(WEIGHT, own): TensorMeta(stored[name].shape, stored[name].dtype) for own, name in names.items()}
         if to.megatron:
-            plan = order_by_rules(plan, rules_of(model.config, options))
+            plan = order_by_rules(plan, rules_of(architecture, options))
         notes = notes_of(model.config) if to.megatron else []
         small_files = Path(tempfile.mkdtemp(prefix="hf_megatron_"))
     try:

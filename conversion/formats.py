@@ -10,6 +10,7 @@ from ..errors import CheckpointError, ConfigError
 from .architecture import Architecture
 from .dcp.format import FORMAT as DCP
 from .format import Format
+from .further_layers import count_further, with_further_layers
 from .hugging_face.format import FORMAT as HF
 from .megatron.folder import TRACKER, iteration_folder
 from .megatron_core.format import FORMAT as MEGATRON_CORE
@@ -82,13 +83,19 @@ def recognise(path: Path) -> Format:
 
 
 def open_reader(
-    path: Path, format: Format, architecture: Architecture, verify: bool = True, without_mtp: bool = False
+    path: Path,
+    format: Format,
+    architecture: Architecture,
+    verify: bool = True,
+    further_layers: bool = False,
+    without_mtp: bool = False,
 ) -> Reader:
     """Opens a checkpoint as tensors of the model, whatever its format.
 
     Args:
         verify: compare checksums that the format itself has.
-        without_mtp: leave Megatron's layers of multi-token prediction out, if there are any.
+        further_layers: with its layers of multi-token prediction, if there are any and transformers has them.
+        without_mtp: leave layers of multi-token prediction out, if there are any.
 
     Raises:
         CheckpointError: it is damaged or unsafe, or not one of this model with this config, or has layers of
@@ -96,11 +103,17 @@ def open_reader(
     """
     reader = format.open(path, architecture, verify)
     try:
+        count = count_further(reader.left_out, architecture.config) if further_layers else 0
+        extended = with_further_layers(architecture, count) if count else None
+        if extended is not None:
+            reader.close()
+            architecture, reader = extended, format.open(path, extended, False)
+        reader.architecture = architecture
         architecture.check_entries(reader.entries, str(path))
         if format.megatron and reader.left_out and not without_mtp:
             raise CheckpointError(
                 f"{path} has {len(reader.left_out)} tensors of multi-token prediction ({reader.left_out[0]}, ...), "
-                f"which {type(architecture.model).__name__} has no place for: hf-megatron convert --without-mtp "
+                f"which {type(architecture.model).__name__} itself has no place for: hf-megatron convert --without-mtp "
                 "(without_mtp=True) leaves them out."
             )
     except CheckpointError:

@@ -27,7 +27,7 @@ class Source:
         path: its folder.
         architecture: its model, from its own config or the one that was named.
         config_folder: where config, tokenizer and the like come from.
-        without_mtp: leave Megatron's layers of multi-token prediction out, if there are any.
+        without_mtp: leave layers of multi-token prediction out, if there are any.
     """
 
     path: Path
@@ -36,11 +36,12 @@ class Source:
     config_folder: Path
     without_mtp: bool = False
 
-    def open(self, checksums: bool) -> Reader:
-        """Opens its tensors under the model's names."""
+    def open(self, checksums: bool, further_layers: bool = False) -> Reader:
+        """Opens its tensors under the model's names; layers of multi-token prediction as `open_reader` has them."""
         if checksums:
             check_record(self.path)
-        return open_reader(self.path, self.format, self.architecture, checksums, self.without_mtp)
+        wanted = further_layers and not self.without_mtp
+        return open_reader(self.path, self.format, self.architecture, checksums, wanted, self.without_mtp)
 
 
 def find_source(
@@ -52,7 +53,7 @@ def find_source(
         source: a folder or the id of a model.
         format: its format, recognised by default.
         config: a folder or the id of a model with the config.json, where the source has none.
-        without_mtp: leave Megatron's layers of multi-token prediction out.
+        without_mtp: leave layers of multi-token prediction out.
 
     Raises:
         CheckpointError: it is missing, of no known format, or its model is not known.

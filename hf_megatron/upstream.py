@@ -1051,6 +1051,34 @@ def convert_loaded(model: Any, group: LoadingGroup, tensors: Mapping[str, torch.
     return {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}
 
 
+def further_layer(model: Any, number: int) -> Any | None:
+    """Makes a layer of multi-token prediction under the names of its files, as `MtpModel` would for this model.
+
+    Returns:
+        a layer of the model's own class with `enorm`, `hnorm`, `eh_proj` and `shared_head.norm`; `None` for classes
+        without such layers, and those whose files name them otherwise.
+    """
+    from transformers.modeling_layers import MtpLayer
+
+    said = model.config.get_text_config()
+    others = ("layer_types", "mlp_layer_types", "chain_hidden_post_norm", "mtp_per_layer_config")
+    if getattr(said, "num_mtp_layers", None) is None or any(getattr(said, name, None) is not None for name in others):
+        return None
+    last = model.get_decoder().layers[-1]
+    norms = [type(module) for name, module in last.named_modules() if "norm" in name]
+    made = MtpLayer(model.config.get_mtp_config(), type(last), norms[0], number)
+    layer, head = made.mtp_block, torch.nn.Module()
+    head.add_module("norm", made.post_norm)
+    for name, module in {
+        "enorm": made.enorm,
+        "hnorm": made.hnorm,
+        "eh_proj": made.eh_proj,
+        "shared_head": head,
+    }.items():
+        layer.add_module(name, module)
+    return layer
+
+
 def rebuild_tensor() -> Callable[..., torch.Tensor]:
     """Returns what makes tensors of any shape of storages of `torch.save` (private in torch 2.11 to 2.13)."""
     return torch._utils._rebuild_tensor_v2

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ...errors import UnsupportedError
+from ..architecture import Architecture
 from ..megatron.rules import Rule
 from ..tensors import TargetOptions
 from .family import Family
@@ -53,8 +54,9 @@ def check_config(config: Any) -> None:
         raise UnsupportedError(f"{config.model_type}: {reason}")
 
 
-def rules_of(config: Any, options: TargetOptions) -> list[Rule]:
-    """Lists the rules of a config's family, with a vocabulary padded as the options say."""
-    multiple = options.make_vocab_size_divisible_by * options.tp_size
+def rules_of(architecture: Architecture, options: TargetOptions) -> list[Rule]:
+    """Lists the rules of an architecture's family, with a vocabulary padded as the options say."""
+    config, multiple = architecture.config, options.make_vocab_size_divisible_by * options.tp_size
     check_config(config)
-    return list(family_of(config).rules(config, -(-config.vocab_size // multiple) * multiple))
+    padded = -(-config.vocab_size // multiple) * multiple
+    return list(family_of(config).rules(config, padded, architecture.further_layers))

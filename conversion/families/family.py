@@ -49,16 +49,17 @@ class Family:
     block: str = "decoder"
     heads: Callable[[Any, int], Iterable[Rule]] = lambda config, padded: ()
 
-    def model(self, config: Any) -> MegatronModel:
-        """Returns what Megatron's formats need to know of a config."""
-        return MegatronModel(self.arguments(config), self.gated, self.block)
+    def model(self, config: Any, further_layers: int = 0) -> MegatronModel:
+        """Returns what Megatron's formats need to know of a config, with layers of multi-token prediction."""
+        further = {"mtp_num_layers": further_layers} if further_layers else {}
+        return MegatronModel({**self.arguments(config), **further}, self.gated, self.block)
 
     def meaning(self, config: Any) -> Arguments:
         """Returns what a config means in Megatron's arguments: those that are stored, and what says the same."""
         return {"openai_gelu": activation(config) in _TANH_GELU, **self.arguments(config)}
 
-    def rules(self, config: Any, padded: int) -> Iterator[Rule]:
-        """Yields a rule for every tensor, with a vocabulary of `padded` rows."""
+    def rules(self, config: Any, padded: int, further_layers: int = 0) -> Iterator[Rule]:
+        """Yields a rule for every tensor, with a vocabulary of `padded` rows and layers of multi-token prediction."""
         vocabulary = PaddedVocabulary(config.vocab_size, padded)
         yield from renamed(self.embedding, "embedding.word_embeddings", operation=vocabulary)
         if not config.tie_word_embeddings:
@@ -68,6 +69,12 @@ class Family:
         for number in range(config.num_hidden_layers):
             yield from self.layer(config, number, f"{self.layers}.{number}", f"{self.block}.layers.{number}")
         yield from renamed(self.norm, f"{self.block}.final_layernorm", bias=self.norm_bias)
+        for index in range(further_layers):
+            number, target = config.num_hidden_layers + index, f"mtp.layers.{index}"
+            yield from self.layer(config, number, f"{self.layers}.{number}", f"{target}.transformer_layer")
+            for name in ("enorm", "hnorm", "eh_proj"):
+                yield from renamed(f"{self.layers}.{number}.{name}", f"{target}.{name}")
+            yield from renamed(f"{self.layers}.{number}.shared_head.norm", f"{target}.final_layernorm")
         yield from self.heads(config, padded)
 
 

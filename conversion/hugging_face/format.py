@@ -19,5 +19,6 @@ FORMAT = Format(
         output, plan, architecture, options
     ),
     options=frozenset({"max_shard_size"}),
+    further_layers=True,
     card="merged",
 )

@@ -16,6 +16,7 @@ from ...files.paths import inside, is_file
 from ...files.safetensors import SafetensorsFile, TensorMeta
 from ...upstream import LoadingGroup, convert_loaded, loading_groups
 from ..architecture import Architecture
+from ..further_layers import of_further_layers, repeated_names
 from ..tensors import WEIGHT, Key, Reader, same_bytes
 from ..torch_files.weight_file import PickledFile
 
@@ -76,7 +77,9 @@ class HuggingFaceReader(Reader):
                 if (first.shape, first.dtype) != (location.shape, location.dtype):
                     raise CheckpointError(f"{path}: {_both(holders[0], opened)} have a {weight} each, and they differ.")
                 holders.append(opened)
-        groups, surplus = loading_groups(architecture.model, self._holders)
+        repeated = repeated_names(self._holders, architecture)
+        groups, surplus = loading_groups(architecture.model, [name for name in self._holders if name not in repeated])
+        further = of_further_layers(self._holders, architecture.config)
         self._group_of: dict[Key, LoadingGroup] = {}
         entries: dict[Key, TensorMeta] = {}
         self._copies: dict[Key, list[LoadingGroup]] = {}
@@ -93,11 +96,21 @@ class HuggingFaceReader(Reader):
                     self._copies.setdefault(key, []).append(group)
                 else:
                     entries[key], self._group_of[key] = TensorMeta.of(tensor), group
+        surplus = [name for name in surplus if name not in further]
         architecture.check([*(key.name for key in entries), *surplus], str(path))
         used = {name for group in groups for name, _ in group.sources}
         # Beside these there are buffers of old releases, which nobody misses.
         layers = getattr(architecture.config.get_text_config(), "num_hidden_layers", None)
-        self.left_out = tuple(name for name in self._holders if name not in used and _of_mtp(name, layers))
+        unused = [name for name in self._holders if name not in used and name not in repeated]
+        self.left_out = tuple(name for name in unused if name in further or _of_mtp(name, layers))
+        self._repeats: dict[Key, list[str]] = {}
+        for name, own in repeated.items():
+            self._repeats.setdefault(Key(WEIGHT, architecture.first_name(own)), []).append(name)
+        if repeated:
+            self.notes = (
+                f"{', '.join(repeated)} repeat the model's own weights, which multi-token prediction shares, and are "
+                "left out",
+            )
         saved = [key for key in entries if key.name in architecture.saved_names]
         self.entries = {key: entries[key] for key in sorted(saved, key=architecture.sort_key)}
         self._ready: dict[Key, Tensor] = {}
@@ -110,6 +123,9 @@ class HuggingFaceReader(Reader):
             if not same_bytes(tensor, self._converted(group)[key]):
                 names = ", ".join(name for name, _ in (*self._group_of[key].sources, *group.sources))
                 raise CheckpointError(f"{self.path}: {names} are one tied weight of the model, and differ.")
+        for name in self._repeats.get(key, ()):
+            if not same_bytes(tensor, self._stored(name)):
+                raise CheckpointError(f"{self.path}: {name} differs from {key.name}, which it is shared with.")
         return tensor
 
     def _converted(self, group: LoadingGroup) -> dict[Key, Tensor]:

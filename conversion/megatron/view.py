@@ -59,8 +59,8 @@ class TransformersView(Reader):
                 for name, tensor in zip(rule.transformers, tensors, strict=True):
                     entries[Key(kind, name)] = TensorMeta.of(tensor)
                     self._source_of[Key(kind, name)] = rule, sources
-        # No model class of transformers has layers that predict further tokens.
-        self.left_out = tuple(key.name for key in reader.entries if key.kind == WEIGHT and of_mtp(key.name))
+        further = [key for key in reader.entries if key not in used and of_mtp(key.name)]
+        self.left_out = tuple(key.name for key in further if key.kind == WEIGHT)
         unknown = [str(key) for key in reader.entries if key not in used and not of_mtp(key.name)]
         if unknown:
             shown = ", ".join(unknown[:50]) + (", ..." if len(unknown) > 50 else "")
@@ -179,7 +179,7 @@ def megatron_format(
     """
 
     def open(path: Path, architecture: Architecture, verify: bool) -> Reader:
-        rules = rules_of(architecture.config, TargetOptions())
+        rules = rules_of(architecture, TargetOptions())
         made, where = reader(path, architecture), str(iteration_folder(path))
         try:
             check_arguments(made.arguments, family_of(architecture.config).meaning(architecture.config), where)
@@ -198,9 +198,9 @@ def megatron_format(
         iteration: int | None,
         optimizer: OptimizerState | None,
     ) -> Writer:
-        rules = rules_of(architecture.config, options)
-        model = family_of(architecture.config).model(architecture.config)
+        rules = rules_of(architecture, options)
+        model = family_of(architecture.config).model(architecture.config, architecture.further_layers)
         inner = megatron_plan(plan, rules, str(output.target))
         return TransformersNames(writer(output, inner, model, options, iteration, optimizer), plan, rules)
 
-    return Format(open=open, create=create, megatron=True, **facts)
+    return Format(open=open, create=create, megatron=True, further_layers=True, **facts)

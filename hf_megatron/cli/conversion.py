@@ -48,9 +48,7 @@ def convert(
     optimizer: Annotated[bool, typer.Option(help="Bring moments along where both sides have them.")] = True,
     without_mtp: Annotated[
         bool,
-        typer.Option(
-            "--without-mtp", help="Leave out Megatron's layers that predict further tokens, and say how many."
-        ),
+        typer.Option("--without-mtp", help="Leave out layers that predict further tokens, and say how many."),
     ] = False,
     plan: Annotated[bool, typer.Option("--plan", help="Print every mapping and size; read and write nothing.")] = False,
     verify: Annotated[bool, typer.Option("--verify", help="Compare source and target tensor by tensor.")] = False,
@@ -107,9 +105,7 @@ def verify(
     logits: Annotated[bool, typer.Option("--logits", help="Compare logits through transformers too.")] = False,
     without_mtp: Annotated[
         bool,
-        typer.Option(
-            "--without-mtp", help="Leave out Megatron's layers that predict further tokens, and say how many."
-        ),
+        typer.Option("--without-mtp", help="Leave out layers that predict further tokens, and say how many."),
     ] = False,
 ) -> None:
     """Compare two checkpoints of any formats tensor by tensor.

@@ -118,6 +118,8 @@ class Session:
                 hidden = torch.empty(rows, batch, self.model.config.hidden_size)
                 dist.recv(hidden, ranks[self.stage - 1])
                 self.model.set_input_tensor(hidden)
+            if self.model.config.mtp_num_layers:
+                return self.further_logits(ids, positions)
             output = self.model(ids, positions, None)
             if self.stage < self.stages - 1:
                 dist.send(output.contiguous(), ranks[self.stage + 1])
@@ -125,6 +127,16 @@ class Session:
         parts = [torch.empty_like(output) for _ in range(self.layout.tp)]
         dist.all_gather(parts, output.contiguous(), group=parallel_state.get_tensor_model_parallel_group())
         return torch.cat(parts, -1)[..., : self.vocab].contiguous()
+
+    def further_logits(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """[1 + depth, batch, sequence, vocabulary] of one rank: the model's, then those of each further token."""
+        seen: list[torch.Tensor] = []
+        # The loss is computed in place of them (tensor_parallel/cross_entropy.py).
+        hook = self.model.output_layer.register_forward_hook(lambda module, args, out: seen.append(out[0].clone()))
+        self.model(ids, positions, None, labels=ids)
+        hook.remove()
+        *further, own = seen
+        return torch.stack([own, *further]).transpose(1, 2)[..., : self.vocab].contiguous()
 
 
 def tensors_of(state) -> list[ShardedTensor]:
