@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType, TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,9 +19,6 @@ from torch import Tensor
 from ..errors import CheckpointError, ConfigError
 from ..files.buffers import FRESH, Memory
 from ..files.safetensors import TensorMeta
-
-if TYPE_CHECKING:
-    from .architecture import Architecture
 
 WEIGHT = "weight"
 # fp32 copies of weights, and Adam's moments: they have the shape of the weight and are converted as it is.
@@ -91,14 +88,14 @@ class Reader(ABC):
         optimizer_refusal: why the state of an optimizer that is there is not among the entries, and what to do.
         memory: where what is read is put.
         iteration: optimizer steps of the run that wrote it, `None` where it is not known.
-        architecture: the model that the entries belong to.
+        architecture: the `Architecture` that the entries belong to.
         left_out: weights of the files that are not among the entries, as the model has no place for them.
         tokenizer: what the checkpoint calls the tokenizer of its run, `None` where it does not say.
         notes: what a user of its weights has to know.
     """
 
     entries: Mapping[Key, TensorMeta]
-    architecture: "Architecture"
+    architecture: Any
     optimizer: OptimizerState | None = None
     optimizer_refusal: str | None = None
     iteration: int | None = None
