@@ -24,6 +24,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from .errors import CheckpointError
+
 # The first and the last minor version of each library that is supported; docs/versions.md says what was run on them.
 CHECKED: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
@@ -556,8 +558,12 @@ def recomputes_hooks() -> bool:
 
 
 def untied_state_dict(model: Any, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Returns a state dict, tensors of any shape, as stock `save_pretrained` writes it: tied weights once."""
-    from transformers.modeling_utils import remove_tied_weights_from_state_dict
+    """Returns a state dict, tensors of any shape, as stock `save_pretrained` writes it: tied weights once.
+
+    Raises:
+        CheckpointError: weights are shared that the class does not tie; from the files they would be drawn anew.
+    """
+    from transformers.modeling_utils import _get_tied_weight_keys, remove_tied_weights_from_state_dict
 
     state_dict = dict(state_dict)
     for name in model._keys_to_ignore_on_save or ():
@@ -566,10 +572,17 @@ def untied_state_dict(model: Any, state_dict: Mapping[str, torch.Tensor]) -> dic
     by_identity: dict[int, str] = {}
     parameters = dict(model.named_parameters(remove_duplicate=False))
     tied = set(model.all_tied_weights_keys)
+    patterns = [*_get_tied_weight_keys(model), *map(re.escape, tied)]
     for name in list(state_dict):
         identity = id(parameters.get(name, state_dict[name]))
         first = by_identity.setdefault(identity, name)
         if first != name:
+            if not any(re.search(pattern, one) for pattern in patterns for one in (first, name)):
+                raise CheckpointError(
+                    f"{first} and {name} are one weight, which {type(model).__name__} does not tie: "
+                    "read from files, one of them would be drawn anew. Give each its own "
+                    "(`torch.nn.Parameter(weight.detach().clone())`) before saving; stock transformers refuses it too."
+                )
             state_dict.pop(name if name in tied or first not in tied else first, None)
     plain = {name: value for name, value in state_dict.items() if not isinstance(value, DTensor)}
     kept = remove_tied_weights_from_state_dict(dict(plain), model)

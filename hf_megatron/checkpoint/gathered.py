@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..absent_weights import own_parameters, own_state_dict
+from ..communication.agreement import agreed
 from ..data_parallel.fully_sharded import whole_local
 from ..mesh import ParallelMesh
 from ..parallel_state import ParallelState, parallel_state
@@ -182,9 +183,12 @@ def stream_weights(model: Any) -> tuple[dict[str, OwnedTensor], Callable[[str], 
     model that is not split over ranks gives its own tensors, on every rank.
 
     Raises:
-        CheckpointError: pipeline stages hold different copies of a tied weight.
+        CheckpointError: weights are shared that the class does not tie, or pipeline stages hold different copies of a
+            tied one.
     """
-    state, tensors = parallel_state(model), untied_state_dict(model, own_state_dict(model))
+    state = parallel_state(model)
+    with agreed("Saving"):
+        tensors = untied_state_dict(model, own_state_dict(model))
     if state is None:
         described = {name: OwnedTensor(0, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
         return described, lambda name: tensors[name].cpu()

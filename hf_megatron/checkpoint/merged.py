@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..absent_weights import own_state_dict
+from ..communication.agreement import agreed
 from ..errors import UnsupportedError
 from ..parallel_state import ParallelState, parallel_state
 from ..upstream import conversion_groups, revert_conversion, untied_state_dict, without_progress_bars
@@ -88,7 +89,8 @@ def save_merged(
 
     Raises:
         UnsupportedError: `distributed_checkpoint`, or a state dict that is not whole on rank 0.
-        CheckpointError: pipeline stages hold different copies of a tied weight, or the push failed.
+        CheckpointError: weights are shared that the class does not tie, pipeline stages hold different copies of a tied
+            one, or the push failed.
     """
     state = parallel_state(model)
     assert state is not None
@@ -103,11 +105,12 @@ def save_merged(
         )
     check_copies(state, tied_weights(model))
     directory = os.fspath(save_directory)
+    with agreed(f"Saving {directory}"):
+        tensors = untied_state_dict(model, own_state_dict(model))
     # Stock writes config, generation config and custom code; an empty state dict leaves the weights to us.
     with without_progress_bars():
         original(model, directory, is_main_process=is_main_process, state_dict={}, variant=variant)
 
-    tensors = untied_state_dict(model, own_state_dict(model))
     whole = tensors_of_all_stages(state, tensors)
     planned: Mapping[str, Any] = whole
     if state_dict is None:

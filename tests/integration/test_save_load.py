@@ -46,6 +46,26 @@ def test_merged_save_is_bit_equal(stories, tmp_path, config):
     assert LlamaForCausalLM.from_pretrained(tmp_path).num_parameters() == 260_032
 
 
+def _save_with_a_shared_mlp(source, target, config):
+    model = AutoModelForCausalLM.from_pretrained(source, megatron_config=config)
+    # Of the last stage, on a pipeline.
+    first, second = [layer for layer in model.model.layers if isinstance(layer, torch.nn.Module)][-2:]
+    second.mlp.up_proj.weight = first.mlp.up_proj.weight
+    with pytest.raises(CheckpointError, match=r"mlp\.up_proj\.weight are one weight, which LlamaForCausalLM does not"):
+        model.save_pretrained(target)
+    return not target.exists()
+
+
+@pytest.mark.parametrize("config", [TP2, MegatronConfig(dp_size=2, zero_stage=1)], ids=MegatronConfig.layout)
+def test_weights_that_the_user_shared_are_not_dropped(stories, tmp_path, config):
+    """Read from files without them, stock would draw them anew, and refuses to save as well."""
+    stock = AutoModelForCausalLM.from_pretrained(stories)
+    stock.model.layers[1].mlp.up_proj.weight = stock.model.layers[0].mlp.up_proj.weight
+    with pytest.raises(RuntimeError, match="shared tensors"):
+        stock.save_pretrained(tmp_path / "stock")
+    assert all(run_ranks(_save_with_a_shared_mlp, 2, stories, tmp_path / "ours", config))
+
+
 def shards_after_truncation(path):
     """The shards of a model whose file was cut to nothing after it was loaded: a mapping would raise SIGBUS."""
     model = AutoModelForCausalLM.from_pretrained(path, megatron_config=TP2)
