@@ -22,6 +22,7 @@ from ..errors import UnsupportedError
 from ..mesh import is_of_layout
 from ..upstream import (
     add_up_in_place,
+    blocks_of_shard,
     dtensor_from_local,
     dtensor_handlers,
     has_no_rule,
@@ -149,6 +150,8 @@ def _can_be_viewed(tensor: DTensor) -> bool:
         if not placement.is_replicate():
             dim = split_dim(placement)
             ranks[dim] = ranks.get(dim, 1) * tensor.device_mesh.size(axis)
+    if any(blocks_of_shard(placement) > 1 for placement in tensor.placements):
+        return False
     evenly = all(dim < 0 or tensor.shape[dim] % number == 0 for dim, number in ranks.items())
     return evenly and (joins_split_dims() or max(ranks, default=0) <= 0)
 
@@ -215,19 +218,25 @@ def _empty(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=local.dtype, device=local.device)
 
 
-@torch.no_grad()
 def _pointwise(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    # A plain tensor in a graph has to be given its gradient, which torch refuses.
+    recorded = torch.is_grad_enabled()
+    with torch.no_grad():
+        return _pointwise_placed(func, args, kwargs, recorded)
+
+
+def _pointwise_placed(func: Any, args: tuple, kwargs: dict[str, Any], recorded: bool) -> Any:
     tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, DTensor)]
     like = next(filter(_is_split, tensors), tensors[0])
     edited = writes_to(func, args, kwargs)
     if not all(isinstance(tensor, DTensor) for tensor in edited):
         # `total += loss.detach()`
         return _on_whole(func, args, kwargs, whole_of)
-    args, kwargs = tree_map_only(Tensor, partial(_placed_like, like=like), (args, kwargs))
+    args, kwargs = tree_map_only(Tensor, partial(_placed_like, like=like, recorded=recorded), (args, kwargs))
     return _edit(func, args, kwargs) if edited else _stock(func, args, kwargs)
 
 
-def _placed_like(tensor: Tensor, like: DTensor) -> Tensor:
+def _placed_like(tensor: Tensor, like: DTensor, recorded: bool) -> Tensor:
     """Lays a tensor as another one lies, or whole on its mesh; of those that stay as they are torch says why not."""
     if isinstance(tensor, DTensor):
         if _is_split(tensor):
@@ -237,7 +246,7 @@ def _placed_like(tensor: Tensor, like: DTensor) -> Tensor:
             return _added_up(tensor) if _is_split(like) else tensor
         whole = tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)
         return _whole_on(like.device_mesh, local_tensor(whole))
-    if tensor.dim() == 0 or tensor.requires_grad or not _spreads_to(tensor.shape, like.shape):
+    if tensor.dim() == 0 or (recorded and tensor.requires_grad) or not _spreads_to(tensor.shape, like.shape):
         return tensor
     if any(placement.is_partial() for placement in like.placements):
         return _whole_on(like.device_mesh, tensor)

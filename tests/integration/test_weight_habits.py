@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_megatron import UnsupportedError
 from hf_megatron.verify.ranks import run_ranks
+from tests.twins import twin
 
 from .dp_training import layout, weights
 from .habits import LAYOUTS, PIPELINES, Loop, Runs, cells
@@ -351,3 +352,23 @@ def test_data_takes_what_lies_whole_on_every_rank(tiny_uneven):
     for found in run_ranks(assign_whole, 2, tiny_uneven):
         for name, (value, expected) in found.items():
             torch.testing.assert_close(value, expected, rtol=0, atol=0, msg=name)
+
+
+def mix_with_plain_parameters(path, text=None):
+    model = AutoModelForCausalLM.from_pretrained(path, megatron_config=None if text is None else layout(text))
+    other = AutoModelForCausalLM.from_pretrained(path)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+        for parameter, target in zip(model.parameters(), other.parameters(), strict=True):
+            parameter.lerp_(target, 0.3)
+        vector = torch.nn.utils.parameters_to_vector(model.parameters())
+        return (vector if text is None else vector.full_tensor()).clone()
+
+
+def test_parameters_of_a_whole_model_are_mixed_in(tmp_path):
+    """They want gradients themselves; and experts whose gate and up are split one by one become one vector."""
+    twin("deepseek_v3").save_pretrained(tmp_path)
+    expected = mix_with_plain_parameters(tmp_path)
+    for vector in run_ranks(mix_with_plain_parameters, 2, tmp_path, "tp2"):
+        torch.testing.assert_close(vector, expected, rtol=0, atol=0)
