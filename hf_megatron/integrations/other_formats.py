@@ -94,10 +94,22 @@ def opened(model_class: Any, path: Any, kwargs: dict[str, Any], layout: Megatron
         yield Opened(path)
     else:
         check_weight_index(path)
+        with agreed(f"Opening {path}"):
+            _check_pickles(path)
         try:
             yield Opened(readable_part(path))
         except SafetensorError as error:
             raise CheckpointError(f"{_damage(path)} ({error})") from error
+
+
+def _check_pickles(path: Any) -> None:
+    """Reads the pickles that stock would, within the budget of the converters: torch's own reader has none."""
+    if not os.path.isdir(path) or any(Path(path).glob("*.safetensors")):
+        return
+    from ..conversion.torch_files.reader import read_saved
+
+    for file in sorted(Path(path).glob("pytorch_model*.bin")):
+        read_saved(file)
 
 
 def _damage(path: Any) -> str:

@@ -142,9 +142,17 @@ def test_bin_files_and_unsafe_pickles(stories, tmp_path):
             return os.mkdir, (str(tmp_path / "executed"),)
 
     torch.save({"x": Payload()}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(Exception, match="weights_only|Unsupported|pickle"):
+    with pytest.raises(Exception, match=r"CheckpointError: .*pytorch_model\.bin.*mkdir"):
         run_ranks(save, 2, tmp_path, tmp_path / "out2", TP2)
     assert not (tmp_path / "executed").exists()
+
+    # Each value holds the one before twice.
+    pile: list = []
+    for _ in range(64):
+        pile = [pile, pile]
+    torch.save({"x": tuple(map(tuple, pile))}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(Exception, match=r"CheckpointError: .*pytorch_model\.bin"):
+        run_ranks(save, 2, tmp_path, tmp_path / "out3", TP2)
 
 
 def broken(stories, target, change):
