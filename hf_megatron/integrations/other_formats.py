@@ -104,7 +104,7 @@ def opened(model_class: Any, path: Any, kwargs: dict[str, Any], layout: Megatron
 
 def _check_pickles(path: Any) -> None:
     """Reads the pickles that stock would, within the budget of the converters: torch's own reader has none."""
-    if not os.path.isdir(path) or any(Path(path).glob("*.safetensors")):
+    if not os.path.isdir(path) or any(Path(path).glob("model*.safetensors")):
         return
     from ..conversion.torch_files.reader import read_saved
 
