@@ -700,6 +700,13 @@ def _kinds_of_masks() -> Mapping[Any, str]:
     return MappingProxyType({function.__code__: kind for kind, function in closures.items()})
 
 
+def rope_types() -> frozenset[str]:
+    """Names the kinds of rotary positions that transformers computes."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    return frozenset(("default", *ROPE_INIT_FUNCTIONS))
+
+
 def mask_parts(function: Any) -> tuple[str | None, Mapping[str, Any]]:
     """Returns what one of transformers' functions of masks is, `None` for any other, and what it was made of."""
     kind = _kinds_of_masks().get(getattr(function, "__code__", None))

@@ -3,6 +3,7 @@
 import copy
 import math
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,14 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError
+from ..files.json_file import read_json_table
 from ..files.paths import is_file
 from ..shown import first_line, shown
+from ..upstream import rope_types
 
 # Each takes a millisecond to make.
 _MOST_LAYERS = 2000
+_SIZE = re.compile(r"_size$|^num_|^head_dim$")
 
 
 def meta_model(model_class: Any, config: Any) -> Any:
@@ -36,7 +40,7 @@ def meta_model_of(path: str | os.PathLike[str]) -> Any:
     try:
         config = transformers.AutoConfig.from_pretrained(os.fspath(path))
     except Exception as error:  # noqa: BLE001 - what a config class makes of a file that is none of its own
-        raise CheckpointError(f"{file} cannot be read: {first_line(error)}") from error
+        raise CheckpointError(f"{file} cannot be read: {_reason(file, error)}") from error
     if setting := next(_without_number(config.to_dict()), None):
         raise CheckpointError(f"{file}: {setting} is NaN: expected a number.")
     names = config.architectures or []
@@ -50,7 +54,29 @@ def meta_model_of(path: str | os.PathLike[str]) -> Any:
     try:
         return meta_model(model_class, config)
     except Exception as error:  # noqa: BLE001 - a model class, of sizes that it was not made for
-        raise CheckpointError(f"{file} makes no {names[0]}: {first_line(error)}") from error
+        raise CheckpointError(f"{file} makes no {names[0]}: {_reason(file, error)}") from error
+
+
+def _reason(file: Path, error: Exception) -> str:
+    """Says what in a config.json led to an error: the setting, where it is one whose errors do not name it."""
+    return next(_impossible(read_json_table(file)), first_line(error))
+
+
+def _impossible(value: Any, name: str = "") -> Iterator[str]:
+    """Yields the settings that no model can have and that transformers does not check."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _impossible(inner, f"{name}.{key}" if name else str(key))
+        return
+    key = name.rpartition(".")[2]
+    if key in ("dtype", "torch_dtype") and value is not None:
+        named = getattr(torch, str(value).removeprefix("torch."), None)
+        if not isinstance(value, str) or not isinstance(named, torch.dtype):
+            yield f"{shown(name)} is {shown(value)}: expected a type of torch, such as 'bfloat16'"
+    elif key == "rope_type" and value not in rope_types():
+        yield f"{shown(name)} is {shown(value)}: expected {', '.join(sorted(rope_types()))}"
+    elif isinstance(value, int) and value < 0 and _SIZE.search(key):
+        yield f"{shown(name)} is {shown(value)}: expected a size"
 
 
 def _without_number(value: Any, name: str = "") -> Iterator[str]:

@@ -37,11 +37,15 @@ CONFIGS = {
     "NaN": ({"rms_norm_eps": float("nan")}, "config.json: rms_norm_eps is NaN"),
     "NaN inside": ({"rope_parameters": {"rope_theta": float("nan")}}, "rope_parameters.rope_theta is NaN"),
     "text": ({"hidden_size": "64"}, "'hidden_size': TypeError"),
+    "a number as type": ({"dtype": 5}, "dtype is 5: expected a type of torch"),
+    "no type": ({"dtype": "x"}, "dtype is x: expected a type of torch"),
+    "no kind of positions": ({"rope_parameters": {"rope_type": "text", "rope_theta": 1e4}}, "rope_type is text: exp"),
+    "negative": ({"vocab_size": -3}, "vocab_size is -3: expected a size"),
 }
 
 
 @pytest.mark.parametrize("case", CONFIGS)
-def test_a_setting_that_is_no_number_is_named(hf, tmp_path, case):
+def test_a_setting_that_cannot_be_is_named(hf, tmp_path, case):
     changes, message = CONFIGS[case]
     assert message in refused(with_config(hf, tmp_path / "source", **changes), tmp_path / "out")
 
