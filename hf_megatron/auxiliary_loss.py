@@ -59,6 +59,7 @@ def load_balancing_loss(
     if call is None or num_experts is None or not isinstance(gate_logits, tuple):
         return original(gate_logits, num_experts, top_k, attention_mask)
     batch = call.batch
+    gate_logits = tuple(map(batch.join_tokens, gate_logits))
     if batch.auxiliary == "microbatch" or (batch.auxiliary == "batch" and not batch.over_ranks):
         loss = original(gate_logits, num_experts, top_k, attention_mask)
         return loss if batch.auxiliary == "batch" else batch.row_mean(loss * call.rows, call.rows)

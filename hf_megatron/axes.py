@@ -3,6 +3,7 @@
     world = tp x cp x pp x dp, tp innermost, dp outermost
     dp    = dp_shard x dp_replicate                         ranks that share state, and repetitions of them
     dp_cp = dp x cp                                         ranks that see parts of one batch of data
+    cp    = cp_inner x cp_outer                             neighbours that exchange heads, and rings of them
     tp x cp x dp of one pipeline stage = etp x ep x edp     the same ranks, as experts see them
 
 transformers' own mesh and Megatron's default put pp outermost; dp is outermost here because Trainer's and
@@ -153,7 +154,8 @@ class Axes:
         if not 0 <= world_rank < world_size:
             raise ConfigError(f"rank = {world_rank}: the layout {config.layout()} has the ranks 0 to {world_size - 1}.")
         sizes = {"tp": config.tp_size, "cp": config.cp_size, "pp": config.pp_size, "dp": dp_size}
-        return cls.of_sizes(world_rank, ep=config.ep_size, dp_replicate=copies, **sizes)
+        inner = (config.hierarchical_context_parallel_sizes or (1,))[0]
+        return cls.of_sizes(world_rank, ep=config.ep_size, dp_replicate=copies, cp_inner=inner, **sizes)
 
     @classmethod
     def of_sizes(
@@ -167,6 +169,7 @@ class Axes:
         etp: int = 1,
         ep: int = 1,
         dp_replicate: int | None = 1,
+        cp_inner: int = 1,
     ) -> "Axes":
         """Makes the axes of a layout of these sizes; raises `ConfigError` where they do not divide each other.
 
@@ -175,12 +178,15 @@ class Axes:
                 ep fills what etp leaves of tp first, then cp, then dp.
             dp_replicate (`int`, *optional*, defaults to 1): repetitions of what the other dp ranks share; with `None`
                 nothing is shared, over cp neither.
+            cp_inner (`int`, defaults to 1): neighbours of cp that exchange heads.
         """
         axes: dict[str, Axis] = {}
         stride = 1
         for name, size in (("tp", tp), ("cp", cp), ("pp", pp), ("dp", dp)):
             axes[name] = Axis(((stride, size),))
             stride *= size
+        axes["cp_inner"] = axes["cp"].inner(cp_inner)
+        axes["cp_outer"] = axes["cp"].without(axes["cp_inner"])
         stage = axes["tp"].joined(axes["cp"], axes["dp"])
         if etp not in (1, tp):
             raise ConfigError(f"etp_size = {etp}: expected 1 or tp_size = {tp}.")

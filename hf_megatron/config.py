@@ -17,6 +17,8 @@ MEGATRON_ARGUMENTS: Mapping[str, str] = {
     "pipeline_model_parallel_size": "pp_size",
     "num_virtual_stages_per_pipeline_rank": "virtual_stages",
     "context_parallel_size": "cp_size",
+    "cp_comm_type": "cp_comm_type",
+    "hierarchical_context_parallel_sizes": "hierarchical_context_parallel_sizes",
     "expert_model_parallel_size": "ep_size",
     "data_parallel_size": "dp_size",
     "sequence_parallel": "sequence_parallel",
@@ -30,7 +32,7 @@ PARTITIONS = ("cost", "layers")
 CHOICES: Mapping[str, tuple[str | None, ...]] = {
     "recompute": (None, "full", "selective"),
     "auxiliary_loss": ("batch", "sequence", "microbatch"),
-    "cp_comm_type": (None, "p2p", "a2a", "all_gather"),
+    "cp_comm_type": (None, "p2p", "a2a", "all_gather", "a2a+p2p"),
 }
 
 
@@ -78,7 +80,14 @@ class MegatronConfig:
             schedule's own number.
         pipeline_partition (`str` or list of `int`, defaults to `"cost"`): how layers are shared out: `"cost"` evens out
             the estimated work, the output head's included, `"layers"` their number, a list states it for each stage.
-        cp_size, cp_comm_type, ep_size: of context and expert parallelism, which only checks may ask for so far.
+        cp_size (`int`, defaults to 1): ranks that share the tokens of each row (context parallel).
+        cp_comm_type (`str`, *optional*): how attention over tokens of several ranks is computed, in Megatron's words:
+            `"p2p"`, keys and values go round a ring; `"a2a"`, heads are exchanged for tokens (Ulysses); `"all_gather"`,
+            keys and values are gathered; `"a2a+p2p"`, heads among neighbours, and a ring of these. By default as much
+            `"a2a"` as the model's key and value heads divide by.
+        hierarchical_context_parallel_sizes (pair of `int`, *optional*): of `"a2a+p2p"`: neighbours that exchange heads,
+            and the length of the ring; `cp_size` together.
+        ep_size: of expert parallelism, which only checks may ask for so far.
         loss_chunk_size (`int`, *optional*): tokens per chunk of the fused head and cross entropy; the local logits of
             one chunk are all that exists at a time. By default all tokens are one chunk.
         auxiliary_loss (`str`, defaults to `"batch"`): what a router's load balancing loss is taken over, where the
@@ -99,7 +108,7 @@ class MegatronConfig:
     """
 
     # Sizes that only checks may set.
-    not_supported: ClassVar[tuple[str, ...]] = ("cp_size", "ep_size")
+    not_supported: ClassVar[tuple[str, ...]] = ("ep_size",)
     tp_size: int = 1
     sequence_parallel: bool = False
     pack_activations: bool | None = None
@@ -121,6 +130,7 @@ class MegatronConfig:
     pipeline_partition: str | tuple[int, ...] = "cost"
     cp_size: int = 1
     cp_comm_type: str | None = None
+    hierarchical_context_parallel_sizes: tuple[int, int] | None = None
     ep_size: int = 1
     loss_chunk_size: int | None = None
     auxiliary_loss: str = "batch"
@@ -160,6 +170,7 @@ class MegatronConfig:
         ):
             raise ConfigError(f"MegatronConfig.gradient_clipping = {norm!r}: expected None or a norm, more than 0.")
         self._check_partition()
+        self._check_context()
         for name in self.not_supported:
             if getattr(self, name) > 1:
                 raise UnsupportedError(
@@ -173,6 +184,20 @@ class MegatronConfig:
                 "MegatronConfig.sequence_parallel = True: needs tp_size of 2 or more, the sequence is split over the "
                 "tp ranks (tp_size = 1)."
             )
+
+    def _check_context(self) -> None:
+        sizes, name = self.hierarchical_context_parallel_sizes, "MegatronConfig.hierarchical_context_parallel_sizes"
+        if isinstance(sizes, list):
+            sizes = tuple(sizes)
+            object.__setattr__(self, "hierarchical_context_parallel_sizes", sizes)
+        if sizes is None:
+            return
+        if not isinstance(sizes, tuple) or len(sizes) != 2 or not all(type(size) is int and size > 0 for size in sizes):
+            raise ConfigError(f"{name} = {sizes!r}: expected two sizes, such as [2, 4].")
+        if self.cp_comm_type != "a2a+p2p":
+            raise ConfigError(f"{name} = {sizes}: needs cp_comm_type='a2a+p2p', which is {self.cp_comm_type!r}.")
+        if math.prod(sizes) != self.cp_size:
+            raise ConfigError(f"{name} = {sizes}: {sizes[0]} x {sizes[1]} is not cp_size = {self.cp_size}.")
 
     def _check_partition(self) -> None:
         value = self.pipeline_partition

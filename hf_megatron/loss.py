@@ -13,7 +13,7 @@ over the whole batch. A caller that has counted multiplies what it gets by the r
 whatever the model's class made of the count (`batch_labels.py`).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -88,18 +88,27 @@ class _MeanOverRanks(torch.autograd.Function):
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """The sum over ranks of a tensor of any shape, in whose backward the average of gradients is undone."""
+    """The sum over ranks of a tensor of any shape, of whose gradient each of them has a share."""
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup, dp_size: int) -> Tensor:
-        ctx.dp_size = dp_size
+    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.ranks = dist.get_world_size(group)
         whole = part.clone()
         dist.all_reduce(whole, group=group)
         return whole
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return gradient * ctx.dp_size, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.ranks, None
+
+
+def sum_over_ranks(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Sums a tensor of any shape over ranks, of whose gradient each has a share: as of an average, or by `ranks`."""
+    return _SumOverRanks.apply(part, group)
+
+
+def _same(value: Any) -> Any:
+    return value
 
 
 @dataclass(frozen=True)
@@ -131,6 +140,7 @@ class BatchLoss(Shared):
         counted (`bool`): whether the caller of the call under way has counted the targets of its batch.
         terms (`int`): losses that the call has taken so far, those of a pipeline's microbatches left out.
         was_used (`bool`): whether the microbatch under way has taken a loss.
+        join_tokens (`Callable`): `[tokens, ...]` of this rank -> of all ranks that share the rows.
     """
 
     def __init__(self, mesh: ParallelMesh, shifts: bool | None, divides_itself: bool, auxiliary: str):
@@ -139,6 +149,8 @@ class BatchLoss(Shared):
         self._counts = True
         self.terms = 0
         self.share: Share | None = None
+        # Of what has an entry for each token that this rank computes, where ranks compute some of a row each.
+        self.join_tokens: Callable[[Any], Any] = _same
 
     @property
     def is_spread(self) -> bool:
@@ -202,7 +214,7 @@ class BatchLoss(Shared):
         if not self.over_ranks:
             return part
         part = part if self._counts else part * 0
-        return _SumOverRanks.apply(part, self.mesh.group("dp"), self.mesh.dp_size)
+        return sum_over_ranks(part, self.mesh.group("dp"))
 
     def divisor(self, targets: Tensor) -> Tensor:
         """Returns what a sum over this rank's targets of any shape is divided by, for the average over ranks."""

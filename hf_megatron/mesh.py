@@ -55,6 +55,8 @@ class ParallelMesh(Shared):
         self.pp_group: dist.ProcessGroup = self.root["pp"].get_group()
         self.dp_size, self.dp_rank = axes.size("dp"), axes.rank("dp")
         self.dp_group: dist.ProcessGroup = self.root["dp"].get_group()
+        # Ranks that see parts of one batch add up the gradients of what they have in common.
+        self.adds_up_gradients = axes.size("dp_cp") > 1
         halves = axes.size("dp_replicate"), axes.size("dp_shard")
         self.dp = split_mesh_axis(self.root["dp"], halves, ("dp_replicate", "dp_shard"))
         self._with_copies: dict[int, DeviceMesh] = {}

@@ -106,9 +106,10 @@ def install(model: Any) -> None:
     state.loss = install_loss(model, state)
     has_dtensors = state.axes.size("tp") > 1 or state.shards_weights
     LossHooks(state.loss, model, pipelined=state.axes.size("pp") > 1, has_dtensors=has_dtensors).install(model)
+    # Before what asks whether a call keeps a cache.
+    leave_out_in_training(model, pipelined=state.axes.size("pp") > 1, always=state.axes.size("cp") > 1)
     for axis in AXES:
         axis.install(model, state)
-    leave_out_in_training(model, pipelined=state.axes.size("pp") > 1)
     OwnPositions(model, state).install(model)
 
 

@@ -31,6 +31,12 @@ class ModelSpec:
             `_no_split_modules`.
         after_layers (`tuple[str, ...]`): modules that run after the layers although they are defined before them.
         no_pipeline (`str`, *optional*): why the type's layers cannot lie on different ranks.
+        whole_blocks (`tuple[str, ...]`): blocks in which tokens meet otherwise than in transformers' attention
+            functions; context parallelism computes them on whole rows. Those that keep a cache of their own are found
+            by structure.
+        joins_tokens (`bool`, defaults to `False`): what follows the layers reads the shape of the model's inputs, and
+            gets whole rows.
+        no_context_parallel (`str`, *optional*): why the type has no context parallelism.
     """
 
     model_type: str
@@ -47,3 +53,6 @@ class ModelSpec:
     layers: str | None = None
     after_layers: tuple[str, ...] = ()
     no_pipeline: str | None = None
+    whole_blocks: tuple[str, ...] = ()
+    joins_tokens: bool = False
+    no_context_parallel: str | None = None

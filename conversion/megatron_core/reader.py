@@ -15,7 +15,7 @@ from torch import Tensor
 from ...errors import CheckpointError
 from ...files.data_file import DataFile
 from ...files.safetensors import MOST_TENSORS, TensorMeta
-from ...shown import first_line
+from ...shown import first_line, shown
 from ..dcp.store_reader import METADATA, StoreReader
 from ..megatron.folder import iteration_folder
 from ..tensors import EXP_AVG, EXP_AVG_SQ, MAIN_WEIGHT, WEIGHT, Key, MegatronReader
@@ -182,8 +182,8 @@ def check_format(path: Path) -> None:
         )
     if (backend, version, *common) != ("torch_dist", 1, "torch", 1):
         raise CheckpointError(
-            f"{path} is in the format {backend} {version} (common state: {common[0]} {common[1]}), expected torch_dist "
-            "1: load it with the Megatron that wrote it and save it with --ckpt-format torch_dist."
+            f"{path} is in the format {shown(backend)} {shown(version)} (common state: "
+            f"{' '.join(map(shown, common))}), expected torch_dist 1: load it with the Megatron that wrote it and save it with --ckpt-format torch_dist."
         )
 
 

@@ -140,6 +140,40 @@ class RandomStreams(Shared):
             self.use_own()
 
 
+class StreamOfPart(Shared):
+    """The stream of ranks that compute the same tokens of a row, while they do.
+
+    Ranks that split the heads or features of these tokens make their own streams of it.
+
+    Args:
+        device (`torch.device`): where random numbers are drawn.
+        rank (`int`): among those that share the row.
+    """
+
+    def __init__(self, device: torch.device, rank: int):
+        self.device, self.rank = device, rank
+        self._generator = default_generator(device)
+        self._replicated: Tensor | None = None
+        self._start = b""
+
+    def enter(self) -> None:
+        """Continues with the stream of these tokens."""
+        self.leave()
+        self._replicated = self._generator.get_state()
+        self._generator.manual_seed(_seed(self._replicated, self.rank) >> _OWN_BITS << _OWN_BITS)
+        self._start = _distinction(self._generator.get_state())
+
+    def leave(self) -> None:
+        """Goes on with the stream of all ranks, moved on if this one was drawn from; twice is once."""
+        if self._replicated is None:
+            return
+        was_used = _distinction(self._generator.get_state()) != self._start
+        self._generator.set_state(self._replicated)
+        self._replicated = None
+        if was_used:
+            _advance(self.device)
+
+
 class MicrobatchStreams:
     """The replicated streams of a pipeline: one for each stage's forward of each microbatch.
 

@@ -78,6 +78,7 @@ class SharedRow:
     _blocks: dict[tuple[SequenceMask, int], list[MaskBlock]] = field(default_factory=dict)
     # With the whole ones, whose number no other tensor gets meanwhile.
     _own: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    _whole: dict[int, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.ring, self.order = self.groups.order(self.length, self.documents)
@@ -93,8 +94,13 @@ class SharedRow:
         if tensor.dim() < 2 or tensor.shape[1] != self.length:
             return tensor
         if id(tensor) not in self._own:
-            self._own[id(tensor)] = tensor, take_tokens(tensor, 1, self.order, self.groups.rank)
+            part = take_tokens(tensor, 1, self.order, self.groups.rank)
+            self._own[id(tensor)], self._whole[id(part)] = (tensor, part), tensor
         return self._own[id(tensor)][1]
+
+    def whole(self, part: Tensor) -> Tensor:
+        """Returns what `own` has cut; other tensors stay as they are."""
+        return self._whole.get(id(part), part)
 
     def blocks(self, mask: SequenceMask, other: int) -> list[MaskBlock]:
         """Returns the blocks of this rank's queries and the keys of another rank of the ring."""

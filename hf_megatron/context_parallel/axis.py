@@ -3,11 +3,17 @@
 import dataclasses
 from typing import Any
 
+from ..communication.random_streams import StreamOfPart
 from ..errors import UnsupportedError
 from ..layer_list import find_layers
 from ..parallel_state import ParallelState
+from ..tensor_parallel.layer_streams import OneRandomState
+from ..tensor_parallel.model_guards import RefusedOutputs
 from .attention import ContextGroups
+from .guards import PartGuards
+from .head import place_head
 from .stack import ContextStack
+from .whole_blocks import WholeBlock, find_whole_blocks
 
 NAME = "cp"
 # Of a layer, those with an entry for each token.
@@ -18,26 +24,65 @@ def place(model: Any, state: ParallelState) -> None:
     """Has gradients added up over the ranks that share rows, on the way of those that dp ranks average."""
     if state.axes.size(NAME) == 1:
         return
-    if state.shards_weights:
+    if state.spec.no_context_parallel is not None:
         raise UnsupportedError(
-            f"MegatronConfig.zero_stage = 3 with cp_size = {state.config.cp_size}: gradients would not be added up "
-            "over the cp ranks. Use zero_stage=2."
+            f"model type {state.spec.model_type!r} has no context parallelism: {state.spec.no_context_parallel} Set "
+            "cp_size=1."
+        )
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise UnsupportedError(
+            f"MegatronConfig.cp_size = {state.config.cp_size}: {type(model).__name__} has rows of an encoder and of a "
+            "decoder, and only those of one stack of layers can be shared out. Set cp_size=1."
         )
     for name, claim in state.claims.items():
         rule = dataclasses.replace(claim.gradient, average="dp_cp")
         state.claims[name] = dataclasses.replace(claim, gradient=rule)
     # A pipeline takes layers away later.
-    state.placed[NAME] = find_layers(model, state.spec, "cp_size")
+    layers = find_layers(model, state.spec, "cp_size")
+    whole_blocks = find_whole_blocks(model, state.spec, layers)
+    tensor_plan = state.placed.get("tp")
+    if state.config.sequence_parallel and (both := whole_blocks & tensor_plan.structure.uniform.keys()):
+        raise UnsupportedError(
+            f"MegatronConfig.sequence_parallel = True with cp_size = {state.config.cp_size}: {min(both)} is computed on "
+            "whole rows, and its output would be split over both. Set sequence_parallel=False."
+        )
+    state.placed[NAME] = layers, whole_blocks
 
 
 def install(model: Any, state: ParallelState) -> None:
-    """Cuts rows before the first layer and joins them behind the last one."""
+    """Cuts rows before the first layer and joins them behind the last one, or not before the loss."""
     ranks = state.axes.size(NAME)
     if ranks == 1:
         return
+    name, whole_blocks = state.placed[NAME]
     group = state.mesh.group(NAME)
-    scheme = state.config.cp_comm_type or "p2p"
-    groups = ContextGroups(heads=group) if scheme == "a2a" else ContextGroups(None, group, scheme == "all_gather")
-    layers: Any = model.get_submodule(state.placed[NAME])
+    OneRandomState(state.mesh.device, state.mesh.host_group(NAME)).install(model)
+    layers: Any = model.get_submodule(name)
     arguments = frozenset((*_ARGUMENTS, *state.spec.sequence_arguments))
-    ContextStack(groups, ranks, group, arguments).install(model, layers)
+    random = StreamOfPart(state.mesh.device, state.axes.rank(NAME))
+    stack = ContextStack(context_groups(state), group, arguments, random)
+    stack.install(model, layers)
+    modules = dict(model.named_modules())
+    for block in whole_blocks & modules.keys():
+        WholeBlock(stack).install(modules[block])
+    place_head(model, state, stack)
+    leaving = state.leaving
+    state.leaving = stack.leave_stage if leaving is None else lambda hidden: stack.leave_stage(leaving(hidden))
+    state.loss.join_tokens = stack.joined_rows
+    RefusedOutputs(
+        {
+            "output_attentions": "each rank has the maps of its own tokens only; load without megatron_config.",
+            "output_hidden_states": "between layers each rank has its tokens only; set cp_size=1.",
+        }
+    ).install(model)
+    PartGuards(model, name).install(model)
+
+
+def context_groups(state: ParallelState) -> ContextGroups:
+    """Returns the groups of ranks that a model's scheme exchanges tokens in; every rank calls it."""
+    mesh, scheme = state.mesh, state.config.cp_comm_type
+    if scheme == "a2a":
+        return ContextGroups(heads=mesh.group(NAME))
+    if scheme == "a2a+p2p":
+        return ContextGroups(mesh.group("cp_inner"), mesh.group("cp_outer"))
+    return ContextGroups(None, mesh.group(NAME), gathers=scheme == "all_gather")

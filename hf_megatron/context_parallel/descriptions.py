@@ -6,6 +6,7 @@ their conjunctions are read from these. Any other is asked, tile by tile.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -24,10 +25,17 @@ class ContextMask:
     Args:
         row: where they lie.
         mask: which keys a query sees.
+        stock: makes the mask that one process has.
     """
 
     row: SharedRow
     mask: SequenceMask
+    stock: Callable[[], Any]
+
+    @cached_property
+    def dense(self) -> Any:
+        """The mask of one process, for blocks that are computed on whole rows."""
+        return self.stock()
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

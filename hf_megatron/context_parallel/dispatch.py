@@ -37,11 +37,12 @@ def mask_function(original: Callable, self: Any, name: str) -> Any:
     found = original(self, name)
     if LEDGER.context is None or type(self).__name__ != "AttentionMaskInterface":
         return found
-    return partial(_describe, LEDGER.context)
+    return partial(_describe, LEDGER.context, found)
 
 
 def _describe(
     stack: Any,
+    stock: Callable,
     batch_size: int,
     q_length: int,
     kv_length: int,
@@ -56,7 +57,11 @@ def _describe(
             f"{q_length} queries of {kv_length} keys: with cp_size > 1 a model takes whole rows, without a cache. Call "
             "it with use_cache=False and all tokens, or load it with cp_size=1."
         )
-    return ContextMask(stack.row_of(q_length), describe_mask(mask_function, batch_size, q_length, attention_mask))
+    mask = describe_mask(mask_function, batch_size, q_length, attention_mask)
+    made = partial(
+        stock, batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, **kwargs
+    )
+    return ContextMask(stack.row_of(q_length), mask, made)
 
 
 def _attend(

@@ -1,31 +1,44 @@
-"""Where a row is cut: before the first layer, and joined again behind the last one.
+"""Where a row is cut: before the first layer, and joined again behind the last one, or not before the loss.
 
     ids -> embeddings, positions, masks   whole on every rank
     first layer                           each rank takes its tokens
     layers                                on these; attention sees all of them
-    last layer                            tokens are joined: norm, head and loss are whole again
+    norm, head, loss of labels            on these too, or
+    last layer                            tokens are joined: what follows is whole again
     outputs                               each rank counts its share of their gradient
 
-Every rank computes what lies around the layers as one process does, and hands a share of the gradient of each output to
-its backward: what the ranks' parameters get adds up to one process's gradient, in the layers and around them.
+Every rank computes what is whole as one process does, and hands a share of the gradient of each output to its backward:
+what the ranks' parameters get adds up to one process's gradient, in the layers and around them.
+
+A call that keeps or reads a cache is computed whole on every rank.
 """
 
 import functools
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
 from ..communication.collectives import copy_to_ranks
+from ..communication.random_streams import StreamOfPart
+from ..data_parallel.graph_edges import LateOutput
+from ..errors import UnsupportedError
+from ..loss import sum_over_ranks
 from ..patch_ledger import LEDGER, Shared
+from ..upstream import in_backward, leave_uncompiled
 from .attention import ContextGroups, SharedRow
 from .descriptions import ContextMask
 from .exchange import gather_tokens, take_tokens
+from .order import SequenceOrder
 
 _TOKENS = 1
+_ROUTER_LOGITS = "router_logits"
+_CACHES = ("past_key_values", "cache_params")
 
 
 class _Share(torch.autograd.Function):
@@ -34,25 +47,64 @@ class _Share(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, ranks: int) -> Tensor:
         ctx.ranks = ranks
-        return tensor.view_as(tensor)
+        # Loops scale losses in place, which a view of a node of ours would not take.
+        return tensor.view_as(tensor) if tensor.dim() else tensor.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient / ctx.ranks, None
 
 
-def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+class _RestoreRow(torch.autograd.Function):
+    """Identity at the end of a stack whose backward tells the stack which row it is computing again.
+
+    It runs before any layer of its graph is recomputed, also when another forward came in between.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, stack: "ContextStack") -> Tensor:
+        ctx.stack, ctx.row = stack, stack.row if stack.shares_out() else None
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.stack.row = ctx.row
+        return gradient, None
+
+
+def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Changes the tensors in what a layer gets or a model returns."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, tuple | list):
-        return type(value)(_mapped(item, change) for item in value)
+        return type(value)(mapped(item, change) for item in value)
     if type(value) is dict:
-        return {name: _mapped(item, change) for name, item in value.items()}
+        return {name: mapped(item, change) for name, item in value.items()}
     if isinstance(value, ModelOutput):
         for name, item in value.items():
-            value[name] = _mapped(item, change)
+            value[name] = mapped(item, change)
     return value
+
+
+@dataclass(frozen=True, eq=False)
+class HeldTokens:
+    """The tokens of a row that this rank holds, as a head sees them (`tensor_parallel.logits.TokensOfRank`)."""
+
+    order: SequenceOrder
+    group: dist.ProcessGroup
+
+    @property
+    def length(self) -> int:
+        return self.order.length
+
+    def own(self, targets: Tensor) -> Tensor:
+        return take_tokens(targets, _TOKENS, self.order, dist.get_rank(self.group))
+
+    def join(self, tensor: Tensor) -> Tensor:
+        return gather_tokens(tensor, _TOKENS, self.order, self.group)
+
+    def sum(self, part: Tensor) -> Tensor:
+        return sum_over_ranks(part, self.group)
 
 
 class ContextStack(Shared):
@@ -60,16 +112,35 @@ class ContextStack(Shared):
 
     Args:
         groups: the ranks.
+        group: all of them in one.
         arguments: of a layer, by name, that have an entry for each token in their second dim.
+        random: what a rank's tokens draw from.
+
+    Attributes:
+        row: the row of the forward under way, or of the last one, or of what backward computes again.
+        keeps_some_logits: whether the call under way asks for the logits of some tokens only.
+        keeps_tokens (`Callable`): whether what follows the layers works on this rank's tokens too.
     """
 
-    def __init__(self, groups: ContextGroups, ranks: int, group: Any, arguments: frozenset[str]):
-        self.groups, self.ranks, self.group, self.arguments = groups, ranks, group, arguments
+    def __init__(
+        self,
+        groups: ContextGroups,
+        group: dist.ProcessGroup,
+        arguments: frozenset[str],
+        random: StreamOfPart,
+    ):
+        self.groups, self.group, self.arguments, self.random = groups, group, arguments, random
+        self.ranks = dist.get_world_size(group)
         self.row: SharedRow | None = None
-        self._depth = 0
+        self.keeps_tokens: Callable[[], bool] = bool
+        self.keeps_some_logits = False
+        self._is_cut = self._has_entered = False
+        self._under_way: list[int] = []
+        self._rows = 0
+        self._before: Any = None
 
     def install(self, model: nn.Module, layers: nn.ModuleList) -> None:
-        """Puts hooks around a model, its base and its layers; theirs are the outermost."""
+        """Puts hooks around a model, its base and its layers; theirs are the outermost of layers."""
         for index, layer in enumerate(layers):
             names = tuple(inspect.signature(layer.forward).parameters)
             enter = functools.partial(self._enter, names, index == 0)
@@ -77,60 +148,163 @@ class ContextStack(Shared):
         layers[-1].register_forward_hook(self._leave)
         base: Any = model.base_model
         for module in (model,) if base is model else (model, base):
-            module.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True)
+            parameters = tuple(inspect.signature(type(module).forward).parameters)[1:]
+            module.register_forward_pre_hook(functools.partial(self._begin, parameters), with_kwargs=True)
             module.register_forward_hook(self._end, always_call=True)
+        base.register_forward_pre_hook(self._begin_row)
+        base.register_forward_hook(self._end_row, always_call=True)
 
-    def row_of(self, length: int) -> SharedRow:
-        """Returns where the tokens of the row under way lie."""
+    def row_of(self, length: int, documents: tuple[int, ...] = ()) -> SharedRow:
+        """Returns where the tokens of the row under way lie, once for all masks of a forward."""
         if self.row is None or self.row.length != length:
-            self.row = SharedRow(self.groups, length)
+            self.row = SharedRow(self.groups, length, documents)
         return self.row
 
-    def _begin(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        self._depth += 1
-        if self._depth > 1:
-            return args, kwargs
-        self.row = None
-        LEDGER.context = self
+    def shares_out(self) -> bool:
+        """Tells whether what computes now has some tokens of a row."""
+        is_inside = bool(self._under_way) and self._is_cut and self._has_entered
+        return self.row is not None and (is_inside or in_backward())
+
+    def leave_stage(self, hidden: Tensor) -> Tensor:
+        """Ends the part of a stack that a pipeline stage holds; `[batch, held, hidden]` stays."""
+        return _RestoreRow.apply(hidden, self)
+
+    def part_of(self, hidden: Tensor) -> tuple[Tensor, HeldTokens | None]:
+        """Returns what a head takes its loss of, of `[batch, sequence, hidden]`, and which tokens these are."""
+        if self.row is None or not self.shares_out():
+            return hidden, None
+        if self.keeps_tokens():
+            return hidden, HeldTokens(self.row.order, self.group)
+        if hidden.dim() != 3 or hidden.shape[_TOKENS] != self.row.length:
+            return hidden, None
+        order = SequenceOrder.contiguous(self.row.length, self.ranks)
+        return take_tokens(hidden, _TOKENS, order, self.groups.rank), HeldTokens(order, self.group)
+
+    # Around a call
+
+    @leave_uncompiled
+    def _begin(self, names: tuple[str, ...], module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+        self._under_way.append(id(module))
+        if len(self._under_way) > 1:
+            return None
+        if torch.compiler.is_compiling():
+            raise UnsupportedError("torch.compile of a model with cp_size > 1: call it as it is, or use cp_size=1.")
+        given = dict(zip(names, args, strict=False)) | kwargs
+        self._is_cut = not _keeps_cache(module, names, given)
+        kept = given.get("logits_to_keep")
+        self.keeps_some_logits = kept is not None and not (isinstance(kept, int) and kept == 0)
+        self._before, LEDGER.context = LEDGER.context, self if self._is_cut else None
 
         def summed(tensor: Tensor) -> Tensor:
             return copy_to_ranks(tensor, self.group) if tensor.requires_grad else tensor
 
-        return _mapped(args, summed), _mapped(kwargs, summed)
+        return mapped(args, summed), mapped(kwargs, summed)
 
+    @leave_uncompiled
     def _end(self, module: nn.Module, args: tuple, output: Any) -> Any:
-        self._depth -= 1
-        if self._depth:
-            return output
-        LEDGER.context = None
+        if id(module) not in self._under_way:
+            # What stands before the call has raised.
+            return None
+        self._under_way.remove(id(module))
+        if self._under_way:
+            return None
+        LEDGER.context = self._before
+        if output is None:
+            # An error is on its way.
+            return None
 
-        def share(tensor: Tensor) -> Tensor:
-            return _Share.apply(tensor, self.ranks) if tensor.requires_grad else tensor
+        def share(value: Any) -> Any:
+            return _Share.apply(value, self.ranks) if value.requires_grad else value
 
-        return _mapped(output, share)
+        if isinstance(output, ModelOutput):
+            if self._is_cut and isinstance(parts := output.get(_ROUTER_LOGITS), tuple):
+                output[_ROUTER_LOGITS] = tuple(self.joined_rows(part) for part in parts)
+            for value in output.values():
+                _share_late(value, share)
+        elif isinstance(output, tuple):
+            for value in output:
+                _share_late(value, share)
+        return mapped(output, share)
+
+    def _begin_row(self, base: nn.Module, args: tuple) -> None:
+        self.row, self._has_entered = None, False
+
+    def _end_row(self, base: nn.Module, args: tuple, output: Any) -> None:
+        self.random.leave()
+
+    def joined_rows(self, part: Any) -> Any:
+        """Joins what has an entry for each token of this rank's rows, `[batch * held, ...]`; other things stay."""
+        row = self.row
+        if not self._is_cut or row is None or not isinstance(part, Tensor) or part.dim() != 2:
+            return part
+        held = row.order.sizes[self.groups.rank]
+        rows = self._rows
+        if part.shape[0] != rows * held or held == row.length:
+            return part
+        return gather_tokens(part.view(rows, held, -1), _TOKENS, row.order, self.group).flatten(0, 1)
+
+    # Around a layer
 
     def _enter(
         self, names: tuple[str, ...], is_first: bool, layer: nn.Module, args: tuple, kwargs: dict[str, Any]
     ) -> Any:
         given = dict(zip(names, args, strict=False)) | kwargs
         masks = [value for value in given.values() if isinstance(value, ContextMask)]
+        if not masks and not (self._under_way and self._is_cut):
+            return None
         hidden = args[0] if args else kwargs["hidden_states"]
+        # A layer that is computed again, in backward, brings the row that it had.
         row = masks[0].row if masks else self.row_of(hidden.shape[_TOKENS]) if is_first else self.row
         assert row is not None
+        self.row, self._has_entered = row, True
+        if is_first:
+            if hidden.dim() < 3 or hidden.shape[_TOKENS] != row.length:
+                raise UnsupportedError(
+                    f"{type(layer).__name__} was called with hidden states {tuple(hidden.shape)} of a row of "
+                    f"{row.length} tokens: with cp_size > 1 they have to be [batch, sequence, ...]."
+                )
+            self._rows = hidden.shape[0]
+            if layer.training:
+                self.random.enter()
 
         def own(name: str, value: Any) -> Any:
             if name == names[0]:
                 return take_tokens(value, _TOKENS, row.order, self.groups.rank) if is_first else value
             if name in self.arguments:
-                return _mapped(value, row.own)
+                return mapped(value, row.own)
+            if isinstance(value, Tensor) and value.is_floating_point() and row.length in value.shape[1:3]:
+                raise UnsupportedError(
+                    f"{type(layer).__name__} takes `{name}` {tuple(value.shape)} with an entry for each token, which "
+                    "the ranks of a row cannot share out: state it in the family's `sequence_arguments`, or use "
+                    "cp_size=1."
+                )
             return value
 
         args = tuple(own(name, value) for name, value in zip(names, args, strict=False))
         return args, {name: own(name, value) for name, value in kwargs.items()}
 
     def _leave(self, layer: nn.Module, args: tuple, output: Any) -> Any:
-        row = self.row
-        assert row is not None
-        if isinstance(output, Tensor):
-            return gather_tokens(output, _TOKENS, row.order, self.group)
-        return (gather_tokens(output[0], _TOKENS, row.order, self.group), *output[1:])
+        hidden = output if isinstance(output, Tensor) else output[0]
+        hidden = _RestoreRow.apply(hidden, self)
+        if self.shares_out() and not self.keeps_tokens():
+            self.random.leave()
+            assert self.row is not None
+            hidden = gather_tokens(hidden, _TOKENS, self.row.order, self.group)
+        return hidden if isinstance(output, Tensor) else (hidden, *output[1:])
+
+
+def _keeps_cache(module: Any, names: tuple[str, ...], given: dict[str, Any]) -> bool:
+    """Tells whether a call reads or makes keys and values of earlier tokens."""
+    if any(given.get(name) is not None for name in _CACHES):
+        return True
+    wanted = given.get("use_cache")
+    if wanted is None and "use_cache" in names:
+        wanted = getattr(module.config.get_text_config(), "use_cache", False)
+    return bool(wanted)
+
+
+def _share_late(value: Any, share: Callable[[Tensor], Tensor]) -> None:
+    """Has logits that are computed once somebody reads them pass what the others pass."""
+    if isinstance(value, LateOutput):
+        before = value.leaving
+        value.leaving = share if before is None else lambda tensor: share(before(tensor))

@@ -116,9 +116,9 @@ class DataParallel(Shared):
             state.patches.replace(model, "no_sync", nullcontext)
         # Before FSDP2 puts whole parameters in the place of those that the loop knows.
         model.register_forward_pre_hook(self._before_forward, prepend=state.shards_weights, with_kwargs=True)
-        if self.mesh.dp_size > 1:
+        if self.mesh.adds_up_gradients:
             model.register_forward_hook(self._end, always_call=True)
-        if self.mesh.dp_size > 1 and state.cut is None:
+        if self.mesh.adds_up_gradients and state.cut is None:
             self._watch = GradientWatch()
             model.register_forward_hook(self._after_forward)
         model.register_load_state_dict_post_hook(self._after_load)
@@ -282,7 +282,7 @@ class DataParallel(Shared):
         self._modules.refuse_backward_hooks(self.mesh)
         if self.reducer is not None:
             self.reducer.begin(parameters)
-        if self.mesh.dp_size > 1:
+        if self.mesh.adds_up_gradients:
             before, self._forward_hooks = self._forward_hooks, self._modules.forward_hooks()
             self.is_unknown = before != self._forward_hooks or (self.is_unknown and not self.was_differentiated)
             self.is_running, self.was_differentiated = True, False
@@ -408,8 +408,8 @@ def all_engines() -> list[DataParallel]:
 
 
 def data_parallel_engines() -> list[DataParallel]:
-    """Lists those whose gradients dp ranks average."""
-    return [engine for engine in all_engines() if engine.mesh.dp_size > 1]
+    """Lists those whose gradients ranks add up that see parts of a batch."""
+    return [engine for engine in all_engines() if engine.mesh.adds_up_gradients]
 
 
 def reducer_of(parameter: Tensor) -> GradientReducer | None:

@@ -25,7 +25,7 @@ def refuse_hooks(parameters: Iterable[nn.Parameter], own: int, name_of: Callable
         after = parameter._post_accumulate_grad_hooks
         if parameter._backward_hooks or (after and len(after) > own):
             raise UnsupportedError(
-                f"A hook on the gradient of {name_of(parameter)}: with dp_size > 1 hooks see a part "
+                f"A hook on the gradient of {name_of(parameter)}: with dp_size or cp_size > 1 hooks see a part "
                 "of the gradient. Remove it, and change or read `parameter.grad` between backward() and step()."
             )
 
@@ -63,7 +63,7 @@ def with_trained_inputs(
             raise UnsupportedError(
                 "An input of a data parallel model was computed from trained tensors that are not its parameters: "
                 "their gradients would not be reduced. Make them parameters of the model before "
-                "from_pretrained(..., megatron_config=...), or train them with dp_size=1."
+                "from_pretrained(..., megatron_config=...), or train them with dp_size=1 and cp_size=1."
             )
         return value
 

@@ -16,11 +16,11 @@ from ..mesh import ParallelMesh
 from ..patch_ledger import Shared
 from ..upstream import is_fake, leave_uncompiled
 
-_AXES = ("tp", "pp")
+_AXES = ("tp", "cp", "pp")
 
 
 class SharedBatch(Shared):
-    """Compares what the tp and pp ranks of one replica are given."""
+    """Compares what the ranks of one replica are given."""
 
     def __init__(self, mesh: ParallelMesh):
         # Every rank makes the groups.

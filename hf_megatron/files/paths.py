@@ -29,6 +29,10 @@ def inside(directory: Path, name: str) -> Path:
         raise CheckpointError(f"{directory} names the file {shown(name)}, which lies outside of it.")
     if any(len(part.encode("utf-8", "surrogatepass")) > _LONGEST_PART for part in Path(name).parts):
         raise CheckpointError(f"{directory} names the file {shown(name)}: no file has so long a name.")
+    try:
+        os.fsencode(name)
+    except UnicodeEncodeError as error:
+        raise CheckpointError(f"{directory} names the file {shown(name)}: no file can have this name.") from error
     real, root = Path(os.path.realpath(directory / name)), Path(os.path.realpath(directory))
     allowed = [root, *(parent.parent / "blobs" for parent in root.parents if parent.name == "snapshots")]
     if not any(real.is_relative_to(folder) for folder in allowed):

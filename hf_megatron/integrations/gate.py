@@ -16,7 +16,7 @@ from ..config import MegatronConfig
 from ..errors import UnsupportedError, UnverifiedLayoutError
 from ..parallel_state import ParallelState
 from ..registry.features import Description, Features
-from ..registry.recorded import differences, layout_kinds
+from ..registry.recorded import differences, layout_kinds, splits_weights
 
 # Differences that an error shows.
 _SHOWN = 6
@@ -26,8 +26,6 @@ _BESIDE = ("architectures", "transformers_version", "dtype", "distributed_config
 
 class ConfigUnderTest(MegatronConfig):
     """The layout a parity check is judging: the gate is open for it."""
-
-    not_supported = ("ep_size",)
 
 
 def require_verified(model: Any, state: ParallelState, description: Description) -> None:
@@ -46,7 +44,7 @@ def require_verified(model: Any, state: ParallelState, description: Description)
     lines = []
     for kind in layout_kinds(config):
         features = features_on(kind, description, state)
-        if kind != "pp":
+        if splits_weights(kind):
             _warn_of_whole_layers(model, config, features)
         found = differences(name, model_type, kind, features)
         if found is None:
@@ -83,8 +81,8 @@ def require_verified(model: Any, state: ParallelState, description: Description)
 
 
 def features_on(kind: str, description: Description, state: ParallelState) -> Features:
-    """Returns the features of a model on one kind of layout; for stages those of its whole modules."""
-    return description.features({} if kind == "pp" else state.claims)
+    """Returns the features of a model on one kind of layout; where weights are whole those of its whole modules."""
+    return description.features(state.claims if splits_weights(kind) else {})
 
 
 def check_command(model_config: Any, class_name: str, layouts: str) -> str:
@@ -110,7 +108,8 @@ def _warn_of_whole_layers(model: Any, config: MegatronConfig, features: Features
 def _layouts(config: MegatronConfig, copies: bool) -> str:
     """Returns the smallest layout of each kind on which a twin computes as the model does."""
     return ",".join(
-        {"pp": "pp2"}.get(kind, kind.replace("tp", "tp4" if copies else "tp2")) for kind in layout_kinds(config)
+        kind.replace("pp", "pp2").replace("cp", "cp2").replace("tp", "tp4" if copies else "tp2")
+        for kind in layout_kinds(config)
     )
 
 

@@ -30,7 +30,7 @@ class AgreedCriterion:
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         done = torch.as_tensor(self.criterion(input_ids, scores, **kwargs), device=self.mesh.device)
         decided = done.to(torch.uint8).contiguous()
-        for group in (self.mesh.tp_group, self.mesh.pp_group):
+        for group in (self.mesh.tp_group, self.mesh.group("cp"), self.mesh.pp_group):
             dist.broadcast(decided, group=group, group_src=0)
         return decided.to(input_ids.device).bool()
 
@@ -40,7 +40,7 @@ def generate(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
     state = parallel_state(self)
     if state is not None:
         mesh = state.mesh
-        broadcast_state(mesh.device, mesh.host_group("tp"), mesh.host_group("pp"))
+        broadcast_state(mesh.device, *(mesh.host_group(axis) for axis in ("tp", "cp", "pp")))
     return original(self, *args, **kwargs)
 
 

@@ -27,6 +27,7 @@ from ..memory.recompute import apply_recompute
 from ..parallel_state import parallel_state
 from ..parallelize import install, parallel_plan, place, plan
 from ..patch_ledger import LEDGER
+from ..context_parallel.scheme import with_scheme
 from ..registry.features import describe_model
 from ..tensor_parallel.expert_widths import require_expert_widths
 from ..upstream import forget_conversions, quiet_loading, warn_of_unchecked_versions
@@ -157,6 +158,7 @@ def maybe_distribute_model(original: Callable, cls: Any, model: Any, distributed
         return original(cls, model, distributed_config, mesh_manager)
     if getattr(model, "hf_quantizer", None) is not None or getattr(model.config, "quantization_config", None):
         raise UnsupportedError("The checkpoint is quantised (quantization_config in its config.json); not split yet.")
+    distributed_config = with_scheme(distributed_config, model.config)
     agree(_facts(model, distributed_config))
     description = describe_model(model)
     # What cannot be laid out says why; only what could be is asked whether anybody compared it.

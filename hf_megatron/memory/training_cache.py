@@ -24,12 +24,12 @@ class AbsentCache(AbsentValue):
     """Stands where one process returns keys and values."""
 
     message = (
-        "Keys and values were not kept: a training forward, and any of a pipeline, keeps them only where the call asks "
-        "with use_cache=True, and a pipeline in training with labels never does."
+        "Keys and values were not kept: a training forward, and any of a pipeline or with cp_size > 1, keeps them only "
+        "where the call asks with use_cache=True, and a pipeline in training with labels never does."
     )
 
 
-def leave_out_in_training(model: Any, *, pipelined: bool) -> None:
+def leave_out_in_training(model: Any, *, pipelined: bool, always: bool = False) -> None:
     """Makes forwards of a model in training behave as with `use_cache=False`, unless the call says otherwise.
 
     They raise `UnsupportedError` where that would tell documents apart which one process takes for one. Where one
@@ -37,10 +37,11 @@ def leave_out_in_training(model: Any, *, pipelined: bool) -> None:
 
     Args:
         pipelined (`bool`): whether the model may return none by itself.
+        always (`bool`): in evaluation too.
     """
     names = list(inspect.signature(type(model).forward).parameters)[1:]
     if "use_cache" in names:
-        hook = _Hook(names, pipelined)
+        hook = _Hook(names, pipelined, always)
         model.register_forward_pre_hook(hook.before, with_kwargs=True)
         model.register_forward_hook(hook.after)
 
@@ -48,8 +49,8 @@ def leave_out_in_training(model: Any, *, pipelined: bool) -> None:
 class _Hook(Shared):
     """Leaves a cache out, and says so in what is returned; `names` are those of the call's arguments, in order."""
 
-    def __init__(self, names: list[str], pipelined: bool):
-        self.names, self.pipelined = names, pipelined
+    def __init__(self, names: list[str], pipelined: bool, always: bool):
+        self.names, self.pipelined, self.always = names, pipelined, always
         # Whether one process would return a cache from the forward that runs.
         self.expected = False
 
@@ -61,7 +62,7 @@ class _Hook(Shared):
         by_name = given.get("return_dict")
         returns_tuple = not (model.config.return_dict if by_name is None else by_name)
         is_asked = "use_cache" in given or returns_tuple or bool(_caches(given))
-        is_left_out = not is_asked and model.training and torch.is_grad_enabled()
+        is_left_out = not is_asked and (self.always or (model.training and torch.is_grad_enabled()))
         has_one = _makes_cache(model, given)
         self.expected = has_one and (is_left_out or self.pipelined)
         if not is_left_out:

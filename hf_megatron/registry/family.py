@@ -17,21 +17,30 @@ def base_prefix(model: Any) -> str:
 
 
 def corrected_spec(
-    model: Any, corrections: Mapping[str, str] | None = None, *, transparent: tuple[str, ...] = (), **changes: Any
+    model: Any,
+    corrections: Mapping[str, str] | None = None,
+    *,
+    transparent: tuple[str, ...] = (),
+    whole_blocks: tuple[str, ...] = (),
+    **changes: Any,
 ) -> ModelSpec:
     """Derives the spec from transformers' plan, with corrections; other arguments are those of `ModelSpec`.
 
     Args:
         corrections (`Mapping[str, str]`, *optional*): pattern inside the base model -> style, added or replaced; what
             this config does not have is left out.
-        transparent (`tuple[str, ...]`): patterns inside the base model.
+        transparent, whole_blocks (`tuple[str, ...]`): patterns inside the base model.
     """
     spec, prefix = derive_spec(model), base_prefix(model)
     names = [name for name, _ in model.named_modules()] + [n for n, _ in model.named_parameters(remove_duplicate=False)]
     known = set(names) | {generic(name) for name in names}
     added = {prefix + pattern: style for pattern, style in (corrections or {}).items() if prefix + pattern in known}
     return replace(
-        spec, plan={**spec.plan, **added}, transparent=tuple(prefix + pattern for pattern in transparent), **changes
+        spec,
+        plan={**spec.plan, **added},
+        transparent=tuple(prefix + pattern for pattern in transparent),
+        whole_blocks=tuple(prefix + pattern for pattern in whole_blocks),
+        **changes,
     )
 
 
@@ -46,6 +55,7 @@ def family_spec(
     transparent: tuple[str, ...] = (),
     head_plan: Mapping[str, str] | None = None,
     after_layers: tuple[str, ...] = (),
+    whole_blocks: tuple[str, ...] = (),
     **changes: Any,
 ) -> ModelSpec:
     """Makes a `ModelSpec` of patterns inside the base model; its arguments are those of `ModelSpec`.
@@ -69,5 +79,6 @@ def family_spec(
         several_inputs=tuple(prefix + pattern for pattern in several_inputs),
         transparent=tuple(prefix + pattern for pattern in transparent),
         after_layers=tuple(prefix + pattern for pattern in after_layers),
+        whole_blocks=tuple(prefix + pattern for pattern in whole_blocks),
         **changes,
     )

@@ -70,13 +70,24 @@ def _named(items: Mapping[str, Any]) -> str:
 
 def _key(row: Mapping[str, Any]) -> tuple[Any, ...]:
     changes = json.dumps(row["changes"], sort_keys=True)
-    return row["model_type"], row["class"], changes, row["layout"], row.get("tp_size", 0), row.get("pp_size", 1)
+    sizes = row.get("tp_size", 0), row.get("pp_size", 1), row.get("cp_size", 1)
+    return row["model_type"], row["class"], changes, row["layout"], *sizes
 
 
 def layout_kinds(config: MegatronConfig) -> list[str]:
-    """Lists the kinds that a layout is made of, each with a result of its own: `tp` or `tp+sp`, and `pp`."""
+    """Lists the kinds that a layout is made of, each with a result of its own: `tp` or `tp+sp`, `pp`, `cp`.
+
+    Where heads are exchanged for tokens it is `cp+a2a`.
+    """
     within_layers = "tp+sp" if config.sequence_parallel else "tp"
-    return [within_layers] * (config.tp_size > 1) + ["pp"] * (config.pp_size > 1)
+    over_tokens = "cp+a2a" if config.cp_comm_type in ("a2a", "a2a+p2p") else "cp"
+    kinds = {within_layers: config.tp_size, over_tokens: config.cp_size, "pp": config.pp_size}
+    return [kind for kind, size in kinds.items() if size > 1]
+
+
+def splits_weights(kind: str) -> bool:
+    """Tells whether ranks of a kind of layout hold parts of weights, and compute parts of each token."""
+    return kind.startswith("tp")
 
 
 def layout_kind(config: MegatronConfig) -> str:
@@ -88,7 +99,7 @@ def differences(class_name: str, model_type: str, kind: str, features: Features)
     """Lists what of a model was never compared with one process on a kind of layout; `None` if its class never was.
 
     A part counts as compared if a row that passed has it as a whole. Sites that draw random numbers count if replicated
-    weights stayed equal over ranks while they did; over stages there is none.
+    weights stayed equal over ranks while they did; where weights are whole there is none.
     """
     passed = [
         row
@@ -105,7 +116,7 @@ def differences(class_name: str, model_type: str, kind: str, features: Features)
         nearest = by_distance[0] if by_distance else frozenset()
         found += [f"{part.name}: {text}" for text in _changed(part.lines, nearest)]
     drawn = {site for row in passed for site in row["draws"]}
-    if kind != "pp":
+    if splits_weights(kind):
         found += [f"random numbers drawn at {site}" for site in sorted(features.draws - drawn)]
     return found
 

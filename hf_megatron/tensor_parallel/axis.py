@@ -108,8 +108,14 @@ def install(model: Any, state: ParallelState) -> None:
     # A block's hooks are installed after the styles', so that its region wraps what happens inside.
     state.leaving = regions.install(model, state.spec.sequence_arguments)
     install_pending_loss(model)
-    RefusedOutputs(config.sequence_parallel).install(model)
-    OneRandomState(streams, mesh.host_group(AXIS)).install(model)
+    refused = {"output_attentions": "each rank has the maps of its own heads only; load without megatron_config."}
+    if config.sequence_parallel:
+        refused["output_hidden_states"] = (
+            "between layers each rank has its part of the sequence only; set sequence_parallel=False."
+        )
+    RefusedOutputs(refused).install(model)
+    # A forward before may have failed inside a layer.
+    OneRandomState(mesh.device, mesh.host_group(AXIS), streams.use_replicated).install(model)
     _guard_activations(model, state, plan, structure, regions, forwards, first_hook)
 
 

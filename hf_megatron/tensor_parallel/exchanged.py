@@ -30,10 +30,11 @@ class ExchangedFunctions:
 
     Args:
         modules: by name, of those whose functions see a part of a tensor.
+        field (`str`): of the layout, whose size would have to be 1.
     """
 
-    def __init__(self, modules: dict[str, nn.Module]):
-        self.modules = modules
+    def __init__(self, modules: dict[str, nn.Module], field: str = "tp_size"):
+        self.modules, self.field = modules, field
         self.children = {name: dict(module._modules) for name, module in modules.items()}
         self.forwards = {name: type(module).forward for name, module in modules.items()}
         self.functions = {name: found for name, module in modules.items() if (found := _functions(module))}
@@ -52,39 +53,46 @@ class ExchangedFunctions:
     @leave_uncompiled
     def _enter(self, model: nn.Module, args: tuple) -> None:
         for name in self.exchanged_before:
-            _refuse(name)
+            self._refuse(name)
         for base, method in self.methods.items():
             present = vars(base)["forward"]
             if _is_exchanged(present, method) or (is_of_checked_library(base) and _is_users(present)):
-                _refuse(f"{base.__qualname__}.forward")
+                self._refuse(f"{base.__qualname__}.forward")
         for file, functions in self.files.items():
             present = vars(sys.modules[file])
             for name, function in functions.items():
                 if _is_exchanged(present.get(name), function):
-                    _refuse(f"{file}.{name}")
+                    self._refuse(f"{file}.{name}")
         for name, module in self.modules.items():
             if type(module).forward is not self.forwards[name] and not is_marked(type(module).forward):
-                _refuse(f"{name}.__class__ ({type(module).__name__})")
+                self._refuse(f"{name}.__class__ ({type(module).__name__})")
             # Modules are equal where they are the same.
             if module._modules != self.children[name]:
                 self._compare_children(name, module)
             if "forward" in module.__dict__ and not _is_own(module.__dict__["forward"], module):
-                _refuse(f"{name}.forward")
+                self._refuse(f"{name}.forward")
         for name, functions in self.functions.items():
             for attribute, function in functions.items():
                 found = vars(self.modules[name]).get(attribute)
                 if found is not function and callable(found) and not is_marked(found):
-                    _refuse(f"{name}.{attribute}")
+                    self._refuse(f"{name}.{attribute}")
         for config in self.configs:
             for option, function in chosen_functions(config).items():
                 if _is_users(function):
-                    _refuse(option)
+                    self._refuse(option)
+
+    def _refuse(self, what: str) -> None:
+        raise UnsupportedError(
+            f"{what} was exchanged: it is called with this rank's part of a tensor. Mark it "
+            "with hf_megatron.works_on_parts if it looks at single entries (attention: heads; layers: tokens), or load "
+            f"the model with {self.field}=1."
+        )
 
     def _compare_children(self, name: str, module: nn.Module) -> None:
         for child, found in module._modules.items():
             before = self.children[name].get(child)
             if found is not before and before is not None and not _works_on_entries(found, before):
-                _refuse(f"{name}.{child} ({type(found).__name__} in the place of {type(before).__name__})")
+                self._refuse(f"{name}.{child} ({type(found).__name__} in the place of {type(before).__name__})")
 
 
 def _functions(module: nn.Module) -> dict[str, Any]:
@@ -125,11 +133,3 @@ def _is_own(forward: Any, module: nn.Module) -> bool:
         forward = forward.args[0]
     own = getattr(forward, "__self__", None) is module and forward.__func__ is type(module).forward
     return own or is_marked(forward)
-
-
-def _refuse(what: str) -> None:
-    raise UnsupportedError(
-        f"{what} was exchanged: it is called with this rank's part of a tensor. Mark it "
-        "with hf_megatron.works_on_parts if it looks at single entries (attention: heads; layers: tokens), or load the "
-        "model with tp_size=1."
-    )

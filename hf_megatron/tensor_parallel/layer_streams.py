@@ -9,6 +9,7 @@
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,19 +21,25 @@ from ..patch_ledger import Shared
 
 
 class OneRandomState(Shared):
-    """Starts every training forward from the same random state on all ranks, whatever seeds the user set."""
+    """Starts every training forward from the same random state on all ranks, whatever seeds the user set.
 
-    def __init__(self, streams: RandomStreams, group: dist.ProcessGroup):
-        self.streams, self.group = streams, group
+    Args:
+        before (`Callable`, *optional*): called first.
+    """
+
+    def __init__(
+        self, device: torch.device, group: dist.ProcessGroup, before: Callable[[], None] | None = None
+    ):
+        self.device, self.group, self.before = device, group, before
 
     def install(self, model: nn.Module) -> None:
         model.register_forward_pre_hook(self._enter)
 
     def _enter(self, model: nn.Module, args: tuple) -> None:
         if model.training or torch.is_grad_enabled():
-            # A forward before may have failed inside a layer.
-            self.streams.use_replicated()
-            broadcast_state(self.streams.device, self.group)
+            if self.before is not None:
+                self.before()
+            broadcast_state(self.device, self.group)
 
 
 @functools.cache

@@ -10,7 +10,7 @@ import inspect
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,7 @@ from ..batch_labels import BatchLabels
 from ..communication.collectives import bounds, copy_to_ranks, gather_from_ranks
 from ..data_parallel.graph_edges import LateOutput
 from ..data_parallel.sharded_guards import is_sharded
-from ..loss import IGNORE_INDEX
+from ..loss import IGNORE_INDEX, count_targets
 from .cross_entropy import CrossEntropyOptions, linear_cross_entropy
 from .linear import ColumnParallelLinear
 from .local_parameters import local_view
@@ -28,20 +28,47 @@ from .local_parameters import local_view
 _ELEMENTWISE = {torch.tanh, torch.mul, torch.div, torch.true_divide, Tensor.tanh, Tensor.mul, Tensor.div, F.tanh}
 
 
+class TokensOfRank(Protocol):
+    """The tokens of a row that a rank holds, where several ranks hold some each."""
+
+    @property
+    def length(self) -> int:
+        """Tokens of the row."""
+
+    def own(self, targets: Tensor) -> Tensor:
+        """Keeps this rank's of `[batch, sequence]`: `[batch, held]`."""
+
+    def join(self, tensor: Tensor) -> Tensor:
+        """Joins the ranks' `[batch, held, ...]` to `[batch, sequence, ...]`, differentiable."""
+
+    def sum(self, part: Tensor) -> Tensor:
+        """Sums a tensor of any shape over the ranks, with its gradient."""
+
+
 class ShardedLogits(LateOutput):
     """Logits `[batch, sequence, vocab]` that were not computed yet.
 
     Attributes:
-        hidden (`Tensor`): the head's input.
+        hidden (`Tensor`): the head's input, of `tokens` alone where there are such.
         head (`VocabParallelHead`): the head.
+        tokens (`TokensOfRank`, *optional*): those that `hidden` is of, if they are not all.
     """
 
     def __init__(
-        self, hidden: Tensor, head: "VocabParallelHead", functions: tuple[Callable[[Tensor], Tensor], ...] = ()
+        self,
+        hidden: Tensor,
+        head: "VocabParallelHead",
+        functions: tuple[Callable[[Tensor], Tensor], ...] = (),
+        tokens: TokensOfRank | None = None,
     ):
         self.hidden = hidden
         self.head = head
         self.functions = functions
+        self.tokens = tokens
+        # Of what is seen of them, the vocabulary left out.
+        self.leading: tuple[int, ...] = tuple(hidden.shape[:-1])
+        if tokens is not None:
+            self.leading = hidden.shape[0], tokens.length
         self.loss_taken = False
 
     # What the model itself may do to its logits before the loss.
@@ -51,8 +78,10 @@ class ShardedLogits(LateOutput):
         return self._like(self.hidden, (*self.functions, function))
 
     def _like(self, hidden: Tensor, functions: tuple[Callable[[Tensor], Tensor], ...]) -> "ShardedLogits":
-        logits = ShardedLogits(hidden, self.head, functions)
+        logits = ShardedLogits(hidden, self.head, functions, self.tokens)
         logits.leaving = self.leaving
+        if self.tokens is not None:
+            logits.leading = self.leading
         return logits
 
     def __mul__(self, factor: Any) -> "ShardedLogits | Tensor":
@@ -79,6 +108,11 @@ class ShardedLogits(LateOutput):
         sizes = shape[0] if isinstance(shape[0], tuple | list) else shape
         if self.loss_taken or sizes[-1] != self.head.out_features:
             return self.gather().view(*shape)
+        if self.tokens is not None:
+            # What this rank holds cannot be counted by the sizes of the whole.
+            logits = self._like(self.hidden, self.functions)
+            logits.leading = tuple(torch.empty(self.leading, device="meta").view(*sizes[:-1]).shape)
+            return logits
         return self._like(self.hidden.reshape(*sizes[:-1], self.hidden.shape[-1]), self.functions)
 
     reshape = view
@@ -111,7 +145,7 @@ class ShardedLogits(LateOutput):
 
     @property
     def shape(self) -> torch.Size:
-        return torch.Size((*self.hidden.shape[:-1], self.head.out_features))
+        return torch.Size((*self.leading, self.head.out_features))
 
     @property
     def device(self) -> torch.device:
@@ -155,7 +189,8 @@ class ShardedLogits(LateOutput):
 
     def _gathered(self) -> Tensor:
         local = self.transform(self.head.local_logits(self.hidden))
-        return gather_from_ranks(local, -1, self.head.out_features, self.head.group)
+        logits = gather_from_ranks(local, -1, self.head.out_features, self.head.group)
+        return logits if self.tokens is None else self.tokens.join(logits).view(self.shape)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -195,14 +230,19 @@ class ShardedLogits(LateOutput):
             with_gradient=torch.is_grad_enabled(),
         )
         hidden = self.hidden.reshape(-1, self.hidden.shape[-1])
-        targets = targets.to(self.device).reshape(-1)
-        return linear_cross_entropy(hidden, weight, bias, targets, num_items_in_batch, options)
+        targets = targets.to(self.device)
+        if self.tokens is None:
+            return linear_cross_entropy(hidden, weight, bias, targets.reshape(-1), num_items_in_batch, options)
+        if num_items_in_batch is None:
+            num_items_in_batch = count_targets(targets, ignore_index)
+        own = self.tokens.own(targets.reshape(self.hidden.shape[0], self.tokens.length)).reshape(-1)
+        return self.tokens.sum(linear_cross_entropy(hidden, weight, bias, own, num_items_in_batch, options))
 
 
 def _is_of_tokens(logits: ShardedLogits, target: Tensor, weight: Tensor | None = None, **options: Any) -> bool:
     """Tells whether `F.cross_entropy` is called for the mean or sum over class indices, one per row of the logits."""
     plain = weight is None and options.get("size_average") is None and options.get("reduce") is None
-    rows = logits.hidden.dim() == 2 and target.dim() == 1 and not target.is_floating_point()
+    rows = len(logits.leading) == 1 and target.dim() == 1 and not target.is_floating_point()
     return plain and rows and options.get("reduction", "mean") in ("mean", "sum")
 
 
@@ -216,6 +256,8 @@ class VocabParallelHead(ColumnParallelLinear):
     model: Callable[[], nn.Module | None]
     loss_is_pending: bool = False
     loss_chunk_size: int | None = None
+    # The part of its input that this rank takes the loss of, and which tokens these are.
+    part_of: Callable[[Tensor], tuple[Tensor, TokensOfRank | None]] | None = None
 
     @property
     def first_row(self) -> int:
@@ -226,7 +268,10 @@ class VocabParallelHead(ColumnParallelLinear):
         return self.matmul(copy_to_ranks(hidden, self.group), local_view(self.bias))
 
     def forward(self, x: Tensor) -> Any:
-        logits = ShardedLogits(x, self)
+        tokens = None
+        if self.loss_is_pending and self.part_of is not None:
+            x, tokens = self.part_of(x)
+        logits = ShardedLogits(x, self, tokens=tokens)
         return logits if self.loss_is_pending else logits.gather(warn=False)
 
 

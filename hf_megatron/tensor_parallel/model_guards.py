@@ -1,5 +1,6 @@
 """Around a whole model's forward: claims checked, outputs refused that no rank has in full."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -36,16 +37,14 @@ class ClaimCheck:
 
 
 class RefusedOutputs:
-    """Refuses outputs that would be one rank's part: attention maps, and hidden states of a split sequence."""
+    """Refuses outputs that would be one rank's part.
 
-    def __init__(self, sequence_parallel: bool):
-        self.reasons = {
-            "output_attentions": "each rank has the maps of its own heads only; load without megatron_config."
-        }
-        if sequence_parallel:
-            self.reasons["output_hidden_states"] = (
-                "between layers each rank has its part of the sequence only; set sequence_parallel=False."
-            )
+    Args:
+        reasons: name of the argument that asks for an output -> why it is refused, and what to do.
+    """
+
+    def __init__(self, reasons: Mapping[str, str]):
+        self.reasons = reasons
 
     def install(self, model: nn.Module) -> None:
         model.register_forward_pre_hook(self._enter, with_kwargs=True)

@@ -38,7 +38,9 @@ _LAYOUT_WORDS = {
     "dp": "dp_size",
     "zero": "zero_stage",
     "replicas": "dp_replicate_size",
+    "cp": "cp_size",
 }
+_SCHEMES = {"a2a": "a2a", "gather": "all_gather"}
 
 
 def parse_layouts(text: str) -> list[MegatronConfig]:
@@ -50,13 +52,17 @@ def parse_layouts(text: str) -> list[MegatronConfig]:
             name = word.rstrip("0123456789")
             if word == "sp":
                 fields["sequence_parallel"] = True
+            elif word in _SCHEMES:
+                fields["cp_comm_type"] = _SCHEMES[word]
             elif name in _LAYOUT_WORDS and name != word:
                 fields[_LAYOUT_WORDS[name]] = int(word[len(name) :])
             else:
                 raise ConfigError(
-                    f"layout {layout!r}: expected tpN, sp, ppN, mbN (microbatches), dpN, zeroN, replicasN joined by +, "
-                    "such as tp2,tp2+sp,tp4."
+                    f"layout {layout!r}: expected tpN, sp, cpN, a2a, gather, ppN, mbN (microbatches), dpN, zeroN, "
+                    "replicasN joined by +, such as tp2,tp2+sp,tp4,cp2,cp2+a2a."
                 )
+        if "cp_size" in fields:
+            fields.setdefault("cp_comm_type", "p2p")
         configs.append(MegatronConfig(**fields))
     return configs
 
@@ -210,6 +216,7 @@ def _check_layout(
         "layout": layout_kind(layout),
         "tp_size": layout.tp_size,
         "pp_size": layout.pp_size,
+        **({"cp_size": layout.cp_size} if layout.cp_size > 1 else {}),
         "parts": [],
         "draws": [],
         "versions": tested_versions(),

@@ -50,6 +50,23 @@ def test_a_setting_that_cannot_be_is_named(hf, tmp_path, case):
     assert message in refused(with_config(hf, tmp_path / "source", **changes), tmp_path / "out")
 
 
+def test_a_name_that_no_file_can_have_is_refused(hf, tmp_path):
+    source = tmp_path / "source"
+    shutil.copytree(hf, source)
+    (source / "model.safetensors").rename(source / "model-1.safetensors")
+    index = {"weight_map": dict.fromkeys(("lm_head.weight",), "model\ud800.safetensors")}
+    (source / "model.safetensors.index.json").write_text(json.dumps(index), "utf-8")
+    assert "no file can have this name" in refused(source, tmp_path / "out")
+
+
+def test_the_format_of_a_store_is_shown_in_bounds(hf, tmp_path):
+    source = tmp_path / "source"
+    convert(hf, source, "torch_dist")
+    [file] = source.rglob("metadata.json")
+    file.write_text(json.dumps({"sharded_backend": "t" + "[" * 5000, "sharded_backend_version": 1}), "utf-8")
+    assert len(refused(source, tmp_path / "out")) < 1000
+
+
 OTHER_KINDS: dict[str, tuple[Callable[[Path], object], str]] = {
     "pipe": (os.mkfifo, "is a named pipe: expected a file"),
     "folder": (os.mkdir, "is a folder: expected a file"),

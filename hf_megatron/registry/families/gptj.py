@@ -21,4 +21,5 @@ def gptj(model: Any) -> ModelSpec:
             "h.*.mlp.fc_out": "row",
         },
         local_attributes={"h.*.attn": ("num_attention_heads",)},
+        joins_tokens=True,
     )

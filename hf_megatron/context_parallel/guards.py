@@ -1,0 +1,59 @@
+"""Users' functions inside of a model whose rows are shared out: each sees some tokens only, and is refused by name."""
+
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from ..errors import UnsupportedError
+from ..parts import is_marked, is_of_checked_library
+from ..patch_ledger import Shared
+from ..tensor_parallel.exchanged import ExchangedFunctions
+from ..upstream import global_forward_hooks, leave_uncompiled
+
+
+class PartGuards(Shared):
+    """Looks for forward hooks, and for functions that were exchanged, before each forward of a model.
+
+    Args:
+        layers (`str`): the list of layers.
+    """
+
+    def __init__(self, model: Any, layers: str):
+        head = model.get_output_embeddings()
+        around = {layers.rsplit(".", depth)[0] for depth in range(layers.count(".") + 1)} | {""}
+        embeddings = model.get_input_embeddings()
+        named = {name: module for name, module in model.named_modules() if module is not embeddings}
+        self.inside = {name: module for name, module in named.items() if name.startswith(f"{layers}.")}
+        # Behind the layers too tokens may lie on several ranks.
+        self.modules = named if head is not None else self.inside
+        self.modules = {name: module for name, module in self.modules.items() if name not in around}
+        self.end = 0
+
+    def install(self, model: Any) -> None:
+        """Puts it before what other axes make of hooks; called when these have registered theirs."""
+        models = (model,) if model.base_model is model else (model, model.base_model)
+        ExchangedFunctions(self.inside, "cp_size").install(*models)
+        for one in models:
+            one.register_forward_pre_hook(self._enter, prepend=True)
+        # Hooks are counted up over all modules: the user's come after the last of these.
+        self.end = RemovableHandle.next_id
+
+    @leave_uncompiled
+    def _enter(self, model: nn.Module, args: tuple) -> None:
+        for hook in global_forward_hooks():
+            if not is_marked(hook) and not is_of_checked_library(hook):
+                _refuse("all modules", hook)
+        for name, module in self.modules.items():
+            for hooks in (module._forward_pre_hooks, module._forward_hooks):
+                for number, hook in hooks.items():
+                    if number >= self.end and not is_marked(hook) and not is_of_checked_library(hook):
+                        _refuse(f"{name} ({type(module).__name__})", hook)
+
+
+def _refuse(where: str, hook: Any) -> None:
+    named = getattr(hook, "__qualname__", type(hook).__qualname__)
+    raise UnsupportedError(
+        f"A forward hook of {where} ({named}): with cp_size > 1 it sees this rank's tokens of each row. Hook the "
+        "model, mark the hook with hf_megatron.works_on_parts if a part is enough, or use cp_size=1."
+    )

@@ -1,0 +1,28 @@
+"""The vocabulary head of a model whose rows are shared out: each rank takes the loss of some tokens."""
+
+from typing import Any
+
+from torch import nn
+
+from ..parallel_state import ParallelState
+from ..tensor_parallel.local_parameters import ForwardsUnderWay, become
+from ..tensor_parallel.logits import VocabParallelHead, install_pending_loss
+from .stack import ContextStack
+
+
+def place_head(model: Any, state: ParallelState, stack: ContextStack) -> None:
+    """Has a linear head compute its loss from the tokens of each rank; others get whole rows.
+
+    With tensor parallelism it may be a vocab-parallel one already.
+    """
+    head = model.get_output_embeddings()
+    if not isinstance(head, VocabParallelHead):
+        if state.axes.size("tp") > 1 or type(head).forward is not nn.Linear.forward:
+            return
+        become(head, VocabParallelHead)
+        head.mesh, head.forwards = state.mesh, ForwardsUnderWay()
+        head.loss_chunk_size = state.config.loss_chunk_size
+        install_pending_loss(model)
+    head.part_of = stack.part_of
+    if not state.spec.joins_tokens:
+        stack.keeps_tokens = lambda: head.loss_is_pending and not stack.keeps_some_logits

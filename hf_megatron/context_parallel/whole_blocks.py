@@ -1,0 +1,84 @@
+"""Blocks in which tokens meet otherwise than in transformers' attention functions: computed on whole rows.
+
+    x/cp --gather--> block, with the mask, positions and arguments of the whole row --own tokens--> x/cp
+
+Every rank computes the whole block: right for any, and no faster. What its weights' gradients are of is each rank's own
+tokens of the output, so that they add up as all others do.
+"""
+
+import inspect
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..patch_ledger import Shared
+from ..patterns import generic
+from ..spec import ModelSpec
+from ..upstream import fetches_attention_core
+from .descriptions import ContextMask
+from .exchange import gather_tokens, take_tokens
+from .stack import ContextStack, mapped
+
+_TOKENS = 1
+_HIDDEN_STATES = "hidden_states"
+# By these a block keeps what it has seen of earlier tokens.
+_CACHES = frozenset(("past_key_values", "past_key_value", "cache_params", "layer_past", "past_states"))
+
+
+def find_whole_blocks(model: nn.Module, spec: ModelSpec, layers: str) -> frozenset[str]:
+    """Names the blocks inside of layers that keep a cache and are no attention of transformers', and the spec's."""
+    found: set[str] = set()
+    for name, module in model.named_modules():
+        is_block = name.startswith(f"{layers}.") and name.count(".") > layers.count(".") + 1
+        if not is_block or any(name.startswith(f"{other}.") for other in found):
+            continue
+        keeps = not _CACHES.isdisjoint(inspect.signature(type(module).forward).parameters)
+        mixes = keeps and not fetches_attention_core(type(module)) and not _hands_on(module)
+        if mixes or generic(name) in spec.whole_blocks:
+            found.add(name)
+    return frozenset(found)
+
+
+def _hands_on(module: nn.Module) -> bool:
+    """Tells whether a block only hands its cache to attention inside of it."""
+    return any(fetches_attention_core(type(child)) for child in module.children())
+
+
+class WholeBlock(Shared):
+    """The hooks around one block."""
+
+    def __init__(self, stack: ContextStack):
+        self.stack = stack
+
+    def install(self, block: nn.Module) -> None:
+        self.names = tuple(inspect.signature(block.forward).parameters)
+        # Inside of what sequence parallelism does to its inputs and outputs.
+        block.register_forward_pre_hook(self._enter, with_kwargs=True)
+        block.register_forward_hook(self._leave, prepend=True)
+
+    def _enter(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+        stack, row = self.stack, self.stack.row
+        if row is None or not stack.shares_out():
+            return None
+
+        def whole(name: str, value: Any) -> Any:
+            if isinstance(value, ContextMask):
+                return value.dense
+            if name in (self.names[0], _HIDDEN_STATES) and isinstance(value, Tensor):
+                return gather_tokens(value, _TOKENS, row.order, stack.group)
+            return mapped(value, row.whole)
+
+        args = tuple(whole(name, value) for name, value in zip(self.names, args, strict=False))
+        return args, {name: whole(name, value) for name, value in kwargs.items()}
+
+    def _leave(self, block: nn.Module, args: tuple, output: Any) -> Any:
+        stack, row = self.stack, self.stack.row
+        if row is None or not stack.shares_out():
+            return None
+
+        def own(value: Any) -> Any:
+            if isinstance(value, Tensor) and value.dim() > 2 and value.shape[_TOKENS] == row.length:
+                return take_tokens(value, _TOKENS, row.order, stack.groups.rank)
+            return value
+
+        return mapped(output, own)
