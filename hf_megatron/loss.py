@@ -88,7 +88,7 @@ class _MeanOverRanks(torch.autograd.Function):
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """The sum over ranks of a tensor of any shape, of whose gradient each of them has a share."""
+    """The sum over ranks of a tensor of any shape, in whose backward the average of gradients is undone."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -103,7 +103,7 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 def sum_over_ranks(part: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Sums a tensor of any shape over ranks, of whose gradient each has a share: as of an average, or by `ranks`."""
+    """Sums a tensor of any shape over ranks between which gradients are averaged: in its backward that is undone."""
     return _SumOverRanks.apply(part, group)
 
 

@@ -5,9 +5,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .axes import Axes, Axis
+from .errors import UnsupportedError
 from .patch_ledger import LEDGER, Shared
 from .placement import Placement
-from .upstream import root_mesh, split_mesh_axis
+from .upstream import flat_mesh, root_mesh, split_mesh_axis
 
 # Outermost first, as DeviceMesh wants them.
 WORLD_AXES = ("dp", "pp", "cp", "tp")
@@ -71,6 +72,8 @@ class ParallelMesh(Shared):
 
     def group(self, name: str) -> dist.ProcessGroup:
         """Returns the ranks along an axis; the first call for one not of the world makes groups, on every rank."""
+        if self.axes.size("cp") == 1:
+            name = name.replace("dp_cp", "dp")
         if name in ("dp_shard", "dp_replicate"):
             return self.dp.get_group(name)
         same = next((other for other in WORLD_AXES if self.axes[other] == self.axes[name]), None)
@@ -110,6 +113,17 @@ class ParallelMesh(Shared):
     def copies_group(self, copies: int) -> dist.ProcessGroup:
         """Returns the ranks that hold the same shard as this one."""
         return self.tp_group if copies == self.tp_size else self.tp_with_copies(copies).get_group("tp_copy")
+
+    def weight_shards(self) -> DeviceMesh:
+        """Returns the mesh over which stage 3 splits weights, `dp_cp_shard`, with `dp_cp_replicate` around it."""
+        if self.axes.size("dp_cp_replicate") == 1:
+            return flat_mesh(self.root, ("dp", "cp")) if self.axes.size("cp") > 1 else self.root["dp"]
+        if self.axes.size("cp") == 1:
+            return self.dp
+        raise UnsupportedError(
+            "MegatronConfig.dp_replicate_size with zero_stage = 3 and cp_size > 1: weights are split over dp and cp "
+            "ranks together. Set dp_replicate_size=1, or zero_stage=2."
+        )
 
     def _mesh_of(self, *names: str) -> DeviceMesh:
         """Makes a mesh of axes that are none of the world's."""

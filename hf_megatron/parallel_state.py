@@ -124,8 +124,8 @@ class ParallelState(Shared):
 
     @property
     def shards_weights(self) -> bool:
-        """Whether the dp ranks split the weights themselves (stage 3)."""
-        return self.config.zero_stage == 3 and self.axes.size("dp") > 1
+        """Whether the ranks that see parts of a batch split the weights themselves (stage 3)."""
+        return self.config.zero_stage == 3 and self.axes.size("dp_cp") > 1
 
     @property
     def in_lockstep(self) -> bool:

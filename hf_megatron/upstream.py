@@ -115,6 +115,11 @@ def split_mesh_axis(mesh: DeviceMesh, sizes: tuple[int, ...], names: tuple[str, 
     return mesh._unflatten(0, sizes, names)
 
 
+def flat_mesh(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    """Joins neighbouring axes of a mesh to one, which FSDP2 takes for a part of the same mesh."""
+    return mesh[names]._flatten("_".join(names))
+
+
 def at_end_of_backward(function: Callable[[], None]) -> None:
     """Calls a function when the backward under way has done everything else (private; FSDP2 uses it)."""
     torch.autograd.Variable._execution_engine.queue_callback(function)  # type: ignore[attr-defined]

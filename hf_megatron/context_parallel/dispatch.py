@@ -58,9 +58,7 @@ def _describe(
             "it with use_cache=False and all tokens, or load it with cp_size=1."
         )
     mask = describe_mask(mask_function, batch_size, q_length, attention_mask)
-    made = partial(
-        stock, batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, **kwargs
-    )
+    made = partial(stock, batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, **kwargs)
     return ContextMask(stack.row_of(q_length), mask, made)
 
 

@@ -5,10 +5,10 @@
     layers                                on these; attention sees all of them
     norm, head, loss of labels            on these too, or
     last layer                            tokens are joined: what follows is whole again
-    outputs                               each rank counts its share of their gradient
 
-Every rank computes what is whole as one process does, and hands a share of the gradient of each output to its backward:
-what the ranks' parameters get adds up to one process's gradient, in the layers and around them.
+Gradients are averaged over the ranks of a row as over data parallel ones. What all ranks compute alike has one process's
+gradient on each; where a rank computes its tokens only, joining and summing hand it all ranks' gradients of these, so
+that its own are as many times too large as there are ranks.
 
 A call that keeps or reads a cache is computed whole on every rank.
 """
@@ -22,11 +22,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from transformers.utils import ModelOutput
 
-from ..communication.collectives import copy_to_ranks
 from ..communication.random_streams import StreamOfPart
-from ..data_parallel.graph_edges import LateOutput
 from ..errors import UnsupportedError
 from ..loss import sum_over_ranks
 from ..patch_ledger import LEDGER, Shared
@@ -41,18 +40,20 @@ _ROUTER_LOGITS = "router_logits"
 _CACHES = ("past_key_values", "cache_params")
 
 
-class _Share(torch.autograd.Function):
-    """Identity; each of `ranks` that computed the same hands on its share of the gradient."""
+class _OfAllRanks(torch.autograd.Function):
+    """Identity of what every rank was given, whose gradient is the average of theirs."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, ranks: int) -> Tensor:
-        ctx.ranks = ranks
-        # Loops scale losses in place, which a view of a node of ours would not take.
-        return tensor.view_as(tensor) if tensor.dim() else tensor.clone()
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return tensor.view_as(tensor)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient / ctx.ranks, None
+        whole = gradient.clone()
+        dist.all_reduce(whole, group=ctx.group)
+        return whole / dist.get_world_size(ctx.group), None
 
 
 class _RestoreRow(torch.autograd.Function):
@@ -195,10 +196,10 @@ class ContextStack(Shared):
         self.keeps_some_logits = kept is not None and not (isinstance(kept, int) and kept == 0)
         self._before, LEDGER.context = LEDGER.context, self if self._is_cut else None
 
-        def summed(tensor: Tensor) -> Tensor:
-            return copy_to_ranks(tensor, self.group) if tensor.requires_grad else tensor
+        def entering(tensor: Tensor) -> Tensor:
+            return _OfAllRanks.apply(tensor, self.group) if tensor.requires_grad else tensor
 
-        return mapped(args, summed), mapped(kwargs, summed)
+        return mapped(args, entering), mapped(kwargs, entering)
 
     @leave_uncompiled
     def _end(self, module: nn.Module, args: tuple, output: Any) -> Any:
@@ -209,22 +210,9 @@ class ContextStack(Shared):
         if self._under_way:
             return None
         LEDGER.context = self._before
-        if output is None:
-            # An error is on its way.
-            return None
-
-        def share(value: Any) -> Any:
-            return _Share.apply(value, self.ranks) if value.requires_grad else value
-
-        if isinstance(output, ModelOutput):
-            if self._is_cut and isinstance(parts := output.get(_ROUTER_LOGITS), tuple):
-                output[_ROUTER_LOGITS] = tuple(self.joined_rows(part) for part in parts)
-            for value in output.values():
-                _share_late(value, share)
-        elif isinstance(output, tuple):
-            for value in output:
-                _share_late(value, share)
-        return mapped(output, share)
+        if self._is_cut and isinstance(output, ModelOutput) and isinstance(parts := output.get(_ROUTER_LOGITS), tuple):
+            output[_ROUTER_LOGITS] = tuple(map(self.joined_rows, parts))
+        return output
 
     def _begin_row(self, base: nn.Module, args: tuple) -> None:
         self.row, self._has_entered = None, False
@@ -301,10 +289,3 @@ def _keeps_cache(module: Any, names: tuple[str, ...], given: dict[str, Any]) -> 
     if wanted is None and "use_cache" in names:
         wanted = getattr(module.config.get_text_config(), "use_cache", False)
     return bool(wanted)
-
-
-def _share_late(value: Any, share: Callable[[Tensor], Tensor]) -> None:
-    """Has logits that are computed once somebody reads them pass what the others pass."""
-    if isinstance(value, LateOutput):
-        before = value.leaving
-        value.leaving = share if before is None else lambda tensor: share(before(tensor))

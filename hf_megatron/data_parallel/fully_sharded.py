@@ -41,18 +41,18 @@ def shard_weights(
     Args:
         around_layers: modules that are units of their own, because the model around them is not called as often.
     """
-    axes = mesh.dp if config.dp_replicate_size > 1 else mesh.root["dp"]
+    axes = mesh.weight_shards()
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if config.main_weights_in_fp32 else None)
     marks = {name: vars(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}
     units = [layer for layer in outermost_layers(model) if next(layer.parameters(), None) is not None]
     tied = _tied_parameters(model) if around_layers else []
     unused = UnusedGradients()
     for unit in units:
-        _make_unit(unit, mesh.group("dp_shard"), unused, mesh=axes, mp_policy=policy)
+        _make_unit(unit, mesh.group("dp_cp_shard"), unused, mesh=axes, mp_policy=policy)
     for unit in around_layers:
         # The loss reads a vocab-parallel head after its forward, and backward never tells an embedding, whose inputs
         # have no gradient, that it is over: the caller splits these weights again with `reshard`.
-        _make_unit(unit, mesh.group("dp_shard"), unused, mesh=axes, mp_policy=policy, reshard_after_forward=False)
+        _make_unit(unit, mesh.group("dp_cp_shard"), unused, mesh=axes, mp_policy=policy, reshard_after_forward=False)
         unit.set_reshard_after_backward(False)  # type: ignore[operator]
     for (owner, name), (other, other_name) in tied:
         # FSDP2 ties what lies inside one unit only.
@@ -62,7 +62,7 @@ def shard_weights(
     # parameters as at any other time, to clear, to edit, and to compute terms of its loss from.
     _make_unit(
         model,
-        mesh.group("dp_shard"),
+        mesh.group("dp_cp_shard"),
         unused,
         mesh=axes,
         mp_policy=policy,
@@ -181,9 +181,9 @@ def whole_local(tensor: Tensor, shape: tuple[int, ...], mesh: ParallelMesh) -> T
         shape: of the part, `[rows, ...]`.
     """
     part = local_tensor(tensor).detach()
-    return all_gather(part, 0, shape[0], mesh.group("dp_shard")) if shape else part
+    return all_gather(part, 0, shape[0], mesh.group("dp_cp_shard")) if shape else part
 
 
 def owned_rows(shape: tuple[int, ...], axes: Axes) -> tuple[int, int]:
     """Returns the `[start, stop)` of dim 0 of a part that this dp rank holds (`torch.chunk`'s rule)."""
-    return bounds(shape[0], axes.size("dp_shard"), axes.rank("dp_shard")) if shape else (0, 1)
+    return bounds(shape[0], axes.size("dp_cp_shard"), axes.rank("dp_cp_shard")) if shape else (0, 1)

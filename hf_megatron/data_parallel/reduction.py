@@ -188,7 +188,7 @@ class GradientReducer(ServedGradients):
                 f"backward(create_graph=True) with dp_size > 1 or main weights in fp32: the gradient of "
                 f"{self._name_of(parameter)} is reduced without its graph."
             )
-        # The ranks' sum of gradients over dp_size is their average.
+        # The ranks' sum of gradients over their number is their average.
         factor, add = 1 / bucket.sharing.divisor, index in bucket.written
         bucket.slots[index].scatter_into(bucket.open_rows(), local_tensor(gradient), factor=factor, add=add)
         bucket.written.add(index)

@@ -36,7 +36,7 @@ class Sharing:
             mesh.axes.size(replicate),
             mesh.axes.rank(replicate),
             mesh.group(replicate),
-            mesh.dp_size,
+            mesh.axes.size("dp_cp"),
         )
 
     @property

@@ -22,12 +22,12 @@ from ..checkpoint.strict_loading import check_loaded, own_memory
 from ..communication.agreement import agreed
 from ..communication.handshake import agree
 from ..config import MegatronConfig, validate_world_size
+from ..context_parallel.scheme import with_scheme
 from ..errors import ConfigError, UnsupportedError
 from ..memory.recompute import apply_recompute
 from ..parallel_state import parallel_state
 from ..parallelize import install, parallel_plan, place, plan
 from ..patch_ledger import LEDGER
-from ..context_parallel.scheme import with_scheme
 from ..registry.features import describe_model
 from ..tensor_parallel.expert_widths import require_expert_widths
 from ..upstream import forget_conversions, quiet_loading, warn_of_unchecked_versions

@@ -150,7 +150,7 @@ def cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> Cut:
     Raises `UnsupportedError` for a model that is no single stack, `ConfigError` for stages that do not fit its layers.
     """
     require_cuttable(model, spec, config)
-    if schedule(config.pipeline_schedule).splits_backward and config.zero_stage == 3 and axes.size("dp") > 1:
+    if schedule(config.pipeline_schedule).splits_backward and config.zero_stage == 3 and axes.size("dp_cp") > 1:
         raise UnsupportedError(
             f"MegatronConfig.pipeline_schedule = {config.pipeline_schedule!r} with zero_stage = 3: FSDP2 reduces "
             "gradients before those of the weights are computed. Use '1f1b', 'interleaved_1f1b', or zero_stage 1 or 2."

@@ -27,9 +27,7 @@ class OneRandomState(Shared):
         before (`Callable`, *optional*): called first.
     """
 
-    def __init__(
-        self, device: torch.device, group: dist.ProcessGroup, before: Callable[[], None] | None = None
-    ):
+    def __init__(self, device: torch.device, group: dist.ProcessGroup, before: Callable[[], None] | None = None):
         self.device, self.group, self.before = device, group, before
 
     def install(self, model: nn.Module) -> None:

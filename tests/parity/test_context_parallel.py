@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING
 
+from hf_megatron import loss, token_loss
 from hf_megatron.context_parallel import axis as context_parallel
 from hf_megatron.context_parallel import stack
 from hf_megatron.context_parallel.attention import SharedRow
@@ -28,6 +29,10 @@ LAYOUTS = {
     "cp2+dp2+zero0": {"cp_size": 2, "dp_size": 2, "zero_stage": 0},
     "cp2+dp2+zero1": {"cp_size": 2, "dp_size": 2},
     "cp2+dp2+zero2": {"cp_size": 2, "dp_size": 2, "zero_stage": 2},
+    "cp2+zero3": {"cp_size": 2, "zero_stage": 3},
+    "cp2+dp2+zero3": {"cp_size": 2, "dp_size": 2, "zero_stage": 3},
+    "tp2+cp2+zero3": {"tp_size": 2, "cp_size": 2, "zero_stage": 3},
+    "cp4, heads and ring": {"cp_size": 4, "cp_comm_type": "a2a+p2p"},
     "pp2+cp2": {"pp_size": 2, "cp_size": 2, "num_microbatches": 2},
 }
 
@@ -52,11 +57,11 @@ def test_types_equal_one_process(model_type, name):
     assert comparison.passed, comparison.report()
 
 
-def averaged():
-    """Divides gradients by the ranks of a row, too."""
+def added_up():
+    """Divides gradients by the ranks of a row no more."""
     along = Sharing.along.__func__
     Sharing.along = classmethod(
-        lambda cls, axis, mesh: dataclasses.replace(along(cls, axis, mesh), divisor=mesh.axes.size("dp_cp"))
+        lambda cls, axis, mesh: dataclasses.replace(along(cls, axis, mesh), divisor=mesh.axes.size("dp"))
     )
 
 
@@ -82,17 +87,28 @@ def without_windows():
     SequenceMask.window = lambda self, size: self
 
 
-def whole_gradients():
-    """Has every rank count all of the gradient behind the layers."""
-    stack._Share.backward = staticmethod(lambda ctx, gradient: (gradient, None))
+def unsummed_loss():
+    """Has every rank hand on the gradient of its own part of the loss, as if it were averaged with nobody's."""
+    loss._SumOverRanks.backward = staticmethod(lambda ctx, gradient: (gradient, None))
+
+
+def shifted_in_parts():
+    """Shifts labels that were cut already."""
+    targets_of = loss.targets_of
+    token_loss.targets_of = lambda labels, shift_labels, **options: labels
+    own = stack.HeldTokens.own
+    stack.HeldTokens.own = lambda self, labels: targets_of(
+        own(self, labels), None, shifts=True, ignore_index=loss.IGNORE_INDEX
+    )
 
 
 FAULTS = {
-    "gradients averaged over cp": ("llama", averaged),
+    "gradients added up over cp": ("llama", added_up),
     "cp left out of the reduction": ("llama", left_out),
     "positions counted from zero": ("llama", whole_positions),
     "windows taken as full": ("gemma2", without_windows),
-    "gradients counted by every rank": ("llama", whole_gradients),
+    "a loss of parts": ("llama", unsummed_loss),
+    "labels shifted after the cut": ("llama", shifted_in_parts),
 }
 
 

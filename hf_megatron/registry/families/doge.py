@@ -10,4 +10,9 @@ from ..lookup import register_model
 @register_model("doge")
 def doge(model: Any) -> ModelSpec:
     linears = ("q_proj", "k_proj", "v_proj", "dt_proj", "o_proj")
-    return corrected_spec(model, {f"layers.*.self_attn.{name}": "replicated" for name in linears})
+    return corrected_spec(
+        model,
+        {f"layers.*.self_attn.{name}": "replicated" for name in linears},
+        # Its mask is made of the values of all tokens.
+        whole_blocks=("layers.*.self_attn",),
+    )
