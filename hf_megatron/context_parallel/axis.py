@@ -43,8 +43,8 @@ def place(model: Any, state: ParallelState) -> None:
     tensor_plan = state.placed.get("tp")
     if state.config.sequence_parallel and (both := whole_blocks & tensor_plan.structure.uniform.keys()):
         raise UnsupportedError(
-            f"MegatronConfig.sequence_parallel = True with cp_size = {state.config.cp_size}: {min(both)} is computed on "
-            "whole rows, and its output would be split over both. Set sequence_parallel=False."
+            f"MegatronConfig.sequence_parallel = True with cp_size = {state.config.cp_size}: {min(both)} is "
+            "computed on whole rows, and its output would be split over both. Set sequence_parallel=False."
         )
     state.placed[NAME] = layers, whole_blocks
 

@@ -10,8 +10,8 @@ from ..errors import ConfigError
 def with_scheme(config: MegatronConfig, model_config: Any) -> MegatronConfig:
     """Returns a layout whose `cp_comm_type` and sizes are stated, for a model of this config.
 
-    Exchanging heads shares attention out evenly whatever the mask, and sends least, but needs heads enough: as many ranks
-    as the key and value heads divide by exchange them, and the others are a ring.
+    Exchanging heads shares attention out evenly whatever the mask, and sends least, but needs heads enough: as many
+    ranks as the key and value heads divide by exchange them, and the others are a ring.
 
     Raises:
         ConfigError: heads that the ranks cannot share.
@@ -26,8 +26,8 @@ def with_scheme(config: MegatronConfig, model_config: Any) -> MegatronConfig:
     scheme, sizes = config.cp_comm_type, config.hierarchical_context_parallel_sizes
     if scheme == "a2a" and config.cp_size not in fitting:
         raise ConfigError(
-            f"MegatronConfig.cp_comm_type = 'a2a': cp_size = {config.cp_size} does not divide the {heads} attention heads "
-            f"of a tp rank; valid cp_size: divisors of {heads}. Or use 'p2p'."
+            f"MegatronConfig.cp_comm_type = 'a2a': cp_size = {config.cp_size} does not divide the {heads} "
+            f"attention heads of a tp rank; valid cp_size: divisors of {heads}. Or use 'p2p'."
         )
     if scheme == "a2a+p2p" and sizes is None:
         # Both of the schemes that it is named after.

@@ -6,9 +6,9 @@
     norm, head, loss of labels            on these too, or
     last layer                            tokens are joined: what follows is whole again
 
-Gradients are averaged over the ranks of a row as over data parallel ones. What all ranks compute alike has one process's
-gradient on each; where a rank computes its tokens only, joining and summing hand it all ranks' gradients of these, so
-that its own are as many times too large as there are ranks.
+Gradients are averaged over the ranks of a row as over data parallel ones. What all ranks compute alike has one
+process's gradient on each; where a rank computes its tokens only, joining and summing hand it all ranks' gradients of
+these, so that its own are as many times too large as there are ranks.
 
 A call that keeps or reads a cache is computed whole on every rank.
 """

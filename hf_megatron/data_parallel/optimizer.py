@@ -152,7 +152,8 @@ class ShardedOptimizer:
 
     def _foreign(self, parameter: Tensor) -> ConfigError:
         # Its gradients are those of this rank's rows.
-        alone = "use dp_size=1 and cp_size=1" if self.engine.mesh.adds_up_gradients else "give it an optimizer of its own"
+        is_reduced = self.engine.mesh.adds_up_gradients
+        alone = "use dp_size=1 and cp_size=1" if is_reduced else "give it an optimizer of its own"
         return ConfigError(
             f"The optimizer holds a parameter of shape {tuple(parameter.shape)} that is not one of "
             f"{type(self.engine.model).__name__}'s: make it one of the model's before its optimizer, or {alone}."

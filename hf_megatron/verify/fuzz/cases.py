@@ -1,5 +1,6 @@
 """A case: model, layout, habits, batches and way in, drawn from a seed and a number."""
 
+import math
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -32,13 +33,16 @@ LAYOUTS: Mapping[str, tuple[Mapping[str, Any], int]] = {
     "tp2+dp2": ({"tp_size": 2, "dp_size": 2}, 1),
     "dp2+pp2": ({"dp_size": 2, "pp_size": 2}, 1),
     "dp3": ({"dp_size": 3}, 1),
+    # Drawn from the next change of the others on, so that seeds keep their cases.
+    "cp2": ({"cp_size": 2}, 0),
+    "cp2+zero3": ({"cp_size": 2, "zero_stage": 3}, 0),
     "tp2+sp+dp2+zero3": ({"tp_size": 2, "sequence_parallel": True, "dp_size": 2, "zero_stage": 3}, 1),
 }
 
 
 def ranks_of(layout: Mapping[str, Any]) -> int:
     """Counts the ranks of a layout."""
-    return layout.get("tp_size", 1) * layout.get("pp_size", 1) * layout.get("dp_size", 1)
+    return math.prod(layout.get(f"{axis}_size", 1) for axis in ("tp", "cp", "pp", "dp"))
 
 
 def fits(case: Mapping[str, Any], name: str) -> bool:

@@ -45,7 +45,7 @@ class Loop:
         self.case, self.habits, self.on_ranks = case, habits, on_ranks
         self.folder = folder
         layout = case["layout"] if on_ranks else {}
-        self.replica_ranks = layout.get("tp_size", 1) * layout.get("pp_size", 1)
+        self.replica_ranks = math.prod(layout.get(f"{axis}_size", 1) for axis in ("tp", "cp", "pp"))
         self.rank = dist.get_rank() if on_ranks else 0
         self.dp_size = dist.get_world_size() // self.replica_ranks if on_ranks else 1
         self.dp_rank = self.rank // self.replica_ranks
