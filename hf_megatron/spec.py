@@ -36,6 +36,7 @@ class ModelSpec:
             by structure.
         joins_tokens (`bool`, defaults to `False`): what follows the layers reads the shape of the model's inputs, and
             gets whole rows.
+        token_dims (`Mapping[str, int]`): arguments of a layer with an entry per token in another dim than the second.
         no_context_parallel (`str`, *optional*): why the type has no context parallelism.
     """
 
@@ -55,4 +56,5 @@ class ModelSpec:
     no_pipeline: str | None = None
     whole_blocks: tuple[str, ...] = ()
     joins_tokens: bool = False
+    token_dims: Mapping[str, int] = field(default_factory=dict)
     no_context_parallel: str | None = None

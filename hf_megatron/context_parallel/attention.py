@@ -79,6 +79,8 @@ class SharedRow:
     # With the whole ones, whose number no other tensor gets meanwhile.
     _own: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     _whole: dict[int, Tensor] = field(default_factory=dict)
+    # Names of what the model was called with, which attention functions are handed and none of them reads.
+    handed_on: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         self.ring, self.order = self.groups.order(self.length, self.documents)
@@ -89,12 +91,12 @@ class SharedRow:
         first = self.groups.ring_rank * self.groups.head_ranks
         return self.order.sizes[first : first + self.groups.head_ranks]
 
-    def own(self, tensor: Tensor) -> Tensor:
-        """Returns this rank's entries of what has one for each token in its second dim; others stay as they are."""
-        if tensor.dim() < 2 or tensor.shape[1] != self.length:
+    def own(self, tensor: Tensor, dim: int = 1) -> Tensor:
+        """Returns this rank's entries of what has one for each token in a dim; others stay as they are."""
+        if tensor.dim() <= dim or tensor.shape[dim] != self.length:
             return tensor
         if id(tensor) not in self._own:
-            part = take_tokens(tensor, 1, self.order, self.groups.rank)
+            part = take_tokens(tensor, dim, self.order, self.groups.rank)
             self._own[id(tensor)], self._whole[id(part)] = (tensor, part), tensor
         return self._own[id(tensor)][1]
 

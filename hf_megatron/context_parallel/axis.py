@@ -40,8 +40,8 @@ def place(model: Any, state: ParallelState) -> None:
     # A pipeline takes layers away later.
     layers = find_layers(model, state.spec, "cp_size")
     whole_blocks = find_whole_blocks(model, state.spec, layers)
-    tensor_plan = state.placed.get("tp")
-    if state.config.sequence_parallel and (both := whole_blocks & tensor_plan.structure.uniform.keys()):
+    uniform = state.placed["tp"].structure.uniform.keys() if state.config.sequence_parallel else frozenset()
+    if both := whole_blocks & uniform:
         raise UnsupportedError(
             f"MegatronConfig.sequence_parallel = True with cp_size = {state.config.cp_size}: {min(both)} is "
             "computed on whole rows, and its output would be split over both. Set sequence_parallel=False."
@@ -58,7 +58,7 @@ def install(model: Any, state: ParallelState) -> None:
     group = state.mesh.group(NAME)
     OneRandomState(state.mesh.device, state.mesh.host_group(NAME)).install(model)
     layers: Any = model.get_submodule(name)
-    arguments = frozenset((*_ARGUMENTS, *state.spec.sequence_arguments))
+    arguments = dict.fromkeys((*_ARGUMENTS, *state.spec.sequence_arguments), 1) | dict(state.spec.token_dims)
     random = StreamOfPart(state.mesh.device, state.axes.rank(NAME))
     stack = ContextStack(context_groups(state), group, arguments, random)
     stack.install(model, layers)

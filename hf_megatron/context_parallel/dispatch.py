@@ -16,13 +16,12 @@ from .attention import context_attention
 from .descriptions import ContextMask, describe_mask
 from .kernels import Kernel
 
-# Arguments of attention functions that change nothing: what the mask says already, and what concerns the model.
+# Arguments of attention functions that are read here, or say what the mask says already.
 _KNOWN = frozenset(
     (
         *("scaling", "dropout", "softcap", "s_aux", "sliding_window", "is_causal", "position_ids", "seq_idx"),
         *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
-        *("labels", "shift_labels", "num_items_in_batch", "use_cache", "return_dict"),
-        *("output_attentions", "output_hidden_states", "output_router_logits"),
+        *("use_cache", "return_dict", "output_attentions", "output_hidden_states", "output_router_logits"),
     )
 )
 
@@ -74,7 +73,8 @@ def _attend(
 ) -> tuple[Tensor, Tensor | None]:
     if not isinstance(attention_mask, ContextMask):
         return whole(module, query, key, value, attention_mask, *args, **kwargs)
-    unknown = sorted(name for name, given in kwargs.items() if name not in _KNOWN and given is not None)
+    known = _KNOWN | attention_mask.row.handed_on
+    unknown = sorted(name for name, given in kwargs.items() if name not in known and given is not None)
     if unknown or args:
         raise UnsupportedError(
             f"{type(module).__name__} with cp_size > 1: its attention takes {', '.join(unknown) or 'further arguments'}"

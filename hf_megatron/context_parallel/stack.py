@@ -15,7 +15,7 @@ A call that keeps or reads a cache is computed whole on every rank.
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,7 +114,7 @@ class ContextStack(Shared):
     Args:
         groups: the ranks.
         group: all of them in one.
-        arguments: of a layer, by name, that have an entry for each token in their second dim.
+        arguments: of a layer, by name, that have an entry for each token -> the dim of these.
         random: what a rank's tokens draw from.
 
     Attributes:
@@ -127,7 +127,7 @@ class ContextStack(Shared):
         self,
         groups: ContextGroups,
         group: dist.ProcessGroup,
-        arguments: frozenset[str],
+        arguments: Mapping[str, int],
         random: StreamOfPart,
     ):
         self.groups, self.group, self.arguments, self.random = groups, group, arguments, random
@@ -138,6 +138,7 @@ class ContextStack(Shared):
         self._is_cut = self._has_entered = False
         self._under_way: list[int] = []
         self._rows = 0
+        self._call: frozenset[str] = frozenset()
         self._before: Any = None
 
     def install(self, model: nn.Module, layers: nn.ModuleList) -> None:
@@ -159,6 +160,7 @@ class ContextStack(Shared):
         """Returns where the tokens of the row under way lie, once for all masks of a forward."""
         if self.row is None or self.row.length != length:
             self.row = SharedRow(self.groups, length, documents)
+            self.row.handed_on = self._call
         return self.row
 
     def shares_out(self) -> bool:
@@ -192,6 +194,7 @@ class ContextStack(Shared):
             raise UnsupportedError("torch.compile of a model with cp_size > 1: call it as it is, or use cp_size=1.")
         given = dict(zip(names, args, strict=False)) | kwargs
         self._is_cut = not _keeps_cache(module, names, given)
+        self._call = frozenset(kwargs)
         kept = given.get("logits_to_keep")
         self.keeps_some_logits = kept is not None and not (isinstance(kept, int) and kept == 0)
         self._before, LEDGER.context = LEDGER.context, self if self._is_cut else None
@@ -259,12 +262,12 @@ class ContextStack(Shared):
             if name == names[0]:
                 return take_tokens(value, _TOKENS, row.order, self.groups.rank) if is_first else value
             if name in self.arguments:
-                return mapped(value, row.own)
+                return mapped(value, functools.partial(row.own, dim=self.arguments[name]))
             if isinstance(value, Tensor) and value.is_floating_point() and row.length in value.shape[1:3]:
                 raise UnsupportedError(
                     f"{type(layer).__name__} takes `{name}` {tuple(value.shape)} with an entry for each token, which "
-                    "the ranks of a row cannot share out: state it in the family's `sequence_arguments`, or use "
-                    "cp_size=1."
+                    "the ranks of a row cannot share out: state it in the family's `sequence_arguments` or "
+                    "`token_dims`, or use cp_size=1."
                 )
             return value
 

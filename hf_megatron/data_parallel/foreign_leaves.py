@@ -94,8 +94,8 @@ def refuse_gradient(tensor: Tensor, what: str) -> None:
     leaves, own = walk([tensor.grad_fn])[0], _Own(engines)
     if any(leaf.numel() and leaf.requires_grad and leaf in own for leaf in leaves):
         raise UnsupportedError(
-            f"{what} of an activation of a data parallel model: it would be that of this rank's part of a batch, with a "
-            "factor. Remove it, and change or read `parameter.grad` between backward() and step(), or train with "
+            f"{what} of an activation of a data parallel model: it would be that of this rank's part of a batch, with "
+            "a factor. Remove it, and change or read `parameter.grad` between backward() and step(), or train with "
             "dp_size=1 and cp_size=1."
         )
 
