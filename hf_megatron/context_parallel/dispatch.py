@@ -50,15 +50,18 @@ def _describe(
     mask_function: Any = None,
     attention_mask: Tensor | None = None,
     **kwargs: Any,
-) -> ContextMask:
+) -> Any:
     if q_length != kv_length or kv_offset or q_offset:
         raise UnsupportedError(
             f"{q_length} queries of {kv_length} keys: with cp_size > 1 a model takes whole rows, without a cache. Call "
             "it with use_cache=False and all tokens, or load it with cp_size=1."
         )
+    stocks = partial(
+        stock, batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, **kwargs
+    )
     mask = describe_mask(mask_function, batch_size, q_length, attention_mask)
-    made = partial(stock, batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, **kwargs)
-    return ContextMask(stack.row_of(q_length), mask, made)
+    row = stack.row_of(q_length, mask.borders)
+    return stocks() if row is None else ContextMask(row, mask, stocks)
 
 
 def _attend(

@@ -119,6 +119,16 @@ class SequenceMask:
         return SequenceMask(self.low, self.high, self.columns, both)
 
     @cached_property
+    def borders(self) -> tuple[int, ...]:
+        """Tokens before and behind which, in any row, queries see nothing of each other's side."""
+        # What sees nothing crosses nothing.
+        sees = self.low < self.high
+        first = torch.where(sees, self.low, self.length).flip(1).cummin(1).values.flip(1)
+        last = torch.where(sees, self.high, 0).cummax(1).values
+        is_border = (first[:, 1:] >= self._places[:, 1:]) & (last[:, :-1] <= self._places[:, 1:])
+        return tuple((is_border.any(0).nonzero().flatten() + 1).tolist())
+
+    @cached_property
     def _places(self) -> Tensor:
         return torch.arange(self.length).unsqueeze(0)
 

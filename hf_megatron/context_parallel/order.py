@@ -55,13 +55,20 @@ class SequenceOrder:
         Args:
             length (`int`): of the row, in tokens.
             ranks (`int`): that share it.
-            documents: tokens at which another document begins.
+            documents: tokens at which another document begins, ascending.
         """
-        borders = [0, *(border for border in documents if 0 < border < length), length]
+        # Of fewer tokens than chunks the first ranks would get none: such documents are one with the next.
+        borders, shortest = [0], 2 * ranks
+        for border in documents:
+            if borders[-1] + shortest <= border <= length - shortest:
+                borders.append(border)
+        borders.append(length)
         parts: list[list[Interval]] = [[] for _ in range(ranks)]
-        for first, stop in pairwise(borders):
-            for rank, part in enumerate(parts):
-                for number in (rank, 2 * ranks - 1 - rank):
+        for document, (first, stop) in enumerate(pairwise(borders)):
+            for place in range(ranks):
+                # The same chunks of all documents are a token longer.
+                part = parts[(place + document) % ranks]
+                for number in (place, 2 * ranks - 1 - place):
                     part.append(_chunk(first, stop - first, number, 2 * ranks))
         return cls(tuple(_in_normal_form(part) for part in parts))
 

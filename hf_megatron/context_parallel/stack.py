@@ -10,7 +10,7 @@ Gradients are averaged over the ranks of a row as over data parallel ones. What 
 process's gradient on each; where a rank computes its tokens only, joining and summing hand it all ranks' gradients of
 these, so that its own are as many times too large as there are ranks.
 
-A call that keeps or reads a cache is computed whole on every rank.
+A call that keeps or reads a cache, and a row of too few tokens, is computed whole on every rank.
 """
 
 import functools
@@ -156,11 +156,15 @@ class ContextStack(Shared):
         base.register_forward_pre_hook(self._begin_row)
         base.register_forward_hook(self._end_row, always_call=True)
 
-    def row_of(self, length: int, documents: tuple[int, ...] = ()) -> SharedRow:
-        """Returns where the tokens of the row under way lie, once for all masks of a forward."""
+    def row_of(self, length: int, documents: tuple[int, ...] = ()) -> SharedRow | None:
+        """Returns where the tokens of the row under way lie, once for all masks of a forward.
+
+        A row that leaves a rank without a token has no order: models cannot compute on none, so every rank has it whole.
+        """
         if self.row is None or self.row.length != length:
-            self.row = SharedRow(self.groups, length, documents)
-            self.row.handed_on = self._call
+            row = SharedRow(self.groups, length, documents)
+            row.handed_on = self._call
+            self.row = row if min(row.order.sizes) else None
         return self.row
 
     def shares_out(self) -> bool:
@@ -246,7 +250,8 @@ class ContextStack(Shared):
         hidden = args[0] if args else kwargs["hidden_states"]
         # A layer that is computed again, in backward, brings the row that it had.
         row = masks[0].row if masks else self.row_of(hidden.shape[_TOKENS]) if is_first else self.row
-        assert row is not None
+        if row is None:
+            return None
         self.row, self._has_entered = row, True
         if is_first:
             if hidden.dim() < 3 or hidden.shape[_TOKENS] != row.length:

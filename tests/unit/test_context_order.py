@@ -55,6 +55,26 @@ def test_a_zigzag_is_balanced(ranks):
         assert max(whole) / (sum(whole) / ranks) > max(packed) / (sum(packed) / ranks)
 
 
+def test_borders_are_found_in_masks():
+    length = 64
+    begins = torch.zeros(2, length, dtype=torch.bool)
+    begins[0, 20] = begins[1, 45] = True
+    causal = SequenceMask.causal(length)
+    kept = torch.ones(2, length, dtype=torch.bool)
+    kept[0, :9] = False
+    assert causal.borders == SequenceMask.full(length).borders == causal.window(7).borders == ()
+    assert causal.documents(begins).borders == (20, 45)
+    assert causal.documents(begins).window(7).borders == (20, 45)
+    assert causal.chunks(16).borders == (16, 32, 48)
+    assert set(causal.without(kept).borders) == {*range(1, 10)}
+
+
+def test_many_short_documents_leave_no_rank_without_tokens():
+    for ranks in (2, 4, 8):
+        order = SequenceOrder.zigzag(1000, ranks, tuple(range(1, 1000, 3)))
+        assert max(order.sizes) <= 1.3 * 1000 / ranks and min(order.sizes) >= 0.7 * 1000 / ranks
+
+
 def masks(length):
     """Name -> mask and the dense one, `[batch or 1, length, length]`, that it stands for."""
     q, k = torch.arange(length).view(1, -1, 1), torch.arange(length).view(1, 1, -1)
