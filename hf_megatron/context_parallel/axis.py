@@ -64,7 +64,7 @@ def install(model: Any, state: ParallelState) -> None:
     stack.install(model, layers)
     modules = dict(model.named_modules())
     for block in whole_blocks & modules.keys():
-        WholeBlock(stack).install(modules[block])
+        WholeBlock(stack, block).install(modules[block])
     place_head(model, state, stack)
     leaving = state.leaving
     state.leaving = stack.leave_stage if leaving is None else lambda hidden: stack.leave_stage(leaving(hidden))

@@ -75,6 +75,14 @@ def _attend(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     if not isinstance(attention_mask, ContextMask):
+        stack = LEDGER.context
+        if stack is not None and stack.has_parts:
+            given = "no mask" if attention_mask is None else f"a mask {tuple(attention_mask.shape)} of its own"
+            raise UnsupportedError(
+                f"{type(module).__name__} with cp_size > 1: its attention was given {given}, where transformers' "
+                "functions of masks say which tokens of other ranks it sees. Pass attention_mask [batch, sequence], or "
+                "use cp_size=1."
+            )
         return whole(module, query, key, value, attention_mask, *args, **kwargs)
     known = _KNOWN | attention_mask.row.handed_on
     unknown = sorted(name for name, given in kwargs.items() if name not in known and given is not None)

@@ -119,6 +119,7 @@ class ContextStack(Shared):
 
     Attributes:
         row: the row of the forward under way, or of the last one, or of what backward computes again.
+        whole_blocks: names of the blocks under way that have whole rows.
         keeps_some_logits: whether the call under way asks for the logits of some tokens only.
         keeps_tokens (`Callable`): whether what follows the layers works on this rank's tokens too.
     """
@@ -133,6 +134,7 @@ class ContextStack(Shared):
         self.groups, self.group, self.arguments, self.random = groups, group, arguments, random
         self.ranks = dist.get_world_size(group)
         self.row: SharedRow | None = None
+        self.whole_blocks: list[str] = []
         self.keeps_tokens: Callable[[], bool] = bool
         self.keeps_some_logits = False
         self._is_cut = self._has_entered = False
@@ -159,7 +161,7 @@ class ContextStack(Shared):
     def row_of(self, length: int, documents: tuple[int, ...] = ()) -> SharedRow | None:
         """Returns where the tokens of the row under way lie, once for all masks of a forward.
 
-        A row that leaves a rank without a token has no order: models cannot compute on none, so every rank has it whole.
+        A row that leaves a rank without a token has none: models cannot compute on no token, so every rank has it all.
         """
         if self.row is None or self.row.length != length:
             row = SharedRow(self.groups, length, documents)
@@ -171,6 +173,11 @@ class ContextStack(Shared):
         """Tells whether what computes now has some tokens of a row."""
         is_inside = bool(self._under_way) and self._is_cut and self._has_entered
         return self.row is not None and (is_inside or in_backward())
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether attention that computes now has some tokens of a row, and those alone."""
+        return self.shares_out() and not self.whole_blocks
 
     def leave_stage(self, hidden: Tensor) -> Tensor:
         """Ends the part of a stack that a pipeline stage holds; `[batch, held, hidden]` stays."""
@@ -223,6 +230,7 @@ class ContextStack(Shared):
 
     def _begin_row(self, base: nn.Module, args: tuple) -> None:
         self.row, self._has_entered = None, False
+        self.whole_blocks.clear()
 
     def _end_row(self, base: nn.Module, args: tuple, output: Any) -> None:
         self.random.leave()

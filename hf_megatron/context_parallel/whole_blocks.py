@@ -52,10 +52,14 @@ def _is_attention(block: nn.Module) -> bool:
 
 
 class WholeBlock(Shared):
-    """The hooks around one block."""
+    """The hooks around one block.
 
-    def __init__(self, stack: ContextStack):
-        self.stack = stack
+    Args:
+        name (`str`): of the block.
+    """
+
+    def __init__(self, stack: ContextStack, name: str):
+        self.stack, self.name = stack, name
 
     def install(self, block: nn.Module) -> None:
         self.names = tuple(inspect.signature(block.forward).parameters)
@@ -65,8 +69,9 @@ class WholeBlock(Shared):
 
     def _enter(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
         stack, row = self.stack, self.stack.row
-        if row is None or not stack.shares_out():
+        if row is None or not stack.has_parts:
             return None
+        stack.whole_blocks.append(self.name)
 
         def whole(name: str, value: Any) -> Any:
             if isinstance(value, ContextMask):
@@ -80,8 +85,9 @@ class WholeBlock(Shared):
 
     def _leave(self, block: nn.Module, args: tuple, output: Any) -> Any:
         stack, row = self.stack, self.stack.row
-        if row is None or not stack.shares_out():
+        if row is None or self.name not in stack.whole_blocks:
             return None
+        stack.whole_blocks.remove(self.name)
 
         def own(value: Any) -> Any:
             if isinstance(value, Tensor) and value.dim() > 2 and value.shape[_TOKENS] == row.length:

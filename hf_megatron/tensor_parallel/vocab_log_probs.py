@@ -14,11 +14,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..communication.collectives import copy_to_ranks, gather_from_ranks, refuse_second_derivatives
+from ..communication.collectives import copy_to_ranks, refuse_second_derivatives
 from ..errors import ConfigError, UnsupportedError
 from ..loss import IGNORE_INDEX
 from .local_parameters import local_view
-from .logits import ShardedLogits, VocabParallelHead
+from .logits import ShardedLogits, TokensOfRank, VocabParallelHead
 from .vocabulary import require_tokens
 
 LOG_PROBS = "log_probs"
@@ -58,18 +58,22 @@ class DeferredLogits(ShardedLogits):
     """
 
     def __init__(
-        self, hidden: Tensor, head: Any, dtype: torch.dtype, functions: tuple[Callable[[Tensor], Tensor], ...] = ()
+        self,
+        hidden: Tensor,
+        head: Any,
+        dtype: torch.dtype,
+        functions: tuple[Callable[[Tensor], Tensor], ...] = (),
+        tokens: TokensOfRank | None = None,
     ):
-        super().__init__(hidden, head, functions)
+        super().__init__(hidden, head, functions, tokens)
         self.compute_dtype = dtype
 
     def _like(self, hidden: Tensor, functions: tuple[Callable[[Tensor], Tensor], ...]) -> "DeferredLogits":
-        return DeferredLogits(hidden, self.head, self.compute_dtype, functions)
+        return DeferredLogits(hidden, self.head, self.compute_dtype, functions, self.tokens)
 
     def gather(self, *, warn: bool = True) -> Tensor:
         if isinstance(self.head, VocabParallelHead):
-            local = self.transform(self.head.local_logits(self.hidden))
-            return gather_from_ranks(local, -1, self.head.out_features, self.head.group)
+            return self._gathered()
         return self.transform(F.linear(self.hidden, self.head.weight, self.head.bias))
 
 
@@ -81,7 +85,13 @@ def deferring(model: Any) -> Iterator[None]:
         yield
         return
     before = vars(head).get("forward")
-    vars(head)["forward"] = lambda x: DeferredLogits(x, head, _matmul_dtype(x))
+    part_of = head.part_of if isinstance(head, VocabParallelHead) else None
+
+    def defer(x: Tensor) -> DeferredLogits:
+        hidden, tokens = (x, None) if part_of is None else part_of(x)
+        return DeferredLogits(hidden, head, _matmul_dtype(x), tokens=tokens)
+
+    vars(head)["forward"] = defer
     try:
         yield
     finally:
@@ -107,7 +117,11 @@ def token_scores(logits: Tensor | DeferredLogits, targets: Tensor, wanted: Seque
         raise ConfigError(
             f"labels of shape {tuple(targets.shape)}, logits for {tuple(logits.shape[:-1])}: they must match."
         )
-    mask = targets.to(logits.device) != IGNORE_INDEX
+    tokens = logits.tokens if isinstance(logits, DeferredLogits) else None
+    targets = targets.to(logits.device)
+    if tokens is not None:
+        targets = tokens.own(targets)
+    mask = targets != IGNORE_INDEX
     kept = frozenset(wanted) | {LOG_PROBS}
     weight, bias = None, None
     if isinstance(logits, DeferredLogits):
@@ -124,9 +138,12 @@ def token_scores(logits: Tensor | DeferredLogits, targets: Tensor, wanted: Seque
     else:
         raise UnsupportedError(f"{type(logits).__name__} in place of logits: no log-probabilities can be read of it.")
     require_tokens(targets, options.vocabulary, "label", IGNORE_INDEX)
-    found = _TokenScores.apply(hidden, weight, bias, targets.to(logits.device)[mask], options)
-    values = dict(zip(FIELDS, found, strict=True))
-    return tuple(values[name].new_zeros(mask.shape).masked_scatter(mask, values[name]) for name in wanted)
+    found = dict(zip(FIELDS, _TokenScores.apply(hidden, weight, bias, targets[mask], options), strict=True))
+    values = tuple(found[name].new_zeros(mask.shape).masked_scatter(mask, found[name]) for name in wanted)
+    if tokens is None:
+        return values
+    # What travels are numbers.
+    return tuple(tokens.join(value.to(torch.float32)).to(value.dtype) for value in values)
 
 
 def _logits(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:

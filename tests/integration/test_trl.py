@@ -32,7 +32,7 @@ from tests.shared_twins import make_twin
 from .dp_training import ranks_of
 from .test_trainer import mean_loss
 
-LAYOUTS = ["tp2", "pp2", "dp2", "tp2+sp+pp2", "pp2+dp2"]
+LAYOUTS = ["tp2", "pp2", "dp2", "tp2+sp+pp2", "pp2+dp2", "cp2"]
 DEFAULTS = {
     "per_device_train_batch_size": 4,
     "per_device_eval_batch_size": 4,

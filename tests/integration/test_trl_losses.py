@@ -16,7 +16,7 @@ from hf_megatron.verify.ranks import run_ranks
 from . import test_trl
 from .test_trl import ANIMALS, PLACES, compare, laid_out_reference, layout, preferences, whole_reference
 
-LAYOUTS = ["tp2", "tp2+sp", "pp2", "dp2"]
+LAYOUTS = ["tp2", "tp2+sp", "pp2", "dp2", "cp2"]
 CHAT = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\\n' }}{% endfor %}"
 
 
