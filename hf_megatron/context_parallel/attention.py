@@ -33,11 +33,13 @@ class ContextGroups:
         heads (`ProcessGroup`, *optional*): neighbours that exchange heads for tokens.
         ring (`ProcessGroup`, *optional*): ranks between which keys and values go.
         gathers (`bool`): keys and values are gathered over the ring at once.
+        all (`ProcessGroup`, *optional*): all of them.
     """
 
     heads: dist.ProcessGroup | None = None
     ring: dist.ProcessGroup | None = None
     gathers: bool = False
+    all: dist.ProcessGroup | None = None
 
     @property
     def head_ranks(self) -> int:
@@ -276,3 +278,21 @@ def context_attention(
     if groups.heads is not None:
         out = to_tokens(out, row.sizes_of_neighbours, groups.heads)
     return out[..., :width]
+
+
+def with_blind_queries(
+    out: Tensor, q: Tensor, k: Tensor, v: Tensor, row: SharedRow, blind: Tensor, kernel: Kernel
+) -> Tensor:
+    """Gives queries that see no key what eager attention makes of them, where `blind` `[batch or 1, held]` is true.
+
+    Eager attention adds the least number there is to every score: all keys of the row count alike, also padding and
+    what comes later, and gradients flow through the scores that were lost in the sum. `[batch, heads, held, width]` all.
+    """
+    assert row.groups.all is not None
+    k, v = (gather_tokens(tensor, 2, row.order, row.groups.all) for tensor in (k, v))
+    blind = blind.to(q.device)
+    places = blind.any(0).nonzero().flatten()
+    scores = kernel.scores(q[:, :, places], k)
+    weights = (scores + torch.finfo(scores.dtype).min).softmax(-1, dtype=torch.float32).to(q.dtype)
+    spread = out.index_copy(2, places, weights @ v.repeat_interleave(q.shape[1] // v.shape[1], dim=1))
+    return torch.where(blind.view(len(blind), 1, -1, 1), spread, out)

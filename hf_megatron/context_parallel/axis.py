@@ -81,8 +81,9 @@ def install(model: Any, state: ParallelState) -> None:
 def context_groups(state: ParallelState) -> ContextGroups:
     """Returns the groups of ranks that a model's scheme exchanges tokens in; every rank calls it."""
     mesh, scheme = state.mesh, state.config.cp_comm_type
+    everyone = mesh.group(NAME)
     if scheme == "a2a":
-        return ContextGroups(heads=mesh.group(NAME))
+        return ContextGroups(heads=everyone, all=everyone)
     if scheme == "a2a+p2p":
-        return ContextGroups(mesh.group("cp_inner"), mesh.group("cp_outer"))
-    return ContextGroups(None, mesh.group(NAME), gathers=scheme == "all_gather")
+        return ContextGroups(mesh.group("cp_inner"), mesh.group("cp_outer"), all=everyone)
+    return ContextGroups(None, everyone, gathers=scheme == "all_gather", all=everyone)

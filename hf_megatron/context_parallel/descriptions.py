@@ -26,11 +26,18 @@ class ContextMask:
         row: where they lie.
         mask: which keys a query sees.
         stock: makes the mask that one process has.
+        spreads: queries that see no key get the mean of all values, as from eager attention, not zeros.
     """
 
     row: SharedRow
     mask: SequenceMask
     stock: Callable[[], Any]
+    spreads: bool = False
+
+    @property
+    def blind(self) -> Tensor | None:
+        """Queries that see no key and get the mean of all values, `[batch or 1, length]`, if there are any."""
+        return self.mask.blind if self.spreads else None
 
     @cached_property
     def dense(self) -> Any:

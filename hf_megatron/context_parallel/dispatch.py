@@ -12,7 +12,7 @@ from torch import Tensor
 from ..errors import UnsupportedError
 from ..memory.recompute import recomputing_interface
 from ..patch_ledger import LEDGER
-from .attention import context_attention
+from .attention import context_attention, with_blind_queries
 from .descriptions import ContextMask, describe_mask
 from .kernels import Kernel
 
@@ -36,12 +36,13 @@ def mask_function(original: Callable, self: Any, name: str) -> Any:
     found = original(self, name)
     if LEDGER.context is None or type(self).__name__ != "AttentionMaskInterface":
         return found
-    return partial(_describe, LEDGER.context, found)
+    return partial(_describe, LEDGER.context, found, name == "eager")
 
 
 def _describe(
     stack: Any,
     stock: Callable,
+    is_eager: bool,
     batch_size: int,
     q_length: int,
     kv_length: int,
@@ -61,7 +62,7 @@ def _describe(
     )
     mask = describe_mask(mask_function, batch_size, q_length, attention_mask)
     row = stack.row_of(q_length, mask.borders)
-    return stocks() if row is None else ContextMask(row, mask, stocks)
+    return stocks() if row is None else ContextMask(row, mask, stocks, spreads=is_eager)
 
 
 def _attend(
@@ -98,6 +99,9 @@ def _attend(
         )
     scale = kwargs.get("scaling")
     kernel = Kernel(query.shape[-1] ** -0.5 if scale is None else float(scale), kwargs.get("softcap"))
-    row = attention_mask.row
-    out = context_attention(query, key, value, row, attention_mask.mask, kernel, kwargs.get("s_aux"))
+    row, sinks, blind = attention_mask.row, kwargs.get("s_aux"), attention_mask.blind
+    out = context_attention(query, key, value, row, attention_mask.mask, kernel, sinks)
+    # What sees a sink alone gets nothing from eager attention either.
+    if blind is not None and sinks is None:
+        out = with_blind_queries(out, query, key, value, row, row.own(blind), kernel)
     return out.transpose(1, 2).contiguous(), None

@@ -17,7 +17,8 @@ def place_head(model: Any, state: ParallelState, stack: ContextStack) -> None:
     """
     head = model.get_output_embeddings()
     if not isinstance(head, VocabParallelHead):
-        if state.axes.size("tp") > 1 or type(head).forward is not nn.Linear.forward:
+        is_plain = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
+        if state.axes.size("tp") > 1 or not is_plain:
             return
         become(head, VocabParallelHead)
         head.mesh, head.forwards = state.mesh, ForwardsUnderWay()

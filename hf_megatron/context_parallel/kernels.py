@@ -77,6 +77,11 @@ class Kernel:
         dv = _of_groups(weights.to(gradient.dtype).transpose(-1, -2) @ gradient, groups)
         return dq, dk, dv
 
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        """Returns the scores `[batch, heads, queries, keys]` of all pairs, in the type of `q`."""
+        raw = _per_group(q, k.transpose(-1, -2)) * self.scale
+        return raw if self.softcap is None else torch.tanh(raw / self.softcap) * self.softcap
+
     def _is_fused(self, q: Tensor) -> bool:
         return q.device.type == "cpu" and self.softcap is None
 

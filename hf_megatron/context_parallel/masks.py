@@ -119,6 +119,12 @@ class SequenceMask:
         return SequenceMask(self.low, self.high, self.columns, both)
 
     @cached_property
+    def blind(self) -> Tensor | None:
+        """Queries that see no key, `[batch or 1, length]`, if there are any."""
+        found = self.low >= self.high
+        return found if bool(found.any()) else None
+
+    @cached_property
     def borders(self) -> tuple[int, ...]:
         """Tokens before and behind which, in any row, queries see nothing of each other's side."""
         # What sees nothing crosses nothing.

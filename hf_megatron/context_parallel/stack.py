@@ -201,8 +201,6 @@ class ContextStack(Shared):
         self._under_way.append(id(module))
         if len(self._under_way) > 1:
             return None
-        if torch.compiler.is_compiling():
-            raise UnsupportedError("torch.compile of a model with cp_size > 1: call it as it is, or use cp_size=1.")
         given = dict(zip(names, args, strict=False)) | kwargs
         self._is_cut = not _keeps_cache(module, names, given)
         self._call = frozenset(kwargs)

@@ -239,6 +239,15 @@ class ShardedLogits(LateOutput):
         return self.tokens.sum(linear_cross_entropy(hidden, weight, bias, own, num_items_in_batch, options))
 
 
+def _on_gathered(name: str) -> Callable[..., Any]:
+    return lambda logits, *args: getattr(logits.gather(), name)(*args)
+
+
+for _name in ("add", "radd", "sub", "rsub", "neg", "pow", "rtruediv", "matmul", "lt", "le", "gt", "ge", "iter"):
+    # Python looks operators up in classes.
+    setattr(ShardedLogits, f"__{_name}__", _on_gathered(f"__{_name}__"))
+
+
 def _is_of_tokens(logits: ShardedLogits, target: Tensor, weight: Tensor | None = None, **options: Any) -> bool:
     """Tells whether `F.cross_entropy` is called for the mean or sum over class indices, one per row of the logits."""
     plain = weight is None and options.get("size_average") is None and options.get("reduce") is None

@@ -1,0 +1,284 @@
+"""What a model whose rows several ranks share can be asked for: equal to one process, or refused by name."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
+
+from hf_megatron import ConfigError, MegatronConfig, UnsupportedError, token_log_probs, works_on_parts
+from hf_megatron.integrations.gate import ConfigUnderTest
+from hf_megatron.verify.ranks import run_ranks
+from hf_megatron.verify.twin import draw_parameters
+
+SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+IDS = torch.randint(1, 64, (2, 13), generator=torch.Generator().manual_seed(1))
+SCHEMES = ("p2p", "a2a", "all_gather")
+
+
+def made(folder, config, auto=AutoModelForCausalLM):
+    torch.manual_seed(0)
+    model = auto.from_config(config)
+    draw_parameters(model, 0)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    config = LlamaConfig(**SIZES, num_attention_heads=4, num_key_value_heads=2, pad_token_id=0)
+    return made(tmp_path_factory.mktemp("surface") / "llama", config)
+
+
+def gradients(model):
+    found = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return {name: gradient.to_dense() if gradient.is_sparse else gradient + 0 for name, gradient in found.items()}
+
+
+def both(function, path, size=2, auto=AutoModelForCausalLM, **options):
+    """What a function makes of a model in one process, and on each rank."""
+    layout = options.pop("layout", {"cp_size": size})
+    expected = function(auto.from_pretrained(path, **options))
+
+    def on_rank():
+        return function(auto.from_pretrained(path, megatron_config=ConfigUnderTest(**layout), **options))
+
+    return expected, run_ranks(on_rank, ConfigUnderTest(**layout).ranks_per_replica)
+
+
+def require_alike(expected, found):
+    for one in found:
+        for value, other in zip(one, expected, strict=True):
+            torch.testing.assert_close(value, other, rtol=2e-4, atol=2e-5)
+
+
+def calls(model):
+    """Logits of training and evaluation, of a row that is too short to share, of a cache, and of some tokens alone."""
+    model.train()
+    trained = model(input_ids=IDS)
+    trained.logits.square().mean().backward()
+    counted = model(input_ids=IDS, labels=IDS, num_items_in_batch=7)
+    counted.loss.backward()
+    short = model(input_ids=IDS[:, :1], labels=IDS[:, :1] * 0 - 100, num_items_in_batch=1).loss
+    model.eval()
+    with torch.no_grad():
+        cached = model(input_ids=IDS[:, :6], use_cache=True)
+        further = model(input_ids=IDS[:, 6:], past_key_values=cached.past_key_values, use_cache=True)
+        some = model(input_ids=IDS, labels=IDS, logits_to_keep=0)
+        last = model(input_ids=IDS, logits_to_keep=2)
+    found = [trained.logits, counted.loss, counted.logits + 0, short, cached.logits, further.logits]
+    found += [some.loss, some.logits, last.logits, *gradients(model).values()]
+    return [value.detach() for value in found]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_calls_are_those_of_one_process(llama, scheme):
+    require_alike(*both(calls, llama, layout={"cp_size": 2, "cp_comm_type": scheme}))
+
+
+def padded(model):
+    """Rows with padding on the left, and one of padding alone; what a query without a key sees is learned from too."""
+    mask = torch.ones_like(IDS)
+    mask[0, :4] = 0
+    loss = model(input_ids=IDS, attention_mask=mask, labels=IDS).loss
+    loss.backward()
+    return [loss.detach(), *gradients(model).values()]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_queries_without_a_key_are_those_of_the_implementation(llama, implementation, scheme):
+    layout = {"cp_size": 2, "cp_comm_type": scheme}
+    require_alike(*both(padded, llama, layout=layout, attn_implementation=implementation))
+
+
+def scored(model):
+    labels = IDS.masked_fill(IDS < 20, -100)
+    values = token_log_probs(model, labels, input_ids=IDS)
+    (values * torch.arange(values.numel()).view_as(values)).sum().backward()
+    return [values.detach(), *gradients(model).values()]
+
+
+@pytest.mark.parametrize("layout", [{"cp_size": 2}, {"cp_size": 2, "tp_size": 2}], ids=["cp2", "tp2+cp2"])
+def test_numbers_per_token(llama, layout):
+    expected, found = both(scored, llama, layout=layout)
+    require_alike(expected[:1], [one[:1] for one in found])
+    if "tp_size" not in layout:
+        require_alike(expected, found)
+
+
+def routed(model):
+    output = model(input_ids=IDS, labels=IDS, attention_mask=torch.ones_like(IDS), output_router_logits=True)
+    output.loss.backward()
+    whole = [logits for logits in output.router_logits if logits is not None]
+    return [value.detach() for value in (output.loss, output.aux_loss, *whole, *gradients(model).values())]
+
+
+@pytest.mark.parametrize("scheme", ["p2p", "a2a"])
+def test_router_losses(tmp_path, scheme):
+    config = CONFIG_MAPPING["mixtral"](
+        **SIZES, num_attention_heads=4, num_key_value_heads=2, num_local_experts=4, router_aux_loss_coef=0.5
+    )
+    require_alike(*both(routed, made(tmp_path, config), layout={"cp_size": 2, "cp_comm_type": scheme}))
+
+
+def classified(model):
+    output = model(input_ids=IDS, labels=torch.tensor([0, 2]))
+    output.loss.backward()
+    return [value.detach() for value in (output.loss, output.logits, *gradients(model).values())]
+
+
+def test_a_classification_head(tmp_path):
+    config = LlamaConfig(**SIZES, num_attention_heads=4, num_labels=3, pad_token_id=0)
+    path = made(tmp_path, config, AutoModelForSequenceClassification)
+    require_alike(*both(classified, path, auto=AutoModelForSequenceClassification))
+
+
+def prompted(model):
+    """Trained embeddings in the place of tokens."""
+    embeddings = model.get_input_embeddings()(IDS).detach().requires_grad_()
+    loss = model(inputs_embeds=embeddings, labels=IDS).loss
+    loss.backward()
+    return [loss.detach(), embeddings.grad]
+
+
+def test_inputs_that_are_trained(llama):
+    require_alike(*both(prompted, llama))
+
+
+def checkpointed(model, reentrant):
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    model.train()
+    first, second = (model(input_ids=ids, labels=ids, use_cache=False).loss for ids in (IDS, IDS[:, :9]))
+    (first + second).backward()
+    return [first.detach(), *gradients(model).values()]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("kind", ["llama", "qwen3_next"])
+def test_layers_that_are_computed_again(llama, tmp_path, kind, reentrant):
+    path = llama
+    if kind != "llama":
+        # Linear attention, which is computed on whole rows.
+        config = CONFIG_MAPPING[kind](
+            **SIZES,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            linear_num_key_heads=2,
+            linear_num_value_heads=2,
+            linear_key_head_dim=8,
+            linear_value_head_dim=8,
+            layer_types=["linear_attention", "full_attention"],
+            num_experts=0,
+            mlp_only_layers=[0, 1],
+        )
+        path = made(tmp_path, config)
+    require_alike(*both(functools.partial(checkpointed, reentrant=reentrant), path, dtype=torch.float32))
+
+
+def dropped(model):
+    """Dropout on hidden states: ranks draw apart for their tokens, and alike where they compute alike."""
+    for layer in model.model.layers:
+        layer.mlp.act_fn = nn.Dropout(0.5)
+    torch.manual_seed(torch.distributed.get_rank())
+    model.train()
+    losses = []
+    for _ in range(3):
+        loss = model(input_ids=IDS, labels=IDS).loss
+        loss.backward()
+        losses.append(loss.detach())
+    return [torch.stack(losses), torch.rand(2), *gradients(model).values()]
+
+
+def test_ranks_draw_for_their_tokens(tmp_path):
+    config = LlamaConfig(**SIZES, num_attention_heads=4)
+    path = made(tmp_path, config)
+
+    def on_rank():
+        return dropped(AutoModelForCausalLM.from_pretrained(path, megatron_config=MegatronConfig(cp_size=2)))
+
+    first, second = run_ranks(on_rank, 2)
+    assert len(set(first[0].tolist())) == 3
+    for value, other in zip(first, second, strict=True):
+        assert torch.equal(value, other)
+
+
+def hooked(model):
+    model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: output * 2)
+
+
+def exchanged(model):
+    model.model.layers[0].mlp.forward = lambda hidden: hidden.flip(1)
+
+
+def with_dropout(model):
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.1
+    model.train()
+
+
+REFUSED = {
+    "a hook": (hooked, {}, "forward hook of model.layers.0.mlp"),
+    "an exchanged function": (exchanged, {}, "model.layers.0.mlp.forward was exchanged"),
+    "maps": (None, {"output_attentions": True}, "each rank has the maps of its own tokens"),
+    "hidden states": (None, {"output_hidden_states": True}, "between layers each rank has its tokens"),
+    "a mask of four dims": (None, {"attention_mask": torch.ones(2, 1, 13, 13).tril() == 1}, "a mask (2, 1, 13, 13)"),
+    "dropout of attention": (with_dropout, {}, "dropout of 0.1 inside of attention"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_would_see_some_tokens_is_refused(llama, case):
+    change, arguments, message = REFUSED[case]
+
+    def on_rank():
+        model = AutoModelForCausalLM.from_pretrained(llama, megatron_config=MegatronConfig(cp_size=2))
+        if change is not None:
+            change(model)
+        with pytest.raises(UnsupportedError) as raised:
+            model(input_ids=IDS, labels=IDS, **arguments)
+        return str(raised.value)
+
+    for text in run_ranks(on_rank, 2):
+        assert message in text and "cp_size=1" in text or "megatron_config" in text
+
+
+def test_a_hook_that_works_on_parts(llama):
+    def doubled(model):
+        @works_on_parts
+        def double(module, args, output):
+            return output * 2
+
+        model.model.layers[0].mlp.register_forward_hook(double)
+        loss = model(input_ids=IDS, labels=IDS).loss
+        loss.backward()
+        return [loss.detach(), *gradients(model).values()]
+
+    require_alike(*both(doubled, llama))
+
+
+LAYOUTS = {
+    "heads": ({"cp_size": 3, "cp_comm_type": "a2a"}, "cp_size = 3 does not divide the 4 attention heads"),
+    "sizes": ({"cp_size": 4, "hierarchical_context_parallel_sizes": (2, 2)}, "needs cp_comm_type='a2a+p2p'"),
+    "product": (
+        {"cp_size": 4, "cp_comm_type": "a2a+p2p", "hierarchical_context_parallel_sizes": (2, 4)},
+        "2 x 4 is not cp_size = 4",
+    ),
+    "scheme": ({"cp_size": 2, "cp_comm_type": "ring"}, "expected None, 'p2p', 'a2a', 'all_gather' or 'a2a+p2p'"),
+}
+
+
+@pytest.mark.parametrize("case", LAYOUTS)
+def test_layouts_that_cannot_be(llama, case):
+    fields, message = LAYOUTS[case]
+
+    def on_rank():
+        with pytest.raises(ConfigError) as raised:
+            AutoModelForCausalLM.from_pretrained(llama, megatron_config=MegatronConfig(**fields))
+        return str(raised.value)
+
+    for text in run_ranks(on_rank, fields["cp_size"]):
+        assert message in text

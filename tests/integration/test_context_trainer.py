@@ -1,0 +1,152 @@
+"""Stock Trainer with rows that several ranks share, against one process: logs, weights, evaluation, text, resuming."""
+
+import functools
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainingArguments
+
+from hf_megatron import MegatronConfig
+from hf_megatron.verify.ranks import run_ranks
+
+OPTIONS = {
+    "per_device_train_batch_size": 3,
+    "gradient_accumulation_steps": 2,
+    "max_steps": 6,
+    "logging_steps": 1,
+    "learning_rate": 1e-2,
+    "max_grad_norm": 0.5,
+    "save_strategy": "steps",
+    "save_steps": 3,
+    "eval_strategy": "steps",
+    "eval_steps": 3,
+    "report_to": [],
+    "use_cpu": True,
+    "disable_tqdm": True,
+}
+LAYOUTS = {
+    "cp2": {"cp_size": 2},
+    "cp2, a ring": {"cp_size": 2, "cp_comm_type": "p2p"},
+    "cp2+pp2": {"cp_size": 2, "pp_size": 2, "num_microbatches": 2},
+    "cp2, stage 3": {"cp_size": 2, "zero_stage": 3},
+}
+LOGGED = ("loss", "grad_norm", "eval_loss", "learning_rate", "step")
+
+
+def rows(count, seed):
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(2, 40, (count,), generator=generator).tolist()
+    return [{"input_ids": torch.randint(1, 64, (length,), generator=generator).tolist()} for length in lengths]
+
+
+def collate(batch):
+    """Pads on the right; a row may be shorter than the ranks that share it."""
+    longest = max(len(row["input_ids"]) for row in batch)
+    found = {name: torch.full((len(batch), longest), fill) for name, fill in (("input_ids", 0), ("labels", -100))}
+    found["attention_mask"] = torch.zeros_like(found["input_ids"])
+    for place, row in enumerate(batch):
+        tokens = torch.tensor(row["input_ids"])
+        for name, values in (("input_ids", tokens), ("labels", tokens), ("attention_mask", torch.ones_like(tokens))):
+            found[name][place, : len(tokens)] = values
+    return found
+
+
+def train(source, output, layout, resume=None):
+    model = AutoModelForCausalLM.from_pretrained(source, megatron_config=layout)
+    trainer = Trainer(
+        model,
+        TrainingArguments(str(output), **OPTIONS),
+        train_dataset=rows(40, 0),
+        eval_dataset=rows(7, 1),
+        data_collator=collate,
+    )
+    trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+    model.eval()
+    prompt = torch.tensor([[3, 4, 5, 6], [9, 8, 7, 6]])
+    with torch.no_grad():
+        text = model.generate(prompt, max_new_tokens=6, do_sample=False, pad_token_id=0)
+        beams = model.generate(prompt, max_new_tokens=4, num_beams=2, do_sample=False, pad_token_id=0)
+        torch.manual_seed(3)
+        drawn = model.generate(prompt, max_new_tokens=4, do_sample=True, pad_token_id=0)
+        logits = model(input_ids=prompt).logits
+    predicted = trainer.predict(rows(5, 2))
+    model.save_pretrained(output / "final")
+    logs = [{name: entry[name] for name in LOGGED if name in entry} for entry in trainer.state.log_history]
+    texts = [text.tolist(), beams.tolist(), drawn.tolist()]
+    return logs, texts, logits, torch.tensor(predicted.predictions), predicted.metrics["test_loss"]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("context") / "model"
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(source):
+    output = source.parent / "alone"
+    return train(source, output, None), load_file(output / "final" / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def shared(source):
+    """A folder of checkpoints that two ranks wrote, and what each rank saw."""
+    output = source.parent / "shared"
+    return output, run_ranks(functools.partial(train, source, output, MegatronConfig(**LAYOUTS["cp2"])), 2)
+
+
+def require_equal(found, expected):
+    logs, texts, *numbers = found
+    for entry, other in zip(logs, expected[0], strict=True):
+        assert entry == pytest.approx(other, rel=2e-5, abs=1e-6)
+    assert texts == expected[1]
+    for value, other in zip(numbers, expected[2:], strict=True):
+        torch.testing.assert_close(torch.as_tensor(value), torch.as_tensor(other), rtol=1e-3, atol=2e-4)
+
+
+def require_weights(folder, expected):
+    for name, weight in load_file(folder / "model.safetensors").items():
+        torch.testing.assert_close(weight, expected[name], rtol=1e-3, atol=1e-4)
+
+
+def test_a_run_is_that_of_one_process(shared, alone):
+    output, found = shared
+    for one in found:
+        require_equal(one, alone[0])
+    require_weights(output / "final", alone[1])
+
+
+@pytest.mark.parametrize("name", list(LAYOUTS)[1:])
+def test_other_layouts(source, alone, tmp_path, name):
+    layout = MegatronConfig(**LAYOUTS[name])
+    ranks = layout.cp_size * layout.pp_size
+    for one in run_ranks(functools.partial(train, source, tmp_path, layout), ranks):
+        require_equal(one, alone[0])
+    require_weights(tmp_path / "final", alone[1])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "fields"), [(4, {"cp_size": 4, "cp_comm_type": "p2p"}), (2, {"tp_size": 2}), (1, None)]
+)
+def test_any_layout_goes_on(source, shared, alone, tmp_path, ranks, fields):
+    shutil.copytree(shared[0] / "checkpoint-3", tmp_path / "checkpoint-3")
+    layout = None if fields is None else MegatronConfig(**fields)
+    run = functools.partial(train, source, tmp_path, layout, tmp_path / "checkpoint-3")
+    found = [run()] if layout is None else run_ranks(run, ranks)
+    for one in found:
+        assert [entry["step"] for entry in one[0]] == [entry["step"] for entry in alone[0][0]]
+        for entry, other in zip(one[0], alone[0][0], strict=True):
+            assert entry == pytest.approx(other, rel=2e-5, abs=1e-6)
+    require_weights(tmp_path / "final", alone[1])
