@@ -34,8 +34,6 @@ class ModelSpec:
         whole_blocks (`tuple[str, ...]`): blocks in which tokens meet otherwise than in transformers' attention
             functions; context parallelism computes them on whole rows. Those that keep a cache of their own are found
             by structure.
-        joins_tokens (`bool`, defaults to `False`): what follows the layers reads the shape of the model's inputs, and
-            gets whole rows.
         token_dims (`Mapping[str, int]`): arguments of a layer with an entry per token in another dim than the second.
         no_context_parallel (`str`, *optional*): why the type has no context parallelism.
     """
@@ -55,6 +53,5 @@ class ModelSpec:
     after_layers: tuple[str, ...] = ()
     no_pipeline: str | None = None
     whole_blocks: tuple[str, ...] = ()
-    joins_tokens: bool = False
     token_dims: Mapping[str, int] = field(default_factory=dict)
     no_context_parallel: str | None = None

@@ -793,6 +793,12 @@ def computes_own_attention(cls: type) -> bool:
     return "attention" in cls.__name__.lower() and not softmax.isdisjoint(_names_used(cls))
 
 
+def reshapes_to_inputs(cls: type) -> bool:
+    """Tells whether a base model brings what its layers return into the shape of its inputs (GPT-2 and its kin)."""
+    forward = inspect.unwrap(cls.forward)  # type: ignore[attr-defined]
+    return "output_shape" in forward.__code__.co_varnames
+
+
 @cache
 def _names_used(cls: type) -> frozenset[str]:
     """Names that the methods of a module class use, those it inherits and nested functions included."""

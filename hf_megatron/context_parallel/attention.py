@@ -286,7 +286,7 @@ def with_blind_queries(
     """Gives queries that see no key what eager attention makes of them, where `blind` `[batch or 1, held]` is true.
 
     Eager attention adds the least number there is to every score: all keys of the row count alike, also padding and
-    what comes later, and gradients flow through the scores that were lost in the sum. `[batch, heads, held, width]` all.
+    what comes later, and gradients flow through the scores that the sum has lost. `[batch, heads, held, width]` all.
     """
     assert row.groups.all is not None
     k, v = (gather_tokens(tensor, 2, row.order, row.groups.all) for tensor in (k, v))

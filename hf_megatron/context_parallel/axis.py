@@ -60,7 +60,8 @@ def install(model: Any, state: ParallelState) -> None:
     layers: Any = model.get_submodule(name)
     arguments = dict.fromkeys((*_ARGUMENTS, *state.spec.sequence_arguments), 1) | dict(state.spec.token_dims)
     random = StreamOfPart(state.mesh.device, state.axes.rank(NAME))
-    stack = ContextStack(context_groups(state), group, arguments, random)
+    whole_arguments = {name for names in state.spec.local_arguments.values() for name in names}
+    stack = ContextStack(context_groups(state), group, arguments, whole_arguments, random)
     stack.install(model, layers)
     modules = dict(model.named_modules())
     for block in whole_blocks & modules.keys():

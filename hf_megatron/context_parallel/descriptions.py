@@ -5,7 +5,7 @@ their conjunctions are read from these. Any other is asked, tile by tile.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -33,6 +33,10 @@ class ContextMask:
     mask: SequenceMask
     stock: Callable[[], Any]
     spreads: bool = False
+
+    def to(self, *args: Any, **kwargs: Any) -> "ContextMask":
+        """Casts what one process has."""
+        return replace(self, stock=lambda: self.stock().to(*args, **kwargs))
 
     @property
     def blind(self) -> Tensor | None:

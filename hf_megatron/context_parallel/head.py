@@ -7,6 +7,7 @@ from torch import nn
 from ..parallel_state import ParallelState
 from ..tensor_parallel.local_parameters import ForwardsUnderWay, become
 from ..tensor_parallel.logits import VocabParallelHead, install_pending_loss
+from ..upstream import reshapes_to_inputs
 from .stack import ContextStack
 
 
@@ -25,5 +26,5 @@ def place_head(model: Any, state: ParallelState, stack: ContextStack) -> None:
         head.loss_chunk_size = state.config.loss_chunk_size
         install_pending_loss(model)
     head.part_of = stack.part_of
-    if not state.spec.joins_tokens:
+    if not reshapes_to_inputs(type(model.base_model)):
         stack.keeps_tokens = lambda: head.loss_is_pending and not stack.keeps_some_logits

@@ -19,7 +19,8 @@ def with_scheme(config: MegatronConfig, model_config: Any) -> MegatronConfig:
     if config.cp_size == 1:
         return config
     text = model_config.get_text_config()
-    heads = getattr(text, "num_attention_heads", None) or 1
+    # Without attention there is nothing to share out.
+    heads = getattr(text, "num_attention_heads", None) or config.tp_size * config.cp_size
     groups = getattr(text, "num_key_value_heads", None) or heads
     heads, groups = (max(count // config.tp_size, 1) for count in (heads, groups))
     fitting = [size for size in range(1, config.cp_size + 1) if config.cp_size % size == 0 and heads % size == 0]

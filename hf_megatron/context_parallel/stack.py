@@ -15,7 +15,7 @@ A call that keeps or reads a cache, and a row of too few tokens, is computed who
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,6 +115,7 @@ class ContextStack(Shared):
         groups: the ranks.
         group: all of them in one.
         arguments: of a layer, by name, that have an entry for each token -> the dim of these.
+        whole_arguments: of a layer, by name, that are whole in its blocks.
         random: what a rank's tokens draw from.
 
     Attributes:
@@ -129,9 +130,11 @@ class ContextStack(Shared):
         groups: ContextGroups,
         group: dist.ProcessGroup,
         arguments: Mapping[str, int],
+        whole_arguments: Collection[str],
         random: StreamOfPart,
     ):
         self.groups, self.group, self.arguments, self.random = groups, group, arguments, random
+        self.whole_arguments = whole_arguments
         self.ranks = dist.get_world_size(group)
         self.row: SharedRow | None = None
         self.whole_blocks: list[str] = []
@@ -274,7 +277,8 @@ class ContextStack(Shared):
                 return take_tokens(value, _TOKENS, row.order, self.groups.rank) if is_first else value
             if name in self.arguments:
                 return mapped(value, functools.partial(row.own, dim=self.arguments[name]))
-            if isinstance(value, Tensor) and value.is_floating_point() and row.length in value.shape[1:3]:
+            is_number = isinstance(value, Tensor) and value.is_floating_point()
+            if is_number and row.length in value.shape[1:3] and name not in self.whole_arguments:
                 raise UnsupportedError(
                     f"{type(layer).__name__} takes `{name}` {tuple(value.shape)} with an entry for each token, which "
                     "the ranks of a row cannot share out: state it in the family's `sequence_arguments` or "

@@ -20,9 +20,8 @@ from .exchange import gather_tokens, take_tokens
 from .stack import ContextStack, mapped
 
 _TOKENS = 1
-_HIDDEN_STATES = "hidden_states"
 # By these a block keeps what it has seen of earlier tokens.
-_CACHES = frozenset(("past_key_values", "past_key_value", "cache_params", "layer_past", "past_states"))
+_CACHES = frozenset(("past_key_values", "past_key_value", "cache_params", "layer_past", "use_cache"))
 
 
 def find_whole_blocks(model: nn.Module, spec: ModelSpec, layers: str) -> frozenset[str]:
@@ -72,11 +71,14 @@ class WholeBlock(Shared):
         if row is None or not stack.has_parts:
             return None
         stack.whole_blocks.append(self.name)
+        held = row.order.sizes[stack.groups.rank]
 
         def whole(name: str, value: Any) -> Any:
             if isinstance(value, ContextMask):
                 return value.dense
-            if name in (self.names[0], _HIDDEN_STATES) and isinstance(value, Tensor):
+            # The residual stream comes along where the block adds to it.
+            is_hidden = isinstance(value, Tensor) and value.dim() > 2 and value.shape[_TOKENS] == held
+            if is_hidden and value.is_floating_point() and row.whole(value) is value:
                 return gather_tokens(value, _TOKENS, row.order, stack.group)
             return mapped(value, row.whole)
 
@@ -89,9 +91,8 @@ class WholeBlock(Shared):
             return None
         stack.whole_blocks.remove(self.name)
 
-        def own(value: Any) -> Any:
-            if isinstance(value, Tensor) and value.dim() > 2 and value.shape[_TOKENS] == row.length:
-                return take_tokens(value, _TOKENS, row.order, stack.groups.rank)
-            return value
+        def own(hidden: Tensor) -> Tensor:
+            return take_tokens(hidden, _TOKENS, row.order, stack.groups.rank)
 
-        return mapped(output, own)
+        # What else it returns goes to such blocks of later layers.
+        return own(output) if isinstance(output, Tensor) else (own(output[0]), *output[1:])

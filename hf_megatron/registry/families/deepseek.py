@@ -9,4 +9,4 @@ from ..lookup import register_model
 
 @register_model("deepseek_v4")
 def deepseek_v4(model: Any) -> ModelSpec:
-    return corrected_spec(model, transparent=("layers.*.attn_hc", "layers.*.ffn_hc"))
+    return corrected_spec(model, transparent=("layers.*.attn_hc", "layers.*.ffn_hc"), token_dims={"input_ids": 1})

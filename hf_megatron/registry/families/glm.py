@@ -10,7 +10,9 @@ from ..lookup import register_model
 @register_model("glm_moe_dsa")
 def glm_moe_dsa(model: Any) -> ModelSpec:
     return corrected_spec(
-        model, no_pipeline="layers read the token indices that earlier layers chose. Load it with pp_size=1."
+        model,
+        whole_blocks=("layers.*.self_attn",),
+        no_pipeline="layers read the token indices that earlier layers chose. Load it with pp_size=1.",
     )
 
 

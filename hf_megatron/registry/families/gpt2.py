@@ -22,5 +22,4 @@ def gpt2(model: Any) -> ModelSpec:
             "h.*.mlp.c_proj": "row",
         },
         local_attributes={"h.*.attn": ("num_heads", "split_size")},
-        joins_tokens=True,
     )

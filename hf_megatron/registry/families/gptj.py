@@ -21,5 +21,4 @@ def gptj(model: Any) -> ModelSpec:
             "h.*.mlp.fc_out": "row",
         },
         local_attributes={"h.*.attn": ("num_attention_heads",)},
-        joins_tokens=True,
     )

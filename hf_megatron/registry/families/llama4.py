@@ -9,4 +9,5 @@ from ..lookup import register_model
 
 @register_model("llama4_text")
 def llama4_text(model: Any) -> ModelSpec:
-    return corrected_spec(model, whole_blocks=("layers.*.self_attn",))
+    # Seen from this class the base model is no prefix.
+    return corrected_spec(model, whole_blocks=("model.layers.*.self_attn",))
