@@ -197,7 +197,8 @@ def run_case(seed: int, number: int, sources: Mapping[str, Made], folder: Path) 
     if left or (verdict == "refused" and target.exists()):
         verdict, reason = "unclear", f"{left or target} was left behind"
     for path in folder.iterdir():
-        shutil.rmtree(path)
+        # What a killed conversion leaves is a lock too.
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
     return case, verdict, reason
 
 
