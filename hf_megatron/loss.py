@@ -23,6 +23,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from .communication.averaged_gradients import mean_over_ranks, sum_over_ranks
 from .errors import UnsupportedError
 from .mesh import ParallelMesh
 from .patch_ledger import Shared
@@ -66,45 +67,6 @@ def count_targets(targets: Tensor, ignore_index: int = IGNORE_INDEX) -> Tensor:
     if targets.is_floating_point():
         return scalar(targets.numel(), targets.device)
     return (targets != ignore_index).sum()
-
-
-class _MeanOverRanks(torch.autograd.Function):
-    """`[sum, terms]` of each rank -> the mean over all ranks' terms, the same number on every rank."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, total: Tensor, terms: Tensor, group: dist.ProcessGroup, dp_size: int, at_least: int
-    ) -> Tensor:
-        # Half precision counts to 256 or 2048 only.
-        both = torch.stack([total, terms.to(total.device, total.dtype)])
-        dist.all_reduce(both, group=group)
-        # The mean of nothing is no number, and its gradients are zero, as torch's losses have it.
-        ctx.factor = dp_size / both[1].clamp(min=1)
-        return both[0] / both[1].clamp(min=at_least)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
-        return gradient * ctx.factor, None, None, None, None
-
-
-class _SumOverRanks(torch.autograd.Function):
-    """The sum over ranks of a tensor of any shape, in whose backward the average of gradients is undone."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.ranks = dist.get_world_size(group)
-        whole = part.clone()
-        dist.all_reduce(whole, group=group)
-        return whole
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient * ctx.ranks, None
-
-
-def sum_over_ranks(part: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Sums a tensor of any shape over ranks between which gradients are averaged: in its backward that is undone."""
-    return _SumOverRanks.apply(part, group)
 
 
 def _same(value: Any) -> Any:
@@ -207,7 +169,7 @@ class BatchLoss(Shared):
             return total / terms.clamp(min=at_least)
         if not self._counts:
             total, terms = total * 0, torch.zeros_like(terms)
-        return _MeanOverRanks.apply(total, terms, self.mesh.group("dp"), self.mesh.dp_size, at_least)
+        return mean_over_ranks(total, terms, self.mesh.group("dp"), at_least)
 
     def sum(self, part: Tensor) -> Tensor:
         """Sums a statistic of any shape over the parts of the batch, with its gradient."""

@@ -6,7 +6,8 @@ from torch import nn
 
 from ..parallel_state import ParallelState
 from ..tensor_parallel.local_parameters import ForwardsUnderWay, become
-from ..tensor_parallel.logits import VocabParallelHead, install_pending_loss
+from ..tensor_parallel.logits import VocabParallelHead
+from ..tensor_parallel.pending_loss import install_pending_loss
 from ..upstream import reshapes_to_inputs
 from .stack import ContextStack
 

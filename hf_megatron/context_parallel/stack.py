@@ -16,7 +16,6 @@ A call that keeps or reads a cache, and a row of too few tokens, is computed who
 import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,12 +26,12 @@ from transformers.utils import ModelOutput
 
 from ..communication.random_streams import StreamOfPart
 from ..errors import UnsupportedError
-from ..loss import sum_over_ranks
 from ..patch_ledger import LEDGER, Shared
 from ..upstream import in_backward, leave_uncompiled
 from .attention import ContextGroups, SharedRow
 from .descriptions import ContextMask
 from .exchange import gather_tokens, take_tokens
+from .held_tokens import HeldTokens, mapped
 from .order import SequenceOrder
 
 _TOKENS = 1
@@ -71,41 +70,6 @@ class _RestoreRow(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         ctx.stack.row = ctx.row
         return gradient, None
-
-
-def mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Changes the tensors in what a layer gets or a model returns."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, tuple | list):
-        return type(value)(mapped(item, change) for item in value)
-    if type(value) is dict:
-        return {name: mapped(item, change) for name, item in value.items()}
-    if isinstance(value, ModelOutput):
-        for name, item in value.items():
-            value[name] = mapped(item, change)
-    return value
-
-
-@dataclass(frozen=True, eq=False)
-class HeldTokens:
-    """The tokens of a row that this rank holds, as a head sees them (`tensor_parallel.logits.TokensOfRank`)."""
-
-    order: SequenceOrder
-    group: dist.ProcessGroup
-
-    @property
-    def length(self) -> int:
-        return self.order.length
-
-    def own(self, targets: Tensor) -> Tensor:
-        return take_tokens(targets, _TOKENS, self.order, dist.get_rank(self.group))
-
-    def join(self, tensor: Tensor) -> Tensor:
-        return gather_tokens(tensor, _TOKENS, self.order, self.group)
-
-    def sum(self, part: Tensor) -> Tensor:
-        return sum_over_ranks(part, self.group)
 
 
 class ContextStack(Shared):

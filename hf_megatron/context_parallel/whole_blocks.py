@@ -17,7 +17,8 @@ from ..spec import ModelSpec
 from ..upstream import fetches_attention_core
 from .descriptions import ContextMask
 from .exchange import gather_tokens, take_tokens
-from .stack import ContextStack, mapped
+from .held_tokens import mapped
+from .stack import ContextStack
 
 _TOKENS = 1
 # By these a block keeps what it has seen of earlier tokens.

@@ -1,5 +1,6 @@
 """The gate in front of layouts that nobody has compared with one process yet."""
 
+import dataclasses
 import json
 import shlex
 import subprocess
@@ -13,10 +14,11 @@ from transformers import CONFIG_MAPPING
 from transformers.utils.generic import find_labels
 
 from ..config import MegatronConfig
+from ..context_parallel.scheme import with_scheme
 from ..errors import UnsupportedError, UnverifiedLayoutError
 from ..parallel_state import ParallelState
 from ..registry.features import Description, Features
-from ..registry.recorded import differences, layout_kinds, splits_weights
+from ..registry.recorded import differences, layout_kind_of_tokens, layout_kinds, splits_weights
 
 # Differences that an error shows.
 _SHOWN = 6
@@ -78,6 +80,24 @@ def require_verified(model: Any, state: ParallelState, description: Description)
     code, report = verdict[0]
     if code:
         raise UnverifiedLayoutError(f"{what}\nIts parity check failed (`{command}`):\n{report}")
+
+
+def with_compared_scheme(model: Any, config: MegatronConfig, description: Description) -> MegatronConfig:
+    """Returns a layout that says how tokens are shared out; left open it is by a ring, if that alone was compared.
+
+    Raises:
+        ConfigError: heads that the ranks cannot share.
+    """
+    stated = with_scheme(config, model.config)
+    if config.cp_size == 1 or config.cp_comm_type is not None:
+        return stated
+    features = description.features({})
+    ring = dataclasses.replace(config, cp_comm_type="p2p")
+    name, model_type = type(model).__name__, model.config.model_type
+    compared = [
+        differences(name, model_type, layout_kind_of_tokens(layout), features) == [] for layout in (stated, ring)
+    ]
+    return ring if compared == [False, True] else stated
 
 
 def features_on(kind: str, description: Description, state: ParallelState) -> Features:

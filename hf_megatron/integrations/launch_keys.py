@@ -19,6 +19,7 @@ from ..errors import ConfigError, UnsupportedError
 
 PREFIX = "MEGATRON_LM_"
 FIELD_PREFIX = "HF_MEGATRON_"
+_LISTS = ("pipeline_partition", "hierarchical_context_parallel_sizes")
 _TRUTH = dict.fromkeys(("true", "1", "yes", "on"), True) | dict.fromkeys(("false", "0", "no", "off"), False)
 
 
@@ -213,7 +214,7 @@ def fields_of_variables(environment: Mapping[str, str], internal: tuple[str, ...
             raise _no_such_name(variable, text, f"MegatronConfig has no field {name!r}", FIELD_PREFIX, list(known))
         kinds = typing.get_args(known[name]) or (known[name],)
         counts = text.strip("[]() ").split(",")
-        if name == "pipeline_partition" and counts[0].strip().isdecimal():
+        if name in _LISTS and counts[0].strip().isdecimal():
             fields[name] = tuple(_parse(int, count, variable) for count in counts)
         elif types.NoneType in kinds and text.strip().lower() in ("none", ""):
             fields[name] = None

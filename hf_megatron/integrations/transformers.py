@@ -22,7 +22,6 @@ from ..checkpoint.strict_loading import check_loaded, own_memory
 from ..communication.agreement import agreed
 from ..communication.handshake import agree
 from ..config import MegatronConfig, validate_world_size
-from ..context_parallel.scheme import with_scheme
 from ..errors import ConfigError, UnsupportedError
 from ..memory.recompute import apply_recompute
 from ..parallel_state import parallel_state
@@ -34,7 +33,7 @@ from ..upstream import forget_conversions, quiet_loading, warn_of_unchecked_vers
 from ..version import __version__
 from .accelerate import ensure_process_group, job_world_size
 from .cards import write_model_card
-from .gate import require_verified
+from .gate import require_verified, with_compared_scheme
 from .hub import check_part, push_saved
 from .other_formats import opened, save_in_format
 
@@ -158,9 +157,9 @@ def maybe_distribute_model(original: Callable, cls: Any, model: Any, distributed
         return original(cls, model, distributed_config, mesh_manager)
     if getattr(model, "hf_quantizer", None) is not None or getattr(model.config, "quantization_config", None):
         raise UnsupportedError("The checkpoint is quantised (quantization_config in its config.json); not split yet.")
-    distributed_config = with_scheme(distributed_config, model.config)
-    agree(_facts(model, distributed_config))
     description = describe_model(model)
+    distributed_config = with_compared_scheme(model, distributed_config, description)
+    agree(_facts(model, distributed_config))
     # What cannot be laid out says why; only what could be is asked whether anybody compared it.
     state = plan(model, distributed_config, Axes.of(distributed_config, dist.get_rank()))
     require_expert_widths(model, state.claims, state.axes)

@@ -80,9 +80,13 @@ def layout_kinds(config: MegatronConfig) -> list[str]:
     Where heads are exchanged for tokens it is `cp+a2a`.
     """
     within_layers = "tp+sp" if config.sequence_parallel else "tp"
-    over_tokens = "cp+a2a" if config.cp_comm_type in ("a2a", "a2a+p2p") else "cp"
-    kinds = {within_layers: config.tp_size, over_tokens: config.cp_size, "pp": config.pp_size}
+    kinds = {within_layers: config.tp_size, layout_kind_of_tokens(config): config.cp_size, "pp": config.pp_size}
     return [kind for kind, size in kinds.items() if size > 1]
+
+
+def layout_kind_of_tokens(config: MegatronConfig) -> str:
+    """Names the kind of a layout's context parallelism."""
+    return "cp+a2a" if config.cp_comm_type in ("a2a", "a2a+p2p") else "cp"
 
 
 def splits_weights(kind: str) -> bool:

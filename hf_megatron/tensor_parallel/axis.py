@@ -21,8 +21,8 @@ from .heads import LocalArguments
 from .layer_streams import OneRandomState
 from .linear import ParallelLinear
 from .local_parameters import ForwardsUnderWay, LocalParameters, read_locally
-from .logits import install_pending_loss
 from .model_guards import ClaimCheck, RefusedOutputs
+from .pending_loss import install_pending_loss
 from .place_regions import Regions
 from .structure import Structure, find_structure
 from .styles import AXIS, ModuleContext, style

@@ -6,9 +6,7 @@ logits. Anything else that reads it gets the gathered tensor, with the right gra
 """
 
 import builtins
-import inspect
 import warnings
-import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -282,41 +280,3 @@ class VocabParallelHead(ColumnParallelLinear):
             x, tokens = self.part_of(x)
         logits = ShardedLogits(x, self, tokens=tokens)
         return logits if self.loss_is_pending else logits.gather(warn=False)
-
-
-class PendingLoss:
-    """Model hooks that tell the head whether the forward takes a loss, and hand out full logits in evaluation."""
-
-    def __init__(self, head: VocabParallelHead, model: nn.Module):
-        self.head = head
-        self.signature = inspect.signature(model.forward)
-
-    def install(self, model: nn.Module) -> None:
-        model.register_forward_pre_hook(self._enter, with_kwargs=True)
-        # Before FSDP2's hook, which splits the head's weight again.
-        model.register_forward_hook(self._leave, always_call=True, prepend=True)
-
-    def _enter(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        labels = kwargs.get("labels", kwargs.get("shift_labels"))
-        if labels is None and args:
-            labels = self.signature.bind_partial(*args).arguments.get("labels")
-        self.head.loss_is_pending = labels is not None
-
-    def _leave(self, model: nn.Module, args: tuple, output: Any) -> Any:
-        self.head.loss_is_pending = False
-        if torch.is_grad_enabled():
-            return output
-        # Evaluation and prediction read the logits as tensors, on every rank.
-        if isinstance(output, tuple):
-            return tuple(v.gather(warn=False) if isinstance(v, ShardedLogits) else v for v in output)
-        logits = getattr(output, "logits", None)
-        if isinstance(logits, ShardedLogits):
-            output.logits = logits.gather(warn=False)
-        return output
-
-
-def install_pending_loss(model: nn.Module) -> None:
-    """Tells a model's vocabulary heads when a loss is taken of their logits."""
-    for head in [module for module in model.modules() if isinstance(module, VocabParallelHead)]:
-        head.model = weakref.ref(model)
-        PendingLoss(head, model).install(model)

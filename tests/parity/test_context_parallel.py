@@ -8,8 +8,9 @@ import torch
 from transformers import CONFIG_MAPPING
 
 from hf_megatron import loss, token_loss
+from hf_megatron.communication import averaged_gradients
 from hf_megatron.context_parallel import axis as context_parallel
-from hf_megatron.context_parallel import stack
+from hf_megatron.context_parallel import held_tokens
 from hf_megatron.context_parallel.attention import SharedRow
 from hf_megatron.context_parallel.masks import SequenceMask
 from hf_megatron.data_parallel.reduction_groups import Sharing
@@ -89,15 +90,15 @@ def without_windows():
 
 def unsummed_loss():
     """Has every rank hand on the gradient of its own part of the loss, as if it were averaged with nobody's."""
-    loss._SumOverRanks.backward = staticmethod(lambda ctx, gradient: (gradient, None))
+    averaged_gradients._Sum.backward = staticmethod(lambda ctx, gradient: (gradient, None))
 
 
 def shifted_in_parts():
     """Shifts labels that were cut already."""
     targets_of = loss.targets_of
     token_loss.targets_of = lambda labels, shift_labels, **options: labels
-    own = stack.HeldTokens.own
-    stack.HeldTokens.own = lambda self, labels: targets_of(
+    own = held_tokens.HeldTokens.own
+    held_tokens.HeldTokens.own = lambda self, labels: targets_of(
         own(self, labels), None, shifts=True, ignore_index=loss.IGNORE_INDEX
     )
 

@@ -79,6 +79,7 @@ def test_what_accelerate_config_writes_is_honoured():
         ({"tp_degree": 2, "sequence_parallelism": "True"}, {"tp_size": 2, "sequence_parallel": True}),
         ({"tp_degree": 1, "sequence_parallelism": "true"}, {}),
         ({"pp_degree": 1, "context_parallel_size": 1, "expert_model_parallel_size": 1}, {}),
+        ({"context_parallel_size": 4}, {"cp_size": 4}),
         ({"tp_degree": 2, "expert_tensor_parallel_size": 2}, {"tp_size": 2}),
         ({"use_distributed_optimizer": False}, {"zero_stage": 0}),
         ({"use_distributed_optimizer": "true"}, {"zero_stage": 1}),
@@ -111,7 +112,6 @@ def test_honoured(keys, fields):
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [
-        ("context_parallel_size", 2, ["cp_size", "valid: 1"]),
         ("expert_model_parallel_size", 2, ["ep_size", "valid: 1"]),
         ("expert_tensor_parallel_size", 2, ["valid: 1", "tp_degree"]),
         ("recompute_method", "block", ["valid: uniform"]),
@@ -189,7 +189,9 @@ def test_every_field_can_be_set_by_a_variable():
         "pipeline_schedule": "interleaved_1f1b",
         "virtual_stages": 2,
         "pipeline_partition": (1, 2, 1, 1),
-        "cp_size": 1,
+        "cp_size": 4,
+        "cp_comm_type": "a2a+p2p",
+        "hierarchical_context_parallel_sizes": (2, 2),
         "ep_size": 1,
         "loss_chunk_size": 64,
         "strict_loading": False,

@@ -1,0 +1,49 @@
+"""Sums and means over ranks between which gradients are averaged afterwards: their backward undoes that."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class _Mean(torch.autograd.Function):
+    """`[sum, terms]` of each rank -> the mean over all ranks' terms, the same number on every rank."""
+
+    @staticmethod
+    def forward(ctx: Any, total: Tensor, terms: Tensor, group: dist.ProcessGroup, at_least: int) -> Tensor:
+        # Half precision counts to 256 or 2048 only.
+        both = torch.stack([total, terms.to(total.device, total.dtype)])
+        dist.all_reduce(both, group=group)
+        # The mean of nothing is no number, and its gradients are zero, as torch's losses have it.
+        ctx.factor = dist.get_world_size(group) / both[1].clamp(min=1)
+        return both[0] / both[1].clamp(min=at_least)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return gradient * ctx.factor, None, None, None
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over ranks of a tensor of any shape, in whose backward the average of gradients is undone."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.ranks = dist.get_world_size(group)
+        whole = part.clone()
+        dist.all_reduce(whole, group=group)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.ranks, None
+
+
+def sum_over_ranks(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Sums a tensor of any shape over ranks between which gradients are averaged: in its backward that is undone."""
+    return _Sum.apply(part, group)
+
+
+def mean_over_ranks(total: Tensor, terms: Tensor, group: dist.ProcessGroup, at_least: int) -> Tensor:
+    """Takes the mean over all ranks' terms, scalars all; fewer than `at_least` count as these."""
+    return _Mean.apply(total, terms, group, at_least)
