@@ -8,7 +8,9 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
 
 from hf_megatron import ConfigError, MegatronConfig, UnsupportedError, token_log_probs, works_on_parts
+from hf_megatron.context_parallel.stack import ContextStack
 from hf_megatron.integrations.gate import ConfigUnderTest
+from hf_megatron.parallel_state import parallel_state
 from hf_megatron.verify.ranks import run_ranks
 from hf_megatron.verify.twin import draw_parameters
 
@@ -121,6 +123,23 @@ def test_router_losses(tmp_path, scheme):
         **SIZES, num_attention_heads=4, num_key_value_heads=2, num_local_experts=4, router_aux_loss_coef=0.5
     )
     require_alike(*both(routed, made(tmp_path, config), layout={"cp_size": 2, "cp_comm_type": scheme}))
+
+
+def test_router_logits_of_some_tokens_are_found(tmp_path):
+    config = CONFIG_MAPPING["mixtral"](
+        **SIZES, num_attention_heads=4, num_key_value_heads=2, num_local_experts=4, router_aux_loss_coef=0.5
+    )
+    path = made(tmp_path, config)
+
+    def routed_apart(model):
+        if torch.distributed.is_initialized():
+            ContextStack.joined_rows = lambda self, part: part
+            parallel_state(model).loss.join_tokens = lambda part: part
+        output = model(input_ids=IDS, labels=IDS, output_router_logits=True)
+        return [output.aux_loss.detach()]
+
+    expected, found = both(routed_apart, path)
+    assert all(abs(one[0] - expected[0]) > 1e-3 for one in found)
 
 
 def classified(model):

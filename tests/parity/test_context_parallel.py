@@ -9,12 +9,14 @@ from transformers import CONFIG_MAPPING
 
 from hf_megatron import loss, token_loss
 from hf_megatron.communication import averaged_gradients
+from hf_megatron.communication.collectives import take_shard
 from hf_megatron.context_parallel import axis as context_parallel
-from hf_megatron.context_parallel import held_tokens
+from hf_megatron.context_parallel import exchange, held_tokens, whole_blocks
 from hf_megatron.context_parallel.attention import SharedRow
 from hf_megatron.context_parallel.masks import SequenceMask
 from hf_megatron.data_parallel.reduction_groups import Sharing
 from hf_megatron.integrations.gate import ConfigUnderTest
+from hf_megatron.tensor_parallel import logits
 from hf_megatron.verify.measure import measure
 from hf_megatron.verify.parity import check_twin
 from tests.shared_twins import make_twin
@@ -81,7 +83,7 @@ def _without_rule(state):
 
 def whole_positions():
     """Counts the positions of each rank from zero."""
-    SharedRow.own = lambda self, tensor: tensor.narrow(1, 0, self.order.sizes[self.groups.rank])
+    SharedRow.own = lambda self, tensor, dim=1: tensor.narrow(dim, 0, self.order.sizes[self.groups.rank])
 
 
 def without_windows():
@@ -103,6 +105,38 @@ def shifted_in_parts():
     )
 
 
+def counted_in_parts():
+    """Divides the loss by the targets of this rank's tokens."""
+    own = held_tokens.HeldTokens.own
+    held_tokens.HeldTokens.own = lambda self, labels: _noted(own(self, labels))
+    sum_of_ranks = held_tokens.HeldTokens.sum
+    held_tokens.HeldTokens.sum = lambda self, part: sum_of_ranks(self, part * _NOTED[0]) / _NOTED[1]
+    logits.count_targets = lambda targets, ignore_index: _kept(loss.count_targets(targets, ignore_index))
+
+
+_NOTED = [1.0, 1.0]
+
+
+def _noted(labels):
+    _NOTED[1] = float((labels != loss.IGNORE_INDEX).sum()) or 1.0
+    return labels
+
+
+def _kept(count):
+    _NOTED[0] = float(count)
+    return count
+
+
+def unsummed_tokens():
+    """Hands a rank its own gradient of joined tokens alone."""
+    exchange.reduce_scatter = lambda joined, dim, group: take_shard(joined, dim, group).contiguous()
+
+
+def cut_twice():
+    """Has blocks that need whole rows computed on this rank's tokens."""
+    whole_blocks.WholeBlock.install = lambda self, block: None
+
+
 FAULTS = {
     "gradients added up over cp": ("llama", added_up),
     "cp left out of the reduction": ("llama", left_out),
@@ -110,13 +144,17 @@ FAULTS = {
     "windows taken as full": ("gemma2", without_windows),
     "a loss of parts": ("llama", unsummed_loss),
     "labels shifted after the cut": ("llama", shifted_in_parts),
+    "targets counted in parts": ("llama", counted_in_parts),
+    "gradients of joined tokens not summed": ("gpt2", unsummed_tokens),
+    "a mixer on parts of rows": ("llama4_text", cut_twice),
 }
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_found(name):
     model_type, fault = FAULTS[name]
-    assert not check_twin(twin(model_type), ConfigUnderTest(cp_size=2), sabotage=fault).passed
+    layout = ConfigUnderTest(cp_size=2, cp_comm_type="p2p")
+    assert not check_twin(twin(model_type), layout, sabotage=fault).passed
 
 
 @pytest.mark.parametrize("name", ["padded left", "padded right", "packed"])

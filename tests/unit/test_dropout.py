@@ -7,6 +7,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from transformers import AutoModelForCausalLM, GPT2Config, set_seed
 
 from hf_megatron import MegatronConfig, works_on_parts
+from hf_megatron.communication.random_streams import StreamOfPart
 from hf_megatron.integrations.gate import ConfigUnderTest
 from hf_megatron.verify.ranks import run_ranks
 
@@ -94,3 +95,21 @@ def test_no_dropout_costs_no_random_numbers(stories):
 
     torch.manual_seed(7)
     assert run_ranks(draw, 2) == [torch.rand(1).item()] * 2
+
+
+def test_ranks_of_a_row_draw_apart_and_go_on_alike():
+    """Tokens of different ranks have masks of their own; what follows is drawn from one stream again."""
+    found = []
+    for rank, draws in ((0, True), (1, True), (0, False)):
+        torch.manual_seed(5)
+        before = torch.get_rng_state()
+        stream = StreamOfPart(torch.device("cpu"), rank)
+        stream.enter()
+        part = torch.rand(8) if draws else None
+        stream.leave()
+        stream.leave()
+        found.append((part, torch.get_rng_state(), before))
+    (first, after, _), (second, other, _), (_, unmoved, before) = found
+    assert not torch.equal(first, second)
+    assert torch.equal(after, other) and not torch.equal(after, before)
+    assert torch.equal(unmoved, before)
