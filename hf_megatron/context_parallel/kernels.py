@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from ..upstream import flash_backward_on_cpu, flash_forward_on_cpu
+from .masks import TILE
+from .order import Interval
 
 _NOTHING = -math.inf
 
@@ -40,9 +42,8 @@ class Kernel:
         if self._is_fused(q):
             out, lse = flash_forward_on_cpu(q, k, v, causal, _additive(mask, q), self.scale)
         else:
-            scores, _ = self._scores(q, k, causal, mask)
-            lse = scores.logsumexp(-1)
-            out = _per_group(torch.exp(scores - _finite(lse).unsqueeze(-1)).to(v.dtype), v)
+            parts = [self._forward_tile(q, k, v, tile, causal, mask) for tile in _tiles(q)]
+            out, lse = (torch.cat(tensors, 2) for tensors in zip(*parts, strict=True))
         if mask is not None:
             # Queries without a key have no weight in what is put together.
             sees = mask.any(-1)
@@ -66,16 +67,28 @@ class Kernel:
         lse = _finite(lse)
         if self._is_fused(q):
             return flash_backward_on_cpu(gradient, q, k, v, out, lse, causal, _additive(mask, q), self.scale)
-        scores, slope = self._scores(q, k, causal, mask)
-        weights = torch.exp(scores - lse.unsqueeze(-1))
+        dq, dk, dv = torch.empty_like(q), torch.zeros_like(k, dtype=lse.dtype), torch.zeros_like(v, dtype=lse.dtype)
         groups = q.shape[1] // k.shape[1]
-        towards = _per_group(gradient, v.transpose(-1, -2)).to(weights.dtype)
-        along = (gradient * out).sum(-1, keepdim=True).to(weights.dtype)
-        scored = weights * (towards - along) * slope * self.scale
-        dq = _per_group(scored.to(k.dtype), k)
-        dk = _of_groups(scored.to(q.dtype).transpose(-1, -2) @ q, groups)
-        dv = _of_groups(weights.to(gradient.dtype).transpose(-1, -2) @ gradient, groups)
+        for tile in _tiles(q):
+            seen, part = _seen(k, tile, causal), slice(*tile)
+            keys, values, given, own = k[:, :, seen], v[:, :, seen], gradient[:, :, part], q[:, :, part]
+            scores, slope = self._scores(own, keys, tile, causal, mask)
+            weights = torch.exp(scores - lse[:, :, part].unsqueeze(-1))
+            towards = _per_group(given, values.transpose(-1, -2)).to(weights.dtype)
+            along = (given * out[:, :, part]).sum(-1, keepdim=True).to(weights.dtype)
+            scored = weights * (towards - along) * slope * self.scale
+            dq[:, :, part] = _per_group(scored.to(k.dtype), keys)
+            dk[:, :, seen] += _of_groups(scored.to(q.dtype).transpose(-1, -2) @ own, groups)
+            dv[:, :, seen] += _of_groups(weights.to(gradient.dtype).transpose(-1, -2) @ given, groups)
         return dq, dk, dv
+
+    def _forward_tile(
+        self, q: Tensor, k: Tensor, v: Tensor, tile: Interval, causal: bool, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        seen = _seen(k, tile, causal)
+        scores, _ = self._scores(q[:, :, slice(*tile)], k[:, :, seen], tile, causal, mask)
+        lse = scores.logsumexp(-1)
+        return _per_group(torch.exp(scores - _finite(lse).unsqueeze(-1)).to(v.dtype), v[:, :, seen]), lse
 
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
         """Returns the scores `[batch, heads, queries, keys]` of all pairs, in the type of `q`."""
@@ -85,16 +98,29 @@ class Kernel:
     def _is_fused(self, q: Tensor) -> bool:
         return q.device.type == "cpu" and self.softcap is None
 
-    def _scores(self, q: Tensor, k: Tensor, causal: bool, mask: Tensor | None) -> tuple[Tensor, Any]:
-        """Returns scores `[batch, heads, queries, keys]` and the slope of their cap."""
+    def _scores(
+        self, q: Tensor, k: Tensor, tile: Interval, causal: bool, mask: Tensor | None
+    ) -> tuple[Tensor, Any]:
+        """Returns scores `[batch, heads, queries, keys]` of a tile of queries, and the slope of their cap."""
         raw = _per_group(q, k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32)) * self.scale
         slope: Any = 1.0
         if self.softcap is not None:
             flat = torch.tanh(raw / self.softcap)
             raw, slope = flat * self.softcap, 1 - flat**2
         if causal:
-            raw = raw.masked_fill(~torch.ones(raw.shape[-2:], dtype=torch.bool, device=raw.device).tril(), _NOTHING)
-        return raw if mask is None else raw.masked_fill(~mask, _NOTHING), slope
+            sees = torch.ones(raw.shape[-2:], dtype=torch.bool, device=raw.device).tril(tile[0])
+            raw = raw.masked_fill(~sees, _NOTHING)
+        return raw if mask is None else raw.masked_fill(~mask[:, :, slice(*tile)].to(raw.device), _NOTHING), slope
+
+
+def _tiles(q: Tensor) -> list[Interval]:
+    """Cuts queries, so that scores of some with all keys are all that there is at a time."""
+    return [(start, min(start + TILE, q.shape[2])) for start in range(0, q.shape[2], TILE)] or [(0, 0)]
+
+
+def _seen(k: Tensor, tile: Interval, causal: bool) -> slice:
+    """Returns the keys that a tile of queries may see."""
+    return slice(0, min(tile[1], k.shape[2]) if causal else k.shape[2])
 
 
 def add_block(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:

@@ -138,6 +138,14 @@ def test_attention_is_that_of_one_process(scheme):
         assert max(found.values()) < 1e-12, found
 
 
+def test_scores_are_made_tile_by_tile(monkeypatch):
+    """Where no fused kernel computes a block: blocks of more queries than a tile has."""
+    monkeypatch.setattr(kernels, "TILE", 5)
+    cases = [("softcap", name) for name in ("causal", "full", "window", "left padding")]
+    found = worst(cases, over_ranks("p2p", cases, 61), 61)
+    assert max(found.values()) < 1e-12, found
+
+
 def test_keys_leave_before_a_block_is_computed():
     """What is sent is on its way while a block is computed, and waited for after it."""
 
