@@ -15,9 +15,11 @@ def check(
     ],
     tp: Annotated[int, typer.Option(help="Tensor parallel size.", min=1)] = 2,
     sp: Annotated[bool, typer.Option("--sp", help="With sequence parallelism.")] = False,
+    cp: Annotated[int, typer.Option(help="Context parallel size.", min=1)] = 1,
     pp: Annotated[int, typer.Option(help="Pipeline parallel size.", min=1)] = 1,
     layouts: Annotated[
-        str, typer.Option(help="Several layouts at once, such as `tp2,tp2+sp,pp2`; replaces --tp, --sp and --pp.")
+        str,
+        typer.Option(help="Several layouts at once, such as `tp2,tp2+sp,cp2,cp2+a2a,pp2`; replaces the sizes above."),
     ] = "",
     class_name: Annotated[str, typer.Option("--class", help="A transformers class instead of the causal one.")] = "",
     task: Annotated[
@@ -45,7 +47,9 @@ def check(
     with failing():
         if record is not None and not record.parent.is_dir():
             raise ConfigError(f"--record {record}: {record.parent} is no folder.")
-        wanted = parse_layouts(layouts or f"tp{tp}" + ("+sp" if sp else "") + f"+pp{pp}")
+        wanted = parse_layouts(
+            layouts or f"tp{tp}" + ("+sp" if sp else "") + (f"+cp{cp}" if cp > 1 else "") + f"+pp{pp}"
+        )
         try:
             changed = json.loads(changes)
         except json.JSONDecodeError as error:

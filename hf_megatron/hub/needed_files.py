@@ -16,12 +16,11 @@ from ..parallelize import plan
 
 def axes_of(config: MegatronConfig, rank: int) -> Axes:
     """Returns the axes of a layout as a rank of it sees them, unless it has one whose needs are not known."""
-    for name in ("cp_size", "ep_size"):
-        if getattr(config, name) != 1:
-            raise UnsupportedError(
-                f"MegatronConfig.{name} = {getattr(config, name)}: what a rank of it needs is not worked out; pull "
-                "without a rank, which fetches everything."
-            )
+    if config.ep_size != 1:
+        raise UnsupportedError(
+            f"MegatronConfig.ep_size = {config.ep_size}: what a rank of it needs is not worked out; pull without a "
+            "rank, which fetches everything."
+        )
     return Axes.of(config, rank)
 
 
