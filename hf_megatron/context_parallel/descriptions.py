@@ -51,10 +51,17 @@ class ContextMask:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise UnsupportedError(
-            f"Attention reads `{name}` of its mask: with cp_size > 1 it has to hand the mask on to transformers' "
-            "attention functions. Load the model with cp_size=1."
-        )
+        raise _refused(f"`{name}`")
+
+    def __getitem__(self, index: Any) -> Any:
+        raise _refused("entries")
+
+
+def _refused(what: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"Attention reads {what} of its mask: with cp_size > 1 it has to hand the mask on to transformers' attention "
+        "functions. Load the model with cp_size=1."
+    )
 
 
 def describe_mask(function: Callable, batch: int, length: int, padding: Tensor | None) -> SequenceMask:

@@ -300,7 +300,8 @@ def test_layouts_that_did_not_write_the_checkpoint_pull_what_they_need(agent, st
     """ZeRO stages, dp and another number of stages, of a model whose embedding is tied."""
     weights = agent("save_shards", stories, TP2_PP2, tmp_path / "checkpoint-2", ranks=4)[0]
     agent("push_shards", tmp_path / "checkpoint-2", "tester/tied")
-    for number, layout in enumerate(({"pp_size": 4}, {"pp_size": 2, "dp_size": 2, "zero_stage": 3}, TP2_DP2)):
+    others = {"pp_size": 4}, {"pp_size": 2, "dp_size": 2, "zero_stage": 3}, TP2_DP2, {"pp_size": 2, "cp_size": 2}
+    for number, layout in enumerate(others):
         folders, fractions = [str(tmp_path / f"{number}-{rank}") for rank in range(4)], []
         for rank, folder in enumerate(folders):
             pulled = agent("pull_for", "tester/tied", folder, layout, rank=rank)
