@@ -307,7 +307,8 @@ def test_layouts_that_did_not_write_the_checkpoint_pull_what_they_need(agent, st
             pulled = agent("pull_for", "tester/tied", folder, layout, rank=rank)
             fractions.append(pulled["bytes"] / pulled["total"])
         assert agent("load_shards", stories, layout, folders, ranks=4)[0][0] == weights, layout
-        assert min(fractions) < 0.85 or layout == TP2_DP2, fractions
+        # Where a rank holds whole weights of a stage it needs the tied ones of all files.
+        assert min(fractions) < 0.85 or layout in (TP2_DP2, others[-1]), fractions
 
 
 def test_a_damaged_download_names_the_file_and_a_lost_connection_goes_on(hub, agent, on_hub, tmp_path):
