@@ -10,11 +10,23 @@ from typing import Any
 
 from ..registry.recorded import records
 
-# Heading -> kind of layout, tp size, pp size.
-COLUMNS = {"tp2": ("tp", 2, 1), "tp2 + sp": ("tp+sp", 2, 1), "tp4": ("tp", 4, 1), "pp2": ("pp", 1, 2)}
+# Heading -> kind of layout, tp size, pp size, cp size.
+COLUMNS = {
+    "tp2": ("tp", 2, 1, 1),
+    "tp2 + sp": ("tp+sp", 2, 1, 1),
+    "tp4": ("tp", 4, 1, 1),
+    "pp2": ("pp", 1, 2, 1),
+    "cp2": ("cp", 1, 1, 2),
+    "cp2 + a2a": ("cp+a2a", 1, 1, 2),
+    "cp4": ("cp", 1, 1, 4),
+}
 # What an error says before its reason: the field, and which model it is.
 _REASON = re.compile(r"^\w+Error: (MegatronConfig\.\w+( = \S+)?: )?(model type '\w+' )?")
 _PART = "<!-- {0} -->\n", "<!-- end of {0} -->"
+
+
+def _layout(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    return row["layout"], row["tp_size"], row.get("pp_size", 1), row.get("cp_size", 1)
 
 
 def _cell(row: Mapping[str, Any] | None) -> str:
@@ -26,12 +38,12 @@ def _cell(row: Mapping[str, Any] | None) -> str:
 
 def support_table(rows: Iterable[Mapping[str, Any]] | None = None) -> str:
     """Renders a line per model class and a column per layout; then shares that are split, and what is refused."""
-    by_class: dict[tuple[str, str], dict[tuple[str, int, int], Mapping[str, Any]]] = defaultdict(dict)
+    by_class: dict[tuple[str, str], dict[tuple[Any, ...], Mapping[str, Any]]] = defaultdict(dict)
     further: dict[tuple[str, str], dict[str, list[Mapping[str, Any]]]] = defaultdict(lambda: defaultdict(list))
     reasons: dict[str, list[str]] = defaultdict(list)
     whole: dict[str, float] = {}
     for row in records() if rows is None else rows:
-        name, layout = (row["model_type"], row["class"]), (row["layout"], row["tp_size"], row.get("pp_size", 1))
+        name, layout = (row["model_type"], row["class"]), _layout(row)
         if not row["changes"]:
             by_class[name][layout] = row
             if row["passed"] and row.get("split", 1.0) < 0.5:
@@ -67,7 +79,7 @@ def _further(compared: Mapping[str, list[Mapping[str, Any]]]) -> str:
     headings = {column: heading.replace(" ", "") for heading, column in COLUMNS.items()}
     texts = []
     for changes, rows in sorted(compared.items()):
-        layouts = {(row["layout"], row["tp_size"], row.get("pp_size", 1)): row["passed"] for row in rows}
+        layouts = {_layout(row): row["passed"] for row in rows}
         failed = [headings[column] for column in headings if layouts.get(column) is False]
         if any(layouts.values()):
             texts.append(changes + (f" (not on {', '.join(failed)})" if failed else ""))
@@ -82,7 +94,7 @@ def support_summary(rows: Iterable[Mapping[str, Any]] | None = None) -> str:
     """Counts in one sentence how many model classes pass on which layout."""
     found = [row for row in (records() if rows is None else rows) if not row["changes"]]
     classes = {(row["model_type"], row["class"]) for row in found}
-    passed = Counter((row["layout"], row["tp_size"], row.get("pp_size", 1)) for row in found if row["passed"])
+    passed = Counter(_layout(row) for row in found if row["passed"])
     counts = ", ".join(f"{passed[column]} on {heading.replace(' ', '')}" for heading, column in COLUMNS.items())
     return (
         "Loss, every gradient and the weights after two optimizer steps were compared with one process for "

@@ -60,6 +60,16 @@ def test_what_must_be_supported_is_recorded():
     assert len(with_plan) >= 95 and len(both) >= 80
 
 
+def test_causal_types_that_were_split_also_share_rows_or_are_refused_by_name():
+    rows = [row for row in recorded.records() if not row["changes"] and row["class"].endswith("ForCausalLM")]
+    split = {row["model_type"] for row in rows if row["layout"] == "tp" and row["passed"]}
+    for kind in ("cp", "cp+a2a"):
+        shared = {row["model_type"] for row in rows if row["layout"] == kind and row["passed"]}
+        assert len(split - shared) < 8 and shared.issuperset(set(REQUIRED) - {"gpt2", "bert", "t5"}), split - shared
+    either = {row["model_type"] for row in rows if row["layout"].startswith("cp") and row["passed"]}
+    assert split - either <= {"gemma3n_text"}
+
+
 def test_causal_types_that_were_split_are_also_cut_or_refused_by_name():
     classes = ("ForCausalLM", "LMHeadModel")
     causal = {row["model_type"] for row in recorded.records() if row["class"].endswith(classes) and row["passed"]}
@@ -76,7 +86,7 @@ def test_tied_and_untied_are_recorded_where_a_class_can_be_both():
     """Of the types that many checkpoints have; the others raise until somebody checks them."""
     for name in ("llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "mistral", "gpt2", "gpt_neox", "olmo2", "granite"):
         rows = [row for row in recorded.records() if row["model_type"] == name and row["passed"]]
-        for kind in ("tp", "tp+sp", "pp"):
+        for kind in ("tp", "tp+sp", "pp", "cp", "cp+a2a"):
             ends = [part.lines for row in rows if row["layout"] == kind for part in row["parts"] if part.name == ENDS]
             tied = {any("is tied to" in line for line in lines) for lines in ends}
             assert tied == {True, False}, f"{name} on {kind}"
@@ -96,14 +106,17 @@ def test_every_row_states_versions_and_a_reason():
 
 
 def _sample():
-    """Three rows drawn at random, others for each version of the library."""
+    """Rows drawn at random, others for each version of the library: three, and twelve of rows that ranks share."""
     rows = [row for row in recorded.records() if row["passed"] and row["class"].endswith("ForCausalLM")]
-    return random.Random(metadata.version("hf_megatron")).sample(rows, 3)
+    shared = [row for row in rows if row["layout"].startswith("cp")]
+    draw = random.Random(metadata.version("hf_megatron"))
+    return draw.sample([row for row in rows if row not in shared], 3) + draw.sample(shared, 12)
 
 
 def _layout(row):
-    suffix = "+sp" if row["layout"] == "tp+sp" else ""
-    return f"tp{row['tp_size']}{suffix}+pp{row.get('pp_size', 1)}"
+    tokens = {"cp": [f"cp{row.get('cp_size')}"], "cp+a2a": [f"cp{row.get('cp_size')}", "a2a"]}
+    within = ["sp"] if row["layout"] == "tp+sp" else tokens.get(row["layout"], [])
+    return "+".join([f"tp{row['tp_size']}", *within, f"pp{row.get('pp_size', 1)}"])
 
 
 @pytest.mark.parametrize(
