@@ -11,7 +11,7 @@ from ..checkpoint.gathered import full_state_dict
 from ..checkpoint.state_file import read_packed, write_packed
 from ..checkpoint.training_state import facts, load_model, load_optimizers, pieces, write_config
 from ..checkpoint.transaction import Transaction, prune
-from ..communication.agreement import gather, rank_and_size
+from ..communication.agreement import agreed, gather, rank_and_size
 from ..errors import CheckpointError, UnsupportedError
 from ..parallel_state import parallel_state
 from .cards import write_model_card
@@ -69,8 +69,11 @@ def save_state(original: Callable, self: Any, output_dir: str | None = None, *ar
         _write_files(self, transaction.directory)
         transaction.write(pieces(model, optimizers))
         write_model_card(model, transaction.directory, files="sharded")
-    if naming.automatic_checkpoint_naming and naming.total_limit and self.is_main_process:
-        prune(target.parent, naming.total_limit, pattern="checkpoint_*")
+    if naming.automatic_checkpoint_naming and naming.total_limit:
+        # Together: a rank that goes on to load would list folders that the first one is removing.
+        with agreed(f"Removing old checkpoints beside {target}"):
+            if self.is_main_process:
+                prune(target.parent, naming.total_limit, pattern="checkpoint_*")
     naming.iteration += 1
     return target
 

@@ -1,5 +1,6 @@
 """A plain Accelerate loop that saves its state, stops, and goes on elsewhere."""
 
+import time
 import warnings
 
 import pytest
@@ -11,6 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from hf_megatron import CheckpointError, MegatronConfig
 from hf_megatron.checkpoint.discovery import is_committed, latest
+from hf_megatron.checkpoint.transaction import prune
+from hf_megatron.integrations import accelerate_checkpoints
 from hf_megatron.verify.ranks import run_ranks
 
 from .test_trainer import rows
@@ -92,6 +95,30 @@ def test_automatic_naming_prunes_after_the_commit(stories, tmp_path):
     folders = sorted(path.name for path in (tmp_path / "checkpoints").iterdir() if path.is_dir())
     assert folders == ["checkpoint_2", "checkpoint_3"]
     assert all(is_committed(tmp_path / "checkpoints" / name) for name in folders)
+
+
+def test_no_rank_goes_on_while_old_checkpoints_are_removed(stories, tmp_path, monkeypatch):
+    """One that did would list folders that vanish under it."""
+    removed = tmp_path / "removed"
+
+    def slow(*args, **kwargs):
+        time.sleep(1)
+        prune(*args, **kwargs)
+        removed.touch()
+
+    monkeypatch.setattr(accelerate_checkpoints, "prune", slow)
+
+    def save():
+        model = AutoModelForCausalLM.from_pretrained(stories, megatron_config=LAYOUTS[1])
+        naming = ProjectConfiguration(str(tmp_path / "run"), automatic_checkpoint_naming=True, total_limit=1)
+        accelerator = Accelerator(cpu=True, project_config=naming)
+        model = accelerator.prepare(model)
+        accelerator.save_state()
+        was_removed = removed.exists()
+        accelerator.load_state(str(tmp_path / "run" / "checkpoints" / "checkpoint_0"))
+        return was_removed
+
+    assert run_ranks(save, 2) == [True, True]
 
 
 def test_one_folder_saved_twice_keeps_both_and_loads_the_last(stories, tmp_path):
