@@ -157,8 +157,8 @@ class ShardedOptimizer:
         if other is not None:
             return ConfigError(
                 f"The optimizer holds parameters of a {type(self.engine.model).__name__} and, with one of shape "
-                f"{tuple(parameter.shape)}, of a {type(other.model).__name__}, which are laid out each for itself: give "
-                "each model an optimizer of its own."
+                f"{tuple(parameter.shape)}, of a {type(other.model).__name__}, and each is laid out for itself: "
+                "give each model an optimizer of its own."
             )
         alone = "use dp_size=1 and cp_size=1" if is_reduced else "give it an optimizer of its own"
         return ConfigError(

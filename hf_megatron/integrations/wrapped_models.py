@@ -105,8 +105,8 @@ def _refuse_parts(module: nn.Module, what: str) -> None:
         if id(weight) in name_of:
             name, model = name_of[id(weight)]
             raise UnsupportedError(
-                f"{_named(what, module)} contains {name} of a laid out {type(model).__name__}, and not the model itself, "
-                f"which alone is called and trained. {_instead(module)}"
+                f"{_named(what, module)} contains {name} of a laid out {type(model).__name__}, and not the model "
+                f"itself, which alone is called and trained. {_instead(module)}"
             )
 
 
