@@ -120,7 +120,6 @@ class SplitPlaces:
                 "parameter, or load the model with zero_stage=2."
             )
 
-
     def refuse_added(self) -> None:
         """Raises `UnsupportedError` if a module that came later has weights to train, or weights that FSDP2 splits."""
         for name, module in self.model.named_modules():
