@@ -26,14 +26,17 @@ def is_committed(path: str | Path) -> bool:
 def committed(parent: Path) -> list[Path]:
     """Lists a directory's complete checkpoints, newest first: by the number their name ends in, then by time.
 
-    `checkpoint-5.1` is a second save of step 5 (see `fresh_name`).
+    `checkpoint-5.1` is a second save of step 5 (see `fresh_name`). What somebody removes meanwhile is left out.
     """
     found = []
     for path in parent.iterdir() if parent.is_dir() else ():
         if not path.name.startswith(".tmp-") and (path / MANIFEST).is_file() and is_committed(path):
             number = re.search(r"(\d+)(?:\.(\d+))?$", path.name)
             step, again = (int(number[1]), int(number[2] or 0)) if number else (-1, 0)
-            found.append((step, again, path.stat().st_mtime_ns, path))
+            try:
+                found.append((step, again, path.stat().st_mtime_ns, path))
+            except FileNotFoundError:
+                continue
     return [path for *_, path in sorted(found, reverse=True)]
 
 

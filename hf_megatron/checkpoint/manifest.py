@@ -217,7 +217,11 @@ class _Checker:
 
 
 def _size(path: Path) -> int | None:
-    return path.stat().st_size if path.is_file() else None
+    try:
+        return path.stat().st_size if path.is_file() else None
+    except FileNotFoundError:
+        # Removed in between.
+        return None
 
 
 def _shifted(box: Box, step: Sequence[int], times: int) -> Box:

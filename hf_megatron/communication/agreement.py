@@ -2,12 +2,19 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from ..errors import CheckpointError
+
+
+class _Sent(NamedTuple):
+    """A rank's value, and what it is for: a rank that went another way answers with what it has there."""
+
+    doing: str
+    value: Any
 
 
 def rank_and_size(group: ProcessGroup | None) -> tuple[int, int]:
@@ -18,19 +25,35 @@ def rank_and_size(group: ProcessGroup | None) -> tuple[int, int]:
 
 
 def gather(value: Any, group: ProcessGroup | None, doing: str, *, on_first: bool = False) -> list[Any]:
-    """Returns every rank's value on every rank; raises `CheckpointError` when another rank is gone."""
+    """Returns every rank's value on every rank.
+
+    Args:
+        doing (`str`): what it is for; ranks agree on its first word, as the rest may name a rank's own paths.
+        on_first (`bool`): the first rank alone gets them, others an empty list.
+
+    Raises:
+        CheckpointError: another rank is gone, or is doing something else.
+    """
     rank, size = rank_and_size(group)
     if size == 1:
         return [value]
     values: list[Any] = [None] * size if rank == 0 or not on_first else []
     try:
         if on_first:
-            dist.gather_object(value, values or None, group=group, group_dst=0)
+            dist.gather_object(_Sent(doing, value), values or None, group=group, group_dst=0)
         else:
-            dist.all_gather_object(values, value, group=group)
+            dist.all_gather_object(values, _Sent(doing, value), group=group)
     except RuntimeError as error:
         raise CheckpointError(f"{doing}: rank {rank} lost contact with the other ranks: {error}") from error
-    return values
+    for other, sent in enumerate(values):
+        there = sent.doing if isinstance(sent, _Sent) else "another collective"
+        if there.partition(" ")[0] != doing.partition(" ")[0]:
+            raise CheckpointError(
+                f"{doing}: rank {other} of {size} was not there, but at: {there}. A branch that one rank alone has "
+                "taken, or an error that it has caught, leaves the ranks apart: all of them make the same calls, and "
+                "end on the same errors."
+            )
+    return [sent.value for sent in values]
 
 
 def gather_on_first(value: Any, group: ProcessGroup | None, doing: str) -> list[Any]:

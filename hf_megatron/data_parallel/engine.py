@@ -270,6 +270,8 @@ class DataParallel(Shared):
             # FSDP2 makes its buffers in the first forward.
             self._left_inference_mode.enter_context(left_inference_mode())
             self._places.check()
+            if torch.is_grad_enabled():
+                self._places.refuse_added()
             self._dtypes = refuse_cast(parameters, self._dtypes)
         self._modules.refuse_embeddings(self.mesh, self.config.num_microbatches)
         self.follow_edits()

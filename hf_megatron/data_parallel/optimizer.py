@@ -153,6 +153,13 @@ class ShardedOptimizer:
     def _foreign(self, parameter: Tensor) -> ConfigError:
         # Its gradients are those of this rank's rows.
         is_reduced = self.engine.mesh.adds_up_gradients
+        other = engine_of(parameter)
+        if other is not None:
+            return ConfigError(
+                f"The optimizer holds parameters of a {type(self.engine.model).__name__} and, with one of shape "
+                f"{tuple(parameter.shape)}, of a {type(other.model).__name__}, and each is laid out for itself: "
+                "give each model an optimizer of its own."
+            )
         alone = "use dp_size=1 and cp_size=1" if is_reduced else "give it an optimizer of its own"
         return ConfigError(
             f"The optimizer holds a parameter of shape {tuple(parameter.shape)} that is not one of "

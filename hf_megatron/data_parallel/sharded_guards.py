@@ -92,7 +92,10 @@ class SplitPlaces:
 
     def __init__(self, model: nn.Module):
         self.model = model
-        self._holders = [module._parameters for module in model.modules() if module._parameters]
+        # Kept, so that no other gets the identity of one.
+        self._all = [module._parameters for module in model.modules()]
+        self._known = set(map(id, self._all))
+        self._holders = [holder for holder in self._all if holder]
         self._sharing = _sharing(self._found())
         self._taken: list[nn.Parameter | None] = []
 
@@ -116,6 +119,20 @@ class SplitPlaces:
                 "the old one. Do so in one process before from_pretrained(..., megatron_config=...), copy into the "
                 "parameter, or load the model with zero_stage=2."
             )
+
+    def refuse_added(self) -> None:
+        """Raises `UnsupportedError` if a module that came later has weights to train, or weights that FSDP2 splits."""
+        for name, module in self.model.named_modules():
+            if id(module._parameters) in self._known:
+                continue
+            for own, parameter in module._parameters.items():
+                if parameter is not None and (parameter.requires_grad or is_sharded(parameter)):
+                    raise UnsupportedError(
+                        f"{name}.{own} came to a model with zero_stage=3 after loading: FSDP2 neither splits it "
+                        "nor reduces its gradient. Make it part of the model before from_pretrained(..., "
+                        "megatron_config=...), with a class of your own, freeze it, or load the model with "
+                        "zero_stage=2."
+                    )
 
 
 def _sharing(parameters: list[nn.Parameter | None]) -> list[int]:

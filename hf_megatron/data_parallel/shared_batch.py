@@ -45,7 +45,9 @@ class SharedBatch(Shared):
                 raise ConfigError(
                     f"{', '.join(different)}: the {axis} ranks of a replica were given different ones (call "
                     f"{self.calls} of the model), and share a batch. Pass the DataLoader through "
-                    "accelerator.prepare(...), or have it shuffled by one seed on all ranks."
+                    "accelerator.prepare(...), or have it shuffled by one seed on all ranks. Of inputs split by hand, "
+                    "accelerator.split_between_processes(...) gives the ranks of a replica the same ones; "
+                    "PartialState's, or the rank of torch.distributed, does not."
                 )
 
 

@@ -322,14 +322,42 @@ def prepare_model(
     evaluation_mode: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """Prepares a laid out model as it is, whose layout has to be the Accelerator's."""
+    """Prepares a laid out model as it is, whose layout has to be the Accelerator's, and what is made around one."""
+    if _state(model) is not None:
+        _require_fitting(self, model)
+        # Stock's evaluation mode applies mixed precision and leaves out DistributedDataParallel: gradients are
+        # reduced by the model's own hooks.
+        return original(self, model, device_placement, True, **kwargs)
+    trained = any(parameter.requires_grad for parameter in model.parameters())
+    if LEDGER.models and trained and not evaluation_mode:
+        from .wrapped_models import model_to_prepare
+
+        inner = model_to_prepare(model)
+        if inner is not None:
+            return _prepare_around(original, self, model, inner, **kwargs)
+    if LEDGER.launch is not None and not evaluation_mode:
+        LEDGER.launch.require_laid_out(model)
+    # Stock takes a whole model beside tensor parallel ones for a mistake, unless it is only asked.
+    return original(self, model, device_placement, evaluation_mode or (is_ours(self) and not trained), **kwargs)
+
+
+def _prepare_around(original: Callable, self: Any, module: Any, model: Any, **kwargs: Any) -> Any:
+    """Prepares a module without weights of its own; what is saved, loaded and counted is the laid out model in it."""
+    _require_fitting(self, model)
+    if getattr(module, "_is_accelerate_prepared", False):
+        prepared = module
+    else:
+        prepared = original(self, module, False, True, **kwargs)
+        # Stock marks what it finds among its models.
+        prepared._is_accelerate_prepared = True
+    others = [other for other in self._models if other is not prepared and other is not model]
+    self._models[:] = [*others, model]
+    return prepared
+
+
+def _require_fitting(self: Any, model: Any) -> None:
+    """Raises if the Accelerator splits batches otherwise than a laid out model, and tells the model its factors."""
     state = _state(model)
-    if state is None:
-        if LEDGER.launch is not None and not evaluation_mode:
-            LEDGER.launch.require_laid_out(model)
-        # Stock takes a whole model beside tensor parallel ones for a mistake, unless it is only asked.
-        frozen = is_ours(self) and not any(parameter.requires_grad for parameter in model.parameters())
-        return original(self, model, device_placement, evaluation_mode or frozen, **kwargs)
     if not is_ours(self):
         raise ConfigError(
             "This Accelerator was created before the model was loaded with megatron_config and splits batches over "
@@ -340,9 +368,6 @@ def prepare_model(
     if state.pipeline is not None and self.scaler is not None:
         # What `backward` multiplies a loss by, unless the loop does something to it as well.
         state.pipeline.loss_scale.usual = lambda: self.scaler.get_scale() / self.gradient_accumulation_steps
-    # Stock's evaluation mode applies mixed precision and leaves out DistributedDataParallel: gradients are
-    # reduced by the model's own hooks.
-    return original(self, model, device_placement, True, **kwargs)
 
 
 def _require_same_layout(accelerator: Any, config: MegatronConfig) -> None:
@@ -395,8 +420,9 @@ def clip_grad_norm_(original: Callable, self: Any, parameters: Any, max_norm: fl
 
 def get_state_dict(original: Callable, self: Any, model: Any, unwrap: bool = True) -> Any:
     """Returns all weights in full, of any shape, on rank 0 and nothing on the others."""
-    if _state(model) is None:
+    if not LEDGER.models:
         return original(self, model, unwrap)
-    from ..checkpoint.gathered import full_state_dict
+    from .wrapped_models import full_state_dict_around
 
-    return full_state_dict(model)
+    found = full_state_dict_around(model)
+    return original(self, model, unwrap) if found is None else found

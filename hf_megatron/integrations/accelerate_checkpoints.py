@@ -1,21 +1,28 @@
 """Accelerator.save_state and load_state of a laid out model: one folder, complete or absent, readable on any layout."""
 
 import functools
+import re
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ..checkpoint import saved_generators
-from ..checkpoint.discovery import fresh_name, is_committed, latest, saves_of
+from ..checkpoint.discovery import LATEST, committed, fresh_name, is_committed, pointed_at, saves_of
 from ..checkpoint.gathered import full_state_dict
 from ..checkpoint.state_file import read_packed, write_packed
 from ..checkpoint.training_state import facts, load_model, load_optimizers, pieces, write_config
 from ..checkpoint.transaction import Transaction, prune
-from ..communication.agreement import gather, rank_and_size
+from ..communication.agreement import agreed, gather, rank_and_size
 from ..errors import CheckpointError, UnsupportedError
 from ..parallel_state import parallel_state
 from .cards import write_model_card
 from .trainer_checkpoints import LOOP, advance, open_verified, progress, restore_random_state
+
+# Accelerate's automatic name, and that of a second save.
+_AUTOMATIC_NAME = re.compile(r"checkpoint_(\d+)(?:\.\d+)?")
+# In one process.
+_WRITTEN_LAST = "random_states_0.pkl"
 
 
 def _only_model(accelerator: Any) -> Any | None:
@@ -43,11 +50,15 @@ def _data_file(rank: int) -> str:
 def save_state(original: Callable, self: Any, output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
     """Saves model, optimizers and loop as a sharded checkpoint; a folder that exists stays, `folder.1` is beside it."""
     model = _only_model(self)
+    naming = self.project_configuration
+    if naming.automatic_checkpoint_naming and self.is_main_process:
+        _drop_pointer(_automatic_folder(self))
     if model is None:
         return original(self, output_dir, *args, **kwargs)
-    naming = self.project_configuration
+    # Accelerate, and loops that list the folder, read a number in every name that lies there.
+    pointer = None if naming.automatic_checkpoint_naming else LATEST
     if naming.automatic_checkpoint_naming:
-        wanted = Path(self.project_dir) / "checkpoints" / f"checkpoint_{self.save_iteration}"
+        wanted = _automatic_folder(self) / f"checkpoint_{self.save_iteration}"
         if wanted.exists():
             raise ValueError(
                 f"Checkpoint directory {wanted} ({self.save_iteration}) already exists. Please manually override "
@@ -60,7 +71,10 @@ def save_state(original: Callable, self: Any, output_dir: str | None = None, *ar
     target = gather(fresh_name(wanted), None, f"Saving {wanted}")[0]
     optimizers = _optimizers(self)
     described = {"step": self.step, **facts(model, optimizers)}
-    with progress(f"Saving {target.name}") as count, Transaction(target, described, on_step=count) as transaction:
+    with (
+        progress(f"Saving {target.name}") as count,
+        Transaction(target, described, on_step=count, pointer=pointer) as transaction,
+    ):
         hooks = self._save_model_state_pre_hook.values()
         # As in one process, where rank 0 has all weights; without hooks nobody needs them together.
         gathered = [full_state_dict(model)] if hooks else []
@@ -69,10 +83,24 @@ def save_state(original: Callable, self: Any, output_dir: str | None = None, *ar
         _write_files(self, transaction.directory)
         transaction.write(pieces(model, optimizers))
         write_model_card(model, transaction.directory, files="sharded")
-    if naming.automatic_checkpoint_naming and naming.total_limit and self.is_main_process:
-        prune(target.parent, naming.total_limit, pattern="checkpoint_*")
+    if naming.automatic_checkpoint_naming and naming.total_limit:
+        # Together: a rank that goes on to load would list folders that the first one is removing.
+        with agreed(f"Removing old checkpoints beside {target}"):
+            if self.is_main_process:
+                prune(target.parent, naming.total_limit, pattern="checkpoint_*")
     naming.iteration += 1
     return target
+
+
+def _automatic_folder(accelerator: Any) -> Path:
+    return Path(accelerator.project_dir) / "checkpoints"
+
+
+def _drop_pointer(folder: Path) -> None:
+    """Removes the pointer file that earlier versions wrote beside automatically named checkpoints."""
+    named = pointed_at(folder)
+    if named is not None and _AUTOMATIC_NAME.fullmatch(named.name):
+        (folder / LATEST).unlink(missing_ok=True)
 
 
 def _write_files(accelerator: Any, directory: Path) -> None:
@@ -121,13 +149,10 @@ def _load_data_state(loader: Any, state: dict[str, Any]) -> None:
 def load_state(original: Callable, self: Any, input_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
     """Loads model, optimizers and loop from a sharded checkpoint of any layout, the last one saved under that name."""
     path = _resolve(self, input_dir)
-    if path is None:
+    if path is None or not is_committed(path):
         if _only_model(self) is not None:
-            raise CheckpointError(
-                f"{input_dir} is not a complete checkpoint (no valid manifest.json): save_state writes one, and "
-                "weights alone are read by from_pretrained."
-            )
-        return original(self, input_dir, *args, **kwargs)
+            raise CheckpointError(_refusal(self, input_dir, path))
+        return original(self, input_dir if path is None else str(path), *args, **kwargs)
     models = self._models
     if len(models) != 1:
         raise UnsupportedError(f"{path} holds one model, this Accelerator has prepared {len(models)}.")
@@ -178,11 +203,50 @@ def _once_before_forward(model: Any, action: Callable[[], None]) -> None:
 
 
 def _resolve(accelerator: Any, input_dir: str | None) -> Path | None:
-    """Returns the complete checkpoint that is asked for, the last one saved under that name."""
+    """Returns the checkpoint that is asked for, the last one saved under that name.
+
+    With automatic naming it may be one of plain Accelerate; `None` where that has to find it.
+    """
     if input_dir is not None:
         path = Path(input_dir).expanduser()
         saved = saves_of(path)
         return saved[0] if saved else path if is_committed(path) else None
     if not accelerator.project_configuration.automatic_checkpoint_naming:
         return None
-    return latest(Path(accelerator.project_dir) / "checkpoints")
+    folder = _automatic_folder(accelerator)
+    sharded = next(iter(committed(folder)), None)
+    if sharded is None:
+        return None
+    later = [path for path in folder.iterdir() if _number(path) > _number(sharded) and not is_committed(path)]
+    stock = [path for path in later if (path / _WRITTEN_LAST).is_file()]
+    newest = max(stock, key=_number, default=sharded)
+    if passed_over := [path for path in later if _number(path) > _number(newest)]:
+        warnings.warn(
+            f"{max(passed_over, key=_number)} is passed over for {newest}: it has neither a valid manifest.json nor "
+            f"what plain Accelerate writes last, {_WRITTEN_LAST}. Delete it.",
+            stacklevel=2,
+        )
+    return newest
+
+
+def _number(path: Path) -> int:
+    """Returns the number that orders automatically named checkpoints, -1 of any other name."""
+    found = _AUTOMATIC_NAME.fullmatch(path.name)
+    return int(found[1]) if found else -1
+
+
+def _refusal(accelerator: Any, input_dir: str | None, stock: Path | None) -> str:
+    """Says why a laid out model cannot be loaded from what was found."""
+    if stock is None:
+        if input_dir is None and accelerator.project_configuration.automatic_checkpoint_naming:
+            return f"{_automatic_folder(accelerator)} holds no complete checkpoint (no valid manifest.json)."
+        return (
+            f"{input_dir} is not a complete checkpoint (no valid manifest.json): save_state writes one, and "
+            "weights alone are read by from_pretrained."
+        )
+    older = committed(stock.parent)[0]
+    return (
+        f"{stock} was written by plain Accelerate: its optimizer state is that of one process, and this model is laid "
+        f"out. Go on from it in one process, or pass load_state({str(older)!r}), the newest checkpoint that this run "
+        "can resume; what was trained after it is lost then."
+    )

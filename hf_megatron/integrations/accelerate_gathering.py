@@ -1,6 +1,7 @@
 """`Accelerator.gather`, `gather_for_metrics`, `reduce` over the ranks with different batches; triggers over all."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -37,6 +38,18 @@ def gather(original: Callable, self: Any, tensor: Any) -> Any:
         return torch.cat(parts)
 
     return recursively_apply(joined, tensor, error_on_other_type=True)
+
+
+def split_between_processes(original: Callable, self: Any, inputs: Any, apply_padding: bool = False) -> Any:
+    """Splits inputs over the replicas: ranks that share a batch are given the same ones."""
+    if not is_ours(self):
+        return original(self, inputs, apply_padding)
+    from accelerate import PartialState
+
+    size = _data_parallel_size(self)
+    index = dist.get_rank(_data_parallel_group(self)) if size > 1 else 0
+    replica = SimpleNamespace(num_processes=size, process_index=index, device=self.device)
+    return PartialState.split_between_processes(replica, inputs, apply_padding)
 
 
 class EvaluationLoss(torch.Tensor):

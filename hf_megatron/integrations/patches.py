@@ -163,6 +163,8 @@ _ROWS: tuple[tuple[str, str, str, str], ...] = (
     (f"{_ACCELERATOR}.gather", "accelerate_gathering:gather", "repeats what ranks of one batch hold", _ACCELERATE),
     (f"{_ACCELERATOR}.gather_for_metrics", "accelerate_gathering:gather_for_metrics",
      "repeats what ranks of one batch hold", _ACCELERATE),
+    (f"{_ACCELERATOR}.split_between_processes", "accelerate_gathering:split_between_processes",
+     "splits over the ranks of a batch too", _ACCELERATE),
     (f"{_ACCELERATOR}.reduce", "accelerate_gathering:reduce", "counts a batch once for each of its ranks",
      _ACCELERATE),
     (f"{_ACCELERATOR}.check_trigger", "accelerate_gathering:check_trigger", "does not ask the other ranks of a batch",

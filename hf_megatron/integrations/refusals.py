@@ -10,10 +10,12 @@ def _refusing(message: str) -> Callable:
     """Makes the replacement of an `__init__` that takes a model, or a module, first."""
 
     def refuse(original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
-        """Refuses a laid out model by name."""
+        """Refuses a laid out model, or a module around one, by name."""
+        from torch import nn
+
         given = args[0] if args else kwargs.get("model", kwargs.get("module"))
         # Read directly: this file is loaded with torch, long before the rest of the library is needed.
-        if not isinstance(given, str) and getattr(given, "_hf_megatron", None) is not None:
+        if isinstance(given, nn.Module) and any("_hf_megatron" in vars(module) for module in given.modules()):
             raise UnsupportedError(f"{type(self).__name__}: {message}")
         original(self, *args, **kwargs)
 

@@ -1,6 +1,6 @@
 """Cuts a model on the meta device: what another rank owns is replaced before anything is loaded for it."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -60,6 +60,21 @@ class Cut:
                 f"{self.layers} lists the layers {places} of the model that was cut into pipeline stages: none can be "
                 "left out, moved or listed twice. Load the model with pp_size=1."
             )
+
+    def refuse_added(self, model: nn.Module, known: Collection[str]) -> None:
+        """Raises `UnsupportedError`, on all ranks alike, where trained weights came to the model beside its stages.
+
+        Args:
+            known: names of the weights that the model was loaded with.
+        """
+        parts = tuple(f"{name}." for name in (self.layers, *self.before, *self.after))
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and name not in known and not name.startswith(parts):
+                raise UnsupportedError(
+                    f"{name} came to a pipelined model after loading, and to none of its stages: every rank would "
+                    "train a copy of its own. Make it part of the model before from_pretrained(..., "
+                    "megatron_config=...), with a class of your own, freeze it, or load the model with pp_size=1."
+                )
 
     def modules_of(self, model: nn.Module, stage: int) -> list[nn.Module]:
         """Lists the modules with parameters of one of this rank's stages."""

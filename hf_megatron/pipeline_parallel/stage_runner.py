@@ -72,6 +72,7 @@ class StageRunner(Shared):
         self.streams = MicrobatchStreams(mesh.device, mesh.host_group("pp"))
         self.first, self.last = cut.boundary.stages.rank_of[0], cut.boundary.stages.rank_of[-1]
         self._in_lockstep = state.in_lockstep
+        self._loaded = frozenset(state.claims)
         self._auxiliary: dict[Hashable, bool] = {}
         engine.guards.append(lambda: self.loss_scale.require_settled(engine.gradients))
         engine.on_cleared.append(self.loss_scale.clear)
@@ -88,6 +89,8 @@ class StageRunner(Shared):
         """Makes microbatches, their shares of the rows, and the denominators of the batch's loss."""
         self.checks.require_one_stage_each(arguments, fills_cache=whole)
         self.cut.require_order(self.model)
+        if for_backward:
+            self.cut.refuse_added(self.model, self._loaded)
         rows = batch_rows(arguments)
         given = arguments.pop("num_items_in_batch", None)
         at_most = self._same_on_dp_ranks(min(rows, self.microbatches_at_most()))

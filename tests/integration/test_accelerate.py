@@ -91,6 +91,33 @@ def test_schedules_are_those_of_one_process(stories, layout, counted):
         assert found == pytest.approx(expected, abs=1e-9)
 
 
+def generated(path, config, apply_padding):
+    """Of prompts that are split by hand, all tokens on every rank."""
+    model = AutoModelForCausalLM.from_pretrained(path, megatron_config=config).eval()
+    accelerator = Accelerator(cpu=True)
+    prompts = [row["input_ids"][None, : 8 + index] for index, row in enumerate(rows(5, 0))]
+    tokens = []
+    with accelerator.split_between_processes(prompts, apply_padding=apply_padding) as own:
+        for prompt in own:
+            mask = torch.ones_like(prompt)
+            output = model.generate(input_ids=prompt, attention_mask=mask, max_new_tokens=4, do_sample=False)
+            tokens.append(output[0].tolist())
+    with accelerator.split_between_processes({"ids": torch.arange(6), "text": list("abcdef")}) as own:
+        labels = [(int(index), text) for index, text in zip(own["ids"], own["text"], strict=True)]
+    return (
+        accelerator.gather_for_metrics(tokens, use_gather_object=True)[:5],
+        accelerator.gather_for_metrics(labels, use_gather_object=True),
+    )
+
+
+@pytest.mark.parametrize("apply_padding", [False, True])
+@pytest.mark.parametrize("layout", ["tp_size", "pp_size", "dp_size"])
+def test_inputs_are_split_over_replicas(stories, layout, apply_padding):
+    [expected] = run_ranks(generated, 1, stories, None, False)
+    assert len(expected[0]) == 5 and len(expected[1]) == 6
+    assert run_ranks(generated, 2, stories, MegatronConfig(**{layout: 2}), apply_padding) == [expected] * 2
+
+
 def test_state_dict_is_full_on_the_first_rank(stories):
     def gather():
         model = AutoModelForCausalLM.from_pretrained(stories, megatron_config=TP2)

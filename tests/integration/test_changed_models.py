@@ -6,7 +6,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from hf_megatron import MegatronError
+from hf_megatron import MegatronError, prepare_optimizer
 from hf_megatron.verify.ranks import run_ranks
 
 from .habits import batch, layout, own_rows
@@ -78,9 +78,60 @@ def list_layers_backwards(model):
     model.model.layers = nn.ModuleList(reversed(list(model.model.layers)))
 
 
+class Adapted(nn.Module):
+    """As many write LoRA by hand."""
+
+    def __init__(self, base):
+        super().__init__()
+        torch.manual_seed(7)
+        self.base = base
+        self.down = nn.Linear(base.in_features, 4, bias=False)
+        self.up = nn.Linear(4, base.out_features, bias=False)
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+class AdaptedLinear(nn.Linear):
+    """With the weight of the linear that it replaces as its own."""
+
+    def __init__(self, base):
+        nn.Module.__init__(self)
+        torch.manual_seed(7)
+        self.in_features, self.out_features = base.in_features, base.out_features
+        self.weight, self.bias = base.weight, base.bias
+        self.down = nn.Linear(base.in_features, 4, bias=False)
+        self.up = nn.Linear(4, base.out_features, bias=False)
+
+    def forward(self, x):
+        return super().forward(x) + self.up(self.down(x))
+
+
+def add_adapters(model, kind=Adapted):
+    for layer in model.model.layers:
+        layer.self_attn.q_proj = kind(layer.self_attn.q_proj)
+
+
+def add_adapters_with_the_weights(model):
+    add_adapters(model, AdaptedLinear)
+
+
+def add_a_value_head(model):
+    torch.manual_seed(3)
+    model.value_head = nn.Linear(model.config.vocab_size, 1)
+
+
 @pytest.mark.parametrize(
     ("change", "text", "match"),
     [
+        (add_a_value_head, "tp2", "value_head.weight appeared after the plan was made"),
+        (add_a_value_head, "pp2", "value_head.weight came to a pipelined model after loading"),
+        (add_a_value_head, "dp2+zero3", "value_head.weight came to a model with zero_stage=3 after loading"),
+        (add_adapters, "tp2", "layers.0.self_attn.q_proj.base.weight appeared after the plan was made"),
+        (add_adapters, "pp2", "q_proj of a LlamaAttention: it lies on stage"),
+        (add_adapters, "dp2+zero3", "layers.0.self_attn.q_proj.down.weight came to a model with zero_stage=3"),
+        (add_adapters_with_the_weights, "tp2", "q_proj.down.weight appeared after the plan was made"),
+        (add_adapters_with_the_weights, "dp2+zero3", "q_proj.weight came to a model with zero_stage=3"),
         (list_a_layer_twice, "pp2", "lists the layers .0, 0, 1"),
         (list_layers_backwards, "pp2", "lists the layers .1, 0"),
         (remove_the_last_layer, "pp2", "lists the layers .0. "),
@@ -117,6 +168,33 @@ def test_layers_are_removed(tiny, change, text):
 
     for found in run_ranks(lambda: loss(layout(text)), 2):
         assert found == pytest.approx(loss(), rel=1e-5)
+
+
+@pytest.mark.parametrize("change", [add_a_value_head, add_adapters, add_adapters_with_the_weights])
+@pytest.mark.parametrize("text", ["dp2+zero0", "dp2", "dp2+zero2"])
+def test_modules_are_added(tiny, change, text):
+    def train(config=None):
+        model = AutoModelForCausalLM.from_pretrained(tiny, megatron_config=config).train()
+        change(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if config is not None:
+            prepare_optimizer(optimizer)
+        norms = []
+        for step in range(3):
+            outputs = model(**own_rows(model, batch(step)))
+            loss = outputs.loss
+            if change is add_a_value_head:
+                # Rows are as many on each rank, so that the mean over ranks is that of all.
+                loss = loss + model.value_head(outputs.logits).pow(2).mean()
+            loss.backward()
+            norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+            optimizer.step()
+            optimizer.zero_grad()
+        return norms
+
+    [expected] = run_ranks(train, 1)
+    for found in run_ranks(lambda: train(layout(text)), 2):
+        assert found == pytest.approx(expected, rel=1e-4)
 
 
 def exchange_the_head(model):

@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+from accelerate import Accelerator
 from torch.optim.lr_scheduler import ExponentialLR
 
 from hf_megatron import ConfigError, MegatronConfig, UnsupportedError, prepare_optimizer
@@ -304,6 +305,20 @@ def test_a_parameter_of_another_model_is_refused(stories):
         parameters = [*model.parameters(), torch.nn.Parameter(torch.zeros(3))]
         with pytest.raises(ConfigError, match=r"shape \(3,\)"):
             prepare_optimizer(adamw(parameters))
+
+    run_ranks(on_rank, 2)
+
+
+@pytest.mark.parametrize("text", ["tp2", "dp2+zero0", "dp2", "dp2+zero3", "pp2"])
+def test_one_optimizer_of_two_models_is_refused(stories, text):
+    def on_rank():
+        first, second = load(stories, layout(text)), load(stories, layout(text))
+        optimizer = adamw([*first.parameters(), *second.parameters()])
+        with pytest.raises(ConfigError, match="give each model an optimizer of its own"):
+            prepare_optimizer(optimizer)
+        accelerator = Accelerator(cpu=True)
+        with pytest.raises(ConfigError, match="give each model an optimizer of its own"):
+            accelerator.prepare(first, second, optimizer)
 
     run_ranks(on_rank, 2)
 

@@ -4,7 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_megatron import ConfigError
+from hf_megatron import CheckpointError, ConfigError
+from hf_megatron.communication.agreement import raise_together
+from hf_megatron.parallelize import parallel_state
 from hf_megatron.verify.ranks import run_ranks
 
 from .dp_training import ranks_of
@@ -35,6 +37,25 @@ def test_other_rows_are_noticed_on_all_ranks(folder, text, name):
 
     losses = run_ranks(on_rank, ranks_of(layout(text)))
     assert losses == [losses[0]] * len(losses)
+
+
+@pytest.mark.parametrize("text", ["tp2", "pp2"])
+def test_a_rank_that_went_another_way_is_named(folder, text):
+    """As after an error that the loop catches on one rank alone."""
+
+    def on_rank():
+        model = load(folder, text)
+        state = parallel_state(model)
+        if dist.get_rank() == 1:
+            with pytest.raises(
+                CheckpointError, match="Comparing the batch .*: rank 0 of 2 was not there, but at: Saving"
+            ):
+                model(**batch(0))
+        else:
+            with pytest.raises(CheckpointError, match="rank 1 of 2 was not there, but at: Comparing the batch"):
+                raise_together(None, state.mesh.host_group(text[:2]), "Saving a checkpoint")
+
+    run_ranks(on_rank, 2)
 
 
 def test_replicas_have_batches_of_their_own(folder):

@@ -1,5 +1,7 @@
 """A plain Accelerate loop that saves its state, stops, and goes on elsewhere."""
 
+import os
+import time
 import warnings
 
 import pytest
@@ -9,8 +11,11 @@ from accelerate.utils import ProjectConfiguration
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
+import hf_megatron
 from hf_megatron import CheckpointError, MegatronConfig
 from hf_megatron.checkpoint.discovery import is_committed, latest
+from hf_megatron.checkpoint.transaction import prune
+from hf_megatron.integrations import accelerate_checkpoints
 from hf_megatron.verify.ranks import run_ranks
 
 from .test_trainer import rows
@@ -92,6 +97,107 @@ def test_automatic_naming_prunes_after_the_commit(stories, tmp_path):
     folders = sorted(path.name for path in (tmp_path / "checkpoints").iterdir() if path.is_dir())
     assert folders == ["checkpoint_2", "checkpoint_3"]
     assert all(is_committed(tmp_path / "checkpoints" / name) for name in folders)
+
+
+def test_no_rank_goes_on_while_old_checkpoints_are_removed(stories, tmp_path, monkeypatch):
+    """One that did would list folders that vanish under it."""
+    removed = tmp_path / "removed"
+
+    def slow(*args, **kwargs):
+        time.sleep(1)
+        prune(*args, **kwargs)
+        removed.touch()
+
+    monkeypatch.setattr(accelerate_checkpoints, "prune", slow)
+
+    def save():
+        model = AutoModelForCausalLM.from_pretrained(stories, megatron_config=LAYOUTS[1])
+        naming = ProjectConfiguration(str(tmp_path / "run"), automatic_checkpoint_naming=True, total_limit=1)
+        accelerator = Accelerator(cpu=True, project_config=naming)
+        model = accelerator.prepare(model)
+        accelerator.save_state()
+        was_removed = removed.exists()
+        accelerator.load_state(str(tmp_path / "run" / "checkpoints" / "checkpoint_0"))
+        return was_removed
+
+    assert run_ranks(save, 2) == [True, True]
+
+
+def automatic(project, **options):
+    naming = ProjectConfiguration(str(project), automatic_checkpoint_naming=True, **options)
+    return Accelerator(cpu=True, project_config=naming)
+
+
+def save_numbered(path, project, config, numbers, load=False):
+    """Each checkpoint holds its number in every entry of the last norm; returns what `load_state()` finds."""
+    model = AutoModelForCausalLM.from_pretrained(path, megatron_config=config)
+    accelerator = automatic(project, iteration=numbers[0] if numbers else 0)
+    model = accelerator.unwrap_model(accelerator.prepare(model))
+    for number in numbers:
+        with torch.no_grad():
+            model.model.norm.weight.fill_(number)
+        accelerator.save_state()
+    with torch.no_grad():
+        model.model.norm.weight.fill_(-1)
+    if load:
+        accelerator.load_state()
+    return model.model.norm.weight.mean().item()
+
+
+def test_automatic_names_are_all_that_lies_beside_checkpoints(stories, tmp_path):
+    """As loops and Accelerate list the folder; a pointer of an earlier version goes with the next save."""
+    folder = tmp_path / "checkpoints"
+    run_ranks(save_numbered, 2, stories, tmp_path, LAYOUTS[1], [8, 9, 10])
+    assert sorted(path.name for path in folder.iterdir()) == ["checkpoint_10", "checkpoint_8", "checkpoint_9"]
+    (folder / "latest").write_text("checkpoint_8\n")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert run_ranks(save_numbered, 2, stories, tmp_path, LAYOUTS[1], [], True) == [10.0] * 2
+        assert run_ranks(save_numbered, 2, stories, tmp_path, LAYOUTS[1], [11], True) == [11.0] * 2
+    assert sorted(int(name.split("_")[1]) for name in os.listdir(folder)) == [8, 9, 10, 11]
+
+
+@pytest.mark.parametrize("pointer", [False, True], ids=["new", "with a pointer"])
+def test_plain_accelerate_goes_on_beside_sharded_checkpoints(stories, tmp_path, pointer):
+    run_ranks(save_numbered, 2, stories, tmp_path, LAYOUTS[1], [0, 1])
+    if pointer:
+        (tmp_path / "checkpoints" / "latest").write_text("checkpoint_1\n")
+
+    def stock(is_imported):
+        if not is_imported:
+            hf_megatron.disable()
+        accelerator = automatic(tmp_path, total_limit=3, iteration=2)
+        module = accelerator.unwrap_model(accelerator.prepare(torch.nn.Linear(2, 2)))
+        for value in (2.0, 3.0):
+            torch.nn.init.constant_(module.weight, value)
+            accelerator.save_state()
+        torch.nn.init.zeros_(module.weight)
+        accelerator.load_state()
+        return module.weight.mean().item()
+
+    # What replaces nothing cannot take away what an earlier version wrote.
+    assert run_ranks(stock, 1, pointer) == [3.0]
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["checkpoint_1", "checkpoint_2", "checkpoint_3"]
+
+
+def test_the_newest_of_sharded_and_stock_checkpoints_is_loaded(stories, tmp_path):
+    run_ranks(save_numbered, 2, stories, tmp_path, LAYOUTS[1], [0, 1])
+    assert run_ranks(save_numbered, 1, stories, tmp_path, None, [], True) == [1.0]
+    run_ranks(save_numbered, 1, stories, tmp_path, None, [2])
+    assert run_ranks(save_numbered, 1, stories, tmp_path, None, [], True) == [2.0]
+
+    def refused():
+        with pytest.raises(CheckpointError, match="checkpoint_2 was written by plain Accelerate.*checkpoint_1'"):
+            save_numbered(stories, tmp_path, LAYOUTS[1], [], True)
+
+    run_ranks(refused, 2)
+    (tmp_path / "checkpoints" / "checkpoint_2" / "random_states_0.pkl").unlink()
+
+    def passed_over():
+        with pytest.warns(UserWarning, match="checkpoint_2 is passed over for .*checkpoint_1"):
+            return save_numbered(stories, tmp_path, LAYOUTS[1], [], True)
+
+    assert run_ranks(passed_over, 2) == [1.0] * 2
 
 
 def test_one_folder_saved_twice_keeps_both_and_loads_the_last(stories, tmp_path):

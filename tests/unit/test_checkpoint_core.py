@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from hf_megatron.axes import Axes
 from hf_megatron.checkpoint.asynchronous import AsyncSaver
 from hf_megatron.checkpoint.boxes import Box, Piece, local_boxes
-from hf_megatron.checkpoint.discovery import LATEST, find, is_committed, latest, pointed_at
+from hf_megatron.checkpoint.discovery import LATEST, committed, find, is_committed, latest, pointed_at
 from hf_megatron.checkpoint.manifest import MANIFEST
 from hf_megatron.checkpoint.reader import PARTIAL, Checkpoint, open_checkpoint, read_partial
 from hf_megatron.checkpoint.transaction import Transaction, prune
@@ -149,6 +150,32 @@ def test_prune_keeps_the_newest_and_the_one_pointed_at(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == kept
     with pytest.raises(CheckpointError, match="keep=0"):
         prune(tmp_path, 0)
+
+
+def test_a_checkpoint_removed_while_it_is_looked_at_is_not_listed(tmp_path, monkeypatch):
+    """Whatever the reader has seen of it: the removal comes before each of its looks at the folder in turn."""
+    save_alone(tmp_path / "run" / "checkpoint-1")
+    shutil.copytree(tmp_path / "run", tmp_path / "before")
+    looks, stat = [], Path.stat
+
+    def removed_before(count, path, **arguments):
+        if "checkpoint-1" in path.parts:
+            looks.append(path)
+            if len(looks) == count:
+                shutil.rmtree(tmp_path / "run" / "checkpoint-1")
+        return stat(path, **arguments)
+
+    for count in range(1, 100):
+        looks.clear()
+        shutil.rmtree(tmp_path / "run")
+        shutil.copytree(tmp_path / "before", tmp_path / "run")
+        with monkeypatch.context() as patched:
+            patched.setattr(Path, "stat", lambda path, count=count, **given: removed_before(count, path, **given))
+            found = committed(tmp_path / "run")
+        if len(looks) < count:
+            break
+        assert found == []
+    assert found == [tmp_path / "run" / "checkpoint-1"] and count > 4
 
 
 def test_latest_without_any_checkpoint(tmp_path):
