@@ -11,7 +11,7 @@ from collections import defaultdict
 from pathlib import Path
 
 DATA = Path(__file__).parent / "data" / "habits.json"
-LAYOUTS = ("tp2", "tp2+sp", "dp2+zero0", "dp2", "dp2+zero2", "dp2+zero3", "pp2", "tp2+pp2")
+LAYOUTS = ("tp2", "tp2+sp", "dp2+zero0", "dp2", "dp2+zero2", "dp2+zero3", "pp2", "tp2+pp2", "cp2")
 HEADINGS = {"dp2+zero0": "dp2, stage 0", "dp2": "stage 1", "dp2+zero2": "stage 2", "dp2+zero3": "stage 3"}
 # Verdicts that a cell may have; all others are defects.
 ALLOWED = ("equal", "refused", "raises alike")
