@@ -32,6 +32,8 @@ LAYOUTS = {
     "cp2+dp2+zero0": {"cp_size": 2, "dp_size": 2, "zero_stage": 0},
     "cp2+dp2+zero1": {"cp_size": 2, "dp_size": 2},
     "cp2+dp2+zero2": {"cp_size": 2, "dp_size": 2, "zero_stage": 2},
+    "cp2+dp2, repeated": {"cp_size": 2, "dp_size": 2, "dp_replicate_size": 2},
+    "tp2+pp2+cp2": {"tp_size": 2, "pp_size": 2, "cp_size": 2, "num_microbatches": 2},
     "cp2+zero3": {"cp_size": 2, "zero_stage": 3},
     "cp2+dp2+zero3": {"cp_size": 2, "dp_size": 2, "zero_stage": 3},
     "tp2+cp2+zero3": {"tp_size": 2, "cp_size": 2, "zero_stage": 3},
