@@ -11,12 +11,20 @@ from hf_megatron.verify.ranks import run_ranks
 from tests.shared_twins import make_twin
 
 
+LAYOUTS = {
+    "tp2": {"tp_size": 2},
+    "tp2+sp": {"tp_size": 2, "sequence_parallel": True},
+    "cp2": {"cp_size": 2, "cp_comm_type": "p2p"},
+    "cp2, heads": {"cp_size": 2, "cp_comm_type": "a2a"},
+}
+
+
 @pytest.mark.parametrize("model_type", ["llama", "qwen3_moe"])
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_error_to_fp32(model_type, sequence_parallel):
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_error_to_fp32(model_type, name):
     twin = make_twin(CONFIG_MAPPING[model_type](), microbatches=2)
     one = measure(twin.load(dtype=torch.bfloat16), twin.batches, optimizers=())
-    layout = ConfigUnderTest(tp_size=2, sequence_parallel=sequence_parallel)
+    layout = ConfigUnderTest(**LAYOUTS[name])
 
     def on_rank():
         return measure(twin.load(megatron_config=layout, dtype=torch.bfloat16), twin.batches, optimizers=())
