@@ -19,7 +19,7 @@ from .formats import Format, check_options, format_named
 from .megatron.rules import Rule
 from .megatron.sizes import check_sizes
 from .megatron.view import megatron_plan
-from .small_files import note_of_adapter, note_of_tokenizer
+from .small_files import check_small_files, note_of_adapter, note_of_tokenizer
 from .source import Source, find_source
 from .tensors import MAIN_WEIGHT, MOMENTS, WEIGHT, Key, Reader, TargetOptions, largest
 from .write import note_of_left_out, notes_of, order_by_rules, planned_entries, write_checkpoint
@@ -194,6 +194,7 @@ def _report(
     found = find_source(source, from_format, config, without_mtp)
     if to_format.megatron:
         _check_sizes(found.architecture, options)
+    check_small_files(found.config_folder)
     if os.path.lexists(target):
         raise CheckpointError(f"{target} exists; give a folder that does not.")
     report = Report(found, Path(os.path.abspath(target)), to_format)
