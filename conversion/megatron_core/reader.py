@@ -182,8 +182,8 @@ def check_format(path: Path) -> None:
         )
     if (backend, version, *common) != ("torch_dist", 1, "torch", 1):
         raise CheckpointError(
-            f"{path} is in the format {shown(backend)} {shown(version)} (common state: {' '.join(map(shown, common))}), "
-            "expected torch_dist 1: load it with the Megatron that wrote it and save it with --ckpt-format torch_dist."
+            f"{path} is in the format {shown(backend)} {shown(version)} (common state: "
+            f"{' '.join(map(shown, common))}), expected torch_dist 1: load it with the Megatron that wrote it and save it with --ckpt-format torch_dist."
         )
 
 
