@@ -36,7 +36,7 @@ _STACKED = re.compile(r"((?:.+\.)?layers)\.(?!\d)(.+)")
 # transformer/mlp.py and transformer/moe/experts.py with `singleton_local_shards`.
 _HALF = re.compile(r"(.+\.linear_fc1\.(?:weight|bias))_([wv])")
 _ONE_EXPERT = re.compile(r"(.+\.mlp\.experts\.experts)\.(\d+)\.(.+)")
-_MOST_LAYERS = 100_000
+_MOST_LAYERS, _MOST_SHOWN = 100_000, 8
 _RESAVE = "save it again with --dist-ckpt-optim-fully-reshardable"
 
 
@@ -183,7 +183,8 @@ def check_format(path: Path) -> None:
     if (backend, version, *common) != ("torch_dist", 1, "torch", 1):
         raise CheckpointError(
             f"{path} is in the format {shown(backend)} {shown(version)} (common state: "
-            f"{' '.join(map(shown, common))}), expected torch_dist 1: load it with the Megatron that wrote it and save it with --ckpt-format torch_dist."
+            f"{' '.join(map(shown, common))}), expected torch_dist 1: load it with the Megatron that wrote it and "
+            "save it with --ckpt-format torch_dist."
         )
 
 
@@ -192,10 +193,11 @@ def _refusal(
 ) -> str | None:
     """Says why moments are not read, if there are any."""
     states = optimizers_of(common)
-    kinds = {state.get("param_state_sharding_type") for state in states} - {None, "fully_reshardable"}
+    found = (state.get("param_state_sharding_type") for state in states)
+    kinds = {shown(kind) for kind in found if kind not in (None, "fully_reshardable")}
     hidden = [name for name in objects if _OF_OPTIMIZER.match(name)]
     if kinds or others or hidden:
-        kind = ", ".join(sorted(map(str, kinds))) or f"one with {(others or hidden)[0]}"
+        kind = ", ".join(sorted(kinds)[:_MOST_SHOWN]) or f"one with {(others or hidden)[0]}"
         return f"its format is {kind}, which only the layout it was trained on reads: {_RESAVE}"
     for key, entry in entries.items():
         weight = entries.get(Key(WEIGHT, key.name))

@@ -39,9 +39,10 @@ class Named:
         make: what stands for a call of it, given the arguments; a `Record` by default.
         most: how many of them a pickle may have, and what they are called then.
         has_members: whether it may be an enumeration, of which a pickle may ask for a member.
+        keys: which of the arguments become keys of a table or a set.
     """
 
-    __slots__ = ("_make", "has_members", "most", "name", "plural")
+    __slots__ = ("_make", "has_members", "keys", "most", "name", "plural")
 
     def __init__(
         self,
@@ -51,8 +52,10 @@ class Named:
         plural: str = "",
         *,
         has_members: bool = False,
+        keys: Callable[[tuple[Any, ...]], list[Any]] | None = None,
     ):
-        self.name, self._make, self.most, self.plural, self.has_members = name, make, most, plural, has_members
+        self.name, self._make, self.most, self.plural = name, make, most, plural
+        self.has_members, self.keys = has_members, keys
 
     def __call__(self, arguments: tuple[Any, ...]) -> Any:
         return Record(self.name, arguments) if self._make is None else self._make(arguments)
@@ -85,6 +88,29 @@ def hashable(key: Any) -> Any:
     if kind in _SCALARS or (kind is tuple and all(type(part) in _SCALARS for part in key)):
         return key
     raise CheckpointError(f"it has a {kind.__name__} as a key.")
+
+
+# From here on integers have the hash of smaller ones.
+_LONGEST_KEY = 61
+
+
+def is_foreseen(key: Any, place: int) -> bool:
+    """Says whether a file chooses the hash of a key.
+
+    Many keys with one hash, or in each other's places, take quadratic time. The hashes of texts are
+    salted, that of a record is its place in memory. Numbers that count on from those that are there, as an optimizer's
+    parameters do, each have a place.
+
+    Args:
+        place: how many keys are in the table before it.
+
+    Raises:
+        CheckpointError: an integer is larger than any that is written.
+    """
+    kind = type(key)
+    if kind is int and key.bit_length() > _LONGEST_KEY:
+        raise CheckpointError(f"it has an integer of {key.bit_length()} bits as a key.")
+    return not (kind in (str, bytes, Record) or (kind is int and key == place))
 
 
 def check_expansion(value: Any, most: int) -> None:

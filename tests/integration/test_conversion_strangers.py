@@ -536,3 +536,86 @@ def test_copies_of_one_tensor_in_several_shards_are_compared(folders, tmp_path):
     with pytest.raises(CheckpointError, match=f"shard-00002.*: {NAME} differs from the one in shard-00001"):
         convert(source, tmp_path / "wrong", "hf")
     assert not (tmp_path / "wrong").exists()
+
+
+def with_one_hash(count: int) -> bytes:
+    """Returns the operations that push integers whose hashes are all 0, and nothing behind each."""
+    numbers = ((2**61 - 1) * number for number in range(1, count + 1))
+    return b"".join(b"\x8b\x0c\0\0\0" + number.to_bytes(12, "little") + b"N" for number in numbers)
+
+
+def in_one_place(behind: bytes = b"") -> bytes:
+    """Returns those that push numbers of one place in every table, each with something behind it."""
+    numbers = (number << 40 for number in range(1, 60_001))
+    return b"".join(b"\x8a\x08" + number.to_bytes(8, "little") + behind for number in numbers)
+
+
+CHOSEN_KEYS = {
+    "one hash": b"}(" + with_one_hash(60_000) + b"u",
+    "one hash in tables of a few": b"](" + (b"}(" + with_one_hash(6000) + b"u") * 20 + b"e",
+    "one place": b"}(" + in_one_place(b"N") + b"u",
+    "one by one": b"}" + in_one_place(b"Ns"),
+    "fractions": b"}(" + b"".join(b"G" + (number << 40).to_bytes(8, "big") + b"N" for number in range(60_000)) + b"u",
+    "pairs": b"}(" + in_one_place(b"N\x86N") + b"u",
+    "a set": b"\x8f(" + in_one_place() + b"\x90",
+    "a frozen set": b"(" + in_one_place() + b"\x91",
+    "a set that is called": b"cbuiltins\nset\n](" + in_one_place() + b"e\x85R",
+    "an ordered table": b"ccollections\nOrderedDict\n](" + in_one_place(b"N\x86") + b"e\x85R",
+}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", CHOSEN_KEYS)
+def test_keys_whose_hashes_a_file_chooses_are_few(name):
+    """Each was compared with all others: a file of a megabyte took minutes, one of ten took days."""
+    names, persistent = names_of_tensors()
+    with pytest.raises(CheckpointError, match="keys that are neither text nor count on|bits as a key"):
+        unpickle(pickled(CHOSEN_KEYS[name]), "here", names, persistent)
+
+
+def test_keys_that_are_written_are_read():
+    """An optimizer's state counts its parameters, and a store has a record for each chunk."""
+    for content in (dict.fromkeys(range(50_000)), {f"a{number}": 1 for number in range(50_000)}):
+        assert unpickle(pickle.dumps(content, 2), "here", {}) == content
+    few = {number << 40: {-1: 1.5, (1, "a"): None} for number in range(2000)}
+    assert unpickle(pickle.dumps(few, 2), "here", {}) == few
+
+
+def test_hostile_keys_are_refused_in_every_file(folders, tmp_path):
+    body = pickled(CHOSEN_KEYS["one hash"])
+    converted = tmp_path / "dcp"
+    convert(folders / "hf", converted, "dcp")
+    places = {
+        folders / "hf": "model.safetensors",
+        folders / "megatron_core": "common.pt",
+        folders / "megatron_legacy": "model_optim_rng.pt",
+        converted: ".metadata",
+    }
+    for number, (folder, name) in enumerate(places.items()):
+        source = tmp_path / str(number)
+        shutil.copytree(folder, source)
+        (source / "conversion.json").unlink(missing_ok=True)
+        [file] = source.rglob(name)
+        if name == "model.safetensors":
+            file.unlink()
+            file = file.with_name("pytorch_model.bin")
+        file.write_bytes(body)
+        with pytest.raises(CheckpointError, match="bits as a key"):
+            convert(source, tmp_path / "out", "sharded")
+
+
+def test_chunks_whose_hashes_a_store_chooses(folders, tmp_path):
+    """Offsets of one hash are as good as any where nothing is looked up by them."""
+    source = tmp_path / "source"
+    convert(folders / "hf", source, "dcp")
+    (source / "conversion.json").unlink()
+    [file] = source.rglob(".metadata")
+    metadata = torch.distributed.checkpoint.FileSystemReader(file.parent).read_metadata()
+    entry = metadata.state_dict_metadata[NAME]
+    chunk, [index] = entry.chunks[0], [index for index in metadata.storage_data if index.fqn == NAME]
+    offsets = [torch.Size([(2**61 - 1) * number, 0]) for number in range(1, 4)]
+    entry.chunks += [type(chunk)(offset, chunk.sizes) for offset in offsets]
+    metadata.storage_data |= {type(index)(NAME, offset): metadata.storage_data[index] for offset in offsets}
+    file.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=NAME):
+        convert(source, tmp_path / "out", "hf")
