@@ -69,6 +69,12 @@ class Architecture:
         return {name: tuple(state[name].shape) for name in self.names}
 
     @cached_property
+    def _fractions(self) -> frozenset[str]:
+        """The names of what is of a floating point type; buffers may be whole numbers."""
+        state = self.model.state_dict()
+        return frozenset(name for name in self.names if state[name].is_floating_point())
+
+    @cached_property
     def saved_names(self) -> dict[str, str]:
         """For each name in `names`, the one that `save_pretrained` would start from; tied weights may differ."""
         return {self.first_name(name): name for name in untied_state_dict(self.model, self.model.state_dict())}
@@ -95,7 +101,7 @@ class Architecture:
             )
 
     def check_entries(self, entries: Mapping[Key, TensorMeta], where: str) -> None:
-        """Checks that every tensor has the shape of the config, and belongs to a weight that is there.
+        """Checks that every tensor has the shape and kind of its weight, and belongs to one that is there.
 
         Raises:
             CheckpointError: naming the tensor.
@@ -107,6 +113,11 @@ class Architecture:
                 raise CheckpointError(
                     f"{where}: {key} has shape {entry.shape}, {type(self.model).__name__} with this config has "
                     f"{self.shapes[key.name]}."
+                )
+            if key.name in self._fractions and not entry.dtype.is_floating_point:
+                raise CheckpointError(
+                    f"{where}: {key} is of {entry.dtype}, and a floating point number in {type(self.model).__name__}: "
+                    "quantized weights are not converted."
                 )
 
     def sort_key(self, key: Key) -> tuple[int, bool, str]:

@@ -1,6 +1,7 @@
 """Moving a checkpoint from one format to another, tensor by tensor."""
 
 import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -128,7 +129,7 @@ def convert(
     Raises:
         CheckpointError: the source is damaged, unsafe or does not fit its config, a name has no counterpart, the target
             exists or lies inside of the source, a size of the options does not divide what it splits, or there is too
-            little space; nothing is left behind then. Or source and target differ.
+            little space; or source and target differ. Nothing is left behind then.
         ConfigError: a format or a size of the options that does not exist.
         UnsupportedError: Megatron's formats cannot express the model.
     """
@@ -164,17 +165,26 @@ def convert(
             ),
         )
     if verify or logits:
-        made = find_source(report.target, report.format.name)
-        report.comparison = compare_sources(
-            found,
-            made,
-            moments=report.format.moments,
-            logits=logits,
-            on_tensor=lambda size: on_check("comparing", size, report.nbytes),
-        )
-        if not report.comparison.equal:
-            raise CheckpointError(f"{report.target} differs from its source: {report.comparison.summary()}")
+        try:
+            _verify(report, logits, on_check)
+        except BaseException:
+            # It was made by this call, and was not there before.
+            shutil.rmtree(report.target, ignore_errors=True)
+            raise
     return report
+
+
+def _verify(report: Report, logits: bool, on_check: Callable[[str, int, int], object]) -> None:
+    """Compares what was written with its source; `CheckpointError` unless they are equal."""
+    report.comparison = found = compare_sources(
+        report.source,
+        find_source(report.target, report.format.name),
+        moments=report.format.moments,
+        logits=logits,
+        on_tensor=lambda size: on_check("comparing", size, report.nbytes),
+    )
+    if not found.equal:
+        raise CheckpointError(f"{report.target} is not shown to equal its source, and is removed: {found.summary()}")
 
 
 def _report(
