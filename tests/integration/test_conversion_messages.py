@@ -202,3 +202,23 @@ def raising(error: BaseException) -> Callable[..., None]:
         raise error
 
     return fail
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.int32])
+def test_whole_numbers_are_no_weights(hf, tmp_path, dtype):
+    """They went along as they were, under a config that said float32."""
+    source, legacy, name = tmp_path / "source", tmp_path / "legacy", "model.layers.0.mlp.down_proj.weight"
+    shutil.copytree(hf, source)
+    convert(source, legacy, "megatron_legacy")
+    weights = safetensors.torch.load_file(source / "model.safetensors")
+    whole = weights[name].view(dtype) if dtype == torch.int32 else weights[name].to(dtype)
+    safetensors.torch.save_file(weights | {name: whole}, source / "model.safetensors", {"format": "pt"})
+    [file] = legacy.rglob("*.pt")
+    content = torch.load(file, weights_only=False)
+    content["model"]["decoder.layers.0.mlp.linear_fc2.weight"] = whole
+    torch.save(content, file)
+    (legacy / "conversion.json").unlink()
+    for folder in (source, legacy):
+        for to in ("hf", "megatron_core"):
+            said = refused(folder, tmp_path / "out", to)
+            assert f"{name} is of {dtype}, and a floating point number in LlamaForCausalLM" in said
