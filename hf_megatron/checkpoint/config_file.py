@@ -59,7 +59,7 @@ def reason(table: Mapping[str, Any], error: Exception) -> str:
     return next(_impossible(table), first_line(error))
 
 
-def _settings(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+def settings(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """Yields every setting with its full name, tables and lists before what is in them."""
     pending = [(name, value)]
     while pending:
@@ -82,7 +82,7 @@ def _refused(table: Mapping[str, Any], known: Any) -> Iterator[str]:
         )
     if table.get("configuration_files"):
         yield "configuration_files names other configs in its place, which are not read: rename the one that counts"
-    for name, value in _settings(table):
+    for name, value in settings(table):
         key = name.rpartition(".")[2]
         most = _MOST_ENTRIES.get(type(value))
         if most is not None and len(value) > most:
@@ -100,7 +100,7 @@ def _refused(table: Mapping[str, Any], known: Any) -> Iterator[str]:
 
 def _impossible(table: Mapping[str, Any]) -> Iterator[str]:
     """Yields the settings that no model can have and that transformers does not check."""
-    for name, value in _settings(table):
+    for name, value in settings(table):
         key = name.rpartition(".")[2]
         if key in ("dtype", "torch_dtype") and value is not None:
             named = getattr(torch, str(value).removeprefix("torch."), None)
@@ -114,6 +114,6 @@ def _impossible(table: Mapping[str, Any]) -> Iterator[str]:
 
 def _without_number(table: Mapping[str, Any]) -> Iterator[str]:
     """Yields the names of settings that are NaN."""
-    for name, value in _settings(table):
+    for name, value in settings(table):
         if isinstance(value, float) and math.isnan(value):
             yield shown(name)

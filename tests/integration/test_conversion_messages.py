@@ -222,3 +222,15 @@ def test_whole_numbers_are_no_weights(hf, tmp_path, dtype):
         for to in ("hf", "megatron_core"):
             said = refused(folder, tmp_path / "out", to)
             assert f"{name} is of {dtype}, and a floating point number in LlamaForCausalLM" in said
+
+
+@pytest.mark.parametrize("method", ["bitsandbytes", "fp8", "\x1b[31m"])
+@pytest.mark.parametrize("to", ["hf", "megatron_core", "dcp"])
+def test_a_quantization_is_refused_by_name(hf, tmp_path, to, method):
+    """It was left out of what Megatron's formats have, and copied beside plain weights in the others."""
+    source = with_config(hf, tmp_path / "source", quantization_config={"quant_method": method, "load_in_4bit": True})
+    said = refused(source, tmp_path / "out", to)
+    shown = method.replace("\x1b", "\\x1b")
+    assert f"config.json: quantization_config has quant_method {shown}: quantized weights are not converted" in said
+    with pytest.raises(CheckpointError, match="quantization_config"):
+        compare(source, hf)
