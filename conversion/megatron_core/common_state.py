@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from ..megatron.arguments import stored_arguments
 from ..megatron.folder import RELEASE
 from ..tensors import ADAMW, OptimizerState
-from ..torch_files.safe_pickle import Record
 
 # What torch's, Apex's and TransformerEngine's Adam keep of a group, and by what Megatron recognises one
 # (optimizer/optimizer.py, `param_group_identifier_keys`).
@@ -32,12 +32,10 @@ _MOST_STEPS = 1 << 62
 _LIMITS = ("max_lr", "min_lr")
 
 
-def arguments_of(common: Mapping[Any, Any]) -> dict[str, Any]:
-    """Returns Megatron-LM's `args` without values of Megatron's own types."""
-    found = common.get("args")
-    if not isinstance(found, Record) or not isinstance(found.state, dict):
-        return {}
-    return {name: value for name, value in found.state.items() if isinstance(name, str) and is_plain_value(value)}
+def arguments_of(common: Mapping[Any, Any], where: object) -> dict[str, Any]:
+    """Returns Megatron-LM's `args` without values of Megatron's own types; the errors are of `stored_arguments`."""
+    found = stored_arguments(common, where)
+    return {name: value for name, value in found.items() if isinstance(name, str) and is_plain_value(value)}
 
 
 def is_plain_value(value: Any) -> bool:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ...errors import CheckpointError
 from ...files.data_file import DataFile
+from ...files.paths import is_file
 from ...files.safetensors import MOST_TENSORS, TensorMeta
 from ...shown import first_line, shown
 from ..dcp.store_reader import METADATA, StoreReader
@@ -66,7 +67,7 @@ class MegatronCoreReader(MegatronReader):
         check_format(self.path)
         self._store = StoreReader(self.path, most)
         common = self._common()
-        self.arguments = arguments_of(common)
+        self.arguments = arguments_of(common, self.path / COMMON)
         self.iteration = iteration_of(common, self.path)
         parts: dict[Key, dict[tuple[int, int], _Part]] = {}
         others: list[str] = []
@@ -88,7 +89,7 @@ class MegatronCoreReader(MegatronReader):
 
     def _common(self) -> Mapping[Any, Any]:
         """Reads what is not sharded: in a file of its own, and after 0.16 in the store."""
-        if (self.path / COMMON).is_file():
+        if is_file(self.path / COMMON):
             found = read_saved(self.path / COMMON)
         elif COMMON_OBJECT in self._store.objects:
             found = self._store.read_object(COMMON_OBJECT)

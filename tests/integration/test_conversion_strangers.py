@@ -6,6 +6,7 @@ import pickle
 import shutil
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -619,3 +620,67 @@ def test_chunks_whose_hashes_a_store_chooses(folders, tmp_path):
     file.write_bytes(pickle.dumps(metadata))
     with pytest.raises(CheckpointError, match=NAME):
         convert(source, tmp_path / "out", "hf")
+
+
+def with_arguments(folder: Path, target: Path, change) -> Path:
+    """Copies a checkpoint of Megatron, and changes what its files hold."""
+    shutil.copytree(folder, target)
+    (target / "conversion.json").unlink()
+    for file in (*target.rglob("common.pt"), *target.rglob("model_optim_rng.pt")):
+        content = torch.load(file, weights_only=False)
+        change(content)
+        torch.save(content, file)
+    return target
+
+
+@pytest.mark.parametrize("to", MEGATRON)
+def test_arguments_that_are_none_are_refused_or_said(folders, tmp_path, to):
+    """Nothing was compared with the config then, and nobody was told."""
+    for number, args in enumerate(("a text", 5, [1], {}, {"num_layers": 2}, Path("/x"))):
+        source = with_arguments(folders / to, tmp_path / str(number), lambda found, args=args: found.update(args=args))
+        with pytest.raises(CheckpointError, match=r"\.pt: args is .*: expected a namespace of Megatron-LM's argum"):
+            convert(source, tmp_path / "out", "hf")
+    for name, change in (
+        ("no", lambda found: found.pop("args")),
+        ("none", lambda found: found.update(args=None)),
+        ("empty", lambda found: found.update(args=Namespace())),
+    ):
+        source = with_arguments(folders / to, tmp_path / name, change)
+        report = convert(source, tmp_path / f"{name} out", "hf", verify=True)
+        assert report.notes == ["no arguments of Megatron to compare the config with: only shapes were compared"]
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "link"])
+def test_what_lies_in_the_place_of_arguments_is_said(folders, tmp_path, kind):
+    source = tmp_path / "source"
+    shutil.copytree(folders / "megatron_core", source)
+    (source / "conversion.json").unlink()
+    [file] = source.rglob("common.pt")
+    file.unlink()
+    {"pipe": os.mkfifo, "folder": os.mkdir, "link": lambda path: path.symlink_to(path.name)}[kind](file)
+    with pytest.raises(CheckpointError, match=r"common\.pt is .*: expected a file"):
+        convert(source, tmp_path / "out", "hf")
+
+
+OTHER_KINDS_OF_MODEL = {
+    "num_experts": 4,
+    "num_moe_experts": 4,
+    "is_hybrid_model": True,
+    "hybrid_override_pattern": "M*",
+    "hybrid_layer_pattern": "M*M*",
+    "hybrid_attention_ratio": 0.5,
+}
+
+
+@pytest.mark.parametrize("to", MEGATRON)
+def test_arguments_of_another_kind_of_model(folders, tmp_path, to):
+    for name, value in OTHER_KINDS_OF_MODEL.items():
+        change = {name: value}
+        source = with_arguments(
+            folders / to, tmp_path / name, lambda found, change=change: vars(found["args"]).update(change)
+        )
+        with pytest.raises(CheckpointError, match=f"{name} is {str(value)[:1]}"):
+            convert(source, tmp_path / "out", "hf")
+    same = {"num_experts": None, "is_hybrid_model": False, "hybrid_attention_ratio": 0.0, "moe_layer_freq": 1}
+    source = with_arguments(folders / to, tmp_path / "same", lambda found: vars(found["args"]).update(same))
+    assert convert(source, tmp_path / "out", "hf").notes == []
