@@ -2,13 +2,18 @@
 
 import copy
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.modules.module import register_module_module_registration_hook
 
 from ..errors import CheckpointError
 from ..files.paths import is_file
+from ..files.safetensors import MOST_TENSORS
 from ..shown import shown
 from ..upstream import without_output
 from .config_file import CONFIG, read_config, reason
@@ -16,8 +21,24 @@ from .config_file import CONFIG, read_config, reason
 
 def meta_model(model_class: Any, config: Any) -> Any:
     """Makes an instance of a class of transformers on the meta device."""
-    with torch.device("meta"), without_output():
+    with torch.device("meta"), without_output(), _few_modules():
         return model_class._from_config(copy.deepcopy(config))
+
+
+@contextmanager
+def _few_modules() -> Iterator[None]:
+    """Refuses a model of more modules than any has tensors, while it is made: each takes a tenth of a millisecond."""
+    counted = count(1)
+
+    def check(*registered: object) -> None:
+        if next(counted) > MOST_TENSORS:
+            raise CheckpointError(f"it has more than {MOST_TENSORS} modules")
+
+    handle = register_module_module_registration_hook(check)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def meta_model_of(path: str | os.PathLike[str]) -> Any:

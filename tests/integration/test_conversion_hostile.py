@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from transformers import SwitchTransformersConfig
 
 from hf_megatron.conversion import convert, plan_conversion
 from hf_megatron.errors import CheckpointError
@@ -152,3 +153,16 @@ def test_configs_of_gigabytes_are_not_read(hf, tmp_path):
     (source / "config.json").unlink()
     (source / "config.json").symlink_to("/etc/hostname")
     assert "config.json leads out of the checkpoint" in refused(source, tmp_path / "out")
+
+
+def test_a_model_of_more_modules_than_any_is_not_made(hf, tmp_path, monkeypatch):
+    """Each expert is four modules here, and a config names as many as it likes."""
+    monkeypatch.setattr("hf_megatron.checkpoint.meta_model.MOST_TENSORS", 1000)
+    config = SwitchTransformersConfig(num_experts=400, num_layers=1, num_decoder_layers=1, d_model=8, d_ff=8, d_kv=4)
+    config.architectures = ["SwitchTransformersForConditionalGeneration"]
+    source = tmp_path / "source"
+    shutil.copytree(hf, source)
+    config.num_sparse_encoder_layers = config.encoder_sparse_step = 1
+    config.save_pretrained(source)
+    assert "makes no SwitchTransformersForConditionalGeneration" in (said := refused(source, tmp_path / "out"))
+    assert "it has more than 1000 modules" in said
