@@ -9,7 +9,7 @@ import torch
 
 from ...errors import CheckpointError
 from . import pickle_operations as ops
-from .pickled_values import Getattr, Named, Record, check_expansion, hashable, is_foreseen
+from .pickled_values import COUNTED_TYPES, Getattr, Named, Record, check_expansion, cost_of_keys
 
 _GETATTR = Getattr()
 # As protocols 2 and from 3 on spell it.
@@ -22,7 +22,6 @@ _PARTS, _BYTES_PER_PART = 6_000_000, 8
 _READ_PER_BYTE, _READ = 4, 1 << 20
 # How many keys a pickle may have, all tables together, whose hashes it chooses. Each may be compared with all others.
 _FORESEEN_KEYS = 10_000
-_COUNTED_TYPES = frozenset({str, bytes, tuple, list, dict, set, frozenset})
 _TOO_LARGE = "what it makes of its bytes is far larger than they are."
 # What holds no further parts, and how long a text may be to count as one.
 _LONG_TEXT = 256
@@ -45,9 +44,8 @@ class Machine:
         self, data: bytes, names: Mapping[str, Any], persistent: Callable[[Any], Any] | None, prefixes: tuple[str, ...]
     ):
         self.end = 0
-        self._parts = max(_PARTS, len(data) // _BYTES_PER_PART)
+        self._parts, self._foreseen = max(_PARTS, len(data) // _BYTES_PER_PART), _FORESEEN_KEYS
         self._to_read = _READ + _READ_PER_BYTE * len(data)
-        self._foreseen = _FORESEEN_KEYS
         self._data, self._names, self._persistent, self._prefixes = data, names, persistent, prefixes
         self._position = 0
         self._stack: list[Any] = []
@@ -84,15 +82,8 @@ class Machine:
 
     def _keys(self, keys: list[Any], there: int = 0) -> list[Any]:
         """Returns keys of a table, in which some are `there`, after a look at what their hashes read and are."""
-        length = 0
-        for place, key in enumerate(keys, there):
-            kind = type(key)
-            if kind is str:
-                length += len(key)
-            else:
-                hashable(key)
-                self._foreseen -= is_foreseen(key, place)
-                length += key.bit_length() >> 6 if kind is int else len(key) if kind in _COUNTED_TYPES else 1
+        length, foreseen = cost_of_keys(keys, there)
+        self._foreseen -= foreseen
         if self._foreseen < 0:
             raise CheckpointError(f"it has more than {_FORESEEN_KEYS} keys that are neither text nor count on from 0.")
         self._read(length)
@@ -280,7 +271,7 @@ class Machine:
             raise TypeError("it calls what is no class")
         for value in arguments:
             given = type(value)
-            if given in _COUNTED_TYPES:
+            if given in COUNTED_TYPES:
                 self._read(len(value))
             elif given is int:
                 self._read(value.bit_length() >> 6)

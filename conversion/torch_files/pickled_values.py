@@ -90,27 +90,41 @@ def hashable(key: Any) -> Any:
     raise CheckpointError(f"it has a {kind.__name__} as a key.")
 
 
+_UNFORESEEN = frozenset({bytes, Record})
+# What is read as a whole by whoever is given it.
+COUNTED_TYPES = frozenset({str, bytes, tuple, list, dict, set, frozenset})
 # From here on integers have the hash of smaller ones.
 _LONGEST_KEY = 61
 
 
-def is_foreseen(key: Any, place: int) -> bool:
-    """Says whether a file chooses the hash of a key.
+def cost_of_keys(keys: Sequence[Any], there: int) -> tuple[int, int]:
+    """Returns how much the hashes of keys read, and how many of the keys have a hash that the file chose.
 
-    Many keys with one hash, or in each other's places, take quadratic time. The hashes of texts are
-    salted, that of a record is its place in memory. Numbers that count on from those that are there, as an optimizer's
-    parameters do, each have a place.
+    Many keys with one hash, or in each other's places, take quadratic time. The hashes of texts are salted, that of a
+    record is its place in memory. Numbers that count on from those that are there, as an optimizer's parameters do,
+    each have a place.
 
     Args:
-        place: how many keys are in the table before it.
+        there: how many keys are in the table before these.
 
     Raises:
-        CheckpointError: an integer is larger than any that is written.
+        CheckpointError: one is of a kind that is not hashed, or an integer larger than any that is written.
     """
-    kind = type(key)
-    if kind is int and key.bit_length() > _LONGEST_KEY:
-        raise CheckpointError(f"it has an integer of {key.bit_length()} bits as a key.")
-    return not (kind in (str, bytes, Record) or (kind is int and key == place))
+    length = foreseen = 0
+    for place, key in enumerate(keys, there):
+        kind = type(key)
+        if kind is str:
+            length += len(key)
+            continue
+        hashable(key)
+        if kind is int:
+            if key.bit_length() > _LONGEST_KEY:
+                raise CheckpointError(f"it has an integer of {key.bit_length()} bits as a key.")
+            foreseen += key != place
+        else:
+            foreseen += kind not in _UNFORESEEN
+            length += len(key) if kind in COUNTED_TYPES else 1
+    return length, foreseen
 
 
 def check_expansion(value: Any, most: int) -> None:
