@@ -153,7 +153,8 @@ def _logits(
     decoder = {"decoder_input_ids": tokens} if architecture.config.is_encoder_decoder else {}
     try:
         with without_output():
-            said = model(input_ids=tokens, **decoder)
+            # A config may ask for tuples, which have no names.
+            said = dict(model(input_ids=tokens, return_dict=True, **decoder))
     except Exception as error:  # noqa: BLE001 - a model class, of a config that it was not made for, or of other inputs
         raise CheckpointError(f"{type(model).__name__} computes no logits of tokens: {first_line(error)}") from error
     found = {name: value for name, value in said.items() if isinstance(value, torch.Tensor)}

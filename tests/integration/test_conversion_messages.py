@@ -170,6 +170,8 @@ def test_logits_are_all_that_a_class_returns(tmp_path):
         model.cls.seq_relationship.bias += 1
     model.save_pretrained(tmp_path / "other")
     assert compare(tmp_path / "hf", tmp_path / "other", logits=True).logits == pytest.approx(1.0)
+    tuples = with_config(tmp_path / "other", tmp_path / "tuples", return_dict=False)
+    assert compare(tuples, tuples, logits=True).logits == 0.0
     headless = model.bert
     headless.save_pretrained(tmp_path / "headless")
     assert compare(tmp_path / "headless", tmp_path / "headless", logits=True).logits == 0.0
