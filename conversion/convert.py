@@ -15,7 +15,7 @@ from .architecture import Architecture
 from .card import write_conversion_card
 from .compare import Comparison
 from .comparing import Folder, compare_sources
-from .families import family_of, rules_of
+from .families import check_config, family_of, rules_of
 from .formats import Format, check_options, format_named
 from .megatron.rules import Rule
 from .megatron.sizes import check_sizes
@@ -202,6 +202,8 @@ def _report(
     to_format = format_named(to)
     check_options(to_format, options)
     found = find_source(source, from_format, config, without_mtp)
+    if found.format.megatron or to_format.megatron:
+        check_config(found.architecture.config)
     if to_format.megatron:
         _check_sizes(found.architecture, options)
     check_small_files(found.config_folder)

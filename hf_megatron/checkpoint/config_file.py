@@ -25,6 +25,7 @@ _WIDTHS = frozenset(
     {"d_model", "hidden_size", "intermediate_size", "n_embd", "n_head", "num_attention_heads", "vocab_size"}
 )
 _SIZE = re.compile(r"_size$|^num_|^head_dim$")
+_NUMBER = re.compile(r"^sliding_window$|^rope_theta$|factor$|_eps(ilon)?$")
 _IMPLEMENTATION = re.compile(r"(attn|experts)_implementation")
 
 
@@ -106,10 +107,13 @@ def _impossible(table: Mapping[str, Any]) -> Iterator[str]:
             named = getattr(torch, str(value).removeprefix("torch."), None)
             if not isinstance(value, str) or not isinstance(named, torch.dtype):
                 yield f"{shown(name)} is {shown(value)}: expected a type of torch, such as 'bfloat16'"
-        elif key == "rope_type" and value not in rope_types():
+        elif key == "rope_type" and not (isinstance(value, str) and value in rope_types()):
             yield f"{shown(name)} is {shown(value)}: expected {', '.join(sorted(rope_types()))}"
         elif isinstance(value, int) and value < 0 and _SIZE.search(key):
             yield f"{shown(name)} is {shown(value)}: expected a size"
+        elif not isinstance(value, (int, float, type(None))) and _NUMBER.search(key):
+            kind = "the text " if isinstance(value, str) else ""
+            yield f"{shown(name)} is {kind}{shown(value)}: expected a number"
 
 
 def _without_number(table: Mapping[str, Any]) -> Iterator[str]:

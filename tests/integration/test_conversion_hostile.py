@@ -100,6 +100,14 @@ CONFIGS: dict[str, tuple[dict, str]] = {
         },
         "config.json",
     ),
+    "a list": (
+        {"rope_parameters": {"rope_type": [], "rope_theta": 1e4}},
+        "rope_parameters.rope_type is []: expected default",
+    ),
+    "a window": (
+        {"sliding_window": "\x1b[31m"},
+        "config.json of model type llama: sliding_window is the text \\x1b[31m: expected a number",
+    ),
     "attribute": ({"use_return_dict": "\x1b[31m" * 3000}, "config.json"),
 }
 CALL = """
