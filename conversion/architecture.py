@@ -4,17 +4,21 @@ import copy
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
+from ..checkpoint.config_file import CONFIG, settings
 from ..checkpoint.meta_model import meta_model, meta_model_of
 from ..errors import CheckpointError
 from ..files.safetensors import MOST_TENSORS, TensorMeta
+from ..shown import shown
 from ..upstream import untied_state_dict
 from .tensors import WEIGHT, Key
 
 # What a store may have for a weight, or for one expert's part of it: an optimizer's tensors and settings, in halves;
 # and what it may have besides: random states, layers that are left out.
 _STORED_PER_WEIGHT, _STORED_BESIDES = 32, 10_000
+_QUANTIZATIONS = ("quantization_config", "compression_config")
 
 
 class Architecture:
@@ -49,9 +53,17 @@ class Architecture:
         """Makes it of the config.json in a folder.
 
         Raises:
-            CheckpointError: there is none, or it names no class of transformers.
+            CheckpointError: there is none, it names no class of transformers, or says that weights are quantized.
         """
-        return cls(meta_model_of(path))
+        made = cls(meta_model_of(path))
+        for name, value in settings(made.config.to_dict()):
+            if name.endswith(_QUANTIZATIONS) and value:
+                method = value.get("quant_method") if isinstance(value, dict) else value
+                raise CheckpointError(
+                    f"{Path(path) / CONFIG}: {shown(name)} has quant_method {shown(method)}: quantized weights are not "
+                    "converted. Dequantize them first; where they are plain, delete it from the config."
+                )
+        return made
 
     def with_further_layers(self, layers: Sequence[Any]) -> "Architecture":
         """Makes it with these layers of multi-token prediction behind its own."""
@@ -67,6 +79,12 @@ class Architecture:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         state = self.model.state_dict()
         return {name: tuple(state[name].shape) for name in self.names}
+
+    @cached_property
+    def _fractions(self) -> frozenset[str]:
+        """The names of what is of a floating point type; buffers may be whole numbers."""
+        state = self.model.state_dict()
+        return frozenset(name for name in self.names if state[name].is_floating_point())
 
     @cached_property
     def saved_names(self) -> dict[str, str]:
@@ -95,7 +113,7 @@ class Architecture:
             )
 
     def check_entries(self, entries: Mapping[Key, TensorMeta], where: str) -> None:
-        """Checks that every tensor has the shape of the config, and belongs to a weight that is there.
+        """Checks that every tensor has the shape and kind of its weight, and belongs to one that is there.
 
         Raises:
             CheckpointError: naming the tensor.
@@ -107,6 +125,11 @@ class Architecture:
                 raise CheckpointError(
                     f"{where}: {key} has shape {entry.shape}, {type(self.model).__name__} with this config has "
                     f"{self.shapes[key.name]}."
+                )
+            if key.name in self._fractions and not entry.dtype.is_floating_point:
+                raise CheckpointError(
+                    f"{where}: {key} is of {entry.dtype}, and a floating point number in {type(self.model).__name__}: "
+                    "quantized weights are not converted."
                 )
 
     def sort_key(self, key: Key) -> tuple[int, bool, str]:

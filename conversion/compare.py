@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 
-from ..shown import shown
+from ..errors import CheckpointError
+from ..shown import first_line, shown
+from ..upstream import without_output
 from .architecture import Architecture
 from .source import Source
 from .tensors import MAIN_WEIGHT, WEIGHT, Key, Reader, same_bytes
@@ -27,7 +29,8 @@ class Comparison:
         different: what differs, by tensor.
         settings: of the configs that differ, with both values.
         left_out: how many tensors of each have no place in the model, and were not compared.
-        logits: largest absolute difference of the logits, where they were compared.
+        logits: largest absolute difference of the logits, where they were compared; NaN where they are no numbers, and
+            infinite where they have other shapes.
     """
 
     compared: int = 0
@@ -40,7 +43,8 @@ class Comparison:
 
     @property
     def equal(self) -> bool:
-        return not (self.only_first or self.only_second or self.different or self.settings)
+        comparable = self.logits is None or math.isfinite(self.logits)
+        return comparable and not (self.only_first or self.only_second or self.different or self.settings)
 
     def summary(self) -> str:
         """Returns what was compared and what differs in one line."""
@@ -57,8 +61,14 @@ class Comparison:
             if count:
                 parts.append(f"{count} tensors of the {where} were not compared, as the model has no place for them")
         if self.logits is not None:
-            parts.append(f"largest difference of logits {self.logits:.3e}")
+            parts.append(_of_logits(self.logits))
         return "; ".join(parts)
+
+
+def _of_logits(difference: float) -> str:
+    if math.isnan(difference):
+        return "logits are NaN or infinite: nothing of them could be compared"
+    return f"largest difference of logits {difference:.3e}" if math.isfinite(difference) else "logits have other shapes"
 
 
 def compare_readers(first: Reader, second: Reader, *, moments: bool, on_tensor: Callable[[int], object]) -> Comparison:
@@ -112,21 +122,43 @@ def compare_logits(first: Source, second: Source) -> float:
     """Returns the largest absolute difference of two checkpoints' logits, each with its own config.
 
     One model is in memory at a time; checksums are not compared.
+
+    Raises:
+        CheckpointError: a model computes none of tokens alone.
     """
     sizes = [getattr(one.architecture.config.get_text_config(), "vocab_size", 2) for one in (first, second)]
     tokens = torch.randint(0, min(sizes), (2, 16), generator=torch.Generator().manual_seed(0))
     one, other = (_logits(found.architecture, found.open, tokens) for found in (first, second))
-    return _difference(one, other) if one.shape == other.shape else math.inf
+    if {name: tensor.shape for name, tensor in one.items()} != {name: tensor.shape for name, tensor in other.items()}:
+        return math.inf
+    # Of tensors: Python's maximum leaves NaN out.
+    return float(torch.tensor([_difference(one[name], other[name]) for name in one]).max())
 
 
 @torch.no_grad()
-def _logits(architecture: Architecture, open_reader: Callable[[bool], Reader], tokens: torch.Tensor) -> torch.Tensor:
-    """Computes those of the stock model in fp32; `tokens` are `[batch, sequence]`."""
-    model = type(architecture.model)._from_config(architecture.config, dtype=torch.float32).eval()
+def _logits(
+    architecture: Architecture, open_reader: Callable[[bool], Reader], tokens: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """Computes those of the stock model in fp32, of any shapes; `tokens` are `[batch, sequence]`.
+
+    A class may call them otherwise and have several, one for each of its heads, or have none but hidden states.
+    """
+    with without_output():
+        model = type(architecture.model)._from_config(architecture.config, dtype=torch.float32).eval()
     state = model.state_dict(keep_vars=True)
     with open_reader(False) as reader:
         for key in reader.entries:
             if key.kind == WEIGHT:
                 state[key.name].data.copy_(reader.read(key))
     decoder = {"decoder_input_ids": tokens} if architecture.config.is_encoder_decoder else {}
-    return model(input_ids=tokens, **decoder).logits
+    try:
+        with without_output():
+            # A config may ask for tuples, which have no names.
+            said = dict(model(input_ids=tokens, return_dict=True, **decoder))
+    except Exception as error:  # noqa: BLE001 - a model class, of a config that it was not made for, or of other inputs
+        raise CheckpointError(f"{type(model).__name__} computes no logits of tokens: {first_line(error)}") from error
+    found = {name: value for name, value in said.items() if isinstance(value, torch.Tensor)}
+    logits = {name: tensor for name, tensor in found.items() if name.endswith("logits")} or found
+    if not logits:
+        raise CheckpointError(f"{type(model).__name__} computes no logits of tokens: it returns {shown([*said])}.")
+    return logits

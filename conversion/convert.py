@@ -1,6 +1,7 @@
 """Moving a checkpoint from one format to another, tensor by tensor."""
 
 import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,12 +15,12 @@ from .architecture import Architecture
 from .card import write_conversion_card
 from .compare import Comparison
 from .comparing import Folder, compare_sources
-from .families import family_of, rules_of
+from .families import check_config, family_of, rules_of
 from .formats import Format, check_options, format_named
 from .megatron.rules import Rule
 from .megatron.sizes import check_sizes
 from .megatron.view import megatron_plan
-from .small_files import note_of_adapter, note_of_tokenizer
+from .small_files import check_small_files, note_of_adapter, note_of_tokenizer
 from .source import Source, find_source
 from .tensors import MAIN_WEIGHT, MOMENTS, WEIGHT, Key, Reader, TargetOptions, largest
 from .write import note_of_left_out, notes_of, order_by_rules, planned_entries, write_checkpoint
@@ -128,7 +129,7 @@ def convert(
     Raises:
         CheckpointError: the source is damaged, unsafe or does not fit its config, a name has no counterpart, the target
             exists or lies inside of the source, a size of the options does not divide what it splits, or there is too
-            little space; nothing is left behind then. Or source and target differ.
+            little space; or source and target differ. Nothing is left behind then.
         ConfigError: a format or a size of the options that does not exist.
         UnsupportedError: Megatron's formats cannot express the model.
     """
@@ -164,17 +165,26 @@ def convert(
             ),
         )
     if verify or logits:
-        made = find_source(report.target, report.format.name)
-        report.comparison = compare_sources(
-            found,
-            made,
-            moments=report.format.moments,
-            logits=logits,
-            on_tensor=lambda size: on_check("comparing", size, report.nbytes),
-        )
-        if not report.comparison.equal:
-            raise CheckpointError(f"{report.target} differs from its source: {report.comparison.summary()}")
+        try:
+            _verify(report, logits, on_check)
+        except BaseException:
+            # It was made by this call, and was not there before.
+            shutil.rmtree(report.target, ignore_errors=True)
+            raise
     return report
+
+
+def _verify(report: Report, logits: bool, on_check: Callable[[str, int, int], object]) -> None:
+    """Compares what was written with its source; `CheckpointError` unless they are equal."""
+    report.comparison = found = compare_sources(
+        report.source,
+        find_source(report.target, report.format.name),
+        moments=report.format.moments,
+        logits=logits,
+        on_tensor=lambda size: on_check("comparing", size, report.nbytes),
+    )
+    if not found.equal:
+        raise CheckpointError(f"{report.target} is not shown to equal its source, and is removed: {found.summary()}")
 
 
 def _report(
@@ -192,8 +202,11 @@ def _report(
     to_format = format_named(to)
     check_options(to_format, options)
     found = find_source(source, from_format, config, without_mtp)
+    if found.format.megatron or to_format.megatron:
+        check_config(found.architecture.config)
     if to_format.megatron:
         _check_sizes(found.architecture, options)
+    check_small_files(found.config_folder)
     if os.path.lexists(target):
         raise CheckpointError(f"{target} exists; give a folder that does not.")
     report = Report(found, Path(os.path.abspath(target)), to_format)

@@ -13,7 +13,7 @@ import torch
 
 from ..errors import CheckpointError
 from ..shown import shown
-from ..upstream import further_layer
+from ..upstream import further_layer, without_output
 from .architecture import Architecture
 
 # What only such a layer has: the projection of the next token's embedding and the hidden state.
@@ -75,7 +75,7 @@ def with_further_layers(architecture: Architecture, count: int) -> Architecture 
     Raises:
         CheckpointError: its config says another number of them.
     """
-    with torch.device("meta"):
+    with torch.device("meta"), without_output():
         made = [further_layer(architecture.model, number) for number in range(count)]
     if None in made:
         return None

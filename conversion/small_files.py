@@ -10,8 +10,10 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError
-from ..files.paths import inside
+from ..files.json_file import read_small
+from ..files.paths import inside, is_file
 from ..files.safetensors import TensorMeta
+from ..model_cards.stored import CARD, PICTURE, stored_file
 from ..shown import shown
 from .formats import FORMATS
 from .output import Output
@@ -25,15 +27,38 @@ _OTHERS = (
     r"|rng_state.*|.*\.(pt|pth|pkl|ckpt|h5|msgpack|gguf|onnx|tmp)"
 )
 
+# What nobody calls anything but a file of text.
+_TEXT = re.compile(r".*\.(json|jinja|md|model|tiktoken|txt)")
 _TOKENIZER = re.compile(r"tokenizer.*|vocab.*|merges\.txt|.*\.(model|tiktoken)")
 
 
 def list_small(source: Path) -> Iterator[Path]:
     """Yields every plain file of a folder that holds no weights of any format and belongs to no training run."""
-    others = re.compile("|".join((_OTHERS, *(format.files for format in FORMATS.values()))))
-    for path in sorted(source.iterdir()):
-        if path.is_file() and not others.fullmatch(path.name):
+    for path in _small_or_other(source):
+        if path.is_file():
             yield path
+
+
+def _small_or_other(source: Path) -> Iterator[Path]:
+    """Yields what `list_small` does, and what else has such a name."""
+    others = re.compile("|".join((_OTHERS, *(format.files for format in FORMATS.values()))))
+    yield from (path for path in sorted(source.iterdir()) if not others.fullmatch(path.name))
+
+
+def check_small_files(source: Path) -> None:
+    """Checks that what goes along can, before anything is written.
+
+    Raises:
+        CheckpointError: a link leads out of the folder, something that is no file has the name of one, or a file is
+            large.
+    """
+    for name in (CARD, PICTURE):
+        stored_file(source, name)
+    for path in _small_or_other(source):
+        if _TEXT.fullmatch(path.name) and not path.is_file():
+            is_file(path)
+        elif path.is_file() and inside(source, path.name).stat().st_size > LARGEST_SMALL_FILE:
+            raise CheckpointError(f"{path} is neither weights nor a small file: move it out of the folder.")
 
 
 def note_of_tokenizer(source: Path, carried: Path, named: Any) -> list[str]:
@@ -68,13 +93,12 @@ def copy_small_files(source: Path, output: Output, plan: Mapping[Key, TensorMeta
         plan: the weights that go along: a config that names another type would have them rounded as they are loaded.
 
     Raises:
-        CheckpointError: a link leads out of the folder, or a file is large.
+        CheckpointError: as `check_small_files`.
     """
     copied = []
+    check_small_files(source)
     for path in list_small(source):
-        if inside(source, path.name).stat().st_size > LARGEST_SMALL_FILE:
-            raise CheckpointError(f"{path} is neither weights nor a small file: move it out of the folder.")
-        content = path.read_bytes()
+        content = read_small(path, LARGEST_SMALL_FILE)
         output.add(path.name, _with_dtype(content, plan) if path.name == "config.json" else content)
         copied.append(path.name)
     return copied

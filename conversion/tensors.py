@@ -194,6 +194,8 @@ class Writer(ABC):
 
 # As huggingface_hub reads them; a number alone is an `int`.
 _SIZE = re.compile(r"[1-9]\d*|\d*\.?\d+ ?[KMGT]B", re.IGNORECASE)
+# Megatron-LM's own is 128; a vocabulary is padded to a multiple of it.
+_LARGEST_MULTIPLE = 65_536
 
 
 @dataclass(frozen=True)
@@ -221,6 +223,9 @@ class TargetOptions:
         for name in ("tp_size", "pp_size", "ep_size", "make_vocab_size_divisible_by"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)}: expected 1 or more.")
+        if self.make_vocab_size_divisible_by > _LARGEST_MULTIPLE:
+            given = self.make_vocab_size_divisible_by
+            raise ConfigError(f"make_vocab_size_divisible_by={given}: expected {_LARGEST_MULTIPLE} or less.")
         if not _SIZE.fullmatch(str(self.max_shard_size)):
             raise ConfigError(f"max_shard_size={self.max_shard_size!r}: expected bytes or a size such as 500MB or 5GB.")
         if str(self.max_shard_size).isdecimal():

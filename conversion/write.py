@@ -15,11 +15,12 @@ from ..checkpoint.manifest import library_versions
 from ..errors import CheckpointError
 from ..files.safetensors import TensorMeta
 from .architecture import Architecture
-from .families import family_of
+from .families import family_of, rules_of
 from .families.family import unstored_activation
 from .families.positions import unstored_positions
 from .format import Format
 from .megatron.rules import Rule
+from .megatron.view import megatron_plan
 from .output import Output
 from .small_files import copy_small_files, list_small
 from .source import RECORD
@@ -103,10 +104,11 @@ def write_checkpoint(
     Raises:
         CheckpointError: nothing is left behind then.
     """
-    # Headers and indexes are small beside them, and not known yet.
-    expected = sum(entry.nbytes for entry in plan.values()) + sum(
-        path.stat().st_size for path in list_small(small_files)
-    )
+    # With the padding of Megatron's vocabulary; headers and indexes are small beside it, and not known yet.
+    rules = rules_of(architecture, options) if to.megatron else None
+    written = plan if rules is None else megatron_plan(plan, rules, str(target))
+    expected = sum(entry.nbytes for entry in written.values())
+    expected += sum(path.stat().st_size for path in list_small(small_files))
     with Output(target, expected, on_read_back) as output:
         writer = to.create(output, plan, architecture, options, iteration, optimizer)
         # Half the largest tensor evens out large and small ones.

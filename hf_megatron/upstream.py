@@ -782,6 +782,21 @@ def quiet_loading() -> Iterator[None]:
         logging.set_verbosity(verbosity)
 
 
+@contextmanager
+def without_output() -> Iterator[None]:
+    """Silences transformers and torch, which show raw and at any length what somebody else's config says."""
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings(), without_progress_bars():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(verbosity)
+
+
 def fetches_attention_core(cls: type) -> bool:
     """Tells whether a module class gets its attention function from transformers' interface, in whatever file."""
     return {"ALL_ATTENTION_FUNCTIONS", "get_interface"} <= _names_used(cls)

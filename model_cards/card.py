@@ -5,7 +5,6 @@ import functools
 import math
 import os
 import re
-import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -21,9 +20,9 @@ from .facts import CardFacts
 from .licenses import LICENSES
 from .picture import can_draw, draw_losses
 from .sections import template_variables
+from .stored import CARD, PICTURE, stored_card, stored_file
 
 MARKER = "<!-- Written by hf_megatron, and written anew by every save; delete this line to keep your own text. -->"
-CARD, PICTURE = "README.md", "loss.png"
 _TEMPLATE = Path(__file__).with_name("template.md")
 # Sections that are about the files: they are said anew where the files have become others.
 _SECTIONS = {
@@ -165,8 +164,8 @@ def _with_files(facts: CardFacts, folder: Path) -> CardFacts:
 
 
 def is_own_card(directory: str | os.PathLike[str]) -> bool:
-    """Tells whether a folder has a card that this library wrote."""
-    return MARKER in _read(Path(directory) / CARD)
+    """Tells whether a folder has a card that this library wrote; raises as `stored_file`."""
+    return MARKER in stored_card(directory)
 
 
 def carry_card(source: str | os.PathLike[str], directory: str | os.PathLike[str], facts: CardFacts) -> Path | None:
@@ -185,20 +184,23 @@ def carry_card(source: str | os.PathLike[str], directory: str | os.PathLike[str]
 
     Raises:
         ConfigError, OSError: as `write_card`.
+        CheckpointError: as `stored_file`.
     """
     old, folder = Path(source), Path(directory)
-    before = _read(old / CARD)
+    before = stored_card(old)
     if (folder / CARD).exists() and MARKER not in _read(folder / CARD):
         return None
     if (old / CARD).is_file() and MARKER not in before:
-        replace_file(folder / CARD, lambda path: shutil.copyfile(old / CARD, path))
+        content = stored_file(old, CARD)
+        replace_file(folder / CARD, lambda path: path.write_bytes(content))
         return None
     if not _SECTIONS["how to load it"].search(before):
         return write_card(folder, facts)
     card = _said_anew(before, render(_with_files(facts, folder)))
     check_card(card)
     if f"]({PICTURE})" in before and (old / PICTURE).is_file():
-        replace_file(folder / PICTURE, lambda path: shutil.copyfile(old / PICTURE, path))
+        picture = stored_file(old, PICTURE)
+        replace_file(folder / PICTURE, lambda path: path.write_bytes(picture))
     replace_file(folder / CARD, lambda path: path.write_text(str(card), encoding="utf-8"))
     return folder / CARD
 

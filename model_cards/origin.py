@@ -9,9 +9,9 @@ from huggingface_hub import metadata_load
 
 from ..errors import CheckpointError
 from ..files.json_file import read_json_table
+from .stored import CARD, stored_card
 
-# Of a model's folder; both are small.
-_CARD, _CONFIG = "README.md", "config.json"
+_CONFIG = "config.json"
 
 
 def hub_id(name: Any) -> str | None:
@@ -43,13 +43,13 @@ def base_of(name: Any) -> str | None:
     """
     if not isinstance(name, str) or not os.path.isdir(name):
         return hub_id(name)
-    return _of_card(Path(name) / _CARD) or _of_config(Path(name) / _CONFIG)
+    return _of_card(Path(name)) or _of_config(Path(name) / _CONFIG)
 
 
-def _of_card(file: Path) -> str | None:
+def _of_card(folder: Path) -> str | None:
     try:
-        stated = (metadata_load(file) or {}).get("base_model") if file.is_file() else None
-    except (yaml.YAMLError, ValueError, OSError, AttributeError):
+        stated = (metadata_load(folder / CARD) or {}).get("base_model") if stored_card(folder) else None
+    except (yaml.YAMLError, ValueError, OSError, AttributeError, CheckpointError):
         # Somebody else's card may hold anything.
         return None
     if isinstance(stated, list) and len(stated) == 1:

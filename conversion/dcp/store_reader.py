@@ -117,13 +117,14 @@ class StoreReader(ChunkedTensors):
         super().__init__(self._where, tensors)
         self.objects = frozenset(self._objects)
 
-    def _places(self, storage: Mapping[Record, Record]) -> dict[tuple[str, tuple[int, ...] | None], Place]:
+    def _places(self, storage: Mapping[Record, Record]) -> dict[tuple[str, str | None], Place]:
         found = {}
         for index, info in storage.items():
             if info.get("transform_descriptors"):
                 raise CheckpointError(f"{self._where}: {index['fqn']} is stored in a transformed way.")
             place = Place(info["relative_path"], info["offset"], info["length"])
-            if type(place.offset) is not int or type(place.length) is not int or not isinstance(place.file, str):
+            numbers = type(place.offset) is int and type(place.length) is int
+            if not (numbers and isinstance(place.file, str) and isinstance(index["fqn"], str)):
                 raise ValueError(f"{index['fqn']} lies at {place}")
             if place.file not in self._sizes:
                 with DataFile(inside(self.path, place.file)) as file:
@@ -134,13 +135,14 @@ class StoreReader(ChunkedTensors):
                     f"{self.path / place.file} has {size} bytes; {index['fqn']} should lie in "
                     f"[{place.offset}, {place.offset + place.length})."
                 )
-            found[index["fqn"], index.get("offset")] = place
+            found[index["fqn"], _spelled(index.get("offset"))] = place
         return found
 
-    def _chunks(self, name: str, item: Record, places: Mapping[tuple[str, Any], Place]) -> list[Chunk]:
+    def _chunks(self, name: str, item: Record, places: Mapping[tuple[str, str | None], Place]) -> list[Chunk]:
         found = []
-        for box in {Box(tuple(chunk["offsets"]), tuple(chunk["sizes"])) for chunk in item["chunks"]}:
-            place = places[name, box.offset]
+        boxes = [Box(tuple(chunk["offsets"]), tuple(chunk["sizes"])) for chunk in item["chunks"]]
+        for (offset, _), box in {(_spelled(box.offset), _spelled(box.shape)): box for box in boxes}.items():
+            place = places[name, offset]
             if place.length < box.numel * _dtype(item).itemsize:
                 raise CheckpointError(
                     f"{self._where}: {name} has a chunk of {list(box.shape)} {_dtype(item)} in {place.length} bytes."
@@ -165,6 +167,11 @@ class StoreReader(ChunkedTensors):
         place = self._objects[name]
         with DataFile(inside(self.path, place.file)) as file:
             return Blob(file, place.offset, place.length).value
+
+
+def _spelled(numbers: Sequence[int] | None) -> str | None:
+    """Returns numbers of a file as a key: it cannot choose the hash of a text, as it can that of numbers."""
+    return None if numbers is None else ",".join(map(str, numbers))
 
 
 def _dtype(item: Record) -> torch.dtype:

@@ -2,16 +2,19 @@
 
 import importlib
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from types import MappingProxyType
 from typing import Any
 
-from ...errors import UnsupportedError
+from ...checkpoint.config_file import reason
+from ...errors import CheckpointError, UnsupportedError
 from ..architecture import Architecture
 from ..megatron.rules import Rule
 from ..tensors import TargetOptions
 from .family import Family
+from .positions import unstored_positions
 
 __all__ = ["Family", "check_config", "family_of", "known_families", "rules_of"]
 
@@ -43,15 +46,31 @@ def family_of(config: Any) -> Family:
     return family
 
 
+@contextmanager
+def _readable(config: Any) -> Iterator[None]:
+    """Makes errors of what a family computes of a config name the setting: transformers checks few of them."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"config.json of model type {config.model_type}: {reason(config.to_dict(), error)}"
+        ) from error
+
+
 def check_config(config: Any) -> None:
     """Checks that Megatron's formats can express a config.
 
     Raises:
         UnsupportedError: naming the setting.
+        CheckpointError: naming one that is of another type than it should be.
     """
-    reason = family_of(config).refuse(config)
-    if reason:
-        raise UnsupportedError(f"{config.model_type}: {reason}")
+    family = family_of(config)
+    with _readable(config):
+        refused = family.refuse(config)
+        if not refused:
+            family.meaning(config), family.unchecked(config), unstored_positions(config)
+    if refused:
+        raise UnsupportedError(f"{config.model_type}: {refused}")
 
 
 def rules_of(architecture: Architecture, options: TargetOptions) -> list[Rule]:
@@ -59,4 +78,5 @@ def rules_of(architecture: Architecture, options: TargetOptions) -> list[Rule]:
     config, multiple = architecture.config, options.make_vocab_size_divisible_by * options.tp_size
     check_config(config)
     padded = -(-config.vocab_size // multiple) * multiple
-    return list(family_of(config).rules(config, padded, architecture.further_layers))
+    with _readable(config):
+        return list(family_of(config).rules(config, padded, architecture.further_layers))

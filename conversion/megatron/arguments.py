@@ -6,6 +6,7 @@ from typing import Any
 
 from ...errors import CheckpointError
 from ...shown import shown
+from ..torch_files.safe_pickle import Record
 
 # Every argument that changes what a model computes and no shape of its weights, with the value at which it changes
 # nothing: what a family means that does not state it, and what `None` stands for. Names are those of Megatron-LM
@@ -42,7 +43,14 @@ NEUTRAL: Mapping[str, Any] = MappingProxyType(
         "use_rope_scaling": False,
         "no_rope_freq": None,
         "mrope_section": None,
+        # layers of state space models among those of attention
+        "is_hybrid_model": False,
+        "hybrid_override_pattern": None,
+        "hybrid_layer_pattern": None,
+        "hybrid_attention_ratio": 0.0,
+        "hybrid_mlp_ratio": 0.0,
         # experts
+        "num_experts": None,
         "moe_layer_freq": 1,
         "moe_router_score_function": "softmax",
         "moe_router_pre_softmax": False,
@@ -70,6 +78,7 @@ OTHER_NAMES: Mapping[str, str] = MappingProxyType(
     {
         "layernorm_epsilon": "norm_epsilon",
         "layernorm_zero_centered_gamma": "apply_layernorm_1p",
+        "num_moe_experts": "num_experts",
     }
 )
 # Positions that turn, whatever rescales them.
@@ -86,6 +95,32 @@ _OF_ROTARY = frozenset(
 # Multi-latent attention has widths and a scale of its own.
 _NOT_OF_LATENT = frozenset({"kv_channels", "num_query_groups", "group_query_attention", "softmax_scale"})
 _MOST_SHOWN = 8
+
+
+# As pickles name what `parse_args` returns, and what stands for it.
+_NAMESPACES = ("argparse.Namespace", "types.SimpleNamespace")
+
+
+def stored_arguments(content: Mapping[Any, Any], where: object) -> dict[Any, Any]:
+    """Returns Megatron-LM's arguments that a checkpoint has beside its weights, none where it has none at all.
+
+    Args:
+        content: what is not sharded, or all of a rank.
+        where: the file, for errors.
+
+    Raises:
+        CheckpointError: what it has under their name are no arguments, so that nothing would be compared.
+    """
+    found = content.get("args")
+    if found is None:
+        return {}
+    if isinstance(found, Record):
+        if isinstance(found.state, dict):
+            return found.state
+        if found.state is None and found.kind in _NAMESPACES:
+            return {}
+    said = f"an object of {shown(found.kind)}" if isinstance(found, Record) else shown(found)
+    raise CheckpointError(f"{where}: args is {said}: expected a namespace of Megatron-LM's arguments.")
 
 
 def check_arguments(found: Mapping[str, Any], expected: Mapping[str, Any], where: str) -> None:
@@ -106,7 +141,7 @@ def check_arguments(found: Mapping[str, Any], expected: Mapping[str, Any], where
     different = []
     for name, given in found.items():
         known = OTHER_NAMES.get(name, name)
-        if known not in expected or known in left_out:
+        if known not in expected or known in left_out or (given is None and known != name):
             continue
         wanted = expected[known]
         given = NEUTRAL.get(known) if given is None else given
@@ -123,7 +158,9 @@ def check_arguments(found: Mapping[str, Any], expected: Mapping[str, Any], where
 
 
 def notes_of_arguments(found: Mapping[str, Any]) -> tuple[str, ...]:
-    """Returns what a checkpoint's arguments say of its run that no config of transformers can say."""
+    """Returns what a checkpoint's arguments say of its run that no config can say, or that there are none."""
+    if not found:
+        return ("no arguments of Megatron to compare the config with: only shapes were compared",)
     factor = found.get("moe_expert_capacity_factor")
     if not found.get("num_experts") or not isinstance(factor, (int, float)) or factor < 0:
         return ()
@@ -158,6 +195,9 @@ def _alike(name: str, given: Any, wanted: Any, found: Mapping[str, Any], expecte
     if name == "num_query_groups" and found.get("group_query_attention") is False:
         # Megatron-LM's default of one group is not used then.
         given = expected.get("num_attention_heads")
+    if name == "num_experts" and given in (0, [1]):
+        # What others' versions call a dense model.
+        given = None
     if name == "vocab_size" and type(given) is int:
         # Without what tokenizers add to it; a smaller one of the config would cut trained rows off.
         return given <= wanted

@@ -111,6 +111,7 @@ class Regrouping:
         wanted = [Key(key.kind, name) for name in rule.transformers]
         if any(other not in self._waiting for other in wanted):
             return {}
+        _check_types({other: self._waiting[other] for other in wanted})
         converted = rule.operation.to_megatron([self._waiting.pop(other) for other in wanted], self._memory)
         return {Key(key.kind, name): out for name, out in zip(rule.megatron, converted, strict=True)}
 
@@ -122,6 +123,18 @@ class Regrouping:
                 f"{where}: {shown} become one tensor of Megatron with others that are not there; frozen weights have "
                 "no moments."
             )
+
+
+def _check_types(tensors: Mapping[Key, Tensor]) -> None:
+    """Checks that tensors of any shapes that become one have one type; names those that have another than most."""
+    types = [tensor.dtype for tensor in tensors.values()]
+    usual = max(dict.fromkeys(types), key=types.count)
+    odd = [f"{key} is of {tensor.dtype}" for key, tensor in tensors.items() if tensor.dtype != usual]
+    if odd:
+        others = ", ".join(str(key) for key, tensor in tensors.items() if tensor.dtype == usual)
+        raise CheckpointError(
+            f"{', '.join(odd)}, and {others} of {usual}: they become one tensor of Megatron, and need one type."
+        )
 
 
 def megatron_plan(plan: Mapping[Key, TensorMeta], rules: Sequence[Rule], where: str) -> dict[Key, TensorMeta]:

@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 
+from ..megatron.arguments import stored_arguments
 from ..megatron.folder import RELEASE
 from ..tensors import ADAMW, OptimizerState
-from ..torch_files.safe_pickle import Record
-from ..torch_files.saved import StoredTensor
 
 # What torch's, Apex's and TransformerEngine's Adam keep of a group, and by what Megatron recognises one
 # (optimizer/optimizer.py, `param_group_identifier_keys`).
@@ -28,15 +27,15 @@ _GROUP: Mapping[str, Any] = MappingProxyType(
         "default_config": True,
     }
 )
+# More than anyone takes.
+_MOST_STEPS = 1 << 62
 _LIMITS = ("max_lr", "min_lr")
 
 
-def arguments_of(common: Mapping[Any, Any]) -> dict[str, Any]:
-    """Returns Megatron-LM's `args` without values of Megatron's own types."""
-    found = common.get("args")
-    if not isinstance(found, Record) or not isinstance(found.state, dict):
-        return {}
-    return {name: value for name, value in found.state.items() if isinstance(name, str) and is_plain_value(value)}
+def arguments_of(common: Mapping[Any, Any], where: object) -> dict[str, Any]:
+    """Returns Megatron-LM's `args` without values of Megatron's own types; the errors are of `stored_arguments`."""
+    found = stored_arguments(common, where)
+    return {name: value for name, value in found.items() if isinstance(name, str) and is_plain_value(value)}
 
 
 def is_plain_value(value: Any) -> bool:
@@ -67,17 +66,17 @@ def optimizers_of(common: Mapping[Any, Any]) -> Sequence[Mapping[Any, Any]]:
 def optimizer_of(common: Mapping[Any, Any]) -> OptimizerState | None:
     """Returns settings, and steps of the groups or of all parameters (dist_checkpointing/optimizer.py)."""
     groups: list[Mapping[str, Any]] = []
-    steps: set[int] = set()
+    steps: list[int] = []
     for state in optimizers_of(common):
         inner = state.get("optimizer")
         if not isinstance(inner, dict):
             continue
         shared = inner.get("state")
         found: Iterable[Any] = inner.get("param_groups") or ()
-        steps |= _steps([shared.get("common_step")] if isinstance(shared, dict) else [])
+        steps += _steps([shared.get("common_step")] if isinstance(shared, dict) else [])
         for group in found:
             if isinstance(group, dict):
-                steps |= _steps([group.get("step")])
+                steps += _steps([group.get("step")])
                 groups.append(
                     {
                         name: group[name]
@@ -88,8 +87,8 @@ def optimizer_of(common: Mapping[Any, Any]) -> OptimizerState | None:
     return OptimizerState(max(steps), tuple(groups)) if steps else None
 
 
-def _steps(values: Sequence[Any]) -> set[int]:
-    return {int(value) for value in values if isinstance(value, (int, float)) and not isinstance(value, StoredTensor)}
+def _steps(values: Sequence[Any]) -> list[int]:
+    return [int(value) for value in values if isinstance(value, (int, float)) and 0 <= value < _MOST_STEPS]
 
 
 def optimizer_state(optimizer: OptimizerState, experts_apart: bool) -> dict[Any, Any]:

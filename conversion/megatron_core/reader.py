@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ...errors import CheckpointError
 from ...files.data_file import DataFile
+from ...files.paths import is_file
 from ...files.safetensors import MOST_TENSORS, TensorMeta
 from ...shown import first_line, shown
 from ..dcp.store_reader import METADATA, StoreReader
@@ -36,7 +37,7 @@ _STACKED = re.compile(r"((?:.+\.)?layers)\.(?!\d)(.+)")
 # transformer/mlp.py and transformer/moe/experts.py with `singleton_local_shards`.
 _HALF = re.compile(r"(.+\.linear_fc1\.(?:weight|bias))_([wv])")
 _ONE_EXPERT = re.compile(r"(.+\.mlp\.experts\.experts)\.(\d+)\.(.+)")
-_MOST_LAYERS = 100_000
+_MOST_LAYERS, _MOST_SHOWN = 100_000, 8
 _RESAVE = "save it again with --dist-ckpt-optim-fully-reshardable"
 
 
@@ -66,7 +67,7 @@ class MegatronCoreReader(MegatronReader):
         check_format(self.path)
         self._store = StoreReader(self.path, most)
         common = self._common()
-        self.arguments = arguments_of(common)
+        self.arguments = arguments_of(common, self.path / COMMON)
         self.iteration = iteration_of(common, self.path)
         parts: dict[Key, dict[tuple[int, int], _Part]] = {}
         others: list[str] = []
@@ -88,7 +89,7 @@ class MegatronCoreReader(MegatronReader):
 
     def _common(self) -> Mapping[Any, Any]:
         """Reads what is not sharded: in a file of its own, and after 0.16 in the store."""
-        if (self.path / COMMON).is_file():
+        if is_file(self.path / COMMON):
             found = read_saved(self.path / COMMON)
         elif COMMON_OBJECT in self._store.objects:
             found = self._store.read_object(COMMON_OBJECT)
@@ -182,8 +183,9 @@ def check_format(path: Path) -> None:
         )
     if (backend, version, *common) != ("torch_dist", 1, "torch", 1):
         raise CheckpointError(
-            f"{path} is in the format {shown(backend)} {shown(version)} (common state: {' '.join(map(shown, common))}),"
-            " expected torch_dist 1: load it with the Megatron that wrote it and save it with --ckpt-format torch_dist."
+            f"{path} is in the format {shown(backend)} {shown(version)} (common state: "
+            f"{' '.join(map(shown, common))}), expected torch_dist 1: load it with the Megatron that wrote it and "
+            "save it with --ckpt-format torch_dist."
         )
 
 
@@ -192,10 +194,11 @@ def _refusal(
 ) -> str | None:
     """Says why moments are not read, if there are any."""
     states = optimizers_of(common)
-    kinds = {state.get("param_state_sharding_type") for state in states} - {None, "fully_reshardable"}
+    found = (state.get("param_state_sharding_type") for state in states)
+    kinds = {shown(kind) for kind in found if kind not in (None, "fully_reshardable")}
     hidden = [name for name in objects if _OF_OPTIMIZER.match(name)]
     if kinds or others or hidden:
-        kind = ", ".join(sorted(map(str, kinds))) or f"one with {(others or hidden)[0]}"
+        kind = ", ".join(sorted(kinds)[:_MOST_SHOWN]) or f"one with {(others or hidden)[0]}"
         return f"its format is {kind}, which only the layout it was trained on reads: {_RESAVE}"
     for key, entry in entries.items():
         weight = entries.get(Key(WEIGHT, key.name))

@@ -14,9 +14,9 @@ import torch
 from ...errors import CheckpointError
 from ...files.data_file import DataFile
 from ...files.safetensors import check_count
+from ..megatron.arguments import stored_arguments
 from ..megatron.folder import iteration_folder
 from ..torch_files.reader import open_saved
-from ..torch_files.safe_pickle import Record
 from ..torch_files.saved import Saved, StoredTensor
 from .before_core import check_version, core_arguments, core_names, flattened, is_older
 
@@ -80,11 +80,11 @@ class RankFile:
         content = blob.value
         if not isinstance(content, dict):
             raise CheckpointError(f"{path} is refused: it holds no table.")
-        arguments = content["args"].state if isinstance(content.get("args"), Record) else {}
+        arguments: Mapping[Any, Any] = stored_arguments(content, path)
         # Megatron-LM takes a file without a version for one of version 0.
         version, iteration = content.get("checkpoint_version", 0), content.get("iteration", 0)
-        if not isinstance(arguments, dict) or type(version) not in (int, float) or type(iteration) is not int:
-            raise CheckpointError(f"{path} is refused: args, checkpoint_version or iteration is not what it should be.")
+        if type(version) not in (int, float) or type(iteration) is not int:
+            raise CheckpointError(f"{path} is refused: checkpoint_version or iteration is not what it should be.")
         numbered = takewhile(content.__contains__, (f"model{number}" for number in count()))
         models = [flattened(path, content[key]) for key in (["model"] if "model" in content else numbered)]
         if not models:

@@ -9,7 +9,7 @@ import torch
 
 from ...errors import CheckpointError
 from . import pickle_operations as ops
-from .pickled_values import Getattr, Named, Record, check_expansion, hashable
+from .pickled_values import COUNTED_TYPES, Getattr, Named, Record, check_expansion, cost_of_keys
 
 _GETATTR = Getattr()
 # As protocols 2 and from 3 on spell it.
@@ -20,7 +20,8 @@ _NAMES_OF_GETATTR = frozenset({"__builtin__.getattr", "builtins.getattr"})
 # object may be given to many of them.
 _PARTS, _BYTES_PER_PART = 6_000_000, 8
 _READ_PER_BYTE, _READ = 4, 1 << 20
-_COUNTED_TYPES = frozenset({str, bytes, tuple, list, dict, set, frozenset})
+# How many keys a pickle may have, all tables together, whose hashes it chooses. Each may be compared with all others.
+_FORESEEN_KEYS = 10_000
 _TOO_LARGE = "what it makes of its bytes is far larger than they are."
 # What holds no further parts, and how long a text may be to count as one.
 _LONG_TEXT = 256
@@ -43,7 +44,7 @@ class Machine:
         self, data: bytes, names: Mapping[str, Any], persistent: Callable[[Any], Any] | None, prefixes: tuple[str, ...]
     ):
         self.end = 0
-        self._parts = max(_PARTS, len(data) // _BYTES_PER_PART)
+        self._parts, self._foreseen = max(_PARTS, len(data) // _BYTES_PER_PART), _FORESEEN_KEYS
         self._to_read = _READ + _READ_PER_BYTE * len(data)
         self._data, self._names, self._persistent, self._prefixes = data, names, persistent, prefixes
         self._position = 0
@@ -79,16 +80,12 @@ class Machine:
         if self._to_read < 0:
             raise CheckpointError(_TOO_LARGE)
 
-    def _keys(self, keys: list[Any]) -> list[Any]:
-        """Returns keys of a table, whose hashes read them, after a look at what they are."""
-        length = 0
-        for key in keys:
-            kind = type(key)
-            if kind is str:
-                length += len(key)
-            else:
-                hashable(key)
-                length += key.bit_length() >> 6 if kind is int else len(key) if kind in _COUNTED_TYPES else 1
+    def _keys(self, keys: list[Any], there: int = 0) -> list[Any]:
+        """Returns keys of a table, in which some are `there`, after a look at what their hashes read and are."""
+        length, foreseen = cost_of_keys(keys, there)
+        self._foreseen -= foreseen
+        if self._foreseen < 0:
+            raise CheckpointError(f"it has more than {_FORESEEN_KEYS} keys that are neither text nor count on from 0.")
         self._read(length)
         return keys
 
@@ -243,12 +240,13 @@ class Machine:
     def _update(self, values: list[Any]) -> None:
         if type(self._stack[-1]) is not dict or len(values) % 2:
             raise TypeError("it sets items of what is no table")
-        self._stack[-1].update(zip(self._keys(values[::2]), values[1::2], strict=True))
+        table = self._stack[-1]
+        table.update(zip(self._keys(values[::2], len(table)), values[1::2], strict=True))
 
     def _add(self, values: list[Any]) -> None:
         if type(self._stack[-1]) is not set:
             raise TypeError("it adds to what is no set")
-        self._stack[-1].update(self._keys(values))
+        self._stack[-1].update(self._keys(values, len(self._stack[-1])))
 
     def _name(self, module: Any, name: Any) -> Any:
         if not isinstance(module, str) or not isinstance(name, str):
@@ -273,13 +271,15 @@ class Machine:
             raise TypeError("it calls what is no class")
         for value in arguments:
             given = type(value)
-            if given in _COUNTED_TYPES:
+            if given in COUNTED_TYPES:
                 self._read(len(value))
             elif given is int:
                 self._read(value.bit_length() >> 6)
         if kind is Getattr:
             if operation != ops.REDUCE:
                 raise CheckpointError("it makes an object of builtins.getattr.")
+        elif called.keys is not None:
+            self._keys(called.keys(arguments))
         elif called.most is not None:
             self._counts[called.name] = count = self._counts.get(called.name, 0) + 1
             if count > called.most:

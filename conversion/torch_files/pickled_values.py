@@ -39,9 +39,10 @@ class Named:
         make: what stands for a call of it, given the arguments; a `Record` by default.
         most: how many of them a pickle may have, and what they are called then.
         has_members: whether it may be an enumeration, of which a pickle may ask for a member.
+        keys: which of the arguments become keys of a table or a set.
     """
 
-    __slots__ = ("_make", "has_members", "most", "name", "plural")
+    __slots__ = ("_make", "has_members", "keys", "most", "name", "plural")
 
     def __init__(
         self,
@@ -51,8 +52,10 @@ class Named:
         plural: str = "",
         *,
         has_members: bool = False,
+        keys: Callable[[tuple[Any, ...]], list[Any]] | None = None,
     ):
-        self.name, self._make, self.most, self.plural, self.has_members = name, make, most, plural, has_members
+        self.name, self._make, self.most, self.plural = name, make, most, plural
+        self.has_members, self.keys = has_members, keys
 
     def __call__(self, arguments: tuple[Any, ...]) -> Any:
         return Record(self.name, arguments) if self._make is None else self._make(arguments)
@@ -85,6 +88,43 @@ def hashable(key: Any) -> Any:
     if kind in _SCALARS or (kind is tuple and all(type(part) in _SCALARS for part in key)):
         return key
     raise CheckpointError(f"it has a {kind.__name__} as a key.")
+
+
+_UNFORESEEN = frozenset({bytes, Record})
+# What is read as a whole by whoever is given it.
+COUNTED_TYPES = frozenset({str, bytes, tuple, list, dict, set, frozenset})
+# From here on integers have the hash of smaller ones.
+_LONGEST_KEY = 61
+
+
+def cost_of_keys(keys: Sequence[Any], there: int) -> tuple[int, int]:
+    """Returns how much the hashes of keys read, and how many of the keys have a hash that the file chose.
+
+    Many keys with one hash, or in each other's places, take quadratic time. The hashes of texts are salted, that of a
+    record is its place in memory. Numbers that count on from those that are there, as an optimizer's parameters do,
+    each have a place.
+
+    Args:
+        there: how many keys are in the table before these.
+
+    Raises:
+        CheckpointError: one is of a kind that is not hashed, or an integer larger than any that is written.
+    """
+    length = foreseen = 0
+    for place, key in enumerate(keys, there):
+        kind = type(key)
+        if kind is str:
+            length += len(key)
+            continue
+        hashable(key)
+        if kind is int:
+            if key.bit_length() > _LONGEST_KEY:
+                raise CheckpointError(f"it has an integer of {key.bit_length()} bits as a key.")
+            foreseen += key != place
+        else:
+            foreseen += kind not in _UNFORESEEN
+            length += len(key) if kind in COUNTED_TYPES else 1
+    return length, foreseen
 
 
 def check_expansion(value: Any, most: int) -> None:

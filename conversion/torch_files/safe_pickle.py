@@ -39,9 +39,12 @@ def enumeration_names(*names: str) -> Names:
     return MappingProxyType({name: Named(name, has_members=True) for name in names})
 
 
+def _pairs(arguments: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+    return [tuple(pair) for pair in (arguments[0] if arguments else ())]
+
+
 def _table(arguments: tuple[Any, ...]) -> dict[Any, Any]:
-    pairs = [tuple(pair) for pair in (arguments[0] if arguments else ())]
-    return {hashable(key): value for key, value in pairs}
+    return {hashable(key): value for key, value in _pairs(arguments)}
 
 
 def _set(arguments: tuple[Any, ...]) -> set[Any]:
@@ -55,12 +58,14 @@ def _bytes(arguments: tuple[Any, ...]) -> bytes:
     return str(text).encode("latin1")
 
 
+_SETS = ("builtins.set", "__builtin__.set")
 # Containers as protocol 2 spells them.
 CONTAINERS: Names = MappingProxyType(
     {
-        "collections.OrderedDict": Named("collections.OrderedDict", _table),
-        "builtins.set": Named("builtins.set", _set),
-        "__builtin__.set": Named("__builtin__.set", _set),
+        "collections.OrderedDict": Named(
+            "collections.OrderedDict", _table, keys=lambda arguments: [pair[0] for pair in _pairs(arguments)]
+        ),
+        **{name: Named(name, _set, keys=lambda arguments: [*arguments[0]]) for name in _SETS},
         "_codecs.encode": Named("_codecs.encode", _bytes),
     }
 )

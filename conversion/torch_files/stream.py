@@ -55,7 +55,8 @@ class Stream(Saved):
         return dtype, name, numel
 
     def _located(self, keys: Any) -> dict[str, tuple[int, int]]:
-        if not isinstance(keys, list) or len(keys) != len(self._numels) or set(keys) != self._numels.keys():
+        named = isinstance(keys, list) and all(type(key) is str for key in keys)
+        if not named or len(keys) != len(self._numels) or set(keys) != self._numels.keys():
             raise CheckpointError(f"{self.where} is damaged: its storages are not those of its tensors.")
         places, position = {}, self._end
         for key in keys:

@@ -26,15 +26,17 @@ def read_small(path: Path, most: int) -> bytes:
     return path.read_bytes()
 
 
-def read_json_table(path: Path) -> dict[str, Any]:
+def read_json_table(path: Path, most: int = LARGEST_JSON) -> dict[str, Any]:
     """Reads a JSON file that holds a table.
 
+    Args:
+        most: how many bytes it may have.
+
     Raises:
-        CheckpointError: naming the file, where it cannot be read, is larger than 256 MiB, is no JSON, or holds
-            anything else.
+        CheckpointError: naming the file, where it cannot be read, is larger, is no JSON, or holds anything else.
     """
     try:
-        content = json.loads(read_small(path, LARGEST_JSON))
+        content = json.loads(read_small(path, most))
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {shown(str(error))}") from error
     if not isinstance(content, dict):

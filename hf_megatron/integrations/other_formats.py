@@ -11,10 +11,13 @@ import torch
 from safetensors import SafetensorError
 from transformers import GenerationConfig
 
+from ..checkpoint.config_file import LARGEST_CONFIG
 from ..checkpoint.strict_loading import check_weight_index
 from ..communication.agreement import agreed, gather, rank_and_size
 from ..config import MegatronConfig
 from ..errors import CheckpointError
+from ..files.json_file import read_json_table
+from ..files.paths import inside, is_file
 from ..files.safetensors import read_header
 from .accelerate import ensure_process_group
 from .hub import readable_part
@@ -22,6 +25,8 @@ from .hub import readable_part
 if TYPE_CHECKING:
     from ..conversion.source import Source
     from ..conversion.tensors import TargetOptions
+
+_GENERATION = "generation_config.json"
 
 
 def foreign_source(model_class: Any, path: Any, config: Any, layout: MegatronConfig) -> "Source | None":
@@ -75,8 +80,11 @@ class Opened:
 
     def complete(self, model: Any) -> None:
         """Gives a model what stock reads beside the weights, and has no folder to read from."""
-        if self.folder is not None and model.can_generate() and (self.folder / "generation_config.json").is_file():
-            model.generation_config = GenerationConfig.from_pretrained(self.folder)
+        if self.folder is None or not model.can_generate() or not is_file(self.folder / _GENERATION):
+            return
+        # Stock reads it whole, however large it is.
+        read_json_table(inside(self.folder, _GENERATION), LARGEST_CONFIG)
+        model.generation_config = GenerationConfig.from_pretrained(self.folder)
 
 
 @contextmanager

@@ -6,17 +6,20 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
+from huggingface_hub import hf_hub_download
+from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ..axes import Axes
+from ..checkpoint.config_file import CONFIG, read_config
 from ..config import MegatronConfig
-from ..errors import ConfigError, MegatronError
+from ..errors import CheckpointError, ConfigError, MegatronError
 from ..parallelize import plan
 from ..registry import registered_types
 from ..registry.features import Features, describe_model
 from ..registry.recorded import layout_kind, tested_versions
 from ..shown import first_line
+from ..upstream import without_output
 from .draws import check_draws
 from .parity import Twin, check_twin, make_twin
 from .ranks import first_reason
@@ -89,8 +92,10 @@ def resolve_config(model: str, changes: Mapping[str, Any] | None = None) -> PreT
     if model.startswith((".", os.sep)) and not Path(model).exists():
         raise ConfigError(f"MODEL = {model!r}: there is no such folder.")
     try:
-        config = CONFIG_MAPPING[model]() if known else AutoConfig.from_pretrained(model)
-    except Exception as error:  # noqa: BLE001 - what a config class makes of a file that is none of its own
+        config = CONFIG_MAPPING[model]() if known else read_config(_folder_of(model))
+    except CheckpointError as error:
+        raise ConfigError(f"MODEL = {model!r} has no config that can be read: {error}") from error
+    except Exception as error:  # noqa: BLE001 - whatever keeps the Hub's file from being fetched
         raise ConfigError(f"MODEL = {model!r} has no config that can be read: {first_line(error)}") from error
     if not changes:
         return config
@@ -98,6 +103,11 @@ def resolve_config(model: str, changes: Mapping[str, Any] | None = None) -> PreT
         return type(config).from_dict(config.to_dict() | dict(changes))
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{model} with {dict(changes)}: {error}") from error
+
+
+def _folder_of(model: str) -> str | Path:
+    """Returns a folder as it is, or that of a hub name's config.json in the cache."""
+    return model if Path(model).exists() else Path(hf_hub_download(model, CONFIG)).parent
 
 
 def task_of_class(class_name: str, config: PreTrainedConfig) -> str:
@@ -275,7 +285,7 @@ def _without_weights(model: str, config: PreTrainedConfig) -> Any:
     kind = "AutoModelForSeq2SeqLM" if config.is_encoder_decoder else "AutoModelForCausalLM"
     make = getattr(transformers, kind).from_config if named is None else named._from_config
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), without_output():
             return make(config)
     except Exception as error:  # noqa: BLE001 - a model class, of sizes that it was not made for
         raise ConfigError(f"MODEL = {model!r}: no model can be made of its config: {first_line(error)}") from error

@@ -13,10 +13,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 from typer.testing import CliRunner
 
-from hf_megatron import CheckpointError
+from hf_megatron import CheckpointError, ConfigError
 from hf_megatron.cli import app
 from hf_megatron.cli import conversion as commands
 from hf_megatron.conversion import TargetOptions, convert, plan_conversion
@@ -282,3 +283,31 @@ def test_where_something_is_written_an_interrupt_is_an_exception(hf, tmp_path, m
     result = CliRunner().invoke(app, ["convert", str(hf), str(tmp_path / "out"), "--to", "sharded"])
     assert result.exit_code == 0, result.output
     assert handlers == [signal.getsignal(signal.SIGINT)] * 2
+
+
+def test_a_vocabulary_is_padded_within_reason(hf, tmp_path, monkeypatch):
+    """It was written until the disk was full; the padding was not among the bytes that are needed."""
+    with pytest.raises(ConfigError, match="make_vocab_size_divisible_by=1000000000: expected 65536 or less"):
+        convert(hf, tmp_path / "out", "torch_dist", options=TargetOptions(make_vocab_size_divisible_by=10**9))
+    asked = []
+    monkeypatch.setattr(StagedFolder, "require_space", lambda self, expected: asked.append(expected))
+    for to in ("torch_dist", "megatron_legacy"):
+        convert(hf, tmp_path / to, to, options=TargetOptions(make_vocab_size_divisible_by=4096))
+    # An embedding and a head of 64 columns in four bytes.
+    assert min(asked) > 2 * 4096 * 64 * 4
+
+
+@pytest.mark.parametrize("to", ["megatron_core", "megatron_legacy"])
+def test_the_one_of_another_type_is_named(hf, tmp_path, to):
+    source = tmp_path / "source"
+    shutil.copytree(hf, source)
+    weights = safetensors.torch.load_file(source / "model.safetensors")
+    name = "model.layers.1.self_attn.q_proj.weight"
+    safetensors.torch.save_file(
+        weights | {name: weights[name].bfloat16()}, source / "model.safetensors", {"format": "pt"}
+    )
+    with pytest.raises(CheckpointError) as seen:
+        convert(source, tmp_path / "out", to)
+    others = ", ".join(name.replace("q_proj", f"{part}_proj") for part in "kv")
+    assert f"{name} is of torch.bfloat16, and {others} of torch.float32: they become one" in str(seen.value)
+    convert(source, tmp_path / "out", "hf", verify=True)

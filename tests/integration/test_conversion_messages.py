@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForSequenceClassification
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    MegatronBertConfig,
+    MegatronBertForPreTraining,
+)
 from typer.testing import CliRunner
 
 from hf_megatron import CheckpointError
@@ -25,10 +32,10 @@ def hf(tmp_path_factory) -> Path:
     return folder
 
 
-def refused(source: Path, target: Path, to: str = "hf") -> str:
+def refused(source: Path, target: Path, to: str = "hf", **wanted) -> str:
     """The one line."""
     with pytest.raises(CheckpointError) as raised:
-        convert(source, target, to)
+        convert(source, target, to, **wanted)
     assert not target.exists() and "\n" not in str(raised.value)
     return str(raised.value)
 
@@ -149,3 +156,83 @@ def test_buffers_of_old_gpt2_files_are_no_weights(tmp_path):
     written = safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
     assert written and not any("masked_bias" in name for name in written)
     assert json.loads((tmp_path / "out" / "config.json").read_text("utf-8"))["n_layer"] == 1
+
+
+def test_logits_are_all_that_a_class_returns(tmp_path):
+    """Megatron's BERT has two heads, and calls the logits of neither so."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = MegatronBertForPreTraining(MegatronBertConfig(**sizes, intermediate_size=16, max_position_embeddings=32))
+    model.save_pretrained(tmp_path / "hf")
+    report = convert(tmp_path / "hf", tmp_path / "legacy", "megatron_legacy", verify=True, logits=True)
+    assert report.comparison.logits == 0.0 and compare(tmp_path / "hf", tmp_path / "hf", logits=True).logits == 0.0
+    with torch.no_grad():
+        model.cls.seq_relationship.bias += 1
+    model.save_pretrained(tmp_path / "other")
+    assert compare(tmp_path / "hf", tmp_path / "other", logits=True).logits == pytest.approx(1.0)
+    tuples = with_config(tmp_path / "other", tmp_path / "tuples", return_dict=False)
+    assert compare(tuples, tuples, logits=True).logits == 0.0
+    headless = model.bert
+    headless.save_pretrained(tmp_path / "headless")
+    assert compare(tmp_path / "headless", tmp_path / "headless", logits=True).logits == 0.0
+
+
+def test_logits_that_are_no_numbers_are_not_called_equal(hf, tmp_path):
+    source = tmp_path / "source"
+    shutil.copytree(hf, source)
+    weights = safetensors.torch.load_file(source / "model.safetensors")
+    weights["model.norm.weight"] *= float("nan")
+    safetensors.torch.save_file(weights, source / "model.safetensors", {"format": "pt"})
+    found = compare(source, source, logits=True)
+    assert not found.different and "logits are NaN or infinite: nothing of them could be compared" in found.summary()
+    assert run("verify", source, source, "--logits")[0] == 1 and run("verify", source, source)[0] == 0
+    said = refused(source, tmp_path / "out", logits=True)
+    assert "is not shown to equal its source, and is removed: " in said and "logits are NaN" in said
+
+
+def test_a_conversion_that_is_not_shown_to_be_equal_leaves_nothing(hf, tmp_path, monkeypatch):
+    target = tmp_path / "out"
+    for error in (CheckpointError("no logits"), KeyboardInterrupt(), RuntimeError("memory")):
+        monkeypatch.setattr("hf_megatron.conversion.comparing.compare_logits", raising(error))
+        with pytest.raises(type(error)):
+            convert(hf, target, "hf", verify=True, logits=True)
+        assert os.listdir(tmp_path) == []
+
+
+def raising(error: BaseException) -> Callable[..., None]:
+    def fail(*arguments: object) -> None:
+        raise error
+
+    return fail
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.int32])
+def test_whole_numbers_are_no_weights(hf, tmp_path, dtype):
+    """They went along as they were, under a config that said float32."""
+    source, legacy, name = tmp_path / "source", tmp_path / "legacy", "model.layers.0.mlp.down_proj.weight"
+    shutil.copytree(hf, source)
+    convert(source, legacy, "megatron_legacy")
+    weights = safetensors.torch.load_file(source / "model.safetensors")
+    whole = weights[name].view(dtype) if dtype == torch.int32 else weights[name].to(dtype)
+    safetensors.torch.save_file(weights | {name: whole}, source / "model.safetensors", {"format": "pt"})
+    [file] = legacy.rglob("*.pt")
+    content = torch.load(file, weights_only=False)
+    content["model"]["decoder.layers.0.mlp.linear_fc2.weight"] = whole
+    torch.save(content, file)
+    (legacy / "conversion.json").unlink()
+    for folder in (source, legacy):
+        for to in ("hf", "megatron_core"):
+            said = refused(folder, tmp_path / "out", to)
+            assert f"{name} is of {dtype}, and a floating point number in LlamaForCausalLM" in said
+
+
+@pytest.mark.parametrize("method", ["bitsandbytes", "fp8", "\x1b[31m"])
+@pytest.mark.parametrize("to", ["hf", "megatron_core", "dcp"])
+def test_a_quantization_is_refused_by_name(hf, tmp_path, to, method):
+    """It was left out of what Megatron's formats have, and copied beside plain weights in the others."""
+    source = with_config(hf, tmp_path / "source", quantization_config={"quant_method": method, "load_in_4bit": True})
+    said = refused(source, tmp_path / "out", to)
+    shown = method.replace("\x1b", "\\x1b")
+    assert f"config.json: quantization_config has quant_method {shown}: quantized weights are not converted" in said
+    with pytest.raises(CheckpointError, match="quantization_config"):
+        compare(source, hf)

@@ -6,6 +6,7 @@ import pickle
 import shutil
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -536,3 +537,150 @@ def test_copies_of_one_tensor_in_several_shards_are_compared(folders, tmp_path):
     with pytest.raises(CheckpointError, match=f"shard-00002.*: {NAME} differs from the one in shard-00001"):
         convert(source, tmp_path / "wrong", "hf")
     assert not (tmp_path / "wrong").exists()
+
+
+def with_one_hash(count: int) -> bytes:
+    """Returns the operations that push integers whose hashes are all 0, and nothing behind each."""
+    numbers = ((2**61 - 1) * number for number in range(1, count + 1))
+    return b"".join(b"\x8b\x0c\0\0\0" + number.to_bytes(12, "little") + b"N" for number in numbers)
+
+
+def in_one_place(behind: bytes = b"") -> bytes:
+    """Returns those that push numbers of one place in every table, each with something behind it."""
+    numbers = (number << 40 for number in range(1, 60_001))
+    return b"".join(b"\x8a\x08" + number.to_bytes(8, "little") + behind for number in numbers)
+
+
+CHOSEN_KEYS = {
+    "one hash": b"}(" + with_one_hash(60_000) + b"u",
+    "one hash in tables of a few": b"](" + (b"}(" + with_one_hash(6000) + b"u") * 20 + b"e",
+    "one place": b"}(" + in_one_place(b"N") + b"u",
+    "one by one": b"}" + in_one_place(b"Ns"),
+    "fractions": b"}(" + b"".join(b"G" + (number << 40).to_bytes(8, "big") + b"N" for number in range(60_000)) + b"u",
+    "pairs": b"}(" + in_one_place(b"N\x86N") + b"u",
+    "a set": b"\x8f(" + in_one_place() + b"\x90",
+    "a frozen set": b"(" + in_one_place() + b"\x91",
+    "a set that is called": b"cbuiltins\nset\n](" + in_one_place() + b"e\x85R",
+    "an ordered table": b"ccollections\nOrderedDict\n](" + in_one_place(b"N\x86") + b"e\x85R",
+}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", CHOSEN_KEYS)
+def test_keys_whose_hashes_a_file_chooses_are_few(name):
+    """Each was compared with all others: a file of a megabyte took minutes, one of ten took days."""
+    names, persistent = names_of_tensors()
+    with pytest.raises(CheckpointError, match="keys that are neither text nor count on|bits as a key"):
+        unpickle(pickled(CHOSEN_KEYS[name]), "here", names, persistent)
+
+
+def test_keys_that_are_written_are_read():
+    """An optimizer's state counts its parameters, and a store has a record for each chunk."""
+    for content in (dict.fromkeys(range(50_000)), {f"a{number}": 1 for number in range(50_000)}):
+        assert unpickle(pickle.dumps(content, 2), "here", {}) == content
+    few = {number << 40: {-1: 1.5, (1, "a"): None} for number in range(2000)}
+    assert unpickle(pickle.dumps(few, 2), "here", {}) == few
+
+
+def test_hostile_keys_are_refused_in_every_file(folders, tmp_path):
+    body = pickled(CHOSEN_KEYS["one hash"])
+    converted = tmp_path / "dcp"
+    convert(folders / "hf", converted, "dcp")
+    places = {
+        folders / "hf": "model.safetensors",
+        folders / "megatron_core": "common.pt",
+        folders / "megatron_legacy": "model_optim_rng.pt",
+        converted: ".metadata",
+    }
+    for number, (folder, name) in enumerate(places.items()):
+        source = tmp_path / str(number)
+        shutil.copytree(folder, source)
+        (source / "conversion.json").unlink(missing_ok=True)
+        [file] = source.rglob(name)
+        if name == "model.safetensors":
+            file.unlink()
+            file = file.with_name("pytorch_model.bin")
+        file.write_bytes(body)
+        with pytest.raises(CheckpointError, match="bits as a key"):
+            convert(source, tmp_path / "out", "sharded")
+
+
+def test_chunks_whose_hashes_a_store_chooses(folders, tmp_path):
+    """Offsets of one hash are as good as any where nothing is looked up by them."""
+    source = tmp_path / "source"
+    convert(folders / "hf", source, "dcp")
+    (source / "conversion.json").unlink()
+    [file] = source.rglob(".metadata")
+    metadata = torch.distributed.checkpoint.FileSystemReader(file.parent).read_metadata()
+    entry = metadata.state_dict_metadata[NAME]
+    chunk, [index] = entry.chunks[0], [index for index in metadata.storage_data if index.fqn == NAME]
+    offsets = [torch.Size([(2**61 - 1) * number, 0]) for number in range(1, 4)]
+    entry.chunks += [type(chunk)(offset, chunk.sizes) for offset in offsets]
+    metadata.storage_data |= {type(index)(NAME, offset): metadata.storage_data[index] for offset in offsets}
+    file.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=NAME):
+        convert(source, tmp_path / "out", "hf")
+
+
+def with_arguments(folder: Path, target: Path, change) -> Path:
+    """Copies a checkpoint of Megatron, and changes what its files hold."""
+    shutil.copytree(folder, target)
+    (target / "conversion.json").unlink()
+    for file in (*target.rglob("common.pt"), *target.rglob("model_optim_rng.pt")):
+        content = torch.load(file, weights_only=False)
+        change(content)
+        torch.save(content, file)
+    return target
+
+
+@pytest.mark.parametrize("to", MEGATRON)
+def test_arguments_that_are_none_are_refused_or_said(folders, tmp_path, to):
+    """Nothing was compared with the config then, and nobody was told."""
+    for number, args in enumerate(("a text", 5, [1], {}, {"num_layers": 2}, Path("/x"))):
+        source = with_arguments(folders / to, tmp_path / str(number), lambda found, args=args: found.update(args=args))
+        with pytest.raises(CheckpointError, match=r"\.pt: args is .*: expected a namespace of Megatron-LM's argum"):
+            convert(source, tmp_path / "out", "hf")
+    for name, change in (
+        ("no", lambda found: found.pop("args")),
+        ("none", lambda found: found.update(args=None)),
+        ("empty", lambda found: found.update(args=Namespace())),
+    ):
+        source = with_arguments(folders / to, tmp_path / name, change)
+        report = convert(source, tmp_path / f"{name} out", "hf", verify=True)
+        assert report.notes == ["no arguments of Megatron to compare the config with: only shapes were compared"]
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "link"])
+def test_what_lies_in_the_place_of_arguments_is_said(folders, tmp_path, kind):
+    source = tmp_path / "source"
+    shutil.copytree(folders / "megatron_core", source)
+    (source / "conversion.json").unlink()
+    [file] = source.rglob("common.pt")
+    file.unlink()
+    {"pipe": os.mkfifo, "folder": os.mkdir, "link": lambda path: path.symlink_to(path.name)}[kind](file)
+    with pytest.raises(CheckpointError, match=r"common\.pt is .*: expected a file"):
+        convert(source, tmp_path / "out", "hf")
+
+
+OTHER_KINDS_OF_MODEL = {
+    "num_experts": 4,
+    "num_moe_experts": 4,
+    "is_hybrid_model": True,
+    "hybrid_override_pattern": "M*",
+    "hybrid_layer_pattern": "M*M*",
+    "hybrid_attention_ratio": 0.5,
+}
+
+
+@pytest.mark.parametrize("to", MEGATRON)
+def test_arguments_of_another_kind_of_model(folders, tmp_path, to):
+    for name, value in OTHER_KINDS_OF_MODEL.items():
+        change = {name: value}
+        source = with_arguments(
+            folders / to, tmp_path / name, lambda found, change=change: vars(found["args"]).update(change)
+        )
+        with pytest.raises(CheckpointError, match=f"{name} is {str(value)[:1]}"):
+            convert(source, tmp_path / "out", "hf")
+    same = {"num_experts": None, "is_hybrid_model": False, "hybrid_attention_ratio": 0.0, "moe_layer_freq": 1}
+    source = with_arguments(folders / to, tmp_path / "same", lambda found: vars(found["args"]).update(same))
+    assert convert(source, tmp_path / "out", "hf").notes == []

@@ -52,6 +52,13 @@ OTHERWISE = {
         "attn_logit_softcapping": 50.0,
         "final_logit_softcapping": 30.0,
         "use_mup": True,
+        "is_hybrid_model": True,
+        "hybrid_override_pattern": "M*",
+        "hybrid_layer_pattern": "M*M*",
+        "hybrid_attention_ratio": 0.5,
+        "hybrid_mlp_ratio": 0.5,
+        "num_experts": 4,
+        "num_moe_experts": 4,
         "heterogeneous_block_specs": True,
         "heterogeneous_layers_config_path": "layers.json",
         "heterogeneous_layers_config_encoded_json": "{}",
@@ -83,7 +90,7 @@ ELSEWHERE = re.compile(
     r"num_layers_in_|account_for_|pipeline_|mtp_|hidden_dropout|attention_dropout|fp32_residual|fp8|fp4"
     r"|recompute_|init_method|output_layer_init|embedding_init|init_model|cuda_graph|enable_cuda"
     r"|external_cuda|inference_|use_|masked_softmax|bias_activation|bias_dropout|persist_|memory_efficient"
-    r"|apply_rope_fusion|fused_|distribute_|num_layers_at_|first_last|tp_only|kitchen_|mamba_|is_hybrid"
+    r"|apply_rope_fusion|fused_|distribute_|num_layers_at_|first_last|tp_only|kitchen_|mamba_"
     r"|linear_conv|linear_key|linear_value|linear_num|dsa_indexer|apply_query_key_layer_scaling"
     r"|attention_softmax_in_fp32|disable_|attention_backend|qk_clip|log_max|test_mode|calculate_per"
     r"|moe_router_load|moe_enable|moe_router_padding|moe_router_dtype|moe_router_bias_update"
@@ -91,7 +98,7 @@ ELSEWHERE = re.compile(
     r"|moe_per_layer|moe_expert_capacity|moe_pad_expert|moe_layer_recompute|moe_permute|moe_router_fusion"
     r"|moe_deepep|moe_hybridep|moe_shared_expert_overlap|cp_comm|clone_scatter|config_logger|flash_decode"
     r"|batch_invariant|symmetric_ar|mlp_chunks|quant_recipe|transformer_impl|fine_grained|offload_"
-    r"|min_offloaded|activation_func_fp8|activation_func|gated_linear|num_moe_experts|hidden_size"
+    r"|min_offloaded|activation_func_fp8|activation_func|gated_linear|hidden_size"
     r"|num_layers"
 )
 
