@@ -10,7 +10,6 @@ from hf_megatron.verify.metric import reference_error
 from hf_megatron.verify.ranks import run_ranks
 from tests.shared_twins import make_twin
 
-
 LAYOUTS = {
     "tp2": {"tp_size": 2},
     "tp2+sp": {"tp_size": 2, "sequence_parallel": True},
