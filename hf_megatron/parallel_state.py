@@ -59,9 +59,14 @@ class Pipeline(Protocol):
 
 
 class DataParallelEngine(Protocol):
-    """What reduces a model's gradients over the ranks that see other data."""
+    """What reduces a model's gradients over the ranks that see other data.
+
+    Attributes:
+        guards: called before an optimizer takes the gradients.
+    """
 
     skipped_steps: int
+    guards: list[Callable[[], None]]
     reducer: Any
 
     def refresh_main_weights(self) -> None:

@@ -10,7 +10,6 @@ from ..parallel_state import ParallelState
 from ..tensor_parallel.layer_streams import OneRandomState
 from ..tensor_parallel.model_guards import RefusedOutputs
 from .attention import ContextGroups
-from .guards import PartGuards
 from .head import place_head
 from .stack import ContextStack
 from .whole_blocks import WholeBlock, find_whole_blocks
@@ -66,7 +65,7 @@ def install(model: Any, state: ParallelState) -> None:
     modules = dict(model.named_modules())
     for block in whole_blocks & modules.keys():
         WholeBlock(stack, block).install(modules[block])
-    place_head(model, state, stack)
+    guards = place_head(model, state, stack, name)
     leaving = state.leaving
     state.leaving = stack.leave_stage if leaving is None else lambda hidden: stack.leave_stage(leaving(hidden))
     state.loss.join_tokens = stack.joined_rows
@@ -76,7 +75,7 @@ def install(model: Any, state: ParallelState) -> None:
             "output_hidden_states": "between layers each rank has its tokens only; set cp_size=1.",
         }
     ).install(model)
-    PartGuards(model, name).install(model)
+    guards.install(model)
 
 
 def context_groups(state: ParallelState) -> ContextGroups:

@@ -39,6 +39,11 @@ class ContextMask:
         return replace(self, stock=lambda: self.stock().to(*args, **kwargs))
 
     @property
+    def leaves_out_causal(self) -> bool:
+        """Whether queries see no later keys, and one process says so by a flag and not by a mask."""
+        return bool((self.mask.high < self.mask.length).any()) and self.dense is None
+
+    @property
     def blind(self) -> Tensor | None:
         """Queries that see no key and get the mean of all values, `[batch or 1, length]`, if there are any."""
         return self.mask.blind if self.spreads else None

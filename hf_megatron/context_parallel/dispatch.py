@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..errors import UnsupportedError
@@ -60,6 +61,9 @@ def _describe(
     stocks = partial(
         stock, batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, **kwargs
     )
+    if attention_mask is not None and attention_mask.shape[0] != batch_size:
+        # One process says what is wrong with it.
+        return stocks()
     mask = describe_mask(mask_function, batch_size, q_length, attention_mask)
     row = stack.row_of(q_length, mask.borders)
     return stocks() if row is None else ContextMask(row, mask, stocks, spreads=is_eager)
@@ -97,6 +101,12 @@ def _attend(
             f"{type(module).__name__}: dropout of {kwargs['dropout']} inside of attention with cp_size > 1. Set it to "
             "0 in the config, or load the model with cp_size=1."
         )
+    if not (attention_mask.spreads or getattr(module, "is_causal", True)) and attention_mask.leaves_out_causal:
+        raise UnsupportedError(
+            f"{type(module).__name__}.is_causal = False with cp_size > 1: sdpa looks at it where a mask says no "
+            "more than that attention is causal. Set it to True, or use cp_size=1."
+        )
+    query, key, value = _autocast(query, key, value)
     scale = kwargs.get("scaling")
     kernel = Kernel(query.shape[-1] ** -0.5 if scale is None else float(scale), kwargs.get("softcap"))
     row, sinks, blind = attention_mask.row, kwargs.get("s_aux"), attention_mask.blind
@@ -105,3 +115,12 @@ def _attend(
     if blind is not None and sinks is None:
         out = with_blind_queries(out, query, key, value, row, row.own(blind), kernel)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Casts queries, keys and values of any shape as autocast does before attention of torch."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(tensor if tensor.dtype is torch.float64 else tensor.to(dtype) for tensor in tensors)

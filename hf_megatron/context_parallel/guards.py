@@ -1,5 +1,10 @@
-"""Users' functions inside of a model whose rows are shared out: each sees some tokens only, and is refused by name."""
+"""Users' functions inside of a model whose rows are shared out.
 
+Inside of layers each sees some tokens only, and is refused by name. Behind them it has whole rows: what follows the
+layers works on some tokens only as long as nobody looks.
+"""
+
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -17,17 +22,18 @@ class PartGuards(Shared):
 
     Args:
         layers (`str`): the list of layers.
+
+    Attributes:
+        tail_is_stock: whether nothing of that is around or behind the layers, in the call under way.
     """
 
     def __init__(self, model: Any, layers: str):
-        head = model.get_output_embeddings()
-        around = {layers.rsplit(".", depth)[0] for depth in range(layers.count(".") + 1)} | {""}
         embeddings = model.get_input_embeddings()
         named = {name: module for name, module in model.named_modules() if module is not embeddings}
         self.inside = {name: module for name, module in named.items() if name.startswith(f"{layers}.")}
-        # Behind the layers too tokens may lie on several ranks.
-        self.modules = named if head is not None else self.inside
-        self.modules = {name: module for name, module in self.modules.items() if name not in around}
+        self.around = {name: module for name, module in named.items() if name not in self.inside}
+        self.exchanged = ExchangedFunctions(self.around, "cp_size")
+        self.tail_is_stock = True
         self.end = 0
 
     def install(self, model: Any) -> None:
@@ -44,16 +50,24 @@ class PartGuards(Shared):
         for hook in global_forward_hooks():
             if not is_marked(hook) and not is_of_checked_library(hook):
                 _refuse("all modules", hook)
-        for name, module in self.modules.items():
-            for hooks in (module._forward_pre_hooks, module._forward_hooks):
-                for number, hook in hooks.items():
-                    if number >= self.end and not is_marked(hook) and not is_of_checked_library(hook):
-                        _refuse(f"{name} ({type(module).__name__})", hook)
+        for name, module in self.inside.items():
+            for hook in self._users_hooks(module):
+                _refuse(f"{name} ({type(module).__name__})", hook)
+        # What the model itself returns is whole.
+        hooks = (hook for name, module in self.around.items() if name for hook in self._users_hooks(module))
+        self.tail_is_stock = next(hooks, None) is None and next(self.exchanged.found(), None) is None
+
+    def _users_hooks(self, module: nn.Module) -> Iterator[Any]:
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for number, hook in hooks.items():
+                if number >= self.end and not is_marked(hook) and not is_of_checked_library(hook):
+                    yield hook
 
 
 def _refuse(where: str, hook: Any) -> None:
     named = getattr(hook, "__qualname__", type(hook).__qualname__)
     raise UnsupportedError(
         f"A forward hook of {where} ({named}): with cp_size > 1 it sees this rank's tokens of each row. Hook the "
-        "model, mark the hook with hf_megatron.works_on_parts if a part is enough, or use cp_size=1."
+        "model, its base or its norm, mark the hook with hf_megatron.works_on_parts if a part is enough, or use "
+        "cp_size=1."
     )

@@ -98,9 +98,7 @@ class Kernel:
     def _is_fused(self, q: Tensor) -> bool:
         return q.device.type == "cpu" and self.softcap is None
 
-    def _scores(
-        self, q: Tensor, k: Tensor, tile: Interval, causal: bool, mask: Tensor | None
-    ) -> tuple[Tensor, Any]:
+    def _scores(self, q: Tensor, k: Tensor, tile: Interval, causal: bool, mask: Tensor | None) -> tuple[Tensor, Any]:
         """Returns scores `[batch, heads, queries, keys]` of a tile of queries, and the slope of their cap."""
         raw = _per_group(q, k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32)) * self.scale
         slope: Any = 1.0

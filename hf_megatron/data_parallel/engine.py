@@ -289,7 +289,7 @@ class DataParallel(Shared):
             self.is_unknown = before != self._forward_hooks or (self.is_unknown and not self.was_differentiated)
             self.is_running, self.was_differentiated = True, False
             refuse_hooks(parameters, 0 if self.reducer is None else 1, self.name_of)
-        if self.mesh.dp_size == 1:
+        if not self.mesh.adds_up_gradients:
             return None
         return with_trained_inputs(args, kwargs, self.mesh.dp_size, lambda leaf: engine_of(leaf) is self)
 

@@ -57,4 +57,4 @@ def _is_whole(tensor: Tensor) -> bool:
 
 
 def _checksum(tensor: Tensor) -> int:
-    return zlib.crc32(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return zlib.crc32(tensor.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 from transformers.trainer_utils import RemoveColumnsCollator
 
+from ..loss import without_targets
 from ..parallel_state import parallel_state
 from .batch_shards import rows_of_all_ranks, shard_of
 
@@ -31,8 +32,17 @@ _STACKS: tuple[Any, ...] = (default_collate, transformers.default_data_collator,
 
 def pad_for_training(trainer: Any, loader: Any) -> None:
     """Has a rank train on rows that are padded as in one process, where the width of a batch is known to matter."""
-    if trainer.args.include_num_input_tokens_seen == "all" or _padding_matters(trainer):
+    if trainer.args.include_num_input_tokens_seen == "all" or _padding_matters(trainer) or _joins_rows(loader):
         _pad(trainer, loader)
+
+
+def _joins_rows(loader: Any) -> bool:
+    """Tells whether a rank's batches are no rows, as padding-free and packed ones are not."""
+    if not isinstance(loader, DataLoaderShard) or _shard_of(loader.base_dataloader) is None:
+        return False
+    # Of a single row nobody could tell.
+    count = min(2, len(loader.base_dataloader.dataset))  # type: ignore[arg-type]
+    return count > 1 and not _has_rows(first_batch(loader.base_dataloader, count), count)
 
 
 def _padding_matters(trainer: Any) -> bool:
@@ -174,17 +184,22 @@ class _WholeBatches(BatchSamplerShard):
 
 
 class _OwnRows:
-    """Collates the rows of all ranks and keeps those of one; what it lacks is taken from the beginning."""
+    """Collates the rows of all ranks and keeps those of one; what it lacks is taken from the beginning.
+
+    Of collators that join rows it gets its own rows alone, or, where it has none, a row without targets.
+    """
 
     def __init__(self, collate: Callable[[list], Any], rank: int, size: int):
         self.collate, self.rank, self.size = collate, rank, size
 
     def __call__(self, samples: list) -> Any:
-        own = [(self.rank * self.size + index) % len(samples) for index in range(self.size)]
+        first = self.rank * self.size
         batch = self.collate(samples)
-        if not _has_rows(batch, len(samples)):
-            return self.collate([samples[place] for place in own])
-        return _taken(batch, own, len(samples))
+        if _has_rows(batch, len(samples)):
+            return _taken(batch, [(first + index) % len(samples) for index in range(self.size)], len(samples))
+        # Once joined, repeated rows could not be told from others.
+        own = samples[first : first + self.size]
+        return self.collate(own) if own else without_targets(self.collate(samples[:1]))
 
 
 class _WholeStream(IterableDatasetShard):

@@ -107,7 +107,7 @@ def install(model: Any, state: ParallelState) -> None:
         _install_style(name, module, model, state, plan, regions, forwards)
     # A block's hooks are installed after the styles', so that its region wraps what happens inside.
     state.leaving = regions.install(model, state.spec.sequence_arguments)
-    install_pending_loss(model)
+    install_pending_loss(model, state)
     refused = {"output_attentions": "each rank has the maps of its own heads only; load without megatron_config."}
     if config.sequence_parallel:
         refused["output_hidden_states"] = (

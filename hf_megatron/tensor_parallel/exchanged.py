@@ -6,6 +6,7 @@ on single entries may stand there; another one is refused before the model compu
 
 import inspect
 import sys
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -50,36 +51,45 @@ class ExchangedFunctions:
         for model in models:
             model.register_forward_pre_hook(self._enter)
 
-    @leave_uncompiled
-    def _enter(self, model: nn.Module, args: tuple) -> None:
-        for name in self.exchanged_before:
-            self._refuse(name)
+    def found(self) -> Iterator[str]:
+        """Names what was exchanged."""
+        yield from self.exchanged_before
         for base, method in self.methods.items():
             present = vars(base)["forward"]
             if _is_exchanged(present, method) or (is_of_checked_library(base) and _is_users(present)):
-                self._refuse(f"{base.__qualname__}.forward")
+                yield f"{base.__qualname__}.forward"
         for file, functions in self.files.items():
             present = vars(sys.modules[file])
             for name, function in functions.items():
                 if _is_exchanged(present.get(name), function):
-                    self._refuse(f"{file}.{name}")
+                    yield f"{file}.{name}"
         for name, module in self.modules.items():
-            if type(module).forward is not self.forwards[name] and not is_marked(type(module).forward):
-                self._refuse(f"{name}.__class__ ({type(module).__name__})")
-            # Modules are equal where they are the same.
-            if module._modules != self.children[name]:
-                self._compare_children(name, module)
-            if "forward" in module.__dict__ and not _is_own(module.__dict__["forward"], module):
-                self._refuse(f"{name}.forward")
+            yield from self._found_in(name, module)
         for name, functions in self.functions.items():
             for attribute, function in functions.items():
                 found = vars(self.modules[name]).get(attribute)
                 if found is not function and callable(found) and not is_marked(found):
-                    self._refuse(f"{name}.{attribute}")
+                    yield f"{name}.{attribute}"
         for config in self.configs:
             for option, function in chosen_functions(config).items():
                 if _is_users(function):
-                    self._refuse(option)
+                    yield option
+
+    @leave_uncompiled
+    def _enter(self, model: nn.Module, args: tuple) -> None:
+        if (name := next(self.found(), None)) is not None:
+            self._refuse(name)
+
+    def _found_in(self, name: str, module: nn.Module) -> Iterator[str]:
+        if type(module).forward is not self.forwards[name] and not is_marked(type(module).forward):
+            yield f"{name}.__class__ ({type(module).__name__})"
+        # Modules are equal where they are the same.
+        for child, found in module._modules.items() if module._modules != self.children[name] else ():
+            before = self.children[name].get(child)
+            if found is not before and before is not None and not _works_on_entries(found, before):
+                yield f"{name}.{child} ({type(found).__name__} in the place of {type(before).__name__})"
+        if "forward" in module.__dict__ and not _is_own(module.__dict__["forward"], module):
+            yield f"{name}.forward"
 
     def _refuse(self, what: str) -> None:
         raise UnsupportedError(
@@ -87,12 +97,6 @@ class ExchangedFunctions:
             "with hf_megatron.works_on_parts if it looks at single entries (attention: heads; layers: tokens), or load "
             f"the model with {self.field}=1."
         )
-
-    def _compare_children(self, name: str, module: nn.Module) -> None:
-        for child, found in module._modules.items():
-            before = self.children[name].get(child)
-            if found is not before and before is not None and not _works_on_entries(found, before):
-                self._refuse(f"{name}.{child} ({type(found).__name__} in the place of {type(before).__name__})")
 
 
 def _functions(module: nn.Module) -> dict[str, Any]:

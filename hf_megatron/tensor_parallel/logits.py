@@ -18,6 +18,7 @@ from ..batch_labels import BatchLabels
 from ..communication.collectives import bounds, copy_to_ranks, gather_from_ranks
 from ..data_parallel.graph_edges import LateOutput
 from ..data_parallel.sharded_guards import is_sharded
+from ..errors import UnsupportedError
 from ..loss import IGNORE_INDEX, count_targets
 from .cross_entropy import CrossEntropyOptions, linear_cross_entropy
 from .linear import ColumnParallelLinear
@@ -68,6 +69,7 @@ class ShardedLogits(LateOutput):
         if tokens is not None:
             self.leading = hidden.shape[0], tokens.length
         self.loss_taken = False
+        self.steps = head.steps if isinstance(head, VocabParallelHead) else 0
 
     # What the model itself may do to its logits before the loss.
     def _then(self, function: Callable[[Tensor], Tensor]) -> "ShardedLogits | Tensor":
@@ -77,7 +79,7 @@ class ShardedLogits(LateOutput):
 
     def _like(self, hidden: Tensor, functions: tuple[Callable[[Tensor], Tensor], ...]) -> "ShardedLogits":
         logits = ShardedLogits(hidden, self.head, functions, self.tokens)
-        logits.leaving = self.leaving
+        logits.leaving, logits.steps = self.leaving, self.steps
         if self.tokens is not None:
             logits.leading = self.leading
         return logits
@@ -172,6 +174,11 @@ class ShardedLogits(LateOutput):
 
     def _whole(self) -> Tensor:
         head = self.head
+        if self.steps != head.steps:
+            raise UnsupportedError(
+                "outputs.logits are read behind an optimizer step: they are computed when they are read, and the "
+                "weights are others now. Read them before optimizer.step()."
+            )
         unit: Any = head.model() if is_sharded(head.weight) else None
         if unit is None:
             return self._gathered()
@@ -263,6 +270,8 @@ class VocabParallelHead(ColumnParallelLinear):
     model: Callable[[], nn.Module | None]
     loss_is_pending: bool = False
     loss_chunk_size: int | None = None
+    # Optimizers that have taken the model's gradients so far.
+    steps: int = 0
     # The part of its input that this rank takes the loss of, and which tokens these are.
     part_of: Callable[[Tensor], tuple[Tensor, TokensOfRank | None]] | None = None
 

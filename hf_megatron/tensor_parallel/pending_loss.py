@@ -1,5 +1,6 @@
 """Tells a vocabulary head whether the forward under way takes a loss, and hands out full logits in evaluation."""
 
+import functools
 import inspect
 import weakref
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..parallel_state import ParallelState
 from .logits import ShardedLogits, VocabParallelHead
 
 
@@ -41,8 +43,14 @@ class PendingLoss:
         return output
 
 
-def install_pending_loss(model: nn.Module) -> None:
-    """Tells a model's vocabulary heads when a loss is taken of their logits."""
+def install_pending_loss(model: nn.Module, state: ParallelState) -> None:
+    """Tells a model's vocabulary heads when a loss is taken of their logits, and when an optimizer changes weights."""
+
+    def count(head: VocabParallelHead) -> None:
+        head.steps += 1
+
     for head in [module for module in model.modules() if isinstance(module, VocabParallelHead)]:
         head.model = weakref.ref(model)
         PendingLoss(head, model).install(model)
+        assert state.data_parallel is not None
+        state.data_parallel.guards.append(functools.partial(count, head))

@@ -7,7 +7,14 @@ import torch
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
 
-from hf_megatron import ConfigError, MegatronConfig, UnsupportedError, token_log_probs, works_on_parts
+from hf_megatron import (
+    ConfigError,
+    MegatronConfig,
+    UnsupportedError,
+    prepare_optimizer,
+    token_log_probs,
+    works_on_parts,
+)
 from hf_megatron.context_parallel.stack import ContextStack
 from hf_megatron.integrations.gate import ConfigUnderTest
 from hf_megatron.parallel_state import parallel_state
@@ -225,12 +232,163 @@ def test_ranks_draw_for_their_tokens(tmp_path):
         assert torch.equal(value, other)
 
 
+def mixed(hidden):
+    """Looks at all tokens of a row."""
+    return hidden + hidden.mean(1, keepdim=True)
+
+
+class MixingNorm(nn.Module):
+    def forward(self, hidden):
+        return mixed(hidden)
+
+
+class MixingHead(nn.Linear):
+    def forward(self, hidden):
+        return super().forward(mixed(hidden))
+
+
+def behind_base(model):
+    model.model.register_forward_hook(
+        lambda module, args, output: setattr(output, "last_hidden_state", mixed(output[0]))
+    )
+
+
+def in_place_of_base(model):
+    stock = model.model.forward
+
+    def forward(*args, **kwargs):
+        output = stock(*args, **kwargs)
+        output.last_hidden_state = mixed(output.last_hidden_state)
+        return output
+
+    model.model.forward = forward
+
+
+def behind_norm(model):
+    model.model.norm.register_forward_hook(lambda module, args, output: mixed(output))
+
+
+def in_place_of_norm(model):
+    model.model.norm = MixingNorm()
+
+
+def before_head(model):
+    model.lm_head.register_forward_pre_hook(lambda module, args: (mixed(args[0]),))
+
+
+def in_place_of_head(model):
+    head = MixingHead(32, 64, bias=False)
+    head.weight = model.lm_head.weight
+    model.lm_head = head
+
+
+def around_head(model):
+    stock = model.lm_head.forward
+    model.lm_head.forward = lambda hidden: stock(mixed(hidden))
+
+
+BEHIND = (behind_base, in_place_of_base, behind_norm, in_place_of_norm, before_head, in_place_of_head, around_head)
+
+
+@pytest.mark.parametrize("edit", BEHIND, ids=lambda edit: edit.__name__)
+def test_what_users_put_behind_the_layers_sees_whole_rows(llama, edit):
+    def edited(model):
+        edit(model)
+        loss = model(input_ids=IDS, labels=IDS).loss
+        loss.backward()
+        return [loss.detach(), model.model.layers[0].self_attn.q_proj.weight.grad + 0]
+
+    require_alike(*both(edited, llama, layout={"cp_size": 2, "cp_comm_type": "p2p"}))
+
+
+def late(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if torch.distributed.is_initialized():
+        optimizer = prepare_optimizer(optimizer)
+    output = model(input_ids=IDS, labels=IDS)
+    output.loss.backward()
+    output.logits.sum()
+    optimizer.step()
+    return output
+
+
+@pytest.mark.parametrize("layout", [{"cp_size": 2}, {"tp_size": 2}], ids=["cp2", "tp2"])
+def test_logits_are_not_read_behind_a_step(llama, layout):
+    def on_rank():
+        output = late(AutoModelForCausalLM.from_pretrained(llama, megatron_config=MegatronConfig(**layout)))
+        with pytest.raises(UnsupportedError, match="behind an optimizer step"):
+            output.logits.sum()
+
+    run_ranks(on_rank, 2)
+
+
+def cast(model):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = model(input_ids=IDS, labels=IDS).loss
+    loss.backward()
+    return [loss.detach().float(), *gradients(model).values()]
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_autocast_is_as_near_to_fp32_as_one_process(llama, implementation):
+    expected, found = both(cast, llama, attn_implementation=implementation)
+    exact = training(AutoModelForCausalLM.from_pretrained(llama, attn_implementation=implementation))
+
+    def distance(values):
+        pairs = zip(values, exact, strict=True)
+        return sum(float((value - other).norm() / other.norm().clamp(min=1e-6)) for value, other in pairs)
+
+    for one in found:
+        assert distance(one) <= 1.5 * distance(expected)
+
+
+def training(model):
+    loss = model(input_ids=IDS, labels=IDS).loss
+    loss.backward()
+    return [loss.detach(), *gradients(model).values()]
+
+
+def strided(model):
+    """Inputs that do not lie one behind the other."""
+    wide = torch.stack([IDS, IDS], -1)[..., 0]
+    losses = [model(input_ids=ids, labels=ids).loss for ids in (wide, IDS[:1, ::2], IDS.t().contiguous().t())]
+    mask = torch.ones(1, 1, dtype=torch.int64).expand(2, 13)
+    losses.append(model(input_ids=IDS, attention_mask=mask, labels=IDS).loss)
+    return [torch.stack(losses).detach()]
+
+
+def test_inputs_may_lie_anyhow(llama):
+    require_alike(*both(strided, llama))
+
+
+def asked_for(model):
+    embeddings = model.get_input_embeddings()(IDS).detach().requires_grad_()
+    return list(torch.autograd.grad(model(inputs_embeds=embeddings, labels=IDS).loss, [embeddings]))
+
+
+def test_gradients_of_inputs_may_be_asked_for(llama):
+    require_alike(*both(asked_for, llama))
+
+
+def test_a_mask_of_other_rows_is_an_error(llama):
+    def call(model):
+        with pytest.raises(IndexError):
+            model(input_ids=IDS, attention_mask=torch.tensor([[1] * 12 + [0]]), labels=IDS)
+        return []
+
+    both(call, llama)
+
+
 def hooked(model):
     model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: output * 2)
 
 
 def exchanged(model):
     model.model.layers[0].mlp.forward = lambda hidden: hidden.flip(1)
+
+
+def without_causal(model):
+    model.model.layers[0].self_attn.is_causal = False
 
 
 def with_dropout(model):
@@ -245,6 +403,7 @@ REFUSED = {
     "maps": (None, {"output_attentions": True}, "each rank has the maps of its own tokens"),
     "hidden states": (None, {"output_hidden_states": True}, "between layers each rank has its tokens"),
     "a mask of four dims": (None, {"attention_mask": torch.ones(2, 1, 13, 13).tril() == 1}, "a mask (2, 1, 13, 13)"),
+    "a flag of sdpa": (without_causal, {}, "is_causal = False"),
     "dropout of attention": (with_dropout, {}, "dropout of 0.1 inside of attention"),
 }
 

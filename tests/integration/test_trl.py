@@ -248,6 +248,18 @@ def test_options(stories, tmp_path, text, trainer_class, samples, options):
     compare(stories, tmp_path, text, trainer_class, samples, max_steps=2, eval_steps=2, **options)
 
 
+@pytest.mark.parametrize("rows", [5, 7])
+def test_rows_that_are_joined_are_not_repeated(stories, tmp_path, rows):
+    """The last batch has fewer rows than the ranks' batches together: one of them has some, or none."""
+    few = functools.partial(some_texts, rows)
+    options = {"padding_free": True, "max_length": None, "gradient_accumulation_steps": 1}
+    compare(stories, tmp_path, "dp2", SFTTrainer, few, **options)
+
+
+def some_texts(rows, count, seed=0):
+    return texts(rows, seed)
+
+
 def test_half_precision_and_checkpointing_as_trl_sets_them(stories, tmp_path):
     """Defaults: autocast to bf16 and gradient checkpointing."""
     options = {"bf16": True, "gradient_checkpointing": True, "max_steps": 2, "eval_strategy": "no"}
