@@ -17,7 +17,7 @@ _TOKENS = 1
 
 @dataclass(frozen=True, eq=False)
 class HeldTokens:
-    """The tokens of a row that this rank holds, as a head sees them (`tensor_parallel.logits.TokensOfRank`)."""
+    """The tokens of a row that this rank holds, as a head sees them (`tensor_parallel.tokens_of_rank`)."""
 
     order: SequenceOrder
     group: dist.ProcessGroup

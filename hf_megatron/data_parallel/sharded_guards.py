@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from ..absent_weights import is_absent
 from ..errors import UnsupportedError
 from ..patch_ledger import Shared
 from ..upstream import unsharded_parameters
@@ -126,7 +127,9 @@ class SplitPlaces:
             if id(module._parameters) in self._known:
                 continue
             for own, parameter in module._parameters.items():
-                if parameter is not None and (parameter.requires_grad or is_sharded(parameter)):
+                if parameter is None or is_absent(parameter):
+                    continue
+                if parameter.requires_grad or is_sharded(parameter):
                     raise UnsupportedError(
                         f"{name}.{own} came to a model with zero_stage=3 after loading: FSDP2 neither splits it "
                         "nor reduces its gradient. Make it part of the model before from_pretrained(..., "

@@ -8,7 +8,7 @@ logits. Anything else that reads it gets the gathered tensor, with the right gra
 import builtins
 import warnings
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,28 +20,23 @@ from ..data_parallel.graph_edges import LateOutput
 from ..data_parallel.sharded_guards import is_sharded
 from ..errors import UnsupportedError
 from ..loss import IGNORE_INDEX, count_targets
+from ..patch_ledger import Shared
 from .cross_entropy import CrossEntropyOptions, linear_cross_entropy
 from .linear import ColumnParallelLinear
 from .local_parameters import local_view
+from .tokens_of_rank import TokensOfRank
 
 _ELEMENTWISE = {torch.tanh, torch.mul, torch.div, torch.true_divide, Tensor.tanh, Tensor.mul, Tensor.div, F.tanh}
 
 
-class TokensOfRank(Protocol):
-    """The tokens of a row that a rank holds, where several ranks hold some each."""
+class StepsTaken(Shared):
+    """Counts how often optimizers have taken a model's gradients."""
 
-    @property
-    def length(self) -> int:
-        """Tokens of the row."""
+    def __init__(self) -> None:
+        self.number = 0
 
-    def own(self, targets: Tensor) -> Tensor:
-        """Keeps this rank's of `[batch, sequence]`: `[batch, held]`."""
-
-    def join(self, tensor: Tensor) -> Tensor:
-        """Joins the ranks' `[batch, held, ...]` to `[batch, sequence, ...]`, differentiable."""
-
-    def sum(self, part: Tensor) -> Tensor:
-        """Sums a tensor of any shape over the ranks, with its gradient."""
+    def count(self) -> None:
+        self.number += 1
 
 
 class ShardedLogits(LateOutput):
@@ -69,7 +64,7 @@ class ShardedLogits(LateOutput):
         if tokens is not None:
             self.leading = hidden.shape[0], tokens.length
         self.loss_taken = False
-        self.steps = head.steps if isinstance(head, VocabParallelHead) else 0
+        self.steps = head.steps.number if isinstance(head, VocabParallelHead) else 0
 
     # What the model itself may do to its logits before the loss.
     def _then(self, function: Callable[[Tensor], Tensor]) -> "ShardedLogits | Tensor":
@@ -174,7 +169,7 @@ class ShardedLogits(LateOutput):
 
     def _whole(self) -> Tensor:
         head = self.head
-        if self.steps != head.steps:
+        if self.steps != head.steps.number:
             raise UnsupportedError(
                 "outputs.logits are read behind an optimizer step: they are computed when they are read, and the "
                 "weights are others now. Read them before optimizer.step()."
@@ -270,8 +265,7 @@ class VocabParallelHead(ColumnParallelLinear):
     model: Callable[[], nn.Module | None]
     loss_is_pending: bool = False
     loss_chunk_size: int | None = None
-    # Optimizers that have taken the model's gradients so far.
-    steps: int = 0
+    steps: "StepsTaken"
     # The part of its input that this rank takes the loss of, and which tokens these are.
     part_of: Callable[[Tensor], tuple[Tensor, TokensOfRank | None]] | None = None
 

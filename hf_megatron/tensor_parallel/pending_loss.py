@@ -1,6 +1,5 @@
 """Tells a vocabulary head whether the forward under way takes a loss, and hands out full logits in evaluation."""
 
-import functools
 import inspect
 import weakref
 from typing import Any
@@ -9,7 +8,7 @@ import torch
 from torch import nn
 
 from ..parallel_state import ParallelState
-from .logits import ShardedLogits, VocabParallelHead
+from .logits import ShardedLogits, StepsTaken, VocabParallelHead
 
 
 class PendingLoss:
@@ -46,11 +45,10 @@ class PendingLoss:
 def install_pending_loss(model: nn.Module, state: ParallelState) -> None:
     """Tells a model's vocabulary heads when a loss is taken of their logits, and when an optimizer changes weights."""
 
-    def count(head: VocabParallelHead) -> None:
-        head.steps += 1
-
+    taken = StepsTaken()
     for head in [module for module in model.modules() if isinstance(module, VocabParallelHead)]:
         head.model = weakref.ref(model)
         PendingLoss(head, model).install(model)
-        assert state.data_parallel is not None
-        state.data_parallel.guards.append(functools.partial(count, head))
+        head.steps = taken
+    assert state.data_parallel is not None
+    state.data_parallel.guards.append(taken.count)

@@ -18,7 +18,8 @@ from ..communication.collectives import copy_to_ranks, refuse_second_derivatives
 from ..errors import ConfigError, UnsupportedError
 from ..loss import IGNORE_INDEX
 from .local_parameters import local_view
-from .logits import ShardedLogits, TokensOfRank, VocabParallelHead
+from .logits import ShardedLogits, VocabParallelHead
+from .tokens_of_rank import TokensOfRank
 from .vocabulary import require_tokens
 
 LOG_PROBS = "log_probs"

@@ -202,7 +202,7 @@ def test_ranks_that_fail_alike_say_so_once(stories, start, tmp_path):
 
 WAITING = {
     "tp2": r"waiting in all_reduce over \S+ in \w+\.\w+ \(test_failures\.py:\d+\)",
-    "dp2": r"waiting in all_reduce over \S+ in _MeanOverRanks\.forward \(test_failures\.py:\d+\)",
+    "dp2": r"waiting in all_reduce over \S+ in BatchLoss\._mean \(test_failures\.py:\d+\)",
 }
 
 
