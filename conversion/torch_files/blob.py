@@ -59,6 +59,9 @@ class Blob(Saved):
                 # Nothing before and nothing behind: both would move what the directory says.
                 if file.read(offset, min(length, 4)) != b"PK\3\4" or archive.comment:
                     raise ValueError("it does not begin and end with one")
+                # `zipfile` takes the last of several that lie one behind the other.
+                if min((info.header_offset for info in infos), default=0):
+                    raise ValueError("it is several")
             if any(file.read(offset + length - _LAST_RECORD + 4, 4)):
                 raise ValueError("it is one of several parts")
             _check_entries(file.read(offset + self._end, length - self._end), len(infos))

@@ -254,3 +254,15 @@ def test_one_of_several_parts(tmp_path):
     for place, value in ((8, b"\1"), (9, b"\x20"), (34, b"\1")):
         patched(good, bad, {entries(good)["data/0"] + place: value})
         refused(lambda: read_saved(bad), str(bad), "data/0 is encrypted or lies in another file")
+
+
+def test_several_that_lie_one_behind_the_other(tmp_path):
+    """A place whose length covers the next one too: torch reads the first of them, `zipfile` the last."""
+    made = []
+    for value in (1.0, 2.0):
+        buffer = io.BytesIO()
+        torch.save(torch.full((4,), value), buffer)
+        made.append(buffer.getvalue())
+    bad = tmp_path / "both"
+    bad.write_bytes(b"".join(made))
+    refused(lambda: read_saved(bad), str(bad), "it is several")
