@@ -240,7 +240,7 @@ SEVERAL_LOSSES = {"loss_type": ("ipo", "robust", "sft"), "label_smoothing": 0.1}
         ("pp2+dp2", DPOTrainer, preferences, {"precompute_ref_log_probs": True}),
         ("cp2", SFTTrainer, texts, PACKED),
         ("cp2+a2a", SFTTrainer, texts, {**PACKED, "packing_strategy": "wrapped", "gradient_checkpointing": True}),
-        ("cp2+pp2", SFTTrainer, texts, {"padding_free": True}),
+        ("cp2+pp2", SFTTrainer, texts, {"padding_free": True, "max_length": None}),
         ("cp2+dp2", DPOTrainer, preferences, {"ref_model": laid_out_reference}),
     ],
 )

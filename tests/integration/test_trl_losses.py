@@ -81,7 +81,8 @@ def test_gkd_of_given_texts(stories, tmp_path, text):
     options = {"lmbda": 0.0, "max_length": 64, "teacher_model": teacher, "processing_class": tokenizer}
     if teacher is named:
         options["prepare"] = shrink
-    compare(stories, tmp_path, text, GKDTrainer, conversations, **options)
+    # Logarithms of both distributions whole: the norm of the third step is off by 2.1e-5 on some processors.
+    compare(stories, tmp_path, text, GKDTrainer, conversations, tolerance=5e-5, **options)
 
 
 GIVEN = {"processing_class": tokenizer, "max_length": 64}
