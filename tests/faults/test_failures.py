@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from accelerate.utils import DataLoaderConfiguration
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import AutoModelForCausalLM
@@ -67,6 +68,8 @@ class Job:
             os.dup2(log, 2)
             sys.stdout, sys.stderr = (os.fdopen(number, "w", closefd=False) for number in (1, 2))
             sys.excepthook = sys.__excepthook__
+            # Another test of pytest's process may have left one; a script starts without.
+            AcceleratorState._reset_state(reset_partial_state=True)
             set_rank_environment(rank, world_size)
             os.environ["MASTER_PORT"] = str(port)
             torch.set_num_threads(1)
