@@ -39,6 +39,7 @@ class Measurement:
     Attributes:
         without: patterns of the parameters that are known to get no gradient.
         cancelled: names of the parameters whose gradient is zero in exact arithmetic.
+        round_off: of a reference, its largest error in fp32, in limits.
     """
 
     loss: float
@@ -48,6 +49,7 @@ class Measurement:
     weights: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     without: tuple[str, ...] = ()
     cancelled: frozenset[str] = frozenset()
+    round_off: float = 0.0
 
 
 def _rows_of_this_rank(model: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:

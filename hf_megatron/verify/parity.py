@@ -16,13 +16,12 @@ from ..config import MegatronConfig
 from ..integrations.gate import ConfigUnderTest
 from ..registry.features import Description, Part, describe_model
 from .measure import Measurement, measure
-from .metric import Error, Judgement, cancelled, judge
+from .metric import WELL_CONDITIONED, Error, Judgement, cancelled, judge
 from .ranks import run_ranks
 from .twin import TASKS, draw_parameters, full_config, make_batch, tiny_config, without_gradient
 
-# Seeds tried for a well-conditioned draw, and what counts as one: round-off of the reference itself, in limits.
+# Seeds tried for a well-conditioned draw.
 _DRAWS = 10
-_WELL_CONDITIONED = 0.5
 
 
 @dataclass
@@ -34,7 +33,6 @@ class Twin:
     batches: list[dict[str, Tensor]]
     reference: Measurement
     config: PreTrainedConfig
-    condition: float = 0.0
     full: Description = Description((), frozenset(), {})
 
     def model_on_meta(self) -> Any:
@@ -89,9 +87,9 @@ def make_twin(
         setattr(text, name, value)
     sizes = {"batch_size": batch_size, "sequence_length": sequence_length}
     draws = [_draw(tiny, task, class_name, microbatches, seed, sizes)]
-    while draws[-1].condition > _WELL_CONDITIONED and len(draws) < _DRAWS:
+    while draws[-1].reference.round_off > WELL_CONDITIONED and len(draws) < _DRAWS:
         draws.append(_draw(tiny, task, class_name, microbatches, seed + len(draws), sizes))
-    best = min(draws, key=lambda twin: twin.condition)
+    best = min(draws, key=lambda twin: twin.reference.round_off)
     best.full = full
     for twin in draws:
         if twin is not best:
@@ -132,7 +130,7 @@ def _draw(
         # Parts of the model compute in fp32 by name and refuse weights of another type: nothing to compare with.
         return twin
     twin.reference.cancelled = precise.cancelled = cancelled(precise)
-    twin.condition = judge(twin.reference, precise).worst.value
+    twin.reference.round_off = judge(twin.reference, precise).worst.value
     return twin
 
 

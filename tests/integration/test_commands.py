@@ -49,6 +49,7 @@ ELSEWHERE = {
     r"python -m tests\.matrix .*": "tests/matrix.json",
     r"python -m tests\.generated_docs": "tests/integration/test_docs.py",
     r"python -m tests\.habits.*": "tests/integration/test_habits.py",
+    r"python -m tests\.mutated_files .*": "tests/integration/test_mutated_files.py",
     r"python -m tests\.flips.*": "tests/integration/test_gate.py",
     r"python -m tests\.foreign_scripts.*": "tests/integration/test_foreign_scripts.py",
     r"hf-megatron fuzz.*": "tests/integration/test_fuzz.py",

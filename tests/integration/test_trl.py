@@ -157,9 +157,10 @@ def compare(stories, tmp_path, text, trainer_class, samples, tolerance=2e-5, **k
                 entry, other = ({**numbers, "eval_loss": 0.0} for numbers in (entry, other))
             assert entry == pytest.approx(other, rel=tolerance, abs=1e-5)
     for name, weight in expected[1].items():
-        torch.testing.assert_close(
-            found[0][1][name], weight, rtol=0, atol=3e-4, msg=lambda m, name=name: f"{name}: {m}"
-        )
+        # AdamW makes steps of up to the rate, 1e-3, of gradients that are round-off: a few entries of thousands.
+        difference = found[0][1][name] - weight
+        assert difference.abs().max() <= 1e-3, name
+        assert difference.pow(2).mean().sqrt() <= 5e-5, name
     return [shape for _, _, shapes in found for shape in shapes]
 
 

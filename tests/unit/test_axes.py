@@ -217,26 +217,27 @@ def test_every_entry_in_layouts_of_up_to_64_ranks(name):
 
 
 def check_entries(sizes, zero_stage, placements, kinds):
-    dp_replicate = sizes["dp"] if zero_stage == 0 else 1
-    axes, found = Axes.of_sizes(0, **sizes, dp_replicate=dp_replicate), count(**sizes)
+    axes, found = Axes.of_sizes(0, **sizes, dp_replicate=None if zero_stage == 0 else 1), count(**sizes)
     for name, placement in placements.items():
         is_expert = "experts" in name
         if (zero_stage == 3 and is_expert) or (is_expert and sizes["etp"] > 1 and name == "experts"):
             # FSDP2's units of experts come with them; experts that etp does not split are not laid out so.
             continue
-        average = "edp" if is_expert else "dp"
+        average = "edp" if is_expert else "dp_cp"
+        shards = axes.size(average)
         for is_moment in kinds:
             written = {}
             for rank, coordinates in enumerate(found):
+                shard = coordinates["edp"] if is_expert else coordinates["dp"] * sizes["cp"] + coordinates["cp"]
                 state = state_of(axes.of_rank(rank), zero_stage, placement, average)
                 held = holding(state, "weight", SHAPE, is_moment=is_moment)
                 expected = entries(placement, coordinates, sizes)
                 if zero_stage == 1 and is_moment:
-                    expected = part_of(expected, sizes.get(average, axes.size(average)), coordinates[average])
-                elif zero_stage == 3 and sizes["dp"] > 1:
+                    expected = part_of(expected, shards, shard)
+                elif zero_stage == 3 and shards > 1:
                     local = placement.local_shape(SHAPE, axes.of_rank(rank))
                     rows = batched(expected, local[1]) if local[1] else []
-                    expected = [number for row in part_of(rows, sizes["dp"], coordinates["dp"]) for number in row]
+                    expected = [number for row in part_of(rows, shards, shard) for number in row]
                 assert contents(held.boxes()) == expected, (sizes, name, rank)
                 piece = held.share("weight", torch.tensor(expected))
                 if piece is not None:
