@@ -91,6 +91,7 @@ class ParallelState(Shared):
         elsewhere: those of them that other stages hold, under the names of files too.
         patches (`ModelPatches`): what was replaced on the model itself.
         numbers_tokens: whether the call under way was given no positions of tokens.
+        known_rows (*optional*): what the host knows of the rows of the call under way.
         loss (`BatchLoss`, *optional*): what the model's losses are divided by; there once it is installed.
     """
 
@@ -107,6 +108,7 @@ class ParallelState(Shared):
     loss: BatchLoss = None  # type: ignore[assignment]
     patches: ModelPatches = field(default_factory=ModelPatches)
     numbers_tokens: bool = False
+    known_rows: Any = None
     pipeline: Pipeline | None = None
     data_parallel: DataParallelEngine | None = None
     _mesh: ParallelMesh | None = None

@@ -20,12 +20,12 @@ from .config import MegatronConfig
 from .context_parallel import axis as context_parallel
 from .data_parallel import axis as data_parallel
 from .errors import ConfigError, UnsupportedError
+from .known_rows import RowsOfCalls
 from .memory.training_cache import leave_out_in_training
 from .mesh import ParallelMesh
 from .parallel_state import ParallelState, StageCut, attach_state, parallel_state
 from .pipeline_parallel import axis as pipeline_parallel
 from .placement import Claim, GradientRule, Placement, copies_of_model
-from .positions import OwnPositions
 from .registry import own_spec, spec_for
 from .registry.row_mixing import why_rows_mix
 from .spec import ModelSpec
@@ -110,7 +110,7 @@ def install(model: Any) -> None:
     leave_out_in_training(model, pipelined=state.axes.size("pp") > 1, always=state.axes.size("cp") > 1)
     for axis in AXES:
         axis.install(model, state)
-    OwnPositions(model, state).install(model)
+    RowsOfCalls(model, state).install(model)
 
 
 def _hold_places(model: nn.Module, state: ParallelState) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UnsupportedError
+from ..known_rows import without_asking
 from ..memory.recompute import recomputing_interface
 from ..patch_ledger import LEDGER
 from .attention import context_attention, with_blind_queries
@@ -35,8 +36,10 @@ def attention_function(original: Callable, self: Any, *args: Any, **kwargs: Any)
 def mask_function(original: Callable, self: Any, name: str) -> Any:
     """Returns stock's function of masks, or one that describes them where a row under way lies on several ranks."""
     found = original(self, name)
-    if LEDGER.context is None or type(self).__name__ != "AttentionMaskInterface":
+    if type(self).__name__ != "AttentionMaskInterface":
         return found
+    if LEDGER.context is None:
+        return without_asking(found)
     return partial(_describe, LEDGER.context, found, name == "eager")
 
 

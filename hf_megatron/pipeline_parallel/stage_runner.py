@@ -16,6 +16,7 @@ from ..data_parallel.engine import DataParallel
 from ..data_parallel.fully_sharded import reshard
 from ..data_parallel.gradient_store import GradientStore
 from ..errors import UnsupportedError
+from ..known_rows import KnownRows
 from ..loss import Share, has_labels, without_targets
 from ..memory.training_cache import leave_out
 from ..parallel_state import ParallelState
@@ -72,7 +73,7 @@ class StageRunner(Shared):
         self.streams = MicrobatchStreams(mesh.device, mesh.host_group("pp"))
         self.first, self.last = cut.boundary.stages.rank_of[0], cut.boundary.stages.rank_of[-1]
         self._in_lockstep = state.in_lockstep
-        self._loaded = frozenset(state.claims)
+        self._state, self._loaded = state, frozenset(state.claims)
         self._auxiliary: dict[Hashable, bool] = {}
         engine.guards.append(lambda: self.loss_scale.require_settled(engine.gradients))
         engine.on_cleared.append(self.loss_scale.clear)
@@ -141,6 +142,7 @@ class StageRunner(Shared):
             read (`Callable`): (microbatch number, what the last stage returned) -> tensors that are handed out.
         """
         config, last = self.model.config, len(self.boundary.stages.ranges) - 1
+        self._state.known_rows = KnownRows(microbatches)
 
         def forward(number: int) -> Any:
             seen = {} if cache is None else {cache.name: cache.seen_by(self.boundary.stage)}

@@ -1,7 +1,7 @@
 """A training step's bytes on a rank: predicted in a fake world, and measured on CPU ranks to compare."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -25,6 +25,10 @@ _STEPS = 2
 _MEASURED_STEPS = 16
 # Rows that tables of positions begin with and no token uses (OPT, BioGPT).
 _MOST_RESERVED = 2
+_INPUTS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "attention_mask": torch.ones_like,
+    "position_ids": lambda ids: torch.arange(ids.shape[1]).repeat(ids.shape[0], 1),
+}
 
 
 def dry_run(
@@ -36,6 +40,7 @@ def dry_run(
     batch_size: int,
     sequence_length: int,
     dtype: torch.dtype = torch.bfloat16,
+    inputs: Sequence[str] = (),
     as_gloo: bool = False,
     timeout: float = 600.0,
 ) -> list[StepFigures]:
@@ -48,6 +53,7 @@ def dry_run(
         world_size (`int`): ranks of the job.
         batch_size, sequence_length (`int`): rows, and tokens of a row, of one call on one dp rank.
         dtype (`torch.dtype`, defaults to bf16): of the weights.
+        inputs: what the model is given beside tokens and labels, of `attention_mask` and `position_ids`.
         as_gloo (`bool`, defaults to `False`): as CPU ranks do, in place of accelerators.
         timeout (`float`): seconds.
 
@@ -61,15 +67,18 @@ def dry_run(
         RankError: the layout does not fit the model or the job; it has the rank's own error.
     """
     _require_possible(layout, ranks, world_size, batch_size, sequence_length)
+    if unknown := sorted(set(inputs) - _INPUTS.keys()):
+        raise ConfigError(f"dry_run(inputs={unknown}): expected some of {', '.join(_INPUTS)}.")
     _require_positions(config, sequence_length)
 
     def on_rank(world: FakeWorld) -> StepFigures:
         model, optimizer = _model_and_optimizer(config, layout, dtype)
         with world.running(model) as ledger:
             ids = torch.zeros(batch_size, sequence_length, dtype=torch.int64)
+            given = {name: make(ids) for name, make in _INPUTS.items() if name in inputs}
             for _ in range(_STEPS):
                 ledger.begin_step(kept_tensors(model, optimizer))
-                _step(model, optimizer, ids)
+                _step(model, optimizer, ids, **given)
         ledger.figures.parameters = _parameters(model)
         return ledger.figures
 
@@ -159,8 +168,8 @@ def _model_and_optimizer(
     return model, prepare_optimizer(torch.optim.AdamW(model.parameters()))
 
 
-def _step(model: Any, optimizer: torch.optim.Optimizer, ids: Tensor) -> None:
-    model(input_ids=ids, labels=ids).loss.backward()
+def _step(model: Any, optimizer: torch.optim.Optimizer, ids: Tensor, **given: Tensor) -> None:
+    model(input_ids=ids, labels=ids, **given).loss.backward()
     optimizer.step()
     optimizer.zero_grad()
 

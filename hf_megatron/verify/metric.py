@@ -33,6 +33,7 @@ _AMPLIFIED = 8
 # A reference that is off by more than two limits is none.
 _LARGEST_SLACK = 16
 
+
 @dataclass(frozen=True)
 class Error:
     """One compared quantity: `value` is its error over the limit, so that more than 1 is a mismatch."""

@@ -157,6 +157,15 @@ def test_a_further_wait_is_noticed(monkeypatch):
     assert [moment for moment, _ in found] == ["backward", "optimizer step"]
 
 
+@pytest.mark.parametrize("inputs", [("attention_mask",), ("position_ids",), ("attention_mask", "position_ids")])
+@pytest.mark.parametrize("layout", [{"tp_size": 2}, {"pp_size": 2, "num_microbatches": 4}], ids=["tp2", "pp2"])
+def test_masks_and_positions_are_asked_for_once_in_a_call(layout, inputs):
+    """And not by transformers, which asked in each microbatch."""
+    figures = predicted(layout, 1, inputs=inputs)
+    assert [read.moment for read in figures.reads] == ["forward", "optimizer step"]
+    assert figures.reads_of("hf_megatron") == figures.reads
+
+
 # Ranks of jobs that are nowhere
 
 
@@ -193,6 +202,7 @@ def test_no_watch_starts():
         ({"sequence_length": -3}, "sequence_length=-3"),
         ({"layout": MegatronConfig(tp_size=2, offload_optimizer=True)}, "offload_optimizer"),
         ({"layout": {"tp_size": 2}}, "expected a MegatronConfig"),
+        ({"inputs": ["pixel_values"]}, "pixel_values"),
     ],
 )
 def test_impossible_numbers_say_so(changes, match):
