@@ -25,6 +25,9 @@ class KnownRows:
 
     Args:
         microbatches: the arguments of each.
+
+    Attributes:
+        finds_documents: whether somebody has asked for documents in the positions of the call.
     """
 
     def __init__(self, microbatches: Sequence[Mapping[str, Any]]):
@@ -32,6 +35,7 @@ class KnownRows:
         self._given = [value if isinstance(value, Tensor) and value.dim() == 2 else None for value in given]
         self._masks: dict[int, tuple[Tensor, int]] = {}
         self._answers: list[bool] | None = None
+        self.finds_documents = False
 
     def hides_tokens(self, made: Tensor) -> bool | None:
         """Tells whether a mask that transformers made of one of the call's leaves tokens out; `None` of another one."""
@@ -41,6 +45,7 @@ class KnownRows:
     def begins_anew(self, positions: Tensor) -> bool | None:
         """Tells whether positions of the call begin anew in a row; `None` of others."""
         place = self._place(positions, 1)
+        self.finds_documents |= place is not None
         return None if place is None else self._answer(place)
 
     def note_mask(self, given: Any, made: Any) -> None:
@@ -61,7 +66,7 @@ class KnownRows:
                 if value is None:
                     answers.append(torch.zeros((), dtype=torch.bool, device="cpu"))
                 elif number % 2:
-                    answers.append(_begins_anew(value).any())
+                    answers.append(where_positions_begin(value).any())
                 else:
                     answers.append((value == 0).any())
             device = next(value.device for value in self._given if value is not None)
@@ -102,13 +107,13 @@ def find_packed_sequence_indices(original: Callable, position_ids: Tensor) -> Te
             return None
         answers = [known.begins_anew(position_ids) for known in _calls_under_way()]
         if any(answers):
-            return _begins_anew(position_ids).cumsum(-1)
+            return where_positions_begin(position_ids).cumsum(-1)
         if False in answers:
             return None
     return original(position_ids)
 
 
-def _begins_anew(positions: Tensor) -> Tensor:
+def where_positions_begin(positions: Tensor) -> Tensor:
     """Tells where positions `[rows, tokens]` do not follow the ones before; they do so at the first token."""
     return positions.diff(prepend=positions[:, :1] - 1) != 1
 

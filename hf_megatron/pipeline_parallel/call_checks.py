@@ -21,10 +21,12 @@ from .placeholder import PartElsewhere
 class CallChecks(Shared):
     """The checks of one model's calls."""
 
-    def __init__(self, model: Any, state: ParallelState):
+    def __init__(self, model: Any, state: ParallelState, *, mixes_documents: bool):
         self.model, self.auxiliary_loss = model, state.config.auxiliary_loss
         self._knows_targets = state.loss.shifts is not None
         self._tokens, self._classes = _tokens(model, state), _classes(model)
+        # Where rows say nothing of the next token, targets join them too.
+        self._mixes_documents = mixes_documents or not state.loss.shifts
 
     def require_tokens(self, arguments: Mapping[str, Any]) -> None:
         """Raises `IndexError` on every rank, where the first or the last stage alone would look the tokens up."""
@@ -51,12 +53,19 @@ class CallChecks(Shared):
         if not fills_cache and (past := cache_name(arguments)) is not None:
             raise UnsupportedError(f"{past} in a training step: a pipeline fills caches in evaluation only.")
 
+    def mixes_documents(self, arguments: Mapping[str, Any]) -> bool:
+        """Tells whether the documents of a row meet elsewhere than in attention, or in its router losses."""
+        return self._mixes_documents or (self._asks_for_routers(arguments) and self.auxiliary_loss != "microbatch")
+
+    def _asks_for_routers(self, arguments: Mapping[str, Any]) -> bool:
+        asked = arguments.get("output_router_logits")
+        return bool(
+            getattr(self.model.config.get_text_config(), "output_router_logits", False) if asked is None else asked
+        )
+
     def has_batch_statistics(self, arguments: Mapping[str, Any]) -> bool:
         """Tells whether a call takes a router loss of the whole batch, which microbatches do not add up to."""
-        asked = arguments.get("output_router_logits")
-        if asked is None:
-            asked = getattr(self.model.config.get_text_config(), "output_router_logits", False)
-        return bool(asked) and self.auxiliary_loss == "batch"
+        return self._asks_for_routers(arguments) and self.auxiliary_loss == "batch"
 
     def refuse_batch_statistics(self, arguments: Mapping[str, Any]) -> None:
         """Raises for a training call on several microbatches that takes the router loss of their batch."""

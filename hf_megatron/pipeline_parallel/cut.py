@@ -10,11 +10,13 @@ from torch import nn
 
 from ..axes import Axes
 from ..config import MegatronConfig
+from ..context_parallel.whole_blocks import find_whole_blocks
 from ..errors import PlanError, UnsupportedError
 from ..layer_list import find_layers
 from ..spec import ModelSpec
 from ..upstream import splits_python_functions
 from .boundary import StageBoundary
+from .packed_rows import scales_by_length
 from .partition import Stages, check_partition, estimate_cost, estimate_costs, even, partition
 from .placeholder import Placeholder, first_dtype
 from .schedules import check_schedule, rank_of_stage, schedule
@@ -40,6 +42,7 @@ class Cut:
         tied: names of parameters that the first and the last rank both hold.
         heads: names behind the layers -> those before them whose parameters they are.
         holds_first: whether this rank holds the first stage.
+        mixes_documents: whether those of a packed row meet elsewhere than in attention.
     """
 
     boundary: StageBoundary
@@ -49,6 +52,7 @@ class Cut:
     tied: tuple[str, ...]
     heads: Mapping[str, str]
     holds_first: bool
+    mixes_documents: bool
 
     def require_order(self, model: nn.Module) -> None:
         """Raises `UnsupportedError`, on all ranks alike, where a loop lists the layers otherwise than they were cut."""
@@ -179,6 +183,7 @@ def cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> Cut:
     layers = model.get_submodule(name)
     stages = make_stages(model, layers, config)
     boundary = StageBoundary(stages)
+    mixes_documents = scales_by_length(model.config) or bool(find_whole_blocks(model, spec, name))
     owned = stages.of_rank(axes.rank("pp"))
     holds_first, holds_last = 0 in owned, len(stages.ranges) - 1 in owned
     before, after = _around(model, name, spec)
@@ -213,7 +218,8 @@ def cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> Cut:
         model.all_tied_weights_keys = model._tied_weights_keys = kept
     crossing = stages.rank_of[0] != stages.rank_of[-1]
     shared = sorted(set(tied.values())) if crossing else ()
-    return Cut(boundary, name, tuple(before), tuple(after), tuple(shared), MappingProxyType(tied), holds_first)
+    parts = tuple(before), tuple(after), tuple(shared), MappingProxyType(tied)
+    return Cut(boundary, name, *parts, holds_first, mixes_documents)
 
 
 def _place(stages: Stages, stage: int) -> str:

@@ -29,6 +29,7 @@ from .cut import Cut, stages_per_rank
 from .executor import Execution
 from .loss_scale import LossScale
 from .microbatches import batch_rows, describe, split
+from .packed_rows import PackedRow, tokens_of
 from .rehearsal import Rehearsal
 from .schedules import Action, schedule, valid_microbatches
 from .transport import Transport
@@ -68,13 +69,16 @@ class StageRunner(Shared):
         self.wants_logits = True
         self.read: Callable[[Any, slice], tuple[Tensor, ...]] | None = None
         self.shards_weights = state.shards_weights
-        self.checks = CallChecks(model, state)
+        self.checks = CallChecks(model, state, mixes_documents=cut.mixes_documents)
         self.rehearsal = Rehearsal(model, state, cut, self.forward)
         self.streams = MicrobatchStreams(mesh.device, mesh.host_group("pp"))
         self.first, self.last = cut.boundary.stages.rank_of[0], cut.boundary.stages.rank_of[-1]
         self._in_lockstep = state.in_lockstep
         self._state, self._loaded = state, frozenset(state.claims)
         self._auxiliary: dict[Hashable, bool] = {}
+        self._known_rows: KnownRows | None = None
+        # Implementations of attention.
+        self._keep_documents_apart: set[str] = set()
         engine.guards.append(lambda: self.loss_scale.require_settled(engine.gradients))
         engine.on_cleared.append(self.loss_scale.clear)
 
@@ -94,7 +98,9 @@ class StageRunner(Shared):
             self.cut.refuse_added(self.model, self._loaded)
         rows = batch_rows(arguments)
         given = arguments.pop("num_items_in_batch", None)
-        at_most = self._same_on_dp_ranks(min(rows, self.microbatches_at_most()))
+        packed = self._packed_row(arguments) if for_backward else None
+        units = rows if packed is None else len(packed.microbatches(self.microbatches_at_most()))
+        at_most = self._same_on_dp_ranks(min(units, self.microbatches_at_most()))
         takes_loss = self.read is not None or has_labels(arguments)
         if whole or (not for_backward and self.checks.has_batch_statistics(arguments)):
             count = 1
@@ -111,12 +117,27 @@ class StageRunner(Shared):
             denominators = self.loss.denominators(arguments, rows, given, over_ranks=for_backward)
         elif self.read is not None:
             denominators = [1, self.loss.row_denominator(rows)]
-        microbatches = split(arguments, min(count, rows))
+        if packed is None:
+            microbatches = split(arguments, min(count, rows))
+            weights = [batch_rows(microbatch) / rows for microbatch in microbatches]
+        else:
+            microbatches = packed.microbatches(count)
+            weights = [tokens_of(microbatch) / packed.length for microbatch in microbatches]
         if not whole:
             self.rehearsal.of_call(microbatches[0], is_read=self.read is not None)
-        weights = [batch_rows(microbatch) / rows for microbatch in microbatches]
         missing = count - len(microbatches)
-        return microbatches + [without_targets(microbatches[0])] * missing, weights + [0.0] * missing, denominators
+        shortest = without_targets(microbatches[min(range(len(weights)), key=weights.__getitem__)])
+        return microbatches + [shortest] * missing, weights + [0.0] * missing, denominators
+
+    def _packed_row(self, arguments: dict[str, Any]) -> PackedRow | None:
+        """Finds documents to cut a row between, once the model was seen to keep them apart in an earlier call."""
+        known, self._known_rows = self._known_rows, None
+        kind = self.model.config.get_text_config()._attn_implementation
+        if known is not None and known.finds_documents:
+            self._keep_documents_apart.add(kind)
+        if kind not in self._keep_documents_apart or self.checks.mixes_documents(arguments):
+            return None
+        return PackedRow.of_call(arguments)
 
     def _same_on_dp_ranks(self, microbatches: int) -> int:
         """Lets ranks with fewer rows decide for all, where dp ranks wait for each other in a forward."""
@@ -142,7 +163,7 @@ class StageRunner(Shared):
             read (`Callable`): (microbatch number, what the last stage returned) -> tensors that are handed out.
         """
         config, last = self.model.config, len(self.boundary.stages.ranges) - 1
-        self._state.known_rows = KnownRows(microbatches)
+        self._state.known_rows = self._known_rows = KnownRows(microbatches)
 
         def forward(number: int) -> Any:
             seen = {} if cache is None else {cache.name: cache.seen_by(self.boundary.stage)}

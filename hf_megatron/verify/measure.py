@@ -57,7 +57,10 @@ def _rows_of_this_rank(model: Any, batch: dict[str, Tensor]) -> dict[str, Tensor
     state = parallel_state(model)
     if state is None or state.mesh.dp_size == 1:
         return batch
-    return {name: value.tensor_split(state.mesh.dp_size)[state.mesh.dp_rank] for name, value in batch.items()}
+    ranks, rank = state.mesh.dp_size, state.mesh.dp_rank
+    return {
+        name: value.tensor_split(ranks)[rank] if isinstance(value, Tensor) else value for name, value in batch.items()
+    }
 
 
 def _gradients(model: Any) -> dict[str, Tensor | None]:

@@ -1,0 +1,74 @@
+"""Where a packed row is cut into microbatches."""
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from hf_megatron.pipeline_parallel.packed_rows import PackedRow, scales_by_length
+
+LENGTHS = (9, 4, 13, 2)
+
+
+def call(lengths=LENGTHS, **changes):
+    ids = torch.arange(sum(lengths)).unsqueeze(0)
+    positions = torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0)
+    return {"input_ids": ids, "position_ids": positions, "labels": ids.masked_fill(positions == 0, -100), **changes}
+
+
+@pytest.mark.parametrize(
+    ("count", "lengths"), [(1, [28]), (2, [13, 15]), (3, [9, 4, 15]), (4, [9, 4, 13, 2]), (9, [9, 4, 13, 2])]
+)
+def test_cuts_near_equal_shares(count, lengths):
+    parts = PackedRow.of_call(call()).microbatches(count)
+    assert [part["input_ids"].shape[1] for part in parts] == lengths
+    assert torch.equal(torch.cat([part["labels"] for part in parts], 1), call()["labels"])
+
+
+def test_flash_arguments_are_those_of_the_part():
+    ends = torch.tensor([0, 9, 13, 26, 28], dtype=torch.int32)
+    given = call(cu_seq_lens_q=ends, cu_seq_lens_k=ends, max_length_q=13, max_length_k=13)
+    first, second = PackedRow.of_call(given).microbatches(2)
+    assert first["cu_seq_lens_q"].tolist() == [0, 9, 13] and second["cu_seq_lens_k"].tolist() == [0, 13, 15]
+    assert (first["max_length_q"], second["max_length_k"]) == (9, 13)
+    assert first["cu_seq_lens_q"].dtype == torch.int32
+
+
+def test_borders_are_those_of_both():
+    ends = torch.tensor([0, 13, 28])
+    assert PackedRow.of_call(call(cu_seq_lens_q=ends, cu_seq_lens_k=ends)).borders == (13,)
+    # The ends of documents whose positions go on are none to attention by positions.
+    continued = call((13, 15), cu_seq_lens_q=torch.tensor([0, 9, 13, 28]))
+    assert PackedRow.of_call(continued).borders == (13,)
+
+
+def test_a_target_between_documents_joins_them():
+    labels = call()["labels"].clone()
+    labels[0, 13] = 13
+    assert PackedRow.of_call(call(labels=labels)).borders == (9, 26)
+    assert PackedRow.of_call(call(labels=labels, shift_labels=labels)).borders == (9, 13, 26)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"attention_mask": torch.ones(1, 28, dtype=torch.int64)},
+        {"position_ids": torch.arange(28).unsqueeze(0)},
+        {"position_ids": None},
+        {"position_ids": torch.zeros(3, 1, 28, dtype=torch.int64)},
+        {"pixel_values": torch.zeros(1, 3, 8, 8)},
+        {"extra": torch.zeros(28)},
+        {"input_ids": torch.zeros(2, 28, dtype=torch.int64)},
+    ],
+    ids=str,
+)
+def test_what_is_no_packed_row_is_not_cut(changes):
+    assert PackedRow.of_call(call(**changes)) is None
+
+
+def test_rotary_embeddings_that_know_the_longest_text():
+    assert not scales_by_length(LlamaConfig())
+    assert scales_by_length(LlamaConfig(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}))
+    layers = {"full_attention": {"rope_type": "longrope"}, "sliding_attention": {"rope_type": "default"}}
+    config = LlamaConfig()
+    config.rope_parameters = layers
+    assert scales_by_length(config)
