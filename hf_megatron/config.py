@@ -68,6 +68,10 @@ class MegatronConfig:
             it is read.
         recompute (`str`, *optional*): activations that backward computes again: `"full"`, every layer's
             (gradient checkpointing), or `"selective"`, the attention core's only.
+        offload_activations (`bool`, defaults to `False`): with `recompute="full"`, what layers keep for backward waits
+            in CPU memory.
+        mlp_chunk_size (`int`, *optional*): tokens that an MLP computes at a time in training, in forward and again in
+            backward; the wide activations of one chunk are all that exists. By default all at once.
         gradient_clipping (`float`, *optional*): the optimizer clips gradients to this norm before a step whose
             gradients the loop has not clipped itself (Trainer's `max_grad_norm`, `accelerator.clip_grad_norm_`).
         pp_size (`int`, defaults to 1): ranks that hold consecutive layers each (pipeline parallel).
@@ -122,6 +126,8 @@ class MegatronConfig:
     async_save: bool = False
     verify_checksums: bool = True
     recompute: str | None = None
+    offload_activations: bool = False
+    mlp_chunk_size: int | None = None
     gradient_clipping: float | None = None
     pp_size: int = 1
     num_microbatches: int | None = None
@@ -140,7 +146,7 @@ class MegatronConfig:
     timeout: float = 1800.0
 
     def __post_init__(self) -> None:
-        optional = ("dp_size", "bucket_size", "loss_chunk_size", "num_microbatches", "virtual_stages")
+        optional = ("dp_size", "bucket_size", "loss_chunk_size", "mlp_chunk_size", "num_microbatches", "virtual_stages")
         for name in (*SIZES, *optional, "max_skipped_steps"):
             value = getattr(self, name)
             if name in optional and value is None:
@@ -153,13 +159,21 @@ class MegatronConfig:
             if getattr(self, name) not in choices:
                 listed = f"{', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}"
                 raise ConfigError(f"MegatronConfig.{name} = {getattr(self, name)!r}: expected {listed}.")
-        switches = ("sequence_parallel", "strict_loading", "allow_unverified", "main_weights_in_fp32")
-        for name in (*switches, "offload_optimizer", "async_save", "verify_checksums", "pack_activations"):
+        switches = ("sequence_parallel", "strict_loading", "allow_unverified", "main_weights_in_fp32", "async_save")
+        offloads = ("offload_optimizer", "offload_activations")
+        for name in (*switches, *offloads, "verify_checksums", "pack_activations"):
             value = getattr(self, name)
             if not isinstance(value, bool) and (value is not None or name != "pack_activations"):
                 raise ConfigError(f"MegatronConfig.{name} = {value!r}: expected True or False.")
         if self.pack_activations and not self.sequence_parallel:
             raise ConfigError("MegatronConfig.pack_activations = True: needs sequence_parallel=True.")
+        if self.offload_activations and self.recompute != "full":
+            raise ConfigError("MegatronConfig.offload_activations = True: needs recompute='full'.")
+        if self.mlp_chunk_size is not None and self.sequence_parallel:
+            raise ConfigError(
+                f"MegatronConfig.mlp_chunk_size = {self.mlp_chunk_size}: tokens are split over the tp ranks around an "
+                "MLP with sequence_parallel=True. Use cp_size to share out tokens, or leave one of them out."
+            )
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise ConfigError(f"MegatronConfig.seed = {self.seed!r}: expected an integer.")
         if not isinstance(self.timeout, int | float) or not math.isfinite(self.timeout) or self.timeout <= 0:

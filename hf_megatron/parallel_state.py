@@ -25,6 +25,10 @@ class StageCut(Protocol):
     """How a model was cut into pipeline stages."""
 
     @property
+    def layers(self) -> str:
+        """Names the list of layers."""
+
+    @property
     def tied(self) -> tuple[str, ...]:
         """Names of weights that the first and the last rank of the pipeline both hold."""
 

@@ -41,6 +41,7 @@ ORDER = (
     ("parallel_state",),
     ("token_loss", "batch_labels", "auxiliary_loss", "loss"),
     ("memory", "profile"),
+    ("mixed_class",),
     ("communication",),
     ("mesh",),
     ("placement", "absent_weights", "absent_operators"),

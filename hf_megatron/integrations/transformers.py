@@ -19,12 +19,15 @@ from ..axes import Axes
 from ..checkpoint.initialize import initialize_missing
 from ..checkpoint.merged import save_merged
 from ..checkpoint.strict_loading import check_loaded, own_memory
-from ..communication.agreement import agreed
+from ..communication.agreement import agreed, gather
 from ..communication.handshake import agree
 from ..config import MegatronConfig, validate_world_size
 from ..errors import ConfigError, UnsupportedError
+from ..layer_list import find_layers
+from ..memory.offloaded_inputs import offload_inputs
 from ..memory.recompute import apply_recompute
-from ..parallel_state import parallel_state
+from ..memory.tiled_mlp import tile_mlps
+from ..parallel_state import ParallelState, parallel_state
 from ..parallelize import install, parallel_plan, place, plan
 from ..patch_ledger import LEDGER
 from ..registry.features import describe_model
@@ -131,6 +134,7 @@ def _finish(model: Any) -> None:
     """Has modules compute in parallel, now that the weights are in, and stock loops find what they ask a model for."""
     state = parallel_state(model)
     assert state is not None
+    _keep_less(model, state)
     install(model)
     apply_recompute(model, state.config.recompute)
     model.register_load_state_dict_pre_hook(_shard_full_tensors)
@@ -142,6 +146,22 @@ def _finish(model: Any) -> None:
     ):
         state.patches.replace(model, attribute, value)
     state.patches.replace(model.config, "distributed_config", state.config)
+
+
+def _keep_less(model: Any, state: ParallelState) -> None:
+    """Has layers work on some tokens at a time, and keep their inputs in CPU memory, where the config asks for it."""
+    config = state.config
+    if (tokens := config.mlp_chunk_size) is not None:
+        layers = find_layers(model, state.spec, "mlp_chunk_size") if state.cut is None else state.cut.layers
+        found = tile_mlps(model, layers, tokens)
+        if not any(gather(bool(found), state.mesh.host_group("pp"), "Looking for MLPs on all stages")):
+            raise UnsupportedError(
+                f"MegatronConfig.mlp_chunk_size = {tokens}: the layers of {type(model).__name__} have no module that "
+                "is an MLP and nothing else. Leave it out; recompute='full' keeps less too."
+            )
+    if config.offload_activations:
+        layers = find_layers(model, state.spec, "offload_activations") if state.cut is None else state.cut.layers
+        offload_inputs(model, layers)
 
 
 def prepare_distribute_model(original: Callable, cls: Any, distributed_config: Any, device_map: Any = None) -> Any:

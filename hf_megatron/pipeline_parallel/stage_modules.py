@@ -4,31 +4,15 @@ After `model.lm_head = nn.Linear(...)` the last stage computes with the new head
 """
 
 from collections.abc import Collection, Mapping
-from functools import cache
 from typing import Any
 
 from torch import nn
 
 from ..absent_weights import is_absent
 from ..errors import UnsupportedError
-from ..upstream import follow_forward_of_bases
+from ..mixed_class import stand_around
 from .placeholder import Placeholder, names_in
 from .stage_parts import StagedInput, StagedLayer, output_width
-
-
-@cache
-def _staged_class(mixin: Any, base: Any) -> type[nn.Module]:
-    made = type(base.__name__, (mixin, base), {})
-    follow_forward_of_bases(made)
-    return made
-
-
-def stand_around(module: nn.Module, mixin: type, **attributes: Any) -> None:
-    """Puts a mixin in front of a module's class; what it keeps stays out of the module's own names."""
-    module.__class__ = _staged_class(mixin, type(module))  # type: ignore[arg-type]
-    for name, value in attributes.items():
-        object.__setattr__(module, name, value)
-
 
 _STANDING = (Placeholder, StagedLayer, StagedInput)
 

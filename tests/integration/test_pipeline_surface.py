@@ -337,7 +337,8 @@ def test_nobody_looks_for_documents_in_positions_that_were_not_given():
         return [*found, reads(stock), reads(model, attention_mask=torch.ones(2, 8))]
 
     own, given, stock, masked = run_ranks(on_rank, 2)[0]
-    assert given - own == 1 and stock == 1 and masked <= given
+    # What was given is asked for together, and once in a call (`test_known_rows.py`): transformers asks no more.
+    assert given == own and stock == 1 and masked <= given
 
 
 def tuples(model, batch):

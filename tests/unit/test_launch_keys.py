@@ -183,6 +183,7 @@ def test_every_field_can_be_set_by_a_variable():
         "max_skipped_steps": 3,
         "offload_optimizer": True,
         "recompute": "full",
+        "offload_activations": True,
         "gradient_clipping": 0.5,
         "pp_size": 2,
         "num_microbatches": 6,
