@@ -718,30 +718,6 @@ def mask_parts(function: Any) -> tuple[str | None, Mapping[str, Any]]:
     return kind, {} if kind is None else inspect.getclosurevars(function).nonlocals
 
 
-def flash_forward_on_cpu(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, mask: torch.Tensor | None, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns attention `[batch, heads, queries, width]` and the logarithm of its sums; `mask` is added to scores."""
-    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    return flash(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
-
-
-def flash_backward_on_cpu(
-    gradient: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    causal: bool,
-    mask: torch.Tensor | None,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns the gradients of q, k and v for `out` and `lse`, which may be those of more keys than are given."""
-    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    return flash(gradient, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale)
-
-
 def reduce_scatter_started(output: torch.Tensor, parts: torch.Tensor, group: Any) -> Any:
     """Starts the sum `[n]` into `output` from `[ranks * n]`; returns its work."""
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

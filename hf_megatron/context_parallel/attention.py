@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .exchange import Passing, gather_tokens, take_tokens, to_heads, to_tokens
-from .kernels import Kernel, add_block
+from .kernels import Kernel
 from .masks import MaskBlock, SequenceMask
 from .order import SequenceOrder
 
@@ -133,12 +133,7 @@ class _Attention(torch.autograd.Function):
         out = q.new_zeros(q.shape, dtype=precise)
         lse = q.new_full(q.shape[:-1], -torch.inf, dtype=precise)
         for other, keys, values in _around(row, k, v):
-            for block in row.blocks(mask, other):
-                queries, seen = slice(*block.queries), slice(*block.keys)
-                part, part_lse = kernel.forward(
-                    q[:, :, queries], keys[:, :, seen], values[:, :, seen], causal=block.causal, mask=block.mask
-                )
-                add_block(out[:, :, queries], lse[:, :, queries], part, part_lse)
+            kernel.add_forward(out, lse, q, keys, values, row.blocks(mask, other))
         if sinks is not None:
             with_sinks = torch.logaddexp(lse, sinks.to(precise).view(1, -1, 1))
             out *= torch.exp(lse - with_sinks).unsqueeze(-1)
@@ -159,20 +154,7 @@ class _Attention(torch.autograd.Function):
         travelling = _Travelling(row, k, v, precise)
         for other, keys, values in _around(row, k, v):
             dk, dv = torch.zeros_like(keys, dtype=precise), torch.zeros_like(values, dtype=precise)
-            for block in row.blocks(mask, other):
-                queries, seen = slice(*block.queries), slice(*block.keys)
-                parts = kernel.backward(
-                    gradient[:, :, queries],
-                    q[:, :, queries],
-                    keys[:, :, seen],
-                    values[:, :, seen],
-                    out[:, :, queries],
-                    lse[:, :, queries],
-                    causal=block.causal,
-                    mask=block.mask,
-                )
-                for whole, place, part in zip((dq, dk, dv), (queries, seen, seen), parts, strict=True):
-                    whole[:, :, place] += part
+            kernel.add_backward((dq, dk, dv), gradient, q, keys, values, out, lse, row.blocks(mask, other))
             travelling.add(other, dk, dv)
         dk, dv = travelling.home()
         dsinks = None

@@ -6,14 +6,22 @@ all of them.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..upstream import flash_backward_on_cpu, flash_forward_on_cpu
-from .masks import TILE
+from .flash import (
+    flash_backward_of_joined,
+    flash_backward_on_cpu,
+    flash_forward_of_joined,
+    flash_forward_on_cpu,
+    has_flash_of_joined,
+)
+from .joined_blocks import grouped, tokens_of
+from .masks import TILE, MaskBlock
 from .order import Interval
 
 _NOTHING = -math.inf
@@ -26,10 +34,67 @@ class Kernel:
     Args:
         scale (`float`): of the products of queries and keys.
         softcap (`float`, *optional*): scores are `softcap * tanh(score / softcap)`.
+        joins (`bool`, *optional*): blocks without a mask are computed by one call of a flash kernel for rows of unequal
+            length. By default where there is one for a device and its numbers.
     """
 
     scale: float
     softcap: float | None = None
+    joins: bool | None = None
+
+    def add_forward(
+        self, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, blocks: Sequence[MaskBlock]
+    ) -> None:
+        """Adds what blocks give to `out` `[batch, heads, queries, width]` and `lse` `[batch, heads, queries]`."""
+        groups, single = grouped(blocks, len(q)) if self._joins(q) else ([], blocks)
+        for group in groups:
+            parts = flash_forward_of_joined(
+                *(group.joined(q, group.queries), group.joined(k, group.keys), group.joined(v, group.keys)),
+                edges=(group.edges(group.queries), group.edges(group.keys)),
+                causal=group.causal,
+                scale=self.scale,
+            )
+            outs, logarithms = (group.apart(part, group.queries) for part in parts)
+            for interval, part, part_lse in zip(group.queries, outs, logarithms, strict=True):
+                add_block(tokens_of(out, interval), tokens_of(lse, interval), part, part_lse)
+        for block in single:
+            own = tokens_of(q, block.queries)
+            keys, values = tokens_of(k, block.keys), tokens_of(v, block.keys)
+            part, part_lse = self.forward(own, keys, values, causal=block.causal, mask=block.mask)
+            add_block(tokens_of(out, block.queries), tokens_of(lse, block.queries), part, part_lse)
+
+    def add_backward(
+        self,
+        gradients: tuple[Tensor, Tensor, Tensor],
+        given: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        blocks: Sequence[MaskBlock],
+    ) -> None:
+        """Adds the gradients of q, k and v that come from blocks; `given` is that of `out`, which is of all keys."""
+        groups, single = grouped(blocks, len(q)) if self._joins(q) else ([], blocks)
+        for group in groups:
+            of_queries = (group.joined(tensor, group.queries) for tensor in (given, q, out, _finite(lse)))
+            given_parts, queries, outs, logarithms = of_queries
+            parts = flash_backward_of_joined(
+                *(given_parts, queries, group.joined(k, group.keys), group.joined(v, group.keys), outs, logarithms),
+                edges=(group.edges(group.queries), group.edges(group.keys)),
+                causal=group.causal,
+                scale=self.scale,
+            )
+            for whole, intervals, part in zip(gradients, (group.queries, group.keys, group.keys), parts, strict=True):
+                for interval, own in zip(intervals, group.apart(part, intervals), strict=True):
+                    tokens_of(whole, interval).add_(own)
+        for block in single:
+            places = block.queries, block.keys, block.keys
+            own, keys, values = (tokens_of(tensor, place) for tensor, place in zip((q, k, v), places, strict=True))
+            towards, made, logarithm = (tokens_of(tensor, block.queries) for tensor in (given, out, lse))
+            parts = self.backward(towards, own, keys, values, made, logarithm, causal=block.causal, mask=block.mask)
+            for whole, place, part in zip(gradients, places, parts, strict=True):
+                tokens_of(whole, place).add_(part)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """Returns the output `[batch, heads, queries, width]` and its logarithm `[batch, heads, queries]`.
@@ -94,6 +159,9 @@ class Kernel:
         """Returns the scores `[batch, heads, queries, keys]` of all pairs, in the type of `q`."""
         raw = _per_group(q, k.transpose(-1, -2)) * self.scale
         return raw if self.softcap is None else torch.tanh(raw / self.softcap) * self.softcap
+
+    def _joins(self, q: Tensor) -> bool:
+        return self.softcap is None and (has_flash_of_joined(q) if self.joins is None else self.joins)
 
     def _is_fused(self, q: Tensor) -> bool:
         return q.device.type == "cpu" and self.softcap is None

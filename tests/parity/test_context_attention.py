@@ -5,11 +5,15 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hf_megatron.context_parallel import attention, kernels
+from hf_megatron.context_parallel import attention, flash, kernels
+from hf_megatron.context_parallel import masks as masks_module
 from hf_megatron.context_parallel.attention import ContextGroups, SharedRow, context_attention
 from hf_megatron.context_parallel.exchange import Passing, take_tokens
+from hf_megatron.context_parallel.joined_blocks import JoinedBlocks
 from hf_megatron.context_parallel.kernels import Kernel
+from hf_megatron.context_parallel.masks import SequenceMask
 from hf_megatron.verify.ranks import run_ranks
 from tests.unit.test_context_order import masks
 
@@ -73,7 +77,7 @@ def groups_of(ranks, heads, gathers):
     return ContextGroups(made[0], made[1], gathers)
 
 
-def over_ranks(scheme, cases, length):
+def over_ranks(scheme, cases, length, joins=None):
     """Every rank's output and gradients for cases of (kind, mask), put together."""
     ranks, heads, gathers = SCHEMES[scheme]
 
@@ -85,7 +89,7 @@ def over_ranks(scheme, cases, length):
             row, (mask, _) = SharedRow(groups, length), masks(length)[name]
             q, k, v, direction = (take_tokens(t, 2, row.order, groups.rank) for t in (q, k, v, direction))
             wanted = [tensor.detach().requires_grad_() for tensor in (q, k, v, sinks) if tensor is not None]
-            kernel = Kernel(0.3, KINDS[kind][4].get("softcap"))
+            kernel = Kernel(0.3, KINDS[kind][4].get("softcap"), joins)
             out = context_attention(*wanted[:3], row, mask, kernel, *wanted[3:])
             found.append([out.detach(), *torch.autograd.grad(out, wanted, direction)])
         return found
@@ -138,6 +142,49 @@ def test_attention_is_that_of_one_process(scheme):
         assert max(found.values()) < 1e-12, found
 
 
+@pytest.mark.parametrize("scheme", ["p2p", "p2p of four", "a2a", "all_gather"])
+def test_joined_blocks_are_those_of_one_process(scheme, monkeypatch):
+    """As flash kernels for rows of unequal length are called on a device: all blocks of a step at once."""
+    monkeypatch.setattr(masks_module, "TILE", 8)
+    found = worst(CASES, over_ranks(scheme, CASES, 61, joins=True), 61)
+    assert max(found.values()) < 1e-12, found
+
+
+def test_a_packed_row_is_one_call(monkeypatch):
+    """However many documents it has: one call of causal blocks, one of blocks that are seen whole."""
+    borders = torch.zeros(1, 64, dtype=torch.bool)
+    borders[0, [9, 20, 40]] = True
+    mask = SequenceMask.causal(64).documents(borders)
+    row = SharedRow(ContextGroupsOf(2, 1), 64, mask.borders)
+    blocks = list(mask.blocks(row.ring.parts[0], row.ring.parts[0]))
+    calls = []
+    stock = kernels.flash_forward_of_joined
+
+    def counted(*tensors, edges, **options):
+        calls.append(len(edges[0]) - 1)
+        return stock(*tensors, edges=edges, **options)
+
+    monkeypatch.setattr(kernels, "flash_forward_of_joined", counted)
+    q = torch.randn(1, 2, row.ring.sizes[0], 8)
+    out, lse = torch.zeros_like(q), q.new_full(q.shape[:-1], -torch.inf)
+    Kernel(0.3, joins=True).add_forward(out, lse, q, q, q, blocks)
+    assert len(blocks) > 4 and len(calls) == 2 and sum(calls) == len(blocks)
+
+
+def test_a_device_is_asked_for_what_its_kernel_returns():
+    """On fake tensors of a device, as there may be none: shapes and types of torch's own calls."""
+    with FakeTensorMode():
+        q = torch.empty(30, 4, 64, device="cuda", dtype=torch.bfloat16)
+        k = torch.empty(40, 2, 64, device="cuda", dtype=torch.bfloat16)
+        assert flash.has_flash_of_joined(q) and not flash.has_flash_of_joined(q.float())
+        assert not flash.has_flash_of_joined(q.narrow(-1, 0, 60))
+        options = {"edges": ([0, 10, 30], [0, 10, 40]), "causal": False, "scale": 0.3}
+        out, lse = flash.flash_forward_of_joined(q, k, k, **options)
+        assert (out.shape, out.dtype, lse.shape, lse.dtype) == (q.shape, q.dtype, (30, 4), torch.float32)
+        found = flash.flash_backward_of_joined(out, q, k, k, out, lse, **options)
+        assert [gradient.shape for gradient in found] == [q.shape, k.shape, k.shape]
+
+
 def test_scores_are_made_tile_by_tile(monkeypatch):
     """Where no fused kernel computes a block: blocks of more queries than a tile has."""
     monkeypatch.setattr(kernels, "TILE", 5)
@@ -177,13 +224,44 @@ def test_keys_leave_before_a_block_is_computed():
     assert run_ranks(on_rank, 2) == [["sent", "block", "waited", "block"]] * 2
 
 
-@pytest.mark.parametrize("fault", ["merge", "dead", "hop", "swapped", "window"])
+FAULTS = (
+    "merge",
+    "dead",
+    "hop",
+    "swapped",
+    "window",
+    "sinks in each block",
+    "sinks of other heads",
+    "copies",
+    "joined",
+)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_found(fault, monkeypatch):
     cases = [("grouped", "window"), ("sinks", "left padding"), ("grouped", "left padding")]
+    if fault == "sinks of other heads":
+        cases = [("sinks", "causal")]
+    elif fault in ("copies", "joined"):
+        cases = [("one head of keys", "causal")]
+    wanted = [expected(kind, 64, masks(64)[name][1]) for kind, name in cases]
+    scheme, joins = "p2p", None
     if fault == "merge":
         monkeypatch.setattr(
-            attention, "add_block", lambda out, lse, part, part_lse: (out.add_(part), lse.copy_(part_lse))
+            kernels, "add_block", lambda out, lse, part, part_lse: (out.add_(part), lse.copy_(part_lse))
         )
+    elif fault == "sinks in each block":
+        monkeypatch.setattr(Kernel, "add_forward", _with_sinks(Kernel.add_forward))
+    elif fault == "sinks of other heads":
+        scheme = "a2a"
+        monkeypatch.setattr(attention.dist, "get_rank", lambda group=None: 0 if group is not None else stock_rank())
+        monkeypatch.setattr(attention.ContextGroups, "rank", property(lambda self: stock_rank()))
+    elif fault == "copies":
+        scheme = "a2a"
+        monkeypatch.setattr(torch.Tensor, "repeat_interleave", _first_alone(torch.Tensor.repeat_interleave))
+    elif fault == "joined":
+        joins = True
+        monkeypatch.setattr(JoinedBlocks, "causal", False)
     elif fault == "dead":
         stock = Kernel.forward
 
@@ -198,16 +276,37 @@ def test_faults_are_found(fault, monkeypatch):
         monkeypatch.setattr(attention, "_around", _swapped(attention._around))
     else:
         monkeypatch.setattr(attention.SequenceMask, "window", lambda self, size: self)
-    dense = {name: masks(64)[name][1] for _, name in cases}
-    found = over_ranks("p2p of four" if fault == "hop" else "p2p", cases, 64)
+    found = over_ranks("p2p of four" if fault == "hop" else scheme, cases, 64, joins)
     errors = [
-        max(
-            float((one - other).abs().max())
-            for one, other in zip(expected(kind, 64, dense[name]), tensors, strict=True)
-        )
-        for (kind, name), tensors in zip(cases, found, strict=True)
+        max(float((one - other).abs().max()) for one, other in zip(right, tensors, strict=True))
+        for right, tensors in zip(wanted, found, strict=True)
     ]
     assert max(errors) > 1e-3
+
+
+stock_rank = dist.get_rank
+
+
+def _with_sinks(stock):
+    """Has every step of a ring take the weight of a sink."""
+
+    def added(self, out, lse, *tensors):
+        stock(self, out, lse, *tensors)
+        with_sink = torch.logaddexp(lse, torch.zeros_like(lse))
+        out *= torch.exp(lse - with_sink).unsqueeze(-1)
+        lse.copy_(with_sink)
+
+    return added
+
+
+def _first_alone(stock):
+    """Has gradients go back through the first of the copies of a head alone."""
+
+    def repeated(self, copies, dim):
+        parts = [self if number == 0 else self.detach() for number in range(copies)]
+        return torch.stack(parts, dim + 1).flatten(dim, dim + 1)
+
+    return repeated
 
 
 def _own(travelling):
