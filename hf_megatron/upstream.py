@@ -1163,6 +1163,19 @@ def around_all_modules(enter: Callable[..., None], leave: Callable[..., None]) -
             handle.remove()
 
 
+@contextmanager
+def attention_replaced(function: Callable[..., Any]) -> Iterator[None]:
+    """Hands every attention module of the process this function, whatever implementation it asks for."""
+    from transformers.modeling_utils import AttentionInterface
+
+    stock = vars(AttentionInterface)["get_interface"]
+    AttentionInterface.get_interface = lambda self, *args, **kwargs: function  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        AttentionInterface.get_interface = stock  # type: ignore[method-assign]
+
+
 def chosen_functions(config: Any) -> dict[str, Callable[..., Any]]:
     """Returns what modules call because a config names it, without functions of their own files."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS

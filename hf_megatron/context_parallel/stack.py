@@ -218,7 +218,9 @@ class ContextStack(Shared):
     ) -> Any:
         given = dict(zip(names, args, strict=False)) | kwargs
         masks = [value for value in given.values() if isinstance(value, ContextMask)]
-        if not masks and not (self._under_way and self._is_cut):
+        # Until transformers 5.22 a layer that backward computes again runs its hooks again, with a mask or without.
+        is_again = self.row is not None and in_backward()
+        if not masks and not (self._under_way and self._is_cut) and not is_again:
             return None
         hidden = args[0] if args else kwargs["hidden_states"]
         # A layer that is computed again, in backward, brings the row that it had.

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import hf_hub_download
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -21,9 +22,10 @@ from ..registry.recorded import layout_kind, tested_versions
 from ..shown import first_line
 from ..upstream import without_output
 from .draws import check_draws
-from .parity import Twin, check_twin, make_twin
+from .parity import Twin, build, check_twin, make_twin
 from .ranks import first_reason
-from .twin import TASKS, without_gradient
+from .token_mixing import unknown_mixing, whole_share
+from .twin import TASKS, full_config, without_gradient
 from .variants import variants_of
 
 # Own specs that are not causal, and the tasks they are checked on.
@@ -208,6 +210,7 @@ def _check_changed(
         verdict = "equal" if row["passed"] else "refused" if refused else "DIFFERS"
         name = f"{row['class']} {json.dumps(changes)}" if changes else row["class"]
         share = f", {row['split']:.0%} of its layers' parameters split" if row.get("split", 1.0) < _LARGE_SHARE else ""
+        share += f", {row['whole']:.0%} of its layers' parameters computed whole by each rank" if "whole" in row else ""
         echo(f"{row['model_type']:24} {name:36} {layout.layout():8} {verdict:8} {row['worst']}{share}")
         if details := row.pop("details", None):
             echo(details)
@@ -239,6 +242,10 @@ def _check_layout(
         if unlike := describe_model(twin.model_on_meta()).features({}).parts ^ twin.full.features({}).parts:
             found = "; ".join(sorted(str(line) for part in unlike for line in part.lines))
             return row | {"passed": False, "worst": f"its twin is another model: {found}"[:300]}
+        if layout.cp_size > 1:
+            row |= _whole_blocks(twin, config, layout)
+            if reason := row.pop("mixing", None):
+                return row | {"passed": False, "worst": reason}
         comparison = check_twin(twin, layout, timeout=timeout)
         if comparison.passed and layout.tp_size > 1 and layout.pp_size == 1:
             sites, problem = check_draws(twin, layout, timeout=timeout)
@@ -251,6 +258,15 @@ def _check_layout(
     if reasons := without_gradient(config):
         row |= {"no_gradient": sorted(reasons.values())}
     return row if comparison.passed else row | {"details": comparison.report()}
+
+
+def _whole_blocks(twin: Twin, config: PreTrainedConfig, layout: MegatronConfig) -> dict[str, Any]:
+    """Says which share of the layers cp computes on whole rows, and what mixes tokens that it does not know."""
+    spec = plan(twin.model_on_meta(), layout, Axes.of(layout, 0)).spec
+    with torch.device("meta"):
+        share = whole_share(build(full_config(config), "", twin.class_name), spec)
+    reason = unknown_mixing(twin.load(), spec, {"input_ids": twin.batches[0]["input_ids"]})
+    return ({"whole": round(share, 3)} if share else {}) | ({} if reason is None else {"mixing": reason})
 
 
 def features_on_layout(model: Any, layout: MegatronConfig) -> Features:
@@ -277,7 +293,6 @@ def print_plan(model: str, tp_size: int, sequence_parallel: bool, pp_size: int =
 
 
 def _without_weights(model: str, config: PreTrainedConfig) -> Any:
-    import torch
     import transformers
 
     names = config.architectures or []

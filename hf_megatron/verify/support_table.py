@@ -42,12 +42,15 @@ def support_table(rows: Iterable[Mapping[str, Any]] | None = None) -> str:
     further: dict[tuple[str, str], dict[str, list[Mapping[str, Any]]]] = defaultdict(lambda: defaultdict(list))
     reasons: dict[str, list[str]] = defaultdict(list)
     whole: dict[str, float] = {}
+    gathered: dict[str, float] = {}
     for row in records() if rows is None else rows:
         name, layout = (row["model_type"], row["class"]), _layout(row)
         if not row["changes"]:
             by_class[name][layout] = row
             if row["passed"] and row.get("split", 1.0) < 0.5:
                 whole[row["class"]] = row["split"]
+            if row["passed"] and "whole" in row:
+                gathered[row["class"]] = row["whole"]
         else:
             further[name][_changes(row)].append(row)
     lines = [
@@ -60,7 +63,9 @@ def support_table(rows: Iterable[Mapping[str, Any]] | None = None) -> str:
         for heading, column in COLUMNS.items():
             if column in results and not results[column]["passed"]:
                 reasons[_REASON.sub("", results[column]["worst"])].append(f"{name[1]} on {heading.replace(' ', '')}")
-    shares = ", ".join(f"{name} ({share:.0%})" for name, share in sorted(whole.items()))
+    shares, blocks = (
+        ", ".join(f"{name} ({share:.0%})" for name, share in sorted(found.items())) for found in (whole, gathered)
+    )
     refused = "".join(f"- {', '.join(cases)}: {reason}\n" for reason, cases in reasons.items())
     return (
         "\n".join(lines)
@@ -68,6 +73,12 @@ def support_table(rows: Iterable[Mapping[str, Any]] | None = None) -> str:
         + (
             f"\nTensor parallelism splits less than half of the parameters in the layers of: {shares}.\n"
             if shares
+            else ""
+        )
+        + (
+            "\nContext parallelism computes blocks that mix tokens by themselves whole on each rank; their share of "
+            f"the layers' parameters: {blocks}.\n"
+            if blocks
             else ""
         )
         + (f"\nRefused, and why:\n\n{refused}" if refused else "")

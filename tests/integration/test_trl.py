@@ -198,7 +198,9 @@ def test_evaluation_without_a_target(stories, tmp_path):
         )
         return trainer.evaluate()["eval_loss"]
 
-    assert run_ranks(evaluate, 2, layout("dp2")) == [run_ranks(evaluate, 1)[0]] * 2 == [0.0] * 2
+    # TRL 1.14 has no number for it, later versions 0.
+    [alone] = run_ranks(evaluate, 1)
+    assert run_ranks(evaluate, 2, layout("dp2")) == pytest.approx([alone] * 2, nan_ok=True)
 
 
 def count_right(prediction):
