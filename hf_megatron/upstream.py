@@ -540,6 +540,29 @@ def runs_behind(device: torch.device) -> bool:
     return device.type != "cpu" or (dist.is_initialized() and dist.get_backend() == "fake")
 
 
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Copies a tensor of any shape to pinned memory of the host, in the order of its device's work.
+
+    What is there already is not copied. A fake tensor stands for a device's memory, and gets memory that nobody fills.
+    """
+    if is_fake(tensor):
+        from torch.utils._python_dispatch import _disable_current_modes
+
+        with _disable_current_modes():
+            return torch.empty(tensor.shape, dtype=tensor.dtype)
+    if tensor.device.type == "cpu":
+        return tensor.detach()
+    copied = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+    return copied.copy_(tensor.detach(), non_blocking=True)
+
+
+def from_host(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Brings what `to_host` returned back to its device."""
+    if fakes_are_on():
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    return tensor.to(device, non_blocking=True)
+
+
 def check_soon(condition: torch.Tensor, error: Callable[[], Exception]) -> None:
     """Raises an error unless a scalar condition holds; on an accelerator without waiting for it.
 

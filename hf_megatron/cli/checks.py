@@ -79,7 +79,7 @@ def plan(
     pp: Annotated[int, typer.Option(help="Pipeline parallel size.")] = 1,
 ) -> None:
     """Print which axes split each parameter of MODEL and what its gradient needs; reads the config only."""
-    from ..verify.check import print_plan
+    from ..verify.named_models import print_plan
 
     with failing():
         typer.echo(print_plan(model, tp, sp, pp))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..mixed_class import stand_around
+from ..upstream import from_host, to_host
 from .saved_tensors import Version
 
 
@@ -19,15 +20,12 @@ class _Kept:
 
     def __init__(self, tensor: Tensor):
         self._device, self._version = tensor.device, Version(tensor)
-        self._data = tensor.detach()
-        if tensor.device.type != "cpu":
-            self._data = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
-            self._data.copy_(tensor, non_blocking=True)
+        self._data = to_host(tensor)
 
     def unpack(self) -> Tensor:
         """Returns it on its device; raises where it was changed in place since."""
         self._version.check()
-        return self._data.to(self._device, non_blocking=True)
+        return from_host(self._data, self._device)
 
 
 def _pack(tensor: Tensor) -> Any:

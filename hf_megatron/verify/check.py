@@ -1,27 +1,22 @@
 """`hf-megatron check` and `plan`: any architecture, by model type, folder or hub name."""
 
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import hf_hub_download
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ..axes import Axes
-from ..checkpoint.config_file import CONFIG, read_config
 from ..config import MegatronConfig
-from ..errors import CheckpointError, ConfigError, MegatronError
+from ..errors import ConfigError, MegatronError
 from ..parallelize import plan
 from ..registry import registered_types
 from ..registry.features import Features, describe_model
 from ..registry.recorded import layout_kind, tested_versions
-from ..shown import first_line
-from ..upstream import without_output
 from .draws import check_draws
+from .named_models import resolve_config
 from .parity import Twin, build, check_twin, make_twin
 from .ranks import first_reason
 from .token_mixing import unknown_mixing, whole_share
@@ -86,30 +81,6 @@ def has_plan(model_type: str) -> bool:
 _LARGE_SHARE = 0.5
 # See `tiny_config`.
 _TWIN_HEADS = 4
-
-
-def resolve_config(model: str, changes: Mapping[str, Any] | None = None) -> PreTrainedConfig:
-    """Returns the config of a model type, a folder or a hub name, with changes; raises `ConfigError` for bad ones."""
-    known = not Path(model).exists() and model in CONFIG_MAPPING
-    if model.startswith((".", os.sep)) and not Path(model).exists():
-        raise ConfigError(f"MODEL = {model!r}: there is no such folder.")
-    try:
-        config = CONFIG_MAPPING[model]() if known else read_config(_folder_of(model))
-    except CheckpointError as error:
-        raise ConfigError(f"MODEL = {model!r} has no config that can be read: {error}") from error
-    except Exception as error:  # noqa: BLE001 - whatever keeps the Hub's file from being fetched
-        raise ConfigError(f"MODEL = {model!r} has no config that can be read: {first_line(error)}") from error
-    if not changes:
-        return config
-    try:
-        return type(config).from_dict(config.to_dict() | dict(changes))
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"{model} with {dict(changes)}: {error}") from error
-
-
-def _folder_of(model: str) -> str | Path:
-    """Returns a folder as it is, or that of a hub name's config.json in the cache."""
-    return model if Path(model).exists() else Path(hf_hub_download(model, CONFIG)).parent
 
 
 def task_of_class(class_name: str, config: PreTrainedConfig) -> str:
@@ -273,34 +244,3 @@ def features_on_layout(model: Any, layout: MegatronConfig) -> Features:
     """Returns what a model on the meta device is made of on a layout."""
     description = describe_model(model)
     return description.features(plan(model, layout, Axes.of(layout, 0)).claims if layout.tp_size > 1 else {})
-
-
-def print_plan(model: str, tp_size: int, sequence_parallel: bool, pp_size: int = 1) -> str:
-    """Returns the plan of a model's full-size config, made on the meta device, without weights and ranks.
-
-    Of several heads it is the one that the config names, else one that writes text.
-
-    Raises:
-        ConfigError: a config that cannot be read, or of which no model can be made.
-    """
-    from ..parallelize import ParallelPlan
-
-    config = resolve_config(model)
-    layout = MegatronConfig(tp_size=tp_size, sequence_parallel=sequence_parallel, pp_size=pp_size)
-    instance = _without_weights(model, config)
-    state = plan(instance, layout, Axes.of(layout, 0))
-    return str(ParallelPlan(state.claims.values(), state.cut))
-
-
-def _without_weights(model: str, config: PreTrainedConfig) -> Any:
-    import transformers
-
-    names = config.architectures or []
-    named = getattr(transformers, names[0], None) if len(names) == 1 and isinstance(names[0], str) else None
-    kind = "AutoModelForSeq2SeqLM" if config.is_encoder_decoder else "AutoModelForCausalLM"
-    make = getattr(transformers, kind).from_config if named is None else named._from_config
-    try:
-        with torch.device("meta"), without_output():
-            return make(config)
-    except Exception as error:  # noqa: BLE001 - a model class, of sizes that it was not made for
-        raise ConfigError(f"MODEL = {model!r}: no model can be made of its config: {first_line(error)}") from error

@@ -16,7 +16,7 @@ from ..parallel_state import parallel_state
 from ..pipeline_parallel.schedules import bubble, check_schedule, schedule
 from ..profile.spans import SpanRecorder
 from ..profile.timeline import Timeline, bubble_share, gather_timeline, require_plots, write_pictures
-from .check import resolve_config
+from .named_models import resolve_config
 from .ranks import run_ranks
 from .twin import LAYER_COUNTS, LAYER_INDICES, make_batch, tiny_config
 

@@ -188,6 +188,14 @@ def test_recomputed_layers_keep_their_input():
     assert sizes[1] == 4 * 64 // 2 * 128 * 2 and sizes[0] > 10 * sizes[1]
 
 
+def test_offloaded_inputs_are_no_memory_of_a_device():
+    recomputed, offloaded = (
+        predicted({"tp_size": 2, "recompute": "full"} | more) for more in ({}, {"offload_activations": True})
+    )
+    # Those of all layers but the one that computes.
+    assert recomputed.peak - offloaded.peak >= 3 * (4 * 64 * 128 * 2)
+
+
 def test_no_watch_starts():
     assert run_fake_ranks(lambda world: running_watch(), [1], 4) == [None]
 

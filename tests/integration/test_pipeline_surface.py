@@ -327,10 +327,10 @@ def reads(model, **more):
 
 
 def test_nobody_looks_for_documents_in_positions_that_were_not_given():
-    positions = torch.arange(8).expand(2, -1)
+    positions, twin = torch.arange(8).expand(2, -1), twin_of()
 
     def on_rank():
-        model, stock = twin_of().load(megatron_config=config_of("tp2")).train(), twin_of().load().train()
+        model, stock = twin.load(megatron_config=config_of("tp2")).train(), twin.load().train()
         found = [reads(model), reads(model, position_ids=positions)]
         with pytest.raises(IndexError):
             model(input_ids=torch.full((1, 4), 10**6))

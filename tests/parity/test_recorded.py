@@ -10,7 +10,8 @@ from hf_megatron import MegatronConfig, UnverifiedLayoutError
 from hf_megatron.registry import recorded, register_model, registered_types
 from hf_megatron.registry.features import ENDS
 from hf_megatron.registry.lookup import REGISTRY
-from hf_megatron.verify.check import causal_types, features_on_layout, parse_layouts, resolve_config
+from hf_megatron.verify.check import causal_types, features_on_layout, parse_layouts
+from hf_megatron.verify.named_models import resolve_config
 from hf_megatron.verify.parity import check_twin
 from hf_megatron.verify.ranks import run_ranks
 from hf_megatron.verify.twin import tiny_config

@@ -17,10 +17,11 @@ from hf_megatron.parallelize import plan
 from hf_megatron.registry import recorded
 from hf_megatron.registry.features import COPIES, ENDS, Part, describe_model, random_sites, silence
 from hf_megatron.tensor_parallel.claims import claim_all
-from hf_megatron.verify.check import causal_types, has_plan, resolve_config, task_of_class
+from hf_megatron.verify.check import causal_types, has_plan, task_of_class
 from hf_megatron.verify.draws import rates, set_rates
 from hf_megatron.verify.measure import Measurement
 from hf_megatron.verify.metric import gradient_errors
+from hf_megatron.verify.named_models import resolve_config
 from hf_megatron.verify.parity import one_of_each_kind
 from hf_megatron.verify.twin import full_config, tiny_config
 
