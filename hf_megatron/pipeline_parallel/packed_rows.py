@@ -87,7 +87,7 @@ class PackedRow:
                 yield name, value[:, start:stop] if isinstance(value, Tensor) and value.dim() > 1 else value
 
 
-def tokens_of(microbatch: Mapping[str, Any]) -> int:
+def count_tokens(microbatch: Mapping[str, Any]) -> int:
     """Counts the tokens of a packed row's part."""
     return microbatch[POSITIONS].shape[_TOKENS]
 

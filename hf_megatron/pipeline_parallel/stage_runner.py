@@ -29,7 +29,7 @@ from .cut import Cut, stages_per_rank
 from .executor import Execution
 from .loss_scale import LossScale
 from .microbatches import batch_rows, describe, split
-from .packed_rows import PackedRow, tokens_of
+from .packed_rows import PackedRow, count_tokens
 from .rehearsal import Rehearsal
 from .schedules import Action, schedule, valid_microbatches
 from .transport import Transport
@@ -122,7 +122,7 @@ class StageRunner(Shared):
             weights = [batch_rows(microbatch) / rows for microbatch in microbatches]
         else:
             microbatches = packed.microbatches(count)
-            weights = [tokens_of(microbatch) / packed.length for microbatch in microbatches]
+            weights = [count_tokens(microbatch) / packed.length for microbatch in microbatches]
         if not whole:
             self.rehearsal.of_call(microbatches[0], is_read=self.read is not None)
         missing = count - len(microbatches)

@@ -77,7 +77,7 @@ def find_token_mixing(model: nn.Module, batch: Mapping[str, Any], layers: str) -
         return lambda module, args, kwargs, output: calls.note(name, args, kwargs, output)
 
     def enter(name: str) -> Any:
-        """What a layer before has mixed reaches this one's changed token alone."""
+        """Lets what a layer before has mixed reach the changed token alone."""
 
         def cleaned(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
             hidden = args[0] if args else kwargs["hidden_states"]
