@@ -53,11 +53,11 @@ def collate(batch):
     return found
 
 
-def train(source, output, layout, resume=None):
+def train(source, output, layout, resume=None, **options):
     model = AutoModelForCausalLM.from_pretrained(source, megatron_config=layout)
     trainer = Trainer(
         model,
-        TrainingArguments(str(output), **OPTIONS),
+        TrainingArguments(str(output), **OPTIONS | options),
         train_dataset=rows(40, 0),
         eval_dataset=rows(7, 1),
         data_collator=collate,
@@ -150,3 +150,12 @@ def test_any_layout_goes_on(source, shared, alone, tmp_path, ranks, fields):
         for entry, other in zip(one[0], alone[0][0], strict=True):
             assert entry == pytest.approx(other, rel=2e-5, abs=1e-6)
     require_weights(tmp_path / "final", alone[1])
+
+
+def test_thirty_steps(source, tmp_path):
+    """What two ranks of a row round otherwise stays small over a run."""
+    options = {"max_steps": 30, "eval_steps": 10, "save_strategy": "no", "learning_rate": 1e-3}
+    expected = train(source, tmp_path / "alone", None, **options)
+    layout = MegatronConfig(**LAYOUTS["cp2"])
+    for found in run_ranks(functools.partial(train, source, tmp_path / "shared", layout, **options), 2):
+        require_equal(found, expected)

@@ -251,6 +251,16 @@ def test_options(stories, tmp_path, text, trainer_class, samples, options):
     compare(stories, tmp_path, text, trainer_class, samples, max_steps=2, eval_steps=2, **options)
 
 
+@pytest.mark.parametrize(
+    ("trainer_class", "samples", "options"),
+    [(SFTTrainer, texts, PACKED), (DPOTrainer, preferences, {})],
+)
+def test_thirty_steps_of_rows_over_ranks(stories, tmp_path, trainer_class, samples, options):
+    """What two ranks of a row round otherwise stays small over a run."""
+    schedule = {"max_steps": 30, "eval_steps": 10, "learning_rate": 1e-4}
+    compare(stories, tmp_path, "cp2", trainer_class, samples, tolerance=2e-4, **schedule, **options)
+
+
 @pytest.mark.parametrize("rows", [5, 7])
 def test_rows_that_are_joined_are_not_repeated(stories, tmp_path, rows):
     """The last batch has fewer rows than the ranks' batches together: one of them has some, or none."""

@@ -159,7 +159,7 @@ def test_a_fault_is_found(name):
     assert not check_twin(twin(model_type), layout, sabotage=fault).passed
 
 
-@pytest.mark.parametrize("name", ["padded left", "padded right", "packed"])
+@pytest.mark.parametrize("name", ["padded left", "padded right", "packed", "labels on one rank"])
 @pytest.mark.parametrize("scheme", ["p2p", "a2a"])
 def test_batches_equal_one_process(name, scheme):
     changed = prepared(twin("mistral"), name)
@@ -184,6 +184,11 @@ def prepared(base, name):
 def _changed(batch, name):
     batch = {key: value for key, value in batch.items() if key in ("input_ids", "labels")}
     rows, length = batch["input_ids"].shape
+    if name == "labels on one rank":
+        # Predicted by tokens 6 and 7, of 13: in both orders those of one rank.
+        others = torch.ones(length, dtype=torch.bool)
+        others[7:9] = False
+        return batch | {"labels": batch["input_ids"].masked_fill(others, -100)}
     if name == "packed":
         positions = torch.cat([torch.arange(5), torch.arange(length - 5)]).expand(rows, -1)
         return batch | {"position_ids": positions, "use_cache": False}
