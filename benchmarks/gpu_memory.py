@@ -34,7 +34,7 @@ def llama(hidden, intermediate, layers, heads, groups, vocabulary):
         num_attention_heads=heads,
         num_key_value_heads=groups,
         vocab_size=vocabulary,
-        max_position_embeddings=131072,
+        max_position_embeddings=2**20,
         tie_word_embeddings=False,
         use_cache=False,
     )
@@ -52,6 +52,18 @@ CASES = {
     "8B-dp8": (LLAMA_8B, {"zero_stage": 1}, {"any": 0}, 8, (1, 8192), 8),
     "8B-dp8-zero2": (LLAMA_8B, {"zero_stage": 2}, {"any": 0}, 8, (1, 8192), None),
 }
+LONG = {"cp_size": 8, "cp_comm_type": "a2a", "zero_stage": 3}
+LESS = LONG | {"recompute": "full", "loss_chunk_size": 2048}
+TILED = LESS | {"mlp_chunk_size": 4096}
+# One row over eight ranks, which share weights and optimizer state too.
+for _name, _layout, _tokens in (
+    ("8B-cp8-128k", LONG, 2**17),
+    ("8B-cp8-128k-recompute", LESS, 2**17),
+    ("8B-cp8-512k-recompute", LESS, 2**19),
+    ("8B-cp8-512k-tiled", TILED, 2**19),
+    ("8B-cp8-512k-tiled-offload", TILED | {"offload_activations": True}, 2**19),
+):
+    CASES[_name] = (LLAMA_8B, _layout, {"any": 1}, 8, (1, _tokens), None)
 COMPARED = {
     "tp2": {"tp_size": 2},
     "tp2+sp": {"tp_size": 2, "sequence_parallel": True},
