@@ -17,10 +17,10 @@ from ..registry.features import Features, describe_model
 from ..registry.recorded import layout_kind, tested_versions
 from .draws import check_draws
 from .named_models import resolve_config
-from .parity import Twin, build, check_twin, make_twin
+from .parity import Twin, check_twin, make_twin
 from .ranks import first_reason
 from .token_mixing import unknown_mixing, whole_share
-from .twin import TASKS, full_config, without_gradient
+from .twin import TASKS, without_gradient
 from .variants import variants_of
 
 # Own specs that are not causal, and the tasks they are checked on.
@@ -214,7 +214,7 @@ def _check_layout(
             found = "; ".join(sorted(str(line) for part in unlike for line in part.lines))
             return row | {"passed": False, "worst": f"its twin is another model: {found}"[:300]}
         if layout.cp_size > 1:
-            row |= _whole_blocks(twin, config, layout)
+            row |= _whole_blocks(twin, layout)
             if reason := row.pop("mixing", None):
                 return row | {"passed": False, "worst": reason}
         comparison = check_twin(twin, layout, timeout=timeout)
@@ -231,11 +231,12 @@ def _check_layout(
     return row if comparison.passed else row | {"details": comparison.report()}
 
 
-def _whole_blocks(twin: Twin, config: PreTrainedConfig, layout: MegatronConfig) -> dict[str, Any]:
+def _whole_blocks(twin: Twin, layout: MegatronConfig) -> dict[str, Any]:
     """Says which share of the layers cp computes on whole rows, and what mixes tokens that it does not know."""
     spec = plan(twin.model_on_meta(), layout, Axes.of(layout, 0)).spec
+    assert twin.build_full is not None
     with torch.device("meta"):
-        share = whole_share(build(full_config(config), "", twin.class_name), spec)
+        share = whole_share(twin.build_full(), spec)
     reason = unknown_mixing(twin.load(), spec, {"input_ids": twin.batches[0]["input_ids"]})
     return ({"whole": round(share, 3)} if share else {}) | ({} if reason is None else {"mixing": reason})
 

@@ -1,5 +1,6 @@
 """A parity case: a tiny twin in one process against the same twin on several ranks."""
 
+import functools
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -26,7 +27,11 @@ _DRAWS = 10
 
 @dataclass
 class Twin:
-    """A tiny model saved to disk, its batches and its one-process numbers; `full` is the model it was made for."""
+    """A tiny model saved to disk, its batches and its one-process numbers; `full` is the model it was made for.
+
+    Attributes:
+        build_full (`Callable`, *optional*): makes that one, on the device that is the default.
+    """
 
     class_name: str
     directory: Path
@@ -34,6 +39,7 @@ class Twin:
     reference: Measurement
     config: PreTrainedConfig
     full: Description = Description((), frozenset(), {})
+    build_full: Callable[[], Any] | None = None
 
     def model_on_meta(self) -> Any:
         """Makes the twin's model on the meta device, as it is before any layout."""
@@ -76,8 +82,9 @@ def make_twin(
         seed, sequence_length, batch_size (`int`): of the parameters and the batches.
         min_layers (`int`): layers of the twin, as far as the config has them; more, if it has more kinds of them.
     """
+    build_full = functools.partial(build, full_config(config), task, class_name)
     with torch.device("meta"):
-        full = describe_model(build(full_config(config), task, class_name))
+        full = describe_model(build_full())
     tiny = tiny_config(config, min_layers, one_of_each_kind(full))
     text = tiny.get_text_config()
     if task == "classification" and text.pad_token_id is None:
@@ -93,7 +100,7 @@ def make_twin(
         best = _best_draw(tiny, task, class_name, microbatches, seed, sizes)
     finally:
         torch.set_num_threads(threads)
-    best.full = full
+    best.full, best.build_full = full, build_full
     return best
 
 

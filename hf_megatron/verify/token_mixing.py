@@ -83,6 +83,8 @@ def find_token_mixing(model: nn.Module, batch: Mapping[str, Any], layers: str) -
             hidden = args[0] if args else kwargs["hidden_states"]
             if calls is first:
                 inputs[name] = hidden
+            # Streams of several parts may stand before the rows.
+            if calls is first or hidden.shape[:2] != (rows, tokens):
                 return None
             clean = inputs[name].clone()
             clean[:, place] = hidden[:, place]
