@@ -3,6 +3,25 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+# Attributes of a block whose product is the width of a part.
+Width = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class HeadBlock:
+    """A block whose heads work apart from each other between its first and its last projection.
+
+    Args:
+        counts (`tuple[str, ...]`): attributes that count heads or groups of them, or widths of all of them.
+        weights (`Mapping[str, tuple[int, tuple[Width, ...]]]`): parameter of the block -> its dim of heads, and the
+            parts of that dim that each have an entry for every head; `()` for one part.
+        summed (`tuple[str, ...]`): biases that are added once to the sum of all heads.
+    """
+
+    counts: tuple[str, ...]
+    weights: Mapping[str, tuple[int, tuple[Width, ...]]]
+    summed: tuple[str, ...] = ()
+
 
 @dataclass(frozen=True)
 class ModelSpec:
@@ -34,6 +53,7 @@ class ModelSpec:
         whole_blocks (`tuple[str, ...]`): blocks in which tokens meet otherwise than in transformers' attention
             functions; context parallelism computes them on whole rows. Those that keep a cache of their own are found
             by structure.
+        head_blocks (`Mapping[str, HeadBlock]`): blocks on whole rows of which each rank can compute some heads.
         token_dims (`Mapping[str, int]`): arguments of a layer with an entry per token in another dim than the second.
         no_context_parallel (`str`, *optional*): why the type has no context parallelism.
     """
@@ -53,5 +73,6 @@ class ModelSpec:
     after_layers: tuple[str, ...] = ()
     no_pipeline: str | None = None
     whole_blocks: tuple[str, ...] = ()
+    head_blocks: Mapping[str, HeadBlock] = field(default_factory=dict)
     token_dims: Mapping[str, int] = field(default_factory=dict)
     no_context_parallel: str | None = None

@@ -4,6 +4,7 @@
 |---|---|---|
 | `take_tokens` | this rank's tokens of a replicated row | zeros for the others' |
 | `gather_tokens` | the whole row, in its own order | the sum over the ranks, this rank's tokens of it |
+| `scatter_tokens` | this rank's tokens of the sum over the ranks | the whole row |
 | `to_heads` | some tokens of all heads -> all tokens of some heads | the other way |
 | `to_tokens` | the other way | as `to_heads` |
 
@@ -38,21 +39,28 @@ class _GatherTokens(torch.autograd.Function):
     def forward(ctx: Any, tensor: Tensor, dim: int, order: SequenceOrder, group: dist.ProcessGroup) -> Tensor:
         dim %= tensor.dim()
         ctx.dim, ctx.order, ctx.group = dim, order, group
-        width = max(order.sizes)
-        padded = F.pad(tensor, [0, 0] * (tensor.dim() - 1 - dim) + [0, width - tensor.shape[dim]]).contiguous()
-        parts = all_gather_flat(padded, group).view(order.ranks, *padded.shape)
-        joined = parts.movedim(0, dim).flatten(dim, dim + 1)
-        return joined.index_select(dim, order.natural.to(tensor.device))
+        return _joined_tokens(tensor, dim, order, group)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        dim, order = ctx.dim, ctx.order
-        shape = [*gradient.shape]
-        shape[dim] = max(order.sizes) * order.ranks
-        joined = gradient.new_zeros(shape).index_copy_(dim, order.natural.to(gradient.device), gradient)
-        own = reduce_scatter(joined, dim, ctx.group)
-        return own.narrow(dim, 0, order.sizes[dist.get_rank(ctx.group)]), None, None, None
+        return _summed_tokens(gradient, ctx.dim, ctx.order, ctx.group), None, None, None
+
+
+def _joined_tokens(tensor: Tensor, dim: int, order: SequenceOrder, group: dist.ProcessGroup) -> Tensor:
+    width = max(order.sizes)
+    padded = F.pad(tensor, [0, 0] * (tensor.dim() - 1 - dim) + [0, width - tensor.shape[dim]]).contiguous()
+    parts = all_gather_flat(padded, group).view(order.ranks, *padded.shape)
+    joined = parts.movedim(0, dim).flatten(dim, dim + 1)
+    return joined.index_select(dim, order.natural.to(tensor.device))
+
+
+def _summed_tokens(tensor: Tensor, dim: int, order: SequenceOrder, group: dist.ProcessGroup) -> Tensor:
+    shape = [*tensor.shape]
+    shape[dim] = max(order.sizes) * order.ranks
+    joined = tensor.new_zeros(shape).index_copy_(dim, order.natural.to(tensor.device), tensor)
+    own = reduce_scatter(joined, dim, group)
+    return own.narrow(dim, 0, order.sizes[dist.get_rank(group)])
 
 
 def gather_tokens(tensor: Tensor, dim: int, order: SequenceOrder, group: dist.ProcessGroup) -> Tensor:
@@ -61,6 +69,24 @@ def gather_tokens(tensor: Tensor, dim: int, order: SequenceOrder, group: dist.Pr
     The gradients of the ranks are summed: each counts what it made of the row by itself.
     """
     return _GatherTokens.apply(tensor, dim, order, group)
+
+
+class _ScatterTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, dim: int, order: SequenceOrder, group: dist.ProcessGroup) -> Tensor:
+        dim %= tensor.dim()
+        ctx.dim, ctx.order, ctx.group = dim, order, group
+        return _summed_tokens(tensor, dim, order, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return _joined_tokens(gradient, ctx.dim, ctx.order, ctx.group), None, None, None
+
+
+def scatter_tokens(tensor: Tensor, dim: int, order: SequenceOrder, group: dist.ProcessGroup) -> Tensor:
+    """Sums the ranks' rows `[..., length, ...]` and keeps a rank's tokens of `dim`; the reverse of `gather_tokens`."""
+    return _ScatterTokens.apply(tensor, dim, order, group)
 
 
 def _all_to_all(parts: Sequence[Tensor], sizes: Sequence[int], group: dist.ProcessGroup) -> list[Tensor]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..parts import works_on_parts
 from ..patch_ledger import Shared
 from ..patterns import generic
 from ..spec import ModelSpec
@@ -65,8 +66,9 @@ class WholeBlock(Shared):
         self.names = tuple(inspect.signature(block.forward).parameters)
         # Inside of what sequence parallelism does to its inputs and outputs.
         block.register_forward_pre_hook(self._enter, with_kwargs=True)
-        block.register_forward_hook(self._leave, prepend=True)
+        block.register_forward_hook(self._leave, prepend=True, always_call=True)
 
+    @works_on_parts
     def _enter(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
         stack, row = self.stack, self.stack.row
         if row is None or not stack.has_parts:
@@ -86,14 +88,19 @@ class WholeBlock(Shared):
         args = tuple(whole(name, value) for name, value in zip(self.names, args, strict=False))
         return args, {name: whole(name, value) for name, value in kwargs.items()}
 
+    @works_on_parts
     def _leave(self, block: nn.Module, args: tuple, output: Any) -> Any:
         stack, row = self.stack, self.stack.row
         if row is None or self.name not in stack.whole_blocks:
             return None
         stack.whole_blocks.remove(self.name)
-
-        def own(hidden: Tensor) -> Tensor:
-            return take_tokens(hidden, _TOKENS, row.order, stack.groups.rank)
-
+        if output is None:
+            # It has raised.
+            return None
         # What else it returns goes to such blocks of later layers.
-        return own(output) if isinstance(output, Tensor) else (own(output[0]), *output[1:])
+        return self.own_tokens(output) if isinstance(output, Tensor) else (self.own_tokens(output[0]), *output[1:])
+
+    def own_tokens(self, hidden: Tensor) -> Tensor:
+        """Returns what this rank keeps of the block's output `[batch, sequence, hidden]`."""
+        assert self.stack.row is not None
+        return take_tokens(hidden, _TOKENS, self.stack.row.order, self.stack.groups.rank)

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from ..patterns import generic, module_name
-from ..spec import ModelSpec
+from ..spec import HeadBlock, ModelSpec
 from .derive import derive_spec
 
 
@@ -21,6 +21,7 @@ def corrected_spec(
     corrections: Mapping[str, str] | None = None,
     *,
     transparent: tuple[str, ...] = (),
+    head_blocks: Mapping[str, HeadBlock] | None = None,
     whole_blocks: tuple[str, ...] = (),
     **changes: Any,
 ) -> ModelSpec:
@@ -29,7 +30,8 @@ def corrected_spec(
     Args:
         corrections (`Mapping[str, str]`, *optional*): pattern inside the base model -> style, added or replaced; what
             this config does not have is left out.
-        transparent, whole_blocks (`tuple[str, ...]`): patterns inside the base model.
+        transparent, whole_blocks (`tuple[str, ...]`), head_blocks (`Mapping`, *optional*): patterns inside the base
+            model.
     """
     spec, prefix = derive_spec(model), base_prefix(model)
     names = [name for name, _ in model.named_modules()] + [n for n, _ in model.named_parameters(remove_duplicate=False)]
@@ -40,6 +42,7 @@ def corrected_spec(
         plan={**spec.plan, **added},
         transparent=tuple(prefix + pattern for pattern in transparent),
         whole_blocks=tuple(prefix + pattern for pattern in whole_blocks),
+        head_blocks={prefix + pattern: heads for pattern, heads in (head_blocks or {}).items()},
         **changes,
     )
 

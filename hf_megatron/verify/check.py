@@ -236,7 +236,7 @@ def _whole_blocks(twin: Twin, layout: MegatronConfig) -> dict[str, Any]:
     spec = plan(twin.model_on_meta(), layout, Axes.of(layout, 0)).spec
     assert twin.build_full is not None
     with torch.device("meta"):
-        share = whole_share(twin.build_full(), spec)
+        share = whole_share(twin.build_full(), spec, layout.cp_size if layout.tp_size == 1 else None)
     reason = unknown_mixing(twin.load(), spec, {"input_ids": twin.batches[0]["input_ids"]})
     return ({"whole": round(share, 3)} if share else {}) | ({} if reason is None else {"mixing": reason})
 

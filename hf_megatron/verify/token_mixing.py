@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..context_parallel.head_blocks import shared_heads
 from ..context_parallel.whole_blocks import find_whole_blocks
 from ..layer_list import find_layers
 from ..spec import ModelSpec
@@ -134,10 +135,15 @@ def unknown_mixing(model: nn.Module, spec: ModelSpec, batch: Mapping[str, Any]) 
     return f"tokens meet in {unknown[0]} ({', '.join(sorted(kinds))}), which is no block on whole rows"
 
 
-def whole_share(model: nn.Module, spec: ModelSpec) -> float:
-    """Returns the share of the layers' parameters whose compute context parallelism does not share out."""
+def whole_share(model: nn.Module, spec: ModelSpec, ranks: int | None) -> float:
+    """Returns the share of the layers' parameters whose compute context parallelism does not share out.
+
+    Args:
+        ranks (`int`, *optional*): that share the heads of mixers, where any do.
+    """
     layers = find_layers(model, spec, "cp_size")
-    known = find_whole_blocks(model, spec, layers)
+    blocks = find_whole_blocks(model, spec, layers)
+    known = [name for name in blocks if not ranks or shared_heads(model.get_submodule(name), name, spec, ranks) is None]
     sizes = {name: parameter.numel() for name, parameter in model.get_submodule(layers).named_parameters(prefix=layers)}
     whole = sum(size for name, size in sizes.items() if any(name.startswith(f"{block}.") for block in known))
     return whole / max(1, sum(sizes.values()))

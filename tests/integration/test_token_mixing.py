@@ -46,7 +46,7 @@ def test_what_mixes_tokens_is_found_and_known(model_type):
     found = {name.removeprefix(f"{layers}.").split(".")[1] for name in find_token_mixing(model, batch, layers)}
     assert found == MIXING[model_type]
     assert unknown_mixing(model, spec, batch) is None
-    assert (whole_share(model, spec) > 0) == bool(found)
+    assert (whole_share(model, spec, 2) > 0) == bool(found and not spec.head_blocks)
 
 
 def test_a_layer_that_mixes_is_not_recorded(monkeypatch):
