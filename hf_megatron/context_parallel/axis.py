@@ -11,7 +11,7 @@ from ..tensor_parallel.layer_streams import OneRandomState
 from ..tensor_parallel.model_guards import RefusedOutputs
 from .attention import ContextGroups
 from .head import place_head
-from .head_blocks import SharedHeadBlock, shared_heads
+from .head_blocks import SharedHeadBlock, heads_to_share
 from .stack import ContextStack
 from .whole_blocks import WholeBlock, find_whole_blocks
 
@@ -66,7 +66,7 @@ def install(model: Any, state: ParallelState) -> None:
     modules = dict(model.named_modules())
     for block in whole_blocks & modules.keys():
         # Split over tp, heads lie apart already.
-        heads = shared_heads(modules[block], block, state.spec, ranks) if state.axes.size("tp") == 1 else None
+        heads = heads_to_share(modules[block], block, state.spec, ranks) if state.axes.size("tp") == 1 else None
         around = WholeBlock(stack, block) if heads is None else SharedHeadBlock(stack, block, heads)
         around.install(modules[block])
     guards = place_head(model, state, stack, name)

@@ -23,7 +23,7 @@ from .whole_blocks import WholeBlock
 _TOKENS = 1
 
 
-def shared_heads(block: nn.Module, name: str, spec: ModelSpec, ranks: int) -> HeadBlock | None:
+def heads_to_share(block: nn.Module, name: str, spec: ModelSpec, ranks: int) -> HeadBlock | None:
     """Returns how a block's heads are shared out over so many ranks; `None` where they are not."""
     known = spec.head_blocks.get(generic(name))
     if known is None or any(getattr(block, count) % ranks for count in known.counts):

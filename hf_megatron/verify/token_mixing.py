@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..context_parallel.head_blocks import shared_heads
+from ..context_parallel.head_blocks import heads_to_share
 from ..context_parallel.whole_blocks import find_whole_blocks
 from ..layer_list import find_layers
 from ..spec import ModelSpec
@@ -143,7 +143,9 @@ def whole_share(model: nn.Module, spec: ModelSpec, ranks: int | None) -> float:
     """
     layers = find_layers(model, spec, "cp_size")
     blocks = find_whole_blocks(model, spec, layers)
-    known = [name for name in blocks if not ranks or shared_heads(model.get_submodule(name), name, spec, ranks) is None]
+    known = [
+        name for name in blocks if not ranks or heads_to_share(model.get_submodule(name), name, spec, ranks) is None
+    ]
     sizes = {name: parameter.numel() for name, parameter in model.get_submodule(layers).named_parameters(prefix=layers)}
     whole = sum(size for name, size in sizes.items() if any(name.startswith(f"{block}.") for block in known))
     return whole / max(1, sum(sizes.values()))
