@@ -21,6 +21,7 @@ from .context_parallel import axis as context_parallel
 from .data_parallel import axis as data_parallel
 from .errors import ConfigError, UnsupportedError
 from .known_rows import RowsOfCalls
+from .largest_position import LargestPosition
 from .memory.training_cache import leave_out_in_training
 from .mesh import ParallelMesh
 from .parallel_state import ParallelState, StageCut, attach_state, parallel_state
@@ -111,6 +112,7 @@ def install(model: Any) -> None:
     for axis in AXES:
         axis.install(model, state)
     RowsOfCalls(model, state).install(model)
+    LargestPosition(model, state).install(model)
 
 
 def _hold_places(model: nn.Module, state: ParallelState) -> None:

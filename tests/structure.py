@@ -37,7 +37,7 @@ ORDER = (
     ("context_parallel",),
     ("tensor_parallel",),
     ("data_parallel",),
-    ("known_rows",),
+    ("largest_position", "known_rows"),
     ("parallel_state",),
     ("token_loss", "batch_labels", "auxiliary_loss", "loss"),
     ("memory", "profile"),

@@ -74,14 +74,14 @@ class WholeBlock(Shared):
         if row is None or not stack.has_parts:
             return None
         stack.whole_blocks.append(self.name)
-        held = row.order.sizes[stack.groups.rank]
+        hidden = args[0] if args else kwargs[self.names[0]]
 
         def whole(name: str, value: Any) -> Any:
             if isinstance(value, ContextMask):
                 return value.dense
-            # The residual stream comes along where the block adds to it.
-            is_hidden = isinstance(value, Tensor) and value.dim() > 2 and value.shape[_TOKENS] == held
-            if is_hidden and value.is_floating_point() and row.whole(value) is value:
+            # The residual stream comes along where the block adds to it. Of short rows others have its length too.
+            is_hidden = isinstance(value, Tensor) and value.is_floating_point() and value.shape == hidden.shape
+            if is_hidden and row.whole(value) is value:
                 return gather_tokens(value, _TOKENS, row.order, stack.group)
             return mapped(value, row.whole)
 

@@ -86,7 +86,8 @@ class TiledMLP(nn.Module):
             return super().forward(hidden, *args, **kwargs)
         self._compare(hidden)
         parts = [
-            checkpoint(super(TiledMLP, self).forward, part, use_reentrant=False)
+            # Some linears view what they are given.
+            checkpoint(super(TiledMLP, self).forward, part.contiguous(), use_reentrant=False)
             for part in hidden.split(size, dim=_TOKENS)
         ]
         return torch.cat(parts, dim=_TOKENS)  # type: ignore[arg-type]
@@ -102,8 +103,8 @@ class TiledMLP(nn.Module):
                 part.training = False
             some = hidden.narrow(_TOKENS, 0, min(_COMPARED, hidden.shape[_TOKENS]))
             halves = some.tensor_split(2, dim=_TOKENS)
-            apart = torch.cat([super(TiledMLP, self).forward(half) for half in halves], _TOKENS)
-            together = super().forward(some)
+            apart = torch.cat([super(TiledMLP, self).forward(half.contiguous()) for half in halves], _TOKENS)
+            together = super().forward(some.contiguous())
         finally:
             for part, mode in modes:
                 part.training = mode

@@ -33,6 +33,13 @@ class CallChecks(Shared):
         ids, labels = arguments.get("input_ids"), arguments.get("labels")
         if ids is not None and self._tokens is not None:
             require_tokens(ids, self._tokens, "token id")
+        if labels is not None and isinstance(self.model.loss_function, TokenLoss):
+            tokens: Any = ids if ids is not None else arguments.get("inputs_embeds")
+            # The last stage alone would find it, and the others would wait for it.
+            if tokens is not None and labels.shape[:2] != tokens.shape[:2]:
+                raise ValueError(
+                    f"labels {tuple(labels.shape)} for tokens {tuple(tokens.shape[:2])}: expected a label per token."
+                )
         if labels is not None and not labels.is_floating_point() and self._classes > 1:
             require_tokens(labels, self._classes, "label", arguments.get("ignore_index", IGNORE_INDEX))
 

@@ -12,12 +12,12 @@ from ..axes import Axes
 from ..config import MegatronConfig
 from ..context_parallel.whole_blocks import find_whole_blocks
 from ..errors import PlanError, UnsupportedError
+from ..largest_position import scales_by_length
 from ..layer_list import find_layers
 from ..mixed_class import stand_around
 from ..spec import ModelSpec
 from ..upstream import splits_python_functions
 from .boundary import StageBoundary
-from .packed_rows import scales_by_length
 from .partition import Stages, check_partition, estimate_cost, estimate_costs, even, partition
 from .placeholder import Placeholder, first_dtype
 from .schedules import check_schedule, rank_of_stage, schedule

@@ -50,7 +50,7 @@ class Execution:
         transport: Transport,
         forward: Callable[[int], Any],
         microbatches: Sequence[dict[str, Any]],
-        kinds: Sequence[Hashable],
+        kinds: Sequence[tuple[Hashable, ...]],
         read: Callable[[int, Any], tuple[Tensor, ...]],
         parameters: Mapping[int, list[nn.Parameter]],
         splits_backward: bool,

@@ -21,15 +21,13 @@ from .microbatches import batch_rows
 
 _TOKENS = 1
 _ENDS = {"cu_seq_lens_q": "max_length_q", "cu_seq_lens_k": "max_length_k"}
-# Rotary embeddings that are scaled by the longest text of a call.
-_BY_LENGTH = ("dynamic", "longrope")
-
-
-def scales_by_length(config: Any) -> bool:
-    """Tells whether a model's rotary embeddings depend on what else is in a row."""
-    parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    kinds = [parameters, *(value for value in parameters.values() if isinstance(value, Mapping))]
-    return any(kind.get("rope_type") in _BY_LENGTH for kind in kinds)
+# Others may mean something else in a part: `logits_to_keep`; `is_causal`, which attention ignores beside a mask.
+_OF_ANY_PART = frozenset(
+    (
+        *("use_cache", "return_dict", "output_attentions", "output_hidden_states", "output_router_logits"),
+        *("num_items_in_batch", "ignore_index", *_ENDS.values()),
+    )
+)
 
 
 @dataclass(frozen=True)
@@ -97,7 +95,7 @@ def _end_of(longest: str) -> str:
 
 
 def _can_be_cut(name: str, value: Any, length: int) -> bool:
-    if value is None or name in _ENDS or isinstance(value, str | int | float):
+    if value is None or name in _ENDS or name in _OF_ANY_PART:
         return True
     if not isinstance(value, Tensor):
         return False

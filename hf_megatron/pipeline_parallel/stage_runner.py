@@ -16,7 +16,7 @@ from ..data_parallel.engine import DataParallel
 from ..data_parallel.fully_sharded import reshard
 from ..data_parallel.gradient_store import GradientStore
 from ..errors import UnsupportedError
-from ..known_rows import KnownRows
+from ..known_rows import POSITIONS, KnownRows
 from ..loss import Share, has_labels, without_targets
 from ..memory.training_cache import leave_out
 from ..parallel_state import ParallelState
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 # Microbatches per stage unless the user says otherwise: a bubble of a fifth at most in 1F1B.
 _PER_RANK = 4
 _TIED_TAG = 0
+# What a kind says of every microbatch.
+_KIND = 2
 # `torch.amp.GradScaler`'s default. Unscaled, most fp16 gradients would be zero before anything can be multiplied.
 _SCALER_STARTS_AT = 2.0**16
 
@@ -77,6 +79,7 @@ class StageRunner(Shared):
         self._state, self._loaded = state, frozenset(state.claims)
         self._auxiliary: dict[Hashable, bool] = {}
         self._known_rows: KnownRows | None = None
+        self._calls = 0
         # Implementations of attention.
         self._keep_documents_apart: set[str] = set()
         engine.guards.append(lambda: self.loss_scale.require_settled(engine.gradients))
@@ -189,17 +192,28 @@ class StageRunner(Shared):
             self.transport,
             forward,
             microbatches,
-            [(flags, describe(microbatch)) for microbatch in microbatches],
+            [
+                (flags, describe(microbatch), *self._order_of_tokens(number, microbatch))
+                for number, microbatch in enumerate(microbatches)
+            ],
             read,
             self.trainable(),
             self.schedule.splits_backward,
             None if self.recorder is None else self.recorder.record,
         )
 
+    def _order_of_tokens(self, number: int, microbatch: dict[str, Any]) -> tuple[int, ...]:
+        """Tells microbatches of equal shapes apart whose ranks may hold other numbers of a row's tokens."""
+        given = (microbatch.get(name) for name in ("attention_mask", POSITIONS))
+        varies = self.mesh.axes.size("cp") > 1 and any(value is not None for value in given)
+        return (self._calls, number) if varies else ()
+
     def run(self, execution: Execution, actions: tuple[Action, ...]) -> None:
         """Runs this rank's actions of a schedule."""
+        self._calls += 1
         with quiet_autocast():
             execution.run(actions)
+        self.transport.forget(kind for kind in execution.kinds if len(kind) > _KIND)
         if self.shards_weights:
             reshard(self.cut.ends(self.model))
 

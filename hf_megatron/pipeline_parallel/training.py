@@ -68,6 +68,6 @@ def run_schedule(runner: StageRunner, arguments: dict[str, Any]) -> PipelineOutp
     reached = gradients.reached()
     [loss] = with_backward(backward, (losses[0],), inputs.tensors, reached)
     aux_loss = None
-    if runner.has_auxiliary_loss(losses[2], execution.kinds[0]):
+    if runner.has_auxiliary_loss(losses[2], execution.kinds[0][:2]):
         aux_loss = reported("aux_loss", losses[1])
     return PipelineOutput(loss=loss, aux_loss=aux_loss, logits=AbsentLogits())

@@ -5,7 +5,7 @@ comes by does a header go ahead.
 """
 
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,6 +108,12 @@ class Transport:
         if kind not in self.known:
             self.known[kind] = self.learn(peer, tag, kind)
         return self.receive_shapes(self.known[kind], peer, tag)
+
+    def forget(self, kinds: Iterable[Hashable]) -> None:
+        """Forgets kinds `(stage, kind)` of messages that come once."""
+        once = set(kinds)
+        for name in [name for name in self.known if once and isinstance(name, tuple) and name[1] in once]:
+            del self.known[name]
 
     def learn(self, peer: int, tag: int, kind: Hashable) -> Shapes:
         """Returns the shapes of a kind that arrives for the first time, from the header that goes ahead."""

@@ -391,6 +391,39 @@ def without_causal(model):
     model.model.layers[0].self_attn.is_causal = False
 
 
+def of_lengths(model):
+    losses = []
+    for length in (2, 3, 4, 5):
+        loss = model(input_ids=IDS[:1, :length], labels=IDS[:1, :length]).loss
+        loss.backward()
+        losses.append(loss.detach())
+    return [*losses, *gradients(model).values()]
+
+
+def test_short_rows_of_blocks_that_are_whole(tmp_path):
+    """What is given beside hidden states (ALiBi) has the length of a short row's parts in another dim."""
+    config = CONFIG_MAPPING["bloom"](vocab_size=64, hidden_size=32, n_layer=2, n_head=4)
+    require_alike(*both(of_lengths, made(tmp_path, config)))
+
+
+def padded_after_whole(model):
+    """Rows of the same shape of which ranks hold other numbers of tokens."""
+    mask = torch.ones_like(IDS)
+    mask[:, :5] = 0
+    losses = []
+    for given in ({}, {"attention_mask": mask}, {"attention_mask": mask.flip(1)}, {}):
+        loss = model.train()(input_ids=IDS, labels=IDS, use_cache=False, **given).loss
+        loss.backward()
+        losses.append(loss.detach())
+    return losses
+
+
+@pytest.mark.parametrize("scheme", ["p2p", "a2a"])
+def test_stages_of_rows_that_are_cut_otherwise(llama, scheme):
+    layout = {"cp_size": 2, "cp_comm_type": scheme, "pp_size": 2, "num_microbatches": 2}
+    require_alike(*both(padded_after_whole, llama, layout=layout))
+
+
 def with_dropout(model):
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = 0.1

@@ -341,6 +341,23 @@ def test_nobody_looks_for_documents_in_positions_that_were_not_given():
     assert given == own and stock == 1 and masked <= given
 
 
+def test_labels_of_another_width_raise_on_every_stage():
+    twin = twin_of()
+    ids = twin.batches[0]["input_ids"]
+
+    def on_rank():
+        model, found = twin.load(megatron_config=config_of("pp2")).train(), []
+        for width in (ids.shape[1] - 1, ids.shape[1]):
+            try:
+                found.append(model(input_ids=ids, labels=ids[:, :width]).loss.item())
+            except ValueError as error:
+                found.append(str(error))
+        return found
+
+    for refused, loss in run_ranks(on_rank, 2):
+        assert "expected a label per token" in refused and loss > 0
+
+
 def tuples(model, batch):
     model.config.output_router_logits = True
     found = []

@@ -46,6 +46,8 @@ def batch_of(vocabulary, rows, seed, kind):
     if kind == "joined":
         # The last token of a document predicts the next one's first: no border for a microbatch.
         labels[:, 13] = ids[:, 13]
+    if kind == "is_causal":
+        batch["is_causal"] = False
     if kind == "shifted":
         batch["shift_labels"] = torch.nn.functional.pad(ids, (0, 1), value=-100)[:, 1:].contiguous()
     return batch
@@ -88,6 +90,8 @@ def test_layouts_equal_one_process(name):
         ("gpt2", "labels", {4}),
         ("llama", "joined", {4}),
         ("llama", "shifted", {4}),
+        # Beside the mask of a row of documents it means nothing.
+        ("llama", "is_causal", {1}),
         # Their mixers carry what they have seen into the next document.
         ("qwen3_next", "labels", {1}),
     ],

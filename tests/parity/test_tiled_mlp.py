@@ -62,6 +62,12 @@ def test_offloaded_inputs_equal_one_process(name):
     assert comparison.passed, comparison.report()
 
 
+def test_tiles_of_views():
+    """GPT-2's linears view what they are given, and tiles of several rows are none of one piece."""
+    comparison = check_twin(twin("gpt2"), ConfigUnderTest(cp_size=2, mlp_chunk_size=5))
+    assert comparison.passed, comparison.report()
+
+
 def forgets_a_tile():
     tiled_mlp.checkpoint = lambda function, part, use_reentrant: function(part).detach()
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from hf_megatron.pipeline_parallel.packed_rows import PackedRow, scales_by_length
+from hf_megatron.largest_position import scales_by_length
+from hf_megatron.pipeline_parallel.packed_rows import PackedRow
 
 LENGTHS = (9, 4, 13, 2)
 
@@ -57,6 +58,8 @@ def test_a_target_between_documents_joins_them():
         {"position_ids": torch.zeros(3, 1, 28, dtype=torch.int64)},
         {"pixel_values": torch.zeros(1, 3, 8, 8)},
         {"extra": torch.zeros(28)},
+        {"is_causal": False},
+        {"logits_to_keep": 4},
         {"input_ids": torch.zeros(2, 28, dtype=torch.int64)},
     ],
     ids=str,

@@ -1,0 +1,64 @@
+"""Rotary embeddings scaled by the longest text of a batch, where its rows lie in parts, against one process."""
+
+import dataclasses
+import functools
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING
+
+from hf_megatron import largest_position
+from hf_megatron.integrations.gate import ConfigUnderTest
+from hf_megatron.verify.measure import measure
+from hf_megatron.verify.parity import check_twin
+from tests.shared_twins import make_twin
+
+SCALED = {
+    "dynamic": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0},
+    "longrope": {
+        "rope_type": "longrope",
+        "short_factor": [1.0] * 8,
+        "long_factor": [4.0] * 8,
+        "rope_theta": 10000.0,
+        "original_max_position_embeddings": 8,
+    },
+}
+LAYOUTS = {
+    "pp2": {"pp_size": 2, "num_microbatches": 2},
+    "dp2": {"dp_size": 2},
+    "tp2+pp2": {"tp_size": 2, "pp_size": 2, "num_microbatches": 2},
+    "cp2": {"cp_size": 2},
+    "pp2+cp2": {"pp_size": 2, "cp_size": 2, "num_microbatches": 2},
+}
+
+
+@functools.lru_cache(maxsize=2)
+def twin(kind):
+    """The first row's positions are the largest; they end where the others' documents are short."""
+    changes = {"rope_parameters": SCALED[kind], "max_position_embeddings": 8, "head_dim": 16}
+    base = make_twin(CONFIG_MAPPING["llama"](), changes=changes)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(1, base.config.vocab_size, (4, 13), generator=generator)
+    positions = torch.arange(13).repeat(4, 1)
+    positions[2:] %= 4
+    batches = [{"input_ids": ids, "labels": ids, "position_ids": positions, "use_cache": False}]
+    reference = measure(base.load(), batches)
+    reference.without, reference.cancelled = base.reference.without, base.reference.cancelled
+    return dataclasses.replace(base, batches=batches, reference=reference)
+
+
+@pytest.mark.parametrize("kind", SCALED)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_parts_of_a_batch_have_its_scale(kind, name):
+    comparison = check_twin(twin(kind), ConfigUnderTest(**LAYOUTS[name]))
+    assert comparison.passed, comparison.report()
+
+
+def own_scales():
+    largest_position.LargestPosition.install = lambda self, model: None
+
+
+@pytest.mark.parametrize("name", ["pp2", "dp2"])
+@pytest.mark.parametrize("kind", SCALED)
+def test_scales_of_parts_are_found(kind, name):
+    assert not check_twin(twin(kind), ConfigUnderTest(**LAYOUTS[name]), sabotage=own_scales).passed
