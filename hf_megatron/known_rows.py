@@ -132,26 +132,18 @@ def preprocess_mask_arguments(
 def without_asking(stock: Callable) -> Callable:
     """Returns a function of masks that knows what masks of the call under way leave out."""
     known = [] if torch.compiler.is_compiling() else _calls_under_way()
+    # transformers calls them by keywords alone; what users have registered may have others.
     return partial(_mask, stock, known) if known else stock
 
 
-def _mask(
-    stock: Callable,
-    known: list[KnownRows],
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: Any = 0,
-    kv_offset: Any = 0,
-    mask_function: Any = None,
-    attention_mask: Tensor | None = None,
-    **kwargs: Any,
-) -> Any:
-    if attention_mask is not None and tuple(attention_mask.shape) == (batch_size, kv_length) and q_length == kv_length:
-        answers = [rows.hides_tokens(attention_mask) for rows in known]
-        hides = next((answer for answer in answers if answer is not None), None)
-        if hides:
-            kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-        elif hides is False:
-            attention_mask = None
-    return stock(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, **kwargs)
+def _mask(stock: Callable, known: list[KnownRows], **given: Any) -> Any:
+    mask: Any = given.get("attention_mask")
+    keys = given.get("kv_length")
+    is_whole = mask is not None and given.get("q_length") == keys and mask.shape == (given.get("batch_size"), keys)
+    answers = [rows.hides_tokens(mask) for rows in known] if is_whole else []
+    hides = next((answer for answer in answers if answer is not None), None)
+    if hides:
+        given |= {name: False for name in ("allow_is_causal_skip", "allow_is_bidirectional_skip") if name in given}
+    elif hides is False:
+        given["attention_mask"] = None
+    return stock(**given)

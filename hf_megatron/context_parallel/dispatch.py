@@ -62,7 +62,15 @@ def _describe(
             "it with use_cache=False and all tokens, or load it with cp_size=1."
         )
     stocks = partial(
-        stock, batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, **kwargs
+        stock,
+        batch_size=batch_size,
+        q_length=q_length,
+        kv_length=kv_length,
+        q_offset=q_offset,
+        kv_offset=kv_offset,
+        mask_function=mask_function,
+        attention_mask=attention_mask,
+        **kwargs,
     )
     if attention_mask is not None and attention_mask.shape[0] != batch_size:
         # One process says what is wrong with it.
