@@ -73,3 +73,16 @@ def test_documents_are_those_of_transformers(rows, monkeypatch):
     expected, found = STOCK(positions), find(STOCK, positions)
     assert (found is None) == (expected is None)
     assert expected is None or torch.equal(found, expected)
+
+
+def test_a_function_of_the_users_is_called_with_what_transformers_gives():
+    given = torch.tensor(RIGHT)
+    known = KnownRows([{"attention_mask": given}])
+    known.note_mask(given, given)
+    calls = []
+
+    def own(*, attention_mask, mask_function, batch_size, q_length, kv_length):
+        calls.append((attention_mask, mask_function, batch_size, q_length, kv_length))
+
+    _mask(own, [known], batch_size=2, q_length=6, kv_length=6, mask_function=None, attention_mask=given)
+    assert calls == [(given, None, 2, 6, 6)]
