@@ -35,8 +35,10 @@ class CallChecks(Shared):
             require_tokens(ids, self._tokens, "token id")
         if labels is not None and isinstance(self.model.loss_function, TokenLoss):
             tokens: Any = ids if ids is not None else arguments.get("inputs_embeds")
+            kept = arguments.get("logits_to_keep")
+            takes_all = kept is None or (isinstance(kept, int) and kept == 0)
             # The last stage alone would find it, and the others would wait for it.
-            if tokens is not None and labels.shape[:2] != tokens.shape[:2]:
+            if takes_all and tokens is not None and labels.shape[:2] != tokens.shape[:2]:
                 raise ValueError(
                     f"labels {tuple(labels.shape)} for tokens {tuple(tokens.shape[:2])}: expected a label per token."
                 )
