@@ -155,7 +155,8 @@ class Axes:
             raise ConfigError(f"rank = {world_rank}: the layout {config.layout()} has the ranks 0 to {world_size - 1}.")
         sizes = {"tp": config.tp_size, "cp": config.cp_size, "pp": config.pp_size, "dp": dp_size}
         inner = (config.hierarchical_context_parallel_sizes or (1,))[0]
-        return cls.of_sizes(world_rank, ep=config.ep_size, dp_replicate=copies, cp_inner=inner, **sizes)
+        experts = {"ep": config.ep_size, "etp": (config.etp_size or 1) if config.ep_size > 1 else 1}
+        return cls.of_sizes(world_rank, **experts, dp_replicate=copies, cp_inner=inner, **sizes)
 
     @classmethod
     def of_sizes(

@@ -7,9 +7,9 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
-from .errors import ConfigError, UnsupportedError
+from .errors import ConfigError
 
 # Megatron-LM's argument names, without the leading dashes, and the field each one sets.
 MEGATRON_ARGUMENTS: Mapping[str, str] = {
@@ -20,6 +20,7 @@ MEGATRON_ARGUMENTS: Mapping[str, str] = {
     "cp_comm_type": "cp_comm_type",
     "hierarchical_context_parallel_sizes": "hierarchical_context_parallel_sizes",
     "expert_model_parallel_size": "ep_size",
+    "expert_tensor_parallel_size": "etp_size",
     "data_parallel_size": "dp_size",
     "sequence_parallel": "sequence_parallel",
     "recompute_granularity": "recompute",
@@ -91,7 +92,11 @@ class MegatronConfig:
             `"a2a"` as the model's key and value heads divide by.
         hierarchical_context_parallel_sizes (pair of `int`, *optional*): of `"a2a+p2p"`: neighbours that exchange heads,
             and the length of the ring; `cp_size` together.
-        ep_size: of expert parallelism, which only checks may ask for so far.
+        ep_size (`int`, defaults to 1): ranks that hold the experts of each layer together, every one some of them (expert
+            parallel); tokens travel to their experts and back. It is no factor of the world: of the ranks of a stage
+            it takes those of tp first, then cp, then dp, as a divisor or a multiple of each.
+        etp_size (`int`, *optional*): ranks that split the widths of every expert (expert tensor parallel), `tp_size` or
+            1; by default 1 with an `ep_size` of 2 or more, where ep takes the tp ranks itself.
         loss_chunk_size (`int`, *optional*): tokens per chunk of the fused head and cross entropy; the local logits of
             one chunk are all that exists at a time. By default all tokens are one chunk.
         auxiliary_loss (`str`, defaults to `"batch"`): what a router's load balancing loss is taken over, where the
@@ -108,11 +113,8 @@ class MegatronConfig:
 
     Raises:
         ConfigError: a value out of range, naming the field.
-        UnsupportedError: a size this version does not support.
     """
 
-    # Sizes that only checks may set.
-    not_supported: ClassVar[tuple[str, ...]] = ("ep_size",)
     tp_size: int = 1
     sequence_parallel: bool = False
     pack_activations: bool | None = None
@@ -138,6 +140,7 @@ class MegatronConfig:
     cp_comm_type: str | None = None
     hierarchical_context_parallel_sizes: tuple[int, int] | None = None
     ep_size: int = 1
+    etp_size: int | None = None
     loss_chunk_size: int | None = None
     auxiliary_loss: str = "batch"
     strict_loading: bool = True
@@ -146,7 +149,7 @@ class MegatronConfig:
     timeout: float = 1800.0
 
     def __post_init__(self) -> None:
-        optional = ("dp_size", "bucket_size", "loss_chunk_size", "mlp_chunk_size", "num_microbatches", "virtual_stages")
+        optional = ("dp_size", "etp_size", "bucket_size", "loss_chunk_size", "mlp_chunk_size", "num_microbatches", "virtual_stages")
         for name in (*SIZES, *optional, "max_skipped_steps"):
             value = getattr(self, name)
             if name in optional and value is None:
@@ -185,12 +188,12 @@ class MegatronConfig:
             raise ConfigError(f"MegatronConfig.gradient_clipping = {norm!r}: expected None or a norm, more than 0.")
         self._check_partition()
         self._check_context()
-        for name in self.not_supported:
-            if getattr(self, name) > 1:
-                raise UnsupportedError(
-                    f"MegatronConfig.{name} = {getattr(self, name)}: not supported yet, valid: 1. Use tp_size, "
-                    "sequence_parallel and pp_size to spread a model over more ranks."
-                )
+        whole = 1 if self.ep_size > 1 else self.tp_size
+        if self.etp_size not in (None, whole, self.tp_size):
+            raise ConfigError(
+                f"MegatronConfig.etp_size = {self.etp_size}: expected {whole} or tp_size = {self.tp_size}"
+                + (", with ep_size = 1 the tp ranks split every expert." if self.ep_size == 1 else ".")
+            )
         if self.dp_size is not None and self.dp_size % (copies := self.dp_replicate_size):
             raise ConfigError(f"MegatronConfig.dp_replicate_size = {copies}: does not divide dp_size = {self.dp_size}.")
         if self.sequence_parallel and self.tp_size == 1:
@@ -265,6 +268,9 @@ class MegatronConfig:
                     f"Megatron argument {name!r} (value {value!r}) has no counterpart; valid: {', '.join(near)}."
                 )
             values[MEGATRON_ARGUMENTS[key]] = int(value) if key == "use_distributed_optimizer" else value
+        if values.get("ep_size", 1) != 1:
+            # Megatron splits experts over its tp ranks unless it is told not to.
+            values.setdefault("etp_size", values.get("tp_size", 1))
         return cls.from_dict(values)
 
     @classmethod
@@ -301,6 +307,8 @@ class MegatronConfig:
         name = f"tp{self.tp_size}" + ("+sp" if self.sequence_parallel else "")
         name += f"+cp{self.cp_size}" if self.cp_size > 1 else ""
         name += f"+pp{self.pp_size}" if self.pp_size > 1 else ""
+        name += f"+ep{self.ep_size}" if self.ep_size > 1 else ""
+        name += f"+etp{self.etp_size}" if self.ep_size > 1 and (self.etp_size or 1) > 1 else ""
         return name + (f"+dp{self.dp_size}+zero{self.zero_stage}" if (self.dp_size or 1) > 1 else "")
 
     def to_dict(self) -> dict[str, Any]:

@@ -57,7 +57,8 @@ class ParallelMesh(Shared):
         self.dp_size, self.dp_rank = axes.size("dp"), axes.rank("dp")
         self.dp_group: dist.ProcessGroup = self.root["dp"].get_group()
         # Ranks that see parts of one batch add up the gradients of what they have in common.
-        self.adds_up_gradients = axes.size("dp_cp") > 1
+        repeats_experts = axes.size("ep") > 1 and axes.size("edp") > 1
+        self.adds_up_gradients = axes.size("dp_cp") > 1 or repeats_experts
         halves = axes.size("dp_replicate"), axes.size("dp_shard")
         self.dp = split_mesh_axis(self.root["dp"], halves, ("dp_replicate", "dp_shard"))
         self._with_copies: dict[int, DeviceMesh] = {}

@@ -139,6 +139,16 @@ class ParallelState(Shared):
         return self.config.zero_stage == 3 and self.axes.size("dp_cp") > 1
 
     @property
+    def splits_weights(self) -> bool:
+        """Whether ranks hold parts of weights by any other axis than those of stage 3."""
+        return self.axes.size("tp") > 1 or any(claim.placement.on(self.axes).is_split for claim in self.claims.values())
+
+    @property
+    def has_dtensors(self) -> bool:
+        """Whether parameters are DTensors."""
+        return self.splits_weights or self.shards_weights
+
+    @property
     def in_lockstep(self) -> bool:
         """Whether ranks that see other data hold parts of one weight, and so wait for each other in every forward."""
         axes = {split.axis for claim in self.claims.values() for split in claim.placement.splits}

@@ -20,6 +20,7 @@ from .config import MegatronConfig
 from .context_parallel import axis as context_parallel
 from .data_parallel import axis as data_parallel
 from .errors import ConfigError, UnsupportedError
+from .expert_parallel import axis as expert_parallel
 from .known_rows import RowsOfCalls
 from .largest_position import LargestPosition
 from .memory.training_cache import leave_out_in_training
@@ -47,7 +48,7 @@ class ParallelAxis(Protocol):
 
 
 # In the order in which they wrap a model, the innermost first.
-AXES: tuple[ParallelAxis, ...] = (data_parallel, tensor_parallel, context_parallel, pipeline_parallel)
+AXES: tuple[ParallelAxis, ...] = (data_parallel, tensor_parallel, expert_parallel, context_parallel, pipeline_parallel)
 
 
 class ParallelPlan(list[Claim]):
@@ -105,8 +106,7 @@ def install(model: Any) -> None:
     state = parallel_state(model)
     assert state is not None
     state.loss = install_loss(model, state)
-    has_dtensors = state.axes.size("tp") > 1 or state.shards_weights
-    LossHooks(state.loss, model, pipelined=state.axes.size("pp") > 1, has_dtensors=has_dtensors).install(model)
+    LossHooks(state.loss, model, pipelined=state.axes.size("pp") > 1, has_dtensors=state.has_dtensors).install(model)
     # Before what asks whether a call keeps a cache.
     leave_out_in_training(model, pipelined=state.axes.size("pp") > 1, always=state.axes.size("cp") > 1)
     for axis in AXES:

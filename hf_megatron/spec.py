@@ -56,6 +56,9 @@ class ModelSpec:
         head_blocks (`Mapping[str, HeadBlock]`): blocks on whole rows of which each rank can compute some heads.
         token_dims (`Mapping[str, int]`): arguments of a layer with an entry per token in another dim than the second.
         no_context_parallel (`str`, *optional*): why the type has no context parallelism.
+        experts (`Mapping[str, str]`): module that holds all experts of a layer, along dim 0 of each weight -> its
+            attribute that counts them; those of transformers' decorator of experts are found.
+        no_expert_parallel (`str`, *optional*): why the type's experts cannot lie on different ranks.
     """
 
     model_type: str
@@ -76,3 +79,5 @@ class ModelSpec:
     head_blocks: Mapping[str, HeadBlock] = field(default_factory=dict)
     token_dims: Mapping[str, int] = field(default_factory=dict)
     no_context_parallel: str | None = None
+    experts: Mapping[str, str] = field(default_factory=dict)
+    no_expert_parallel: str | None = None

@@ -509,6 +509,12 @@ def uses_grouped_product(module: Any) -> bool:
     return bool(module.config._experts_implementation == "grouped_mm")
 
 
+def counted_experts(module: Any) -> int | None:
+    """Counts the experts of a class that transformers' decorator of experts has made; `None` for another one."""
+    own = vars(module)
+    return own["num_experts"] if "_is_expert_parallel" in own else None
+
+
 def token_loss_functions() -> dict[Any, bool]:
     """Maps transformers' losses over a vocabulary to whether they shift the labels."""
     from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss

@@ -35,8 +35,9 @@ def place(model: Any, state: ParallelState) -> None:
             "decoder, and only those of one stack of layers can be shared out. Set cp_size=1."
         )
     for name, claim in state.claims.items():
-        rule = dataclasses.replace(claim.gradient, average="dp_cp")
-        state.claims[name] = dataclasses.replace(claim, gradient=rule)
+        if claim.gradient.average == "dp":
+            rule = dataclasses.replace(claim.gradient, average="dp_cp")
+            state.claims[name] = dataclasses.replace(claim, gradient=rule)
     # A pipeline takes layers away later.
     layers = find_layers(model, state.spec, "cp_size")
     whole_blocks = find_whole_blocks(model, state.spec, layers)

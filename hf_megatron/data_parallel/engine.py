@@ -81,6 +81,7 @@ class DataParallel(Shared):
     def __init__(self, model: nn.Module, state: ParallelState):
         self.model, self.state = model, state
         self.config, self.mesh = state.config, state.mesh
+        self._splits_weights = state.splits_weights
         self.reducer: GradientReducer | None = None
         self.guards: list[Callable[[], None]] = []
         self.on_cleared: list[Callable[[], None]] = []
@@ -307,7 +308,7 @@ class DataParallel(Shared):
     @leave_uncompiled
     def follow_edits(self) -> None:
         """Has autograd know which weights were edited in place, before a forward or backward."""
-        if self.mesh.tp_size > 1 and not self.state.shards_weights:
+        if self._splits_weights and not self.state.shards_weights:
             self._part_versions.follow(self._marked)
 
     def unedited(self) -> Callable[[], None]:

@@ -80,6 +80,10 @@ class Activations(Shared):
         rules, region = style(style_name), self.regions.of_linear.get(name)
         if self._within(name, [other for other, of in self.styles.items() if of in _SUMS]):
             return _unknown("experts compute addends of a sum, each rank its part of their width")
+        if self._within(name, [other for other, of in self.styles.items() if of == "dispatched"]):
+            return _unknown("experts compute tokens of all ranks that share them")
+        if style_name == "dispatched":
+            return Forms(outer, outer, outer)
         if style_name == "vocab_head":
             return Forms(WHOLE, WHOLE, Logits())
         if rules.is_column:
@@ -154,7 +158,7 @@ class Activations(Shared):
         inside = {of for other, of in self.styles.items() if other.startswith(f"{name}.")}
         splits = any(style(of).is_column or of == "column_gather" for of in inside)
         joins = any(style(of).is_row or of == "row_split" for of in inside)
-        return (splits and joins) or not inside.isdisjoint(_SUMS)
+        return (splits and joins) or not inside.isdisjoint((*_SUMS, "dispatched"))
 
 
 def _unknown(reason: str) -> Forms:

@@ -9,6 +9,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..communication.random_streams import RandomStreams
 from ..errors import UnsupportedError
+from ..expert_modules import find_experts
 from ..parallel_state import ParallelState
 from ..patterns import lookup
 from ..placement import Claim
@@ -62,6 +63,10 @@ def place(model: Any, state: ParallelState) -> None:
             "sequence_parallel=False."
         )
     styles = expand_plan(model, spec)
+    # Whole on a rank; what else is inside of them belongs to expert parallelism too.
+    experts = find_experts(model, spec) if state.config.ep_size > 1 and state.axes.size("etp") == 1 else {}
+    styles = {name: of for name, of in styles.items() if not _is_inside(name, experts)}
+    styles |= dict.fromkeys(experts, "dispatched")
     modules = dict(model.named_modules())
     for name, style_name in styles.items():
         if name in modules:
@@ -78,10 +83,15 @@ def place(model: Any, state: ParallelState) -> None:
         raise UnsupportedError(f"model type {spec.model_type!r}: no stack of layers found to split the sequence of.")
     copies = shared_heads(model, styles, tp_size)
     sizes = local_sizes(model, spec, styles, copies, tp_size)
+    sizes = {name: sizes[name] for name in sizes if not _is_inside(name, experts)}
     claims = claim_all(model, styles, structure, copies, sequence_parallel, model.all_tied_weights_keys)
     check_conversions(model, claims)
     state.claims.update(claims)
     state.placed[NAME] = TensorPlan(styles, structure, copies, sizes)
+
+
+def _is_inside(name: str, modules: Iterable[str]) -> bool:
+    return any(f"{name}.".startswith(f"{module}.") for module in modules)
 
 
 def install(model: Any, state: ParallelState) -> None:

@@ -14,6 +14,7 @@
 | `replicated_sum` | whole | sees only this rank's heads: gradient summed |
 | `latent_with_rotary` | whole | gradient of the rotary part of the output summed |
 | `partial_sum` | by its parameters' own rules | inputs copied, output summed (experts) |
+| `dispatched` | whole experts, over ep | nothing: their tokens do |
 | `shared_addend` | one whole parameter | added by every rank of a partial sum: each reads its share |
 | `norm_per_head` | whole | this rank's heads use their norms |
 | `output_sum` | by its parts' own rules | output summed |
@@ -206,6 +207,12 @@ class _PartialSum(Style):
         PartialSum(context.mesh.tp_group, context.streams, copy_inputs=self.copy_inputs).install(module)
 
 
+class _Dispatched(Style):
+    """Experts that expert parallelism places, and nothing of whose widths is split."""
+
+    splits = True
+
+
 class _SharedIdentity(Style):
     def install(self, module: nn.Module, context: ModuleContext) -> None:
         SharedIdentity(context.mesh.tp_size).install(module)
@@ -258,6 +265,7 @@ STYLES: Mapping[str, Style] = {
     "latent_with_rotary": _Latent(),
     "partial_sum": _PartialSum(),
     "output_sum": _PartialSum(copy_inputs=False),
+    "dispatched": _Dispatched(),
     "shared_identity": _SharedIdentity(),
     "shared_addend": _SharedAddend(),
     "norm_per_head": _NormPerHead(),

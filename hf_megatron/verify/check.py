@@ -39,6 +39,8 @@ _LAYOUT_WORDS = {
     "zero": "zero_stage",
     "replicas": "dp_replicate_size",
     "cp": "cp_size",
+    "ep": "ep_size",
+    "etp": "etp_size",
 }
 _SCHEMES = {"a2a": "a2a", "gather": "all_gather"}
 

@@ -1,0 +1,33 @@
+"""Finds the modules of a model that hold all experts of a layer."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from .patterns import lookup
+from .spec import ModelSpec
+from .upstream import counted_experts
+
+
+def find_experts(model: Any, spec: ModelSpec) -> dict[str, int]:
+    """Maps the modules that hold experts, each weight with those along dim 0, to how many they hold.
+
+    They are the classes that transformers decorates with `use_experts_implementation`, and what a spec names.
+    """
+    found = {}
+    for name, module in model.named_modules():
+        attribute = lookup(name, spec.experts)
+        count = counted_experts(module) if attribute is None else getattr(module, attribute)
+        if count is not None and next(module.parameters(), None) is not None:
+            found[name] = count
+    return found
+
+
+def names_inside(model: nn.Module, modules: Mapping[str, Any]) -> dict[str, str]:
+    """Maps the parameters of modules, those of modules inside of them too, to the module they belong to."""
+    return {
+        f"{name}.{parameter}": name
+        for name in modules
+        for parameter, _ in model.get_submodule(name).named_parameters(remove_duplicate=False)
+    }

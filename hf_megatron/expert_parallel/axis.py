@@ -1,0 +1,97 @@
+"""Expert parallelism as one of a model's axes."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..errors import ConfigError, UnsupportedError
+from ..expert_modules import find_experts, names_inside
+from ..parallel_state import ParallelState
+from ..patterns import lookup
+from ..placement import Placement, Split
+from ..tensor_parallel.exchanged import ExchangedFunctions
+from ..tensor_parallel.local_parameters import ForwardsUnderWay, become, read_locally
+from .dispatch import AllToAll
+from .experts import ExpertRanks, ParallelExperts
+
+NAME = "ep"
+_REPEATED = "edp"
+
+
+@dataclass(frozen=True)
+class ExpertPlan:
+    """The modules that hold experts, and how many they hold on all ranks together."""
+
+    experts: Mapping[str, int]
+
+
+def place(model: Any, state: ParallelState) -> None:
+    """Splits experts over ep, whole or as tensor parallelism has split their widths.
+
+    Raises `ConfigError` for a model without experts or with some that do not divide, `UnsupportedError` for a type
+    whose experts cannot travel.
+    """
+    ranks, spec = state.axes.size(NAME), state.spec
+    if ranks == 1:
+        return
+    setting = f"MegatronConfig.ep_size = {ranks}"
+    if spec.no_expert_parallel is not None:
+        raise UnsupportedError(
+            f"{setting}: model type {spec.model_type!r} has no expert parallelism: {spec.no_expert_parallel} Set "
+            "ep_size=1."
+        )
+    experts = find_experts(model, spec)
+    if not experts:
+        raise ConfigError(f"{setting}: {type(model).__name__} has no layer with experts. Set ep_size=1.")
+    for name, count in experts.items():
+        if count % ranks:
+            valid = [size for size in range(1, count + 1) if count % size == 0]
+            raise ConfigError(f"{setting}: {name} has {count} experts; valid sizes divide them: {valid}.")
+    for name, module in names_inside(model, experts).items():
+        claim = state.claims[name]
+        if claim.shape[0] % experts[module]:
+            raise UnsupportedError(
+                f"{setting}: {name} {list(claim.shape)} does not hold {experts[module]} experts along dim 0. Set "
+                "ep_size=1."
+            )
+        if any(split.dim == 0 for split in claim.placement.splits):
+            raise UnsupportedError(f"{setting}: {name} is split along dim 0 already ({claim.placement}). Set ep_size=1.")
+        state.claims[name] = replace(
+            claim,
+            style="dispatched" if claim.style == "replicated" else claim.style,
+            placement=Placement((Split(NAME, 0), *claim.placement.splits)),
+            gradient=replace(claim.gradient, average=_REPEATED),
+        )
+    state.placed[NAME] = ExpertPlan(experts)
+
+
+def install(model: Any, state: ParallelState) -> None:
+    """Puts the exchange of tokens around the experts of this rank's layers."""
+    plan: ExpertPlan | None = state.placed.get(NAME)
+    if plan is None:
+        return
+    mesh = state.mesh
+    group, ranks = mesh.group(NAME), state.axes.size(NAME)
+    reads_locally = state.axes.size("tp") == 1
+    forwards = ForwardsUnderWay()
+    if reads_locally:
+        forwards.install(model)
+    # Ranks of tp have the same tokens, and each sends its share of them unless it has its part of every expert.
+    shared = mesh.tp_group if state.axes.size("tp") > state.axes.size("etp") else None
+    modules = dict(model.named_modules())
+    inside: dict[str, Any] = {}
+    for name, count in plan.experts.items():
+        if name not in modules:
+            # Of another stage of the pipeline.
+            continue
+        experts: Any = modules[name]
+        if reads_locally:
+            for part in experts.modules():
+                if part._parameters:
+                    read_locally(part, mesh, forwards, frozenset())
+        counter = lookup(name, state.spec.experts) or "num_experts"
+        setattr(experts, counter, count // ranks)
+        become(experts, ParallelExperts)  # type: ignore[arg-type]
+        experts.ranks = ExpertRanks(AllToAll(count // ranks, group), shared)
+        inside |= {f"{name}.{part}".rstrip("."): module for part, module in experts.named_modules()}
+    ExchangedFunctions(inside, "ep_size").install(model)

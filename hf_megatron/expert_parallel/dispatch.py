@@ -1,0 +1,113 @@
+"""A token's way to its experts and back: one row to each rank that holds any of them, however many these are.
+
+    hidden [tokens, width], experts and weights [tokens, choices]
+      -> dispatch   rows of all ranks' tokens, with the choices that are this rank's experts
+      -> experts    each choice computed, weighed and added up to its row
+      -> combine    the rows of this rank's tokens, those of all ranks added up
+
+The contract is that of DeepEP's `dispatch` and `combine` (`Dispatcher`); other ways to move rows fit behind it. Nothing
+is dropped: buffers have the size of what arrives. Experts that do not exist (ids below zero, or of no rank) get no row.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..patch_ledger import Shared
+from .exchange import exchange_rows, send_rows
+
+
+@dataclass(frozen=True)
+class Route:
+    """Where the rows of one forward went.
+
+    Attributes:
+        tokens: `[rows sent]`, the token of each, those for the first rank first.
+        count: tokens of this rank.
+        sent, received: rows for and from each rank.
+        pairs: choices of received rows that are this rank's experts.
+    """
+
+    tokens: Tensor
+    count: int
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+    pairs: int
+
+
+class Dispatched(NamedTuple):
+    """What a rank's experts are to compute.
+
+    Attributes:
+        rows: `[rows received, width]`.
+        experts: `[rows received, choices]`, counted among this rank's; of other ranks' choices their number.
+        weights (*optional*): `[rows received, choices]`.
+    """
+
+    rows: Tensor
+    experts: Tensor
+    weights: Tensor | None
+
+
+class Dispatcher(Protocol):
+    """Moves rows between the ranks that hold the experts of a layer."""
+
+    experts: int
+
+    def dispatch(self, hidden: Tensor, chosen: Tensor, weights: Tensor | None) -> tuple[Dispatched, Route]:
+        """Sends `[tokens, width]` with choices and weights `[tokens, choices]` to the ranks of the experts chosen."""
+
+    def combine(self, rows: Tensor, route: Route) -> Tensor:
+        """Returns `[tokens, width]`: the rows `[rows received, width]` back at their tokens, added up."""
+
+
+class AllToAll(Shared):
+    """Rows exchanged by `torch.distributed.all_to_all_single`; the host waits once, for the sizes.
+
+    Args:
+        experts (`int`): of each rank.
+        group: the ranks that hold all experts together, in their order.
+    """
+
+    def __init__(self, experts: int, group: dist.ProcessGroup):
+        self.experts, self.group = experts, group
+        self.ranks = dist.get_world_size(group)
+
+    def dispatch(self, hidden: Tensor, chosen: Tensor, weights: Tensor | None) -> tuple[Dispatched, Route]:
+        rank_of = chosen.div(self.experts, rounding_mode="floor")
+        # What no rank has goes to a column that is cut off.
+        rank_of = rank_of.masked_fill((rank_of < 0) | (rank_of >= self.ranks), self.ranks)
+        goes = torch.zeros(len(chosen), self.ranks + 1, dtype=torch.bool, device=chosen.device)
+        goes = goes.scatter_(1, rank_of, True)[:, : self.ranks].T
+        choices = torch.zeros(self.ranks + 1, dtype=torch.int64, device=chosen.device)
+        choices.scatter_add_(0, rank_of.flatten(), choices.new_ones(()).expand(rank_of.numel()))
+        sizes = torch.stack([goes.sum(1), choices[: self.ranks]], 1)
+        arriving = torch.empty_like(sizes)
+        dist.all_to_all_single(arriving, sizes, group=self.group)
+        # The one wait for a device in a layer.
+        table = torch.cat([sizes, arriving], 1).tolist()
+        sent, received = tuple(row[0] for row in table), tuple(row[2] for row in table)
+        ranks, tokens = torch.nonzero_static(goes, size=sum(sent)).unbind(1)
+        route = Route(tokens, len(chosen), sent, received, sum(row[3] for row in table))
+        local = chosen.index_select(0, tokens) - (ranks * self.experts).unsqueeze(-1)
+        is_theirs = (local >= 0) & (local < self.experts)
+        local = local.masked_fill(~is_theirs, self.experts)
+        arrived = send_rows(local.to(torch.int32), sent, received, self.group).to(torch.int64)
+        rows = exchange_rows(hidden.index_select(0, tokens), sent, received, self.group)
+        if weights is not None:
+            weights = weights.index_select(0, tokens).masked_fill(~is_theirs, 0)
+            weights = exchange_rows(weights, sent, received, self.group)
+        return Dispatched(rows, arrived, weights), route
+
+    def combine(self, rows: Tensor, route: Route) -> Tensor:
+        back = exchange_rows(rows, route.received, route.sent, self.group)
+        return add_rows(back, route.tokens, route.count)
+
+
+def add_rows(rows: Tensor, places: Tensor, count: int) -> Tensor:
+    """Adds rows `[rows, width]` up at their places `[rows]` in `[count, width]`, in fp32 at least."""
+    total = rows.new_zeros((count, rows.shape[1]), dtype=torch.promote_types(rows.dtype, torch.float32))
+    return total.index_add(0, places, rows.to(total.dtype)).to(rows.dtype)

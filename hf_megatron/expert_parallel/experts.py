@@ -1,0 +1,83 @@
+"""The experts module of a layer, around which tokens change ranks; its own forward computes what arrives."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..communication.collectives import gather_from_ranks, split_over_ranks
+from ..errors import UnsupportedError
+from ..parts import works_on_parts
+from ..patch_ledger import Shared
+from ..upstream import leave_uncompiled
+from .dispatch import Dispatched, Dispatcher, Route, add_rows
+
+
+@dataclass
+class ExpertRanks(Shared):
+    """How the tokens of one layer reach its experts.
+
+    Attributes:
+        dispatcher (`Dispatcher`): moves rows to the experts' ranks and back.
+        shared_with (*optional*): a group of ranks that are given the same tokens; each sends its share of them.
+    """
+
+    dispatcher: Dispatcher
+    shared_with: Any = None
+
+
+class ParallelExperts:
+    """Mixin of an experts module `(hidden, chosen, weights)` that holds some of the experts.
+
+    Each choice of a token is computed as a row of its own, with the weight one: every implementation in transformers
+    multiplies by the weight last, and here that is done where the choices of a row are added up.
+    """
+
+    ranks: ExpertRanks
+
+    @works_on_parts
+    @leave_uncompiled
+    def forward(self, hidden: Tensor, *routing: Tensor, **named: Tensor) -> Tensor:
+        routing = (*routing, *named.values())
+        width = hidden.shape[-1]
+        tokens = hidden.reshape(-1, width)
+        if len(routing) != 2 or any(part.dim() != 2 or len(part) != len(tokens) for part in routing):
+            raise UnsupportedError(
+                f"{type(self).__name__} was called with {[tuple(part.shape) for part in (hidden, *routing)]}: experts "
+                "over several ranks take hidden states, and for each token its choices and their weights."
+            )
+        chosen, weights = routing
+        count, group, dispatcher = len(tokens), self.ranks.shared_with, self.ranks.dispatcher
+        if group is not None:
+            tokens, chosen, weights = (split_over_ranks(part, 0, group) for part in (tokens, chosen, weights))
+        dispatched, route = dispatcher.dispatch(tokens, chosen, weights)
+        total = dispatcher.combine(self._computed(dispatched, route), route)
+        if group is not None:
+            total = gather_from_ranks(total, 0, count, group)
+        return total.view(*hidden.shape[:-1], width)
+
+    def _computed(self, dispatched: Dispatched, route: Route) -> Tensor:
+        """Returns `[rows received, width]`: the sum of each row's choices of this rank's experts."""
+        rows, experts, weights = dispatched
+        # Choices of other ranks' experts are sorted behind all others.
+        ordered, order = experts.flatten().sort(stable=True)
+        order, ordered = order[: route.pairs], ordered[: route.pairs]
+        places = order.div(experts.shape[1], rounding_mode="floor")
+        if route.pairs:
+            made = self._compute(rows.index_select(0, places), ordered)
+        else:
+            # The parameters stay in the graph: their gradient is zero, as one process's is, and no rank waits for it.
+            every = torch.arange(self.ranks.dispatcher.experts, device=rows.device)
+            made = self._compute(rows.new_zeros((len(every), rows.shape[1])), every)[:0]
+        if weights is not None:
+            share = weights.flatten().index_select(0, order).unsqueeze(-1)
+            made = made.to(torch.promote_types(made.dtype, torch.float32)) * share
+        return add_rows(made, places, len(rows)).to(rows.dtype)
+
+    def _compute(self, rows: Tensor, experts: Tensor) -> Tensor:
+        """Returns `[pairs, width]`: one expert `[pairs]` applied to each of the rows, which are sorted by it."""
+        chosen = experts.unsqueeze(-1)
+        ones = rows.new_ones(chosen.shape)
+        made: Tensor = super().forward(rows, chosen, ones)  # type: ignore[misc]
+        return made.view(len(rows), -1)
