@@ -97,8 +97,11 @@ class ParallelMesh(Shared):
         Args:
             copies (`int`, defaults to 1): of the model (`placement.copies_of_model`).
         """
-        if any(split.axis != "tp" for split in placement.splits):
-            return self._mesh_of(*(split.axis for split in placement.splits))
+        names = tuple(split.axis for split in placement.splits)
+        if "ep" in names:
+            return self._mesh_of("edp", *names)[names]
+        if any(name != "tp" for name in names):
+            return self._mesh_of(*names)
         own = max([split.copies for split in placement.splits], default=1)
         return self.tp_with_copies(copies if own in (1, self.tp_size) else own)
 
@@ -126,6 +129,15 @@ class ParallelMesh(Shared):
             "ranks together. Set dp_replicate_size=1, or zero_stage=2."
         )
 
+    def expert_shards(self, placement: Placement) -> DeviceMesh:
+        """Returns the mesh over which stage 3 splits experts that are placed so."""
+        if self.axes.size("edp_replicate") > 1:
+            raise UnsupportedError(
+                "MegatronConfig.dp_replicate_size with zero_stage = 3 and ep_size > 1: experts are split over all ranks "
+                "that repeat them. Set dp_replicate_size=1, or zero_stage=2."
+            )
+        return self._mesh_of("edp", *(split.axis for split in placement.splits))["edp"]
+
     def _mesh_of(self, *names: str) -> DeviceMesh:
         """Makes a mesh of axes that are none of the world's."""
         key = tuple(self.axes[name] for name in names)
@@ -137,6 +149,11 @@ class ParallelMesh(Shared):
             setattr(mesh, _MARK, True)
             self._meshes[key] = mesh[names]
         return self._meshes[key]
+
+
+def splits_weights(name: str) -> bool:
+    """Tells whether stage 3 splits weights along an axis of a mesh by its name."""
+    return name.startswith(("dp", "edp"))
 
 
 def is_of_layout(mesh: DeviceMesh) -> bool:

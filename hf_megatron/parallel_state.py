@@ -94,6 +94,7 @@ class ParallelState(Shared):
         names: in the whole model's state dict, in its order; empty where no other stage holds any.
         elsewhere: those of them that other stages hold, under the names of files too.
         patches (`ModelPatches`): what was replaced on the model itself.
+        shared_apart: modules whose weights other ranks repeat than those of one batch, all of them alike.
         numbers_tokens: whether the call under way was given no positions of tokens.
         known_rows (*optional*): what the host knows of the rows of the call under way.
         loss (`BatchLoss`, *optional*): what the model's losses are divided by; there once it is installed.
@@ -111,6 +112,7 @@ class ParallelState(Shared):
     # Made when the weights are in; nobody asks before.
     loss: BatchLoss = None  # type: ignore[assignment]
     patches: ModelPatches = field(default_factory=ModelPatches)
+    shared_apart: tuple[str, ...] = ()
     numbers_tokens: bool = False
     known_rows: Any = None
     pipeline: Pipeline | None = None
@@ -157,6 +159,10 @@ class ParallelState(Shared):
     def placement(self, name: str) -> Placement:
         """Returns where a tensor lies; buffers are not claimed, every rank has them whole."""
         return self.claims[name].placement if name in self.claims else Placement()
+
+    def average(self, name: str) -> str:
+        """Names the axis whose ranks average the gradient of a parameter."""
+        return self.claims[name].gradient.average if name in self.claims else "dp_cp"
 
     def is_tied(self, name: str) -> bool:
         """Tells whether the first and the last rank of the pipeline both hold this parameter."""

@@ -110,7 +110,7 @@ def gather_parameter(model: Any, name: str, value: Tensor, staging: Staging | No
     assert state is not None
     placement, local = state.placement(name), None
     if state.shards_weights and isinstance(value, DTensor):
-        local = whole_local(value, placement.local_shape(value.shape, state.axes), state.mesh)
+        local = whole_local(value, placement.local_shape(value.shape, state.axes), state.mesh, state.average(name))
     if placement.split_over(state.axes).ranks(state.axes.world_rank)[0] != state.axes.ranks("stage")[0]:
         # Another group of ranks has all of it.
         return None

@@ -68,7 +68,7 @@ def holding(state: ParallelState, name: str, shape: tuple[int, ...], *, is_momen
     shard = f"{claim.gradient.average}_shard" if claim is not None else "dp_shard"
     if state.shards_weights and claim is not None:
         row = math.prod(local[1:])
-        start, stop = (edge * row for edge in owned_rows(local, axes))
+        start, stop = (edge * row for edge in owned_rows(local, axes, claim.gradient.average))
         repeated = repeated.without(axes[shard])
     elif is_moment and state.config.zero_stage in (1, 2):
         start, stop = owned_range(stop, axes.size(shard), axes.rank(shard))

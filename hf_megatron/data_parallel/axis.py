@@ -19,7 +19,7 @@ def install(model: Any, state: ParallelState) -> None:
     if state.shards_weights:
         name = type(model).__name__
         # First of all axes, so that FSDP2's hooks lie inside those that move activations between ranks.
-        shard_weights(model, state.config, state.mesh, [] if state.cut is None else state.cut.ends(model))
+        shard_weights(model, state, [] if state.cut is None else state.cut.ends(model))
         # FSDP2 makes a class of its own; Trainer shifts labels for label smoothing by the name.
         state.patches.replace(model, "_get_name", lambda: name)
     state.data_parallel = engine = DataParallel(model, state)

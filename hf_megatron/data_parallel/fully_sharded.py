@@ -17,8 +17,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from ..axes import Axes
 from ..communication.collectives import all_gather, bounds
 from ..communication.flat_rows import AllGather, ReduceScatter
-from ..config import MegatronConfig
 from ..mesh import ParallelMesh
+from ..parallel_state import ParallelState
 from ..upstream import at_end_of_backward, fill_missing_gradients, follow_forward_of_bases, local_tensor
 
 
@@ -33,20 +33,23 @@ def outermost_layers(model: nn.Module) -> list[nn.Module]:
     return list(layers.values())
 
 
-def shard_weights(
-    model: Any, config: MegatronConfig, mesh: ParallelMesh, around_layers: Sequence[nn.Module] = ()
-) -> None:
-    """Makes every layer, and the model around them, an FSDP2 unit over the dp ranks.
+def shard_weights(model: Any, state: ParallelState, around_layers: Sequence[nn.Module] = ()) -> None:
+    """Makes every layer, and the model around them, an FSDP2 unit over the dp ranks, experts over those that repeat them.
 
     Args:
         around_layers: modules that are units of their own, because the model around them is not called as often.
     """
+    mesh = state.mesh
     axes = mesh.weight_shards()
-    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if config.main_weights_in_fp32 else None)
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if state.config.main_weights_in_fp32 else None)
     marks = {name: vars(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}
     units = [layer for layer in outermost_layers(model) if next(layer.parameters(), None) is not None]
     tied = _tied_parameters(model) if around_layers else []
     unused = UnusedGradients()
+    modules = dict(model.named_modules())
+    for name in state.shared_apart:
+        if name in modules:
+            _make_expert_unit(modules[name], name, state, unused)
     for unit in units:
         _make_unit(unit, mesh.group("dp_cp_shard"), unused, mesh=axes, mp_policy=policy)
     for unit in around_layers:
@@ -100,6 +103,19 @@ class UnusedGradients:
         for parameter, is_unused in zip(filled, unused, strict=True):
             if is_unused:
                 parameter.grad = None
+
+
+def _make_expert_unit(experts: Any, name: str, state: ParallelState, unused: UnusedGradients) -> None:
+    """Splits the weights of experts over the ranks that repeat them; their gradients hold all tokens of a batch."""
+    first = f"{name}.{next(iter(dict(experts.named_parameters())))}"
+    shards = state.mesh.expert_shards(state.placement(first))
+    # torch divides fp16 twice where one rank has all.
+    half = state.config.main_weights_in_fp32 or shards.size() == 1
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if half else None)
+    _make_unit(experts, shards.get_group(), unused, mesh=shards, mp_policy=policy)
+    experts.set_gradient_divide_factor(float(state.axes.size("dp_cp")))
+    # gloo knows no other operation than the sum, and one rank reduces nothing.
+    experts.set_force_sum_reduction_for_comms(shards.size() > 1)
 
 
 def _make_unit(module: Any, group: dist.ProcessGroup, unused: UnusedGradients, **options: Any) -> None:
@@ -173,17 +189,19 @@ def no_sync(model: Any) -> Iterator[None]:
         model.set_requires_gradient_sync(True)
 
 
-def whole_local(tensor: Tensor, shape: tuple[int, ...], mesh: ParallelMesh) -> Tensor:
+def whole_local(tensor: Tensor, shape: tuple[int, ...], mesh: ParallelMesh, average: str = "dp_cp") -> Tensor:
     """Joins a rank's part of a parameter as it was before the dp ranks split it; all of the shard group call it.
 
     Args:
         tensor: a weight, or a gradient or moment of its shape, as FSDP2 holds it.
         shape: of the part, `[rows, ...]`.
+        average (`str`, defaults to `"dp_cp"`): the axis whose ranks average its gradient (`GradientRule`).
     """
     part = local_tensor(tensor).detach()
-    return all_gather(part, 0, shape[0], mesh.group("dp_cp_shard")) if shape else part
+    return all_gather(part, 0, shape[0], mesh.group(f"{average}_shard")) if shape else part
 
 
-def owned_rows(shape: tuple[int, ...], axes: Axes) -> tuple[int, int]:
-    """Returns the `[start, stop)` of dim 0 of a part that this dp rank holds (`torch.chunk`'s rule)."""
-    return bounds(shape[0], axes.size("dp_cp_shard"), axes.rank("dp_cp_shard")) if shape else (0, 1)
+def owned_rows(shape: tuple[int, ...], axes: Axes, average: str = "dp_cp") -> tuple[int, int]:
+    """Returns the `[start, stop)` of dim 0 of a part that this rank of an axis holds (`torch.chunk`'s rule)."""
+    shard = f"{average}_shard"
+    return bounds(shape[0], axes.size(shard), axes.rank(shard)) if shape else (0, 1)

@@ -63,6 +63,7 @@ def place(model: Any, state: ParallelState) -> None:
             gradient=replace(claim.gradient, average=_REPEATED),
         )
     state.placed[NAME] = ExpertPlan(experts)
+    state.shared_apart = tuple(experts)
 
 
 def install(model: Any, state: ParallelState) -> None:

@@ -40,8 +40,7 @@ class ParallelExperts:
     @leave_uncompiled
     def forward(self, hidden: Tensor, *routing: Tensor, **named: Tensor) -> Tensor:
         routing = (*routing, *named.values())
-        width = hidden.shape[-1]
-        tokens = hidden.reshape(-1, width)
+        tokens = hidden.reshape(-1, hidden.shape[-1])
         if len(routing) != 2 or any(part.dim() != 2 or len(part) != len(tokens) for part in routing):
             raise UnsupportedError(
                 f"{type(self).__name__} was called with {[tuple(part.shape) for part in (hidden, *routing)]}: experts "
@@ -55,7 +54,8 @@ class ParallelExperts:
         total = dispatcher.combine(self._computed(dispatched, route), route)
         if group is not None:
             total = gather_from_ranks(total, 0, count, group)
-        return total.view(*hidden.shape[:-1], width)
+        # FSDP2 watches what a unit returns, and loses a view of it that is changed in place.
+        return total if hidden.dim() == 2 else total.view(hidden.shape).clone()
 
     def _computed(self, dispatched: Dispatched, route: Route) -> Tensor:
         """Returns `[rows received, width]`: the sum of each row's choices of this rank's experts."""

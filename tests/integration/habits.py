@@ -76,7 +76,7 @@ def full(model, values):
 def _full_of_one(state, name, tensor):
     placement, local = state.placement(name), None
     if state.shards_weights:
-        local = whole_local(tensor, placement.local_shape(tensor.shape, state.axes), state.mesh)
+        local = whole_local(tensor, placement.local_shape(tensor.shape, state.axes), state.mesh, state.average(name))
     gathered = gather_to_first(tensor, placement, state.mesh, None, local)
     return None if gathered is None else gathered.clone()
 
