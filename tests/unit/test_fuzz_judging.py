@@ -32,3 +32,13 @@ def test_numbers_behind_one_that_is_none_are_not_compared(tmp_path, on_ranks, we
         save_file({"weight": torch.full((2,), value)}, folders[name] / "model.safetensors")
     one = logged(2.0, math.nan, 0.0, math.nan)
     assert compare_runs(simple_case("tp2", "plain"), [logged(*on_ranks)], one, folders).passed == passes
+
+
+def test_a_loss_that_trainer_took_for_zero_is_not_compared(tmp_path):
+    folders = {name: tmp_path / name for name in ("start", "ranks", "one")}
+    for name in folders:
+        folders[name].mkdir()
+        save_file({"weight": torch.full((2,), math.nan)}, folders[name] / "model.safetensors")
+    case, ranks = simple_case("dp2", "plain"), [logged(4.4, math.nan)]
+    assert compare_runs(case, ranks, logged(0.0, math.nan), folders).passed
+    assert not compare_runs(case, ranks, logged(0.1, math.nan), folders).passed
