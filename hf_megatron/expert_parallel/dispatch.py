@@ -53,9 +53,15 @@ class Dispatched(NamedTuple):
 
 
 class Dispatcher(Protocol):
-    """Moves rows between the ranks that hold the experts of a layer."""
+    """Moves rows between the ranks that hold the experts of a layer.
+
+    Attributes:
+        experts: of each rank.
+        ranks: that hold all experts together.
+    """
 
     experts: int
+    ranks: int
 
     def dispatch(self, hidden: Tensor, chosen: Tensor, weights: Tensor | None) -> tuple[Dispatched, Route]:
         """Sends `[tokens, width]` with choices and weights `[tokens, choices]` to the ranks of the experts chosen."""

@@ -41,15 +41,16 @@ class ParallelExperts:
     def forward(self, hidden: Tensor, *routing: Tensor, **named: Tensor) -> Tensor:
         routing = (*routing, *named.values())
         tokens = hidden.reshape(-1, hidden.shape[-1])
-        if len(routing) != 2 or any(part.dim() != 2 or len(part) != len(tokens) for part in routing):
+        chosen, weights = routing if len(routing) == 2 else (self._one_after_another(tokens), None)
+        if len(routing) not in (0, 2) or chosen.is_floating_point() or len(chosen) != len(tokens):
             raise UnsupportedError(
                 f"{type(self).__name__} was called with {[tuple(part.shape) for part in (hidden, *routing)]}: experts "
                 "over several ranks take hidden states, and for each token its choices and their weights."
             )
-        chosen, weights = routing
         count, group, dispatcher = len(tokens), self.ranks.shared_with, self.ranks.dispatcher
         if group is not None:
-            tokens, chosen, weights = (split_over_ranks(part, 0, group) for part in (tokens, chosen, weights))
+            tokens, chosen = split_over_ranks(tokens, 0, group), split_over_ranks(chosen, 0, group)
+            weights = None if weights is None else split_over_ranks(weights, 0, group)
         dispatched, route = dispatcher.dispatch(tokens, chosen, weights)
         total = dispatcher.combine(self._computed(dispatched, route), route)
         if group is not None:
@@ -65,19 +66,26 @@ class ParallelExperts:
         order, ordered = order[: route.pairs], ordered[: route.pairs]
         places = order.div(experts.shape[1], rounding_mode="floor")
         if route.pairs:
-            made = self._compute(rows.index_select(0, places), ordered)
+            made = self._compute(rows.index_select(0, places), ordered, weights is not None)
         else:
             # The parameters stay in the graph: their gradient is zero, as one process's is, and no rank waits for it.
             every = torch.arange(self.ranks.dispatcher.experts, device=rows.device)
-            made = self._compute(rows.new_zeros((len(every), rows.shape[1])), every)[:0]
+            made = self._compute(rows.new_zeros((len(every), rows.shape[1])), every, weights is not None)[:0]
         if weights is not None:
             share = weights.flatten().index_select(0, order).unsqueeze(-1)
             made = made.to(torch.promote_types(made.dtype, torch.float32)) * share
         return add_rows(made, places, len(rows)).to(rows.dtype)
 
-    def _compute(self, rows: Tensor, experts: Tensor) -> Tensor:
+    def _compute(self, rows: Tensor, experts: Tensor, are_weighed: bool) -> Tensor:
         """Returns `[pairs, width]`: one expert `[pairs]` applied to each of the rows, which are sorted by it."""
         chosen = experts.unsqueeze(-1)
-        ones = rows.new_ones(chosen.shape)
-        made: Tensor = super().forward(rows, chosen, ones)  # type: ignore[misc]
+        routing = (chosen, rows.new_ones(chosen.shape)) if are_weighed else ()
+        made: Tensor = super().forward(rows, *routing)  # type: ignore[misc]
         return made.view(len(rows), -1)
+
+    def _one_after_another(self, tokens: Tensor) -> Tensor:
+        """Returns the choices `[experts * tokens, 1]` where every expert is given all tokens, the first one first."""
+        dispatcher = self.ranks.dispatcher
+        experts = dispatcher.experts * dispatcher.ranks
+        each = torch.arange(experts, device=tokens.device)
+        return each.repeat_interleave(len(tokens) // experts, output_size=len(tokens)).unsqueeze(-1)

@@ -127,8 +127,9 @@ def _warn_of_whole_layers(model: Any, config: MegatronConfig, features: Features
 
 def _layouts(config: MegatronConfig, copies: bool) -> str:
     """Returns the smallest layout of each kind on which a twin computes as the model does."""
+    sizes = {"tp": "tp4" if copies else "tp2", "cp": "cp2", "pp": "pp2", "ep": "ep2"}
     return ",".join(
-        kind.replace("pp", "pp2").replace("cp", "cp2").replace("tp", "tp4" if copies else "tp2")
+        "dp2+ep2" if kind == "ep" else "+".join(sizes.get(word, word) for word in kind.split("+"))
         for kind in layout_kinds(config)
     )
 

@@ -23,6 +23,7 @@ def corrected_spec(
     transparent: tuple[str, ...] = (),
     head_blocks: Mapping[str, HeadBlock] | None = None,
     whole_blocks: tuple[str, ...] = (),
+    experts: Mapping[str, str] | None = None,
     **changes: Any,
 ) -> ModelSpec:
     """Derives the spec from transformers' plan, with corrections; other arguments are those of `ModelSpec`.
@@ -30,8 +31,8 @@ def corrected_spec(
     Args:
         corrections (`Mapping[str, str]`, *optional*): pattern inside the base model -> style, added or replaced; what
             this config does not have is left out.
-        transparent, whole_blocks (`tuple[str, ...]`), head_blocks (`Mapping`, *optional*): patterns inside the base
-            model.
+        transparent, whole_blocks (`tuple[str, ...]`), head_blocks, experts (`Mapping`, *optional*): patterns inside the
+            base model.
     """
     spec, prefix = derive_spec(model), base_prefix(model)
     names = [name for name, _ in model.named_modules()] + [n for n, _ in model.named_parameters(remove_duplicate=False)]
@@ -43,6 +44,7 @@ def corrected_spec(
         transparent=tuple(prefix + pattern for pattern in transparent),
         whole_blocks=tuple(prefix + pattern for pattern in whole_blocks),
         head_blocks={prefix + pattern: heads for pattern, heads in (head_blocks or {}).items()},
+        experts={prefix + pattern: attribute for pattern, attribute in (experts or {}).items()},
         **changes,
     )
 

@@ -70,17 +70,26 @@ def _named(items: Mapping[str, Any]) -> str:
 
 def _key(row: Mapping[str, Any]) -> tuple[Any, ...]:
     changes = json.dumps(row["changes"], sort_keys=True)
-    sizes = row.get("tp_size", 0), row.get("pp_size", 1), row.get("cp_size", 1)
+    sizes = row.get("tp_size", 0), row.get("pp_size", 1), row.get("cp_size", 1), row.get("ep_size", 1)
     return row["model_type"], row["class"], changes, row["layout"], *sizes
 
 
 def layout_kinds(config: MegatronConfig) -> list[str]:
-    """Lists the kinds that a layout is made of, each with a result of its own: `tp` or `tp+sp`, `pp`, `cp`.
+    """Lists the kinds that a layout is made of, each with a result of its own: `tp` or `tp+sp`, `cp`, `ep`, `pp`.
 
-    Where heads are exchanged for tokens it is `cp+a2a`.
+    Where heads are exchanged for tokens it is `cp+a2a`. Where tp ranks hold whole experts it is `tp+ep` or `tp+sp+ep`,
+    and `ep` beside it where experts lie on other ranks too.
     """
     within_layers = "tp+sp" if config.sequence_parallel else "tp"
-    kinds = {within_layers: config.tp_size, layout_kind_of_tokens(config): config.cp_size, "pp": config.pp_size}
+    are_whole = config.ep_size > 1 and (config.etp_size or 1) == 1
+    within_layers += "+ep" if are_whole else ""
+    beyond = config.ep_size if not are_whole or config.ep_size > config.tp_size else 1
+    kinds = {
+        within_layers: config.tp_size,
+        layout_kind_of_tokens(config): config.cp_size,
+        "ep": beyond,
+        "pp": config.pp_size,
+    }
     return [kind for kind, size in kinds.items() if size > 1]
 
 

@@ -11,10 +11,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from ..axes import Axes
 from ..config import MegatronConfig
 from ..errors import ConfigError, MegatronError
+from ..expert_modules import find_experts
 from ..parallelize import plan
-from ..registry import registered_types
+from ..registry import own_spec, registered_types
 from ..registry.features import Features, describe_model
 from ..registry.recorded import layout_kind, tested_versions
+from ..spec import ModelSpec
 from .draws import check_draws
 from .named_models import resolve_config
 from .parity import Twin, check_twin, make_twin
@@ -61,7 +63,7 @@ def parse_layouts(text: str) -> list[MegatronConfig]:
             else:
                 raise ConfigError(
                     f"layout {layout!r}: expected tpN, sp, cpN, a2a, gather, ppN, mbN (microbatches), dpN, zeroN, "
-                    "replicasN joined by +, such as tp2,tp2+sp,tp4,cp2,cp2+a2a."
+                    "replicasN, epN, etpN joined by +, such as tp2,tp2+sp,tp4,cp2,cp2+a2a,dp2+ep2."
                 )
         if "cp_size" in fields:
             fields.setdefault("cp_comm_type", "p2p")
@@ -177,6 +179,8 @@ def _check_changed(
     for layout in layouts:
         if everything and layout.tp_size > 1 and not has_plan(model):
             continue
+        if everything and layout.ep_size > 1 and twin is not None and not _has_experts(twin):
+            continue
         row = _check_layout(config, twin, layout, timeout, reason) | {"changes": changes}
         rows.append(row)
         refused = row["worst"].startswith("UnsupportedError")
@@ -203,6 +207,7 @@ def _check_layout(
         "tp_size": layout.tp_size,
         "pp_size": layout.pp_size,
         **({"cp_size": layout.cp_size} if layout.cp_size > 1 else {}),
+        **({"ep_size": layout.ep_size} if layout.ep_size > 1 else {}),
         "parts": [],
         "draws": [],
         "versions": tested_versions(),
@@ -231,6 +236,11 @@ def _check_layout(
     if reasons := without_gradient(config):
         row |= {"no_gradient": sorted(reasons.values())}
     return row if comparison.passed else row | {"details": comparison.report()}
+
+
+def _has_experts(twin: Twin) -> bool:
+    model = twin.model_on_meta()
+    return bool(find_experts(model, own_spec(model) or ModelSpec(model.config.model_type)))
 
 
 def _whole_blocks(twin: Twin, layout: MegatronConfig) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Llama 4: layers without rotary positions count tokens inside of attention, and scale queries by their places."""
+"""Llama 4: layers without rotary positions count tokens inside of attention; each expert is given all tokens."""
 
 from typing import Any
 
@@ -10,4 +10,8 @@ from ..lookup import register_model
 @register_model("llama4_text")
 def llama4_text(model: Any) -> ModelSpec:
     # Seen from this class the base model is no prefix.
-    return corrected_spec(model, whole_blocks=("model.layers.*.self_attn",))
+    return corrected_spec(
+        model,
+        whole_blocks=("model.layers.*.self_attn",),
+        experts={"model.layers.*.feed_forward.experts": "num_experts"},
+    )
