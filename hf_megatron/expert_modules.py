@@ -1,6 +1,7 @@
 """Finds the modules of a model that hold all experts of a layer."""
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
@@ -8,6 +9,8 @@ from torch import nn
 from .patterns import lookup
 from .spec import ModelSpec
 from .upstream import counted_experts
+
+_HIDDEN_STATES = "hidden_states"
 
 
 def find_experts(model: Any, spec: ModelSpec) -> dict[str, int]:
@@ -22,6 +25,15 @@ def find_experts(model: Any, spec: ModelSpec) -> dict[str, int]:
         if count is not None and next(module.parameters(), None) is not None:
             found[name] = count
     return found
+
+
+def mixtures_of_tokens(model: Any, experts: Iterable[str]) -> dict[str, list[str]]:
+    """Maps the blocks around experts to their children if each block works on one token at a time: takes nothing else."""
+    blocks = {name.rpartition(".")[0] for name in experts}
+    forwards = [type(model.get_submodule(block)).forward for block in blocks]
+    if any(list(inspect.signature(forward).parameters) != ["self", _HIDDEN_STATES] for forward in forwards):
+        return {}
+    return {block: [f"{block}.{child}" for child, _ in model.get_submodule(block).named_children()] for block in blocks}
 
 
 def names_inside(model: nn.Module, modules: Mapping[str, Any]) -> dict[str, str]:

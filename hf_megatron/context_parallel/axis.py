@@ -73,7 +73,9 @@ def install(model: Any, state: ParallelState) -> None:
     guards = place_head(model, state, stack, name)
     leaving = state.leaving
     state.leaving = stack.leave_stage if leaving is None else lambda hidden: stack.leave_stage(leaving(hidden))
-    state.loss.join_tokens = stack.joined_rows
+    # Sequence parallelism splits what a rank has of a row.
+    within = state.loss.join_tokens
+    state.loss.join_tokens = lambda part: stack.joined_rows(within(part))
     RefusedOutputs(
         {
             "output_attentions": "each rank has the maps of its own tokens only; load without megatron_config.",

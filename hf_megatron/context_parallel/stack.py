@@ -27,6 +27,7 @@ from transformers.utils import ModelOutput
 from ..communication.random_streams import StreamOfPart
 from ..errors import UnsupportedError
 from ..patch_ledger import LEDGER, Shared
+from ..tensor_parallel.place_regions import ROUTER_LOGITS
 from ..upstream import in_backward, leave_uncompiled
 from .attention import ContextGroups, SharedRow
 from .descriptions import ContextMask
@@ -35,7 +36,6 @@ from .held_tokens import HeldTokens, mapped
 from .order import SequenceOrder
 
 _TOKENS = 1
-_ROUTER_LOGITS = "router_logits"
 _CACHES = ("past_key_values", "cache_params")
 
 
@@ -189,8 +189,8 @@ class ContextStack(Shared):
         if self._under_way:
             return None
         LEDGER.context = self._before
-        if self._is_cut and isinstance(output, ModelOutput) and isinstance(parts := output.get(_ROUTER_LOGITS), tuple):
-            output[_ROUTER_LOGITS] = tuple(map(self.joined_rows, parts))
+        if self._is_cut and isinstance(output, ModelOutput) and isinstance(parts := output.get(ROUTER_LOGITS), tuple):
+            output[ROUTER_LOGITS] = tuple(map(self.joined_rows, parts))
         return output
 
     def _begin_row(self, base: nn.Module, args: tuple) -> None:

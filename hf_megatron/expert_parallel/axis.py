@@ -8,7 +8,7 @@ from ..errors import ConfigError, UnsupportedError
 from ..expert_modules import find_experts, names_inside
 from ..parallel_state import ParallelState
 from ..patterns import lookup
-from ..placement import Placement, Split
+from ..placement import GradientRule, Placement, Split
 from ..tensor_parallel.exchanged import ExchangedFunctions
 from ..tensor_parallel.local_parameters import ForwardsUnderWay, become, read_locally
 from .dispatch import AllToAll
@@ -60,7 +60,8 @@ def place(model: Any, state: ParallelState) -> None:
             claim,
             style="dispatched" if claim.style == "replicated" else claim.style,
             placement=Placement((Split(NAME, 0), *claim.placement.splits)),
-            gradient=replace(claim.gradient, average=_REPEATED),
+            # Whole experts see all tokens that are theirs; of their parts some see parts of these.
+            gradient=replace(claim.gradient if state.axes.size("etp") > 1 else GradientRule(), average=_REPEATED),
         )
     state.placed[NAME] = ExpertPlan(experts)
     state.shared_apart = tuple(experts)
@@ -79,6 +80,8 @@ def install(model: Any, state: ParallelState) -> None:
         forwards.install(model)
     # Ranks of tp have the same tokens, and each sends its share of them unless it has its part of every expert.
     shared = mesh.tp_group if state.axes.size("tp") > state.axes.size("etp") else None
+    tensor_plan = state.placed.get("tp")
+    split_mixtures = frozenset() if tensor_plan is None else tensor_plan.split_mixtures
     modules = dict(model.named_modules())
     inside: dict[str, Any] = {}
     for name, count in plan.experts.items():
@@ -93,6 +96,7 @@ def install(model: Any, state: ParallelState) -> None:
         counter = lookup(name, state.spec.experts) or "num_experts"
         setattr(experts, counter, count // ranks)
         become(experts, ParallelExperts)  # type: ignore[arg-type]
-        experts.ranks = ExpertRanks(AllToAll(count // ranks, group), shared)
+        are_split = name.rpartition(".")[0] in split_mixtures
+        experts.ranks = ExpertRanks(AllToAll(count // ranks, group), None if are_split else shared)
         inside |= {f"{name}.{part}".rstrip("."): module for part, module in experts.named_modules()}
     ExchangedFunctions(inside, "ep_size").install(model)

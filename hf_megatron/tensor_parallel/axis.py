@@ -9,7 +9,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..communication.random_streams import RandomStreams
 from ..errors import UnsupportedError
-from ..expert_modules import find_experts
+from ..expert_modules import find_experts, mixtures_of_tokens
 from ..parallel_state import ParallelState
 from ..patterns import lookup
 from ..placement import Claim
@@ -40,12 +40,14 @@ class TensorPlan:
         styles: module or parameter -> name of its style.
         head_copies: linear that makes heads -> neighbouring ranks that share its shard.
         local_sizes: module -> attributes that count heads or widths, with this rank's share of them.
+        split_mixtures: blocks around experts that see a piece of the sequence.
     """
 
     styles: Mapping[str, str]
     structure: Structure
     head_copies: Mapping[str, int]
     local_sizes: Mapping[str, Mapping[str, int]]
+    split_mixtures: frozenset[str] = frozenset()
 
 
 def place(model: Any, state: ParallelState) -> None:
@@ -71,13 +73,15 @@ def place(model: Any, state: ParallelState) -> None:
     for name, style_name in styles.items():
         if name in modules:
             style(style_name).check(modules[name], name, spec.plain_linear_classes)
+    mixtures = mixtures_of_tokens(model, experts) if sequence_parallel else {}
     structure = find_structure(
         model,
         styles,
         stacks=sorted(matching(model, spec.stacks)) if spec.stacks else None,
         regions=expand_regions(model, spec),
         several_inputs=matching(model, spec.several_inputs),
-        transparent=matching(model, spec.transparent),
+        transparent=matching(model, spec.transparent) | mixtures.keys(),
+        pointwise=frozenset(name for parts in mixtures.values() for name in parts),
     )
     if sequence_parallel and not structure.stacks:
         raise UnsupportedError(f"model type {spec.model_type!r}: no stack of layers found to split the sequence of.")
@@ -87,7 +91,7 @@ def place(model: Any, state: ParallelState) -> None:
     claims = claim_all(model, styles, structure, copies, sequence_parallel, model.all_tied_weights_keys)
     check_conversions(model, claims)
     state.claims.update(claims)
-    state.placed[NAME] = TensorPlan(styles, structure, copies, sizes)
+    state.placed[NAME] = TensorPlan(styles, structure, copies, sizes, frozenset(mixtures))
 
 
 def _is_inside(name: str, modules: Iterable[str]) -> bool:
@@ -117,6 +121,9 @@ def install(model: Any, state: ParallelState) -> None:
         _install_style(name, module, model, state, plan, regions, forwards)
     # A block's hooks are installed after the styles', so that its region wraps what happens inside.
     state.leaving = regions.install(model, state.spec.sequence_arguments)
+    if plan.split_mixtures:
+        state.loss.join_tokens = regions.joined_rows
+        model.register_forward_hook(regions.join_router_logits)
     install_pending_loss(model, state)
     refused = {"output_attentions": "each rank has the maps of its own heads only; load without megatron_config."}
     if config.sequence_parallel:

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from transformers.utils import ModelOutput
 
 from ..communication.random_streams import RandomStreams
 from ..patch_ledger import Shared
@@ -13,6 +14,8 @@ from .layer_streams import draw_alone
 from .region import SEQUENCE_DIM, SequenceArguments, SequenceStack, UniformRegion, WholeSequenceRegion
 from .structure import Structure
 from .styles import style
+
+ROUTER_LOGITS = "router_logits"
 
 
 class Regions(Shared):
@@ -70,6 +73,17 @@ class Regions(Shared):
         if self.stacks:
             model.register_forward_pre_hook(self._require_ends)
         return leaving
+
+    def joined_rows(self, part: Any) -> Any:
+        """Joins what has an entry for each token of this rank in layers whose sequence is split, `[tokens, ...]`."""
+        for stack in self.stacks.values():
+            part = stack.joined_rows(part)
+        return part
+
+    def join_router_logits(self, model: Any, args: tuple, output: Any) -> None:
+        """Forward hook of a model whose routers see pieces of the sequence: makes what it returns of them whole."""
+        if isinstance(output, ModelOutput) and isinstance(parts := output.get(ROUTER_LOGITS), tuple):
+            output[ROUTER_LOGITS] = tuple(map(self.joined_rows, parts))
 
     def _require_ends(self, model: Any, args: tuple) -> None:
         for name, stack in self.stacks.items():

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..communication.collectives import (
+    bounds,
     copy_to_ranks,
     gather_from_ranks,
     reduce_from_ranks,
@@ -108,6 +109,14 @@ class SequenceStack(Shared):
             return split_over_ranks(hidden_states, SEQUENCE_DIM, self.group)
 
         return _replace_input(args, kwargs, split)
+
+    def joined_rows(self, part: Any) -> Any:
+        """Joins what routers made of each token of this rank, `[batch * sequence / tp, experts]`; other things stay."""
+        if not isinstance(part, Tensor) or part.dim() != 2:
+            return part
+        start, stop = bounds(self.length, dist.get_world_size(self.group), dist.get_rank(self.group))
+        tokens = part.view(self.batch, stop - start, part.shape[1])
+        return gather_from_ranks(tokens, SEQUENCE_DIM, self.length, self.group).flatten(0, 1)
 
     def leave_split(self, hidden_states: Tensor) -> Tensor:
         """Ends the part of a stack that a stage holds; `[batch, sequence / tp, hidden]` stays split."""

@@ -92,6 +92,7 @@ def find_structure(
     regions: Mapping[str, str] | None = None,
     several_inputs: frozenset[str] = frozenset(),
     transparent: frozenset[str] = frozenset(),
+    pointwise: frozenset[str] = frozenset(),
 ) -> Structure:
     """Builds the `Structure` of a model.
 
@@ -103,6 +104,7 @@ def find_structure(
         regions (`Mapping[str, str]`, *optional*): uniform blocks whose row linear is not their child.
         several_inputs: blocks whose linears read more than one tensor, as in cross attention.
         transparent: wrappers inside a layer that only chain pointwise modules and blocks.
+        pointwise: modules that work on one token at a time, beside those that their class tells of.
     """
     structure = Structure(uniform=dict(regions or {}))
     modules = dict(model.named_modules())
@@ -131,6 +133,6 @@ def find_structure(
                     structure.stack_of[name] = stack
                 elif name in transparent:
                     pending.extend(_blocks(name, block))
-                elif not _is_pointwise(block):
+                elif name not in pointwise and not _is_pointwise(block):
                     structure.whole[name] = stack
     return structure
