@@ -65,12 +65,13 @@ class ParallelExperts:
         ordered, order = experts.flatten().sort(stable=True)
         order, ordered = order[: route.pairs], ordered[: route.pairs]
         places = order.div(experts.shape[1], rounding_mode="floor")
-        if route.pairs:
-            made = self._compute(rows.index_select(0, places), ordered, weights is not None)
-        else:
-            # The parameters stay in the graph: their gradient is zero, as one process's is, and no rank waits for it.
-            every = torch.arange(self.ranks.dispatcher.experts, device=rows.device)
-            made = self._compute(rows.new_zeros((len(every), rows.shape[1])), every, weights is not None)[:0]
+        own = rows.index_select(0, places)
+        if not route.pairs:
+            # Parameters and inputs stay in the graph: gradients are zero, as one process's are, and no rank waits for
+            # an exchange that another one leaves out.
+            ordered = torch.arange(self.ranks.dispatcher.experts, device=rows.device)
+            own = torch.cat([own, rows.new_zeros((len(ordered), rows.shape[1]))])
+        made = self._compute(own, ordered, weights is not None)[: route.pairs]
         if weights is not None:
             share = weights.flatten().index_select(0, order).unsqueeze(-1)
             made = made.to(torch.promote_types(made.dtype, torch.float32)) * share

@@ -41,6 +41,9 @@ def generate(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
     if state is not None:
         mesh = state.mesh
         broadcast_state(mesh.device, *(mesh.host_group(axis) for axis in ("tp", "cp", "pp")))
+        if state.in_lockstep and mesh.dp_size > 1 and kwargs.get("synced_gpus") is None:
+            # Ranks with other prompts hold parts of the weights: all go on until the last one has finished.
+            kwargs["synced_gpus"] = True
     return original(self, *args, **kwargs)
 
 

@@ -115,7 +115,8 @@ class _Linear(Style):
             module.weight_dim_out = 1
             module.in_features, module.out_features = module.weight.shape
         module.copies = context.copies
-        module.sum_bias_gradient = context.gradient.get("bias") == GradientRule(sum=AXIS)
+        bias = context.gradient.get("bias")
+        module.sum_bias_gradient = bias is not None and bias.sum == AXIS and bias.copies is None
         for switch, value in self.switches.items():
             setattr(module, switch, value)
 

@@ -1,0 +1,234 @@
+"""Experts over several ranks against one process: every layout they combine with, starved ranks, seeded faults."""
+
+import dataclasses
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING
+
+from hf_megatron.errors import RankError
+from hf_megatron.expert_parallel import dispatch, exchange, experts
+from hf_megatron.expert_parallel import axis as expert_axis
+from hf_megatron.parallel_state import parallel_state
+from hf_megatron.placement import GradientRule
+from hf_megatron.verify.check import parse_layouts
+from hf_megatron.verify.measure import measure
+from hf_megatron.verify.parity import check_twin
+from tests.shared_twins import make_twin
+
+LAYOUTS = (
+    "dp2+ep2+zero0 dp2+ep2 dp2+ep2+zero2 dp2+ep2+zero3 tp2+ep2 tp2+sp+ep2 cp2+ep2 "
+    "dp4+ep2 dp4+ep2+zero3 dp4+ep4 tp4+ep2 tp4+ep4 dp2+tp2+ep4 dp2+tp2+ep2 dp2+tp2+sp+ep4 dp2+tp2+ep2+zero3 "
+    "dp2+tp2+etp2+ep2 dp2+tp2+sp+etp2+ep2 dp2+tp2+etp2+ep2+zero3 pp2+dp2+ep2 pp2+dp2+ep2+zero3 tp2+pp2+ep2 "
+    "tp2+sp+pp2+ep2 cp2+tp2+sp+ep4 cp2+dp2+ep2 cp2+dp2+ep4+zero3 pp2+cp2+ep2+mb2 dp2+replicas2+ep2 dp4+replicas2+ep2 "
+    "dp2+pp2+tp2+sp+ep4"
+).split()
+# Routers that draw groups, gates beside shared experts, transposed experts with biases, experts that are given all.
+TYPES = {"deepseek_v3": "tp2+sp+ep2", "qwen2_moe": "tp2+sp+ep2", "gpt_oss": "dp2+ep2", "llama4_text": "tp2+ep2"}
+
+
+@pytest.fixture(scope="module")
+def twin():
+    return make_twin(CONFIG_MAPPING["qwen3_moe"](), microbatches=2, batch_size=5)
+
+
+def holds_its_share(model):
+    state = parallel_state(model)
+    for name, parameter in model.named_parameters():
+        if ".experts." in name and state.axes.size("pp") == 1:
+            local = state.placement(name).local_shape(parameter.shape, state.axes)
+            assert local[0] * state.axes.size("ep") == parameter.shape[0]
+            assert local[1] < parameter.shape[1] or state.axes.size("etp") == 1 or "down" in name
+            assert state.claims[name].gradient.average == "edp"
+
+
+@pytest.mark.parametrize("text", LAYOUTS)
+def test_parity(twin, text):
+    [layout] = parse_layouts(text)
+    comparison = check_twin(twin, layout, prepare=holds_its_share)
+    assert comparison.passed, comparison.worst
+
+
+@pytest.mark.parametrize(("model", "text"), TYPES.items(), ids=list(TYPES))
+def test_parity_of_other_experts(model, text):
+    [layout] = parse_layouts(text)
+    comparison = check_twin(make_twin(CONFIG_MAPPING[model](), microbatches=2), layout)
+    assert comparison.passed, comparison.worst
+
+
+@pytest.mark.parametrize("text", ["dp2+ep2", "tp2+ep2", "tp2+sp+ep2", "cp2+ep2", "dp2+tp2+sp+ep4", "tp2+sp+pp2+ep2+mb1"])
+def test_router_losses(text):
+    changes = {"output_router_logits": True, "router_aux_loss_coef": 1.0}
+    twin = make_twin(CONFIG_MAPPING["qwen3_moe"](), batch_size=4, changes=changes)
+    [layout] = parse_layouts(text)
+    comparison = check_twin(twin, layout)
+    assert comparison.passed, comparison.worst
+
+
+def to_the_first(model):
+    """Sends every token to experts of the first rank."""
+    for name, module in model.named_modules():
+        if name.endswith("mlp.router"):
+            with torch.no_grad():
+                module.bias.copy_(torch.tensor([40.0, 40.0, *[-40.0] * (len(module.bias) - 2)]))
+
+
+@pytest.mark.parametrize("text", ["dp2+ep2", "dp2+ep2+zero3", "tp2+ep2", "dp4+ep4"])
+def test_ranks_without_tokens(text):
+    # With other draws a unit stands at its clamp, and AdamW decides on which side.
+    twin = make_twin(CONFIG_MAPPING["gpt_oss"](), microbatches=2, batch_size=4, seed=20)
+    model = twin.load()
+    to_the_first(model)
+    reference = measure(model, twin.batches)
+    unused = [g[2:] for name, g in reference.gradients.items() if "experts." in name]
+    assert unused and not any(gradient.any() for gradient in unused)
+    starved = dataclasses.replace(twin, reference=reference)
+    [layout] = parse_layouts(text)
+    comparison = check_twin(starved, layout, prepare=to_the_first)
+    assert comparison.passed, comparison.worst
+
+
+@pytest.mark.parametrize("text", ["dp2+ep2", "tp2+ep2", "tp2+sp+ep2"])
+@pytest.mark.parametrize("length", [1, 3])
+def test_few_tokens(text, length):
+    """A rank of a split sequence has no token; the ranks of dp have one each."""
+    config = CONFIG_MAPPING["qwen3_moe"]()
+    twin = make_twin(config, batch_size=2, sequence_length=length + 1)
+    [layout] = parse_layouts(text)
+    comparison = check_twin(twin, layout)
+    assert comparison.passed, comparison.worst
+
+
+def recomputed(model):
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+
+
+@pytest.mark.parametrize("text", ["dp2+ep2", "tp2+sp+ep2", "dp2+ep2+zero3", "pp2+dp2+ep2"])
+def test_recompute(twin, text):
+    [layout] = parse_layouts(text)
+    comparison = check_twin(twin, dataclasses.replace(layout, recompute="full"))
+    assert comparison.passed, comparison.worst
+
+
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm"])
+def test_every_product_of_experts(twin, implementation):
+    [layout] = parse_layouts("dp2+ep2")
+
+    def choose(model):
+        model.set_experts_implementation(implementation)
+
+    comparison = check_twin(twin, layout, prepare=choose)
+    assert comparison.passed, comparison.worst
+
+
+# Seeded faults, each of which a comparison has to find.
+
+
+def averaged_over(axis):
+    def sabotage():
+        original = expert_axis.place
+
+        def place(model, state):
+            original(model, state)
+            for name, claim in state.claims.items():
+                if claim.gradient.average == "edp":
+                    state.claims[name] = dataclasses.replace(claim, gradient=GradientRule(average=axis))
+
+        expert_axis.place = place
+
+    return sabotage
+
+
+def divided_by_edp():
+    from hf_megatron.data_parallel.reduction_groups import Sharing
+
+    original = Sharing.along.__func__
+
+    def along(cls, axis, mesh):
+        found = original(cls, axis, mesh)
+        return dataclasses.replace(found, divisor=found.size) if axis == "edp" else found
+
+    Sharing.along = classmethod(along)
+
+
+def sent_by_every_tp_rank():
+    original = expert_axis.install
+
+    def install(model, state):
+        original(model, state)
+        for module in model.modules():
+            if isinstance(module, experts.ParallelExperts):
+                module.ranks.shared_with = None
+
+    expert_axis.install = install
+
+
+def rows_to_the_wrong_expert():
+    original = dispatch.AllToAll.dispatch
+
+    def wrong(self, hidden, chosen, weights):
+        found, route = original(self, hidden, chosen, weights)
+        local = found.experts
+        swapped = torch.where(local < self.experts, (local + 1) % self.experts, local)
+        return found._replace(experts=swapped), route
+
+    dispatch.AllToAll.dispatch = wrong
+
+
+def half_the_gradient_on_the_way_back():
+    original = exchange._Exchange.backward
+
+    def backward(ctx, gradient):
+        return original(ctx, gradient * 0.5)
+
+    exchange._Exchange.backward = staticmethod(backward)
+
+
+def router_without_a_gradient():
+    original = dispatch.AllToAll.dispatch
+
+    def detached(self, hidden, chosen, weights):
+        return original(self, hidden, chosen, weights.detach())
+
+    dispatch.AllToAll.dispatch = detached
+
+
+FAULTS = {
+    "averaged over dp": (averaged_over("dp"), "dp2+ep2"),
+    "averaged over dp, repeated": (averaged_over("dp"), "dp4+ep2"),
+    "divided by edp": (divided_by_edp, "dp4+ep2"),
+    "every tp rank sends all tokens": (sent_by_every_tp_rank, "tp2+ep2"),
+    "wrong expert": (rows_to_the_wrong_expert, "dp2+ep2"),
+    "half the gradient": (half_the_gradient_on_the_way_back, "dp2+ep2"),
+    "router detached": (router_without_a_gradient, "tp2+ep2"),
+}
+
+
+@pytest.mark.parametrize(("sabotage", "text"), FAULTS.values(), ids=list(FAULTS))
+def test_seeded_faults_are_found(twin, sabotage, text):
+    [layout] = parse_layouts(text)
+    comparison = check_twin(twin, layout, sabotage=sabotage)
+    assert not comparison.passed and comparison.worst.value > 10
+
+
+def test_starved_experts_outside_of_the_graph_are_found():
+    """The seeded fault: a rank that gets no row leaves its experts' gradients out."""
+
+    def sabotage():
+        original = experts.ParallelExperts._computed
+
+        def empty(self, dispatched, route):
+            if not route.pairs:
+                return dispatched.rows.detach()
+            return original(self, dispatched, route)
+
+        experts.ParallelExperts._computed = empty
+
+    # With other draws a unit stands at its clamp, and AdamW decides on which side.
+    twin = make_twin(CONFIG_MAPPING["gpt_oss"](), microbatches=2, batch_size=4, seed=20)
+    model = twin.load()
+    to_the_first(model)
+    starved = dataclasses.replace(twin, reference=measure(model, twin.batches))
+    [layout] = parse_layouts("tp2+ep2")
+    with pytest.raises(RankError, match="stuck|failed|died"):
+        check_twin(starved, layout, sabotage=sabotage, prepare=to_the_first, timeout=20)
