@@ -29,9 +29,14 @@ def is_marked(function: Any) -> bool:
     return getattr(function, _MARK, False)
 
 
-def is_of_checked_library(function: Any) -> bool:
-    """Tells whether a function was defined by a library whose versions this one was compared with."""
+def origin(function: Any) -> str:
+    """Names the library that defined a function."""
     while isinstance(function, partial):
         function = function.func
     module = getattr(function, "__module__", None) or type(function).__module__
-    return module.partition(".")[0] in CHECKED
+    return str(module.partition(".")[0])
+
+
+def is_of_checked_library(function: Any) -> bool:
+    """Tells whether a function was defined by a library whose versions this one was compared with."""
+    return origin(function) in CHECKED

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..communication.random_streams import RandomStreams
 from ..errors import UnsupportedError
-from ..parts import is_marked, is_of_checked_library
+from ..parts import is_marked, is_of_checked_library, origin
 from ..upstream import global_forward_hooks, leave_uncompiled
 from .activations import Activations, Forms
 from .calls_in_hooks import CallsInHooks
@@ -144,7 +144,7 @@ class UserHooks:
         return any(number >= self.end and number not in self.seen for number in hooks)
 
     def _users(self, hooks: dict[int, Any]) -> list[int]:
-        return [n for n, hook in hooks.items() if n in self.seen or (n >= self.end and not is_of_checked_library(hook))]
+        return [n for n, hook in hooks.items() if n in self.seen or (n >= self.end and not _is_of_libraries(hook))]
 
     def _give_inputs(self, name: str, module: nn.Module) -> None:
         hooks: Any = module._forward_pre_hooks
@@ -186,3 +186,8 @@ def _require(form: Form | str, hook: str) -> Form:
 
 def _name_of(hook: Any) -> str:
     return getattr(hook, "__qualname__", type(hook).__qualname__)
+
+
+def _is_of_libraries(hook: Any) -> bool:
+    """Tells whether a hook stands where it belongs: other axes' of this library, and those of checked ones."""
+    return is_of_checked_library(hook) or origin(hook) == __name__.partition(".")[0]
