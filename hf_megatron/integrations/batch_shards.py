@@ -126,3 +126,13 @@ def data_parallel_group() -> Any:
     if type(layout).__name__ != "MegatronParallelismConfig" or layout.dp_shard_size == 1:
         return None
     return state["device_mesh"]["dp_shard"].get_group()
+
+
+def mesh_of_batches() -> Any:
+    """Returns Accelerate's mesh of the Accelerator in use, if this library has set it up so that ranks share batches."""
+    from accelerate.state import AcceleratorState
+
+    state = AcceleratorState._shared_state
+    layout = state.get("parallelism_config")
+    is_ours = type(layout).__name__ == "MegatronParallelismConfig" and layout.tp_size > 1
+    return state["device_mesh"] if is_ours else None

@@ -11,7 +11,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .batch_shards import data_parallel_group, shard_of
+from .batch_shards import data_parallel_group, mesh_of_batches, shard_of
+
+
+def make_dispatcher(original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
+    """Gives a loader that one rank reads for all the layout, which `skip_first_batches` leaves out."""
+    if kwargs.get("torch_device_mesh") is None and (mesh := mesh_of_batches()) is not None:
+        kwargs["torch_device_mesh"] = mesh
+    original(self, *args, **kwargs)
 
 
 def iterate(original: Callable, self: Any) -> Iterator[Any]:

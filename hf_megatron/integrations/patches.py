@@ -180,6 +180,8 @@ _ROWS: tuple[tuple[str, str, str, str], ...] = (
     ("accelerate.data_loader:DataLoaderStateMixin.begin", "batch_shards:begin",
      "counts the rows of the dataset, whatever the sampler takes, and of no loader that skips batches",
      "Accelerate counts what its samplers deal out"),
+    ("accelerate.data_loader:DataLoaderDispatcher.__init__", "data_loaders:make_dispatcher",
+     "deals batches out to ranks of one batch where a loader is made again to skip some", _ACCELERATE),
     ("accelerate.data_loader:DataLoaderShard.__iter__", "data_loaders:iterate",
      "lets ranks with more batches wait for ever", "Accelerate stops all ranks together"),
     ("torch.autograd:backward", "gradients:backward", "leaves gradients that nobody reduces to this rank", _ALWAYS),

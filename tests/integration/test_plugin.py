@@ -263,3 +263,15 @@ def test_one_process_needs_no_layout(monkeypatch):
         Accelerator(cpu=True, megatron_lm_plugin=MegatronPlugin(tp_size=2))
     with pytest.raises(TypeError, match="MegatronLMPlugin"):
         Accelerator(cpu=True, megatron_lm_plugin=3)
+
+
+@pytest.mark.parametrize("number", [0, 2, 5])
+def test_batches_of_a_stream_that_are_skipped_are_those_of_one_process(number):
+    def batches():
+        accelerator = started("tp2")
+        loader = accelerator.prepare(DataLoader(Stream(), batch_size=2))
+        skipped = accelerator.skip_first_batches(loader, number), skip_first_batches(loader, number)
+        return [[batch.tolist() for batch in found] for found in skipped]
+
+    expected = [[row, row + 1] for row in range(2 * number, 12, 2)]
+    assert run_ranks(batches, 2) == [[expected] * 2] * 2
