@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from .communication.averaged_gradients import mean_over_ranks, sum_over_ranks
+from .communication.averaged_gradients import average_over_ranks, mean_over_ranks, sum_over_ranks
 from .errors import UnsupportedError
 from .mesh import ParallelMesh
 from .patch_ledger import Shared
@@ -177,6 +177,10 @@ class BatchLoss(Shared):
             return part
         part = part if self._counts else part * 0
         return sum_over_ranks(part, self.mesh.group("dp"))
+
+    def factor_of_ranks(self, gradient: Tensor) -> Tensor:
+        """Returns what a loss of all ranks' rows is multiplied by, a scalar, from what this rank multiplies it by."""
+        return average_over_ranks(gradient, self.mesh.group("dp")) if self.is_spread else gradient
 
     def divisor(self, targets: Tensor) -> Tensor:
         """Returns what a sum over this rank's targets of any shape is divided by, for the average over ranks."""

@@ -1,10 +1,15 @@
-"""Sums and means over ranks between which gradients are averaged afterwards: their backward undoes that."""
+"""Sums and means over ranks between which gradients are averaged afterwards: their backward undoes that.
+
+What ranks make of one sum counts together, also where each multiplies it by a factor of its own, as loops do that know
+losses of a rank's rows only: gradients are added up over the ranks.
+"""
 
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 
 class _Mean(torch.autograd.Function):
@@ -16,12 +21,13 @@ class _Mean(torch.autograd.Function):
         both = torch.stack([total, terms.to(total.device, total.dtype)])
         dist.all_reduce(both, group=group)
         # The mean of nothing is no number, and its gradients are zero, as torch's losses have it.
-        ctx.factor = dist.get_world_size(group) / both[1].clamp(min=1)
+        ctx.terms, ctx.group = both[1].clamp(min=1), group
         return both[0] / both[1].clamp(min=at_least)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return gradient * ctx.factor, None, None, None
+        return _added_up(gradient, ctx.group) / ctx.terms, None, None, None
 
 
 class _Sum(torch.autograd.Function):
@@ -29,14 +35,26 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.ranks = dist.get_world_size(group)
+        ctx.group = group
         whole = part.clone()
         dist.all_reduce(whole, group=group)
         return whole
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient * ctx.ranks, None
+        return _added_up(gradient, ctx.group), None
+
+
+def _added_up(gradient: Tensor, group: dist.ProcessGroup) -> Tensor:
+    total = gradient.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
+
+
+def average_over_ranks(gradient: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Averages what ranks multiply a loss of all of them by, a scalar."""
+    return _added_up(gradient, group) / dist.get_world_size(group)
 
 
 def sum_over_ranks(part: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -1,17 +1,21 @@
 """A training call with labels: the whole schedule, backwards included; `loss.backward()` says how much they count."""
 
+import math
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..errors import ConfigError
 from ..upstream import keeps_graph, runs_behind
 from .loss_scale import ScheduledGradients
 from .outputs import AbsentLogits, Gradients, PipelineOutput, loss_of, reported, with_backward
 from .schedules import rank_actions
 from .stage_runner import StageRunner
 from .trained_inputs import TrainedInputs
+
+_SAME = 1e-6
 
 
 def run_schedule(runner: StageRunner, arguments: dict[str, Any]) -> PipelineOutput:
@@ -59,7 +63,15 @@ def run_schedule(runner: StageRunner, arguments: dict[str, Any]) -> PipelineOutp
         keep = keeps_graph()
         # Known, it decides whether there is anything to multiply; a device would be waited for.
         is_read = not runs_behind(runner.mesh.device) or runner.loss_scale.is_unproven(gradients)
-        scale = upstream[0].item() if is_read else upstream[0]
+        given = upstream[0]
+        whole = runner.loss.factor_of_ranks(given)
+        if is_counted and is_read and not math.isclose(given.item(), whole.item(), rel_tol=_SAME):
+            raise ConfigError(
+                f"The loss of a pipelined model received the gradient {given.item()} on this rank and {whole.item()} on "
+                "average: gradients of a loss with num_items_in_batch are added up over data parallel ranks before that "
+                "is known. Multiply it by the same factor on all of them."
+            )
+        scale = whole.item() if is_read else whole
         factor = scale / gradients.seed
         nothing: list[Tensor | None] = [None] * len(reached)
         of_weights = gradients.settle(scale, keep=keep) if accumulates or wants_weights else nothing

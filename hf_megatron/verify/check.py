@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -172,7 +173,7 @@ def _check_changed(
     reason, rows = "", []
     try:
         twin = make_twin(config, task=task, class_name=class_name, microbatches=2, min_layers=layers)
-    except (ValueError, RuntimeError, TypeError, KeyError, AttributeError, ImportError) as error:
+    except (ValueError, RuntimeError, TypeError, KeyError, AttributeError, ImportError, StrictDataclassError) as error:
         reason = f"its tiny twin cannot be built: {type(error).__name__}: {error}"
         if not everything:
             raise ConfigError(f"{model}: {reason}") from error

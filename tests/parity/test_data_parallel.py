@@ -6,9 +6,11 @@ Five rows, one of them without any label, so that dp ranks have unequal numbers 
 import functools
 
 import pytest
+import torch
 import torch.distributed as dist
 from transformers import CONFIG_MAPPING
 
+from hf_megatron.communication import averaged_gradients
 from hf_megatron.data_parallel import bucket_making
 from hf_megatron.parallelize import parallel_state
 from hf_megatron.verify.check import parse_layouts
@@ -94,3 +96,48 @@ def test_ranks_have_unequal_rows_and_labels(ranks):
     parts = _twin("llama", 3).batches[0]["labels"].tensor_split(ranks)
     assert len({len(part) for part in parts}) == 2
     assert len({int((part[:, 1:] != -100).sum()) for part in parts}) == 2
+
+
+class _Weighed(torch.autograd.Function):
+    """Identity whose gradient is multiplied by a factor of this rank's own, on average 1."""
+
+    @staticmethod
+    def forward(ctx, loss, factor):
+        ctx.factor = factor
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.factor, None
+
+
+def weighed_by_rank(model):
+    state = parallel_state(model)
+    factor = 2 * (state.mesh.dp_rank + 1) / (state.mesh.dp_size + 1)
+
+    def weigh(model, args, output):
+        if torch.is_grad_enabled():
+            output.loss = _Weighed.apply(output.loss, factor)
+
+    model.register_forward_hook(weigh)
+
+
+@pytest.mark.parametrize("text", ["dp2", "dp2+zero3", "tp2+dp2", "pp2+dp2", "cp2+dp2"])
+def test_factors_of_each_rank_count_on_average(text):
+    """As loops multiply a loss by their rank's share of the tokens."""
+    [layout] = parse_layouts(text)
+    twin = make_twin(CONFIG_MAPPING["llama"](), microbatches=2, batch_size=5)
+    comparison = check_twin(twin, layout, prepare=weighed_by_rank)
+    assert comparison.passed, comparison.worst
+
+
+def test_factors_that_are_not_averaged_are_found():
+    """The seeded fault."""
+
+    def sabotage():
+        averaged_gradients._added_up = lambda gradient, group: gradient * torch.distributed.get_world_size(group)
+
+    [layout] = parse_layouts("dp2")
+    twin = make_twin(CONFIG_MAPPING["llama"](), microbatches=2, batch_size=5)
+    comparison = check_twin(twin, layout, sabotage=sabotage, prepare=weighed_by_rank)
+    assert not comparison.passed and comparison.worst.value > 10
