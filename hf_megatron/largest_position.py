@@ -54,10 +54,10 @@ class LargestPosition(Shared):
         given = dict(zip(self.names, args, strict=False)) | kwargs
         positions, inputs = given.get(POSITIONS), next((given[n] for n in _INPUTS if given.get(n) is not None), None)
         self.largest = None if positions is None else positions.max()
-        takes_loss = given.get("labels") is not None
-        if inputs is None or not (takes_loss and torch.is_grad_enabled() and self.state.loss.is_spread):
+        is_of_batch = given.get("labels") is not None or (model.training and torch.is_grad_enabled())
+        if inputs is None or not (is_of_batch and self.state.loss.over_ranks):
             return
-        # Every rank takes the loss of its rows, and waits for the others there too.
+        # Every rank trains on its rows, or takes their loss for all, and waits for the others there too.
         if self.largest is None:
             self.largest = torch.full((), inputs.shape[1] - 1, device=inputs.device)
         self.largest = self.largest.to(self.state.mesh.device, torch.int64, copy=True)

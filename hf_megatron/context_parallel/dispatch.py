@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import UnsupportedError
+from ..errors import ConfigError, UnsupportedError
 from ..known_rows import without_asking
-from ..memory.recompute import recomputing_interface
+from ..memory.recompute import recomputing
 from ..patch_ledger import LEDGER
 from .attention import context_attention, with_blind_queries
 from .descriptions import ContextMask, describe_mask
@@ -30,7 +30,7 @@ _KNOWN = frozenset(
 
 def attention_function(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Callable:
     """Returns an attention function that takes whole rows, and those that lie on several ranks."""
-    return partial(_attend, recomputing_interface(original, self, *args, **kwargs))
+    return recomputing(partial(_attend, original(self, *args, **kwargs)))
 
 
 def mask_function(original: Callable, self: Any, name: str) -> Any:
@@ -56,6 +56,8 @@ def _describe(
     attention_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> Any:
+    if attention_mask is not None and not (kv_offset or q_offset) and attention_mask.shape[-1] != q_length:
+        raise ConfigError(f"attention_mask {tuple(attention_mask.shape)}: rows have {q_length} tokens.")
     if q_length != kv_length or kv_offset or q_offset:
         raise UnsupportedError(
             f"{q_length} queries of {kv_length} keys: with cp_size > 1 a model takes whole rows, without a cache. Call "

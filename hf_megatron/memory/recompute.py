@@ -111,9 +111,9 @@ def _dispatch(core: Callable[..., Any], module: nn.Module, *args: Any, **kwargs:
     return recomputed.run(core, module, args, kwargs)
 
 
-def recomputing_interface(original: Callable, *args: Any, **kwargs: Any) -> Callable[..., Any]:
-    """Wraps `AttentionInterface.get_interface`: the core it returns looks at the module it is called with."""
-    return partial(_dispatch, original(*args, **kwargs))
+def recomputing(core: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps a function of attention: called with a module, it runs as that module's core is to be run."""
+    return partial(_dispatch, core)
 
 
-__all__ = ["RecomputedCore", "apply_recompute", "recomputing_interface"]
+__all__ = ["RecomputedCore", "apply_recompute", "recomputing"]

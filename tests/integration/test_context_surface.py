@@ -379,6 +379,16 @@ def test_a_mask_of_other_rows_is_an_error(llama):
     both(call, llama)
 
 
+@pytest.mark.parametrize("entries", [9, 20])
+def test_a_mask_of_another_length_is_named(llama, entries):
+    def on_rank():
+        model = AutoModelForCausalLM.from_pretrained(llama, megatron_config=MegatronConfig(cp_size=2))
+        with pytest.raises(ConfigError, match=rf"attention_mask \(1, {entries}\): rows have 13 tokens"):
+            model(input_ids=IDS[:1], attention_mask=torch.ones(1, entries), labels=IDS[:1])
+
+    run_ranks(on_rank, 2)
+
+
 def hooked(model):
     model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: output * 2)
 

@@ -17,6 +17,7 @@ from hf_megatron.context_parallel.masks import SequenceMask
 from hf_megatron.data_parallel.reduction_groups import Sharing
 from hf_megatron.integrations.gate import ConfigUnderTest
 from hf_megatron.tensor_parallel import logits
+from hf_megatron.tensor_parallel.linear import RowParallelLinear
 from hf_megatron.verify.measure import measure
 from hf_megatron.verify.parity import check_twin
 from tests.shared_twins import make_twin
@@ -60,6 +61,29 @@ def test_llama_equals_one_process(name):
 def test_types_equal_one_process(model_type, name):
     comparison = check_twin(twin(model_type), ConfigUnderTest(**LAYOUTS[name]))
     assert comparison.passed, comparison.report()
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "gpt_oss", "qwen3_next", "doge"])
+def test_split_sequences_of_shared_rows(model_type):
+    """Biases behind row linears, blocks that mix tokens: each rank has a part of what another axis has cut."""
+    comparison = check_twin(twin(model_type), ConfigUnderTest(**LAYOUTS["tp2+sp+cp2"]))
+    assert comparison.passed, comparison.report()
+
+
+@pytest.mark.parametrize("name", ["cp2", "cp2, heads", "tp2+sp+cp2", "pp2+cp2"])
+def test_attention_that_is_computed_again(name):
+    comparison = check_twin(twin("gpt_oss"), ConfigUnderTest(**LAYOUTS[name], recompute="selective"))
+    assert comparison.passed, comparison.report()
+
+
+def test_biases_of_one_rank_are_found():
+    """The seeded fault: of a bias behind a split sequence each rank keeps its own part of the gradient."""
+
+    def sabotage():
+        RowParallelLinear.sum_bias_gradient = property(lambda self: False, lambda self, value: None)
+
+    comparison = check_twin(twin("gpt2"), ConfigUnderTest(**LAYOUTS["tp2+sp+cp2"]), sabotage=sabotage)
+    assert not comparison.passed and comparison.worst.value > 10
 
 
 def added_up():

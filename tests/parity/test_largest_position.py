@@ -5,12 +5,15 @@ import functools
 
 import pytest
 import torch
+from torch.nn.functional import cross_entropy
 from transformers import CONFIG_MAPPING
 
 from hf_megatron import largest_position
 from hf_megatron.integrations.gate import ConfigUnderTest
+from hf_megatron.parallel_state import parallel_state
 from hf_megatron.verify.measure import measure
 from hf_megatron.verify.parity import check_twin
+from hf_megatron.verify.ranks import run_ranks
 from tests.shared_twins import make_twin
 
 SCALED = {
@@ -62,3 +65,38 @@ def own_scales():
 @pytest.mark.parametrize("kind", SCALED)
 def test_scales_of_parts_are_found(kind, name):
     assert not check_twin(twin(kind), ConfigUnderTest(**LAYOUTS[name]), sabotage=own_scales).passed
+
+
+def loss_of_the_loop(model, labels, **batch):
+    """Takes the mean of a batch of four rows from the logits of this rank's."""
+    state = parallel_state(model)
+    logits = model(**batch).logits[:, :-1].flatten(0, 1)
+    total = cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum")
+    return total / (4 * 12) * (1 if state is None else state.mesh.dp_size)
+
+
+def differences_of_loops(kind, sabotage=None):
+    made = twin(kind)
+
+    def gradients(layout=None):
+        if sabotage is not None:
+            sabotage()
+        model = made.load(**({} if layout is None else {"megatron_config": layout})).train()
+        state, [batch] = parallel_state(model), made.batches
+        if state is not None:
+            rank, ranks = state.mesh.dp_rank, state.mesh.dp_size
+            batch = {n: v.tensor_split(ranks)[rank] if isinstance(v, torch.Tensor) else v for n, v in batch.items()}
+        loss_of_the_loop(model, **batch).backward()
+        return model.model.layers[0].self_attn.q_proj.weight.grad.clone()
+
+    [expected] = run_ranks(gradients, 1)
+    return [
+        ((found - expected).norm() / expected.norm()).item()
+        for found in run_ranks(gradients, 2, ConfigUnderTest(dp_size=2, zero_stage=0))
+    ]
+
+
+@pytest.mark.parametrize("kind", SCALED)
+def test_losses_of_the_loops_own(kind):
+    assert max(differences_of_loops(kind)) < 1e-4
+    assert min(differences_of_loops(kind, own_scales)) > 1e-3
