@@ -42,6 +42,11 @@ def place(model: Any, state: ParallelState) -> None:
         )
     experts = find_experts(model, spec)
     if not experts:
+        if (unknown := _unknown_experts(model)) is not None:
+            raise UnsupportedError(
+                f"{setting}: {unknown} of {type(model).__name__} is called otherwise than transformers' experts (hidden "
+                "states, choices, weights). Set ep_size=1."
+            )
         raise ConfigError(f"{setting}: {type(model).__name__} has no layer with experts. Set ep_size=1.")
     for name, count in experts.items():
         if count % ranks:
@@ -65,6 +70,12 @@ def place(model: Any, state: ParallelState) -> None:
         )
     state.placed[NAME] = ExpertPlan(experts)
     state.shared_apart = tuple(experts)
+
+
+def _unknown_experts(model: Any) -> str | None:
+    """Names a module that holds experts in a way of its own, and its class."""
+    named = ((name, type(module).__name__) for name, module in model.named_modules())
+    return next((f"{name} ({kind})" for name, kind in named if "expert" in f"{name}.{kind}".lower()), None)
 
 
 def install(model: Any, state: ParallelState) -> None:

@@ -7,11 +7,13 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers.trainer_pt_utils import LabelSmoother
 
 from ..absent_weights import is_absent
 from ..errors import ConfigError, UnsupportedError
 from ..loss import BatchLoss
+from ..mesh import is_of_layout
 from ..parallel_state import parallel_state
 from ..patch_ledger import LEDGER
 from .accelerate import parallelism_config
@@ -23,8 +25,10 @@ from .wrapped_models import refuse_around
 
 
 def has_mixed_dtensor(original: Callable, parameters: Iterable[Tensor]) -> bool:
-    """Tells whether this rank's parameters, of any shape, lie on several meshes."""
-    return original(parameter for parameter in parameters if not is_absent(parameter))
+    """Tells whether parameters of any shape lie on several meshes that optimizers would see: they step on parts."""
+    own = [parameter for parameter in parameters if not is_absent(parameter)]
+    is_laid_out = any(isinstance(one, DTensor) and is_of_layout(one.device_mesh) for one in own)
+    return False if is_laid_out else original(own)
 
 
 def init(original: Callable, self: Any, model: Any = None, args: Any = None, *rest: Any, **kwargs: Any) -> None:

@@ -1,0 +1,367 @@
+"""What users do with models whose experts lie on several ranks: Trainer, checkpoints, text, and what is refused."""
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from datasets import Dataset
+from safetensors.torch import load_file
+from transformers import (
+    AutoModelForCausalLM,
+    JetMoeConfig,
+    LlamaConfig,
+    Qwen3MoeConfig,
+    Trainer,
+    TrainingArguments,
+)
+from trl import SFTConfig, SFTTrainer
+
+from hf_megatron import ConfigError, MegatronConfig, UnsupportedError
+from hf_megatron.expert_parallel import dispatch
+from hf_megatron.parallel_state import parallel_state
+from hf_megatron.verify.check import parse_layouts
+from hf_megatron.verify.ranks import run_ranks
+from hf_megatron.verify.twin import draw_parameters
+from tests.integration.test_context_trainer import OPTIONS, collate, rows
+
+SMALL = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "output_router_logits": True,
+}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("experts") / "model"
+    model = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**SMALL)).float()
+    draw_parameters(model, 0)
+    model.save_pretrained(folder)
+    return folder
+
+
+def layout_of(text):
+    return None if text is None else parse_layouts(text)[0]
+
+
+def ranks_of(layout):
+    return 1 if layout is None else layout.ranks_per_replica * (layout.dp_size or 1)
+
+
+def loaded(source, layout):
+    return AutoModelForCausalLM.from_pretrained(source, **({} if layout is None else {"megatron_config": layout}))
+
+
+# How rows travel
+
+
+def noted_rows(source, layout):
+    """Counts what a rank sends in one forward, beside the pairs of its tokens and the ranks of their experts."""
+    model, counts = loaded(source, layout), []
+    original = dispatch.AllToAll.dispatch
+
+    def counting(self, hidden, chosen, weights):
+        found, route = original(self, hidden, chosen, weights)
+        pairs = sum(len(set((row // self.experts).tolist())) for row in chosen)
+        counts.append((sum(route.sent), pairs, chosen.numel(), len(hidden)))
+        return found, route
+
+    dispatch.AllToAll.dispatch = counting
+    ids = torch.arange(1, 40).view(3, 13)
+    with torch.no_grad():
+        model.eval()(input_ids=ids)
+    return counts
+
+
+@pytest.mark.parametrize("text", ["dp2+ep2", "dp4+ep4", "tp2+ep2", "tp2+sp+ep2"])
+def test_a_token_is_sent_once_to_each_rank(source, text):
+    layout = layout_of(text)
+    found = run_ranks(noted_rows, ranks_of(layout), source, layout)
+    for counts in found:
+        assert len(counts) == SMALL["num_hidden_layers"]
+        for sent, pairs, slots, _ in counts:
+            assert sent == pairs < slots
+    # Ranks of tp share the tokens out; each rank of dp has its own.
+    tokens = [sum(counts[0][3] for counts in found), 39 * (layout.dp_size or 1)]
+    assert tokens[0] == tokens[1]
+
+
+def test_ids_without_an_expert_get_nothing():
+    """Of experts that there are not, and identity experts, no row is sent and nothing comes back."""
+
+    def on_rank():
+        moved = dispatch.AllToAll(2, dist.group.WORLD)
+        chosen = torch.tensor([[0, 4], [5, 4], [-1, 3]])
+        hidden = torch.arange(1.0, 7.0).view(3, 2)
+        found, route = moved.dispatch(hidden, chosen, torch.ones(3, 2))
+        assert sorted(route.tokens.tolist()) == [0, 2]
+        return moved.combine(found.rows * (found.experts < 2).sum(1, keepdim=True), route)
+
+    for total in run_ranks(on_rank, 2):
+        assert total.tolist() == [[1.0, 2.0], [0.0, 0.0], [5.0, 6.0]]
+
+
+# Trainer
+
+
+def train(source, output, layout, resume=None, **options):
+    model = loaded(source, layout)
+    arguments = OPTIONS | {"max_steps": 30, "save_steps": 15, "eval_steps": 15, "learning_rate": 3e-3} | options
+    sizes = {"per_device_train_batch_size": 4 // (1 if layout is None else layout.dp_size or 1)}
+    trainer = Trainer(
+        model,
+        TrainingArguments(str(output), **arguments | sizes | {"per_device_eval_batch_size": sizes["per_device_train_batch_size"]}),
+        train_dataset=rows(64, 0),
+        eval_dataset=rows(8, 1),
+        data_collator=collate,
+    )
+    trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+    model.save_pretrained(output / "final")
+    names = ("loss", "grad_norm", "eval_loss", "step")
+    return [{name: entry[name] for name in names if name in entry} for entry in trainer.state.log_history]
+
+
+@pytest.fixture(scope="module")
+def alone(source):
+    output = source.parent / "alone"
+    return train(source, output, None), load_file(output / "final" / "model.safetensors")
+
+
+def require_run(logs, folder, alone, start=0):
+    expected = [entry for entry in alone[0] if entry["step"] > start]
+    found = [entry for entry in logs if entry["step"] > start]
+    assert len(found) == len(expected)
+    for entry, other in zip(found, expected, strict=True):
+        assert entry == pytest.approx(other, rel=1e-3, abs=1e-4)
+    weights = load_file(folder / "model.safetensors")
+    apart = sum((weights[name] - weight).norm() ** 2 for name, weight in alone[1].items())
+    assert apart.sqrt() < 2e-3 * sum(weight.norm() ** 2 for weight in alone[1].values()).sqrt()
+
+
+TRAINED = ["dp2+ep2", "dp2+ep2+zero3", "dp2+tp2+sp+ep4"]
+
+
+@pytest.mark.parametrize("text", TRAINED)
+def test_a_run_of_trainer(source, alone, tmp_path, text):
+    layout = layout_of(text)
+    logs = run_ranks(train, ranks_of(layout), source, tmp_path, layout)
+    for log in logs:
+        require_run(log, tmp_path / "final", alone)
+
+
+@pytest.fixture(scope="module")
+def over_tp(source):
+    output = source.parent / "over_tp"
+    return output, run_ranks(train, 2, source, output, layout_of("tp2+ep2"))
+
+
+def test_a_run_of_experts_over_tp(over_tp, alone):
+    for log in over_tp[1]:
+        require_run(log, over_tp[0] / "final", alone)
+
+
+@pytest.mark.parametrize("text", ["dp2+ep2", "dp4+ep4", None])
+def test_a_run_goes_on_with_other_ranks_for_experts(source, alone, over_tp, tmp_path, text):
+    layout = layout_of(text)
+    resumed = functools.partial(train, source, tmp_path / "resumed", layout, over_tp[0] / "checkpoint-15")
+    for log in run_ranks(resumed, ranks_of(layout)):
+        require_run(log, tmp_path / "resumed" / "final", alone, start=15)
+
+
+def tuned(source, output, layout):
+    ranks = 1 if layout is None else layout.dp_size or 1
+    samples = [
+        {"input_ids": row["input_ids"], "labels": [-100, *row["input_ids"][1:]]} for row in rows(48, 3) if row["input_ids"]
+    ]
+    arguments = SFTConfig(
+        str(output),
+        max_steps=30,
+        per_device_train_batch_size=4 // ranks,
+        learning_rate=3e-3,
+        logging_steps=1,
+        report_to=[],
+        use_cpu=True,
+        bf16=False,
+        disable_tqdm=True,
+        save_strategy="no",
+        max_length=64,
+        dataset_kwargs={"skip_prepare_dataset": True},
+        shuffle_dataset=False,
+        router_aux_loss_coef=0.0,
+    )
+    model = loaded(source, layout)
+    model.config.output_router_logits = False
+    trainer = SFTTrainer(
+        model, arguments, train_dataset=Dataset.from_list(samples), processing_class=_tokenizer(source)
+    )
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def _tokenizer(source):
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    words = {str(index): index for index in range(64)}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(words, unk_token="3")), pad_token="0", eos_token="2", bos_token="1"
+    )
+
+
+@pytest.mark.parametrize("text", ["dp2+ep2", "tp2+sp+pp2+dp2+ep4"])
+def test_a_run_of_sft(source, tmp_path, text):
+    [expected] = run_ranks(tuned, 1, source, tmp_path, None)
+    layout = layout_of(text)
+    for losses in run_ranks(tuned, ranks_of(layout), source, tmp_path, layout, timeout=240):
+        assert len(losses) == 30
+        assert losses == pytest.approx(expected, rel=1e-3, abs=1e-4)
+
+
+# Checkpoints
+
+
+def stepped(source, layout, folder, resume=None):
+    model = loaded(source, layout)
+    accelerator = Accelerator(cpu=True)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4))
+    if resume is not None:
+        accelerator.load_state(str(resume))
+    state = parallel_state(model)
+    ids = torch.arange(1, 33).view(4, 8)
+    split = ids if state is None else ids.tensor_split(state.mesh.dp_size)[state.mesh.dp_rank]
+    accelerator.backward(model(input_ids=split, labels=split).loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    accelerator.save_state(str(folder / "state"))
+    accelerator.unwrap_model(model).save_pretrained(folder / "merged")
+
+
+def test_states_move_between_sizes(source, tmp_path):
+    """Weights and moments: three steps on ep 1, 2 and 4 are three steps in one process."""
+    before = None
+    for step, text in enumerate(["dp2", "tp2+ep2", "dp4+ep4"]):
+        layout, folder = layout_of(text), tmp_path / str(step)
+        folder.mkdir()
+        run_ranks(stepped, ranks_of(layout), source, layout, folder, before)
+        before = folder / "state"
+    single, before = tmp_path / "single", None
+    for step in range(3):
+        folder = single / str(step)
+        folder.mkdir(parents=True)
+        run_ranks(stepped, 1, source, None, folder, before)
+        before = folder / "state"
+    found, expected = (load_file(path / "2" / "merged" / "model.safetensors") for path in (tmp_path, single))
+    for name, weight in expected.items():
+        torch.testing.assert_close(found[name], weight, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("text", ["dp2+ep2", "dp4+ep2+zero3", "tp2+etp2+dp2+ep2"])
+def test_saved_weights_are_those_that_were_loaded(source, tmp_path, text):
+    """Bit by bit, and in files of one expert each, as they were."""
+
+    def on_rank():
+        loaded(source, layout).save_pretrained(tmp_path / "again")
+
+    layout = layout_of(text)
+    run_ranks(on_rank, ranks_of(layout))
+    found, expected = (load_file(path / "model.safetensors") for path in (tmp_path / "again", source))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], weight) for name, weight in expected.items())
+
+
+# Text
+
+
+def generated(source, layout):
+    model = loaded(source, layout).eval()
+    prompts = [torch.tensor([[3, 4, 5, 6]]), torch.tensor([[9, 8, 7, 6, 5, 4, 3]])]
+    lengths = (4, 12)
+    state = parallel_state(model)
+    own = range(2) if state is None else [state.mesh.dp_rank]
+    return [model.generate(prompts[i], max_new_tokens=lengths[i], do_sample=False).tolist() for i in own]
+
+
+@pytest.mark.parametrize("text", ["dp2+ep2", "dp2+ep2+zero3", "dp2+zero3"])
+def test_ranks_that_end_early_wait_for_the_others(source, text):
+    [expected] = run_ranks(generated, 1, source, None)
+    assert [one for [one] in run_ranks(generated, 2, source, layout_of(text))] == expected
+
+
+# What cannot be
+
+_FEW = {"num_hidden_layers": 2, "hidden_size": 32, "vocab_size": 64, "num_attention_heads": 4}
+REFUSED = {
+    "no experts": (LlamaConfig(**_FEW), {"dp_size": 2, "ep_size": 2}, ConfigError, "has no layer with experts"),
+    "a divisor": (
+        Qwen3MoeConfig(**SMALL | {"num_experts": 5}),
+        {"dp_size": 2, "ep_size": 2},
+        ConfigError,
+        "has 5 experts; valid sizes divide them: [1, 5]",
+    ),
+    "too many": (Qwen3MoeConfig(**SMALL), {"dp_size": 2, "ep_size": 4}, ConfigError, "ep_size = 4"),
+    "jetmoe": (
+        JetMoeConfig(**_FEW, kv_channels=8, num_local_experts=4, intermediate_size=48),
+        {"dp_size": 2, "ep_size": 2},
+        UnsupportedError,
+        "is called otherwise than transformers' experts",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_is_named(case):
+    config, fields, error, message = REFUSED[case]
+
+    def on_rank():
+        with pytest.raises(error) as raised:
+            AutoModelForCausalLM.from_config(config, megatron_config=MegatronConfig(**fields))
+        return str(raised.value)
+
+    for text in run_ranks(on_rank, 2):
+        assert message in text
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"ep_size": 0}, "ep_size = 0: expected an integer of 1 or more"),
+        ({"tp_size": 4, "ep_size": 2, "etp_size": 2}, "etp_size = 2: expected 1 or tp_size = 4"),
+        ({"tp_size": 2, "etp_size": 1}, "etp_size = 1: expected 2"),
+    ],
+)
+def test_sizes_that_cannot_be(fields, message):
+    with pytest.raises(ConfigError, match=message):
+        MegatronConfig(**fields)
+
+
+def test_megatrons_names():
+    """Megatron splits experts over tp unless it is told not to."""
+    arguments = {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 4}
+    assert MegatronConfig.from_megatron_args(arguments).etp_size == 2
+    whole = MegatronConfig.from_megatron_args(arguments | {"expert_tensor_parallel_size": 1})
+    assert (whole.ep_size, whole.etp_size) == (4, 1)
+
+
+def test_experts_that_a_loop_exchanges_are_refused(source):
+    def on_rank():
+        model = loaded(source, MegatronConfig(dp_size=2, ep_size=2))
+        model.model.layers[0].mlp.experts.forward = lambda hidden, chosen, weights: hidden
+        ids = torch.arange(1, 9).view(1, 8)
+        with pytest.raises(UnsupportedError, match=r"experts.forward was exchanged.*ep_size=1"):
+            model(input_ids=ids, labels=ids)
+
+    run_ranks(on_rank, 2)
