@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ..data_parallel.fully_sharded import outermost_layers
 from ..errors import ConfigError, UnsupportedError
 from ..expert_modules import find_experts, names_inside
 from ..parallel_state import ParallelState
@@ -13,6 +14,7 @@ from ..tensor_parallel.exchanged import ExchangedFunctions
 from ..tensor_parallel.local_parameters import ForwardsUnderWay, become, read_locally
 from .dispatch import AllToAll
 from .experts import ExpertRanks, ParallelExperts
+from .routing import install_tapes
 
 NAME = "ep"
 _REPEATED = "edp"
@@ -95,6 +97,7 @@ def install(model: Any, state: ParallelState) -> None:
     split_mixtures = frozenset() if tensor_plan is None else tensor_plan.split_mixtures
     modules = dict(model.named_modules())
     inside: dict[str, Any] = {}
+    layer_of = {id(part): layer for layer in outermost_layers(model) for part in layer.modules()}
     for name, count in plan.experts.items():
         if name not in modules:
             # Of another stage of the pipeline.
@@ -108,6 +111,8 @@ def install(model: Any, state: ParallelState) -> None:
         setattr(experts, counter, count // ranks)
         become(experts, ParallelExperts)  # type: ignore[arg-type]
         are_split = name.rpartition(".")[0] in split_mixtures
-        experts.ranks = ExpertRanks(AllToAll(count // ranks, group), None if are_split else shared)
+        mixture = modules[name.rpartition(".")[0]]
+        tapes = install_tapes(layer_of.get(id(experts), mixture), mixture)
+        experts.ranks = ExpertRanks(AllToAll(count // ranks, group), None if are_split else shared, tapes)
         inside |= {f"{name}.{part}".rstrip("."): module for part, module in experts.named_modules()}
     ExchangedFunctions(inside, "ep_size").install(model)

@@ -26,12 +26,14 @@ class Route:
 
     Attributes:
         tokens: `[rows sent]`, the token of each, those for the first rank first.
+        ranks: `[rows sent]`, where each goes.
         count: tokens of this rank.
         sent, received: rows for and from each rank.
         pairs: choices of received rows that are this rank's experts.
     """
 
     tokens: Tensor
+    ranks: Tensor
     count: int
     sent: tuple[int, ...]
     received: tuple[int, ...]
@@ -63,8 +65,13 @@ class Dispatcher(Protocol):
     experts: int
     ranks: int
 
-    def dispatch(self, hidden: Tensor, chosen: Tensor, weights: Tensor | None) -> tuple[Dispatched, Route]:
-        """Sends `[tokens, width]` with choices and weights `[tokens, choices]` to the ranks of the experts chosen."""
+    def dispatch(
+        self, hidden: Tensor, chosen: Tensor, weights: Tensor | None, route: Route | None = None
+    ) -> tuple[Dispatched, Route]:
+        """Sends `[tokens, width]` with choices and weights `[tokens, choices]` to the ranks of the experts chosen.
+
+        A `route` of the same choices spares the exchange of sizes.
+        """
 
     def combine(self, rows: Tensor, route: Route) -> Tensor:
         """Returns `[tokens, width]`: the rows `[rows received, width]` back at their tokens, added up."""
@@ -82,7 +89,22 @@ class AllToAll(Shared):
         self.experts, self.group = experts, group
         self.ranks = dist.get_world_size(group)
 
-    def dispatch(self, hidden: Tensor, chosen: Tensor, weights: Tensor | None) -> tuple[Dispatched, Route]:
+    def dispatch(
+        self, hidden: Tensor, chosen: Tensor, weights: Tensor | None, route: Route | None = None
+    ) -> tuple[Dispatched, Route]:
+        chosen = chosen.to(torch.int64)
+        route = self._route(chosen) if route is None else route
+        local = chosen.index_select(0, route.tokens) - (route.ranks * self.experts).unsqueeze(-1)
+        is_theirs = (local >= 0) & (local < self.experts)
+        local = local.masked_fill(~is_theirs, self.experts)
+        arrived = send_rows(local.to(torch.int32), route.sent, route.received, self.group).to(torch.int64)
+        rows = exchange_rows(hidden.index_select(0, route.tokens), route.sent, route.received, self.group)
+        if weights is not None:
+            weights = weights.index_select(0, route.tokens).masked_fill(~is_theirs, 0)
+            weights = exchange_rows(weights, route.sent, route.received, self.group)
+        return Dispatched(rows, arrived, weights), route
+
+    def _route(self, chosen: Tensor) -> Route:
         rank_of = chosen.div(self.experts, rounding_mode="floor")
         # What no rank has goes to a column that is cut off.
         rank_of = rank_of.masked_fill((rank_of < 0) | (rank_of >= self.ranks), self.ranks)
@@ -97,16 +119,7 @@ class AllToAll(Shared):
         table = torch.cat([sizes, arriving], 1).tolist()
         sent, received = tuple(row[0] for row in table), tuple(row[2] for row in table)
         ranks, tokens = torch.nonzero_static(goes, size=sum(sent)).unbind(1)
-        route = Route(tokens, len(chosen), sent, received, sum(row[3] for row in table))
-        local = chosen.index_select(0, tokens) - (ranks * self.experts).unsqueeze(-1)
-        is_theirs = (local >= 0) & (local < self.experts)
-        local = local.masked_fill(~is_theirs, self.experts)
-        arrived = send_rows(local.to(torch.int32), sent, received, self.group).to(torch.int64)
-        rows = exchange_rows(hidden.index_select(0, tokens), sent, received, self.group)
-        if weights is not None:
-            weights = weights.index_select(0, tokens).masked_fill(~is_theirs, 0)
-            weights = exchange_rows(weights, sent, received, self.group)
-        return Dispatched(rows, arrived, weights), route
+        return Route(tokens, ranks, len(chosen), sent, received, sum(row[3] for row in table))
 
     def combine(self, rows: Tensor, route: Route) -> Tensor:
         back = exchange_rows(rows, route.received, route.sent, self.group)

@@ -12,6 +12,7 @@ from ..parts import works_on_parts
 from ..patch_ledger import Shared
 from ..upstream import leave_uncompiled
 from .dispatch import Dispatched, Dispatcher, Route, add_rows
+from .routing import LayerTapes
 
 
 @dataclass
@@ -21,10 +22,12 @@ class ExpertRanks(Shared):
     Attributes:
         dispatcher (`Dispatcher`): moves rows to the experts' ranks and back.
         shared_with (*optional*): a group of ranks that are given the same tokens; each sends its share of them.
+        tapes (`LayerTapes`): what the layer's routers chose in forwards that backward computes again.
     """
 
     dispatcher: Dispatcher
-    shared_with: Any = None
+    shared_with: Any
+    tapes: LayerTapes
 
 
 class ParallelExperts:
@@ -51,7 +54,8 @@ class ParallelExperts:
         if group is not None:
             tokens, chosen = split_over_ranks(tokens, 0, group), split_over_ranks(chosen, 0, group)
             weights = None if weights is None else split_over_ranks(weights, 0, group)
-        dispatched, route = dispatcher.dispatch(tokens, chosen, weights)
+        dispatched, route = dispatcher.dispatch(tokens, chosen, weights, self.ranks.tapes.route())
+        self.ranks.tapes.note(route)
         total = dispatcher.combine(self._computed(dispatched, route), route)
         if group is not None:
             total = gather_from_ranks(total, 0, count, group)

@@ -9,11 +9,15 @@ from transformers import CONFIG_MAPPING
 from hf_megatron.errors import RankError
 from hf_megatron.expert_parallel import dispatch, exchange, experts
 from hf_megatron.expert_parallel import axis as expert_axis
+from hf_megatron.integrations.gate import ConfigUnderTest
 from hf_megatron.parallel_state import parallel_state
+from hf_megatron.parts import works_on_parts
 from hf_megatron.placement import GradientRule
+from hf_megatron.upstream import in_backward
 from hf_megatron.verify.check import parse_layouts
 from hf_megatron.verify.measure import measure
 from hf_megatron.verify.parity import check_twin
+from hf_megatron.verify.ranks import run_ranks
 from tests.shared_twins import make_twin
 
 LAYOUTS = (
@@ -99,15 +103,87 @@ def test_few_tokens(text, length):
     assert comparison.passed, comparison.worst
 
 
-def recomputed(model):
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-
-
-@pytest.mark.parametrize("text", ["dp2+ep2", "tp2+sp+ep2", "dp2+ep2+zero3", "pp2+dp2+ep2"])
+@pytest.mark.parametrize("text", ["dp2+ep2", "tp2+sp+ep2", "dp2+ep2+zero3", "pp2+dp2+ep2", "cp2+ep2"])
 def test_recompute(twin, text):
     [layout] = parse_layouts(text)
     comparison = check_twin(twin, dataclasses.replace(layout, recompute="full"))
     assert comparison.passed, comparison.worst
+
+
+def counted():
+    """Counts the routes that are found, and how many of them in backward."""
+    found = [0, 0]
+    original = dispatch.AllToAll._route
+
+    def route(self, chosen):
+        found[in_backward()] += 1
+        return original(self, chosen)
+
+    dispatch.AllToAll._route = route
+    return found
+
+
+def routes_of_a_step(twin, reentrant):
+    found = counted()
+    model = twin.load(megatron_config=ConfigUnderTest(dp_size=2, ep_size=2)).train()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    rank = parallel_state(model).mesh.dp_rank
+    losses = [model(**{k: v[rank : rank + 1] for k, v in batch.items()}).loss for batch in twin.batches]
+    sum(losses).backward()
+    return found, sum(isinstance(module, experts.ParallelExperts) for module in model.modules())
+
+
+def test_layers_that_are_computed_again_route_once(twin):
+    """Two forwards are under way; with reentrant checkpoints, whose inputs are others, layers route again."""
+    for found, mixtures in run_ranks(routes_of_a_step, 2, twin, False):
+        assert found == [2 * mixtures, 0]
+    for found, mixtures in run_ranks(routes_of_a_step, 2, twin, True):
+        assert found == [2 * mixtures, 2 * mixtures]
+
+
+def test_choices_that_would_be_others_are_kept(twin):
+    """A router that chooses otherwise when it is computed again, as near-ties do on devices, changes nothing."""
+
+    def shaken(model):
+        for module in model.modules():
+            if type(module).__name__.endswith("TopKRouter"):
+                stock = module.forward
+
+                def forward(hidden, stock=stock, module=module):
+                    if not in_backward():
+                        return stock(hidden)
+                    with torch.no_grad():
+                        module.weight.neg_()
+                    try:
+                        return stock(hidden)
+                    finally:
+                        with torch.no_grad():
+                            module.weight.neg_()
+
+                module.forward = works_on_parts(forward)
+
+    # Scores of the negated router have another gradient; where rows went is what is compared.
+    def rows(model_edit):
+        model = twin.load(megatron_config=ConfigUnderTest(dp_size=2, ep_size=2, recompute="full")).train()
+        model_edit(model)
+        sent = []
+        original = dispatch.AllToAll.dispatch
+
+        def noting(self, hidden, chosen, weights, route=None):
+            found = original(self, hidden, chosen, weights, route)
+            sent.append((in_backward(), chosen.tolist()))
+            return found
+
+        dispatch.AllToAll.dispatch = noting
+        batch = twin.batches[0]
+        model(**{k: v[:1] for k, v in batch.items()}).loss.backward()
+        return sent
+
+    for sent in run_ranks(rows, 2, shaken):
+        forward = [chosen for again, chosen in sent if not again]
+        backward = [chosen for again, chosen in sent if again]
+        assert len(forward) == len(backward) > 0
+        assert forward == backward[::-1]
 
 
 @pytest.mark.parametrize("implementation", ["eager", "batched_mm"])
@@ -166,8 +242,8 @@ def sent_by_every_tp_rank():
 def rows_to_the_wrong_expert():
     original = dispatch.AllToAll.dispatch
 
-    def wrong(self, hidden, chosen, weights):
-        found, route = original(self, hidden, chosen, weights)
+    def wrong(self, hidden, chosen, weights, route=None):
+        found, route = original(self, hidden, chosen, weights, route)
         local = found.experts
         swapped = torch.where(local < self.experts, (local + 1) % self.experts, local)
         return found._replace(experts=swapped), route
@@ -187,8 +263,8 @@ def half_the_gradient_on_the_way_back():
 def router_without_a_gradient():
     original = dispatch.AllToAll.dispatch
 
-    def detached(self, hidden, chosen, weights):
-        return original(self, hidden, chosen, weights.detach())
+    def detached(self, hidden, chosen, weights, route=None):
+        return original(self, hidden, chosen, weights.detach(), route)
 
     dispatch.AllToAll.dispatch = detached
 
