@@ -20,6 +20,7 @@ from transformers import (
     HfArgumentParser,
     LlamaConfig,
     PreTrainedTokenizerFast,
+    Qwen3MoeConfig,
     Trainer,
     TrainingArguments,
     default_data_collator,
@@ -37,6 +38,7 @@ class ScriptArguments:
     data: str | None = field(default=None, metadata={"help": "Data set name or file; default: Python's documentation."})
     data_config: str | None = field(default=None, metadata={"help": "Configuration of a hub data set, if it has any."})
     text_column: str = field(default="text", metadata={"help": "The column that holds the text."})
+    experts: int = field(default=0, metadata={"help": "Experts of a small new Qwen3-MoE in place of the Llama."})
     sequence_length: int = field(default=128, metadata={"help": "Tokens per training example."})
     tp_size: int | None = field(default=None, metadata={"help": "Tensor-parallel size; default: the launcher's."})
     sequence_parallel: bool | None = field(default=None, metadata={"nargs": "?", "const": True, "help": "As tp_size."})
@@ -79,6 +81,21 @@ def new_llama_config(tokenizer: PreTrainedTokenizerFast) -> LlamaConfig:
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
+    )
+
+
+def new_mixture_config(tokenizer: PreTrainedTokenizerFast, experts: int) -> Qwen3MoeConfig:
+    shape = new_llama_config(tokenizer).to_dict()
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    names += ("num_key_value_heads", "tie_word_embeddings", "initializer_range")
+    names += ("bos_token_id", "eos_token_id", "pad_token_id")
+    return Qwen3MoeConfig(
+        **{name: shape[name] for name in names},
+        head_dim=32,
+        num_experts=experts,
+        num_experts_per_tok=2,
+        moe_intermediate_size=192,
+        output_router_logits=True,  # adds the load balancing loss
     )
 
 
@@ -135,7 +152,8 @@ def main():
 
     # Weights in float32, whatever the file holds: with --bf16, Trainer computes in bfloat16 and updates in float32.
     if new_weights:
-        config = AutoConfig.from_pretrained(args.model) if args.model else new_llama_config(tokenizer)
+        small = new_mixture_config(tokenizer, args.experts) if args.experts else new_llama_config(tokenizer)
+        config = AutoConfig.from_pretrained(args.model) if args.model else small
         model = AutoModelForCausalLM.from_config(config, dtype="float32", megatron_config=megatron_config)
     else:
         model = AutoModelForCausalLM.from_pretrained(args.model, dtype="float32", megatron_config=megatron_config)

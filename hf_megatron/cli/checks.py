@@ -17,9 +17,12 @@ def check(
     sp: Annotated[bool, typer.Option("--sp", help="With sequence parallelism.")] = False,
     cp: Annotated[int, typer.Option(help="Context parallel size.", min=1)] = 1,
     pp: Annotated[int, typer.Option(help="Pipeline parallel size.", min=1)] = 1,
+    ep: Annotated[
+        int, typer.Option(help="Expert parallel size, over tp first; data parallel ranks are added for it.", min=1)
+    ] = 1,
     layouts: Annotated[
         str,
-        typer.Option(help="Several layouts at once, such as `tp2,tp2+sp,cp2,cp2+a2a,pp2`; replaces the sizes above."),
+        typer.Option(help="Several layouts at once, such as `tp2,tp2+sp,cp2,cp2+a2a,pp2,dp2+ep2`; replaces the sizes above."),
     ] = "",
     class_name: Annotated[str, typer.Option("--class", help="A transformers class instead of the causal one.")] = "",
     task: Annotated[
@@ -47,8 +50,9 @@ def check(
     with failing():
         if record is not None and not record.parent.is_dir():
             raise ConfigError(f"--record {record}: {record.parent} is no folder.")
+        experts = f"+dp{max(ep // (tp * cp), 1)}+ep{ep}" if ep > 1 else ""
         wanted = parse_layouts(
-            layouts or f"tp{tp}" + ("+sp" if sp else "") + (f"+cp{cp}" if cp > 1 else "") + f"+pp{pp}"
+            layouts or f"tp{tp}" + ("+sp" if sp else "") + (f"+cp{cp}" if cp > 1 else "") + f"+pp{pp}" + experts
         )
         try:
             changed = json.loads(changes)

@@ -9,19 +9,8 @@ from ..checkpoint.boxes import Box, overlaps
 from ..checkpoint.holdings import holding, named_tensors
 from ..checkpoint.manifest import Manifest, PieceEntry, TensorEntry
 from ..config import MegatronConfig
-from ..errors import UnsupportedError
 from ..parallel_state import ParallelState
 from ..parallelize import plan
-
-
-def axes_of(config: MegatronConfig, rank: int) -> Axes:
-    """Returns the axes of a layout as a rank of it sees them, unless it has one whose needs are not known."""
-    if config.ep_size != 1:
-        raise UnsupportedError(
-            f"MegatronConfig.ep_size = {config.ep_size}: what a rank of it needs is not worked out; pull without a "
-            "rank, which fetches everything."
-        )
-    return Axes.of(config, rank)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from ..config import MegatronConfig
 from ..errors import CheckpointError, ConfigError, MegatronError
 from ..files.digest import FileDigest, hash_file
 from ..files.paths import is_plain_name
-from .needed_files import Stage, axes_of, files_for, merged_files_for, stage_of
+from .needed_files import Stage, files_for, merged_files_for, stage_of
 from .pulled_folder import WAITING, Pulled, link_part, note_absent, put_in_place, sha256_of
 from .pushed_files import INDEX, REFUSED, explained, weight_map
 
@@ -76,7 +76,7 @@ def _axes_of(config: MegatronConfig | None, rank: int | Sequence[int] | None) ->
     numbers = [rank] if isinstance(rank, int) else list(rank)
     if not numbers:
         raise ConfigError("rank = []: expected at least one rank, or None for all.")
-    return {number: axes_of(config, number) for number in numbers}
+    return {number: Axes.of(config, number) for number in numbers}
 
 
 class _Pull:

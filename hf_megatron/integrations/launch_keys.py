@@ -61,9 +61,13 @@ LAUNCH_KEYS: Mapping[str, LaunchKey] = {
     # 2 is what accelerate 1.15 fills in.
     "context_parallel_size": LaunchKey(int, 2, "cp_size"),
     "expert_model_parallel_size": LaunchKey(int, 1, "ep_size"),
-    # Accepted when it is tp_degree as well, see `_fields`.
+    # Without expert_model_parallel_size accepted when it is tp_degree, see `_fields`.
     "expert_tensor_parallel_size": LaunchKey(
-        int, 1, instead="experts are split over the tp ranks: leave it out or set it to tp_degree"
+        int,
+        1,
+        "etp_size",
+        instead="experts are split over the tp ranks: leave it out, set it to tp_degree, or state "
+        "expert_model_parallel_size as well",
     ),
     "sequence_parallelism": LaunchKey(bool, False, "sequence_parallel"),
     "use_distributed_optimizer": LaunchKey(bool, False, "zero_stage", values={True: 1, False: 0}),
@@ -106,6 +110,8 @@ _PLUGIN_ONLY = {
         "pipeline_schedule"
     ),
 }
+# Keys that say something beside another one above 1 only.
+_BESIDE = {"num_micro_batches": "pp_degree", "expert_tensor_parallel_size": "expert_model_parallel_size"}
 _ENGINE = "leave it out. It configures accelerate's own Megatron engine, which hf_megatron replaces"
 
 
@@ -130,7 +136,8 @@ def _fields(given: Mapping[str, tuple[Any, str]]) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     for name, (value, source) in given.items():
         key = LAUNCH_KEYS[name]
-        if key.field is None or (name == "num_micro_batches" and given.get("pp_degree", (1, ""))[0] == 1):
+        needed = _BESIDE.get(name)
+        if key.field is None or (needed is not None and given.get(needed, (1, ""))[0] == 1):
             valid = key.accepted
             if name == "expert_tensor_parallel_size":
                 valid = (given.get("tp_degree", (1, ""))[0],)

@@ -25,7 +25,7 @@ from .local_parameters import ForwardsUnderWay, LocalParameters, read_locally
 from .model_guards import ClaimCheck, RefusedOutputs
 from .pending_loss import install_pending_loss
 from .place_regions import Regions
-from .structure import Structure, find_structure
+from .structure import Structure, find_structure, uniform_row
 from .styles import AXIS, ModuleContext, style
 from .user_hooks import UserHooks
 
@@ -73,7 +73,7 @@ def place(model: Any, state: ParallelState) -> None:
     for name, style_name in styles.items():
         if name in modules:
             style(style_name).check(modules[name], name, spec.plain_linear_classes)
-    mixtures = mixtures_of_tokens(model, experts) if sequence_parallel else {}
+    mixtures = _split_mixtures(model, styles, experts) if sequence_parallel else {}
     structure = find_structure(
         model,
         styles,
@@ -92,6 +92,19 @@ def place(model: Any, state: ParallelState) -> None:
     check_conversions(model, claims)
     state.claims.update(claims)
     state.placed[NAME] = TensorPlan(styles, structure, copies, sizes, frozenset(mixtures))
+
+
+def _split_mixtures(
+    model: Any, styles: Mapping[str, str], experts: Mapping[str, int]
+) -> dict[str, list[str]]:
+    """Maps the blocks around experts that can run on a piece of the sequence to their children; all can, or none."""
+    mixtures = mixtures_of_tokens(model, experts)
+    for name in (child for children in mixtures.values() for child in children):
+        splits = any(style(of).splits for other, of in styles.items() if f"{other}.".startswith(f"{name}."))
+        if splits and name not in experts and uniform_row(name, model.get_submodule(name), styles) is None:
+            # Its ranks add up parts of the same tokens.
+            return {}
+    return mixtures
 
 
 def _is_inside(name: str, modules: Iterable[str]) -> bool:

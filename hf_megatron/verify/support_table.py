@@ -10,15 +10,18 @@ from typing import Any
 
 from ..registry.recorded import records
 
-# Heading -> kind of layout, tp size, pp size, cp size.
+# Heading -> kind of layout, tp size, pp size, cp size, ep size.
 COLUMNS = {
-    "tp2": ("tp", 2, 1, 1),
-    "tp2 + sp": ("tp+sp", 2, 1, 1),
-    "tp4": ("tp", 4, 1, 1),
-    "pp2": ("pp", 1, 2, 1),
-    "cp2": ("cp", 1, 1, 2),
-    "cp2 + a2a": ("cp+a2a", 1, 1, 2),
-    "cp4": ("cp", 1, 1, 4),
+    "tp2": ("tp", 2, 1, 1, 1),
+    "tp2 + sp": ("tp+sp", 2, 1, 1, 1),
+    "tp4": ("tp", 4, 1, 1, 1),
+    "pp2": ("pp", 1, 2, 1, 1),
+    "cp2": ("cp", 1, 1, 2, 1),
+    "cp2 + a2a": ("cp+a2a", 1, 1, 2, 1),
+    "cp4": ("cp", 1, 1, 4, 1),
+    "dp2 + ep2": ("ep", 1, 1, 1, 2),
+    "tp2 + ep2": ("tp+ep", 2, 1, 1, 2),
+    "tp2 + sp + ep2": ("tp+sp+ep", 2, 1, 1, 2),
 }
 # What an error says before its reason: the field, and which model it is.
 _REASON = re.compile(r"^\w+Error: (MegatronConfig\.\w+( = \S+)?: )?(model type '\w+' )?")
@@ -26,7 +29,8 @@ _PART = "<!-- {0} -->\n", "<!-- end of {0} -->"
 
 
 def _layout(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    return row["layout"], row["tp_size"], row.get("pp_size", 1), row.get("cp_size", 1)
+    sizes = (row.get(name, 1) for name in ("pp_size", "cp_size", "ep_size"))
+    return row["layout"], row["tp_size"], *sizes
 
 
 def _cell(row: Mapping[str, Any] | None) -> str:

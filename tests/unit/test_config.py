@@ -44,12 +44,6 @@ def test_bad_values_are_named(values, words):
     assert all(word in str(error.value) for word in words)
 
 
-@pytest.mark.parametrize("name", ["ep_size"])
-def test_sizes_to_come_are_refused_by_name(name):
-    with pytest.raises(UnsupportedError, match=name):
-        MegatronConfig(**{name: 2})
-
-
 @pytest.mark.parametrize("value", ["even", [2, 0], [1.5, 2], (), 3])
 def test_partitions(value):
     with pytest.raises(ConfigError, match="pipeline_partition"):

@@ -102,6 +102,12 @@ def test_what_accelerate_config_writes_is_honoured():
         ({"use_custom_fsdp": False, "no_load_optim": False, "no_save_optim": False, "eod_mask_loss": False}, {}),
         ({"use_precision_aware_optimizer": False, "overlap_cpu_optimizer_d2h_h2d": False}, {}),
         ({"num_micro_batches": None}, {}),
+        ({"expert_model_parallel_size": 4}, {"ep_size": 4}),
+        ({"expert_model_parallel_size": 4, "expert_tensor_parallel_size": 1}, {"ep_size": 4, "etp_size": 1}),
+        (
+            {"tp_degree": 2, "expert_model_parallel_size": 4, "expert_tensor_parallel_size": 2},
+            {"tp_size": 2, "ep_size": 4, "etp_size": 2},
+        ),
     ],
     ids=str,
 )
@@ -112,7 +118,6 @@ def test_honoured(keys, fields):
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [
-        ("expert_model_parallel_size", 2, ["ep_size", "valid: 1"]),
         ("expert_tensor_parallel_size", 2, ["valid: 1", "tp_degree"]),
         ("recompute_method", "block", ["valid: uniform"]),
         ("recompute_num_layers", 4, ["valid: 1"]),
@@ -193,7 +198,8 @@ def test_every_field_can_be_set_by_a_variable():
         "cp_size": 4,
         "cp_comm_type": "a2a+p2p",
         "hierarchical_context_parallel_sizes": (2, 2),
-        "ep_size": 1,
+        "ep_size": 2,
+        "etp_size": 1,
         "loss_chunk_size": 64,
         "strict_loading": False,
         "allow_unverified": True,
