@@ -4,10 +4,10 @@
     python benchmarks/expert_parallel.py --tokens 512 --rounds 1 --experts 8 --choices 2 --dtypes float32
 
 A step is forward, backward and AdamW's step on one batch of Qwen3-MoE with four layers (hidden 512); the width of the
-experts times their number is the same for each number of them. Variants take turns, in each round every one of them; CPU
-seconds of each rank, whose medians are compared, depend little on other work here. `apart` are two processes that never
-talk, with half of the rows each. In a skewed batch half of the tokens are one word, which goes to one and the same
-experts.
+experts times their number is the same for each number of them. Variants take turns, in each round every one of them;
+CPU seconds of each rank, whose medians are compared, depend little on other work here. `apart` are two processes that
+never talk, with half of the rows each. In a skewed batch half of the tokens are one word, which goes to one and the
+same experts.
 """
 
 import argparse
@@ -96,7 +96,9 @@ def timed_exchanges(total):
 def bytes_of(model, optimizer):
     """Bytes of this rank's experts, and of what the optimizer keeps of all weights."""
     weights = [p.to_local() if isinstance(p, DTensor) else p for n, p in model.named_parameters() if _EXPERTS in n]
-    moments = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
+    moments = [
+        value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)
+    ]
     local = [value.to_local() if isinstance(value, DTensor) else value for value in moments]
     return sum(w.nbytes for w in weights), sum(value.nbytes for value in local)
 

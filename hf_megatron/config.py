@@ -92,9 +92,9 @@ class MegatronConfig:
             `"a2a"` as the model's key and value heads divide by.
         hierarchical_context_parallel_sizes (pair of `int`, *optional*): of `"a2a+p2p"`: neighbours that exchange heads,
             and the length of the ring; `cp_size` together.
-        ep_size (`int`, defaults to 1): ranks that hold the experts of each layer together, every one some of them (expert
-            parallel); tokens travel to their experts and back. It is no factor of the world: of the ranks of a stage
-            it takes those of tp first, then cp, then dp, as a divisor or a multiple of each.
+        ep_size (`int`, defaults to 1): ranks that hold the experts of each layer together, every one some of them
+            (expert parallel); tokens travel to their experts and back. It is no factor of the world: of the ranks of a
+            stage it takes those of tp first, then cp, then dp, as a divisor or a multiple of each.
         etp_size (`int`, *optional*): ranks that split the widths of every expert (expert tensor parallel), `tp_size` or
             1; by default 1 with an `ep_size` of 2 or more, where ep takes the tp ranks itself.
         loss_chunk_size (`int`, *optional*): tokens per chunk of the fused head and cross entropy; the local logits of
@@ -149,7 +149,15 @@ class MegatronConfig:
     timeout: float = 1800.0
 
     def __post_init__(self) -> None:
-        optional = ("dp_size", "etp_size", "bucket_size", "loss_chunk_size", "mlp_chunk_size", "num_microbatches", "virtual_stages")
+        optional = (
+            "dp_size",
+            "etp_size",
+            "bucket_size",
+            "loss_chunk_size",
+            "mlp_chunk_size",
+            "num_microbatches",
+            "virtual_stages",
+        )
         for name in (*SIZES, *optional, "max_skipped_steps"):
             value = getattr(self, name)
             if name in optional and value is None:

@@ -28,7 +28,7 @@ def find_experts(model: Any, spec: ModelSpec) -> dict[str, int]:
 
 
 def mixtures_of_tokens(model: Any, experts: Iterable[str]) -> dict[str, list[str]]:
-    """Maps the blocks around experts to their children if each block works on one token at a time: takes nothing else."""
+    """Maps the blocks around experts to their children, if all of them take nothing but one token at a time."""
     blocks = {name.rpartition(".")[0] for name in experts}
     forwards = [type(model.get_submodule(block)).forward for block in blocks]
     if any(list(inspect.signature(forward).parameters) != ["self", _HIDDEN_STATES] for forward in forwards):

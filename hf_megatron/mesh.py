@@ -133,8 +133,8 @@ class ParallelMesh(Shared):
         """Returns the mesh over which stage 3 splits experts that are placed so."""
         if self.axes.size("edp_replicate") > 1:
             raise UnsupportedError(
-                "MegatronConfig.dp_replicate_size with zero_stage = 3 and ep_size > 1: experts are split over all ranks "
-                "that repeat them. Set dp_replicate_size=1, or zero_stage=2."
+                "MegatronConfig.dp_replicate_size with zero_stage = 3 and ep_size > 1: experts are split over all "
+                "ranks that repeat them. Set dp_replicate_size=1, or zero_stage=2."
             )
         return self._mesh_of("edp", *(split.axis for split in placement.splits))["edp"]
 
@@ -151,7 +151,7 @@ class ParallelMesh(Shared):
         return self._meshes[key]
 
 
-def splits_weights(name: str) -> bool:
+def is_weight_axis(name: str) -> bool:
     """Tells whether stage 3 splits weights along an axis of a mesh by its name."""
     return name.startswith(("dp", "edp"))
 

@@ -22,7 +22,9 @@ def check(
     ] = 1,
     layouts: Annotated[
         str,
-        typer.Option(help="Several layouts at once, such as `tp2,tp2+sp,cp2,cp2+a2a,pp2,dp2+ep2`; replaces the sizes above."),
+        typer.Option(
+            help="Several layouts at once, such as `tp2,tp2+sp,cp2,cp2+a2a,pp2,dp2+ep2`; replaces the sizes above."
+        ),
     ] = "",
     class_name: Annotated[str, typer.Option("--class", help="A transformers class instead of the causal one.")] = "",
     task: Annotated[

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from ..errors import UnsupportedError
-from ..mesh import splits_weights
+from ..mesh import is_weight_axis
 from ..upstream import blocks_of_shard, dtensor_from_local, local_tensor, split_dim
 from .collectives import bounds
 
@@ -88,7 +88,7 @@ def _held(tensor: DTensor) -> list[list[_Range]]:
     mesh, held = tensor.device_mesh, [[(0, size)] for size in tensor.shape]
     names = mesh.mesh_dim_names or ()
     shards = sorted(
-        (splits_weights(name), axis) for axis, name in enumerate(names) if not tensor.placements[axis].is_replicate()
+        (is_weight_axis(name), axis) for axis, name in enumerate(names) if not tensor.placements[axis].is_replicate()
     )
     for by_fsdp, axis in shards:
         placement = tensor.placements[axis]

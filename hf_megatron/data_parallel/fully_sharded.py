@@ -34,7 +34,7 @@ def outermost_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def shard_weights(model: Any, state: ParallelState, around_layers: Sequence[nn.Module] = ()) -> None:
-    """Makes every layer, and the model around them, an FSDP2 unit over the dp ranks, experts over those that repeat them.
+    """Makes every layer, and the model around them, an FSDP2 unit over the dp ranks, experts over those with the same.
 
     Args:
         around_layers: modules that are units of their own, because the model around them is not called as often.

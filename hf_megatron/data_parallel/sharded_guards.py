@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from ..absent_weights import is_absent
 from ..errors import UnsupportedError
-from ..mesh import splits_weights
+from ..mesh import is_weight_axis
 from ..patch_ledger import Shared
 from ..upstream import unsharded_parameters
 
@@ -40,7 +40,7 @@ class WholeWithinForward(Shared):
 
 def is_sharded(parameter: Any) -> bool:
     """Tells whether this rank holds the part of a parameter that FSDP2 left it."""
-    return isinstance(parameter, DTensor) and splits_weights(parameter.device_mesh.mesh_dim_names[0])  # type: ignore[index]
+    return isinstance(parameter, DTensor) and is_weight_axis(parameter.device_mesh.mesh_dim_names[0])  # type: ignore[index]
 
 
 class AfterFirstForward(Shared):

@@ -46,8 +46,8 @@ def place(model: Any, state: ParallelState) -> None:
     if not experts:
         if (unknown := _unknown_experts(model)) is not None:
             raise UnsupportedError(
-                f"{setting}: {unknown} of {type(model).__name__} is called otherwise than transformers' experts (hidden "
-                "states, choices, weights). Set ep_size=1."
+                f"{setting}: {unknown} of {type(model).__name__} is called otherwise than transformers' experts "
+                "(hidden states, choices, weights). Set ep_size=1."
             )
         raise ConfigError(f"{setting}: {type(model).__name__} has no layer with experts. Set ep_size=1.")
     for name, count in experts.items():
@@ -62,7 +62,9 @@ def place(model: Any, state: ParallelState) -> None:
                 "ep_size=1."
             )
         if any(split.dim == 0 for split in claim.placement.splits):
-            raise UnsupportedError(f"{setting}: {name} is split along dim 0 already ({claim.placement}). Set ep_size=1.")
+            raise UnsupportedError(
+                f"{setting}: {name} is split along dim 0 already ({claim.placement}). Set ep_size=1."
+            )
         state.claims[name] = replace(
             claim,
             style="dispatched" if claim.style == "replicated" else claim.style,
@@ -111,7 +113,7 @@ def install(model: Any, state: ParallelState) -> None:
         setattr(experts, counter, count // ranks)
         become(experts, ParallelExperts)  # type: ignore[arg-type]
         are_split = name.rpartition(".")[0] in split_mixtures
-        mixture = modules[name.rpartition(".")[0]]
+        mixture: Any = modules[name.rpartition(".")[0]]
         tapes = install_tapes(layer_of.get(id(experts), mixture), mixture)
         experts.ranks = ExpertRanks(AllToAll(count // ranks, group), None if are_split else shared, tapes)
         inside |= {f"{name}.{part}".rstrip("."): module for part, module in experts.named_modules()}

@@ -1,6 +1,6 @@
-"""What routers have chosen, kept for a layer that backward computes again: no second routing, no second exchange of sizes.
+"""What routers have chosen, kept for a layer that backward computes again: no second routing, no sizes exchanged again.
 
-A layer that is computed again is called with the very tensor that it was called with before, by which its tape is found.
+A layer that is computed again is called with the very tensor of the first time, by which its tape is found.
 Routers choose by `topk`: its indices are answered from the tape, its values are those of the scores at hand, so that
 gradients go where they went. Near-ties on a device that multiplies otherwise the second time change nothing.
 """

@@ -129,7 +129,7 @@ def data_parallel_group() -> Any:
 
 
 def mesh_of_batches() -> Any:
-    """Returns Accelerate's mesh of the Accelerator in use, if this library has set it up so that ranks share batches."""
+    """Returns the mesh of the Accelerator in use, if this library has set it up so that ranks share batches."""
     from accelerate.state import AcceleratorState
 
     state = AcceleratorState._shared_state

@@ -10,15 +10,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Replicate
+from torch.utils._pytree import tree_map_only
 
 from ..communication.whole_tensors import part_like, whole_of
 from ..errors import CheckpointError, UnsupportedError
 from ..mesh import is_of_layout
-from ..upstream import dtensor_from_local, local_tensor, restore_state, take_memory
+from ..upstream import dtensor_from_local, local_tensor, restore_state, split_dim, take_memory
 
 # Those of the other side are asked first where the other side is plain.
 _ARITHMETIC = tuple(f"__{side}{name}__" for name in ("add", "sub", "mul", "truediv") for side in ("", "r"))
+_RESHAPES = ("flatten", "ravel", "reshape", "reshape_as", "view", "view_as")
+_PARTS = ("__getitem__", "chunk", "narrow", "select", "split", "unbind")
 _RANK = "_hf_megatron_rank"
 
 
@@ -85,6 +89,62 @@ def _numpy(self: Any, *, force: bool = False) -> Any:
     return whole_of(self).numpy(force=force)
 
 
+class _Whole(torch.autograd.Function):
+    """A DTensor `[...]` put together; its gradient, which is the same on all ranks, is cut again."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Any) -> Tensor:
+        ctx.tensor = tensor.detach()
+        return whole_of(tensor)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return dtensor_from_local(part_like(gradient, ctx.tensor), ctx.tensor)
+
+
+def _cuts(tensor: Any) -> list[int]:
+    """Lists the dims that axes have cut, one that two have cut twice."""
+    return [split_dim(one) for one in tensor.placements if not (one.is_replicate() or one.is_partial())]
+
+
+def _is_cut_by_two(tensor: Any) -> bool:
+    return len(_cuts(tensor)) > 1
+
+
+def _is_cut_twice(tensor: Any) -> bool:
+    return len(set(_cuts(tensor))) < len(_cuts(tensor))
+
+
+def _on_the_whole(name: str, where: Callable[[Any], bool]) -> Callable[..., Any]:
+    """Makes a method of views that are recorded: torch puts what two axes have cut together in another order."""
+    stock = getattr(Tensor, name)
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        recorded = torch.is_grad_enabled() and self.requires_grad
+        if not (recorded and _is_own(self) and where(self)):
+            return stock(self, *args, **kwargs)
+        mesh = self.device_mesh
+
+        def lay(whole: Tensor) -> Tensor:
+            return DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+        return tree_map_only(Tensor, lay, stock(_Whole.apply(self), *args, **kwargs))
+
+    return method
+
+
+def _full_tensor(stock: Callable[..., Any]) -> Callable[..., Any]:
+    def full_tensor(self: Any, *, grad_placements: Any = None) -> Tensor:
+        if not _is_own(self) or grad_placements is not None or not _is_cut_twice(self):
+            found: Tensor = stock(self, grad_placements=grad_placements)
+            return found
+        whole: Tensor = _Whole.apply(self)
+        return whole
+
+    return full_tensor
+
+
 def _reduce(self: Any, protocol: Any) -> Any:
     if _is_own(self):
         vars(self)[_RANK] = dist.get_rank()
@@ -111,8 +171,13 @@ class TensorMethods:
     """Puts these in front of `torch.Tensor`'s for DTensors, until `remove()`."""
 
     def __init__(self) -> None:
+        # The one of these that DTensor has itself.
+        self._full_tensor = DTensor.full_tensor
         self._methods = {
             **{name: _with_plain_losses(getattr(Tensor, name)) for name in _ARITHMETIC},
+            **{name: _on_the_whole(name, _is_cut_by_two) for name in _RESHAPES},
+            **{name: _on_the_whole(name, _is_cut_twice) for name in _PARTS},
+            "full_tensor": _full_tensor(DTensor.full_tensor),
             "data": property(Tensor.data.__get__, _assign),  # type: ignore[attr-defined]
             "__format__": _format,
             "tolist": _tolist,
@@ -126,6 +191,7 @@ class TensorMethods:
     def remove(self) -> None:
         for name in self._methods:
             delattr(DTensor, name)
+        DTensor.full_tensor = self._full_tensor  # type: ignore[method-assign]
 
 
 def replace_tensor_methods() -> TensorMethods:

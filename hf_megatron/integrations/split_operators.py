@@ -44,7 +44,8 @@ _OF_A_DIM: Mapping[Any, tuple[int, int]] = {
     _aten.split_with_sizes.default: (2, 0),
     _aten.unbind.int: (1, 0),
 }
-_VIEWS = (*_OF_A_DIM, _aten.diagonal.default, _aten.view.default)
+_RESHAPES = (_aten.view.default, _aten._unsafe_view.default)
+_VIEWS = (*_OF_A_DIM, _aten.diagonal.default, *_RESHAPES)
 _FACTORIES = ("arange", "empty", "eye", "full", "linspace", "normal", "ones", "rand", "randint", "randn", "zeros")
 # What they read is not in the tensor.
 _FRESH = (
@@ -130,13 +131,18 @@ def _view(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     tensor = args[0]
     # A graph that leads to a parameter: torch raises for edits of its views.
     if tensor.requires_grad and torch.is_grad_enabled():
+        if func in _RESHAPES and _axes_that_cut(tensor) > 1:
+            raise UnsupportedError(
+                f"A view of a weight {tuple(tensor.shape)} that two axes have cut, by a function of torch while a graph "
+                "is recorded: call the weight's own flatten(), view() or reshape()."
+            )
         return _stock(func, args, kwargs)
     if func in _OF_A_DIM:
         place, default = _OF_A_DIM[func]
         dim = args[place] if len(args) > place else kwargs.get("dim", default)
         if not is_split_along(tensor, dim % tensor.dim()):
             return _stock(func, args, kwargs)
-    elif func is not _aten.view.default or _can_be_viewed(tensor):
+    elif func not in _RESHAPES or _can_be_viewed(tensor):
         result = _stock(func, args, kwargs)
         if share_memory(local_tensor(result), local_tensor(tensor)):
             return result
@@ -144,7 +150,14 @@ def _view(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     return whole.views(func(whole.tensor, *args[1:], **kwargs))
 
 
+def _axes_that_cut(tensor: DTensor) -> int:
+    return sum(not placement.is_replicate() for placement in tensor.placements)
+
+
 def _can_be_viewed(tensor: DTensor) -> bool:
+    # How entries lie where dims that two axes have cut are joined, no placement of torch's says.
+    if _axes_that_cut(tensor) > 1:
+        return False
     ranks: dict[int, int] = {}
     for axis, placement in enumerate(tensor.placements):
         if not placement.is_replicate():
@@ -242,6 +255,9 @@ def _placed_like(tensor: Tensor, like: DTensor, recorded: bool) -> Tensor:
         if _is_split(tensor):
             return tensor
         if tensor.device_mesh == like.device_mesh:
+            is_whole = all(placement.is_replicate() for placement in tensor.placements)
+            if is_whole and _axes_that_cut(like) > 1 and _is_split(like) and _spreads_to(tensor.shape, like.shape):
+                return dtensor_from_local(part_like(local_tensor(tensor).expand(like.shape), like), like)
             # Torch would rather have all entries of the result be terms of a sum than add up these.
             return _added_up(tensor) if _is_split(like) else tensor
         whole = tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)

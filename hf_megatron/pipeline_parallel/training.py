@@ -67,9 +67,9 @@ def run_schedule(runner: StageRunner, arguments: dict[str, Any]) -> PipelineOutp
         whole = runner.loss.factor_of_ranks(given)
         if is_counted and is_read and not math.isclose(given.item(), whole.item(), rel_tol=_SAME):
             raise ConfigError(
-                f"The loss of a pipelined model received the gradient {given.item()} on this rank and {whole.item()} on "
-                "average: gradients of a loss with num_items_in_batch are added up over data parallel ranks before that "
-                "is known. Multiply it by the same factor on all of them."
+                f"The loss of a pipelined model received the gradient {given.item()} on this rank and {whole.item()} "
+                "on average: gradients of a loss with num_items_in_batch are added up over data parallel ranks before "
+                "that is known. Multiply it by the same factor on all of them."
             )
         scale = whole.item() if is_read else whole
         factor = scale / gradients.seed

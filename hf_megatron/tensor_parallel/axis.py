@@ -94,9 +94,7 @@ def place(model: Any, state: ParallelState) -> None:
     state.placed[NAME] = TensorPlan(styles, structure, copies, sizes, frozenset(mixtures))
 
 
-def _split_mixtures(
-    model: Any, styles: Mapping[str, str], experts: Mapping[str, int]
-) -> dict[str, list[str]]:
+def _split_mixtures(model: Any, styles: Mapping[str, str], experts: Mapping[str, int]) -> dict[str, list[str]]:
     """Maps the blocks around experts that can run on a piece of the sequence to their children; all can, or none."""
     mixtures = mixtures_of_tokens(model, experts)
     for name in (child for children in mixtures.values() for child in children):

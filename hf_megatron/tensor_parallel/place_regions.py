@@ -72,6 +72,8 @@ class Regions(Shared):
             leaving = stack.leave_split
         if self.stacks:
             model.register_forward_pre_hook(self._require_ends)
+            base: Any = model.base_model
+            base.register_forward_hook(self._require_left)
         return leaving
 
     def joined_rows(self, part: Any) -> Any:
@@ -87,4 +89,9 @@ class Regions(Shared):
 
     def _require_ends(self, model: Any, args: tuple) -> None:
         for name, stack in self.stacks.items():
+            stack.is_inside = False
             stack.require_ends(model.get_submodule(name), name)
+
+    def _require_left(self, base: Any, args: tuple, output: Any) -> None:
+        for name, stack in self.stacks.items():
+            stack.require_left(name)

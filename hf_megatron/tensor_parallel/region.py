@@ -88,6 +88,7 @@ class SequenceStack(Shared):
     group: dist.ProcessGroup
     batch: int = 0
     length: int = 0
+    is_inside: bool = False
 
     def install(self, layers: nn.ModuleList) -> None:
         layers[0].register_forward_pre_hook(self._enter, with_kwargs=True)
@@ -106,6 +107,7 @@ class SequenceStack(Shared):
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]):
         def split(hidden_states: Tensor) -> Tensor:
             self.batch, self.length = hidden_states.shape[:2]
+            self.is_inside = True
             return split_over_ranks(hidden_states, SEQUENCE_DIM, self.group)
 
         return _replace_input(args, kwargs, split)
@@ -122,8 +124,19 @@ class SequenceStack(Shared):
         """Ends the part of a stack that a stage holds; `[batch, sequence / tp, hidden]` stays split."""
         return _RestoreLength.apply(hidden_states, self)
 
+    def require_left(self, name: str) -> None:
+        """Raises `UnsupportedError` where a forward has gone past the last layer."""
+        if self.is_inside:
+            self.is_inside = False
+            raise UnsupportedError(
+                f"The last layer of {name} was not called, as with another config.num_hidden_layers: with "
+                "sequence_parallel=True it joins the sequence. Save the changed model from one process and load that, "
+                "or set sequence_parallel=False."
+            )
+
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> Any:
         def gather(hidden_states: Tensor) -> Tensor:
+            self.is_inside = False
             whole = gather_from_ranks(hidden_states, SEQUENCE_DIM, self.length, self.group)
             # A compiled layer recomputes inside its own graph, whose shapes are fixed.
             return whole if torch.compiler.is_compiling() else _RestoreLength.apply(whole, self)

@@ -120,10 +120,13 @@ def test_ids_without_an_expert_get_nothing():
 def train(source, output, layout, resume=None, **options):
     model = loaded(source, layout)
     arguments = OPTIONS | {"max_steps": 30, "save_steps": 15, "eval_steps": 15, "learning_rate": 3e-3} | options
-    sizes = {"per_device_train_batch_size": 4 // (1 if layout is None else layout.dp_size or 1)}
+    size = 4 // (1 if layout is None else layout.dp_size or 1)
+    sizes = {"per_device_train_batch_size": size, "per_device_eval_batch_size": size}
     trainer = Trainer(
         model,
-        TrainingArguments(str(output), **arguments | sizes | {"per_device_eval_batch_size": sizes["per_device_train_batch_size"]}),
+        TrainingArguments(
+            str(output), **arguments | sizes | {"per_device_eval_batch_size": sizes["per_device_train_batch_size"]}
+        ),
         train_dataset=rows(64, 0),
         eval_dataset=rows(8, 1),
         data_collator=collate,
@@ -184,7 +187,9 @@ def test_a_run_goes_on_with_other_ranks_for_experts(source, alone, over_tp, tmp_
 def tuned(source, output, layout):
     ranks = 1 if layout is None else layout.dp_size or 1
     samples = [
-        {"input_ids": row["input_ids"], "labels": [-100, *row["input_ids"][1:]]} for row in rows(48, 3) if row["input_ids"]
+        {"input_ids": row["input_ids"], "labels": [-100, *row["input_ids"][1:]]}
+        for row in rows(48, 3)
+        if row["input_ids"]
     ]
     arguments = SFTConfig(
         str(output),

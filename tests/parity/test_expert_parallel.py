@@ -7,8 +7,8 @@ import torch
 from transformers import CONFIG_MAPPING
 
 from hf_megatron.errors import RankError
-from hf_megatron.expert_parallel import dispatch, exchange, experts
 from hf_megatron.expert_parallel import axis as expert_axis
+from hf_megatron.expert_parallel import dispatch, exchange, experts
 from hf_megatron.integrations.gate import ConfigUnderTest
 from hf_megatron.parallel_state import parallel_state
 from hf_megatron.parts import works_on_parts
@@ -20,13 +20,38 @@ from hf_megatron.verify.parity import check_twin
 from hf_megatron.verify.ranks import run_ranks
 from tests.shared_twins import make_twin
 
-LAYOUTS = (
-    "dp2+ep2+zero0 dp2+ep2 dp2+ep2+zero2 dp2+ep2+zero3 tp2+ep2 tp2+sp+ep2 cp2+ep2 "
-    "dp4+ep2 dp4+ep2+zero3 dp4+ep4 tp4+ep2 tp4+ep4 dp2+tp2+ep4 dp2+tp2+ep2 dp2+tp2+sp+ep4 dp2+tp2+ep2+zero3 "
-    "dp2+tp2+etp2+ep2 dp2+tp2+sp+etp2+ep2 dp2+tp2+etp2+ep2+zero3 pp2+dp2+ep2 pp2+dp2+ep2+zero3 tp2+pp2+ep2 "
-    "tp2+sp+pp2+ep2 cp2+tp2+sp+ep4 cp2+dp2+ep2 cp2+dp2+ep4+zero3 pp2+cp2+ep2+mb2 dp2+replicas2+ep2 dp4+replicas2+ep2 "
-    "dp2+pp2+tp2+sp+ep4"
-).split()
+LAYOUTS = [
+    "dp2+ep2+zero0",
+    "dp2+ep2",
+    "dp2+ep2+zero2",
+    "dp2+ep2+zero3",
+    "tp2+ep2",
+    "tp2+sp+ep2",
+    "cp2+ep2",
+    "dp4+ep2",
+    "dp4+ep2+zero3",
+    "dp4+ep4",
+    "tp4+ep2",
+    "tp4+ep4",
+    "dp2+tp2+ep4",
+    "dp2+tp2+ep2",
+    "dp2+tp2+sp+ep4",
+    "dp2+tp2+ep2+zero3",
+    "dp2+tp2+etp2+ep2",
+    "dp2+tp2+sp+etp2+ep2",
+    "dp2+tp2+etp2+ep2+zero3",
+    "pp2+dp2+ep2",
+    "pp2+dp2+ep2+zero3",
+    "tp2+pp2+ep2",
+    "tp2+sp+pp2+ep2",
+    "cp2+tp2+sp+ep4",
+    "cp2+dp2+ep2",
+    "cp2+dp2+ep4+zero3",
+    "pp2+cp2+ep2+mb2",
+    "dp2+replicas2+ep2",
+    "dp4+replicas2+ep2",
+    "dp2+pp2+tp2+sp+ep4",
+]
 # Routers that draw groups, gates beside shared experts, transposed experts with biases, experts that are given all.
 TYPES = {"deepseek_v3": "tp2+sp+ep2", "qwen2_moe": "tp2+sp+ep2", "gpt_oss": "dp2+ep2", "llama4_text": "tp2+ep2"}
 
@@ -60,7 +85,9 @@ def test_parity_of_other_experts(model, text):
     assert comparison.passed, comparison.worst
 
 
-@pytest.mark.parametrize("text", ["dp2+ep2", "tp2+ep2", "tp2+sp+ep2", "cp2+ep2", "dp2+tp2+sp+ep4", "tp2+sp+pp2+ep2+mb1"])
+@pytest.mark.parametrize(
+    "text", ["dp2+ep2", "tp2+ep2", "tp2+sp+ep2", "cp2+ep2", "dp2+tp2+sp+ep4", "tp2+sp+pp2+ep2+mb1"]
+)
 def test_router_losses(text):
     changes = {"output_router_logits": True, "router_aux_loss_coef": 1.0}
     twin = make_twin(CONFIG_MAPPING["qwen3_moe"](), batch_size=4, changes=changes)

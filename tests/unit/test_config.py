@@ -4,7 +4,7 @@ import copy
 
 import pytest
 
-from hf_megatron import ConfigError, MegatronConfig, UnsupportedError, config_from_environment
+from hf_megatron import ConfigError, MegatronConfig, config_from_environment
 from hf_megatron.config import validate_world_size
 
 

@@ -1,0 +1,71 @@
+"""Weights that tensor parallelism and stage 3 have cut, read in the ways of loops, against one process's."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config
+
+from hf_megatron import MegatronConfig
+from hf_megatron.integrations import dtensor_methods
+from hf_megatron.verify.ranks import run_ranks
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cut") / "model"
+    torch.manual_seed(0)
+    config = GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=96, n_positions=32, resid_pdrop=0, attn_pdrop=0)
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape))
+    model.save_pretrained(folder)
+    return folder
+
+
+def number(value):
+    return value.full_tensor().item() if hasattr(value, "full_tensor") else value.item()
+
+
+WAYS = {
+    "whole": lambda p, beside: (p.full_tensor() if hasattr(p, "full_tensor") else p) * beside,
+    "flat beside a plain one": lambda p, beside: p.flatten() * beside.flatten(),
+    "flat twice": lambda p, beside: p.flatten() * p.reshape(p.shape[0], -1).t().flatten(),
+    "rows": lambda p, beside: p[: p.shape[0] // 3] * beside[: p.shape[0] // 3],
+    "a copy": lambda p, beside: (p * 2).clone().view(-1) * beside.view(-1),
+}
+
+
+def read(source, way, layout):
+    model = AutoModelForCausalLM.from_pretrained(source, **({} if layout is None else {"megatron_config": layout}))
+    numbers = {}
+    for name, parameter in model.named_parameters():
+        beside = torch.linspace(0.5, 2, parameter.numel()).view(parameter.shape)
+        with torch.no_grad():
+            numbers[name] = number(WAYS[way](parameter, beside).sum())
+        loss = WAYS[way](parameter, beside).pow(2).sum()
+        model.zero_grad()
+        loss.backward()
+        gradient = parameter.grad.full_tensor() if hasattr(parameter.grad, "full_tensor") else parameter.grad
+        numbers[f"gradient of {name}"] = (gradient * beside).sum().item()
+    return numbers
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_reading_is_that_of_one_process(source, way):
+    expected = read(source, way, None)
+    layout = MegatronConfig(tp_size=2, dp_size=2, zero_stage=3)
+    for found in run_ranks(read, 4, source, way, layout):
+        assert found == pytest.approx(expected, rel=1e-4, abs=1e-3)
+
+
+def test_torchs_own_order_is_found(source):
+    """The seeded fault."""
+
+    def with_torchs_order(*args):
+        dtensor_methods._is_cut_twice = lambda tensor: False
+        return read(*args)
+
+    expected = read(source, "whole", None)
+    layout = MegatronConfig(tp_size=2, dp_size=2, zero_stage=3)
+    for found in run_ranks(with_torchs_order, 4, source, "whole", layout):
+        assert found != pytest.approx(expected, rel=1e-3, abs=1e-2)
