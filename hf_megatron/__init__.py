@@ -37,8 +37,10 @@ from .version import __version__
 if TYPE_CHECKING:
     from .absent_weights import own_parameters
     from .data_parallel.optimizer import prepare_optimizer
+    from .expert_parallel.load import ExpertLoad, expert_load
     from .hub.pull import pull
     from .hub.push import push_checkpoint
+    from .integrations.trainer_experts import ExpertLoadCallback
     from .integrations.termination import TerminationSignal
     from .log_probs import token_log_probs
     from .parallelize import ParallelPlan, parallel_plan
@@ -47,7 +49,10 @@ if TYPE_CHECKING:
 
 # Names whose modules import torch: loaded when first asked for.
 _LAZY = {
+    "ExpertLoad": "expert_parallel.load",
+    "ExpertLoadCallback": "integrations.trainer_experts",
     "ParallelPlan": "parallelize",
+    "expert_load": "expert_parallel.load",
     "own_parameters": "absent_weights",
     "parallel_plan": "parallelize",
     "pull": "hub.pull",
@@ -91,6 +96,8 @@ enable()
 __all__ = [
     "CheckpointError",
     "ConfigError",
+    "ExpertLoad",
+    "ExpertLoadCallback",
     "MegatronConfig",
     "MegatronError",
     "MegatronPlugin",
@@ -106,6 +113,7 @@ __all__ = [
     "config_from_environment",
     "disable",
     "enable",
+    "expert_load",
     "own_parameters",
     "parallel_plan",
     "prepare_optimizer",

@@ -14,6 +14,8 @@ from ..tensor_parallel.exchanged import ExchangedFunctions
 from ..tensor_parallel.local_parameters import ForwardsUnderWay, become, read_locally
 from .dispatch import AllToAll
 from .experts import ExpertRanks, ParallelExperts
+from .load import NAME as LOAD
+from .load import ExpertCounts
 from .routing import install_tapes
 
 NAME = "ep"
@@ -99,6 +101,8 @@ def install(model: Any, state: ParallelState) -> None:
     split_mixtures = frozenset() if tensor_plan is None else tensor_plan.split_mixtures
     modules = dict(model.named_modules())
     inside: dict[str, Any] = {}
+    own = [name for name in plan.experts if name in modules]
+    counts = state.placed[LOAD] = ExpertCounts(own, [plan.experts[name] for name in own] or [1], state)
     layer_of = {id(part): layer for layer in outermost_layers(model) for part in layer.modules()}
     for name, count in plan.experts.items():
         if name not in modules:
@@ -115,6 +119,6 @@ def install(model: Any, state: ParallelState) -> None:
         are_split = name.rpartition(".")[0] in split_mixtures
         mixture: Any = modules[name.rpartition(".")[0]]
         tapes = install_tapes(layer_of.get(id(experts), mixture), mixture)
-        experts.ranks = ExpertRanks(AllToAll(count // ranks, group), None if are_split else shared, tapes)
+        experts.ranks = ExpertRanks(AllToAll(count // ranks, group), None if are_split else shared, tapes, counts, name)
         inside |= {f"{name}.{part}".rstrip("."): module for part, module in experts.named_modules()}
     ExchangedFunctions(inside, "ep_size").install(model)

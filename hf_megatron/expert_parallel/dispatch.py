@@ -60,10 +60,12 @@ class Dispatcher(Protocol):
     Attributes:
         experts: of each rank.
         ranks: that hold all experts together.
+        rank: which of them this is.
     """
 
     experts: int
     ranks: int
+    rank: int
 
     def dispatch(
         self, hidden: Tensor, chosen: Tensor, weights: Tensor | None, route: Route | None = None
@@ -87,7 +89,7 @@ class AllToAll(Shared):
 
     def __init__(self, experts: int, group: dist.ProcessGroup):
         self.experts, self.group = experts, group
-        self.ranks = dist.get_world_size(group)
+        self.ranks, self.rank = dist.get_world_size(group), dist.get_rank(group)
 
     def dispatch(
         self, hidden: Tensor, chosen: Tensor, weights: Tensor | None, route: Route | None = None

@@ -10,8 +10,9 @@ from ..communication.collectives import gather_from_ranks, split_over_ranks
 from ..errors import UnsupportedError
 from ..parts import works_on_parts
 from ..patch_ledger import Shared
-from ..upstream import leave_uncompiled
+from ..upstream import in_backward, leave_uncompiled
 from .dispatch import Dispatched, Dispatcher, Route, add_rows
+from .load import ExpertCounts
 from .routing import LayerTapes
 
 
@@ -23,11 +24,15 @@ class ExpertRanks(Shared):
         dispatcher (`Dispatcher`): moves rows to the experts' ranks and back.
         shared_with (*optional*): a group of ranks that are given the same tokens; each sends its share of them.
         tapes (`LayerTapes`): what the layer's routers chose in forwards that backward computes again.
+        counts (`ExpertCounts`): of the choices of training.
+        name: of the module in its model.
     """
 
     dispatcher: Dispatcher
     shared_with: Any
     tapes: LayerTapes
+    counts: ExpertCounts
+    name: str
 
 
 class ParallelExperts:
@@ -38,6 +43,7 @@ class ParallelExperts:
     """
 
     ranks: ExpertRanks
+    training: bool
 
     @works_on_parts
     @leave_uncompiled
@@ -56,6 +62,8 @@ class ParallelExperts:
             weights = None if weights is None else split_over_ranks(weights, 0, group)
         dispatched, route = dispatcher.dispatch(tokens, chosen, weights, self.ranks.tapes.route())
         self.ranks.tapes.note(route)
+        if self.training and not in_backward():
+            self.ranks.counts.note(self.ranks.name, chosen, route, tokens[:1].nbytes, dispatcher.rank)
         total = dispatcher.combine(self._computed(dispatched, route), route)
         if group is not None:
             total = gather_from_ranks(total, 0, count, group)

@@ -1,6 +1,7 @@
 """What users do with models whose experts lie on several ranks: Trainer, checkpoints, text, and what is refused."""
 
 import functools
+import warnings
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from transformers import (
 )
 from trl import SFTConfig, SFTTrainer
 
+import hf_megatron
 from hf_megatron import ConfigError, MegatronConfig, UnsupportedError
 from hf_megatron.expert_parallel import dispatch
 from hf_megatron.parallel_state import parallel_state
@@ -370,3 +372,86 @@ def test_experts_that_a_loop_exchanges_are_refused(source):
             model(input_ids=ids, labels=ids)
 
     run_ranks(on_rank, 2)
+
+
+# What is seen of it
+
+
+def counted(source, layout):
+    """Tokens of each expert in two training forwards, by the library or, in one process, by hooks."""
+    model = loaded(source, layout).train()
+    state, tokens = parallel_state(model), {}
+
+    def note(module, args, name):
+        counts = torch.bincount(args[1].flatten(), minlength=SMALL["num_experts"])
+        tokens[name] = tokens.get(name, 0) + counts
+
+    if state is None:
+        for name, module in model.named_modules():
+            if name.endswith(".experts"):
+                module.register_forward_pre_hook(functools.partial(note, name=name))
+    for step in range(2):
+        ids = torch.arange(1, 53).view(4, 13) + step
+        own = ids if state is None else ids.tensor_split(state.mesh.dp_size)[state.mesh.dp_rank]
+        model(input_ids=own, labels=own).loss.backward()
+    with torch.no_grad():
+        model.eval()(input_ids=ids)
+    if state is None:
+        # Of the evaluation too.
+        return tokens
+    load = hf_megatron.expert_load(model)
+    assert not hf_megatron.expert_load(model).tokens.any()
+    return dict(zip(load.layers, load.tokens, strict=True)), load.bytes_sent, load.idle
+
+
+@pytest.mark.parametrize("text", ["dp2+ep2", "tp2+sp+ep2", "dp2+tp2+etp2+ep2", "pp2+dp2+ep2+mb1", "cp2+ep2"])
+def test_tokens_of_experts_are_counted(source, text):
+    [expected] = run_ranks(counted_in_training, 1, source)
+    layout = layout_of(text)
+    for tokens, sent, idle in run_ranks(counted, ranks_of(layout), source, layout):
+        assert tokens.keys() == expected.keys()
+        assert all(torch.equal(tokens[name], expected[name]) for name in expected)
+        assert sent > 0 and 0 <= idle < 1
+
+
+def counted_in_training(source):
+    evaluated = AutoModelForCausalLM.from_pretrained(source)
+    without = type(evaluated).forward
+
+    def forward(self, *args, **kwargs):
+        return without(self, *args, **kwargs) if self.training else None
+
+    type(evaluated).forward = forward
+    try:
+        return counted(source, None)
+    finally:
+        type(evaluated).forward = without
+
+
+def test_trainer_logs_the_load_of_experts(source, tmp_path):
+    def on_rank():
+        model = loaded(source, MegatronConfig(dp_size=2, ep_size=2))
+        trainer = Trainer(
+            model,
+            TrainingArguments(str(tmp_path), **OPTIONS | {"max_steps": 2, "eval_strategy": "no"}),
+            train_dataset=rows(16, 0),
+            data_collator=collate,
+            callbacks=[hf_megatron.ExpertLoadCallback(limit=1.0001, directory=tmp_path / "load")],
+        )
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            trainer.train()
+        texts = [str(one.message) for one in seen if "on one rank" in str(one.message)]
+        return trainer.state.log_history[0], texts
+
+    (logs, texts), (_, nothing) = run_ranks(on_rank, 2)
+    assert logs["expert_load/model.layers.1.mlp.experts"] >= logs["expert_load_of_ranks"] >= 1
+    assert logs["expert_mib_sent"] > 0 and 0 <= logs["experts_idle"] < 1
+    assert texts and not nothing
+    assert texts[0].startswith("model.layers.") and "most of all expert" in texts[0]
+    assert [path.name for path in sorted((tmp_path / "load").iterdir())] == ["experts-step1.png", "experts-step2.png"]
+
+
+def test_load_of_a_model_without_experts(source):
+    with pytest.raises(ConfigError, match="expert_load: Qwen3MoeForCausalLM has no experts over several ranks"):
+        hf_megatron.expert_load(AutoModelForCausalLM.from_pretrained(source))

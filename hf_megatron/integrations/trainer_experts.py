@@ -1,0 +1,89 @@
+"""Trainer logs how tokens are shared out over experts, and warns where a rank has too many."""
+
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
+
+from ..errors import ConfigError
+from ..expert_parallel.load import ExpertLoad, expert_load
+from ..profile.timeline import require_plots
+
+_MIB = 2**20
+
+
+class ExpertLoadCallback(TrainerCallback):
+    """Adds to each log of training how the tokens since the last one were shared out over experts.
+
+    | logged | |
+    |---|---|
+    | `expert_load/<layer>` | the busiest expert's tokens over the layer's mean |
+    | `expert_load_of_ranks` | the busiest rank's tokens over the mean of the ranks, of the layer where that is most |
+    | `experts_idle` | the share of experts without a token |
+    | `expert_mib_sent` | MiB of rows that went to other ranks and came back in forwards, of all ranks |
+
+    Args:
+        limit (`float`, defaults to 2): a warning names the layer and its busiest expert where a rank has more than this
+            many times the mean of the ranks; a rank's time and memory follow its tokens.
+        directory (`str` or `Path`, *optional*): where rank 0 writes `experts-step{N}.png`, a heat map, at each log.
+
+    Raises:
+        ConfigError: a limit of 1 or less; without matplotlib, where a directory is given.
+    """
+
+    def __init__(self, limit: float = 2.0, directory: str | os.PathLike[str] | None = None) -> None:
+        if not limit > 1:
+            raise ConfigError(f"ExpertLoadCallback(limit={limit!r}): expected more than 1, the mean.")
+        self.limit = limit
+        self.directory = None if directory is None else Path(directory)
+        if self.directory is not None:
+            require_plots()
+
+    def on_log(
+        self,
+        args: Any,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any = None,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if logs is None or "loss" not in logs:
+            return
+        load = expert_load(model)
+        found = _numbers(load)
+        logs.update(found)
+        state.log_history[-1].update(found)
+        if dist.get_rank() != 0:
+            return
+        self._warn(load)
+        if self.directory is not None:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            load.draw(self.directory / f"experts-step{state.global_step}.png")
+
+    def _warn(self, load: ExpertLoad) -> None:
+        ranks = load.ranks_over_mean
+        layer, rank = divmod(int(ranks.argmax()), ranks.shape[1])
+        if ranks[layer, rank] <= self.limit:
+            return
+        first = rank * load.rank_experts
+        own = load.tokens[layer, first : first + load.rank_experts]
+        warnings.warn(
+            f"{load.layers[layer]}: experts {first} to {first + load.rank_experts - 1} lie on one rank and have "
+            f"{ranks[layer, rank]:.1f} times the tokens of a mean one, most of all expert {first + int(own.argmax())} "
+            f"({int(own.max())} of {int(load.tokens[layer].sum())}). The other ranks wait for it.",
+            stacklevel=2,
+        )
+
+
+def _numbers(load: ExpertLoad) -> dict[str, float]:
+    busiest = load.over_mean.amax(1).tolist()
+    return {
+        **{f"expert_load/{layer}": round(value, 4) for layer, value in zip(load.layers, busiest, strict=True)},
+        "expert_load_of_ranks": round(load.ranks_over_mean.max().item(), 4),
+        "experts_idle": round(load.idle, 4),
+        "expert_mib_sent": round(load.bytes_sent / _MIB, 3),
+    }
