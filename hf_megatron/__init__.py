@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from .expert_parallel.load import ExpertLoad, expert_load
     from .hub.pull import pull
     from .hub.push import push_checkpoint
-    from .integrations.trainer_experts import ExpertLoadCallback
     from .integrations.termination import TerminationSignal
+    from .integrations.trainer_experts import ExpertLoadCallback
     from .log_probs import token_log_probs
     from .parallelize import ParallelPlan, parallel_plan
     from .parts import works_on_parts

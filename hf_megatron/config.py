@@ -21,6 +21,7 @@ MEGATRON_ARGUMENTS: Mapping[str, str] = {
     "hierarchical_context_parallel_sizes": "hierarchical_context_parallel_sizes",
     "expert_model_parallel_size": "ep_size",
     "expert_tensor_parallel_size": "etp_size",
+    "moe_router_bias_update_rate": "router_bias_update_rate",
     "data_parallel_size": "dp_size",
     "sequence_parallel": "sequence_parallel",
     "recompute_granularity": "recompute",
@@ -103,6 +104,9 @@ class MegatronConfig:
             model adds one (`output_router_logits`): `"batch"`, the whole batch, as in one process; `"sequence"`, each
             row, which can be cut in any way; `"microbatch"`, what a rank computes at a time. With a pipeline and
             several microbatches `"batch"` raises.
+        router_bias_update_rate (`float`, defaults to 0): after each step routers' biases, in families that choose by
+            scores and a bias (DeepSeek-V3, GLM-4.5, ...), move by this towards experts with fewer tokens than the mean
+            (auxiliary-loss-free balance). Megatron's rate is 1e-3; by default biases stay as they were loaded.
         strict_loading (`bool`, defaults to `True`): missing, surplus or mis-shaped weights raise. With `False` missing
             weights are drawn as in training from scratch, for example a new classification head.
         allow_unverified (`bool`, defaults to `False`): run a model type and layout without a recorded parity result,
@@ -143,6 +147,7 @@ class MegatronConfig:
     etp_size: int | None = None
     loss_chunk_size: int | None = None
     auxiliary_loss: str = "batch"
+    router_bias_update_rate: float = 0.0
     strict_loading: bool = True
     allow_unverified: bool = False
     seed: int = 0
@@ -189,6 +194,9 @@ class MegatronConfig:
             raise ConfigError(f"MegatronConfig.seed = {self.seed!r}: expected an integer.")
         if not isinstance(self.timeout, int | float) or not math.isfinite(self.timeout) or self.timeout <= 0:
             raise ConfigError(f"MegatronConfig.timeout = {self.timeout!r}: expected seconds, more than 0.")
+        rate = self.router_bias_update_rate
+        if isinstance(rate, bool) or not isinstance(rate, int | float) or not math.isfinite(rate) or rate < 0:
+            raise ConfigError(f"MegatronConfig.router_bias_update_rate = {rate!r}: expected a rate of 0 or more.")
         norm = self.gradient_clipping
         if norm is not None and (
             isinstance(norm, bool) or not isinstance(norm, int | float) or not math.isfinite(norm) or norm <= 0

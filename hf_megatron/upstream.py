@@ -509,6 +509,32 @@ def uses_grouped_product(module: Any) -> bool:
     return bool(module.config._experts_implementation == "grouped_mm")
 
 
+def grouped_rows(module: Any, rows: torch.Tensor, experts: torch.Tensor) -> torch.Tensor | None:
+    """Computes `[rows, width]`, sorted by their experts `[rows]`, by the products of transformers' `grouped_mm` experts.
+
+    Its own forward would sort the rows again and put them back. `None` for a module that does not multiply so.
+    """
+    from transformers.integrations import moe
+
+    product = getattr(moe, "_grouped_linear", None)
+    if product is None or not uses_grouped_product(module):
+        return None
+    local = torch.arange(module.num_experts, device=rows.device)
+    ends = torch.searchsorted(experts, local, right=True).to(torch.int32)
+    first = "gate_up_proj" if module.has_gate else "up_proj"
+
+    def linear(values: torch.Tensor, name: str) -> torch.Tensor:
+        bias = getattr(module, f"{name}_bias").index_select(0, experts) if module.has_bias else None
+        made: torch.Tensor = product(
+            values, getattr(module, name), ends, bias=bias, is_transposed=module.is_transposed
+        )
+        return made
+
+    wide = linear(rows, first)
+    made = linear(module._apply_gate(wide) if module.has_gate else module.act_fn(wide), "down_proj")
+    return module.post_expert_norm(made) if vars(module).get("has_post_expert_norm") else made
+
+
 def counted_experts(module: Any) -> int | None:
     """Counts the experts of a class that transformers' decorator of experts has made; `None` for another one."""
     own = vars(module)

@@ -71,6 +71,7 @@ class DataParallel(Shared):
             `.grad` is complete, and in stage 3, where FSDP2 reduces.
         skipped_steps (`int`): optimizer steps that were skipped for a gradient that is not finite.
         guards: called before an optimizer takes the gradients; one that raises keeps it from stepping.
+        on_stepped: called after an optimizer's step that was not skipped.
         on_cleared: called when `zero_grad()` has cleared the gradients.
         is_running: inside of a forward that records gradients.
         is_unknown: nobody has looked yet at the leaves of the graph of such a forward.
@@ -84,6 +85,7 @@ class DataParallel(Shared):
         self._splits_weights = state.splits_weights
         self.reducer: GradientReducer | None = None
         self.guards: list[Callable[[], None]] = []
+        self.on_stepped: list[Callable[[], None]] = []
         self.on_cleared: list[Callable[[], None]] = []
         self._claims: dict[int, Claim] = {}
         # Of all stages' parameters: groups are made by all ranks together.
@@ -133,7 +135,7 @@ class DataParallel(Shared):
         memo[id(self)] = twin
         twin.model, twin._parameters, twin._modules = model, ParameterList(model), ModuleGuards(model)
         twin._claims, twin._marked, twin._identities, twin._optimizers = {}, [], set(), []
-        twin.guards, twin.on_cleared, twin.verdict = [], [], Verdict()
+        twin.guards, twin.on_stepped, twin.on_cleared, twin.verdict = [], [], [], Verdict()
         twin.state = copy.deepcopy(self.state, memo)
         LEDGER.add_model(model)
         return twin

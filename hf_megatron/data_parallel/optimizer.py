@@ -273,6 +273,8 @@ class ShardedOptimizer:
             if leaf.separate:
                 leaf.view().copy_(leaf.tensor)
         self.publish()
+        for stepped in self.engine.on_stepped:
+            stepped()
 
     def publish(self) -> None:
         """Makes parameters that dp ranks share, and that have moved, whole again on every one of them."""

@@ -16,10 +16,12 @@ from .dispatch import AllToAll
 from .experts import ExpertRanks, ParallelExperts
 from .load import NAME as LOAD
 from .load import ExpertCounts
+from .router_bias import install_router_biases, require_router_bias
 from .routing import install_tapes
 
 NAME = "ep"
 _REPEATED = "edp"
+_BIASES = "router biases"
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,10 @@ def place(model: Any, state: ParallelState) -> None:
     whose experts cannot travel.
     """
     ranks, spec = state.axes.size(NAME), state.spec
+    if state.config.router_bias_update_rate:
+        require_router_bias(model, state)
+        # A pipeline may take layers away.
+        state.placed[_BIASES] = find_experts(model, spec)
     if ranks == 1:
         return
     setting = f"MegatronConfig.ep_size = {ranks}"
@@ -86,6 +92,12 @@ def _unknown_experts(model: Any) -> str | None:
 
 def install(model: Any, state: ParallelState) -> None:
     """Puts the exchange of tokens around the experts of this rank's layers."""
+    tensor_plan = state.placed.get("tp")
+    split_mixtures = frozenset() if tensor_plan is None else tensor_plan.split_mixtures
+    present = {name for name, _ in model.named_modules()}
+    if (counted := state.placed.get(_BIASES)) is not None:
+        own = {name: count for name, count in counted.items() if name in present}
+        install_router_biases(model, state, own, pieces=bool(split_mixtures))
     plan: ExpertPlan | None = state.placed.get(NAME)
     if plan is None:
         return
@@ -97,12 +109,10 @@ def install(model: Any, state: ParallelState) -> None:
         forwards.install(model)
     # Ranks of tp have the same tokens, and each sends its share of them unless it has its part of every expert.
     shared = mesh.tp_group if state.axes.size("tp") > state.axes.size("etp") else None
-    tensor_plan = state.placed.get("tp")
-    split_mixtures = frozenset() if tensor_plan is None else tensor_plan.split_mixtures
     modules = dict(model.named_modules())
     inside: dict[str, Any] = {}
-    own = [name for name in plan.experts if name in modules]
-    counts = state.placed[LOAD] = ExpertCounts(own, [plan.experts[name] for name in own] or [1], state)
+    held = [name for name in plan.experts if name in modules]
+    counts = state.placed[LOAD] = ExpertCounts(held, [plan.experts[name] for name in held] or [1], state)
     layer_of = {id(part): layer for layer in outermost_layers(model) for part in layer.modules()}
     for name, count in plan.experts.items():
         if name not in modules:

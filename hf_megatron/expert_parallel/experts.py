@@ -10,7 +10,7 @@ from ..communication.collectives import gather_from_ranks, split_over_ranks
 from ..errors import UnsupportedError
 from ..parts import works_on_parts
 from ..patch_ledger import Shared
-from ..upstream import in_backward, leave_uncompiled
+from ..upstream import grouped_rows, in_backward, leave_uncompiled
 from .dispatch import Dispatched, Dispatcher, Route, add_rows
 from .load import ExpertCounts
 from .routing import LayerTapes
@@ -91,6 +91,9 @@ class ParallelExperts:
 
     def _compute(self, rows: Tensor, experts: Tensor, are_weighed: bool) -> Tensor:
         """Returns `[pairs, width]`: one expert `[pairs]` applied to each of the rows, which are sorted by it."""
+        grouped = grouped_rows(self, rows, experts) if are_weighed else None
+        if grouped is not None:
+            return grouped
         chosen = experts.unsqueeze(-1)
         routing = (chosen, rows.new_ones(chosen.shape)) if are_weighed else ()
         made: Tensor = super().forward(rows, *routing)  # type: ignore[misc]

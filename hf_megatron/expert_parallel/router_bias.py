@@ -1,0 +1,107 @@
+"""Routers' biases that keep experts evenly loaded without a loss (Wang et al., 2024; Megatron's router bias update).
+
+    bias += rate * sign(mean load - load)        once per optimizer step that was not skipped
+
+Loads are the choices of all training forwards since the last step, on all ranks that see parts of the batch.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..errors import ConfigError, UnsupportedError
+from ..expert_modules import find_experts
+from ..parallel_state import ParallelState
+from ..parts import works_on_parts
+from ..patch_ledger import Shared
+from ..upstream import in_backward, local_tensor
+
+_NAMES = ("e_score_correction_bias", "expert_bias", "balancing_biases")
+
+
+def _biases(block: nn.Module, experts: int) -> Iterator[tuple[str, Tensor]]:
+    """Yields the biases of a block's router, by name: buffers, or parameters that are not trained."""
+    held = [*block.named_buffers(), *block.named_parameters()]
+    yield from ((name, value) for name, value in held if name.split(".")[-1] in _NAMES and value.numel() == experts)
+
+
+def require_router_bias(model: Any, state: ParallelState) -> None:
+    """Raises `ConfigError` for a model whose routers have no bias to update, `UnsupportedError` where it is split."""
+    rate = state.config.router_bias_update_rate
+    setting = f"MegatronConfig.router_bias_update_rate = {rate}"
+    found = [
+        value
+        for name, count in find_experts(model, state.spec).items()
+        for _, value in _biases(model.get_submodule(name.rpartition(".")[0]), count)
+    ]
+    if not found:
+        raise ConfigError(
+            f"{setting}: no router of {type(model).__name__} has a bias beside its scores ({', '.join(_NAMES)}). Leave "
+            "it 0."
+        )
+    if state.shards_weights and any(isinstance(value, nn.Parameter) for value in found):
+        raise UnsupportedError(
+            f"{setting} with zero_stage = 3: the routers' biases of {type(model).__name__} are parameters, which are "
+            "split. Set zero_stage=2."
+        )
+
+
+class RouterBiases(Shared):
+    """Counts the choices of this stage's routers and moves their biases after steps.
+
+    Args:
+        experts: name of the module with experts -> how many it holds on all ranks.
+        pieces (`bool`): whether tp ranks see different tokens.
+    """
+
+    def __init__(self, model: Any, state: ParallelState, experts: Mapping[str, int], *, pieces: bool):
+        self.model, self.state, self.experts, self.pieces = model, state, experts, pieces
+        device = state.mesh.device
+        self.tokens = {name: torch.zeros(count, dtype=torch.int64, device=device) for name, count in experts.items()}
+
+    def install(self, engine: Any) -> None:
+        """Watches what experts are called with, and the steps of a model's optimizers."""
+        for name in self.experts:
+            module = self.model.get_submodule(name)
+            module.register_forward_pre_hook(self._counting(name))
+        engine.on_stepped.append(self.update)
+
+    def _counting(self, name: str) -> Any:
+        tokens = self.tokens[name]
+
+        @works_on_parts
+        def count(experts: nn.Module, args: tuple) -> None:
+            # A layer that is computed again was counted.
+            if not experts.training or not torch.is_grad_enabled() or in_backward():
+                return
+            ids = args[1].flatten()
+            exists = (ids >= 0) & (ids < len(tokens))
+            tokens.scatter_add_(0, ids.where(exists, 0).to(torch.int64), exists.to(torch.int64))
+
+        return count
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Moves the biases by what was counted since the last time; every rank of a stage calls it."""
+        if not self.tokens:
+            return
+        mesh = self.state.mesh
+        total = torch.cat(list(self.tokens.values()))
+        dist.all_reduce(total, group=mesh.group("dp_cp"))
+        if self.pieces:
+            dist.all_reduce(total, group=mesh.tp_group)
+        sizes = [len(counts) for counts in self.tokens.values()]
+        for (name, counts), load in zip(self.tokens.items(), total.split(sizes), strict=True):
+            counts.zero_()
+            step = (load.float().mean() - load).sign() * self.state.config.router_bias_update_rate
+            for _, bias in _biases(self.model.get_submodule(name.rpartition(".")[0]), len(load)):
+                own = local_tensor(bias)
+                own.add_(step.to(own).view(own.shape))
+
+
+def install_router_biases(model: Any, state: ParallelState, experts: Mapping[str, int], *, pieces: bool) -> None:
+    """Has the biases of a stage's routers follow the load of their experts."""
+    RouterBiases(model, state, experts, pieces=pieces).install(state.data_parallel)

@@ -1,0 +1,167 @@
+"""Router biases that follow the load of experts: one process's by hand, on every layout, once a step."""
+
+import pytest
+import torch
+from accelerate import Accelerator
+from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig
+
+from hf_megatron import ConfigError, MegatronConfig, prepare_optimizer
+from hf_megatron.integrations.gate import ConfigUnderTest
+from hf_megatron.parallel_state import parallel_state
+from hf_megatron.verify.check import parse_layouts
+from hf_megatron.verify.ranks import run_ranks
+from hf_megatron.verify.twin import draw_parameters
+
+RATE, STEPS = 0.03, 3
+NAME = "e_score_correction_bias"
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bias") / "model"
+    config = DeepseekV3Config(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=16,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=1,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=8,
+        pad_token_id=0,
+    )
+    model = AutoModelForCausalLM.from_config(config).float()
+    draw_parameters(model, 0)
+    model.save_pretrained(folder)
+    return folder
+
+
+def batch_of(step, state):
+    ids = torch.randint(1, 64, (4, 13), generator=torch.Generator().manual_seed(step))
+    return ids if state is None else ids.tensor_split(state.mesh.dp_size)[state.mesh.dp_rank]
+
+
+def biases(model):
+    return {name: value.detach().clone() for name, value in model.named_buffers() if name.endswith(NAME)}
+
+
+def by_hand(source):
+    model = AutoModelForCausalLM.from_pretrained(source).train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    counts = {}
+
+    def count(module, args, name):
+        counts[name] = counts.get(name, 0) + torch.bincount(args[1].flatten(), minlength=8)
+
+    for name, module in model.named_modules():
+        if name.endswith(".experts"):
+            module.register_forward_pre_hook(lambda module, args, name=name: count(module, args, name))
+    for step in range(STEPS):
+        for part in (2 * step, 2 * step + 1):
+            ids = batch_of(part, None)
+            (model(input_ids=ids, labels=ids).loss / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for name, load in counts.items():
+            gate = model.get_submodule(name.rpartition(".")[0]).gate
+            gate.e_score_correction_bias += RATE * (load.float().mean() - load).sign()
+        counts.clear()
+    return biases(model)
+
+
+def trained(source, layout):
+    model = AutoModelForCausalLM.from_pretrained(source, megatron_config=layout).train()
+    optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.01))
+    state = parallel_state(model)
+    for step in range(STEPS):
+        for part in (2 * step, 2 * step + 1):
+            ids = batch_of(part, state)
+            (model(input_ids=ids, labels=ids).loss / 2).backward()
+        with torch.no_grad():
+            # Evaluation counts for nothing.
+            model.eval()(input_ids=ids)
+        model.train()
+        optimizer.step()
+        optimizer.zero_grad()
+    return biases(model)
+
+
+LAYOUTS = ["dp2", "tp2", "tp2+sp", "pp2+mb2", "cp2", "dp2+ep2", "tp2+sp+ep2", "dp2+ep2+zero3", "pp2+dp2+ep2+mb2"]
+
+
+def layout_of(text, **changes):
+    [layout] = parse_layouts(text)
+    return ConfigUnderTest(**layout.to_dict() | {"router_bias_update_rate": RATE} | changes)
+
+
+@pytest.mark.parametrize("recompute", [None, "full"])
+@pytest.mark.parametrize("text", LAYOUTS)
+def test_biases_are_those_of_one_process(source, text, recompute):
+    expected, layout = by_hand(source), layout_of(text, recompute=recompute)
+    held = run_ranks(trained, layout.ranks_per_replica * (layout.dp_size or 1), source, layout)
+    found = {}
+    for one in held:
+        for name, bias in one.items():
+            torch.testing.assert_close(found.setdefault(name, bias), bias, rtol=0, atol=0)
+    assert found.keys() == expected.keys()
+    for name, bias in expected.items():
+        torch.testing.assert_close(found[name], bias, rtol=0, atol=1e-6)
+        assert bias.abs().max() > RATE
+
+
+def test_a_step_that_is_skipped_moves_no_bias(source):
+    def on_rank():
+        model = AutoModelForCausalLM.from_pretrained(source, megatron_config=layout_of("dp2+ep2")).train()
+        optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.01))
+        before, ids = biases(model), batch_of(0, parallel_state(model))
+        (model(input_ids=ids, labels=ids).loss * float("nan")).backward()
+        optimizer.step()
+        return all(torch.equal(bias, before[name]) for name, bias in biases(model).items())
+
+    assert run_ranks(on_rank, 2) == [True, True]
+
+
+def test_biases_are_saved_and_resumed(source, tmp_path):
+    def on_rank(text, folder, resumes):
+        layout = layout_of(text)
+        model = AutoModelForCausalLM.from_pretrained(source, megatron_config=layout).train()
+        accelerator = Accelerator(cpu=True)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
+        if resumes:
+            accelerator.load_state(str(folder))
+            return biases(model)
+        ids = batch_of(0, parallel_state(model))
+        accelerator.backward(model(input_ids=ids, labels=ids).loss)
+        optimizer.step()
+        accelerator.save_state(str(folder))
+        return biases(model)
+
+    saved = run_ranks(on_rank, 2, "dp2+ep2", tmp_path / "state", False)[0]
+    assert all(bias.any() for bias in saved.values())
+    for found in run_ranks(on_rank, 2, "tp2+ep2", tmp_path / "state", True):
+        assert all(torch.equal(found[name], bias) for name, bias in saved.items())
+
+
+def test_models_without_such_a_bias():
+    def on_rank():
+        config = LlamaConfig(hidden_size=32, num_attention_heads=4, num_hidden_layers=2, vocab_size=64)
+        layout = MegatronConfig(tp_size=2, router_bias_update_rate=1e-3)
+        with pytest.raises(ConfigError, match="router_bias_update_rate = 0.001: no router of LlamaForCausalLM"):
+            AutoModelForCausalLM.from_config(config, megatron_config=layout)
+
+    run_ranks(on_rank, 2)
+
+
+@pytest.mark.parametrize("rate", [-1.0, float("nan"), True, "fast"])
+def test_rates_that_cannot_be(rate):
+    with pytest.raises(ConfigError, match="router_bias_update_rate"):
+        MegatronConfig(router_bias_update_rate=rate)
