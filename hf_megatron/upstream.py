@@ -525,9 +525,7 @@ def grouped_rows(module: Any, rows: torch.Tensor, experts: torch.Tensor) -> torc
 
     def linear(values: torch.Tensor, name: str) -> torch.Tensor:
         bias = getattr(module, f"{name}_bias").index_select(0, experts) if module.has_bias else None
-        made: torch.Tensor = product(
-            values, getattr(module, name), ends, bias=bias, is_transposed=module.is_transposed
-        )
+        made: torch.Tensor = product(values, getattr(module, name), ends, bias=bias, is_transposed=module.is_transposed)
         return made
 
     wide = linear(rows, first)

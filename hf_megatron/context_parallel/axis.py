@@ -7,6 +7,7 @@ from ..communication.random_streams import StreamOfPart
 from ..errors import UnsupportedError
 from ..layer_list import find_layers
 from ..parallel_state import ParallelState
+from ..tensor_parallel.axis import REGIONS
 from ..tensor_parallel.layer_streams import OneRandomState
 from ..tensor_parallel.model_guards import RefusedOutputs
 from .attention import ContextGroups
@@ -41,12 +42,6 @@ def place(model: Any, state: ParallelState) -> None:
     # A pipeline takes layers away later.
     layers = find_layers(model, state.spec, "cp_size")
     whole_blocks = find_whole_blocks(model, state.spec, layers)
-    uniform = state.placed["tp"].structure.uniform.keys() if state.config.sequence_parallel else frozenset()
-    if both := whole_blocks & uniform:
-        raise UnsupportedError(
-            f"MegatronConfig.sequence_parallel = True with cp_size = {state.config.cp_size}: {min(both)} is "
-            "computed on whole rows, and its output would be split over both. Set sequence_parallel=False."
-        )
     state.placed[NAME] = layers, whole_blocks
 
 
@@ -64,11 +59,12 @@ def install(model: Any, state: ParallelState) -> None:
     whole_arguments = {name for names in state.spec.local_arguments.values() for name in names}
     stack = ContextStack(context_groups(state), group, arguments, whole_arguments, random)
     stack.install(model, layers)
-    modules = dict(model.named_modules())
+    modules, regions = dict(model.named_modules()), state.placed.get(REGIONS)
     for block in whole_blocks & modules.keys():
         # Split over tp, heads lie apart already.
         heads = heads_to_share(modules[block], block, state.spec, ranks) if state.axes.size("tp") == 1 else None
-        around = WholeBlock(stack, block) if heads is None else SharedHeadBlock(stack, block, heads)
+        region = regions.uniform.get(block) if regions is not None else None
+        around = WholeBlock(stack, block, region) if heads is None else SharedHeadBlock(stack, block, heads)
         around.install(modules[block])
     guards = place_head(model, state, stack, name)
     leaving = state.leaving

@@ -15,6 +15,7 @@ from ..parts import works_on_parts
 from ..patch_ledger import Shared
 from ..patterns import generic
 from ..spec import ModelSpec
+from ..tensor_parallel.region import UniformRegion
 from ..upstream import fetches_attention_core
 from .descriptions import ContextMask
 from .exchange import gather_tokens, take_tokens
@@ -57,10 +58,15 @@ class WholeBlock(Shared):
 
     Args:
         name (`str`): of the block.
+        region (`UniformRegion`, *optional*): of a block whose row linear splits the sequence over tp again: it is what
+            leaves the whole row.
     """
 
-    def __init__(self, stack: ContextStack, name: str):
+    def __init__(self, stack: ContextStack, name: str, region: UniformRegion | None = None):
         self.stack, self.name = stack, name
+        self.is_split = region is not None and region.stack is not None
+        if region is not None:
+            region.own_tokens = self._own_of_sum
 
     def install(self, block: nn.Module) -> None:
         self.names = tuple(inspect.signature(block.forward).parameters)
@@ -97,8 +103,13 @@ class WholeBlock(Shared):
         if output is None:
             # It has raised.
             return None
+        if self.is_split:
+            return None
         # What else it returns goes to such blocks of later layers.
         return self.own_tokens(output) if isinstance(output, Tensor) else (self.own_tokens(output[0]), *output[1:])
+
+    def _own_of_sum(self, partial_output: Tensor) -> Tensor:
+        return self.own_tokens(partial_output) if self.name in self.stack.whole_blocks else partial_output
 
     def own_tokens(self, hidden: Tensor) -> Tensor:
         """Returns what this rank keeps of the block's output `[batch, sequence, hidden]`."""

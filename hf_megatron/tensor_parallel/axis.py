@@ -30,6 +30,7 @@ from .styles import AXIS, ModuleContext, style
 from .user_hooks import UserHooks
 
 NAME = AXIS
+REGIONS = "regions"
 
 
 @dataclass(frozen=True)
@@ -130,6 +131,7 @@ def install(model: Any, state: ParallelState) -> None:
     forwards.install(model)
     for name, module in list(model.named_modules()):
         _install_style(name, module, model, state, plan, regions, forwards)
+    state.placed[REGIONS] = regions
     # A block's hooks are installed after the styles', so that its region wraps what happens inside.
     state.leaving = regions.install(model, state.spec.sequence_arguments)
     if plan.split_mixtures:

@@ -14,7 +14,7 @@ computed on the whole sequence as without sequence parallelism: gathered at its 
 """
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -152,6 +152,8 @@ class UniformRegion(Shared):
 
     Attributes:
         is_inside: whether a forward is between its entry and the sum of its row linear.
+        own_tokens (`Callable`, *optional*): with a split sequence, what is kept of `[batch, sequence, hidden]` before the
+            ranks add up their parts of it.
     """
 
     group: dist.ProcessGroup
@@ -160,6 +162,7 @@ class UniformRegion(Shared):
     inputs: GatheredInputs | None = None
     gathered: GatheredInput | None = None
     is_inside: bool = False
+    own_tokens: Callable[[Tensor], Tensor] | None = None
 
     def install(self, block: nn.Module) -> None:
         block.register_forward_pre_hook(self._enter, with_kwargs=True)
@@ -207,6 +210,8 @@ class UniformRegion(Shared):
             return reduce_from_ranks(partial_output, self.group)
         if partial_output.dim() == 2:
             return self.leave(self._unflatten(partial_output)).flatten(0, 1)
+        if self.own_tokens is not None:
+            partial_output = self.own_tokens(partial_output)
         return reduce_scatter_to_ranks(partial_output, SEQUENCE_DIM, self.group)
 
 

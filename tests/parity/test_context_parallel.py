@@ -63,7 +63,9 @@ def test_types_equal_one_process(model_type, name):
     assert comparison.passed, comparison.report()
 
 
-@pytest.mark.parametrize("model_type", ["gpt2", "gpt_oss", "qwen3_next", "doge"])
+@pytest.mark.parametrize(
+    "model_type", ["gpt2", "gpt_oss", "qwen3_next", "doge", "bloom", "falcon", "gptj", "llama4_text"]
+)
 def test_split_sequences_of_shared_rows(model_type):
     """Biases behind row linears, blocks that mix tokens: each rank has a part of what another axis has cut."""
     comparison = check_twin(twin(model_type), ConfigUnderTest(**LAYOUTS["tp2+sp+cp2"]))
