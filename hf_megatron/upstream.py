@@ -510,7 +510,7 @@ def uses_grouped_product(module: Any) -> bool:
 
 
 def grouped_rows(module: Any, rows: torch.Tensor, experts: torch.Tensor) -> torch.Tensor | None:
-    """Computes `[rows, width]`, sorted by their experts `[rows]`, by the products of transformers' `grouped_mm` experts.
+    """Computes `[rows, width]`, sorted by their experts `[rows]`, by products of transformers' `grouped_mm` experts.
 
     Its own forward would sort the rows again and put them back. `None` for a module that does not multiply so.
     """

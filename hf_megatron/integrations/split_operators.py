@@ -133,8 +133,8 @@ def _view(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     if tensor.requires_grad and torch.is_grad_enabled():
         if func in _RESHAPES and _axes_that_cut(tensor) > 1:
             raise UnsupportedError(
-                f"A view of a weight {tuple(tensor.shape)} that two axes have cut, by a function of torch in a recorded "
-                "graph: call the weight's own flatten(), view() or reshape()."
+                f"A view of a weight {tuple(tensor.shape)} that two axes have cut, by a function of torch in a "
+                "recorded graph: call the weight's own flatten(), view() or reshape()."
             )
         return _stock(func, args, kwargs)
     if func in _OF_A_DIM:

@@ -152,8 +152,8 @@ class UniformRegion(Shared):
 
     Attributes:
         is_inside: whether a forward is between its entry and the sum of its row linear.
-        own_tokens (`Callable`, *optional*): with a split sequence, what is kept of `[batch, sequence, hidden]` before the
-            ranks add up their parts of it.
+        own_tokens (`Callable`, *optional*): with a split sequence, what is kept of `[batch, sequence, hidden]` before
+            the ranks add up their parts of it.
     """
 
     group: dist.ProcessGroup
