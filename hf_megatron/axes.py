@@ -123,8 +123,9 @@ def _filled(size: int, *axes: Axis) -> Axis:
         left //= taken
     if left != 1:
         raise ConfigError(
-            f"ep_size = {size}: expected a divisor or a multiple of the ranks before it, of axes of "
-            f"{[axis.size for axis in axes]} ranks."
+            f"ep_size = {size}: it takes the ranks of tp, then cp, then dp, here "
+            f"{' x '.join(str(axis.size) for axis in axes)}, and has to divide or be a multiple of each: 1 to "
+            f"{math.prod(axis.size for axis in axes)}, such as that of all."
         )
     return Axis().joined(*parts)
 

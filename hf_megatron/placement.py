@@ -131,8 +131,8 @@ class GradientRule:
         sum (`str`, *optional*): the axis over which it is added up in backward, because each rank of it has a part.
         copies (`int`, *optional*): only this many neighbouring ranks of that axis.
         average (`str`, defaults to `"dp"`): the axis whose ranks see other data and reduce it together, as the owners
-            of its shards (`<average>_shard`) and their repetitions (`<average>_replicate`). It is divided by the
-            ranks that see parts of one batch (`dp_cp`) whatever the axis, since the loss is a mean over these.
+            of its shards (`<average>_shard`) and their repetitions (`<average>_replicate`). Where a rank's gradient
+            holds terms of more ranks of the batch than that, they are scaled where the weight is read in a forward.
     """
 
     sum: str | None = None

@@ -46,6 +46,24 @@ class _Sum(torch.autograd.Function):
         return _added_up(gradient, ctx.group), None
 
 
+class _Scaled(torch.autograd.Function):
+    """Identity of a tensor of any shape whose gradient is multiplied."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.factor, None
+
+
+def scale_gradient(tensor: Tensor, factor: float) -> Tensor:
+    """Returns a tensor of any shape whose gradient is multiplied by a factor."""
+    return tensor if factor == 1 else _Scaled.apply(tensor, factor)
+
+
 def _added_up(gradient: Tensor, group: dist.ProcessGroup) -> Tensor:
     total = gradient.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)

@@ -49,7 +49,9 @@ def shard_weights(model: Any, state: ParallelState, around_layers: Sequence[nn.M
     modules = dict(model.named_modules())
     for name in state.shared_apart:
         if name in modules:
-            _make_expert_unit(modules[name], name, state, unused)
+            first = f"{name}.{next(iter(dict(modules[name].named_parameters())))}"
+            shards = mesh.expert_shards(state.placement(first))
+            _make_unit(modules[name], shards.get_group(), unused, mesh=shards, mp_policy=policy)
     for unit in units:
         _make_unit(unit, mesh.group("dp_cp_shard"), unused, mesh=axes, mp_policy=policy)
     for unit in around_layers:
@@ -103,19 +105,6 @@ class UnusedGradients:
         for parameter, is_unused in zip(filled, unused, strict=True):
             if is_unused:
                 parameter.grad = None
-
-
-def _make_expert_unit(experts: Any, name: str, state: ParallelState, unused: UnusedGradients) -> None:
-    """Splits the weights of experts over the ranks that repeat them; their gradients hold all tokens of a batch."""
-    first = f"{name}.{next(iter(dict(experts.named_parameters())))}"
-    shards = state.mesh.expert_shards(state.placement(first))
-    # torch divides fp16 twice where one rank has all.
-    half = state.config.main_weights_in_fp32 or shards.size() == 1
-    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if half else None)
-    _make_unit(experts, shards.get_group(), unused, mesh=shards, mp_policy=policy)
-    experts.set_gradient_divide_factor(float(state.axes.size("dp_cp")))
-    # gloo knows no other operation than the sum, and one rank reduces nothing.
-    experts.set_force_sum_reduction_for_comms(shards.size() > 1)
 
 
 def _make_unit(module: Any, group: dist.ProcessGroup, unused: UnusedGradients, **options: Any) -> None:

@@ -14,7 +14,8 @@ class Sharing:
     Attributes:
         shard_size, shard_rank, shard_group: the ranks that each own a part of its optimizer state.
         replicate_size, replicate_rank, replicate_group: the ranks that own the same part.
-        divisor: what the sum of the ranks' gradients is divided by.
+        divisor: what the sum of the ranks' gradients is divided by: their number, since each has a whole term of what
+            a loop makes of the weight itself.
     """
 
     shard_size: int
@@ -36,7 +37,7 @@ class Sharing:
             mesh.axes.size(replicate),
             mesh.axes.rank(replicate),
             mesh.group(replicate),
-            mesh.axes.size("dp_cp"),
+            mesh.axes.size(shard) * mesh.axes.size(replicate),
         )
 
     @property

@@ -119,10 +119,13 @@ def install(model: Any, state: ParallelState) -> None:
             # Of another stage of the pipeline.
             continue
         experts: Any = modules[name]
-        if reads_locally:
-            for part in experts.modules():
-                if part._parameters:
-                    read_locally(part, mesh, forwards, frozenset())
+        for part in experts.modules():
+            if part._parameters and reads_locally:
+                read_locally(part, mesh, forwards, frozenset())
+            if part._parameters:
+                # Their tokens are those of all ranks of the batch, and a gradient is averaged over the few that
+                # repeat a part.
+                part.gradient_factor = state.axes.size(_REPEATED) / state.axes.size("dp_cp")  # type: ignore[assignment]
         counter = lookup(name, state.spec.experts) or "num_experts"
         setattr(experts, counter, count // ranks)
         become(experts, ParallelExperts)  # type: ignore[arg-type]

@@ -10,6 +10,7 @@ from ..communication.collectives import gather_from_ranks, split_over_ranks
 from ..errors import UnsupportedError
 from ..parts import works_on_parts
 from ..patch_ledger import Shared
+from ..tensor_parallel.local_parameters import ForwardsUnderWay
 from ..upstream import grouped_rows, in_backward, leave_uncompiled
 from .dispatch import Dispatched, Dispatcher, Route, add_rows
 from .load import ExpertCounts
@@ -44,6 +45,8 @@ class ParallelExperts:
 
     ranks: ExpertRanks
     training: bool
+    forwards: ForwardsUnderWay
+    name_of_part: str | None
 
     @works_on_parts
     @leave_uncompiled
@@ -91,7 +94,9 @@ class ParallelExperts:
 
     def _compute(self, rows: Tensor, experts: Tensor, are_weighed: bool) -> Tensor:
         """Returns `[pairs, width]`: one expert `[pairs]` applied to each of the rows, which are sorted by it."""
-        grouped = grouped_rows(self, rows, experts) if are_weighed else None
+        self.forwards.require_whole(self, self.name_of_part)  # type: ignore[arg-type]
+        with self.forwards.of_module():
+            grouped = grouped_rows(self, rows, experts) if are_weighed else None
         if grouped is not None:
             return grouped
         chosen = experts.unsqueeze(-1)

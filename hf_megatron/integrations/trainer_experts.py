@@ -10,6 +10,7 @@ from transformers.trainer_callback import TrainerCallback, TrainerControl, Train
 
 from ..errors import ConfigError
 from ..expert_parallel.load import ExpertLoad, expert_load
+from ..parallel_state import parallel_state
 from ..profile.timeline import require_plots
 
 _MIB = 2**20
@@ -51,7 +52,8 @@ class ExpertLoadCallback(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        if logs is None or "loss" not in logs:
+        # A script's one process has nothing to count.
+        if logs is None or "loss" not in logs or parallel_state(model) is None:
             return
         load = expert_load(model)
         found = _numbers(load)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ..communication.averaged_gradients import scale_gradient
 from ..communication.collectives import copy_to_ranks
 from ..data_parallel.sharded_guards import is_sharded
 from ..errors import UnsupportedError
@@ -90,7 +91,7 @@ class LocalParameters:
     A dynamic subclass of the module's class gets one property per parameter, which is local while the model or the
     module computes; `named_parameters()`, `state_dict()`, optimizers and loops see the DTensors. Gradients of the
     parameters in `summed` are added up over tp; those in `addends` are read as this rank's share, since the results of
-    all ranks are added up.
+    all ranks are added up. All gradients of forwards are multiplied by `gradient_factor`.
     """
 
     mesh: ParallelMesh
@@ -99,6 +100,7 @@ class LocalParameters:
     name_of_part: str | None = None
     summed: frozenset[str]
     addends: frozenset[str]
+    gradient_factor: float = 1.0
     _parameters: dict[str, Tensor]
 
 
@@ -125,7 +127,8 @@ def _reading(name: str) -> Callable[[LocalParameters], Tensor | None]:
                 "rank's part, or its gradient a sum over ranks. Read it before the forward, or use tp_size=1."
             )
         value = local_view(parameter, module.mesh.tp_group if name in module.summed else None)
-        return _ShareOfSum.apply(value, module.mesh.tp_size) if name in module.addends else value
+        value = _ShareOfSum.apply(value, module.mesh.tp_size) if name in module.addends else value
+        return None if value is None else scale_gradient(value, module.gradient_factor)
 
     return read
 

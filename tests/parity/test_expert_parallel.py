@@ -224,6 +224,40 @@ def test_every_product_of_experts(twin, implementation):
     assert comparison.passed, comparison.worst
 
 
+class _WithPenalty(torch.autograd.Function):
+    """A loss whose gradient reaches weights by themselves too."""
+
+    @staticmethod
+    def forward(ctx, loss, *weights):
+        ctx.save_for_backward(*weights)
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, *(0.5 * gradient * weight for weight in ctx.saved_tensors)
+
+
+def with_penalty(model):
+    model.register_forward_hook(_add_penalty)
+
+
+def _add_penalty(model, args, output):
+    if torch.is_grad_enabled():
+        output.loss = _WithPenalty.apply(output.loss, *model.parameters())
+
+
+@pytest.mark.parametrize("text", ["dp2+ep2", "dp4+ep2+zero2", "cp2+ep2", "tp4+ep2", "dp2+tp2+ep4", "dp2+tp2+etp2+ep2"])
+def test_terms_of_weights_by_themselves(twin, text):
+    """Penalties count once, whoever sends tokens to the experts."""
+    model = twin.load()
+    with_penalty(model)
+    reference = measure(model, twin.batches)
+    reference.cancelled = twin.reference.cancelled
+    [layout] = parse_layouts(text)
+    comparison = check_twin(dataclasses.replace(twin, reference=reference), layout, prepare=with_penalty)
+    assert comparison.passed, comparison.worst
+
+
 # Seeded faults, each of which a comparison has to find.
 
 
@@ -242,14 +276,14 @@ def averaged_over(axis):
     return sabotage
 
 
-def divided_by_edp():
+def divided_by_all():
     from hf_megatron.data_parallel.reduction_groups import Sharing
 
     original = Sharing.along.__func__
 
     def along(cls, axis, mesh):
         found = original(cls, axis, mesh)
-        return dataclasses.replace(found, divisor=found.size) if axis == "edp" else found
+        return dataclasses.replace(found, divisor=mesh.axes.size("dp_cp")) if axis == "edp" else found
 
     Sharing.along = classmethod(along)
 
@@ -299,7 +333,7 @@ def router_without_a_gradient():
 FAULTS = {
     "averaged over dp": (averaged_over("dp"), "dp2+ep2"),
     "averaged over dp, repeated": (averaged_over("dp"), "dp4+ep2"),
-    "divided by edp": (divided_by_edp, "dp4+ep2"),
+    "divided by all": (divided_by_all, "dp4+ep2"),
     "every tp rank sends all tokens": (sent_by_every_tp_rank, "tp2+ep2"),
     "wrong expert": (rows_to_the_wrong_expert, "dp2+ep2"),
     "half the gradient": (half_the_gradient_on_the_way_back, "dp2+ep2"),

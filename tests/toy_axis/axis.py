@@ -1,11 +1,12 @@
 """Splits dim 0 of the MLPs' up projections over pairs of dp ranks; each gathers the whole before it multiplies.
 
-Both ranks of a pair see other data: the gradient of a part arrives summed over the pair, and is averaged with the pairs
-beside it. All other gradients are summed over the pair as over any dp ranks.
+Both ranks of a pair see other data: the gradient of a part arrives summed over the pair, is halved, and averaged with
+the pairs beside it. All other gradients are summed over the pair as over any dp ranks.
 """
 
 from dataclasses import replace
 
+from hf_megatron.communication.averaged_gradients import scale_gradient
 from hf_megatron.communication.collectives import gather_from_ranks
 from hf_megatron.placement import GradientRule, Placement
 from hf_megatron.tensor_parallel.local_parameters import local_view
@@ -37,6 +38,7 @@ def install(model, state):
 
 def _gathering(base, rows, group):
     def weight(module):
-        return gather_from_ranks(local_view(module._parameters["weight"]), 0, rows, group, sum_gradient=True)
+        own = scale_gradient(local_view(module._parameters["weight"]), 1 / PAIR)
+        return gather_from_ranks(own, 0, rows, group, sum_gradient=True)
 
     return type(base.__name__, (base,), {"weight": property(weight)})
