@@ -149,6 +149,7 @@ def _draw(
     except RuntimeError:
         # Parts of the model compute in fp32 by name and refuse weights of another type: nothing to compare with.
         return twin
+    precise.without = twin.reference.without
     twin.reference.cancelled = precise.cancelled = cancelled(precise)
     twin.reference.round_off = judge(twin.reference, precise).worst.value
     return twin

@@ -42,7 +42,10 @@ VARIANTS: Mapping[str, Sequence[Changes]] = {
     "gemma": [{"num_key_value_heads": 1}],
     "gemma2": [{"attn_logit_softcapping": None, "final_logit_softcapping": None}],
     "gemma3_text": [{"num_key_value_heads": 1}],
-    "gemma4_text": [{"num_kv_shared_layers": 12}],
+    "gemma4_text": [
+        {"num_kv_shared_layers": 12},
+        {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 32},
+    ],
     "glm": [{"attention_bias": False}, {"attention_bias": True}],
     "glm4": [{"attention_bias": True}],
     "glm4_moe": [{"use_qk_norm": True}, {"attention_bias": True}],

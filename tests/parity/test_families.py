@@ -11,7 +11,7 @@ import pytest
 from transformers import CONFIG_MAPPING
 
 from hf_megatron.verify.check import parse_layouts
-from hf_megatron.verify.metric import judge
+from hf_megatron.verify.metric import WELL_CONDITIONED, judge
 from hf_megatron.verify.parity import check_twin
 from tests.shared_twins import make_twin
 
@@ -77,6 +77,12 @@ def test_equals_one_process(model_type, layout, changes):
 def test_heads_equal_one_process(model_type, task, layout):
     comparison = check_twin(_twin(model_type, (), task), parse_layouts(layout)[0])
     assert comparison.passed, comparison.report()
+
+
+def test_a_reference_without_some_gradients_is_held_to_the_limits_too():
+    """Its round-off is a number: an infinite one allowed 16 limits."""
+    reference = _twin("ernie4_5_moe", (), "causal").reference
+    assert reference.without and reference.round_off < WELL_CONDITIONED
 
 
 def test_gradients_that_are_zero_are_measured_as_round_off():

@@ -108,17 +108,23 @@ def test_every_row_states_versions_and_a_reason():
 
 
 def _sample():
-    """Rows drawn at random, others for each version of the library: three, and twelve of rows that ranks share."""
+    """Rows drawn at random, others for each version of the library: three, twelve each of shared rows and experts."""
     rows = [row for row in recorded.records() if row["passed"] and row["class"].endswith("ForCausalLM")]
-    shared = [row for row in rows if row["layout"].startswith("cp")]
+    kinds = {"cp": [], "ep": [], "": []}
+    for row in rows:
+        kinds[next(kind for kind in kinds if kind in row["layout"])].append(row)
     draw = random.Random(metadata.version("hf_megatron"))
-    return draw.sample([row for row in rows if row not in shared], 3) + draw.sample(shared, 12)
+    return draw.sample(kinds[""], 3) + draw.sample(kinds["cp"], 12) + draw.sample(kinds["ep"], 12)
+
+
+_WORDS_OF_KINDS = {"sp": "sp", "a2a": "a2a", "cp": "cp{cp_size}", "ep": "ep{ep_size}"}
 
 
 def _layout(row):
-    tokens = {"cp": [f"cp{row.get('cp_size')}"], "cp+a2a": [f"cp{row.get('cp_size')}", "a2a"]}
-    within = ["sp"] if row["layout"] == "tp+sp" else tokens.get(row["layout"], [])
-    return "+".join([f"tp{row['tp_size']}", *within, f"pp{row.get('pp_size', 1)}"])
+    """Words of a row's layout; experts change ranks of tp, or of dp where there is no tp."""
+    words = [_WORDS_OF_KINDS[kind].format(**row) for kind in row["layout"].split("+") if kind in _WORDS_OF_KINDS]
+    within = [f"dp{row['ep_size']}"] if row["layout"] == "ep" else []
+    return "+".join([f"tp{row['tp_size']}", *words, *within, f"pp{row.get('pp_size', 1)}"])
 
 
 @pytest.mark.parametrize(
