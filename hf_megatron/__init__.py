@@ -46,17 +46,21 @@ if TYPE_CHECKING:
     from .parallelize import ParallelPlan, parallel_plan
     from .parts import works_on_parts
     from .registry import register_model
+    from .router_replay import Routing, record_routing, replay_routing
 
 # Names whose modules import torch: loaded when first asked for.
 _LAZY = {
     "ExpertLoad": "expert_parallel.load",
     "ExpertLoadCallback": "integrations.trainer_experts",
     "ParallelPlan": "parallelize",
+    "Routing": "router_replay",
     "expert_load": "expert_parallel.load",
     "own_parameters": "absent_weights",
     "parallel_plan": "parallelize",
     "pull": "hub.pull",
     "push_checkpoint": "hub.push",
+    "record_routing": "router_replay",
+    "replay_routing": "router_replay",
     "TerminationSignal": "integrations.termination",
     "prepare_optimizer": "data_parallel.optimizer",
     "register_model": "registry",
@@ -106,6 +110,7 @@ __all__ = [
     "ParallelPlan",
     "PlanError",
     "RankError",
+    "Routing",
     "TerminationSignal",
     "UnsupportedError",
     "UnverifiedLayoutError",
@@ -119,7 +124,9 @@ __all__ = [
     "prepare_optimizer",
     "pull",
     "push_checkpoint",
+    "record_routing",
     "register_model",
+    "replay_routing",
     "token_log_probs",
     "works_on_parts",
 ]

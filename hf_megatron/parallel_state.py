@@ -80,6 +80,22 @@ class DataParallelEngine(Protocol):
         """Puts the weights around the layers together for what calls modules without gradients, in stage 3."""
 
 
+@dataclass(frozen=True)
+class BatchPart:
+    """The part of a batch that a pipeline computes.
+
+    Attributes:
+        first_token: where it begins among the tokens of all rows, one row after another.
+        rows, tokens: of it.
+        is_repeated: whether another part is computed again, for nothing.
+    """
+
+    first_token: int
+    rows: int
+    tokens: int
+    is_repeated: bool = False
+
+
 @dataclass
 class ParallelState(Shared):
     """The layout of one model.
@@ -97,6 +113,7 @@ class ParallelState(Shared):
         shared_apart: modules whose weights other ranks repeat than those of one batch, all of them alike.
         numbers_tokens: whether the call under way was given no positions of tokens.
         known_rows (*optional*): what the host knows of the rows of the call under way.
+        part (*optional*): of the batch of the call under way, where a pipeline computes it part by part.
         loss (`BatchLoss`, *optional*): what the model's losses are divided by; there once it is installed.
     """
 
@@ -115,6 +132,7 @@ class ParallelState(Shared):
     shared_apart: tuple[str, ...] = ()
     numbers_tokens: bool = False
     known_rows: Any = None
+    part: BatchPart | None = None
     pipeline: Pipeline | None = None
     data_parallel: DataParallelEngine | None = None
     _mesh: ParallelMesh | None = None

@@ -610,6 +610,12 @@ def recompute_layers(model: Any) -> None:
     enable({"use_reentrant": False})
 
 
+def reentrant_checkpoints(layer: Any) -> bool:
+    """Tells whether backward computes a layer again by torch's reentrant checkpoints."""
+    function = getattr(layer, "_gradient_checkpointing_func", None)
+    return bool(getattr(function, "keywords", {}).get("use_reentrant"))
+
+
 def recomputes_hooks() -> bool:
     """Tells whether recomputed layers run their hooks again, and keep what these are called with (not from 5.23)."""
     return _minor(installed_version("transformers")) < (5, 23)

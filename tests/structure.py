@@ -31,6 +31,7 @@ ORDER = (
     ("hub",),
     ("checkpoint",),
     ("parallelize",),
+    ("router_replay",),
     ("registry",),
     ("log_probs",),
     ("pipeline_parallel",),

@@ -21,7 +21,7 @@ from ..patch_ledger import Shared
 from ..upstream import in_backward
 from .dispatch import Route
 
-_TOPK = (torch.topk, Tensor.topk)
+TOPK = (torch.topk, Tensor.topk)
 
 
 @dataclass
@@ -46,7 +46,7 @@ class _Choices(TorchFunctionMode):
 
     def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func not in _TOPK:
+        if func not in TOPK:
             return func(*args, **kwargs)
         indices = self.indices(functools.partial(func, *args, **kwargs))
         dim = kwargs.get("dim", args[2] if len(args) > 2 else -1)
@@ -154,6 +154,11 @@ def _taped_mixture(base: Any) -> type[nn.Module]:
             return base.forward(mixture, *args, **kwargs)
 
     return type(base.__name__, (base,), {"forward": forward})
+
+
+def is_taped(layer: nn.Module) -> bool:
+    """Tells whether a layer keeps what its routers choose."""
+    return "_tapes_of_layer" in vars(layer)
 
 
 def install_tapes(layer: nn.Module, mixture: nn.Module) -> LayerTapes:

@@ -4,13 +4,14 @@ A batch of which it cannot be told is refused before anything runs: a tensor may
 and mean something else by them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import ConfigError
+from ..parallel_state import BatchPart
 
 ROW_DIM = 0
 INPUTS = ("input_ids", "inputs_embeds")
@@ -68,6 +69,17 @@ def _rows(name: str, tensor: Tensor, rows: int, part: slice) -> Tensor:
         f"{name} of shape {tuple(tensor.shape)} beside a batch of {rows} rows: it cannot be told which part of it "
         "belongs to which microbatch of a pipeline. Leave it out, give it a row per sample, or set num_microbatches=1."
     )
+
+
+def parts_of_batch(microbatches: Sequence[Mapping[str, Any]], weights: Sequence[float]) -> list[BatchPart]:
+    """Says which tokens of their batch microbatches hold; those of no weight repeat another one."""
+    parts, passed = [], 0
+    for arguments, weight in zip(microbatches, weights, strict=True):
+        inputs = next(arguments[name] for name in INPUTS if isinstance(arguments.get(name), Tensor))
+        rows, tokens = inputs.shape[:2] if inputs.dim() > 1 else (len(inputs), 1)
+        parts.append(BatchPart(passed, rows, tokens, weight == 0.0))
+        passed += rows * tokens
+    return parts
 
 
 def describe(arguments: Mapping[str, Any]) -> tuple:

@@ -28,7 +28,7 @@ from .call_checks import CallChecks
 from .cut import Cut, stages_per_rank
 from .executor import Execution
 from .loss_scale import LossScale
-from .microbatches import batch_rows, describe, split
+from .microbatches import batch_rows, describe, parts_of_batch, split
 from .packed_rows import PackedRow, count_tokens
 from .rehearsal import Rehearsal
 from .schedules import Action, schedule, valid_microbatches
@@ -167,6 +167,7 @@ class StageRunner(Shared):
         """
         config, last = self.model.config, len(self.boundary.stages.ranges) - 1
         self._state.known_rows = self._known_rows = KnownRows(microbatches)
+        parts = parts_of_batch(microbatches, weights)
 
         def forward(number: int) -> Any:
             seen = {} if cache is None else {cache.name: cache.seen_by(self.boundary.stage)}
@@ -177,8 +178,12 @@ class StageRunner(Shared):
             arguments = microbatches[number] | seen
             if self.boundary.stage == last:
                 arguments = with_known_targets(arguments, self.loss)
-            with self.loss.over(share), self.streams.of(self.boundary.stage, number):
-                return self.forward(**arguments)
+            self._state.part = parts[number]
+            try:
+                with self.loss.over(share), self.streams.of(self.boundary.stage, number):
+                    return self.forward(**arguments)
+            finally:
+                self._state.part = None
 
         flags = (
             self.model.training,
