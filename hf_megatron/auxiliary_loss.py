@@ -7,6 +7,10 @@ The load balancing loss is a product of two means over a batch's tokens, and so 
 | `"batch"` | of the whole batch, as in one process | dp, tp, sp; a pipeline with one microbatch |
 | `"sequence"` | the mean over rows of each row's own | every layout and accumulation |
 | `"microbatch"` | the mean over the parts of a batch, weighted by rows | tp, sp |
+| `"global"` | choices of the step so far, times probabilities of the part (Megatron) | the same parts on every layout |
+
+The z-loss (ST-MoE, 2.2; Megatron's `--moe-z-loss-coeff`) is a mean over tokens, and equal wherever these are weighed
+alike.
 
 transformers keeps a copy of the function in each file that has routers; each one is replaced by what is here, and is
 itself used where no layout is concerned.
@@ -60,18 +64,66 @@ def load_balancing_loss(
         return original(gate_logits, num_experts, top_k, attention_mask)
     batch = call.batch
     gate_logits = tuple(map(batch.join_tokens, gate_logits))
-    if batch.auxiliary == "microbatch" or (batch.auxiliary == "batch" and not batch.over_ranks):
-        loss = original(gate_logits, num_experts, top_k, attention_mask)
-        return loss if batch.auxiliary == "batch" else batch.row_mean(loss * call.rows, call.rows)
-    rows = call.rows if batch.auxiliary == "sequence" else 1
-    chosen, probabilities, tokens = _statistics(gate_logits, num_experts, top_k, attention_mask, rows)
-    if batch.auxiliary == "batch":
-        sums = batch.sum(torch.cat([chosen.flatten(), probabilities.flatten(), tokens]))
-        chosen, probabilities, tokens = sums[:num_experts], sums[num_experts:-1], sums[-1]
-        return num_experts * (chosen * probabilities).sum() / tokens.square()
+    loss = _FORMS[batch.auxiliary](original, call, gate_logits, num_experts, top_k, attention_mask)
+    if batch.z_loss:
+        loss = loss + batch.z_loss * _z_loss(call, gate_logits, attention_mask)
+    return loss
+
+
+def _of_batch(original: Callable, call: "_Call", gate_logits: Any, experts: int, top_k: int, mask: Any) -> Tensor:
+    batch = call.batch
+    if not batch.over_ranks:
+        whole: Tensor = original(gate_logits, experts, top_k, mask)
+        return whole
+    chosen, probabilities, tokens = _statistics(gate_logits, experts, top_k, mask, 1)
+    sums = batch.sum(torch.cat([chosen.flatten(), probabilities.flatten(), tokens]))
+    chosen, probabilities, tokens = sums[:experts], sums[experts:-1], sums[-1]
+    return experts * (chosen * probabilities).sum() / tokens.square()
+
+
+def _of_rows(original: Callable, call: "_Call", gate_logits: Any, experts: int, top_k: int, mask: Any) -> Tensor:
+    chosen, probabilities, tokens = _statistics(gate_logits, experts, top_k, mask, call.rows)
     # A row of padding alone has no tokens, and adds nothing.
-    losses = num_experts * (chosen * probabilities).sum(-1) / tokens.square().clamp(min=1)
-    return batch.row_mean(losses.sum(), rows)
+    losses = experts * (chosen * probabilities).sum(-1) / tokens.square().clamp(min=1)
+    return call.batch.row_mean(losses.sum(), call.rows)
+
+
+def _of_part(original: Callable, call: "_Call", gate_logits: Any, experts: int, top_k: int, mask: Any) -> Tensor:
+    return call.batch.row_mean(original(gate_logits, experts, top_k, mask) * call.rows, call.rows)
+
+
+def _of_step(original: Callable, call: "_Call", gate_logits: Any, experts: int, top_k: int, mask: Any) -> Tensor:
+    batch = call.batch
+    chosen, probabilities, tokens = _statistics(gate_logits, experts, top_k, mask, 1)
+    counts = batch.counts_of_step(torch.cat([chosen.flatten(), tokens]).detach())
+    total = experts * (counts[:-1] / counts[-1].clamp(min=1) * probabilities[0]).sum()
+    return batch.token_share(total, tokens[0], call.rows)
+
+
+# How `MegatronConfig.auxiliary_loss` takes the loss of a call.
+_FORMS: Mapping[str, Callable[..., Tensor]] = {
+    "batch": _of_batch,
+    "sequence": _of_rows,
+    "microbatch": _of_part,
+    "global": _of_step,
+}
+
+
+def _z_loss(call: "_Call", gate_logits: tuple[Tensor, ...], mask: Tensor | None) -> Tensor:
+    """Adds up the layers' means over tokens of the squared log of the sum of exponentials, a scalar."""
+    batch, rows = call.batch, call.rows
+    per_row = torch.zeros(rows, device=gate_logits[0].device)
+    tokens = torch.zeros(rows, device=gate_logits[0].device)
+    for logits in gate_logits:
+        counts = torch.ones(len(logits), device=logits.device) if mask is None else mask.reshape(-1).to(logits).float()
+        squared = logits.float().logsumexp(-1).square() * counts
+        per_row = per_row + squared.view(rows, -1).sum(1).to(per_row.device)
+        tokens = counts.view(rows, -1).sum(1).to(tokens.device)
+    if batch.auxiliary == "sequence":
+        return batch.row_mean((per_row / tokens.clamp(min=1)).sum(), rows)
+    if batch.auxiliary == "microbatch":
+        return batch.row_mean(per_row.sum() / tokens.sum().clamp(min=1) * rows, rows)
+    return batch.token_share(per_row.sum(), tokens.sum(), rows)
 
 
 def row_mean(original: Callable, router_values: Tensor, *args: Any) -> Tensor:

@@ -33,7 +33,7 @@ SIZES = ("tp_size", "cp_size", "pp_size", "dp_size", "ep_size", "dp_replicate_si
 PARTITIONS = ("cost", "layers")
 CHOICES: Mapping[str, tuple[str | None, ...]] = {
     "recompute": (None, "full", "selective"),
-    "auxiliary_loss": ("batch", "sequence", "microbatch"),
+    "auxiliary_loss": ("batch", "sequence", "microbatch", "global"),
     "cp_comm_type": (None, "p2p", "a2a", "all_gather", "a2a+p2p"),
 }
 
@@ -102,8 +102,12 @@ class MegatronConfig:
             one chunk are all that exists at a time. By default all tokens are one chunk.
         auxiliary_loss (`str`, defaults to `"batch"`): what a router's load balancing loss is taken over, where the
             model adds one (`output_router_logits`): `"batch"`, the whole batch, as in one process; `"sequence"`, each
-            row, which can be cut in any way; `"microbatch"`, what a rank computes at a time. With a pipeline and
+            row, which can be cut in any way; `"microbatch"`, what a rank computes at a time; `"global"`, the choices
+            of the step so far with the probabilities of the batch (Megatron's `global_aux_loss`). With a pipeline and
             several microbatches `"batch"` raises.
+        router_z_loss (`float`, defaults to 0): how much of the routers' z-loss is added to their load balancing loss,
+            where the model adds one; its weight in the loss is that times the model's `router_aux_loss_coef`
+            (Megatron's `--moe-z-loss-coeff`, which adds it by itself).
         router_bias_update_rate (`float`, defaults to 0): after each step routers' biases, in families that choose by
             scores and a bias (DeepSeek-V3, GLM-4.5, ...), move by this towards experts with fewer tokens than the mean
             (auxiliary-loss-free balance). Megatron's rate is 1e-3; by default biases stay as they were loaded.
@@ -147,6 +151,7 @@ class MegatronConfig:
     etp_size: int | None = None
     loss_chunk_size: int | None = None
     auxiliary_loss: str = "batch"
+    router_z_loss: float = 0.0
     router_bias_update_rate: float = 0.0
     strict_loading: bool = True
     allow_unverified: bool = False
@@ -194,9 +199,10 @@ class MegatronConfig:
             raise ConfigError(f"MegatronConfig.seed = {self.seed!r}: expected an integer.")
         if not isinstance(self.timeout, int | float) or not math.isfinite(self.timeout) or self.timeout <= 0:
             raise ConfigError(f"MegatronConfig.timeout = {self.timeout!r}: expected seconds, more than 0.")
-        rate = self.router_bias_update_rate
-        if isinstance(rate, bool) or not isinstance(rate, int | float) or not math.isfinite(rate) or rate < 0:
-            raise ConfigError(f"MegatronConfig.router_bias_update_rate = {rate!r}: expected a rate of 0 or more.")
+        for name in ("router_bias_update_rate", "router_z_loss"):
+            rate = getattr(self, name)
+            if isinstance(rate, bool) or not isinstance(rate, int | float) or not math.isfinite(rate) or rate < 0:
+                raise ConfigError(f"MegatronConfig.{name} = {rate!r}: expected a number of 0 or more.")
         norm = self.gradient_clipping
         if norm is not None and (
             isinstance(norm, bool) or not isinstance(norm, int | float) or not math.isfinite(norm) or norm <= 0

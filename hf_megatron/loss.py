@@ -79,6 +79,7 @@ class Share:
 
     Attributes:
         targets (scalar `Tensor` or number): for losses with a term per target.
+        counts (`bool`): whether it is none that repeats another one for nothing.
         rows (scalar `Tensor` or number): for what has a term per row.
         arguments: the microbatch.
     """
@@ -86,6 +87,7 @@ class Share:
     targets: Tensor | float
     rows: Tensor | float
     arguments: Mapping[str, Any]
+    counts: bool = True
 
 
 class BatchLoss(Shared):
@@ -97,6 +99,7 @@ class BatchLoss(Shared):
             nothing of its targets.
         divides_itself (`bool`): whether the loss follows `num_items_in_batch`.
         auxiliary (`str`): `MegatronConfig.auxiliary_loss`.
+        z_loss (`float`): `MegatronConfig.router_z_loss`.
 
     Attributes:
         counted (`bool`): whether the caller of the call under way has counted the targets of its batch.
@@ -105,8 +108,10 @@ class BatchLoss(Shared):
         join_tokens (`Callable`): `[tokens, ...]` of this rank -> of all ranks that share the rows.
     """
 
-    def __init__(self, mesh: ParallelMesh, shifts: bool | None, divides_itself: bool, auxiliary: str):
+    def __init__(self, mesh: ParallelMesh, shifts: bool | None, divides_itself: bool, auxiliary: str, z_loss: float):
         self.mesh, self.shifts, self.divides_itself, self.auxiliary = mesh, shifts, divides_itself, auxiliary
+        self.z_loss = z_loss
+        self._of_step: Tensor | None = None
         self.counted = self.was_used = self._together = False
         self._counts = True
         self.terms = 0
@@ -163,6 +168,28 @@ class BatchLoss(Shared):
         if self.share is not None:
             return total / self.share.rows
         return self._mean(total, scalar(rows, total.device))
+
+    def token_share(self, total: Tensor, tokens: Tensor, rows: int) -> Tensor:
+        """Averages over the tokens of the batch what has a term per token; microbatches count by their rows."""
+        if self.share is not None and self.auxiliary != "batch":
+            return self.row_mean(total / tokens.clamp(min=1) * rows, rows)
+        return self._mean(total, tokens, at_least=1)
+
+    def counts_of_step(self, counts: Tensor) -> Tensor:
+        """Adds counts of any shape up over the parts of the batch, and those of training calls since the last step."""
+        if self.over_ranks:
+            counts = counts if self._counts else counts * 0
+            dist.all_reduce(counts, group=self.mesh.group("dp"))
+        if not torch.is_grad_enabled():
+            return counts
+        so_far = counts if self._of_step is None else self._of_step + counts
+        if self.share is None or self.share.counts:
+            self._of_step = so_far
+        return so_far
+
+    def end_step(self) -> None:
+        """Begins to count anew."""
+        self._of_step = None
 
     def _mean(self, total: Tensor, terms: Tensor, at_least: int = 0) -> Tensor:
         if not self.over_ranks:

@@ -67,10 +67,12 @@ class DataParallelEngine(Protocol):
 
     Attributes:
         guards: called before an optimizer takes the gradients.
+        on_stepped: called after an optimizer's step that was not skipped.
     """
 
     skipped_steps: int
     guards: list[Callable[[], None]]
+    on_stepped: list[Callable[[], None]]
     reducer: Any
 
     def refresh_main_weights(self) -> None:

@@ -33,6 +33,7 @@ from .registry.row_mixing import why_rows_mix
 from .spec import ModelSpec
 from .tensor_parallel import axis as tensor_parallel
 from .token_loss import install_loss
+from .upstream import adds_router_loss
 
 
 class ParallelAxis(Protocol):
@@ -82,6 +83,11 @@ def plan(model: Any, config: MegatronConfig, axes: Axes) -> ParallelState:
             f"{type(model).__name__} on ranks or stages that see parts of a batch: {mixing}. Load it with dp_size=1 "
             "and pp_size=1."
         )
+    if config.router_z_loss and not adds_router_loss(model):
+        raise ConfigError(
+            f"MegatronConfig.router_z_loss = {config.router_z_loss}: {type(model).__name__} adds no router loss to its "
+            "own. Load it with output_router_logits=True if it has one, or leave it 0."
+        )
     # Where modules stay whole no plan is asked: any architecture will do.
     spec = spec_for(model) if axes.size("tp") > 1 else own_spec(model) or ModelSpec(model.config.model_type)
     claims = {
@@ -111,6 +117,8 @@ def install(model: Any) -> None:
     leave_out_in_training(model, pipelined=state.axes.size("pp") > 1, always=state.axes.size("cp") > 1)
     for axis in AXES:
         axis.install(model, state)
+    assert state.data_parallel is not None
+    state.data_parallel.on_stepped.append(state.loss.end_step)
     RowsOfCalls(model, state).install(model)
     LargestPosition(model, state).install(model)
 

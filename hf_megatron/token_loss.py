@@ -77,7 +77,8 @@ def install_loss(model: Any, state: Any) -> BatchLoss:
     kind = model.loss_function
     shifts = loss_functions().get(kind)
     is_token_loss = kind in token_loss_functions()
-    batch = BatchLoss(state.mesh, shifts, is_token_loss and uses_loss_function(model), state.config.auxiliary_loss)
+    config, divides_itself = state.config, is_token_loss and uses_loss_function(model)
+    batch = BatchLoss(state.mesh, shifts, divides_itself, config.auxiliary_loss, config.router_z_loss)
     if is_token_loss:
         state.patches.replace(model, "loss_function", TokenLoss(kind, batch))
         if kind is loss_of_type(model):

@@ -546,6 +546,12 @@ def token_loss_functions() -> dict[Any, bool]:
     return {ForCausalLMLoss: True, ForMaskedLMLoss: False}
 
 
+def adds_router_loss(model: Any) -> bool:
+    """Tells whether a model adds the load balancing loss of its routers to its loss."""
+    asked = getattr(model.config.get_text_config(), "output_router_logits", False)
+    return bool(asked) and hasattr(sys.modules[type(model).__module__], "load_balancing_loss_func")
+
+
 def loss_functions() -> dict[Any, bool]:
     """Maps transformers' losses with one kind of target, `labels`, to whether they shift them."""
     from transformers.loss.loss_utils import ForSequenceClassificationLoss, ForTokenClassification

@@ -74,15 +74,20 @@ class CallChecks(Shared):
 
     def has_batch_statistics(self, arguments: Mapping[str, Any]) -> bool:
         """Tells whether a call takes a router loss of the whole batch, which microbatches do not add up to."""
-        return self._asks_for_routers(arguments) and self.auxiliary_loss == "batch"
+        return self._asks_for_routers(arguments) and self.auxiliary_loss in ("batch", "global")
+
+    def counts_over_ranks(self, arguments: Mapping[str, Any]) -> bool:
+        """Tells whether dp ranks add up what the routers of each of their microbatches have chosen."""
+        return self._asks_for_routers(arguments) and self.auxiliary_loss == "global"
 
     def refuse_batch_statistics(self, arguments: Mapping[str, Any]) -> None:
         """Raises for a training call on several microbatches that takes the router loss of their batch."""
-        if self.has_batch_statistics(arguments):
+        if self.has_batch_statistics(arguments) and self.auxiliary_loss == "batch":
             raise ConfigError(
                 "output_router_logits=True with several microbatches: the router loss of a batch cannot be computed "
                 "from those of its microbatches. Set MegatronConfig.auxiliary_loss='sequence' (each row's own, the "
-                "same on every layout) or 'microbatch' (each microbatch's own), or num_microbatches=1."
+                "same on every layout), 'global' (counts of the step so far) or 'microbatch' (each microbatch's own), "
+                "or num_microbatches=1."
             )
 
 

@@ -103,7 +103,9 @@ class StageRunner(Shared):
         given = arguments.pop("num_items_in_batch", None)
         packed = self._packed_row(arguments) if for_backward else None
         units = rows if packed is None else len(packed.microbatches(self.microbatches_at_most()))
-        at_most = self._same_on_dp_ranks(min(units, self.microbatches_at_most()))
+        at_most = min(units, self.microbatches_at_most())
+        if self._in_lockstep or self.checks.counts_over_ranks(arguments):
+            at_most = self._same_on_dp_ranks(at_most)
         takes_loss = self.read is not None or has_labels(arguments)
         if whole or (not for_backward and self.checks.has_batch_statistics(arguments)):
             count = 1
@@ -143,9 +145,7 @@ class StageRunner(Shared):
         return PackedRow.of_call(arguments)
 
     def _same_on_dp_ranks(self, microbatches: int) -> int:
-        """Lets ranks with fewer rows decide for all, where dp ranks wait for each other in a forward."""
-        if not self._in_lockstep:
-            return microbatches
+        """Lets ranks with fewer rows decide for all: dp ranks wait for each other in a forward."""
         lowest = torch.tensor(microbatches, device=self.mesh.device)
         dist.all_reduce(lowest, dist.ReduceOp.MIN, group=self.mesh.dp_group)
         return int(lowest)
@@ -174,7 +174,7 @@ class StageRunner(Shared):
             share = None
             if denominators is not None:
                 targets, rows = (value * (weights[number] or 1.0) for value in denominators)
-                share = Share(targets, rows, microbatches[number])
+                share = Share(targets, rows, microbatches[number], weights[number] > 0)
             arguments = microbatches[number] | seen
             if self.boundary.stage == last:
                 arguments = with_known_targets(arguments, self.loss)

@@ -113,8 +113,60 @@ def _for_each_row(module, rows):
         module.load_balancing_loss_func = original
 
 
+# Of the batch's five rows, those of each microbatch, and of them those of each rank.
+_PARTS = {
+    "whole": [[slice(0, 5)]],
+    "pp2": [[slice(0, 2)], [slice(2, 5)]],
+    "pp2+dp2": [[slice(0, 1), slice(3, 4)], [slice(1, 3), slice(4, 5)]],
+}
+_MICROBATCHES = 2
+
+
+@contextlib.contextmanager
+def _counted_since_the_step(module, parts, z_loss):
+    """What `"global"` promises, and the z-loss: Megatron's formulas, written out."""
+    original = module.load_balancing_loss_func
+    so_far, calls = [], []
+
+    def mean_over_parts(gate_logits, experts, top_k, attention_mask):
+        tokens = attention_mask.shape[1]
+        rows = len(attention_mask)
+        total = 0.0
+        own = _PARTS[parts] if torch.is_grad_enabled() else [[slice(0, rows)]]
+        kept = so_far if torch.is_grad_enabled() else []
+        for ranks in own:
+            mixed = []
+            for part in ranks:
+                mask = attention_mask[part].flatten().float()
+                chunk = slice(part.start * tokens, part.stop * tokens)
+                logits = [layer[chunk].float() for layer in gate_logits]
+                probabilities = sum((layer.softmax(-1) * mask[:, None]).sum(0) for layer in logits)
+                chosen = sum(
+                    (torch.zeros_like(layer).scatter_(1, layer.topk(top_k).indices, 1.0) * mask[:, None]).sum(0)
+                    for layer in logits
+                )
+                z = sum((layer.logsumexp(-1).square() * mask).sum() for layer in logits) / mask.sum()
+                mixed.append((part, probabilities / (mask.sum() * len(logits)), z))
+                kept.append((chosen.detach(), mask.sum() * len(logits)))
+            shares = sum(chosen for chosen, _ in kept) / sum(count for _, count in kept)
+            for part, probabilities, z in mixed:
+                weight = (part.stop - part.start) / rows
+                total = total + weight * (experts * (shares * probabilities).sum() + z_loss * z)
+        calls.append(torch.is_grad_enabled())
+        if sum(calls) == _MICROBATCHES:
+            so_far.clear()
+            calls.clear()
+        return total
+
+    module.load_balancing_loss_func = mean_over_parts
+    try:
+        yield
+    finally:
+        module.load_balancing_loss_func = original
+
+
 @functools.cache
-def _saved(model_type, folder, for_each_row=False):
+def _saved(model_type, folder, form="batch", parts="whole", z_loss=0.0):
     name, changes = TYPES[model_type]
     config = AutoConfig.for_model(model_type, **_SMALL, **changes)
     cls = getattr(transformers, name)
@@ -124,7 +176,12 @@ def _saved(model_type, folder, for_each_row=False):
     draw_parameters(model, 0)
     model.save_pretrained(path)
     batches = _batches(config.is_encoder_decoder)
-    with _for_each_row(_module(cls), 5) if for_each_row else contextlib.nullcontext():
+    form = {
+        "batch": contextlib.nullcontext(),
+        "sequence": _for_each_row(_module(cls), 5),
+        "global": _counted_since_the_step(_module(cls), parts, z_loss),
+    }[form]
+    with form:
         model = _load(cls, path)
         reference = measure(model, batches)
         output = model.train()(**batches[0])
@@ -135,7 +192,9 @@ def _saved(model_type, folder, for_each_row=False):
 
 def errors(folder, model_type, layout, sabotage=None, **changes):
     """The numbers of every rank against one process, and the largest relative error of `outputs.aux_loss`."""
-    cls, path, batches, reference, aux_loss = _saved(model_type, folder, changes.get("auxiliary_loss") == "sequence")
+    form, z_loss = changes.get("auxiliary_loss", "batch"), changes.get("router_z_loss", 0.0)
+    parts = layout if form == "global" and layout in _PARTS else "whole"
+    cls, path, batches, reference, aux_loss = _saved(model_type, folder, form, parts, z_loss)
     config = _layout(layout, **changes)
 
     def on_rank():
@@ -216,9 +275,34 @@ def test_several_microbatches_are_refused_by_default(folder):
     assert len(set(run_ranks(on_rank, 2))) == 1
 
 
+@pytest.mark.parametrize("layout", ["dp2", "tp2", "tp2+sp", "cp2", "dp2+ep2", "dp2+zero3", "pp2", "pp2+dp2"])
+def test_choices_of_the_step_so_far(folder, layout):
+    check(folder, "qwen3_moe", layout, auxiliary_loss="global", router_z_loss=0.125, num_microbatches=2)
+
+
+def test_choices_of_the_last_step_are_found(folder):
+    def sabotage():
+        from hf_megatron.loss import BatchLoss
+
+        BatchLoss.end_step = lambda self: None
+
+    with pytest.raises(AssertionError):
+        check(folder, "qwen3_moe", "dp2", auxiliary_loss="global", sabotage=sabotage)
+
+
+def test_a_z_loss_of_a_model_that_adds_none_is_refused(folder):
+    cls, path, *_ = _saved("qwen3_moe", folder)
+
+    def on_rank():
+        with pytest.raises(ConfigError, match="router_z_loss = 0.1: Qwen3MoeForCausalLM adds no router loss"):
+            cls.from_pretrained(path, output_router_logits=False, megatron_config=_layout("dp2", router_z_loss=0.1))
+
+    run_ranks(on_rank, 2)
+
+
 def test_a_value_that_is_none_of_them():
-    with pytest.raises(ConfigError, match="auxiliary_loss = 'global'"):
-        _layout("dp2", auxiliary_loss="global")
+    with pytest.raises(ConfigError, match="auxiliary_loss = 'step'"):
+        _layout("dp2", auxiliary_loss="step")
 
 
 def _own_statistics():
