@@ -18,6 +18,7 @@ from .load import NAME as LOAD
 from .load import ExpertCounts
 from .router_bias import install_router_biases, require_router_bias
 from .routing import install_tapes
+from .shared_experts import find_shared_experts
 
 NAME = "ep"
 _REPEATED = "edp"
@@ -131,7 +132,9 @@ def install(model: Any, state: ParallelState) -> None:
         become(experts, ParallelExperts)  # type: ignore[arg-type]
         are_split = name.rpartition(".")[0] in split_mixtures
         mixture: Any = modules[name.rpartition(".")[0]]
-        tapes = install_tapes(layer_of.get(id(experts), mixture), mixture)
-        experts.ranks = ExpertRanks(AllToAll(count // ranks, group), None if are_split else shared, tapes, counts, name)
+        early = find_shared_experts(mixture)
+        tapes = install_tapes(layer_of.get(id(experts), mixture), mixture, early)
+        dispatcher = AllToAll(count // ranks, group)
+        experts.ranks = ExpertRanks(dispatcher, None if are_split else shared, tapes, counts, name, early)
         inside |= {f"{name}.{part}".rstrip("."): module for part, module in experts.named_modules()}
     ExchangedFunctions(inside, "ep_size").install(model)

@@ -9,6 +9,7 @@ The contract is that of DeepEP's `dispatch` and `combine` (`Dispatcher`); other 
 is dropped: buffers have the size of what arrives. Experts that do not exist (ids below zero, or of no rank) get no row.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -68,11 +69,16 @@ class Dispatcher(Protocol):
     rank: int
 
     def dispatch(
-        self, hidden: Tensor, chosen: Tensor, weights: Tensor | None, route: Route | None = None
+        self,
+        hidden: Tensor,
+        chosen: Tensor,
+        weights: Tensor | None,
+        route: Route | None = None,
+        meanwhile: Callable[[], None] | None = None,
     ) -> tuple[Dispatched, Route]:
         """Sends `[tokens, width]` with choices and weights `[tokens, choices]` to the ranks of the experts chosen.
 
-        A `route` of the same choices spares the exchange of sizes.
+        A `route` of the same choices spares the exchange of sizes; `meanwhile` is called while rows travel.
         """
 
     def combine(self, rows: Tensor, route: Route) -> Tensor:
@@ -92,7 +98,12 @@ class AllToAll(Shared):
         self.ranks, self.rank = dist.get_world_size(group), dist.get_rank(group)
 
     def dispatch(
-        self, hidden: Tensor, chosen: Tensor, weights: Tensor | None, route: Route | None = None
+        self,
+        hidden: Tensor,
+        chosen: Tensor,
+        weights: Tensor | None,
+        route: Route | None = None,
+        meanwhile: Callable[[], None] | None = None,
     ) -> tuple[Dispatched, Route]:
         chosen = chosen.to(torch.int64)
         route = self._route(chosen) if route is None else route
@@ -100,10 +111,11 @@ class AllToAll(Shared):
         is_theirs = (local >= 0) & (local < self.experts)
         local = local.masked_fill(~is_theirs, self.experts)
         arrived = send_rows(local.to(torch.int32), route.sent, route.received, self.group).to(torch.int64)
-        rows = exchange_rows(hidden.index_select(0, route.tokens), route.sent, route.received, self.group)
         if weights is not None:
             weights = weights.index_select(0, route.tokens).masked_fill(~is_theirs, 0)
             weights = exchange_rows(weights, route.sent, route.received, self.group)
+        rows = hidden.index_select(0, route.tokens)
+        rows = exchange_rows(rows, route.sent, route.received, self.group, meanwhile)
         return Dispatched(rows, arrived, weights), route
 
     def _route(self, chosen: Tensor) -> Route:

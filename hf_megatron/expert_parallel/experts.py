@@ -1,5 +1,7 @@
 """The experts module of a layer, around which tokens change ranks; its own forward computes what arrives."""
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +17,7 @@ from ..upstream import grouped_rows, in_backward, leave_uncompiled
 from .dispatch import Dispatched, Dispatcher, Route, add_rows
 from .load import ExpertCounts
 from .routing import LayerTapes
+from .shared_experts import SharedExperts
 
 
 @dataclass
@@ -27,6 +30,7 @@ class ExpertRanks(Shared):
         tapes (`LayerTapes`): what the layer's routers chose in forwards that backward computes again.
         counts (`ExpertCounts`): of the choices of training.
         name: of the module in its model.
+        shared (`SharedExperts`, *optional*): of the same block, computed while rows travel.
     """
 
     dispatcher: Dispatcher
@@ -34,6 +38,7 @@ class ExpertRanks(Shared):
     tapes: LayerTapes
     counts: ExpertCounts
     name: str
+    shared: SharedExperts | None
 
 
 class ParallelExperts:
@@ -63,7 +68,9 @@ class ParallelExperts:
         if group is not None:
             tokens, chosen = split_over_ranks(tokens, 0, group), split_over_ranks(chosen, 0, group)
             weights = None if weights is None else split_over_ranks(weights, 0, group)
-        dispatched, route = dispatcher.dispatch(tokens, chosen, weights, self.ranks.tapes.route())
+        dispatched, route = dispatcher.dispatch(
+            tokens, chosen, weights, self.ranks.tapes.route(), self._meanwhile(hidden)
+        )
         self.ranks.tapes.note(route)
         if self.training and not in_backward():
             self.ranks.counts.note(self.ranks.name, chosen, route, tokens[:1].nbytes, dispatcher.rank)
@@ -72,6 +79,12 @@ class ParallelExperts:
             total = gather_from_ranks(total, 0, count, group)
         # FSDP2 watches what a unit returns, and loses a view of it that is changed in place.
         return total if hidden.dim() == 2 else total.view(hidden.shape).clone()
+
+    def _meanwhile(self, hidden: Tensor) -> Callable[[], None] | None:
+        shared = self.ranks.shared
+        if shared is None:
+            return None
+        return functools.partial(shared.compute, hidden, self.ranks.tapes.shared_take(shared.takes))
 
     def _computed(self, dispatched: Dispatched, route: Route) -> Tensor:
         """Returns `[rows received, width]`: the sum of each row's choices of this rank's experts."""

@@ -20,6 +20,7 @@ from ..parts import works_on_parts
 from ..patch_ledger import Shared
 from ..upstream import in_backward
 from .dispatch import Route
+from .shared_experts import SharedExperts
 
 TOPK = (torch.topk, Tensor.topk)
 
@@ -31,10 +32,12 @@ class Tape:
     Attributes:
         chosen: indices of each `topk`.
         routes: where the rows of each mixture went.
+        shared_take (*optional*): what the shared experts were called early with.
     """
 
     chosen: list[Tensor] = field(default_factory=list)
     routes: list[Route] = field(default_factory=list)
+    shared_take: str | None = None
 
 
 class _Choices(TorchFunctionMode):
@@ -117,6 +120,14 @@ class LayerTapes(Shared):
         self._routes += 1
         return self.known.routes[self._routes - 1]
 
+    def shared_take(self, now: str | None) -> str | None:
+        """Returns what shared experts are called early with: of a forward that is computed again, as it was."""
+        if self.known is not None:
+            return self.known.shared_take
+        if self.written is not None:
+            self.written.shared_take = now
+        return now
+
     def note(self, route: Route) -> None:
         """Keeps where the rows of a mixture went."""
         if self.written is not None:
@@ -150,8 +161,15 @@ def _taped_mixture(base: Any) -> type[nn.Module]:
     @works_on_parts
     @functools.wraps(base.forward)
     def forward(mixture: Any, *args: Any, **kwargs: Any) -> Any:
-        with mixture._tapes_of_mixture.around_router():
-            return base.forward(mixture, *args, **kwargs)
+        shared = mixture._shared_experts
+        if shared is not None:
+            shared.enter(args[0] if args else kwargs.get("hidden_states"))
+        try:
+            with mixture._tapes_of_mixture.around_router():
+                return base.forward(mixture, *args, **kwargs)
+        finally:
+            if shared is not None:
+                shared.leave()
 
     return type(base.__name__, (base,), {"forward": forward})
 
@@ -161,9 +179,13 @@ def is_taped(layer: nn.Module) -> bool:
     return "_tapes_of_layer" in vars(layer)
 
 
-def install_tapes(layer: nn.Module, mixture: nn.Module) -> LayerTapes:
-    """Has a layer keep for backward what the router of its mixture, which may be the layer itself, chooses."""
+def install_tapes(layer: nn.Module, mixture: nn.Module, shared: SharedExperts | None = None) -> LayerTapes:
+    """Has a layer keep for backward what the router of its mixture, which may be the layer itself, chooses.
+
+    Its shared experts, if it has any that are called early, are told where its forwards begin and end.
+    """
     tapes = LayerTapes()
+    object.__setattr__(mixture, "_shared_experts", shared)
     object.__setattr__(mixture, "_tapes_of_mixture", tapes)
     mixture.__class__ = _taped_mixture(type(mixture))  # type: ignore[arg-type]
     object.__setattr__(layer, "_tapes_of_layer", tapes)

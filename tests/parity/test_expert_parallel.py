@@ -137,6 +137,80 @@ def test_recompute(twin, text):
     assert comparison.passed, comparison.worst
 
 
+@pytest.fixture(scope="module")
+def with_shared_experts():
+    return make_twin(CONFIG_MAPPING["deepseek_v3"](), microbatches=2)
+
+
+@pytest.mark.parametrize("text", ["dp2+ep2", "dp2+ep2+zero3", "tp2+ep2", "cp2+ep2", "pp2+dp2+ep2"])
+@pytest.mark.parametrize("recompute", [None, "full"])
+def test_shared_experts(with_shared_experts, text, recompute):
+    layout = dataclasses.replace(parse_layouts(text)[0], recompute=recompute)
+    comparison = check_twin(with_shared_experts, layout)
+    assert comparison.passed, comparison.worst
+
+
+def events_of_a_layer(twin, recompute):
+    """What happens around the exchange of rows in a layer's second forward, and in its backward."""
+    layout = ConfigUnderTest(dp_size=2, ep_size=2, recompute=recompute)
+    model = twin.load(megatron_config=layout).train()
+    batch = {name: value[:1] for name, value in twin.batches[0].items()}
+    model(**batch).loss.backward()
+    events = []
+    post, wait = exchange._Exchange.post, exchange._Exchange.wait
+
+    def noting(name, function):
+        def noted(self, *args):
+            events.append((name, id(self)))
+            return function(self, *args)
+
+        return noted
+
+    class Noted(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, output):
+            events.append(("shared", 0))
+            return output.view_as(output)
+
+        @staticmethod
+        def backward(ctx, gradient):
+            events.append(("shared backward", 0))
+            return gradient
+
+    def computed(module, args, output):
+        return Noted.apply(output)
+
+    exchange._Exchange.post, exchange._Exchange.wait = noting("post", post), noting("wait", wait)
+    for module in model.modules():
+        if hasattr(module, "early"):
+            module.down_proj.register_forward_hook(works_on_parts(computed))
+    loss = model(**batch).loss
+    forward, events[:] = list(events), []
+    loss.backward()
+    return forward, events
+
+
+@pytest.mark.parametrize("recompute", [None, "full"])
+def test_shared_experts_are_computed_while_rows_travel(with_shared_experts, recompute):
+    """In every layer rows are posted, shared experts computed, and rows waited for; and so are their gradients."""
+
+    def inside(events, name):
+        found = []
+        for place, (kind, _) in enumerate(events):
+            if kind == name:
+                posted = {key for event, key in events[:place] if event == "post"}
+                waited = {key for event, key in events[:place] if event == "wait"}
+                found.append(len(posted - waited))
+        return found
+
+    for forward, backward in run_ranks(events_of_a_layer, 2, with_shared_experts, recompute):
+        assert inside(forward, "shared") and all(inside(forward, "shared"))
+        if recompute is None:
+            assert inside(backward, "shared backward") and all(inside(backward, "shared backward"))
+        else:
+            assert all(inside(backward, "shared"))
+
+
 def counted():
     """Counts the routes that are found, and how many of them in backward."""
     found = [0, 0]
@@ -196,8 +270,8 @@ def test_choices_that_would_be_others_are_kept(twin):
         sent = []
         original = dispatch.AllToAll.dispatch
 
-        def noting(self, hidden, chosen, weights, route=None):
-            found = original(self, hidden, chosen, weights, route)
+        def noting(self, hidden, chosen, *args):
+            found = original(self, hidden, chosen, *args)
             sent.append((in_backward(), chosen.tolist()))
             return found
 
@@ -303,8 +377,8 @@ def sent_by_every_tp_rank():
 def rows_to_the_wrong_expert():
     original = dispatch.AllToAll.dispatch
 
-    def wrong(self, hidden, chosen, weights, route=None):
-        found, route = original(self, hidden, chosen, weights, route)
+    def wrong(self, *args):
+        found, route = original(self, *args)
         local = found.experts
         swapped = torch.where(local < self.experts, (local + 1) % self.experts, local)
         return found._replace(experts=swapped), route
@@ -313,19 +387,19 @@ def rows_to_the_wrong_expert():
 
 
 def half_the_gradient_on_the_way_back():
-    original = exchange._Exchange.backward
+    original = exchange._Arrive.backward
 
     def backward(ctx, gradient):
         return original(ctx, gradient * 0.5)
 
-    exchange._Exchange.backward = staticmethod(backward)
+    exchange._Arrive.backward = staticmethod(backward)
 
 
 def router_without_a_gradient():
     original = dispatch.AllToAll.dispatch
 
-    def detached(self, hidden, chosen, weights, route=None):
-        return original(self, hidden, chosen, weights.detach(), route)
+    def detached(self, hidden, chosen, weights, *args):
+        return original(self, hidden, chosen, weights.detach(), *args)
 
     dispatch.AllToAll.dispatch = detached
 
