@@ -80,15 +80,27 @@ def load(folder, variant, dtype):
     return AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), **options).train()
 
 
-def timed_exchanges(total):
-    """Adds the seconds inside of exchanges of rows and sizes, waiting for the other rank included."""
+class _Timed:
+    """An exchange under way whose wait is timed."""
+
+    def __init__(self, work, seconds, place):
+        self.work, self.seconds, self.place = work, seconds, place
+
+    def wait(self):
+        began = time.perf_counter()
+        self.work.wait()
+        self.seconds[self.place] += time.perf_counter() - began
+
+
+def timed_exchanges(seconds):
+    """Notes the seconds inside of each exchange of rows or sizes, waiting for the other rank included."""
     stock = dist.all_to_all_single
 
     def timed(*args, **kwargs):
         began = time.perf_counter()
         found = stock(*args, **kwargs)
-        total[0] += time.perf_counter() - began
-        return found
+        seconds.append(time.perf_counter() - began)
+        return found if found is None else _Timed(found, seconds, len(seconds) - 1)
 
     dist.all_to_all_single = timed
 
@@ -111,19 +123,20 @@ def step(folder, variant, tokens, skewed, dtype):
     ids = batch_of(tokens, skewed)
     if variant in _HALVES:
         ids = ids.chunk(2)[dist.get_rank()]
-    total = [0.0]
-    timed_exchanges(total)
+    exchanges = []
+    timed_exchanges(exchanges)
     seconds = []
     for _ in range(3):
-        total[0] = 0.0
+        exchanges.clear()
         dist.barrier()
         began, cpu = time.perf_counter(), time.process_time()
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        seconds.append((time.process_time() - cpu, time.perf_counter() - began, total[0]))
-    return min(seconds[1:]), bytes_of(model, optimizer), loss.item()
+        seconds.append((time.process_time() - cpu, time.perf_counter() - began, tuple(exchanges)))
+    # The same step on all ranks.
+    return seconds[-1], bytes_of(model, optimizer), loss.item()
 
 
 def measured(folder, given, skewed, dtype):
@@ -146,12 +159,14 @@ def measured(folder, given, skewed, dtype):
             continue
         ranks = len(taken[0])
         both = [sum(sample[rank][0][0] for rank in range(ranks)) for sample in taken]
-        share = [max(rank[0][2] / rank[0][1] for rank in sample) for sample in taken]
+        share = [max(sum(rank[0][2]) / rank[0][1] for rank in sample) for sample in taken]
+        alone = [_without_waiting(sample) for sample in taken]
         rows[name] = {
             "cpu_seconds_of_all_ranks": round(statistics.median(both), 3),
             "busiest_over_apart": round(_busiest(taken) / apart, 3),
             "wall_seconds": round(statistics.median(max(rank[0][1] for rank in sample) for sample in taken), 3),
             "share_in_exchanges": round(statistics.median(share), 3),
+            "share_without_waiting": round(statistics.median(alone), 3),
             "mib_of_experts": round(taken[0][0][1][0] / 2**20, 1),
             "mib_of_optimizer": round(taken[0][0][1][1] / 2**20, 1),
             "loss": round(taken[0][0][2], 5),
@@ -160,6 +175,15 @@ def measured(folder, given, skewed, dtype):
         if rows[peer] is not None:
             rows[name]["peer_over_this"] = round(_busiest(samples[peer]) / _busiest(samples[name]), 3)
     return rows
+
+
+def _without_waiting(sample):
+    """The share of exchanges in a step, each by the rank that came last: the other one has waited for it."""
+    exchanges = [rank[0][2] for rank in sample]
+    if len({len(found) for found in exchanges}) > 1:
+        # Of steps that are not the same.
+        return max(sum(rank[0][2]) / rank[0][1] for rank in sample)
+    return sum(map(min, zip(*exchanges, strict=True))) / max(rank[0][1] for rank in sample)
 
 
 def _busiest(taken):

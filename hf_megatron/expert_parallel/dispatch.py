@@ -110,13 +110,18 @@ class AllToAll(Shared):
         local = chosen.index_select(0, route.tokens) - (route.ranks * self.experts).unsqueeze(-1)
         is_theirs = (local >= 0) & (local < self.experts)
         local = local.masked_fill(~is_theirs, self.experts)
-        arrived = send_rows(local.to(torch.int32), route.sent, route.received, self.group).to(torch.int64)
-        if weights is not None:
+        if weights is None:
+            arrived, shares = send_rows(local.to(torch.int32), route.sent, route.received, self.group), None
+        else:
+            # Choices and weights in one exchange: numbers of experts are exact in fp32.
             weights = weights.index_select(0, route.tokens).masked_fill(~is_theirs, 0)
-            weights = exchange_rows(weights, route.sent, route.received, self.group)
+            kind = torch.promote_types(weights.dtype, torch.float32)
+            beside = torch.cat([local.to(kind), weights.to(kind)], 1)
+            arrived, shares = exchange_rows(beside, route.sent, route.received, self.group).chunk(2, 1)
+            shares = shares.to(weights.dtype)
         rows = hidden.index_select(0, route.tokens)
         rows = exchange_rows(rows, route.sent, route.received, self.group, meanwhile)
-        return Dispatched(rows, arrived, weights), route
+        return Dispatched(rows, arrived.detach().to(torch.int64), shares), route
 
     def _route(self, chosen: Tensor) -> Route:
         rank_of = chosen.div(self.experts, rounding_mode="floor")
