@@ -9,6 +9,12 @@ import typer
 from .failure import MISMATCH, failing
 
 
+def _layout(tp: int, sp: bool, cp: int, pp: int, ep: int) -> str:
+    """Spells sizes as a layout, with the data parallel ranks that experts need beyond those of tp and cp."""
+    experts = f"+dp{max(ep // (tp * cp), 1)}+ep{ep}" if ep > 1 else ""
+    return f"tp{tp}" + ("+sp" if sp else "") + (f"+cp{cp}" if cp > 1 else "") + f"+pp{pp}" + experts
+
+
 def check(
     models: Annotated[
         list[str], typer.Argument(help="Model types, local folders or hub names; `all` for every type with a plan.")
@@ -52,10 +58,7 @@ def check(
     with failing():
         if record is not None and not record.parent.is_dir():
             raise ConfigError(f"--record {record}: {record.parent} is no folder.")
-        experts = f"+dp{max(ep // (tp * cp), 1)}+ep{ep}" if ep > 1 else ""
-        wanted = parse_layouts(
-            layouts or f"tp{tp}" + ("+sp" if sp else "") + (f"+cp{cp}" if cp > 1 else "") + f"+pp{pp}" + experts
-        )
+        wanted = parse_layouts(layouts or _layout(tp, sp, cp, pp, ep))
         try:
             changed = json.loads(changes)
         except json.JSONDecodeError as error:
@@ -83,9 +86,13 @@ def plan(
     tp: Annotated[int, typer.Option(help="Tensor parallel size.")] = 2,
     sp: Annotated[bool, typer.Option("--sp", help="With sequence parallelism.")] = False,
     pp: Annotated[int, typer.Option(help="Pipeline parallel size.")] = 1,
+    ep: Annotated[
+        int, typer.Option(help="Expert parallel size, over tp first; data parallel ranks are added for it.", min=1)
+    ] = 1,
 ) -> None:
     """Print which axes split each parameter of MODEL and what its gradient needs; reads the config only."""
+    from ..verify.check import parse_layouts
     from ..verify.named_models import print_plan
 
     with failing():
-        typer.echo(print_plan(model, tp, sp, pp))
+        typer.echo(print_plan(model, parse_layouts(_layout(tp, sp, 1, pp, ep))[0]))

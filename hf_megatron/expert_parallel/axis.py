@@ -127,6 +127,10 @@ def install(model: Any, state: ParallelState) -> None:
                 # Their tokens are those of all ranks of the batch, and a gradient is averaged over the few that
                 # repeat a part.
                 part.gradient_factor = state.axes.size(_REPEATED) / state.axes.size("dp_cp")  # type: ignore[assignment]
+        if not experts._parameters:
+            # Those of a module inside, as in DBRX.
+            experts.forwards = next(part.forwards for part in experts.modules() if part._parameters)
+            experts.name_of_part = None
         counter = lookup(name, state.spec.experts) or "num_experts"
         setattr(experts, counter, count // ranks)
         become(experts, ParallelExperts)  # type: ignore[arg-type]

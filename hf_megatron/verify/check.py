@@ -11,7 +11,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from ..axes import Axes
 from ..config import MegatronConfig
-from ..errors import ConfigError, MegatronError
+from ..errors import ConfigError, MegatronError, RankError
 from ..expert_modules import find_experts
 from ..parallelize import plan
 from ..registry import own_spec, registered_types
@@ -180,11 +180,15 @@ def _check_changed(
     for layout in layouts:
         if everything and layout.tp_size > 1 and not has_plan(model):
             continue
-        if everything and layout.ep_size > 1 and twin is not None and not _has_experts(twin):
-            continue
+        if layout.ep_size > 1 and twin is not None and not _has_experts(twin):
+            if everything:
+                continue
+            raise ConfigError(
+                f"{model} on {layout.layout()}: {twin.class_name} has no experts to share out. Leave ep out."
+            )
         row = _check_layout(config, twin, layout, timeout, reason) | {"changes": changes}
         rows.append(row)
-        refused = row["worst"].startswith("UnsupportedError")
+        refused = row.pop("refused", False) or row["worst"].startswith(("UnsupportedError", "ConfigError"))
         verdict = "equal" if row["passed"] else "refused" if refused else "DIFFERS"
         name = f"{row['class']} {json.dumps(changes)}" if changes else row["class"]
         share = f", {row['split']:.0%} of its layers' parameters split" if row.get("split", 1.0) < _LARGE_SHARE else ""
@@ -232,7 +236,8 @@ def _check_layout(
             if twin.full.draws - sites:
                 return row | {"passed": False, "worst": f"while {sorted(twin.full.draws - sites)} drew: {problem}"}
     except MegatronError as error:
-        return row | {"passed": False, "worst": first_reason(str(error))}
+        refused = not isinstance(error, RankError)
+        return row | {"passed": False, "worst": first_reason(str(error)), "refused": refused}
     row |= {"passed": comparison.passed, "worst": str(comparison.worst)}
     if reasons := without_gradient(config):
         row |= {"no_gradient": sorted(reasons.values())}

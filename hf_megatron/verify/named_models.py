@@ -43,8 +43,8 @@ def _folder_of(model: str) -> str | Path:
     return model if Path(model).exists() else Path(hf_hub_download(model, CONFIG)).parent
 
 
-def print_plan(model: str, tp_size: int, sequence_parallel: bool, pp_size: int = 1) -> str:
-    """Returns the plan of a model's full-size config, made on the meta device, without weights and ranks.
+def print_plan(model: str, layout: MegatronConfig) -> str:
+    """Returns the plan of a model's full-size config on a layout, made on the meta device, without weights and ranks.
 
     Of several heads it is the one that the config names, else one that writes text.
 
@@ -52,7 +52,6 @@ def print_plan(model: str, tp_size: int, sequence_parallel: bool, pp_size: int =
         ConfigError: a config that cannot be read, or of which no model can be made.
     """
     config = resolve_config(model)
-    layout = MegatronConfig(tp_size=tp_size, sequence_parallel=sequence_parallel, pp_size=pp_size)
     instance = _without_weights(model, config)
     state = plan(instance, layout, Axes.of(layout, 0))
     return str(ParallelPlan(state.claims.values(), state.cut))

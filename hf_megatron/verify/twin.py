@@ -46,7 +46,7 @@ SIZES: Mapping[str, int] = _by_name(
     (38, "moe_shared_expert_intermediate_size"),
     # A quarter of it still is a multiple of 16 bytes, which the grouped matrix product of the experts asks for.
     (MOE_SIZE, "moe_intermediate_size expert_ffn_hidden_size"),
-    (4, "num_attention_heads n_head num_heads swa_num_attention_heads index_n_heads indexer_n_heads"),
+    (4, "num_attention_heads n_head n_heads num_heads swa_num_attention_heads index_n_heads indexer_n_heads"),
     (16, "head_dim swa_head_dim global_head_dim indexer_head_dim"),
     # T5 does not scale its attention scores: wide heads would saturate the softmax.
     (4, "d_kv"),
@@ -56,7 +56,7 @@ SIZES: Mapping[str, int] = _by_name(
     (4, "qk_rope_head_dim o_groups"),
     # Experts.
     (4, EXPERT_COUNTS),
-    (2, "num_experts_per_tok num_experts_per_token top_k_experts moe_topk moe_k"),
+    (2, "num_experts_per_tok num_experts_per_token top_k_experts moe_topk moe_k moe_top_k"),
     (2, "n_group num_expert_group n_shared_experts num_shared_experts moe_num_shared_experts zero_expert_num"),
     (1, "topk_group"),
     # Linear attention and state space models.
@@ -117,7 +117,7 @@ HEAD_PAIRS: Mapping[str, str] = {
     "num_global_key_value_heads": "num_attention_heads",
 }
 
-LAYER_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "num_decoder_layers", "num_blocks")
+LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers", "num_blocks")
 # The number of the first layer in each of these lists of layers.
 LAYER_INDICES: Mapping[str, int] = {"mlp_only_layers": 0, "moe_layers": 0, "local_layer_ids": 0, "ple_layer_ids": 1}
 LEADING_LAYERS = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index", "max_window_layers")
@@ -133,6 +133,12 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
             "full_attention": None,
         },
+    },
+    # No base of its rotary embedding by default, which the attention reads.
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "ffn_config": {"ffn_hidden_size": 90, "hidden_size": 6144, "moe_num_experts": 16, "moe_top_k": 4},
     },
     # No number of experts per token by default.
     "deepseek_v2": {"num_experts_per_tok": 2},
@@ -429,8 +435,9 @@ def _tiny_layers(
 def _tiny_rope(tiny: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the rotary attributes of a config whose head sizes are tiny already."""
     head_dim: Any = tiny.get("head_dim") or tiny.get("qk_rope_head_dim")
-    if head_dim is None and tiny.get("num_attention_heads") is not None:
-        head_dim = tiny["hidden_size"] // tiny["num_attention_heads"]
+    heads = tiny.get("num_attention_heads") or tiny.get("n_heads")
+    if head_dim is None and heads is not None and isinstance(tiny.get("rope_parameters"), Mapping):
+        head_dim = (tiny.get("hidden_size") or tiny["d_model"]) // heads
 
     def shrink(parameters: Mapping[str, Any]) -> dict[str, Any]:
         new: dict[str, Any] = {

@@ -1,0 +1,18 @@
+"""LongCat-Flash: behind its experts there are some that hand tokens back as they are."""
+
+from typing import Any
+
+from ...spec import ModelSpec
+from ..family import corrected_spec
+from ..lookup import register_model
+
+
+@register_model("longcat_flash")
+def longcat_flash(model: Any) -> ModelSpec:
+    return corrected_spec(
+        model,
+        no_expert_parallel=(
+            "the gate_up_proj of its experts has rows for experts without weights, which down_proj and the files of one "
+            "expert each have not: rows of one dim would belong to other experts in the other."
+        ),
+    )
