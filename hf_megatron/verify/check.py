@@ -1,5 +1,6 @@
 """`hf-megatron check` and `plan`: any architecture, by model type, folder or hub name."""
 
+import contextlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -11,7 +12,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from ..axes import Axes
 from ..config import MegatronConfig
-from ..errors import ConfigError, MegatronError, RankError
+from ..errors import ConfigError, MegatronError, RankError, UnsupportedError
 from ..expert_modules import find_experts
 from ..parallelize import plan
 from ..registry import own_spec, registered_types
@@ -183,9 +184,9 @@ def _check_changed(
         if layout.ep_size > 1 and twin is not None and not _has_experts(twin):
             if everything:
                 continue
-            raise ConfigError(
-                f"{model} on {layout.layout()}: {twin.class_name} has no experts to share out. Leave ep out."
-            )
+            with contextlib.suppress(UnsupportedError):
+                # Wrong usage, unless it has some that are refused by name, which makes a row.
+                plan(twin.model_on_meta(), layout, Axes.of(layout, 0))
         row = _check_layout(config, twin, layout, timeout, reason) | {"changes": changes}
         rows.append(row)
         refused = row.pop("refused", False) or row["worst"].startswith(("UnsupportedError", "ConfigError"))

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING
 
 from .twin import full_config
@@ -110,7 +111,10 @@ def variants_of(model_type: str, class_name: str) -> list[Changes]:
 def _tying(model_type: str, class_name: str) -> list[Changes]:
     default = full_config(CONFIG_MAPPING[model_type]())
     flag = "tie_word_embeddings"
-    changed = type(default).from_dict(default.to_dict() | {flag: not getattr(default, flag, False)})
+    try:
+        changed = type(default).from_dict(default.to_dict() | {flag: not getattr(default, flag, False)})
+    except StrictDataclassError:
+        return []
     cls = getattr(transformers, class_name)
     if not isinstance(default, cls.config_class):
         return []

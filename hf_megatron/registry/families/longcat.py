@@ -12,7 +12,7 @@ def longcat_flash(model: Any) -> ModelSpec:
     return corrected_spec(
         model,
         no_expert_parallel=(
-            "the gate_up_proj of its experts has rows for experts without weights, which down_proj and the files of one "
-            "expert each have not: rows of one dim would belong to other experts in the other."
+            "the gate_up_proj of its experts has rows for experts without weights, which their down_proj has not, so "
+            "that equal shares of the two belong to other experts."
         ),
     )
