@@ -141,7 +141,7 @@ def check_models(
         while pending:
             changed = pending.pop(0)
             found = _check_changed(
-                model, changed, layouts, layers, class_name, case_task, "all" in models, timeout, echo
+                model, changed, layouts, layers, class_name, case_task, "all" in models or variants, timeout, echo
             )
             rows += found
             if (
