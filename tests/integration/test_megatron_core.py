@@ -214,8 +214,8 @@ def trained(tmp_path_factory):
     return root, results
 
 
-def resume(checkpoint: Path, source: Path, layout: dict, batches: torch.Tensor) -> list[float]:
-    """Trains on from a converted checkpoint, as megatron-core would have; the loss of each step."""
+def resume(checkpoint: Path, source: Path, layout: dict, batches: torch.Tensor, out: Path | None = None) -> list[float]:
+    """Trains on from a converted checkpoint, as megatron-core would have, and saves; the loss of each step."""
     from accelerate import Accelerator
 
     model = AutoModelForCausalLM.from_pretrained(
@@ -235,6 +235,8 @@ def resume(checkpoint: Path, source: Path, layout: dict, batches: torch.Tensor) 
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
+    if out is not None:
+        accelerator.save_state(out)
     return losses
 
 
@@ -299,6 +301,37 @@ def test_megatron_core_trains_on_from_ours(trained, tmp_path):
         assert [step["loss"] for step in again[name][name]["steps"]] == pytest.approx(expected, abs=1e-6)
 
 
+def test_experts_over_ranks_go_to_megatron_core_and_back(trained, tmp_path):
+    """Megatron's checkpoint, a step here with experts over two ranks, and the next one in Megatron on two, too."""
+    root, results = trained
+    folder, (first, second) = root / "moe", [step["loss"] for step in results["moe"]["moe"]["resumed"]]
+    convert(folder / "core", tmp_path / "sharded", "sharded", config=str(folder / "hf"))
+    convert(tmp_path / "sharded", tmp_path / "hf", "hf")
+    launches = []
+    for name, layout in (("dp2", {"dp_size": 2, "ep_size": 2}), ("tp2", {"tp_size": 2, "ep_size": 2})):
+        out = tmp_path / name
+        batches = BATCHES[STEPS : STEPS + 1]
+        found = run_ranks(resume, 2, tmp_path / "sharded", tmp_path / "hf", layout, batches, out / "state")[0]
+        assert found == pytest.approx([first], abs=1e-5)
+        convert(out / "state", out / "core", "megatron_core", options=TargetOptions(ep_size=2))
+        task = {
+            "task": "train_save",
+            "name": name,
+            "hf": str(folder / "hf"),
+            "padded_vocab": PADDED,
+            "load": str(next((out / "core").glob("iter_*"))),
+            "load_optimizer": True,
+            "first_step": STEPS + 1,
+            "ids": BATCHES.tolist(),
+            "steps": 1,
+            "dir": str(out / "again"),
+        }
+        launches.append({"name": name, "layout": {"ep": 2, "dp": 2}, "tasks": [task]})
+    again = run_peer(tmp_path / "out", launches)
+    for name in ("dp2", "tp2"):
+        assert [step["loss"] for step in again[name][name]["steps"]] == pytest.approx([second], abs=1e-5)
+
+
 def test_optimizer_formats_that_cannot_be_resharded_are_refused(trained, tmp_path):
     from hf_megatron import CheckpointError
 
@@ -314,8 +347,18 @@ def load_split(folder: Path, config: dict) -> torch.Tensor:
         return model(IDS).logits
 
 
-@pytest.mark.parametrize("config", [{"tp_size": 2}, {"pp_size": 2}], ids=str)
-@pytest.mark.parametrize("case", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize(
+    ("case", "config"),
+    [
+        ("llama", {"tp_size": 2}),
+        ("llama", {"pp_size": 2}),
+        ("qwen3_moe", {"tp_size": 2}),
+        ("qwen3_moe", {"pp_size": 2}),
+        ("qwen3_moe", {"tp_size": 2, "ep_size": 2}),
+        ("qwen3_moe", {"dp_size": 2, "ep_size": 2}),
+    ],
+    ids=str,
+)
 def test_from_pretrained_reads_megatron_core(written, case, config):
     expected = logits_of(written / case / "hf")
     for found in run_ranks(load_split, 2, written / case / "core", config):
