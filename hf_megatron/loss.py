@@ -108,7 +108,9 @@ class BatchLoss(Shared):
         join_tokens (`Callable`): `[tokens, ...]` of this rank -> of all ranks that share the rows.
     """
 
-    def __init__(self, mesh: ParallelMesh, shifts: bool | None, divides_itself: bool, auxiliary: str, z_loss: float):
+    def __init__(
+        self, mesh: ParallelMesh, shifts: bool | None, divides_itself: bool, auxiliary: str, z_loss: float = 0.0
+    ):
         self.mesh, self.shifts, self.divides_itself, self.auxiliary = mesh, shifts, divides_itself, auxiliary
         self.z_loss = z_loss
         self._of_step: Tensor | None = None

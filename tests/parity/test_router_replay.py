@@ -158,13 +158,16 @@ def test_what_generated_is_trained(twin):
 
 
 MIXTURES = sorted({row["model_type"] for row in recorded.records() if row["layout"] == "ep" and row["passed"]})
+WITH_EXPERTS = {
+    "gemma4_text": {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 32}
+}
 BY_OTHER_MEANS = {"phimoe"}
 
 
 @pytest.mark.parametrize("model_type", sorted(set(MIXTURES) & set(causal_types())))
 def test_every_router(model_type):
     """What was recorded is chosen again by routers of other weights, whose gradients are those of the choice."""
-    twin = make_twin(CONFIG_MAPPING[model_type]())
+    twin = make_twin(CONFIG_MAPPING[model_type](**WITH_EXPERTS.get(model_type, {})))
     model = twin.load().eval()
     batch = {"input_ids": twin.batches[0]["input_ids"]}
     if model_type in BY_OTHER_MEANS:
