@@ -18,12 +18,22 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe"])
-@pytest.mark.parametrize("name", LAYOUTS)
+EXPERTS = {
+    "ep2 over dp2": {"dp_size": 2, "ep_size": 2},
+    "ep2 over tp2": {"tp_size": 2, "ep_size": 2},
+    "ep2 over tp2+sp": {"tp_size": 2, "sequence_parallel": True, "ep_size": 2},
+}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name"),
+    [*((model_type, name) for model_type in ("llama", "qwen3_moe") for name in LAYOUTS)]
+    + [*((model_type, name) for model_type in ("qwen3_moe", "deepseek_v3", "gpt_oss") for name in EXPERTS)],
+)
 def test_error_to_fp32(model_type, name):
     twin = make_twin(CONFIG_MAPPING[model_type](), microbatches=2)
     one = measure(twin.load(dtype=torch.bfloat16), twin.batches, optimizers=())
-    layout = ConfigUnderTest(**LAYOUTS[name])
+    layout = ConfigUnderTest(**(LAYOUTS | EXPERTS)[name])
 
     def on_rank():
         return measure(twin.load(megatron_config=layout, dtype=torch.bfloat16), twin.batches, optimizers=())

@@ -56,6 +56,21 @@ LAYOUTS = [
 TYPES = {"deepseek_v3": "tp2+sp+ep2", "qwen2_moe": "tp2+sp+ep2", "gpt_oss": "dp2+ep2", "llama4_text": "tp2+ep2"}
 
 
+# Over tp, over dp, over both, and repeated: routers with groups, biases that they choose by, gates, no gates,
+# transposed experts, weights one below the other, state space layers beside them.
+FOUR_RANKS = {
+    "deepseek_v3": ("dp4+ep4", "dp2+tp2+sp+ep4"),
+    "ernie4_5_moe": ("tp4+ep4",),
+    "gpt_oss": ("dp2+tp2+ep4",),
+    "llama4_text": ("dp2+tp2+ep4",),
+    "nemotron_h": ("dp4+ep4",),
+    "minimax_m2": ("cp2+dp2+ep4",),
+    "granitemoe": ("pp2+dp4+ep4+mb1",),
+    "dbrx": ("dp4+ep4", "dp2+tp2+ep4"),
+    "mixtral": ("dp4+ep4+zero3",),
+}
+
+
 @pytest.fixture(scope="module")
 def twin():
     return make_twin(CONFIG_MAPPING["qwen3_moe"](), microbatches=2, batch_size=5)
@@ -82,6 +97,14 @@ def test_parity(twin, text):
 def test_parity_of_other_experts(model, text):
     [layout] = parse_layouts(text)
     comparison = check_twin(make_twin(CONFIG_MAPPING[model](), microbatches=2), layout)
+    assert comparison.passed, comparison.worst
+
+
+@pytest.mark.parametrize(("model", "text"), [(model, text) for model, found in FOUR_RANKS.items() for text in found])
+def test_parity_of_experts_over_four_ranks(model, text):
+    [layout] = parse_layouts(text)
+    twin = make_twin(CONFIG_MAPPING[model](), microbatches=2, batch_size=5)
+    comparison = check_twin(twin, layout, prepare=holds_its_share)
     assert comparison.passed, comparison.worst
 
 
