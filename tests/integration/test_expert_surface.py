@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration
 from datasets import Dataset
 from safetensors.torch import load_file
 from transformers import (
@@ -291,6 +292,27 @@ def test_saved_weights_are_those_that_were_loaded(source, tmp_path, text):
 
 
 # Text
+
+
+def evaluated_to_the_shortest(source, layout):
+    """A loop whose ranks have other numbers of batches left."""
+    configuration = DataLoaderConfiguration(dispatch_batches=False, even_batches=False)
+    model = loaded(source, layout)
+    accelerator = Accelerator(cpu=True, dataloader_config=configuration)
+    data = torch.utils.data.DataLoader(rows(14, 0), batch_size=2, collate_fn=collate)
+    model, data = accelerator.prepare(model, data)
+    model.eval()
+    with warnings.catch_warnings(record=True), torch.no_grad():
+        warnings.simplefilter("always")
+        return [model(**batch).loss.item() for batch in data]
+
+
+def test_an_evaluation_that_ends_unevenly_ends_on_all_ranks(source):
+    losses = run_ranks(evaluated_to_the_shortest, 2, source, MegatronConfig(dp_size=2, ep_size=2))
+    [alone] = run_ranks(evaluated_to_the_shortest, 1, source, None)
+    # Each rank reads every other batch.
+    assert [len(found) for found in losses] == [3, 3]
+    assert losses[0] == pytest.approx(alone[0:6:2], rel=1e-5) and losses[1] == pytest.approx(alone[1:6:2], rel=1e-5)
 
 
 def generated(source, layout):
