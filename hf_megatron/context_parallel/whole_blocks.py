@@ -85,6 +85,9 @@ class WholeBlock(Shared):
         def whole(name: str, value: Any) -> Any:
             if isinstance(value, ContextMask):
                 return value.dense
+            if type(value) is dict:
+                # Masks of several kinds, as ZAYA's layers take them.
+                return {kind: whole(name, part) for kind, part in value.items()}
             # The residual stream comes along where the block adds to it. Of short rows others have its length too.
             is_hidden = isinstance(value, Tensor) and value.is_floating_point() and value.shape == hidden.shape
             if is_hidden and row.whole(value) is value:

@@ -18,7 +18,7 @@ from ..context_parallel.scheme import with_scheme
 from ..errors import UnsupportedError, UnverifiedLayoutError
 from ..parallel_state import ParallelState
 from ..registry.features import Description, Features
-from ..registry.recorded import differences, layout_kind_of_tokens, layout_kinds, splits_weights
+from ..registry.recorded import differences, failed, layout_kind_of_tokens, layout_kinds, splits_weights
 
 # Differences that an error shows.
 _SHOWN = 6
@@ -49,7 +49,9 @@ def require_verified(model: Any, state: ParallelState, description: Description)
         if splits_weights(kind):
             _warn_of_whole_layers(model, config, features)
         found = differences(name, model_type, kind, features)
-        if found is None:
+        if (worst := failed(name, model_type, config, kind, features)) is not None:
+            lines.append(f"{kind}: compared on as many ranks it differed ({worst})")
+        elif found is None:
             lines.append(f"{kind}: no parity result is recorded for {name}")
         elif found:
             further = f"\n    and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""

@@ -134,6 +134,17 @@ def differences(class_name: str, model_type: str, kind: str, features: Features)
     return found
 
 
+def failed(class_name: str, model_type: str, config: MegatronConfig, kind: str, features: Features) -> str | None:
+    """Returns what differed where a kind of layout was compared with just this many ranks, and is not to be used."""
+    sizes = [name for name in ("tp_size", "cp_size", "pp_size", "ep_size") if name[:2] in kind]
+    for row in records():
+        is_same = (row["model_type"], row["class"], row["layout"]) == (model_type, class_name, kind)
+        has_sizes = all(row.get(name, 1) == getattr(config, name) for name in sizes)
+        if is_same and has_sizes and not row["passed"] and set(row["parts"]) == features.parts:
+            return str(row["worst"])
+    return None
+
+
 def _changed(lines: frozenset[str], compared: frozenset[str]) -> list[str]:
     """Says what lines have that compared ones have not, a module beside the module of the same name."""
     before = {line.partition(":")[0]: line for line in sorted(compared - lines)}

@@ -160,6 +160,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, *others: Any) -> Tensor:
         ctx.upstream = None
+        # Gradients are there already: nothing is saved whose version autograd would compare.
+        ctx.weight, ctx.version = weight, weight._version
         ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
         device_type = hidden.device.type
         if torch.is_autocast_enabled(device_type):
@@ -174,6 +176,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivatives()
+        if ctx.needs_input_grad[0] and ctx.weight._version != ctx.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: the "
+                "weight of the head was edited between the forward and its backward. Edit weights after backward()."
+            )
         if ctx.gradients is None:
             raise RuntimeError("The vocab-parallel loss was backpropagated twice; its gradients exist only once.")
         if ctx.upstream is None:

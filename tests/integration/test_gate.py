@@ -81,6 +81,18 @@ def test_a_site_that_draws_random_numbers_is_named(no_jitter_compared):
     assert "random numbers drawn at model.layers.*.mlp" in said
 
 
+def test_a_size_that_differed_is_refused_although_another_one_passed(monkeypatch):
+    """Of the same kind of layout, with as many ranks as are asked for."""
+    rows = recorded.records()
+    four = [row for row in rows if row["class"] == "LlamaForCausalLM" and row.get("cp_size") == 4]
+    bad = {"passed": False, "worst": "loss: 2 x the limit"}
+    changed = tuple(row | bad if row in four and row["layout"] == "cp" else row for row in rows)
+    monkeypatch.setattr(recorded, "records", lambda: changed)
+    text = run_ranks(refused, 4, "llama", MegatronConfig(cp_size=4, cp_comm_type="p2p"))[0]
+    assert "cp: compared on as many ranks it differed (loss: 2 x the limit)" in text
+    assert all(run_ranks(made, 2, "llama", MegatronConfig(cp_size=2, cp_comm_type="p2p")))
+
+
 def test_the_reason_of_a_refusal_comes_before_the_gate():
     def on_rank():
         with pytest.raises(UnsupportedError, match="cannot be cut"):

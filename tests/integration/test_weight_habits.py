@@ -372,3 +372,27 @@ def test_parameters_of_a_whole_model_are_mixed_in(tmp_path):
     expected = mix_with_plain_parameters(tmp_path)
     for vector in run_ranks(mix_with_plain_parameters, 2, tmp_path, "tp2"):
         torch.testing.assert_close(vector, expected, rtol=0, atol=0)
+
+
+def edited_before_backward(source, config, name):
+    """Edits one weight in place behind a forward, and tells whether backward raises."""
+    model = AutoModelForCausalLM.from_pretrained(source, megatron_config=config).train()
+    ids = torch.arange(3, 27).view(4, 6)
+    loss = model(input_ids=ids, labels=ids).loss
+    weight = dict(model.named_parameters())[name]
+    with torch.no_grad():
+        weight.mul_(0.5)
+    try:
+        loss.backward()
+    except RuntimeError as error:
+        assert "modified" in str(error) and "inplace" in str(error)
+        return True
+    return False
+
+
+@pytest.mark.parametrize("name", ["lm_head.weight", "model.layers.0.self_attn.q_proj.weight", "model.norm.weight"])
+def test_edits_between_a_forward_and_its_backward_raise_as_in_one_process(tiny_uneven, name):
+    """The head's loss has its gradients before backward, and compares nothing by itself."""
+    assert edited_before_backward(tiny_uneven, None, name)
+    for text in ("tp2", "tp2+sp"):
+        assert run_ranks(edited_before_backward, 2, tiny_uneven, layout(text), name) == [True, True], text
