@@ -15,6 +15,8 @@ from hf_megatron import (
     token_log_probs,
     works_on_parts,
 )
+from hf_megatron.context_parallel import axis as context_axis
+from hf_megatron.context_parallel import dispatch as context_dispatch
 from hf_megatron.context_parallel.stack import ContextStack
 from hf_megatron.integrations.gate import ConfigUnderTest
 from hf_megatron.parallel_state import parallel_state
@@ -230,6 +232,71 @@ def test_ranks_draw_for_their_tokens(tmp_path):
     assert len(set(first[0].tolist())) == 3
     for value, other in zip(first, second, strict=True):
         assert torch.equal(value, other)
+
+
+class NotedDropout(nn.Dropout):
+    """Keeps which entries it has dropped."""
+
+    @works_on_parts
+    def forward(self, hidden):
+        kept = super().forward(torch.ones_like(hidden))
+        self.dropped = (kept == 0).flatten()
+        return hidden * kept
+
+
+def entries_dropped(path, sabotage=None):
+    if sabotage is not None:
+        sabotage()
+    model = AutoModelForCausalLM.from_pretrained(path, megatron_config=MegatronConfig(cp_size=2)).train()
+    model.model.layers[0].mlp.act_fn = NotedDropout(0.5)
+    model(input_ids=IDS[:, :12], labels=IDS[:, :12])
+    return model.model.layers[0].mlp.act_fn.dropped
+
+
+def one_stream_for_all_ranks():
+    stock = context_axis.StreamOfPart
+    context_axis.StreamOfPart = lambda device, rank: stock(device, 0)
+
+
+def test_ranks_drop_other_entries_of_their_tokens(tmp_path):
+    path = made(tmp_path, LlamaConfig(**SIZES, num_attention_heads=4))
+    first, second = run_ranks(entries_dropped, 2, path)
+    assert len(first) == len(second) and not torch.equal(first, second)
+    # The seeded fault.
+    first, second = run_ranks(entries_dropped, 2, path, one_stream_for_all_ranks)
+    assert torch.equal(first, second)
+
+
+def with_a_further_argument(path, sabotage=None):
+    if sabotage is not None:
+        sabotage()
+    model = AutoModelForCausalLM.from_pretrained(path, megatron_config=MegatronConfig(cp_size=2))
+    attention = model.model.layers[0].self_attn
+    further = works_on_parts(lambda module, args, kwargs: (args, kwargs | {"position_bias": torch.ones(1)}))
+    attention.register_forward_pre_hook(further, with_kwargs=True)
+    try:
+        model(input_ids=IDS, labels=IDS)
+    except UnsupportedError as error:
+        return str(error)
+    return ""
+
+
+def every_argument_is_known():
+    class Everything(frozenset):
+        def __or__(self, other):
+            return self
+
+        def __contains__(self, name):
+            return True
+
+    context_dispatch._KNOWN = Everything()
+
+
+def test_an_argument_that_attention_over_ranks_does_not_know_is_refused(tmp_path):
+    path = made(tmp_path, LlamaConfig(**SIZES, num_attention_heads=4))
+    assert all("its attention takes position_bias" in text for text in run_ranks(with_a_further_argument, 2, path))
+    # The seeded fault.
+    assert run_ranks(with_a_further_argument, 2, path, every_argument_is_known) == ["", ""]
 
 
 def mixed(hidden):

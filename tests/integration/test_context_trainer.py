@@ -1,14 +1,17 @@
 """Stock Trainer with rows that several ranks share, against one process: logs, weights, evaluation, text, resuming."""
 
 import functools
+import os
 import shutil
+import signal
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainerCallback, TrainingArguments
 
-from hf_megatron import MegatronConfig
+from hf_megatron import MegatronConfig, RankError
 from hf_megatron.verify.ranks import run_ranks
 
 OPTIONS = {
@@ -62,7 +65,7 @@ def train(source, output, layout, resume=None, **options):
         eval_dataset=rows(7, 1),
         data_collator=collate,
     )
-    trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+    trainer.train(resume_from_checkpoint=str(resume) if isinstance(resume, Path) else resume)
     model.eval()
     prompt = torch.tensor([[3, 4, 5, 6], [9, 8, 7, 6]])
     with torch.no_grad():
@@ -147,6 +150,35 @@ def test_any_layout_goes_on(source, shared, alone, tmp_path, ranks, fields):
     found = [run()] if layout is None else run_ranks(run, ranks)
     for one in found:
         assert [entry["step"] for entry in one[0]] == [entry["step"] for entry in alone[0][0]]
+        for entry, other in zip(one[0], alone[0][0], strict=True):
+            assert entry == pytest.approx(other, rel=2e-5, abs=1e-6)
+    require_weights(tmp_path / "final", alone[1])
+
+
+class KilledIn(TrainerCallback):
+    """Ends this process as the kernel does that has no memory left, in the step behind the last checkpoint."""
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed(source, output):
+    model = AutoModelForCausalLM.from_pretrained(source, megatron_config=MegatronConfig(**LAYOUTS["cp2"]))
+    arguments = TrainingArguments(str(output), **OPTIONS)
+    trainer = Trainer(model, arguments, train_dataset=rows(40, 0), eval_dataset=rows(7, 1), data_collator=collate)
+    trainer.add_callback(KilledIn())
+    trainer.train()
+
+
+@pytest.mark.parametrize(("ranks", "fields"), [(4, {"cp_size": 4, "cp_comm_type": "p2p"}), (1, None)])
+def test_a_killed_run_goes_on_with_other_ranks_of_a_row(source, alone, tmp_path, ranks, fields):
+    with pytest.raises(RankError):
+        run_ranks(functools.partial(killed, source, tmp_path), 2)
+    assert (tmp_path / "checkpoint-3").is_dir()
+    layout = None if fields is None else MegatronConfig(**fields)
+    run = functools.partial(train, source, tmp_path, layout, True)
+    for one in [run()] if layout is None else run_ranks(run, ranks):
         for entry, other in zip(one[0], alone[0][0], strict=True):
             assert entry == pytest.approx(other, rel=2e-5, abs=1e-6)
     require_weights(tmp_path / "final", alone[1])
