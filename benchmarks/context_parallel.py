@@ -44,7 +44,10 @@ VARIANTS = {
     "p2p": {"cp_size": 2, "cp_comm_type": "p2p"},
     "a2a": {"cp_size": 2, "cp_comm_type": "a2a"},
     "all_gather": {"cp_size": 2, "cp_comm_type": "all_gather"},
+    "p2p of 4": {"cp_size": 4, "cp_comm_type": "p2p"},
+    "a2a+p2p of 2 x 2": {"cp_size": 4, "cp_comm_type": "a2a+p2p", "hierarchical_context_parallel_sizes": (2, 2)},
 }
+RANKS = {"one process": 1, "p2p of 4": 4, "a2a+p2p of 2 x 2": 4}
 
 
 def documents(length):
@@ -134,8 +137,7 @@ def measured(folder, lengths, rounds, packed):
         samples = {name: [] for name in VARIANTS}
         for _ in range(rounds):
             for name in VARIANTS:
-                ranks = 1 if name == "one process" else 2
-                samples[name].append(run_ranks(step, ranks, folder, name, length, packed, timeout=900))
+                samples[name].append(run_ranks(step, RANKS.get(name, 2), folder, name, length, packed, timeout=900))
         alone = statistics.median(sample[0][0] for sample in samples["one process"])
         for name, taken in samples.items():
             per_rank = [statistics.median(sample[rank][0] for sample in taken) for rank in range(len(taken[0]))]

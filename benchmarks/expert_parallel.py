@@ -1,7 +1,7 @@
 """Experts on two CPU ranks: CPU seconds of a step, time inside exchanges and bytes of weights and moments.
 
     python benchmarks/expert_parallel.py --out benchmarks/results/expert_parallel_cpu.json
-    python benchmarks/expert_parallel.py --tokens 512 --rounds 1 --experts 8 --choices 2 --dtypes float32
+    python benchmarks/expert_parallel.py --tokens 1024 --rounds 1 --experts 8 --choices 2 --dtypes float32
 
 A step is forward, backward and AdamW's step on one batch of Qwen3-MoE with four layers (hidden 512); the width of the
 experts times their number is the same for each number of them. Variants take turns, in each round every one of them;

@@ -36,3 +36,27 @@ def test_pipelines_by_hand_and_ours(tmp_path):
         assert 0 < entry["bubble"] < 0.3
         losses = [variant["first_loss"] for variant in entry["variants"].values()]
         assert max(losses) - min(losses) < 1e-5 * losses[0]
+
+
+def report_of(out, script, *arguments):
+    command = [sys.executable, f"benchmarks/{script}", "--rounds", "1", "--out", str(out), *arguments]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return json.loads(out.read_text())
+
+
+def test_rows_over_ranks(tmp_path):
+    sizes = ["--lengths", "512", "--packed-length", "512", "--memory-length", "512"]
+    report = report_of(tmp_path / "result.json", "context_parallel.py", *sizes)
+    losses = [row["loss"] for name, row in report["rows"].items() if "apart" not in name]
+    assert len(losses) == 6 and max(losses) - min(losses) < 1e-4
+    assert all(row["mib_sent_per_rank"][0] > 0 for name, row in report["rows"].items() if "p2p" in name)
+
+
+def test_experts_over_ranks(tmp_path):
+    sizes = ["--tokens", "1024", "--experts", "8", "--choices", "2", "--dtypes", "float32"]
+    report = report_of(tmp_path / "result.json", "expert_parallel.py", *sizes)
+    for rows in report["results"].values():
+        losses = [row["loss"] for name, row in rows.items() if name.startswith(("tp2", "ep2", "one", "dp2"))]
+        assert len(losses) == 6 and max(losses) - min(losses) < 1e-4
+        assert 0 < rows["ep2 over dp2"]["share_without_waiting"] <= rows["ep2 over dp2"]["share_in_exchanges"]
