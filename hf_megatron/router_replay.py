@@ -121,6 +121,8 @@ def _routers_of(model: Any) -> Routers:
 class _Recorder(RouterWatch):
     """Writes down what routers choose."""
 
+    replaces = False
+
     def __init__(self, routers: Routers):
         super().__init__(routers)
         self.calls: list[tuple[RoutedCall, dict[str, list[list[Tensor]]]]] = []

@@ -1,8 +1,9 @@
 """The experts module of a layer, around which tokens change ranks; its own forward computes what arrives."""
 
+import copy
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,7 +12,6 @@ from torch import Tensor
 from ..communication.collectives import gather_from_ranks, split_over_ranks
 from ..errors import UnsupportedError
 from ..parts import works_on_parts
-from ..patch_ledger import Shared
 from ..tensor_parallel.local_parameters import ForwardsUnderWay
 from ..upstream import grouped_rows, in_backward, leave_uncompiled
 from .dispatch import Dispatched, Dispatcher, Route, add_rows
@@ -21,8 +21,8 @@ from .shared_experts import SharedExperts
 
 
 @dataclass
-class ExpertRanks(Shared):
-    """How the tokens of one layer reach its experts.
+class ExpertRanks:
+    """How the tokens of one layer reach its experts; a deep copy of the layer has its own tapes and shared experts.
 
     Attributes:
         dispatcher (`Dispatcher`): moves rows to the experts' ranks and back.
@@ -39,6 +39,9 @@ class ExpertRanks(Shared):
     counts: ExpertCounts
     name: str
     shared: SharedExperts | None
+
+    def __deepcopy__(self, memo: dict) -> "ExpertRanks":
+        return replace(self, tapes=copy.deepcopy(self.tapes, memo), shared=copy.deepcopy(self.shared, memo))
 
 
 class ParallelExperts:

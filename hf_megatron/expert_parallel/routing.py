@@ -17,7 +17,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..parts import works_on_parts
-from ..patch_ledger import Shared
 from ..upstream import in_backward
 from .dispatch import Route
 from .shared_experts import SharedExperts
@@ -83,8 +82,8 @@ class Player(_Choices):
         return self.tape.chosen[self.played - 1]
 
 
-class LayerTapes(Shared):
-    """The tapes of one layer's forwards that backward may ask for again.
+class LayerTapes:
+    """The tapes of one layer's forwards that backward may ask for again; a deep copy of the layer has none yet.
 
     Attributes:
         known (*optional*): of the forward that is computed again.
@@ -96,6 +95,10 @@ class LayerTapes(Shared):
         self.known: Tape | None = None
         self.written: Tape | None = None
         self._routes = 0
+
+    def __deepcopy__(self, memo: dict) -> "LayerTapes":
+        twin = memo[id(self)] = LayerTapes()
+        return twin
 
     def enter(self, hidden: Tensor, *, is_kept: bool) -> None:
         """Begins a forward of the layer with an input of any shape."""

@@ -5,12 +5,12 @@ in the block's first forward; from the next on they are called while rows are on
 is answered with what they made.
 """
 
+import copy
 from typing import Any
 
 from torch import Tensor, nn
 
 from ..mixed_class import stand_around
-from ..patch_ledger import Shared
 from ..upstream import leave_uncompiled
 
 _NAME = "shared"
@@ -28,8 +28,8 @@ class EarlyCall:
         return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
 
-class SharedExperts(Shared):
-    """The shared experts of a block.
+class SharedExperts:
+    """The shared experts of a block; a deep copy of the block has those of the copy.
 
     Attributes:
         takes (*optional*): `"block"` or `"experts"`: whose hidden states they are called with behind the experts.
@@ -41,6 +41,12 @@ class SharedExperts(Shared):
         self._given: dict[str, Tensor] = {}
         self._made: tuple[Tensor, Any] | None = None
         self._is_early = False
+
+    def __deepcopy__(self, memo: dict) -> "SharedExperts":
+        twin = memo[id(self)] = SharedExperts(self.module)
+        twin.takes = self.takes
+        twin.module = copy.deepcopy(self.module, memo)
+        return twin
 
     def enter(self, hidden: Any) -> None:
         """Begins a forward of the block, with its hidden states."""

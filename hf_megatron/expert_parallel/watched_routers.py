@@ -90,7 +90,14 @@ class Routers:
 
 
 class RouterWatch:
-    """Base: watches the calls of a model, and has `choose` decide in its routers."""
+    """Base: watches the calls of a model, and has `choose` decide in its routers.
+
+    Attributes:
+        replaces (`bool`): whether it decides otherwise than they do. What is only seen keeps its graph: layers that
+            backward computes again may be outside of the context then.
+    """
+
+    replaces = True
 
     def __init__(self, routers: Routers):
         self.routers, self.model = routers, routers.model
@@ -207,6 +214,10 @@ class _Choices(TorchFunctionMode):
             return func(*args, **kwargs)
         if width >= self.experts:
             self.has_chosen = True
+            if not self.attached.replaces:
+                found = func(*args, **kwargs)
+                self.attached.choose(self.name, self.call, found[1].flatten(0, -2), False)
+                return found
             with torch.no_grad():
                 live: Tensor = func(*args, **kwargs)[1]
             # Of one group of all experts the two best are taken first: whichever these are, it is drawn.

@@ -40,6 +40,8 @@ from .gate import require_verified, with_compared_scheme
 from .hub import check_part, push_saved
 from .other_formats import opened, save_in_format
 
+# Settings by which a job trains otherwise than transformers' own model.
+_OF_ROUTERS = ("auxiliary_loss", "router_z_loss", "router_bias_update_rate")
 # Arguments of from_pretrained that lay the model out in another way.
 _EXCLUSIVE = {
     "distributed_config": "it is transformers' own layout; drop one of the two",
@@ -58,7 +60,17 @@ def _start(value: Any, kwargs: dict[str, Any]) -> MegatronConfig:
     for name, reason in _EXCLUSIVE.items():
         if kwargs.get(name) is not None:
             raise UnsupportedError(f"{name} = {kwargs[name]!r} beside megatron_config: {reason}.")
-    return dataclasses.replace(config, dp_size=validate_world_size(config, job_world_size()))
+    config = dataclasses.replace(config, dp_size=validate_world_size(config, job_world_size()))
+    default = MegatronConfig()
+    for name in _OF_ROUTERS:
+        value, stock = getattr(config, name), getattr(default, name)
+        if not config.is_parallel and value != stock:
+            raise ConfigError(
+                f"MegatronConfig.{name} = {value!r} in a job of one rank, whose models are transformers' own: it would "
+                "train otherwise than a job of several. Run it on two ranks or more (dp_size), or leave "
+                f"{name} at {stock!r}."
+            )
+    return config
 
 
 def from_pretrained(

@@ -11,7 +11,7 @@ import torch
 import transformers
 from transformers import AutoConfig
 
-from hf_megatron import ConfigError, UnsupportedError
+from hf_megatron import ConfigError, MegatronConfig, UnsupportedError
 from hf_megatron.integrations.patches import PATCHES
 from hf_megatron.parallelize import parallel_state
 from hf_megatron.verify.measure import Measurement, measure
@@ -298,6 +298,15 @@ def test_a_z_loss_of_a_model_that_adds_none_is_refused(folder):
             cls.from_pretrained(path, output_router_logits=False, megatron_config=_layout("dp2", router_z_loss=0.1))
 
     run_ranks(on_rank, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("auxiliary_loss", "sequence"), ("router_z_loss", 0.1), ("router_bias_update_rate", 1e-3)]
+)
+def test_settings_of_routers_in_a_job_of_one_rank_are_refused(folder, name, value):
+    cls, path, *_ = _saved("qwen3_moe", folder)
+    with pytest.raises(ConfigError, match=f"MegatronConfig.{name} = .* in a job of one rank"):
+        cls.from_pretrained(path, megatron_config=MegatronConfig(**{name: value}))
 
 
 def test_a_value_that_is_none_of_them():

@@ -1,5 +1,6 @@
 """Experts over several ranks against one process: every layout they combine with, starved ranks, seeded faults."""
 
+import copy
 import dataclasses
 
 import pytest
@@ -232,6 +233,32 @@ def test_shared_experts_are_computed_while_rows_travel(with_shared_experts, reco
             assert inside(backward, "shared backward") and all(inside(backward, "shared backward"))
         else:
             assert all(inside(backward, "shared"))
+
+
+def losses_of_a_copy(twin, layout):
+    """A copy's loss before its original was changed, after that, and after a change of its own."""
+    model = twin.load(megatron_config=layout).eval()
+    batch = twin.batches[0]
+    with torch.no_grad():
+        for _ in range(2):
+            model(**batch)
+        twin_of_it = copy.deepcopy(model)
+        found = [twin_of_it(**batch).loss.item()]
+        for changed, factor in ((model, 0.0), (twin_of_it, 3.0)):
+            for name, parameter in changed.named_parameters():
+                if "shared_experts" in name:
+                    parameter.mul_(factor)
+            found.append(twin_of_it(**batch).loss.item())
+    return found
+
+
+@pytest.mark.parametrize("text", ["dp2+ep2", "tp2+ep2"])
+def test_a_deep_copy_has_shared_experts_of_its_own(with_shared_experts, text):
+    expected = losses_of_a_copy(with_shared_experts, None)
+    assert expected[0] == expected[1] != expected[2]
+    layout = ConfigUnderTest(**parse_layouts(text)[0].to_dict())
+    for found in run_ranks(losses_of_a_copy, 2, with_shared_experts, layout):
+        assert found == pytest.approx(expected, rel=1e-5)
 
 
 def counted():

@@ -5,6 +5,7 @@ import dataclasses
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import CONFIG_MAPPING
 
 from hf_megatron import ConfigError, UnsupportedError, record_routing, replay_routing
@@ -206,6 +207,28 @@ def test_bad_routing_is_named(twin):
         model(input_ids=batch)
         model(input_ids=batch)
     assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("text", [None, "tp2", "dp2+ep2"])
+def test_recording_changes_no_gradient(twin, text):
+    """Also of layers that are computed again behind the context."""
+
+    def gradient(records):
+        config = {} if text is None else {"megatron_config": ConfigUnderTest(**parse_layouts(text)[0].to_dict())}
+        model = twin.load(**config).train()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        batch = {name: value[:1] for name, value in twin.batches[0].items()}
+        with record_routing(model) if records else contextlib.nullcontext():
+            loss = model(**batch).loss
+        loss.backward()
+        gate = model.model.layers[-1].mlp.gate.weight.grad
+        return gate.full_tensor() if isinstance(gate, DTensor) else gate.clone()
+
+    def both():
+        return gradient(False), gradient(True)
+
+    for plain, seen in [both()] if text is None else run_ranks(both, 2):
+        assert torch.equal(plain, seen)
 
 
 def test_reentrant_checkpoints_are_refused(twin):
