@@ -38,10 +38,9 @@ from .accelerate import ensure_process_group, job_world_size
 from .cards import write_model_card
 from .gate import require_verified, with_compared_scheme
 from .hub import check_part, push_saved
+from .one_rank import refuse_on_one_rank
 from .other_formats import opened, save_in_format
 
-# Settings by which a job trains otherwise than transformers' own model.
-_OF_ROUTERS = ("auxiliary_loss", "router_z_loss", "router_bias_update_rate")
 # Arguments of from_pretrained that lay the model out in another way.
 _EXCLUSIVE = {
     "distributed_config": "it is transformers' own layout; drop one of the two",
@@ -61,15 +60,7 @@ def _start(value: Any, kwargs: dict[str, Any]) -> MegatronConfig:
         if kwargs.get(name) is not None:
             raise UnsupportedError(f"{name} = {kwargs[name]!r} beside megatron_config: {reason}.")
     config = dataclasses.replace(config, dp_size=validate_world_size(config, job_world_size()))
-    default = MegatronConfig()
-    for name in _OF_ROUTERS:
-        value, stock = getattr(config, name), getattr(default, name)
-        if not config.is_parallel and value != stock:
-            raise ConfigError(
-                f"MegatronConfig.{name} = {value!r} in a job of one rank, whose models are transformers' own: it would "
-                "train otherwise than a job of several. Run it on two ranks or more (dp_size), or leave "
-                f"{name} at {stock!r}."
-            )
+    refuse_on_one_rank(config)
     return config
 
 
