@@ -6,8 +6,8 @@ from ..errors import ConfigError
 _OF_ROUTERS = ("auxiliary_loss", "router_z_loss", "router_bias_update_rate")
 
 
-def refuse_on_one_rank(config: MegatronConfig) -> None:
-    """Raises `ConfigError` for settings by which several ranks train otherwise than the model of one."""
+def fit_for_one_rank(config: MegatronConfig) -> MegatronConfig:
+    """Returns the layout; raises `ConfigError` for settings by which several ranks train otherwise than one."""
     default = MegatronConfig()
     for name in _OF_ROUTERS:
         value, stock = getattr(config, name), getattr(default, name)
@@ -17,3 +17,4 @@ def refuse_on_one_rank(config: MegatronConfig) -> None:
                 "train otherwise than a job of several. Run it on two ranks or more (dp_size), or leave "
                 f"{name} at {stock!r}."
             )
+    return config

@@ -38,7 +38,7 @@ from .accelerate import ensure_process_group, job_world_size
 from .cards import write_model_card
 from .gate import require_verified, with_compared_scheme
 from .hub import check_part, push_saved
-from .one_rank import refuse_on_one_rank
+from .one_rank import fit_for_one_rank
 from .other_formats import opened, save_in_format
 
 # Arguments of from_pretrained that lay the model out in another way.
@@ -59,9 +59,7 @@ def _start(value: Any, kwargs: dict[str, Any]) -> MegatronConfig:
     for name, reason in _EXCLUSIVE.items():
         if kwargs.get(name) is not None:
             raise UnsupportedError(f"{name} = {kwargs[name]!r} beside megatron_config: {reason}.")
-    config = dataclasses.replace(config, dp_size=validate_world_size(config, job_world_size()))
-    refuse_on_one_rank(config)
-    return config
+    return fit_for_one_rank(dataclasses.replace(config, dp_size=validate_world_size(config, job_world_size())))
 
 
 def from_pretrained(
