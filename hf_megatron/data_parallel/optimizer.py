@@ -164,6 +164,7 @@ class ShardedOptimizer:
         return ConfigError(
             f"The optimizer holds a parameter of shape {tuple(parameter.shape)} that is not one of "
             f"{type(self.engine.model).__name__}'s: make it one of the model's before its optimizer, or {alone}."
+            + (" What is a deep copy has to be loaded a second time, to be trained." if is_reduced else "")
         )
 
     def _enter(self) -> None:
