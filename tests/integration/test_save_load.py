@@ -387,3 +387,15 @@ def test_tokenizer_goes_with_the_model(stories, tmp_path):
     run_ranks(on_rank, 2)
     assert AutoTokenizer.from_pretrained(tmp_path).vocab_size == 512
     assert AutoConfig.from_pretrained(tmp_path).num_hidden_layers == 5
+
+
+def test_a_file_that_was_cut_off_is_named(tiny, tmp_path):
+    shutil.copytree(tiny, tmp_path / "cut")
+    file = tmp_path / "cut" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+    def load():
+        with pytest.raises(CheckpointError, match=r"model\.safetensors: tensor '.*bytes .* in a file of \d+ bytes"):
+            AutoModelForCausalLM.from_pretrained(tmp_path / "cut", megatron_config=MegatronConfig(tp_size=2))
+
+    run_ranks(load, 2)
