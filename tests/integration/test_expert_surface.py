@@ -76,8 +76,8 @@ def noted_rows(source, layout):
     model, counts = loaded(source, layout), []
     original = dispatch.AllToAll.dispatch
 
-    def counting(self, hidden, chosen, weights, route=None):
-        found, route = original(self, hidden, chosen, weights, route)
+    def counting(self, hidden, chosen, *args):
+        found, route = original(self, hidden, chosen, *args)
         pairs = sum(len(set((row // self.experts).tolist())) for row in chosen)
         counts.append((sum(route.sent), pairs, chosen.numel(), len(hidden)))
         return found, route
