@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..upstream import local_tensor
+from ..upstream import check_soon, local_tensor
 
 
 class PartVersions:
@@ -40,13 +40,44 @@ def unedited(parameters: Iterable[nn.Parameter]) -> Callable[[], None]:
     def require() -> None:
         edited = [parameter for parameter, version in zip(kept, before, strict=True) if _version(parameter) != version]
         if edited:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
-                f"weight of shape {tuple(edited[0].shape)} was edited between the forward and its backward. Edit "
-                "weights after backward()."
-            )
+            raise _edited(f"a weight of shape {tuple(edited[0].shape)}")
 
     return require
+
+
+class Contents:
+    """The bits of weights as they are now, added up: for gradients that are computed before a loop can edit a weight.
+
+    Edits through `.data` count nowhere. Reading the weights twice in a step is little beside computing with them; an
+    exchange of entries with each other is not seen.
+    """
+
+    def __init__(self, weights: Iterable[Tensor]):
+        self._weights = list(map(local_tensor, weights))
+        self._sum = self._added_up()
+
+    def _added_up(self) -> Tensor:
+        return torch.stack([_bits(weight).sum() for weight in self._weights]) if self._weights else torch.empty(0)
+
+    def check(self, what: str) -> None:
+        """Raises `RuntimeError`, on an accelerator without waiting for it, where a weight is no longer what it was."""
+        if self._weights:
+            check_soon(torch.eq(self._added_up(), self._sum).all(), lambda: _edited(what))
+
+
+_WIDTHS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@torch.no_grad()
+def _bits(weight: Tensor) -> Tensor:
+    return weight.detach().view(_WIDTHS[weight.element_size()])
+
+
+def _edited(what: str) -> RuntimeError:
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"{what} was edited between the forward and its backward. Edit weights after backward()."
+    )
 
 
 def _version(parameter: Tensor) -> tuple[int, ...]:

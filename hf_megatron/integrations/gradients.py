@@ -32,14 +32,21 @@ def backward(original: Callable, tensors: Any, *args: Any, **kwargs: Any) -> Non
     original(tensors, *args, **kwargs)
 
 
-def run_backward(original: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Runs autograd's engine, which raises where a split weight that it needs was edited in place."""
+def run_backward(
+    original: Callable, outputs: Any, seeds: Any, keep: Any, create: Any, inputs: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Runs autograd's engine, which raises where a split weight that it needs was edited in place.
+
+    Refuses the gradients of inputs, of any shape, that hooks of split modules were given.
+    """
     if LEDGER.models:
         from ..data_parallel.engine import all_engines
+        from ..tensor_parallel.user_hooks import refuse_inputs_of_hooks
 
+        refuse_inputs_of_hooks(inputs)
         for engine in all_engines():
             engine.follow_edits()
-    return original(*args, **kwargs)
+    return original(outputs, seeds, keep, create, inputs, *args, **kwargs)
 
 
 def register_hook(original: Callable, self: Any, hook: Callable) -> Any:

@@ -122,9 +122,9 @@ _ROWS: tuple[tuple[str, str, str, str], ...] = (
     ("transformers.trainer_seq2seq:Seq2SeqTrainer.prediction_step", "repeated_rows:sequence_prediction_step",
      "keeps the rows that fill up the last batch", "Seq2SeqTrainer gathers as Trainer does"),
     *(
-        (f"{_TRAINER}.{name}", f"{file}:{name.removeprefix('_')}", "pads the rows of each rank for themselves",
+        (f"{_TRAINER}.{name}", f"uneven_batches:{name.removeprefix('_')}", "pads the rows of each rank for themselves",
          "Accelerate's loaders collate the rows of all ranks together")
-        for name, file in (("evaluation_loop", "whole_batches"), ("_prepare_for_training", "uneven_batches"))
+        for name in ("evaluation_loop", "_prepare_for_training")
     ),
     (f"{_TRAINER}.prediction_step", "trainer_pipeline:prediction_step", "sends logits that nobody reads",
      "Trainer says whether it reads logits"),

@@ -1,7 +1,7 @@
 """A last batch that the rows do not fill, in trainers whose loss counts the rows that are repeated to fill it."""
 
 from collections.abc import Callable, Sized
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.utils.data import IterableDataset
@@ -10,33 +10,77 @@ from ..errors import UnsupportedError
 from ..loss import LABELS
 from ..parallel_state import parallel_state
 from .batch_shards import is_filled_up, rows_of_all_ranks, shard_of
-from .whole_batches import first_batch, pad_for_training
+from .whole_batches import first_batch, pad_for_evaluation, pad_for_training
 
 
 def prepare_for_training(original: Callable, self: Any, max_steps: int, train_dataloader: Any, *args: Any) -> Any:
     """Trains on rows that are padded as in one process, and on none of them twice.
 
     Raises:
-        UnsupportedError: where training would come to repeated rows, and the trainer's loss may count them.
+        UnsupportedError: where training, or an evaluation during it, would come to repeated rows, and the trainer's
+            loss may count them.
     """
     _require_full_batches(self, train_dataloader, max_steps)
+    if self.args.eval_strategy != "no" and not takes_any_rows(self):
+        datasets = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"": self.eval_dataset}
+        for name, dataset in datasets.items():
+            if dataset is not None:
+                require_full_evaluation(self, self.get_eval_dataloader(name or dataset))
     pad_for_training(self, train_dataloader)
     return original(self, max_steps, train_dataloader, *args)
 
 
+def evaluation_loop(original: Callable, self: Any, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+    """Evaluates and predicts on rows that are padded as in one process, and on none of them twice.
+
+    Raises:
+        UnsupportedError: where rows are repeated, and the trainer's loss may count them.
+    """
+    require_full_evaluation(self, dataloader)
+    pad_for_evaluation(self, dataloader)
+    return original(self, dataloader, *args, **kwargs)
+
+
 def _require_full_batches(trainer: Any, loader: Any, max_steps: int) -> None:
+    if (last := _last_batch(trainer, loader)) is not None:
+        steps = -(-last.number // trainer.args.gradient_accumulation_steps)
+        if max_steps >= steps and last.is_counted_twice():
+            _refuse(trainer, last.describe(), "train", "per_device_train_batch_size")
+
+
+def require_full_evaluation(trainer: Any, loader: Any) -> None:
+    """Raises `UnsupportedError` for rows of an evaluation that are repeated while the trainer's loss may count them."""
+    if (last := _last_batch(trainer, loader)) is not None and last.is_counted_twice():
+        _refuse(trainer, last.describe(), "evaluate", "per_device_eval_batch_size")
+
+
+class _LastBatch(NamedTuple):
+    """The last batch of a loader, which the rows do not fill."""
+
+    number: int
+    size: int
+    rows: int
+    loader: Any
+    rows_of_a_rank: int
+
+    def is_counted_twice(self) -> bool:
+        return not has_targets_of_tokens(first_batch(self.loader.base_dataloader, self.rows_of_a_rank))
+
+    def describe(self) -> str:
+        return f"the last of {self.number} batches of {self.size} rows has {self.rows}"
+
+
+def _last_batch(trainer: Any, loader: Any) -> _LastBatch | None:
+    """Finds the batch that Accelerate fills up with repeated rows, where it is known before and may matter."""
     state, shard = parallel_state(trainer.model), shard_of(loader)
     if state is None or not state.loss.is_spread or takes_any_rows(trainer):
-        return
+        return None
     if shard is None or shard.batch_size is None or shard.drop_last or not shard.even_batches:
-        return
+        return None
     sampler, size = shard.batch_sampler.sampler, rows_of_all_ranks(shard)
     if isinstance(loader.dataset, IterableDataset) or not isinstance(sampler, Sized) or len(sampler) % size == 0:
-        return
-    batches = -(-len(sampler) // size)
-    steps = -(-batches // trainer.args.gradient_accumulation_steps)
-    if max_steps >= steps and not has_targets_of_tokens(first_batch(loader.base_dataloader, shard.batch_size)):
-        _refuse(trainer, state, f"the last of {batches} batches of {size} rows has {len(sampler) % size}")
+        return None
+    return _LastBatch(-(-len(sampler) // size), size, len(sampler) % size, loader, shard.batch_size)
 
 
 def require_full_batch(trainer: Any, batch: Any) -> None:
@@ -45,7 +89,7 @@ def require_full_batch(trainer: Any, batch: Any) -> None:
     if takes_any_rows(trainer) or has_targets_of_tokens(batch):
         return
     if is_filled_up(trainer.accelerator.gradient_state, state.mesh.dp_size):
-        _refuse(trainer, state, "the last batch has fewer rows than the others")
+        _refuse(trainer, "the last batch has fewer rows than the others", "train", "per_device_train_batch_size")
 
 
 def takes_any_rows(trainer: Any) -> bool:
@@ -63,9 +107,10 @@ def has_targets_of_tokens(batch: Any) -> bool:
     return any(isinstance(batch.get(name), Tensor) and batch[name].dim() > 1 for name in LABELS)
 
 
-def _refuse(trainer: Any, state: Any, what: str) -> None:
+def _refuse(trainer: Any, what: str, verb: str, size: str) -> None:
+    state: Any = parallel_state(trainer.model)
     raise UnsupportedError(
         f"{type(trainer).__name__} on {state.mesh.dp_size} data parallel ranks: {what}. Accelerate repeats rows to "
-        "fill it, which a loss of its own would count. Set dataloader_drop_last=True, or train on a number of rows "
-        "that per_device_train_batch_size times the data parallel ranks divides."
+        f"fill it, which a loss of its own would count. Set dataloader_drop_last=True, or {verb} on a number of rows "
+        f"that {size} times the data parallel ranks divides."
     )

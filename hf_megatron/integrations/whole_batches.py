@@ -33,7 +33,7 @@ _STACKS: tuple[Any, ...] = (default_collate, transformers.default_data_collator,
 def pad_for_training(trainer: Any, loader: Any) -> None:
     """Has a rank train on rows that are padded as in one process, where the width of a batch is known to matter."""
     if trainer.args.include_num_input_tokens_seen == "all" or _padding_matters(trainer) or _joins_rows(loader):
-        _pad(trainer, loader)
+        pad_for_evaluation(trainer, loader)
 
 
 def _joins_rows(loader: Any) -> bool:
@@ -60,13 +60,8 @@ def _padding_matters(trainer: Any) -> bool:
     return str(kind.__module__).partition(".")[0] not in _PAD_ON_THE_RIGHT
 
 
-def evaluation_loop(original: Callable, self: Any, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-    """Evaluates and predicts on rows that are padded as in one process."""
-    _pad(self, dataloader)
-    return original(self, dataloader, *args, **kwargs)
-
-
-def _pad(trainer: Any, loader: Any) -> None:
+def pad_for_evaluation(trainer: Any, loader: Any) -> None:
+    """Has a rank read rows that are padded as in one process."""
     state = parallel_state(trainer.model)
     if state is not None and state.mesh.dp_size > 1 and isinstance(loader, DataLoaderShard):
         pad_for_all_ranks(loader.base_dataloader)

@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..absent_weights import own_parameters
+from ..data_parallel.edited_weights import Contents
 from ..errors import ConfigError
 from ..upstream import keeps_graph, runs_behind
 from .loss_scale import ScheduledGradients
@@ -55,9 +57,11 @@ def run_schedule(runner: StageRunner, arguments: dict[str, Any]) -> PipelineOutp
         runner.loss.mean_over_ranks(losses[1:2] if is_counted else losses[:2])
 
     require_unedited = runner.engine.unedited()
+    contents = Contents(parameter for _, parameter in own_parameters(runner.model))
 
     def backward(upstream: tuple[Tensor, ...], *, accumulates: bool, wants_weights: bool) -> Gradients:
         require_unedited()
+        contents.check("a weight")
         runner.require_possible(accumulates, wants_weights, gradients.is_direct)
         runner.engine.backwards += accumulates
         keep = keeps_graph()

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..communication.collectives import copy_to_ranks, refuse_second_derivatives
+from ..data_parallel.edited_weights import Contents
 from ..errors import ConfigError
 from ..loss import IGNORE_INDEX
 from ..upstream import check_soon, keeps_graph, runs_behind
@@ -162,6 +163,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.upstream = None
         # Gradients are there already: nothing is saved whose version autograd would compare.
         ctx.weight, ctx.version = weight, weight._version
+        ctx.contents = Contents([weight] if ctx.needs_input_grad[0] else [])
         ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
         device_type = hidden.device.type
         if torch.is_autocast_enabled(device_type):
@@ -181,6 +183,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 "one of the variables needed for gradient computation has been modified by an inplace operation: the "
                 "weight of the head was edited between the forward and its backward. Edit weights after backward()."
             )
+        ctx.contents.check("the weight of the head")
         if ctx.gradients is None:
             raise RuntimeError("The vocab-parallel loss was backpropagated twice; its gradients exist only once.")
         if ctx.upstream is None:

@@ -72,6 +72,12 @@ class Tokens(Form):
     stack: SequenceStack
     is_split = True
 
+    def holds(self, tensor: Tensor) -> bool:
+        """Tells whether a tensor `[batch, tokens, ...]` has the tokens of this rank alone."""
+        group = self.stack.group
+        start, stop = bounds(self.stack.length, dist.get_world_size(group), dist.get_rank(group))
+        return tensor.shape[SEQUENCE_DIM] == stop - start != self.stack.length
+
     def open(self, tensor: Tensor) -> Tensor:
         if tensor.dim() == 2:
             return self.open(tensor.view(self.stack.batch, -1, tensor.shape[1])).flatten(0, 1)

@@ -6,6 +6,7 @@ and directions are one process's, and so are gradients that hooks read or change
 that have hooks.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,18 +18,23 @@ from ..parts import is_marked, is_of_checked_library, origin
 from ..upstream import global_forward_hooks, leave_uncompiled
 from .activations import Activations, Forms
 from .calls_in_hooks import CallsInHooks
-from .forms import WHOLE, Form, change_input, change_output
+from .forms import WHOLE, Form, Tokens, change_input, change_output
+from .heads import LocalArguments
+
+_GIVEN_TO = "_hf_megatron_given_to"
 
 
 class _Opened:
     """The whole of the hidden states that a module is called with, while a hook has it."""
 
-    def __init__(self, form: Form, args: tuple, kwargs: dict[str, Any]):
+    def __init__(self, form: Form, args: tuple, kwargs: dict[str, Any], hook: str):
         self.form = form
         self.part: Any = None
         self.whole: Any = None
         self.call = change_input(args, kwargs, self._open)
         self.version = None if self.whole is None else self.whole._version
+        if self.whole is not self.part and self.whole.requires_grad:
+            setattr(self.whole, _GIVEN_TO, hook)
 
     def _open(self, part: Tensor) -> Tensor:
         self.part, self.whole = part, self.form.open(part)
@@ -46,6 +52,29 @@ class _Opened:
             )
 
 
+def _refuse_parts_beside(given: Form, hidden: Any, call: tuple, hook: str) -> None:
+    """Raises `UnsupportedError` where a module is given more tensors of which a rank has its tokens."""
+    if not isinstance(given, Tokens):
+        return
+    for tensor in (*call[0][1:], *call[1].values()):
+        if isinstance(tensor, Tensor) and tensor is not hidden and tensor.dim() > 2 and given.holds(tensor):
+            raise UnsupportedError(
+                f"{hook} is given a tensor of shape {tuple(tensor.shape)} beside the hidden states, of which each "
+                "rank has its tokens. Hook another module, mark the hook with hf_megatron.works_on_parts if a part is "
+                "enough, or set sequence_parallel=False."
+            )
+
+
+def refuse_inputs_of_hooks(tensors: Iterable[Any]) -> None:
+    """Raises `UnsupportedError` if the gradient by what a hook was given of an input is asked for."""
+    for tensor in tensors:
+        if isinstance(tensor, Tensor) and (hook := vars(tensor).get(_GIVEN_TO)) is not None:
+            raise UnsupportedError(
+                f"The gradient by an input that was given to a hook ({hook}): it has seen a copy. Take it by the "
+                "output of the module that the input comes from, or load the model with tp_size=1."
+            )
+
+
 class _Before:
     """A forward pre-hook that is given the whole of a module's input."""
 
@@ -53,7 +82,8 @@ class _Before:
         self.hook, self.name, self.form, self.streams, self.calls = hook, name, form, streams, calls
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None) -> Any:
-        opened = _Opened(self.form, args, kwargs or {})
+        opened = _Opened(self.form, args, kwargs or {}, self.name)
+        _refuse_parts_beside(self.form, opened.whole, opened.call, self.name)
         with self.streams.replicated(), self.calls.guarded(self.name):
             result = self.hook(module, *(opened.call[:1] if kwargs is None else opened.call))
         opened.refuse_gradient_hooks(self.name)
@@ -83,7 +113,9 @@ class _After:
         inside: Any = self.forms.inside
         returned: Any = self.forms.returned
         maps: Any = self.forms.maps
-        opened = _Opened(inside, args, kwargs[0] if kwargs else {})
+        given: Any = self.forms.given
+        opened = _Opened(inside, args, kwargs[0] if kwargs else {}, self.name)
+        _refuse_parts_beside(given, opened.whole, opened.call, self.name)
         whole = change_output(output, returned.open, maps and maps.open)
         with self.streams.replicated(), self.calls.guarded(self.name):
             result = self.hook(module, *opened.call[: 1 + len(kwargs)], whole)
@@ -169,10 +201,22 @@ class UserHooks:
                 what = f"A forward hook of {name} ({type(module).__name__})"
                 for form in (forms.inside, forms.returned):
                     _require(form, what)
+                if number in module._forward_hooks_with_kwargs:
+                    _refuse_cut_arguments(module, what)
                 hooks[number] = _After(hooks[number], what, forms, self.streams, self.calls)
         self.seen.update(users)
         for number in users:
             hooks.move_to_end(number)
+
+
+def _refuse_cut_arguments(module: nn.Module, hook: str) -> None:
+    cut = [getattr(other, "__self__", None) for other in module._forward_pre_hooks.values()]
+    names = [name for arguments in cut if isinstance(arguments, LocalArguments) for name in arguments.names]
+    if names:
+        raise UnsupportedError(
+            f"{hook} is given {', '.join(names)} of this rank's heads with tp_size > 1. Register it without "
+            "with_kwargs, or mark it with hf_megatron.works_on_parts if a part is enough."
+        )
 
 
 def _require(form: Form | str, hook: str) -> Form:

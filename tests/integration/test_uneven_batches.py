@@ -86,6 +86,41 @@ def test_preferences_are_refused_before_the_first_step(stories, tmp_path, traine
     assert run_ranks(on_rank, 2) == [[1, 4], [1, 4]]
 
 
+@pytest.mark.parametrize("trainer_class", [DPOTrainer, RewardTrainer, KTOTrainer])
+def test_evaluation_counts_no_row_twice(stories, tmp_path, trainer_class):
+    config_class, samples = PAIRED[trainer_class]
+
+    def evaluate(path, output, config):
+        changes = {"per_device_eval_batch_size": 6 if config is None else 2}
+        arguments = config_class(str(output), **PLAIN | sizes(config) | changes)
+        rows = Dataset.from_list(samples(4))
+        trainer = trainer_class(
+            policy(path, config, trainer_class),
+            args=arguments,
+            train_dataset=rows,
+            eval_dataset={"first": Dataset.from_list(samples(6)), "second": Dataset.from_list(samples(12))},
+        )
+        if config is None:
+            return trainer.evaluate()["eval_first_loss"]
+        # Two times two rows do not divide six.
+        with pytest.raises(
+            UnsupportedError, match=f"{trainer_class.__name__} on 2 data parallel .* 2 batches of 4 rows has 2"
+        ):
+            trainer.evaluate()
+        with pytest.raises(UnsupportedError, match="per_device_eval_batch_size times the data parallel ranks"):
+            trainer.predict(trainer.eval_dataset["first"])
+        trainer.args.eval_strategy = "steps"
+        with pytest.raises(UnsupportedError, match="evaluate on a number of rows"):
+            trainer.train()
+        assert trainer.state.global_step == 0
+        trainer.args.eval_strategy = "no"
+        trainer.args.per_device_eval_batch_size = 3
+        return trainer.evaluate()["eval_first_loss"]
+
+    alone = trained_alone(evaluate, stories)
+    assert run_ranks(evaluate, 2, stories, tmp_path, DP2) == [pytest.approx(alone, rel=2e-5)] * 2
+
+
 @pytest.mark.parametrize("are_counted", [False, True])
 def test_distillation_counts_no_target_of_repeated_rows(stories, tmp_path, monkeypatch, are_counted):
     if are_counted:

@@ -8,7 +8,14 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.modules.module import register_module_forward_hook
-from transformers import AttentionInterface, AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import (
+    AttentionInterface,
+    AutoModelForCausalLM,
+    BloomConfig,
+    BloomForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 from transformers.integrations.moe import ExpertsInterface
 from transformers.loss import loss_utils
 from transformers.models.llama import modeling_llama
@@ -555,6 +562,45 @@ def test_refused_by_name(experts, text, name, match, register):
         model(**batch(0)).loss.backward()
 
     run_ranks(on_rank, ranks_of(layout(text)))
+
+
+def test_gradients_by_what_a_hook_was_given_are_refused(path):
+    def on_rank():
+        model = AutoModelForCausalLM.from_pretrained(path, megatron_config=layout("tp2+sp")).train()
+        given = []
+        handle = model.model.layers[1].register_forward_hook(lambda module, args, output: given.append(args[0]))
+        loss = model(**batch(0)).loss
+        with pytest.raises(UnsupportedError, match="The gradient by an input that was given to a hook"):
+            torch.autograd.grad(loss, given)
+        handle.remove()
+        model(**batch(0)).loss.backward()
+
+    run_ranks(on_rank, 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "match"),
+    [
+        ("tp2+sp", "transformer.h.0.mlp", "is given a tensor of shape .* of which each rank has its tokens"),
+        ("tp2", "transformer.h.0.self_attention", "is given alibi of this rank's heads"),
+    ],
+)
+def test_hooks_that_are_given_other_parts_are_refused(tmp_path, text, name, match):
+    """BLOOM's MLP is called with the residual, and its attention with a slope for each head."""
+    config = BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4)
+    BloomForCausalLM(config).save_pretrained(tmp_path)
+
+    def on_rank():
+        model = AutoModelForCausalLM.from_pretrained(tmp_path, megatron_config=layout(text)).train()
+        handle = model.get_submodule(name).register_forward_hook(lambda *_: None, with_kwargs=True)
+        with pytest.raises(UnsupportedError, match=f"forward hook of {name} .*{match}"):
+            model(**batch(0))
+        handle.remove()
+        # A mark says that the part will do.
+        model.get_submodule(name).register_forward_hook(works_on_parts(lambda *_: None), with_kwargs=True)
+        model(**batch(0)).loss.backward()
+
+    run_ranks(on_rank, 2)
 
 
 def scaled_activation(model):

@@ -13,7 +13,7 @@ from hf_megatron.verify.ranks import run_ranks
 from tests.twins import twin
 
 from .dp_training import layout, weights
-from .habits import LAYOUTS, PIPELINES, Loop, Runs, cells
+from .habits import LAYOUTS, PIPELINES, Loop, Runs, cells, ranks_of
 
 HABITS, HALF = {}, {}
 IMPOSSIBLE = {
@@ -374,14 +374,14 @@ def test_parameters_of_a_whole_model_are_mixed_in(tmp_path):
         torch.testing.assert_close(vector, expected, rtol=0, atol=0)
 
 
-def edited_before_backward(source, config, name):
+def edited_before_backward(source, config, name, edit=lambda weight: weight.mul_(0.5)):
     """Edits one weight in place behind a forward, and tells whether backward raises."""
     model = AutoModelForCausalLM.from_pretrained(source, megatron_config=config).train()
     ids = torch.arange(3, 27).view(4, 6)
     loss = model(input_ids=ids, labels=ids).loss
     weight = dict(model.named_parameters())[name]
     with torch.no_grad():
-        weight.mul_(0.5)
+        edit(weight)
     try:
         loss.backward()
     except RuntimeError as error:
@@ -396,3 +396,31 @@ def test_edits_between_a_forward_and_its_backward_raise_as_in_one_process(tiny_u
     assert edited_before_backward(tiny_uneven, None, name)
     for text in ("tp2", "tp2+sp"):
         assert run_ranks(edited_before_backward, 2, tiny_uneven, layout(text), name) == [True, True], text
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "rank"),
+    [
+        ("tp2", "lm_head.weight", None),
+        ("pp2", "model.layers.0.self_attn.q_proj.weight", 0),
+        ("pp2", "lm_head.weight", 1),
+        ("tp2+pp2", "model.norm.weight", 1),
+    ],
+)
+def test_edits_that_count_nowhere_raise_where_gradients_were_there_before(tiny_uneven, text, name, rank):
+    """One process reads what a loop writes through `.data`; these gradients were made of what was there before."""
+
+    def edit(weight):
+        weight.data.mul_(0.5)
+
+    def add_nothing(weight):
+        weight.data.mul_(1.0)
+
+    def on_rank():
+        raised = edited_before_backward(tiny_uneven, layout(text), name, edit)
+        return raised, edited_before_backward(tiny_uneven, layout(text), name, add_nothing)
+
+    found = run_ranks(on_rank, ranks_of(layout(text)))
+    stages = layout(text).pp_size or 1
+    own = [rank is None or number * stages // len(found) == rank for number in range(len(found))]
+    assert found == [(is_own, False) for is_own in own]
