@@ -9,7 +9,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, MixtralConfig, Trainer, TrainingArguments
 from transformers import default_data_collator as collator
 
-from hf_megatron import works_on_parts
+from hf_megatron import own_parameters, prepare_optimizer, works_on_parts
 from hf_megatron.integrations.gate import ConfigUnderTest
 from hf_megatron.parallelize import parallel_state
 from hf_megatron.upstream import local_tensor
@@ -24,6 +24,7 @@ from .test_trainer import rows
 TP2 = ConfigUnderTest(tp_size=2)
 SP2 = ConfigUnderTest(tp_size=2, sequence_parallel=True)
 PP2 = ConfigUnderTest(pp_size=2, num_microbatches=2)
+DP2 = ConfigUnderTest(dp_size=2)
 TP2_PP2 = ConfigUnderTest(tp_size=2, pp_size=2, sequence_parallel=True, num_microbatches=2)
 TP = pytest.mark.parametrize("config", [TP2, SP2], ids=["tp2", "tp2+sp"])
 EXPERTS = MixtralConfig(
@@ -41,8 +42,10 @@ RATES = {"resid_pdrop": 0.3, "embd_pdrop": 0.3, "attn_pdrop": 0.3}
 GPT2 = GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=64, n_positions=16, bos_token_id=1, eos_token_id=2)
 
 
-def batch(count=4):
+def batch(count=4, part=0, parts=1):
+    """A rank's part of so many rows."""
     ids = torch.randint(0, 64, (count, 12), generator=torch.Generator().manual_seed(0))
+    ids = ids.chunk(parts)[part]
     return {"input_ids": ids, "labels": ids}
 
 
@@ -73,36 +76,58 @@ def rank():
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def digest(model, replicated):
-    """The bits of what every rank has, or of what each has of its own."""
-    placement = parallel_state(model).placement
-    chosen = [p for name, p in model.named_parameters() if placement(name).is_split != replicated]
-    assert chosen
-    return [local_tensor(parameter.detach()).clone() for parameter in chosen]
+def digest(model):
+    """The bits of what this rank has of each weight, by name."""
+    return {name: local_tensor(parameter.detach()).clone() for name, parameter in own_parameters(model)}
 
 
-@TP
-@pytest.mark.parametrize("recompute", [None, "full", "selective"])
-def test_replicated_weights_stay_equal(experts, config, recompute):
+LASTING = {
+    "tp2": (TP2, (None, "full", "selective")),
+    "tp2+sp": (SP2, (None, "full", "selective")),
+    "tp2+sp+pp2": (TP2_PP2, (None, "full")),
+    "pp2, tied": (PP2, (None,)),
+    "dp2, stage 0": (ConfigUnderTest(dp_size=2), (None,)),
+    "dp2, stage 2": (ConfigUnderTest(dp_size=2, zero_stage=2), (None,)),
+    "tp2+sp+dp2": (ConfigUnderTest(tp_size=2, sequence_parallel=True, dp_size=2, zero_stage=1), (None,)),
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "recompute"), [(text, recompute) for text, (_, kinds) in LASTING.items() for recompute in kinds]
+)
+def test_replicated_weights_stay_equal(experts, text, recompute):
     """Fifty steps with jitter and dropout, on ranks that were seeded differently."""
+    config, _ = LASTING[text]
 
     def train():
         layout = ConfigUnderTest(**config.to_dict() | {"recompute": recompute})
-        model = load(experts, layout, attention_dropout=0.1)
+        tied = {"tie_word_embeddings": True} if "tied" in text else {}
+        model = load(experts, layout, attention_dropout=0.1, **tied)
+        mesh = parallel_state(model).mesh
         torch.manual_seed(rank())
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
-        before = digest(model, replicated=True)
+        if layout.dp_size:
+            optimizer = prepare_optimizer(optimizer)
+        before = digest(model)
         for _ in range(50):
             optimizer.zero_grad()
-            model(**batch(1)).loss.backward()
+            model(**batch(mesh.pp_size * mesh.dp_size, mesh.dp_rank, mesh.dp_size)).loss.backward()
             optimizer.step()
-        after = digest(model, replicated=True)
-        assert not any(map(torch.equal, before, after))
-        return after, digest(model, replicated=False)
+        after = digest(model)
+        assert not any(torch.equal(before[name], part) for name, part in after.items())
+        return mesh.tp_rank, after, parallel_state(model).claims
 
-    (first, own), (second, other) = run_ranks(train, 2)
-    assert all(map(torch.equal, first, second))
-    assert all(part.isfinite().all() for part in own) and not any(map(torch.equal, own, other))
+    found = run_ranks(train, ranks_of(config))
+    compared = set()
+    for one, (tp_rank, weights, claims) in enumerate(found):
+        for other_tp_rank, others, _ in found[:one]:
+            for name in weights.keys() & others.keys():
+                is_replicated = tp_rank == other_tp_rank or not claims[name].placement.is_split
+                assert torch.equal(weights[name], others[name]) == is_replicated, name
+                assert weights[name].isfinite().all()
+                compared.add(name)
+    # Stages have no weights in common but tied ones.
+    assert compared == ({"model.embed_tokens.weight"} if "tied" in text else found[0][1].keys() | found[-1][1].keys())
 
 
 def noisy_embedding(model):
@@ -217,12 +242,19 @@ def test_what_each_rank_has_is_drawn_apart(gpt2, config):
 
 def losses_of_seeds(path, config, rate=0.3):
     model = load(path, config, **dict.fromkeys(RATES, rate))
+    mesh = None if config is None else parallel_state(model).mesh
+    own = batch(2) if mesh is None else batch(2, mesh.dp_rank, mesh.dp_size)
     found = []
     with torch.no_grad():
         for seed in range(200):
             torch.manual_seed(1000 * seed + rank())
-            found.append(model(**batch(2)).loss.item())
-    return torch.tensor(found, dtype=torch.float64)
+            found.append(model(**own).loss.item())
+    found = torch.tensor(found, dtype=torch.float64)
+    if mesh is not None and mesh.dp_size > 1:
+        # Each rank's mean is over its rows, which have equally many labels.
+        dist.all_reduce(found, group=mesh.dp_group)
+        found /= mesh.dp_size
+    return found
 
 
 def errors_apart(found, expected):
@@ -253,9 +285,9 @@ def one_process(fitted):
     return losses_of_seeds(fitted, None)
 
 
-@pytest.mark.parametrize("config", [TP2, SP2, PP2], ids=["tp2", "tp2+sp", "pp2"])
+@pytest.mark.parametrize("config", [TP2, SP2, PP2, DP2, TP2_PP2], ids=["tp2", "tp2+sp", "pp2", "dp2", "tp2+sp+pp2"])
 def test_the_loss_over_many_seeds_is_distributed_as_in_one_process(fitted, one_process, config):
-    found, *others = run_ranks(losses_of_seeds, 2, fitted, config, timeout=200)
+    found, *others = run_ranks(losses_of_seeds, ranks_of(config), fitted, config, timeout=200)
     assert all(torch.equal(found, other) for other in others)
     assert errors_apart(found, one_process) < 4
     assert found.std().item() == pytest.approx(one_process.std().item(), rel=0.3)
