@@ -60,7 +60,16 @@ def test_a_small_share_that_is_split_is_printed(model_type, is_said):
         (("gemma4_text", "--set", '{"num_kv_shared_layers": 12}', "--tp", "2"), 0, "equal"),
         (("phimoe", "--set", '{"input_jitter_noise": 0.3}', "--layouts", "tp2,tp2+sp"), 0, "2 of 2 cases"),
         (("minimax_m2", "--set", '{"router_jitter_noise": 0.3}', "--layouts", "tp2,tp2+sp"), 0, "2 of 2 cases"),
-        (("roberta", "--set", '{"tie_word_embeddings": false}', "--layouts", "pp2"), 1, "refused"),
+        *(
+            ((kind, "--set", '{"tie_word_embeddings": false}', "--layouts", "pp2"), 1, "refused")
+            for kind in ("roberta", "camembert", "xlm-roberta")
+        ),
+        *(
+            ((kind, "--layouts", "pp2"), 1, "refused  UnsupportedError")
+            for kind in ("camembert", "xlm-roberta", "bert")
+        ),
+        *(((kind, "--layouts", "pp2"), 1, "unpacks several values of each") for kind in ("bamba", "rwkv")),
+        (("modernbert", "--class", "ModernBertForMaskedLM", "--layouts", "pp2"), 1, "refused  UnsupportedError"),
     ],
 )
 def test_twins_have_what_they_are_checked_for(words, code, said):

@@ -179,3 +179,21 @@ def test_pipeline_stages_from_a_yaml(stories, tmp_path):
     assert [line[:2] for line in found] == [["tp1+pp2", 3]] * 2 and len(expected) == 1
     for line in found:
         assert line[2:] == pytest.approx(expected[0][2:], rel=2e-6)
+
+
+LOADS_AND_SAVES = """
+import hf_megatron
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained({stories!r}, megatron_config=hf_megatron.MegatronConfig({layout}))
+model.save_pretrained({output!r})
+"""
+
+
+@pytest.mark.parametrize("layout", ["tp_size=2", "pp_size=2"])
+def test_one_rank_draws_bars(stories, tmp_path, layout):
+    script = tmp_path / "script.py"
+    script.write_text(LOADS_AND_SAVES.format(stories=str(stories), layout=layout, output=str(tmp_path / "saved")))
+    result = run(["torchrun", "--nproc-per-node", "2", str(script)], tmp_path)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert result.stderr.count("Loading weights: 100%") == 1, result.stderr
+    assert result.stderr.count("Writing model shards: 100%") <= 1 and "0it" not in result.stderr, result.stderr
