@@ -31,6 +31,8 @@ from .stage_parts import (
     output_width,
 )
 
+_TOKENS = "input_ids"
+
 
 @dataclass(frozen=True)
 class Cut:
@@ -160,6 +162,11 @@ def require_cuttable(model: Any, spec: ModelSpec | None, config: MegatronConfig)
         raise UnsupportedError(
             f"MegatronConfig.pp_size = {config.pp_size}: {type(model).__name__} has two stacks of layers, encoder and "
             "decoder, and every decoder layer reads the encoder's output. Load it with pp_size=1."
+        )
+    if model.main_input_name != _TOKENS:
+        raise UnsupportedError(
+            f"MegatronConfig.pp_size = {config.pp_size}: {type(model).__name__} takes {model.main_input_name}, and a "
+            f"pipeline cuts models that take {_TOKENS}. Load it with pp_size=1."
         )
 
 

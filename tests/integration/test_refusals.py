@@ -1,9 +1,18 @@
 """PEFT and most of TRL's trainers train silently wrong on split models today: refused by name before work starts."""
 
 import pytest
-from transformers import AutoModelForCausalLM
+import transformers
+from transformers import (
+    AutoModelForCausalLM,
+    CLIPConfig,
+    CLIPVisionConfig,
+    LlamaConfig,
+    LlavaConfig,
+    ViTConfig,
+)
 
 from hf_megatron import MegatronConfig, UnsupportedError
+from hf_megatron.integrations.gate import ConfigUnderTest
 from hf_megatron.verify.ranks import run_ranks
 
 TP2 = MegatronConfig(tp_size=2)
@@ -56,3 +65,32 @@ def test_resize_and_distributed_checkpoint(stories, tmp_path):
             model.save_pretrained(tmp_path, state_dict={})
 
     run_ranks(call, 2)
+
+
+SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+VISION = SMALL | {"image_size": 8, "patch_size": 4}
+TOWERS = {
+    "ViTForImageClassification": (ViTConfig(**VISION), "takes pixel_values"),
+    "CLIPVisionModel": (CLIPVisionConfig(**VISION), "takes pixel_values"),
+    "CLIPModel": (CLIPConfig(text_config=SMALL | {"vocab_size": 64}, vision_config=VISION), "has to have one list of"),
+    "LlavaForConditionalGeneration": (
+        LlavaConfig(
+            vision_config=CLIPVisionConfig(**VISION),
+            text_config=LlamaConfig(vocab_size=64, **SMALL),
+            image_token_index=5,
+        ),
+        "has to have one list of",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TOWERS)
+def test_towers_over_pipeline_stages(tmp_path, name):
+    config, match = TOWERS[name]
+    getattr(transformers, name)(config).save_pretrained(tmp_path)
+
+    def on_rank():
+        with pytest.raises(UnsupportedError, match=f"pp_size.*{name} {match}"):
+            getattr(transformers, name).from_pretrained(tmp_path, megatron_config=ConfigUnderTest(pp_size=2))
+
+    run_ranks(on_rank, 2)
