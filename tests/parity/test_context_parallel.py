@@ -193,6 +193,13 @@ def test_batches_equal_one_process(name, scheme):
     assert comparison.passed, comparison.report()
 
 
+@pytest.mark.parametrize("layout", ["cp4", "tp2+sp+cp2", "pp2+cp2", "cp2+dp2+zero2", "cp2+dp2+zero3", "tp2+pp2+cp2"])
+@pytest.mark.parametrize("name", ["padded left", "padded right", "packed", "labels on one rank"])
+def test_batches_on_wider_layouts(name, layout):
+    comparison = check_twin(prepared(twin("mistral"), name), ConfigUnderTest(**LAYOUTS[layout]))
+    assert comparison.passed, comparison.report()
+
+
 @functools.cache
 def _reference(name):
     base = twin("mistral")
