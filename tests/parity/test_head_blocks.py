@@ -11,7 +11,16 @@ from hf_megatron.integrations.gate import ConfigUnderTest
 from hf_megatron.verify.parity import check_twin
 from tests.shared_twins import make_twin
 
-TYPES = ("qwen3_next", "qwen3_5_text", "olmo_hybrid", "nemotron_h")
+TYPES = (
+    "qwen3_next",
+    "qwen3_5_text",
+    "qwen4_exp_text",
+    "olmo_hybrid",
+    "nemotron_h",
+    "minimax",
+    "kimi_linear",
+    "bailing_hybrid",
+)
 LAYOUTS = {
     "cp2, a ring": {"cp_comm_type": "p2p"},
     "cp2, heads": {"cp_comm_type": "a2a"},
