@@ -16,10 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..axes import Axes
 from ..communication.averaged_gradients import sum_over_ranks
+from ..parallel_state import ParallelState
 from ..parts import works_on_parts
 from ..patterns import generic
-from ..spec import HeadBlock, ModelSpec, Width
+from ..placement import Claim
+from ..spec import HeadBlock, Width
+from ..tensor_parallel.local_parameters import local_view
 from .exchange import scatter_tokens
 from .stack import ContextStack
 from .whole_blocks import WholeBlock
@@ -28,12 +32,18 @@ _TOKENS = 1
 _ABSENT = object()
 
 
-def heads_to_share(block: nn.Module, name: str, spec: ModelSpec, ranks: int) -> HeadBlock | None:
-    """Returns how a block's heads are shared out over so many ranks; `None` where they are not."""
-    known = spec.head_blocks.get(generic(name))
-    if known is None or any(attrgetter(count)(block) % ranks for count in known.counts):
+def heads_to_share(block: nn.Module, name: str, state: ParallelState) -> HeadBlock | None:
+    """Returns how a block's heads are shared out over the ranks of a row; `None` where they are not."""
+    known = state.spec.head_blocks.get(generic(name))
+    if known is None or any(attrgetter(count)(block) % state.axes.size("cp") for count in known.counts):
         return None
-    return known
+    # Weights of which tp ranks have parts, or parts of the gradient, are cut with no regard to heads.
+    parts = {generic(weight) for weight, claim in state.claims.items() if _has_parts(claim, state.axes)}
+    return None if any(generic(f"{name}.{own}") in parts for own, _ in block.named_parameters()) else known
+
+
+def _has_parts(claim: Claim, axes: Axes) -> bool:
+    return claim.placement.on(axes).is_split or claim.gradient.sum is not None
 
 
 class SharedHeadBlock(WholeBlock):
@@ -119,7 +129,7 @@ def _held(block: nn.Module, name: str) -> Iterator[tuple[dict[str, Any], str, Te
     """Yields what holds a parameter or buffer of a block with it, if the block has it."""
     owner, own = _owner(block, name)
     for held in (owner._parameters, owner._buffers):
-        if (weight := held.get(own)) is not None:
+        if (weight := local_view(held.get(own))) is not None:
             yield held, own, weight
 
 

@@ -31,6 +31,8 @@ LAYOUTS = {
     # Split over tp, mixers are computed whole.
     "tp2+cp2": {"tp_size": 2},
 }
+# What tp leaves whole is shared over cp alone.
+WHOLE_ON_TP = ("olmo_hybrid", "nemotron_h", "minimax", "kimi_linear", "bailing_hybrid")
 
 
 @functools.lru_cache(maxsize=2)
@@ -47,6 +49,14 @@ def test_layouts_equal_one_process(name):
 @pytest.mark.parametrize("model_type", TYPES[1:])
 def test_types_equal_one_process(model_type):
     comparison = check_twin(twin(model_type), ConfigUnderTest(cp_size=2))
+    assert comparison.passed, comparison.report()
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("model_type", WHOLE_ON_TP)
+def test_blocks_that_lie_whole_on_tp_ranks(model_type, sequence_parallel):
+    layout = ConfigUnderTest(cp_size=2, tp_size=2, sequence_parallel=sequence_parallel)
+    comparison = check_twin(twin(model_type), layout)
     assert comparison.passed, comparison.report()
 
 
