@@ -1,14 +1,23 @@
 """Mixers whose heads the ranks of a row share, against one process."""
 
+import dataclasses
 import functools
 
 import pytest
+import torch
 from transformers import CONFIG_MAPPING
 
 from hf_megatron.context_parallel import head_blocks
 from hf_megatron.context_parallel.attention import ContextGroups
+from hf_megatron.context_parallel.whole_blocks import find_whole_blocks
 from hf_megatron.integrations.gate import ConfigUnderTest
+from hf_megatron.layer_list import find_layers
+from hf_megatron.parts import works_on_parts
+from hf_megatron.patterns import generic
+from hf_megatron.registry import own_spec
+from hf_megatron.verify.measure import measure
 from hf_megatron.verify.parity import check_twin
+from hf_megatron.verify.ranks import run_ranks
 from tests.shared_twins import make_twin
 
 TYPES = (
@@ -60,6 +69,66 @@ def test_blocks_that_lie_whole_on_tp_ranks(model_type, sequence_parallel):
     assert comparison.passed, comparison.report()
 
 
+@pytest.mark.parametrize("padding", ["left", "right", "packed"])
+@pytest.mark.parametrize("model_type", ["minimax", "kimi_linear"])
+def test_batches_equal_one_process(model_type, padding):
+    changed = of_batches(model_type, padding)
+    comparison = check_twin(changed, ConfigUnderTest(cp_size=2))
+    assert comparison.passed, comparison.report()
+
+
+def of_batches(model_type, padding):
+    """A twin whose first rows are padded, or whose rows hold two documents."""
+    base = twin(model_type)
+    batches = [_changed(batch, padding) for batch in base.batches]
+    reference = measure(base.load(), batches)
+    reference.without, reference.cancelled = base.reference.without, base.reference.cancelled
+    return dataclasses.replace(base, batches=batches, reference=reference)
+
+
+def _changed(batch, padding):
+    batch = {key: value for key, value in batch.items() if key in ("input_ids", "labels")}
+    rows, length = batch["input_ids"].shape
+    if padding == "packed":
+        positions = torch.cat([torch.arange(5), torch.arange(length - 5)]).expand(rows, -1)
+        return batch | {"position_ids": positions, "use_cache": False}
+    mask = torch.ones(rows, length, dtype=torch.int64)
+    mask[0, :4] = 0
+    mask = mask if padding == "left" else mask.flip(1)
+    return batch | {"attention_mask": mask, "labels": batch["labels"].masked_fill(mask == 0, -100)}
+
+
+@pytest.mark.parametrize("length", [4, 5, 31])
+def test_rows_of_any_length(length):
+    """Lightning attention has blocks of four tokens in this twin."""
+    rows = make_twin(CONFIG_MAPPING["minimax"](), microbatches=2, sequence_length=length)
+    comparison = check_twin(rows, ConfigUnderTest(cp_size=2))
+    assert comparison.passed, comparison.report()
+
+
+def widths(model, batch, spec):
+    """Returns what the last projections of mixers are given: tokens, and the features of all heads at hand."""
+    found = []
+    note = works_on_parts(lambda module, args, output: found.append((args[0].shape[1], args[0].shape[-1])))
+    for name in find_whole_blocks(model, spec, find_layers(model, spec, "cp_size")):
+        block, known = model.get_submodule(name), spec.head_blocks.get(generic(name))
+        for weight, (dim, _) in known.weights.items() if known is not None else ():
+            if dim == 1 and weight.endswith("proj.weight"):
+                block.get_submodule(weight.removesuffix(".weight")).register_forward_hook(note)
+    model(**batch)
+    return found
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_each_rank_computes_its_share_of_heads(model_type):
+    one, layout = twin(model_type), ConfigUnderTest(cp_size=2)
+    batch = one.batches[0]
+    spec = own_spec(one.model_on_meta())
+    shared = [(tokens, width // 2) for tokens, width in widths(one.load(), batch, spec)]
+    found = run_ranks(lambda: widths(one.load(megatron_config=layout), batch, spec), 2)
+    assert shared and found == [shared] * 2
+
+
 def test_biases_are_added_once():
     comparison = check_twin(twin("nemotron_h", use_bias=True), ConfigUnderTest(cp_size=2))
     assert comparison.passed, comparison.report()
@@ -92,6 +161,29 @@ def own_sums():
     head_blocks.SharedHeadBlock._enter = enter
 
 
+def own_squares():
+    """Norms what a rank's heads make by these alone."""
+    head_blocks.sum_over_ranks = lambda part, group: part * group.size()
+
+
+def unsummed_squares():
+    """Has no rank hear what others make of its heads' squares."""
+    stock = head_blocks.sum_over_ranks
+    head_blocks.sum_over_ranks = lambda part, group: stock(part.detach(), group) + part - part.detach()
+
+
+def decays_of_the_first():
+    """Has states of every rank's heads decay as those of the first one's."""
+    stock = head_blocks.SharedHeadBlock._replace
+
+    def replace(self, held, own, value):
+        if own in ("slope_rate", "query_decay", "key_decay"):
+            value = held[own].narrow(0, 0, value.shape[0])
+        stock(self, held, own, value)
+
+    head_blocks.SharedHeadBlock._replace = replace
+
+
 _ONLY = []
 
 
@@ -103,3 +195,8 @@ def test_the_heads_of_one_rank_alone_are_found(model_type):
 
 def test_sums_of_one_rank_are_found():
     assert not check_twin(twin("qwen3_next"), ConfigUnderTest(cp_size=2), sabotage=own_sums).passed
+
+
+@pytest.mark.parametrize("fault", [own_squares, unsummed_squares, decays_of_the_first])
+def test_what_heads_of_lightning_attention_share_is_found(fault):
+    assert not check_twin(twin("minimax"), ConfigUnderTest(cp_size=2), sabotage=fault).passed

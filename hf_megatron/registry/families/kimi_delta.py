@@ -9,8 +9,7 @@ from ..lookup import register_model
 COUNTS = ("num_heads", "qkv_dim", "conv_dim")
 ROWS = 0, ()
 BLOCK = "layers.*.self_attn"
-COMMON = {f"{name}.weight": ROWS for name in ("q_proj", "k_proj", "v_proj", "b_proj")}
-COMMON |= {
+COMMON = {f"{name}_proj.weight": ROWS for name in "qkvb"} | {
     "conv1d.weight": (0, (("qkv_dim",),) * 3),
     "forget_gate.dt_bias": ROWS,
     "o_proj.weight": (1, ()),
