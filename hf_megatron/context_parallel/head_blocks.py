@@ -4,7 +4,8 @@
 
 A rank has all weights and computes with its heads' part of them, so that a block's compute is shared out whatever its
 tokens do among each other. Gradients of the other heads' weights are zeros, and those of all ranks add up. A norm over
-all heads together divides by the mean of all ranks' squares, one number for each token.
+all heads together divides by the mean of all ranks' squares, one number for each token; a narrow projection that reads
+all heads is summed.
 """
 
 import math
@@ -94,6 +95,9 @@ class SharedHeadBlock(WholeBlock):
         for name in self.heads.norms:
             norm = block.get_submodule(name)
             self._replace(vars(norm), "forward", norm_of_all_ranks(norm, self.stack.group))
+        for name in self.heads.joined:
+            linear = block.get_submodule(name)
+            self._replace(vars(linear), "forward", product_of_all_ranks(linear.forward, self.stack.group))
 
     def _replace(self, held: dict[str, Any], own: str, value: Any) -> None:
         """Puts a value in the place of one that a module holds, and notes what to give back."""
@@ -118,6 +122,11 @@ def norm_of_all_ranks(norm: Any, group: dist.ProcessGroup) -> Callable[[Tensor],
         return norm.weight * (numbers * torch.rsqrt(squares + norm.variance_epsilon)).to(hidden.dtype)
 
     return forward
+
+
+def product_of_all_ranks(product: Callable[[Tensor], Tensor], group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
+    """Returns the forward of a linear whose input features lie on several ranks, and whose output on each."""
+    return lambda features: sum_over_ranks(product(features), group)
 
 
 def _owner(block: nn.Module, name: str) -> tuple[nn.Module, str]:

@@ -29,6 +29,7 @@ TYPES = (
     "minimax",
     "kimi_linear",
     "bailing_hybrid",
+    "jamba",
 )
 LAYOUTS = {
     "cp2, a ring": {"cp_comm_type": "p2p"},
@@ -41,7 +42,7 @@ LAYOUTS = {
     "tp2+cp2": {"tp_size": 2},
 }
 # What tp leaves whole is shared over cp alone.
-WHOLE_ON_TP = ("olmo_hybrid", "nemotron_h", "minimax", "kimi_linear", "bailing_hybrid")
+WHOLE_ON_TP = ("olmo_hybrid", "nemotron_h", "minimax", "kimi_linear", "bailing_hybrid", "jamba")
 
 
 @functools.lru_cache(maxsize=2)
@@ -70,7 +71,7 @@ def test_blocks_that_lie_whole_on_tp_ranks(model_type, sequence_parallel):
 
 
 @pytest.mark.parametrize("padding", ["left", "right", "packed"])
-@pytest.mark.parametrize("model_type", ["minimax", "kimi_linear"])
+@pytest.mark.parametrize("model_type", ["minimax", "kimi_linear", "jamba"])
 def test_batches_equal_one_process(model_type, padding):
     changed = of_batches(model_type, padding)
     comparison = check_twin(changed, ConfigUnderTest(cp_size=2))
@@ -112,8 +113,8 @@ def widths(model, batch, spec):
     note = works_on_parts(lambda module, args, output: found.append((args[0].shape[1], args[0].shape[-1])))
     for name in find_whole_blocks(model, spec, find_layers(model, spec, "cp_size")):
         block, known = model.get_submodule(name), spec.head_blocks.get(generic(name))
-        for weight, (dim, _) in known.weights.items() if known is not None else ():
-            if dim == 1 and weight.endswith("proj.weight"):
+        for weight in known.weights if known is not None else ():
+            if weight in ("o_proj.weight", "out_proj.weight"):
                 block.get_submodule(weight.removesuffix(".weight")).register_forward_hook(note)
     model(**batch)
     return found
@@ -127,6 +128,27 @@ def test_each_rank_computes_its_share_of_heads(model_type):
     shared = [(tokens, width // 2) for tokens, width in widths(one.load(), batch, spec)]
     found = run_ranks(lambda: widths(one.load(megatron_config=layout), batch, spec), 2)
     assert shared and found == [shared] * 2
+
+
+def shared_blocks(one, layout):
+    """Returns how many calls of blocks compute some heads in a forward."""
+    stock, calls = head_blocks.SharedHeadBlock._take_heads, []
+
+    def take(self, block):
+        calls.append(self.name)
+        stock(self, block)
+
+    head_blocks.SharedHeadBlock._take_heads = take
+    one.load(megatron_config=layout)(**one.batches[0])
+    return len(calls)
+
+
+@pytest.mark.parametrize("model_type", (*WHOLE_ON_TP, "qwen3_next"))
+def test_heads_are_shared_of_what_tp_leaves_whole(model_type):
+    one, layout = twin(model_type), ConfigUnderTest(cp_size=2, tp_size=2)
+    spec = own_spec(one.model_on_meta())
+    blocks = len(widths(one.load(), one.batches[0], spec)) if model_type in WHOLE_ON_TP else 0
+    assert run_ranks(lambda: shared_blocks(one, layout), 4) == [blocks] * 4
 
 
 def test_biases_are_added_once():
@@ -161,13 +183,13 @@ def own_sums():
     head_blocks.SharedHeadBlock._enter = enter
 
 
-def own_squares():
-    """Norms what a rank's heads make by these alone."""
+def own_parts():
+    """Takes what a rank's heads make of a norm's squares, or of a projection of all heads, for everybody's."""
     head_blocks.sum_over_ranks = lambda part, group: part * group.size()
 
 
-def unsummed_squares():
-    """Has no rank hear what others make of its heads' squares."""
+def unsummed_gradients():
+    """Has no rank hear what others make of its part of such a sum."""
     stock = head_blocks.sum_over_ranks
     head_blocks.sum_over_ranks = lambda part, group: stock(part.detach(), group) + part - part.detach()
 
@@ -197,6 +219,11 @@ def test_sums_of_one_rank_are_found():
     assert not check_twin(twin("qwen3_next"), ConfigUnderTest(cp_size=2), sabotage=own_sums).passed
 
 
-@pytest.mark.parametrize("fault", [own_squares, unsummed_squares, decays_of_the_first])
-def test_what_heads_of_lightning_attention_share_is_found(fault):
-    assert not check_twin(twin("minimax"), ConfigUnderTest(cp_size=2), sabotage=fault).passed
+@pytest.mark.parametrize("fault", [own_parts, unsummed_gradients])
+@pytest.mark.parametrize("model_type", ["minimax", "jamba"])
+def test_sums_of_all_heads_are_found(model_type, fault):
+    assert not check_twin(twin(model_type), ConfigUnderTest(cp_size=2), sabotage=fault).passed
+
+
+def test_decays_of_other_heads_are_found():
+    assert not check_twin(twin("minimax"), ConfigUnderTest(cp_size=2), sabotage=decays_of_the_first).passed
