@@ -13,14 +13,18 @@ class HeadBlock:
 
     Args:
         counts (`tuple[str, ...]`): attributes that count heads or groups of them, or widths of all of them.
-        weights (`Mapping[str, tuple[int, tuple[Width, ...]]]`): parameter of the block -> its dim of heads, and the
-            parts of that dim that each have an entry for every head; `()` for one part.
+        weights (`Mapping[str, tuple[int, tuple[Width, ...]]]`): parameter or buffer of the block -> its dim of heads,
+            and the parts of that dim that each have an entry for every head; `()` for one part.
         summed (`tuple[str, ...]`): biases that are added once to the sum of all heads.
+        norms (`tuple[str, ...]`): RMS norms over all heads together, whose weights are among those.
+        joined (`tuple[str, ...]`): linears without bias inside of the block that read all heads and are read by all.
     """
 
     counts: tuple[str, ...]
     weights: Mapping[str, tuple[int, tuple[Width, ...]]]
     summed: tuple[str, ...] = ()
+    norms: tuple[str, ...] = ()
+    joined: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

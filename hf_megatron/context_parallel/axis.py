@@ -61,8 +61,7 @@ def install(model: Any, state: ParallelState) -> None:
     stack.install(model, layers)
     modules, regions = dict(model.named_modules()), state.placed.get(REGIONS)
     for block in whole_blocks & modules.keys():
-        # Split over tp, heads lie apart already.
-        heads = heads_to_share(modules[block], block, state.spec, ranks) if state.axes.size("tp") == 1 else None
+        heads = heads_to_share(modules[block], block, state)
         region = regions.uniform.get(block) if regions is not None else None
         around = WholeBlock(stack, block, region) if heads is None else SharedHeadBlock(stack, block, heads)
         around.install(modules[block])

@@ -252,11 +252,11 @@ def _has_experts(twin: Twin) -> bool:
 
 def _whole_blocks(twin: Twin, layout: MegatronConfig) -> dict[str, Any]:
     """Says which share of the layers cp computes on whole rows, and what mixes tokens that it does not know."""
-    spec = plan(twin.model_on_meta(), layout, Axes.of(layout, 0)).spec
+    state = plan(twin.model_on_meta(), layout, Axes.of(layout, 0))
     assert twin.build_full is not None
     with torch.device("meta"):
-        share = whole_share(twin.build_full(), spec, layout.cp_size if layout.tp_size == 1 else None)
-    reason = unknown_mixing(twin.load(), spec, {"input_ids": twin.batches[0]["input_ids"]})
+        share = whole_share(twin.build_full(), state)
+    reason = unknown_mixing(twin.load(), state.spec, {"input_ids": twin.batches[0]["input_ids"]})
     return ({"whole": round(share, 3)} if share else {}) | ({} if reason is None else {"mixing": reason})
 
 

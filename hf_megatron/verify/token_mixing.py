@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..context_parallel.head_blocks import heads_to_share
 from ..context_parallel.whole_blocks import find_whole_blocks
 from ..layer_list import find_layers
+from ..parallel_state import ParallelState
 from ..spec import ModelSpec
 from ..upstream import attention_replaced
 
@@ -135,17 +136,15 @@ def unknown_mixing(model: nn.Module, spec: ModelSpec, batch: Mapping[str, Any]) 
     return f"tokens meet in {unknown[0]} ({', '.join(sorted(kinds))}), which is no block on whole rows"
 
 
-def whole_share(model: nn.Module, spec: ModelSpec, ranks: int | None) -> float:
+def whole_share(model: nn.Module, state: ParallelState) -> float:
     """Returns the share of the layers' parameters whose compute context parallelism does not share out.
 
     Args:
-        ranks (`int`, *optional*): that share the heads of mixers, where any do.
+        state (`ParallelState`): the plan of this model, or of one with fewer layers.
     """
-    layers = find_layers(model, spec, "cp_size")
-    blocks = find_whole_blocks(model, spec, layers)
-    known = [
-        name for name in blocks if not ranks or heads_to_share(model.get_submodule(name), name, spec, ranks) is None
-    ]
+    layers = find_layers(model, state.spec, "cp_size")
+    blocks = find_whole_blocks(model, state.spec, layers)
+    known = [name for name in blocks if heads_to_share(model.get_submodule(name), name, state) is None]
     sizes = {name: parameter.numel() for name, parameter in model.get_submodule(layers).named_parameters(prefix=layers)}
     whole = sum(size for name, size in sizes.items() if any(name.startswith(f"{block}.") for block in known))
     return whole / max(1, sum(sizes.values()))

@@ -29,36 +29,38 @@ MIXING = {
     "qwen3_next": {"linear_attn"},
     "jamba": {"mamba"},
     "granitemoehybrid": {"mamba"},
+    "minimax": {"self_attn"},
+    "kimi_linear": {"self_attn"},
 }
 
 
 @functools.lru_cache(maxsize=1)
 def loaded(model_type):
     twin = make_twin(CONFIG_MAPPING[model_type](), microbatches=1)
-    spec = plan(twin.model_on_meta(), CP2, Axes.of(CP2, 0)).spec
-    return twin.load(), spec, {"input_ids": twin.batches[0]["input_ids"]}
+    state = plan(twin.model_on_meta(), CP2, Axes.of(CP2, 0))
+    return twin.load(), state, {"input_ids": twin.batches[0]["input_ids"]}
 
 
 @pytest.mark.parametrize("model_type", MIXING)
 def test_what_mixes_tokens_is_found_and_known(model_type):
-    model, spec, batch = loaded(model_type)
-    layers = find_layers(model, spec, "cp_size")
+    model, state, batch = loaded(model_type)
+    layers = find_layers(model, state.spec, "cp_size")
     found = {name.removeprefix(f"{layers}.").split(".")[1] for name in find_token_mixing(model, batch, layers)}
     assert found == MIXING[model_type]
-    assert unknown_mixing(model, spec, batch) is None
-    assert (whole_share(model, spec, 2) > 0) == bool(found and not spec.head_blocks)
+    assert unknown_mixing(model, state.spec, batch) is None
+    assert (whole_share(model, state) > 0) == bool(found and not state.spec.head_blocks)
 
 
 def test_a_layer_that_mixes_is_not_recorded(monkeypatch):
     """A row is no result of context parallelism, however near its numbers are."""
-    model, spec, batch = loaded("llama")
+    model, state, batch = loaded("llama")
     stock = type(model.model.layers[0].mlp).forward
 
     def mixing(self, hidden):
         return stock(self, hidden) + hidden.roll(1, 1)
 
     monkeypatch.setattr(type(model.model.layers[0].mlp), "forward", mixing)
-    reason = unknown_mixing(model, spec, batch)
+    reason = unknown_mixing(model, state.spec, batch)
     assert reason is not None and "model.layers.0.mlp (LlamaMLP)" in reason
     said = []
     [row] = check.check_models(["llama"], [CP2], echo=said.append)

@@ -1,17 +1,36 @@
 """Mixers whose heads the ranks of a row share, against one process."""
 
+import dataclasses
 import functools
 
 import pytest
+import torch
 from transformers import CONFIG_MAPPING
 
 from hf_megatron.context_parallel import head_blocks
 from hf_megatron.context_parallel.attention import ContextGroups
+from hf_megatron.context_parallel.whole_blocks import find_whole_blocks
 from hf_megatron.integrations.gate import ConfigUnderTest
+from hf_megatron.layer_list import find_layers
+from hf_megatron.parts import works_on_parts
+from hf_megatron.patterns import generic
+from hf_megatron.registry import own_spec
+from hf_megatron.verify.measure import measure
 from hf_megatron.verify.parity import check_twin
+from hf_megatron.verify.ranks import run_ranks
 from tests.shared_twins import make_twin
 
-TYPES = ("qwen3_next", "qwen3_5_text", "olmo_hybrid", "nemotron_h")
+TYPES = (
+    "qwen3_next",
+    "qwen3_5_text",
+    "qwen4_exp_text",
+    "olmo_hybrid",
+    "nemotron_h",
+    "minimax",
+    "kimi_linear",
+    "bailing_hybrid",
+    "jamba",
+)
 LAYOUTS = {
     "cp2, a ring": {"cp_comm_type": "p2p"},
     "cp2, heads": {"cp_comm_type": "a2a"},
@@ -22,6 +41,8 @@ LAYOUTS = {
     # Split over tp, mixers are computed whole.
     "tp2+cp2": {"tp_size": 2},
 }
+# What tp leaves whole is shared over cp alone.
+WHOLE_ON_TP = ("olmo_hybrid", "nemotron_h", "minimax", "kimi_linear", "bailing_hybrid", "jamba")
 
 
 @functools.lru_cache(maxsize=2)
@@ -39,6 +60,95 @@ def test_layouts_equal_one_process(name):
 def test_types_equal_one_process(model_type):
     comparison = check_twin(twin(model_type), ConfigUnderTest(cp_size=2))
     assert comparison.passed, comparison.report()
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("model_type", WHOLE_ON_TP)
+def test_blocks_that_lie_whole_on_tp_ranks(model_type, sequence_parallel):
+    layout = ConfigUnderTest(cp_size=2, tp_size=2, sequence_parallel=sequence_parallel)
+    comparison = check_twin(twin(model_type), layout)
+    assert comparison.passed, comparison.report()
+
+
+@pytest.mark.parametrize("padding", ["left", "right", "packed"])
+@pytest.mark.parametrize("model_type", ["minimax", "kimi_linear", "jamba"])
+def test_batches_equal_one_process(model_type, padding):
+    changed = of_batches(model_type, padding)
+    comparison = check_twin(changed, ConfigUnderTest(cp_size=2))
+    assert comparison.passed, comparison.report()
+
+
+def of_batches(model_type, padding):
+    """A twin whose first rows are padded, or whose rows hold two documents."""
+    base = twin(model_type)
+    batches = [_changed(batch, padding) for batch in base.batches]
+    reference = measure(base.load(), batches)
+    reference.without, reference.cancelled = base.reference.without, base.reference.cancelled
+    return dataclasses.replace(base, batches=batches, reference=reference)
+
+
+def _changed(batch, padding):
+    batch = {key: value for key, value in batch.items() if key in ("input_ids", "labels")}
+    rows, length = batch["input_ids"].shape
+    if padding == "packed":
+        positions = torch.cat([torch.arange(5), torch.arange(length - 5)]).expand(rows, -1)
+        return batch | {"position_ids": positions, "use_cache": False}
+    mask = torch.ones(rows, length, dtype=torch.int64)
+    mask[0, :4] = 0
+    mask = mask if padding == "left" else mask.flip(1)
+    return batch | {"attention_mask": mask, "labels": batch["labels"].masked_fill(mask == 0, -100)}
+
+
+@pytest.mark.parametrize("length", [4, 5, 31])
+def test_rows_of_any_length(length):
+    """Lightning attention has blocks of four tokens in this twin."""
+    rows = make_twin(CONFIG_MAPPING["minimax"](), microbatches=2, sequence_length=length)
+    comparison = check_twin(rows, ConfigUnderTest(cp_size=2))
+    assert comparison.passed, comparison.report()
+
+
+def widths(model, batch, spec):
+    """Returns what the last projections of mixers are given: tokens, and the features of all heads at hand."""
+    found = []
+    note = works_on_parts(lambda module, args, output: found.append((args[0].shape[1], args[0].shape[-1])))
+    for name in find_whole_blocks(model, spec, find_layers(model, spec, "cp_size")):
+        block, known = model.get_submodule(name), spec.head_blocks.get(generic(name))
+        for weight in known.weights if known is not None else ():
+            if weight in ("o_proj.weight", "out_proj.weight"):
+                block.get_submodule(weight.removesuffix(".weight")).register_forward_hook(note)
+    model(**batch)
+    return found
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_each_rank_computes_its_share_of_heads(model_type):
+    one, layout = twin(model_type), ConfigUnderTest(cp_size=2)
+    batch = one.batches[0]
+    spec = own_spec(one.model_on_meta())
+    shared = [(tokens, width // 2) for tokens, width in widths(one.load(), batch, spec)]
+    found = run_ranks(lambda: widths(one.load(megatron_config=layout), batch, spec), 2)
+    assert shared and found == [shared] * 2
+
+
+def shared_blocks(one, layout):
+    """Returns how many calls of blocks compute some heads in a forward."""
+    stock, calls = head_blocks.SharedHeadBlock._take_heads, []
+
+    def take(self, block):
+        calls.append(self.name)
+        stock(self, block)
+
+    head_blocks.SharedHeadBlock._take_heads = take
+    one.load(megatron_config=layout)(**one.batches[0])
+    return len(calls)
+
+
+@pytest.mark.parametrize("model_type", (*WHOLE_ON_TP, "qwen3_next"))
+def test_heads_are_shared_of_what_tp_leaves_whole(model_type):
+    one, layout = twin(model_type), ConfigUnderTest(cp_size=2, tp_size=2)
+    spec = own_spec(one.model_on_meta())
+    blocks = len(widths(one.load(), one.batches[0], spec)) if model_type in WHOLE_ON_TP else 0
+    assert run_ranks(lambda: shared_blocks(one, layout), 4) == [blocks] * 4
 
 
 def test_biases_are_added_once():
@@ -73,6 +183,29 @@ def own_sums():
     head_blocks.SharedHeadBlock._enter = enter
 
 
+def own_parts():
+    """Takes what a rank's heads make of a norm's squares, or of a projection of all heads, for everybody's."""
+    head_blocks.sum_over_ranks = lambda part, group: part * group.size()
+
+
+def unsummed_gradients():
+    """Has no rank hear what others make of its part of such a sum."""
+    stock = head_blocks.sum_over_ranks
+    head_blocks.sum_over_ranks = lambda part, group: stock(part.detach(), group) + part - part.detach()
+
+
+def decays_of_the_first():
+    """Has states of every rank's heads decay as those of the first one's."""
+    stock = head_blocks.SharedHeadBlock._replace
+
+    def replace(self, held, own, value):
+        if own in ("slope_rate", "query_decay", "key_decay"):
+            value = held[own].narrow(0, 0, value.shape[0])
+        stock(self, held, own, value)
+
+    head_blocks.SharedHeadBlock._replace = replace
+
+
 _ONLY = []
 
 
@@ -84,3 +217,13 @@ def test_the_heads_of_one_rank_alone_are_found(model_type):
 
 def test_sums_of_one_rank_are_found():
     assert not check_twin(twin("qwen3_next"), ConfigUnderTest(cp_size=2), sabotage=own_sums).passed
+
+
+@pytest.mark.parametrize("fault", [own_parts, unsummed_gradients])
+@pytest.mark.parametrize("model_type", ["minimax", "jamba"])
+def test_sums_of_all_heads_are_found(model_type, fault):
+    assert not check_twin(twin(model_type), ConfigUnderTest(cp_size=2), sabotage=fault).passed
+
+
+def test_decays_of_other_heads_are_found():
+    assert not check_twin(twin("minimax"), ConfigUnderTest(cp_size=2), sabotage=decays_of_the_first).passed

@@ -1,4 +1,4 @@
-"""Gated delta nets (Qwen3-Next, Qwen3.5, OLMo hybrid): each head of keys has its values, gates and states to itself."""
+"""Gated delta nets (Qwen3-Next, 3.5 and 4, OLMo hybrid): a head of keys has its values, gates and states to itself."""
 
 from typing import Any
 
@@ -11,6 +11,12 @@ MIXED = (("key_dim",), ("key_dim",), ("value_dim",))
 ROWS = 0, ()
 COMMON = {"conv1d.weight": (0, MIXED), "dt_bias": ROWS, "A_log": ROWS}
 BLOCK = "layers.*.linear_attn"
+OF_QWEN3_5 = HeadBlock(
+    COUNTS,
+    COMMON
+    | {f"in_proj_{name}.weight": ROWS for name in "zba"}
+    | {"in_proj_qkv.weight": (0, MIXED), "out_proj.weight": (1, ())},
+)
 
 
 @register_model("qwen3_next")
@@ -23,9 +29,7 @@ def qwen3_next(model: Any) -> ModelSpec:
 @register_model("qwen3_5_text")
 @register_model("qwen3_5_moe_text")
 def qwen3_5_text(model: Any) -> ModelSpec:
-    weights = COMMON | {f"in_proj_{name}.weight": ROWS for name in "zba"}
-    weights |= {"in_proj_qkv.weight": (0, MIXED), "out_proj.weight": (1, ())}
-    return corrected_spec(model, head_blocks={BLOCK: HeadBlock(COUNTS, weights)})
+    return corrected_spec(model, head_blocks={BLOCK: OF_QWEN3_5})
 
 
 @register_model("olmo_hybrid")

@@ -5,6 +5,7 @@ from typing import Any
 from ...spec import ModelSpec
 from ..family import corrected_spec
 from ..lookup import register_model
+from .delta_net import BLOCK, OF_QWEN3_5
 
 CONNECTIONS = ("layers.*.attn_hyper_connection", "layers.*.mlp_hyper_connection")
 
@@ -13,4 +14,4 @@ CONNECTIONS = ("layers.*.attn_hyper_connection", "layers.*.mlp_hyper_connection"
 def qwen4_exp_text(model: Any) -> ModelSpec:
     # transformers splits the first of two small projections, which would sum over ranks that hold different tokens.
     whole = {f"{connection}.input_mix_weight_down": "replicated" for connection in CONNECTIONS}
-    return corrected_spec(model, whole, transparent=CONNECTIONS)
+    return corrected_spec(model, whole, transparent=CONNECTIONS, head_blocks={BLOCK: OF_QWEN3_5})
