@@ -27,6 +27,12 @@ def find_experts(model: Any, spec: ModelSpec) -> dict[str, int]:
     return found
 
 
+def find_identity_experts(model: Any, spec: ModelSpec, experts: Iterable[str]) -> dict[str, int]:
+    """Maps those of the modules that hold experts to how many more a router can choose, which hand tokens back."""
+    attributes = {name: attribute for name in experts if (attribute := lookup(name, spec.identity_experts)) is not None}
+    return {name: getattr(model.get_submodule(name), attribute) for name, attribute in attributes.items()}
+
+
 def mixtures_of_tokens(model: Any, experts: Iterable[str]) -> dict[str, list[str]]:
     """Maps the blocks around experts to their children, if all of them take nothing but one token at a time."""
     blocks = {name.rpartition(".")[0] for name in experts}

@@ -62,7 +62,8 @@ class ModelSpec:
         no_context_parallel (`str`, *optional*): why the type has no context parallelism.
         experts (`Mapping[str, str]`): module that holds all experts of a layer, along dim 0 of each weight -> its
             attribute that counts them; those of transformers' decorator of experts are found.
-        no_expert_parallel (`str`, *optional*): why the type's experts cannot lie on different ranks.
+        identity_experts (`Mapping[str, str]`): such a module -> its attribute that counts the experts behind the others
+            that hand tokens back as they are; its weights may have entries along dim 0 for these too, never read.
     """
 
     model_type: str
@@ -84,4 +85,4 @@ class ModelSpec:
     token_dims: Mapping[str, int] = field(default_factory=dict)
     no_context_parallel: str | None = None
     experts: Mapping[str, str] = field(default_factory=dict)
-    no_expert_parallel: str | None = None
+    identity_experts: Mapping[str, str] = field(default_factory=dict)

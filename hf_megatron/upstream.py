@@ -441,6 +441,32 @@ def blocks_of_shard(placement: Any) -> int:
     return int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
 
 
+def place_in_run(sharding: Any, source: Any, index: int) -> int | None:
+    """Tells transformers' loader where a slice of dim 0 lies in the one run of them that it takes for a rank's.
+
+    Its own arithmetic (5.21 to 5.23) knows no ranks with several, those of a dim whose blocks are split one by one.
+
+    Args:
+        sharding: its `DtensorShardOperation`.
+        source: what is read, a tensor or a slice of a safetensors file.
+        index: of the slice.
+
+    Returns:
+        An index that it takes for this rank's, `None` for what is another rank's.
+    """
+    shape = source.shape if isinstance(source, torch.Tensor) else source.get_shape()
+    if len(shape) == sharding.param_ndim:
+        return index
+    mesh, block = sharding.device_mesh, sharding._axis0_size
+    for axis, placement in enumerate(sharding.placements):
+        if blocks_of_shard(placement) > 1 and placement.dim == 0:
+            block //= placement.split_factor
+            width = -(-block // mesh.size(axis))
+            is_own = index % block // width == mesh.get_local_rank(axis)
+            return sharding._axis0_offset if is_own else None
+    return index
+
+
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """Returns the mesh that another was cut from (private in torch 2.11 to 2.13)."""
     return mesh._get_root_mesh()

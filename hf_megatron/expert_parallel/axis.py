@@ -1,18 +1,19 @@
 """Expert parallelism as one of a model's axes."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ..data_parallel.fully_sharded import outermost_layers
 from ..errors import ConfigError, UnsupportedError
-from ..expert_modules import find_experts, names_inside
+from ..expert_modules import find_experts, find_identity_experts, names_inside
 from ..parallel_state import ParallelState
 from ..patterns import lookup
 from ..placement import GradientRule, Placement, Split
 from ..tensor_parallel.exchanged import ExchangedFunctions
 from ..tensor_parallel.local_parameters import ForwardsUnderWay, become, read_locally
-from .dispatch import AllToAll
+from .dispatch import AllToAll, ExpertBlocks
 from .experts import ExpertRanks, ParallelExperts
 from .load import NAME as LOAD
 from .load import ExpertCounts
@@ -27,15 +28,25 @@ _BIASES = "router biases"
 
 @dataclass(frozen=True)
 class ExpertPlan:
-    """The modules that hold experts, and how many they hold on all ranks together."""
+    """The modules that hold experts, how many they hold on all ranks together, and of which blocks.
+
+    Attributes:
+        identity: those in which choices behind the last expert hand tokens back as they are.
+    """
 
     experts: Mapping[str, int]
+    blocks: Mapping[str, int]
+    identity: frozenset[str]
+
+    def held(self, name: str, ranks: int) -> ExpertBlocks:
+        """Returns which experts of a module each rank holds."""
+        return ExpertBlocks(self.experts[name], ranks, self.blocks[name])
 
 
 def place(model: Any, state: ParallelState) -> None:
     """Splits experts over ep, whole or as tensor parallelism has split their widths.
 
-    Raises `ConfigError` for a model without experts or with some that do not divide, `UnsupportedError` for a type
+    Raises `ConfigError` for a model without experts or with some that do not divide, `UnsupportedError` for a model
     whose experts cannot travel.
     """
     ranks, spec = state.axes.size(NAME), state.spec
@@ -46,11 +57,6 @@ def place(model: Any, state: ParallelState) -> None:
     if ranks == 1:
         return
     setting = f"MegatronConfig.ep_size = {ranks}"
-    if spec.no_expert_parallel is not None:
-        raise UnsupportedError(
-            f"{setting}: model type {spec.model_type!r} has no expert parallelism: {spec.no_expert_parallel} Set "
-            "ep_size=1."
-        )
     experts = find_experts(model, spec)
     if not experts:
         if (unknown := _unknown_experts(model)) is not None:
@@ -59,29 +65,36 @@ def place(model: Any, state: ParallelState) -> None:
                 "(hidden states, choices, weights). Set ep_size=1."
             )
         raise ConfigError(f"{setting}: {type(model).__name__} has no layer with experts. Set ep_size=1.")
-    for name, count in experts.items():
-        if count % ranks:
-            valid = [size for size in range(1, count + 1) if count % size == 0]
-            raise ConfigError(f"{setting}: {name} has {count} experts; valid sizes divide them: {valid}.")
+    identity = find_identity_experts(model, spec, experts)
+    # A weight may have entries for experts behind the real ones: blocks of this size are in both.
+    block = {name: math.gcd(count, identity.get(name, 0)) for name, count in experts.items()}
+    for name, size in block.items():
+        if size % ranks:
+            count, more = experts[name], identity.get(name, 0)
+            valid = [number for number in range(1, size + 1) if size % number == 0]
+            behind, divide = (f" and {more} that hand tokens back", "both") if more else ("", "them")
+            raise ConfigError(f"{setting}: {name} has {count} experts{behind}; valid sizes divide {divide}: {valid}.")
     for name, module in names_inside(model, experts).items():
-        claim = state.claims[name]
-        if claim.shape[0] % experts[module]:
+        claim, count = state.claims[name], experts[module]
+        has_more = module in identity and claim.shape[0] == count + identity[module]
+        if claim.shape[0] % count and not has_more:
             raise UnsupportedError(
-                f"{setting}: {name} {list(claim.shape)} does not hold {experts[module]} experts along dim 0. Set "
-                "ep_size=1."
+                f"{setting}: {name} {list(claim.shape)} does not hold {count} experts along dim 0. Set ep_size=1."
             )
         if any(split.dim == 0 for split in claim.placement.splits):
             raise UnsupportedError(
                 f"{setting}: {name} is split along dim 0 already ({claim.placement}). Set ep_size=1."
             )
+        groups = claim.shape[0] // block[module] if module in identity else 1
         state.claims[name] = replace(
             claim,
             style="dispatched" if claim.style == "replicated" else claim.style,
-            placement=Placement((Split(NAME, 0), *claim.placement.splits)),
+            placement=Placement((Split(NAME, 0, groups), *claim.placement.splits)),
             # Whole experts see all tokens that are theirs; of their parts some see parts of these.
             gradient=replace(claim.gradient if state.axes.size("etp") > 1 else GradientRule(), average=_REPEATED),
         )
-    state.placed[NAME] = ExpertPlan(experts)
+    blocks = {name: count // block[name] for name, count in experts.items()}
+    state.placed[NAME] = ExpertPlan(experts, blocks, frozenset(identity))
     state.shared_apart = tuple(experts)
 
 
@@ -112,8 +125,9 @@ def install(model: Any, state: ParallelState) -> None:
     shared = mesh.tp_group if state.axes.size("tp") > state.axes.size("etp") else None
     modules = dict(model.named_modules())
     inside: dict[str, Any] = {}
-    held = [name for name in plan.experts if name in modules]
-    counts = state.placed[LOAD] = ExpertCounts(held, [plan.experts[name] for name in held] or [1], state)
+    present_experts = [name for name in plan.experts if name in modules]
+    most = max(plan.experts, key=lambda name: plan.experts[name])
+    counts = state.placed[LOAD] = ExpertCounts(present_experts, plan.held(most, ranks), state)
     layer_of = {id(part): layer for layer in outermost_layers(model) for part in layer.modules()}
     for name, count in plan.experts.items():
         if name not in modules:
@@ -138,7 +152,16 @@ def install(model: Any, state: ParallelState) -> None:
         mixture: Any = modules[name.rpartition(".")[0]]
         early = find_shared_experts(mixture)
         tapes = install_tapes(layer_of.get(id(experts), mixture), mixture, early)
-        dispatcher = AllToAll(count // ranks, group)
-        experts.ranks = ExpertRanks(dispatcher, None if are_split else shared, tapes, counts, name, early)
+        experts.ranks = ExpertRanks(
+            AllToAll(count // ranks, group),
+            plan.held(name, ranks),
+            # Ranks with a part of every expert add up what they have.
+            1 / state.axes.size("etp") if name in plan.identity else None,
+            None if are_split else shared,
+            tapes,
+            counts,
+            name,
+            early,
+        )
         inside |= {f"{name}.{part}".rstrip("."): module for part, module in experts.named_modules()}
     ExchangedFunctions(inside, "ep_size").install(model)

@@ -22,6 +22,34 @@ from .exchange import exchange_rows, send_rows
 
 
 @dataclass(frozen=True)
+class ExpertBlocks:
+    """Which of a layer's experts each rank holds: an equal share of each of some equal blocks of them.
+
+    Attributes:
+        experts: of all ranks together.
+        ranks: that hold them.
+        blocks: more than one where weights have entries for experts without any, as placements know equal blocks only.
+    """
+
+    experts: int
+    ranks: int
+    blocks: int = 1
+
+    def by_rank(self, chosen: Tensor) -> Tensor:
+        """Numbers choices of any shape so that a rank's experts follow each other; what is no expert is left."""
+        if self.blocks == 1:
+            return chosen
+        block, width = self.experts // self.blocks, self.experts // self.blocks // self.ranks
+        rank, place = chosen % block // width, chosen // block * width + chosen % width
+        exists = (chosen >= 0) & (chosen < self.experts)
+        return (rank * self.blocks * width + place).where(exists, chosen)
+
+    def of_rank(self, rank: int) -> Tensor:
+        """Returns the experts `[experts of each rank]` of a rank."""
+        return torch.arange(self.experts).view(self.blocks, self.ranks, -1)[:, rank].flatten()
+
+
+@dataclass(frozen=True)
 class Route:
     """Where the rows of one forward went.
 

@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..communication.collectives import gather_from_ranks, split_over_ranks
 from ..errors import UnsupportedError
 from ..parts import works_on_parts
 from ..tensor_parallel.local_parameters import ForwardsUnderWay
 from ..upstream import grouped_rows, in_backward, leave_uncompiled
-from .dispatch import Dispatched, Dispatcher, Route, add_rows
+from .dispatch import Dispatched, Dispatcher, ExpertBlocks, Route, add_rows
 from .load import ExpertCounts
 from .routing import LayerTapes
 from .shared_experts import SharedExperts
@@ -26,6 +27,8 @@ class ExpertRanks:
 
     Attributes:
         dispatcher (`Dispatcher`): moves rows to the experts' ranks and back.
+        held (`ExpertBlocks`): which experts each of these has.
+        identity_share (*optional*): what this rank adds of a token that experts behind the last one hand back.
         shared_with (*optional*): a group of ranks that are given the same tokens; each sends its share of them.
         tapes (`LayerTapes`): what the layer's routers chose in forwards that backward computes again.
         counts (`ExpertCounts`): of the choices of training.
@@ -34,6 +37,8 @@ class ExpertRanks:
     """
 
     dispatcher: Dispatcher
+    held: ExpertBlocks
+    identity_share: float | None
     shared_with: Any
     tapes: LayerTapes
     counts: ExpertCounts
@@ -71,13 +76,18 @@ class ParallelExperts:
         if group is not None:
             tokens, chosen = split_over_ranks(tokens, 0, group), split_over_ranks(chosen, 0, group)
             weights = None if weights is None else split_over_ranks(weights, 0, group)
+        numbered = self.ranks.held.by_rank(chosen)
         dispatched, route = dispatcher.dispatch(
-            tokens, chosen, weights, self.ranks.tapes.route(), self._meanwhile(hidden)
+            tokens, numbered, weights, self.ranks.tapes.route(), self._meanwhile(hidden)
         )
         self.ranks.tapes.note(route)
         if self.training and not in_backward():
             self.ranks.counts.note(self.ranks.name, chosen, route, tokens[:1].nbytes, dispatcher.rank)
         total = dispatcher.combine(self._computed(dispatched, route), route)
+        if self.ranks.identity_share is not None and weights is not None:
+            # No rank holds anything of these experts.
+            share = weights.masked_fill(chosen < self.ranks.held.experts, 0).sum(1, keepdim=True)
+            total = total + (tokens * (share * self.ranks.identity_share)).to(total.dtype)
         if group is not None:
             total = gather_from_ranks(total, 0, count, group)
         # FSDP2 watches what a unit returns, and loses a view of it that is changed in place.
@@ -116,7 +126,11 @@ class ParallelExperts:
         if grouped is not None:
             return grouped
         chosen = experts.unsqueeze(-1)
-        routing = (chosen, rows.new_ones(chosen.shape)) if are_weighed else ()
+        weights = rows.new_ones(chosen.shape)
+        if self.ranks.identity_share is not None:
+            # LongCat's forward squeezes a single choice away: a second one, which hands rows back, weighs nothing.
+            chosen, weights = pad(chosen, (0, 1), value=self.ranks.dispatcher.experts), pad(weights, (0, 1))
+        routing = (chosen, weights) if are_weighed else ()
         made: Tensor = super().forward(rows, *routing)  # type: ignore[misc]
         return made.view(len(rows), -1)
 

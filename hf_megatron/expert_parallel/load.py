@@ -12,7 +12,7 @@ from ..errors import ConfigError
 from ..parallel_state import ParallelState, parallel_state
 from ..patch_ledger import Shared
 from ..profile.timeline import require_plots
-from .dispatch import Route
+from .dispatch import ExpertBlocks, Route
 
 NAME = "expert load"
 
@@ -24,13 +24,13 @@ class ExpertLoad:
     Attributes:
         layers: names of the modules that hold experts.
         tokens: `[layers, experts]`, on the CPU.
-        rank_experts (`int`): experts of each rank.
+        held (`ExpertBlocks`): which experts each rank holds.
         bytes_sent (`int`): rows that went to other ranks and came back, in forwards, of all ranks.
     """
 
     layers: tuple[str, ...]
     tokens: Tensor
-    rank_experts: int
+    held: ExpertBlocks
     bytes_sent: int
 
     @property
@@ -41,7 +41,8 @@ class ExpertLoad:
     @property
     def ranks_over_mean(self) -> Tensor:
         """`[layers, ranks]`: the tokens of a rank's experts over the mean of the ranks."""
-        return self.over_mean.unflatten(1, (-1, self.rank_experts)).mean(-1)
+        over_mean = self.over_mean
+        return torch.stack([over_mean[:, self.held.of_rank(rank)].mean(1) for rank in range(self.held.ranks)], 1)
 
     @property
     def idle(self) -> float:
@@ -67,12 +68,12 @@ class ExpertCounts(Shared):
 
     Args:
         layers: names of this stage's modules with experts.
-        experts (`int`): of each of them.
+        held (`ExpertBlocks`): which experts each rank holds of the layer with the most.
     """
 
-    def __init__(self, layers: list[str], experts: list[int], state: ParallelState):
-        self.layers, self.experts, self.state = layers, experts, state
-        self.tokens = torch.zeros(len(layers), max(experts), dtype=torch.int64, device=state.mesh.device)
+    def __init__(self, layers: list[str], held: ExpertBlocks, state: ParallelState):
+        self.layers, self.held, self.state = layers, held, state
+        self.tokens = torch.zeros(len(layers), held.experts, dtype=torch.int64, device=state.mesh.device)
         self.bytes_sent = 0
 
     def note(self, layer: str, chosen: Tensor, route: Route, width: int, rank: int) -> None:
@@ -95,10 +96,8 @@ class ExpertCounts(Shared):
         self.tokens.zero_()
         self.bytes_sent = 0
         names = tuple(name for layers, _, _ in stages for name in layers)
-        widest = max(part.shape[1] for _, part, _ in stages)
-        padded = [torch.nn.functional.pad(part, (0, widest - part.shape[1])) for _, part, _ in stages]
         sent = sum(part for _, _, part in stages)
-        return ExpertLoad(names, torch.cat(padded), widest // axes.size("ep"), sent)
+        return ExpertLoad(names, torch.cat([part for _, part, _ in stages]), self.held, sent)
 
 
 def expert_load(model: Any) -> ExpertLoad:

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..communication.collectives import bounds
 from ..errors import ConfigError, UnsupportedError
-from ..expert_modules import find_experts
+from ..expert_modules import find_experts, find_identity_experts
 from ..parallel_state import parallel_state
 from ..parts import works_on_parts
 from ..patch_ledger import LEDGER
@@ -43,6 +43,8 @@ class Routers:
         self.experts = find_experts(model, spec)
         if self.state is not None and (plan := self.state.placed.get("ep")) is not None:
             self.experts = {name: plan.experts[name] for name in self.experts}
+        for name, more in find_identity_experts(model, spec, self.experts).items():
+            self.experts[name] += more
         self.layers = self._of_all_stages(tuple(self.experts))
         if not self.layers:
             raise ConfigError(f"record_routing, replay_routing: {type(model).__name__} has no layer with experts.")

@@ -71,14 +71,21 @@ class ExpertLoadCallback(TrainerCallback):
         layer, rank = divmod(int(ranks.argmax()), ranks.shape[1])
         if ranks[layer, rank] <= self.limit:
             return
-        first = rank * load.rank_experts
-        own = load.tokens[layer, first : first + load.rank_experts]
+        held = load.held.of_rank(rank)
+        own = load.tokens[layer, held]
         warnings.warn(
-            f"{load.layers[layer]}: experts {first} to {first + load.rank_experts - 1} lie on one rank and have "
-            f"{ranks[layer, rank]:.1f} times the tokens of a mean one, most of all expert {first + int(own.argmax())} "
+            f"{load.layers[layer]}: experts {_runs(held.tolist())} lie on one rank and have "
+            f"{ranks[layer, rank]:.1f} times the tokens of a mean one, most of all expert {int(held[own.argmax()])} "
             f"({int(own.max())} of {int(load.tokens[layer].sum())}). The other ranks wait for it.",
             stacklevel=2,
         )
+
+
+def _runs(numbers: list[int]) -> str:
+    """Writes rising numbers as `0 to 3, 8 to 11`."""
+    ends = [index for index, one in enumerate(numbers) if numbers[index + 1 : index + 2] != [one + 1]]
+    starts = [0, *(end + 1 for end in ends[:-1])]
+    return ", ".join(f"{numbers[start]} to {numbers[end]}" for start, end in zip(starts, ends, strict=True))
 
 
 def _numbers(load: ExpertLoad) -> dict[str, float]:

@@ -72,7 +72,7 @@ SIZES: Mapping[str, int] = _by_name(
     (2, "index_topk_blocks compressed_sparse_attention"),
     # Periods of a layer pattern, to show in a few layers. Jamba's first three layers then are Mamba with an MLP, Mamba
     # with experts, and attention with an MLP.
-    (2, "decoder_sparse_step moe_layer_interval n_layers_per_attn_res_block expert_layer_period attn_layer_offset"),
+    (2, "decoder_sparse_step moe_layer_interval expert_layer_period attn_layer_offset"),
     (4, "attn_layer_period"),
     (2, "num_layers_per_stack"),
     (64, "max_position_embeddings n_positions model_max_length"),
@@ -122,6 +122,8 @@ LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_d
 LAYER_INDICES: Mapping[str, int] = {"mlp_only_layers": 0, "moe_layers": 0, "local_layer_ids": 0, "ple_layer_ids": 1}
 LEADING_LAYERS = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index", "max_window_layers")
 TRAILING_LAYERS = ("num_kv_shared_layers",)
+# Layers of a block, whose first layers are of a kind, and the model's first of another.
+BLOCKS_OF_LAYERS = ("n_layers_per_attn_res_block",)
 
 # What the default config of a class lacks to build a model, or to build an interesting one. An entry is applied before
 # the rules above, as a whole, and only to a config that has the default value of each of its attributes.
@@ -407,12 +409,14 @@ def _tiny_layers(
     indices = {name: first for name, first in LAYER_INDICES.items() if values.get(name) is not None}
     leading = [name for name in LEADING_LAYERS if values.get(name) is not None]
     trailing = [name for name in TRAILING_LAYERS if values.get(name) is not None]
+    blocks = [name for name in BLOCKS_OF_LAYERS if values.get(name) is not None]
     kinds: dict[tuple[Any, ...], int] = {}
     for layer in range(num_layers):
         kind = [value[layer] for value in per_layer.values()] + [str(overrides.get(layer))]
         kind += [layer + first in values[name] for name, first in indices.items()]
         kind += [layer < values[name] for name in leading]
         kind += [layer >= num_layers - values[name] for name in trailing]
+        kind += [layer == 0 or layer % values[name] == 0 and "later" for name in blocks]
         kinds.setdefault(tuple(kind), layer)
     last = range(max(num_layers - min_layers, 0), num_layers)
     kept = sorted({*kinds.values(), *last, *(layer for layer in keep if layer < num_layers)})
@@ -427,6 +431,9 @@ def _tiny_layers(
         }
     for name, first in indices.items():
         new[name] = [position + first for position, layer in enumerate(kept) if layer + first in values[name]]
+    for name in blocks:
+        # The second block begins where it did, among the layers that are left.
+        new[name] = next((place for place, layer in enumerate(kept) if place and layer % values[name] == 0), len(kept))
     new |= {name: sum(layer < values[name] for layer in kept) for name in leading}
     new |= {name: sum(layer >= num_layers - values[name] for layer in kept) for name in trailing}
     return new

@@ -14,6 +14,7 @@ from transformers import (
     AutoModelForCausalLM,
     JetMoeConfig,
     LlamaConfig,
+    LongcatFlashConfig,
     Qwen3MoeConfig,
     Trainer,
     TrainingArguments,
@@ -47,13 +48,42 @@ SMALL = {
 }
 
 
+# A rank has two runs of the experts.
+WITH_IDENTITY = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "ffn_hidden_size": 48,
+    "expert_ffn_hidden_size": 16,
+    "num_layers": 1,
+    "num_attention_heads": 4,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "head_dim": 4,
+    "v_head_dim": 8,
+    "n_routed_experts": 8,
+    "zero_expert_num": 4,
+    "moe_topk": 3,
+    "routed_scaling_factor": 2.0,
+}
+CONFIGS = {"qwen3_moe": Qwen3MoeConfig(**SMALL), "longcat_flash": LongcatFlashConfig(**WITH_IDENTITY)}
+
+
 @pytest.fixture(scope="module")
-def source(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("experts") / "model"
-    model = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**SMALL)).float()
-    draw_parameters(model, 0)
-    model.save_pretrained(folder)
-    return folder
+def sources(tmp_path_factory):
+    folders = {name: tmp_path_factory.mktemp("experts") / name for name in CONFIGS}
+    for name, folder in folders.items():
+        model = AutoModelForCausalLM.from_config(CONFIGS[name]).float()
+        draw_parameters(model, 0)
+        model.save_pretrained(folder)
+        assert "model.layers.0.mlp.experts.7.down_proj.weight" in load_file(folder / "model.safetensors")
+    return folders
+
+
+@pytest.fixture(scope="module")
+def source(sources):
+    return sources["qwen3_moe"]
 
 
 def layout_of(text):
@@ -115,6 +145,25 @@ def test_ids_without_an_expert_get_nothing():
 
     for total in run_ranks(on_rank, 2):
         assert total.tolist() == [[1.0, 2.0], [0.0, 0.0], [5.0, 6.0]]
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 4])
+def test_every_rank_holds_a_share_of_each_block(blocks):
+    """Numbered by rank the experts of the first rank come first, in the order it holds them; others keep theirs."""
+    held = dispatch.ExpertBlocks(8, 2, blocks)
+    ranks = [held.of_rank(rank) for rank in range(2)]
+    assert sorted(torch.cat(ranks).tolist()) == list(range(8))
+    assert held.by_rank(torch.cat(ranks)).tolist() == list(range(8))
+    assert {len(set((rank % (8 // blocks)).tolist())) for rank in ranks} == {4 // blocks}
+    assert held.by_rank(torch.tensor([[-1, 8], [9, 100]])).tolist() == [[-1, 8], [9, 100]]
+
+
+def test_the_load_of_ranks_is_that_of_the_experts_they_hold():
+    tokens = torch.tensor([[8, 8, 0, 0, 8, 8, 0, 0], [0, 0, 0, 0, 4, 4, 4, 4]])
+    load = hf_megatron.expert_parallel.load.ExpertLoad(("one", "two"), tokens, dispatch.ExpertBlocks(8, 2, 2), 0)
+    assert load.ranks_over_mean.tolist() == [[2.0, 0.0], [1.0, 1.0]]
+    whole = hf_megatron.expert_parallel.load.ExpertLoad(("one", "two"), tokens, dispatch.ExpertBlocks(8, 2), 0)
+    assert whole.ranks_over_mean.tolist() == [[1.0, 1.0], [0.0, 2.0]]
 
 
 # Trainer
@@ -258,9 +307,10 @@ def stepped(source, layout, folder, resume=None):
     accelerator.unwrap_model(model).save_pretrained(folder / "merged")
 
 
-def test_states_move_between_sizes(source, tmp_path):
+@pytest.mark.parametrize("model", CONFIGS)
+def test_states_move_between_sizes(sources, tmp_path, model):
     """Weights and moments: three steps on ep 1, 2 and 4 are three steps in one process."""
-    before = None
+    source, before = sources[model], None
     for step, text in enumerate(["dp2", "tp2+ep2", "dp4+ep4"]):
         layout, folder = layout_of(text), tmp_path / str(step)
         folder.mkdir()
@@ -277,9 +327,11 @@ def test_states_move_between_sizes(source, tmp_path):
         torch.testing.assert_close(found[name], weight, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("text", ["dp2+ep2", "dp4+ep2+zero3", "tp2+etp2+dp2+ep2"])
-def test_saved_weights_are_those_that_were_loaded(source, tmp_path, text):
+@pytest.mark.parametrize("model", CONFIGS)
+@pytest.mark.parametrize("text", ["dp2+ep2", "dp4+ep4", "dp4+ep2+zero3", "tp2+etp2+dp2+ep2"])
+def test_saved_weights_are_those_that_were_loaded(sources, tmp_path, text, model):
     """Bit by bit, and in files of one expert each, as they were."""
+    source = sources[model]
 
     def on_rank():
         loaded(source, layout).save_pretrained(tmp_path / "again")
@@ -340,6 +392,12 @@ REFUSED = {
         {"dp_size": 2, "ep_size": 2},
         ConfigError,
         "has 5 experts; valid sizes divide them: [1, 5]",
+    ),
+    "a divisor beside others": (
+        LongcatFlashConfig(**WITH_IDENTITY | {"zero_expert_num": 3}),
+        {"dp_size": 2, "ep_size": 2},
+        ConfigError,
+        "has 8 experts and 3 that hand tokens back; valid sizes divide both: [1]",
     ),
     "too many": (Qwen3MoeConfig(**SMALL), {"dp_size": 2, "ep_size": 4}, ConfigError, "ep_size = 4"),
     "jetmoe": (

@@ -10,6 +10,7 @@ from transformers import CONFIG_MAPPING
 from hf_megatron.errors import RankError
 from hf_megatron.expert_parallel import axis as expert_axis
 from hf_megatron.expert_parallel import dispatch, exchange, experts
+from hf_megatron.integrations import expert_files
 from hf_megatron.integrations.gate import ConfigUnderTest
 from hf_megatron.parallel_state import parallel_state
 from hf_megatron.parts import works_on_parts
@@ -117,6 +118,49 @@ def test_router_losses(text):
     twin = make_twin(CONFIG_MAPPING["qwen3_moe"](), batch_size=4, changes=changes)
     [layout] = parse_layouts(text)
     comparison = check_twin(twin, layout)
+    assert comparison.passed, comparison.worst
+
+
+@pytest.fixture(scope="module")
+def with_identity_experts():
+    twin = make_twin(CONFIG_MAPPING["longcat_flash"](), microbatches=2, batch_size=5)
+    model, real, chosen = twin.load(), twin.config.n_routed_experts, []
+    for name, module in model.named_modules():
+        if name.endswith(".experts"):
+            module.register_forward_pre_hook(lambda module, args: chosen.append(args[1].flatten()))
+    model(**twin.batches[0])
+    handed_back = (torch.cat(chosen) >= real).float().mean()
+    assert 0.1 < handed_back < 0.9 and len(set(torch.cat(chosen).tolist())) == real + twin.config.zero_expert_num
+    return twin
+
+
+@pytest.mark.parametrize("recompute", [None, "full"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("dp2+ep2", "tp2+ep2", "tp2+sp+ep2", "cp2+ep2", "pp2+dp2+ep2"),
+        *("dp4+ep2+zero3", "dp2+tp2+etp2+ep2", "dp2+tp2+etp2+ep2+zero3"),
+    ],
+)
+def test_experts_that_hand_tokens_back(with_identity_experts, text, recompute):
+    layout = dataclasses.replace(parse_layouts(text)[0], recompute=recompute)
+    comparison = check_twin(with_identity_experts, layout, prepare=holds_its_share)
+    assert comparison.passed, comparison.worst
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"n_routed_experts": 8, "zero_expert_num": 4, "moe_topk": 3},
+        {"n_routed_experts": 4, "zero_expert_num": 8},
+        {"n_routed_experts": 6, "zero_expert_num": 0},
+    ],
+    ids=["several of a block", "more of them than of others", "none"],
+)
+def test_numbers_of_experts_that_hand_tokens_back(changes):
+    twin = make_twin(CONFIG_MAPPING["longcat_flash"](), batch_size=4, changes=changes)
+    [layout] = parse_layouts("dp2+ep2")
+    comparison = check_twin(twin, layout, prepare=holds_its_share)
     assert comparison.passed, comparison.worst
 
 
@@ -469,6 +513,53 @@ FAULTS = {
 def test_seeded_faults_are_found(twin, sabotage, text):
     [layout] = parse_layouts(text)
     comparison = check_twin(twin, layout, sabotage=sabotage)
+    assert not comparison.passed and comparison.worst.value > 10
+
+
+def without_identity_experts():
+    original = experts.ParallelExperts.forward
+
+    def forward(self, *args):
+        self.ranks.held = dataclasses.replace(self.ranks.held, experts=2**30)
+        return original(self, *args)
+
+    experts.ParallelExperts.forward = works_on_parts(forward)
+
+
+def handed_back_by_every_tp_rank():
+    original = expert_axis.install
+
+    def install(model, state):
+        original(model, state)
+        for module in model.modules():
+            if isinstance(module, experts.ParallelExperts):
+                module.ranks.identity_share = 1.0
+
+    expert_axis.install = install
+
+
+def choices_as_if_experts_followed_each_other():
+    dispatch.ExpertBlocks.by_rank = lambda self, chosen: chosen
+
+
+def files_as_if_experts_followed_each_other():
+    expert_files.place_in_run = lambda sharding, source, index: index
+
+
+FAULTS_OF_IDENTITY_EXPERTS = {
+    "not handed back": (without_identity_experts, "dp2+ep2"),
+    "handed back by every tp rank": (handed_back_by_every_tp_rank, "dp2+tp2+etp2+ep2"),
+    "choices of a run": (choices_as_if_experts_followed_each_other, "dp2+ep2"),
+    "files of a run": (files_as_if_experts_followed_each_other, "dp2+ep2"),
+}
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "text"), FAULTS_OF_IDENTITY_EXPERTS.values(), ids=list(FAULTS_OF_IDENTITY_EXPERTS)
+)
+def test_seeded_faults_of_identity_experts_are_found(with_identity_experts, sabotage, text):
+    [layout] = parse_layouts(text)
+    comparison = check_twin(with_identity_experts, layout, sabotage=sabotage)
     assert not comparison.passed and comparison.worst.value > 10
 
 

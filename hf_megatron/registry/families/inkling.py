@@ -16,6 +16,9 @@ def inkling_text(model: Any) -> ModelSpec:
         no_pipeline="every layer reads the outputs of all layers before it. Load it with pp_size=1."
         if attends_to_layers
         else None,
+        no_sequence_parallel="every layer reads the outputs of all layers before it, on whole sequences."
+        if attends_to_layers
+        else None,
         corrections={
             "layers.*.mlp.experts.gate_up_proj": "packed_rows",
             # Their own parameters read the input, so that its gradient is summed as well.

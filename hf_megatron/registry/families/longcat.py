@@ -11,8 +11,6 @@ from ..lookup import register_model
 def longcat_flash(model: Any) -> ModelSpec:
     return corrected_spec(
         model,
-        no_expert_parallel=(
-            "the gate_up_proj of its experts has rows for experts without weights, which their down_proj has not, so "
-            "that equal shares of the two belong to other experts."
-        ),
+        experts={"layers.*.mlp.experts": "num_routed_experts"},
+        identity_experts={"layers.*.mlp.experts": "zero_expert_num"},
     )
