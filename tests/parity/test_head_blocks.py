@@ -56,6 +56,13 @@ def test_layouts_equal_one_process(name):
     assert comparison.passed, comparison.report()
 
 
+@pytest.mark.parametrize("name", ["cp2+zero3", "cp2, recomputed", "pp2+cp2", "tp2+cp2+zero3"])
+def test_layouts_with_a_norm_of_all_ranks(name):
+    layouts = LAYOUTS | {"tp2+cp2+zero3": {"tp_size": 2, "zero_stage": 3}}
+    comparison = check_twin(twin("minimax"), ConfigUnderTest(cp_size=2, **layouts[name]))
+    assert comparison.passed, comparison.report()
+
+
 @pytest.mark.parametrize("model_type", TYPES[1:])
 def test_types_equal_one_process(model_type):
     comparison = check_twin(twin(model_type), ConfigUnderTest(cp_size=2))
