@@ -87,6 +87,8 @@ def has_plan(model_type: str) -> bool:
 _LARGE_SHARE = 0.5
 # See `tiny_config`.
 _TWIN_HEADS = 4
+# Of a twin's batch.
+_ROWS = 3
 
 
 def task_of_class(class_name: str, config: PreTrainedConfig) -> str:
@@ -171,9 +173,11 @@ def _check_changed(
     if class_name is not None:
         task = task_of_class(class_name, config)
     twin: Twin | None = None
-    reason, rows = "", []
+    # Every dp rank needs one, and some have more.
+    rows = max(_ROWS, max(layout.dp_size or 1 for layout in layouts) + 1)
+    reason, results = "", []
     try:
-        twin = make_twin(config, task=task, class_name=class_name, microbatches=2, min_layers=layers)
+        twin = make_twin(config, task=task, class_name=class_name, microbatches=2, min_layers=layers, batch_size=rows)
     except (ValueError, RuntimeError, TypeError, KeyError, AttributeError, ImportError, StrictDataclassError) as error:
         reason = f"its tiny twin cannot be built: {type(error).__name__}: {error}"
         if not everything:
@@ -188,7 +192,7 @@ def _check_changed(
                 # Wrong usage, unless it has some that are refused by name, which makes a row.
                 plan(twin.model_on_meta(), layout, Axes.of(layout, 0))
         row = _check_layout(config, twin, layout, timeout, reason) | {"changes": changes}
-        rows.append(row)
+        results.append(row)
         refused = row.pop("refused", False) or row["worst"].startswith(("UnsupportedError", "ConfigError"))
         verdict = "equal" if row["passed"] else "refused" if refused else "DIFFERS"
         name = f"{row['class']} {json.dumps(changes)}" if changes else row["class"]
@@ -199,7 +203,7 @@ def _check_changed(
             echo(details)
     if twin is not None:
         twin.delete()
-    return rows
+    return results
 
 
 def _check_layout(

@@ -60,6 +60,7 @@ def test_a_small_share_that_is_split_is_printed(model_type, is_said):
         (("gemma4_text", "--set", '{"num_kv_shared_layers": 12}', "--tp", "2"), 0, "equal"),
         (("phimoe", "--set", '{"input_jitter_noise": 0.3}', "--layouts", "tp2,tp2+sp"), 0, "2 of 2 cases"),
         (("minimax_m2", "--set", '{"router_jitter_noise": 0.3}', "--layouts", "tp2,tp2+sp"), 0, "2 of 2 cases"),
+        (("mixtral", "--layouts", "dp4+ep2"), 0, "equal"),
         *(
             ((kind, "--set", '{"tie_word_embeddings": false}', "--layouts", "pp2"), 1, "refused")
             for kind in ("roberta", "camembert", "xlm-roberta")
