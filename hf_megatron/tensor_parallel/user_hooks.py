@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..communication.random_streams import RandomStreams
 from ..errors import UnsupportedError
-from ..parts import is_marked, is_of_checked_library, origin
+from ..parts import is_marked, is_of_checked_library, origin, works_on_parts
 from ..upstream import global_forward_hooks, leave_uncompiled
 from .activations import Activations, Forms
 from .calls_in_hooks import CallsInHooks
@@ -80,6 +80,7 @@ class _Before:
 
     def __init__(self, hook: Any, name: str, form: Form, streams: RandomStreams, calls: CallsInHooks):
         self.hook, self.name, self.form, self.streams, self.calls = hook, name, form, streams, calls
+        _mark_alike(self, hook)
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None) -> Any:
         opened = _Opened(self.form, args, kwargs or {}, self.name)
@@ -104,6 +105,7 @@ class _After:
 
     def __init__(self, hook: Any, name: str, forms: Forms, streams: RandomStreams, calls: CallsInHooks):
         self.hook, self.name, self.forms, self.streams, self.calls = hook, name, forms, streams, calls
+        _mark_alike(self, hook)
 
     def __call__(self, module: nn.Module, args: tuple, *rest: Any) -> Any:
         *kwargs, output = rest
@@ -207,6 +209,12 @@ class UserHooks:
         self.seen.update(users)
         for number in users:
             hooks.move_to_end(number)
+
+
+def _mark_alike(wrapper: Any, hook: Any) -> None:
+    """Has other axes know what a hook was said to work on."""
+    if is_marked(hook):
+        works_on_parts(wrapper)
 
 
 def _refuse_cut_arguments(module: nn.Module, hook: str) -> None:

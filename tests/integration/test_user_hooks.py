@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.utils import get_total_norm
 from transformers import (
     AttentionInterface,
     AutoModelForCausalLM,
@@ -562,6 +563,20 @@ def test_refused_by_name(experts, text, name, match, register):
         model(**batch(0)).loss.backward()
 
     run_ranks(on_rank, ranks_of(layout(text)))
+
+
+def test_a_mark_holds_for_all_axes(path):
+    def step(config=None):
+        model = AutoModelForCausalLM.from_pretrained(path, megatron_config=config).train()
+        for layer in model.model.layers:
+            layer.register_forward_hook(works_on_parts(lambda module, args, output: output * 1.5))
+            layer.mlp.register_forward_hook(works_on_parts(lambda module, args, output: output.tanh()))
+        loss = model(**batch(0)).loss
+        loss.backward()
+        return loss.item(), get_total_norm([p.grad for p in model.parameters()]).item()
+
+    expected = pytest.approx(step(), rel=1e-5)
+    assert run_ranks(lambda: step(layout("tp2+cp2")), 4) == [expected] * 4
 
 
 def test_gradients_by_what_a_hook_was_given_are_refused(path):
