@@ -207,7 +207,8 @@ class UserHooks:
                     _refuse_cut_arguments(module, what)
                 hooks[number] = _After(hooks[number], what, forms, self.streams, self.calls)
         self.seen.update(users)
-        for number in users:
+        # Behind this library's; what transformers records with, from the first forward on, comes where it was put.
+        for number in [n for n in hooks if n in users or (n >= self.end and is_of_checked_library(hooks[n]))]:
             hooks.move_to_end(number)
 
 

@@ -565,6 +565,20 @@ def test_refused_by_name(experts, text, name, match, register):
     run_ranks(on_rank, ranks_of(layout(text)))
 
 
+@pytest.mark.parametrize("text", LAYOUTS)
+def test_what_is_recorded_has_gone_through_hooks_in_every_forward(experts, text):
+    """transformers registers what it records with in the first forward, behind hooks of users."""
+
+    def losses(config=None):
+        model = AutoModelForCausalLM.from_pretrained(experts, megatron_config=config).train()
+        for layer in model.model.layers:
+            layer.mlp.gate.register_forward_hook(lambda module, args, output: (output[0] * 1.5, *output[1:]))
+        return [model(**batch(0), output_router_logits=True).aux_loss.item() for _ in range(3)]
+
+    expected = pytest.approx(losses(), rel=1e-5)
+    assert run_ranks(lambda: losses(layout(text)), 2) == [expected] * 2
+
+
 def test_a_mark_holds_for_all_axes(path):
     def step(config=None):
         model = AutoModelForCausalLM.from_pretrained(path, megatron_config=config).train()
