@@ -42,6 +42,12 @@ from torch.nn.utils import clip_grad_norm_ as early_clip_grad_norm_
 
 '''
 _END = """
+def say(*words: str) -> None:
+    # One write: ranks that share an output, unbuffered, write between the words of a `print`.
+    sys.stdout.write(" ".join(words) + "\\n")
+    sys.stdout.flush()
+
+
 def main() -> None:
     on_ranks = "RANK" in os.environ
     folder = "fuzz_case"
@@ -55,13 +61,13 @@ def main() -> None:
     result = run_loop(case, HABITS, start, folder + ("/ranks" if on_ranks else "/one"), on_ranks)
     rank = dist.get_rank() if on_ranks else 0
     result.pop("marks", None)
-    print(f"rank {rank}:" if on_ranks else "one process:", pprint.pformat(result), flush=True)
+    say(f"rank {rank}:" if on_ranks else "one process:", pprint.pformat(result))
     if SECOND == on_ranks and rank == 0 and os.path.exists(folder + "/one") and os.path.exists(folder + "/ranks"):
         from safetensors.torch import load_file
 
         one, ranks = (load_file(f"{folder}/{name}/model.safetensors") for name in ("one", "ranks"))
         apart = {name: float((ranks[name] - one[name]).abs().max()) for name in one if name in ranks}
-        print("largest differences of weights:", sorted(apart.items(), key=lambda item: -item[1])[:5])
+        say("largest differences of weights:", str(sorted(apart.items(), key=lambda item: -item[1])[:5]))
 
 
 if __name__ == "__main__":
