@@ -120,9 +120,12 @@ def save_merged(
         streamed = _given(model, planned, not save_original_format)
     meta = {name: torch.empty(entry.shape, dtype=entry.dtype, device="meta") for name, entry in planned.items()}
     writes = dist.get_rank() == 0 and is_main_process
+    parameters = model.num_parameters()
     if writes:
         files = revert_conversion(model, meta) if save_original_format else meta
-        write_weights(directory, files, streamed, max_shard_size=max_shard_size, variant=variant)
+        write_weights(
+            directory, files, streamed, max_shard_size=max_shard_size, parameters=parameters, variant=variant
+        )
         before_push(directory)
     else:
         for _ in streamed:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from huggingface_hub import split_torch_state_dict_into_shards
+from huggingface_hub import get_torch_storage_size, split_state_dict_into_shards_factory
 from torch import Tensor
 
 from ..files.digest import NewFile
@@ -50,6 +50,7 @@ def write_weights(
     streamed: Iterable[Mapping[str, Tensor]],
     *,
     max_shard_size: int | str,
+    parameters: int,
     variant: str | None = None,
 ) -> None:
     """Writes the planned tensors of any shape, which arrive in any order, under transformers' file names.
@@ -59,13 +60,22 @@ def write_weights(
     Args:
         planned: name -> a meta tensor of the shape and dtype to come.
         streamed: groups of tensors, each tensor once.
+        parameters: how many entries the model's parameters have, for the index.
 
     Raises:
         CheckpointError: what arrives is not what was planned; no file is left then.
     """
     base = "model" if variant is None else f"model.{variant}"
     pattern = f"{base}{{suffix}}.safetensors"
-    split = split_torch_state_dict_into_shards(dict(planned), filename_pattern=pattern, max_shard_size=max_shard_size)
+    split = split_state_dict_into_shards_factory(
+        dict(planned),
+        filename_pattern=pattern,
+        max_shard_size=max_shard_size,
+        get_storage_size=get_torch_storage_size,
+        # Weights that stock cuts from one, such as those of experts, lie in one file; the function for torch's tensors
+        # doesn't see it on the meta device.
+        get_storage_id=lambda tensor: tensor.untyped_storage()._cdata,
+    )
     writers: dict[str, WeightFile] = {}
 
     def write(tensors: Mapping[str, Tensor]) -> None:
@@ -91,8 +101,7 @@ def write_weights(
     _remove_stale(directory, base, set(split.filename_to_tensors))
     index = Path(directory, "model.safetensors.index" + ("" if variant is None else f".{variant}") + ".json")
     if split.is_sharded:
-        total = sum(tensor.numel() for tensor in planned.values())
-        content = {"metadata": {"total_parameters": total, **split.metadata}, "weight_map": split.tensor_to_filename}
+        content = {"metadata": {"total_parameters": parameters, **split.metadata}, "weight_map": split.tensor_to_filename}
         index.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     else:
         index.unlink(missing_ok=True)

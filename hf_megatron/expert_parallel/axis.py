@@ -146,7 +146,6 @@ def install(model: Any, state: ParallelState) -> None:
             experts.forwards = next(part.forwards for part in experts.modules() if part._parameters)
             experts.name_of_part = None
         counter = lookup(name, state.spec.experts) or "num_experts"
-        setattr(experts, counter, count // ranks)
         become(experts, ParallelExperts)  # type: ignore[arg-type]
         are_split = name.rpartition(".")[0] in split_mixtures
         mixture: Any = modules[name.rpartition(".")[0]]
@@ -161,6 +160,7 @@ def install(model: Any, state: ParallelState) -> None:
             tapes,
             counts,
             name,
+            counter,
             early,
         )
         inside |= {f"{name}.{part}".rstrip("."): module for part, module in experts.named_modules()}

@@ -2,7 +2,8 @@
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,6 +34,7 @@ class ExpertRanks:
         tapes (`LayerTapes`): what the layer's routers chose in forwards that backward computes again.
         counts (`ExpertCounts`): of the choices of training.
         name: of the module in its model.
+        counter: the attribute of the module that says how many experts there are.
         shared (`SharedExperts`, *optional*): of the same block, computed while rows travel.
     """
 
@@ -43,6 +45,7 @@ class ExpertRanks:
     tapes: LayerTapes
     counts: ExpertCounts
     name: str
+    counter: str
     shared: SharedExperts | None
 
     def __deepcopy__(self, memo: dict) -> "ExpertRanks":
@@ -60,6 +63,22 @@ class ParallelExperts:
     training: bool
     forwards: ForwardsUnderWay
     name_of_part: str | None
+
+    @contextmanager
+    def _counting_own(self) -> Iterator[None]:
+        """Within it the module says that it has as many experts as this rank holds, which its own forward reads."""
+        ranks = self.ranks
+        whole = getattr(self, ranks.counter)
+        if whole != ranks.held.experts:
+            raise UnsupportedError(
+                f"{ranks.name}.{ranks.counter} = {whole}: it had {ranks.held.experts} experts when it was loaded over "
+                f"{ranks.dispatcher.ranks} ranks. Prune or add experts in one process, save the model and load it."
+            )
+        setattr(self, ranks.counter, ranks.dispatcher.experts)
+        try:
+            yield
+        finally:
+            setattr(self, ranks.counter, whole)
 
     @works_on_parts
     @leave_uncompiled
@@ -121,7 +140,7 @@ class ParallelExperts:
     def _compute(self, rows: Tensor, experts: Tensor, are_weighed: bool) -> Tensor:
         """Returns `[pairs, width]`: one expert `[pairs]` applied to each of the rows, which are sorted by it."""
         self.forwards.require_whole(self, self.name_of_part)  # type: ignore[arg-type]
-        with self.forwards.of_module():
+        with self.forwards.of_module(), self._counting_own():
             grouped = grouped_rows(self, rows, experts) if are_weighed else None
         if grouped is not None:
             return grouped
@@ -131,7 +150,8 @@ class ParallelExperts:
             # LongCat's forward squeezes a single choice away: a second one, which hands rows back, weighs nothing.
             chosen, weights = pad(chosen, (0, 1), value=self.ranks.dispatcher.experts), pad(weights, (0, 1))
         routing = (chosen, weights) if are_weighed else ()
-        made: Tensor = super().forward(rows, *routing)  # type: ignore[misc]
+        with self._counting_own():
+            made: Tensor = super().forward(rows, *routing)  # type: ignore[misc]
         return made.view(len(rows), -1)
 
     def _one_after_another(self, tokens: Tensor) -> Tensor:

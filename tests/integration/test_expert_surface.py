@@ -330,14 +330,19 @@ def test_states_move_between_sizes(sources, tmp_path, model):
 @pytest.mark.parametrize("model", CONFIGS)
 @pytest.mark.parametrize("text", ["dp2+ep2", "dp4+ep4", "dp4+ep2+zero3", "tp2+etp2+dp2+ep2"])
 def test_saved_weights_are_those_that_were_loaded(sources, tmp_path, text, model):
-    """Bit by bit, and in files of one expert each, as they were."""
+    """Bit by bit, as weights of one expert each, as they were, and in one process's files."""
     source = sources[model]
 
     def on_rank():
-        loaded(source, layout).save_pretrained(tmp_path / "again")
+        again = loaded(source, layout)
+        again.save_pretrained(tmp_path / "again")
+        again.save_pretrained(tmp_path / "several", max_shard_size="60KB")
 
     layout = layout_of(text)
     run_ranks(on_rank, ranks_of(layout))
+    loaded(source, None).save_pretrained(tmp_path / "one", max_shard_size="60KB")
+    index = "model.safetensors.index.json"
+    assert (tmp_path / "several" / index).read_text() == (tmp_path / "one" / index).read_text()
     found, expected = (load_file(path / "model.safetensors") for path in (tmp_path / "again", source))
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], weight) for name, weight in expected.items())
