@@ -123,9 +123,7 @@ def save_merged(
     parameters = model.num_parameters()
     if writes:
         files = revert_conversion(model, meta) if save_original_format else meta
-        write_weights(
-            directory, files, streamed, max_shard_size=max_shard_size, parameters=parameters, variant=variant
-        )
+        write_weights(directory, files, streamed, max_shard_size=max_shard_size, parameters=parameters, variant=variant)
         before_push(directory)
     else:
         for _ in streamed:

@@ -101,7 +101,10 @@ def write_weights(
     _remove_stale(directory, base, set(split.filename_to_tensors))
     index = Path(directory, "model.safetensors.index" + ("" if variant is None else f".{variant}") + ".json")
     if split.is_sharded:
-        content = {"metadata": {"total_parameters": parameters, **split.metadata}, "weight_map": split.tensor_to_filename}
+        content = {
+            "metadata": {"total_parameters": parameters, **split.metadata},
+            "weight_map": split.tensor_to_filename,
+        }
         index.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     else:
         index.unlink(missing_ok=True)

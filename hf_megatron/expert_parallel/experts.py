@@ -2,7 +2,7 @@
 
 import copy
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +15,7 @@ from ..communication.collectives import gather_from_ranks, split_over_ranks
 from ..errors import UnsupportedError
 from ..parts import works_on_parts
 from ..tensor_parallel.local_parameters import ForwardsUnderWay
-from ..upstream import grouped_rows, in_backward, leave_uncompiled
+from ..upstream import grouped_rows, in_backward, leave_uncompiled, local_tensor
 from .dispatch import Dispatched, Dispatcher, ExpertBlocks, Route, add_rows
 from .load import ExpertCounts
 from .routing import LayerTapes
@@ -35,6 +35,7 @@ class ExpertRanks:
         counts (`ExpertCounts`): of the choices of training.
         name: of the module in its model.
         counter: the attribute of the module that says how many experts there are.
+        shapes: of this rank's parts of the module's parameters.
         shared (`SharedExperts`, *optional*): of the same block, computed while rows travel.
     """
 
@@ -46,6 +47,7 @@ class ExpertRanks:
     counts: ExpertCounts
     name: str
     counter: str
+    shapes: Mapping[str, tuple[int, ...]]
     shared: SharedExperts | None
 
     def __deepcopy__(self, memo: dict) -> "ExpertRanks":
@@ -65,20 +67,23 @@ class ParallelExperts:
     name_of_part: str | None
 
     @contextmanager
-    def _counting_own(self) -> Iterator[None]:
+    def _as_own(self) -> Iterator[None]:
         """Within it the module says that it has as many experts as this rank holds, which its own forward reads."""
         ranks = self.ranks
-        whole = getattr(self, ranks.counter)
-        if whole != ranks.held.experts:
+        present, own = getattr(self, ranks.counter), ranks.dispatcher.experts
+        parts = {name: tuple(local_tensor(part).shape) for name, part in self.named_parameters()}  # type: ignore[attr-defined]
+        found = [f"{ranks.name}.{name}" for name, shape in ranks.shapes.items() if parts.get(name, shape) != shape]
+        if present != own * ranks.dispatcher.ranks or found:
             raise UnsupportedError(
-                f"{ranks.name}.{ranks.counter} = {whole}: it had {ranks.held.experts} experts when it was loaded over "
-                f"{ranks.dispatcher.ranks} ranks. Prune or add experts in one process, save the model and load it."
+                f"{found[0] if found else f'{ranks.name}.{ranks.counter}'} is of another number of experts or of other "
+                f"widths than those that were loaded over {ranks.dispatcher.ranks} ranks ({ranks.dispatcher.ranks} x "
+                f"{own} experts). Prune or add experts in one process, save the model and load it."
             )
-        setattr(self, ranks.counter, ranks.dispatcher.experts)
+        setattr(self, ranks.counter, own)
         try:
             yield
         finally:
-            setattr(self, ranks.counter, whole)
+            setattr(self, ranks.counter, present)
 
     @works_on_parts
     @leave_uncompiled
@@ -140,7 +145,7 @@ class ParallelExperts:
     def _compute(self, rows: Tensor, experts: Tensor, are_weighed: bool) -> Tensor:
         """Returns `[pairs, width]`: one expert `[pairs]` applied to each of the rows, which are sorted by it."""
         self.forwards.require_whole(self, self.name_of_part)  # type: ignore[arg-type]
-        with self.forwards.of_module(), self._counting_own():
+        with self.forwards.of_module(), self._as_own():
             grouped = grouped_rows(self, rows, experts) if are_weighed else None
         if grouped is not None:
             return grouped
@@ -150,7 +155,7 @@ class ParallelExperts:
             # LongCat's forward squeezes a single choice away: a second one, which hands rows back, weighs nothing.
             chosen, weights = pad(chosen, (0, 1), value=self.ranks.dispatcher.experts), pad(weights, (0, 1))
         routing = (chosen, weights) if are_weighed else ()
-        with self._counting_own():
+        with self._as_own():
             made: Tensor = super().forward(rows, *routing)  # type: ignore[misc]
         return made.view(len(rows), -1)
 

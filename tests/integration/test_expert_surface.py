@@ -459,6 +459,28 @@ def test_experts_that_a_loop_exchanges_are_refused(source):
     run_ranks(on_rank, 2)
 
 
+def without_half_of_the_experts(source, layout, counted):
+    model = loaded(source, layout)
+    for layer in model.model.layers:
+        experts, gate = layer.mlp.experts, layer.mlp.gate
+        assert experts.num_experts == SMALL["num_experts"]
+        with torch.no_grad():
+            experts.gate_up_proj = torch.nn.Parameter(experts.gate_up_proj[::2])
+            experts.down_proj = torch.nn.Parameter(experts.down_proj[::2])
+            gate.weight = torch.nn.Parameter(gate.weight[::2])
+        if counted:
+            experts.num_experts = SMALL["num_experts"] // 2
+    ids = torch.arange(1, 25).view(4, 6)
+    with pytest.raises(UnsupportedError, match=r"layers.0.mlp.experts.*another number of experts.*in one process"):
+        model(input_ids=ids, output_router_logits=False)
+
+
+@pytest.mark.parametrize("counted", [True, False])
+@pytest.mark.parametrize("text", ["dp2+ep2", "dp2+ep2+zero3", "tp2+sp+ep2"])
+def test_experts_that_a_loop_prunes_are_refused(source, text, counted):
+    run_ranks(without_half_of_the_experts, 2, source, layout_of(text), counted)
+
+
 # What is seen of it
 
 

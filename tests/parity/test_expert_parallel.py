@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -516,24 +517,14 @@ def test_seeded_faults_are_found(twin, sabotage, text):
     assert not comparison.passed and comparison.worst.value > 10
 
 
-def without_identity_experts():
-    original = experts.ParallelExperts.forward
-
-    def forward(self, *args):
-        self.ranks.held = dataclasses.replace(self.ranks.held, experts=2**30)
-        return original(self, *args)
-
-    experts.ParallelExperts.forward = works_on_parts(forward)
-
-
-def handed_back_by_every_tp_rank():
+def handed_back_in_part(share):
     original = expert_axis.install
 
     def install(model, state):
         original(model, state)
         for module in model.modules():
             if isinstance(module, experts.ParallelExperts):
-                module.ranks.identity_share = 1.0
+                module.ranks.identity_share = share
 
     expert_axis.install = install
 
@@ -547,8 +538,8 @@ def files_as_if_experts_followed_each_other():
 
 
 FAULTS_OF_IDENTITY_EXPERTS = {
-    "not handed back": (without_identity_experts, "dp2+ep2"),
-    "handed back by every tp rank": (handed_back_by_every_tp_rank, "dp2+tp2+etp2+ep2"),
+    "not handed back": (functools.partial(handed_back_in_part, 0.0), "dp2+ep2"),
+    "handed back by every tp rank": (functools.partial(handed_back_in_part, 1.0), "dp2+tp2+etp2+ep2"),
     "choices of a run": (choices_as_if_experts_followed_each_other, "dp2+ep2"),
     "files of a run": (files_as_if_experts_followed_each_other, "dp2+ep2"),
 }
