@@ -68,11 +68,13 @@ class DataParallelEngine(Protocol):
     Attributes:
         guards: called before an optimizer takes the gradients.
         on_stepped: called after an optimizer's step that was not skipped.
+        on_discarded: called when gradients are given up, cleared by a model or an optimizer or skipped in a step.
     """
 
     skipped_steps: int
     guards: list[Callable[[], None]]
     on_stepped: list[Callable[[], None]]
+    on_discarded: list[Callable[[], None]]
     reducer: Any
 
     def refresh_main_weights(self) -> None:

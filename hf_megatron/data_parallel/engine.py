@@ -72,7 +72,8 @@ class DataParallel(Shared):
         skipped_steps (`int`): optimizer steps that were skipped for a gradient that is not finite.
         guards: called before an optimizer takes the gradients; one that raises keeps it from stepping.
         on_stepped: called after an optimizer's step that was not skipped.
-        on_cleared: called when `zero_grad()` has cleared the gradients.
+        on_cleared: called when the model's `zero_grad()` has cleared the gradients.
+        on_discarded: called when gradients are given up, cleared by a model or an optimizer or skipped in a step.
         is_running: inside of a forward that records gradients.
         is_unknown: nobody has looked yet at the leaves of the graph of such a forward.
         was_differentiated: somebody has, in a backward since the last one.
@@ -87,6 +88,7 @@ class DataParallel(Shared):
         self.guards: list[Callable[[], None]] = []
         self.on_stepped: list[Callable[[], None]] = []
         self.on_cleared: list[Callable[[], None]] = []
+        self.on_discarded: list[Callable[[], None]] = []
         self._claims: dict[int, Claim] = {}
         # Of all stages' parameters: groups are made by all ranks together.
         averages = sorted({"dp"} | {claim.gradient.average for claim in state.claims.values()})
@@ -117,6 +119,7 @@ class DataParallel(Shared):
         else:
             # No backward waits for other replicas; Accelerate's LocalSGD asks every model for it.
             state.patches.replace(model, "no_sync", nullcontext)
+        state.patches.replace(model, "zero_grad", types.MethodType(_zero_grad, model))
         # Before FSDP2 puts whole parameters in the place of those that the loop knows.
         model.register_forward_pre_hook(self._before_forward, prepend=state.shards_weights, with_kwargs=True)
         if self.mesh.adds_up_gradients:
@@ -135,7 +138,8 @@ class DataParallel(Shared):
         memo[id(self)] = twin
         twin.model, twin._parameters, twin._modules = model, ParameterList(model), ModuleGuards(model)
         twin._claims, twin._marked, twin._identities, twin._optimizers = {}, [], set(), []
-        twin.guards, twin.on_stepped, twin.on_cleared, twin.verdict = [], [], [], Verdict()
+        twin.guards, twin.on_stepped, twin.on_cleared, twin.on_discarded = [], [], [], []
+        twin.verdict = Verdict()
         twin.state = copy.deepcopy(self.state, memo)
         LEDGER.add_model(model)
         return twin
@@ -228,7 +232,6 @@ class DataParallel(Shared):
                 keep_rows=self.config.zero_stage < 2,
             )
             self.state.patches.replace(self.model, "no_sync", self.reducer.no_sync)
-            self.state.patches.replace(self.model, "zero_grad", types.MethodType(_zero_grad, self.model))
 
     def scan(self) -> None:
         """Takes note of modules and parameters that were added or replaced since."""
@@ -479,5 +482,5 @@ def _zero_grad(model: Any, set_to_none: bool = True) -> None:
     if engine.model is model:
         if set_to_none and engine.reducer is not None:
             engine.reducer.discard()
-        for cleared in engine.on_cleared:
+        for cleared in (*engine.on_cleared, *engine.on_discarded):
             cleared()

@@ -266,6 +266,7 @@ class ShardedOptimizer:
     def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]) -> None:
         self._leave()
         if self.step_was_skipped:
+            self._discard()
             return
         if self.engine.state.shards_weights:
             # Weights that a forward without a backward has left whole are of before the step.
@@ -315,6 +316,11 @@ class ShardedOptimizer:
                 leaf.parameter.grad = None
             elif leaf.parameter.grad is not None:
                 leaf.parameter.grad.zero_()
+        self._discard()
+
+    def _discard(self) -> None:
+        for discarded in self.engine.on_discarded:
+            discarded()
 
 
 class _TakenOver:

@@ -98,17 +98,20 @@ class SplitPlaces:
         self._all = [module._parameters for module in model.modules()]
         self._known = set(map(id, self._all))
         self._holders = [holder for holder in self._all if holder]
-        self._sharing = _sharing(self._found())
+        self._sharing, self._layouts = _sharing(self._found()), _layouts(self._found())
         self._taken: list[nn.Parameter | None] = []
 
     def _found(self) -> list[nn.Parameter | None]:
         return [parameter for holder in self._holders for parameter in holder.values()]
 
     def check(self) -> None:
-        """Raises `UnsupportedError` if a parameter was tied, untied or, after the first forward, exchanged."""
+        """Raises `UnsupportedError` if a parameter was tied, untied or exchanged.
+
+        Before the first forward one may be exchanged for another of its layout.
+        """
         found = self._found()
-        if not self._taken and _sharing(found) == self._sharing:
-            # The first forward, in which FSDP2 takes over what it finds.
+        if not self._taken and _sharing(found) == self._sharing and _layouts(found) == self._layouts:
+            # The first forward, in which FSDP2 takes over what it finds, as if it were split as what it split.
             self._taken = found
         if len(found) == len(self._taken) and all(map(operator.is_, found, self._taken)):
             return
@@ -143,6 +146,14 @@ def _sharing(parameters: list[nn.Parameter | None]) -> list[int]:
     """Numbers places, those that hold the same parameter alike."""
     numbers: dict[int, int] = {}
     return [numbers.setdefault(id(parameter), len(numbers)) for parameter in parameters]
+
+
+def _layouts(parameters: list[nn.Parameter | None]) -> list[Any]:
+    """Lists how each parameter is split."""
+    return [
+        (parameter.shape, parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
+        for parameter in parameters
+    ]
 
 
 def refuse_copy(model: nn.Module, memo: dict) -> nn.Module:

@@ -161,13 +161,13 @@ def install(model: Any, state: ParallelState) -> None:
             counts,
             name,
             counter,
-            {part: _own_shape(state, f"{name}.{part}") for part, _ in experts.named_parameters()},
+            {part: _shapes(state, f"{name}.{part}") for part, _ in experts.named_parameters()},
             early,
         )
         inside |= {f"{name}.{part}".rstrip("."): module for part, module in experts.named_modules()}
     ExchangedFunctions(inside, "ep_size").install(model)
 
 
-def _own_shape(state: ParallelState, name: str) -> tuple[int, ...]:
+def _shapes(state: ParallelState, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
     claim = state.claims[name]
-    return claim.placement.local_shape(claim.shape, state.axes)
+    return tuple(claim.shape), claim.placement.local_shape(claim.shape, state.axes)

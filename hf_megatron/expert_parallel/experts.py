@@ -35,7 +35,7 @@ class ExpertRanks:
         counts (`ExpertCounts`): of the choices of training.
         name: of the module in its model.
         counter: the attribute of the module that says how many experts there are.
-        shapes: of this rank's parts of the module's parameters.
+        shapes: of the module's parameters, whole and this rank's parts of them.
         shared (`SharedExperts`, *optional*): of the same block, computed while rows travel.
     """
 
@@ -47,7 +47,7 @@ class ExpertRanks:
     counts: ExpertCounts
     name: str
     counter: str
-    shapes: Mapping[str, tuple[int, ...]]
+    shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
     shared: SharedExperts | None
 
     def __deepcopy__(self, memo: dict) -> "ExpertRanks":
@@ -71,8 +71,12 @@ class ParallelExperts:
         """Within it the module says that it has as many experts as this rank holds, which its own forward reads."""
         ranks = self.ranks
         present, own = getattr(self, ranks.counter), ranks.dispatcher.experts
-        parts = {name: tuple(local_tensor(part).shape) for name, part in self.named_parameters()}  # type: ignore[attr-defined]
-        found = [f"{ranks.name}.{name}" for name, shape in ranks.shapes.items() if parts.get(name, shape) != shape]
+        parts = dict(self.named_parameters())  # type: ignore[attr-defined]
+        found = [
+            f"{ranks.name}.{name}"
+            for name, shapes in ranks.shapes.items()
+            if name in parts and (parts[name].shape, local_tensor(parts[name]).shape) != shapes
+        ]
         if present != own * ranks.dispatcher.ranks or found:
             raise UnsupportedError(
                 f"{found[0] if found else f'{ranks.name}.{ranks.counter}'} is of another number of experts or of other "

@@ -2,9 +2,10 @@
 
     bias += rate * sign(mean load - load)        once per optimizer step that was not skipped
 
-Loads are the choices of all training forwards since the last step, on all ranks that see parts of the batch.
+Loads are the choices of all training forwards whose gradients the step uses, on all ranks that see parts of the batch.
 """
 
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -17,7 +18,7 @@ from ..expert_modules import find_experts
 from ..parallel_state import ParallelState
 from ..parts import works_on_parts
 from ..patch_ledger import Shared
-from ..upstream import in_backward, local_tensor
+from ..upstream import in_backward, leave_uncompiled, local_tensor
 
 _NAMES = ("e_score_correction_bias", "expert_bias", "balancing_biases")
 
@@ -68,24 +69,38 @@ class RouterBiases(Shared):
             module = self.model.get_submodule(name)
             module.register_forward_pre_hook(self._counting(name))
         engine.on_stepped.append(self.update)
+        engine.on_discarded.append(self._clear)
 
     def _counting(self, name: str) -> Any:
         tokens = self.tokens[name]
 
+        def add(chosen: Tensor, gradient: Tensor | None = None) -> None:
+            exists = (chosen >= 0) & (chosen < len(tokens))
+            tokens.scatter_add_(0, chosen.where(exists, 0).to(torch.int64), exists.to(torch.int64))
+
         @works_on_parts
+        @leave_uncompiled
         def count(experts: nn.Module, args: tuple) -> None:
             # A layer that is computed again was counted.
             if not experts.training or not torch.is_grad_enabled() or in_backward():
                 return
-            ids = args[1].flatten()
-            exists = (ids >= 0) & (ids < len(tokens))
-            tokens.scatter_add_(0, ids.where(exists, 0).to(torch.int64), exists.to(torch.int64))
+            chosen = args[1].detach().flatten()
+            # Gradients may be cleared between a forward and its backward, and the forward counts all the same.
+            trained = [value for value in (args[0], *args[2:]) if value.requires_grad]
+            if trained:
+                trained[0].register_hook(functools.partial(add, chosen))
+            else:
+                add(chosen)
 
         return count
 
+    def _clear(self) -> None:
+        for counts in self.tokens.values():
+            counts.zero_()
+
     @torch.no_grad()
     def update(self) -> None:
-        """Moves the biases by what was counted since the last time; every rank of a stage calls it."""
+        """Moves the biases by what backwards have counted since the last time; every rank of a stage calls it."""
         if not self.tokens:
             return
         mesh = self.state.mesh

@@ -83,9 +83,17 @@ def trained(source, layout):
     optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.01))
     state = parallel_state(model)
     for step in range(STEPS):
+        # What is given up counts for nothing: skipped by a step, cleared by the optimizer, by the model.
+        ids = batch_of(STEPS + step, state)
+        (model(input_ids=ids, labels=ids).loss * (1 if step else float("nan"))).backward()
+        (optimizer.step, optimizer.zero_grad, model.zero_grad)[step]()
+        optimizer.zero_grad()
         for part in (2 * step, 2 * step + 1):
             ids = batch_of(part, state)
-            (model(input_ids=ids, labels=ids).loss / 2).backward()
+            loss = model(input_ids=ids, labels=ids).loss / 2
+            if part == 2 * step and state.cut is None:
+                optimizer.zero_grad()
+            loss.backward()
         with torch.no_grad():
             # Evaluation counts for nothing.
             model.eval()(input_ids=ids)
