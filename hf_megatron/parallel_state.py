@@ -15,10 +15,11 @@ from .instance_patches import ModelPatches
 from .loss import BatchLoss
 from .mesh import ParallelMesh
 from .patch_ledger import LEDGER, Shared
-from .placement import Claim, Placement
+from .placement import ADAPTER, Claim, Placement
 from .spec import ModelSpec
 
 _STATE = "_hf_megatron"
+_INNER = "_hf_megatron_inner"
 
 
 class StageCut(Protocol):
@@ -76,6 +77,9 @@ class DataParallelEngine(Protocol):
     on_stepped: list[Callable[[], None]]
     on_discarded: list[Callable[[], None]]
     reducer: Any
+
+    def scan(self) -> None:
+        """Takes note of modules and parameters that were added or replaced since."""
 
     def refresh_main_weights(self) -> None:
         """Takes the parameters' present values over into the optimizers' own copies."""
@@ -162,6 +166,10 @@ class ParallelState(Shared):
         """Whether the ranks that see parts of a batch split the weights themselves (stage 3)."""
         return self.config.zero_stage == 3 and self.axes.size("dp_cp") > 1
 
+    def shards(self, name: str) -> bool:
+        """Tells whether stage 3 splits a parameter over the ranks that see parts of the batch: not an adapter's."""
+        return self.shards_weights and name in self.claims and self.claims[name].style != ADAPTER
+
     @property
     def splits_weights(self) -> bool:
         """Whether ranks hold parts of weights by any other axis than those of stage 3."""
@@ -196,6 +204,18 @@ def attach_state(model: nn.Module, state: ParallelState) -> None:
     setattr(model, _STATE, state)
     LEDGER.add_model(model)
     model.register_forward_pre_hook(_require_enabled)
+
+
+def share_state(wrapper: nn.Module, model: nn.Module, state: ParallelState) -> None:
+    """Has a module around a laid out model tell its layout."""
+    setattr(wrapper, _STATE, state)
+    # Not as one of its modules, which would have two names then.
+    vars(wrapper)[_INNER] = model
+
+
+def laid_out_model(model: nn.Module) -> Any:
+    """Returns the model that was laid out, which may be inside of another module that tells its layout."""
+    return vars(model).get(_INNER, model)
 
 
 def _require_enabled(model: nn.Module, args: tuple) -> None:

@@ -14,6 +14,9 @@ from torch.distributed.tensor import Replicate, Shard
 from .axes import Axes, Axis
 from .upstream import strided_shard
 
+# Style of the claims of parameters that belong to an adapter.
+ADAPTER = "adapter"
+
 
 @dataclass(frozen=True)
 class Split:

@@ -33,6 +33,7 @@ ORDER = (
     ("parallelize",),
     ("router_replay",),
     ("registry",),
+    ("peft",),
     ("log_probs",),
     ("pipeline_parallel",),
     ("context_parallel",),

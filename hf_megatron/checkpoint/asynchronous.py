@@ -48,7 +48,7 @@ class AsyncSaver:
         Args:
             pieces (`Iterable[Piece]`): this rank's; they may change as soon as this returns.
             target, facts, on_step, pointer: as for `Transaction`.
-            files (`Mapping[str, bytes]`, *optional*): further small files of this rank, by file name.
+            files (`Mapping[str, bytes]`, *optional*): further small files of this rank, by their paths in the folder.
             after (`Callable[[], None]`, *optional*): called in the background once the checkpoint is complete.
 
         Raises:
@@ -68,7 +68,9 @@ class AsyncSaver:
                 if failure is not None:
                     raise failure
                 for name, content in (files or {}).items():
-                    (transaction.directory / name).write_bytes(content)
+                    file = transaction.directory / name
+                    file.parent.mkdir(parents=True, exist_ok=True)
+                    file.write_bytes(content)
                 transaction.write(snapshot)
             if after is not None:
                 after()

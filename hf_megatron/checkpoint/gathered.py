@@ -17,7 +17,7 @@ from ..absent_weights import own_parameters, own_state_dict
 from ..communication.agreement import agreed
 from ..data_parallel.fully_sharded import whole_local
 from ..mesh import ParallelMesh
-from ..parallel_state import ParallelState, parallel_state
+from ..parallel_state import ParallelState, laid_out_model, parallel_state
 from ..placement import Placement
 from ..upstream import local_tensor, untied_state_dict
 from .stage_agreement import OwnedTensor, check_copies, in_order, join_stages, tensors_of_all_stages, tied_weights
@@ -109,7 +109,7 @@ def gather_parameter(model: Any, name: str, value: Tensor, staging: Staging | No
     state = parallel_state(model)
     assert state is not None
     placement, local = state.placement(name), None
-    if state.shards_weights and isinstance(value, DTensor):
+    if state.shards(name) and isinstance(value, DTensor):
         local = whole_local(value, placement.local_shape(value.shape, state.axes), state.mesh, state.average(name))
     if placement.split_over(state.axes).ranks(state.axes.world_rank)[0] != state.axes.ranks("stage")[0]:
         # Another group of ranks has all of it.
@@ -158,8 +158,11 @@ def full_state_dict(model: Any) -> dict[str, Tensor]:
     Raises:
         CheckpointError: pipeline stages hold different copies of a tied weight.
     """
-    state = parallel_state(model)
+    state, inner = parallel_state(model), laid_out_model(model)
     assert state is not None
+    if inner is not model:
+        prefix = next(name for name, module in model.named_modules() if module is inner)
+        return {f"{prefix}.{name}": tensor for name, tensor in full_state_dict(inner).items()}
     check_copies(state, tied_weights(model))
     tensors = own_state_dict(model)
     parameters = dict(own_parameters(model, remove_duplicate=False))

@@ -58,7 +58,8 @@ def holding(state: ParallelState, name: str, shape: tuple[int, ...], *, is_momen
 
     Args:
         shape: the global one; of a stage 3 weight too.
-        is_moment (`bool`, defaults to `False`): what an optimizer that shares its state keeps (stages 1 and 2).
+        is_moment (`bool`, defaults to `False`): what an optimizer that shares its state keeps (stages 1 and 2, and of
+            adapters in stage 3).
     """
     axes, placement = state.axes, state.placement(name)
     local = placement.local_shape(shape, axes)
@@ -66,11 +67,11 @@ def holding(state: ParallelState, name: str, shape: tuple[int, ...], *, is_momen
     repeated = placement.repeated_on(axes)
     claim = state.claims.get(name)
     shard = f"{claim.gradient.average}_shard" if claim is not None else "dp_shard"
-    if state.shards_weights and claim is not None:
+    if claim is not None and state.shards(name):
         row = math.prod(local[1:])
         start, stop = (edge * row for edge in owned_rows(local, axes, claim.gradient.average))
         repeated = repeated.without(axes[shard])
-    elif is_moment and state.config.zero_stage in (1, 2):
+    elif is_moment and state.config.zero_stage > 0:
         start, stop = owned_range(stop, axes.size(shard), axes.rank(shard))
         repeated = repeated.without(axes[shard])
     holders, index = repeated.size, repeated.rank(axes.world_rank)

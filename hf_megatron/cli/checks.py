@@ -45,6 +45,9 @@ def check(
     variants: Annotated[
         bool, typer.Option("--variants", help="Also tied or untied, and as in popular checkpoints.")
     ] = False,
+    adapter: Annotated[
+        str, typer.Option(help="Train an adapter of PEFT in the place of the model's weights, such as `lora`.")
+    ] = "",
     record: Annotated[Path | None, typer.Option(help="Write the results into this verified.json.")] = None,
     timeout: Annotated[float, typer.Option(help="Seconds per layout.", min=1)] = 120.0,
 ) -> None:
@@ -69,6 +72,7 @@ def check(
             "changes": changed,
             "timeout": timeout,
             "variants": variants,
+            "adapter": adapter or None,
         }
         rows = check_models(models, wanted, **arguments, echo=typer.echo)
     if record is not None:

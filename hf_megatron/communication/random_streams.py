@@ -139,6 +139,15 @@ class RandomStreams(Shared):
         if was_own:
             self.use_own()
 
+    @contextmanager
+    def own(self) -> Iterator[None]:
+        """Draws from this rank's stream inside, and goes on with the one that was live."""
+        was_own = torch.compiler.is_compiling() or self._is_own()
+        self.use_own()
+        yield
+        if not was_own:
+            self.use_replicated()
+
 
 class StreamOfPart(Shared):
     """The stream of ranks that compute the same tokens of a row, while they do.

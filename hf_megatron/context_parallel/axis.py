@@ -7,7 +7,7 @@ from ..communication.random_streams import StreamOfPart
 from ..errors import UnsupportedError
 from ..layer_list import find_layers
 from ..parallel_state import ParallelState
-from ..tensor_parallel.axis import REGIONS
+from ..tensor_parallel.axis import GUARDS, REGIONS
 from ..tensor_parallel.layer_streams import OneRandomState
 from ..tensor_parallel.model_guards import RefusedOutputs
 from .attention import ContextGroups
@@ -78,6 +78,7 @@ def install(model: Any, state: ParallelState) -> None:
         }
     ).install(model)
     guards.install(model)
+    state.placed.setdefault(GUARDS, []).append(guards)
 
 
 def context_groups(state: ParallelState) -> ContextGroups:

@@ -4,7 +4,7 @@ Inside of layers each sees some tokens only, and is refused by name. Behind them
 layers works on some tokens only as long as nobody looks.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from ..errors import UnsupportedError
 from ..parts import is_marked, is_of_checked_library
 from ..patch_ledger import Shared
-from ..tensor_parallel.exchanged import ExchangedFunctions
+from ..tensor_parallel.exchanged import ExchangedFunctions, follow_names
 from ..upstream import global_forward_hooks, leave_uncompiled
 
 
@@ -33,17 +33,24 @@ class PartGuards(Shared):
         self.inside = {name: module for name, module in named.items() if name.startswith(f"{layers}.")}
         self.around = {name: module for name, module in named.items() if name not in self.inside}
         self.exchanged = ExchangedFunctions(self.around, "cp_size")
+        self.exchanged_inside = ExchangedFunctions(self.inside, "cp_size")
         self.tail_is_stock = True
         self.end = 0
 
     def install(self, model: Any) -> None:
         """Puts it before what other axes make of hooks; called when these have registered theirs."""
         models = (model,) if model.base_model is model else (model, model.base_model)
-        ExchangedFunctions(self.inside, "cp_size").install(*models)
+        self.exchanged_inside.install(*models)
         for one in models:
             one.register_forward_pre_hook(self._enter, prepend=True)
         # Hooks are counted up over all modules: the user's come after the last of these.
         self.end = RemovableHandle.next_id
+
+    def follow(self, modules: Mapping[str, nn.Module]) -> None:
+        """Takes modules that were put around others, or in their place, for those that were laid out, by name."""
+        for known, exchanged in ((self.inside, self.exchanged_inside), (self.around, self.exchanged)):
+            exchanged.follow({name: module for name, module in modules.items() if name in known})
+            follow_names(known, modules)
 
     @leave_uncompiled
     def _enter(self, model: nn.Module, args: tuple) -> None:

@@ -152,7 +152,7 @@ class DataParallel(Shared):
     @contextmanager
     def whole_root(self) -> Iterator[None]:
         """Puts the weights around the layers together for what calls modules without gradients, in stage 3."""
-        self._dtypes = refuse_cast(self._parameters.current(), self._dtypes)
+        self._dtypes = refuse_cast(self._split_by_units(self._parameters.current()), self._dtypes)
         with left_inference_mode():
             find_units(self.model)
             self.model.unshard()  # type: ignore[operator]
@@ -224,7 +224,7 @@ class DataParallel(Shared):
         """Takes gradients out of `.grad` from now on; twice is once."""
         if self.reducer is None:
             self.reducer = GradientReducer(
-                self._parameters.current(),
+                self._reduced(self._parameters.current()),
                 self.name_of,
                 self.sharing,
                 bucket_size=self.config.bucket_size,
@@ -238,8 +238,26 @@ class DataParallel(Shared):
         self._parameters.scan()
         self._modules.scan()
         self._mark(self._parameters.current())
+        if self.state.shards_weights and self._reduced(self._marked):
+            self.reduce_gradients()
         if self.reducer is not None:
-            self.reducer.refresh(self._marked)
+            self.reducer.refresh(self._reduced(self._marked))
+
+    def _reduced(self, parameters: list[nn.Parameter]) -> list[nn.Parameter]:
+        """Lists those whose gradients FSDP2 does not reduce."""
+        if not self.state.shards_weights:
+            return parameters
+        claims = ((parameter, self.claim(parameter)) for parameter in parameters)
+        return [parameter for parameter, claim in claims if claim is not None and not self.state.shards(claim.name)]
+
+    def _split_by_units(self, parameters: list[nn.Parameter]) -> list[nn.Parameter]:
+        """Lists those that FSDP2 splits, in stage 3."""
+        others = {id(parameter) for parameter in self._reduced(parameters)}
+        return [parameter for parameter in parameters if id(parameter) not in others]
+
+    def reduces(self, parameter: Tensor) -> bool:
+        """Tells whether the gradient of a parameter of any shape is taken out of `.grad`."""
+        return self.reducer is not None and self.reducer.owns(parameter)
 
     def _mark(self, parameters: list[nn.Parameter]) -> None:
         """Lets every parameter know its engine, and the engine their claims."""
@@ -277,8 +295,8 @@ class DataParallel(Shared):
             self._left_inference_mode.enter_context(left_inference_mode())
             self._places.check()
             if torch.is_grad_enabled():
-                self._places.refuse_added()
-            self._dtypes = refuse_cast(parameters, self._dtypes)
+                self._places.refuse_added(self.reduces)
+            self._dtypes = refuse_cast(self._split_by_units(parameters), self._dtypes)
         self._modules.refuse_embeddings(self.mesh, self.config.num_microbatches)
         self.follow_edits()
         self._shared_batch.check(args, kwargs)
@@ -289,7 +307,8 @@ class DataParallel(Shared):
         """Prepares for a forward that records gradients; returns its arguments where they change."""
         self._modules.refuse_backward_hooks(self.mesh)
         if self.reducer is not None:
-            self.reducer.begin(parameters)
+            self.reducer.begin(self._reduced(parameters))
+            self._refuse_trained_base(parameters)
         if self.mesh.adds_up_gradients:
             before, self._forward_hooks = self._forward_hooks, self._modules.forward_hooks()
             self.is_unknown = before != self._forward_hooks or (self.is_unknown and not self.was_differentiated)
@@ -298,6 +317,15 @@ class DataParallel(Shared):
         if not self.mesh.adds_up_gradients:
             return None
         return with_trained_inputs(args, kwargs, self.mesh.dp_size, lambda leaf: engine_of(leaf) is self)
+
+    def _refuse_trained_base(self, parameters: list[nn.Parameter]) -> None:
+        """Raises `UnsupportedError` where stage 3 would reduce some gradients and this library others."""
+        for parameter in parameters if self.state.shards_weights else ():
+            if parameter.requires_grad and not self.reduces(parameter):
+                raise UnsupportedError(
+                    f"{self.name_of(parameter)} is trained beside adapters with zero_stage=3, which splits a frozen "
+                    "base alone. Freeze it, or load the model with zero_stage=2."
+                )
 
     @leave_uncompiled
     def _refuse_functions_of(self, parameters: list[nn.Parameter]) -> None:
@@ -332,7 +360,8 @@ class DataParallel(Shared):
         # The graph, which may outlive the model, must not keep it.
         engine = weakref.ref(self)
         # FSDP2 computes with other tensors, which lead nowhere near the parameters that a loop has.
-        beside = [p for p in self._marked if p.requires_grad] if self.state.shards_weights else []
+        sharded = self._marked if self.state.shards_weights else []
+        beside = [p for p in sharded if p.requires_grad and not self.reduces(p)]
         require = self.unedited() if self.state.shards_weights else _pass
         begin, refuse = partial(_begin_backward, engine, require), partial(_check_backward, engine)
         return self._watch.over(output, begin, refuse, beside)

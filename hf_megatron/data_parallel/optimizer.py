@@ -95,11 +95,13 @@ class Leaf:
         return local.view(-1)[self.start : self.stop] if self.flat else local
 
 
-def _make_leaf(name: str, parameter: nn.Parameter, config: MegatronConfig, sharing: Sharing) -> Leaf:
+def _make_leaf(
+    name: str, parameter: nn.Parameter, config: MegatronConfig, sharing: Sharing, *, is_sharded: bool
+) -> Leaf:
     local = local_tensor(parameter).detach()
     if not local.is_contiguous():
         raise UnsupportedError(f"{name} is not contiguous in memory; its optimizer state cannot be shared.")
-    shares = config.zero_stage in (1, 2) and sharing.shard_size > 1
+    shares = config.zero_stage > 0 and sharing.shard_size > 1 and not is_sharded
     start, stop = owned_range(local.numel(), sharing.shard_size, sharing.shard_rank) if shares else (0, local.numel())
     half = parameter.dtype in _HALF and config.main_weights_in_fp32
     leaf = Leaf(name, parameter, start, stop, local, half or config.offload_optimizer, shares, sharing)
@@ -144,7 +146,9 @@ class ShardedOptimizer:
                 self.optimizer.state.pop(parameter, None)
                 continue
             sharing = self.engine.sharing(parameter)
-            leaf = _make_leaf(names[id(parameter)], parameter, self.engine.config, sharing)
+            name = names[id(parameter)]
+            is_sharded = self.engine.state.shards(name)
+            leaf = _make_leaf(name, parameter, self.engine.config, sharing, is_sharded=is_sharded)
             self.leaves.append(leaf)
             self._leaf_of |= {id(parameter): leaf.tensor, id(leaf.tensor): leaf.tensor}
             if parameter in self.optimizer.state:

@@ -125,13 +125,17 @@ class SplitPlaces:
                 "parameter, or load the model with zero_stage=2."
             )
 
-    def refuse_added(self) -> None:
-        """Raises `UnsupportedError` if a module that came later has weights to train, or weights that FSDP2 splits."""
+    def refuse_added(self, is_known: Callable[[nn.Parameter], bool]) -> None:
+        """Raises `UnsupportedError` if a module that came later has weights to train, or weights that FSDP2 splits.
+
+        Args:
+            is_known (`Callable`): whether somebody else reduces a parameter's gradient.
+        """
         for name, module in self.model.named_modules():
             if id(module._parameters) in self._known:
                 continue
             for own, parameter in module._parameters.items():
-                if parameter is None or is_absent(parameter):
+                if parameter is None or is_absent(parameter) or is_known(parameter):
                     continue
                 if parameter.requires_grad or is_sharded(parameter):
                     raise UnsupportedError(

@@ -11,6 +11,7 @@ from ..expert_modules import find_experts, find_identity_experts, names_inside
 from ..parallel_state import ParallelState
 from ..patterns import lookup
 from ..placement import GradientRule, Placement, Split
+from ..tensor_parallel.axis import GUARDS
 from ..tensor_parallel.exchanged import ExchangedFunctions
 from ..tensor_parallel.local_parameters import ForwardsUnderWay, become, read_locally
 from .dispatch import AllToAll, ExpertBlocks
@@ -165,7 +166,9 @@ def install(model: Any, state: ParallelState) -> None:
             early,
         )
         inside |= {f"{name}.{part}".rstrip("."): module for part, module in experts.named_modules()}
-    ExchangedFunctions(inside, "ep_size").install(model)
+    exchanged = ExchangedFunctions(inside, "ep_size")
+    exchanged.install(model)
+    state.placed.setdefault(GUARDS, []).append(exchanged)
 
 
 def _shapes(state: ParallelState, name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:

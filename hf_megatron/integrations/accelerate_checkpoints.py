@@ -11,11 +11,12 @@ from ..checkpoint import saved_generators
 from ..checkpoint.discovery import LATEST, committed, fresh_name, is_committed, pointed_at, saves_of
 from ..checkpoint.gathered import full_state_dict
 from ..checkpoint.state_file import read_packed, write_packed
-from ..checkpoint.training_state import facts, load_model, load_optimizers, pieces, write_config
+from ..checkpoint.training_state import load_optimizers, write_config
 from ..checkpoint.transaction import Transaction, prune
 from ..communication.agreement import agreed, gather, rank_and_size
 from ..errors import CheckpointError, UnsupportedError
-from ..parallel_state import parallel_state
+from ..parallel_state import laid_out_model, parallel_state
+from .adapter_checkpoints import load_weights, save_adapters, saved_facts, saved_pieces
 from .cards import write_model_card
 from .trainer_checkpoints import LOOP, advance, open_verified, progress, restore_random_state
 
@@ -70,7 +71,7 @@ def save_state(original: Callable, self: Any, output_dir: str | None = None, *ar
         wanted = Path(output_dir).expanduser()
     target = gather(fresh_name(wanted), None, f"Saving {wanted}")[0]
     optimizers = _optimizers(self)
-    described = {"step": self.step, **facts(model, optimizers)}
+    described = {"step": self.step, **saved_facts(model, optimizers)}
     with (
         progress(f"Saving {target.name}") as count,
         Transaction(target, described, on_step=count, pointer=pointer) as transaction,
@@ -81,7 +82,8 @@ def save_state(original: Callable, self: Any, output_dir: str | None = None, *ar
         for hook in hooks:
             hook(self._models, gathered, str(transaction.directory))
         _write_files(self, transaction.directory)
-        transaction.write(pieces(model, optimizers))
+        save_adapters(model, transaction.directory)
+        transaction.write(saved_pieces(model, optimizers))
         write_model_card(model, transaction.directory, files="sharded")
     if naming.automatic_checkpoint_naming and naming.total_limit:
         # Together: a rank that goes on to load would list folders that the first one is removing.
@@ -108,7 +110,8 @@ def _write_files(accelerator: Any, directory: Path) -> None:
     saved_generators.save(directory, rank)
     write_packed(directory / _data_file(rank), [_data_state(loader) for loader in accelerator._dataloaders])
     if rank == 0:
-        write_config(accelerator._models[0], directory)
+        if laid_out_model(accelerator._models[0]) is accelerator._models[0]:
+            write_config(accelerator._models[0], directory)
         scaler = accelerator.scaler
         loop = {
             "schedulers": [scheduler.state_dict() for scheduler in accelerator._schedulers],
@@ -164,8 +167,8 @@ def load_state(original: Callable, self: Any, input_dir: str | None = None, *arg
     for name, own in {} if loop is None else holders.items():
         if len(loop[name]) != len(own):
             raise CheckpointError(f"{path} holds {len(loop[name])} {name} states, this Accelerator has {len(own)}.")
-    load_model(models[0], checkpoint)
-    load_optimizers(models[0], _optimizers(self), checkpoint)
+    load_weights(models[0], checkpoint)
+    load_optimizers(laid_out_model(models[0]), _optimizers(self), checkpoint)
     if loop is None:
         for scheduler in self._schedulers:
             advance(scheduler.scheduler, checkpoint.facts["step"] * scheduler.steps)

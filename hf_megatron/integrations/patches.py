@@ -205,10 +205,31 @@ _ROWS: tuple[tuple[str, str, str, str], ...] = (
      "gives new groups half an hour whatever the job has", "torch gives new groups the job's timeout"),
     ("torch.nn.parallel.distributed:DistributedDataParallel.__init__", "refusals:data_parallel",
      "averages shards of different weights", _ALWAYS),
-    ("peft.peft_model:PeftModel.__init__", "refusals:peft", "puts whole adapters beside split layers",
-     "adapters are laid out"),
-    ("peft.tuners.tuners_utils:BaseTuner.__init__", "refusals:peft", "puts whole adapters beside split layers",
-     "adapters are laid out"),
+    *(
+        (f"transformers.integrations.peft:PeftAdapterMixin.{name}", "refusals:own_adapters",
+         "saves a model's adapters without asking where they lie", "it is laid out, too")
+        for name in ("add_adapter", "load_adapter")
+    ),
+    ("peft.peft_model:PeftModel.__init__", "peft:init", "knows no layout", _ALWAYS),
+    ("peft.tuners.tuners_utils:BaseTuner.inject_adapter", "peft:inject_adapter",
+     "puts whole adapters beside split layers", _ALWAYS),
+    ("peft.tuners.tuners_utils:BaseTuner._unload_and_optionally_merge", "peft:unload", "knows no layout", _ALWAYS),
+    ("peft.tuners.tuners_utils:BaseTuner.merge_adapter", "peft:merge_adapter", "knows no layout", _ALWAYS),
+    ("peft.peft_model:PeftModel._get_base_model_class", "peft:base_model_class", "writes FSDP2's class", _ALWAYS),
+    ("peft.peft_model:PeftModel.save_pretrained", "peft:save_adapter", "every rank writes the files", _ALWAYS),
+    *(
+        (f"peft{where}:get_peft_model_state_dict", "peft:adapter_state_dict", "gives this rank's part", _ALWAYS)
+        for where in ("", ".peft_model", ".utils.save_and_load", ".utils")
+    ),
+    ("peft.tuners.lora.dora:DoraLinearLayer.update_layer", "peft:dora_update_layer",
+     "reads what a rank holds", _ALWAYS),
+    *(
+        (f"peft.tuners.lora.layer:LoraLayer.{name}_init", "peft:from_base", "reads what a rank holds", _ALWAYS)
+        for name in ("pissa", "olora")
+    ),
+    ("peft.utils.save_and_load:_reshard_dtensor_values_for_load", "peft:parts_for_load",
+     "cuts one dim alone, of a strided part", _ALWAYS),
+    ("peft.tuners.lora.layer:_get_in_out_features", "peft:in_out_features", "counts what a rank holds", _ALWAYS),
     *(
         (
             f"trl.trainer.{name.lower()}_trainer:{name}Trainer.__init__",

@@ -36,11 +36,17 @@ data_parallel = _refusing(
     "a model laid out by hf_megatron reduces its own gradients and cannot be wrapped. Pass it to Trainer or "
     "Accelerator.prepare as it is."
 )
-# Adapters have to be split like the layers they wrap.
-peft = _refusing(
-    "PEFT adapters on a model laid out by hf_megatron are not supported yet. Train the whole model, or train the "
-    "adapter on a model loaded without megatron_config."
-)
+
+
+def own_adapters(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Refuses a laid out model, whose `save_pretrained` would write a rank's part of an adapter."""
+    if "_hf_megatron" in vars(self):
+        raise UnsupportedError(
+            f"{type(self).__name__}: transformers' own adapters on a model laid out by hf_megatron are not supported. "
+            "Use peft.get_peft_model(model, config), or peft.PeftModel.from_pretrained(model, folder) for an adapter "
+            "that is there."
+        )
+    return original(self, *args, **kwargs)
 
 
 def trl(original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:

@@ -20,10 +20,11 @@ from ..checkpoint.asynchronous import AsyncSaver
 from ..checkpoint.discovery import fresh_name, is_committed
 from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..checkpoint.state_file import read_packed, write_packed
-from ..checkpoint.training_state import facts, load_model, load_optimizers, pieces, write_config
+from ..checkpoint.training_state import load_optimizers, write_config
 from ..checkpoint.transaction import Transaction, prune
 from ..communication.agreement import agreed, gather, rank_and_size
-from ..parallel_state import parallel_state
+from ..parallel_state import laid_out_model, parallel_state
+from .adapter_checkpoints import is_of_adapters, load_weights, save_adapters, saved_facts, saved_pieces
 from .cards import write_trainer_card
 from .resumed_checkpoint import STATE, checkpoint_to_resume
 
@@ -35,7 +36,7 @@ def _optimizers(trainer: Any) -> list[Any]:
 
 
 def _holds_shards(path: Any) -> bool:
-    return is_committed(path) and bool(Checkpoint(path).names())
+    return is_committed(path) and (bool((checkpoint := Checkpoint(path)).names()) or is_of_adapters(checkpoint))
 
 
 def train(original: Callable, self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -95,13 +96,14 @@ def progress(what: str) -> Iterator[Callable[[str], None]]:
 def _save(trainer: Any, target: Path) -> None:
     model, optimizers = trainer.model, _optimizers(trainer)
     weights_only = trainer.args.save_only_model
-    described = {"step": trainer.state.global_step, **({} if weights_only else facts(model, optimizers))}
+    described = {"step": trainer.state.global_step, **({} if weights_only else saved_facts(model, optimizers))}
     with progress(f"Saving {target.name}") as advance, Transaction(target, described, on_step=advance) as transaction:
         _write_files(trainer, transaction.directory)
         if weights_only:
             model.save_pretrained(transaction.directory, is_main_process=trainer.args.should_save)
         else:
-            transaction.write(pieces(model, optimizers))
+            save_adapters(model, transaction.directory)
+            transaction.write(saved_pieces(model, optimizers))
         write_trainer_card(trainer, transaction.directory, files="merged" if weights_only else "sharded")
     _after_commit(trainer, target)
 
@@ -110,11 +112,13 @@ def _save_in_background(trainer: Any, saver: AsyncSaver, target: Path) -> None:
     model, optimizers = trainer.model, _optimizers(trainer)
     with tempfile.TemporaryDirectory() as staging:
         _write_files(trainer, Path(staging))
+        save_adapters(model, Path(staging))
         write_trainer_card(trainer, staging, files="sharded")
-        files = {path.name: path.read_bytes() for path in Path(staging).iterdir()}
-    described = {"step": trainer.state.global_step, **facts(model, optimizers)}
+        written = (path for path in Path(staging).rglob("*") if path.is_file())
+        files = {str(path.relative_to(staging)): path.read_bytes() for path in written}
+    described = {"step": trainer.state.global_step, **saved_facts(model, optimizers)}
     after = functools.partial(_after_commit, trainer, target)
-    saver.save(pieces(model, optimizers), target, described, files, after=after)
+    saver.save(saved_pieces(model, optimizers), target, described, files, after=after)
 
 
 def _write_files(trainer: Any, directory: Path) -> None:
@@ -125,7 +129,8 @@ def _write_files(trainer: Any, directory: Path) -> None:
     if not args.should_save:
         return
     if not args.save_only_model:
-        write_config(trainer.model, directory)
+        if laid_out_model(trainer.model) is trainer.model:
+            write_config(trainer.model, directory)
         scaler = getattr(trainer.accelerator, "scaler", None)
         scaled = None if scaler is None else scaler.state_dict()
         write_packed(directory / LOOP, {"scheduler": trainer.lr_scheduler.state_dict(), "scaler": scaled})
@@ -178,8 +183,8 @@ def open_verified(path: Any, model: Any) -> Checkpoint:
 def load_from_checkpoint(original: Callable, self: Any, resume_from_checkpoint: str, model: Any = None) -> None:
     """Loads the weights of a sharded checkpoint, whatever layout saved it."""
     checkpoint = open_verified(resume_from_checkpoint, self.model) if is_committed(resume_from_checkpoint) else None
-    if checkpoint is not None and checkpoint.names():
-        load_model(self.model, checkpoint)
+    if checkpoint is not None and (checkpoint.names() or is_of_adapters(checkpoint)):
+        load_weights(self.model, checkpoint)
     else:
         original(self, resume_from_checkpoint, model)
 
@@ -202,7 +207,7 @@ def _from_shards(load: Callable[[Any, Path], None]) -> Callable:
 def load_optimizer_and_scheduler(trainer: Any, checkpoint: Path) -> None:
     """Loads the optimizer's state of any layout, and the scheduler's."""
     opened = Checkpoint(checkpoint)
-    load_optimizers(trainer.model, _optimizers(trainer), opened)
+    load_optimizers(laid_out_model(trainer.model), _optimizers(trainer), opened)
     if opened.facts.get("converted"):
         advance(trainer.lr_scheduler, trainer.state.global_step)
     else:
@@ -260,6 +265,6 @@ def load_best_model(original: Callable, self: Any) -> None:
     if not is_committed(path):
         warnings.warn(f"{path} is not a complete checkpoint: the model keeps its present weights.", stacklevel=2)
     elif _holds_shards(path):
-        load_model(self.model, open_verified(path, self.model))
+        load_weights(self.model, open_verified(path, self.model))
     else:
         original(self)

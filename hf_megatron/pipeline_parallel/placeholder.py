@@ -65,7 +65,14 @@ class Placeholder(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(value, nn.Parameter | nn.Module) and self._progress.is_filled:
-            raise self._elsewhere(name)
+            before = self._modules.get(name)
+            # Adapters stand around linears on every stage, and are taken away again.
+            if (
+                before is None
+                or not isinstance(value, nn.Module)
+                or not (_stands_around(value, before) or _stands_around(before, value))
+            ):
+                raise self._elsewhere(name)
         super().__setattr__(name, value)
 
     def _absent(self, weight: Tensor) -> AbsentTensor:
@@ -130,6 +137,17 @@ class Placeholder(nn.Module):
                 weight.data = self._absent(self._weights[name])
         return self
 
+    def list_around(self, wrapper: nn.Module) -> None:
+        """Has a module around this one list its parameters without values, as those of this one are."""
+        assert self._progress.owner is not None
+        for module in wrapper.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None and not isinstance(parameter, AbsentTensor):
+                    weight = self._absent(parameter.detach().to("meta"))
+                    module._parameters[name] = as_parameter(  # type: ignore[assignment]
+                        weight, self._progress.owner, parameter.requires_grad
+                    )
+
     def standing_for(self, module: nn.Module) -> "Placeholder":
         """Makes the placeholder of a module that is exchanged for this one's on the ranks that have it."""
         return self._own_class(module, self._place, self._progress)
@@ -168,6 +186,12 @@ class Placeholder(nn.Module):
             names = [key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)]
             surplus = [name for name in names if name not in self._weights and not name.startswith(parts)]
             unexpected_keys.extend(prefix + name for name in surplus)
+
+
+def _stands_around(wrapper: nn.Module, inner: nn.Module) -> bool:
+    """Tells whether a module of PEFT's, which every stage makes alike, was put around another one."""
+    is_known = any(base.__module__.partition(".")[0] == "peft" for base in type(wrapper).__mro__)
+    return is_known and any(module is inner for module in wrapper.modules())
 
 
 @cache

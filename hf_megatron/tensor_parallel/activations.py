@@ -79,9 +79,9 @@ class Activations(Shared):
         style_name, outer = self.styles.get(name, "replicated"), self._outer(name)
         rules, region = style(style_name), self.regions.of_linear.get(name)
         if self._within(name, [other for other, of in self.styles.items() if of in _SUMS]):
-            return _unknown("experts compute addends of a sum, each rank its part of their width")
+            return unknown("experts compute addends of a sum, each rank its part of their width")
         if self._within(name, [other for other, of in self.styles.items() if of == "dispatched"]):
-            return _unknown("experts compute tokens of all ranks that share them")
+            return unknown("experts compute tokens of all ranks that share them")
         if style_name == "dispatched":
             return Forms(outer, outer, outer)
         if style_name == "vocab_head":
@@ -108,11 +108,11 @@ class Activations(Shared):
             return Forms(outer, Addends(self.group), outer if inside else self._width(row))
         if self._ends_what_it_splits(name):
             return Forms(outer, WHOLE if name in self.regions.whole else outer, outer)
-        return _unknown("its weights are split, and how its tensors are is not known")
+        return unknown("its weights are split, and how its tensors are is not known")
 
     def _inside(self, name: str, block: str, module: nn.Module) -> Forms:
         if block in self.attention or any(True for _ in module.parameters()):
-            return _unknown(f"it sees this rank's heads or features of {block}")
+            return unknown(f"it sees this rank's heads or features of {block}")
         row = self.structure.uniform[block]
         form = InsideMLP(self.regions.uniform[block], self._width(row), self._behind(self.regions.uniform[block]))
         return Forms(form, form, form)
@@ -120,10 +120,10 @@ class Activations(Shared):
     def _replicated(self, name: str, module: nn.Module, outer: Form) -> Forms:
         claims = [self.claims[f"{name}.{parameter}"] for parameter, _ in module.named_parameters()]
         if not claims and (block := self._within(name, self.split_blocks)):
-            return _unknown(f"it may see a part of what {block} computes")
+            return unknown(f"it may see a part of what {block} computes")
         partial = [claim.gradient.sum is not None for claim in claims]
         if any(partial) and (not outer.is_split or any(style(c.style).works_on_heads for c in claims)):
-            return _unknown("it sees this rank's heads or features")
+            return unknown("it sees this rank's heads or features")
         return Forms(outer, outer, outer)
 
     def _outer(self, name: str) -> Form:
@@ -161,7 +161,8 @@ class Activations(Shared):
         return (splits and joins) or not inside.isdisjoint((*_SUMS, "dispatched"))
 
 
-def _unknown(reason: str) -> Forms:
+def unknown(reason: str) -> Forms:
+    """Returns forms that are not known."""
     return Forms(reason, reason, reason)
 
 

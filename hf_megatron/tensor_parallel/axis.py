@@ -31,6 +31,9 @@ from .user_hooks import UserHooks
 
 NAME = AXIS
 REGIONS = "regions"
+FORWARDS = "forwards"
+# What looks for users' functions inside of layers, of all axes that split what these are called with.
+GUARDS = "guards"
 
 
 @dataclass(frozen=True)
@@ -117,7 +120,7 @@ def install(model: Any, state: ParallelState) -> None:
         return
     mesh, config = state.mesh, state.config
     first_hook = RemovableHandle.next_id
-    check = ClaimCheck(frozenset(state.claims))
+    check = ClaimCheck(state.claims)
     check.check(model)
     check.install(model)
     streams = RandomStreams(mesh.device, mesh.tp_rank)
@@ -132,6 +135,7 @@ def install(model: Any, state: ParallelState) -> None:
     for name, module in list(model.named_modules()):
         _install_style(name, module, model, state, plan, regions, forwards)
     state.placed[REGIONS] = regions
+    state.placed[FORWARDS] = forwards
     # A block's hooks are installed after the styles', so that its region wraps what happens inside.
     state.leaving = regions.install(model, state.spec.sequence_arguments)
     if plan.split_mixtures:
@@ -164,10 +168,11 @@ def _guard_activations(
     own = {module for layer in layers if next(layer.parameters(), None) is not None for module in layer.modules()}
     modules = {name: module for name, module in model.named_modules() if name in plan.styles or module in own}
     kinds = {name: type(modules[name]) for name in structure.uniform if name in modules}
-    activations = Activations(structure, plan.styles, state.claims, regions, kinds)
+    activations = Activations(structure, plan.styles, dict(state.claims), regions, kinds)
     # The base model may be called by itself; it holds no reference to the model around it.
     models = (model,) if model.base_model is model else (model, model.base_model)
-    ExchangedFunctions({n: module for n, module in modules.items() if activations.see_parts(n)}).install(*models)
+    exchanged = ExchangedFunctions({n: module for n, module in modules.items() if activations.see_parts(n)})
+    exchanged.install(*models)
     whole = {name for name, module in modules.items() if activations.of(name, module).is_whole}
     for name in modules.keys() - whole:
         if isinstance(modules[name], LocalParameters | ParallelLinear):
@@ -177,7 +182,9 @@ def _guard_activations(
         if next(model.get_submodule(name).children(), None) is not None:
             forwards.install(model.get_submodule(name))
     calls = CallsInHooks(activations, {id(module): name for name, module in modules.items()}, forwards)
-    UserHooks(activations, regions.streams, calls, modules, first_hook).install(*models)
+    hooks = UserHooks(activations, regions.streams, calls, modules, first_hook)
+    hooks.install(*models)
+    state.placed.setdefault(GUARDS, []).extend([exchanged, hooks])
 
 
 def _around(stacks: Iterable[str]) -> set[str]:

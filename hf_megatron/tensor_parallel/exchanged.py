@@ -6,7 +6,7 @@ on single entries may stand there; another one is refused before the model compu
 
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -35,7 +35,7 @@ class ExchangedFunctions:
     """
 
     def __init__(self, modules: dict[str, nn.Module], field: str = "tp_size"):
-        self.modules, self.field = modules, field
+        self.modules, self.field = dict(modules), field
         self.children = {name: dict(module._modules) for name, module in modules.items()}
         self.forwards = {name: type(module).forward for name, module in modules.items()}
         self.functions = {name: found for name, module in modules.items() if (found := _functions(module))}
@@ -50,6 +50,13 @@ class ExchangedFunctions:
     def install(self, *models: nn.Module) -> None:
         for model in models:
             model.register_forward_pre_hook(self._enter)
+
+    def follow(self, modules: Mapping[str, nn.Module]) -> None:
+        """Takes modules that were put around others, or in their place, for those that were laid out, by name."""
+        for name, module in modules.items():
+            parent, _, child = name.rpartition(".")
+            if child in self.children.get(parent, ()):
+                self.children[parent][child] = module
 
     def found(self) -> Iterator[str]:
         """Names what was exchanged."""
@@ -97,6 +104,15 @@ class ExchangedFunctions:
             "with hf_megatron.works_on_parts if it looks at single entries (attention: heads; layers: tokens), or load "
             f"the model with {self.field}=1."
         )
+
+
+def follow_names(known: dict[str, nn.Module], modules: Mapping[str, nn.Module]) -> None:
+    """Has a table of modules by name hold others in the place of some of them, with what lies inside."""
+    for name, module in modules.items():
+        if name in known:
+            for inner in [inner for inner in known if inner.startswith(f"{name}.")]:
+                del known[inner]
+            known |= {f"{name}.{part}".rstrip("."): inside for part, inside in module.named_modules()}
 
 
 def _functions(module: nn.Module) -> dict[str, Any]:

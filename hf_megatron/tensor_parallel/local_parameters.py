@@ -1,8 +1,9 @@
 """Parameters are DTensors at rest and local tensors in flight; this file is the way from one to the other."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, wraps
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -101,6 +102,8 @@ class LocalParameters:
     summed: frozenset[str]
     addends: frozenset[str]
     gradient_factor: float = 1.0
+    # What makes of a parameter, by its name, what forwards read: an adapter adds to it.
+    changed: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType({})
     _parameters: dict[str, Tensor]
 
 
@@ -128,7 +131,8 @@ def _reading(name: str) -> Callable[[LocalParameters], Tensor | None]:
             )
         value = local_view(parameter, module.mesh.tp_group if name in module.summed else None)
         value = _ShareOfSum.apply(value, module.mesh.tp_size) if name in module.addends else value
-        return None if value is None else scale_gradient(value, module.gradient_factor)
+        value = None if value is None else scale_gradient(value, module.gradient_factor)
+        return value if value is None or name not in module.changed else module.changed[name](value)
 
     return read
 

@@ -1,6 +1,6 @@
 """Around a whole model's forward: claims checked, outputs refused that no rank has in full."""
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 from torch import nn
@@ -13,7 +13,7 @@ from ..errors import PlanError, UnsupportedError
 class ClaimCheck:
     """Every parameter is claimed and filled: after loading, and again before the first optimizer step can happen."""
 
-    def __init__(self, claimed: frozenset[str]):
+    def __init__(self, claimed: Container[str]):
         self.claimed = claimed
         self.done = False
 

@@ -6,7 +6,7 @@ and directions are one process's, and so are gradients that hooks read or change
 that have hooks.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,8 +16,9 @@ from ..communication.random_streams import RandomStreams
 from ..errors import UnsupportedError
 from ..parts import is_marked, is_of_checked_library, origin, works_on_parts
 from ..upstream import global_forward_hooks, leave_uncompiled
-from .activations import Activations, Forms
+from .activations import Activations, Forms, unknown
 from .calls_in_hooks import CallsInHooks
+from .exchanged import follow_names
 from .forms import WHOLE, Form, Tokens, change_input, change_output
 from .heads import LocalArguments
 
@@ -152,12 +153,30 @@ class UserHooks:
         )
         self.end = first
         self.seen: set[int] = set()
+        self.wrapped: dict[str, nn.Module] = {}
 
     def install(self, *models: nn.Module) -> None:
         for model in models:
             model.register_forward_pre_hook(self._enter)
         # Hooks are counted up over all modules: the user's come after the last of these.
         self.end = RemovableHandle.next_id
+
+    def follow(self, modules: Mapping[str, nn.Module]) -> None:
+        """Takes modules that were put around others, or in their place, for those that were laid out, by name."""
+        for name, module in modules.items():
+            before = self.wrapped.pop(name, self.modules.get(name))
+            if before is not None and before is not module:
+                self.wrapped[name] = before
+        follow_names(self.modules, modules)
+
+    def _forms(self, name: str, module: nn.Module) -> Forms:
+        """Returns the forms of a module; around another one they are that one's, and beside it nobody's."""
+        for outer, before in self.wrapped.items():
+            if name == outer or module is before:
+                return self.activations.of(outer, before)
+            if name.startswith(f"{outer}."):
+                return unknown("an adapter's factors see parts of its linear's tensors")
+        return self.activations.of(name, module)
 
     @leave_uncompiled
     def _enter(self, model: nn.Module, args: tuple) -> None:
@@ -182,7 +201,7 @@ class UserHooks:
 
     def _give_inputs(self, name: str, module: nn.Module) -> None:
         hooks: Any = module._forward_pre_hooks
-        form, users = self.activations.of(name, module).given, self._users(hooks)
+        form, users = self._forms(name, module).given, self._users(hooks)
         for number in users:
             if number not in self.seen and (form is WHOLE or not is_marked(hooks[number])):
                 what = f"A forward pre-hook of {name} ({type(module).__name__})"
@@ -196,7 +215,7 @@ class UserHooks:
 
     def _give_outputs(self, name: str, module: nn.Module) -> None:
         hooks: Any = module._forward_hooks
-        forms, users = self.activations.of(name, module), self._users(hooks)
+        forms, users = self._forms(name, module), self._users(hooks)
         is_whole = forms.inside is WHOLE and forms.returned is WHOLE and forms.maps is None
         for number in users:
             if number not in self.seen and (is_whole or not is_marked(hooks[number])):

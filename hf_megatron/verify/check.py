@@ -19,7 +19,9 @@ from ..registry import own_spec, registered_types
 from ..registry.features import Features, describe_model
 from ..registry.recorded import layout_kind, tested_versions
 from ..spec import ModelSpec
+from .adapters import adapted
 from .draws import check_draws
+from .metric import Judgement
 from .named_models import resolve_config
 from .parity import Twin, check_twin, make_twin
 from .ranks import first_reason
@@ -115,6 +117,7 @@ def check_models(
     task: str = "causal",
     changes: Mapping[str, Any] | None = None,
     variants: bool = False,
+    adapter: str | None = None,
     timeout: float = 120.0,
     echo: Callable[[str], Any] = print,
 ) -> list[dict[str, Any]]:
@@ -123,6 +126,7 @@ def check_models(
     Args:
         changes (`Mapping`, *optional*): what to change in the models' configs.
         variants (`bool`): check what is listed in `variants.py`, too.
+        adapter (`str`, *optional*): a key of `adapters.METHODS`, trained in the place of the model's own weights.
 
     Raises:
         ConfigError: an unknown task or model, or changes that a config does not take.
@@ -143,7 +147,16 @@ def check_models(
         while pending:
             changed = pending.pop(0)
             found = _check_changed(
-                model, changed, layouts, layers, class_name, case_task, "all" in models or variants, timeout, echo
+                model,
+                changed,
+                layouts,
+                layers,
+                class_name,
+                case_task,
+                "all" in models or variants,
+                adapter,
+                timeout,
+                echo,
             )
             rows += found
             if (
@@ -165,6 +178,7 @@ def _check_changed(
     class_name: str | None,
     task: str,
     everything: bool,
+    adapter: str | None,
     timeout: float,
     echo: Callable[[str], Any],
 ) -> list[dict[str, Any]]:
@@ -178,6 +192,7 @@ def _check_changed(
     reason, results = "", []
     try:
         twin = make_twin(config, task=task, class_name=class_name, microbatches=2, min_layers=layers, batch_size=rows)
+        twin = twin if adapter is None else adapted(twin, adapter)
     except (ValueError, RuntimeError, TypeError, KeyError, AttributeError, ImportError, StrictDataclassError) as error:
         reason = f"its tiny twin cannot be built: {type(error).__name__}: {error}"
         if not everything:
@@ -191,7 +206,7 @@ def _check_changed(
             with contextlib.suppress(UnsupportedError):
                 # Wrong usage, unless it has some that are refused by name, which makes a row.
                 plan(twin.model_on_meta(), layout, Axes.of(layout, 0))
-        row = _check_layout(config, twin, layout, timeout, reason) | {"changes": changes}
+        row = _check_layout(config, twin, layout, timeout, reason, adapter) | {"changes": changes}
         results.append(row)
         refused = row.pop("refused", False) or row["worst"].startswith(("UnsupportedError", "ConfigError"))
         verdict = "equal" if row["passed"] else "refused" if refused else "DIFFERS"
@@ -207,13 +222,18 @@ def _check_changed(
 
 
 def _check_layout(
-    config: PreTrainedConfig, twin: Twin | None, layout: MegatronConfig, timeout: float, reason: str
+    config: PreTrainedConfig,
+    twin: Twin | None,
+    layout: MegatronConfig,
+    timeout: float,
+    reason: str,
+    adapter: str | None,
 ) -> dict[str, Any]:
-    """Returns the row of one twin on one layout."""
+    """Returns the row of one twin on one layout; with an adapter all axes of the layout are named."""
     row: dict[str, Any] = {
         "model_type": config.model_type,
         "class": "-" if twin is None else twin.class_name,
-        "layout": layout_kind(layout),
+        "layout": layout_kind(layout) if adapter is None else f"{layout.layout()} {adapter}",
         "tp_size": layout.tp_size,
         "pp_size": layout.pp_size,
         **({"cp_size": layout.cp_size} if layout.cp_size > 1 else {}),
@@ -225,6 +245,8 @@ def _check_layout(
     if twin is None:
         return row | {"passed": False, "worst": reason}
     try:
+        if adapter is not None:
+            return row | _verdict(check_twin(twin, layout, timeout=timeout), config)
         features = features_on_layout(twin.model_on_meta(), layout)
         row |= {"parts": list(features.parts)} | ({"split": round(features.split, 3)} if layout.tp_size > 1 else {})
         if unlike := describe_model(twin.model_on_meta()).features({}).parts ^ twin.full.features({}).parts:
@@ -243,10 +265,14 @@ def _check_layout(
     except MegatronError as error:
         refused = not isinstance(error, RankError)
         return row | {"passed": False, "worst": first_reason(str(error)), "refused": refused}
-    row |= {"passed": comparison.passed, "worst": str(comparison.worst)}
+    return row | _verdict(comparison, config)
+
+
+def _verdict(comparison: Judgement, config: PreTrainedConfig) -> dict[str, Any]:
+    found: dict[str, Any] = {"passed": comparison.passed, "worst": str(comparison.worst)}
     if reasons := without_gradient(config):
-        row |= {"no_gradient": sorted(reasons.values())}
-    return row if comparison.passed else row | {"details": comparison.report()}
+        found["no_gradient"] = sorted(reasons.values())
+    return found if comparison.passed else found | {"details": comparison.report()}
 
 
 def _has_experts(twin: Twin) -> bool:

@@ -102,6 +102,16 @@ def judge(found: Measurement, reference: Measurement) -> Judgement:
     return Judgement(tuple(sorted(errors, key=lambda error: -error.value)))
 
 
+def frozen_errors(found: Measurement, reference: Measurement) -> list[Error]:
+    """Finds weights without a gradient that are not those of one process to the bit."""
+    return [
+        Error(f"{name}, which is frozen, after {optimizer}", float("inf"))
+        for optimizer, weights in reference.weights.items()
+        for name, weight in weights.items()
+        if name not in reference.gradients and not torch.equal(found.weights[optimizer][name], weight)
+    ]
+
+
 def gradient_errors(found: Measurement, reference: Measurement) -> list[Error]:
     """Compares every gradient; one that a side has not is infinitely wrong, unless the reference is `without` it."""
     errors = []

@@ -17,7 +17,7 @@ from ..config import MegatronConfig
 from ..integrations.gate import ConfigUnderTest
 from ..registry.features import Description, Part, describe_model
 from .measure import Measurement, measure
-from .metric import WELL_CONDITIONED, Error, Judgement, cancelled, judge
+from .metric import WELL_CONDITIONED, Error, Judgement, cancelled, frozen_errors, judge
 from .ranks import run_ranks
 from .twin import TASKS, draw_parameters, full_config, make_batch, tiny_config, without_gradient
 
@@ -31,6 +31,7 @@ class Twin:
 
     Attributes:
         build_full (`Callable`, *optional*): makes that one, on the device that is the default.
+        adapt (`Callable`, *optional*): puts an adapter into a model that was loaded, and returns the model.
     """
 
     class_name: str
@@ -40,6 +41,7 @@ class Twin:
     config: PreTrainedConfig
     full: Description = Description((), frozenset(), {})
     build_full: Callable[[], Any] | None = None
+    adapt: Callable[[Any], Any] | None = None
 
     def model_on_meta(self) -> Any:
         """Makes the twin's model on the meta device, as it is before any layout."""
@@ -49,7 +51,8 @@ class Twin:
 
     def load(self, **kwargs: Any) -> Any:
         """Loads the twin, with `megatron_config=` on the ranks of a job."""
-        return getattr(transformers, self.class_name).from_pretrained(self.directory, **kwargs)
+        model = getattr(transformers, self.class_name).from_pretrained(self.directory, **kwargs)
+        return model if self.adapt is None else self.adapt(model)
 
     def delete(self) -> None:
         shutil.rmtree(self.directory, ignore_errors=True)
@@ -93,28 +96,26 @@ def make_twin(
     for name, value in (changes or {}).items():
         setattr(text, name, value)
     sizes = {"batch_size": batch_size, "sequence_length": sequence_length}
-    threads = torch.get_num_threads()
-    try:
-        # As ranks compute; several wait for each other longer than they work on tensors of this size.
-        torch.set_num_threads(1)
-        best = _best_draw(tiny, task, class_name, microbatches, seed, sizes)
-    finally:
-        torch.set_num_threads(threads)
+    best, others = best_draw(lambda draw: _draw(tiny, task, class_name, microbatches, seed + draw, sizes))
+    for twin in others:
+        twin.delete()
     best.full, best.build_full = full, build_full
     return best
 
 
-def _best_draw(
-    tiny: PreTrainedConfig, task: str, class_name: str | None, microbatches: int, seed: int, sizes: dict[str, Any]
-) -> Twin:
-    draws = [_draw(tiny, task, class_name, microbatches, seed, sizes)]
-    while draws[-1].reference.round_off > WELL_CONDITIONED and len(draws) < _DRAWS:
-        draws.append(_draw(tiny, task, class_name, microbatches, seed + len(draws), sizes))
+def best_draw(draw: Callable[[int], Twin]) -> tuple[Twin, list[Twin]]:
+    """Returns the first of several draws that is well-conditioned, or the best of them; and the others."""
+    threads = torch.get_num_threads()
+    draws: list[Twin] = []
+    try:
+        # As ranks compute; several wait for each other longer than they work on tensors of this size.
+        torch.set_num_threads(1)
+        while len(draws) < _DRAWS and not (draws and draws[-1].reference.round_off <= WELL_CONDITIONED):
+            draws.append(draw(len(draws)))
+    finally:
+        torch.set_num_threads(threads)
     best = min(draws, key=lambda twin: twin.reference.round_off)
-    for twin in draws:
-        if twin is not best:
-            twin.delete()
-    return best
+    return best, [twin for twin in draws if twin is not best]
 
 
 def build(config: PreTrainedConfig, task: str, class_name: str | None = None) -> Any:
@@ -141,11 +142,15 @@ def _draw(
     model.save_pretrained(directory)
     batches = [make_batch(tiny, seed=seed + index, task=task, **sizes) for index in range(microbatches)]
     # Read back, so that both sides start from the same file.
-    twin = Twin(type(model).__name__, directory, batches, Measurement(0, 0, 0), tiny)
-    twin.reference = measure(twin.load(), batches)
-    twin.reference.without = tuple(without_gradient(tiny))
+    return measured(Twin(type(model).__name__, directory, batches, Measurement(0, 0, 0), tiny))
+
+
+def measured(twin: Twin) -> Twin:
+    """Returns a twin with its numbers in this process."""
+    twin.reference = measure(twin.load(), twin.batches)
+    twin.reference.without = tuple(without_gradient(twin.config))
     try:
-        precise = measure(twin.load(experts_implementation="eager").double(), batches)
+        precise = measure(twin.load(experts_implementation="eager").double(), twin.batches)
     except RuntimeError:
         # Parts of the model compute in fp32 by name and refuse weights of another type: nothing to compare with.
         return twin
@@ -185,6 +190,8 @@ def check_twin(
 
     measurements = run_ranks(on_rank, config.ranks_per_replica * (config.dp_size or 1), timeout=timeout)
     comparison = judge(measurements[0], twin.reference)
+    if twin.adapt is not None:
+        comparison = Judgement((*frozen_errors(measurements[0], twin.reference), *comparison.errors))
     for rank, other in enumerate(measurements[1:], 1):
         if (other.loss, other.norm) != (measurements[0].loss, measurements[0].norm):
             disagreement = Error(f"rank {rank} reports another loss or norm than rank 0", float("inf"))

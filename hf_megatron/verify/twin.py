@@ -232,7 +232,7 @@ def tiny_config(config: PreTrainedConfig, min_layers: int = 2, keep: frozenset[i
     return type(config).from_dict(tiny | {"dtype": "float32"})
 
 
-def draw_parameters(model: nn.Module, seed: int = 0) -> None:
+def draw_parameters(model: nn.Module, seed: int = 0, *, trained_only: bool = False) -> None:
     """Draws every parameter, and every buffer that is as good as one (such as a router's bias), at random and in place.
 
     The values depend on name, shape and seed only, never on the order of the parameters. The model has the initial
@@ -244,7 +244,7 @@ def draw_parameters(model: nn.Module, seed: int = 0) -> None:
     for prefix, module in model.named_modules():
         for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
             learned = isinstance(tensor, nn.Parameter) or name.endswith("bias") or name == "tid2eid"
-            if not learned or tensor in drawn:
+            if not learned or tensor in drawn or (trained_only and not tensor.requires_grad):
                 continue
             drawn.add(tensor)
             digest = hashlib.blake2b(f"{seed}:{prefix}.{name}".encode(), digest_size=7).digest()

@@ -1,4 +1,4 @@
-"""PEFT and most of TRL's trainers train silently wrong on split models today: refused by name before work starts."""
+"""What trains silently wrong on split models today, as most of TRL's trainers: refused by name before work starts."""
 
 import pytest
 import transformers
@@ -18,16 +18,16 @@ from hf_megatron.verify.ranks import run_ranks
 TP2 = MegatronConfig(tp_size=2)
 
 
-def test_peft_adapters(stories):
+def test_adapters_of_transformers(stories):
     def wrap():
-        from peft import LoraConfig, get_peft_model
+        from peft import LoraConfig
 
         model = AutoModelForCausalLM.from_pretrained(stories, megatron_config=TP2)
         config = LoraConfig(target_modules=["q_proj", "down_proj"])
-        with pytest.raises(UnsupportedError, match="PEFT adapters"):
-            get_peft_model(model, config)
-        with pytest.raises(UnsupportedError, match="PEFT adapters"):
+        with pytest.raises(UnsupportedError, match="transformers' own adapters"):
             model.add_adapter(config)
+        with pytest.raises(UnsupportedError, match="transformers' own adapters"):
+            model.load_adapter("folder")
 
     run_ranks(wrap, 2)
 

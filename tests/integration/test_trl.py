@@ -10,6 +10,7 @@ import torch.nn.functional as F
 import trl
 from accelerate import Accelerator
 from datasets import Dataset, load_from_disk
+from peft import PeftModel, get_peft_model_state_dict
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSequenceClassification
 from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
@@ -53,7 +54,7 @@ DEFAULTS = {
 ANIMALS, PLACES = ("cat", "dog", "bird", "big bear", "frog"), ("park", "old house", "garden", "wood by the sea")
 CONFIGS = {SFTTrainer: SFTConfig, DPOTrainer: DPOConfig, RewardTrainer: RewardConfig}
 # What is made of the model's path and its layout.
-MADE = ("ref_model", "teacher_model", "processing_class")
+MADE = ("ref_model", "teacher_model", "processing_class", "peft_config")
 UNEQUAL = ("runtime", "per_second", "flos")
 # TRL 1.14 asks for sums of a batch in SFTTrainer, and for logits elsewhere.
 ASKS_FOR_SCORES = not is_of_other_versions("trl.trainer.sft_trainer:add_fused_lm_head")
@@ -139,6 +140,8 @@ def train(path, output, config, trainer_class, samples, prepare=None, by_name=Fa
         for entry in trainer.state.log_history
     ]
     model = trainer.model
+    if isinstance(model, PeftModel):
+        return log, get_peft_model_state_dict(model), shapes
     weights = full_state_dict(model) if parallel_state(model) is not None else model.state_dict()
     return log, weights, shapes
 

@@ -1,0 +1,238 @@
+"""Where PEFT puts adapters into a model, takes them out and saves them: they are laid out as the model is."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from ..errors import UnsupportedError
+
+# Settings that nobody has compared with one process: what they are when they are off.
+_OFF: dict[str, tuple[Any, ...]] = {
+    "trainable_token_indices": (None,),
+    "layer_replication": (None,),
+    "use_qalora": (False,),
+    "ensure_weight_tying": (False,),
+    **dict.fromkeys(
+        ("velora_config", "alora_invocation_tokens", "monteclora_config", "use_bdlora", "arrow_config", "kasa_config"),
+        (None,),
+    ),
+}
+# Of initial values; others read or change the base's weights, too.
+_INITIAL = ("True", "False", "gaussian", "pissa", r"pissa_niter_\d+", "olora")
+# What PEFT's methods put adapters on.
+_METHODS = {"LORA": "linears", "IA3": "linears", "LN_TUNING": "norms"}
+
+
+def in_out_features(original: Callable, module: Any) -> Any:
+    """Returns the sizes `(in, out)` of the whole linear, of which a rank has a part."""
+    from torch import nn
+    from torch.distributed.tensor import DTensor
+
+    weight = module._parameters.get("weight")
+    if not isinstance(module, nn.Linear) or not isinstance(weight, DTensor):
+        found = original(module)
+        # transformers' Conv1D holds its weight the other way round.
+        return tuple(weight.shape) if isinstance(weight, DTensor) and type(module).__name__ == "Conv1D" else found
+    return module.in_features, module.out_features
+
+
+def dora_update_layer(original: Callable, self: Any, *, base_layer: Any, **kwargs: Any) -> None:
+    """Takes the norms of a whole weight, where ranks and stages have parts of it."""
+    from ..peft.whole_base import whole_base
+
+    with whole_base(base_layer):
+        original(self, base_layer=base_layer, **kwargs)
+
+
+def from_base(original: Callable, self: Any, adapter_name: str, *args: Any) -> None:
+    """Makes initial values of a whole weight, and leaves the rest of it in its place, alike on all ranks."""
+    from ..data_parallel.engine import engine_of
+    from ..peft.whole_base import agree_on, whole_base
+
+    base = self.get_base_layer()
+    is_laid_out = engine_of(base.weight) is not None
+    with whole_base(base):
+        original(self, adapter_name, *args)
+        if is_laid_out:
+            agree_on(base.weight, self.lora_A[adapter_name].weight, self.lora_B[adapter_name].weight)
+
+
+def init(original: Callable, self: Any, model: Any, peft_config: Any, *args: Any, **kwargs: Any) -> None:
+    """Wraps a model; what is known of its layout is known of the wrapper."""
+    from ..parallel_state import parallel_state, share_state
+
+    state = parallel_state(model)
+    if state is not None and peft_config.is_prompt_learning:
+        _refuse(
+            f"{peft_config.peft_type.value} of PEFT", "prompts stand in front of what every stage and shard is given"
+        )
+    original(self, model, peft_config, *args, **kwargs)
+    if state is not None:
+        share_state(self, model, state)
+
+
+def inject_adapter(original: Callable, self: Any, model: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+    """Puts an adapter into a model, from one random state on all ranks, and lays it out."""
+    from ..parallel_state import parallel_state
+
+    if (state := parallel_state(model)) is None:
+        original(self, model, adapter_name, *args, **kwargs)
+        return
+    from ..communication.random_streams import broadcast_state
+    from ..peft.layout import lay_out_adapters
+
+    _require_supported(self.peft_config[adapter_name], state)
+    _require_targets(self, model, adapter_name, state)
+    _require_saved(self.peft_config[adapter_name], model)
+    broadcast_state(state.mesh.device, *(state.mesh.host_group(axis) for axis in ("tp", "cp", "pp", "dp")))
+    original(self, model, adapter_name, *args, **kwargs)
+    lay_out_adapters(model, state)
+
+
+def unload(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Takes adapters out of a model, or merges them into its weights, and has the layout follow."""
+    from ..parallel_state import parallel_state
+
+    if (state := parallel_state(self.model)) is None:
+        return original(self, *args, **kwargs)
+    from ..peft.layout import forget_adapters, insides
+
+    if kwargs.get("merge", args[0] if args else True):
+        _require_whole_base(state)
+    before = insides(self.model)
+    model = original(self, *args, **kwargs)
+    forget_adapters(model, state, before)
+    return model
+
+
+def base_model_class(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Returns the class that a model was loaded as, which FSDP2 puts one of its own in front of."""
+    from torch.distributed.fsdp import FSDPModule
+
+    cls = original(self, *args, **kwargs)
+    return cls.__mro__[2] if issubclass(cls, FSDPModule) else cls
+
+
+def merge_adapter(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Merges adapters into their bases, except into one that stage 3 splits."""
+    from ..parallel_state import parallel_state
+
+    if (state := parallel_state(self.model)) is not None:
+        _require_whole_base(state)
+    return original(self, *args, **kwargs)
+
+
+def _require_whole_base(state: Any) -> None:
+    if state.shards_weights:
+        _refuse(
+            "Merging a PEFT adapter with zero_stage = 3",
+            "FSDP2 holds rows of the base of which an adapter has none; save the adapter, and merge it into the base "
+            "in one process or with zero_stage=2",
+        )
+
+
+def adapter_state_dict(original: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Returns an adapter's weights of any shape in full on every rank; all of them call it."""
+    from ..parallel_state import parallel_state
+
+    found, state = original(model, *args, **kwargs), parallel_state(model)
+    if state is None:
+        return found
+    from ..peft.saving import whole_adapter
+
+    return whole_adapter(found, state)
+
+
+def parts_for_load(original: Callable, model: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Leaves whole tensors of any shape to the model's `load_state_dict`, which takes this rank's part of them."""
+    from ..parallel_state import parallel_state
+
+    return original(model, state_dict) if parallel_state(model) is None else state_dict
+
+
+def save_adapter(
+    original: Callable, self: Any, save_directory: str, *args: Any, is_main_process: bool = True, **kwargs: Any
+) -> None:
+    """Writes the adapters' files from rank 0; every rank calls it, and returns when they are there."""
+    from ..parallel_state import parallel_state
+
+    if parallel_state(self) is None:
+        original(self, save_directory, *args, is_main_process=is_main_process, **kwargs)
+        return
+    import torch.distributed as dist
+
+    original(self, save_directory, *args, is_main_process=is_main_process and dist.get_rank() == 0, **kwargs)
+    dist.barrier()
+
+
+def _require_supported(config: Any, state: Any) -> None:
+    """Raises `UnsupportedError` for a method, a setting or a layout that nobody has compared with one process."""
+    method = config.peft_type.value
+    if method not in _METHODS:
+        _refuse(f"{method} of PEFT", f"laid out are {', '.join(_METHODS)}")
+    if getattr(config, "megatron_config", None) is not None:
+        raise UnsupportedError(
+            "LoraConfig.megatron_config is PEFT's, for models of Megatron-Core. The layout of this library belongs to "
+            "from_pretrained(..., megatron_config=...), and is known of this model: leave it out."
+        )
+    for name, values in _OFF.items():
+        value = getattr(config, name, values[0])
+        if value not in values:
+            _refuse(f"{type(config).__name__}.{name} = {value!r}", f"valid is {values[0]!r}")
+    initial = getattr(config, "init_lora_weights", True)
+    if not any(re.fullmatch(pattern, str(initial)) for pattern in _INITIAL):
+        _refuse(f"LoraConfig.init_lora_weights = {initial!r}", f"valid are {', '.join(_INITIAL)}")
+    if getattr(config, "use_dora", False) and config.bias != "none":
+        _refuse(f"LoraConfig.use_dora with bias = {config.bias!r}", "DoRA leaves biases out of what it scales")
+    trains_base = method == "LN_TUNING" or config.modules_to_save or getattr(config, "bias", "none") != "none"
+    if state.shards_weights and trains_base:
+        _refuse(
+            f"{method} of PEFT with zero_stage = 3, modules_to_save = {config.modules_to_save} and bias",
+            "FSDP2 splits a frozen base alone; zero_stage=2 splits gradients and moments",
+        )
+
+
+def _require_targets(tuner: Any, model: Any, adapter: str, state: Any) -> None:
+    """Raises `UnsupportedError` for modules that have no rule, before any was changed."""
+    import copy
+
+    from peft.tuners.tuners_utils import BaseTunerLayer, _maybe_include_all_linear_layers
+    from torch import nn
+
+    from ..peft.layout import require_parameter_rule, require_rules
+
+    config: Any = _maybe_include_all_linear_layers(copy.deepcopy(tuner.peft_config[adapter]), model)
+    named = dict(model.named_modules())
+    targets = [name for name in named if name and tuner._check_target_module_exists(config, name) is True]
+    targets = [name for name in targets if not isinstance(named[name], BaseTunerLayer) and ".base_layer" not in name]
+    for name in targets:
+        if named[name] in (model.get_input_embeddings(), model.get_output_embeddings()):
+            _refuse(f"A PEFT adapter on {name}", "the loss and the split vocabulary read its weight themselves")
+        if _METHODS[config.peft_type.value] != "linears":
+            continue
+        if not isinstance(named[name], nn.Linear) and type(named[name]).__name__ != "Conv1D":
+            _refuse(f"A PEFT adapter on {name} ({type(named[name]).__name__})", "only linears are laid out")
+    if _METHODS[config.peft_type.value] == "linears":
+        require_rules(state, targets)
+    wanted = tuple(f".{name}" for name in getattr(config, "target_parameters", None) or ())
+    for name, _ in model.named_parameters():
+        if f".{name}".endswith(wanted or ("\0",)):
+            require_parameter_rule(state, name, model.get_submodule(name.rpartition(".")[0]))
+
+
+def _require_saved(config: Any, model: Any) -> None:
+    """Raises `UnsupportedError` for modules to save whose weights others read."""
+    for name, module in model.named_modules():
+        wanted = any(name == key or name.endswith(f".{key}") for key in config.modules_to_save or ())
+        if wanted and module in (model.get_input_embeddings(), model.get_output_embeddings()):
+            _refuse(
+                f"{type(config).__name__}.modules_to_save = {config.modules_to_save!r}",
+                f"the loss and the split vocabulary read the weight of {name} themselves",
+            )
+
+
+def _refuse(what: str, reason: str) -> None:
+    raise UnsupportedError(
+        f"{what} on a model laid out by hf_megatron is not supported: {reason}. Change it, or train the adapter on a "
+        "model loaded without megatron_config."
+    )

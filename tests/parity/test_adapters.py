@@ -1,0 +1,220 @@
+"""PEFT's adapters: loss, every gradient of an adapter, weights after two steps, frozen weights to the bit."""
+
+import functools
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import CONFIG_MAPPING
+
+from hf_megatron.integrations.gate import ConfigUnderTest
+from hf_megatron.parallel_state import parallel_state
+from hf_megatron.peft import dora, dropout, experts, factors, layout, lora, saving
+from hf_megatron.placement import GradientRule, Placement
+from hf_megatron.verify.adapters import METHODS, adapted
+from hf_megatron.verify.check import parse_layouts
+from hf_megatron.verify.parity import check_twin
+from hf_megatron.verify.ranks import run_ranks
+from tests.shared_twins import make_twin
+
+SPREAD = {
+    "lora": "tp2,tp2+sp,tp4,cp2,cp2+a2a,pp2,dp2+zero0,dp2,dp2+zero2,dp2+zero3,tp2+dp2+zero3,tp2+pp2+dp2,"
+    "tp2+sp+pp2,tp2+cp2",
+    "dora": "tp2,tp2+sp,tp4,pp2,dp2+zero2,tp2+dp2+zero3",
+    "ia3": "tp2,tp2+sp,tp4,pp2,dp2+zero2",
+    "ln_tuning": "tp2,tp2+sp,pp2,dp2+zero2,cp2",
+    "saved": "tp2+sp,pp2,dp2+zero2",
+    "pissa": "tp2+sp,tp2+pp2,dp2,tp2+dp2+zero3",
+    "olora": "tp2+sp,tp2+pp2,dp2",
+    "lora_bias": "tp2+sp,pp2",
+    "patterns": "tp2+sp,pp2",
+    "rslora": "tp2+sp",
+}
+CASES = [(method, text) for method, texts in SPREAD.items() for text in texts.split(",")]
+
+
+@functools.cache
+def twin_of(model_type, method):
+    return adapted(make_twin(CONFIG_MAPPING[model_type](), microbatches=2, min_layers=2, batch_size=4), method)
+
+
+def compare(model_type, method, text, sabotage=None):
+    return check_twin(twin_of(model_type, method), parse_layouts(text)[0], sabotage=sabotage)
+
+
+@pytest.mark.parametrize(("method", "text"), CASES)
+def test_methods_equal_one_process(method, text):
+    comparison = compare("llama", method, text)
+    assert comparison.passed, comparison.report()
+
+
+def test_every_method_is_compared():
+    assert METHODS.keys() == SPREAD.keys() | {"experts", "biases"}
+
+
+@pytest.mark.parametrize("text", ["tp2", "tp2+sp", "pp2"])
+def test_biases(text):
+    comparison = compare("qwen2", "biases", text)
+    assert comparison.passed, comparison.report()
+
+
+@pytest.mark.parametrize(
+    "text", ["tp2", "tp2+sp", "pp2", "dp2+ep2", "tp2+sp+ep2", "dp2+tp2+etp2+ep2", "pp2+dp2+ep2", "dp2+ep2+zero3"]
+)
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
+def test_experts(model_type, text):
+    comparison = compare(model_type, "experts", text)
+    assert comparison.passed, comparison.report()
+
+
+@pytest.mark.parametrize("text", ["tp2", "tp2+sp"])
+@pytest.mark.parametrize("model_type", ["gpt2", "phi3", "gpt_neox", "falcon", "minicpm3", "gemma2"])
+def test_styles_of_linears(model_type, text):
+    comparison = compare(model_type, "lora", text)
+    assert comparison.passed, comparison.report()
+
+
+# Seeded faults
+
+
+def without_sums():
+    factors._SUMMED = GradientRule()
+    original = factors.factors_of
+
+    def factors_of(*args):
+        found = original(*args)
+        for factor in (found.a, found.b):
+            object.__setattr__(factor, "switches", tuple((n, v and n != "sum_gradient") for n, v in factor.switches))
+        return found
+
+    for module in (factors, __import__("hf_megatron.peft.site", fromlist=["site"])):
+        module.factors_of = factors_of
+
+
+def without_sums_of_rows():
+    original = factors.factors_of
+
+    def factors_of(*args):
+        found = original(*args)
+        object.__setattr__(found.b, "switches", tuple((n, v and n != "sum_gradient") for n, v in found.b.switches))
+        return found
+
+    __import__("hf_megatron.peft.site", fromlist=["site"]).factors_of = factors_of
+
+
+def without_groups():
+    original = Placement.split.__func__
+
+    class Ungrouped(Placement):
+        @classmethod
+        def split(cls, axis, dim, *, groups=1, copies=1):
+            return original(Placement, axis, dim, copies=copies)
+
+    factors.Placement = Ungrouped
+
+
+def without_moved_hooks():
+    layout._move_hooks = lambda source, target: None
+
+
+def norms_of_own_columns():
+    original = dora.lay_out_dora
+
+    def lay_out_dora(tuner, adapter, factors, site):
+        original(tuner, adapter, factors, site)
+        tuner.lora_magnitude_vector[adapter].norm_group = None
+
+    lora.lay_out_dora = lay_out_dora
+
+
+def experts_one_after_another():
+    original = experts._dims
+    experts._dims = lambda wrapper, dims, rank: original(wrapper, dims, 1)
+
+
+def experts_without_sums():
+    original = experts.read_locally
+    experts.read_locally = lambda module, mesh, forwards, summed: original(module, mesh, forwards, frozenset())
+
+
+FAULTS = {
+    "gradients of whole factors are parts": ("llama", "lora", "tp2", without_sums),
+    "those of rows of a split sequence too": ("llama", "lora", "tp2+sp", without_sums_of_rows),
+    "groups of fused linears": ("gpt2", "lora", "tp2", without_groups),
+    "the rotary part of a latent": ("minicpm3", "lora", "tp2", without_moved_hooks),
+    "norms of own columns": ("llama", "dora", "tp2", norms_of_own_columns),
+    "experts' columns take turns": ("qwen3_moe", "experts", "dp2+ep2", experts_one_after_another),
+    "parts of experts' gradients": ("qwen3_moe", "experts", "tp2", experts_without_sums),
+}
+
+
+@pytest.mark.parametrize(("model_type", "method", "text", "sabotage"), FAULTS.values(), ids=list(FAULTS))
+def test_seeded_faults_are_found(model_type, method, text, sabotage):
+    comparison = compare(model_type, method, text, sabotage)
+    assert not comparison.passed and comparison.worst.value > 10
+
+
+def test_a_file_of_one_rank_is_found():
+    def sabotage():
+        saving.whole_of = lambda tensor: tensor.to_local().clone()
+
+    def on_rank():
+        sabotage()
+        model = twin_of("llama", "lora").load(megatron_config=ConfigUnderTest(tp_size=2))
+        found = saving.whole_adapter({n: p for n, p in model.named_parameters() if "lora" in n}, parallel_state(model))
+        return {name: tuple(tensor.shape) for name, tensor in found.items()}
+
+    whole = {name: tuple(parameter.shape) for name, parameter in twin_of("llama", "lora").load().named_parameters()}
+    assert any(shape != whole[name] for name, shape in run_ranks(on_rank, 2)[0].items())
+
+
+# Dropout
+
+
+def masks(layout_text, sabotage=None):
+    """Which entries of the inputs of a column and of a row linear's adapters are dropped, on each rank."""
+
+    def on_rank():
+        if sabotage is not None:
+            sabotage()
+        [config] = parse_layouts(layout_text)
+        model = make_twin(CONFIG_MAPPING["llama"]()).load(megatron_config=ConfigUnderTest(**config.to_dict())).train()
+        torch.manual_seed(torch.distributed.get_rank())
+        wrapped = get_peft_model(model, LoraConfig(target_modules=["q_proj", "o_proj"], lora_dropout=0.5))
+        found = []
+        layer = wrapped.get_base_model().model.layers[0].self_attn
+        for linear in (layer.q_proj, layer.o_proj):
+            own = type(linear.lora_dropout.default).forward
+
+            def forward(self, x, own=own):
+                found.append((own(self, torch.ones_like(x)) == 0).clone())
+                return x
+
+            linear.lora_dropout.default.forward = functools.partial(forward, linear.lora_dropout.default)
+        torch.manual_seed(torch.distributed.get_rank())
+        wrapped(input_ids=torch.arange(3, 27).view(2, 12))
+        return found
+
+    return run_ranks(on_rank, 2)
+
+
+def draws_of_each_rank():
+    dropout.draw_in_turn = lora.draw_in_turn = lambda *args, **kwargs: None
+
+
+@pytest.mark.parametrize("text", ["tp2", "tp2+sp"])
+def test_masks_are_alike_where_inputs_are(text):
+    first, second = masks(text)
+    assert 0.3 < first[0].float().mean() < 0.7
+    assert torch.equal(first[0], second[0]), "a column linear's input is the same on all ranks"
+    assert not torch.equal(first[1], second[1]), "of a row linear's each has its part"
+
+
+def test_masks_of_each_rank_are_found():
+    first, second = masks("tp2+sp", draws_of_each_rank)
+    assert not torch.equal(first[0], second[0])
+
+
+def test_an_unknown_method_is_named():
+    with pytest.raises(Exception, match="adapter 'lorra': valid are lora, rslora"):
+        adapted(make_twin(CONFIG_MAPPING["llama"]()), "lorra")
