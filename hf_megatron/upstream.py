@@ -167,6 +167,16 @@ def storage_id(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def called_module(module: Any) -> Any:
+    """Returns what PEFT's wrapper of a module that is saved with an adapter calls at present; another module itself."""
+    if all(base.__name__ != "ModulesToSaveWrapper" for base in type(module).__mro__):
+        return module
+    active = (
+        [] if module.disable_adapters else [name for name in module.active_adapters if name in module.modules_to_save]
+    )
+    return module.modules_to_save[active[0]] if active else module.original_module
+
+
 def leave_uncompiled(function: Any) -> Any:
     """Keeps the compiler from tracing a function; unlike `torch.compiler.disable` imports it when first called."""
     return torch._disable_dynamo(function)  # type: ignore[attr-defined]

@@ -247,8 +247,12 @@ class DataParallel(Shared):
         """Lists those whose gradients FSDP2 does not reduce."""
         if not self.state.shards_weights:
             return parameters
-        claims = ((parameter, self.claim(parameter)) for parameter in parameters)
-        return [parameter for parameter, claim in claims if claim is not None and not self.state.shards(claim.name)]
+        return [parameter for parameter in parameters if self.is_apart(parameter)]
+
+    def is_apart(self, parameter: Tensor) -> bool:
+        """Tells whether a parameter of any shape was placed after FSDP2 has split the others."""
+        claim = self.claim(parameter)
+        return claim is not None and not self.state.shards(claim.name)
 
     def _split_by_units(self, parameters: list[nn.Parameter]) -> list[nn.Parameter]:
         """Lists those that FSDP2 splits, in stage 3."""
@@ -295,7 +299,7 @@ class DataParallel(Shared):
             self._left_inference_mode.enter_context(left_inference_mode())
             self._places.check()
             if torch.is_grad_enabled():
-                self._places.refuse_added(self.reduces)
+                self._places.refuse_added(self.is_apart)
             self._dtypes = refuse_cast(self._split_by_units(parameters), self._dtypes)
         self._modules.refuse_embeddings(self.mesh, self.config.num_microbatches)
         self.follow_edits()
@@ -495,6 +499,8 @@ def _begin_backward(engine: "weakref.ref[DataParallel]", require_unedited: Calla
     require_unedited()
     alive = engine()
     if alive is not None and alive.reducer is not None:
+        # Some may have been frozen in a forward that came after this backward's.
+        alive.reducer.refresh(alive._reduced(alive._parameters.current()))
         alive.reducer.begin_backward()
 
 

@@ -72,7 +72,7 @@ class _Own:
             return True
         engine = engine_of(leaf)
         if engine is not None and engine.mesh.adds_up_gradients:
-            return is_sharded(leaf) or not engine.state.shards_weights or engine.reduces(leaf)
+            return is_sharded(leaf) or not engine.state.shards_weights or engine.is_apart(leaf)
         return id(leaf) in self._whole
 
 

@@ -214,12 +214,18 @@ _ROWS: tuple[tuple[str, str, str, str], ...] = (
     ("peft.tuners.tuners_utils:BaseTuner.inject_adapter", "peft:inject_adapter",
      "puts whole adapters beside split layers", _ALWAYS),
     ("peft.tuners.tuners_utils:BaseTuner._unload_and_optionally_merge", "peft:unload", "knows no layout", _ALWAYS),
+    ("peft.tuners.tuners_utils:BaseTuner._cast_adapter_dtype", "peft:cast_adapter", "exchanges parameters", _ALWAYS),
     ("peft.tuners.tuners_utils:BaseTuner.merge_adapter", "peft:merge_adapter", "knows no layout", _ALWAYS),
     ("peft.peft_model:PeftModel._get_base_model_class", "peft:base_model_class", "writes FSDP2's class", _ALWAYS),
     ("peft.peft_model:PeftModel.save_pretrained", "peft:save_adapter", "every rank writes the files", _ALWAYS),
     *(
         (f"peft{where}:get_peft_model_state_dict", "peft:adapter_state_dict", "gives this rank's part", _ALWAYS)
         for where in ("", ".peft_model", ".utils.save_and_load", ".utils")
+    ),
+    *(
+        (f"peft.tuners.{name}.layer:Linear.__init__", "peft:linear_init",
+         "takes a linear's weight for [out, in]", _ALWAYS)
+        for name in ("lora", "ia3")
     ),
     ("peft.tuners.lora.dora:DoraLinearLayer.update_layer", "peft:dora_update_layer",
      "reads what a rank holds", _ALWAYS),

@@ -36,6 +36,17 @@ def in_out_features(original: Callable, module: Any) -> Any:
     return module.in_features, module.out_features
 
 
+def linear_init(
+    original: Callable, self: Any, base_layer: Any, adapter_name: str, config: Any, *args: Any, **kwargs: Any
+) -> None:
+    """Makes an adapter's layer; PEFT takes a split `Conv1D` for a linear, whose weight would lie the other way."""
+    from ..tensor_parallel.linear import ParallelLinear
+
+    if isinstance(base_layer, ParallelLinear) and base_layer.weight_dim_out == 1:
+        config.fan_in_fan_out = kwargs["is_target_conv_1d_layer"] = True
+    original(self, base_layer, adapter_name, config, *args, **kwargs)
+
+
 def dora_update_layer(original: Callable, self: Any, *, base_layer: Any, **kwargs: Any) -> None:
     """Takes the norms of a whole weight, where ranks and stages have parts of it."""
     from ..peft.whole_base import whole_base
@@ -83,7 +94,7 @@ def inject_adapter(original: Callable, self: Any, model: Any, adapter_name: str,
 
     _require_supported(self.peft_config[adapter_name], state)
     _require_targets(self, model, adapter_name, state)
-    _require_saved(self.peft_config[adapter_name], model)
+    _require_saved(self.peft_config[adapter_name], model, state)
     broadcast_state(state.mesh.device, *(state.mesh.host_group(axis) for axis in ("tp", "cp", "pp", "dp")))
     original(self, model, adapter_name, *args, **kwargs)
     lay_out_adapters(model, state)
@@ -103,6 +114,15 @@ def unload(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
     model = original(self, *args, **kwargs)
     forget_adapters(model, state, before)
     return model
+
+
+def cast_adapter(original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
+    """Casts an adapter, which PEFT does by putting other parameters in the place of those that were laid out."""
+    from ..parallel_state import parallel_state
+
+    original(self, *args, **kwargs)
+    if (state := parallel_state(self.model)) is not None:
+        state.data_parallel.scan()  # type: ignore[union-attr]
 
 
 def base_model_class(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -138,8 +158,12 @@ def adapter_state_dict(original: Callable, model: Any, *args: Any, **kwargs: Any
     found, state = original(model, *args, **kwargs), parallel_state(model)
     if state is None:
         return found
-    from ..peft.saving import whole_adapter
+    from ..peft.saving import is_whole, whole_adapter
 
+    given = args[0] if args else kwargs.get("state_dict")
+    if given is not None and is_whole(given):
+        # `Accelerator.get_state_dict` has gathered it on the first rank.
+        return found
     return whole_adapter(found, state)
 
 
@@ -159,9 +183,15 @@ def save_adapter(
     if parallel_state(self) is None:
         original(self, save_directory, *args, is_main_process=is_main_process, **kwargs)
         return
+    if kwargs.get("path_initial_model_for_weight_conversion") is not None:
+        _refuse(
+            "save_pretrained(path_initial_model_for_weight_conversion=...)",
+            "PEFT loads the initial adapter on the first rank alone; save both, and convert in one process",
+        )
     import torch.distributed as dist
 
-    original(self, save_directory, *args, is_main_process=is_main_process and dist.get_rank() == 0, **kwargs)
+    if kwargs.get("state_dict") is None or dist.get_rank() == 0:
+        original(self, save_directory, *args, is_main_process=is_main_process and dist.get_rank() == 0, **kwargs)
     dist.barrier()
 
 
@@ -201,7 +231,10 @@ def _require_targets(tuner: Any, model: Any, adapter: str, state: Any) -> None:
 
     from ..peft.layout import require_parameter_rule, require_rules
 
-    config: Any = _maybe_include_all_linear_layers(copy.deepcopy(tuner.peft_config[adapter]), model)
+    # As PEFT does before it looks for targets: those of the model's type, or all linears.
+    config: Any = copy.deepcopy(tuner.peft_config[adapter])
+    config = tuner._prepare_adapter_config(config, tuner.get_model_config(model))
+    config = _maybe_include_all_linear_layers(config, model)
     named = dict(model.named_modules())
     targets = [name for name in named if name and tuner._check_target_module_exists(config, name) is True]
     targets = [name for name in targets if not isinstance(named[name], BaseTunerLayer) and ".base_layer" not in name]
@@ -220,15 +253,19 @@ def _require_targets(tuner: Any, model: Any, adapter: str, state: Any) -> None:
             require_parameter_rule(state, name, model.get_submodule(name.rpartition(".")[0]))
 
 
-def _require_saved(config: Any, model: Any) -> None:
+def _require_saved(config: Any, model: Any, state: Any) -> None:
     """Raises `UnsupportedError` for modules to save whose weights others read."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     for name, module in model.named_modules():
-        wanted = any(name == key or name.endswith(f".{key}") for key in config.modules_to_save or ())
-        if wanted and module in (model.get_input_embeddings(), model.get_output_embeddings()):
-            _refuse(
-                f"{type(config).__name__}.modules_to_save = {config.modules_to_save!r}",
-                f"the loss and the split vocabulary read the weight of {name} themselves",
-            )
+        if module not in (embedding, head) or module is None:
+            continue
+        if not any(name == key or name.endswith(f".{key}") for key in config.modules_to_save or ()):
+            continue
+        setting = f"{type(config).__name__}.modules_to_save = {config.modules_to_save!r}"
+        if model.config.get_text_config().tie_word_embeddings:
+            _refuse(setting, f"{name} is tied to the other end of the model, and a copy of it would not be")
+        if module is head and state.axes.size("cp") > 1:
+            _refuse(f"{setting} with cp_size > 1", "the head meets rows that are shared out")
 
 
 def _refuse(what: str, reason: str) -> None:

@@ -18,6 +18,7 @@ from ..placement import copies_of_model
 from ..tensor_parallel.axis import GUARDS, NAME
 from ..tensor_parallel.experts import LatentWithRotary
 from ..tensor_parallel.local_parameters import LocalParameters
+from ..tensor_parallel.region import UniformRegion, WholeSequenceRegion
 from .copied import lay_out_norms, lay_out_saved
 from .experts import lay_out_parameter
 from .ia3 import lay_out_ia3
@@ -31,14 +32,16 @@ class _Kind:
 
     base: str
     lay_out: Callable[[Any, Site], None]
+    # Of the module inside, hooks and all, which are called in its place.
+    has_copies: bool = False
 
 
 _KINDS: Mapping[str, _Kind] = {
     "ParamWrapper": _Kind("base_layer", lay_out_parameter),
     "LoraLayer": _Kind("base_layer", lay_out_lora),
     "IA3Layer": _Kind("base_layer", lay_out_ia3),
-    "LNTuningLayer": _Kind("base_layer", lay_out_norms),
-    "ModulesToSaveWrapper": _Kind("original_module", lay_out_saved),
+    "LNTuningLayer": _Kind("base_layer", lay_out_norms, has_copies=True),
+    "ModulesToSaveWrapper": _Kind("original_module", lay_out_saved, has_copies=True),
 }
 
 
@@ -93,11 +96,14 @@ def lay_out_adapters(model: nn.Module, state: ParallelState) -> None:
         kind.lay_out(tuner, Site(name, base, f"{name}.{kind.base}", state, copies, is_elsewhere))
         if is_elsewhere:
             innermost.list_around(tuner)
-        _move_hooks(base, tuner)
+        if not kind.has_copies:
+            _move_hooks(base, tuner)
     _follow(model, state, {name: tuner for name, tuner, _ in found})
 
 
-def forget_adapters(model: nn.Module, state: ParallelState, before: Mapping[str, dict[int, str]]) -> None:
+def forget_adapters(
+    model: nn.Module, state: ParallelState, before: Mapping[str, tuple[nn.Module, dict[int, str]]]
+) -> None:
     """Takes note of what PEFT has put in the place of modules with adapters.
 
     Args:
@@ -105,7 +111,8 @@ def forget_adapters(model: nn.Module, state: ParallelState, before: Mapping[str,
     """
     there = {name: model.get_submodule(name) for name in before}
     for name, module in there.items():
-        inner = before[name].get(id(module))
+        tuner, names = before[name]
+        inner = names.get(id(module))
         if inner is None:
             raise UnsupportedError(f"{name} was exchanged for a new {type(module).__name__} that nobody has laid out.")
         if inner:
@@ -113,15 +120,16 @@ def forget_adapters(model: nn.Module, state: ParallelState, before: Mapping[str,
             for claim in [claim for claim in state.claims if claim.startswith(f"{name}.")]:
                 del state.claims[claim]
             _rename_claims(state, f"{name}\0", name)
+            _move_hooks(tuner, module)
     _follow(model, state, there)
 
 
-def insides(model: nn.Module) -> dict[str, dict[int, str]]:
-    """Returns what lies inside of a model's outermost modules with adapters, by identity, by their names."""
-    found: dict[str, dict[int, str]] = {}
+def insides(model: nn.Module) -> dict[str, tuple[nn.Module, dict[int, str]]]:
+    """Returns a model's outermost modules with adapters, and what lies inside of them by identity, by their names."""
+    found: dict[str, tuple[nn.Module, dict[int, str]]] = {}
     for name, tuner, _ in _adapted(model):
         if not any(name.startswith(f"{outer}.") for outer in found):
-            found[name] = {id(module): inner for inner, module in tuner.named_modules()}
+            found[name] = tuner, {id(module): inner for inner, module in tuner.named_modules()}
     return found
 
 
@@ -153,8 +161,12 @@ def _renamed(state: ParallelState, before: str, after: str) -> Iterator[tuple[st
 
 
 def _move_hooks(source: nn.Module, target: nn.Module) -> None:
-    """Has what a style does to a linear's output see the adapters' share of it, too."""
-    for number, hook in list(source._forward_hooks.items()):
-        if isinstance(owner := getattr(hook, "__self__", None), LatentWithRotary):
-            del source._forward_hooks[number]
-            owner.install(target)
+    """Has what is done to a linear's input, where it is a block by itself, and output be done to adapters' too."""
+    for hooks in (source._forward_pre_hooks, source._forward_hooks):
+        for number, hook in list(hooks.items()):
+            owner = getattr(hook, "__self__", None)
+            if isinstance(owner, LatentWithRotary | UniformRegion | WholeSequenceRegion):
+                del hooks[number]
+                source._forward_pre_hooks_with_kwargs.pop(number, None)
+                source._forward_hooks_with_kwargs.pop(number, None)
+                owner.install(target)

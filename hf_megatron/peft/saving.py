@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from ..absent_weights import is_absent
 from ..communication.whole_tensors import whole_of
@@ -24,6 +25,11 @@ def whole_adapter(tensors: Mapping[str, Any], state: ParallelState) -> dict[str,
     return {
         name: _whole(name, tensor, state) if isinstance(tensor, Tensor) else tensor for name, tensor in tensors.items()
     }
+
+
+def is_whole(tensors: Mapping[str, Any]) -> bool:
+    """Tells whether a rank has all of the values of some tensors of any shape."""
+    return not any(isinstance(tensor, DTensor) or is_absent(tensor) for tensor in tensors.values())
 
 
 def _whole(name: str, tensor: Tensor, state: ParallelState) -> Tensor:

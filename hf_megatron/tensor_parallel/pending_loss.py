@@ -8,14 +8,16 @@ import torch
 from torch import nn
 
 from ..parallel_state import ParallelState
+from ..upstream import called_module
 from .logits import ShardedLogits, StepsTaken, VocabParallelHead
 
 
 class PendingLoss:
     """Model hooks that tell the head whether the forward takes a loss, and hand out full logits in evaluation."""
 
-    def __init__(self, head: VocabParallelHead, model: nn.Module):
-        self.head = head
+    def __init__(self, head: VocabParallelHead, model: Any):
+        self.head = self.called = head
+        self.is_last = model.get_output_embeddings() is head
         self.signature = inspect.signature(model.forward)
 
     def install(self, model: nn.Module) -> None:
@@ -23,14 +25,17 @@ class PendingLoss:
         # Before FSDP2's hook, which splits the head's weight again.
         model.register_forward_hook(self._leave, always_call=True, prepend=True)
 
-    def _enter(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    def _enter(self, model: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         labels = kwargs.get("labels", kwargs.get("shift_labels"))
         if labels is None and args:
             labels = self.signature.bind_partial(*args).arguments.get("labels")
-        self.head.loss_is_pending = labels is not None
+        # An adapter may have a head of its own.
+        called = called_module(model.get_output_embeddings()) if self.is_last else self.head
+        self.called = called if isinstance(called, VocabParallelHead) else self.head
+        self.called.loss_is_pending = labels is not None
 
     def _leave(self, model: nn.Module, args: tuple, output: Any) -> Any:
-        self.head.loss_is_pending = False
+        self.called.loss_is_pending = False
         if torch.is_grad_enabled():
             return output
         # Evaluation and prediction read the logits as tensors, on every rank.

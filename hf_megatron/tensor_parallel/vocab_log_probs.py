@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ..communication.collectives import copy_to_ranks, refuse_second_derivatives
 from ..errors import ConfigError, UnsupportedError
 from ..loss import IGNORE_INDEX
+from ..upstream import called_module
 from .local_parameters import local_view
 from .logits import ShardedLogits, VocabParallelHead
 from .tokens_of_rank import TokensOfRank
@@ -81,7 +82,7 @@ class DeferredLogits(ShardedLogits):
 @contextmanager
 def deferring(model: Any) -> Iterator[None]:
     """Makes the model's head return `DeferredLogits` inside, if it is a linear."""
-    head = model.get_output_embeddings()
+    head = called_module(model.get_output_embeddings())
     if not isinstance(head, nn.Linear):
         yield
         return

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,43 +11,78 @@ from torch import nn
 from ..errors import ConfigError
 from ..expert_modules import find_experts, names_inside
 from ..spec import ModelSpec
+from .measure import Measurement
 from .parity import Twin, best_draw, measured
 from .twin import draw_parameters
 
+# PEFT takes these for the experts', of mixtures that had a module for each expert once.
+_OF_EXPERTS = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 
-def _lora(model: Any, **settings: Any) -> Any:
+
+@dataclass(frozen=True)
+class Targets:
+    """What adapters can be put on in a model, by name.
+
+    Attributes:
+        linears: modules but the head's, as far as they are no expert's.
+        norms: modules that hold vectors alone.
+        experts: parameters that hold a matrix for each expert, from their module's name on.
+        ends: the embedding and the head.
+    """
+
+    linears: list[str]
+    norms: list[str]
+    experts: list[str]
+    ends: list[str]
+
+
+def find_targets(model: Any, reference: Measurement) -> Targets:
+    """Finds what adapters can be put on that has a gradient in the reference."""
+    head, experts = model.get_output_embeddings(), find_experts(model, ModelSpec(model.config.model_type))
+    unused = {name for name, gradient in reference.gradients.items() if gradient is None}
+    used = {
+        name: module
+        for name, module in model.named_modules()
+        if not any(f"{name}.{own}" in unused for own in module._parameters)
+    }
+    linears = [
+        name
+        for name, module in used.items()
+        if module is not head and (isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D")
+        if not (experts and name.rpartition(".")[2] in _OF_EXPERTS)
+    ]
+    norms = [
+        name
+        for name, module in used.items()
+        if (own := list(module._parameters.values())) and all(p is None or p.dim() == 1 for p in own)
+    ]
+    inside = (name for name in names_inside(model, experts) if model.get_parameter(name).dim() == 3)
+    matrices = sorted({f"experts.{name.rpartition('.')[2]}" for name in inside})
+    ends = [name for name, module in used.items() if module in (model.get_input_embeddings(), head)]
+    return Targets(linears, norms, matrices, ends)
+
+
+def _lora(targets: Targets, **settings: Any) -> Any:
     from peft import LoraConfig
 
     # Small beside the base: a steep model makes round-off of every number.
-    return LoraConfig(r=4, lora_alpha=1, target_modules=linears_of(model), **settings)
+    return LoraConfig(r=4, lora_alpha=1, target_modules=targets.linears, **settings)
 
 
-def _ia3(model: Any) -> Any:
+def _ia3(targets: Targets) -> Any:
     from peft import IA3Config
 
-    linears = linears_of(model)
-    return IA3Config(target_modules=linears, feedforward_modules=linears[::2])
+    return IA3Config(target_modules=targets.linears, feedforward_modules=targets.linears[::2])
 
 
-def _norms(model: Any) -> Any:
+def _norms(targets: Targets) -> Any:
     from peft import LNTuningConfig
 
-    return LNTuningConfig(target_modules=norms_of(model))
-
-
-def _experts(model: Any) -> Any:
-    inside = names_inside(model, experts_of(model))
-    # PEFT takes a bias of all experts for one matrix.
-    names = sorted({name.rpartition(".")[2] for name in inside if model.get_parameter(name).dim() == 3})
-    return _lora(model, target_parameters=[f"experts.{name}" for name in names])
-
-
-def _saved(model: Any) -> Any:
-    return _lora(model, modules_to_save=norms_of(model))
+    return LNTuningConfig(target_modules=targets.norms)
 
 
 # Name of a case -> what makes PEFT's config for a model.
-METHODS: Mapping[str, Callable[[Any], Any]] = {
+METHODS: Mapping[str, Callable[[Targets], Any]] = {
     "lora": _lora,
     "rslora": functools.partial(_lora, use_rslora=True),
     "lora_bias": functools.partial(_lora, lora_bias=True),
@@ -56,40 +91,12 @@ METHODS: Mapping[str, Callable[[Any], Any]] = {
     "dora": functools.partial(_lora, use_dora=True),
     "pissa": functools.partial(_lora, init_lora_weights="pissa"),
     "olora": functools.partial(_lora, init_lora_weights="olora"),
-    "experts": _experts,
-    "saved": _saved,
+    "experts": lambda targets: _lora(targets, target_parameters=targets.experts),
+    "saved": lambda targets: _lora(targets, modules_to_save=targets.norms),
+    "vocabulary": lambda targets: _lora(targets, modules_to_save=targets.ends),
     "ia3": _ia3,
     "ln_tuning": _norms,
 }
-
-
-# PEFT takes these for the experts', of mixtures that had a module for each expert once.
-_OF_EXPERTS = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
-
-
-def linears_of(model: Any) -> list[str]:
-    """Names the linears of a model but the head, as far as they are modules of their own and no expert's."""
-    head, is_mixture = model.get_output_embeddings(), bool(experts_of(model))
-    return [
-        name
-        for name, module in model.named_modules()
-        if module is not head and (isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D")
-        if not (is_mixture and name.rpartition(".")[2] in _OF_EXPERTS)
-    ]
-
-
-def experts_of(model: Any) -> dict[str, int]:
-    """Maps the modules of experts in a model to how many they hold."""
-    return find_experts(model, ModelSpec(model.config.model_type))
-
-
-def norms_of(model: Any) -> list[str]:
-    """Names the modules of a model that hold vectors alone, as norms do."""
-    return [
-        name
-        for name, module in model.named_modules()
-        if (own := list(module._parameters.values())) and all(p is None or p.dim() == 1 for p in own)
-    ]
 
 
 def adapted(twin: Twin, method: str) -> Twin:
@@ -103,7 +110,7 @@ def adapted(twin: Twin, method: str) -> Twin:
     if method not in METHODS:
         raise ConfigError(f"adapter {method!r}: valid are {', '.join(METHODS)}.")
     model = twin.load()
-    wrapped = get_peft_model(model, METHODS[method](model))
+    wrapped = get_peft_model(model, METHODS[method](find_targets(model, twin.reference)))
 
     def drawn(seed: int) -> Twin:
         folder = Path(twin.directory, f"{method}_{seed}")

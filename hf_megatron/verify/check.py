@@ -146,18 +146,25 @@ def check_models(
         pending = [dict(changes or {})]
         while pending:
             changed = pending.pop(0)
-            found = _check_changed(
-                model,
-                changed,
-                layouts,
-                layers,
-                class_name,
-                case_task,
-                "all" in models or variants,
-                adapter,
-                timeout,
-                echo,
-            )
+            try:
+                found = _check_changed(
+                    model,
+                    changed,
+                    layouts,
+                    layers,
+                    class_name,
+                    case_task,
+                    "all" in models or variants,
+                    adapter,
+                    timeout,
+                    echo,
+                )
+            except ConfigError as error:
+                if "all" not in models:
+                    raise
+                # One type without a valid default config ends no check of the others.
+                echo(f"{model:24} {error}")
+                continue
             rows += found
             if (
                 variants

@@ -7,11 +7,11 @@ import pytest
 import torch
 from accelerate import Accelerator
 from datasets import Dataset
-from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft import LNTuningConfig, LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3MoeConfig, Trainer, TrainingArguments
 
-from hf_megatron import CheckpointError, UnsupportedError
+from hf_megatron import CheckpointError, UnsupportedError, prepare_optimizer
 from hf_megatron.integrations.gate import ConfigUnderTest
 from hf_megatron.verify.check import parse_layouts
 from hf_megatron.verify.ranks import run_ranks
@@ -37,6 +37,9 @@ def sources(tmp_path_factory):
             intermediate_size=48, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2, head_dim=8, **common
         ),
     }
+    configs["gpt2"] = GPT2Config(
+        vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+    )
     folders = {}
     for name, config in configs.items():
         model = AutoModelForCausalLM.from_config(config).float()
@@ -158,6 +161,126 @@ def test_surface(source, expected, tmp_path, text):
     close(logits(PeftModel.from_pretrained(loaded(source, None), tmp_path)), one["first"])
 
 
+def one_after_the_other(layout, source):
+    """An adapter that comes when the optimizer is there, and takes turns with the first."""
+    torch.manual_seed(0)
+    model = get_peft_model(loaded(source, layout), lora()).train()
+    optimizer = prepare_optimizer(torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5))
+    losses = []
+    for name in ("default", "second", "default", "second"):
+        if name not in model.peft_config:
+            model.add_adapter(name, lora(r=2, init_lora_weights=False))
+            model.set_adapter(name)
+            optimizer.add_param_group({"params": [p for n, p in model.named_parameters() if ".second." in n]})
+        model.set_adapter(name)
+        loss = model(input_ids=IDS, labels=IDS).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("text", ["tp2+sp", "pp2", "dp2+zero2", "dp2+zero3"])
+def test_adapters_take_turns(source, text):
+    one = one_after_the_other(None, source)
+    for losses in on_layout(one_after_the_other, text, source):
+        assert losses == pytest.approx(one, abs=2e-5)
+
+
+def rows_of(layout):
+    """The rows that this rank is given."""
+    ranks = 1 if layout is None else layout.dp_size or 1
+    return IDS.chunk(ranks)[torch.distributed.get_rank()] if ranks > 1 else IDS
+
+
+def with_a_reference(layout, source, kind):
+    """Between a forward and its backward parameters are frozen, in another forward, and thawed."""
+    torch.manual_seed(0)
+    model = get_peft_model(loaded(source, layout), lora(init_lora_weights=False)).train()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer, ids = prepare_optimizer(torch.optim.SGD(trained, lr=0.1)), rows_of(layout)
+    losses = []
+    for _ in range(3):
+        loss = reference = model(input_ids=ids, labels=ids).loss
+        if kind == "disabled":
+            with model.disable_adapter():
+                reference = model(input_ids=ids, labels=ids).loss
+        else:
+            model.requires_grad_(False)
+            model(input_ids=ids, labels=ids)
+            for parameter in trained:
+                parameter.requires_grad_(True)
+        (loss - 0 * reference.detach()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("text", ["tp2", "pp2", "dp2+zero0", "dp2+zero2", "dp2+zero3", "cp2"])
+@pytest.mark.parametrize("kind", ["disabled", "frozen"])
+def test_a_reference_between_forward_and_backward(source, kind, text):
+    one = with_a_reference(None, source, kind)
+    for losses in on_layout(with_a_reference, text, source, kind):
+        assert losses == pytest.approx(one, abs=2e-5)
+
+
+def conv1d(layout, source, settings):
+    """A GPT-2, whose linears hold their weights the other way round: trained, merged, taken apart again."""
+    torch.manual_seed(0)
+    targets = ["c_attn", "c_proj", "c_fc"]
+    model = get_peft_model(loaded(source, layout), lora(target_modules=targets, **settings)).train()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    model(input_ids=IDS, labels=IDS).loss.backward()
+    optimizer.step()
+    seen = {"trained": logits(model)}
+    model.merge_adapter()
+    seen["merged"] = logits(model)
+    model.unmerge_adapter()
+    return seen | {"unmerged": logits(model)}
+
+
+@pytest.mark.parametrize("text", ["tp2", "tp2+sp", "pp2"])
+@pytest.mark.parametrize("settings", [{}, {"use_dora": True}, {"init_lora_weights": "pissa"}], ids=str)
+def test_weights_that_lie_the_other_way(sources, settings, text):
+    one = conv1d(None, sources["gpt2"], settings)
+    close(one["merged"], one["trained"], 1e-4)
+    for seen in on_layout(conv1d, text, sources["gpt2"], settings):
+        close(seen, one, 1e-4)
+
+
+def test_half_precision_in_stage_3(source):
+    def on_rank(layout):
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16, megatron_config=layout)
+        model = get_peft_model(model, lora()).train()
+        assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+        optimizer = prepare_optimizer(torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5))
+        losses = []
+        for _ in range(3):
+            losses.append(model(input_ids=rows_of(layout), labels=rows_of(layout)).loss)
+            losses[-1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [loss.item() for loss in losses]
+
+    losses = on_layout(on_rank, "dp2+zero3")
+    assert losses[0] == losses[1] and losses[0][-1] < losses[0][0]
+
+
+def test_targets_of_a_type_that_peft_knows(source):
+    def on_rank(layout):
+        wrapped = get_peft_model(loaded(source, layout), LNTuningConfig())
+        return sorted(name for name, parameter in wrapped.named_parameters() if parameter.requires_grad)
+
+    one = sorted(
+        name
+        for name, parameter in get_peft_model(loaded(source, None), LNTuningConfig()).named_parameters()
+        if parameter.requires_grad
+    )
+    assert on_layout(on_rank, "tp2") == [one, one]
+
+
 def weighted(layout, source, kind):
     torch.manual_seed(0)
     wrapped = get_peft_model(loaded(source, layout), lora(init_lora_weights=False))
@@ -167,6 +290,34 @@ def weighted(layout, source, kind):
     wrapped.add_weighted_adapter(["default", "second"], [0.7, 0.4], "both", combination_type=kind, **options)
     wrapped.set_adapter("both")
     return logits(wrapped)
+
+
+def with_a_vocabulary(layout, source, folder):
+    """An adapter with an embedding and a head of its own: trained, saved, read, left out, merged."""
+    torch.manual_seed(0)
+    wrapped = get_peft_model(loaded(source, layout), lora(modules_to_save=["embed_tokens", "lm_head"]))
+    optimizer = torch.optim.SGD([p for p in wrapped.parameters() if p.requires_grad], lr=0.5)
+    wrapped.train()(input_ids=IDS, labels=IDS).loss.backward()
+    optimizer.step()
+    seen = {"first": logits(wrapped)}
+    with wrapped.disable_adapter():
+        seen["none"] = logits(wrapped)
+    wrapped.save_pretrained(folder)
+    seen["read"] = logits(PeftModel.from_pretrained(loaded(source, layout), folder))
+    merged = wrapped.merge_and_unload()
+    seen["merged"] = logits(merged)
+    merged.save_pretrained(folder / "merged")
+    return seen
+
+
+@pytest.mark.parametrize("text", ["tp2+sp", "pp2", "tp2+pp2"])
+def test_a_vocabulary_of_its_own(source, tmp_path, text):
+    one = with_a_vocabulary(None, source, tmp_path / "one")
+    assert not torch.allclose(one["first"], one["none"])
+    for seen in on_layout(with_a_vocabulary, text, source, tmp_path / "two"):
+        close(seen, one)
+    for name in ("adapter_model.safetensors", "merged/model.safetensors"):
+        close(load_file(tmp_path / "two" / name), load_file(tmp_path / "one" / name))
 
 
 @pytest.mark.parametrize("text", ["tp2", "tp2+pp2"])
@@ -315,6 +466,8 @@ def test_accelerate_saves_and_goes_on(source, tmp_path):
             if step == 1:
                 accelerator.save_state(str(folder / "state"))
         whole = accelerator.get_state_dict(model)
+        inner = accelerator.unwrap_model(model)
+        inner.save_pretrained(folder / "given", state_dict=whole, is_main_process=accelerator.is_main_process)
         return losses, {name: weight for name, weight in (whole or {}).items() if "lora" in name}
 
     expected = run_ranks(steps, 1, None, tmp_path / "one", False)[0]
@@ -324,13 +477,16 @@ def test_accelerate_saves_and_goes_on(source, tmp_path):
     assert second[0][0] == pytest.approx(expected[0][2:], abs=2e-5)
     close(first[0][1], expected[1], 1e-4)
     close(second[0][1], expected[1], 1e-4)
+    for folder in (tmp_path, tmp_path / "one"):
+        weights = load_file(folder / "given/adapter_model.safetensors")
+        close(weights, {name.replace(".default", ""): weight for name, weight in expected[1].items()}, 1e-4)
 
 
 # What is refused, and what is seen
 
 
 def test_what_is_refused(sources):
-    from peft import AdaLoraConfig, LNTuningConfig, LoHaConfig, OFTConfig, PromptTuningConfig, VeraConfig
+    from peft import AdaLoraConfig, LoHaConfig, OFTConfig, PromptTuningConfig, VeraConfig
 
     linears = {"target_modules": ["q_proj"]}
     cases = [
@@ -341,7 +497,6 @@ def test_what_is_refused(sources):
         (PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4), "PROMPT_TUNING of PEFT"),
         (lora(target_modules=["lm_head"]), "A PEFT adapter on lm_head"),
         (lora(target_modules=["embed_tokens"]), "A PEFT adapter on model.embed_tokens"),
-        (lora(modules_to_save=["lm_head"]), "modules_to_save = .*lm_head"),
         (lora(init_lora_weights="orthogonal"), "init_lora_weights = 'orthogonal'"),
         (lora(trainable_token_indices=[1, 2]), "trainable_token_indices"),
         (lora(layer_replication=[(0, 2)]), "layer_replication"),
@@ -351,6 +506,13 @@ def test_what_is_refused(sources):
     ]
 
     def on_rank():
+        with pytest.raises(UnsupportedError, match="modules_to_save = .*cp_size > 1"):
+            get_peft_model(loaded(sources["llama"], layout_of("cp2")), lora(modules_to_save=["lm_head"]))
+        tied = LlamaConfig(hidden_size=32, num_attention_heads=4, num_hidden_layers=2, vocab_size=64)
+        tied.tie_word_embeddings = True
+        model = AutoModelForCausalLM.from_config(tied, megatron_config=layout_of("tp2"))
+        with pytest.raises(UnsupportedError, match="modules_to_save = .*embed_tokens is tied"):
+            get_peft_model(model, lora(modules_to_save=["embed_tokens"]))
         for config, text in cases:
             model = loaded(sources["llama"], layout_of("tp2"))
             before = [name for name, _ in model.named_parameters()]
@@ -366,6 +528,16 @@ def test_what_is_refused(sources):
             model(input_ids=IDS, labels=IDS)
 
     run_ranks(on_rank, 2)
+
+
+def test_conversions_of_a_saved_adapter_are_refused(source, tmp_path):
+    def on_rank(folder):
+        model = get_peft_model(loaded(source, layout_of("tp2")), lora(init_lora_weights="pissa"))
+        model.save_pretrained(folder / "initial")
+        with pytest.raises(UnsupportedError, match="path_initial_model_for_weight_conversion.*in one process"):
+            model.save_pretrained(folder, path_initial_model_for_weight_conversion=str(folder / "initial"))
+
+    run_ranks(on_rank, 2, tmp_path)
 
 
 def test_hooks_see_what_they_see_in_one_process(source):

@@ -1,12 +1,17 @@
 """TRL's trainers with `peft_config=` on split models: every logged number, and the adapter, of one process."""
 
+import shutil
+
 import pytest
+import torch
 from peft import LoraConfig
+from transformers import AutoModelForCausalLM
 from trl import DPOTrainer, SFTTrainer
 
 from .test_trl import compare, completions, preferences
 
 SCHEDULE = {"max_steps": 30, "eval_steps": 15, "learning_rate": 1e-3}
+TRAINERS = [(SFTTrainer, completions), (DPOTrainer, preferences)]
 
 
 def lora(path, config):
@@ -14,6 +19,22 @@ def lora(path, config):
 
 
 @pytest.mark.parametrize("text", ["tp2", "tp2+sp", "pp2", "dp2", "tp2+pp2", "cp2"])
-@pytest.mark.parametrize(("trainer_class", "samples"), [(SFTTrainer, completions), (DPOTrainer, preferences)])
+@pytest.mark.parametrize(("trainer_class", "samples"), TRAINERS)
 def test_thirty_steps(stories, tmp_path, text, trainer_class, samples):
     compare(stories, tmp_path, text, trainer_class, samples, tolerance=2e-4, peft_config=lora, **SCHEDULE)
+
+
+def with_a_head(path, config):
+    return LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM")
+
+
+@pytest.mark.parametrize("text", ["tp2", "pp2"])
+@pytest.mark.parametrize(("trainer_class", "samples"), TRAINERS)
+def test_a_head_of_its_own(stories, tmp_path, text, trainer_class, samples):
+    source = tmp_path / "untied"
+    shutil.copytree(stories, source)
+    model = AutoModelForCausalLM.from_pretrained(stories)
+    model.config.tie_word_embeddings = False
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach() * 0.9)
+    model.save_pretrained(source)
+    compare(source, tmp_path / "out", text, trainer_class, samples, peft_config=with_a_head)
