@@ -187,16 +187,18 @@ def test_seeded_faults_are_found(model_type, method, text, sabotage):
 
 
 def test_a_file_of_one_rank_is_found():
+    twin = twin_of("llama", "lora")
+
     def sabotage():
         saving.whole_of = lambda tensor: tensor.to_local().clone()
 
     def on_rank():
         sabotage()
-        model = twin_of("llama", "lora").load(megatron_config=ConfigUnderTest(tp_size=2))
+        model = twin.load(megatron_config=ConfigUnderTest(tp_size=2))
         found = saving.whole_adapter({n: p for n, p in model.named_parameters() if "lora" in n}, parallel_state(model))
         return {name: tuple(tensor.shape) for name, tensor in found.items()}
 
-    whole = {name: tuple(parameter.shape) for name, parameter in twin_of("llama", "lora").load().named_parameters()}
+    whole = {name: tuple(parameter.shape) for name, parameter in twin.load().named_parameters()}
     assert any(shape != whole[name] for name, shape in run_ranks(on_rank, 2)[0].items())
 
 
