@@ -42,6 +42,7 @@ HERE = {
 ELSEWHERE = {
     r"(HF_MEGATRON\S+ )?(accelerate|torchrun|python) (.* )?-m hf_megatron( .*)?": "tests/integration/test_launched.py",
     r"(accelerate launch|torchrun|python) .*train\.py.*": "tests/integration/test_launch.py",
+    r"(accelerate launch|torchrun) .*examples/lora\.py.*": "tests/integration/test_launch.py",
     r"accelerate launch( --cpu --num_processes 2)?": "tests/integration/test_launch.py",
     r"hf-megatron (push|pull) .*": "tests/integration/test_hub.py",
     r"python -m pytest .*|ruff check \.": ".ci/run",
