@@ -73,12 +73,9 @@ def check(
             "timeout": timeout,
             "variants": variants,
             "adapter": adapter or None,
+            "record": record,
         }
         rows = check_models(models, wanted, **arguments, echo=typer.echo)
-    if record is not None:
-        from ..registry.recorded import write_results
-
-        write_results(record, rows)
     passed = sum(row["passed"] for row in rows)
     typer.echo(f"{passed} of {len(rows)} cases equal one process")
     if passed < len(rows):

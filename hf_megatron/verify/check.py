@@ -3,6 +3,7 @@
 import contextlib
 import json
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from ..expert_modules import find_experts
 from ..parallelize import plan
 from ..registry import own_spec, registered_types
 from ..registry.features import Features, describe_model
-from ..registry.recorded import layout_kind, tested_versions
+from ..registry.recorded import layout_kind, tested_versions, write_results
 from ..spec import ModelSpec
 from .adapters import adapted
 from .draws import check_draws
@@ -119,6 +120,7 @@ def check_models(
     variants: bool = False,
     adapter: str | None = None,
     timeout: float = 120.0,
+    record: Path | None = None,
     echo: Callable[[str], Any] = print,
 ) -> list[dict[str, Any]]:
     """Checks the tiny twin of each model on each layout; returns the rows that `--record` writes.
@@ -127,6 +129,7 @@ def check_models(
         changes (`Mapping`, *optional*): what to change in the models' configs.
         variants (`bool`): check what is listed in `variants.py`, too.
         adapter (`str`, *optional*): a key of `adapters.METHODS`, trained in the place of the model's own weights.
+        record (`Path`, *optional*): a results file that takes up the rows of each model as soon as it is checked.
 
     Raises:
         ConfigError: an unknown task or model, or changes that a config does not take.
@@ -166,6 +169,8 @@ def check_models(
                 echo(f"{model:24} {error}")
                 continue
             rows += found
+            if record is not None:
+                write_results(record, found)
             if (
                 variants
                 and changed == dict(changes or {})
