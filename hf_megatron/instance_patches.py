@@ -45,6 +45,10 @@ INSTANCE_PATCHES: Mapping[str, InstancePatch] = {
         "the name of the class that FSDP2 made (stage 3), by which Trainer does not know a causal language model",
         "Trainer asks a model whether its loss shifts labels",
     ),
+    "dequantize": InstancePatch(
+        "exchanges the modules of its quantiser for linears (models with `quantization_config=`)",
+        "always: a rank has a part of each weight",
+    ),
     "parallel_plan": InstancePatch("not there", "always: a method of laid out models"),
     "_tp_size": InstancePatch(
         "the ranks of transformers' own plan; Trainer and Accelerate read the ranks that share a batch from it",

@@ -40,6 +40,7 @@ ORDER = (
     ("expert_parallel",),
     ("tensor_parallel",),
     ("data_parallel",),
+    ("quantized",),
     ("largest_position", "known_rows"),
     ("parallel_state",),
     ("token_loss", "batch_labels", "auxiliary_loss", "loss"),

@@ -18,6 +18,7 @@ from ..data_parallel.fully_sharded import owned_rows
 from ..data_parallel.optimizer import Leaf
 from ..parallel_state import ParallelState, parallel_state
 from ..placement import Placement
+from ..quantized.weight import QuantizedWeight
 from ..upstream import local_tensor
 from .boxes import Box, Piece, local_boxes
 from .stage_agreement import is_owned, resharded
@@ -111,6 +112,10 @@ def model_pieces(model: Any) -> Iterator[Piece]:
         # Buffers outside the layers are on every stage.
         if state is not None and not is_owned(state, name) and not state.is_tied(name):
             continue
-        piece = parameter_holding(state, name, tensor).share(name, local_tensor(tensor).detach())
+        if state is not None and isinstance(tensor, QuantizedWeight):
+            # Codes differ with the layout, what they stand for does not.
+            piece = holding(state, name, state.claims[name].shape).share(name, tensor.dequantized())
+        else:
+            piece = parameter_holding(state, name, tensor).share(name, local_tensor(tensor).detach())
         if piece is not None:
             yield piece

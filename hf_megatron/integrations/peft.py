@@ -110,6 +110,9 @@ def unload(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
 
     if kwargs.get("merge", args[0] if args else True):
         _require_whole_base(state)
+        if _is_quantized(state):
+            # Sums are rounded to the dtype of the model, not to codes a second time.
+            self.model.dequantize()
     before = insides(self.model)
     model = original(self, *args, **kwargs)
     forget_adapters(model, state, before)
@@ -139,7 +142,19 @@ def merge_adapter(original: Callable, self: Any, *args: Any, **kwargs: Any) -> A
 
     if (state := parallel_state(self.model)) is not None:
         _require_whole_base(state)
+        if _is_quantized(state):
+            _refuse(
+                "merge_adapter on a quantised base",
+                "codes would be rounded a second time; merge_and_unload() puts weights in their place, and so does "
+                "get_base_model().dequantize() before merge_adapter()",
+            )
     return original(self, *args, **kwargs)
+
+
+def _is_quantized(state: Any) -> bool:
+    from ..quantized.scheme import NAME
+
+    return NAME in state.placed
 
 
 def _require_whole_base(state: Any) -> None:
@@ -214,6 +229,11 @@ def _require_supported(config: Any, state: Any) -> None:
         _refuse(f"LoraConfig.init_lora_weights = {initial!r}", f"valid are {', '.join(_INITIAL)}")
     if getattr(config, "use_dora", False) and config.bias != "none":
         _refuse(f"LoraConfig.use_dora with bias = {config.bias!r}", "DoRA leaves biases out of what it scales")
+    if _is_quantized(state) and (getattr(config, "use_dora", False) or initial not in (True, False, "gaussian")):
+        _refuse(
+            f"LoraConfig.use_dora = {config.use_dora}, init_lora_weights = {initial!r} on a quantised base",
+            "both read or change weights, of which there are codes; valid are False and True, False or 'gaussian'",
+        )
     trains_base = method == "LN_TUNING" or config.modules_to_save or getattr(config, "bias", "none") != "none"
     if state.shards_weights and trains_base:
         _refuse(

@@ -9,6 +9,7 @@ import functools
 import json
 import types
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -40,16 +41,27 @@ from .gate import require_verified, with_compared_scheme
 from .hub import check_part, push_saved
 from .one_rank import fit_for_one_rank
 from .other_formats import opened, save_in_format
+from .quantized import finish_quantization, plan_quantization, quantize_arrived, requested, require_dense
 
 # Arguments of from_pretrained that lay the model out in another way.
 _EXCLUSIVE = {
     "distributed_config": "it is transformers' own layout; drop one of the two",
     "device_map": "each rank holds its shard on its own device; drop device_map",
-    "quantization_config": "quantised weights are not split yet; load without it",
     "tp_plan": "the plan comes from hf_megatron's registry; drop tp_plan",
     "tp_size": "state it in megatron_config instead",
     "gguf_file": "GGUF weights are not split; convert the file to safetensors first",
 }
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What travels through transformers' loader in the place of a config of its own layouts."""
+
+    config: MegatronConfig
+    quantizer: Any = None
+
+    def to_dict(self) -> dict[str, Any]:
+        return self.config.to_dict()
 
 
 def _start(value: Any, kwargs: dict[str, Any]) -> MegatronConfig:
@@ -80,11 +92,14 @@ def from_pretrained(
 
 def _load(original: Callable, cls: Any, path: Any, *args: Any, megatron_config: Any, **kwargs: Any) -> Any:
     config = _start(megatron_config, kwargs)
+    quantizer = None
+    if config.is_parallel:
+        quantizer = requested(kwargs.pop("quantization_config", None))
     output_loading_info = kwargs.pop("output_loading_info", False)
     with opened(cls, path, kwargs, config) as source:
         arguments = {**kwargs, **source.arguments, "output_loading_info": True}
         if config.is_parallel:
-            arguments = {"weights_only": True, **arguments, "distributed_config": config}
+            arguments = {"weights_only": True, **arguments, "distributed_config": _Request(config, quantizer)}
         with quiet_loading() if dist.is_initialized() and dist.get_rank() else contextlib.nullcontext():
             model, info = original(cls, source.path, *args, **arguments)
     source.complete(model)
@@ -95,7 +110,7 @@ def _load(original: Callable, cls: Any, path: Any, *args: Any, megatron_config: 
         with agreed(f"Loading {path}"):
             check_part(model, info, path)
             check_loaded(model, info, strict=config.strict_loading)
-        _finish(model)
+        _finish(model, quantizer)
     return (model, info) if output_loading_info else model
 
 
@@ -124,17 +139,18 @@ def _draw(original: Callable, cls: Any, config: Any, *, megatron_config: Any, **
     # No weights: the loader finds every parameter missing and has each drawn by `_initialize_missing_keys`.
     with quiet_loading():
         model = cls.from_pretrained.__func__.__wrapped__(
-            cls, None, config=config, state_dict={}, dtype=dtype, distributed_config=layout, **kwargs
+            cls, None, config=config, state_dict={}, dtype=dtype, distributed_config=_Request(layout), **kwargs
         )
     forget_conversions(model)
     _finish(model)
     return model.train()
 
 
-def _finish(model: Any) -> None:
+def _finish(model: Any, quantizer: Any = None) -> None:
     """Has modules compute in parallel, now that the weights are in, and stock loops find what they ask a model for."""
     state = parallel_state(model)
     assert state is not None
+    finish_quantization(model, quantizer, state)
     _keep_less(model, state)
     install(model)
     apply_recompute(model, state.config.recompute)
@@ -167,17 +183,22 @@ def _keep_less(model: Any, state: ParallelState) -> None:
 
 def prepare_distribute_model(original: Callable, cls: Any, distributed_config: Any, device_map: Any = None) -> Any:
     """Joins the job and returns this rank's device; the mesh is made when the model exists."""
-    if not isinstance(distributed_config, MegatronConfig):
+    if not isinstance(distributed_config, _Request):
         return original(cls, distributed_config, device_map=device_map)
-    return distributed_config, ensure_process_group(distributed_config.timeout), None
+    return distributed_config, ensure_process_group(distributed_config.config.timeout), None
 
 
 def maybe_distribute_model(original: Callable, cls: Any, model: Any, distributed_config: Any, mesh_manager: Any) -> Any:
     """Splits the model, on the meta device, by its own plan, once all ranks agree and the layout is verified."""
-    if not isinstance(distributed_config, MegatronConfig):
+    if not isinstance(distributed_config, _Request):
         return original(cls, model, distributed_config, mesh_manager)
+    request, distributed_config = distributed_config, distributed_config.config
+    model.config.distributed_config = distributed_config
     if getattr(model, "hf_quantizer", None) is not None or getattr(model.config, "quantization_config", None):
-        raise UnsupportedError("The checkpoint is quantised (quantization_config in its config.json); not split yet.")
+        raise UnsupportedError(
+            "The checkpoint is quantised (quantization_config in its config.json); load the one that it was made of, "
+            "with quantization_config= beside megatron_config=."
+        )
     description = describe_model(model)
     distributed_config = with_compared_scheme(model, distributed_config, description)
     agree(_facts(model, distributed_config))
@@ -185,6 +206,8 @@ def maybe_distribute_model(original: Callable, cls: Any, model: Any, distributed
     state = plan(model, distributed_config, Axes.of(distributed_config, dist.get_rank()))
     require_expert_widths(model, state.claims, state.axes)
     require_verified(model, state, description)
+    if request.quantizer is not None:
+        plan_quantization(model, request.quantizer, state)
     place(model, state, "cuda" if torch.cuda.is_available() and dist.get_backend() != "gloo" else "cpu")
     return model
 
@@ -240,7 +263,9 @@ def set_param_for_module(
     # FSDP2 copies its part of what stays mapped until then.
     if state is not None and not state.shards_weights:
         param_value = own_memory(param_value)
-    return original(model, target_name, param_value, *args, **kwargs)
+    result = original(model, target_name, param_value, *args, **kwargs)
+    quantize_arrived(model, target_name)
+    return result
 
 
 def initialize_missing_keys(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -280,6 +305,7 @@ def save_pretrained(
     original: Callable, self: Any, save_directory: Any, *args: Any, format: str = "hf", **kwargs: Any
 ) -> Any:
     """Saves merged Hugging Face files with a card, or another format; every rank calls it."""
+    require_dense(self)
     if format != "hf":
         return save_in_format(self, original, save_directory, format, *args, **{"options": None, **kwargs})
     if "options" in kwargs:

@@ -64,7 +64,7 @@ class ColumnParallelLinear(ParallelLinear):
             with saving:
                 y = self.matmul(x, local_view(self.bias, self.copies_group))
         if self.gather_output:
-            return gather_from_ranks(y, -1, self.weight.shape[self.weight_dim_out], self.group)
+            return gather_from_ranks(y, -1, self.out_features, self.group)
         if self.training:
             self.streams.use_own()
         return y

@@ -8,6 +8,7 @@ from torch.distributed.tensor import DTensor
 
 from ..absent_weights import own_parameters
 from ..errors import PlanError, UnsupportedError
+from ..quantized.weight import QuantizedWeight
 
 
 class ClaimCheck:
@@ -32,7 +33,7 @@ class ClaimCheck:
                 raise PlanError(
                     f"{name} appeared after the plan was made; nobody claims it. Add modules before loading."
                 )
-            if not isinstance(parameter, DTensor) or parameter.device.type == "meta":
+            if not isinstance(parameter, DTensor | QuantizedWeight) or parameter.device.type == "meta":
                 raise PlanError(f"{name} is not laid out as planned: {type(parameter).__name__} on {parameter.device}.")
 
 

@@ -74,6 +74,11 @@ def _gradients(model: Any) -> dict[str, Tensor | None]:
     return {name: reducer.full_gradient(parameter) for name, parameter in trained.items()}
 
 
+def _is_quantized(parameter: nn.Parameter) -> bool:
+    """Tells whether a weight is there as codes, of this library or of another."""
+    return not parameter.is_floating_point() or type(parameter).__module__.startswith("torchao.")
+
+
 def _full(model: Any, values: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
     state = parallel_state(model)
     if state is None:
@@ -149,7 +154,7 @@ def measure(
     model.zero_grad()
     loss = _backward(model, batches)
     gradients = _gradients(model)
-    parameters = dict(own_parameters(model))
+    parameters = {name: parameter for name, parameter in own_parameters(model) if not _is_quantized(parameter)}
     result = Measurement(loss, eval_loss, float("nan"), _full(model, gradients))
     if parallel_state(model) is None:
         norms = [gradient.norm() for gradient in gradients.values() if gradient is not None]

@@ -3,8 +3,8 @@
 import functools
 import shutil
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ class Twin:
     Attributes:
         build_full (`Callable`, *optional*): makes that one, on the device that is the default.
         adapt (`Callable`, *optional*): puts an adapter into a model that was loaded, and returns the model.
+        arguments (`Mapping`, *optional*): of `from_pretrained`, beside the layout.
     """
 
     class_name: str
@@ -42,6 +43,7 @@ class Twin:
     full: Description = Description((), frozenset(), {})
     build_full: Callable[[], Any] | None = None
     adapt: Callable[[Any], Any] | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def model_on_meta(self) -> Any:
         """Makes the twin's model on the meta device, as it is before any layout."""
@@ -51,7 +53,7 @@ class Twin:
 
     def load(self, **kwargs: Any) -> Any:
         """Loads the twin, with `megatron_config=` on the ranks of a job."""
-        model = getattr(transformers, self.class_name).from_pretrained(self.directory, **kwargs)
+        model = getattr(transformers, self.class_name).from_pretrained(self.directory, **self.arguments, **kwargs)
         return model if self.adapt is None else self.adapt(model)
 
     def delete(self) -> None:
@@ -149,6 +151,9 @@ def measured(twin: Twin) -> Twin:
     """Returns a twin with its numbers in this process."""
     twin.reference = measure(twin.load(), twin.batches)
     twin.reference.without = tuple(without_gradient(twin.config))
+    if "quantization_config" in twin.arguments:
+        # What codes stand for has one precision.
+        return twin
     try:
         precise = measure(twin.load(experts_implementation="eager").double(), twin.batches)
     except RuntimeError:

@@ -1,0 +1,120 @@
+"""bitsandbytes' four bits (NF4, FP4): blocks of 64 entries, counted through the rows, have a scale each.
+
+Blocks of a part are blocks of the whole where the part begins and ends with them. Double quantisation writes the scales
+in eight bits, relative to the mean of all of them: ranks ask each other for the whole weight's, and keep the values.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .scheme import Part
+from .weight import QuantizedWeight
+
+_BLOCK = 64
+# Of the scales.
+_OUTER_BLOCK = 256
+
+
+@dataclass(frozen=True)
+class FourBit:
+    """What a `BitsAndBytesConfig(load_in_4bit=True)` asks for."""
+
+    kind: str
+    compute_dtype: torch.dtype | None
+    is_double: bool
+    storage: torch.dtype
+    mixes_tokens = None
+
+    def misfit(self, part: Part) -> str | None:
+        """Says which part of a block a rank would have."""
+        width = part.shape[1]
+        [*columns] = part.ranges[1]
+        if part.lacks_columns and (width % _BLOCK or any(edge % _BLOCK for both in columns for edge in both)):
+            held = sum(stop - start for start, stop in columns)
+            return f"blocks have {_BLOCK} entries of a row, and this rank {held} of its {width}."
+        if any(edge * width % _BLOCK for both in part.ranges[0] for edge in both):
+            return f"blocks have {_BLOCK} entries, and a rank's rows of {width} do not end with one."
+        return None
+
+    def asks_others(self, part: Part) -> bool:
+        """Tells whether the scales are quantised, too, and some are elsewhere."""
+        return self.is_double and not part.is_whole
+
+    def quantize(self, local: Tensor, part: Part) -> QuantizedWeight:
+        """Returns a part `[local out, local in]` in four bits."""
+        from bitsandbytes.functional import quantize_4bit
+
+        codes, state = quantize_4bit(
+            local.contiguous(),
+            blocksize=_BLOCK,
+            compress_statistics=self.is_double and part.is_whole,
+            quant_type=self.kind,
+            quant_storage=self.storage,
+        )
+        if self.asks_others(part):
+            state.absmax = _twice(state.absmax, part)
+        weight = four_bit_class()(
+            codes,
+            requires_grad=False,
+            quant_state=state,
+            blocksize=_BLOCK,
+            compress_statistics=state.nested,
+            quant_type=self.kind,
+            quant_storage=self.storage,
+            bnb_quantized=True,
+        )
+        weight.compute_dtype = self.compute_dtype
+        return weight
+
+
+def _twice(scales: Tensor, part: Part) -> Tensor:
+    """Returns this rank's scales as they are when all of the weight's are quantised together."""
+    from bitsandbytes.functional import dequantize_blockwise, quantize_blockwise
+
+    out, width = part.shape
+    rows, columns = (torch.cat([torch.arange(*both) for both in ranges]) for ranges in part.ranges)
+    here = ((rows[:, None] * width + columns).flatten()[::_BLOCK] // _BLOCK).to(scales.device)
+    whole = torch.zeros(-(-out * width // _BLOCK), dtype=scales.dtype, device=scales.device)
+    whole[here] = scales
+    # Not a sum: of fewer heads than ranks several have the same.
+    dist.all_reduce(whole, dist.ReduceOp.MAX, group=part.group)
+    mean = whole.mean()
+    codes, outer = quantize_blockwise(whole - mean, blocksize=_OUTER_BLOCK)
+    return (dequantize_blockwise(codes, outer) + mean)[here]
+
+
+@cache
+def four_bit_class() -> Any:
+    """Returns the class of weights in four bits, one of bitsandbytes'."""
+    import bitsandbytes
+    from bitsandbytes.functional import dequantize_4bit
+    from bitsandbytes.nn import Params4bit
+
+    class FourBitWeight(QuantizedWeight, Params4bit):
+        compute_dtype: torch.dtype | None = None
+
+        def scales(self) -> list[Tensor]:
+            state = self.quant_state
+            return [state.absmax] if not state.nested else [state.absmax, state.state2.absmax, state.offset]
+
+        def project(self, x: Tensor, bias: Tensor | None) -> Tensor:
+            dtype = self.compute_dtype or x.dtype
+            bias = None if bias is None else bias.to(dtype)
+            return bitsandbytes.matmul_4bit(x.to(dtype), self.codes, self.quant_state, bias=bias).to(x.dtype)
+
+        def dequantized(self) -> Tensor:
+            return dequantize_4bit(self.codes, self.quant_state)
+
+        def __deepcopy__(self, memo: dict) -> Any:
+            twin = super().__deepcopy__(memo)
+            twin.compute_dtype = self.compute_dtype
+            return twin
+
+    # PEFT, TRL and transformers know it by this name.
+    FourBitWeight.__name__ = "Params4bit"
+    return FourBitWeight

@@ -1,0 +1,238 @@
+"""Frozen bases in few bits: adapters' gradients, weights after two steps and the codes are those of one process."""
+
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+import transformers
+from bitsandbytes.functional import dequantize_4bit
+from peft import PeftModel, get_peft_model, prepare_model_for_kbit_training
+from torchao.quantization import Int8WeightOnlyConfig, PerTensor
+from transformers import CONFIG_MAPPING, BitsAndBytesConfig, TorchAoConfig, Trainer, TrainingArguments
+
+from hf_megatron.communication.whole_tensors import whole_of
+from hf_megatron.errors import ConfigError, UnsupportedError
+from hf_megatron.integrations.gate import ConfigUnderTest
+from hf_megatron.parallel_state import parallel_state
+from hf_megatron.quantized import eight_bit, four_bit, scheme
+from hf_megatron.quantized.weight import QuantizedWeight
+from hf_megatron.verify.adapters import METHODS, find_targets
+from hf_megatron.verify.check import parse_layouts
+from hf_megatron.verify.parity import check_twin, make_twin, measured
+from hf_megatron.verify.ranks import run_ranks
+from hf_megatron.verify.twin import draw_parameters
+
+SCHEMES = {
+    "nf4": lambda: BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4"),
+    "nf4_double": lambda: BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
+    ),
+    "fp4": lambda: BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="fp4"),
+    "int8": lambda: BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0),
+    "torchao": lambda: TorchAoConfig(Int8WeightOnlyConfig()),
+}
+SPREAD = {
+    "nf4": "tp2,tp2+sp,pp2,cp2,dp2+zero0,dp2+zero2,tp2+pp2+dp2",
+    "nf4_double": "tp2,tp2+sp,pp2",
+    "fp4": "tp2",
+    "int8": "pp2,cp2,dp2",
+    "torchao": "tp2,tp2+sp,pp2,dp2",
+}
+CASES = [("llama", name, text) for name, texts in SPREAD.items() for text in texts.split(",")]
+# Fused projections, biases, fewer key heads than ranks.
+CASES += [("phi3", "nf4", "tp2"), ("qwen2", "nf4_double", "tp2+sp"), ("qwen3", "torchao", "tp4")]
+# Blocks end with the parts of two ranks.
+WIDE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
+
+
+@functools.cache
+def base_of(model_type):
+    changes = {name: value for name, value in WIDE.items() if hasattr(CONFIG_MAPPING[model_type](), name)}
+    return make_twin(CONFIG_MAPPING[model_type](), changes=changes, microbatches=2, batch_size=4)
+
+
+def in_full_precision(model):
+    """Has bitsandbytes' linears multiply as in training, where a CPU has bf16 instructions for evaluation."""
+    for module in model.modules():
+        if type(module).__name__ == "Linear4bit":
+            module.support_avx512bf16_for_cpu = False
+    return model
+
+
+@functools.cache
+def twin_of(model_type, name):
+    base = replace(base_of(model_type), arguments={"quantization_config": SCHEMES[name]()})
+    model = get_peft_model(base.load(), METHODS["lora"](find_targets(base_of(model_type).load(), base.reference)))
+    draw_parameters(model, 0, trained_only=True)
+    folder = base.directory / f"adapter_{name}"
+    model.save_pretrained(folder)
+
+    def adapt(model):
+        return PeftModel.from_pretrained(in_full_precision(model), folder, is_trainable=True).get_base_model()
+
+    return measured(replace(base, adapt=adapt))
+
+
+@pytest.mark.parametrize(("model_type", "name", "text"), CASES)
+def test_adapters_of_quantized_bases(model_type, name, text):
+    comparison = check_twin(twin_of(model_type, name), parse_layouts(text)[0])
+    assert comparison.passed, comparison.report()
+
+
+def test_every_scheme_is_compared():
+    assert SCHEMES.keys() == SPREAD.keys()
+
+
+def dense_weights(name, text, sabotage=None):
+    """Largest difference of what codes stand for to those of one process, over all weights of the twin."""
+    twin = replace(base_of("llama"), arguments={"quantization_config": SCHEMES[name]()})
+
+    def on_rank():
+        if sabotage is not None:
+            sabotage()
+        [config] = parse_layouts(text)
+        model = twin.load(megatron_config=ConfigUnderTest(**config.to_dict()))
+        linears = sorted(parallel_state(model).placed[scheme.NAME].linears)
+        held = [isinstance(model.get_submodule(linear).weight, QuantizedWeight) for linear in linears]
+        model.dequantize(torch.float32)
+        return all(held), {linear: whole_of(model.get_submodule(linear).weight) for linear in linears}
+
+    held, found = run_ranks(on_rank, 2)[0]
+    assert held and found
+    reference = twin.load()
+    differences = []
+    for linear, weight in found.items():
+        stock = reference.get_submodule(linear).weight
+        whole = stock.dequantize() if name == "torchao" else dequantize_4bit(stock.data, stock.quant_state)
+        differences.append((whole - weight).abs().max().item())
+    return max(differences)
+
+
+@pytest.mark.parametrize("name", ["nf4", "nf4_double", "torchao"])
+def test_codes_are_those_of_the_whole(name):
+    assert dense_weights(name, "tp2") == 0
+
+
+def own_scales_of_blocks():
+    four_bit.FourBit.asks_others = lambda self, part: False
+
+
+def own_scales_of_rows():
+    eight_bit.Int8Rows.asks_others = lambda self, part: False
+
+
+@pytest.mark.parametrize(("name", "sabotage"), [("nf4_double", own_scales_of_blocks), ("torchao", own_scales_of_rows)])
+def test_scales_of_one_rank_are_found(name, sabotage):
+    assert dense_weights(name, "tp2", sabotage) > 1e-4
+
+
+def test_blocks_that_two_ranks_share_are_found():
+    def sabotage():
+        four_bit.FourBit.misfit = lambda self, part: None
+
+    twin = replace(
+        make_twin(CONFIG_MAPPING["llama"]()), arguments={"quantization_config": SCHEMES["nf4"]()}, adapt=lambda m: m
+    )
+
+    def on_rank():
+        sabotage()
+        model = twin.load(megatron_config=ConfigUnderTest(tp_size=2))
+        model.dequantize(torch.float32)
+        return whole_of(model.model.layers[0].self_attn.o_proj.weight)
+
+    stock = twin.load().model.layers[0].self_attn.o_proj.weight
+    assert (run_ranks(on_rank, 2)[0] - dequantize_4bit(stock.data, stock.quant_state)).abs().max() > 1e-2
+
+
+# What users do
+
+
+def trained(folder, twin, text=None, resume=None):
+    """Losses of a Trainer's run, of its evaluation, and of the merged model."""
+    rows = [{name: values[i % 4] for name, values in twin.batches[0].items()} for i in range(16)]
+    arguments = {} if text is None else {"megatron_config": ConfigUnderTest(**parse_layouts(text)[0].to_dict())}
+    model = prepare_model_for_kbit_training(in_full_precision(twin.load(**arguments)))
+    torch.manual_seed(7)
+    model = get_peft_model(model, METHODS["lora"](find_targets(base_of("llama").load(), twin.reference)))
+    settings = {"max_steps": 4, "save_steps": 2, "logging_steps": 1, "per_device_train_batch_size": 4}
+    settings |= {"learning_rate": 1e-2, "report_to": [], "use_cpu": True, "gradient_checkpointing": True}
+    trainer = Trainer(model, TrainingArguments(folder, **settings), train_dataset=rows, eval_dataset=rows[:4])
+    trainer.train(resume_from_checkpoint=resume)
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    losses.append(trainer.evaluate()["eval_loss"])
+    if text is not None:
+        with torch.no_grad():
+            losses.append(model.merge_and_unload()(**twin.batches[0]).loss.item())
+    return losses
+
+
+def test_a_trainer_resumes_on_another_layout_and_merges(tmp_path):
+    twin = replace(base_of("llama"), arguments={"quantization_config": SCHEMES["nf4_double"]()})
+    expected = trained(tmp_path / "one", twin)
+    split = run_ranks(lambda: trained(tmp_path / "tp", twin, "tp2"), 2)[0]
+    assert split[:5] == pytest.approx(expected, rel=1e-5)
+    # What was merged is not rounded to codes: it is the model with the adapter.
+    assert split[5] == pytest.approx(split[4], rel=1e-5)
+    resumed = run_ranks(lambda: trained(tmp_path / "pp", twin, "pp2", str(tmp_path / "tp" / "checkpoint-2")), 2)[0]
+    assert resumed == pytest.approx(split, rel=1e-5)
+
+
+def test_what_is_refused(tmp_path):
+    twin = base_of("llama")
+    narrow = make_twin(CONFIG_MAPPING["llama"]())
+    stock = replace(twin, arguments={"quantization_config": SCHEMES["nf4"]()}).load()
+    stock.save_pretrained(tmp_path / "quantized")
+    cls = transformers.LlamaForCausalLM
+
+    def on_rank():
+        refused = []
+
+        def load(folder, settings, **layout):
+            try:
+                model = cls.from_pretrained(
+                    folder, quantization_config=settings, megatron_config=ConfigUnderTest(**layout)
+                )
+            except (UnsupportedError, ConfigError) as error:
+                refused.append(str(error))
+                return None
+            return model
+
+        load(narrow.directory, SCHEMES["nf4"](), tp_size=2)
+        load(twin.directory, SCHEMES["int8"](), tp_size=2)
+        load(twin.directory, BitsAndBytesConfig(load_in_8bit=True), pp_size=2)
+        load(twin.directory, SCHEMES["nf4"](), dp_size=2, zero_stage=3)
+        load(twin.directory, TorchAoConfig(Int8WeightOnlyConfig(granularity=PerTensor())), tp_size=2)
+        load(twin.directory, "nf4", tp_size=2)
+        load(tmp_path / "quantized", None, tp_size=2)
+        model = load(twin.directory, SCHEMES["nf4"](), tp_size=2)
+        wrapped = get_peft_model(model, METHODS["lora"](find_targets(twin.load(), twin.reference)))
+        attempts = (
+            lambda: model.model.layers[0].self_attn.q_proj.weight * 2,
+            lambda: model.save_pretrained(tmp_path / "base"),
+            lambda: wrapped.merge_adapter(),
+            lambda: wrapped.add_adapter("second", METHODS["dora"](find_targets(twin.load(), twin.reference))),
+        )
+        for attempt in attempts:
+            with pytest.raises(UnsupportedError) as error:
+                attempt()
+            refused.append(str(error.value))
+        return refused
+
+    found = run_ranks(on_rank, 2)[0]
+    expected = (
+        "gate_proj.weight [90, 64] over tp_size = 2|down_proj.weight [64, 90] over tp_size = 2: blocks have 64",
+        "inputs are quantised row by row, and a rank has 128 of their 256 entries",
+        "columns of inputs that exceed llm_int8_threshold = 6.0",
+        "zero_stage = 3: FSDP2 cuts rows out of codes",
+        "compared with one process is Int8WeightOnlyConfig() with a scale for each row",
+        "quantization_config = 'nf4': valid are a dict and configs of transformers",
+        "The checkpoint is quantised",
+        "mul of a quantised weight: its codes are no numbers",
+        "save_pretrained of a LlamaForCausalLM whose weights are quantised",
+        "merge_adapter on a quantised base",
+        "on a quantised base",
+    )
+    assert len(found) == len(expected), found
+    for text, words in zip(found, expected, strict=True):
+        assert any(part in text for part in words.split("|")), (text, words)
