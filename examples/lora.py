@@ -3,6 +3,7 @@
     python examples/lora.py                                                                    # one process
     accelerate launch --config_file examples/accelerate_tp2_cpu.yaml examples/lora.py          # two CPU processes
     torchrun --nproc_per_node 2 examples/lora.py --tp_size 2 --sequence_parallel --method dora # the same by flags
+    torchrun --nproc_per_node 2 examples/lora.py --tp_size 2 --quantization nf4                # QLoRA
 
 With no flags it trains a small Llama on Python's own documentation for a minute, and then an adapter for the docstrings
 of Python's library. The adapter is an ordinary one: it ends in plain PEFT, which generates text with it.
@@ -18,12 +19,14 @@ from pathlib import Path
 
 import torch
 from datasets import Dataset
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
 from train import ScriptArguments, load_texts, new_llama_config, new_tokenizer, pack
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    BitsAndBytesConfig,
     HfArgumentParser,
+    TorchAoConfig,
     Trainer,
     TrainingArguments,
     default_data_collator,
@@ -37,6 +40,7 @@ from hf_megatron import MegatronConfig, config_from_environment
 class AdapterArguments:
     model: str | None = field(default=None, metadata={"help": "Hub name or folder; default: a small Llama, trained."})
     method: str = field(default="lora", metadata={"help": "lora, rslora, dora or pissa."})
+    quantization: str = field(default="none", metadata={"help": "Of the frozen base: none, nf4, nf4-double or int8."})
     rank: int = field(default=8, metadata={"help": "Of the adapter."})
     base_steps: int = field(default=60, metadata={"help": "Steps of the small Llama."})
     sequence_length: int = field(default=64, metadata={"help": "Tokens per training example."})
@@ -51,6 +55,16 @@ METHODS = {
     "dora": {"use_dora": True},
     "pissa": {"init_lora_weights": "pissa"},
 }
+
+
+def quantization_config(name: str):
+    """What the base's linears are quantised with; needs `pip install "hf_megatron[quantized]"`."""
+    if name == "int8":
+        from torchao.quantization import Int8WeightOnlyConfig
+
+        return TorchAoConfig(Int8WeightOnlyConfig())
+    is_double = name == "nf4-double"
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=is_double)
 
 
 def docstrings() -> Dataset:
@@ -96,6 +110,11 @@ def main():
     args, training_args = parser.parse_args_into_dataclasses()
     if args.method not in METHODS:
         raise SystemExit(f"--method {args.method!r}: valid are {', '.join(METHODS)}")
+    if args.quantization not in ("none", "nf4", "nf4-double", "int8"):
+        raise SystemExit(f"--quantization {args.quantization!r}: valid are none, nf4, nf4-double and int8")
+    quantized = {}
+    if args.quantization != "none":
+        quantized["quantization_config"] = quantization_config(args.quantization)
     set_seed(training_args.seed)
     # The flags if any is given; else what the accelerate YAML says (no parallelism in a plain process).
     flags = {name: value for name in ("tp_size", "sequence_parallel") if (value := getattr(args, name)) is not None}
@@ -108,7 +127,9 @@ def main():
     data = pack(docstrings(), "text", tokenizer, args.sequence_length).train_test_split(test_size=16, seed=0)
 
     # One changed argument; what follows is PEFT's and Trainer's.
-    model = AutoModelForCausalLM.from_pretrained(base, dtype="float32", megatron_config=layout)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype="float32", megatron_config=layout, **quantized)
+    if quantized:
+        model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     model = get_peft_model(
         model,
         LoraConfig(
@@ -139,15 +160,16 @@ def main():
         return
 
     # From here on plain PEFT: no megatron_config.
-    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), training_args.output_dir)
-    model = model.to(training_args.device).eval()
+    plain = AutoModelForCausalLM.from_pretrained(base, **quantized)
+    model = PeftModel.from_pretrained(plain, training_args.output_dir).to(training_args.device).eval()
     with torch.no_grad():
         rows = torch.tensor(data["test"]["input_ids"], device=training_args.device).split(1)
         reloaded = sum(model(input_ids=row, labels=row).loss.item() for row in rows) / len(rows)
     prompt = tokenizer(args.prompt, return_tensors="pt").to(training_args.device)
     generated = model.generate(**prompt, max_new_tokens=40, do_sample=True, top_k=20)
     print(f"\nGenerated: {tokenizer.decode(generated[0], skip_special_tokens=True)}\n")
-    tolerance = 1e-5 if training_args.mixed_precision == "no" else 1e-2
+    # bitsandbytes evaluates in bf16 where a CPU has instructions for it.
+    tolerance = 1e-5 if training_args.mixed_precision == "no" and not quantized else 1e-2
     report = f"{after:.4f} in Trainer, {reloaded:.4f} with the adapter from {training_args.output_dir} in plain PEFT"
     if not abs(reloaded - after) <= tolerance * after:  # so written, it also catches NaN
         raise SystemExit(f"The adapter differs: evaluation loss {report}")

@@ -126,11 +126,13 @@ def test_the_same_script_in_one_process_on_another_model_and_data(stories, tmp_p
     assert "equal within" in result.stdout
 
 
-def test_an_adapter(tmp_path):
+@pytest.mark.parametrize("quantization", ["none", "nf4-double", "int8"])
+def test_an_adapter(quantization, tmp_path):
     """examples/lora.py, shortened: a base, an adapter, the same loss in plain PEFT, text."""
     output = tmp_path / "out"
     launch = [*MAIN_LAUNCH.split(), "--main_process_port", "0", "examples/lora.py", "--output_dir", str(output)]
-    result = run([*launch, "--base_steps", "6", "--max_steps", "8", "--save_steps", "4"], tmp_path)
+    short = ["--base_steps", "6", "--max_steps", "8", "--save_steps", "4", "--quantization", quantization]
+    result = run([*launch, *short], tmp_path)
     assert result.returncode == 0, result.stderr[-3000:]
     before, after = re.search(r"Evaluation loss ([\d.]+) -> ([\d.]+)", result.stdout).groups()
     assert float(after) < float(before)
