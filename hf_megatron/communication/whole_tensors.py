@@ -6,13 +6,14 @@ what the other axes have left to a rank.
 
 from collections.abc import Iterator
 from itertools import product
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from ..errors import UnsupportedError
+from ..errors import ConfigError, UnsupportedError
 from ..mesh import is_weight_axis
 from ..upstream import blocks_of_shard, dtensor_from_local, local_tensor, split_dim
 from .collectives import bounds
@@ -67,6 +68,23 @@ def part_like(whole: Tensor, like: DTensor) -> Tensor:
     for here, there in _blocks(like):
         local[here] = whole[there]
     return local
+
+
+def take_whole_tensors(module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    """Has `load_state_dict` accept whole tensors of any shape, as one process saves them; a hook before it.
+
+    Raises:
+        ConfigError: for a tensor of another shape.
+    """
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        value = state_dict.get(prefix + name)
+        if not isinstance(value, Tensor) or isinstance(value, DTensor) or not isinstance(parameter, DTensor):
+            continue
+        if value.shape != parameter.shape:
+            raise ConfigError(
+                f"load_state_dict: {name} has shape {tuple(value.shape)}, the global shape is {tuple(parameter.shape)}."
+            )
+        state_dict[prefix + name] = dtensor_from_local(part_like(value, parameter).to(parameter.device), parameter)
 
 
 def _blocks(tensor: DTensor) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:

@@ -21,6 +21,8 @@ _OFF: dict[str, tuple[Any, ...]] = {
 _INITIAL = ("True", "False", "gaussian", "pissa", r"pissa_niter_\d+", "olora")
 # What PEFT's methods put adapters on.
 _METHODS = {"LORA": "linears", "IA3": "linears", "LN_TUNING": "norms"}
+# Those that put nothing into a model.
+_PROMPTS = ("PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING")
 
 
 def in_out_features(original: Callable, module: Any) -> Any:
@@ -73,13 +75,46 @@ def init(original: Callable, self: Any, model: Any, peft_config: Any, *args: Any
     from ..parallel_state import parallel_state, share_state
 
     state = parallel_state(model)
-    if state is not None and peft_config.is_prompt_learning:
-        _refuse(
-            f"{peft_config.peft_type.value} of PEFT", "prompts stand in front of what every stage and shard is given"
-        )
     original(self, model, peft_config, *args, **kwargs)
     if state is not None:
         share_state(self, model, state)
+
+
+def setup_prompt_encoder(original: Callable, self: Any, adapter_name: str) -> None:
+    """Makes what makes prompts, from one random state on all ranks, and lays it out."""
+    from ..parallel_state import parallel_state
+
+    model = self.base_model
+    if (state := parallel_state(model)) is None:
+        original(self, adapter_name)
+        return
+    from ..peft.layout import note_modules
+    from ..peft.prompts import lay_out_prompts
+
+    _require_prompts(self.peft_config[adapter_name], state)
+    _draw_alike(state)
+    original(self, adapter_name)
+    lay_out_prompts(self.prompt_encoder, model, state)
+    note_modules(model, state)
+
+
+def get_prompt(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Returns what this rank's model takes of a prompt."""
+    from ..parallel_state import parallel_state
+
+    if (state := parallel_state(self.base_model)) is None:
+        return original(self, *args, **kwargs)
+    from ..peft.prompts import local_prompt, reading_prompts
+
+    with reading_prompts(state):
+        return local_prompt(original(self, *args, **kwargs), state)
+
+
+def _draw_alike(state: Any) -> None:
+    """Gives all ranks the first one's random state."""
+    from ..communication.random_streams import broadcast_state
+
+    broadcast_state(state.mesh.device, *(state.mesh.host_group(axis) for axis in ("tp", "cp", "pp", "dp")))
 
 
 def inject_adapter(original: Callable, self: Any, model: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
@@ -89,13 +124,12 @@ def inject_adapter(original: Callable, self: Any, model: Any, adapter_name: str,
     if (state := parallel_state(model)) is None:
         original(self, model, adapter_name, *args, **kwargs)
         return
-    from ..communication.random_streams import broadcast_state
     from ..peft.layout import lay_out_adapters
 
     _require_supported(self.peft_config[adapter_name], state)
     _require_targets(self, model, adapter_name, state)
     _require_saved(self.peft_config[adapter_name], model, state)
-    broadcast_state(state.mesh.device, *(state.mesh.host_group(axis) for axis in ("tp", "cp", "pp", "dp")))
+    _draw_alike(state)
     original(self, model, adapter_name, *args, **kwargs)
     lay_out_adapters(model, state)
 
@@ -214,7 +248,7 @@ def _require_supported(config: Any, state: Any) -> None:
     """Raises `UnsupportedError` for a method, a setting or a layout that nobody has compared with one process."""
     method = config.peft_type.value
     if method not in _METHODS:
-        _refuse(f"{method} of PEFT", f"laid out are {', '.join(_METHODS)}")
+        _refuse(f"{method} of PEFT", f"laid out are {', '.join((*_METHODS, *_PROMPTS))}")
     if getattr(config, "megatron_config", None) is not None:
         raise UnsupportedError(
             "LoraConfig.megatron_config is PEFT's, for models of Megatron-Core. The layout of this library belongs to "
@@ -240,6 +274,29 @@ def _require_supported(config: Any, state: Any) -> None:
             f"{method} of PEFT with zero_stage = 3, modules_to_save = {config.modules_to_save} and bias",
             "FSDP2 splits a frozen base alone; zero_stage=2 splits gradients and moments",
         )
+
+
+def _require_prompts(config: Any, state: Any) -> None:
+    """Raises `UnsupportedError` for prompts that nobody has compared with one process."""
+    method = config.peft_type.value
+    if method not in _PROMPTS:
+        _refuse(f"{method} of PEFT", f"laid out are {', '.join((*_METHODS, *_PROMPTS))}")
+    if getattr(config, "encoder_reparameterization_type", None) == "LSTM":
+        _refuse("PromptEncoderConfig.encoder_reparameterization_type = 'LSTM'", "valid is 'MLP'")
+    split = [axis for axis in ("pp", "cp") if state.axes.size(axis) > 1]
+    if method == "PREFIX_TUNING" and split:
+        _refuse(
+            f"PREFIX_TUNING of PEFT with {split[0]}_size > 1",
+            "keys and values of a prefix are given as a cache, which training over stages or parts of rows has not; "
+            "PROMPT_TUNING and P_TUNING are laid out",
+        )
+    if method != "PREFIX_TUNING" and state.shards_weights:
+        _refuse(
+            f"{method} of PEFT with zero_stage = 3",
+            "PEFT calls the embedding before the model, and FSDP2 puts it together within; use zero_stage=2",
+        )
+    if config.modules_to_save:
+        _refuse(f"{method} of PEFT with modules_to_save = {config.modules_to_save}", "valid is None")
 
 
 def _require_targets(tuner: Any, model: Any, adapter: str, state: Any) -> None:

@@ -22,6 +22,7 @@ from ..checkpoint.merged import save_merged
 from ..checkpoint.strict_loading import check_loaded, own_memory
 from ..communication.agreement import agreed, gather
 from ..communication.handshake import agree
+from ..communication.whole_tensors import take_whole_tensors
 from ..config import MegatronConfig, validate_world_size
 from ..errors import ConfigError, UnsupportedError
 from ..layer_list import find_layers
@@ -154,7 +155,7 @@ def _finish(model: Any, quantizer: Any = None) -> None:
     _keep_less(model, state)
     install(model)
     apply_recompute(model, state.config.recompute)
-    model.register_load_state_dict_pre_hook(_shard_full_tensors)
+    model.register_load_state_dict_pre_hook(take_whole_tensors)
     for attribute, value in (
         ("parallel_plan", types.MethodType(parallel_plan, model)),
         ("_tp_size", state.config.ranks_per_replica),
@@ -281,24 +282,6 @@ def initialize_missing_keys(original: Callable, self: Any, *args: Any, **kwargs:
     for name in missing:
         vars(self.get_parameter(name)).pop("_is_hf_initialized", None)
     return result
-
-
-def _shard_full_tensors(model: Any, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-    """Has `load_state_dict` accept full tensors, as one process saves them, and DTensors of the same layout."""
-    from torch.distributed.tensor import DTensor
-
-    from ..communication.whole_tensors import part_like
-    from ..upstream import dtensor_from_local
-
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        value = state_dict.get(prefix + name)
-        if not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or not isinstance(parameter, DTensor):
-            continue
-        if value.shape != parameter.shape:
-            raise ConfigError(
-                f"load_state_dict: {name} has shape {tuple(value.shape)}, the global shape is {tuple(parameter.shape)}."
-            )
-        state_dict[prefix + name] = dtensor_from_local(part_like(value, parameter).to(parameter.device), parameter)
 
 
 def save_pretrained(

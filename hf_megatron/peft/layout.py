@@ -101,6 +101,11 @@ def lay_out_adapters(model: nn.Module, state: ParallelState) -> None:
     _follow(model, state, {name: tuner for name, tuner, _ in found})
 
 
+def note_modules(model: nn.Module, state: ParallelState) -> None:
+    """Takes note of modules that were laid out and added to a model."""
+    _follow(model, state, {})
+
+
 def forget_adapters(
     model: nn.Module, state: ParallelState, before: Mapping[str, tuple[nn.Module, dict[int, str]]]
 ) -> None:

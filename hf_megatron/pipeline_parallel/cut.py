@@ -71,7 +71,7 @@ class Cut:
         """Raises `UnsupportedError`, on all ranks alike, where trained weights came to the model beside its stages.
 
         Args:
-            known: names of the weights that the model was loaded with.
+            known: names of the weights that were laid out, when the model was loaded or with an adapter.
         """
         parts = tuple(f"{name}." for name in (self.layers, *self.before, *self.after))
         for name, parameter in model.named_parameters():

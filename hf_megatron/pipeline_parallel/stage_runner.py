@@ -76,7 +76,7 @@ class StageRunner(Shared):
         self.streams = MicrobatchStreams(mesh.device, mesh.host_group("pp"))
         self.first, self.last = cut.boundary.stages.rank_of[0], cut.boundary.stages.rank_of[-1]
         self._in_lockstep = state.in_lockstep
-        self._state, self._loaded = state, frozenset(state.claims)
+        self._state = state
         self._auxiliary: dict[Hashable, bool] = {}
         self._known_rows: KnownRows | None = None
         self._calls = 0
@@ -98,7 +98,7 @@ class StageRunner(Shared):
         self.checks.require_one_stage_each(arguments, fills_cache=whole)
         self.cut.require_order(self.model)
         if for_backward:
-            self.cut.refuse_added(self.model, self._loaded)
+            self.cut.refuse_added(self.model, self._state.claims)
         rows = batch_rows(arguments)
         given = arguments.pop("num_items_in_batch", None)
         packed = self._packed_row(arguments) if for_backward else None

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..errors import ConfigError
@@ -81,6 +82,12 @@ def _norms(targets: Targets) -> Any:
     return LNTuningConfig(target_modules=targets.norms)
 
 
+def _prompts(kind: str, targets: Targets, **settings: Any) -> Any:
+    import peft
+
+    return getattr(peft, kind)(num_virtual_tokens=5, task_type="CAUSAL_LM", **settings)
+
+
 # Name of a case -> what makes PEFT's config for a model.
 METHODS: Mapping[str, Callable[[Targets], Any]] = {
     "lora": _lora,
@@ -96,7 +103,21 @@ METHODS: Mapping[str, Callable[[Targets], Any]] = {
     "vocabulary": lambda targets: _lora(targets, modules_to_save=targets.ends),
     "ia3": _ia3,
     "ln_tuning": _norms,
+    "prompt": functools.partial(_prompts, "PromptTuningConfig"),
+    "p_tuning": functools.partial(_prompts, "PromptEncoderConfig", encoder_hidden_size=24),
+    "prefix": functools.partial(_prompts, "PrefixTuningConfig"),
+    "prefix_projection": functools.partial(
+        _prompts, "PrefixTuningConfig", prefix_projection=True, encoder_hidden_size=24
+    ),
 }
+
+
+def _with_prompts(method: str, seed: int, model: Any) -> Any:
+    """Puts new prompts in front of a model: PEFT trains none that were saved."""
+    from peft import get_peft_model
+
+    torch.manual_seed(seed)
+    return get_peft_model(model, METHODS[method](Targets([], [], [], [])))
 
 
 def adapted(twin: Twin, method: str) -> Twin:
@@ -110,7 +131,10 @@ def adapted(twin: Twin, method: str) -> Twin:
     if method not in METHODS:
         raise ConfigError(f"adapter {method!r}: valid are {', '.join(METHODS)}.")
     model = twin.load()
-    wrapped = get_peft_model(model, METHODS[method](find_targets(model, twin.reference)))
+    config = METHODS[method](find_targets(model, twin.reference))
+    if config.is_prompt_learning:
+        return best_draw(lambda seed: measured(replace(twin, adapt=functools.partial(_with_prompts, method, seed))))[0]
+    wrapped = get_peft_model(model, config)
 
     def drawn(seed: int) -> Twin:
         folder = Path(twin.directory, f"{method}_{seed}")

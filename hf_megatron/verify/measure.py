@@ -15,7 +15,7 @@ from ..checkpoint.gathered import gather_parameter
 from ..data_parallel.gradient_norm import gradient_norm
 from ..data_parallel.optimizer import prepare_optimizer
 from ..mesh import ParallelMesh
-from ..parallel_state import parallel_state
+from ..parallel_state import laid_out_model, parallel_state
 from ..registry.features import silence
 
 # The default eps of AdamW turns round-off in gradients that are zero in exact arithmetic (key biases, for one) into
@@ -63,9 +63,14 @@ def _rows_of_this_rank(model: Any, batch: dict[str, Tensor]) -> dict[str, Tensor
     }
 
 
+def _parameters(model: Any) -> dict[str, nn.Parameter]:
+    """Returns a model's parameters by name, those of one in a `PeftModel` by their names in it."""
+    return {name.removeprefix("base_model."): parameter for name, parameter in own_parameters(model)}
+
+
 def _gradients(model: Any) -> dict[str, Tensor | None]:
     """Returns the gradients of trainable parameters as the optimizer will use them, each in the local shape."""
-    trained = {name: parameter for name, parameter in own_parameters(model) if parameter.requires_grad}
+    trained = {name: parameter for name, parameter in _parameters(model).items() if parameter.requires_grad}
     state = parallel_state(model)
     reducer = None if state is None or state.data_parallel is None else state.data_parallel.reducer
     if reducer is None:
@@ -84,7 +89,7 @@ def _full(model: Any, values: Mapping[str, Tensor | None]) -> dict[str, Tensor |
     if state is None:
         return {name: None if value is None else value.detach().clone() for name, value in values.items()}
     full: dict[str, Tensor | None] = {}
-    parameters = dict(own_parameters(model))
+    parameters = _parameters(model)
     for name, value in _on_all_ranks(values, parameters).items():
         gathered = None if value is None else gather_parameter(model, name, value)
         # A replicated tensor is handed out as it is; the optimizer is about to change it.
@@ -125,8 +130,8 @@ def _backward(model: nn.Module, batches: list[dict[str, Tensor]]) -> float:
     total = 0.0
     for index, batch in enumerate(batches):
         with contextlib.ExitStack() as stack:
-            if index < len(batches) - 1 and "no_sync" in vars(model):
-                stack.enter_context(model.no_sync())  # type: ignore[operator]
+            if index < len(batches) - 1 and "no_sync" in vars(laid_out_model(model)):
+                stack.enter_context(laid_out_model(model).no_sync())
             loss = model(**_rows_of_this_rank(model, batch)).loss / len(batches)
             loss.backward()
         total += loss.item()
@@ -147,15 +152,16 @@ def measure(
     """
     if is_silent:
         silence(model)
+    inner = laid_out_model(model)
     model.eval()
     with torch.no_grad():
         eval_loss = model(**batches[0]).loss.item()
     model.train()
-    model.zero_grad()
+    inner.zero_grad()
     loss = _backward(model, batches)
-    gradients = _gradients(model)
-    parameters = {name: parameter for name, parameter in own_parameters(model) if not _is_quantized(parameter)}
-    result = Measurement(loss, eval_loss, float("nan"), _full(model, gradients))
+    gradients = _gradients(inner)
+    parameters = {name: parameter for name, parameter in _parameters(inner).items() if not _is_quantized(parameter)}
+    result = Measurement(loss, eval_loss, float("nan"), _full(inner, gradients))
     if parallel_state(model) is None:
         norms = [gradient.norm() for gradient in gradients.values() if gradient is not None]
         result.norm = torch.stack(norms).norm().item()
@@ -173,10 +179,10 @@ def measure(
                 _backward(model, batches)
             optimizer.step()
             has_gradients = False
-        weights = _full(model, parameters)
+        weights = _full(inner, parameters)
         result.weights[optimizer_name] = {name: weight for name, weight in weights.items() if weight is not None}
         with torch.no_grad():
             for name, parameter in parameters.items():
                 parameter.copy_(start[name])
-    model.zero_grad()
+    inner.zero_grad()
     return result

@@ -12,7 +12,7 @@ from transformers import CONFIG_MAPPING
 
 from hf_megatron.integrations.gate import ConfigUnderTest
 from hf_megatron.parallel_state import parallel_state
-from hf_megatron.peft import dora, dropout, experts, factors, layout, lora, saving
+from hf_megatron.peft import dora, dropout, experts, factors, layout, lora, prompts, saving
 from hf_megatron.placement import GradientRule, Placement
 from hf_megatron.registry.recorded import read_results
 from hf_megatron.verify.adapters import METHODS, adapted
@@ -34,6 +34,10 @@ SPREAD = {
     "lora_bias": "tp2+sp,pp2",
     "patterns": "tp2+sp,pp2",
     "rslora": "tp2+sp",
+    "prompt": "tp2,tp2+sp,pp2,cp2,dp2+zero2,tp2+sp+pp2",
+    "p_tuning": "tp2,tp2+sp,pp2,cp2,dp2",
+    "prefix": "tp2,tp2+sp,tp4,dp2+zero2,dp2+zero3",
+    "prefix_projection": "tp2+sp,dp2",
 }
 CASES = [(method, text) for method, texts in SPREAD.items() for text in texts.split(",")]
 
@@ -69,6 +73,16 @@ def test_biases(text):
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
 def test_experts(model_type, text):
     comparison = compare(model_type, "experts", text)
+    assert comparison.passed, comparison.report()
+
+
+@pytest.mark.parametrize(
+    ("model_type", "method", "text"),
+    [("gpt2", "prompt", "pp2"), ("gpt2", "prefix", "tp2"), ("gemma2", "prefix", "tp2+sp")],
+)
+def test_prompts_of_other_models(model_type, method, text):
+    """Tied weights at both ends of a pipeline; positions that are learned; windows, whose keys are kept apart."""
+    comparison = compare(model_type, method, text)
     assert comparison.passed, comparison.report()
 
 
@@ -169,7 +183,18 @@ def experts_without_sums():
     experts.read_locally = lambda module, mesh, forwards, summed: original(module, mesh, forwards, frozenset())
 
 
+def prefix_gradients_of_own_heads():
+    prompts.copy_to_ranks = lambda whole, group: whole
+
+
+def prefix_of_the_first_heads():
+    original = prompts._own_heads
+    prompts._own_heads = lambda whole, ranks, rank, state: original(whole, ranks, 0, state)
+
+
 FAULTS = {
+    "a prefix's gradient of all heads": ("llama", "prefix", "tp2", prefix_gradients_of_own_heads),
+    "a prefix's heads": ("llama", "prefix", "tp2", prefix_of_the_first_heads),
     "gradients of whole factors are parts": ("llama", "lora", "tp2", without_sums),
     "those of rows of a split sequence too": ("llama", "lora", "tp2+sp", without_sums_of_rows),
     "groups of fused linears": ("gpt2", "lora", "tp2", without_groups),
