@@ -81,6 +81,9 @@ class DataParallelEngine(Protocol):
     def scan(self) -> None:
         """Takes note of modules and parameters that were added or replaced since."""
 
+    def follow_edits(self) -> None:
+        """Has autograd know which weights were edited in place, before anything is computed with them."""
+
     def refresh_main_weights(self) -> None:
         """Takes the parameters' present values over into the optimizers' own copies."""
 

@@ -106,6 +106,8 @@ def get_prompt(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
         return original(self, *args, **kwargs)
     from ..peft.prompts import local_prompt, reading_prompts
 
+    # Prompts are made before the model is called, which does it, too.
+    state.data_parallel.follow_edits()  # type: ignore[union-attr]
     with reading_prompts(state):
         return local_prompt(original(self, *args, **kwargs), state)
 
@@ -315,8 +317,17 @@ def _require_targets(tuner: Any, model: Any, adapter: str, state: Any) -> None:
     named = dict(model.named_modules())
     targets = [name for name in named if name and tuner._check_target_module_exists(config, name) is True]
     targets = [name for name in targets if not isinstance(named[name], BaseTunerLayer) and ".base_layer" not in name]
+    embedding = model.get_input_embeddings()
+    if config.peft_type.value == "LORA" and not config.use_dora:
+        looked_up = [name for name in targets if named[name] is embedding]
+        if looked_up and state.cut is not None and model.config.get_text_config().tie_word_embeddings:
+            _refuse(
+                f"A PEFT adapter on {looked_up[0]} with pp_size > 1",
+                "it is tied, and the last stage's copy would have the adapter as well",
+            )
+        targets = [name for name in targets if name not in looked_up]
     for name in targets:
-        if named[name] in (model.get_input_embeddings(), model.get_output_embeddings()):
+        if named[name] in (embedding, model.get_output_embeddings()):
             _refuse(f"A PEFT adapter on {name}", "the loss and the split vocabulary read its weight themselves")
         if _METHODS[config.peft_type.value] != "linears":
             continue

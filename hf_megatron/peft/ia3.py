@@ -2,23 +2,9 @@
 
 from typing import Any
 
-import torch.distributed as dist
-from torch import Tensor, nn
-
 from ..placement import GradientRule, Placement
-from ..tensor_parallel.local_parameters import ForwardsUnderWay, local_view
+from .local_dict import LocalDict
 from .site import Site
-
-
-class LocalVectors(nn.ParameterDict):
-    """Parameters of any shape that are local tensors in forwards, their gradients summed over a group of ranks."""
-
-    forwards: ForwardsUnderWay
-    group: dist.ProcessGroup | None
-
-    def __getitem__(self, key: str) -> Tensor | None:
-        parameter = super().__getitem__(key)
-        return local_view(parameter, self.group) if self.forwards else parameter
 
 
 def lay_out_ia3(tuner: Any, site: Site) -> None:
@@ -32,7 +18,7 @@ def lay_out_ia3(tuner: Any, site: Site) -> None:
         placement = Placement() if factor is None else factor.along(1 if tuner.is_feedforward else 0)
         site.place(vectors, adapter, inner, placement, GradientRule() if factor is None else factor.rule)
     if factor is not None and not site.is_elsewhere:
-        vectors.__class__ = LocalVectors
+        vectors.__class__ = LocalDict
         vectors.forwards, vectors.group = site.forwards, None
         if factor.rule.sum is not None:
             copies, mesh = factor.rule.copies, site.state.mesh

@@ -28,6 +28,7 @@ SPREAD = {
     "ia3": "tp2,tp2+sp,tp4,pp2,dp2+zero2",
     "ln_tuning": "tp2,tp2+sp,pp2,dp2+zero2,cp2",
     "saved": "tp2+sp,pp2,dp2+zero2",
+    "embedding": "tp2,tp2+sp,tp4,pp2,cp2,dp2+zero2,dp2+zero3",
     "vocabulary": "tp2,tp2+sp,pp2,tp2+pp2,dp2+zero2",
     "pissa": "tp2+sp,tp2+pp2,dp2,tp2+dp2+zero3",
     "olora": "tp2+sp,tp2+pp2,dp2",
