@@ -534,6 +534,11 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def ties_embeddings(model: Any) -> bool:
+    """Tells whether a model's config ties its head to its embedding; some configs say nothing of it."""
+    return bool(getattr(model.config.get_text_config(), "tie_word_embeddings", False))
+
+
 def merged_tp_plan(model: Any) -> dict[str, str]:
     """Returns the plan transformers merged from config, class and children of a model (`_tp_plan`)."""
     return dict(model._tp_plan or {})

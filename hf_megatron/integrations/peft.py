@@ -309,6 +309,7 @@ def _require_targets(tuner: Any, model: Any, adapter: str, state: Any) -> None:
     from torch import nn
 
     from ..peft.layout import require_parameter_rule, require_rules
+    from ..upstream import ties_embeddings
 
     # As PEFT does before it looks for targets: those of the model's type, or all linears.
     config: Any = copy.deepcopy(tuner.peft_config[adapter])
@@ -320,7 +321,7 @@ def _require_targets(tuner: Any, model: Any, adapter: str, state: Any) -> None:
     embedding = model.get_input_embeddings()
     if config.peft_type.value == "LORA" and not config.use_dora:
         looked_up = [name for name in targets if named[name] is embedding]
-        if looked_up and state.cut is not None and model.config.get_text_config().tie_word_embeddings:
+        if looked_up and state.cut is not None and ties_embeddings(model):
             _refuse(
                 f"A PEFT adapter on {looked_up[0]} with pp_size > 1",
                 "it is tied, and the last stage's copy would have the adapter as well",
@@ -343,6 +344,8 @@ def _require_targets(tuner: Any, model: Any, adapter: str, state: Any) -> None:
 
 def _require_saved(config: Any, model: Any, state: Any) -> None:
     """Raises `UnsupportedError` for modules to save whose weights others read."""
+    from ..upstream import ties_embeddings
+
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     for name, module in model.named_modules():
         if module not in (embedding, head) or module is None:
@@ -350,7 +353,7 @@ def _require_saved(config: Any, model: Any, state: Any) -> None:
         if not any(name == key or name.endswith(f".{key}") for key in config.modules_to_save or ()):
             continue
         setting = f"{type(config).__name__}.modules_to_save = {config.modules_to_save!r}"
-        if model.config.get_text_config().tie_word_embeddings:
+        if ties_embeddings(model):
             _refuse(setting, f"{name} is tied to the other end of the model, and a copy of it would not be")
         if module is head and state.axes.size("cp") > 1:
             _refuse(f"{setting} with cp_size > 1", "the head meets rows that are shared out")

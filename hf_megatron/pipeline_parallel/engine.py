@@ -24,6 +24,7 @@ from ..errors import UnsupportedError
 from ..inference_mode import left_inference_mode
 from ..loss import has_labels
 from ..parallel_state import ParallelState
+from ..upstream import ties_embeddings
 from .cut import Cut
 from .forwards import run_forwards, values_of
 from .stage_runner import StageRunner
@@ -48,11 +49,11 @@ class Pipeline(StageRunner):
             return self(*args, **kwargs)
 
         state.patches.replace(model, "forward", types.MethodType(forward, model))
-        tied = model.config.get_text_config().tie_word_embeddings
+        tied = ties_embeddings(model)
 
         @functools.wraps(type(model).tie_weights)
         def require_tied_before(model: Any, *args: Any, **kwargs: Any) -> None:
-            if model.config.get_text_config().tie_word_embeddings != tied:
+            if ties_embeddings(model) != tied:
                 raise UnsupportedError(
                     f"tie_weights() after config.tie_word_embeddings was changed from {tied}: both weights lie on "
                     "different pipeline stages. Pass tie_word_embeddings to from_pretrained()."

@@ -12,7 +12,6 @@ from torch import nn
 from ..errors import ConfigError
 from ..expert_modules import find_experts, names_inside
 from ..spec import ModelSpec
-from .measure import Measurement
 from .parity import Twin, best_draw, measured
 from .twin import draw_parameters
 
@@ -37,14 +36,18 @@ class Targets:
     ends: list[str]
 
 
-def find_targets(model: Any, reference: Measurement) -> Targets:
-    """Finds what adapters can be put on that has a gradient in the reference."""
+def find_targets(model: Any, twin: Twin) -> Targets:
+    """Finds what adapters can be put on that a forward calls and that has a gradient in the reference.
+
+    Modules whose owners read their weights themselves are never called, and adapters around them are not, either.
+    """
+    reference, called = twin.reference, _called(model, twin.batches[0])
     head, experts = model.get_output_embeddings(), find_experts(model, ModelSpec(model.config.model_type))
     unused = {name for name, gradient in reference.gradients.items() if gradient is None}
     used = {
         name: module
         for name, module in model.named_modules()
-        if not any(f"{name}.{own}" in unused for own in module._parameters)
+        if name in called and not any(f"{name}.{own}" in unused for own in module._parameters)
     }
     linears = [
         name
@@ -61,6 +64,19 @@ def find_targets(model: Any, reference: Measurement) -> Targets:
     matrices = sorted({f"experts.{name.rpartition('.')[2]}" for name in inside})
     ends = [name for name, module in used.items() if module in (model.get_input_embeddings(), head)]
     return Targets(linears, norms, matrices, ends)
+
+
+def _called(model: Any, batch: dict[str, Any]) -> set[str]:
+    """Names the modules that a forward calls."""
+    found: set[str] = set()
+    hooks = [
+        module.register_forward_hook(lambda *args, name=name: found.add(name)) for name, module in model.named_modules()
+    ]
+    with torch.no_grad():
+        model(**batch)
+    for hook in hooks:
+        hook.remove()
+    return found
 
 
 def _lora(targets: Targets, **settings: Any) -> Any:
@@ -132,7 +148,7 @@ def adapted(twin: Twin, method: str) -> Twin:
     if method not in METHODS:
         raise ConfigError(f"adapter {method!r}: valid are {', '.join(METHODS)}.")
     model = twin.load()
-    config = METHODS[method](find_targets(model, twin.reference))
+    config = METHODS[method](find_targets(model, twin))
     if config.is_prompt_learning:
         return best_draw(lambda seed: measured(replace(twin, adapt=functools.partial(_with_prompts, method, seed))))[0]
     wrapped = get_peft_model(model, config)

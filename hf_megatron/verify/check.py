@@ -94,6 +94,12 @@ _TWIN_HEADS = 4
 _ROWS = 3
 
 
+# What transformers raises for configs of tiny sizes.
+_UNBUILDABLE = (
+    *(ValueError, RuntimeError, TypeError, KeyError, AttributeError, AssertionError, ImportError, StrictDataclassError),
+)
+
+
 def task_of_class(class_name: str, config: PreTrainedConfig) -> str:
     """Returns the task whose batches fit a class; `...ForConditionalGeneration` are models of images too."""
     default = "seq2seq" if config.is_encoder_decoder else "causal"
@@ -205,7 +211,7 @@ def _check_changed(
     try:
         twin = make_twin(config, task=task, class_name=class_name, microbatches=2, min_layers=layers, batch_size=rows)
         twin = twin if adapter is None else adapted(twin, adapter)
-    except (ValueError, RuntimeError, TypeError, KeyError, AttributeError, ImportError, StrictDataclassError) as error:
+    except _UNBUILDABLE as error:
         reason = f"its tiny twin cannot be built: {type(error).__name__}: {error}"
         if not everything:
             raise ConfigError(f"{model}: {reason}") from error

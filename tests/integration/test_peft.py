@@ -486,17 +486,32 @@ def test_accelerate_saves_and_goes_on(source, tmp_path):
 
 
 def test_what_is_refused(sources):
-    from peft import AdaLoraConfig, LoHaConfig, OFTConfig, PromptTuningConfig, VeraConfig
+    from peft import (
+        AdaLoraConfig,
+        LoHaConfig,
+        MultitaskPromptTuningConfig,
+        OFTConfig,
+        PrefixTuningConfig,
+        PromptEncoderConfig,
+        PromptTuningConfig,
+        VeraConfig,
+    )
 
+    prompts = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 4}
     linears = {"target_modules": ["q_proj"]}
     cases = [
         (VeraConfig(**linears), "VERA of PEFT"),
         (LoHaConfig(**linears), "LOHA of PEFT"),
         (OFTConfig(**linears), "OFT of PEFT"),
         (AdaLoraConfig(total_step=10, **linears), "ADALORA of PEFT"),
-        (PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4), "PROMPT_TUNING of PEFT"),
+        (
+            MultitaskPromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4, num_tasks=2),
+            "MULTITASK_PROMPT_TUNING of PEFT",
+        ),
+        (PromptEncoderConfig(encoder_reparameterization_type="LSTM", **prompts), "encoder_reparameterization_type"),
+        (PromptTuningConfig(modules_to_save=["norm"], **prompts), "PROMPT_TUNING of PEFT with modules_to_save"),
         (lora(target_modules=["lm_head"]), "A PEFT adapter on lm_head"),
-        (lora(target_modules=["embed_tokens"]), "A PEFT adapter on model.embed_tokens"),
+        (lora(target_modules=["embed_tokens"], use_dora=True), "A PEFT adapter on model.embed_tokens"),
         (lora(init_lora_weights="orthogonal"), "init_lora_weights = 'orthogonal'"),
         (lora(trainable_token_indices=[1, 2]), "trainable_token_indices"),
         (lora(layer_replication=[(0, 2)]), "layer_replication"),
@@ -513,6 +528,14 @@ def test_what_is_refused(sources):
         model = AutoModelForCausalLM.from_config(tied, megatron_config=layout_of("tp2"))
         with pytest.raises(UnsupportedError, match="modules_to_save = .*embed_tokens is tied"):
             get_peft_model(model, lora(modules_to_save=["embed_tokens"]))
+        for layout in ("pp2", "cp2"):
+            with pytest.raises(UnsupportedError, match=f"PREFIX_TUNING of PEFT with {layout[:2]}_size > 1"):
+                get_peft_model(loaded(sources["llama"], layout_of(layout)), PrefixTuningConfig(**prompts))
+        with pytest.raises(UnsupportedError, match="PROMPT_TUNING of PEFT with zero_stage = 3"):
+            get_peft_model(loaded(sources["llama"], layout_of("dp2+zero3")), PromptTuningConfig(**prompts))
+        model = AutoModelForCausalLM.from_config(tied, megatron_config=layout_of("pp2"))
+        with pytest.raises(UnsupportedError, match="embed_tokens with pp_size > 1.*it is tied"):
+            get_peft_model(model, lora(target_modules=["embed_tokens"]))
         for config, text in cases:
             model = loaded(sources["llama"], layout_of("tp2"))
             before = [name for name, _ in model.named_parameters()]

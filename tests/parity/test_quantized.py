@@ -63,7 +63,7 @@ def in_full_precision(model):
 @functools.cache
 def twin_of(model_type, name):
     base = replace(base_of(model_type), arguments={"quantization_config": SCHEMES[name]()})
-    model = get_peft_model(base.load(), METHODS["lora"](find_targets(base_of(model_type).load(), base.reference)))
+    model = get_peft_model(base.load(), METHODS["lora"](find_targets(base_of(model_type).load(), base)))
     draw_parameters(model, 0, trained_only=True)
     folder = base.directory / f"adapter_{name}"
     model.save_pretrained(folder)
@@ -154,7 +154,7 @@ def trained(folder, twin, text=None, resume=None):
     arguments = {} if text is None else {"megatron_config": ConfigUnderTest(**parse_layouts(text)[0].to_dict())}
     model = prepare_model_for_kbit_training(in_full_precision(twin.load(**arguments)))
     torch.manual_seed(7)
-    model = get_peft_model(model, METHODS["lora"](find_targets(base_of("llama").load(), twin.reference)))
+    model = get_peft_model(model, METHODS["lora"](find_targets(base_of("llama").load(), twin)))
     settings = {"max_steps": 4, "save_steps": 2, "logging_steps": 1, "per_device_train_batch_size": 4}
     settings |= {"learning_rate": 1e-2, "report_to": [], "use_cpu": True, "gradient_checkpointing": True}
     trainer = Trainer(model, TrainingArguments(folder, **settings), train_dataset=rows, eval_dataset=rows[:4])
@@ -206,12 +206,12 @@ def test_what_is_refused(tmp_path):
         load(twin.directory, "nf4", tp_size=2)
         load(tmp_path / "quantized", None, tp_size=2)
         model = load(twin.directory, SCHEMES["nf4"](), tp_size=2)
-        wrapped = get_peft_model(model, METHODS["lora"](find_targets(twin.load(), twin.reference)))
+        wrapped = get_peft_model(model, METHODS["lora"](find_targets(twin.load(), twin)))
         attempts = (
             lambda: model.model.layers[0].self_attn.q_proj.weight * 2,
             lambda: model.save_pretrained(tmp_path / "base"),
             lambda: wrapped.merge_adapter(),
-            lambda: wrapped.add_adapter("second", METHODS["dora"](find_targets(twin.load(), twin.reference))),
+            lambda: wrapped.add_adapter("second", METHODS["dora"](find_targets(twin.load(), twin))),
         )
         for attempt in attempts:
             with pytest.raises(UnsupportedError) as error:
