@@ -47,6 +47,25 @@ def push_model(source, layout, repo, **kwargs):
     return _answer(_model(source, layout).push_to_hub(repo, **kwargs))
 
 
+def _adapted(path, layout, **kwargs):
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    return get_peft_model(_model(path, layout, **kwargs), LoraConfig(r=4, target_modules="all-linear"))
+
+
+def push_adapter(source, layout, repo, **kwargs):
+    return _answer(_adapted(source, layout).push_to_hub(repo, **kwargs))
+
+
+def plain_adapter_hashes(repo, source):
+    """Of an adapter that plain PEFT reads from the Hub."""
+    from peft import PeftModel
+
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(source), repo)
+    return {name: hash_tensor(tensor) for name, tensor in sorted(model.state_dict().items()) if "lora" in name}
+
+
 def save_and_push(source, layout, folder, repo):
     _model(source, layout).save_pretrained(folder, push_to_hub=True, repo_id=repo)
 
@@ -123,15 +142,15 @@ def convert_repo(repo, target, to):
     return report.comparison.compared
 
 
-def trainer_push(source, layout, output, repo, **arguments):
-    model = _model(source, layout)
+def trainer_push(source, layout, output, repo, adapter=False, **arguments):
+    model = (_adapted if adapter else _model)(source, layout)
     defaults = {"max_steps": 2, "save_strategy": "steps", "save_steps": 2, "per_device_train_batch_size": 2}
     defaults |= {"report_to": [], "use_cpu": True, "disable_tqdm": True, "push_to_hub": True, "hub_model_id": repo}
     args = TrainingArguments(output, **(defaults | arguments))
     trainer = Trainer(model, args, train_dataset=rows(8, 0), data_collator=default_data_collator)
     trainer.train()
     info = trainer.push_to_hub(tags=["loopback"])
-    return {"oid": info.oid, "weights": _hashes(model)}
+    return {"oid": info.oid, "weights": {} if adapter else _hashes(model)}
 
 
 def commands():
@@ -139,6 +158,8 @@ def commands():
         function.__name__: function
         for function in (
             push_model,
+            push_adapter,
+            plain_adapter_hashes,
             save_and_push,
             push,
             push_shards,

@@ -132,6 +132,32 @@ def test_push_to_hub_is_one_commit_that_plain_transformers_reads(hub, agent, sto
     assert agent("plain_hashes", repo) == original
 
 
+@pytest.mark.parametrize("layout", [TP2, {"pp_size": 2}], ids=["tp2", "pp2"])
+def test_an_adapter_is_one_commit_that_plain_peft_reads(hub, agent, stories, layout):
+    repo = f"tester/adapter-{'tp' if 'tp_size' in layout else 'pp'}"
+    answers = agent("push_adapter", stories, layout, repo, tags=["tiny"], ranks=2)
+    assert answers[0] == answers[1] and hub.repos[repo].refs["main"] == answers[0]["oid"]
+    assert hub.commit_count(repo) == 2, "the one the repository begins with, and ours"
+    files = hub.files(repo)
+    assert files.keys() >= {"adapter_config.json", "adapter_model.safetensors", "README.md"}
+    assert "model.safetensors" not in files
+    card = files["README.md"].decode()
+    assert f"base_model: {stories}" in card and "library_name: peft" in card and "tiny" in card
+    found = agent("plain_adapter_hashes", repo, stories)
+    assert found == agent("plain_adapter_hashes", repo, stories) and len(found) > 8
+
+
+def test_trainer_pushes_an_adapter(hub, agent, stories, tmp_path):
+    arguments = {"adapter": True, "hub_strategy": "every_save"}
+    answers = agent("trainer_push", stories, TP2, tmp_path / "run", "tester/trained-adapter", ranks=2, **arguments)
+    assert answers[0]["oid"] == hub.repos["tester/trained-adapter"].refs["main"]
+    files = hub.files("tester/trained-adapter")
+    assert "adapter_model.safetensors" in files and not [name for name in files if name.endswith((".bin", ".pt"))]
+    card = files["README.md"].decode()
+    assert f"base_model: {stories}" in card and "library_name: peft" in card
+    assert len(agent("plain_adapter_hashes", "tester/trained-adapter", stories)) > 8
+
+
 def test_models_of_the_hub_are_converted(agent, untied, sharded, tmp_path):
     agent("push", untied, "tester/untied")
     assert agent("convert_repo", "tester/untied", tmp_path / "core", "megatron_core") == 39
