@@ -534,6 +534,14 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def adapter_prefix(model: Any) -> str | None:
+    """Returns what the names of an adapter's parameters begin with in a `PeftModel`; `None` for any other model."""
+    peft = sys.modules.get("peft")
+    if peft is None or not isinstance(model, peft.PeftModel):
+        return None
+    return "prompt_encoder" if model.active_peft_config.is_prompt_learning else str(model.base_model.prefix)
+
+
 def ties_embeddings(model: Any) -> bool:
     """Tells whether a model's config ties its head to its embedding; some configs say nothing of it."""
     return bool(getattr(model.config.get_text_config(), "tie_word_embeddings", False))

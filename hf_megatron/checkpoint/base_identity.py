@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ..parallel_state import ParallelState, parallel_state
 from ..placement import ADAPTER
-from .boxes import Piece
-from .holdings import model_pieces
+from .holdings import model_pieces, named_tensors
 
 _NAME = "base identity"
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -25,13 +25,36 @@ def base_identity(model: Any) -> dict[str, Any]:
     assert state is not None
     if _NAME not in state.placed:
         # Inside of tuner layers linears have other names than before.
-        shapes = sorted(claim.shape for claim in state.claims.values() if claim.style != ADAPTER)
-        state.placed[_NAME] = {
-            "name": model.config.name_or_path,
-            "shapes": hashlib.blake2b(json.dumps(shapes).encode(), digest_size=16).hexdigest(),
-            "weights": f"{_sum_of_weights(model, state):016x}",
-        }
+        shapes = [claim.shape for claim in state.claims.values() if claim.style != ADAPTER]
+        state.placed[_NAME] = _identity(model, shapes, _sum_of_weights(model, state))
     return dict(state.placed[_NAME])
+
+
+def identity_in_one_process(model: Any, prefix: str) -> dict[str, Any]:
+    """Returns the same for a base that nobody has laid out.
+
+    Args:
+        prefix: of the names of adapters' parameters.
+    """
+    shapes, total = [], 0
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if any(part.startswith((prefix, "modules_to_save")) for part in name.split(".")):
+            continue
+        shapes.append(tuple(parameter.shape))
+    for name, tensor in named_tensors(model):
+        if not tensor.requires_grad and not any(
+            part.startswith((prefix, "modules_to_save")) for part in name.split(".")
+        ):
+            total += _sum_of(tensor.detach())
+    return _identity(model, shapes, total)
+
+
+def _identity(model: Any, shapes: list[tuple[int, ...]], total: int) -> dict[str, Any]:
+    return {
+        "name": model.config.name_or_path,
+        "shapes": hashlib.blake2b(json.dumps(sorted(shapes)).encode(), digest_size=16).hexdigest(),
+        "weights": f"{total % 2**64:016x}",
+    }
 
 
 def _sum_of_weights(model: Any, state: ParallelState) -> int:
@@ -40,14 +63,14 @@ def _sum_of_weights(model: Any, state: ParallelState) -> int:
     for piece in model_pieces(model):
         claim = state.claims.get(piece.name)
         if piece.name not in trained and (claim is None or claim.style != ADAPTER):
-            total += _sum_of(piece)
+            total += _sum_of(piece.data)
     found = torch.tensor(_as_signed(total), dtype=torch.int64, device=state.mesh.device)
     dist.all_reduce(found)
     return int(found) % 2**64
 
 
-def _sum_of(piece: Piece) -> int:
-    data = piece.data.contiguous()
+def _sum_of(data: Tensor) -> int:
+    data = data.contiguous()
     return int(data.view(_INTEGERS[data.element_size()]).sum(dtype=torch.int64))
 
 

@@ -215,6 +215,8 @@ _ROWS: tuple[tuple[str, str, str, str], ...] = (
     ("peft.peft_model:PeftModel.get_prompt", "peft:get_prompt", "makes prompts for all heads", _ALWAYS),
     ("peft.tuners.tuners_utils:BaseTuner.inject_adapter", "peft:inject_adapter",
      "puts whole adapters beside split layers", _ALWAYS),
+    ("peft.tuners.lora.model:LoraModel._enable_peft_forward_hooks", "peft:forward_hooks",
+     "names adapters for rows of a whole batch", _ALWAYS),
     ("peft.tuners.tuners_utils:BaseTuner._unload_and_optionally_merge", "peft:unload", "knows no layout", _ALWAYS),
     ("peft.tuners.tuners_utils:BaseTuner._cast_adapter_dtype", "peft:cast_adapter", "exchanges parameters", _ALWAYS),
     ("peft.tuners.tuners_utils:BaseTuner.merge_adapter", "peft:merge_adapter", "knows no layout", _ALWAYS),

@@ -136,6 +136,16 @@ def inject_adapter(original: Callable, self: Any, model: Any, adapter_name: str,
     lay_out_adapters(model, state)
 
 
+def forward_hooks(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Has rows of a batch choose their adapters, except where a pipeline cuts the batch."""
+    from ..parallel_state import parallel_state
+
+    state = parallel_state(self.model)
+    if state is not None and state.cut is not None and kwargs.get("adapter_names") is not None:
+        _refuse("adapter_names= with pp_size > 1", "a batch is cut into microbatches, the names are those of all rows")
+    return original(self, *args, **kwargs)
+
+
 def unload(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Takes adapters out of a model, or merges them into its weights, and has the layout follow."""
     from ..parallel_state import parallel_state

@@ -24,7 +24,15 @@ from ..checkpoint.training_state import load_optimizers, write_config
 from ..checkpoint.transaction import Transaction, prune
 from ..communication.agreement import agreed, gather, rank_and_size
 from ..parallel_state import laid_out_model, parallel_state
-from .adapter_checkpoints import is_of_adapters, load_weights, save_adapters, saved_facts, saved_pieces
+from .adapter_checkpoints import (
+    base_of,
+    is_of_adapters,
+    load_weights,
+    save_adapters,
+    saved_facts,
+    saved_pieces,
+    write_markers,
+)
 from .cards import write_trainer_card
 from .resumed_checkpoint import STATE, checkpoint_to_resume
 
@@ -131,6 +139,8 @@ def _write_files(trainer: Any, directory: Path) -> None:
     if not args.save_only_model:
         if laid_out_model(trainer.model) is trainer.model:
             write_config(trainer.model, directory)
+        else:
+            write_markers(directory)
         scaler = getattr(trainer.accelerator, "scaler", None)
         scaled = None if scaler is None else scaler.state_dict()
         write_packed(directory / LOOP, {"scheduler": trainer.lr_scheduler.state_dict(), "scaler": scaled})
@@ -207,7 +217,7 @@ def _from_shards(load: Callable[[Any, Path], None]) -> Callable:
 def load_optimizer_and_scheduler(trainer: Any, checkpoint: Path) -> None:
     """Loads the optimizer's state of any layout, and the scheduler's."""
     opened = Checkpoint(checkpoint)
-    load_optimizers(laid_out_model(trainer.model), _optimizers(trainer), opened)
+    load_optimizers(base_of(trainer.model), _optimizers(trainer), opened)
     if opened.facts.get("converted"):
         advance(trainer.lr_scheduler, trainer.state.global_step)
     else:

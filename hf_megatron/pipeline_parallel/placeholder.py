@@ -65,6 +65,8 @@ class Placeholder(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(value, nn.Parameter | nn.Module) and self._progress.is_filled:
+            if value is self._parameters.get(name):
+                return
             before = self._modules.get(name)
             # Adapters stand around linears on every stage, and are taken away again.
             if (

@@ -2,16 +2,26 @@
 
 import functools
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
 from accelerate import Accelerator
 from datasets import Dataset
-from peft import LNTuningConfig, LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft import (
+    IA3Config,
+    LNTuningConfig,
+    LoraConfig,
+    PeftModel,
+    PromptTuningConfig,
+    get_peft_model,
+    get_peft_model_state_dict,
+)
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3MoeConfig, Trainer, TrainingArguments
 
-from hf_megatron import CheckpointError, UnsupportedError, prepare_optimizer
+from hf_megatron import CheckpointError, RankError, UnsupportedError, prepare_optimizer
 from hf_megatron.integrations.gate import ConfigUnderTest
 from hf_megatron.verify.check import parse_layouts
 from hf_megatron.verify.ranks import run_ranks
@@ -250,6 +260,33 @@ def test_weights_that_lie_the_other_way(sources, settings, text):
         close(seen, one, 1e-4)
 
 
+@pytest.mark.parametrize("text", ["tp2", "pp2", "dp2+zero2"])
+def test_merged_vectors(source, text):
+    def merged(layout):
+        torch.manual_seed(0)
+        config = IA3Config(
+            target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"], init_ia3_weights=False
+        )
+        return logits(get_peft_model(loaded(source, layout), config).merge_and_unload())
+
+    one = run_ranks(merged, 1, None)[0]
+    for found in on_layout(merged, text):
+        close(found, one)
+
+
+def test_rows_that_choose_adapters(source):
+    def chosen(layout):
+        torch.manual_seed(0)
+        model = get_peft_model(loaded(source, layout), lora(init_lora_weights=False)).eval()
+        with torch.no_grad():
+            return model(input_ids=IDS, adapter_names=["default", "__base__"] * 2).logits
+
+    one = run_ranks(chosen, 1, None)[0]
+    close(on_layout(chosen, "tp2+sp")[0], one)
+    with pytest.raises(RankError, match="adapter_names= with pp_size > 1"):
+        on_layout(chosen, "pp2")
+
+
 def test_half_precision_in_stage_3(source):
     def on_rank(layout):
         model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16, megatron_config=layout)
@@ -411,6 +448,55 @@ def test_a_run_that_ends_goes_on_on_another_layout(source, trained_once, tmp_pat
     close(
         load_file(tmp_path / "adapter_model.safetensors"), load_file(tmp_path / "other/adapter_model.safetensors"), 1e-4
     )
+
+
+STOCK = """
+import sys
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+source, folder, checkpoint = sys.argv[1:]
+model = get_peft_model(AutoModelForCausalLM.from_pretrained(source), LoraConfig(r=4, target_modules=["q_proj"]))
+arguments = TrainingArguments(folder, report_to=[], use_cpu=True, max_steps=4)
+data = Dataset.from_list([{"input_ids": [3, 4, 5], "labels": [3, 4, 5]}] * 16)
+Trainer(model, arguments, train_dataset=data).train(resume_from_checkpoint=checkpoint)
+"""
+
+
+def test_one_process_goes_on_and_stock_says_why_not(source, trained_once, tmp_path):
+    on_layout(trained, "pp2", source, tmp_path, None, 4)
+    losses, adapter = run_ranks(trained, 1, None, source, tmp_path / "one", tmp_path / "checkpoint-2")[0]
+    assert losses == pytest.approx(trained_once[0], abs=2e-5)
+    close(adapter, trained_once[1], 1e-4)
+    with pytest.raises(RankError, match="adapters of another base: weights of"):
+        run_ranks(trained, 1, None, source, tmp_path / "other", tmp_path / "checkpoint-2", 4, 1.5)
+    command = [sys.executable, "-c", STOCK, str(source), str(tmp_path / "stock"), str(tmp_path / "checkpoint-2")]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode != 0 and "Weights only load failed" in result.stderr
+    assert "import hf_megatron" in (tmp_path / "checkpoint-2" / "optimizer.pt").read_text()
+
+
+def prompted(layout, source, folder, resume=None):
+    """Trains prompts with Trainer; returns its losses."""
+    model = loaded(source, layout)
+    torch.manual_seed(3)
+    model = get_peft_model(model, PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"))
+    settings = {"max_steps": 4, "save_steps": 2, "logging_steps": 1, "learning_rate": 1e-2, "report_to": []}
+    arguments = TrainingArguments(str(folder), per_device_train_batch_size=4, use_cpu=True, **settings)
+    trainer = Trainer(model, arguments, train_dataset=Dataset.from_list(ROWS))
+    trainer.train(resume_from_checkpoint=resume)
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def test_prompts_go_on_on_another_layout(source, tmp_path):
+    expected = run_ranks(prompted, 1, None, source, tmp_path / "one")[0]
+    for text, before in (("tp2+sp", None), ("pp2", "tp2+sp"), ("tp1", "tp2+sp")):
+        resume = None if before is None else str(tmp_path / before / "checkpoint-2")
+        run = functools.partial(prompted, source=source, folder=tmp_path / text, resume=resume)
+        losses = run_ranks(run, 1, None)[0] if text == "tp1" else on_layout(run, text)[0]
+        assert losses == pytest.approx(expected, abs=2e-5), text
+    saved = load_file(tmp_path / "pp2/checkpoint-4/adapter_model.safetensors")
+    close(saved, load_file(tmp_path / "tp2+sp/checkpoint-4/adapter_model.safetensors"), 1e-4)
 
 
 def test_another_base_is_refused(source, tmp_path):
