@@ -28,6 +28,7 @@ for command in (
     timeline.timeline,
     environment.env,
     conversion.convert,
+    conversion.convert_adapter,
     conversion.verify,
     conversion.merge,
     hub.push,

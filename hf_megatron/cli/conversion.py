@@ -124,6 +124,25 @@ def verify(
         raise typer.Exit(MISMATCH)
 
 
+def convert_adapter(
+    source: Annotated[str, typer.Argument(help="An adapter's folder of PEFT, or a checkpoint of Megatron-Bridge.")],
+    target: Annotated[str, typer.Argument(help="The folder to write; must not exist.")],
+    to: Annotated[str, typer.Option(help="peft, bridge (fused) or bridge_canonical.")],
+    base: Annotated[str, typer.Option(help="A folder with the base's config.json.")],
+) -> None:
+    """Write the LoRA adapter SOURCE for PEFT or for Megatron-Bridge.
+
+    Exit codes: 0 done, 1 damaged or unfitting input, 2 wrong usage.
+    """
+    from ..conversion import adapters
+    from ..errors import CheckpointError
+
+    with failing(CheckpointError, OSError):
+        written = adapters.convert_adapter(source, target, to, base)
+    typer.echo(f"{len(written)} tensors")
+    typer.echo(target)
+
+
 def merge(
     checkpoint: Annotated[Path, typer.Argument(help="A sharded checkpoint of Trainer or Accelerator.save_state.")],
     out: Annotated[str, typer.Argument(help="The folder to write; must not exist.")],

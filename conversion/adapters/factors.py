@@ -1,0 +1,177 @@
+"""How the factors of low-rank adapters correspond between a model and Megatron.
+
+A linear `W [out, in]` with an adapter computes `W + s B A`, with `A [rank, in]` and `B [out, rank]`. Megatron packs
+query, key and value, and gate and up, into one linear. Megatron-Bridge has two kinds of adapters of these:
+
+    canonical   one for each part, as PEFT has
+    fused       one `A` for all of them, and a `B` with the packed linear's rows. What PEFT trained apart becomes one of
+                the summed rank, whose `B` has a block for each part; it computes the same and trains on otherwise
+
+All adapters of Megatron-Bridge have one rank (`dim`) and one `alpha`: lower ranks are filled up with zeros, and what
+scales differ by goes into `B`.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from ...errors import CheckpointError, UnsupportedError
+from ..megatron.rules import GroupedQKV, Joined, Operation, Rule, Same
+
+_LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+# Megatron-Bridge's `ADAPTER_NAME_MAP` (models/conversion/peft_bridge.py), and its targets.
+PARTS: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "q_proj": ("adapter_q", "linear_q"),
+        "k_proj": ("adapter_k", "linear_k"),
+        "v_proj": ("adapter_v", "linear_v"),
+        "gate_proj": ("adapter_gate", "linear_fc1_gate"),
+        "up_proj": ("adapter_up", "linear_fc1_up"),
+    }
+)
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """The factors of one linear, and what their product is multiplied by."""
+
+    a: Tensor
+    b: Tensor
+    scale: float
+
+    @property
+    def rank(self) -> int:
+        return self.a.shape[0]
+
+    def filled(self, rank: int, scale: float) -> "LowRank":
+        """Returns the same adapter with a higher rank and another scale."""
+        missing = rank - self.rank
+        a = torch.cat([self.a, self.a.new_zeros(missing, self.a.shape[1])])
+        b = torch.cat([self.b * (self.scale / scale), self.b.new_zeros(self.b.shape[0], missing)], 1)
+        return LowRank(a, b, scale)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A linear of Megatron, those of the model that it is made of, and how."""
+
+    megatron: str
+    modules: tuple[str, ...]
+    operation: Operation
+
+    @property
+    def kind(self) -> str:
+        return self.megatron.rpartition(".")[2]
+
+
+def targets_of(rules: Iterable[Rule]) -> Iterator[Target]:
+    """Yields the linears that Megatron-Bridge adapts and whose rows keep their entries together."""
+    for rule in rules:
+        if len(rule.megatron) != 1 or not rule.megatron[0].endswith(".weight"):
+            continue
+        name = rule.megatron[0].removesuffix(".weight")
+        is_plain = type(rule.operation) is Same or isinstance(rule.operation, GroupedQKV | Joined)
+        if name.rpartition(".")[2] in _LINEARS and "experts" not in name and is_plain:
+            modules = tuple(module.removesuffix(".weight") for module in rule.transformers)
+            yield Target(name, modules, rule.operation)
+
+
+def to_bridge(
+    adapters: Mapping[str, LowRank], targets: Sequence[Target], *, fused: bool
+) -> tuple[dict[str, Tensor], int, float]:
+    """Returns Megatron-Bridge's tensors by name, their rank and their `alpha`.
+
+    Raises:
+        UnsupportedError: naming adapters of modules that are no such linears.
+    """
+    known = {module for target in targets for module in target.modules}
+    if foreign := sorted(adapters.keys() - known):
+        raise UnsupportedError(
+            f"Megatron-Bridge has no adapters of {', '.join(foreign[:5])}: it adapts query, key, value and output "
+            "projections and dense MLPs. Merge the adapter, and convert the model."
+        )
+    whole: dict[str, LowRank] = {}
+    for target in targets:
+        parts = [adapters.get(module) for module in target.modules]
+        if not any(parts):
+            continue
+        if len(parts) == 1 and parts[0] is not None:
+            whole[target.megatron] = parts[0]
+        elif fused:
+            whole[target.megatron] = _fused(target, parts)
+        else:
+            for module, part in zip(target.modules, parts, strict=True):
+                if part is not None:
+                    whole[f"{target.megatron}\0{PARTS[module.rpartition('.')[2]][0]}"] = part
+    rank = max(adapter.rank for adapter in whole.values())
+    scale = next(iter(adapters.values())).scale
+    tensors = {}
+    for name, adapter in whole.items():
+        filled, prefix = adapter.filled(rank, scale), name.replace("\0", ".adapter.")
+        prefix = prefix if "\0" in name else f"{prefix}.adapter"
+        tensors[f"{prefix}.linear_in.weight"] = filled.a
+        tensors[f"{prefix}.linear_out.weight"] = filled.b
+    return tensors, rank, scale * rank
+
+
+def _fused(target: Target, parts: Sequence[LowRank | None]) -> LowRank:
+    given = [part for part in parts if part is not None]
+    scale, rank, start, rows = given[0].scale, sum(part.rank for part in given), 0, []
+    for part, size in zip(parts, _rows(target.operation), strict=True):
+        block = given[0].b.new_zeros(size, rank)
+        if part is not None:
+            block[:, start : start + part.rank] = part.b * (part.scale / scale)
+            start += part.rank
+        rows.append(block)
+    [b] = target.operation.to_megatron(rows)
+    return LowRank(torch.cat([part.a for part in given]), b, scale)
+
+
+def _rows(operation: Operation) -> Sequence[int]:
+    if isinstance(operation, GroupedQKV):
+        return [heads * operation.head_dim for heads in (operation.heads, operation.groups, operation.groups)]
+    assert isinstance(operation, Joined)
+    return operation.sizes
+
+
+def to_peft(tensors: Mapping[str, Tensor], targets: Sequence[Target], scale: float) -> dict[str, LowRank]:
+    """Returns the factors of the model's linears, canonical or fused in Megatron-Bridge.
+
+    Raises:
+        CheckpointError: naming tensors that are no adapter's of this model, or whose factors do not fit each other.
+    """
+    found, used = {}, set()
+    for target in targets:
+        for module, prefix in _places(target, tensors):
+            names = [f"{prefix}.{factor}.weight" for factor in ("linear_in", "linear_out")]
+            if not all(name in tensors for name in names):
+                continue
+            used.update(names)
+            a, b = (tensors[name] for name in names)
+            if a.dim() != 2 or b.dim() != 2 or a.shape[0] != b.shape[1]:
+                raise CheckpointError(f"{prefix}: factors of shapes {list(a.shape)} and {list(b.shape)} do not fit.")
+            if module is not None:
+                found[module] = LowRank(a, b, scale)
+                continue
+            for part, rows in zip(target.modules, target.operation.to_transformers([b]), strict=True):
+                found[part] = LowRank(a, rows, scale)
+    if unknown := sorted(tensors.keys() - used):
+        raise CheckpointError(
+            f"{len(unknown)} tensors are no adapter's of this model: {', '.join(unknown[:5])}; see that the config is "
+            "the one of its base."
+        )
+    return found
+
+
+def _places(target: Target, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str | None, str]]:
+    """Yields where adapters of a linear may be: of one of its modules, or of all of them (`None`)."""
+    whole = f"{target.megatron}.adapter"
+    if len(target.modules) == 1:
+        yield target.modules[0], whole
+        return
+    yield None, whole
+    for module in target.modules:
+        yield module, f"{whole}.{PARTS[module.rpartition('.')[2]][0]}"
