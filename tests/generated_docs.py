@@ -23,6 +23,7 @@ LONG_FILES = {
     "hf_megatron/config.py": "every field with what it means, and what is wrong with its values",
     "hf_megatron/upstream.py": "all private and versioned symbols that are called lie in one file, in sections",
     "hf_megatron/integrations/patches.py": "one table: what is replaced, by what, why, and until when",
+    "hf_megatron/integrations/transformers.py": "what transformers' loading and saving do anew, one function each",
     "hf_megatron/verify/check.py": "one walk over models, variants and layouts, and what it says of each",
     "hf_megatron/integrations/split_operators.py": "one table of operators and what stands in front of each",
     "hf_megatron/verify/twin.py": "one table of numeric features and how a config switches each on",

@@ -23,7 +23,7 @@ from ..megatron_core.reader import COMMON, COMMON_OBJECT, CONFIG
 from ..output import Output
 from ..tensors import TargetOptions
 from ..torch_files.writer import write_object
-from .factors import PARTS, LowRank, Target, targets_of, to_bridge, to_peft
+from .factors import PARTS, LowRank, Target, bridge_targets, to_bridge, to_peft
 
 KINDS = ("peft", "bridge", "bridge_canonical")
 _RUN = "run_config.yaml"
@@ -49,7 +49,7 @@ def convert_adapter(source: str | Path, target: str | Path, to: str, base: str |
     """
     if to not in KINDS:
         raise ConfigError(f"to = {to!r}: valid are {', '.join(KINDS)}.")
-    targets = list(targets_of(rules_of(Architecture.from_folder(base), TargetOptions())))
+    targets = list(bridge_targets(rules_of(Architecture.from_folder(base), TargetOptions())))
     source = Path(source)
     is_peft = (source / "adapter_config.json").is_file()
     adapters = _read_peft(source) if is_peft else _read_bridge(source, targets)

@@ -67,7 +67,7 @@ class Target:
         return self.megatron.rpartition(".")[2]
 
 
-def targets_of(rules: Iterable[Rule]) -> Iterator[Target]:
+def bridge_targets(rules: Iterable[Rule]) -> Iterator[Target]:
     """Yields the linears that Megatron-Bridge adapts and whose rows keep their entries together."""
     for rule in rules:
         if len(rule.megatron) != 1 or not rule.megatron[0].endswith(".weight"):

@@ -16,7 +16,7 @@ from ..checkpoint.transaction import Transaction, prune
 from ..communication.agreement import agreed, gather, rank_and_size
 from ..errors import CheckpointError, UnsupportedError
 from ..parallel_state import laid_out_model, parallel_state
-from .adapter_checkpoints import base_of, load_weights, save_adapters, saved_facts, saved_pieces
+from .adapter_checkpoints import adapted_module, load_weights, save_adapters, saved_facts, saved_pieces
 from .cards import write_model_card
 from .trainer_checkpoints import LOOP, advance, open_verified, progress, restore_random_state
 
@@ -168,7 +168,7 @@ def load_state(original: Callable, self: Any, input_dir: str | None = None, *arg
         if len(loop[name]) != len(own):
             raise CheckpointError(f"{path} holds {len(loop[name])} {name} states, this Accelerator has {len(own)}.")
     load_weights(models[0], checkpoint)
-    load_optimizers(base_of(models[0]), _optimizers(self), checkpoint)
+    load_optimizers(adapted_module(models[0]), _optimizers(self), checkpoint)
     if loop is None:
         for scheduler in self._schedulers:
             advance(scheduler.scheduler, checkpoint.facts["step"] * scheduler.steps)

@@ -17,7 +17,7 @@ from ..upstream import adapter_prefix
 _BASE = "base"
 
 
-def base_of(model: Any) -> Any:
+def adapted_module(model: Any) -> Any:
     """Returns the module that lists what is trained of an adapter as the saved state names it."""
     if parallel_state(model) is not None or adapter_prefix(model) is None:
         return laid_out_model(model)
@@ -67,7 +67,7 @@ def load_weights(model: Any, checkpoint: Checkpoint) -> None:
         CheckpointError: the checkpoint holds a model and this one has adapters, or the other way round; or it is of
             adapters of another base.
     """
-    inner, saved, prefix = base_of(model), checkpoint.facts.get(_BASE), adapter_prefix(model)
+    inner, saved, prefix = adapted_module(model), checkpoint.facts.get(_BASE), adapter_prefix(model)
     if (saved is None) != (prefix is None):
         holds, is_one = ("a model", "adapters") if saved is None else ("adapters", "a model without any")
         raise CheckpointError(f"{checkpoint.path} holds {holds}, and this run trains {is_one}.")

@@ -77,7 +77,10 @@ def _refusal(path: Path) -> str:
     said = f"{path} was written by plain Trainer: its optimizer state is that of one process, and this model is laid "
     said += "out. Go on from it in one process"
     if older is None:
-        return f"{said}, or start from its weights: from_pretrained({str(path)!r}, megatron_config=...)."
+        weights = f"from_pretrained({str(path)!r}, megatron_config=...)"
+        if (path / "adapter_config.json").is_file():
+            weights = f"PeftModel.from_pretrained(model, {str(path)!r}, is_trainable=True)"
+        return f"{said}, or start from its weights: {weights}."
     return (
         f"{said}, or pass resume_from_checkpoint={str(older)!r}, the newest checkpoint that this run can resume; what "
         "was trained after it is lost then."

@@ -25,7 +25,7 @@ from ..checkpoint.transaction import Transaction, prune
 from ..communication.agreement import agreed, gather, rank_and_size
 from ..parallel_state import laid_out_model, parallel_state
 from .adapter_checkpoints import (
-    base_of,
+    adapted_module,
     is_of_adapters,
     load_weights,
     save_adapters,
@@ -217,7 +217,7 @@ def _from_shards(load: Callable[[Any, Path], None]) -> Callable:
 def load_optimizer_and_scheduler(trainer: Any, checkpoint: Path) -> None:
     """Loads the optimizer's state of any layout, and the scheduler's."""
     opened = Checkpoint(checkpoint)
-    load_optimizers(base_of(trainer.model), _optimizers(trainer), opened)
+    load_optimizers(adapted_module(trainer.model), _optimizers(trainer), opened)
     if opened.facts.get("converted"):
         advance(trainer.lr_scheduler, trainer.state.global_step)
     else:

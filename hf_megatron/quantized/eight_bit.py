@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .scheme import Part
+from .scheme import WeightPart
 from .weight import QuantizedWeight
 
 
@@ -32,7 +32,7 @@ class EightBit:
             "full for all of its rows. Set llm_int8_threshold=0.0, or train on dp alone."
         )
 
-    def misfit(self, part: Part) -> str | None:
+    def misfit(self, part: WeightPart) -> str | None:
         """Says which columns a rank would lack."""
         if part.lacks_columns:
             held = sum(stop - start for start, stop in part.ranges[1])
@@ -42,11 +42,11 @@ class EightBit:
             )
         return None
 
-    def asks_others(self, part: Part) -> bool:
-        """Asks nobody: rows are whole."""
+    def waits(self, part: WeightPart) -> bool:
+        """Waits for nobody: rows are whole."""
         return False
 
-    def quantize(self, local: Tensor, part: Part) -> QuantizedWeight:
+    def quantize(self, local: Tensor, part: WeightPart) -> QuantizedWeight:
         """Returns a part `[local out, in]` in eight bits."""
         from bitsandbytes.functional import int8_vectorwise_quant
 
@@ -54,6 +54,9 @@ class EightBit:
         weight = eight_bit_class()(codes, requires_grad=False, has_fp16_weights=False, CB=codes, SCB=scales)
         weight.threshold = self.threshold
         return weight
+
+    def complete(self, weight: Any, part: WeightPart) -> None:
+        """Lacks nothing."""
 
 
 @cache
@@ -96,21 +99,21 @@ class Int8Rows:
     config: Any
     mixes_tokens = None
 
-    def misfit(self, part: Part) -> str | None:
+    def misfit(self, part: WeightPart) -> str | None:
         """Fits any part."""
         return None
 
-    def asks_others(self, part: Part) -> bool:
+    def waits(self, part: WeightPart) -> bool:
         """Tells whether other ranks have entries of this rank's rows."""
         return part.lacks_columns
 
-    def quantize(self, local: Tensor, part: Part) -> QuantizedWeight:
+    def quantize(self, local: Tensor, part: WeightPart) -> QuantizedWeight:
         """Returns a part `[local out, local in]` in eight bits."""
         from torchao.quantization import quantize_
 
         holder = nn.Linear(1, 1, bias=False, device="meta")
         width = local.shape[1]
-        if self.asks_others(part):
+        if self.waits(part):
             # One more column with the rows' largest entries gives every rank the scales of the whole.
             largest = local.abs().amax(1)
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=part.group)
@@ -121,6 +124,9 @@ class Int8Rows:
         weight = RowsWeight(made.qdata[:, :width].contiguous(), requires_grad=False)
         weight.factors = made.scale.flatten()
         return weight
+
+    def complete(self, weight: Any, part: WeightPart) -> None:
+        """Lacks nothing."""
 
 
 class RowsWeight(QuantizedWeight):

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .scheme import Part
+from .scheme import WeightPart
 from .weight import QuantizedWeight
 
 _BLOCK = 64
@@ -30,7 +30,7 @@ class FourBit:
     storage: torch.dtype
     mixes_tokens = None
 
-    def misfit(self, part: Part) -> str | None:
+    def misfit(self, part: WeightPart) -> str | None:
         """Says which part of a block a rank would have."""
         width = part.shape[1]
         [*columns] = part.ranges[1]
@@ -41,11 +41,11 @@ class FourBit:
             return f"blocks have {_BLOCK} entries, and a rank's rows of {width} do not end with one."
         return None
 
-    def asks_others(self, part: Part) -> bool:
-        """Tells whether the scales are quantised, too, and some are elsewhere."""
-        return self.is_double and not part.is_whole
+    def waits(self, part: WeightPart) -> bool:
+        """Waits for nobody: blocks are whole."""
+        return False
 
-    def quantize(self, local: Tensor, part: Part) -> QuantizedWeight:
+    def quantize(self, local: Tensor, part: WeightPart) -> QuantizedWeight:
         """Returns a part `[local out, local in]` in four bits."""
         from bitsandbytes.functional import quantize_4bit
 
@@ -56,8 +56,6 @@ class FourBit:
             quant_type=self.kind,
             quant_storage=self.storage,
         )
-        if self.asks_others(part):
-            state.absmax = _twice(state.absmax, part)
         weight = four_bit_class()(
             codes,
             requires_grad=False,
@@ -71,8 +69,13 @@ class FourBit:
         weight.compute_dtype = self.compute_dtype
         return weight
 
+    def complete(self, weight: Any, part: WeightPart) -> None:
+        """Gives a part the scales that it has when all of the weight's are quantised together."""
+        if self.is_double and not part.is_whole:
+            weight.quant_state.absmax = _twice(weight.quant_state.absmax, part)
 
-def _twice(scales: Tensor, part: Part) -> Tensor:
+
+def _twice(scales: Tensor, part: WeightPart) -> Tensor:
     """Returns this rank's scales as they are when all of the weight's are quantised together."""
     from bitsandbytes.functional import dequantize_blockwise, quantize_blockwise
 

@@ -21,7 +21,7 @@ NAME = "quantized"
 
 
 @dataclass(frozen=True)
-class Part:
+class WeightPart:
     """A rank's part of a linear's weight.
 
     Attributes:
@@ -50,14 +50,17 @@ class Scheme(Protocol):
     def mixes_tokens(self) -> str | None:
         """Says why rows and tokens of one call cannot be computed by themselves; `None` if they can."""
 
-    def misfit(self, part: Part) -> str | None:
+    def misfit(self, part: WeightPart) -> str | None:
         """Says why the codes of a part would not be those of the whole; `None` if they are."""
 
-    def asks_others(self, part: Part) -> bool:
-        """Tells whether ranks that have the rest of a weight have to be asked."""
+    def waits(self, part: WeightPart) -> bool:
+        """Tells whether ranks that have the rest of a weight have to be asked before it is quantised."""
 
-    def quantize(self, local: Tensor, part: Part) -> QuantizedWeight:
+    def quantize(self, local: Tensor, part: WeightPart) -> QuantizedWeight:
         """Returns a part `[local out, local in]` in few bits."""
+
+    def complete(self, weight: Any, part: WeightPart) -> None:
+        """Asks ranks that have the rest of a weight for what it still lacks."""
 
 
 class Quantization:
@@ -97,7 +100,7 @@ class Quantization:
                 )
 
     def take(self, model: nn.Module, name: str, state: ParallelState, *, is_last: bool = False) -> None:
-        """Quantises a weight that was read, unless other ranks must be asked, which waits for the last call."""
+        """Quantises a weight that was read, unless other ranks must be asked first, which waits for the last call."""
         module_name, _, own = name.rpartition(".")
         if own != "weight" or module_name not in self.linears:
             return
@@ -107,7 +110,7 @@ class Quantization:
             return
         claim = state.claims[name]
         part = _part(claim.shape, claim.placement, state.axes, state.mesh)
-        if is_last or not self.scheme.asks_others(part):
+        if is_last or not self.scheme.waits(part):
             found = self.scheme.quantize(local_tensor(weight).detach(), part)
             found._is_hf_initialized = True  # type: ignore[attr-defined]
             module._parameters[own] = found
@@ -116,13 +119,17 @@ class Quantization:
         """Quantises what is left; every rank calls it."""
         for name in sorted(self.linears & {name for name, _ in model.named_modules()}):
             self.take(model, f"{name}.weight", state, is_last=True)
+            weight = model.get_submodule(name)._parameters.get("weight")
+            if isinstance(weight, QuantizedWeight):
+                claim = state.claims[f"{name}.weight"]
+                self.scheme.complete(weight, _part(claim.shape, claim.placement, state.axes, state.mesh))
 
 
-def _part(shape: Sequence[int], placement: Placement, axes: Axes, mesh: ParallelMesh | None) -> Part:
+def _part(shape: Sequence[int], placement: Placement, axes: Axes, mesh: ParallelMesh | None) -> WeightPart:
     out, width = shape
     is_split = placement.on(axes).is_split
     group = mesh.tp_group if is_split and mesh is not None else None
-    return Part((out, width), placement.intervals(shape, axes), group)
+    return WeightPart((out, width), placement.intervals(shape, axes), group)
 
 
 @torch.no_grad()

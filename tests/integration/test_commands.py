@@ -44,6 +44,7 @@ ELSEWHERE = {
     r"(accelerate launch|torchrun|python) .*train\.py.*": "tests/integration/test_launch.py",
     r"(accelerate launch|torchrun) .*examples/lora\.py.*": "tests/integration/test_launch.py",
     r"accelerate launch( --cpu --num_processes 2)?": "tests/integration/test_launch.py",
+    r"hf-megatron convert-adapter .*": "tests/integration/test_adapter_conversion.py",
     r"hf-megatron (push|pull) .*": "tests/integration/test_hub.py",
     r"python -m pytest .*|ruff check \.": ".ci/run",
     r"python benchmarks/.*": "tests/integration/test_benchmarks.py",
@@ -54,7 +55,7 @@ ELSEWHERE = {
     r"python -m tests\.flips.*": "tests/integration/test_gate.py",
     r"python -m tests\.foreign_scripts.*": "tests/integration/test_foreign_scripts.py",
     r"hf-megatron fuzz.*": "tests/integration/test_fuzz.py",
-    r"pip install .*(hf_megatron\[plots\]|megatron-core).*": "tests/integration/test_packaging.py",
+    r"pip install .*(hf_megatron\[(plots|quantized)\]|megatron-core).*": "tests/integration/test_packaging.py",
 }
 
 

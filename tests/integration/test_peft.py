@@ -622,6 +622,8 @@ def test_what_is_refused(sources):
         model = AutoModelForCausalLM.from_config(tied, megatron_config=layout_of("pp2"))
         with pytest.raises(UnsupportedError, match="embed_tokens with pp_size > 1.*it is tied"):
             get_peft_model(model, lora(target_modules=["embed_tokens"]))
+        with pytest.raises(UnsupportedError, match="low_cpu_mem_usage = True"):
+            get_peft_model(loaded(sources["llama"], layout_of("tp2")), lora(), low_cpu_mem_usage=True)
         for config, text in cases:
             model = loaded(sources["llama"], layout_of("tp2"))
             before = [name for name, _ in model.named_parameters()]

@@ -30,6 +30,7 @@ FACES = {
     "prepare_optimizer": "Accelerate's calls ours",
     "Pipeline": "the protocol and what has it",
     "convert": "the command calls the function",
+    "convert_adapter": "the command calls the function",
     "plan": "the command prints the function's",
     "pull": "the command calls the function",
 }
