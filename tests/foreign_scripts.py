@@ -209,7 +209,7 @@ def arguments_of(name: str, folder: Path, output: Path, dp_size: int) -> list[st
 
 
 def weights_of(output: Path) -> dict[str, torch.Tensor]:
-    [file] = output.rglob("model.safetensors")
+    [file] = [*output.glob("model.safetensors"), *output.glob("adapter_model.safetensors")]
     return load_file(file)
 
 
@@ -220,16 +220,17 @@ def difference(name: str, found: float, expected: float) -> float:
     return abs(found - expected) / max(abs(expected), 1.0 if "reward" in name else 1e-2)
 
 
-def compare(script: Path, folder: Path, text: str, expected=None, *, launched: bool = False):
+def compare(script: Path, folder: Path, text: str, expected=None, *, launched: bool = False, flags=()):
     """The largest differences on a layout, of numbers (relative) and weights, what was compared, and what differs."""
+    kind = "-adapter" * bool(flags)
     layouts = {"one": None, text: next(iter(parse_layouts(text)), None)}
     if expected is None:
-        one = folder / f"{script.stem}-one"
-        [log] = run_ranks(run, 1, script, arguments_of(script.name, folder, one, 1), folder, timeout=600)
+        one = folder / f"{script.stem}-one{kind}"
+        [log] = run_ranks(run, 1, script, [*arguments_of(script.name, folder, one, 1), *flags], folder, timeout=600)
         expected = log, weights_of(one)
     layout = layouts[text]
-    output = folder / f"{script.stem}-{text}{'-launched' * launched}"
-    arguments = arguments_of(script.name, folder, output, layout.dp_size or 1)
+    output = folder / f"{script.stem}-{text}{kind}{'-launched' * launched}"
+    arguments = [*arguments_of(script.name, folder, output, layout.dp_size or 1), *flags]
     ranks = layout.ranks_per_replica * (layout.dp_size or 1)
     [found, *_] = run_ranks(run, ranks, script, arguments, folder, layout, launched, timeout=600)
     assert [entry.keys() for entry in found] == [entry.keys() for entry in expected[0]], (found, expected[0])

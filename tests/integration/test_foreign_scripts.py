@@ -31,6 +31,33 @@ def test_without_any_edit(folder, name, layout):
     assert worst <= LOSS and apart <= WEIGHTS, (number, worst, apart)
 
 
+# Masks of dropout would differ.
+ADAPTER = [
+    "--use_peft",
+    "--lora_r",
+    "4",
+    "--lora_dropout",
+    "0.0",
+    "--lora_target_modules",
+    "q_proj",
+    "v_proj",
+    "down_proj",
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "flags"), [("sft.py", ()), ("dpo.py", ()), ("reward.py", ("--lora_task_type", "SEQ_CLS"))]
+)
+def test_an_adapter_without_any_edit(folder, name, flags):
+    expected = None
+    for layout in ("tp2+sp", "pp2", "dp2"):
+        (worst, number), apart, count, expected = compare(
+            trl_script(name), folder, layout, expected, launched=True, flags=(*ADAPTER, *flags)
+        )
+        assert count > 20
+        assert worst <= LOSS and apart <= WEIGHTS, (layout, number, worst, apart)
+
+
 @pytest.mark.parametrize("name", ["sft.py", "dpo.py"])
 def test_one_argument_is_added(name):
     assert "LAYOUT" not in program(trl_script(name), False).co_names
