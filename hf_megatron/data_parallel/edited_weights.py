@@ -70,7 +70,7 @@ _WIDTHS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @torch.no_grad()
 def _bits(weight: Tensor) -> Tensor:
-    return weight.detach().view(_WIDTHS[weight.element_size()])
+    return weight.data.view(_WIDTHS[weight.element_size()])
 
 
 def _edited(what: str) -> RuntimeError:

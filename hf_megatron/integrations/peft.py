@@ -1,6 +1,7 @@
 """Where PEFT puts adapters into a model, takes them out and saves them: they are laid out as the model is."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from .adapter_refusals import (
@@ -80,12 +81,20 @@ def setup_prompt_encoder(original: Callable, self: Any, adapter_name: str) -> No
         original(self, adapter_name)
         return
     from ..peft.layout import note_modules
-    from ..peft.prompts import lay_out_prompts
+    from ..peft.prompts import PROMPTS, embedded, lay_out_prompts
 
     require_prompts(self.peft_config[adapter_name], state)
     _draw_alike(state)
+    encoders = model.get_submodule(PROMPTS) if PROMPTS in model._modules else None
+    trained = [] if encoders is None else [p for p in encoders.parameters() if p.requires_grad]
     original(self, adapter_name)
+    for parameter in trained:
+        # PEFT freezes all that the model has.
+        parameter.requires_grad_(True)
     lay_out_prompts(self.prompt_encoder, model, state)
+    # Its names before those that it has in the model.
+    self._modules["base_model"] = self._modules.pop("base_model")
+    vars(self)["word_embeddings"] = partial(embedded, self._modules.pop("word_embeddings"))
     note_modules(model, state)
 
 

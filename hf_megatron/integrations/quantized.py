@@ -88,9 +88,11 @@ def plan_quantization(model: Any, quantizer: Any, state: ParallelState) -> None:
     is_torchao = type(settings).__name__ == "TorchAoConfig"
     named = settings.modules_to_not_convert if is_torchao else settings.llm_int8_skip_modules
     left_out = quantizer.get_modules_to_not_convert(model, named, model._keep_in_fp32_modules)
+    quantizer.modules_to_not_convert = left_out
     linears = []
     for name, module in model.named_modules():
-        if not should_convert_module(name, left_out):
+        # Of torchao transformers compares names of weights, of bitsandbytes those of modules.
+        if not should_convert_module(f"{name}.weight" if is_torchao else name, left_out):
             continue
         if type(module).__name__ == "Conv1D":
             raise UnsupportedError(

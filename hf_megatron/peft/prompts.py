@@ -18,16 +18,17 @@ from ..tensor_parallel.axis import FORWARDS
 from ..tensor_parallel.local_parameters import read_locally
 from .site import Site
 
-_NAME = "prompt_encoder"
+# Of what makes prompts, in a `PeftModel` and in a model.
+PROMPTS = "prompt_encoder"
 
 
 def lay_out_prompts(encoders: nn.ModuleDict, model: Any, state: ParallelState) -> None:
     """Claims and places the parameters that make prompts, by adapter, and has the model list them."""
-    if _NAME not in model._modules:
-        model.add_module(_NAME, encoders)
-    is_elsewhere = state.cut is not None and state.cut.owner(_NAME) != state.axes.rank("pp")
+    if PROMPTS not in model._modules:
+        model.add_module(PROMPTS, encoders)
+    is_elsewhere = state.cut is not None and state.cut.owner(PROMPTS) != state.axes.rank("pp")
     copies = copies_of_model(state.claims.values(), state.axes)
-    site = Site(_NAME, encoders, _NAME, state, copies, is_elsewhere)
+    site = Site(PROMPTS, encoders, PROMPTS, state, copies, is_elsewhere)
     for name, module in encoders.named_modules():
         own = [own for own, parameter in module._parameters.items() if parameter is not None]
         if not own or site.has_claim(f"{name}.{own[0]}"):
@@ -42,6 +43,15 @@ def lay_out_prompts(encoders: nn.ModuleDict, model: Any, state: ParallelState) -
     if is_elsewhere:
         stands = next(module for module in model.modules() if isinstance(module, Placeholder))
         stands.list_around(encoders)
+
+
+def embedded(embedding: Any, ids: Tensor) -> Tensor:
+    """Embeds tokens `[rows, tokens]` as `[rows, tokens, hidden]`, without a graph where the embedding is frozen.
+
+    Gradient checkpoints have outputs of embeddings require a gradient, which nobody reads behind a prompt.
+    """
+    found = embedding(ids)
+    return found if embedding.weight.requires_grad else found.detach()
 
 
 def reading_prompts(state: ParallelState) -> AbstractContextManager[None]:

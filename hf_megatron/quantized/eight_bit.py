@@ -85,7 +85,7 @@ def eight_bit_class() -> Any:
 
         def __deepcopy__(self, memo: dict) -> Any:
             twin = super().__deepcopy__(memo)
-            twin.CB, twin.threshold = twin.codes, self.threshold
+            twin.CB, twin.threshold, twin.entries = twin.codes, self.threshold, self.entries
             return twin
 
     EightBitWeight.__name__ = "Int8Params"
@@ -149,7 +149,7 @@ class RowsWeight(QuantizedWeight):
 
     def __deepcopy__(self, memo: dict) -> "RowsWeight":
         twin = RowsWeight(self.codes.clone(), requires_grad=False)
-        twin.factors = self.factors.clone()
+        twin.factors, twin.entries = self.factors.clone(), self.entries
         return twin
 
 

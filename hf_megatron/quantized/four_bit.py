@@ -66,7 +66,7 @@ class FourBit:
             quant_storage=self.storage,
             bnb_quantized=True,
         )
-        weight.compute_dtype = self.compute_dtype
+        weight.compute_dtype, weight.entries_in_one = self.compute_dtype, 2 * codes.element_size()
         return weight
 
     def complete(self, weight: Any, part: WeightPart) -> None:
@@ -115,7 +115,11 @@ def four_bit_class() -> Any:
 
         def __deepcopy__(self, memo: dict) -> Any:
             twin = super().__deepcopy__(memo)
-            twin.compute_dtype = self.compute_dtype
+            twin.compute_dtype, twin.entries, twin.entries_in_one = (
+                self.compute_dtype,
+                self.entries,
+                self.entries_in_one,
+            )
             return twin
 
     # PEFT, TRL and transformers know it by this name.

@@ -113,6 +113,7 @@ class Quantization:
         if is_last or not self.scheme.waits(part):
             found = self.scheme.quantize(local_tensor(weight).detach(), part)
             found._is_hf_initialized = True  # type: ignore[attr-defined]
+            found.entries = claim.shape[0] * claim.shape[1]
             module._parameters[own] = found
 
     def finish(self, model: nn.Module, state: ParallelState) -> None:

@@ -16,7 +16,7 @@ from ..errors import UnsupportedError
 # What looks at a parameter, or copies it as it is.
 _PASSING = {
     *("__get__", "__set__", "__delete__", "__reduce_ex__", "__repr__", "__hash__", "__format__", "__len__"),
-    *("detach", "clone", "to", "cpu", "cuda", "contiguous", "is_contiguous", "requires_grad_", "data_ptr", "size"),
+    *("clone", "to", "cpu", "cuda", "contiguous", "is_contiguous", "requires_grad_", "data_ptr", "size"),
     *("dim", "stride", "numel", "nelement", "element_size", "untyped_storage", "storage_offset", "get_device"),
     *("is_floating_point", "is_complex", "is_shared", "as_subclass", "copy_", "__dir__", "has_names", "_is_view"),
     *("register_hook", "register_post_accumulate_grad_hook", "_has_compatible_shallow_copy_type", "record_stream"),
@@ -24,7 +24,15 @@ _PASSING = {
 
 
 class QuantizedWeight(nn.Parameter):
-    """A part of a weight `[local out, local in]` as codes; `F.linear` multiplies by what they stand for."""
+    """A part of a weight `[local out, local in]` as codes; `F.linear` multiplies by what they stand for.
+
+    Attributes:
+        entries: of the whole weight.
+        entries_in_one: how many a number of the storage stands for.
+    """
+
+    entries: int = 0
+    entries_in_one: int = 1
 
     @classmethod
     def __torch_function__(
@@ -33,6 +41,9 @@ class QuantizedWeight(nn.Parameter):
         if func is linear:
             return _linear(*args, **(kwargs or {}))
         name = func.__name__
+        if name == "detach":
+            # It has no graph, and stays what it is in a state dict.
+            return args[0]
         if name not in _PASSING:
             raise UnsupportedError(
                 f"{name} of a quantised weight: its codes are no numbers. Linears multiply by it; everything else "
@@ -45,6 +56,16 @@ class QuantizedWeight(nn.Parameter):
         """The codes as a plain tensor of any shape."""
         with torch._C.DisableTorchFunctionSubclass():
             return self.detach().as_subclass(Tensor)
+
+    def numel(self) -> int:
+        """Counts the numbers that codes of the whole weight take, as parameters that are split count the whole's."""
+        return self.entries // self.entries_in_one
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UnsupportedError(
+            "A quantised weight is pickled (torch.save of a state dict): its codes would go without what they are "
+            "multiplied by. Save the adapter, or weights after model.dequantize()."
+        )
 
     def scales(self) -> list[Tensor]:
         """Returns what codes are multiplied by, tensors of any shape."""

@@ -499,6 +499,32 @@ def test_prompts_go_on_on_another_layout(source, tmp_path):
     close(saved, load_file(tmp_path / "tp2+sp/checkpoint-4/adapter_model.safetensors"), 1e-4)
 
 
+@pytest.mark.parametrize("text", ["tp2", "pp2", "cp2", "dp2+zero2"])
+def test_prompts_take_turns_under_gradient_checkpoints(source, text):
+    def turns(layout):
+        model = loaded(source, layout)
+        model.gradient_checkpointing_enable({"use_reentrant": True})
+        torch.manual_seed(0)
+        config = functools.partial(PromptTuningConfig, task_type="CAUSAL_LM")
+        wrapped = get_peft_model(model, config(num_virtual_tokens=4)).train()
+        wrapped.add_adapter("second", config(num_virtual_tokens=3))
+        seen = [sorted(name for name, parameter in wrapped.named_parameters() if parameter.requires_grad)]
+        ranks, rank = (1, 0) if layout is None else (layout.dp_size or 1, torch.distributed.get_rank())
+        rows = IDS.tensor_split(ranks)[rank % ranks]
+        for name in ("default", "second", "default"):
+            wrapped.set_adapter(name)
+            wrapped(input_ids=rows, labels=rows).loss.backward()
+            trained = [parameter for parameter in wrapped.parameters() if parameter.requires_grad]
+            seen.append(float(torch.nn.utils.clip_grad_norm_(trained, 1e9)))
+            wrapped.zero_grad()
+        return seen
+
+    names, *norms = run_ranks(turns, 1, None)[0]
+    assert names == ["prompt_encoder.default.embedding.weight", "prompt_encoder.second.embedding.weight"]
+    for found in on_layout(turns, text):
+        assert found[0] == names and found[1:] == pytest.approx(norms, rel=1e-5)
+
+
 def test_another_base_is_refused(source, tmp_path):
     def on_rank(folder):
         layout = layout_of("tp2")

@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 from bitsandbytes.functional import dequantize_4bit
-from peft import PeftModel, get_peft_model, prepare_model_for_kbit_training
+from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
 from torchao.quantization import Int8WeightOnlyConfig, PerTensor
 from transformers import CONFIG_MAPPING, BitsAndBytesConfig, TorchAoConfig, Trainer, TrainingArguments
 
@@ -178,6 +178,43 @@ def test_a_trainer_resumes_on_another_layout_and_merges(tmp_path):
     assert resumed == pytest.approx(split, rel=1e-5)
 
 
+@pytest.mark.parametrize("name", ["nf4", "int8", "torchao"])
+def test_parameters_are_counted_as_in_one_process(name):
+    twin = replace(base_of("llama"), arguments={"quantization_config": SCHEMES[name]()})
+
+    def counts(layout):
+        arguments = {} if layout is None else {"megatron_config": layout}
+        model = twin.load(**arguments)
+        wrapped = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"]))
+        return model.num_parameters(), wrapped.get_nb_trainable_parameters()
+
+    layout = {"dp_size": 2} if name == "int8" else {"tp_size": 2}
+    assert run_ranks(counts, 2, ConfigUnderTest(**layout)) == run_ranks(counts, 1, None) * 2
+
+
+def test_modules_that_stock_leaves_out():
+    """torchao's names are compared with those of weights, bitsandbytes' with those of modules."""
+    left = ["o_proj", "lm_head"]
+    cases = {
+        "nf4": BitsAndBytesConfig(load_in_4bit=True, llm_int8_skip_modules=left),
+        "torchao": TorchAoConfig(Int8WeightOnlyConfig(), modules_to_not_convert=left),
+        "weights": TorchAoConfig(Int8WeightOnlyConfig(), modules_to_not_convert=["o_proj.weight", "lm_head"]),
+    }
+
+    def on_rank():
+        found = {}
+        for name, settings in cases.items():
+            twin = replace(base_of("llama"), arguments={"quantization_config": settings})
+            model = twin.load(megatron_config=ConfigUnderTest(tp_size=2))
+            found[name] = parallel_state(model).placed[scheme.NAME].linears
+        return found
+
+    for name, linears in run_ranks(on_rank, 2)[0].items():
+        stock = replace(base_of("llama"), arguments={"quantization_config": cases[name]}).load()
+        kinds = {linear: type(module.weight) for linear, module in stock.named_modules() if "_proj" in linear}
+        assert linears == {linear for linear, kind in kinds.items() if kind is not torch.nn.Parameter}, name
+
+
 def test_what_is_refused(tmp_path):
     twin = base_of("llama")
     narrow = make_twin(CONFIG_MAPPING["llama"]())
@@ -210,6 +247,7 @@ def test_what_is_refused(tmp_path):
         attempts = (
             lambda: model.model.layers[0].self_attn.q_proj.weight * 2,
             lambda: model.save_pretrained(tmp_path / "base"),
+            lambda: torch.save(model.state_dict(), tmp_path / "state.pt"),
             lambda: wrapped.merge_adapter(),
             lambda: wrapped.add_adapter("second", METHODS["dora"](find_targets(twin.load(), twin))),
         )
@@ -230,6 +268,7 @@ def test_what_is_refused(tmp_path):
         "The checkpoint is quantised",
         "mul of a quantised weight: its codes are no numbers",
         "save_pretrained of a LlamaForCausalLM whose weights are quantised",
+        "A quantised weight is pickled",
         "merge_adapter on a quantised base",
         "on a quantised base",
     )
