@@ -89,7 +89,7 @@ def plan_quantization(model: Any, quantizer: Any, state: ParallelState) -> None:
     named = settings.modules_to_not_convert if is_torchao else settings.llm_int8_skip_modules
     left_out = quantizer.get_modules_to_not_convert(model, named, model._keep_in_fp32_modules)
     quantizer.modules_to_not_convert = left_out
-    linears = []
+    scheme, linears = _scheme(settings), []
     for name, module in model.named_modules():
         # Of torchao transformers compares names of weights, of bitsandbytes those of modules.
         if not should_convert_module(f"{name}.weight" if is_torchao else name, left_out):
@@ -101,7 +101,10 @@ def plan_quantization(model: Any, quantizer: Any, state: ParallelState) -> None:
             )
         if isinstance(module, nn.Linear):
             linears.append(name)
-    quantization = Quantization(_scheme(settings), f"quantization_config = {type(settings).__name__}", linears)
+            if isinstance(scheme, FourBit):
+                # PEFT makes adapters in the dtype of their products.
+                module.compute_dtype = scheme.compute_dtype  # type: ignore[assignment]
+    quantization = Quantization(scheme, f"quantization_config = {type(settings).__name__}", linears)
     quantization.require_fit(model, state)
     state.placed[NAME] = quantization
 

@@ -153,6 +153,7 @@ def dequantize_linears(model: nn.Module, state: ParallelState, dtype: torch.dtyp
                     stride=(claim.shape[1], 1),
                 )
             module._parameters[own] = nn.Parameter(local, requires_grad=False)
+            vars(module).pop("compute_dtype", None)
     state.placed.pop(NAME)
     assert state.data_parallel is not None
     state.data_parallel.scan()

@@ -192,6 +192,25 @@ def test_parameters_are_counted_as_in_one_process(name):
     assert run_ranks(counts, 2, ConfigUnderTest(**layout)) == run_ranks(counts, 1, None) * 2
 
 
+@pytest.mark.parametrize("storage", [torch.uint8, torch.bfloat16])
+def test_adapters_are_made_in_the_dtype_of_products(storage):
+    settings = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16, bnb_4bit_quant_storage=storage
+    )
+    twin = replace(base_of("llama"), arguments={"quantization_config": settings, "dtype": torch.bfloat16})
+
+    def made(layout):
+        arguments = {} if layout is None else {"megatron_config": layout}
+        model = prepare_model_for_kbit_training(twin.load(**arguments))
+        torch.manual_seed(0)
+        wrapped = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
+        return {name: whole_of(weight) for name, weight in wrapped.named_parameters() if weight.requires_grad}
+
+    one = run_ranks(made, 1, None)[0]
+    found = run_ranks(made, 2, ConfigUnderTest(tp_size=2))[0]
+    assert found.keys() == one.keys() and all(torch.equal(found[name], one[name]) for name in one)
+
+
 def test_modules_that_stock_leaves_out():
     """torchao's names are compared with those of weights, bitsandbytes' with those of modules."""
     left = ["o_proj", "lm_head"]
