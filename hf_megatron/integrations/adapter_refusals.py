@@ -41,11 +41,17 @@ def require_whole_base(state: Any) -> None:
         )
 
 
+def require_method(config: Any) -> None:
+    """Raises `UnsupportedError` for a method that is not laid out, some of which look at a model before they inject."""
+    method = config.peft_type.value
+    if method not in (*_METHODS, *_PROMPTS):
+        refuse_adapter(f"{method} of PEFT", f"laid out are {', '.join((*_METHODS, *_PROMPTS))}")
+
+
 def require_supported(config: Any, state: Any) -> None:
     """Raises `UnsupportedError` for a method, a setting or a layout that nobody has compared with one process."""
     method = config.peft_type.value
-    if method not in _METHODS:
-        refuse_adapter(f"{method} of PEFT", f"laid out are {', '.join((*_METHODS, *_PROMPTS))}")
+    require_method(config)
     if getattr(config, "megatron_config", None) is not None:
         raise UnsupportedError(
             "LoraConfig.megatron_config is PEFT's, for models of Megatron-Core. The layout of this library belongs to "
@@ -76,8 +82,7 @@ def require_supported(config: Any, state: Any) -> None:
 def require_prompts(config: Any, state: Any) -> None:
     """Raises `UnsupportedError` for prompts that nobody has compared with one process."""
     method = config.peft_type.value
-    if method not in _PROMPTS:
-        refuse_adapter(f"{method} of PEFT", f"laid out are {', '.join((*_METHODS, *_PROMPTS))}")
+    require_method(config)
     if getattr(config, "encoder_reparameterization_type", None) == "LSTM":
         refuse_adapter("PromptEncoderConfig.encoder_reparameterization_type = 'LSTM'", "valid is 'MLP'")
     split = [axis for axis in ("pp", "cp") if state.axes.size(axis) > 1]

@@ -211,6 +211,7 @@ _ROWS: tuple[tuple[str, str, str, str], ...] = (
         for name in ("add_adapter", "load_adapter")
     ),
     ("peft.peft_model:PeftModel.__init__", "peft:init", "knows no layout", _ALWAYS),
+    ("peft.mixed_model:PeftMixedModel.__init__", "peft:init_mixed", "knows no layout", _ALWAYS),
     ("peft.peft_model:PeftModel._setup_prompt_encoder", "peft:setup_prompt_encoder", "knows no layout", _ALWAYS),
     ("peft.peft_model:PeftModel.get_prompt", "peft:get_prompt", "makes prompts for all heads", _ALWAYS),
     ("peft.tuners.tuners_utils:BaseTuner.inject_adapter", "peft:inject_adapter",

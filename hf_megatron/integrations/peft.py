@@ -7,6 +7,7 @@ from typing import Any
 from .adapter_refusals import (
     has_codes,
     refuse_adapter,
+    require_method,
     require_prompts,
     require_saved,
     require_supported,
@@ -65,11 +66,22 @@ def init(original: Callable, self: Any, model: Any, peft_config: Any, *args: Any
     from ..parallel_state import parallel_state, share_state
 
     state = parallel_state(model)
+    if state is not None:
+        require_method(peft_config)
     if state is not None and kwargs.get("low_cpu_mem_usage"):
         refuse_adapter("low_cpu_mem_usage = True", "ranks make whole adapters, which are small, and keep their part")
     original(self, model, peft_config, *args, **kwargs)
     if state is not None:
         share_state(self, model, state)
+
+
+def init_mixed(original: Callable, self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+    """Refuses adapters of several methods on a laid out model."""
+    from ..parallel_state import parallel_state
+
+    if parallel_state(model) is not None:
+        refuse_adapter("mixed=True", "adapters of several methods in one linear were not compared with one process")
+    original(self, model, *args, **kwargs)
 
 
 def setup_prompt_encoder(original: Callable, self: Any, adapter_name: str) -> None:

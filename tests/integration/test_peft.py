@@ -14,6 +14,7 @@ from peft import (
     LNTuningConfig,
     LoraConfig,
     PeftModel,
+    PeftType,
     PromptTuningConfig,
     get_peft_model,
     get_peft_model_state_dict,
@@ -272,6 +273,33 @@ def test_merged_vectors(source, text):
     one = run_ranks(merged, 1, None)[0]
     for found in on_layout(merged, text):
         close(found, one)
+
+
+@pytest.mark.parametrize("text", ["tp2+sp", "pp2", "dp2+zero2", "dp2+zero3"])
+def test_groups_of_lora_plus(source, text):
+    from peft.optimizers import create_loraplus_optimizer
+
+    def losses(layout):
+        torch.manual_seed(0)
+        model = get_peft_model(
+            loaded(source, layout), lora(target_modules=["q_proj", "down_proj", "embed_tokens"])
+        ).train()
+        optimizer = create_loraplus_optimizer(model, torch.optim.AdamW, lr=1e-3, loraplus_lr_ratio=16, eps=1e-4)
+        optimizer = optimizer if layout is None else prepare_optimizer(optimizer)
+        ranks, rank = (1, 0) if layout is None else (layout.dp_size or 1, torch.distributed.get_rank())
+        rows, seen = IDS.tensor_split(ranks)[rank % ranks], []
+        for _ in range(3):
+            loss = model(input_ids=rows, labels=rows).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(loss.item())
+        return len({group["lr"] for group in optimizer.param_groups}), seen[-1]
+
+    rates, last = run_ranks(losses, 1, None)[0]
+    assert rates > 1
+    for found in on_layout(losses, text):
+        assert found == (rates, pytest.approx(last, rel=1e-5))
 
 
 def test_rows_that_choose_adapters(source):
@@ -663,6 +691,34 @@ def test_what_is_refused(sources):
         model.get_base_model().model.norm.weight.requires_grad_(True)
         with pytest.raises(UnsupportedError, match="model.norm.weight is trained beside adapters with zero_stage=3"):
             model(input_ids=IDS, labels=IDS)
+
+    run_ranks(on_rank, 2)
+
+
+SUPPORTED = {"LORA", "IA3", "LN_TUNING", "PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING"}
+
+
+def test_every_method_of_peft_is_laid_out_or_refused_by_name(source):
+    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+
+    methods = {getattr(name, "value", name): config for name, config in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
+    assert len(methods) > 30 and methods.keys() > SUPPORTED
+
+    def on_rank():
+        model = loaded(source, layout_of("tp2"))
+        before = [name for name, _ in model.named_parameters()]
+        for name, kind in methods.items():
+            if name in SUPPORTED:
+                continue
+            # Before anything that a method would look at in its settings.
+            config = kind.__new__(kind)
+            config.peft_type, config.task_type, config.base_model_name_or_path = PeftType(name), None, None
+            config.modules_to_save, config.target_modules = None, ["q_proj"]
+            with pytest.raises(UnsupportedError, match=f"^{name} of PEFT"):
+                PeftModel(model, config)
+            assert [other for other, _ in model.named_parameters()] == before
+        with pytest.raises(UnsupportedError, match="mixed=True"):
+            get_peft_model(model, lora(), mixed=True)
 
     run_ranks(on_rank, 2)
 
