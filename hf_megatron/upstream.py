@@ -502,12 +502,16 @@ class _LocalView(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, parameter: DTensor) -> torch.Tensor:
-        ctx.spec = parameter._spec
         local = parameter._local_tensor
+        ctx.spec, ctx.strides = parameter._spec, local.stride()
         return local.view_as(local)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> DTensor:
+        if gradient.stride() != ctx.strides:
+            # Autograd looks at the specification alone; fused optimizers go through memory from end to end.
+            in_order = torch.empty_strided(gradient.shape, ctx.strides, dtype=gradient.dtype, device=gradient.device)
+            gradient = in_order.copy_(gradient)
         return DTensor(gradient, ctx.spec, requires_grad=False)
 
 

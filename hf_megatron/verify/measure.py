@@ -17,6 +17,7 @@ from ..data_parallel.optimizer import prepare_optimizer
 from ..mesh import ParallelMesh
 from ..parallel_state import laid_out_model, parallel_state
 from ..registry.features import silence
+from ..upstream import local_tensor
 
 # The default eps of AdamW turns round-off in gradients that are zero in exact arithmetic (key biases, for one) into
 # whole steps. SGD's rate follows the gradient, else two steps of a steep model amplify round-off as far as they like.
@@ -68,13 +69,24 @@ def _parameters(model: Any) -> dict[str, nn.Parameter]:
     return {name.removeprefix("base_model."): parameter for name, parameter in own_parameters(model)}
 
 
+def _in_order(parameter: nn.Parameter) -> Tensor | None:
+    """Returns a gradient of any shape, worth nothing where its memory has another order than the parameter's.
+
+    Fused optimizers go through both from the first entry to the last.
+    """
+    gradient = parameter.grad
+    if gradient is None or local_tensor(gradient).stride() == local_tensor(parameter).stride():
+        return gradient
+    return torch.full_like(gradient, math.nan)
+
+
 def _gradients(model: Any) -> dict[str, Tensor | None]:
     """Returns the gradients of trainable parameters as the optimizer will use them, each in the local shape."""
     trained = {name: parameter for name, parameter in _parameters(model).items() if parameter.requires_grad}
     state = parallel_state(model)
     reducer = None if state is None or state.data_parallel is None else state.data_parallel.reducer
     if reducer is None:
-        return {name: parameter.grad for name, parameter in trained.items()}
+        return {name: _in_order(parameter) for name, parameter in trained.items()}
     reducer.finish()
     return {name: reducer.full_gradient(parameter) for name, parameter in trained.items()}
 

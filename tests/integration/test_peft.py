@@ -284,7 +284,9 @@ def test_groups_of_lora_plus(source, text):
         model = get_peft_model(
             loaded(source, layout), lora(target_modules=["q_proj", "down_proj", "embed_tokens"])
         ).train()
-        optimizer = create_loraplus_optimizer(model, torch.optim.AdamW, lr=1e-3, loraplus_lr_ratio=16, eps=1e-4)
+        optimizer = create_loraplus_optimizer(
+            model, torch.optim.AdamW, lr=1e-2, loraplus_lr_ratio=16, eps=1e-4, fused=True
+        )
         optimizer = optimizer if layout is None else prepare_optimizer(optimizer)
         ranks, rank = (1, 0) if layout is None else (layout.dp_size or 1, torch.distributed.get_rank())
         rows, seen = IDS.tensor_split(ranks)[rank % ranks], []
