@@ -236,6 +236,20 @@ def parts_for_load(original: Callable, model: Any, state_dict: dict[str, Any]) -
     return original(model, state_dict) if parallel_state(model) is None else state_dict
 
 
+def push_adapter(original: Callable, self: Any, repo_id: str, **kwargs: Any) -> Any:
+    """Pushes adapters as models are; what else is pushed goes as in stock.
+
+    It is looked up while transformers is imported, maybe by a part of this library: nothing is imported before a call.
+    """
+    from ..parallel_state import parallel_state
+
+    if parallel_state(self) is None:
+        return original(self, repo_id, **kwargs)
+    from .hub import push_to_hub
+
+    return push_to_hub(original, self, repo_id, **kwargs)
+
+
 def save_adapter(
     original: Callable, self: Any, save_directory: str, *args: Any, is_main_process: bool = True, **kwargs: Any
 ) -> None:
