@@ -546,6 +546,14 @@ def adapter_prefix(model: Any) -> str | None:
     return "prompt_encoder" if model.active_peft_config.is_prompt_learning else str(model.base_model.prefix)
 
 
+def prepends_tokens(model: Any) -> bool:
+    """Tells whether PEFT puts prompts in front of a model's rows, so that their first tokens are targets, too."""
+    peft = sys.modules.get("peft")
+    if peft is None or not isinstance(model, peft.PeftModel):
+        return False
+    return model.active_peft_config.peft_type.value in ("PROMPT_TUNING", "P_TUNING")
+
+
 def ties_embeddings(model: Any) -> bool:
     """Tells whether a model's config ties its head to its embedding; some configs say nothing of it."""
     return bool(getattr(model.config.get_text_config(), "tie_word_embeddings", False))

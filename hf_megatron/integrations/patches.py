@@ -223,7 +223,7 @@ _ROWS: tuple[tuple[str, str, str, str], ...] = (
     ("peft.tuners.tuners_utils:BaseTuner.merge_adapter", "peft:merge_adapter", "knows no layout", _ALWAYS),
     ("peft.peft_model:PeftModel._get_base_model_class", "peft:base_model_class", "writes FSDP2's class", _ALWAYS),
     ("peft.peft_model:PeftModel.save_pretrained", "peft:save_adapter", "every rank writes the files", _ALWAYS),
-    ("transformers.utils.hub:PushToHubMixin.push_to_hub", "peft:push_adapter", "every rank uploads what it has", _ALWAYS),
+    ("transformers.utils.hub:PushToHubMixin.push_to_hub", "peft:push_adapter", "every rank uploads", _ALWAYS),
     *(
         (f"peft{where}:get_peft_model_state_dict", "peft:adapter_state_dict", "gives this rank's part", _ALWAYS)
         for where in ("", ".peft_model", ".utils.save_and_load", ".utils")

@@ -27,7 +27,10 @@ def requested(settings: Any) -> Any:
     from transformers.utils.quantization_config import QuantizationConfigMixin
 
     if isinstance(settings, dict):
-        settings = AutoQuantizationConfig.from_dict(settings)
+        try:
+            settings = AutoQuantizationConfig.from_dict(settings)
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"quantization_config = {settings!r}: {error}") from error
     if not isinstance(settings, QuantizationConfigMixin):
         raise ConfigError(
             f"quantization_config = {settings!r}: valid are a dict and configs of transformers, such as "

@@ -21,7 +21,14 @@ from ..loss import IGNORE_INDEX, BatchLoss, count_targets, next_tokens
 from ..parallel_state import parallel_state
 from ..patch_ledger import LEDGER
 from ..tensor_parallel.vocab_log_probs import FIELDS, LOG_PROBS
-from ..upstream import count_tokens_once, local_tensor, trl_output, trl_sums, warn_of_unchecked_versions
+from ..upstream import (
+    count_tokens_once,
+    local_tensor,
+    prepends_tokens,
+    trl_output,
+    trl_sums,
+    warn_of_unchecked_versions,
+)
 from .accelerate import job_world_size
 from .refusals import refuse_other_trl_trainers
 from .repeated_rows import evaluated
@@ -136,7 +143,8 @@ def sft_prediction_step(original: Callable, self: Any, model: Any, inputs: Any, 
 
     def step(rows: Any) -> Any:
         loss, *predictions = original(self, model, rows, *args, **kwargs)
-        targets = count_targets(next_tokens(rows["labels"])).to(loss.device)
+        labels = rows["labels"] if prepends_tokens(self.model) else next_tokens(rows["labels"])
+        targets = count_targets(labels).to(loss.device)
         # As TRL counts, where no row has a target.
         return state.loss.mean(loss * targets, targets, at_least=1), *predictions
 

@@ -130,7 +130,9 @@ def test_configs_run_nothing_and_say_one_line(hf, tmp_path):
     folders = [str(tmp_path / name) for name in CONFIGS]
     command = [sys.executable, "-c", CALL, str(tmp_path / "out"), *folders]
     done = subprocess.run(command, capture_output=True, input=b"y\n" * 99, check=False, timeout=200)
-    lines = done.stderr.decode().split("\n")[:-1]
+    # What torchao and bitsandbytes say while transformers imports them.
+    said = done.stderr.decode().split("\n")[:-1]
+    lines = [line for line in said if not line.startswith("Failed to load ") and "_pytree.py" not in line]
     assert done.stdout == b"" and not (tmp_path / "ran").exists() and not (tmp_path / "out").exists()
     assert len(lines) == len(CONFIGS), lines
     for line, (_, message) in zip(lines, CONFIGS.values(), strict=True):

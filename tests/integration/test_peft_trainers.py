@@ -4,11 +4,11 @@ import shutil
 
 import pytest
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, PromptEncoderConfig
 from transformers import AutoModelForCausalLM
 from trl import DPOTrainer, SFTTrainer
 
-from .test_trl import compare, completions, preferences
+from .test_trl import compare, completions, preferences, texts
 
 SCHEDULE = {"max_steps": 30, "eval_steps": 15, "learning_rate": 1e-3}
 TRAINERS = [(SFTTrainer, completions), (DPOTrainer, preferences)]
@@ -22,6 +22,21 @@ def lora(path, config):
 @pytest.mark.parametrize(("trainer_class", "samples"), TRAINERS)
 def test_thirty_steps(stories, tmp_path, text, trainer_class, samples):
     compare(stories, tmp_path, text, trainer_class, samples, tolerance=2e-4, peft_config=lora, **SCHEDULE)
+
+
+def p_tuning(path, config):
+    return PromptEncoderConfig(num_virtual_tokens=4, encoder_hidden_size=16, task_type="CAUSAL_LM")
+
+
+def of_unlike_lengths(count, seed=0):
+    rows = texts(count, seed)
+    return [{"text": row["text"][:8]} if index < count // 2 else row for index, row in enumerate(rows)]
+
+
+@pytest.mark.parametrize("text", ["tp2", "pp2", "dp2"])
+def test_prompts(stories, tmp_path, text):
+    """The first token of a row is a target, too; what ranks have in common is weighed by them."""
+    compare(stories, tmp_path, text, SFTTrainer, of_unlike_lengths, peft_config=p_tuning)
 
 
 def with_a_head(path, config):
