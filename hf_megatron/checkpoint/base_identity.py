@@ -36,17 +36,14 @@ def identity_in_one_process(model: Any, prefix: str) -> dict[str, Any]:
     Args:
         prefix: of the names of adapters' parameters.
     """
-    shapes, total = [], 0
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if any(part.startswith((prefix, "modules_to_save")) for part in name.split(".")):
-            continue
-        shapes.append(tuple(parameter.shape))
-    for name, tensor in named_tensors(model):
-        if not tensor.requires_grad and not any(
-            part.startswith((prefix, "modules_to_save")) for part in name.split(".")
-        ):
-            total += _sum_of(tensor.detach())
-    return _identity(model, shapes, total)
+
+    def is_of_base(name: str) -> bool:
+        return not any(part.startswith((prefix, "modules_to_save")) for part in name.split("."))
+
+    named = model.named_parameters(remove_duplicate=False)
+    shapes = [tuple(parameter.shape) for name, parameter in named if is_of_base(name)]
+    frozen = (tensor for name, tensor in named_tensors(model) if is_of_base(name) and not tensor.requires_grad)
+    return _identity(model, shapes, sum(_sum_of(tensor.detach()) for tensor in frozen))
 
 
 def _identity(model: Any, shapes: list[tuple[int, ...]], total: int) -> dict[str, Any]:

@@ -68,9 +68,6 @@ def eight_bit_class() -> Any:
     class EightBitWeight(QuantizedWeight, Int8Params):
         threshold: float = 0.0
 
-        def scales(self) -> list[Tensor]:
-            return [self.SCB]
-
         def project(self, x: Tensor, bias: Tensor | None) -> Tensor:
             state = bitsandbytes.MatmulLtState()
             state.has_fp16_weights, state.threshold = False, self.threshold
@@ -133,10 +130,6 @@ class RowsWeight(QuantizedWeight):
     """Codes `[local out, local in]` and a factor for each row."""
 
     factors: Tensor
-
-    def scales(self) -> list[Tensor]:
-        """Returns the factors `[local out]`."""
-        return [self.factors]
 
     def project(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Multiplies `[..., local in]` by the codes, then by the factors: `[..., local out]`."""

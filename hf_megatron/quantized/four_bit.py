@@ -101,10 +101,6 @@ def four_bit_class() -> Any:
     class FourBitWeight(QuantizedWeight, Params4bit):
         compute_dtype: torch.dtype | None = None
 
-        def scales(self) -> list[Tensor]:
-            state = self.quant_state
-            return [state.absmax] if not state.nested else [state.absmax, state.state2.absmax, state.offset]
-
         def project(self, x: Tensor, bias: Tensor | None) -> Tensor:
             dtype = self.compute_dtype or x.dtype
             bias = None if bias is None else bias.to(dtype)

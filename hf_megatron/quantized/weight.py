@@ -67,10 +67,6 @@ class QuantizedWeight(nn.Parameter):
             "multiplied by. Save the adapter, or weights after model.dequantize()."
         )
 
-    def scales(self) -> list[Tensor]:
-        """Returns what codes are multiplied by, tensors of any shape."""
-        raise NotImplementedError
-
     def project(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Multiplies `[..., local in]` by the weight and adds a bias `[local out]`: `[..., local out]`."""
         raise NotImplementedError

@@ -25,8 +25,8 @@ from tests.shared_twins import make_twin
 SPREAD = {
     "lora": "tp2,tp2+sp,tp4,cp2,cp2+a2a,pp2,dp2+zero0,dp2,dp2+zero2,dp2+zero3,tp2+dp2+zero3,tp2+pp2+dp2,"
     "tp2+sp+pp2,tp2+cp2",
-    "dora": "tp2,tp2+sp,tp4,pp2,dp2+zero2,tp2+dp2+zero3",
-    "ia3": "tp2,tp2+sp,tp4,pp2,dp2+zero2",
+    "dora": "tp2,tp2+sp,tp4,cp2,pp2,dp2+zero2,tp2+dp2+zero3",
+    "ia3": "tp2,tp2+sp,tp4,cp2,pp2,dp2+zero2,dp2+zero3",
     "ln_tuning": "tp2,tp2+sp,pp2,dp2+zero2,cp2",
     "saved": "tp2+sp,pp2,dp2+zero2",
     "embedding": "tp2,tp2+sp,tp4,pp2,cp2,dp2+zero2,dp2+zero3",

@@ -34,10 +34,10 @@ SCHEMES = {
 }
 SPREAD = {
     "nf4": "tp2,tp2+sp,pp2,cp2,dp2+zero0,dp2+zero2,tp2+pp2+dp2",
-    "nf4_double": "tp2,tp2+sp,pp2",
-    "fp4": "tp2",
+    "nf4_double": "tp2,tp2+sp,pp2,cp2,dp2",
+    "fp4": "tp2,pp2,cp2,dp2",
     "int8": "pp2,cp2,dp2",
-    "torchao": "tp2,tp2+sp,pp2,dp2",
+    "torchao": "tp2,tp2+sp,pp2,cp2,dp2",
 }
 CASES = [("llama", name, text) for name, texts in SPREAD.items() for text in texts.split(",")]
 # Fused projections, biases, fewer key heads than ranks.
