@@ -5,6 +5,7 @@ from typing import Any
 from torch import nn
 
 from .errors import UnsupportedError
+from .media import image_token
 from .spec import ModelSpec
 
 
@@ -22,6 +23,10 @@ def find_layers(model: Any, spec: ModelSpec, field: str) -> str:
         for name, module in model.named_modules()
         if isinstance(module, nn.ModuleList) and len(module) and {type(layer).__name__ for layer in module} <= classes
     ]
+    if len(lists) > 1 and image_token(model.config) is not None:
+        # Towers of images have their own beside the text's.
+        text = model.get_decoder()
+        lists = [name for name in lists if any(model.get_submodule(name) is module for module in text.modules())]
     if len(lists) != 1:
         found = ", ".join(lists) or "none"
         raise UnsupportedError(

@@ -11,12 +11,13 @@ from torch import nn
 from ..axes import Axes
 from ..config import MegatronConfig
 from ..context_parallel.whole_blocks import find_whole_blocks
-from ..errors import PlanError, UnsupportedError
+from ..errors import ConfigError, UnsupportedError
 from ..largest_position import scales_by_length
 from ..layer_list import find_layers
 from ..mixed_class import stand_around
 from ..spec import ModelSpec
 from ..upstream import splits_python_functions
+from .around_layers import find_around, find_tied, find_towers, has_parameters, side_of
 from .boundary import StageBoundary
 from .partition import Stages, check_partition, estimate_cost, estimate_costs, even, partition
 from .placeholder import Placeholder, first_dtype
@@ -122,11 +123,6 @@ class Cut:
         return len(self.boundary.stages.ranges) - 1 if behind else 0
 
 
-def has_parameters(module: nn.Module) -> bool:
-    """Tells whether a module, or a part of it, has parameters."""
-    return next(module.parameters(), None) is not None
-
-
 def stages_per_rank(config: MegatronConfig) -> int:
     """Returns the stages on each rank: the config's, or by default the schedule's."""
     number = schedule(config.pipeline_schedule).resolve(config.virtual_stages)
@@ -189,12 +185,13 @@ def cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> Cut:
     name = find_layers(model, spec, "pp_size")
     layers = model.get_submodule(name)
     stages = make_stages(model, layers, config)
+    _require_features_on_first_stage(model, stages)
     boundary = StageBoundary(stages)
     mixes_documents = scales_by_length(model.config) or bool(find_whole_blocks(model, spec, name))
     owned = stages.of_rank(axes.rank("pp"))
     holds_first, holds_last = 0 in owned, len(stages.ranges) - 1 in owned
-    before, after = _around(model, name, spec)
-    tied = _tied(model, before, after)
+    before, after = find_around(model, name, spec)
+    tied = find_tied(model, before, after)
     if inside := [source for source in tied.values() if source.rpartition(".")[0] not in before]:
         raise UnsupportedError(
             f"MegatronConfig.pp_size = {config.pp_size}: the head of {type(model).__name__} is tied to {inside[0]}, a "
@@ -207,8 +204,12 @@ def cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> Cut:
             stand_around(layer, StagedLayer, _stage_boundary=boundary, _layer_index=index)
         else:
             layers[index] = ForeignLayer(layer, _place(stages, stages.stage_of_layer(index)), boundary, index)
+    towers = find_towers(model)
     for module_name in before:
         module = model.get_submodule(module_name)
+        if holds_first and module_name in towers:
+            # Later stages on this rank get no images.
+            continue
         needed_by_head = holds_last and any(source.rpartition(".")[0] == module_name for source in tied.values())
         if holds_first or needed_by_head:
             width = output_width(module)
@@ -221,7 +222,7 @@ def cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> Cut:
     if not holds_last:
         # Keeps the loader from tying a head that is not here.
         names = model.all_tied_weights_keys.items()
-        kept = {target: source for target, source in names if _side(target, before, after) != "after"}
+        kept = {target: source for target, source in names if side_of(target, before, after) != "after"}
         model.all_tied_weights_keys = model._tied_weights_keys = kept
     crossing = stages.rank_of[0] != stages.rank_of[-1]
     shared = sorted(set(tied.values())) if crossing else ()
@@ -229,53 +230,22 @@ def cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> Cut:
     return Cut(boundary, name, *parts, holds_first, mixes_documents)
 
 
+def _require_features_on_first_stage(model: Any, stages: Stages) -> None:
+    """Raises `ConfigError` where features of images are added behind layers of later stages, which have none.
+
+    What a loop adds between the last layer of a stage and the first of the next one is lost too.
+    """
+    vision = model.config.to_dict().get("vision_config") or {}
+    count, first = len(vision.get("deepstack_visual_indexes") or ()), stages.ranges[0][1]
+    if 0 < count >= first:
+        raise ConfigError(
+            f"The first pipeline stage has {first} layers: {type(model).__name__} adds features of images behind each "
+            f"of the first {count}. Set pipeline_partition to numbers of layers that begin with {count + 1} or more."
+        )
+
+
 def _place(stages: Stages, stage: int) -> str:
     return f"lies on stage {stage} of the pipeline, pp rank {stages.rank_of[stage]}"
-
-
-def _around(model: Any, layers: str, spec: ModelSpec) -> tuple[list[str], list[str]]:
-    """Lists the modules with parameters before and behind the layers, in the order of their definition."""
-    before: list[str] = []
-    after: list[str] = []
-    path = layers.split(".")
-    head = model.get_output_embeddings()
-    for depth, on_path in enumerate(path):
-        prefix = ".".join(path[:depth])
-        ancestor = model.get_submodule(prefix)
-        if own := [name for name, parameter in ancestor._parameters.items() if parameter is not None]:
-            raise UnsupportedError(
-                f"{prefix or type(model).__name__} has parameters of its own beside its layers ({', '.join(own)}): no "
-                "stage can be told to own them. Load the model with pp_size=1."
-            )
-        place = before
-        for name, child in ancestor.named_children():
-            full_name = f"{prefix}.{name}" if prefix else name
-            if name == on_path:
-                place = after
-            elif has_parameters(child):
-                # Some classes define their head first.
-                is_behind = full_name in spec.after_layers or any(module is head for module in child.modules())
-                (after if is_behind else place).append(full_name)
-    return before, after
-
-
-def _tied(model: Any, before: list[str], after: list[str]) -> dict[str, str]:
-    """Maps parameters behind the layers to the ones before them that they are tied to."""
-    tied = {}
-    for target, source in model.all_tied_weights_keys.items():
-        ends = [_side(name, before, after) for name in (target, source)]
-        if ends == ["after", "before"]:
-            tied[target] = source
-        elif ends[0] != ends[1]:
-            raise PlanError(f"{target} is tied to {source}: a pipeline can tie the head to the embedding only.")
-    return tied
-
-
-def _side(name: str, before: list[str], after: list[str]) -> str:
-    for side, modules in (("before", before), ("after", after)):
-        if any(name.startswith(f"{module}.") for module in modules):
-            return side
-    return "layers"
 
 
 def _replace(model: nn.Module, name: str, module: nn.Module) -> None:

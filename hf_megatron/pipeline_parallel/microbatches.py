@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
+from ..media import PIXELS, image_token, is_of_images, rows_with_images
 from ..parallel_state import BatchPart
 
 ROW_DIM = 0
@@ -30,8 +31,8 @@ def batch_rows(arguments: Mapping[str, Any]) -> int:
     raise ConfigError("A pipelined model needs input_ids (or inputs_embeds) to cut a batch into microbatches.")
 
 
-def split(arguments: Mapping[str, Any], microbatches: int) -> list[dict[str, Any]]:
-    """Cuts a batch into microbatches whose rows differ by one at most.
+def split(arguments: Mapping[str, Any], microbatches: int, config: Any = None) -> list[dict[str, Any]]:
+    """Cuts a batch into microbatches whose rows differ by one at most; images go with the rows they stand in.
 
     Raises `ConfigError` for a tensor that has neither a row per sample nor one for all.
     """
@@ -39,10 +40,14 @@ def split(arguments: Mapping[str, Any], microbatches: int) -> list[dict[str, Any
     if microbatches == 1:
         return [dict(arguments)]
     edges = [rows * index // microbatches for index in range(microbatches + 1)]
-    return [
-        {name: _part(name, value, rows, slice(start, stop)) for name, value in arguments.items()}
-        for start, stop in zip(edges[:-1], edges[1:], strict=True)
-    ]
+    has_images = isinstance(arguments.get(PIXELS), Tensor) and config is not None and image_token(config) is not None
+    per_row = {name: value for name, value in arguments.items() if not (has_images and is_of_images(name))}
+    found = []
+    for start, stop in zip(edges[:-1], edges[1:], strict=True):
+        part = slice(start, stop)
+        images = rows_with_images(arguments, part, config) if has_images else {}
+        found.append({name: _part(name, value, rows, part) for name, value in per_row.items()} | images)
+    return found
 
 
 def _part(name: str, value: Any, rows: int, part: slice) -> Any:

@@ -3,6 +3,7 @@
 What a pipeline cannot do shows before anything is sent, not in the middle of a schedule.
 """
 
+import functools
 import inspect
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -14,6 +15,7 @@ from ..batch_labels import with_known_targets
 from ..data_parallel.fully_sharded import reshard
 from ..errors import MegatronError, UnsupportedError
 from ..loss import Share, has_labels
+from ..media import without_pixels
 from ..parallel_state import ParallelState
 from ..patch_ledger import Shared
 from .autocast import quiet_autocast
@@ -77,7 +79,8 @@ class Rehearsal(Shared):
         with torch.random.fork_rng(devices), quiet_autocast(), self.cut.boundary.rehearsing():
             for stage in self.cut.boundary.stages.of_rank(self.mesh.pp_rank):
                 with self.loss.over(Share(1.0, 1.0, part)):
-                    output = self.cut.boundary.run(stage, None, lambda: self._forward(**part))
+                    seen = without_pixels(part) if stage else part
+                    output = self.cut.boundary.run(stage, None, functools.partial(self._forward, **seen))
                     if stage == len(self.cut.boundary.stages.ranges) - 1 and not is_read:
                         if has_labels(arguments):
                             loss_of(output, self.model, self.loss)

@@ -18,6 +18,7 @@ from ..data_parallel.gradient_store import GradientStore
 from ..errors import UnsupportedError
 from ..known_rows import POSITIONS, KnownRows
 from ..loss import Share, has_labels, without_targets
+from ..media import without_pixels
 from ..memory.training_cache import leave_out
 from ..parallel_state import ParallelState
 from ..patch_ledger import Shared
@@ -123,7 +124,7 @@ class StageRunner(Shared):
         elif self.read is not None:
             denominators = [1, self.loss.row_denominator(rows)]
         if packed is None:
-            microbatches = split(arguments, min(count, rows))
+            microbatches = split(arguments, min(count, rows), self.model.config)
             weights = [batch_rows(microbatch) / rows for microbatch in microbatches]
         else:
             microbatches = packed.microbatches(count)
@@ -176,6 +177,8 @@ class StageRunner(Shared):
                 targets, rows = (value * (weights[number] or 1.0) for value in denominators)
                 share = Share(targets, rows, microbatches[number], weights[number] > 0)
             arguments = microbatches[number] | seen
+            if self.boundary.stage != 0:
+                arguments = without_pixels(arguments)
             if self.boundary.stage == last:
                 arguments = with_known_targets(arguments, self.loss)
             self._state.part = parts[number]

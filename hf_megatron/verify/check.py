@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, PreTrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from ..axes import Axes
 from ..config import MegatronConfig
@@ -24,7 +26,7 @@ from .adapters import adapted
 from .draws import check_draws
 from .metric import Judgement
 from .named_models import resolve_config
-from .parity import Twin, check_twin, make_twin
+from .parity import UNBUILDABLE, Twin, check_twin, make_twin
 from .ranks import first_reason
 from .token_mixing import unknown_mixing, whole_share
 from .twin import TASKS, without_gradient
@@ -94,16 +96,19 @@ _TWIN_HEADS = 4
 _ROWS = 3
 
 
-# What transformers raises for configs of tiny sizes.
-_UNBUILDABLE = (
-    *(ValueError, RuntimeError, TypeError, KeyError, AttributeError, AssertionError, ImportError, StrictDataclassError),
-)
-
-
 def task_of_class(class_name: str, config: PreTrainedConfig) -> str:
     """Returns the task whose batches fit a class; `...ForConditionalGeneration` are models of images too."""
-    default = "seq2seq" if config.is_encoder_decoder else "causal"
+    default = "seq2seq" if config.is_encoder_decoder else "image" if _is_of_images(config) else "causal"
     return next((task for part, task in _CLASS_TASKS.items() if part in class_name), default)
+
+
+def _is_of_images(config: PreTrainedConfig) -> bool:
+    """Tells whether a type has no class for text alone."""
+    image, text = (
+        names.get(config.model_type)
+        for names in (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    )
+    return image is not None and text in (None, image) and "vision_config" in config.to_dict()
 
 
 def _cases(models: list[str], task: str, given_class: bool) -> Iterator[tuple[str, str]]:
@@ -126,6 +131,7 @@ def check_models(
     variants: bool = False,
     adapter: str | None = None,
     timeout: float = 120.0,
+    device: str = "cpu",
     record: Path | None = None,
     echo: Callable[[str], Any] = print,
 ) -> list[dict[str, Any]]:
@@ -135,6 +141,7 @@ def check_models(
         changes (`Mapping`, *optional*): what to change in the models' configs.
         variants (`bool`): check what is listed in `variants.py`, too.
         adapter (`str`, *optional*): a key of `adapters.METHODS`, trained in the place of the model's own weights.
+        device (`str`): of the ranks: `"cpu"` or `"cuda"`; the numbers they are compared with are a CPU's.
         record (`Path`, *optional*): a results file that takes up the rows of each model as soon as it is checked.
 
     Raises:
@@ -166,6 +173,7 @@ def check_models(
                     "all" in models or variants,
                     adapter,
                     timeout,
+                    device,
                     echo,
                 )
             except ConfigError as error:
@@ -198,12 +206,15 @@ def _check_changed(
     everything: bool,
     adapter: str | None,
     timeout: float,
+    device: str,
     echo: Callable[[str], Any],
 ) -> list[dict[str, Any]]:
     """Returns the rows of one model with changes in its config."""
     config = resolve_config(model, changes)
     if class_name is not None:
         task = task_of_class(class_name, config)
+    elif task == "causal" and _is_of_images(config):
+        task = "image"
     twin: Twin | None = None
     # Every dp rank needs one, and some have more.
     rows = max(_ROWS, max(layout.dp_size or 1 for layout in layouts) + 1)
@@ -211,7 +222,7 @@ def _check_changed(
     try:
         twin = make_twin(config, task=task, class_name=class_name, microbatches=2, min_layers=layers, batch_size=rows)
         twin = twin if adapter is None else adapted(twin, adapter)
-    except _UNBUILDABLE as error:
+    except UNBUILDABLE as error:
         reason = f"its tiny twin cannot be built: {type(error).__name__}: {error}"
         if not everything:
             raise ConfigError(f"{model}: {reason}") from error
@@ -224,7 +235,7 @@ def _check_changed(
             with contextlib.suppress(UnsupportedError):
                 # Wrong usage, unless it has some that are refused by name, which makes a row.
                 plan(twin.model_on_meta(), layout, Axes.of(layout, 0))
-        row = _check_layout(config, twin, layout, timeout, reason, adapter) | {"changes": changes}
+        row = _check_layout(config, twin, layout, timeout, device, reason, adapter) | {"changes": changes}
         results.append(row)
         refused = row.pop("refused", False) or row["worst"].startswith(("UnsupportedError", "ConfigError"))
         verdict = "equal" if row["passed"] else "refused" if refused else "DIFFERS"
@@ -244,6 +255,7 @@ def _check_layout(
     twin: Twin | None,
     layout: MegatronConfig,
     timeout: float,
+    device: str,
     reason: str,
     adapter: str | None,
 ) -> dict[str, Any]:
@@ -264,7 +276,7 @@ def _check_layout(
         return row | {"passed": False, "worst": reason}
     try:
         if adapter is not None:
-            return row | _verdict(check_twin(twin, layout, timeout=timeout), config)
+            return row | _verdict(check_twin(twin, layout, timeout=timeout, device=device), config)
         features = features_on_layout(twin.model_on_meta(), layout)
         row |= {"parts": list(features.parts)} | ({"split": round(features.split, 3)} if layout.tp_size > 1 else {})
         if unlike := describe_model(twin.model_on_meta()).features({}).parts ^ twin.full.features({}).parts:
@@ -274,9 +286,9 @@ def _check_layout(
             row |= _whole_blocks(twin, layout)
             if reason := row.pop("mixing", None):
                 return row | {"passed": False, "worst": reason}
-        comparison = check_twin(twin, layout, timeout=timeout)
+        comparison = check_twin(twin, layout, timeout=timeout, device=device)
         if comparison.passed and layout.tp_size > 1 and layout.pp_size == 1:
-            sites, problem = check_draws(twin, layout, timeout=timeout)
+            sites, problem = check_draws(twin, layout, timeout=timeout, device=device)
             row |= {"draws": sorted(sites)} | ({"draws_differ": problem} if problem else {})
             if twin.full.draws - sites:
                 return row | {"passed": False, "worst": f"while {sorted(twin.full.draws - sites)} drew: {problem}"}

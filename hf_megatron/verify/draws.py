@@ -13,6 +13,7 @@ from ..integrations.gate import ConfigUnderTest
 from ..parallel_state import parallel_state
 from ..registry.features import is_rate, random_sites
 from ..upstream import local_tensor
+from .measure import on_device
 from .parity import Twin
 from .ranks import first_reason, run_ranks
 
@@ -37,7 +38,9 @@ def set_rates(config: PreTrainedConfig, rate: float, names: frozenset[str]) -> N
             setattr(config, name, rate)
 
 
-def check_draws(twin: Twin, layout: MegatronConfig, *, timeout: float = 120.0) -> tuple[frozenset[str], str]:
+def check_draws(
+    twin: Twin, layout: MegatronConfig, *, timeout: float = 120.0, device: str = "cpu"
+) -> tuple[frozenset[str], str]:
     """Trains the twin with each of its rates on, then with all that may be, and ranks that were seeded differently.
 
     Alone, because what one site does for all may hide what another one lacks.
@@ -52,7 +55,7 @@ def check_draws(twin: Twin, layout: MegatronConfig, *, timeout: float = 120.0) -
     def stays_alike(names: frozenset[str]) -> bool:
         nonlocal sites
         try:
-            sites, apart = _train(twin, layout, names, timeout)
+            sites, apart = _train(twin, layout, names, timeout, device)
         except RankError as error:
             problems["+".join(sorted(names))] = first_reason(str(error))
             return False
@@ -69,7 +72,7 @@ def check_draws(twin: Twin, layout: MegatronConfig, *, timeout: float = 120.0) -
 
 
 def _train(
-    twin: Twin, layout: MegatronConfig, names: frozenset[str], timeout: float
+    twin: Twin, layout: MegatronConfig, names: frozenset[str], timeout: float, device: str
 ) -> tuple[frozenset[str], list[str]]:
     """Returns where the twin drew random numbers, and the replicated weights that differ afterwards."""
     config = twin.model_on_meta().config
@@ -82,13 +85,13 @@ def _train(
         model.train()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         for _ in range(_STEPS):
-            for batch in twin.batches:
+            for batch in on_device(twin.batches, model):
                 model(**batch).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
         return random_sites(model), _replicated(model)
 
-    results = run_ranks(on_rank, layout.ranks_per_replica, timeout=timeout)
+    results = run_ranks(on_rank, layout.ranks_per_replica, timeout=timeout, device=device)
     sites, weights = results[0]
     return sites, [name for name in weights if any(not torch.equal(weights[name], other[name]) for _, other in results)]
 
@@ -97,7 +100,7 @@ def _replicated(model: Any) -> dict[str, torch.Tensor]:
     state = parallel_state(model)
     assert state is not None
     return {
-        name: local_tensor(parameter.detach()).clone()
+        name: local_tensor(parameter.detach()).to("cpu", copy=True)
         for name, parameter in own_parameters(model)
         if not state.placement(name).is_split
     }

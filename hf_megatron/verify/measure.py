@@ -14,6 +14,7 @@ from ..absent_weights import own_parameters
 from ..checkpoint.gathered import gather_parameter
 from ..data_parallel.gradient_norm import gradient_norm
 from ..data_parallel.optimizer import prepare_optimizer
+from ..media import is_of_images, rows_with_images
 from ..mesh import ParallelMesh
 from ..parallel_state import laid_out_model, parallel_state
 from ..registry.features import silence
@@ -59,9 +60,26 @@ def _rows_of_this_rank(model: Any, batch: dict[str, Tensor]) -> dict[str, Tensor
     if state is None or state.mesh.dp_size == 1:
         return batch
     ranks, rank = state.mesh.dp_size, state.mesh.dp_rank
-    return {
-        name: value.tensor_split(ranks)[rank] if isinstance(value, Tensor) else value for name, value in batch.items()
+    images = {name for name in batch if is_of_images(name)}
+    found = {
+        name: value.tensor_split(ranks)[rank] if isinstance(value, Tensor) else value
+        for name, value in batch.items()
+        if name not in images
     }
+    if images:
+        numbers = torch.arange(len(batch["input_ids"])).tensor_split(ranks)[rank]
+        rows = slice(int(numbers[0]), int(numbers[-1]) + 1) if len(numbers) else slice(0, 0)
+        found |= rows_with_images(batch, rows, laid_out_model(model).config)
+    return found
+
+
+def on_device(batches: list[dict[str, Tensor]], model: nn.Module) -> list[dict[str, Tensor]]:
+    """Returns batches where a model's parameters are."""
+    device = next(model.parameters()).device
+    return [
+        {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
+        for batch in batches
+    ]
 
 
 def _parameters(model: Any) -> dict[str, nn.Parameter]:
@@ -75,9 +93,15 @@ def _in_order(parameter: nn.Parameter) -> Tensor | None:
     Fused optimizers go through both from the first entry to the last.
     """
     gradient = parameter.grad
-    if gradient is None or local_tensor(gradient).stride() == local_tensor(parameter).stride():
+    if gradient is None or _strides(gradient) == _strides(parameter):
         return gradient
     return torch.full_like(gradient, math.nan)
+
+
+def _strides(tensor: Tensor) -> list[int]:
+    """Lists the strides of a tensor of any shape that say where entries lie."""
+    local = local_tensor(tensor)
+    return [stride for stride, size in zip(local.stride(), local.shape, strict=True) if size != 1]
 
 
 def _gradients(model: Any) -> dict[str, Tensor | None]:
@@ -99,16 +123,20 @@ def _is_quantized(parameter: nn.Parameter) -> bool:
 def _full(model: Any, values: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
     state = parallel_state(model)
     if state is None:
-        return {name: None if value is None else value.detach().clone() for name, value in values.items()}
+        return {name: None if value is None else _on_host(value) for name, value in values.items()}
     full: dict[str, Tensor | None] = {}
     parameters = _parameters(model)
     for name, value in _on_all_ranks(values, parameters).items():
         gathered = None if value is None else gather_parameter(model, name, value)
         # A replicated tensor is handed out as it is; the optimizer is about to change it.
-        full[name] = None if gathered is None else gathered.clone()
+        full[name] = None if gathered is None else _on_host(gathered)
     if state.mesh.pp_size > 1:
         full = _of_all_stages(full, state.mesh)
     return full if dist.get_rank() == 0 else {}
+
+
+def _on_host(value: Tensor) -> Tensor:
+    return value.detach().to("cpu", copy=True)
 
 
 def _on_all_ranks(
@@ -165,6 +193,7 @@ def measure(
     if is_silent:
         silence(model)
     inner = laid_out_model(model)
+    batches = on_device(batches, inner)
     model.eval()
     with torch.no_grad():
         eval_loss = model(**batches[0]).loss.item()

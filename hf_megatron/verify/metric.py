@@ -26,10 +26,10 @@ _CANCELLED = 1e-12
 WEIGHTS = 1e-5
 # The reference's own round-off, fp32 against fp64 in one process, in limits: of a twin with more another draw is tried.
 WELL_CONDITIONED = 0.5
-# How much further than the reference itself another order of the same sums may be off: 3.6 times at most on correct
-# code (question answering on a tiny bert, whose gradients cancel over the positions of a row; three kinds of kernels),
-# and twice that where no draw of a twin is well conditioned.
-_AMPLIFIED = 4
+# How much further than the reference itself another order of the same sums may be off: 4.7 times at most on correct
+# code (sinks of gpt-oss, on one of several processors; 3.6 times for question answering on a tiny bert, whose gradients
+# cancel over the positions of a row), and twice that where no draw of a twin is well conditioned.
+AMPLIFIED = 6
 # A reference that is off by more than two limits is none.
 _LARGEST_SLACK = 16
 
@@ -85,7 +85,7 @@ def _tensor_error(a: Tensor, b: Tensor, scale: float) -> float:
 
 def judge(found: Measurement, reference: Measurement) -> Judgement:
     """Compares a measurement with the one-process reference, to no more digits than the reference has."""
-    amplified = _AMPLIFIED * reference.round_off * (1 if reference.round_off <= WELL_CONDITIONED else 2)
+    amplified = AMPLIFIED * reference.round_off * (1 if reference.round_off <= WELL_CONDITIONED else 2)
     slack = min(max(amplified, 1.0), _LARGEST_SLACK)
     errors = [
         Error("loss", _relative(found.loss, reference.loss, LOSS)),

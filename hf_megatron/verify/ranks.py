@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from ..errors import RankError
 from ..files.paths import replace_file
-from ..integrations.accelerate import set_rank_environment
+from ..integrations.accelerate import set_gpu_environment, set_rank_environment
 from ..model_cards.card import card_template
 from ..registry import registered_types
 from ..upstream import build_weight_conversions, forget_accelerate_state
@@ -56,14 +56,22 @@ _OPTIONAL_IMPORTS = ("peft",)
 
 
 def run_ranks(
-    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0, **kwargs: Any
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 120.0,
+    device: str = "cpu",
+    **kwargs: Any,
 ) -> list[Any]:
-    """Calls `function(*args, **kwargs)` on `world_size` forked ranks of a gloo job, one thread each.
+    """Calls `function(*args, **kwargs)` on `world_size` forked ranks of a job, one thread each.
 
     Args:
-        function (`Callable`): runs on every rank; what it returns must be picklable.
+        function (`Callable`): runs on every rank; what it returns must be picklable. Tensors of a GPU must not be in
+            it: this process would begin to use the GPU when it reads them.
         world_size (`int`): ranks.
         timeout (`float`, defaults to 120): seconds until all ranks are killed.
+        device (`str`, defaults to `"cpu"`): the ranks' own, over gloo; or `"cuda"`, over NCCL. Where there are fewer
+            GPUs than ranks, some share one. This process must not have used a GPU before: forks cannot use it then.
 
     Returns:
         `list`: each rank's result, in the order of ranks.
@@ -72,13 +80,27 @@ def run_ranks(
         RankError: with the traceback of every rank that failed, and the names of those that were stuck.
     """
 
+    def on_rank() -> Any:
+        result = function(*args, **kwargs)
+        if device == "cuda":
+            # What a rank has only begun to send would end with it.
+            torch.cuda.synchronize()
+            dist.barrier(device_ids=[torch.cuda.current_device()])
+            torch.cuda.synchronize()
+        return result
+
     def join(rank: int, directory: Path) -> None:
         store = dist.FileStore(str(directory / "store"), world_size)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+        backend = "gloo"
+        if device == "cuda":
+            backend, gpus = "nccl", torch.cuda.device_count()
+            torch.cuda.set_device(rank % gpus)
+            set_gpu_environment(rank, world_size > gpus)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
         # A rank that has nothing to do would be gone before others are connected to it.
-        dist.barrier()
+        dist.barrier(device_ids=[torch.cuda.current_device()] if device == "cuda" else None)
 
-    return run_forks(functools.partial(function, *args, **kwargs), range(world_size), world_size, join, timeout)
+    return run_forks(on_rank, range(world_size), world_size, join, timeout)
 
 
 def run_forks(

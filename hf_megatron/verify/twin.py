@@ -18,6 +18,7 @@ TASKS = {
     "classification": "AutoModelForSequenceClassification",
     "token_classification": "AutoModelForTokenClassification",
     "question_answering": "AutoModelForQuestionAnswering",
+    "image": "AutoModelForImageTextToText",
 }
 
 VOCAB_SIZE = 131
@@ -38,7 +39,7 @@ SIZES: Mapping[str, int] = _by_name(
     (VOCAB_SIZE, "vocab_size vocab_size_per_layer_input"),
     # A padded head stays padded.
     (VOCAB_SIZE - 2, "unpadded_vocab_size"),
-    (64, "hidden_size n_embd d_model"),
+    (64, "hidden_size n_embd d_model embed_dim out_hidden_size text_hidden_size projection_dim"),
     # Even, and not divisible by 4: four ranks get uneven slices.
     (90, "intermediate_size ffn_hidden_size ffn_dim d_ff n_inner"),
     (94, "intermediate_size_mlp dense_intermediate_size"),
@@ -89,6 +90,7 @@ SIZES: Mapping[str, int] = _by_name(
     (2, "heads_per_ngram"),
     # The image and audio towers of a model whose text part is tested.
     (28, "image_size crop_size"),
+    (4, "mm_tokens_per_image"),
     (7, "patch_size"),
     (16, "input_size num_mel_bins nemo_conv_channels depthwise_separable_out_channel"),
     (64, "ext_pw_out_channel"),
@@ -117,9 +119,15 @@ HEAD_PAIRS: Mapping[str, str] = {
     "num_global_key_value_heads": "num_attention_heads",
 }
 
-LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers", "num_blocks")
+LAYER_COUNTS = (
+    *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers", "num_blocks"),
+    "depth",
+)
 # The number of the first layer in each of these lists of layers.
-LAYER_INDICES: Mapping[str, int] = {"mlp_only_layers": 0, "moe_layers": 0, "local_layer_ids": 0, "ple_layer_ids": 1}
+LAYER_INDICES: Mapping[str, int] = {
+    **{"mlp_only_layers": 0, "moe_layers": 0, "local_layer_ids": 0, "ple_layer_ids": 1},
+    **{"fullatt_block_indexes": 0, "deepstack_visual_indexes": 0},
+}
 LEADING_LAYERS = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index", "max_window_layers")
 TRAILING_LAYERS = ("num_kv_shared_layers",)
 # Layers of a block, whose first layers are of a kind, and the model's first of another.
@@ -148,6 +156,13 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
     # No attention layer by default.
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 16},
+    # Images by default that are smaller than what is made of them, and a head that nobody reads.
+    "gemma3": {
+        "vision_config": {
+            **{"model_type": "siglip_vision_model", "image_size": 896, "patch_size": 14},
+            "vision_use_head": False,
+        }
+    },
     # A single expert by default, and no size of a head.
     "hunyuan_v1_moe": {"num_experts": 8, "moe_topk": 2, "head_dim": 128},
     # No sliding layer by default, hence one kind of rotary embedding only.
@@ -176,6 +191,15 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "ministral": {"head_dim": 128},
     # No number of key/value heads by default, which the attention reads.
     "nemotron": {"num_key_value_heads": 48},
+    # No sections by default, where the model takes those of a wide head.
+    **{
+        name: {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [16, 24, 24]}}
+        for name in ("qwen2_vl_text", "qwen2_5_vl_text")
+    },
+    **{
+        name: {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [8, 12, 12]}}
+        for name in ("glm4v_text", "glm4v_moe_text", "glm_ocr_text", "glm46v_text", "glmga_text")
+    },
     # Set by every checkpoint, and needed to shift the labels.
     "t5": {"decoder_start_token_id": 0},
 }
@@ -281,7 +305,7 @@ def make_batch(
     if padding_side not in ("right", "left"):
         raise ValueError(f'`padding_side` must be "right" or "left", got {padding_side!r}.')
     generator = torch.Generator().manual_seed(seed)
-    tokens = _plain_tokens(config)
+    tokens = plain_tokens(config)
 
     def draw_tokens(length: int) -> Tensor:
         return tokens[torch.randint(len(tokens), (batch_size, length), generator=generator)]
@@ -442,9 +466,9 @@ def _tiny_layers(
 def _tiny_rope(tiny: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the rotary attributes of a config whose head sizes are tiny already."""
     head_dim: Any = tiny.get("head_dim") or tiny.get("qk_rope_head_dim")
-    heads = tiny.get("num_attention_heads") or tiny.get("n_heads")
+    heads = tiny.get("num_attention_heads") or tiny.get("n_heads") or tiny.get("num_heads")
     if head_dim is None and heads is not None and isinstance(tiny.get("rope_parameters"), Mapping):
-        head_dim = (tiny.get("hidden_size") or tiny["d_model"]) // heads
+        head_dim = (tiny.get("embed_dim") or tiny.get("hidden_size") or tiny["d_model"]) // heads
 
     def shrink(parameters: Mapping[str, Any]) -> dict[str, Any]:
         new: dict[str, Any] = {
@@ -503,7 +527,7 @@ def _draw(module: nn.Module, name: str, tensor: Tensor, generator: torch.Generat
     return 1.2 * noise / tensor.shape[-1] ** 0.5
 
 
-def _plain_tokens(config: PreTrainedConfig) -> Tensor:
+def plain_tokens(config: PreTrainedConfig) -> Tensor:
     """Returns the tokens `[vocabulary]` without a special meaning, such as that of a placeholder for an image."""
     special: set[int] = set()
     for part in (config, config.get_text_config()):

@@ -1,0 +1,77 @@
+"""What stands before the layers of a model that is cut, and behind them."""
+
+from typing import Any
+
+from torch import nn
+
+from ..errors import PlanError, UnsupportedError
+from ..media import image_token
+from ..spec import ModelSpec
+
+
+def has_parameters(module: nn.Module) -> bool:
+    """Tells whether a module, or a part of it, has parameters."""
+    return next(module.parameters(), None) is not None
+
+
+def find_around(model: Any, layers: str, spec: ModelSpec) -> tuple[list[str], list[str]]:
+    """Lists the modules with parameters before and behind the layers, in the order of their definition."""
+    before: list[str] = []
+    after: list[str] = []
+    path = layers.split(".")
+    head = model.get_output_embeddings()
+    towers = find_towers(model)
+    for depth, on_path in enumerate(path):
+        prefix = ".".join(path[:depth])
+        ancestor = model.get_submodule(prefix)
+        if own := [name for name, parameter in ancestor._parameters.items() if parameter is not None]:
+            raise UnsupportedError(
+                f"{prefix or type(model).__name__} has parameters of its own beside its layers ({', '.join(own)}): no "
+                "stage can be told to own them. Load the model with pp_size=1."
+            )
+        place = before
+        for name, child in ancestor.named_children():
+            full_name = f"{prefix}.{name}" if prefix else name
+            if name == on_path:
+                place = after
+            elif has_parameters(child):
+                # Some classes define their head first.
+                is_behind = full_name in spec.after_layers or any(module is head for module in child.modules())
+                side = before if full_name in towers else place
+                (after if is_behind else side).append(full_name)
+    return before, after
+
+
+def find_towers(model: Any) -> frozenset[str]:
+    """Names what stands beside the text model within the base model, which heads stand beside: towers of images."""
+    if image_token(model.config) is None:
+        return frozenset()
+    decoder, found = model.get_decoder(), set()
+    text = next((name for name, module in model.named_modules() if module is decoder), "")
+    path = text.split(".") if text else []
+    for depth, on_path in enumerate(path[1:], 1):
+        prefix = ".".join(path[:depth])
+        for name, child in model.get_submodule(prefix).named_children():
+            if name != on_path and has_parameters(child):
+                found.add(f"{prefix}.{name}")
+    return frozenset(found)
+
+
+def find_tied(model: Any, before: list[str], after: list[str]) -> dict[str, str]:
+    """Maps parameters behind the layers to the ones before them that they are tied to."""
+    tied = {}
+    for target, source in model.all_tied_weights_keys.items():
+        ends = [side_of(name, before, after) for name in (target, source)]
+        if ends == ["after", "before"]:
+            tied[target] = source
+        elif ends[0] != ends[1]:
+            raise PlanError(f"{target} is tied to {source}: a pipeline can tie the head to the embedding only.")
+    return tied
+
+
+def side_of(name: str, before: list[str], after: list[str]) -> str:
+    """Tells where a parameter stands: before or after the layers, or in them."""
+    for side, modules in (("before", before), ("after", after)):
+        if any(name.startswith(f"{module}.") for module in modules):
+            return side
+    return "layers"

@@ -1,0 +1,96 @@
+"""Models of images and text: rows with one image, two and none, on every axis, cut at every layer."""
+
+import functools
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING
+
+from hf_megatron import ConfigError, MegatronConfig
+from hf_megatron.errors import RankError
+from hf_megatron.integrations.gate import ConfigUnderTest
+from hf_megatron.pipeline_parallel import microbatches
+from hf_megatron.verify.parity import check_twin
+from hf_megatron.verify.ranks import run_ranks
+from tests.shared_twins import make_twin
+
+TYPES = ("qwen2_5_vl", "gemma3")
+
+
+@functools.lru_cache(maxsize=1)
+def twin(model_type):
+    return make_twin(CONFIG_MAPPING[model_type](), task="image", microbatches=2, min_layers=4, batch_size=4)
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"tp_size": 2, "sequence_parallel": True},
+        {"dp_size": 2, "zero_stage": 3},
+        {"tp_size": 2, "sequence_parallel": True, "pp_size": 2, "num_microbatches": 2},
+        {"pp_size": 2, "dp_size": 2, "num_microbatches": 2},
+        {"pp_size": 2, "num_microbatches": 4, "pipeline_schedule": "zbv", "recompute": "full"},
+    ],
+    ids=lambda layout: "+".join(f"{name}{value}" for name, value in layout.items()),
+)
+def test_layouts_equal_one_process(model_type, layout):
+    comparison = check_twin(twin(model_type), ConfigUnderTest(**layout))
+    assert comparison.passed, comparison.report()
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_every_cut_equals_one_process(model_type):
+    layers = twin(model_type).config.text_config.num_hidden_layers
+    for first in range(1, layers):
+        layout = ConfigUnderTest(pp_size=2, num_microbatches=2, pipeline_partition=(first, layers - first))
+        comparison = check_twin(twin(model_type), layout)
+        assert comparison.passed, (first, comparison.report())
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_images_of_another_row_are_found(model_type):
+    """The seeded fault: with as many images and placeholders of the same sizes."""
+    original = microbatches.rows_with_images
+
+    def sabotage():
+        def of_other(arguments, rows, config):
+            found = original(arguments, rows, config)
+            return found | ({"pixel_values": found["pixel_values"].flip(0)} if found else {})
+
+        microbatches.rows_with_images = of_other
+
+    layout = ConfigUnderTest(pp_size=2, num_microbatches=2)
+    comparison = check_twin(twin(model_type), layout, sabotage=sabotage)
+    assert not comparison.passed and comparison.worst.value > 10
+
+
+def test_features_between_layers_stay_on_the_first_stage():
+    deep = make_twin(CONFIG_MAPPING["qwen3_vl"](), task="image", microbatches=2, min_layers=4, batch_size=4)
+    layers = deep.config.text_config.num_hidden_layers
+    count = len(deep.config.vision_config.deepstack_visual_indexes)
+    assert layers > count + 1
+    for first in (count + 1, layers - 1):
+        layout = {"pp_size": 2, "num_microbatches": 2, "pipeline_partition": (first, layers - first)}
+        comparison = check_twin(deep, ConfigUnderTest(**layout))
+        assert comparison.passed, (first, comparison.report())
+
+    def load():
+        layout = ConfigUnderTest(pp_size=2, pipeline_partition=(count, layers - count))
+        with pytest.raises(ConfigError, match=f"pipeline_partition to numbers of layers that begin with {count + 1}"):
+            deep.load(megatron_config=layout)
+
+    run_ranks(load, 2)
+
+
+def test_a_count_of_placeholders_that_fits_no_image_is_refused():
+    model_twin = twin("gemma3")
+
+    def call():
+        model = model_twin.load(megatron_config=MegatronConfig(pp_size=2, num_microbatches=2))
+        batch = dict(model_twin.batches[0])
+        batch["pixel_values"] = torch.cat([batch["pixel_values"], batch["pixel_values"][:1]])
+        model(**batch)
+
+    with pytest.raises(RankError, match="placeholders of images in input_ids for"):
+        run_ranks(call, 2)
