@@ -20,7 +20,8 @@ from pathlib import Path
 import torch
 from datasets import Dataset
 from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
-from train import ScriptArguments, load_texts, new_llama_config, new_tokenizer, pack
+from small_llama import layout_of, train_small_llama
+from train import pack
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -32,8 +33,6 @@ from transformers import (
     default_data_collator,
     set_seed,
 )
-
-from hf_megatron import MegatronConfig, config_from_environment
 
 
 @dataclass
@@ -72,27 +71,6 @@ def docstrings() -> Dataset:
     return Dataset.from_dict({"text": sorted({text for text in texts if text})})
 
 
-def train_base(folder: Path, args: AdapterArguments, training_args: TrainingArguments, layout: MegatronConfig) -> None:
-    texts = load_texts(ScriptArguments())
-    tokenizer = new_tokenizer(texts, "text")
-    model = AutoModelForCausalLM.from_config(new_llama_config(tokenizer), dtype="float32", megatron_config=layout)
-    options = TrainingArguments(
-        str(folder),
-        max_steps=args.base_steps,
-        learning_rate=6e-3,
-        warmup_steps=10,
-        save_strategy="no",
-        logging_steps=20,
-        use_cpu=training_args.use_cpu,
-        report_to=[],
-    )
-    rows = pack(texts, "text", tokenizer, args.sequence_length)
-    trainer = Trainer(model, options, default_data_collator, train_dataset=rows, processing_class=tokenizer)
-    trainer.train()
-    trainer.save_model()
-    trainer.accelerator.wait_for_everyone()  # the first process writes the tokenizer, which all read
-
-
 def main():
     parser = HfArgumentParser((AdapterArguments, TrainingArguments))
     parser.set_defaults(
@@ -116,13 +94,11 @@ def main():
     if args.quantization != "none":
         quantized["quantization_config"] = quantization_config(args.quantization)
     set_seed(training_args.seed)
-    # The flags if any is given; else what the accelerate YAML says (no parallelism in a plain process).
-    flags = {name: value for name in ("tp_size", "sequence_parallel") if (value := getattr(args, name)) is not None}
-    layout = MegatronConfig(**flags) if flags else config_from_environment()
+    layout = layout_of(args, "tp_size", "sequence_parallel")
 
     base = args.model or str(Path(training_args.output_dir, "base"))
     if args.model is None:
-        train_base(Path(base), args, training_args, layout)
+        train_small_llama(Path(base), layout, training_args.use_cpu, args.base_steps, args.sequence_length)
     tokenizer = AutoTokenizer.from_pretrained(base)
     data = pack(docstrings(), "text", tokenizer, args.sequence_length).train_test_split(test_size=16, seed=0)
 

@@ -37,12 +37,13 @@ from .version import __version__
 if TYPE_CHECKING:
     from .absent_weights import own_parameters
     from .data_parallel.optimizer import prepare_optimizer
+    from .divergence import token_divergences
     from .expert_parallel.load import ExpertLoad, expert_load
     from .hub.pull import pull
     from .hub.push import push_checkpoint
     from .integrations.termination import TerminationSignal
     from .integrations.trainer_experts import ExpertLoadCallback
-    from .log_probs import token_log_probs
+    from .log_probs import TokenStatistics, token_log_probs, token_statistics
     from .parallelize import ParallelPlan, parallel_plan
     from .parts import works_on_parts
     from .registry import register_model
@@ -64,7 +65,10 @@ _LAZY = {
     "TerminationSignal": "integrations.termination",
     "prepare_optimizer": "data_parallel.optimizer",
     "register_model": "registry",
+    "token_divergences": "divergence",
+    "TokenStatistics": "log_probs",
     "token_log_probs": "log_probs",
+    "token_statistics": "log_probs",
     "works_on_parts": "parts",
 }
 
@@ -127,6 +131,9 @@ __all__ = [
     "record_routing",
     "register_model",
     "replay_routing",
+    "token_divergences",
+    "TokenStatistics",
     "token_log_probs",
+    "token_statistics",
     "works_on_parts",
 ]

@@ -126,12 +126,12 @@ def _z_loss(call: "_Call", gate_logits: tuple[Tensor, ...], mask: Tensor | None)
     return batch.token_share(per_row.sum(), tokens.sum(), rows)
 
 
-def row_mean(original: Callable, router_values: Tensor, *args: Any) -> Tensor:
+def row_mean(original: Callable, *args: Tensor, **kwargs: Tensor) -> Tensor:
     """Computes a loss, a scalar, that is a mean over rows already, of `[rows, tokens, experts]` (Switch)."""
-    call, loss = _CALL.get(), original(router_values, *args)
+    call, loss = _CALL.get(), original(*args, **kwargs)
     if call is None or not (call.batch.over_ranks or call.batch.share):
         return loss
-    rows = router_values.shape[0]
+    rows = len(next(iter((*args, *kwargs.values()))))
     return call.batch.row_mean(loss * rows, rows)
 
 

@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from .errors import ConfigError
@@ -31,6 +31,8 @@ MEGATRON_ARGUMENTS: Mapping[str, str] = {
 }
 SIZES = ("tp_size", "cp_size", "pp_size", "dp_size", "ep_size", "dp_replicate_size")
 PARTITIONS = ("cost", "layers")
+# Models that trainers ask beside the one that they train.
+FROZEN = ("reference", "reward", "teacher")
 CHOICES: Mapping[str, tuple[str | None, ...]] = {
     "recompute": (None, "full", "selective"),
     "auxiliary_loss": ("batch", "sequence", "microbatch", "global"),
@@ -111,6 +113,11 @@ class MegatronConfig:
         router_bias_update_rate (`float`, defaults to 0): after each step routers' biases, in families that choose by
             scores and a bias (DeepSeek-V3, GLM-4.5, ...), move by this towards experts with fewer tokens than the mean
             (auxiliary-loss-free balance). Megatron's rate is 1e-3; by default biases stay as they were loaded.
+        replay_routing (`bool`, defaults to `False`): experts that were chosen while TRL's GRPO or RLOO generated are
+            chosen again in their losses (R3, Ma et al., 2025), whatever has changed in between.
+        frozen (`dict`, *optional*): layouts of models that a trainer loads beside the one that it trains, and only
+            asks: `"reference"`, `"reward"` or `"teacher"` -> the fields in which its layout differs, such as
+            `{"reference": {"zero_stage": 3}}`.
         strict_loading (`bool`, defaults to `True`): missing, surplus or mis-shaped weights raise. With `False` missing
             weights are drawn as in training from scratch, for example a new classification head.
         allow_unverified (`bool`, defaults to `False`): run a model type and layout without a recorded parity result,
@@ -153,6 +160,8 @@ class MegatronConfig:
     auxiliary_loss: str = "batch"
     router_z_loss: float = 0.0
     router_bias_update_rate: float = 0.0
+    replay_routing: bool = False
+    frozen: Mapping[str, Mapping[str, Any]] | None = field(default=None, hash=False)
     strict_loading: bool = True
     allow_unverified: bool = False
     seed: int = 0
@@ -182,7 +191,7 @@ class MegatronConfig:
                 raise ConfigError(f"MegatronConfig.{name} = {getattr(self, name)!r}: expected {listed}.")
         switches = ("sequence_parallel", "strict_loading", "allow_unverified", "main_weights_in_fp32", "async_save")
         offloads = ("offload_optimizer", "offload_activations")
-        for name in (*switches, *offloads, "verify_checksums", "pack_activations"):
+        for name in (*switches, *offloads, "verify_checksums", "replay_routing", "pack_activations"):
             value = getattr(self, name)
             if not isinstance(value, bool) and (value is not None or name != "pack_activations"):
                 raise ConfigError(f"MegatronConfig.{name} = {value!r}: expected True or False.")
@@ -210,6 +219,7 @@ class MegatronConfig:
             raise ConfigError(f"MegatronConfig.gradient_clipping = {norm!r}: expected None or a norm, more than 0.")
         self._check_partition()
         self._check_context()
+        self._check_frozen()
         whole = 1 if self.ep_size > 1 else self.tp_size
         if self.etp_size not in (None, whole, self.tp_size):
             raise ConfigError(
@@ -237,6 +247,34 @@ class MegatronConfig:
             raise ConfigError(f"{name} = {sizes}: needs cp_comm_type='a2a+p2p', which is {self.cp_comm_type!r}.")
         if math.prod(sizes) != self.cp_size:
             raise ConfigError(f"{name} = {sizes}: {sizes[0]} x {sizes[1]} is not cp_size = {self.cp_size}.")
+
+    def _check_frozen(self) -> None:
+        if self.frozen is None:
+            return
+        if not isinstance(self.frozen, Mapping) or not all(isinstance(one, Mapping) for one in self.frozen.values()):
+            raise ConfigError(
+                f"MegatronConfig.frozen = {self.frozen!r}: expected the name of a model and fields of its layout, such "
+                'as {"reference": {"zero_stage": 3}}.'
+            )
+        for name in self.frozen:
+            if name not in FROZEN:
+                raise ConfigError(f"MegatronConfig.frozen has {name!r}; valid: {', '.join(FROZEN)}.")
+            ranks = self.of_frozen(name).ranks_per_replica
+            if self.ranks_per_replica % ranks:
+                raise ConfigError(
+                    f"MegatronConfig.frozen[{name!r}]: {ranks} ranks share a batch (tp_size x cp_size x pp_size), and "
+                    f"{self.ranks_per_replica} share one of the model that is trained, which has to be a multiple."
+                )
+
+    def of_frozen(self, name: str) -> "MegatronConfig":
+        """Returns the layout of a model of `FROZEN` beside the one that is trained."""
+        fields = dict((self.frozen or {}).get(name, {}))
+        if {"tp_size", "cp_size", "pp_size"} & set(fields):
+            # Where fewer ranks share a batch, more see other ones.
+            fields.setdefault("dp_size", None)
+        # Names near to what is no field.
+        self.from_dict(fields)
+        return dataclasses.replace(self, **({"frozen": None} | fields))
 
     def _check_partition(self) -> None:
         value = self.pipeline_partition

@@ -119,13 +119,13 @@ def where_positions_begin(positions: Tensor) -> Tensor:
 
 
 def preprocess_mask_arguments(
-    original: Callable, config: Any, inputs_embeds: Tensor, mask: Any, *args: Any, **kwargs: Any
+    original: Callable, config: Any, inputs_embeds: Tensor, attention_mask: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Has the call under way remember which mask becomes which."""
-    found = original(config, inputs_embeds, mask, *args, **kwargs)
+    found = original(config, inputs_embeds, attention_mask, *args, **kwargs)
     if not torch.compiler.is_compiling():
         for known in _calls_under_way():
-            known.note_mask(mask, found[1])
+            known.note_mask(attention_mask, found[1])
     return found
 
 

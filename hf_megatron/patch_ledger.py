@@ -14,6 +14,7 @@ If a patch's module is imported already it is applied at once, otherwise when it
 import functools
 import importlib
 import importlib.abc
+import importlib.machinery
 import importlib.util
 import re
 import sys
@@ -205,7 +206,12 @@ class Ledger:
         sys.meta_path.insert(0, _Finder(self))
         for entry in self._entries():
             module = sys.modules.get(entry.module_name)
-            if module is not None and not _is_initializing(module):
+            if module is None:
+                continue
+            if _is_initializing(module):
+                # As where one of TRL's own scripts imports torch, which imports this library.
+                _apply_when_imported(module, self)
+            else:
                 entry.apply()
         for instance in self.instances:
             instance.apply()
@@ -227,6 +233,26 @@ class Ledger:
 
 def _is_initializing(module: ModuleType) -> bool:
     return bool(module.__spec__ is not None and getattr(module.__spec__, "_initializing", False))
+
+
+class _WatchedSpec(importlib.machinery.ModuleSpec):
+    """The spec of a module under way to being imported, whose patches follow when import says that it is done."""
+
+    _hf_megatron_ledger: Any = None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "_initializing" and not value:
+            ledger, self._hf_megatron_ledger = self._hf_megatron_ledger, None
+            if ledger is not None and ledger.enabled and self.name in sys.modules:
+                ledger.apply_to(self.name)
+
+
+def _apply_when_imported(module: ModuleType, ledger: Ledger) -> None:
+    spec = module.__spec__
+    assert spec is not None
+    spec.__class__ = _WatchedSpec
+    vars(spec)["_hf_megatron_ledger"] = ledger
 
 
 class _Loader(importlib.abc.Loader):

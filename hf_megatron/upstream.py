@@ -40,7 +40,10 @@ CHECKED: Mapping[str, tuple[str, str]] = MappingProxyType(
 # Targets of patches that not every checked version has: the library, its first version with them and the first without.
 _TARGETS: Mapping[str, tuple[str, str | None, str | None]] = MappingProxyType(
     {
-        **{f"trl.trainer.{name}_trainer:add_fused_lm_head": ("trl", "1.15", None) for name in ("sft", "dpo", "kto")},
+        **{
+            f"trl.trainer.{name}_trainer:add_fused_lm_head": ("trl", "1.15", None)
+            for name in ("sft", "dpo", "kto", "grpo", "rloo")
+        },
         "peft.utils.save_and_load:_reshard_dtensor_values_for_load": ("peft", "0.21", None),
         "trl.trainer.sft_trainer:_patch_chunked_ce_lm_head": ("trl", None, "1.15"),
     }

@@ -27,18 +27,18 @@ def save(directory: Path, rank: int) -> None:
     write_packed(directory / file_name(rank), state)
 
 
-def load(directory: Path, rank: int, *, same_layout: bool, stream: int, step: int) -> None:
+def load(directory: Path, counterpart: int | None, *, stream: int, step: int) -> None:
     """Continues every generator where the save left it.
 
-    On another layout no rank has a counterpart, and two ranks that continued the same generator would drop the same
-    entries of different batches: the generators start anew from the step and the number of the batch stream.
+    With other batch streams no rank has a counterpart, and two ranks that continued the same generator would drop the
+    same entries of different batches: the generators start anew from the step and the number of the batch stream.
 
     Args:
-        same_layout (`bool`): the checkpoint was written by the same sizes.
+        counterpart (`int`, *optional*): the rank that saved what this one continues.
         stream (`int`): the dp rank; ranks that share a batch share a stream.
     """
-    if same_layout:
-        state = read_packed(directory / file_name(rank))
+    if counterpart is not None:
+        state = read_packed(directory / file_name(counterpart))
         random.setstate(state["python"])
         numpy.random.set_state(state["numpy"])
         torch.set_rng_state(state["torch"])

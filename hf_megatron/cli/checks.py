@@ -15,6 +15,19 @@ def _layout(tp: int, sp: bool, cp: int, pp: int, ep: int) -> str:
     return f"tp{tp}" + ("+sp" if sp else "") + (f"+cp{cp}" if cp > 1 else "") + f"+pp{pp}" + experts
 
 
+def _require_device(device: str, record: Path | None) -> None:
+    import torch
+
+    from ..errors import ConfigError
+
+    if device not in ("cpu", "cuda"):
+        raise ConfigError(f"--device {device}: valid are cpu, cuda.")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: torch sees no GPU here.")
+    if device == "cuda" and record is not None:
+        raise ConfigError("--device cuda with --record: recorded results are those of CPU ranks.")
+
+
 def check(
     models: Annotated[
         list[str], typer.Argument(help="Model types, local folders or hub names; `all` for every type with a plan.")
@@ -50,15 +63,23 @@ def check(
     ] = "",
     record: Annotated[Path | None, typer.Option(help="Write the results into this verified.json.")] = None,
     timeout: Annotated[float, typer.Option(help="Seconds per layout.", min=1)] = 120.0,
+    device: Annotated[
+        str, typer.Option(help="Of the ranks: cpu, or cuda for this machine's GPUs over NCCL; ranks may share one.")
+    ] = "cpu",
 ) -> None:
-    """Compare a tiny twin of MODELS on several CPU ranks with one process: loss, every gradient, updated weights.
+    """Compare a tiny twin of MODELS on several ranks with one process: loss, every gradient, updated weights.
 
     Exit codes: 0 all equal, 1 a mismatch, 2 wrong usage.
     """
     from ..errors import ConfigError
+    from ..integrations.accelerate import look_for_gpus_without_using_them
+
+    look_for_gpus_without_using_them()
+
     from ..verify.check import check_models, parse_layouts
 
     with failing():
+        _require_device(device, record)
         if record is not None and not record.parent.is_dir():
             raise ConfigError(f"--record {record}: {record.parent} is no folder.")
         wanted = parse_layouts(layouts or _layout(tp, sp, cp, pp, ep))
@@ -74,6 +95,7 @@ def check(
             "variants": variants,
             "adapter": adapter or None,
             "record": record,
+            "device": device,
         }
         rows = check_models(models, wanted, **arguments, echo=typer.echo)
     passed = sum(row["passed"] for row in rows)

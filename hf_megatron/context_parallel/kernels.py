@@ -104,6 +104,7 @@ class Kernel:
             causal: a query sees keys up to its own place.
             mask: `[batch or 1, 1, queries, keys]`, true where a query sees a key.
         """
+        mask = _beside(mask, q)
         if self._is_fused(q):
             out, lse = flash_forward_on_cpu(q, k, v, causal, _additive(mask, q), self.scale)
         else:
@@ -129,7 +130,7 @@ class Kernel:
         mask: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the gradients of q, k and v that come from this block; `out` and `lse` are those of all keys."""
-        lse = _finite(lse)
+        lse, mask = _finite(lse), _beside(mask, q)
         if self._is_fused(q):
             return flash_backward_on_cpu(gradient, q, k, v, out, lse, causal, _additive(mask, q), self.scale)
         dq, dk, dv = torch.empty_like(q), torch.zeros_like(k, dtype=lse.dtype), torch.zeros_like(v, dtype=lse.dtype)
@@ -176,7 +177,7 @@ class Kernel:
         if causal:
             sees = torch.ones(raw.shape[-2:], dtype=torch.bool, device=raw.device).tril(tile[0])
             raw = raw.masked_fill(~sees, _NOTHING)
-        return raw if mask is None else raw.masked_fill(~mask[:, :, slice(*tile)].to(raw.device), _NOTHING), slope
+        return raw if mask is None else raw.masked_fill(~mask[:, :, slice(*tile)], _NOTHING), slope
 
 
 def _tiles(q: Tensor) -> list[Interval]:
@@ -202,10 +203,15 @@ def _finite(lse: Tensor) -> Tensor:
     return lse.masked_fill(lse == _NOTHING, 0)
 
 
+def _beside(mask: Tensor | None, q: Tensor) -> Tensor | None:
+    """Takes a mask, which is worked out on the host, to the queries' device."""
+    return None if mask is None else mask.to(q.device, non_blocking=True)
+
+
 def _additive(mask: Tensor | None, q: Tensor) -> Tensor | None:
     if mask is None:
         return None
-    return torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask.to(q.device), _NOTHING)
+    return torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, _NOTHING)
 
 
 def _per_group(left: Tensor, right: Tensor) -> Tensor:

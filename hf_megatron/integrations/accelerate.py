@@ -188,7 +188,25 @@ def set_rank_environment(rank: int, world_size: int) -> None:
         OMP_NUM_THREADS="1",
         # Without a name gloo asks the resolver for this host's address, which may not answer.
         GLOO_SOCKET_IFNAME="lo",
+        # Whether or not there are accelerators beside them.
+        ACCELERATE_USE_CPU="true",
     )
+
+
+def set_gpu_environment(rank: int, shares_gpu: bool) -> None:
+    """Makes a rank of `set_rank_environment` one on a GPU.
+
+    NCCL refuses two ranks of one host on one GPU. Ranks that share one are given hosts of their own, which talk through
+    sockets.
+    """
+    os.environ["ACCELERATE_USE_CPU"] = "false"
+    if shares_gpu:
+        os.environ.update(NCCL_HOSTID=f"rank{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
+
+
+def look_for_gpus_without_using_them() -> None:
+    """Has torch ask the driver's management library whether there are GPUs, after which forks can still use them."""
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 
 
 def parallelism_config(ranks_per_batch: int) -> Any:
@@ -324,7 +342,8 @@ def prepare_model(
 ) -> Any:
     """Prepares a laid out model as it is, whose layout has to be the Accelerator's, and what is made around one."""
     if _state(model) is not None:
-        _require_fitting(self, model)
+        if not (evaluation_mode and _shares_batches(self, _state(model).config)):
+            _require_fitting(self, model)
         # Stock's evaluation mode applies mixed precision and leaves out DistributedDataParallel: gradients are
         # reduced by the model's own hooks.
         return original(self, model, device_placement, True, **kwargs)
@@ -368,6 +387,11 @@ def _require_fitting(self: Any, model: Any) -> None:
     if state.pipeline is not None and self.scaler is not None:
         # What `backward` multiplies a loss by, unless the loop does something to it as well.
         state.pipeline.loss_scale.usual = lambda: self.scaler.get_scale() / self.gradient_accumulation_steps
+
+
+def _shares_batches(accelerator: Any, layout: MegatronConfig) -> bool:
+    """Tells whether ranks that share a batch of a model that is only asked are given the same one."""
+    return is_ours(accelerator) and accelerator.parallelism_config.tp_size % layout.ranks_per_replica == 0
 
 
 def _require_same_layout(accelerator: Any, config: MegatronConfig) -> None:

@@ -27,9 +27,12 @@ def gather(original: Callable, self: Any, tensor: Any) -> Any:
     if _data_parallel_size(self) == 1:
         # Every rank holds the same batch: what each has is the whole already.
         return tensor
-    from accelerate.utils.operations import recursively_apply
+    return joined_over(_data_parallel_group(self), tensor)
 
-    group = _data_parallel_group(self)
+
+def joined_over(group: Any, tensor: Any) -> Any:
+    """Joins tensors `(batch, ...)` or `()` of the ranks of a group."""
+    from accelerate.utils.operations import recursively_apply
 
     def joined(own: torch.Tensor) -> torch.Tensor:
         own = (own[None] if own.ndim == 0 else own).contiguous()

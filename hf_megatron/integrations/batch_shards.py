@@ -42,12 +42,13 @@ def is_at_end(state: Any) -> bool:
 
 
 def last_rows(state: Any) -> int | None:
-    """Counts the rows of the batch of all ranks under way, if it is its loader's last and rows of it may be repeated.
+    """Counts the rows of the batch of all ranks under way, if it is its loader's last and rows of it are repeated.
 
     Args:
         state: the Accelerator's `gradient_state`.
     """
-    return _last(state)[0] or None
+    replicas = 1 if (group := data_parallel_group()) is None else dist.get_world_size(group)
+    return _last(state)[0] if is_filled_up(state, replicas) else None
 
 
 def last_ranks(state: Any) -> int | None:
@@ -117,13 +118,19 @@ def shard_of(loader: Any) -> Any:
     return sampler
 
 
+def batches_are_ours() -> bool:
+    """Tells whether this library has set the Accelerator in use up."""
+    from accelerate.state import AcceleratorState
+
+    return type(AcceleratorState._shared_state.get("parallelism_config")).__name__ == "MegatronParallelismConfig"
+
+
 def data_parallel_group() -> Any:
     """Returns the dp ranks of the Accelerator in use, if it is set up for more than one by this library."""
     from accelerate.state import AcceleratorState
 
     state = AcceleratorState._shared_state
-    layout = state.get("parallelism_config")
-    if type(layout).__name__ != "MegatronParallelismConfig" or layout.dp_shard_size == 1:
+    if not batches_are_ours() or state["parallelism_config"].dp_shard_size == 1:
         return None
     return state["device_mesh"]["dp_shard"].get_group()
 

@@ -88,11 +88,11 @@ def watch_retained_gradients() -> RetainedGradients:
     return RetainedGradients()
 
 
-def swap_tensors(original: Callable, first: Any, second: Any) -> None:
+def swap_tensors(original: Callable, t1: Any, t2: Any) -> None:
     """Swaps two tensors, as casts of split weights do, and has autograd call the hooks of both again."""
-    original(first, second)
+    original(t1, t2)
     if LEDGER.models:
         from ..upstream import restore_hooks
 
-        restore_hooks(first)
-        restore_hooks(second)
+        restore_hooks(t1)
+        restore_hooks(t2)

@@ -7,6 +7,7 @@ whole list; a key accelerate adds later is refused until it has a row. This file
 
 import dataclasses
 import difflib
+import json
 import math
 import types
 import typing
@@ -125,6 +126,15 @@ def _parse(kind: type, text: str, source: str) -> Any:
         raise ConfigError(f"{source} = {text!r}: expected {expected}.") from None
 
 
+def _parse_json(text: str, source: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        raise ConfigError(
+            f'{source} = {text!r}: expected JSON, such as {{"reference": {{"zero_stage": 3}}}}.'
+        ) from None
+
+
 def _no_such_name(variable: str, text: str, problem: str, prefix: str, known: Sequence[str]) -> ConfigError:
     near = difflib.get_close_matches(variable[len(prefix) :].lower(), known, n=3) or known
     valid = ", ".join(prefix + name.upper() for name in near)
@@ -221,7 +231,9 @@ def fields_of_variables(environment: Mapping[str, str], internal: tuple[str, ...
             raise _no_such_name(variable, text, f"MegatronConfig has no field {name!r}", FIELD_PREFIX, list(known))
         kinds = typing.get_args(known[name]) or (known[name],)
         counts = text.strip("[]() ").split(",")
-        if name in _LISTS and counts[0].strip().isdecimal():
+        if name == "frozen" and text.strip().lower() not in ("none", ""):
+            fields[name] = _parse_json(text, variable)
+        elif name in _LISTS and counts[0].strip().isdecimal():
             fields[name] = tuple(_parse(int, count, variable) for count in counts)
         elif types.NoneType in kinds and text.strip().lower() in ("none", ""):
             fields[name] = None
@@ -232,7 +244,8 @@ def fields_of_variables(environment: Mapping[str, str], internal: tuple[str, ...
 
 def variables_of_fields(fields: Mapping[str, Any]) -> dict[str, str]:
     """Returns the `HF_MEGATRON_<FIELD>` variables that set fields of `MegatronConfig`."""
-    return {f"{FIELD_PREFIX}{name.upper()}": str(value) for name, value in fields.items()}
+    texts = {name: json.dumps(value) if isinstance(value, Mapping) else str(value) for name, value in fields.items()}
+    return {f"{FIELD_PREFIX}{name.upper()}": text for name, text in texts.items()}
 
 
 def merge_fields(*layers: Mapping[str, Any]) -> dict[str, Any]:

@@ -122,6 +122,13 @@ def run_script(script: str, arguments: Sequence[str], layout: MegatronConfig, *,
         LEDGER.launch = None
 
 
+def follow_launcher() -> None:
+    """Lays out the models that this process makes from now on, as the launcher says; alone it leaves them whole."""
+    layout = config_from_environment()
+    validate_world_size(layout, job_world_size())
+    LEDGER.launch = Launch(layout) if job_world_size() > 1 else None
+
+
 def launch() -> None:
     """Reads the command line of `python -m hf_megatron`."""
     parser = argparse.ArgumentParser(prog="python -m hf_megatron", description=__doc__.partition("\n")[0])

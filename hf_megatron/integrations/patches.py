@@ -243,17 +243,8 @@ _ROWS: tuple[tuple[str, str, str, str], ...] = (
      "cuts one dim alone, of a strided part", _ALWAYS),
     ("peft.tuners.lora.layer:_get_in_out_features", "peft:in_out_features", "counts what a rank holds", _ALWAYS),
     *(
-        (
-            f"trl.trainer.{name.lower()}_trainer:{name}Trainer.__init__",
-            "refusals:trl",
-            "computes a loss that nobody has compared with one process",
-            "it was compared",
-        )
-        for name in ("GRPO", "RLOO", "Distillation")
-    ),
-    *(
         (f"trl.trainer.{name.lower()}_trainer:{target}", f"trl:{function}", stock, _TRL)
-        for name in ("SFT", "DPO", "KTO")
+        for name in ("SFT", "DPO", "KTO", "GRPO", "RLOO")
         for target, function, stock in (
             (f"{name}Trainer.__init__", "init", "takes any model"),
             ("add_fused_lm_head", "add_fused_lm_head", "reads the whole head's weight"),
@@ -271,6 +262,10 @@ _ROWS: tuple[tuple[str, str, str, str], ...] = (
         (f"trl.trainer.{name}_trainer:hash_module", "trl:hash_module", "hashes this rank's part", _TRL)
         for name in ("dpo", "kto")
     ),
+    ("trl.trainer.dpo_trainer:DPOTrainer._compute_loss", "trl_losses:dpo_loss",
+     "sorts, and averages the tokens of, this rank's rows", "TRL takes these losses over all ranks' rows"),
+    ("trl.trainer.kto_trainer:KTOTrainer._compute_loss", "trl_losses:kto_loss",
+     "takes this rank's router loss in evaluation", "TRL takes router losses over all ranks"),
     ("trl.trainer.kto_trainer:KTOTrainer._prepare_dataset", "trl_losses:kto_prepare_dataset",
      "pairs rows within this rank's batch", "TRL pairs rows within the batch of all ranks"),
     *(
@@ -282,10 +277,55 @@ _ROWS: tuple[tuple[str, str, str, str], ...] = (
              "TRL counts tokens over ranks"),
         )
     ),
-    ("trl.experimental.gkd.gkd_trainer:GKDTrainer.__init__", "trl_losses:gkd_init", "generates on any model",
-     "generation inside a step was compared"),
-    ("trl.experimental.gkd.gkd_trainer:GKDTrainer.compute_loss", "trl_losses:gkd_compute_loss",
-     "divides by all ranks' tokens and again by the ranks", "TRL multiplies by the ranks"),
+    *(
+        (f"trl.trainer.{name.lower()}_trainer:{target.format(name)}", f"trl_online:{function}", stock, _RANKS_PER_BATCH)
+        for name in ("GRPO", "RLOO", "Distillation")
+        for target, function, stock in (
+            ("set_seed", "seed_replicas", "draws otherwise on ranks that share prompts"),
+            ("shuffle_sequence_dict", "shuffle", "shuffles the rows of each rank by themselves"),
+            ("{}Trainer._prepare_inputs", "prepare_inputs", "does not say whose rows it shuffles"),
+            ("{}Trainer.prediction_step", "predict_over_replicas", "keeps this rank's part of an evaluation's loss"),
+        )
+    ),
+    *(
+        (f"trl.trainer.{name.lower()}_{target.format(name)}", function, stock, _RANKS_PER_BATCH)
+        for name in ("GRPO", "RLOO")
+        for target, function, stock in (
+            ("config:{}Config.__post_init__", "generation_sizes:count_generations", "counts prompts once per rank"),
+            ("trainer:{}Trainer._generate_and_score_completions", "trl_online:generate_and_score",
+             "takes the rows of a rank by its number"),
+            ("trainer:{}Trainer._generate_single_turn", "trl_routing:generate_turn",
+             "forgets which experts were chosen"),
+            ("trainer:{}Trainer._get_per_token_logps_and_entropies", "trl_routing:token_numbers",
+             "forgets which experts were chosen"),
+            ("trainer:{}Trainer._compute_loss", "trl_online:loss_of_all_replicas",
+             "takes this rank's mean over tokens"),
+            ("trainer:{}Trainer._calculate_rewards", "trl_online:calculate_rewards",
+             "calls reward functions on each rank of a batch"),
+        )
+    ),
+    (f"{_ACCELERATOR}.process_index", "trl_online:process_index", "counts the ranks of a batch each",
+     _RANKS_PER_BATCH),
+    *(
+        (f"accelerate.utils.operations:{name}", f"gathered_by_name:{function}",
+         "repeats what ranks of one batch hold", _ACCELERATE)
+        for name, function in (("_gpu_gather", "gather_by_name"), ("_gpu_gather_object", "gather_object_by_name"))
+    ),
+    ("trl.experimental.gkd.gkd_trainer:GKDTrainer.__init__", "trl_distillation:gkd_init",
+     "loads the teacher whole", _TRL),
+    ("trl.experimental.gkd.gkd_trainer:GKDTrainer.compute_loss", "trl_distillation:gkd_compute_loss",
+     "reads the logits of two models, and divides by all ranks' tokens and again by the ranks", _TRL),
+    ("trl.experimental.gkd.gkd_trainer:GKDTrainer.training_step", "trl_distillation:gkd_training_step",
+     "draws whether to generate on each rank", _RANKS_PER_BATCH),
+    *(
+        (f"trl.trainer.distillation_trainer:{target}", function, stock, _TRL)
+        for target, function, stock in (
+            ("DistillationTrainer.__init__", "trl:init", "takes any model"),
+            ("create_model_from_path", "trl:create_model_from_path", "loads the teacher whole"),
+            ("DistillationTrainer.compute_loss", "trl_distillation:distillation_compute_loss",
+             "reads the heads of two models"),
+        )
+    ),
 )
 # fmt: on
 

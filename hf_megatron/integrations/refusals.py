@@ -23,12 +23,18 @@ def _refusing(message: str) -> Callable:
 
 
 _TRL_TRAINERS = (
-    *(f"trl.trainer.{name.lower()}_trainer.{name}Trainer" for name in ("SFT", "DPO", "KTO", "Reward")),
+    *(
+        f"trl.trainer.{name.lower()}_trainer.{name}Trainer"
+        for name in ("SFT", "DPO", "KTO", "Reward", "GRPO", "RLOO", "Distillation")
+    ),
     *(f"trl.experimental.{name.lower()}.{name.lower()}_trainer.{name}Trainer" for name in ("ORPO", "CPO", "GKD")),
+    # Earlier names of the same.
+    *(f"trl.experimental.{name.lower()}.{name}Trainer" for name in ("KTO", "Distillation")),
 )
+_NAMES = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in _TRL_TRAINERS))
 _TRL = (
-    f"of TRL's trainers {', '.join(name.rpartition('.')[2] for name in _TRL_TRAINERS)} train a model laid out by "
-    "hf_megatron. Use one of them, transformers.Trainer or an Accelerate loop."
+    f"of TRL's trainers {_NAMES} train a model laid out by hf_megatron. Use "
+    "one of them, transformers.Trainer or an Accelerate loop."
 )
 
 # Whole-model DDP would average shards that belong to different parts of the weights.
@@ -47,19 +53,6 @@ def own_adapters(original: Callable, self: Any, *args: Any, **kwargs: Any) -> An
             "that is there."
         )
     return original(self, *args, **kwargs)
-
-
-def trl(original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Refuses a laid out model, and one that the trainer would load by name: nobody compared the loss."""
-    from transformers import TrainingArguments
-
-    given = (value for value in (*args, *kwargs.values()) if isinstance(value, TrainingArguments))
-    if any((vars(value).get("model_init_kwargs") or {}).get("megatron_config") is not None for value in given):
-        raise UnsupportedError(f"{type(self).__name__}: {_TRL}")
-    _refuse_laid_out(original, self, *args, **kwargs)
-
-
-_refuse_laid_out = _refusing(_TRL)
 
 
 def refuse_other_trl_trainers(trainer: Any) -> None:

@@ -37,7 +37,8 @@ def get_batch_samples(original: Callable, self: Any, *args: Any, **kwargs: Any) 
     last = batches[-1]
     read_ahead(self.accelerator.gradient_state, is_ahead=False)
     require_full_batch(self, last)
-    if _counted(self, state, last, self._train_batch_size) != find_batch_size(last):
+    # Trainers that generate get their rows as a list, of whole batches.
+    if isinstance(last, Mapping) and _counted(self, state, last, self._train_batch_size) != find_batch_size(last):
         batches[-1] = own_rows(self, state, last, self._train_batch_size)
     if last_rows(self.accelerator.gradient_state) is not None:
         # The ranks count together: on each of them, or on none.

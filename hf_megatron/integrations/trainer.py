@@ -24,9 +24,9 @@ from .trainer_checkpoints import probe
 from .wrapped_models import refuse_around
 
 
-def has_mixed_dtensor(original: Callable, parameters: Iterable[Tensor]) -> bool:
+def has_mixed_dtensor(original: Callable, tensors: Iterable[Tensor]) -> bool:
     """Tells whether parameters of any shape lie on several meshes that optimizers would see: they step on parts."""
-    own = [parameter for parameter in parameters if not is_absent(parameter)]
+    own = [parameter for parameter in tensors if not is_absent(parameter)]
     is_laid_out = any(isinstance(one, DTensor) and is_of_layout(one.device_mesh) for one in own)
     return False if is_laid_out else original(own)
 

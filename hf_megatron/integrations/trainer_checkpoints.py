@@ -250,7 +250,7 @@ def load_rng_state(trainer: Any, checkpoint: Path) -> None:
 
 
 def restore_random_state(model: Any, directory: Path, step: int) -> None:
-    """Continues every generator, or starts it anew where the layout is another; a converted checkpoint has none."""
+    """Continues every generator, or starts it anew where batches are dealt out otherwise; converted ones have none."""
     state, saved = parallel_state(model), Checkpoint(directory).facts
     if saved.get("converted"):
         return
@@ -261,7 +261,11 @@ def restore_random_state(model: Any, directory: Path, step: int) -> None:
         getattr(layout, name, 1) == before.get(name, 1) for name in sizes
     )
     stream = 0 if state is None else state.mesh.dp_rank
-    saved_generators.load(directory, rank_and_size(None)[0], same_layout=same, stream=stream, step=step)
+    counterpart = rank_and_size(None)[0] if same else None
+    if not same and before.get("dp_size", 1) == (1 if layout is None else layout.dp_size):
+        # Neighbours share a batch, and draw alike what they draw together: samples go on as in one process.
+        counterpart = stream * (saved.get("world_size", 1) // before.get("dp_size", 1))
+    saved_generators.load(directory, counterpart, stream=stream, step=step)
 
 
 def load_best_model(original: Callable, self: Any) -> None:

@@ -5,9 +5,11 @@ model that is laid out over ranks these numbers come from `token_scores`, which 
 """
 
 import functools
+import inspect
 import types
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from ..log_probs import scores_of_call
 from ..loss import IGNORE_INDEX, BatchLoss, count_targets, next_tokens
 from ..parallel_state import parallel_state
 from ..patch_ledger import LEDGER
+from ..tensor_parallel.sampling import PLAIN, Sampling
 from ..tensor_parallel.vocab_log_probs import FIELDS, LOG_PROBS
 from ..upstream import (
     count_tokens_once,
@@ -30,25 +33,32 @@ from ..upstream import (
     warn_of_unchecked_versions,
 )
 from .accelerate import job_world_size
+from .generation_sizes import require_rows_of_replicas, settle_generation_sizes
 from .refusals import refuse_other_trl_trainers
 from .repeated_rows import evaluated
+from .trl_online import load_reward_models, refuse_of_online_trainers
+from .trl_refusals import refuse_arguments, refuse_datasets_in_memory, refuse_losses_over_the_batch
+from .trl_rows import ROWS_OF_REPLICAS
 
-_REFUSED = {
-    "activation_offloading": "its hooks know one device's memory. Use MegatronConfig(recompute=...).",
-    "use_liger_kernel": "its kernels replace the forwards of modules that are split over ranks. Drop it.",
-    "lmbda": "the student would write texts while it trains, which was not compared with one process. Set 0.0.",
-    "seq_kd": "the teacher would write texts while it trains, which was not compared with one process. Set False.",
-}
+_ONLINE = ("GRPOTrainer", "RLOOTrainer", "DistillationTrainer")
 
-# Of DPOTrainer: each rank would take them over its own rows.
-_OVER_THE_BATCH = {
-    "sft": "is a mean over tokens",
-    "aot": "sorts the rows of a batch",
-    "aot_unpaired": "sorts the rows of a batch",
-}
 
-# Set while a trainer is being built, for the reference model that it loads itself.
-_LAYOUT: ContextVar[MegatronConfig | None] = ContextVar("layout of the policy", default=None)
+@dataclass
+class _Building:
+    """A trainer that is being built.
+
+    Attributes:
+        layout: of the policy.
+        loads_policy: whether the next model that it loads itself is the policy, and none that is only asked.
+        asks: what the other one is in `MegatronConfig.frozen`.
+    """
+
+    layout: MegatronConfig
+    loads_policy: bool
+    asks: str
+
+
+_BUILDING: ContextVar[_Building | None] = ContextVar("trainer that is being built", default=None)
 
 
 def init(original: Callable, self: Any, model: Any = None, *args: Any, **kwargs: Any) -> None:
@@ -58,49 +68,31 @@ def init(original: Callable, self: Any, model: Any = None, *args: Any, **kwargs:
     given: Any = next((value for value in (*args, *kwargs.values()) if isinstance(value, TrainingArguments)), None)
     layout = layout_of_policy(model, given)
     if layout is None:
+        settle_generation_sizes(given, job_world_size())
         return original(self, model, *args, **kwargs)
     warn_of_unchecked_versions()
     refuse_other_trl_trainers(self)
-    for name, reason in _REFUSED.items():
-        if value := getattr(given, name, False):
-            raise UnsupportedError(f"{type(self).__name__}, {name}={value} with megatron_config: {reason}")
-    _refuse_losses_over_the_batch(given, layout)
-    _refuse_datasets_in_memory(given, (*args, *kwargs.values()))
-    token = _LAYOUT.set(layout)
+    dp_size = validate_world_size(layout, job_world_size())
+    refuse_arguments(self, given)
+    refuse_losses_over_the_batch(self, given, dp_size)
+    refuse_datasets_in_memory(given, (*args, *kwargs.values()))
+    settle_generation_sizes(given, dp_size)
+    require_rows_of_replicas(given, dp_size)
+    kinds = {cls.__name__ for cls in type(self).__mro__}
+    if not kinds.isdisjoint(_ONLINE):
+        bound = inspect.signature(original).bind_partial(self, model, *args, **kwargs)
+        refuse_of_online_trainers(self, given, bound.arguments, layout.ranks_per_replica, dp_size)
+        if "reward_funcs" in bound.arguments:
+            bound.arguments["reward_funcs"] = load_reward_models(bound.arguments["reward_funcs"], given, layout)
+        args, kwargs = bound.args[2:], bound.kwargs
+    asks = "teacher" if "DistillationTrainer" in kinds else "reference"
+    token = _BUILDING.set(_Building(layout, isinstance(model, str), asks))
     try:
         original(self, model, *args, **kwargs)
     finally:
-        _LAYOUT.reset(token)
+        _BUILDING.reset(token)
     # `gather_for_metrics` counts each batch once, whatever ranks share it.
     count_tokens_once(self)
-
-
-def _refuse_losses_over_the_batch(args: Any, layout: MegatronConfig) -> None:
-    given = getattr(args, "loss_type", None) or ()
-    kinds = (given,) if isinstance(given, str) else given
-    dp_size = validate_world_size(layout, job_world_size())
-    for kind in kinds:
-        if kind in _OVER_THE_BATCH and dp_size > 1:
-            raise UnsupportedError(
-                f"loss_type = {kind!r} on {dp_size} data parallel ranks: it {_OVER_THE_BATCH[kind]}, and TRL takes it "
-                "over each rank's own. Use tp_size and pp_size with dp_size=1, or another loss."
-            )
-
-
-def _refuse_datasets_in_memory(args: Any, arguments: Sequence[Any]) -> None:
-    """Refuses what each rank would look for in a folder of its own: what the first one computed of a reference."""
-    from datasets import Dataset
-
-    if not getattr(args, "precompute_ref_log_probs", False) or job_world_size() == 1:
-        return
-    for value in arguments:
-        for dataset in value.values() if isinstance(value, Mapping) else (value,):
-            if isinstance(dataset, Dataset) and not dataset.cache_files:
-                raise UnsupportedError(
-                    "precompute_ref_log_probs=True on several ranks with a dataset in memory: the others read what the "
-                    "first rank computed beside the dataset's file. Pass one that was loaded from files, or "
-                    "load_from_disk(...) after save_to_disk(...)."
-                )
 
 
 def layout_of_policy(model: Any, args: Any) -> MegatronConfig | None:
@@ -116,9 +108,8 @@ def layout_of_policy(model: Any, args: Any) -> MegatronConfig | None:
 
 def data_parallel_size(trainer: Any) -> int:
     """Returns how many ranks share a batch of a trainer, which may be under way to being built."""
-    layout = _LAYOUT.get()
-    if layout is not None:
-        return validate_world_size(layout, job_world_size())
+    if (building := _BUILDING.get()) is not None:
+        return validate_world_size(building.layout, job_world_size())
     # A trainer under way has no model yet.
     model = vars(trainer).get("model")
     state = None if model is None else parallel_state(model)
@@ -126,12 +117,15 @@ def data_parallel_size(trainer: Any) -> int:
 
 
 def create_model_from_path(original: Callable, model_id: str, *args: Any, **kwargs: Any) -> Any:
-    """Loads a reference model with the policy's layout."""
-    layout = _LAYOUT.get()
-    if layout is not None:
+    """Loads a reference or a teacher with the policy's layout, or its own."""
+    building = _BUILDING.get()
+    if building is not None:
         kwargs.setdefault("device_map", None)
-        if LEDGER.launch is None:
-            kwargs.setdefault("megatron_config", layout)
+        layout, is_policy, building.loads_policy = building.layout, building.loads_policy, False
+        if is_policy and LEDGER.launch is None:
+            kwargs["megatron_config"] = layout
+        elif not is_policy and (LEDGER.launch is None or layout.frozen):
+            kwargs["megatron_config"] = layout.of_frozen(building.asks)
     return original(model_id, *args, **kwargs)
 
 
@@ -182,11 +176,9 @@ def add_fused_lm_head(
     state = parallel_state(model)
     if state is None:
         return original(model, temperature, cast_lm_head_to_fp32, outputs)
-    if temperature != 1.0 or cast_lm_head_to_fp32:
-        raise UnsupportedError("temperature and cast_lm_head_to_fp32 on a model laid out by hf_megatron: drop them.")
     # As TRL's own, and in one order.
     wanted = tuple(name for name in FIELDS if name in outputs or name == LOG_PROBS)
-    state.patches.replace(model, "forward", types.MethodType(_with_scores(model, wanted), model))
+    state.patches.replace(model, "forward", types.MethodType(_with_scores(model, wanted, Sampling(temperature)), model))
 
 
 def patch_chunked_loss(original: Callable, model: Any, chunk_size: int, is_vlm: bool = False) -> None:
@@ -194,7 +186,7 @@ def patch_chunked_loss(original: Callable, model: Any, chunk_size: int, is_vlm: 
     state = parallel_state(model)
     if state is None:
         return original(model, chunk_size, is_vlm)
-    original_forward, scored = model.forward, _with_scores(model, (LOG_PROBS, "entropy", "is_top1"), trl_sums)
+    original_forward, scored = model.forward, _with_scores(model, (LOG_PROBS, "entropy", "is_top1"), output=trl_sums)
 
     @functools.wraps(type(model).forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -209,7 +201,9 @@ def _fields_of_tokens(loss: Any, aux_loss: Any, fields: Mapping[str, Any]) -> An
     return trl_output(loss=loss, aux_loss=aux_loss, **fields)
 
 
-def _with_scores(model: Any, wanted: tuple[str, ...], output: Callable = _fields_of_tokens) -> Callable:
+def _with_scores(
+    model: Any, wanted: tuple[str, ...], sampling: Sampling = PLAIN, output: Callable = _fields_of_tokens
+) -> Callable:
     original_forward = model.forward
 
     @functools.wraps(type(model).forward)
@@ -228,7 +222,18 @@ def _with_scores(model: Any, wanted: tuple[str, ...], output: Callable = _fields
             return original_forward(*args, **given, **kwargs)
         targets = (next_tokens(labels) if shift_labels is None else shift_labels).as_subclass(torch.Tensor)
         kwargs |= {"use_cache": False, "return_dict": True}
-        values, aux_loss = scores_of_call(self, lambda read: read(original_forward(*args, **kwargs)), targets, wanted)
+        rows = ROWS_OF_REPLICAS.get()
+        if rows is not None:
+            if kwargs.get("past_key_values") is not None:
+                raise UnsupportedError(
+                    "Prefix tuning with a loss over the batch of several data parallel ranks: the prefixes are those "
+                    "of all ranks' rows. Use dp_size=1, another adapter, or another loss."
+                )
+            targets = rows.own(targets)
+            kwargs |= {name: rows.own(value) for name, value in kwargs.items() if isinstance(value, torch.Tensor)}
+        values, aux_loss = scores_of_call(
+            self, lambda read: read(original_forward(*args, **kwargs)), targets, wanted, sampling
+        )
         fields = dict(zip(wanted, values, strict=True)) | {"label_mask": targets != IGNORE_INDEX}
         if shift_labels is None:
             # No views: FSDP2 warns of them.
@@ -236,6 +241,8 @@ def _with_scores(model: Any, wanted: tuple[str, ...], output: Callable = _fields
         loss = _batch(self).token_mean(-fields[LOG_PROBS], fields["label_mask"], num_items_in_batch)
         if aux_loss is not None:
             loss = loss + getattr(self.config.get_text_config(), "router_aux_loss_coef", 0.0) * aux_loss
+        if rows is not None:
+            fields = {name: rows.joined(value) for name, value in fields.items()}
         return output(loss, aux_loss, fields)
 
     return forward

@@ -6,24 +6,75 @@ many terms, which holds for rows and not for tokens, for padding, and for what r
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..loss import IGNORE_INDEX, scalar
 from ..parallel_state import ParallelState, parallel_state
-from .trl import data_parallel_size, layout_of_policy
+from .trl import data_parallel_size
+from .trl_refusals import OVER_THE_BATCH
+from .trl_rows import ROWS_OF_REPLICAS, RowsOfReplicas
+from .uneven_batches import require_full_batch
 
 
-def kto_prepare_dataset(original: Callable, self: Any, dataset: Any, tokenizer: Any, args: Any, name: str) -> Any:
+def kto_prepare_dataset(
+    original: Callable, self: Any, dataset: Any, processing_class: Any, args: Any, dataset_name: str
+) -> Any:
     """Pairs prompts with other completions for KTO's KL term within the batch of all dp ranks, as one process does."""
     dp_size = data_parallel_size(self)
     if dp_size > 1:
         args = copy.copy(args)
         args.per_device_train_batch_size *= dp_size
-    return original(self, dataset, tokenizer, args, name)
+    return original(self, dataset, processing_class, args, dataset_name)
+
+
+def dpo_loss(original: Callable, self: Any, model: Any, inputs: Any, return_outputs: bool) -> Any:
+    """Takes losses that sort rows or average over tokens over the rows of all dp ranks, `()`."""
+    state = _spread(self)
+    if state is None:
+        return original(self, model, inputs, return_outputs)
+    if not self.model.training:
+        require_full_batch(self, inputs, is_evaluated=True)
+    # Router losses of evaluations too.
+    with state.loss.together():
+        if OVER_THE_BATCH.isdisjoint(self.loss_types):
+            return original(self, model, inputs, return_outputs)
+        loss = _over_the_batch(original, self, model, inputs, state)
+    if not return_outputs:
+        return loss
+    names = inputs.keys() - {"completion_mask", "ref_chosen_logps", "ref_rejected_logps"}
+    with torch.no_grad():
+        return loss, model(**{name: inputs[name] for name in names}, use_cache=False)
+
+
+def _over_the_batch(original: Callable, trainer: Any, model: Any, inputs: Any, state: ParallelState) -> Tensor:
+    rows, tokens = RowsOfReplicas(state.mesh.group("dp")), trainer._total_train_tokens
+    batch, reference = rows.joined_batch(inputs), trainer.ref_model
+    if reference is not None and parallel_state(trainer.accelerator.unwrap_model(reference)) is None:
+        trainer.ref_model = rows.of(reference)
+    token = ROWS_OF_REPLICAS.set(rows)
+    try:
+        loss: Tensor = original(trainer, model, batch, False)
+    finally:
+        ROWS_OF_REPLICAS.reset(token)
+        trainer.ref_model = reference
+    # TRL adds up what every rank counts.
+    trainer._total_train_tokens = tokens + (trainer._total_train_tokens - tokens) // rows.ranks
+    mode = "train" if trainer.model.training else "eval"
+    trainer._metrics[mode]["num_tokens"] = [trainer._total_train_tokens]
+    return loss
+
+
+def kto_loss(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Takes the router losses of evaluations over all replicas."""
+    state = _spread(self)
+    with nullcontext() if state is None else state.loss.together():
+        return original(self, *args, **kwargs)
 
 
 def orpo_forward(original: Callable, self: Any, model: Any, batch: Any) -> tuple[Tensor, ...]:
@@ -69,41 +120,6 @@ def _padded_alike(trainer: Any, batch: Any) -> Any:
     fill = {"input_ids": trainer.processing_class.pad_token_id, "attention_mask": 0, "labels": IGNORE_INDEX}
     texts = {f"chosen_{name}": value for name, value in fill.items()}
     return dict(batch) | {name: F.pad(batch[name], (0, missing), value=value) for name, value in texts.items()}
-
-
-def gkd_init(
-    original: Callable,
-    self: Any,
-    model: Any = None,
-    teacher_model: Any = None,
-    args: Any = None,
-    *rest: Any,
-    **kwargs: Any,
-) -> None:
-    """Loads a teacher that is given by name with the student's layout."""
-    layout = layout_of_policy(model, args)
-    if layout is None or not isinstance(teacher_model, str):
-        return original(self, model, teacher_model, args, *rest, **kwargs)
-    given = args.teacher_model_init_kwargs
-    # TRL reads the dtype of kwargs that are there.
-    args.teacher_model_init_kwargs = {"dtype": None, "megatron_config": layout} | (given or {})
-    try:
-        original(self, model, teacher_model, args, *rest, **kwargs)
-    finally:
-        args.teacher_model_init_kwargs = given
-
-
-def gkd_compute_loss(
-    original: Callable, self: Any, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-) -> Any:
-    """Returns GKD's divergence `()` so that the mean over dp ranks divides by all ranks' tokens once."""
-    found = original(self, model, inputs, return_outputs, num_items_in_batch)
-    state = _spread(self)
-    if state is None or num_items_in_batch is None:
-        return found
-    loss, *outputs = found if return_outputs else (found,)
-    loss = loss * state.mesh.dp_size
-    return (loss, *outputs) if return_outputs else loss
 
 
 def _spread(trainer: Any) -> ParallelState | None:

@@ -1,6 +1,6 @@
 """A last batch that the rows do not fill, in trainers whose loss counts the rows that are repeated to fill it."""
 
-from collections.abc import Callable, Sized
+from collections.abc import Callable, Mapping, Sized
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -83,13 +83,14 @@ def _last_batch(trainer: Any, loader: Any) -> _LastBatch | None:
     return _LastBatch(-(-len(sampler) // size), size, len(sampler) % size, loader, shard.batch_size)
 
 
-def require_full_batch(trainer: Any, batch: Any) -> None:
+def require_full_batch(trainer: Any, batch: Any, *, is_evaluated: bool = False) -> None:
     """Raises `UnsupportedError` for a batch of this rank under way whose repeated rows the trainer's loss may count."""
     state: Any = parallel_state(trainer.model)
     if takes_any_rows(trainer) or has_targets_of_tokens(batch):
         return
     if is_filled_up(trainer.accelerator.gradient_state, state.mesh.dp_size):
-        _refuse(trainer, "the last batch has fewer rows than the others", "train", "per_device_train_batch_size")
+        words = ("evaluate", "per_device_eval_batch_size") if is_evaluated else ("train", "per_device_train_batch_size")
+        _refuse(trainer, "the last batch has fewer rows than the others", *words)
 
 
 def takes_any_rows(trainer: Any) -> bool:
@@ -104,7 +105,9 @@ def takes_any_rows(trainer: Any) -> bool:
 
 def has_targets_of_tokens(batch: Any) -> bool:
     """Tells whether a batch has targets `[rows, sequence]`, which can be taken away from some of its rows."""
-    return any(isinstance(batch.get(name), Tensor) and batch[name].dim() > 1 for name in LABELS)
+    # Trainers that generate get their rows as a list.
+    targets = [batch.get(name) for name in LABELS] if isinstance(batch, Mapping) else []
+    return any(isinstance(target, Tensor) and target.dim() > 1 for target in targets)
 
 
 def _refuse(trainer: Any, what: str, verb: str, size: str) -> None:

@@ -6,7 +6,7 @@ likes, so gradients cannot be made on the way as for the model's own loss.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,38 +18,18 @@ from ..communication.collectives import copy_to_ranks, refuse_second_derivatives
 from ..errors import ConfigError, UnsupportedError
 from ..loss import IGNORE_INDEX
 from ..upstream import called_module
+from .head_gradients import HeadGradients
 from .local_parameters import local_view
 from .logits import ShardedLogits, VocabParallelHead
+from .sampling import PLAIN, Sampling, ScoreOptions, reduce_over_vocabulary, smallest_kept
 from .tokens_of_rank import TokensOfRank
 from .vocabulary import require_tokens
 
 LOG_PROBS = "log_probs"
 FIELDS = (LOG_PROBS, "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 _DIFFERENTIABLE = FIELDS[:2]
-_TOKENS_PER_CHUNK = 1024
-
-
-@dataclass(frozen=True)
-class ScoreOptions:
-    """What the kernel needs beside tensors.
-
-    Args:
-        wanted: fields of `FIELDS`; the log-probabilities are always computed.
-        vocabulary (`int`): rows on all ranks together.
-        dtype (`torch.dtype`): of the matmuls.
-        transform (`Callable`): elementwise function of the logits.
-        group (`ProcessGroup`, *optional*): the ranks that split the vocabulary.
-        first_row (`int`): the global id of this rank's first vocabulary row.
-        chunk_size (`int`): tokens per chunk.
-    """
-
-    wanted: frozenset[str]
-    vocabulary: int
-    dtype: torch.dtype
-    transform: Callable[[Tensor], Tensor] = lambda logits: logits
-    group: dist.ProcessGroup | None = None
-    first_row: int = 0
-    chunk_size: int = _TOKENS_PER_CHUNK
+# In the place of the logarithm of nothing, where it is multiplied by nothing.
+_LEAST = -1e30
 
 
 class DeferredLogits(ShardedLogits):
@@ -107,13 +87,16 @@ def _matmul_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else x.dtype
 
 
-def token_scores(logits: Tensor | DeferredLogits, targets: Tensor, wanted: Sequence[str]) -> tuple[Tensor, ...]:
+def token_scores(
+    logits: Tensor | DeferredLogits, targets: Tensor, wanted: Sequence[str], sampling: Sampling = PLAIN
+) -> tuple[Tensor, ...]:
     """Computes fields of `FIELDS`, `[batch, sequence]` in fp32, 0 where the target is `IGNORE_INDEX`.
 
     Args:
         logits: `[batch, sequence, vocab]`, as a model returns them.
         targets (`Tensor`): `[batch, sequence]`, the token that each position predicts.
         wanted: of these, log-probabilities and entropy are differentiable.
+        sampling (`Sampling`): of a token that cannot be drawn the log-probability is `-inf`, without gradient.
     """
     if targets.shape != logits.shape[:-1]:
         raise ConfigError(
@@ -129,9 +112,9 @@ def token_scores(logits: Tensor | DeferredLogits, targets: Tensor, wanted: Seque
     if isinstance(logits, DeferredLogits):
         head, hidden = logits.head, logits.hidden[mask]
         weight, bias = local_view(head.weight), local_view(head.bias)
-        options = ScoreOptions(kept, head.out_features, logits.compute_dtype, transform=logits.transform)
+        options = ScoreOptions(kept, head.out_features, logits.compute_dtype, logits.transform)
         if isinstance(head, VocabParallelHead):
-            size = head.loss_chunk_size or _TOKENS_PER_CHUNK
+            size = head.loss_chunk_size or options.chunk_size
             options = replace(options, group=head.group, first_row=head.first_row, chunk_size=size)
             hidden = copy_to_ranks(hidden, head.group)
     elif isinstance(logits, Tensor):
@@ -139,6 +122,7 @@ def token_scores(logits: Tensor | DeferredLogits, targets: Tensor, wanted: Seque
         options = ScoreOptions(kept, logits.shape[-1], hidden.dtype)
     else:
         raise UnsupportedError(f"{type(logits).__name__} in place of logits: no log-probabilities can be read of it.")
+    options = replace(options, sampling=sampling)
     require_tokens(targets, options.vocabulary, "label", IGNORE_INDEX)
     found = dict(zip(FIELDS, _TokenScores.apply(hidden, weight, bias, targets[mask], options), strict=True))
     values = tuple(found[name].new_zeros(mask.shape).masked_scatter(mask, found[name]) for name in wanted)
@@ -148,7 +132,8 @@ def token_scores(logits: Tensor | DeferredLogits, targets: Tensor, wanted: Seque
     return tuple(tokens.join(value.to(torch.float32)).to(value.dtype) for value in values)
 
 
-def _logits(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+def logits_of_chunk(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """Computes logits `[tokens, rows]` of `[tokens, hidden]`, or returns those that it is given without a head."""
     return x if weight is None else F.linear(x, weight, bias)
 
 
@@ -156,7 +141,7 @@ def _fields(logits: Tensor, columns: Tensor, options: ScoreOptions) -> tuple[Ten
     """Returns the log of the sum of exponentials of fp32 `logits` `[tokens, rows]`, and what is wanted of them."""
     rows = logits.shape[1]
     maximum = logits.max(-1).values if rows else logits.new_full(columns.shape, -torch.inf)
-    _reduce(maximum, options, dist.ReduceOp.MAX)
+    reduce_over_vocabulary(maximum, options, dist.ReduceOp.MAX)
     shifted = logits - maximum.unsqueeze(-1)
     exponentials = shifted.exp()
     owned, place = _owned(columns, rows)
@@ -165,14 +150,14 @@ def _fields(logits: Tensor, columns: Tensor, options: ScoreOptions) -> tuple[Ten
         "target": shifted.gather(1, place).squeeze(1).masked_fill(~owned, 0) if rows else torch.zeros_like(maximum),
     }
     if "entropy" in options.wanted:
-        # A token that cannot be has the probability 0, and adds nothing.
-        sums["entropy"] = torch.where(exponentials > 0, exponentials * shifted, 0).sum(-1)
+        # A token that cannot be has the probability 0, and adds nothing. In place: chunks are all that takes memory.
+        sums["entropy"] = torch.linalg.vecdot(exponentials, shifted.clamp_(min=_LEAST))
     if "log_sum_sq_probs" in options.wanted:
         sums["squares"] = exponentials.square().sum(-1)
     if "mean_logits" in options.wanted:
         sums["logits"] = logits.sum(-1)
     stacked = torch.stack(list(sums.values()))
-    _reduce(stacked, options)
+    reduce_over_vocabulary(stacked, options)
     total = dict(zip(sums, stacked, strict=True))
     log_sum = total["all"].log()
     fields = {LOG_PROBS: total["target"] - log_sum}
@@ -188,14 +173,9 @@ def _fields(logits: Tensor, columns: Tensor, options: ScoreOptions) -> tuple[Ten
         if rows:
             best = shifted.max(-1)
             first = torch.where(best.values == 0, best.indices + options.first_row, first)
-        _reduce(first, options, dist.ReduceOp.MIN)
+        reduce_over_vocabulary(first, options, dist.ReduceOp.MIN)
         fields["is_top1"] = first == columns + options.first_row
     return maximum + log_sum, fields
-
-
-def _reduce(tensor: Tensor, options: ScoreOptions, operation: Any = dist.ReduceOp.SUM) -> None:
-    if options.group is not None:
-        dist.all_reduce(tensor, op=operation, group=options.group)
 
 
 def _owned(columns: Tensor, rows: int) -> tuple[Tensor, Tensor]:
@@ -215,12 +195,17 @@ class _TokenScores(torch.autograd.Function):
     ) -> Any:
         columns = targets - options.first_row
         parts = [hidden.new_empty(0, dtype=torch.float32)]
+        floors = [parts[0]]
         fields: dict[str, list[Tensor]] = {name: [parts[0]] for name in FIELDS[:-1]} | {FIELDS[-1]: [parts[0].bool()]}
         with torch.autocast(hidden.device.type, enabled=False):
             w, b = (None if p is None else p.to(options.dtype) for p in (weight, bias))
             for start in range(0, len(hidden), options.chunk_size):
                 chunk = slice(start, start + options.chunk_size)
-                logits = options.transform(_logits(hidden[chunk].to(options.dtype), w, b)).float()
+                raw = logits_of_chunk(hidden[chunk].to(options.dtype), w, b)
+                logits = options.scaled(options.transform(raw).float())
+                if (floor := smallest_kept(logits, options)) is not None:
+                    logits = logits.masked_fill(logits < floor.unsqueeze(-1), -torch.inf)
+                    floors.append(floor)
                 log_sum, found = _fields(logits, columns[chunk], options)
                 parts.append(log_sum)
                 for name, value in found.items():
@@ -228,7 +213,10 @@ class _TokenScores(torch.autograd.Function):
         log_sums = torch.cat(parts)
         found_fields = tuple(torch.cat(values) for values in fields.values())
         entropy = found_fields[1] if "entropy" in options.wanted else None
-        ctx.save_for_backward(hidden, weight, bias, columns, log_sums, entropy)
+        kept = None
+        if len(floors) > 1:
+            kept = torch.stack([torch.cat(floors), found_fields[0]])
+        ctx.save_for_backward(hidden, weight, bias, columns, log_sums, entropy, kept)
         ctx.options = options
         ctx.mark_non_differentiable(*found_fields[len(_DIFFERENTIABLE) :])
         # A field nobody wants has no entry per token.
@@ -237,40 +225,36 @@ class _TokenScores(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, of_log_probs: Tensor, of_entropy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         refuse_second_derivatives()
-        hidden, weight, bias, columns, log_sums, entropy = ctx.saved_tensors
+        hidden, weight, bias, columns, log_sums, entropy, kept = ctx.saved_tensors
         options = ctx.options
-        d_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        d_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        d_bias = torch.zeros_like(bias, dtype=torch.float32) if ctx.needs_input_grad[2] else None
+        gradients = HeadGradients(ctx.needs_input_grad, hidden, weight, bias)
         with torch.autocast(hidden.device.type, enabled=False):
             w, b = (None if p is None else p.to(options.dtype) for p in (weight, bias))
             for start in range(0, len(hidden), options.chunk_size):
                 chunk = slice(start, start + options.chunk_size)
                 x = hidden[chunk].to(options.dtype)
-                logits = _logits(x, w, b).detach().requires_grad_()
+                logits = logits_of_chunk(x, w, b).detach().requires_grad_()
                 with torch.enable_grad():
                     transformed = options.transform(logits)
-                log_probs = transformed.detach().float() - log_sums[chunk].unsqueeze(-1)
-                probabilities = log_probs.exp()
+                log_probs = options.scaled(transformed.detach().float())
                 upstream = of_log_probs[chunk].unsqueeze(-1)
-                gradient = probabilities * -upstream
-                if entropy is not None:
-                    weighted = torch.where(probabilities > 0, log_probs + entropy[chunk].unsqueeze(-1), 0)
-                    gradient -= of_entropy[chunk].unsqueeze(-1) * probabilities * weighted
+                if kept is not None:
+                    floor, found = kept[:, chunk].unsqueeze(-1)
+                    log_probs = log_probs.masked_fill(log_probs < floor, -torch.inf)
+                    upstream = upstream.where(found > -torch.inf, 0)
+                log_probs = log_probs - log_sums[chunk].unsqueeze(-1)
+                probabilities = log_probs.exp()
+                if entropy is None:
+                    gradient = probabilities.mul_(-upstream)
+                else:
+                    # In place: chunks are all that takes memory.
+                    gradient = log_probs.clamp_(min=_LEAST).add_(entropy[chunk].unsqueeze(-1))
+                    gradient.mul_(of_entropy[chunk].unsqueeze(-1)).add_(upstream).mul_(probabilities).neg_()
                 owned, place = _owned(columns[chunk], gradient.shape[1])
                 if gradient.shape[1]:
                     gradient.scatter_add_(1, place, upstream * owned.unsqueeze(-1))
-                gradient = gradient.to(transformed.dtype)
+                gradient = options.scaled(gradient).to(transformed.dtype)
                 if transformed is not logits:
                     (gradient,) = torch.autograd.grad(transformed, logits, gradient)
-                if d_hidden is not None:
-                    d_hidden[chunk] = gradient if w is None else gradient @ w
-                if d_weight is not None:
-                    d_weight += gradient.t() @ x
-                if d_bias is not None:
-                    d_bias += gradient.sum(0)
-        gradients = [
-            None if gradient is None else gradient.to(of.dtype)
-            for gradient, of in ((d_hidden, hidden), (d_weight, weight), (d_bias, bias))
-        ]
-        return (*gradients, None, None)
+                gradients.add(chunk, gradient, x, w)
+        return (*gradients.results(), None, None)

@@ -140,7 +140,8 @@ def test_there_and_back(base, tmp_path, name, kind):
     assert all(name.startswith("decoder.layers.") and ".adapter." in name for name in written)
     assert (tmp_path / "there/latest_checkpointed_iteration.txt").read_text() == "release"
     convert_adapter(tmp_path / "there", tmp_path / "back", "peft", base)
-    torch.testing.assert_close(logits(base, tmp_path / "back"), logits(base, adapter), rtol=1e-4, atol=1e-4)
+    expected = logits(base, adapter)
+    assert (logits(base, tmp_path / "back") - expected).norm() <= 1e-5 * expected.norm()
     if (name, kind) == ("all", "bridge_canonical"):
         before, after = (load_file(folder / "adapter_model.safetensors") for folder in (adapter, tmp_path / "back"))
         assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)

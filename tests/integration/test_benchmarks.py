@@ -60,3 +60,13 @@ def test_experts_over_ranks(tmp_path):
         losses = [row["loss"] for name, row in rows.items() if name.startswith(("tp2", "ep2", "one", "dp2"))]
         assert len(losses) == 6 and max(losses) - min(losses) < 1e-4
         assert 0 < rows["ep2 over dp2"]["share_without_waiting"] <= rows["ep2 over dp2"]["share_in_exchanges"]
+
+
+def test_post_training(tmp_path):
+    sizes = ["--steps", "1", "--layers", "2", "--tokens", "512"]
+    report = report_of(tmp_path / "result.json", "post_training.py", *sizes)
+    for name in ("DPO", "GRPO"):
+        assert report["steps"][name].keys() == {"one process", "TRL with DDP", "tp2", "pp2", "dp2", "tp2, full logits"}
+        assert all(entry["seconds"] > 0 for entry in report["steps"][name].values())
+    for kind in ("numbers", "divergence"):
+        assert report["loss"][kind]["hf_megatron"]["memory_beside_full_logits"] < 1

@@ -126,6 +126,7 @@ def test_help_names_every_format():
 def test_what_cannot_be_written_or_drawn_is_said_first(tmp_path):
     for words, said in (
         (("check", "llama", "--record", str(tmp_path / "no" / "verified.json")), "is no folder"),
+        (("check", "llama", "--device", "tpu"), "valid are cpu, cuda"),
         (("check", "llama", "--timeout", "0"), "--timeout"),
         (("timeline", "llama", "--layers", "1", "--output", str(tmp_path / "out")), "layers = 1: expected 2"),
         (("merge", str(tmp_path), str(tmp_path / "out"), "--max-shard-size", "-5GB"), "max_shard_size='-5GB'"),
@@ -161,3 +162,11 @@ def test_plan_knows_heads_and_folders():
 def test_check_knows_how_many_heads_its_twins_have():
     result = run("check", "llama", "--tp", "8")
     assert result.exit_code == 2 and "tp_size = 8: tiny twins have 4 attention heads" in result.output
+
+
+def test_a_check_on_gpus_needs_one(monkeypatch):
+    words = "check", "llama", "--layouts", "tp2", "--device", "cuda"
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert "no GPU" in run(*words).output
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert "those of CPU ranks" in run(*words, "--record", "verified.json").output

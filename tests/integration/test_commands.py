@@ -43,6 +43,8 @@ ELSEWHERE = {
     r"(HF_MEGATRON\S+ )?(accelerate|torchrun|python) (.* )?-m hf_megatron( .*)?": "tests/integration/test_launched.py",
     r"(accelerate launch|torchrun|python) .*train\.py.*": "tests/integration/test_launch.py",
     r"(accelerate launch|torchrun) .*examples/lora\.py.*": "tests/integration/test_launch.py",
+    r"(accelerate launch|torchrun) .*examples/(dpo|grpo)\.py.*": "tests/integration/test_launch.py",
+    r"trl grpo --config recipe\.yaml": "tests/integration/test_launch.py",
     r"accelerate launch( --cpu --num_processes 2)?": "tests/integration/test_launch.py",
     r"hf-megatron convert-adapter .*": "tests/integration/test_adapter_conversion.py",
     r"hf-megatron (push|pull) .*": "tests/integration/test_hub.py",
@@ -55,6 +57,9 @@ ELSEWHERE = {
     r"python -m tests\.flips.*": "tests/integration/test_gate.py",
     r"python -m tests\.foreign_scripts.*": "tests/integration/test_foreign_scripts.py",
     r"hf-megatron fuzz.*": "tests/integration/test_fuzz.py",
+    r"hf-megatron check .* --device cuda": "tests/integration/test_cli.py",
+    r"(PYTORCH_\w+=1 )?python -m pytest tests/integration/test_gpu.py.*": "tests/integration/test_gpu.py",
+    r"python -m tests.trajectories": "tests/trajectories.py",
     r"pip install .*(hf_megatron\[(plots|quantized)\]|megatron-core).*": "tests/integration/test_packaging.py",
 }
 

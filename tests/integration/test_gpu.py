@@ -1,37 +1,193 @@
-"""What only a GPU can show; skipped without one (see allowed_skips.txt)."""
+"""What only a GPU can show; skipped without one (see allowed_skips.txt).
+
+    PYTORCH_NVML_BASED_CUDA_CHECK=1 pytest tests/integration/test_gpu.py
+
+Ranks are forked from this process, which therefore never uses the GPU itself: the variable lets torch ask whether there
+is one without using it. Where there are fewer GPUs than ranks, some share one.
+"""
+
+import functools
 
 import pytest
 import torch
 import torch.distributed as dist
+from transformers import CONFIG_MAPPING
+from trl import DPOTrainer, GRPOConfig, GRPOTrainer, SFTTrainer
 
+from hf_megatron import token_divergences, token_log_probs
+from hf_megatron.context_parallel.flash import flash_backward_of_joined, flash_forward_of_joined
+from hf_megatron.integrations.gate import ConfigUnderTest
 from hf_megatron.tensor_parallel.cross_entropy import CrossEntropyOptions, linear_cross_entropy
+from hf_megatron.verify.check import parse_layouts
+from hf_megatron.verify.measure import measure
+from hf_megatron.verify.metric import reference_error
+from hf_megatron.verify.parity import check_twin
+from hf_megatron.verify.ranks import run_ranks
+from tests.shared_twins import make_twin
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+from . import test_trl
+from .test_trl import completions, layout, preferences, train
+from .test_trl_online import REWARDS, SIZES, prompts
+
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() == 0, reason="needs a GPU")
+
+SCHEDULES = ("gpipe", "interleaved_1f1b", "interleaved_zero_bubble", "zbv")
+CASES = [
+    ("llama", "tp2"),
+    ("llama", "tp2+sp"),
+    ("llama", "pp2"),
+    *(("llama", f"pp2 {schedule}") for schedule in SCHEDULES),
+    ("llama", "dp2+zero0"),
+    ("llama", "dp2"),
+    ("llama", "dp2+zero2"),
+    ("llama", "dp2+zero3"),
+    ("llama", "cp2"),
+    ("llama", "cp2+a2a"),
+    ("llama", "cp2+gather"),
+    ("llama", "tp2+sp+pp2"),
+    ("llama", "pp2+dp2"),
+    ("llama", "pp2+cp2"),
+    ("llama", "tp2+dp2+zero3"),
+    ("gemma2", "tp2+sp"),
+    ("gemma2", "pp2"),
+    ("gpt2", "tp2"),
+    ("qwen3_moe", "tp2"),
+    ("qwen3_moe", "dp2+ep2"),
+    ("qwen3_moe", "tp2+sp+ep2"),
+    ("deepseek_v3", "tp2+sp"),
+    ("qwen3_next", "tp2"),
+]
 
 
-@pytest.fixture
-def nccl():
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
+def of(text):
+    text, _, schedule = text.partition(" ")
+    [config] = parse_layouts(text)
+    return ConfigUnderTest(**config.to_dict() | ({"pipeline_schedule": schedule} if schedule else {}))
+
+
+@functools.lru_cache(maxsize=1)
+def twin_of(model_type):
+    return make_twin(CONFIG_MAPPING[model_type](), microbatches=2, min_layers=4, batch_size=5)
+
+
+@pytest.mark.parametrize(("model_type", "text"), CASES)
+def test_ranks_equal_one_process_on_a_cpu(model_type, text):
+    comparison = check_twin(twin_of(model_type), of(text), device="cuda")
+    assert comparison.passed, comparison.report()
+
+
+@pytest.mark.parametrize("text", ["tp2", "tp2+sp", "cp2", "cp2+a2a", "pp2", "dp2+zero3"])
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe"])
+def test_error_in_bf16(model_type, text):
+    """Attention over cp goes through flash kernels there."""
+    twin = twin_of(model_type)
+
+    def on_rank(**arguments):
+        model = twin.load(dtype=torch.bfloat16, **arguments)
+        return measure(model if arguments else model.cuda(), twin.batches, optimizers=())
+
+    [one] = run_ranks(on_rank, 1, device="cuda")
+    found = run_ranks(on_rank, 2, megatron_config=of(text), device="cuda")[0]
+    assert reference_error(found, twin.reference) <= 1.5 * reference_error(one, twin.reference)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("heads", "width"), [(4, 64), (1, 128)])
+def test_flash_of_joined_blocks(causal, heads, width):
+    """Blocks of unequal length in one call of the device's kernel, beside attention written out in fp64."""
+    places = [0, 70, 100, 300]
+
+    def on_rank():
+        torch.manual_seed(0)
+        q, k, v, gradient = (torch.randn(300, count, width, device="cuda") for count in (4, heads, heads, 4))
+        low = [tensor.bfloat16() for tensor in (q, k, v)]
+        options = {"edges": (places, places), "causal": causal, "scale": 0.2}
+        out, lse = flash_forward_of_joined(*low, **options)
+        found = flash_backward_of_joined(gradient.bfloat16(), *low, out, lse, **options)
+        precise = [tensor.double().requires_grad_() for tensor in low]
+        outs, sums = [], []
+        for start, stop in zip(places, places[1:], strict=False):
+            own, keys, values = (tensor[start:stop].transpose(0, 1) for tensor in precise)
+            keys, values = (tensor.repeat_interleave(4 // heads, 0) for tensor in (keys, values))
+            scores = own @ keys.transpose(1, 2) * 0.2
+            if causal:
+                scores = scores.masked_fill(torch.ones_like(scores[0], dtype=torch.bool).triu(1), -torch.inf)
+            outs.append((scores.softmax(-1) @ values).transpose(0, 1))
+            sums.append(scores.logsumexp(-1).transpose(0, 1))
+        expected = torch.cat(outs)
+        expected.backward(gradient.bfloat16().double())
+        pairs = [(out, expected), (lse, torch.cat(sums)), *zip(found, [one.grad for one in precise], strict=True)]
+        return [((one.double() - other).norm() / other.norm()).item() for one, other in pairs]
+
+    errors = run_ranks(on_rank, 1, device="cuda")[0]
+    assert max(errors) < 1e-2 and errors[1] < 1e-4, errors
 
 
 @pytest.mark.parametrize("chunk_size", [None, 100])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_loss_equals_torch(nccl, dtype, chunk_size):
-    torch.manual_seed(0)
-    hidden = torch.randn(256, 64, device="cuda", dtype=dtype, requires_grad=True)
-    weight = torch.randn(1000, 64, device="cuda", dtype=dtype, requires_grad=True)
-    labels = torch.randint(0, 1000, (256,), device="cuda")
-    labels[::5] = -100
-    options = CrossEntropyOptions(nccl, 0, 1000, chunk_size=chunk_size)
-    loss = linear_cross_entropy(hidden, weight, None, labels, None, options)
-    loss.backward()
-    gradients = hidden.grad, weight.grad
-    hidden.grad = weight.grad = None
-    expected = torch.nn.functional.cross_entropy((hidden @ weight.t()).float(), labels)
-    expected.backward()
-    tolerance = 1e-5 if dtype is torch.float32 else 2e-2
-    torch.testing.assert_close(loss, expected, rtol=tolerance, atol=tolerance)
-    torch.testing.assert_close(gradients[0], hidden.grad, rtol=tolerance, atol=tolerance)
-    torch.testing.assert_close(gradients[1], weight.grad, rtol=tolerance, atol=tolerance)
+def test_loss_equals_torch(dtype, chunk_size):
+    def on_rank():
+        torch.manual_seed(0)
+        hidden = torch.randn(256, 64, device="cuda", dtype=dtype, requires_grad=True)
+        weight = torch.randn(1000, 64, device="cuda", dtype=dtype, requires_grad=True)
+        labels = torch.randint(0, 1000, (256,), device="cuda")
+        labels[::5] = -100
+        options = CrossEntropyOptions(dist.group.WORLD, 0, 1000, chunk_size=chunk_size)
+        loss = linear_cross_entropy(hidden, weight, None, labels, None, options)
+        loss.backward()
+        gradients = hidden.grad, weight.grad
+        hidden.grad = weight.grad = None
+        expected = torch.nn.functional.cross_entropy((hidden @ weight.t()).float(), labels)
+        expected.backward()
+        tolerance = 1e-5 if dtype is torch.float32 else 2e-2
+        torch.testing.assert_close(loss, expected, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(gradients[0], hidden.grad, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(gradients[1], weight.grad, rtol=tolerance, atol=tolerance)
+
+    run_ranks(on_rank, 1, device="cuda")
+
+
+@pytest.mark.parametrize("text", ["tp2", "pp2"])
+def test_numbers_per_token(text):
+    """Log-probabilities and a divergence of two models, with their gradients, as one process on a CPU has them."""
+    twin = twin_of("llama")
+
+    def on_rank(**arguments):
+        models = [twin.load(**arguments) for _ in range(2)]
+        with torch.no_grad():
+            for parameter in models[1].parameters():
+                parameter.mul_(0.9)
+        batch = {name: twin.batches[0][name].to(models[0].device) for name in ("input_ids", "attention_mask")}
+        labels = twin.batches[0]["labels"].to(models[0].device)
+        numbers = token_log_probs(models[0], labels, temperature=0.7, **batch)
+        apart = token_divergences(*models, labels, beta=0.5, **batch)
+        (numbers.sum() + apart.sum()).backward()
+        return numbers.detach().cpu(), apart.detach().cpu()
+
+    expected = run_ranks(on_rank, 1)[0]
+    for found in run_ranks(on_rank, 2, megatron_config=of(text), device="cuda"):
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("text", ["tp2+sp", "pp2", "cp2", "dp2"])
+@pytest.mark.parametrize("trainer_class", [SFTTrainer, DPOTrainer, GRPOTrainer])
+def test_trainers_of_trl(stories, tmp_path, monkeypatch, text, trainer_class):
+    """Against one process on a GPU, which draws the same completions; greedy ones where replicas draw their own."""
+    monkeypatch.setitem(test_trl.CONFIGS, GRPOTrainer, GRPOConfig)
+    samples = {SFTTrainer: completions, DPOTrainer: preferences, GRPOTrainer: prompts}[trainer_class]
+    options = {"use_cpu": False, "max_steps": 2, "eval_strategy": "no"}
+    if trainer_class is GRPOTrainer:
+        options |= SIZES | REWARDS | ({"top_k": 1} if text == "dp2" else {})
+    arguments = (trainer_class, samples)
+    [(expected, weights, _)] = run_ranks(
+        train, 1, stories, tmp_path / "one", None, *arguments, device="cuda", **options
+    )
+    found = run_ranks(train, 2, stories, tmp_path / "two", layout(text), *arguments, device="cuda", **options)
+    for log, _, _ in found:
+        for entry, other in zip(log, expected, strict=True):
+            known = {name: value for name, value in other.items() if value is not None and name != "step_time"}
+            assert {name: entry[name] for name in known} == pytest.approx(known, rel=1e-4, abs=1e-4)
+    for name, weight in weights.items():
+        difference = found[0][1][name] - weight
+        assert difference.pow(2).mean().sqrt() <= 5e-5, name

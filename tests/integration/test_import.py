@@ -150,3 +150,23 @@ new = {name.split(".")[0] for name in set(sys.modules) - before}
 assert new <= {"hf_megatron", "torch", "huggingface_hub", "yaml", "transformers", "_yaml", "blake3"}, new
 """
     )
+
+
+def test_a_module_that_is_under_way_is_patched_when_it_is_done():
+    """As where TRL's own script imports TRL, which imports torch, which imports this library."""
+    program = """
+import importlib.abc, sys
+
+class Late(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "trl.trainer.base_config" and "hf_megatron" not in sys.modules:
+            assert "trl.trainer.grpo_config" in sys.modules
+            import hf_megatron
+
+sys.meta_path.insert(0, Late())
+from trl.trainer.grpo_config import GRPOConfig
+assert "hf_megatron" in sys.modules
+assert GRPOConfig.__post_init__.__code__.co_name == "replacement"
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr[-2000:]

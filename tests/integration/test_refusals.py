@@ -1,18 +1,25 @@
 """What trains silently wrong on split models today, as most of TRL's trainers: refused by name before work starts."""
 
+import contextlib
+import importlib
+import inspect
+import pkgutil
+from pathlib import Path
+
 import pytest
 import transformers
+from datasets import Dataset
 from transformers import (
     AutoModelForCausalLM,
     CLIPConfig,
     CLIPVisionConfig,
-    LlamaConfig,
-    LlavaConfig,
+    Trainer,
     ViTConfig,
 )
 
 from hf_megatron import MegatronConfig, UnsupportedError
 from hf_megatron.integrations.gate import ConfigUnderTest
+from hf_megatron.integrations.refusals import refuse_other_trl_trainers
 from hf_megatron.verify.ranks import run_ranks
 
 TP2 = MegatronConfig(tp_size=2)
@@ -32,26 +39,55 @@ def test_adapters_of_transformers(stories):
     run_ranks(wrap, 2)
 
 
-@pytest.mark.parametrize("name", ["GRPO", "RLOO", "Distillation"])
-def test_trl_trainers(stories, name, tmp_path):
-    def build():
-        import trl
-
-        model = AutoModelForCausalLM.from_pretrained(stories, megatron_config=TP2)
-        with pytest.raises(UnsupportedError, match=f"{name}Trainer: of TRL's trainers SFTTrainer, DPO"):
-            getattr(trl, f"{name}Trainer")(model=model)
-
-    run_ranks(build, 2)
+SUPPORTED = {
+    "trl.trainer": ["DPOTrainer", "DistillationTrainer", "GRPOTrainer", "KTOTrainer", "RLOOTrainer", "RewardTrainer"],
+    "trl.experimental": ["CPOTrainer", "GKDTrainer", "ORPOTrainer"],
+}
 
 
-@pytest.mark.parametrize("name", ["GRPO", "Distillation"])
-def test_trl_trainers_refuse_a_name_before_it_is_loaded(name, tmp_path):
+def trainers_of_trl():
+    """Every trainer in the installed package."""
     import trl
 
-    options = {"model_init_kwargs": {"megatron_config": TP2}, "use_cpu": True, "bf16": False}
-    arguments = getattr(trl, f"{name}Config")(str(tmp_path), **options)
-    with pytest.raises(UnsupportedError, match=f"{name}Trainer: of TRL's trainers SFTTrainer, DPO"):
-        getattr(trl, f"{name}Trainer")("nobody/has-this-model", args=arguments)
+    found = {}
+    for module in pkgutil.walk_packages(trl.__path__, "trl."):
+        if module.name.partition(".")[2].split(".")[0] in ("trainer", "experimental"):
+            # Some need packages of their own.
+            with contextlib.suppress(ImportError):
+                classes = inspect.getmembers(importlib.import_module(module.name), inspect.isclass)
+                found |= {(kind.__module__, name): kind for name, kind in classes if issubclass(kind, Trainer)}
+    return {key: kind for key, kind in found.items() if key[0].startswith("trl.") and not key[1].startswith("_")}
+
+
+def test_every_trainer_of_trl_is_compared_or_refused():
+    refused = set()
+    for (module, name), kind in trainers_of_trl().items():
+        try:
+            refuse_other_trl_trainers(kind.__new__(kind))
+        except UnsupportedError as error:
+            assert f"{name}: of TRL's trainers SFTTrainer, DPOTrainer, " in str(error)
+            refused.add(f"{module}.{name}")
+    assert len(refused) >= 10 and all(name.startswith("trl.experimental.") for name in refused)
+    assert not any(name.endswith(f".{kept}") for name in refused for kept in SUPPORTED["trl.experimental"])
+    listed = (Path(__file__).parents[2] / "docs" / "post_training.md").read_text()
+    assert all(f"`{name.rpartition('.')[2]}`" in listed for name in refused), sorted(refused)
+
+
+def test_a_trainer_that_is_refused(stories, tmp_path):
+    from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
+    from trl.experimental.tpo import TPOConfig, TPOTrainer
+
+    def build():
+        model = AutoModelForCausalLM.from_pretrained(stories, megatron_config=TP2)
+        rows = Dataset.from_list([{"prompt": "a", "chosen": "b", "rejected": "c", "reference": "d"}] * 2)
+        given = {"use_cpu": True, "bf16": False, "report_to": "none"}
+        with pytest.raises(UnsupportedError, match="GMPOTrainer: of TRL's trainers SFTTrainer, DPO"):
+            args = GMPOConfig(str(tmp_path), num_generations=2, **given)
+            GMPOTrainer(model, reward_funcs=len, args=args, train_dataset=rows)
+        with pytest.raises(UnsupportedError, match="TPOTrainer: of TRL's trainers SFTTrainer, DPO"):
+            TPOTrainer(model, args=TPOConfig(str(tmp_path), **given), train_dataset=rows)
+
+    run_ranks(build, 2)
 
 
 def test_resize_and_distributed_checkpoint(stories, tmp_path):
@@ -73,14 +109,6 @@ TOWERS = {
     "ViTForImageClassification": (ViTConfig(**VISION), "takes pixel_values"),
     "CLIPVisionModel": (CLIPVisionConfig(**VISION), "takes pixel_values"),
     "CLIPModel": (CLIPConfig(text_config=SMALL | {"vocab_size": 64}, vision_config=VISION), "has to have one list of"),
-    "LlavaForConditionalGeneration": (
-        LlavaConfig(
-            vision_config=CLIPVisionConfig(**VISION),
-            text_config=LlamaConfig(vocab_size=64, **SMALL),
-            image_token_index=5,
-        ),
-        "has to have one list of",
-    ),
 }
 
 

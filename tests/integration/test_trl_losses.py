@@ -2,19 +2,17 @@
 
 import pytest
 import torch
-from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from trl import KTOConfig, KTOTrainer
+from transformers import AutoTokenizer
+from trl import DistillationConfig, DistillationTrainer, KTOConfig, KTOTrainer, SFTTrainer
 from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.experimental.gkd import GKDConfig, GKDTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
-from hf_megatron import UnsupportedError
-from hf_megatron.integrations import trl_losses
-from hf_megatron.verify.ranks import run_ranks
+from hf_megatron.integrations import trl_distillation, trl_losses
 
 from . import test_trl
-from .test_trl import ANIMALS, PLACES, compare, laid_out_reference, layout, preferences, whole_reference
+from .test_trl import ANIMALS, PLACES, adapter, compare, laid_out_reference, preferences, whole_reference
+from .test_trl_online import RECORDED, ROUNDING, prompts
 
 LAYOUTS = ["tp2", "tp2+sp", "pp2", "dp2", "cp2"]
 CHAT = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\\n' }}{% endfor %}"
@@ -23,6 +21,8 @@ CHAT = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\\n' }}{% e
 @pytest.fixture(autouse=True)
 def configs(monkeypatch):
     found = {KTOTrainer: KTOConfig, ORPOTrainer: ORPOConfig, CPOTrainer: CPOConfig, GKDTrainer: GKDConfig}
+    found[DistillationTrainer] = DistillationConfig
+    monkeypatch.setattr(test_trl, "UNEQUAL", (*test_trl.UNEQUAL, "step_time"))
     for trainer_class, config_class in found.items():
         monkeypatch.setitem(test_trl.CONFIGS, trainer_class, config_class)
 
@@ -52,6 +52,29 @@ def tokenizer(path, config):
     return AutoTokenizer.from_pretrained(path, pad_token="</s>", chat_template=CHAT)
 
 
+ASSISTANT = (
+    "{% for m in messages %}{{ m['role'] + ': ' }}{% if m['role'] == 'assistant' %}{% generation %}"
+    "{{ m['content'] }}{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}{{ '\\n' }}{% endfor %}"
+)
+
+
+def tokenizer_of_answers(path, config):
+    return AutoTokenizer.from_pretrained(path, pad_token="</s>", chat_template=ASSISTANT)
+
+
+def talks(count, seed=0):
+    """Of two answers each."""
+    rows = conversations(count, seed)
+    return [{"messages": row["messages"] + conversations(1, number)[0]["messages"]} for number, row in enumerate(rows)]
+
+
+@pytest.mark.parametrize("text", ["tp2", "tp2+sp", "pp2", "dp2", "tp2+pp2"])
+@pytest.mark.parametrize("options", [{}, {"packing": True, "max_length": 96}], ids=["rows", "packed"])
+def test_answers_alone(stories, tmp_path, text, options):
+    options = {"assistant_only_loss": True, "processing_class": tokenizer_of_answers} | options
+    compare(stories, tmp_path, text, SFTTrainer, talks, **options)
+
+
 def named(path, config):
     return str(path)
 
@@ -75,6 +98,17 @@ def test_losses_with_a_term_of_their_own(stories, tmp_path, trainer_class, text)
     compare(stories, tmp_path, text, trainer_class, preferences, processing_class=tokenizer, max_length=64)
 
 
+@pytest.mark.parametrize("text", ["tp2", "pp2", "dp2"])
+@pytest.mark.parametrize("kind", ["hinge", "ipo", "simpo", "alphapo"])
+def test_every_loss_of_cpo(stories, tmp_path, text, kind):
+    options = {"loss_type": kind, "processing_class": tokenizer, "max_length": 64, "max_steps": 2, "eval_steps": 2}
+    if kind == "simpo":
+        options["cpo_alpha"] = 0.0
+    elif kind == "alphapo":
+        options["alpha"] = 0.2
+    compare(stories, tmp_path, text, CPOTrainer, preferences, **options)
+
+
 @pytest.mark.parametrize("text", LAYOUTS)
 def test_gkd_of_given_texts(stories, tmp_path, text):
     teacher = {"tp2": named, "pp2": laid_out_reference}.get(text, whole_reference)
@@ -86,7 +120,6 @@ def test_gkd_of_given_texts(stories, tmp_path, text):
 
 
 GIVEN = {"processing_class": tokenizer, "max_length": 64}
-DISTILLED = GIVEN | {"lmbda": 0.0, "teacher_model": whole_reference}
 
 
 @pytest.mark.parametrize(
@@ -95,7 +128,6 @@ DISTILLED = GIVEN | {"lmbda": 0.0, "teacher_model": whole_reference}
         (KTOTrainer, unpaired, {"ref_model": laid_out_reference}, ("data_parallel_size", lambda trainer: 1)),
         (ORPOTrainer, preferences, GIVEN, ("_spread", lambda trainer: None)),
         (CPOTrainer, preferences, GIVEN, ("_padded_alike", lambda trainer, batch: batch)),
-        (GKDTrainer, conversations, DISTILLED, ("_spread", lambda trainer: None)),
     ],
 )
 def test_a_loss_of_one_rank_differs(stories, tmp_path, monkeypatch, trainer_class, samples, options, fault):
@@ -104,13 +136,51 @@ def test_a_loss_of_one_rank_differs(stories, tmp_path, monkeypatch, trainer_clas
         compare(stories, tmp_path, "dp2", trainer_class, samples, **options)
 
 
-@pytest.mark.parametrize("given", [{"lmbda": 0.5}, {"lmbda": 0.0, "seq_kd": True}])
-def test_gkd_that_generates_is_refused(stories, tmp_path, given):
-    def build():
-        model = AutoModelForCausalLM.from_pretrained(stories, megatron_config=layout("tp2"))
-        args = GKDConfig(str(tmp_path), use_cpu=True, bf16=False, report_to=[], **given)
-        with pytest.raises(UnsupportedError, match="GKDTrainer, (lmbda=0.5|seq_kd=True) with megatron_config"):
-            rows = Dataset.from_list(conversations(2))
-            GKDTrainer(model, str(stories), args=args, train_dataset=rows, processing_class=tokenizer(stories, None))
+GENERATED = {"lmbda": 1.0, "max_new_tokens": 8, "max_steps": 2, "eval_steps": 2}
 
-    run_ranks(build, 2)
+
+@pytest.mark.parametrize("text", ["tp2", "tp2+sp", "pp2", "cp2"])
+@pytest.mark.parametrize("given", [GENERATED | {"lmbda": 0.5}, GENERATED | {"lmbda": 0.0, "seq_kd": True}])
+def test_gkd_of_texts_that_a_model_writes(stories, tmp_path, text, given):
+    options = GIVEN | {"teacher_model": laid_out_reference, "beta": 0.5, "learning_rate": 1e-4}
+    compare(stories, tmp_path, text, GKDTrainer, conversations, tolerance=1e-4, **(options | given))
+
+
+@pytest.mark.parametrize("text", ["tp2", "pp2", "dp2"])
+def test_gkd_with_an_adapter(stories, tmp_path, text):
+    options = GIVEN | {"lmbda": 0.0, "teacher_model": laid_out_reference, "peft_config": adapter}
+    compare(stories, tmp_path, text, GKDTrainer, conversations, tolerance=1e-4, **options)
+
+
+def largest(predictions):
+    found = predictions.predictions
+    return {"largest": float((found[0] if isinstance(found, tuple) else found).max())}
+
+
+@pytest.mark.parametrize("text", ["tp2", "pp2", "dp2"])
+def test_gkd_with_metrics_of_logits(stories, tmp_path, text):
+    options = GIVEN | {"lmbda": 0.0, "teacher_model": laid_out_reference, "compute_metrics": largest}
+    compare(stories, tmp_path, text, GKDTrainer, conversations, max_steps=2, eval_steps=2, **options)
+
+
+def test_gkds_own_loss_differs_on_replicas(stories, tmp_path, monkeypatch):
+    """It divides by all ranks' tokens, and the average by the ranks once more."""
+    monkeypatch.setattr(trl_distillation, "parallel_state", lambda model: None)
+    options = GIVEN | {"lmbda": 0.0, "teacher_model": whole_reference, "max_steps": 2, "eval_steps": 2}
+    with pytest.raises(AssertionError):
+        compare(stories, tmp_path, "dp2", GKDTrainer, conversations, **options)
+
+
+@pytest.mark.parametrize("text", [*LAYOUTS, "tp2+pp2"])
+@pytest.mark.parametrize("beta", [0.0, 0.5])
+def test_distillation(stories, tmp_path, text, beta):
+    options = {"teacher_model": laid_out_reference, "max_completion_length": 8, "temperature": 0.8, "beta": beta}
+    options |= RECORDED if text == "dp2" else {}
+    if text == "pp2":
+        options["teacher_model"] = whole_reference
+    compare(stories, tmp_path, text, DistillationTrainer, prompts, **ROUNDING, learning_rate=1e-4, **options)
+
+
+def test_distillation_with_an_adapter(stories, tmp_path):
+    options = {"teacher_model": named, "max_completion_length": 8, "peft_config": adapter, "prepare": shrink}
+    compare(stories, tmp_path, "tp2+pp2", DistillationTrainer, prompts, **ROUNDING, **options)

@@ -40,4 +40,6 @@ def test_error_to_fp32(model_type, name):
 
     found = run_ranks(on_rank, 2)[0]
     assert reference_error(found, twin.reference) <= 1.5 * reference_error(one, twin.reference)
-    assert abs(found.loss - twin.reference.loss) <= 1.5 * abs(one.loss - twin.reference.loss) + 1e-3
+    # One process's loss may be right by chance: then a unit of bf16 counts.
+    by_chance = torch.finfo(torch.bfloat16).eps * twin.reference.loss
+    assert abs(found.loss - twin.reference.loss) <= max(1.5 * abs(one.loss - twin.reference.loss), by_chance)

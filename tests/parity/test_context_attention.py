@@ -323,3 +323,14 @@ def _swapped(around):
             yield other, keys.flip(2), values
 
     return other_names
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_masks_of_the_host_reach_another_device(softcap):
+    """Shapes and devices alone are looked at, as any accelerator would."""
+    q, k, v, gradient, out = (torch.empty(2, 4, 8, 16, device="meta") for _ in range(5))
+    options = {"causal": False, "mask": torch.ones(2, 1, 8, 8, dtype=torch.bool)}
+    kernel = Kernel(0.25, softcap)
+    made, lse = kernel.forward(q, k, v, **options)
+    gradients = kernel.backward(gradient, q, k, v, out, lse, **options)
+    assert [tensor.shape for tensor in (made, *gradients)] == [q.shape] * 4

@@ -84,8 +84,10 @@ def test_biases_of_one_rank_are_found():
     def sabotage():
         RowParallelLinear.sum_bias_gradient = property(lambda self: False, lambda self, value: None)
 
-    comparison = check_twin(twin("gpt2"), ConfigUnderTest(**LAYOUTS["tp2+sp+cp2"]), sabotage=sabotage)
-    assert not comparison.passed and comparison.worst.value > 10
+    # Also of a twin whose own round-off widens its limits.
+    for model_type in ("gpt2", "gpt_oss"):
+        comparison = check_twin(twin(model_type), ConfigUnderTest(**LAYOUTS["tp2+sp+cp2"]), sabotage=sabotage)
+        assert not comparison.passed and comparison.worst.value > 10
 
 
 def added_up():

@@ -189,7 +189,7 @@ def test_tasks_and_types_of_a_check():
     assert task_of_class("T5ForConditionalGeneration", t5) == "seq2seq"
     assert task_of_class("BertForTokenClassification", t5) == "token_classification"
     assert task_of_class("BertForQuestionAnswering", t5) == "question_answering"
-    assert task_of_class("LlavaForConditionalGeneration", llava) == "causal"
+    assert task_of_class("LlavaForConditionalGeneration", llava) == "image"
     assert {"gpt_neo", "codegen", "mamba"} <= set(causal_types()) and not has_plan("codegen") and has_plan("llama")
 
 

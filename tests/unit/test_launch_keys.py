@@ -12,7 +12,7 @@ from accelerate.utils.launch import prepare_multi_gpu_env
 
 from hf_megatron import ConfigError, MegatronConfig, MegatronPlugin, UnsupportedError, config_from_environment
 from hf_megatron.integrations.accelerate import config_of_plugin
-from hf_megatron.integrations.launch_keys import LAUNCH_KEYS, PREFIX
+from hf_megatron.integrations.launch_keys import LAUNCH_KEYS, PREFIX, fields_of_variables, variables_of_fields
 
 LAUNCHED = {"HF_MEGATRON_LAUNCH": "true"}
 
@@ -285,3 +285,10 @@ def test_megatron_plugin(monkeypatch):
         MegatronPlugin(expected, tp_size=2)
     with pytest.raises(ConfigError, match="tp_size"):
         MegatronPlugin(tpsize=2)
+
+
+def test_layouts_of_frozen_models_travel_in_variables():
+    layout = MegatronConfig(tp_size=2, frozen={"reference": {"zero_stage": 3}})
+    assert MegatronConfig.from_dict(fields_of_variables(variables_of_fields(layout.to_dict()), ())) == layout
+    with pytest.raises(ConfigError, match="HF_MEGATRON_FROZEN = 'reference': expected JSON"):
+        fields_of_variables({"HF_MEGATRON_FROZEN": "reference"}, ())

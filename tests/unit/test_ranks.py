@@ -1,12 +1,16 @@
 """The fork harness: results in order, every rank's traceback, stuck ranks named and killed."""
 
+import os
 import time
 
 import pytest
+import torch
 import torch.distributed as dist
+from transformers import LlamaConfig
 
 from hf_megatron import RankError, UnsupportedError
 from hf_megatron.verify import ranks
+from hf_megatron.verify.parity import make_twin
 from hf_megatron.verify.ranks import first_reason, run_ranks
 
 
@@ -62,3 +66,17 @@ def test_a_rank_that_waits_for_a_failed_one_does_not_wait_for_the_time_limit(mon
 def test_a_result_that_cannot_be_sent_is_an_error():
     with pytest.raises(RankError, match="cannot be pickled"):
         run_ranks(lambda: lambda: 0, 1)
+
+
+def test_a_twin_is_measured_in_a_fork(monkeypatch):
+    """After a backward, torch has threads for GPUs, and no fork of this process could run one."""
+    process, backward = os.getpid(), torch.Tensor.backward
+
+    def elsewhere(*args, **kwargs):
+        assert os.getpid() != process
+        return backward(*args, **kwargs)
+
+    monkeypatch.setattr(torch.Tensor, "backward", elsewhere)
+    twin = make_twin(LlamaConfig(), microbatches=1)
+    assert twin.reference.gradients and twin.reference.norm > 0
+    twin.delete()

@@ -1,0 +1,122 @@
+"""What tokens are drawn of: logits over a temperature, and the likeliest of a split vocabulary, as generation warps."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..errors import ConfigError
+
+_TOKENS_PER_CHUNK = 1024
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn of logits, as in transformers' generation: in this order.
+
+    Args:
+        temperature (`float`): what the logits are divided by.
+        top_k (`int`, *optional*): only so many tokens can be, the likeliest and those as likely as the last of them.
+        top_p (`float`, *optional*): only the likeliest can be, as many as it takes to have this probability together.
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+
+    def __post_init__(self) -> None:
+        if not self.temperature > 0:
+            raise ConfigError(f"temperature = {self.temperature}: expected more than 0.")
+        if self.top_k is not None and self.top_k < 1:
+            raise ConfigError(f"top_k = {self.top_k}: expected None or 1 or more.")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ConfigError(f"top_p = {self.top_p}: expected None or more than 0 and at most 1.")
+
+
+PLAIN = Sampling()
+
+
+@dataclass(frozen=True)
+class ScoreOptions:
+    """What the kernel needs beside tensors.
+
+    Args:
+        wanted: fields of `FIELDS`; the log-probabilities are always computed.
+        vocabulary (`int`): rows on all ranks together.
+        dtype (`torch.dtype`): of the matmuls.
+        transform (`Callable`): elementwise function of the logits.
+        sampling (`Sampling`): what becomes of them afterwards, in fp32.
+        group (`ProcessGroup`, *optional*): the ranks that split the vocabulary.
+        first_row (`int`): the global id of this rank's first vocabulary row.
+        chunk_size (`int`): tokens per chunk.
+    """
+
+    wanted: frozenset[str]
+    vocabulary: int
+    dtype: torch.dtype
+    transform: Callable[[Tensor], Tensor] = lambda logits: logits
+    sampling: Sampling = PLAIN
+    group: dist.ProcessGroup | None = None
+    first_row: int = 0
+    chunk_size: int = _TOKENS_PER_CHUNK
+
+    def scaled(self, logits: Tensor) -> Tensor:
+        """Divides fp32 logits, or their gradient, `[tokens, rows]` by the temperature."""
+        temperature = self.sampling.temperature
+        return logits if temperature == 1.0 else logits / temperature
+
+
+def smallest_kept(logits: Tensor, options: ScoreOptions) -> Tensor | None:
+    """Returns the smallest logit `[tokens]` of a token that can be drawn, of fp32 logits `[tokens, rows]`."""
+    top_k, top_p, floor = options.sampling.top_k, options.sampling.top_p, None
+    if top_k is not None:
+        floor = _largest(logits, min(top_k, options.vocabulary), options)
+        logits = logits.masked_fill(logits < floor.unsqueeze(-1), -torch.inf)
+    if top_p is None or top_p == 1:
+        return floor
+    maximum = logits.max(-1).values if logits.shape[1] else logits.new_full(logits.shape[:1], -torch.inf)
+    reduce_over_vocabulary(maximum, options, dist.ReduceOp.MAX)
+    masses = (logits - maximum.unsqueeze(-1)).exp()
+    needed = masses.sum(-1)
+    reduce_over_vocabulary(needed, options)
+    needed = needed * top_p
+    # Floats as integers in the same order: a search for the largest that leaves enough takes one step per bit.
+    keys = _ordered(logits)
+    low, high = keys.new_full(maximum.shape, -(2**31)), _ordered(maximum)
+    for _ in range(33):
+        middle = low + (high - low + 1).div(2, rounding_mode="floor")
+        mass = torch.where(keys >= middle.unsqueeze(-1), masses, 0).sum(-1)
+        reduce_over_vocabulary(mass, options)
+        is_enough = mass >= needed
+        low, high = torch.where(is_enough, middle, low), torch.where(is_enough, high, middle - 1)
+    kept = torch.where(keys >= low.unsqueeze(-1), logits, torch.inf)
+    found = kept.min(-1).values if logits.shape[1] else torch.full_like(maximum, torch.inf)
+    reduce_over_vocabulary(found, options, dist.ReduceOp.MIN)
+    return found
+
+
+def _ordered(values: Tensor) -> Tensor:
+    """Maps fp32 to integers in the same order."""
+    bits = values.contiguous().view(torch.int32).to(torch.int64)
+    return torch.where(bits < 0, -(2**31) - bits, bits)
+
+
+def _largest(logits: Tensor, place: int, options: ScoreOptions) -> Tensor:
+    """Returns the logit `[tokens]` that is the largest but `place - 1`, over all ranks' `[tokens, rows]`."""
+    own = logits.topk(min(place, logits.shape[1])).values
+    if options.group is not None:
+        own = F.pad(own, (0, place - own.shape[1]), value=-torch.inf).contiguous()
+        parts = [torch.empty_like(own) for _ in range(options.group.size())]
+        dist.all_gather(parts, own, group=options.group)
+        own = torch.cat(parts, 1)
+    return own.topk(place).values[:, -1]
+
+
+def reduce_over_vocabulary(tensor: Tensor, options: ScoreOptions, operation: Any = dist.ReduceOp.SUM) -> None:
+    """Reduces a tensor of any shape, in place, over the ranks that split the vocabulary."""
+    if options.group is not None:
+        dist.all_reduce(tensor, op=operation, group=options.group)

@@ -1,0 +1,227 @@
+"""The divergence between what two models expect next, per token, over a vocabulary that may be split over the ranks.
+
+    beta 0          forward   KL(teacher || student)
+    beta 1          reverse   KL(student || teacher)
+    in between      generalised Jensen-Shannon (Agarwal et al., 2023): beta KL(teacher || mixture) +
+                    (1 - beta) KL(student || mixture), of the mixture beta teacher + (1 - beta) student
+
+Logits of both models exist for one chunk of tokens at a time, in forward and again in backward.
+"""
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..communication.collectives import copy_to_ranks, refuse_second_derivatives
+from ..errors import ConfigError
+from ..loss import IGNORE_INDEX
+from .head_gradients import HeadGradients
+from .local_parameters import local_view
+from .logits import VocabParallelHead
+from .sampling import Sampling, ScoreOptions, reduce_over_vocabulary
+from .vocab_log_probs import DeferredLogits, logits_of_chunk
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """What a teacher expects, as its last hidden states.
+
+    Args:
+        hidden (`Tensor`): `[batch, sequence, hidden]`, on every rank.
+        logits (`DeferredLogits`): of its last call, or of a part of it: they tell head, dtype and transform.
+        whole_head: puts the head together for as long as it is read, where ranks hold parts of it at rest.
+        copy (*optional*): of the whole head and its bias, where not all of these ranks take part in reading it.
+    """
+
+    hidden: Tensor
+    logits: DeferredLogits
+    whole_head: Callable[[], AbstractContextManager[None]]
+    copy: tuple[Tensor, Tensor | None] | None = None
+
+    def rows(self, first_row: int, count: int) -> tuple[Tensor, Tensor | None]:
+        """Returns the rows of the head `[count, hidden]` and of its bias from `first_row` on."""
+        head = self.logits.head
+        weight: Any = local_view(head.weight) if self.copy is None else self.copy[0]
+        bias = local_view(head.bias) if self.copy is None else self.copy[1]
+        start = head.first_row if isinstance(head, VocabParallelHead) else 0
+        here = slice(first_row - start, first_row - start + count)
+        assert here.start >= 0 and here.stop <= len(weight), (head, first_row, count)
+        return weight[here], None if bias is None else bias[here]
+
+
+@dataclass(frozen=True)
+class _Options:
+    """What the kernel needs beside the student's tensors.
+
+    Args:
+        student, teacher: how their logits are made; the group and the first row are the student's.
+        rows: gives the teacher's head and bias.
+        whole_head: makes it whole.
+    """
+
+    beta: float
+    student: ScoreOptions
+    teacher: ScoreOptions
+    rows: Callable[[], tuple[Tensor, Tensor | None]]
+    whole_head: Callable[[], AbstractContextManager[None]]
+
+
+def divergences(
+    logits: DeferredLogits, teacher: Teacher, targets: Tensor, beta: float, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Computes the divergence and the student's entropy, `[batch, sequence]` in fp32, 0 where a target is ignored.
+
+    Args:
+        logits: the student's.
+        teacher: with hidden states `[batch, sequence, hidden]` of the same tokens.
+        targets (`Tensor`): `[batch, sequence]`; `IGNORE_INDEX` where a token does not count.
+        beta (`float`): 0 to 1.
+        temperature (`float`): what the logits of both are divided by.
+
+    Returns:
+        `(Tensor, Tensor)`: the second one has no gradient.
+    """
+    head, of_teacher = logits.head, teacher.logits.head
+    if head.out_features != of_teacher.out_features:
+        raise ConfigError(
+            f"A divergence between {head.out_features} tokens of the student's and {of_teacher.out_features} of the "
+            "teacher's vocabulary: they have to be the same."
+        )
+    tokens, hidden = logits.tokens, teacher.hidden
+    if tokens is not None:
+        targets, hidden = tokens.own(targets), tokens.own(hidden)
+    mask = targets != IGNORE_INDEX
+    weight: Any = local_view(head.weight)
+    bias = local_view(head.bias)
+    student = ScoreOptions(
+        frozenset(), head.out_features, logits.compute_dtype, logits.transform, Sampling(temperature)
+    )
+    own = logits.hidden[mask]
+    if isinstance(head, VocabParallelHead):
+        chunk = head.loss_chunk_size or student.chunk_size
+        student = replace(student, group=head.group, first_row=head.first_row, chunk_size=chunk)
+        own = copy_to_ranks(own, head.group)
+    options = _Options(
+        beta,
+        student,
+        replace(student, dtype=teacher.logits.compute_dtype, transform=teacher.logits.transform),
+        lambda: teacher.rows(student.first_row, len(weight)),
+        teacher.whole_head,
+    )
+    found = _TokenDivergences.apply(own, weight, bias, hidden[mask], options)
+    values = tuple(value.new_zeros(mask.shape).masked_scatter(mask, value) for value in found)
+    if tokens is not None:
+        values = tuple(tokens.join(value) for value in values)
+    return values[0], values[1]
+
+
+def _log_sums(logits: Tensor, options: ScoreOptions) -> Tensor:
+    """Returns the log of the sum of exponentials `[models, tokens]` of `[models, tokens, rows]`, of all rows."""
+    maximum = logits.amax(-1) if logits.shape[-1] else logits.new_full(logits.shape[:-1], -torch.inf)
+    reduce_over_vocabulary(maximum, options, dist.ReduceOp.MAX)
+    total = (logits - maximum.unsqueeze(-1)).exp().sum(-1)
+    reduce_over_vocabulary(total, options)
+    return maximum + total.log()
+
+
+def _expected(log_probs: Tensor, values: Tensor) -> Tensor:
+    """Sums values `[tokens, rows]` by probability; a token that cannot be adds nothing, whatever its value."""
+    return torch.where(log_probs > -torch.inf, log_probs.exp() * values, 0).sum(-1)
+
+
+def _mixture(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
+    return torch.logaddexp(student + math.log1p(-beta), teacher + math.log(beta))
+
+
+class _TokenDivergences(torch.autograd.Function):
+    """`hidden` `[tokens, hidden]` and this rank's rows of the student's head -> divergence and entropy `[tokens]`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, of_teacher: Tensor, options: _Options
+    ) -> tuple[Tensor, Tensor]:
+        parts = [hidden.new_empty((5, 0), dtype=torch.float32)]
+        with torch.autocast(hidden.device.type, enabled=False), options.whole_head():
+            heads = _heads(weight, bias, options)
+            for start in range(0, len(hidden), options.student.chunk_size):
+                chunk = slice(start, start + options.student.chunk_size)
+                both = torch.stack(_both(hidden[chunk], of_teacher[chunk], heads, options))
+                sums = _log_sums(both, options.student)
+                student, teacher = both - sums.unsqueeze(-1)
+                terms = torch.stack([*_terms(student, teacher, options.beta), -_expected(student, student)])
+                reduce_over_vocabulary(terms, options.student)
+                parts.append(torch.cat([sums, terms]))
+        student_sums, teacher_sums, divergence, of_student, entropy = torch.cat(parts, 1)
+        ctx.save_for_backward(hidden, weight, bias, of_teacher, student_sums, teacher_sums, of_student)
+        ctx.options = options
+        ctx.mark_non_differentiable(entropy)
+        return divergence.contiguous(), entropy.contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+        refuse_second_derivatives()
+        hidden, weight, bias, of_teacher, student_sums, teacher_sums, of_student = ctx.saved_tensors
+        options: _Options = ctx.options
+        beta = options.beta
+        gradients = HeadGradients(ctx.needs_input_grad, hidden, weight, bias)
+        with torch.autocast(hidden.device.type, enabled=False), options.whole_head():
+            heads = _heads(weight, bias, options)
+            for start in range(0, len(hidden), options.student.chunk_size):
+                chunk = slice(start, start + options.student.chunk_size)
+                x = hidden[chunk].to(options.student.dtype)
+                raw = logits_of_chunk(x, *heads[0]).detach().requires_grad_()
+                with torch.enable_grad():
+                    transformed = options.student.transform(raw)
+                student = options.student.scaled(transformed.detach().float()) - student_sums[chunk].unsqueeze(-1)
+                teacher = _logits(of_teacher[chunk], heads[1], options.teacher) - teacher_sums[chunk].unsqueeze(-1)
+                probabilities = student.exp()
+                if beta == 0:
+                    gradient = probabilities - teacher.exp()
+                else:
+                    against = teacher if beta == 1 else _mixture(student, teacher, beta)
+                    weighted = student - against - of_student[chunk].unsqueeze(-1)
+                    gradient = torch.where(probabilities > 0, probabilities * weighted, 0)
+                    gradient *= 1 if beta == 1 else 1 - beta
+                gradient = options.student.scaled(gradient * upstream[chunk].unsqueeze(-1)).to(transformed.dtype)
+                if transformed is not raw:
+                    (gradient,) = torch.autograd.grad(transformed, raw, gradient)
+                gradients.add(chunk, gradient, x, heads[0][0])
+        return (*gradients.results(), None, None)
+
+
+_Head = tuple[Tensor, Tensor | None]
+
+
+def _heads(weight: Tensor, bias: Tensor | None, options: _Options) -> tuple[_Head, _Head]:
+    """Returns the student's and the teacher's rows in the dtypes of their matmuls."""
+    found = []
+    for (w, b), of in (((weight, bias), options.student), (options.rows(), options.teacher)):
+        found.append((w.to(of.dtype), None if b is None else b.to(of.dtype)))
+    return found[0], found[1]
+
+
+def _logits(hidden: Tensor, head: _Head, options: ScoreOptions) -> Tensor:
+    return options.scaled(options.transform(logits_of_chunk(hidden.to(options.dtype), *head)).float())
+
+
+def _both(hidden: Tensor, of_teacher: Tensor, heads: tuple[_Head, _Head], options: _Options) -> tuple[Tensor, Tensor]:
+    return _logits(hidden, heads[0], options.student), _logits(of_teacher, heads[1], options.teacher)
+
+
+def _terms(student: Tensor, teacher: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+    """Returns this rank's part of the divergence, and of the student's from what it is compared with, `[tokens]`."""
+    if beta == 0:
+        found = _expected(teacher, teacher - student)
+        return found, torch.zeros_like(found)
+    if beta == 1:
+        found = _expected(student, student - teacher)
+        return found, found
+    mixture = _mixture(student, teacher, beta)
+    of_student = _expected(student, student - mixture)
+    return beta * _expected(teacher, teacher - mixture) + (1 - beta) * of_student, of_student
