@@ -266,4 +266,6 @@ def test_one_rank_draws_bars(stories, tmp_path, layout):
     result = run(["torchrun", "--nproc-per-node", "2", str(script)], tmp_path)
     assert result.returncode == 0, result.stderr[-3000:]
     assert result.stderr.count("Loading weights: 100%") == 1, result.stderr
-    assert result.stderr.count("Writing model shards: 100%") <= 1 and not re.search(r"(?<![\d.])0it", result.stderr), result.stderr
+    assert result.stderr.count("Writing model shards: 100%") <= 1 and not re.search(r"(?<![\d.])0it", result.stderr), (
+        result.stderr
+    )
