@@ -10,8 +10,8 @@ import functools
 import gc
 import importlib
 import importlib.util
+import io
 import os
-import pickle
 import shutil
 import signal
 import tempfile
@@ -66,8 +66,8 @@ def run_ranks(
     """Calls `function(*args, **kwargs)` on `world_size` forked ranks of a job, one thread each.
 
     Args:
-        function (`Callable`): runs on every rank; what it returns must be picklable. Tensors of a GPU must not be in
-            it: this process would begin to use the GPU when it reads them.
+        function (`Callable`): runs on every rank; what it returns must be picklable; its tensors are handed over in
+            the memory of the CPU.
         world_size (`int`): ranks.
         timeout (`float`, defaults to 120): seconds until all ranks are killed.
         device (`str`, defaults to `"cpu"`): the ranks' own, over gloo; or `"cuda"`, over NCCL. Where there are fewer
@@ -164,17 +164,23 @@ def _be_rank(
         join(rank, directory)
         result = function()
         try:
-            outcome = pickle.dumps((True, result))
+            outcome = _written((True, result))
             status = 0
         except Exception:
-            outcome = pickle.dumps((False, f"the result cannot be pickled:\n{traceback.format_exc()}"))
+            outcome = _written((False, f"the result cannot be pickled:\n{traceback.format_exc()}"))
     except BaseException:
-        outcome = pickle.dumps((False, traceback.format_exc()))
+        outcome = _written((False, traceback.format_exc()))
     try:
         replace_file(directory / f"rank{rank}", lambda path: path.write_bytes(outcome))
     finally:
         # Skips the interpreter's and the test runner's exit handlers, which belong to the parent.
         os._exit(status)
+
+
+def _written(outcome: tuple[bool, Any]) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(outcome, buffer)
+    return buffer.getvalue()
 
 
 def _wait(processes: dict[int, int], directory: Path, timeout: float) -> list[int]:
@@ -204,7 +210,8 @@ def _collect(directory: Path, ranks: Sequence[int], stuck: list[int], timeout: f
         elif not file.exists():
             failures.append(f"rank {rank} died without a result")
         else:
-            ok, value = pickle.loads(file.read_bytes())
+            # A tensor on a GPU would have this process use it, after which no fork of it could.
+            ok, value = torch.load(file, map_location="cpu", weights_only=False)
             if ok:
                 results.append(value)
             else:

@@ -56,7 +56,10 @@ CASES = [
     ("qwen3_moe", "tp2+sp+ep2"),
     ("deepseek_v3", "tp2+sp"),
     ("qwen3_next", "tp2"),
+    ("gemma3", "tp2+sp"),
+    ("qwen2_5_vl", "pp2"),
 ]
+OF_IMAGES = ("gemma3", "qwen2_5_vl")
 
 
 def of(text):
@@ -67,7 +70,8 @@ def of(text):
 
 @functools.lru_cache(maxsize=1)
 def twin_of(model_type):
-    return make_twin(CONFIG_MAPPING[model_type](), microbatches=2, min_layers=4, batch_size=5)
+    task = "image" if model_type in OF_IMAGES else "causal"
+    return make_twin(CONFIG_MAPPING[model_type](), task=task, microbatches=2, min_layers=4, batch_size=5)
 
 
 @pytest.mark.parametrize(("model_type", "text"), CASES)
