@@ -193,15 +193,17 @@ def set_rank_environment(rank: int, world_size: int) -> None:
     )
 
 
-def set_gpu_environment(rank: int, shares_gpu: bool) -> None:
+def set_gpu_environment(rank: int, world_size: int, gpus: int) -> None:
     """Makes a rank of `set_rank_environment` one on a GPU.
 
     NCCL refuses two ranks of one host on one GPU. Ranks that share one are given hosts of their own, which talk through
     sockets.
     """
     os.environ["ACCELERATE_USE_CPU"] = "false"
-    if shares_gpu:
-        os.environ.update(NCCL_HOSTID=f"rank{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
+    if gpus < world_size:
+        os.environ.update(
+            NCCL_HOSTID=f"rank{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1", LOCAL_RANK=str(rank % gpus)
+        )
 
 
 def look_for_gpus_without_using_them() -> None:
@@ -212,16 +214,15 @@ def look_for_gpus_without_using_them() -> None:
 def parallelism_config(ranks_per_batch: int) -> Any:
     """Makes this job's `ParallelismConfig`: ranks that share a batch are tensor parallel there, the others dp shards.
 
-    From it Accelerate's data loaders give each dp rank its own batches. The stock class refuses MULTI_CPU because its
-    own engines do not run there.
+    From it Accelerate's data loaders give each dp rank its own batches. The stock class refuses MULTI_CPU, because its
+    own engines do not run there, and on GPUs counts the processes as `Accelerator.num_processes`, which here are the
+    replicas.
     """
-    from accelerate import DistributedType, ParallelismConfig
+    from accelerate import ParallelismConfig
 
     class MegatronParallelismConfig(ParallelismConfig):
         def _validate_accelerator(self, accelerator: Any) -> None:
-            if accelerator.distributed_type is not DistributedType.MULTI_CPU:
-                super()._validate_accelerator(accelerator)
-            elif self.total_size != accelerator.state.num_processes:
+            if self.total_size != accelerator.state.num_processes:
                 raise ConfigError(
                     f"The layout uses {self.total_size} ranks, the job has {accelerator.state.num_processes}."
                 )

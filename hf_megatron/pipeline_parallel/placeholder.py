@@ -97,9 +97,10 @@ class Placeholder(nn.Module):
         raise UnsupportedError(f"A {self._kind.__name__} was called by itself: it {self._place}. Call the whole model.")
 
     def hold_parts(self) -> None:
-        """Shows the module's children."""
+        """Shows the module's children, which nobody moved until now."""
+        device = self.get_buffer("_follower").device
         for name, part in self._parts.items():
-            self.add_module(name, part)
+            self.add_module(name, part.to(device))
 
     def list_weights(self, names: Collection[str]) -> None:
         """Lists those of the module's parameters that have these names in it; afterwards it shows all of its parts.

@@ -95,7 +95,9 @@ def run_ranks(
         if device == "cuda":
             backend, gpus = "nccl", torch.cuda.device_count()
             torch.cuda.set_device(rank % gpus)
-            set_gpu_environment(rank, world_size > gpus)
+            set_gpu_environment(rank, world_size, gpus)
+            # Sums of products of ten bits each, by default, are compared with a CPU's.
+            torch.backends.cudnn.allow_tf32 = False
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
         # A rank that has nothing to do would be gone before others are connected to it.
         dist.barrier(device_ids=[torch.cuda.current_device()] if device == "cuda" else None)
