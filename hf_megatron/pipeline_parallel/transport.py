@@ -142,10 +142,12 @@ class Transport:
 
     def sum_with(self, tensor: Tensor, peer: int, tag: int) -> None:
         """Adds another rank's tensor, of any shape, in place; both ranks call it and get the same bits."""
-        arriving = self.receive_shapes(_shapes_of((tensor,)), peer, tag)
-        self.send((tensor,), peer, tag, kind=None)
-        (other,) = arriving.wait()
-        self.flush()
+        other = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
+        ends = ((dist.isend, tensor.detach().contiguous()), (dist.irecv, other))
+        # Together: NCCL would have both wait for what neither has begun to send.
+        operations = [dist.P2POp(operation, end, group=self.group, group_peer=peer, tag=tag) for operation, end in ends]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
         tensor += other
 
     def flush(self) -> None:
