@@ -24,12 +24,13 @@ from ..registry.recorded import layout_kind, tested_versions, write_results
 from ..spec import ModelSpec
 from .adapters import adapted
 from .draws import check_draws
+from .known_types import without_gradient
 from .metric import Judgement
 from .named_models import resolve_config
 from .parity import UNBUILDABLE, Twin, check_twin, make_twin
 from .ranks import first_reason
 from .token_mixing import unknown_mixing, whole_share
-from .twin import TASKS, without_gradient
+from .twin import TASKS
 from .variants import variants_of
 
 # Own specs that are not causal, and the tasks they are checked on.

@@ -19,10 +19,11 @@ from ..config import MegatronConfig
 from ..integrations.gate import ConfigUnderTest
 from ..registry.features import Description, Part, describe_model
 from .image_batch import make_image_batch
+from .known_types import without_gradient
 from .measure import Measurement, measure
 from .metric import AMPLIFIED, WELL_CONDITIONED, Error, Judgement, cancelled, frozen_errors, judge
 from .ranks import run_forks, run_ranks
-from .twin import TASKS, draw_parameters, full_config, make_batch, tiny_config, without_gradient
+from .twin import TASKS, draw_parameters, full_config, make_batch, tiny_config
 
 # What transformers raises for configs of tiny sizes.
 UNBUILDABLE = (

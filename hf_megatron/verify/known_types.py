@@ -1,0 +1,101 @@
+"""What the check knows of single model types: what their default configs lack, and which parameters get no gradient."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+# What the default config of a class lacks to build a model, or to build an interesting one. An entry is applied before
+# the rules above, as a whole, and only to a config that has the default value of each of its attributes.
+OVERRIDES: Mapping[str, Mapping[str, Any]] = {
+    # No rotary parameters by default, which the model reads for every layer type.
+    "cohere_compass_text": {
+        "layer_types": ["sliding_attention", "full_attention"] * 20,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            "full_attention": None,
+        },
+    },
+    # No base of its rotary embedding by default, which the attention reads.
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "ffn_config": {"ffn_hidden_size": 90, "hidden_size": 6144, "moe_num_experts": 16, "moe_top_k": 4},
+    },
+    # No number of experts per token by default.
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    # No experts by default, but layers of them.
+    "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
+    # No attention layer by default.
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 16},
+    # Images by default that are smaller than what is made of them, and a head that nobody reads.
+    "gemma3": {
+        "vision_config": {
+            **{"model_type": "siglip_vision_model", "image_size": 896, "patch_size": 14},
+            "vision_use_head": False,
+        }
+    },
+    # A single expert by default, and no size of a head.
+    "hunyuan_v1_moe": {"num_experts": 8, "moe_topk": 2, "head_dim": 128},
+    # No sliding layer by default, hence one kind of rotary embedding only.
+    "laguna": {
+        "layer_types": ["full_attention", "sliding_attention"] * 20,
+        "num_attention_heads_per_layer": [48, 64] * 20,
+    },
+    "mellum": {"layer_types": ["full_attention", "sliding_attention"] * 14},
+    # No sparse attention by default, and no dense MLP.
+    "minimax_m3_vl_text": {
+        "layer_types": ["full_attention", "minimax_m3_sparse"] * 30,
+        "mlp_layer_types": ["dense"] + ["sparse"] * 59,
+    },
+    # No layer types by default.
+    "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
+    # No indexer by default, which every indexed attention layer builds.
+    "qwen4_exp_text": {
+        "indexer_n_heads": 4,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 256,
+        "indexer_budget": 4,
+        "indexer_compress_ratio": 2,
+    },
+    # No size of a head by default, which the attention reads.
+    "hunyuan_v1_dense": {"head_dim": 128},
+    "ministral": {"head_dim": 128},
+    # No number of key/value heads by default, which the attention reads.
+    "nemotron": {"num_key_value_heads": 48},
+    # No sections by default, where the model takes those of a wide head.
+    **{
+        name: {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [16, 24, 24]}}
+        for name in ("qwen2_vl_text", "qwen2_5_vl_text")
+    },
+    **{
+        name: {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [8, 12, 12]}}
+        for name in ("glm4v_text", "glm4v_moe_text", "glm_ocr_text", "glm46v_text", "glmga_text")
+    },
+    # Set by every checkpoint, and needed to shift the labels.
+    "t5": {"decoder_start_token_id": 0},
+}
+
+
+_INDEXER = {r"\.indexer\.": "chooses which tokens are read: no gradient comes through a choice"}
+# Trainable parameters that get no gradient, by model type and regular expression, and why.
+NO_GRADIENT: Mapping[str, Mapping[str, str]] = {
+    "afmoe": {r"\.expert_bias$": "chooses experts: no gradient comes through a choice"},
+    "ernie4_5_moe": {r"\.e_score_correction_bias$": "chooses experts: no gradient comes through a choice"},
+    "laguna": {r"\.e_score_correction_bias$": "chooses experts: no gradient comes through a choice"},
+    "axk2": _INDEXER,
+    "deepseek_v32": _INDEXER,
+    "deepseek_v4": _INDEXER,
+    "dots3_note_text": _INDEXER,
+    "glm_moe_dsa": _INDEXER,
+    "hy_v4": _INDEXER,
+    "minimax_m3_vl_text": _INDEXER,
+    "phi4_multimodal": {r"\.embed_tokens_extend\.": "reads images and audio: compared on text alone"},
+    "qwen4_exp_text": _INDEXER,
+}
+
+
+def without_gradient(config: PreTrainedConfig) -> Mapping[str, str]:
+    """Maps expressions of the trainable parameters that get no gradient, of a type and its parts, to the reasons."""
+    parts = [part for part in vars(config).values() if isinstance(part, PreTrainedConfig)]
+    return {name: reason for part in (config, *parts) for name, reason in NO_GRADIENT.get(part.model_type, {}).items()}
