@@ -52,7 +52,13 @@ class ModelSpec:
         no_sequence_parallel (`str`, *optional*): why the type has no sequence parallelism.
         layers (`str`, *optional*): the module list that a pipeline cuts; by default the one of the class's
             `_no_split_modules`.
-        after_layers (`tuple[str, ...]`): modules that run after the layers although they are defined before them.
+        before_layers, after_layers (`tuple[str, ...]`): modules that run before or after the layers although they are
+            defined on their other side.
+        layer_values (`int`): values that a layer returns, hidden states among them; a pipeline sends those of a
+            stage's last layer on.
+        early_arguments (`tuple[str, ...]`): arguments of layers that the loop makes of what comes before the layers;
+            a pipeline sends those of later layers on.
+        layer_containers (`tuple[str, ...]`): arguments of layers that layers put tensors into for later ones.
         no_pipeline (`str`, *optional*): why the type's layers cannot lie on different ranks.
         whole_blocks (`tuple[str, ...]`): blocks in which tokens meet otherwise than in transformers' attention
             functions; context parallelism computes them on whole rows. Those that keep a cache of their own are found
@@ -78,7 +84,11 @@ class ModelSpec:
     plain_linear_classes: tuple[str, ...] = ()
     no_sequence_parallel: str | None = None
     layers: str | None = None
+    before_layers: tuple[str, ...] = ()
     after_layers: tuple[str, ...] = ()
+    layer_values: int = 1
+    early_arguments: tuple[str, ...] = ()
+    layer_containers: tuple[str, ...] = ()
     no_pipeline: str | None = None
     whole_blocks: tuple[str, ...] = ()
     head_blocks: Mapping[str, HeadBlock] = field(default_factory=dict)

@@ -17,6 +17,7 @@ from ..absent_weights import Owner
 from ..errors import PlanError, UnsupportedError
 from ..patch_ledger import Shared
 from ..upstream import recorded_outputs, share_memory
+from .crossings import Carried, Crossings, Message
 from .partition import Stages
 
 HIDDEN_STATES = "hidden_states"
@@ -26,9 +27,9 @@ ROUTER_LOGITS = "router_logits"
 class StageLeft(Exception):
     """Unwinds a model's forward behind the last layer of a stage that is not the last."""
 
-    def __init__(self, outputs: tuple[Tensor, ...]):
+    def __init__(self, message: Message):
         super().__init__("behind the last layer of a pipeline stage")
-        self.outputs = outputs
+        self.message = message
 
 
 class PassedOn(Tensor):
@@ -42,7 +43,7 @@ class PassedOn(Tensor):
     def __iter__(self) -> Any:
         raise UnsupportedError(
             "The model's loop over its layers unpacks several values of each, of which a pipeline passes the hidden "
-            "states on. Load it with pp_size=1."
+            "states on. Register a spec with their number as `layer_values`, or load it with pp_size=1."
         )
 
     def __getitem__(self, index: Any) -> Any:
@@ -63,35 +64,41 @@ class StageBoundary(Shared):
         is_running: whether a forward is under way.
     """
 
-    def __init__(self, stages: Stages):
-        self.stages = stages
+    def __init__(self, stages: Stages, carried: Carried):
+        self.stages, self.carried = stages, carried
         self.leaving: Callable[[Tensor], Tensor] | None = None
         self.entered = False
         self.is_filled = False
         self.owner: Owner | None = None
         self.is_rehearsing = self.is_running = False
         self.stage = 0
-        self._received: tuple[Tensor, ...] | None = None
+        # Hidden states that entered, or are about to leave while the first stage's loop goes on.
+        self._received: Tensor | None = None
+        self._leaving: Tensor | None = None
+        self._crossings = Crossings()
         self._zeros: Tensor | None = None
 
-    def run(self, stage: int, received: tuple[Tensor, ...] | None, forward: Callable[[], Any]) -> Any:
+    def run(self, stage: int, received: Message | None, forward: Callable[[], Any]) -> Any:
         """Runs the model's forward as one stage.
 
         Args:
             stage (`int`): a stage of this rank.
-            received: what the stage before returned, `[batch, sequence, hidden]` first; `None` for the first.
+            received (`Message`, *optional*): what the stage before returned; `None` for the first.
             forward: calls the model's own forward.
 
         Returns:
-            The hidden states and router logits so far, or, from the last stage, what the model returned.
+            The `Message` to the next stage, or, from the last stage, what the model returned.
         """
-        self.stage, self._received, self.entered, self.is_running = stage, received, False, True
+        self.stage, self.entered, self.is_running = stage, False, True
+        if received is not None:
+            self._received, self._crossings = received.tensors[0], Crossings.of_message(received)
         try:
             output = forward()
         except StageLeft as left:
-            return left.outputs
+            return left.message
         finally:
-            self._received = self._zeros = None
+            self._received = self._leaving = self._zeros = None
+            self._crossings = Crossings()
             self.is_running = False
             # Outside of a forward an embedding may be asked for by itself.
             entered, self.entered, self.stage = self.entered, False, 0
@@ -115,26 +122,47 @@ class StageBoundary(Shared):
         if index < start:
             return self.pass_on(args, kwargs)
         if index >= stop:
-            raise PlanError(f"Layer {index} was called outside of its pipeline stage.")
+            return self._note_arguments(index, args, kwargs)
         if index == start:
             self.entered = True
             if self.stage > 0:
                 self._require_untouched(index, args, kwargs)
             if self._received is not None:
-                args, kwargs = self._enter(args, kwargs)
+                args, kwargs = self._enter(index, args, kwargs)
+        for name in self.carried.arguments:
+            if (name, index) in self._crossings.arguments:
+                value = self._crossings.arguments[name, index]
+                args, kwargs = self.carried.replaced(index, name, value, args, kwargs)
         output = self.pass_on(args, kwargs) if self.is_rehearsing else call(*args, **kwargs)
         if index == stop - 1 and self.stage < len(self.stages.ranges) - 1:
-            self._leave(output)
+            return self._leave(index, output, args, kwargs)
         return output
 
-    def pass_on(self, args: tuple, kwargs: dict[str, Any]) -> Tensor:
-        """Returns the same zeros `[batch, sequence, hidden]`, for a caller of them or of their first entry."""
+    def pass_on(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Returns the same zeros `[batch, sequence, hidden]`, for a caller of them or of their first entry.
+
+        Behind them comes what the last layer of the stage before returned besides hidden states.
+        """
         self._require_running()
         if self._zeros is None:
             zeros = args[0] if args else kwargs[HIDDEN_STATES]
             self._zeros = zeros.detach().as_subclass(PassedOn) if self.is_rehearsing else zeros
             self._version = _version(self._zeros)
-        return self._zeros
+        if self.carried.values == 1:
+            return self._zeros
+        return (self._zeros, *map(self._crossings.values.get, range(1, self.carried.values)))
+
+    def _note_arguments(self, index: int, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Keeps what the loop of the first stage gives a later stage's layer, and leaves behind the last of them."""
+        if self.stage > 0 or not self.carried.arguments:
+            raise PlanError(f"Layer {index} was called outside of its pipeline stage.")
+        for name in self.carried.arguments:
+            value = self.carried.given(index, name, args, kwargs)
+            if isinstance(value, Tensor):
+                self._crossings.arguments[name, index] = value
+        if index == self.stages.ranges[-1][1] - 1:
+            self._send_off()
+        return self.pass_on(args, kwargs)
 
     def _require_running(self) -> None:
         if not self.is_running:
@@ -147,39 +175,45 @@ class StageBoundary(Shared):
         """Raises where the loop did something to what layer `index - 1` returned, which the stage before left out."""
         zeros, found = self._zeros, args[0] if args else kwargs[HIDDEN_STATES]
         assert zeros is not None
-        if (
-            (self.is_rehearsing and found is not zeros)
-            or not share_memory(found, zeros)
-            or _version(zeros) != self._version
-        ):
+        # A view of all of it is it.
+        is_same = share_memory(found, zeros) and found.shape == zeros.shape and found.stride() == zeros.stride()
+        if not is_same or _version(zeros) != self._version:
             raise UnsupportedError(
                 f"The model's loop changes hidden states between its layers {index - 1} and {index}, where the "
                 "pipeline is cut. Cut elsewhere with pipeline_partition, or load it with pp_size=1."
             )
 
-    def _enter(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        assert self._received is not None
-        hidden_states, *router_logits = self._received
-        recorded = recorded_outputs()
-        if router_logits:
+    def _enter(self, index: int, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        if self._crossings.logits:
             # What the layers of earlier stages would have recorded.
-            recorded[ROUTER_LOGITS][:0] = router_logits
+            recorded_outputs()[ROUTER_LOGITS][:0] = self._crossings.logits
+        for name in self.carried.containers:
+            self._crossings.fill(name, self.carried.given(index, name, args, kwargs))
         if args and isinstance(args[0], Tensor):
-            return (hidden_states, *args[1:]), kwargs
-        return args, {**kwargs, HIDDEN_STATES: hidden_states}
+            return (self._received, *args[1:]), kwargs
+        return args, {**kwargs, HIDDEN_STATES: self._received}
 
-    def _leave(self, output: Any) -> None:
-        if self.is_rehearsing:
-            raise StageLeft(())
-        hidden_states = output[0] if isinstance(output, tuple) else output
-        if self.leaving is not None:
-            hidden_states = self.leaving(hidden_states)
-        router_logits = recorded_outputs().get(ROUTER_LOGITS, [])
-        if not all(isinstance(logits, Tensor) for logits in router_logits):
-            raise UnsupportedError(
-                "output_router_logits: these router logits are no tensors; a pipeline cannot send them."
-            )
-        raise StageLeft((hidden_states, *router_logits))
+    def _leave(self, index: int, output: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Leaves the forward behind a stage's last layer, or goes on for the arguments of later stages' layers."""
+        if not self.is_rehearsing:
+            hidden_states = self._crossings.take_values(output, self.carried.values)
+            self._leaving = hidden_states if self.leaving is None else self.leaving(hidden_states)
+            for name in self.carried.containers:
+                self._crossings.take_entries(name, self.carried.given(index, name, args, kwargs))
+            self._crossings.drop_arguments_before(index + 1)
+            self._crossings.logits = recorded_outputs().get(ROUTER_LOGITS, [])
+            if not all(isinstance(logits, Tensor) for logits in self._crossings.logits):
+                raise UnsupportedError(
+                    "output_router_logits: these router logits are no tensors; a pipeline cannot send them."
+                )
+        if self.stage == 0 and self.carried.arguments:
+            return output
+        self._send_off()
+
+    def _send_off(self) -> None:
+        if self._leaving is None:
+            raise StageLeft(Message(()))
+        raise StageLeft(self._crossings.message(self._leaving))
 
 
 def _version(tensor: Tensor) -> int:

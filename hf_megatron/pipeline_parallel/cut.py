@@ -19,6 +19,7 @@ from ..spec import ModelSpec
 from ..upstream import splits_python_functions
 from .around_layers import find_around, find_tied, find_towers, has_parameters, side_of
 from .boundary import StageBoundary
+from .crossings import Carried
 from .partition import Stages, check_partition, estimate_cost, estimate_costs, even, partition
 from .placeholder import Placeholder, first_dtype
 from .schedules import check_schedule, rank_of_stage, schedule
@@ -186,7 +187,7 @@ def cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> Cut:
     layers = model.get_submodule(name)
     stages = make_stages(model, layers, config)
     _require_features_on_first_stage(model, stages)
-    boundary = StageBoundary(stages)
+    boundary = StageBoundary(stages, Carried.of(spec, layers))
     mixes_documents = scales_by_length(model.config) or bool(find_whole_blocks(model, spec, name))
     owned = stages.of_rank(axes.rank("pp"))
     holds_first, holds_last = 0 in owned, len(stages.ranges) - 1 in owned

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..upstream import backward_inputs, backward_weights, without_view
 from .boundary import StageBoundary
+from .crossings import Message
 from .schedules import Action, Kind
 from .transport import Arriving, Transport
 
@@ -71,7 +72,8 @@ class Execution:
         self._inputs: dict[Cell, tuple[Tensor, ...]] = {}
         self._outputs: dict[Cell, tuple[Tensor, ...]] = {}
         self._gradients: dict[Cell, tuple[Tensor, ...]] = {}
-        self._leaving: dict[Cell, tuple[Tensor, ...]] = {}
+        self._leaving: dict[Cell, Message] = {}
+        self._layouts: dict[Cell, str] = {}
         self._arriving: dict[tuple[Kind, int, int], Arriving] = {}
         self._groups: dict[Cell, Any] = {}
 
@@ -106,15 +108,17 @@ class Execution:
         stage, microbatch = cell = action.stage, action.microbatch
         if (arriving := self._arriving.pop((Kind.FORWARD, *cell), None)) is not None:
             with self.record("receive_forward", stage, microbatch):
-                self._take_inputs(cell, arriving.wait())
+                self._take_inputs(cell, Message(arriving.wait(), arriving.layout))
         inputs = self._inputs.get(cell)
+        received = None if inputs is None else Message(inputs, self._layouts.pop(cell))
         with self.record("F", stage, microbatch):
-            result = self.boundary.run(stage, inputs, lambda: self.forward(microbatch))
+            output = self.boundary.run(stage, received, lambda: self.forward(microbatch))
             if stage == self._last:
-                result = self.read(microbatch, result)
+                result = self.read(microbatch, output)
                 self.results.append(tuple(value.detach() for value in result))
         if stage < self._last:
-            self._leaving[cell] = result
+            result = output.tensors
+            self._leaving[cell] = output
             if self._rank_of[stage + 1] == self.rank:
                 self._take_inputs((stage + 1, microbatch), self._leaving.pop(cell))
         if torch.is_grad_enabled():
@@ -122,8 +126,9 @@ class Execution:
         else:
             self._inputs.pop(cell, None)
 
-    def _take_inputs(self, cell: Cell, tensors: tuple[Tensor, ...]) -> None:
-        leaves = tuple(tensor.detach() for tensor in tensors)
+    def _take_inputs(self, cell: Cell, message: Message) -> None:
+        self._layouts[cell] = message.layout
+        leaves = tuple(tensor.detach() for tensor in message.tensors)
         self._inputs[cell] = tuple(
             leaf.requires_grad_() if torch.is_grad_enabled() and leaf.is_floating_point() else leaf for leaf in leaves
         )
@@ -147,7 +152,8 @@ class Execution:
         stage, microbatch = action.stage, action.microbatch
         peer, tag = self._rank_of[stage - 1], self._tag(stage - 1, microbatch, True)
         with self.record("send_backward", stage, microbatch):
-            self.transport.send(self._gradients.pop((stage - 1, microbatch)), peer, tag, kind=None)
+            gradients = Message(self._gradients.pop((stage - 1, microbatch)))
+            self.transport.send(gradients, peer, tag, kind=None)
 
     def _roots(self, cell: Cell) -> tuple[list[Tensor], list[Tensor | None]]:
         """Returns what a backward starts from, with its gradients."""

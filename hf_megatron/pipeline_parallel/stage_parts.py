@@ -31,15 +31,18 @@ class ForeignLayer(Placeholder):
     def standing_for(self, module: nn.Module) -> "ForeignLayer":
         return ForeignLayer(module, self._place, self._stage_boundary, self._layer_index)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Hooks belong to forwards that run layers.
         if self._stage_boundary.is_rehearsing:
             return self.forward(*args, **kwargs)
         # Past what the layer's own class does around its forward: there is nothing to compute again.
         return nn.Module.__call__(self, *args, **kwargs)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        return self._stage_boundary.pass_on(args, kwargs)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._stage_boundary.pass_layer(self._layer_index, self._elsewhere_called, args, kwargs)
+
+    def _elsewhere_called(self, *args: Any, **kwargs: Any) -> Any:
+        raise PlanError(f"Layer {self._layer_index} was called in a stage that lies on another rank.")
 
 
 def layer_indices(module: nn.Module) -> list[int]:

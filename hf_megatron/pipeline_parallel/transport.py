@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import UnsupportedError
+from .crossings import Message, as_layout, as_numbers, padded
 
-_HEADER_SIZE = 256
+_HEADER_SIZE = 4096
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.bool)
 # Sends that may be under way: the receiver takes them in order.
 _IN_FLIGHT = 2
@@ -23,24 +24,28 @@ _IN_FLIGHT = 2
 Shapes = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
 
-def encode(tensors: tuple[Tensor, ...]) -> Tensor:
-    """Writes the shapes and dtypes of tensors of any shape as `[256]` integers."""
-    numbers = [len(tensors)]
-    for tensor in tensors:
+def encode(message: Message) -> Tensor:
+    """Writes the shapes and dtypes of a message's tensors, and its layout, as `[4096]` integers."""
+    numbers = [len(message.tensors)]
+    for tensor in message.tensors:
         numbers += [_DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
+    layout = as_numbers(message.layout)
+    numbers += [len(layout), *layout]
     if len(numbers) > _HEADER_SIZE:
-        raise UnsupportedError(f"{len(tensors)} tensors leave a pipeline stage; their shapes do not fit the header.")
-    return torch.tensor(numbers + [0] * (_HEADER_SIZE - len(numbers)))
+        raise UnsupportedError(
+            f"{len(message.tensors)} tensors leave a pipeline stage; their shapes do not fit the header."
+        )
+    return padded(numbers, _HEADER_SIZE)
 
 
-def decode(header: Tensor) -> Shapes:
-    """Reads what `encode` wrote, `[256]`."""
+def decode(header: Tensor) -> tuple[Shapes, str]:
+    """Reads the shapes and the layout that `encode` wrote, `[4096]`."""
     numbers = iter(header.tolist())
     shapes = []
     for _ in range(next(numbers)):
         dtype = _DTYPES[next(numbers)]
         shapes.append((tuple(next(numbers) for _ in range(next(numbers))), dtype))
-    return tuple(shapes)
+    return tuple(shapes), as_layout([next(numbers) for _ in range(next(numbers))])
 
 
 def _shapes_of(tensors: tuple[Tensor, ...]) -> Shapes:
@@ -53,6 +58,7 @@ class Arriving:
 
     tensors: tuple[Tensor, ...]
     works: list[Any]
+    layout: str = ""
 
     def wait(self) -> tuple[Tensor, ...]:
         """Returns the tensors, of any shape, once they are there."""
@@ -69,34 +75,33 @@ class Transport:
         device (`torch.device`): where received tensors go.
 
     Attributes:
-        known: kinds of messages -> their shapes.
+        known: kinds of messages -> their shapes and layout.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
         self.group, self.device = group, device
         self._is_gloo = dist.get_backend(group) == "gloo"
-        self.known: dict[Hashable, Shapes] = {}
+        self.known: dict[Hashable, tuple[Shapes, str]] = {}
         self._sends: deque[tuple[list[Any], tuple[Tensor, ...]]] = deque()
 
-    def send(self, tensors: tuple[Tensor, ...], peer: int, tag: int, kind: Hashable) -> None:
-        """Starts sending tensors of any shape; `UnsupportedError` for one kind with different shapes.
+    def send(self, message: Message, peer: int, tag: int, kind: Hashable) -> None:
+        """Starts sending a message; `UnsupportedError` for one kind with different shapes.
 
         Args:
-            tensors: kept until they are sent.
+            message: its tensors are kept until they are sent.
             peer (`int`): rank in the group.
             tag (`int`): the same on both sides, different for messages that are under way together.
             kind: equal for messages of equal shapes; `None` if the receiver knows them.
         """
-        tensors = tuple(tensor.detach().contiguous() for tensor in tensors)
-        shapes = _shapes_of(tensors)
-        held = tensors
+        held = tensors = tuple(tensor.detach().contiguous() for tensor in message.tensors)
+        described = _shapes_of(tensors), message.layout
         if kind is not None and kind not in self.known:
-            self.known[kind] = shapes
-            held = (encode(tensors).to(self.device), *tensors)
-        elif kind is not None and self.known[kind] != shapes:
+            self.known[kind] = described
+            held = (encode(message).to(self.device), *tensors)
+        elif kind is not None and self.known[kind] != described:
             raise UnsupportedError(
-                f"What leaves a pipeline stage has the shapes {shapes} and had {self.known[kind]} for a batch of the "
-                "same shapes: they must follow from the batch."
+                f"What leaves a pipeline stage has the shapes {described} and had {self.known[kind]} for a batch of "
+                "the same shapes: they must follow from the batch."
             )
         works = [work for tensor in held for work in self._start(dist.isend, tensor, peer, tag)]
         self._sends.append((works, held))
@@ -107,7 +112,8 @@ class Transport:
         """Starts receiving tensors of a kind."""
         if kind not in self.known:
             self.known[kind] = self.learn(peer, tag, kind)
-        return self.receive_shapes(self.known[kind], peer, tag)
+        shapes, layout = self.known[kind]
+        return self.receive_shapes(shapes, peer, tag, layout)
 
     def forget(self, kinds: Iterable[Hashable]) -> None:
         """Forgets kinds `(stage, kind)` of messages that come once."""
@@ -115,27 +121,27 @@ class Transport:
         for name in [name for name in self.known if once and isinstance(name, tuple) and name[1] in once]:
             del self.known[name]
 
-    def learn(self, peer: int, tag: int, kind: Hashable) -> Shapes:
-        """Returns the shapes of a kind that arrives for the first time, from the header that goes ahead."""
+    def learn(self, peer: int, tag: int, kind: Hashable) -> tuple[Shapes, str]:
+        """Returns the shapes and layout of a kind that arrives for the first time, from the header ahead of it."""
         header = torch.empty(_HEADER_SIZE, dtype=torch.int64, device=self.device)
         for work in self._start(dist.irecv, header, peer, tag):
             work.wait()
         return decode(header)
 
-    def receive_shapes(self, shapes: Shapes, peer: int, tag: int) -> Arriving:
+    def receive_shapes(self, shapes: Shapes, peer: int, tag: int, layout: str = "") -> Arriving:
         """Starts receiving tensors of known shapes."""
         tensors = tuple(torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in shapes)
         works = [work for tensor in tensors for work in self._start(dist.irecv, tensor, peer, tag)]
-        return Arriving(tensors, works)
+        return Arriving(tensors, works, layout)
 
     def broadcast(self, tensors: tuple[Tensor, ...], source: int) -> tuple[Tensor, ...]:
         """Gives every rank the tensors, of any shape, of one of the group; the others pass none."""
         is_source = dist.get_rank(self.group) == source
-        header = encode(tensors) if is_source else torch.empty(_HEADER_SIZE, dtype=torch.int64)
+        header = encode(Message(tensors)) if is_source else torch.empty(_HEADER_SIZE, dtype=torch.int64)
         header = header.to(self.device)
         dist.broadcast(header, group=self.group, group_src=source)
         if not is_source:
-            tensors = tuple(torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in decode(header))
+            tensors = tuple(torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in decode(header)[0])
         for tensor in tensors:
             dist.broadcast(tensor, group=self.group, group_src=source)
         return tensors

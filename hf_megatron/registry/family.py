@@ -25,6 +25,8 @@ def corrected_spec(
     whole_blocks: tuple[str, ...] = (),
     experts: Mapping[str, str] | None = None,
     identity_experts: Mapping[str, str] | None = None,
+    before_layers: tuple[str, ...] = (),
+    after_layers: tuple[str, ...] = (),
     **changes: Any,
 ) -> ModelSpec:
     """Derives the spec from transformers' plan, with corrections; other arguments are those of `ModelSpec`.
@@ -32,8 +34,8 @@ def corrected_spec(
     Args:
         corrections (`Mapping[str, str]`, *optional*): pattern inside the base model -> style, added or replaced; what
             this config does not have is left out.
-        transparent, whole_blocks (`tuple[str, ...]`), head_blocks, experts, identity_experts (`Mapping`, *optional*):
-            patterns inside the base model.
+        transparent, whole_blocks, before_layers, after_layers (`tuple[str, ...]`), head_blocks, experts,
+            identity_experts (`Mapping`, *optional*): patterns inside the base model.
     """
     spec, prefix = derive_spec(model), base_prefix(model)
     names = [name for name, _ in model.named_modules()] + [n for n, _ in model.named_parameters(remove_duplicate=False)]
@@ -44,6 +46,8 @@ def corrected_spec(
         plan={**spec.plan, **added},
         transparent=tuple(prefix + pattern for pattern in transparent),
         whole_blocks=tuple(prefix + pattern for pattern in whole_blocks),
+        before_layers=tuple(prefix + pattern for pattern in before_layers),
+        after_layers=tuple(prefix + pattern for pattern in after_layers),
         head_blocks={prefix + pattern: heads for pattern, heads in (head_blocks or {}).items()},
         experts={prefix + pattern: attribute for pattern, attribute in (experts or {}).items()},
         identity_experts={prefix + pattern: attribute for pattern, attribute in (identity_experts or {}).items()},

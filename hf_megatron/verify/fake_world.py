@@ -149,7 +149,7 @@ def _all_say_the_same(gathered: list[Any], value: Any, group: Any = None) -> Non
     gathered[:] = [value] * len(gathered)
 
 
-def _shapes_received(model: nn.Module, peer: int, tag: int, kind: Hashable) -> Shapes:
+def _shapes_received(model: nn.Module, peer: int, tag: int, kind: Hashable) -> tuple[Shapes, str]:
     """Returns what a stage receives of a microbatch: hidden states `[rows, sequence, hidden]`, its share under sp."""
     state: Any = parallel_state(model)
     config: Any = model.config
@@ -162,4 +162,4 @@ def _shapes_received(model: nn.Module, peer: int, tag: int, kind: Hashable) -> S
         start, stop = bounds(length, state.mesh.tp_size, state.mesh.tp_rank)
         length = stop - start
     dtype = next(parameter.dtype for _, parameter in own_parameters(model))
-    return (((rows, length, config.get_text_config().hidden_size), dtype),)
+    return (((rows, length, config.get_text_config().hidden_size), dtype),), ""

@@ -6,17 +6,19 @@ from ...spec import ModelSpec
 from ..family import corrected_spec
 from ..lookup import register_model
 
-_CROSSING = "its layers read the embedding, or keys and values of earlier layers. Load it with pp_size=1."
+_PER_LAYER = ("embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm")
 
 
 @register_model("gemma4_text")
 def gemma4_text(model: Any) -> ModelSpec:
     reason = "its mixture of experts is called from the layer itself, with flattened tokens."
-    crossing = model.config.hidden_size_per_layer_input or model.config.num_kv_shared_layers
+    per_layer = ("per_layer_input",) if model.config.hidden_size_per_layer_input else ()
     return corrected_spec(
         model,
-        no_pipeline=_CROSSING if crossing else None,
-        sequence_arguments=("per_layer_input",) if model.config.hidden_size_per_layer_input else (),
+        sequence_arguments=per_layer,
+        before_layers=_PER_LAYER,
+        early_arguments=per_layer,
+        layer_containers=("shared_kv_states",) if model.config.num_kv_shared_layers else (),
         no_sequence_parallel=reason if model.config.enable_moe_block else None,
     )
 
@@ -32,6 +34,12 @@ def gemma3n_text(model: Any) -> ModelSpec:
             for layer in sparse
             for name in ("gate_proj", "up_proj", "down_proj")
         },
-        no_pipeline=_CROSSING,
+        before_layers=(
+            *_PER_LAYER,
+            "altup_projections",
+        ),
+        after_layers=("altup_unembed_projections",),
+        early_arguments=("per_layer_input",),
+        layer_containers=("shared_kv_states",),
         no_sequence_parallel="its layers pass four alternating streams on, stacked before the batch dimension.",
     )

@@ -12,7 +12,8 @@ def glm_moe_dsa(model: Any) -> ModelSpec:
     return corrected_spec(
         model,
         whole_blocks=("layers.*.self_attn",),
-        no_pipeline="layers read the token indices that earlier layers chose. Load it with pp_size=1.",
+        # Token indices that later layers read.
+        layer_values=2,
     )
 
 

@@ -13,5 +13,6 @@ def hy_v4(model: Any) -> ModelSpec:
         model,
         transparent=("layers.*.attn_hc", "layers.*.ffn_hc"),
         whole_blocks=("layers.*.self_attn",),
-        no_pipeline="layers read the token indices that earlier layers chose. Load it with pp_size=1.",
+        # Token indices that later layers read.
+        layer_values=2,
     )

@@ -1,0 +1,182 @@
+"""What crosses the boundary of a stage beside hidden states, and how a message says so.
+
+Three kinds, of which a family's spec names the last two: what the last layer of a stage returned besides hidden states
+(token indices that later layers read), arguments of later layers that the loop makes on the first stage (an input per
+layer of each token), and what layers put into containers that later layers read (shared keys and values). Each tensor
+is sent once, and passed on by stages that only lie between.
+"""
+
+import inspect
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import UnsupportedError
+from ..spec import ModelSpec
+
+_LOGITS, _VALUE, _ARGUMENT, _CONTAINER = "router_logits", "value", "argument", "container"
+
+
+@dataclass(frozen=True)
+class Message:
+    """What leaves a stage.
+
+    Args:
+        tensors: hidden states `[batch, sequence, hidden]`, and others of any shape.
+        layout (`str`): JSON that says of each tensor behind the first what it is; empty for router logits alone.
+    """
+
+    tensors: tuple[Tensor, ...]
+    layout: str = ""
+
+
+@dataclass(frozen=True)
+class Carried:
+    """What a model's layers hand on beside hidden states.
+
+    Args:
+        values (`int`): values that a layer returns, hidden states among them.
+        arguments (`tuple[str, ...]`): of layers, made by the loop on the first stage.
+        containers (`tuple[str, ...]`): arguments of layers that layers fill.
+        parameters: names of each layer's arguments, in their order.
+    """
+
+    values: int = 1
+    arguments: tuple[str, ...] = ()
+    containers: tuple[str, ...] = ()
+    parameters: tuple[tuple[str, ...], ...] = ()
+
+    @classmethod
+    def of(cls, spec: ModelSpec, layers: Iterable[nn.Module]) -> "Carried":
+        """Reads a spec, of a model with these layers."""
+        if spec.layer_values == 1 and not spec.early_arguments and not spec.layer_containers:
+            return cls()
+        parameters = tuple(tuple(inspect.signature(type(layer).forward).parameters)[1:] for layer in layers)
+        return cls(spec.layer_values, spec.early_arguments, spec.layer_containers, parameters)
+
+    def given(self, layer: int, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Returns an argument of a layer's call, by whichever way it was passed; `None` without it."""
+        place = self.parameters[layer].index(name)
+        return args[place] if place < len(args) else kwargs.get(name)
+
+    def replaced(
+        self, layer: int, name: str, value: Any, args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[tuple, dict[str, Any]]:
+        """Returns a layer's arguments with one replaced."""
+        place = self.parameters[layer].index(name)
+        if place < len(args):
+            return (*args[:place], value, *args[place + 1 :]), kwargs
+        return args, {**kwargs, name: value}
+
+
+@dataclass
+class Crossings:
+    """What one forward has of it.
+
+    Attributes:
+        logits: what routers of earlier stages recorded.
+        values: what the last layer of the stage before returned besides hidden states.
+        arguments: (name, layer) -> tensor of any shape.
+        entries: (container, key) -> tensor, or tuple of tensors, of any shape.
+    """
+
+    logits: list[Tensor] = field(default_factory=list)
+    values: dict[int, Tensor] = field(default_factory=dict)
+    arguments: dict[tuple[str, int], Tensor] = field(default_factory=dict)
+    entries: dict[tuple[str, Any], Any] = field(default_factory=dict)
+
+    @classmethod
+    def of_message(cls, message: Message) -> "Crossings":
+        """Sorts a message's tensors."""
+        found, others = cls(), message.tensors[1:]
+        if not message.layout:
+            found.logits = list(others)
+            return found
+        for tensor, places in zip(others, json.loads(message.layout), strict=True):
+            for kind, *place in places:
+                if kind == _LOGITS:
+                    found.logits.append(tensor)
+                elif kind == _VALUE:
+                    found.values[place[0]] = tensor
+                elif kind == _ARGUMENT:
+                    found.arguments[place[0], place[1]] = tensor
+                else:
+                    name, key, position = place
+                    if position is None:
+                        found.entries[name, key] = tensor
+                    else:
+                        found.entries[name, key] = (*found.entries.get((name, key), ()), tensor)
+        return found
+
+    def message(self, hidden_states: Tensor) -> Message:
+        """Makes a message of `[batch, sequence, hidden]` and all of this; one tensor in several places goes once."""
+        places: list[tuple[Tensor, list[Any]]] = [(logits, [_LOGITS]) for logits in self.logits]
+        places += [(value, [_VALUE, index]) for index, value in self.values.items()]
+        places += [(value, [_ARGUMENT, *place]) for place, value in self.arguments.items()]
+        for (name, key), entry in self.entries.items():
+            if isinstance(entry, Tensor):
+                places.append((entry, [_CONTAINER, name, key, None]))
+            else:
+                places += [(value, [_CONTAINER, name, key, number]) for number, value in enumerate(entry)]
+        if len(places) == len(self.logits):
+            return Message((hidden_states, *self.logits))
+        layout: dict[int, tuple[Tensor, list[Any]]] = {}
+        for tensor, place in places:
+            layout.setdefault(id(tensor), (tensor, []))[1].append(place)
+        tensors = [tensor for tensor, _ in layout.values()]
+        return Message((hidden_states, *tensors), json.dumps([found for _, found in layout.values()]))
+
+    def take_values(self, output: Any, values: int) -> Tensor:
+        """Keeps what a layer returned besides hidden states `[batch, sequence, hidden]`; returns those."""
+        if not isinstance(output, tuple):
+            return output
+        self.values = {}
+        for index, value in enumerate(output[1:values], 1):
+            if isinstance(value, Tensor):
+                self.values[index] = value
+            elif value is not None:
+                raise UnsupportedError(
+                    f"A layer returned a {type(value).__name__} as value {index}: a pipeline sends tensors on. Load "
+                    "the model with pp_size=1."
+                )
+        return output[0]
+
+    def take_entries(self, name: str, container: Any) -> None:
+        """Keeps what layers have put into a container."""
+        for key, entry in container.items():
+            parts = (entry,) if isinstance(entry, Tensor) else entry
+            if not isinstance(key, str | int) or not all(isinstance(part, Tensor) for part in parts):
+                raise UnsupportedError(
+                    f"{name} holds {key!r}: {type(entry).__name__}; a pipeline sends tensors and tuples of them, by "
+                    "names and numbers. Load the model with pp_size=1."
+                )
+            self.entries[name, key] = entry
+
+    def fill(self, name: str, container: Any) -> None:
+        """Puts what earlier stages' layers have put into a container into this stage's."""
+        for (owner, key), entry in self.entries.items():
+            if owner == name:
+                container[key] = entry
+
+    def drop_arguments_before(self, layer: int) -> None:
+        """Forgets what no layer from this one on is given."""
+        self.arguments = {place: value for place, value in self.arguments.items() if place[1] >= layer}
+
+
+def as_numbers(layout: str) -> list[int]:
+    """Writes a layout as integers."""
+    return list(layout.encode())
+
+
+def as_layout(numbers: Sequence[int]) -> str:
+    """Reads what `as_numbers` wrote."""
+    return bytes(numbers).decode()
+
+
+def padded(numbers: list[int], size: int) -> Tensor:
+    """Makes `[size]` integers of at most as many."""
+    return torch.tensor(numbers + [0] * (size - len(numbers)))
