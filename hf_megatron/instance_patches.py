@@ -34,6 +34,10 @@ INSTANCE_PATCHES: Mapping[str, InstancePatch] = {
         "runs every layer on this rank (pipelines); reads the whole head's weight (TRL's numbers per token)",
         "transformers runs pipelines with a loss inside forward; TRL asks a model for its numbers per token",
     ),
+    "_deepstack_process": InstancePatch(
+        "sees whole hidden states where layers see this rank's part of a sequence",
+        "transformers splits sequences of such models, or takes features of images as arguments of layers",
+    ),
     "num_parameters": InstancePatch(
         "counts what this rank's stages hold", "always: a rank holds the parameters of its stages"
     ),

@@ -1039,6 +1039,11 @@ def add_sends_and_receives(
     )
 
 
+def function_between_layers(decoder: torch.nn.Module) -> Any:
+    """Returns what adds features of images to `(hidden_states, ...)` between layers, of a text model that does."""
+    return getattr(decoder, "_deepstack_process", None)
+
+
 def recorded_outputs() -> dict[str, list[Any]]:
     """Returns what the forward under way records, such as router logits (`_active_collector`, private)."""
     from transformers.utils.output_capturing import _active_collector

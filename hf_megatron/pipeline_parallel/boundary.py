@@ -22,6 +22,8 @@ from .partition import Stages
 
 HIDDEN_STATES = "hidden_states"
 ROUTER_LOGITS = "router_logits"
+# Of hidden states: batch, sequence, hidden.
+_DIMS = 3
 
 
 class StageLeft(Exception):
@@ -41,13 +43,16 @@ class PassedOn(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __iter__(self) -> Any:
+        if self.dim() > _DIMS:
+            return iter(self.as_subclass(Tensor))
         raise UnsupportedError(
             "The model's loop over its layers unpacks several values of each, of which a pipeline passes the hidden "
             "states on. Register a spec with their number as `layer_values`, or load it with pp_size=1."
         )
 
     def __getitem__(self, index: Any) -> Any:
-        if not isinstance(index, int):
+        if not isinstance(index, int) or self.dim() > _DIMS:
+            # Streams beside each other are taken apart.
             return self.as_subclass(Tensor)[index]
         return self if index == 0 else iter(self)
 
@@ -175,8 +180,10 @@ class StageBoundary(Shared):
         """Raises where the loop did something to what layer `index - 1` returned, which the stage before left out."""
         zeros, found = self._zeros, args[0] if args else kwargs[HIDDEN_STATES]
         assert zeros is not None
-        # A view of all of it is it.
-        is_same = share_memory(found, zeros) and found.shape == zeros.shape and found.stride() == zeros.stride()
+        is_same = share_memory(found, zeros)
+        if self.is_rehearsing:
+            # A view of all of it is it; later, the first row may stand for a tuple's first entry.
+            is_same = is_same and found.shape == zeros.shape and found.stride() == zeros.stride()
         if not is_same or _version(zeros) != self._version:
             raise UnsupportedError(
                 f"The model's loop changes hidden states between its layers {index - 1} and {index}, where the "

@@ -68,15 +68,20 @@ def derive_spec(model: Any) -> ModelSpec:
             raise PlanError(f"model type {model_type!r}: style {style!r} of {pattern} has no counterpart.")
         plan[pattern] = table[style]
 
-    head = model.get_output_embeddings()
+    return ModelSpec(model_type, with_head(model, plan))
+
+
+def with_head(model: Any, plan: Mapping[str, str]) -> dict[str, str]:
+    """Returns a plan whose output embedding is split over the vocabulary, where its embedding or upstream's is."""
+    head, whole = model.get_output_embeddings(), dict(plan)
     if isinstance(head, nn.Linear):
         name, embedding = module_name(model, head), _embedding_of(model, head)
         if plan.get(name) == "column_gather" or (name not in plan and plan.get(embedding) == "vocab_embedding"):
-            plan[name] = "vocab_head"
+            whole[name] = "vocab_head"
             if embedding:
                 # Upstream's plan is that of the untied head: of one weight both ends have the same rows.
-                plan.setdefault(embedding, "vocab_embedding")
-    return ModelSpec(model_type, plan)
+                whole.setdefault(embedding, "vocab_embedding")
+    return whole
 
 
 def _embedding_of(model: Any, head: nn.Linear) -> str:

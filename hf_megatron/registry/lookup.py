@@ -10,6 +10,7 @@ from torch import nn
 from ..errors import PlanError
 from ..spec import ModelSpec
 from .derive import derive_spec
+from .text_part import spec_around_text
 
 SpecBuilder = Callable[[Any], ModelSpec]
 
@@ -47,10 +48,10 @@ def registered_types() -> list[str]:
 
 
 def own_spec(model: nn.Module) -> ModelSpec | None:
-    """Returns the spec a family states itself; `None` for a model whose spec would be derived."""
+    """Returns the spec a family states of a model or its text part; `None` for one whose spec would be derived."""
     _load_families()
     builder = REGISTRY.get(str(model.config.model_type))  # type: ignore[union-attr]
-    return None if builder is None else builder(model)
+    return spec_around_text(model, REGISTRY) if builder is None else builder(model)
 
 
 def spec_for(model: nn.Module) -> ModelSpec:

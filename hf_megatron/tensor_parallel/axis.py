@@ -138,6 +138,7 @@ def install(model: Any, state: ParallelState) -> None:
     state.placed[FORWARDS] = forwards
     # A block's hooks are installed after the styles', so that its region wraps what happens inside.
     state.leaving = regions.install(model, state.spec.sequence_arguments)
+    regions.install_between_layers(model, state.patches)
     if plan.split_mixtures:
         state.loss.join_tokens = regions.joined_rows
         model.register_forward_hook(regions.join_router_logits)

@@ -8,7 +8,9 @@ from torch import Tensor
 from transformers.utils import ModelOutput
 
 from ..communication.random_streams import RandomStreams
+from ..instance_patches import ModelPatches
 from ..patch_ledger import Shared
+from ..upstream import function_between_layers
 from .gathered_input import GatheredInputs
 from .layer_streams import draw_alone
 from .region import SEQUENCE_DIM, SequenceArguments, SequenceStack, UniformRegion, WholeSequenceRegion
@@ -75,6 +77,13 @@ class Regions(Shared):
             base: Any = model.base_model
             base.register_forward_hook(self._require_left)
         return leaving
+
+    def install_between_layers(self, model: Any, patches: ModelPatches) -> None:
+        """Has what loops add to hidden states between layers see whole ones."""
+        for name, stack in self.stacks.items():
+            owner = model.get_submodule(name.rpartition(".")[0])
+            if (function := function_between_layers(owner)) is not None:
+                patches.replace(owner, function.__name__, stack.whole_for(function))
 
     def joined_rows(self, part: Any) -> Any:
         """Joins what has an entry for each token of this rank in layers whose sequence is split, `[tokens, ...]`."""

@@ -13,6 +13,7 @@ then fused at the entry and in the row linear. Any other block (router, latent p
 computed on the whole sequence as without sequence parallelism: gathered at its entry and cut at its exit.
 """
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -119,6 +120,21 @@ class SequenceStack(Shared):
         start, stop = bounds(self.length, dist.get_world_size(self.group), dist.get_rank(self.group))
         tokens = part.view(self.batch, stop - start, part.shape[1])
         return gather_from_ranks(tokens, SEQUENCE_DIM, self.length, self.group).flatten(0, 1)
+
+    def whole_for(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """Returns a function of a loop that is handed whole hidden states between layers, `[batch, sequence, hidden]`.
+
+        What it adds comes from outside of the stack, with the whole of its gradient on each rank.
+        """
+
+        @functools.wraps(function)
+        def of_whole(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            if not self.is_inside:
+                return function(hidden_states, *args, **kwargs)
+            whole = gather_from_ranks(hidden_states, SEQUENCE_DIM, self.length, self.group)
+            return split_over_ranks(function(whole, *args, **kwargs), SEQUENCE_DIM, self.group)
+
+        return of_whole
 
     def leave_split(self, hidden_states: Tensor) -> Tensor:
         """Ends the part of a stack that a stage holds; `[batch, sequence / tp, hidden]` stays split."""

@@ -1,0 +1,48 @@
+"""Specs of models of images or audio around a text model whose family states one."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from ..errors import PlanError
+from ..patterns import module_name
+from ..spec import ModelSpec
+from .derive import derive_spec, with_head
+
+# Fields that hold patterns of modules or parameters, as keys, as values, or one by one.
+_KEYS = ("plan", "local_attributes", "local_arguments", "regions", "head_blocks", "experts", "identity_experts")
+_VALUES = ("regions",)
+_EACH = ("several_inputs", "transparent", "stacks", "before_layers", "after_layers", "whole_blocks")
+
+
+def spec_around_text(model: Any, builders: Mapping[str, Callable[[Any], ModelSpec]]) -> ModelSpec | None:
+    """Returns the spec of a model whose text part is of a type with a builder; `None` for all others.
+
+    What transformers' plan says of towers is kept beside what the builder says of the text.
+    """
+    text = model.config.get_text_config()
+    builder = None if text is model.config else builders.get(str(text.model_type))
+    decoder = None if builder is None else model.get_decoder()
+    if builder is None or not isinstance(decoder, nn.Module) or getattr(decoder, "config", None) is not text:
+        return None
+    spec = _moved(builder(decoder), f"{module_name(model, decoder)}.")
+    try:
+        around = derive_spec(model).plan
+    except PlanError:
+        around = {}
+    return replace(spec, model_type=model.config.model_type, plan=with_head(model, {**around, **spec.plan}))
+
+
+def _moved(spec: ModelSpec, prefix: str) -> ModelSpec:
+    """Returns a spec with a prefix before each of its patterns."""
+    changes: dict[str, Any] = {}
+    for name in _KEYS:
+        values = getattr(spec, name)
+        is_pattern = name in _VALUES
+        changes[name] = {prefix + key: prefix + value if is_pattern else value for key, value in values.items()}
+    changes |= {name: tuple(prefix + pattern for pattern in getattr(spec, name)) for name in _EACH}
+    if spec.layers is not None:
+        changes["layers"] = prefix + spec.layers
+    return replace(spec, **changes)
