@@ -279,7 +279,7 @@ def _check_layout(
         if adapter is not None:
             return row | _verdict(check_twin(twin, layout, timeout=timeout, device=device), config)
         features = features_on_layout(twin.model_on_meta(), layout)
-        row |= {"parts": list(features.parts)} | ({"split": round(features.split, 3)} if layout.tp_size > 1 else {})
+        row |= {"parts": list(features.parts)} | ({"split": _split_share(twin, layout)} if layout.tp_size > 1 else {})
         if unlike := describe_model(twin.model_on_meta()).features({}).parts ^ twin.full.features({}).parts:
             found = "; ".join(sorted(str(line) for part in unlike for line in part.lines))
             return row | {"passed": False, "worst": f"its twin is another model: {found}"[:300]}
@@ -319,6 +319,19 @@ def _whole_blocks(twin: Twin, layout: MegatronConfig) -> dict[str, Any]:
         share = whole_share(twin.build_full(), state)
     reason = unknown_mixing(twin.load(), state.spec, {"input_ids": twin.batches[0]["input_ids"]})
     return ({"whole": round(share, 3)} if share else {}) | ({} if reason is None else {"mixing": reason})
+
+
+def _split_share(twin: Twin, layout: MegatronConfig) -> float:
+    """Returns which share of the layers' parameters is split, of the full model: a twin's tower is a larger part."""
+    assert twin.build_full is not None
+    with torch.device("meta"):
+        full = twin.build_full()
+    try:
+        features = features_on_layout(full, layout)
+    except MegatronError:
+        # Sizes of a default config that tp_size does not divide.
+        features = features_on_layout(twin.model_on_meta(), layout)
+    return round(features.split, 3)
 
 
 def features_on_layout(model: Any, layout: MegatronConfig) -> Features:

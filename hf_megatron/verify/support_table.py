@@ -75,7 +75,8 @@ def support_table(rows: Iterable[Mapping[str, Any]] | None = None) -> str:
         "\n".join(lines)
         + "\n"
         + (
-            f"\nTensor parallelism splits less than half of the parameters in the layers of: {shares}.\n"
+            "\nTensor parallelism splits less than half of the parameters in the layers of a default model of: "
+            f"{shares}.\n"
             if shares
             else ""
         )

@@ -1,0 +1,113 @@
+"""What crosses the boundaries of stages beside hidden states: values and arguments of layers, shared keys and values."""
+
+import functools
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING
+
+from hf_megatron.integrations.gate import ConfigUnderTest
+from hf_megatron.pipeline_parallel.crossings import Crossings, Message
+from hf_megatron.pipeline_parallel.executor import Execution
+from hf_megatron.verify.parity import check_twin
+from tests.shared_twins import make_twin
+
+# What a default config leaves out.
+CHANGES = {
+    "gemma4_text": {"hidden_size_per_layer_input": 256, "num_kv_shared_layers": 10},
+    "gemma3n_text": {},
+    # The first layer of each three chooses the tokens that the others read.
+    "glm_moe_dsa": {"indexer_types": ["full", "shared", "shared"] * 26},
+    "hy_v4": {},
+    "bamba": {},
+}
+
+
+@functools.lru_cache(maxsize=1)
+def twin(model_type):
+    config = CONFIG_MAPPING[model_type](**CHANGES[model_type])
+    return make_twin(config, microbatches=2, min_layers=3)
+
+
+def cuts(model_type, stages=2):
+    layers = twin(model_type).config.num_hidden_layers
+    for first in range(1, layers - stages + 2):
+        rest = layers - first
+        yield (first, *(rest // (stages - 1) + (i < rest % (stages - 1)) for i in range(stages - 1)))
+
+
+@pytest.mark.parametrize("model_type", CHANGES)
+def test_every_cut_equals_one_process(model_type):
+    for partition in cuts(model_type):
+        comparison = check_twin(twin(model_type), ConfigUnderTest(pp_size=2, pipeline_partition=partition))
+        assert comparison.passed, (partition, comparison.report())
+
+
+@pytest.mark.parametrize("model_type", ["gemma4_text", "glm_moe_dsa"])
+def test_stages_between_pass_on(model_type):
+    for partition in list(cuts(model_type, 3))[::3]:
+        layout = ConfigUnderTest(pp_size=3, pipeline_partition=partition, num_microbatches=3)
+        comparison = check_twin(twin(model_type), layout)
+        assert comparison.passed, (partition, comparison.report())
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"pp_size": 2, "pipeline_schedule": "zbv"},
+        {"pp_size": 2, "pipeline_schedule": "interleaved_1f1b", "recompute": "full"},
+        {"pp_size": 2, "tp_size": 2},
+        {"pp_size": 2, "tp_size": 2, "sequence_parallel": True},
+        {"pp_size": 2, "dp_size": 2},
+    ],
+    ids=lambda layout: "+".join(f"{name}{value}" for name, value in layout.items()),
+)
+@pytest.mark.parametrize("model_type", ["gemma4_text", "hy_v4"])
+def test_layouts_equal_one_process(model_type, layout):
+    comparison = check_twin(twin(model_type), ConfigUnderTest(**layout))
+    assert comparison.passed, comparison.report()
+
+
+def drop_gradients_of_crossings():
+    original = Execution._hand_back
+
+    def hidden_states_alone(self, cell, inputs):
+        for other in inputs[1:]:
+            other.grad = None
+        original(self, cell, inputs)
+
+    Execution._hand_back = hidden_states_alone
+
+
+def swap_arguments():
+    original = Crossings.of_message.__func__
+
+    def of_message(cls, message):
+        found = original(cls, message)
+        found.arguments = dict(zip(found.arguments, reversed(found.arguments.values()), strict=True))
+        return found
+
+    Crossings.of_message = classmethod(of_message)
+
+
+@pytest.mark.parametrize("fault", [drop_gradients_of_crossings, swap_arguments])
+def test_faults_are_found(fault):
+    model_type = "gemma4_text"
+    layers = twin(model_type).config.num_hidden_layers
+    layout = ConfigUnderTest(pp_size=2, pipeline_partition=(2, layers - 2))
+    assert not check_twin(twin(model_type), layout, sabotage=fault).passed
+
+
+def test_one_tensor_goes_once_and_keeps_its_places():
+    hidden, shared, chosen = torch.zeros(1, 2, 3), torch.ones(2), torch.arange(2)
+    sent = Crossings(
+        values={1: chosen},
+        arguments={("states", layer): shared for layer in (3, 4)},
+        entries={("kept", "full"): (shared, chosen), ("kept", 2): hidden},
+    )
+    message = sent.message(hidden)
+    assert len(message.tensors) == 4
+    found = Crossings.of_message(message)
+    assert (found.values, found.arguments) == (sent.values, sent.arguments)
+    assert found.entries == sent.entries
+    assert Crossings(logits=[shared]).message(hidden) == Message((hidden, shared))
