@@ -59,6 +59,8 @@ class ModelSpec:
         early_arguments (`tuple[str, ...]`): arguments of layers that the loop makes of what comes before the layers;
             a pipeline sends those of later layers on.
         layer_containers (`tuple[str, ...]`): arguments of layers that layers put tensors into for later ones.
+        no_split_backward (`str`, *optional*): why gradients of its inputs and its weights cannot be computed in two
+            steps, as in schedules with zero bubble.
         no_pipeline (`str`, *optional*): why the type's layers cannot lie on different ranks.
         whole_blocks (`tuple[str, ...]`): blocks in which tokens meet otherwise than in transformers' attention
             functions; context parallelism computes them on whole rows. Those that keep a cache of their own are found
@@ -89,6 +91,7 @@ class ModelSpec:
     layer_values: int = 1
     early_arguments: tuple[str, ...] = ()
     layer_containers: tuple[str, ...] = ()
+    no_split_backward: str | None = None
     no_pipeline: str | None = None
     whole_blocks: tuple[str, ...] = ()
     head_blocks: Mapping[str, HeadBlock] = field(default_factory=dict)

@@ -143,7 +143,13 @@ def make_stages(model: Any, layers: nn.ModuleList, config: MegatronConfig) -> St
         text = model.config.get_text_config()
         head = model.get_output_embeddings()
         after = 0.0 if head is None else estimate_cost(head, text)
-        counts = partition(estimate_costs(layers, text), count, after=after)
+        # As if of patches of images there were as many as tokens.
+        before = sum(estimate_cost(model.get_submodule(tower)) for tower in find_towers(model))
+        costs = estimate_costs(layers, text)
+        counts = partition(costs, count, before=before, after=after)
+        least = _layers_with_features(model) + 1
+        if counts[0] < least <= len(layers) - count + 1 and count > 1:
+            counts = (least, *partition(costs[least:], count - 1, after=after))
     check_partition(counts, len(layers), count)
     return Stages.of(counts, rank_of_stage(config.pipeline_schedule, config.pp_size, per_rank))
 
@@ -182,6 +188,11 @@ def cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> Cut:
         raise UnsupportedError(
             f"MegatronConfig.pipeline_schedule = {config.pipeline_schedule!r} with tp_size = {config.tp_size} needs "
             f"torch 2.13, this is {torch.__version__}. Use '1f1b' or 'interleaved_1f1b'."
+        )
+    if schedule(config.pipeline_schedule).splits_backward and spec.no_split_backward is not None:
+        raise UnsupportedError(
+            f"MegatronConfig.pipeline_schedule = {config.pipeline_schedule!r}: model type {spec.model_type!r} has no "
+            f"backward in two steps: {spec.no_split_backward} Use '1f1b' or 'interleaved_1f1b'."
         )
     name = find_layers(model, spec, "pp_size")
     layers = model.get_submodule(name)
@@ -231,13 +242,18 @@ def cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> Cut:
     return Cut(boundary, name, *parts, holds_first, mixes_documents)
 
 
+def _layers_with_features(model: Any) -> int:
+    """Counts the layers behind which features of images are added."""
+    vision = model.config.to_dict().get("vision_config") or {}
+    return len(vision.get("deepstack_visual_indexes") or ())
+
+
 def _require_features_on_first_stage(model: Any, stages: Stages) -> None:
     """Raises `ConfigError` where features of images are added behind layers of later stages, which have none.
 
     What a loop adds between the last layer of a stage and the first of the next one is lost too.
     """
-    vision = model.config.to_dict().get("vision_config") or {}
-    count, first = len(vision.get("deepstack_visual_indexes") or ()), stages.ranges[0][1]
+    count, first = _layers_with_features(model), stages.ranges[0][1]
     if 0 < count >= first:
         raise ConfigError(
             f"The first pipeline stage has {first} layers: {type(model).__name__} adds features of images behind each "

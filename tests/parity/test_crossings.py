@@ -1,4 +1,4 @@
-"""What crosses the boundaries of stages beside hidden states: values and arguments of layers, shared keys and values."""
+"""What crosses boundaries of stages beside hidden states: values and arguments of layers, shared keys and values."""
 
 import functools
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING
 
+from hf_megatron.errors import RankError
 from hf_megatron.integrations.gate import ConfigUnderTest
 from hf_megatron.pipeline_parallel.crossings import Crossings, Message
 from hf_megatron.pipeline_parallel.executor import Execution
@@ -111,3 +112,11 @@ def test_one_tensor_goes_once_and_keeps_its_places():
     assert (found.values, found.arguments) == (sent.values, sent.arguments)
     assert found.entries == sent.entries
     assert Crossings(logits=[shared]).message(hidden) == Message((hidden, shared))
+
+
+def test_a_type_without_a_backward_in_two_steps_is_refused_by_name():
+    layout = ConfigUnderTest(pp_size=2, pipeline_schedule="zbv")
+    with pytest.raises(
+        RankError, match="'gemma3n_text' has no backward in two steps: each of its layers"
+    ):
+        check_twin(twin("gemma3n_text"), layout)
