@@ -96,6 +96,7 @@ class Crossings:
         if not message.layout:
             found.logits = list(others)
             return found
+        parts: dict[tuple[str, Any], dict[int, Tensor]] = {}
         for tensor, places in zip(others, json.loads(message.layout), strict=True):
             for kind, *place in places:
                 if kind == _LOGITS:
@@ -109,7 +110,9 @@ class Crossings:
                     if position is None:
                         found.entries[name, key] = tensor
                     else:
-                        found.entries[name, key] = (*found.entries.get((name, key), ()), tensor)
+                        parts.setdefault((name, key), {})[position] = tensor
+        for owner, numbered in parts.items():
+            found.entries[owner] = tuple(numbered[number] for number in sorted(numbered))
         return found
 
     def message(self, hidden_states: Tensor) -> Message:

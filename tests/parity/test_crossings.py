@@ -8,7 +8,7 @@ from transformers import CONFIG_MAPPING
 
 from hf_megatron.errors import RankError
 from hf_megatron.integrations.gate import ConfigUnderTest
-from hf_megatron.pipeline_parallel.crossings import Crossings, Message
+from hf_megatron.pipeline_parallel.crossings import Crossings
 from hf_megatron.pipeline_parallel.executor import Execution
 from hf_megatron.verify.parity import check_twin
 from tests.shared_twins import make_twin
@@ -109,9 +109,11 @@ def test_one_tensor_goes_once_and_keeps_its_places():
     message = sent.message(hidden)
     assert len(message.tensors) == 4
     found = Crossings.of_message(message)
-    assert (found.values, found.arguments) == (sent.values, sent.arguments)
-    assert found.entries == sent.entries
-    assert Crossings(logits=[shared]).message(hidden) == Message((hidden, shared))
+    assert found.values[1] is chosen
+    assert [found.arguments["states", layer] is shared for layer in (3, 4)] == [True, True]
+    assert found.entries["kept", "full"][0] is shared and found.entries["kept", "full"][1] is chosen
+    assert found.entries["kept", 2] is hidden
+    assert Crossings(logits=[shared]).message(hidden).layout == ""
 
 
 def test_a_type_without_a_backward_in_two_steps_is_refused_by_name():
