@@ -38,8 +38,14 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     },
     # No number of experts per token by default.
     "deepseek_v2": {"num_experts_per_tok": 2},
+    # No kinds of MLPs by default, and no number of experts per token.
+    "deepseek_ocr2_text": {"mlp_layer_types": ["dense"] + ["sparse"] * 31, "num_experts_per_tok": 6},
     # No experts by default, but layers of them.
     "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
+    # No sections by default, where the model takes those of a wide head.
+    "ernie4_5_vl_moe_text": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0, "mrope_section": [22, 22, 20]},
+    },
     # No attention layer by default.
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 16},
     # Images by default that are smaller than what is made of them, and a head that nobody reads.
@@ -51,6 +57,11 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     },
     # A single expert by default, and no size of a head.
     "hunyuan_v1_moe": {"num_experts": 8, "moe_topk": 2, "head_dim": 128},
+    # No size of a head by default, which the attention reads, and no sections.
+    "hunyuan_vl_text": {
+        "head_dim": 128,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [16, 16, 16, 16]},
+    },
     # No sliding layer by default, hence one kind of rotary embedding only.
     "laguna": {
         "layer_types": ["full_attention", "sliding_attention"] * 20,
@@ -64,6 +75,11 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     },
     # Sizes by default that do not follow from each other as those of checkpoints do.
     "llama4_vision_model": {"hidden_size": 1408, "vision_output_dim": 4096, "image_size": 336},
+    # Sounds are none of the batches: few layers, of a number of heads that divides a tiny width.
+    **{
+        name: {"encoder_layers": 2, "encoder_attention_heads": 16, "encoder_ffn_dim": 320}
+        for name in ("qwen2_5_omni_audio_encoder", "qwen3_omni_moe_audio_encoder")
+    },
     # No layer types by default.
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
     # No indexer by default, which every indexed attention layer builds.
@@ -74,6 +90,8 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
         "indexer_budget": 4,
         "indexer_compress_ratio": 2,
     },
+    # No token by default that begins an image, which the positions ask for.
+    **{name: {"vision_start_token_id": 151652} for name in ("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker")},
     # No size of a head by default, which the attention reads.
     "hunyuan_v1_dense": {"head_dim": 128},
     "ministral": {"head_dim": 128},
@@ -94,6 +112,7 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
 
 
 _BEFORE_NORM = {r"_tower\.post_layernorm\.": "the states of layers are read, which it does not see"}
+_SOUNDS = {r"\.?audio_tower\.": "reads sounds: compared on images alone"}
 _INDEXER = {r"\.indexer\.": "chooses which tokens are read: no gradient comes through a choice"}
 # Trainable parameters that get no gradient, by model type and regular expression, and why.
 NO_GRADIENT: Mapping[str, Mapping[str, str]] = {
@@ -110,6 +129,9 @@ NO_GRADIENT: Mapping[str, Mapping[str, str]] = {
     "phi4_multimodal": {r"\.embed_tokens_extend\.": "reads images and audio: compared on text alone"},
     "qwen4_exp_text": _INDEXER,
     "aya_vision": _BEFORE_NORM,
+    "aria": _BEFORE_NORM,
+    "qwen2_5_omni_thinker": _SOUNDS,
+    "qwen3_omni_moe_thinker": _SOUNDS,
     "llava": _BEFORE_NORM,
     "video_llava": _BEFORE_NORM | {r"\.video_tower\.": "reads videos: compared on images alone"},
     "vipllava": _BEFORE_NORM,

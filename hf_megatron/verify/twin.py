@@ -133,7 +133,7 @@ LAYER_COUNTS = (
 # The number of the first layer in each of these lists of layers.
 LAYER_INDICES: Mapping[str, int] = {
     **{"mlp_only_layers": 0, "moe_layers": 0, "local_layer_ids": 0, "ple_layer_ids": 1},
-    **{"fullatt_block_indexes": 0, "deepstack_visual_indexes": 0},
+    **{"fullatt_block_indexes": 0, "deepstack_visual_indexes": 0, "global_attn_indexes": 0},
 }
 LEADING_LAYERS = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index", "max_window_layers")
 TRAILING_LAYERS = ("num_kv_shared_layers",)
@@ -427,8 +427,10 @@ def _tiny_rope(tiny: Mapping[str, Any]) -> dict[str, Any]:
                 step = max(1, len(new[name]) // (rotary_dim // 2))
                 new[name] = new[name][::step][: rotary_dim // 2]
         if "mrope_section" in new:
-            third = rotary_dim // 6
-            new["mrope_section"] = [rotary_dim // 2 - 2 * third, third, third]
+            first, second, *_ = sections = parameters["mrope_section"]
+            alike = [rotary_dim // 2 // len(sections)] * (len(sections) - 1)
+            other = [rotary_dim // 2 - sum(alike)]
+            new["mrope_section"] = alike + other if first == second else other + alike
         return new
 
     if not isinstance(tiny.get("rope_parameters"), Mapping):
