@@ -15,6 +15,8 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
             **{"image_size": 364, "num_hidden_layers": 26, "num_attention_heads": 16, "vision_use_head": False},
         }
     },
+    # No placeholder by default.
+    "blip-2": {"image_token_index": 50265},
     # A head by default that nobody reads.
     "cohere2_vision": {
         "vision_config": {
@@ -46,10 +48,18 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "ernie4_5_vl_moe_text": {
         "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0, "mrope_section": [22, 22, 20]},
     },
+    # Not the sizes of its experts by default, which every layer builds.
+    "diffusion_gemma_text": {"num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 704},
     # No attention layer by default.
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 16},
     # Images by default that are smaller than what is made of them, and a head that nobody reads.
     "gemma3": {
+        "vision_config": {
+            **{"model_type": "siglip_vision_model", "image_size": 896, "patch_size": 14},
+            "vision_use_head": False,
+        }
+    },
+    "shieldgemma2": {
         "vision_config": {
             **{"model_type": "siglip_vision_model", "image_size": 896, "patch_size": 14},
             "vision_use_head": False,
@@ -90,8 +100,14 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
         "indexer_budget": 4,
         "indexer_compress_ratio": 2,
     },
-    # No token by default that begins an image, which the positions ask for.
-    **{name: {"vision_start_token_id": 151652} for name in ("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker")},
+    # No token by default that begins an image, which the positions ask for; and tokens 8 apart, which are one in a
+    # tiny vocabulary.
+    **{
+        name: {"vision_start_token_id": 151652, "audio_start_token_id": 151649}
+        for name in ("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker")
+    },
+    # Counted from the end, as a tower of any number of layers has them.
+    "molmo2_adapter": {"vision_feature_layer": [-1, -2]},
     # No size of a head by default, which the attention reads.
     "hunyuan_v1_dense": {"head_dim": 128},
     "ministral": {"head_dim": 128},
@@ -100,7 +116,7 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     # No sections by default, where the model takes those of a wide head.
     **{
         name: {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [16, 24, 24]}}
-        for name in ("qwen2_vl_text", "qwen2_5_vl_text")
+        for name in ("qwen2_vl_text", "qwen2_5_vl_text", "qwen2_5_omni_text")
     },
     **{
         name: {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [8, 12, 12]}}
@@ -118,14 +134,18 @@ _INDEXER = {r"\.indexer\.": "chooses which tokens are read: no gradient comes th
 NO_GRADIENT: Mapping[str, Mapping[str, str]] = {
     "afmoe": {r"\.expert_bias$": "chooses experts: no gradient comes through a choice"},
     "ernie4_5_moe": {r"\.e_score_correction_bias$": "chooses experts: no gradient comes through a choice"},
+    "ernie4_5_vl_moe_text": {r"\.e_score_correction_bias$": "chooses experts: no gradient comes through a choice"},
+    "hunyuan_vl_vision": {r"\.image_sep$": "read by no forward"},
     "laguna": {r"\.e_score_correction_bias$": "chooses experts: no gradient comes through a choice"},
     "axk2": _INDEXER,
     "deepseek_v32": _INDEXER,
     "deepseek_v4": _INDEXER,
     "dots3_note_text": _INDEXER,
+    "glm5_next_text": _INDEXER,
     "glm_moe_dsa": _INDEXER,
     "hy_v4": _INDEXER,
     "minimax_m3_vl_text": _INDEXER,
+    "mistral_large4_text": _INDEXER,
     "phi4_multimodal": {r"\.embed_tokens_extend\.": "reads images and audio: compared on text alone"},
     "qwen4_exp_text": _INDEXER,
     "aya_vision": _BEFORE_NORM,

@@ -41,6 +41,8 @@ SIZES: Mapping[str, int] = _by_name(
     # A padded head stays padded.
     (VOCAB_SIZE - 2, "unpadded_vocab_size"),
     (64, "hidden_size n_embd d_model embed_dim out_hidden_size text_hidden_size projection_dim"),
+    (64, "encoder_hidden_size downsample_channels adapter_in_dim adapter_input_size adapter_out_dim"),
+    (6, "num_query_tokens"),
     # Even, and not divisible by 4: four ranks get uneven slices.
     (90, "intermediate_size ffn_hidden_size ffn_dim d_ff n_inner"),
     (94, "intermediate_size_mlp dense_intermediate_size"),
@@ -71,7 +73,7 @@ SIZES: Mapping[str, int] = _by_name(
     (4, "sliding_window sliding_window_size attention_chunk_size keep_window_size chunk_size mamba_chunk_size"),
     (4, "block_size index_block_size index_topk floor_scale log_scaling_n_floor rel_extent"),
     (4, "heavily_compressed_attention"),
-    (2, "index_topk_blocks compressed_sparse_attention"),
+    (2, "index_topk_blocks index_kpool compressed_sparse_attention"),
     # Periods of a layer pattern, to show in a few layers. Jamba's first three layers then are Mamba with an MLP, Mamba
     # with experts, and attention with an MLP.
     (2, "decoder_sparse_step moe_layer_interval expert_layer_period attn_layer_offset"),
@@ -96,7 +98,7 @@ SIZES: Mapping[str, int] = _by_name(
     (4, "split_ngram_parts"),
     (2, "heads_per_ngram"),
     # The image and audio towers of a model whose text part is tested.
-    (28, "image_size crop_size"),
+    (28, "image_size crop_size max_image_size"),
     (4, "mm_tokens_per_image"),
     (7, "patch_size"),
     (16, "input_size num_mel_bins nemo_conv_channels depthwise_separable_out_channel"),
