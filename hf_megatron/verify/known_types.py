@@ -1,6 +1,6 @@
 """What the check knows of single model types: what their default configs lack, and which parameters get no gradient."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -8,6 +8,8 @@ from transformers import PreTrainedConfig
 # What the default config of a class lacks to build a model, or to build an interesting one. An entry is applied before
 # the rules above, as a whole, and only to a config that has the default value of each of its attributes.
 OVERRIDES: Mapping[str, Mapping[str, Any]] = {
+    # The number of patches of a tiny image, of which the default names none.
+    "aria": {"projector_patch_to_query_dict": {16: 5}},
     # A number of heads by default that does not divide the width of the tower.
     "aya_vision": {
         "vision_config": {
@@ -163,6 +165,16 @@ def without_gradient(config: PreTrainedConfig) -> Mapping[str, str]:
     parts = [part for part in vars(config).values() if isinstance(part, PreTrainedConfig)]
     known = {name: why for part in (config, *parts) for name, why in NO_GRADIENT.get(part.model_type, {}).items()}
     return known | _unread_layers(config)
+
+
+def tiny_reads(read: int | Sequence[int], num_layers: int, num_tiny: int) -> int | list[int]:
+    """Returns the states of a tiny tower that are read, in the order of the full one; the last, if that one is."""
+    layers = [read] if isinstance(read, int) else read
+    states = [layer % (num_layers + 1) for layer in layers]
+    last = num_tiny - min(num_layers - max(states), 1)
+    new = [last - sum(other > state for other in set(states)) for state in states]
+    found = [state - (num_tiny + 1 if layer < 0 else 0) for layer, state in zip(layers, new, strict=True)]
+    return found[0] if isinstance(read, int) else found
 
 
 def _unread_layers(config: PreTrainedConfig) -> dict[str, str]:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from ..registry.features import is_rate
-from .known_types import OVERRIDES
+from .known_types import OVERRIDES, tiny_reads
 
 # Whose batches are known, with the Auto class of each.
 TASKS = {
@@ -42,9 +42,8 @@ SIZES: Mapping[str, int] = _by_name(
     (VOCAB_SIZE - 2, "unpadded_vocab_size"),
     (64, "hidden_size n_embd d_model embed_dim out_hidden_size text_hidden_size projection_dim"),
     (64, "encoder_hidden_size downsample_channels adapter_in_dim adapter_input_size adapter_out_dim"),
-    (6, "num_query_tokens"),
     # Even, and not divisible by 4: four ranks get uneven slices.
-    (90, "intermediate_size ffn_hidden_size ffn_dim d_ff n_inner"),
+    (90, "intermediate_size ffn_hidden_size ffn_dim d_ff n_inner mlp_dim"),
     (94, "intermediate_size_mlp dense_intermediate_size"),
     (38, "shared_expert_intermediate_size shared_experts_intermediate_size shared_intermediate_size"),
     (38, "moe_shared_expert_intermediate_size"),
@@ -85,11 +84,10 @@ SIZES: Mapping[str, int] = _by_name(
     (92, "alignment_intermediate_size projector_hidden_size projector_intermediate_size merger_intermediate_size"),
     # Each of the three is the input of the next.
     (68, "projector_input_dim projector_output_dim vision_output_dim"),
-    (90, "mlp_dim"),
     (44, "output_channels"),
     # Other narrow paths.
     (12, "hidden_size_per_layer_input laurel_rank gated_norm_rank hc_lowrank"),
-    (6, "d_rel"),
+    (6, "d_rel num_query_tokens"),
     (24, "dim_model_base"),
     (48, "word_embed_proj_dim"),
     (32, "ple_embed_dim"),
@@ -177,7 +175,7 @@ def tiny_config(config: PreTrainedConfig, min_layers: int = 2, keep: frozenset[i
     tiny |= _tiny_layers(values, tiny, min_layers, keep)
     tiny |= _tiny_rope(tiny)
     if read is not None and (layers := getattr(parts.get("vision_config"), "num_hidden_layers", None)):
-        tiny["vision_feature_layer"] = _tiny_reads(read, layers, values["vision_config"]["num_hidden_layers"])
+        tiny["vision_feature_layer"] = tiny_reads(read, layers, values["vision_config"]["num_hidden_layers"])
     return type(config).from_dict(tiny | {"dtype": "float32"})
 
 
@@ -275,8 +273,6 @@ def _tiny_value(name: str, value: Any) -> Any:
         return [_tiny_value(name, item) for item in value]
     if isinstance(value, Mapping) and name == "compress_rates":
         return {key: _tiny_value(key, item) for key, item in value.items()}
-    if name == "projector_patch_to_query_dict":
-        return {(SIZES["image_size"] // SIZES["patch_size"]) ** 2: 5}
     if not isinstance(value, (int, float)):
         return value
     if name.endswith(("_token_id", "_token_index")):
@@ -392,16 +388,6 @@ def _tiny_layers(
     new |= {name: sum(layer < values[name] for layer in kept) for name in leading}
     new |= {name: sum(layer >= num_layers - values[name] for layer in kept) for name in trailing}
     return new
-
-
-def _tiny_reads(read: int | Sequence[int], num_layers: int, num_tiny: int) -> int | list[int]:
-    """Returns the states of a tower that are read, in the order of the original; the last layer's, if that one is."""
-    if isinstance(read, int):
-        return read if read < 0 else cast(list[int], _tiny_reads([read], num_layers, num_tiny))[0]
-    states = [layer % (num_layers + 1) for layer in read]
-    last = num_tiny - min(num_layers - max(states), 1)
-    new = [last - sum(other > state for other in set(states)) for state in states]
-    return [state - (num_tiny + 1 if layer < 0 else 0) for layer, state in zip(read, new, strict=True)]
 
 
 def _tiny_rope(tiny: Mapping[str, Any]) -> dict[str, Any]:
