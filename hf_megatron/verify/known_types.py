@@ -1,6 +1,6 @@
 """What the check knows of single model types: what their default configs lack, and which parameters get no gradient."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -8,6 +8,24 @@ from transformers import PreTrainedConfig
 # What the default config of a class lacks to build a model, or to build an interesting one. An entry is applied before
 # the rules above, as a whole, and only to a config that has the default value of each of its attributes.
 OVERRIDES: Mapping[str, Mapping[str, Any]] = {
+    # The number of patches of a tiny image, of which the default names none.
+    "aria": {"projector_patch_to_query_dict": {16: 5}},
+    # A number of heads by default that does not divide the width of the tower.
+    "aya_vision": {
+        "vision_config": {
+            **{"model_type": "siglip_vision_model", "hidden_size": 1152, "intermediate_size": 4304, "patch_size": 14},
+            **{"image_size": 364, "num_hidden_layers": 26, "num_attention_heads": 16, "vision_use_head": False},
+        }
+    },
+    # No placeholder by default.
+    "blip-2": {"image_token_index": 50265},
+    # A head by default that nobody reads.
+    "cohere2_vision": {
+        "vision_config": {
+            **{"model_type": "siglip_vision_model", "hidden_size": 1152, "intermediate_size": 3072},
+            **{"image_size": 512, "num_hidden_layers": 27, "num_attention_heads": 12, "vision_use_head": False},
+        }
+    },
     # No rotary parameters by default, which the model reads for every layer type.
     "cohere_compass_text": {
         "layer_types": ["sliding_attention", "full_attention"] * 20,
@@ -24,8 +42,16 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     },
     # No number of experts per token by default.
     "deepseek_v2": {"num_experts_per_tok": 2},
+    # No kinds of MLPs by default, and no number of experts per token.
+    "deepseek_ocr2_text": {"mlp_layer_types": ["dense"] + ["sparse"] * 31, "num_experts_per_tok": 6},
     # No experts by default, but layers of them.
     "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
+    # No sections by default, where the model takes those of a wide head.
+    "ernie4_5_vl_moe_text": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0, "mrope_section": [22, 22, 20]},
+    },
+    # Not the sizes of its experts by default, which every layer builds.
+    "diffusion_gemma_text": {"num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 704},
     # No attention layer by default.
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 16},
     # Images by default that are smaller than what is made of them, and a head that nobody reads.
@@ -35,8 +61,19 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
             "vision_use_head": False,
         }
     },
+    "shieldgemma2": {
+        "vision_config": {
+            **{"model_type": "siglip_vision_model", "image_size": 896, "patch_size": 14},
+            "vision_use_head": False,
+        }
+    },
     # A single expert by default, and no size of a head.
     "hunyuan_v1_moe": {"num_experts": 8, "moe_topk": 2, "head_dim": 128},
+    # No size of a head by default, which the attention reads, and no sections.
+    "hunyuan_vl_text": {
+        "head_dim": 128,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [16, 16, 16, 16]},
+    },
     # No sliding layer by default, hence one kind of rotary embedding only.
     "laguna": {
         "layer_types": ["full_attention", "sliding_attention"] * 20,
@@ -48,6 +85,13 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
         "layer_types": ["full_attention", "minimax_m3_sparse"] * 30,
         "mlp_layer_types": ["dense"] + ["sparse"] * 59,
     },
+    # Sizes by default that do not follow from each other as those of checkpoints do.
+    "llama4_vision_model": {"hidden_size": 1408, "vision_output_dim": 4096, "image_size": 336},
+    # Sounds are none of the batches: few layers, of a number of heads that divides a tiny width.
+    **{
+        name: {"encoder_layers": 2, "encoder_attention_heads": 16, "encoder_ffn_dim": 320}
+        for name in ("qwen2_5_omni_audio_encoder", "qwen3_omni_moe_audio_encoder")
+    },
     # No layer types by default.
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
     # No indexer by default, which every indexed attention layer builds.
@@ -58,6 +102,14 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
         "indexer_budget": 4,
         "indexer_compress_ratio": 2,
     },
+    # No token by default that begins an image, which the positions ask for; and tokens 8 apart, which are one in a
+    # tiny vocabulary.
+    **{
+        name: {"vision_start_token_id": 151652, "audio_start_token_id": 151649}
+        for name in ("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker")
+    },
+    # Counted from the end, as a tower of any number of layers has them.
+    "molmo2_adapter": {"vision_feature_layer": [-1, -2]},
     # No size of a head by default, which the attention reads.
     "hunyuan_v1_dense": {"head_dim": 128},
     "ministral": {"head_dim": 128},
@@ -66,7 +118,7 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     # No sections by default, where the model takes those of a wide head.
     **{
         name: {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [16, 24, 24]}}
-        for name in ("qwen2_vl_text", "qwen2_5_vl_text")
+        for name in ("qwen2_vl_text", "qwen2_5_vl_text", "qwen2_5_omni_text")
     },
     **{
         name: {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [8, 12, 12]}}
@@ -77,25 +129,60 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
 }
 
 
+_BEFORE_NORM = {r"_tower\.post_layernorm\.": "the states of layers are read, which it does not see"}
+_SOUNDS = {r"\.?audio_tower\.": "reads sounds: compared on images alone"}
 _INDEXER = {r"\.indexer\.": "chooses which tokens are read: no gradient comes through a choice"}
 # Trainable parameters that get no gradient, by model type and regular expression, and why.
 NO_GRADIENT: Mapping[str, Mapping[str, str]] = {
     "afmoe": {r"\.expert_bias$": "chooses experts: no gradient comes through a choice"},
     "ernie4_5_moe": {r"\.e_score_correction_bias$": "chooses experts: no gradient comes through a choice"},
+    "ernie4_5_vl_moe_text": {r"\.e_score_correction_bias$": "chooses experts: no gradient comes through a choice"},
+    "hunyuan_vl_vision": {r"\.image_sep$": "read by no forward"},
     "laguna": {r"\.e_score_correction_bias$": "chooses experts: no gradient comes through a choice"},
     "axk2": _INDEXER,
     "deepseek_v32": _INDEXER,
     "deepseek_v4": _INDEXER,
     "dots3_note_text": _INDEXER,
+    "glm5_next_text": _INDEXER,
     "glm_moe_dsa": _INDEXER,
     "hy_v4": _INDEXER,
     "minimax_m3_vl_text": _INDEXER,
+    "mistral_large4_text": _INDEXER,
     "phi4_multimodal": {r"\.embed_tokens_extend\.": "reads images and audio: compared on text alone"},
     "qwen4_exp_text": _INDEXER,
+    "aya_vision": _BEFORE_NORM,
+    "aria": _BEFORE_NORM,
+    "qwen2_5_omni_thinker": _SOUNDS,
+    "qwen3_omni_moe_thinker": _SOUNDS,
+    "llava": _BEFORE_NORM,
+    "video_llava": _BEFORE_NORM | {r"\.video_tower\.": "reads videos: compared on images alone"},
+    "vipllava": _BEFORE_NORM,
 }
 
 
 def without_gradient(config: PreTrainedConfig) -> Mapping[str, str]:
     """Maps expressions of the trainable parameters that get no gradient, of a type and its parts, to the reasons."""
     parts = [part for part in vars(config).values() if isinstance(part, PreTrainedConfig)]
-    return {name: reason for part in (config, *parts) for name, reason in NO_GRADIENT.get(part.model_type, {}).items()}
+    known = {name: why for part in (config, *parts) for name, why in NO_GRADIENT.get(part.model_type, {}).items()}
+    return known | _unread_layers(config)
+
+
+def tiny_reads(read: int | Sequence[int], num_layers: int, num_tiny: int) -> int | list[int]:
+    """Returns the states of a tiny tower that are read, in the order of the full one; the last, if that one is."""
+    layers = [read] if isinstance(read, int) else read
+    states = [layer % (num_layers + 1) for layer in layers]
+    last = num_tiny - min(num_layers - max(states), 1)
+    new = [last - sum(other > state for other in set(states)) for state in states]
+    found = [state - (num_tiny + 1 if layer < 0 else 0) for layer, state in zip(layers, new, strict=True)]
+    return found[0] if isinstance(read, int) else found
+
+
+def _unread_layers(config: PreTrainedConfig) -> dict[str, str]:
+    """Finds the layers of an image tower behind the last one whose output the model reads."""
+    read = getattr(config, "vision_feature_layer", None)
+    layers = getattr(getattr(config, "vision_config", None), "num_hidden_layers", None)
+    if read is None or layers is None:
+        return {}
+    first = max(layer % (layers + 1) for layer in ([read] if isinstance(read, int) else read))
+    behind = "|".join(map(str, range(first, layers)))
+    return {rf"_tower\..*\blayers\.({behind})\.": "behind the layer whose output is read"} if behind else {}

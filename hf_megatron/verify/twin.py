@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from ..registry.features import is_rate
-from .known_types import OVERRIDES
+from .known_types import OVERRIDES, tiny_reads
 
 # Whose batches are known, with the Auto class of each.
 TASKS = {
@@ -41,8 +41,9 @@ SIZES: Mapping[str, int] = _by_name(
     # A padded head stays padded.
     (VOCAB_SIZE - 2, "unpadded_vocab_size"),
     (64, "hidden_size n_embd d_model embed_dim out_hidden_size text_hidden_size projection_dim"),
+    (64, "encoder_hidden_size downsample_channels adapter_in_dim adapter_input_size adapter_out_dim"),
     # Even, and not divisible by 4: four ranks get uneven slices.
-    (90, "intermediate_size ffn_hidden_size ffn_dim d_ff n_inner"),
+    (90, "intermediate_size ffn_hidden_size ffn_dim d_ff n_inner mlp_dim"),
     (94, "intermediate_size_mlp dense_intermediate_size"),
     (38, "shared_expert_intermediate_size shared_experts_intermediate_size shared_intermediate_size"),
     (38, "moe_shared_expert_intermediate_size"),
@@ -71,7 +72,7 @@ SIZES: Mapping[str, int] = _by_name(
     (4, "sliding_window sliding_window_size attention_chunk_size keep_window_size chunk_size mamba_chunk_size"),
     (4, "block_size index_block_size index_topk floor_scale log_scaling_n_floor rel_extent"),
     (4, "heavily_compressed_attention"),
-    (2, "index_topk_blocks compressed_sparse_attention"),
+    (2, "index_topk_blocks index_kpool compressed_sparse_attention"),
     # Periods of a layer pattern, to show in a few layers. Jamba's first three layers then are Mamba with an MLP, Mamba
     # with experts, and attention with an MLP.
     (2, "decoder_sparse_step moe_layer_interval expert_layer_period attn_layer_offset"),
@@ -79,9 +80,14 @@ SIZES: Mapping[str, int] = _by_name(
     (2, "num_layers_per_stack"),
     (64, "max_position_embeddings n_positions model_max_length"),
     (8, "original_max_position_embeddings"),
+    # Projections of images: wide ones would leave each weight a gradient next to nothing.
+    (92, "alignment_intermediate_size projector_hidden_size projector_intermediate_size merger_intermediate_size"),
+    # Each of the three is the input of the next.
+    (68, "projector_input_dim projector_output_dim vision_output_dim"),
+    (44, "output_channels"),
     # Other narrow paths.
     (12, "hidden_size_per_layer_input laurel_rank gated_norm_rank hc_lowrank"),
-    (6, "d_rel"),
+    (6, "d_rel num_query_tokens"),
     (24, "dim_model_base"),
     (48, "word_embed_proj_dim"),
     (32, "ple_embed_dim"),
@@ -90,7 +96,7 @@ SIZES: Mapping[str, int] = _by_name(
     (4, "split_ngram_parts"),
     (2, "heads_per_ngram"),
     # The image and audio towers of a model whose text part is tested.
-    (28, "image_size crop_size"),
+    (28, "image_size crop_size max_image_size"),
     (4, "mm_tokens_per_image"),
     (7, "patch_size"),
     (16, "input_size num_mel_bins nemo_conv_channels depthwise_separable_out_channel"),
@@ -127,7 +133,7 @@ LAYER_COUNTS = (
 # The number of the first layer in each of these lists of layers.
 LAYER_INDICES: Mapping[str, int] = {
     **{"mlp_only_layers": 0, "moe_layers": 0, "local_layer_ids": 0, "ple_layer_ids": 1},
-    **{"fullatt_block_indexes": 0, "deepstack_visual_indexes": 0},
+    **{"fullatt_block_indexes": 0, "deepstack_visual_indexes": 0, "global_attn_indexes": 0},
 }
 LEADING_LAYERS = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index", "max_window_layers")
 TRAILING_LAYERS = ("num_kv_shared_layers",)
@@ -158,12 +164,18 @@ def tiny_config(config: PreTrainedConfig, min_layers: int = 2, keep: frozenset[i
     config = full_config(config)
     values = {name: value for name, value in config.to_dict().items() if name != "quantization_config"}
     parts = {name: part for name, part in vars(config).items() if isinstance(part, PreTrainedConfig)}
-    values |= {name: tiny_config(part, min_layers, keep).to_dict() for name, part in parts.items()}
+    read = values.get("vision_feature_layer")
+    # As many layers of a tower as are read, and one that is not.
+    of_tower = {"vision_config": len(read) + 1} if isinstance(read, (list, tuple)) else {}
+    at_least = {name: max(min_layers, of_tower.get(name, 0)) for name in parts}
+    values |= {name: tiny_config(part, at_least[name], keep).to_dict() for name, part in parts.items()}
     # The rules read the original values, so they do not depend on each other's order.
     tiny = {name: _tiny_value(name, value) for name, value in values.items()}
     tiny |= _tiny_heads(values, tiny) | _tiny_experts(values)
     tiny |= _tiny_layers(values, tiny, min_layers, keep)
     tiny |= _tiny_rope(tiny)
+    if read is not None and (layers := getattr(parts.get("vision_config"), "num_hidden_layers", None)):
+        tiny["vision_feature_layer"] = tiny_reads(read, layers, values["vision_config"]["num_hidden_layers"])
     return type(config).from_dict(tiny | {"dtype": "float32"})
 
 
@@ -287,6 +299,7 @@ def _tiny_heads(values: Mapping[str, Any], tiny: Mapping[str, Any]) -> dict[str,
     """Returns the attributes that follow from the number and the size of the query heads."""
     new: dict[str, Any] = {}
     for kv_heads, heads in HEAD_PAIRS.items():
+        heads = heads if heads in values else "num_heads"
         if kv_heads in values and values.get(heads) is not None:
             grouped = values[kv_heads] is not None and values[kv_heads] != values[heads]
             new[kv_heads] = min(values[kv_heads], 2) if grouped else tiny[heads]
@@ -308,6 +321,9 @@ def _tiny_heads(values: Mapping[str, Any], tiny: Mapping[str, Any]) -> dict[str,
         elif values.get("qk_nope_head_dim") is not None:
             # Or the size of the whole head, of the layers with the largest one.
             new["head_dim"] = 2 * tiny["qk_nope_head_dim"] + tiny["qk_rope_head_dim"]
+    if values.get("pixel_shuffle_ratio") is not None and "projector_input_dim" in values:
+        # The projector reads shuffled states, which it takes to be as wide as an MLP.
+        new["intermediate_size"] = int(tiny["hidden_size"] / values["pixel_shuffle_ratio"] ** 2)
     if values.get("qk_head_dim") is not None:
         new["qk_head_dim"] = tiny["qk_nope_head_dim"] + tiny["qk_rope_head_dim"]
     return new
@@ -399,8 +415,10 @@ def _tiny_rope(tiny: Mapping[str, Any]) -> dict[str, Any]:
                 step = max(1, len(new[name]) // (rotary_dim // 2))
                 new[name] = new[name][::step][: rotary_dim // 2]
         if "mrope_section" in new:
-            third = rotary_dim // 6
-            new["mrope_section"] = [rotary_dim // 2 - 2 * third, third, third]
+            first, second, *_ = sections = parameters["mrope_section"]
+            alike = [rotary_dim // 2 // len(sections)] * (len(sections) - 1)
+            other = [rotary_dim // 2 - sum(alike)]
+            new["mrope_section"] = alike + other if first == second else other + alike
         return new
 
     if not isinstance(tiny.get("rope_parameters"), Mapping):
