@@ -1,15 +1,24 @@
 """Which images of a batch belong to which rows: those whose placeholders stand in them."""
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .errors import ConfigError
 
 PIXELS = "pixel_values"
 GRID = "image_grid_thw"
+# Arguments with an entry for each image.
+_ONE_PER_IMAGE = (
+    *(GRID, "image_grid_hw", "image_sizes", "image_merge_sizes", "image_position_ids"),
+    *("spatial_shapes", "target_sizes"),
+)
+# Those of them that say how many patches the tower is given of an image: the product of an entry's numbers.
+_PATCHES = (GRID, "image_grid_hw", "target_sizes")
+# Numbers of images, with an entry for each row.
+_PER_ROW = ("batch_num_images",)
 
 
 def image_token(config: Any) -> int | None:
@@ -19,32 +28,46 @@ def image_token(config: Any) -> int | None:
     return next((token for token in found if token is not None), None)
 
 
+def is_of_images(name: str) -> bool:
+    """Tells whether an argument has an entry for each image, or parts of images."""
+    return name in (*_ONE_PER_IMAGE, *_PER_ROW) or name.startswith(("image_", "pixel_")) and "video" not in name
+
+
+def without_pixels(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Leaves the images of any shape out of a call of stages that have no tower; their places and sizes stay."""
+    return {name: value for name, value in arguments.items() if "grid" in name or not is_of_images(name)}
+
+
 def tokens_of_images(arguments: Mapping[str, Any], config: Any) -> list[int]:
     """Counts the placeholders of each image of a batch.
 
     Raises:
         ConfigError: as many placeholders as are there are no whole number for each image.
     """
-    placeholders = int((arguments["input_ids"] == image_token(config)).sum())
-    if GRID in arguments:
-        merged = getattr(config.vision_config, "spatial_merge_size", 1) ** 2
-        found = (arguments[GRID].prod(1) // merged).tolist()
-    else:
-        images = len(arguments[PIXELS])
-        found = [placeholders // images] * images
-    if sum(found) != placeholders:
-        raise ConfigError(
-            f"{placeholders} placeholders of images in input_ids for {len(found)} images, which need {sum(found)}."
-        )
-    return found
+    is_image = arguments["input_ids"] == image_token(config)
+    per_row = is_image.sum(1).tolist()
+    ends = {0, *itertools.accumulate(per_row)}
+    images, found = _count(arguments), []
+    for found in _guesses(arguments, config, is_image, images):
+        if sum(found) == sum(per_row) and ends <= {0, *itertools.accumulate(found)}:
+            return found
+    if sum(found) == sum(per_row):
+        raise ConfigError("The placeholders of an image stand in two rows of input_ids: an image belongs to one row.")
+    raise ConfigError(
+        f"{sum(per_row)} placeholders of images in input_ids for {images} images, which need {sum(found)}."
+    )
 
 
 def rows_with_images(arguments: Mapping[str, Any], rows: slice, config: Any) -> dict[str, Any]:
     """Returns the images of some rows of a batch, in the arguments that they were given in, if there are any.
 
     Args:
-        arguments (`Mapping`): `input_ids` `[rows, sequence]`; `pixel_values` `[images, ...]`, or `[patches, width]`
-            beside `image_grid_thw` `[images, 3]`; `image_*` with an entry for each image.
+        arguments (`Mapping`): `input_ids` `[rows, sequence]`; `pixel_values` in one of these forms, and others that
+            have an entry where it has one:
+
+            - `[images, ...]`, with sizes `[images, ...]` or without;
+            - `[patches, ...]` or `[1, ..., patches * width]` of all images, and a grid `[images, 2 or 3]` of each;
+            - `[rows, images, channels, height, width]`, with as many for each row.
         rows (`slice`): of the batch.
         config (`PreTrainedConfig`): of the model.
 
@@ -52,37 +75,86 @@ def rows_with_images(arguments: Mapping[str, Any], rows: slice, config: Any) -> 
         ConfigError: an image of which placeholders stand in two rows, or of another number of them.
     """
     ids = arguments["input_ids"]
+    given = {name: value for name, value in arguments.items() if is_of_images(name) and isinstance(value, Tensor)}
     per_row = (ids == image_token(config)).sum(1).tolist()
     start, stop, _ = rows.indices(len(ids))
-    ends = torch.tensor([0, *tokens_of_images(arguments, config)]).cumsum(0)
-    first, last = (_place(ends, sum(per_row[:row])) for row in (start, stop))
-    if first == last:
+    if not sum(per_row[start:stop]):
         return {}
-    images = len(ends) - 1
-    found = {
-        name: value[first:last]
-        for name, value in arguments.items()
-        if name.startswith("image_") and isinstance(value, Tensor) and len(value) == images
-    }
-    pixels = arguments[PIXELS]
+    if _is_of_rows(arguments):
+        return {name: _entries(name, value, len(ids), slice(start, stop)) for name, value in given.items()}
+    ends = [0, *itertools.accumulate(tokens_of_images(arguments, config))]
+    images = slice(*(ends.index(sum(per_row[:row])) for row in (start, stop)))
+    found = {}
+    for name, value in given.items():
+        if name in _PER_ROW:
+            found[name] = _entries(name, value, len(ids), slice(start, stop))
+        elif name != PIXELS or len(value) == len(ends) - 1:
+            found[name] = _entries(name, value, len(ends) - 1, images)
+        else:
+            found[name] = _patches_of(arguments, images)
+    return found
+
+
+def _is_of_rows(arguments: Mapping[str, Any]) -> bool:
+    """Tells whether pixels are given for each row: as of images in tiles, but without a size of each image."""
+    return arguments[PIXELS].dim() > 4 and not any(isinstance(arguments.get(name), Tensor) for name in _ONE_PER_IMAGE)
+
+
+def _count(arguments: Mapping[str, Any]) -> int:
+    """Counts the images of a batch."""
+    sizes = (arguments.get(name) for name in (*_ONE_PER_IMAGE, PIXELS))
+    return next(len(size) for size in sizes if isinstance(size, Tensor))
+
+
+def _guesses(arguments: Mapping[str, Any], config: Any, is_image: Tensor, images: int) -> Iterator[list[int]]:
+    """Yields what the numbers of placeholders of the images may be, the surest ones first."""
+    total = int(is_image.sum())
+    sizes = next((arguments[name] for name in _ONE_PER_IMAGE if isinstance(arguments.get(name), Tensor)), None)
     if GRID in arguments:
-        patches = torch.cat([ends.new_zeros(1), arguments[GRID].prod(1).cpu().cumsum(0)])
-        return found | {PIXELS: pixels[int(patches[first]) : int(patches[last])]}
-    return found | {PIXELS: pixels[first:last]}
+        merged = getattr(config.vision_config, "spatial_merge_size", 1) ** 2
+        yield (arguments[GRID].prod(1) // merged).tolist()
+    runs = _runs(is_image)
+    if len(runs) == images and (_PER_ROW[0] in arguments or _agree(runs, sizes)):
+        yield runs
+    patches = next((arguments[name] for name in _PATCHES if isinstance(arguments.get(name), Tensor)), None)
+    if patches is not None:
+        counts = patches.prod(1).tolist()
+        yield [total * count // sum(counts) for count in counts]
+    yield [total // images] * images
 
 
-def without_pixels(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Leaves the images of any shape out of a call of stages that have no tower; their places and sizes stay."""
-    return {name: value for name, value in arguments.items() if name != PIXELS}
+def _runs(is_image: Tensor) -> list[int]:
+    """Lists the lengths of what stands side by side of a mask `[rows, sequence]`, row after row."""
+    groups = (itertools.groupby(row) for row in is_image.tolist())
+    return [sum(1 for _ in group) for row in groups for value, group in row if value]
 
 
-def is_of_images(name: str) -> bool:
-    """Tells whether an argument has an entry for each image, or parts of images."""
-    return name == PIXELS or name.startswith("image_")
+def _agree(lengths: list[int], sizes: Tensor | None) -> bool:
+    """Tells whether images of the same size have as many placeholders."""
+    keys = [()] * len(lengths) if sizes is None else [tuple(size.flatten().tolist()) for size in sizes]
+    return len({*zip(keys, lengths, strict=True)}) == len({*keys})
 
 
-def _place(ends: Tensor, tokens: int) -> int:
-    place = int(torch.searchsorted(ends, tokens))
-    if int(ends[place]) != tokens:
-        raise ConfigError("The placeholders of an image stand in two rows of input_ids: an image belongs to one row.")
-    return place
+def _entries(name: str, value: Tensor, count: int, part: slice) -> Tensor:
+    if len(value) != count:
+        raise ConfigError(
+            f"{name} of shape {tuple(value.shape)} beside {count} images or rows: it cannot be told which of its "
+            "entries belong to which row of a batch."
+        )
+    return value[part]
+
+
+def _patches_of(arguments: Mapping[str, Any], images: slice) -> Tensor:
+    """Cuts pixels of all images in a row `[patches, ...]`, or side by side `[1, ..., patches * width]`."""
+    pixels = arguments[PIXELS]
+    grid = next((arguments[name] for name in _PATCHES if isinstance(arguments.get(name), Tensor)), None)
+    ends = [0] if grid is None else [0, *itertools.accumulate(grid.prod(1).tolist())]
+    dim = 0 if len(pixels) == ends[-1] else pixels.dim() - 1
+    width, rest = divmod(pixels.shape[dim], ends[-1]) if ends[-1] else (0, 1)
+    if rest or (dim and len(pixels) != 1):
+        raise ConfigError(
+            f"{PIXELS} of shape {tuple(pixels.shape)} beside {_count(arguments)} images of {ends[-1]} patches: it "
+            "cannot be told which of them belong to which row of a batch."
+        )
+    first, last = (ends[place] * width for place in (images.start, images.stop))
+    return pixels.narrow(dim, first, last - first)

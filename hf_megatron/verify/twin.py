@@ -164,6 +164,10 @@ def tiny_config(config: PreTrainedConfig, min_layers: int = 2, keep: frozenset[i
     tiny |= _tiny_heads(values, tiny) | _tiny_experts(values)
     tiny |= _tiny_layers(values, tiny, min_layers, keep)
     tiny |= _tiny_rope(tiny)
+    if values.get("image_grid_pinpoints"):
+        # Sizes of images in tiles, each as large as an image of the tower.
+        scale = config.vision_config.image_size // values["vision_config"]["image_size"]
+        tiny["image_grid_pinpoints"] = [[side // scale for side in size] for size in values["image_grid_pinpoints"]]
     return type(config).from_dict(tiny | {"dtype": "float32"})
 
 
