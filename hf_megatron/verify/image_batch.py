@@ -72,8 +72,8 @@ def _images(model: Any, counts: Sequence[int], generator: torch.Generator) -> tu
         try:
             return images, _features(features, images, sum(counts))
         except _UNFIT as error:
-            problems.append(error)
-    raise problems[0]
+            problems.append(str(error))
+    raise RuntimeError("; ".join(problems))
 
 
 def _has_features(part: Any) -> bool:

@@ -8,6 +8,20 @@ from transformers import PreTrainedConfig
 # What the default config of a class lacks to build a model, or to build an interesting one. An entry is applied before
 # the rules above, as a whole, and only to a config that has the default value of each of its attributes.
 OVERRIDES: Mapping[str, Mapping[str, Any]] = {
+    # A number of heads by default that does not divide the width of the tower.
+    "aya_vision": {
+        "vision_config": {
+            **{"model_type": "siglip_vision_model", "hidden_size": 1152, "intermediate_size": 4304, "patch_size": 14},
+            **{"image_size": 364, "num_hidden_layers": 26, "num_attention_heads": 16, "vision_use_head": False},
+        }
+    },
+    # A head by default that nobody reads.
+    "cohere2_vision": {
+        "vision_config": {
+            **{"model_type": "siglip_vision_model", "hidden_size": 1152, "intermediate_size": 3072},
+            **{"image_size": 512, "num_hidden_layers": 27, "num_attention_heads": 12, "vision_use_head": False},
+        }
+    },
     # No rotary parameters by default, which the model reads for every layer type.
     "cohere_compass_text": {
         "layer_types": ["sliding_attention", "full_attention"] * 20,
@@ -35,6 +49,9 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
             "vision_use_head": False,
         }
     },
+    # No tower by default.
+    "gemma4": {"vision_config": {"model_type": "gemma4_vision"}},
+    "gemma4_unified": {"vision_config": {"model_type": "gemma4_unified_vision"}},
     # A single expert by default, and no size of a head.
     "hunyuan_v1_moe": {"num_experts": 8, "moe_topk": 2, "head_dim": 128},
     # No sliding layer by default, hence one kind of rotary embedding only.
@@ -48,6 +65,10 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
         "layer_types": ["full_attention", "minimax_m3_sparse"] * 30,
         "mlp_layer_types": ["dense"] + ["sparse"] * 59,
     },
+    # Sizes by default that do not follow from each other as those of checkpoints do.
+    "llama4_vision_model": {"hidden_size": 1408, "vision_output_dim": 4096, "image_size": 336},
+    # A head by default that nobody reads.
+    "lfm2_vl": {"vision_config": {"model_type": "siglip2_vision_model", "vision_use_head": False}},
     # No layer types by default.
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
     # No indexer by default, which every indexed attention layer builds.
@@ -60,6 +81,8 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     },
     # No size of a head by default, which the attention reads.
     "hunyuan_v1_dense": {"head_dim": 128},
+    # No placeholder by default.
+    **{name: {"image_token_id": 100, "video_token_id": 101} for name in ("minicpm_ocr", "minicpmv4_6", "minicpmv4_7")},
     "ministral": {"head_dim": 128},
     # No number of key/value heads by default, which the attention reads.
     "nemotron": {"num_key_value_heads": 48},
@@ -72,11 +95,16 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
         name: {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [8, 12, 12]}}
         for name in ("glm4v_text", "glm4v_moe_text", "glm_ocr_text", "glm46v_text", "glmga_text")
     },
+    # No sections by default, where the model takes those of a wide head.
+    "paddleocr_vl_text": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0, "mrope_section": [16, 24, 24]}
+    },
     # Set by every checkpoint, and needed to shift the labels.
     "t5": {"decoder_start_token_id": 0},
 }
 
 
+_BEFORE_NORM = {r"_tower\.post_layernorm\.": "the states of layers are read, which it does not see"}
 _INDEXER = {r"\.indexer\.": "chooses which tokens are read: no gradient comes through a choice"}
 # Trainable parameters that get no gradient, by model type and regular expression, and why.
 NO_GRADIENT: Mapping[str, Mapping[str, str]] = {
@@ -92,10 +120,29 @@ NO_GRADIENT: Mapping[str, Mapping[str, str]] = {
     "minimax_m3_vl_text": _INDEXER,
     "phi4_multimodal": {r"\.embed_tokens_extend\.": "reads images and audio: compared on text alone"},
     "qwen4_exp_text": _INDEXER,
+    "aya_vision": _BEFORE_NORM,
+    "llava": _BEFORE_NORM,
+    "llava_next": _BEFORE_NORM,
+    "llava_next_video": _BEFORE_NORM,
+    "llava_onevision": _BEFORE_NORM,
+    "video_llava": _BEFORE_NORM | {r"\.video_tower\.": "reads videos: compared on images alone"},
+    "vipllava": _BEFORE_NORM,
 }
 
 
 def without_gradient(config: PreTrainedConfig) -> Mapping[str, str]:
     """Maps expressions of the trainable parameters that get no gradient, of a type and its parts, to the reasons."""
     parts = [part for part in vars(config).values() if isinstance(part, PreTrainedConfig)]
-    return {name: reason for part in (config, *parts) for name, reason in NO_GRADIENT.get(part.model_type, {}).items()}
+    known = {name: why for part in (config, *parts) for name, why in NO_GRADIENT.get(part.model_type, {}).items()}
+    return known | _unread_layers(config)
+
+
+def _unread_layers(config: PreTrainedConfig) -> dict[str, str]:
+    """Finds the layers of an image tower behind the last one whose output the model reads."""
+    read = getattr(config, "vision_feature_layer", None)
+    layers = getattr(getattr(config, "vision_config", None), "num_hidden_layers", None)
+    if read is None or layers is None:
+        return {}
+    first = max(layer % (layers + 1) for layer in ([read] if isinstance(read, int) else read))
+    behind = "|".join(map(str, range(first, layers)))
+    return {rf"_tower\..*\blayers\.({behind})\.": "behind the layer whose output is read"} if behind else {}

@@ -79,6 +79,12 @@ SIZES: Mapping[str, int] = _by_name(
     (2, "num_layers_per_stack"),
     (64, "max_position_embeddings n_positions model_max_length"),
     (8, "original_max_position_embeddings"),
+    # Projections of images: wide ones would leave each weight a gradient next to nothing.
+    (92, "alignment_intermediate_size projector_hidden_size projector_intermediate_size merger_intermediate_size"),
+    # Each of the three is the input of the next.
+    (68, "projector_input_dim projector_output_dim vision_output_dim"),
+    (90, "mlp_dim"),
+    (44, "output_channels"),
     # Other narrow paths.
     (12, "hidden_size_per_layer_input laurel_rank gated_norm_rank hc_lowrank"),
     (6, "d_rel"),
@@ -158,16 +164,22 @@ def tiny_config(config: PreTrainedConfig, min_layers: int = 2, keep: frozenset[i
     config = full_config(config)
     values = {name: value for name, value in config.to_dict().items() if name != "quantization_config"}
     parts = {name: part for name, part in vars(config).items() if isinstance(part, PreTrainedConfig)}
-    values |= {name: tiny_config(part, min_layers, keep).to_dict() for name, part in parts.items()}
+    read = values.get("vision_feature_layer")
+    # As many layers of a tower as are read, and one that is not.
+    of_tower = {"vision_config": len(read) + 1} if isinstance(read, (list, tuple)) else {}
+    at_least = {name: max(min_layers, of_tower.get(name, 0)) for name in parts}
+    values |= {name: tiny_config(part, at_least[name], keep).to_dict() for name, part in parts.items()}
     # The rules read the original values, so they do not depend on each other's order.
     tiny = {name: _tiny_value(name, value) for name, value in values.items()}
     tiny |= _tiny_heads(values, tiny) | _tiny_experts(values)
     tiny |= _tiny_layers(values, tiny, min_layers, keep)
     tiny |= _tiny_rope(tiny)
-    if values.get("image_grid_pinpoints"):
-        # Sizes of images in tiles, each as large as an image of the tower.
-        scale = config.vision_config.image_size // values["vision_config"]["image_size"]
-        tiny["image_grid_pinpoints"] = [[side // scale for side in size] for size in values["image_grid_pinpoints"]]
+    if read is not None and (layers := getattr(parts.get("vision_config"), "num_hidden_layers", None)):
+        tiny["vision_feature_layer"] = _tiny_reads(read, layers, values["vision_config"]["num_hidden_layers"])
+    if sizes := values.get("image_grid_pinpoints"):
+        # Of images in tiles, each as large as an image of the tower.
+        full, tile = config.vision_config.image_size, values["vision_config"]["image_size"]
+        tiny["image_grid_pinpoints"] = [[side * tile // full for side in size] for size in sizes]
     return type(config).from_dict(tiny | {"dtype": "float32"})
 
 
@@ -265,6 +277,8 @@ def _tiny_value(name: str, value: Any) -> Any:
         return [_tiny_value(name, item) for item in value]
     if isinstance(value, Mapping) and name == "compress_rates":
         return {key: _tiny_value(key, item) for key, item in value.items()}
+    if name == "projector_patch_to_query_dict":
+        return {(SIZES["image_size"] // SIZES["patch_size"]) ** 2: 5}
     if not isinstance(value, (int, float)):
         return value
     if name.endswith(("_token_id", "_token_index")):
@@ -291,6 +305,7 @@ def _tiny_heads(values: Mapping[str, Any], tiny: Mapping[str, Any]) -> dict[str,
     """Returns the attributes that follow from the number and the size of the query heads."""
     new: dict[str, Any] = {}
     for kv_heads, heads in HEAD_PAIRS.items():
+        heads = heads if heads in values else "num_heads"
         if kv_heads in values and values.get(heads) is not None:
             grouped = values[kv_heads] is not None and values[kv_heads] != values[heads]
             new[kv_heads] = min(values[kv_heads], 2) if grouped else tiny[heads]
@@ -312,6 +327,9 @@ def _tiny_heads(values: Mapping[str, Any], tiny: Mapping[str, Any]) -> dict[str,
         elif values.get("qk_nope_head_dim") is not None:
             # Or the size of the whole head, of the layers with the largest one.
             new["head_dim"] = 2 * tiny["qk_nope_head_dim"] + tiny["qk_rope_head_dim"]
+    if values.get("pixel_shuffle_ratio") is not None and "projector_input_dim" in values:
+        # The projector reads shuffled states, which it takes to be as wide as an MLP.
+        new["intermediate_size"] = int(tiny["hidden_size"] / values["pixel_shuffle_ratio"] ** 2)
     if values.get("qk_head_dim") is not None:
         new["qk_head_dim"] = tiny["qk_nope_head_dim"] + tiny["qk_rope_head_dim"]
     return new
@@ -376,6 +394,16 @@ def _tiny_layers(
     new |= {name: sum(layer < values[name] for layer in kept) for name in leading}
     new |= {name: sum(layer >= num_layers - values[name] for layer in kept) for name in trailing}
     return new
+
+
+def _tiny_reads(read: int | Sequence[int], num_layers: int, num_tiny: int) -> int | list[int]:
+    """Returns the states of a tower that are read, in the order of the original; the last layer's, if that one is."""
+    if isinstance(read, int):
+        return read if read < 0 else cast(list[int], _tiny_reads([read], num_layers, num_tiny))[0]
+    states = [layer % (num_layers + 1) for layer in read]
+    last = num_tiny - min(num_layers - max(states), 1)
+    new = [last - sum(other > state for other in set(states)) for state in states]
+    return [state - (num_tiny + 1 if layer < 0 else 0) for layer, state in zip(read, new, strict=True)]
 
 
 def _tiny_rope(tiny: Mapping[str, Any]) -> dict[str, Any]:
