@@ -96,6 +96,9 @@ class _Canvas:
         )
         self.patch = _side(self.values.get("patch_size") or 1)
         self.unit = math.prod(_side(self.values[name]) for name in _MERGES if self.values.get(name))
+        if merged := getattr(vision, "model_patch_size", None):
+            # Merged before the tower sees them.
+            self.patch, self.unit = merged, 2
         if isinstance(self.values.get("downsample_ratio"), float):
             self.unit *= round(1 / self.values["downsample_ratio"])
         size: Any = self.values.get("image_size") or 4 * self.patch * self.unit

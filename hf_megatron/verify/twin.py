@@ -40,7 +40,7 @@ SIZES: Mapping[str, int] = _by_name(
     (VOCAB_SIZE, "vocab_size vocab_size_per_layer_input"),
     # A padded head stays padded.
     (VOCAB_SIZE - 2, "unpadded_vocab_size"),
-    (64, "hidden_size n_embd d_model embed_dim out_hidden_size text_hidden_size projection_dim"),
+    (64, "hidden_size n_embd d_model embed_dim out_hidden_size text_hidden_size projection_dim projection_hidden_size"),
     # Even, and not divisible by 4: four ranks get uneven slices.
     (90, "intermediate_size ffn_hidden_size ffn_dim d_ff n_inner"),
     (94, "intermediate_size_mlp dense_intermediate_size"),
@@ -77,6 +77,7 @@ SIZES: Mapping[str, int] = _by_name(
     (2, "decoder_sparse_step moe_layer_interval expert_layer_period attn_layer_offset"),
     (4, "attn_layer_period"),
     (2, "num_layers_per_stack"),
+    (0, "insert_layer_id"),
     (64, "max_position_embeddings n_positions model_max_length"),
     (8, "original_max_position_embeddings"),
     # Projections of images: wide ones would leave each weight a gradient next to nothing.
