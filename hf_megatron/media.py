@@ -13,10 +13,12 @@ GRID = "image_grid_thw"
 # Arguments with an entry for each image.
 _ONE_PER_IMAGE = (
     *(GRID, "image_grid_hw", "image_sizes", "image_merge_sizes", "image_position_ids"),
-    *("spatial_shapes", "target_sizes"),
+    *("spatial_shapes", "target_sizes", "num_local_patches", "patches_grid"),
 )
 # Those of them that say how many patches the tower is given of an image: the product of an entry's numbers.
 _PATCHES = (GRID, "image_grid_hw", "target_sizes")
+# Views of parts of images, all in a row, and how many there are of each image.
+_VIEWS, _NUMBER_OF_VIEWS = "pixel_values_local", "num_local_patches"
 # Numbers of images, with an entry for each row.
 _PER_ROW = ("batch_num_images",)
 
@@ -30,7 +32,8 @@ def image_token(config: Any) -> int | None:
 
 def is_of_images(name: str) -> bool:
     """Tells whether an argument has an entry for each image, or parts of images."""
-    return name in (*_ONE_PER_IMAGE, *_PER_ROW) or name.startswith(("image_", "pixel_")) and "video" not in name
+    is_named = name in (*_ONE_PER_IMAGE, *_PER_ROW) or name.startswith("image_") or "pixel" in name
+    return is_named and "video" not in name
 
 
 def without_pixels(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -75,12 +78,12 @@ def rows_with_images(arguments: Mapping[str, Any], rows: slice, config: Any) -> 
         ConfigError: an image of which placeholders stand in two rows, or of another number of them.
     """
     ids = arguments["input_ids"]
-    given = {name: value for name, value in arguments.items() if is_of_images(name) and isinstance(value, Tensor)}
+    given = {name: value for name, value in arguments.items() if is_of_images(name) and _has_entries(value)}
     per_row = (ids == image_token(config)).sum(1).tolist()
     start, stop, _ = rows.indices(len(ids))
     if not sum(per_row[start:stop]):
         return {}
-    if _is_of_rows(arguments):
+    if _is_of_rows(arguments, sum(per_row)):
         return {name: _entries(name, value, len(ids), slice(start, stop)) for name, value in given.items()}
     ends = [0, *itertools.accumulate(tokens_of_images(arguments, config))]
     images = slice(*(ends.index(sum(per_row[:row])) for row in (start, stop)))
@@ -88,6 +91,9 @@ def rows_with_images(arguments: Mapping[str, Any], rows: slice, config: Any) -> 
     for name, value in given.items():
         if name in _PER_ROW:
             found[name] = _entries(name, value, len(ids), slice(start, stop))
+        elif name == _VIEWS:
+            views = [0, *itertools.accumulate(int(count) for count in arguments[_NUMBER_OF_VIEWS])]
+            found[name] = _entries(name, value, views[-1], slice(views[images.start], views[images.stop]))
         elif name != PIXELS or len(value) == len(ends) - 1:
             found[name] = _entries(name, value, len(ends) - 1, images)
         else:
@@ -95,9 +101,15 @@ def rows_with_images(arguments: Mapping[str, Any], rows: slice, config: Any) -> 
     return found
 
 
-def _is_of_rows(arguments: Mapping[str, Any]) -> bool:
-    """Tells whether pixels are given for each row: as of images in tiles, but without a size of each image."""
-    return arguments[PIXELS].dim() > 4 and not any(isinstance(arguments.get(name), Tensor) for name in _ONE_PER_IMAGE)
+def _has_entries(value: Any) -> bool:
+    return isinstance(value, Tensor | list | tuple)
+
+
+def _is_of_rows(arguments: Mapping[str, Any], placeholders: int) -> bool:
+    """Tells whether pixels `[rows, images, ...]` are given for each row, and not for each placeholder."""
+    pixels = arguments[PIXELS]
+    has_sizes = any(isinstance(arguments.get(name), Tensor) for name in _ONE_PER_IMAGE)
+    return pixels.dim() > 4 and not has_sizes and len(pixels) != placeholders
 
 
 def _count(arguments: Mapping[str, Any]) -> int:
@@ -135,11 +147,11 @@ def _agree(lengths: list[int], sizes: Tensor | None) -> bool:
     return len({*zip(keys, lengths, strict=True)}) == len({*keys})
 
 
-def _entries(name: str, value: Tensor, count: int, part: slice) -> Tensor:
+def _entries(name: str, value: Any, count: int, part: slice) -> Any:
     if len(value) != count:
         raise ConfigError(
-            f"{name} of shape {tuple(value.shape)} beside {count} images or rows: it cannot be told which of its "
-            "entries belong to which row of a batch."
+            f"{name} has {len(value)} entries beside {count} images, parts of them or rows: it cannot be told which of "
+            "its entries belong to which row of a batch."
         )
     return value[part]
 

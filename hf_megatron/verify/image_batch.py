@@ -101,6 +101,7 @@ class _Canvas:
             self.patch, self.unit = merged, 2
         if isinstance(self.values.get("downsample_ratio"), float):
             self.unit *= round(1 / self.values["downsample_ratio"])
+        self.frames = self.values.get("temporal_patch_size") or self.values.get("patch_temporal") or 1
         size: Any = self.values.get("image_size") or 4 * self.patch * self.unit
         self.height: int
         self.width: int
@@ -124,8 +125,12 @@ def _forms(canvas: _Canvas, asked: set[str], counts: Sequence[int]) -> Iterator[
     """Yields makers of images in the forms that the names of a model's arguments allow, the narrowest ones first."""
     total = sum(counts)
     if asked & {"image_grid_thw", "image_grid_hw"}:
-        yield lambda: _patches(canvas, asked, total, is_flat=True)
-        yield lambda: _patches(canvas, asked, total, is_flat=False)
+        side, merged = canvas.patch, canvas.patch * canvas.unit
+        yield lambda: _patches(canvas, asked, total, (canvas.frames * canvas.channels * side**2,))
+        yield lambda: _patches(canvas, asked, total, (canvas.channels, side, side))
+        yield lambda: _patches(canvas, asked, total, (merged, merged, canvas.channels), merged=canvas.unit)
+    elif canvas.frames > 1:
+        yield lambda: {PIXELS: canvas.draw(total, canvas.frames, canvas.patch, canvas.patch, canvas.channels)}
     if "target_sizes" in asked:
         yield lambda: _packed(canvas, total)
     if "spatial_shapes" in asked or "image_position_ids" in asked:
@@ -138,15 +143,14 @@ def _forms(canvas: _Canvas, asked: set[str], counts: Sequence[int]) -> Iterator[
     yield lambda: _whole(canvas, asked, total)
 
 
-def _patches(canvas: _Canvas, asked: set[str], total: int, *, is_flat: bool) -> dict[str, Tensor]:
-    """Returns patches of all images in a row, `[patches, width]` or `[patches, channels, height, width]`."""
-    grids = canvas.grids(total)
-    shape = (canvas.channels, canvas.patch, canvas.patch)
-    frames = canvas.values.get("temporal_patch_size") or 1
-    patches = int(grids.prod(1).sum())
-    pixels = canvas.draw(patches, frames * math.prod(shape)) if is_flat else canvas.draw(patches, *shape)
+def _patches(
+    canvas: _Canvas, asked: set[str], total: int, shape: tuple[int, ...], merged: int = 1
+) -> dict[str, Tensor]:
+    """Returns patches of all images in a row, `[patches, *shape]`, with `merged` of the tower's along their sides."""
+    grids = canvas.grids(total) // merged
     sizes = {"image_grid_hw": grids, "image_grid_thw": torch.cat([torch.ones(total, 1, dtype=torch.long), grids], 1)}
-    found = {PIXELS: pixels} | {name: value for name, value in sizes.items() if name in asked}
+    found = {PIXELS: canvas.draw(int(grids.prod(1).sum()), *shape)}
+    found |= {name: value for name, value in sizes.items() if name in asked}
     if "image_merge_sizes" in asked:
         found["image_merge_sizes"] = torch.full((total,), canvas.unit)
     return found
@@ -206,6 +210,16 @@ def _of_rows(canvas: _Canvas, counts: Sequence[int], *, of_pixels: bool) -> dict
 def _whole(canvas: _Canvas, asked: set[str], total: int) -> dict[str, Tensor]:
     """Returns images of one size, `[images, channels, height, width]`."""
     images = {PIXELS: canvas.draw(total, canvas.channels, canvas.height, canvas.width)}
+    if "high_res_pixel_values" in asked:
+        side = canvas.values["high_res_vision_config"]["image_size"]
+        images["high_res_pixel_values"] = canvas.draw(total, canvas.channels, side, side)
+    if "pixel_values_local" in asked:
+        # Columns and rows of views of parts of an image, in uneven numbers.
+        grids = [[1 + image % 2, 2] for image in range(total)]
+        numbers = [math.prod(grid) for grid in grids]
+        views = {"num_local_patches": torch.tensor(numbers), "patches_grid": torch.tensor(grids)}
+        images |= {name: value for name, value in views.items() if name in asked}
+        images["pixel_values_local"] = canvas.draw(sum(numbers), canvas.channels, canvas.height, canvas.width)
     if "image_sizes" in asked:
         images["image_sizes"] = torch.tensor([[canvas.height, canvas.width]] * total)
     return images

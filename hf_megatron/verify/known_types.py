@@ -83,6 +83,7 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "hunyuan_v1_dense": {"head_dim": 128},
     # No placeholder by default.
     **{name: {"image_token_id": 100, "video_token_id": 101} for name in ("minicpm_ocr", "minicpmv4_6", "minicpmv4_7")},
+    "nemotron_h_omni": {"image_token_id": 100, "video_token_id": 101, "audio_token_id": 102},
     "ministral": {"head_dim": 128},
     # No number of key/value heads by default, which the attention reads.
     "nemotron": {"num_key_value_heads": 48},
@@ -105,6 +106,8 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
 
 
 _BEFORE_NORM = {r"_tower\.post_layernorm\.": "the states of layers are read, which it does not see"}
+_AUDIO = {r"\.audio_tower\.": "reads audio: compared on images alone"}
+_POOLED = {r"\.vision_model\.head\.": "pools the states of the tower, which are read as they are"}
 _INDEXER = {r"\.indexer\.": "chooses which tokens are read: no gradient comes through a choice"}
 # Trainable parameters that get no gradient, by model type and regular expression, and why.
 NO_GRADIENT: Mapping[str, Mapping[str, str]] = {
@@ -120,6 +123,14 @@ NO_GRADIENT: Mapping[str, Mapping[str, str]] = {
     "minimax_m3_vl_text": _INDEXER,
     "phi4_multimodal": {r"\.embed_tokens_extend\.": "reads images and audio: compared on text alone"},
     "qwen4_exp_text": _INDEXER,
+    "granite_docling": {r"\.connector\.fine\.": "reads tiles of which the batch says that they are fine"},
+    "deepseek_vl": _POOLED,
+    "deepseek_vl_hybrid": _POOLED,
+    "inkling_mm_model": _AUDIO,
+    "janus": {r"\.(vqmodel|generation_\w+)\.": "makes images: compared on those that are read"},
+    "muse_spark": _AUDIO,
+    "nemotron_h_omni": {r"\.video_patch_projection\.": "reads videos: compared on images alone"},
+    "minicpm_ocr": {r"\.vit_merger\.": "merges patches in the other one of two modes"},
     "aya_vision": _BEFORE_NORM,
     "llava": _BEFORE_NORM,
     "llava_next": _BEFORE_NORM,
