@@ -52,12 +52,12 @@ def tokens_of_images(arguments: Mapping[str, Any], config: Any) -> list[int]:
     ends = {0, *itertools.accumulate(per_row)}
     images, found = _count(arguments), []
     for found in _guesses(arguments, config, is_image, images):
-        if sum(found) == sum(per_row) and ends <= {0, *itertools.accumulate(found)}:
+        if all(found) and sum(found) == sum(per_row) and ends <= {0, *itertools.accumulate(found)}:
             return found
-    if sum(found) == sum(per_row):
+    if found and all(found) and sum(found) == sum(per_row):
         raise ConfigError("The placeholders of an image stand in two rows of input_ids: an image belongs to one row.")
     raise ConfigError(
-        f"{sum(per_row)} placeholders of images in input_ids for {images} images, which need {sum(found)}."
+        f"{sum(per_row)} placeholders of images in input_ids for {images} images, which need {sum(found) or images}."
     )
 
 
@@ -81,19 +81,22 @@ def rows_with_images(arguments: Mapping[str, Any], rows: slice, config: Any) -> 
     given = {name: value for name, value in arguments.items() if is_of_images(name) and _has_entries(value)}
     per_row = (ids == image_token(config)).sum(1).tolist()
     start, stop, _ = rows.indices(len(ids))
-    if not sum(per_row[start:stop]):
-        return {}
     if _is_of_rows(arguments, sum(per_row)):
-        return {name: _entries(name, value, len(ids), slice(start, stop)) for name, value in given.items()}
+        cut = {name: _entries(name, value, len(ids), slice(start, stop)) for name, value in given.items()}
+        return cut if sum(per_row[start:stop]) else {}
     ends = [0, *itertools.accumulate(tokens_of_images(arguments, config))]
     images = slice(*(ends.index(sum(per_row[:row])) for row in (start, stop)))
+    if images.start == images.stop:
+        return {}
     found = {}
     for name, value in given.items():
         if name in _PER_ROW:
             found[name] = _entries(name, value, len(ids), slice(start, stop))
         elif name == _VIEWS:
-            views = [0, *itertools.accumulate(int(count) for count in arguments[_NUMBER_OF_VIEWS])]
-            found[name] = _entries(name, value, views[-1], slice(views[images.start], views[images.stop]))
+            ends_of_views = [0, *itertools.accumulate(int(count) for count in arguments[_NUMBER_OF_VIEWS])]
+            views = slice(*(ends_of_views[place] for place in (images.start, images.stop)))
+            # None at all are no argument of a tower.
+            found |= {name: part} if len(part := _entries(name, value, ends_of_views[-1], views)) else {}
         elif name != PIXELS or len(value) == len(ends) - 1:
             found[name] = _entries(name, value, len(ends) - 1, images)
         else:
@@ -121,12 +124,11 @@ def _count(arguments: Mapping[str, Any]) -> int:
 def _guesses(arguments: Mapping[str, Any], config: Any, is_image: Tensor, images: int) -> Iterator[list[int]]:
     """Yields what the numbers of placeholders of the images may be, the surest ones first."""
     total = int(is_image.sum())
-    sizes = next((arguments[name] for name in _ONE_PER_IMAGE if isinstance(arguments.get(name), Tensor)), None)
-    if GRID in arguments:
+    if isinstance(arguments.get(GRID), Tensor):
         merged = getattr(config.vision_config, "spatial_merge_size", 1) ** 2
         yield (arguments[GRID].prod(1) // merged).tolist()
     runs = _runs(is_image)
-    if len(runs) == images and (_PER_ROW[0] in arguments or _agree(runs, sizes)):
+    if len(runs) == images and (_PER_ROW[0] in arguments or _agree(runs, arguments)):
         yield runs
     patches = next((arguments[name] for name in _PATCHES if isinstance(arguments.get(name), Tensor)), None)
     if patches is not None:
@@ -141,9 +143,14 @@ def _runs(is_image: Tensor) -> list[int]:
     return [sum(1 for _ in group) for row in groups for value, group in row if value]
 
 
-def _agree(lengths: list[int], sizes: Tensor | None) -> bool:
+def _agree(lengths: list[int], arguments: Mapping[str, Any]) -> bool:
     """Tells whether images of the same size have as many placeholders."""
-    keys = [()] * len(lengths) if sizes is None else [tuple(size.flatten().tolist()) for size in sizes]
+    sizes = [arguments[name] for name in _ONE_PER_IMAGE if _has_entries(arguments.get(name))]
+    keys = [
+        tuple(str(size.tolist() if isinstance(size, Tensor) else size) for size in of_one)
+        for of_one in zip(*sizes, strict=False)
+    ]
+    keys = keys or [()] * len(lengths)
     return len({*zip(keys, lengths, strict=True)}) == len({*keys})
 
 
