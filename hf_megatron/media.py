@@ -38,7 +38,7 @@ def is_of_images(name: str) -> bool:
 
 def without_pixels(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Leaves the images of any shape out of a call of stages that have no tower; their places and sizes stay."""
-    return {name: value for name, value in arguments.items() if "grid" in name or not is_of_images(name)}
+    return {name: value for name, value in arguments.items() if "pixel" not in name or not is_of_images(name)}
 
 
 def tokens_of_images(arguments: Mapping[str, Any], config: Any) -> list[int]:
