@@ -1,15 +1,26 @@
 """Which images of a batch belong to which rows: those whose placeholders stand in them."""
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .errors import ConfigError
 
 PIXELS = "pixel_values"
 GRID = "image_grid_thw"
+# Arguments with an entry for each image.
+_ONE_PER_IMAGE = (
+    *(GRID, "image_grid_hw", "image_sizes", "image_merge_sizes", "image_position_ids"),
+    *("spatial_shapes", "target_sizes", "num_local_patches", "patches_grid"),
+)
+# Those of them that say how many patches the tower is given of an image: the product of an entry's numbers.
+_PATCHES = (GRID, "image_grid_hw", "target_sizes")
+# Views of parts of images, all in a row, and how many there are of each image.
+_VIEWS, _NUMBER_OF_VIEWS = "pixel_values_local", "num_local_patches"
+# Numbers of images, with an entry for each row.
+_PER_ROW = ("batch_num_images",)
 
 
 def image_token(config: Any) -> int | None:
@@ -19,32 +30,47 @@ def image_token(config: Any) -> int | None:
     return next((token for token in found if token is not None), None)
 
 
+def is_of_images(name: str) -> bool:
+    """Tells whether an argument has an entry for each image, or parts of images."""
+    is_named = name in (*_ONE_PER_IMAGE, *_PER_ROW) or name.startswith("image_") or "pixel" in name
+    return is_named and "video" not in name
+
+
+def without_pixels(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Leaves the images of any shape out of a call of stages that have no tower; their places and sizes stay."""
+    return {name: value for name, value in arguments.items() if "pixel" not in name or not is_of_images(name)}
+
+
 def tokens_of_images(arguments: Mapping[str, Any], config: Any) -> list[int]:
     """Counts the placeholders of each image of a batch.
 
     Raises:
         ConfigError: as many placeholders as are there are no whole number for each image.
     """
-    placeholders = int((arguments["input_ids"] == image_token(config)).sum())
-    if GRID in arguments:
-        merged = getattr(config.vision_config, "spatial_merge_size", 1) ** 2
-        found = (arguments[GRID].prod(1) // merged).tolist()
-    else:
-        images = len(arguments[PIXELS])
-        found = [placeholders // images] * images
-    if sum(found) != placeholders:
-        raise ConfigError(
-            f"{placeholders} placeholders of images in input_ids for {len(found)} images, which need {sum(found)}."
-        )
-    return found
+    is_image = arguments["input_ids"] == image_token(config)
+    per_row = is_image.sum(1).tolist()
+    ends = {0, *itertools.accumulate(per_row)}
+    images, found = _count(arguments), []
+    for found in _guesses(arguments, config, is_image, images):
+        if all(found) and sum(found) == sum(per_row) and ends <= {0, *itertools.accumulate(found)}:
+            return found
+    if found and all(found) and sum(found) == sum(per_row):
+        raise ConfigError("The placeholders of an image stand in two rows of input_ids: an image belongs to one row.")
+    raise ConfigError(
+        f"{sum(per_row)} placeholders of images in input_ids for {images} images, which need {sum(found) or images}."
+    )
 
 
 def rows_with_images(arguments: Mapping[str, Any], rows: slice, config: Any) -> dict[str, Any]:
     """Returns the images of some rows of a batch, in the arguments that they were given in, if there are any.
 
     Args:
-        arguments (`Mapping`): `input_ids` `[rows, sequence]`; `pixel_values` `[images, ...]`, or `[patches, width]`
-            beside `image_grid_thw` `[images, 3]`; `image_*` with an entry for each image.
+        arguments (`Mapping`): `input_ids` `[rows, sequence]`; `pixel_values` in one of these forms, and others that
+            have an entry where it has one:
+
+            - `[images, ...]`, with sizes `[images, ...]` or without;
+            - `[patches, ...]` or `[1, ..., patches * width]` of all images, and a grid `[images, 2 or 3]` of each;
+            - `[rows, images, channels, height, width]`, with as many for each row.
         rows (`slice`): of the batch.
         config (`PreTrainedConfig`): of the model.
 
@@ -52,37 +78,102 @@ def rows_with_images(arguments: Mapping[str, Any], rows: slice, config: Any) -> 
         ConfigError: an image of which placeholders stand in two rows, or of another number of them.
     """
     ids = arguments["input_ids"]
+    given = {name: value for name, value in arguments.items() if is_of_images(name) and _has_entries(value)}
     per_row = (ids == image_token(config)).sum(1).tolist()
     start, stop, _ = rows.indices(len(ids))
-    ends = torch.tensor([0, *tokens_of_images(arguments, config)]).cumsum(0)
-    first, last = (_place(ends, sum(per_row[:row])) for row in (start, stop))
-    if first == last:
+    if _is_of_rows(arguments, sum(per_row)):
+        cut = {name: _entries(name, value, len(ids), slice(start, stop)) for name, value in given.items()}
+        return cut if sum(per_row[start:stop]) else {}
+    ends = [0, *itertools.accumulate(tokens_of_images(arguments, config))]
+    images = slice(*(ends.index(sum(per_row[:row])) for row in (start, stop)))
+    if images.start == images.stop:
         return {}
-    images = len(ends) - 1
-    found = {
-        name: value[first:last]
-        for name, value in arguments.items()
-        if name.startswith("image_") and isinstance(value, Tensor) and len(value) == images
-    }
+    found = {}
+    for name, value in given.items():
+        if name in _PER_ROW:
+            found[name] = _entries(name, value, len(ids), slice(start, stop))
+        elif name == _VIEWS:
+            ends_of_views = [0, *itertools.accumulate(int(count) for count in arguments[_NUMBER_OF_VIEWS])]
+            views = slice(*(ends_of_views[place] for place in (images.start, images.stop)))
+            # None at all are no argument of a tower.
+            found |= {name: part} if len(part := _entries(name, value, ends_of_views[-1], views)) else {}
+        elif name != PIXELS or len(value) == len(ends) - 1:
+            found[name] = _entries(name, value, len(ends) - 1, images)
+        else:
+            found[name] = _patches_of(arguments, images)
+    return found
+
+
+def _has_entries(value: Any) -> bool:
+    return isinstance(value, Tensor | list | tuple)
+
+
+def _is_of_rows(arguments: Mapping[str, Any], placeholders: int) -> bool:
+    """Tells whether pixels `[rows, images, ...]` are given for each row, and not for each placeholder."""
     pixels = arguments[PIXELS]
-    if GRID in arguments:
-        patches = torch.cat([ends.new_zeros(1), arguments[GRID].prod(1).cpu().cumsum(0)])
-        return found | {PIXELS: pixels[int(patches[first]) : int(patches[last])]}
-    return found | {PIXELS: pixels[first:last]}
+    has_sizes = any(isinstance(arguments.get(name), Tensor) for name in _ONE_PER_IMAGE)
+    return pixels.dim() > 4 and not has_sizes and len(pixels) != placeholders
 
 
-def without_pixels(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Leaves the images of any shape out of a call of stages that have no tower; their places and sizes stay."""
-    return {name: value for name, value in arguments.items() if name != PIXELS}
+def _count(arguments: Mapping[str, Any]) -> int:
+    """Counts the images of a batch."""
+    sizes = (arguments.get(name) for name in (*_ONE_PER_IMAGE, PIXELS))
+    return next(len(size) for size in sizes if isinstance(size, Tensor))
 
 
-def is_of_images(name: str) -> bool:
-    """Tells whether an argument has an entry for each image, or parts of images."""
-    return name == PIXELS or name.startswith("image_")
+def _guesses(arguments: Mapping[str, Any], config: Any, is_image: Tensor, images: int) -> Iterator[list[int]]:
+    """Yields what the numbers of placeholders of the images may be, the surest ones first."""
+    total = int(is_image.sum())
+    if isinstance(arguments.get(GRID), Tensor):
+        merged = getattr(config.vision_config, "spatial_merge_size", 1) ** 2
+        yield (arguments[GRID].prod(1) // merged).tolist()
+    runs = _runs(is_image)
+    if len(runs) == images and (_PER_ROW[0] in arguments or _agree(runs, arguments)):
+        yield runs
+    patches = next((arguments[name] for name in _PATCHES if isinstance(arguments.get(name), Tensor)), None)
+    if patches is not None:
+        counts = patches.prod(1).tolist()
+        yield [total * count // sum(counts) for count in counts]
+    yield [total // images] * images
 
 
-def _place(ends: Tensor, tokens: int) -> int:
-    place = int(torch.searchsorted(ends, tokens))
-    if int(ends[place]) != tokens:
-        raise ConfigError("The placeholders of an image stand in two rows of input_ids: an image belongs to one row.")
-    return place
+def _runs(is_image: Tensor) -> list[int]:
+    """Lists the lengths of what stands side by side of a mask `[rows, sequence]`, row after row."""
+    groups = (itertools.groupby(row) for row in is_image.tolist())
+    return [sum(1 for _ in group) for row in groups for value, group in row if value]
+
+
+def _agree(lengths: list[int], arguments: Mapping[str, Any]) -> bool:
+    """Tells whether images of the same size have as many placeholders."""
+    sizes = [arguments[name] for name in _ONE_PER_IMAGE if _has_entries(arguments.get(name))]
+    keys = [
+        tuple(str(size.tolist() if isinstance(size, Tensor) else size) for size in of_one)
+        for of_one in zip(*sizes, strict=False)
+    ]
+    keys = keys or [()] * len(lengths)
+    return len({*zip(keys, lengths, strict=True)}) == len({*keys})
+
+
+def _entries(name: str, value: Any, count: int, part: slice) -> Any:
+    if len(value) != count:
+        raise ConfigError(
+            f"{name} has {len(value)} entries beside {count} images, parts of them or rows: it cannot be told which of "
+            "its entries belong to which row of a batch."
+        )
+    return value[part]
+
+
+def _patches_of(arguments: Mapping[str, Any], images: slice) -> Tensor:
+    """Cuts pixels of all images in a row `[patches, ...]`, or side by side `[1, ..., patches * width]`."""
+    pixels = arguments[PIXELS]
+    grid = next((arguments[name] for name in _PATCHES if isinstance(arguments.get(name), Tensor)), None)
+    ends = [0] if grid is None else [0, *itertools.accumulate(grid.prod(1).tolist())]
+    dim = 0 if len(pixels) == ends[-1] else pixels.dim() - 1
+    width, rest = divmod(pixels.shape[dim], ends[-1]) if ends[-1] else (0, 1)
+    if rest or (dim and len(pixels) != 1):
+        raise ConfigError(
+            f"{PIXELS} of shape {tuple(pixels.shape)} beside {_count(arguments)} images of {ends[-1]} patches: it "
+            "cannot be told which of them belong to which row of a batch."
+        )
+    first, last = (ends[place] * width for place in (images.start, images.stop))
+    return pixels.narrow(dim, first, last - first)

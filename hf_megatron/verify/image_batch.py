@@ -1,16 +1,25 @@
 """Batches of images and text for a tiny model: rows with one, two and no images, of several sizes if it takes them."""
 
 import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..media import GRID, PIXELS, image_token
+from ..media import PIXELS, image_token
 from .twin import plain_tokens
 
 # Images of the rows of a batch, over and over.
 _IMAGES = (1, 2, 0)
+# Patches along a side that one feature is made of: the product of what the configs name.
+_MERGES = (
+    *("spatial_merge_size", "merge_size", "merge_kernel_size", "window_kernel_size", "pooling_kernel_size"),
+    *("downsample_factor", "scale_factor"),
+)
+# What models raise for images of another form than theirs.
+_UNFIT = (RuntimeError, ValueError, TypeError, IndexError, AttributeError)
 
 
 def make_image_batch(model: Any, *, batch_size: int = 3, seed: int = 0) -> dict[str, Tensor]:
@@ -23,24 +32,23 @@ def make_image_batch(model: Any, *, batch_size: int = 3, seed: int = 0) -> dict[
 
     Returns:
         `dict[str, Tensor]`: `input_ids`, `attention_mask`, `labels` and what the model asks for of the kinds of tokens,
-        `[batch, sequence]`; images as `pixel_values` `[images, channels, height, width]`, or `[patches, width]` and
-        `image_grid_thw` `[images, 3]`.
+        `[batch, sequence]`; images in the form that the model takes, see `media.rows_with_images`.
     """
     generator = torch.Generator().manual_seed(seed)
     counts = [_IMAGES[row % len(_IMAGES)] for row in range(batch_size)]
-    images = _images(model, sum(counts), generator)
-    sizes = iter(_features(model, images))
+    asked = inspect.signature(model.forward).parameters
+    images, sizes = _images(model, counts, generator)
     tokens, placeholder = plain_tokens(model.config), image_token(model.config)
     assert placeholder is not None
 
     def text(length: int) -> list[int]:
         return tokens[torch.randint(len(tokens), (length,), generator=generator)].tolist()
 
-    rows = []
+    rows, left = [], iter(sizes)
     for row, count in enumerate(counts):
         rows.append(text(4 + row))
         for _ in range(count):
-            rows[-1] += [placeholder] * next(sizes) + text(3)
+            rows[-1] += [placeholder] * next(left) + text(3)
     length, pad = max(map(len, rows)), getattr(model.config.get_text_config(), "pad_token_id", None) or 0
     input_ids = torch.tensor([row + [pad] * (length - len(row)) for row in rows])
     attention_mask = torch.tensor([[1] * len(row) + [0] * (length - len(row)) for row in rows])
@@ -50,33 +58,177 @@ def make_image_batch(model: Any, *, batch_size: int = 3, seed: int = 0) -> dict[
         "attention_mask": attention_mask,
         "labels": input_ids.masked_fill((attention_mask == 0) | is_image, -100),
     }
-    asked = inspect.signature(model.forward).parameters
     batch |= {name: is_image.long() for name in ("token_type_ids", "mm_token_type_ids") if name in asked}
     return batch | images
 
 
-def _images(model: Any, count: int, generator: torch.Generator) -> dict[str, Tensor]:
-    vision = model.config.vision_config
-    values = vision.to_dict()
-    channels = next((values[name] for name in ("num_channels", "in_channels", "in_chans") if values.get(name)), 3)
-    if GRID in inspect.signature(model.forward).parameters:
-        merge = values.get("spatial_merge_size") or 1
-        grid = torch.tensor([[1, merge * (1 + image % 2), merge * 2] for image in range(count)])
-        width = channels * (values.get("temporal_patch_size") or 1) * values["patch_size"] ** 2
-        return {PIXELS: torch.randn(int(grid.prod(1).sum()), width, generator=generator), GRID: grid}
-    size = vision.image_size
-    height, width = (size, size) if isinstance(size, int) else size
-    images = {PIXELS: torch.randn(count, channels, height, width, generator=generator)}
-    if "image_sizes" in inspect.signature(model.get_image_features).parameters:
-        images["image_sizes"] = torch.tensor([[height, width]] * count)
+def _images(model: Any, counts: Sequence[int], generator: torch.Generator) -> tuple[dict[str, Tensor], list[int]]:
+    """Returns the images of rows in the first form that the model takes, and the features it makes of each of them."""
+    features = next(part.get_image_features for part in (model, model.base_model) if _has_features(part))
+    asked = {*inspect.signature(model.forward).parameters, *inspect.signature(features).parameters}
+    problems = []
+    for form in _forms(_Canvas(model.config, generator), asked, counts):
+        images = form()
+        try:
+            return images, _features(features, images, sum(counts))
+        except _UNFIT as error:
+            problems.append(str(error))
+    raise RuntimeError("; ".join(problems))
+
+
+def _has_features(part: Any) -> bool:
+    return "get_image_features" in dir(type(part))
+
+
+class _Canvas:
+    """What the configs of a model say of the images it takes.
+
+    Args:
+        config (`PreTrainedConfig`): of the model.
+        generator (`torch.Generator`): of the pixels.
+    """
+
+    def __init__(self, config: Any, generator: torch.Generator) -> None:
+        vision = getattr(config, "vision_config", None) or config
+        self.values: Mapping[str, Any] = config.to_dict() | vision.to_dict()
+        self.channels = next(
+            (self.values[name] for name in ("num_channels", "in_channels", "in_chans") if self.values.get(name)), 3
+        )
+        self.patch = _side(self.values.get("patch_size") or 1)
+        self.unit = math.prod(_side(self.values[name]) for name in _MERGES if self.values.get(name))
+        if merged := getattr(vision, "model_patch_size", None):
+            # Merged before the tower sees them.
+            self.patch, self.unit = merged, 2
+        if isinstance(self.values.get("downsample_ratio"), float):
+            self.unit *= round(1 / self.values["downsample_ratio"])
+        self.frames = self.values.get("temporal_patch_size") or self.values.get("patch_temporal") or 1
+        size: Any = self.values.get("image_size") or 4 * self.patch * self.unit
+        self.height: int
+        self.width: int
+        self.height, self.width = (size, size) if isinstance(size, int) else size
+        self._generator = generator
+
+    def draw(self, *shape: int) -> Tensor:
+        """Draws pixels of any shape."""
+        return torch.randn(*shape, generator=self._generator)
+
+    def grids(self, count: int) -> Tensor:
+        """Returns the height and width `[images, 2]` of each image in patches, of two sizes."""
+        return torch.tensor([[self.unit * (1 + image % 2), self.unit * 2] for image in range(count)])
+
+
+def _side(value: Any) -> int:
+    return value if isinstance(value, int) else value[-1]
+
+
+def _forms(canvas: _Canvas, asked: set[str], counts: Sequence[int]) -> Iterator[Callable[[], dict[str, Tensor]]]:
+    """Yields makers of images in the forms that the names of a model's arguments allow, the narrowest ones first."""
+    total = sum(counts)
+    if asked & {"image_grid_thw", "image_grid_hw"}:
+        side, merged = canvas.patch, canvas.patch * canvas.unit
+        yield lambda: _patches(canvas, asked, total, (canvas.frames * canvas.channels * side**2,))
+        yield lambda: _patches(canvas, asked, total, (canvas.channels, side, side))
+        yield lambda: _patches(canvas, asked, total, (merged, merged, canvas.channels), merged=canvas.unit)
+    elif canvas.frames > 1:
+        yield lambda: {PIXELS: canvas.draw(total, canvas.frames, canvas.patch, canvas.patch, canvas.channels)}
+    if "target_sizes" in asked:
+        yield lambda: _packed(canvas, total)
+    if "spatial_shapes" in asked or "image_position_ids" in asked:
+        yield lambda: _padded_patches(canvas, asked, total)
+    if "image_sizes" in asked and canvas.values.get("image_grid_pinpoints"):
+        yield lambda: _tiles(canvas, asked, counts)
+    if "pixel_attention_mask" in asked:
+        yield lambda: _of_rows(canvas, counts, of_pixels=True)
+        yield lambda: _of_rows(canvas, counts, of_pixels=False)
+    yield lambda: _whole(canvas, asked, total)
+
+
+def _patches(
+    canvas: _Canvas, asked: set[str], total: int, shape: tuple[int, ...], merged: int = 1
+) -> dict[str, Tensor]:
+    """Returns patches of all images in a row, `[patches, *shape]`, with `merged` of the tower's along their sides."""
+    grids = canvas.grids(total) // merged
+    sizes = {"image_grid_hw": grids, "image_grid_thw": torch.cat([torch.ones(total, 1, dtype=torch.long), grids], 1)}
+    found = {PIXELS: canvas.draw(int(grids.prod(1).sum()), *shape)}
+    found |= {name: value for name, value in sizes.items() if name in asked}
+    if "image_merge_sizes" in asked:
+        found["image_merge_sizes"] = torch.full((total,), canvas.unit)
+    return found
+
+
+def _packed(canvas: _Canvas, total: int) -> dict[str, Tensor]:
+    """Returns patches side by side, `[1, channels, patch, patches * patch]`."""
+    grids = canvas.grids(total)
+    width = int(grids.prod(1).sum()) * canvas.patch
+    return {PIXELS: canvas.draw(1, canvas.channels, canvas.patch, width), "target_sizes": grids.int()}
+
+
+def _padded_patches(canvas: _Canvas, asked: set[str], total: int) -> dict[str, Tensor]:
+    """Returns patches of each image with padding behind them, `[images, patches, width]`."""
+    grids = canvas.grids(total)
+    lengths = grids.prod(1)
+    longest = int(lengths.max())
+    mask = torch.arange(longest) < lengths[:, None]
+    pixels = canvas.draw(total, longest, canvas.channels * canvas.patch**2) * mask[..., None]
+    if "spatial_shapes" in asked:
+        return {PIXELS: pixels, "spatial_shapes": grids, "pixel_attention_mask": mask.long()}
+    places = torch.full((total, longest, 2), -1)
+    for image, (height, width) in enumerate(grids.tolist()):
+        rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
+        places[image, : height * width] = torch.stack([columns, rows], -1).flatten(0, 1)
+    return {PIXELS: pixels, "image_position_ids": places}
+
+
+def _tiles(canvas: _Canvas, asked: set[str], counts: Sequence[int]) -> dict[str, Tensor]:
+    """Returns an image as a small one and tiles of it, `[images, tiles, channels, height, width]`, padded."""
+    total, side = sum(counts), min(canvas.height, canvas.width)
+    grids = sorted(canvas.values["image_grid_pinpoints"])[:2]
+    # A side that is not a multiple of a tile's: a part of the padding is cut off.
+    sizes = torch.tensor([[grids[image % len(grids)][0], grids[image % len(grids)][1] - 1] for image in range(total)])
+    tiles = 1 + max(math.prod(length // side for length in grid) for grid in grids)
+    found = {PIXELS: canvas.draw(total, tiles, canvas.channels, canvas.height, canvas.width), "image_sizes": sizes}
+    if "batch_num_images" in asked:
+        found["batch_num_images"] = torch.tensor(counts)
+    return found
+
+
+def _of_rows(canvas: _Canvas, counts: Sequence[int], *, of_pixels: bool) -> dict[str, Tensor]:
+    """Returns the images of each row, `[rows, images, channels, height, width]`, those that lack being zero.
+
+    A mask is of pixels, `[rows, images, height, width]`, or of images `[rows, images]`.
+    """
+    is_there = torch.arange(max(counts)) < torch.tensor(counts)[:, None]
+    pixels = canvas.draw(*is_there.shape, canvas.channels, canvas.height, canvas.width)
+    mask = is_there[..., None, None].repeat(1, 1, canvas.height, canvas.width)
+    if of_pixels:
+        # The second image of a row is lower.
+        mask[:, 1:, canvas.height - canvas.patch :] = False
+    pixels = pixels * mask[:, :, None]
+    return {PIXELS: pixels, "pixel_attention_mask": mask if of_pixels else is_there}
+
+
+def _whole(canvas: _Canvas, asked: set[str], total: int) -> dict[str, Tensor]:
+    """Returns images of one size, `[images, channels, height, width]`."""
+    images = {PIXELS: canvas.draw(total, canvas.channels, canvas.height, canvas.width)}
+    if "high_res_pixel_values" in asked:
+        side = canvas.values["high_res_vision_config"]["image_size"]
+        images["high_res_pixel_values"] = canvas.draw(total, canvas.channels, side, side)
+    if "pixel_values_local" in asked:
+        # Columns and rows of views of parts of an image, in uneven numbers.
+        grids = [[1 + image % 2, 2] for image in range(total)]
+        numbers = [math.prod(grid) for grid in grids]
+        views = {"num_local_patches": torch.tensor(numbers), "patches_grid": torch.tensor(grids)}
+        images |= {name: value for name, value in views.items() if name in asked}
+        images["pixel_values_local"] = canvas.draw(sum(numbers), canvas.channels, canvas.height, canvas.width)
+    if "image_sizes" in asked:
+        images["image_sizes"] = torch.tensor([[canvas.height, canvas.width]] * total)
     return images
 
 
-def _features(model: Any, images: dict[str, Tensor]) -> list[int]:
+def _features(features: Callable[..., Any], images: Mapping[str, Tensor], total: int) -> list[int]:
     """Counts what the model makes of each image."""
     with torch.no_grad():
-        found = model.get_image_features(**images).pooler_output
-    count = len(images.get(GRID, images[PIXELS]))
-    if isinstance(found, Tensor):
-        return [found.flatten(0, -2).shape[0] // count] * count
-    return [part.flatten(0, -2).shape[0] for part in found]
+        found = features(**images).pooler_output
+    parts = [found] if isinstance(found, Tensor) else found
+    lengths = [part.flatten(0, -2).shape[0] for part in parts]
+    return lengths if len(lengths) == total else [sum(lengths) // total] * total

@@ -67,6 +67,9 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
             "vision_use_head": False,
         }
     },
+    # No tower by default.
+    "gemma4": {"vision_config": {"model_type": "gemma4_vision"}},
+    "gemma4_unified": {"vision_config": {"model_type": "gemma4_unified_vision"}},
     # A single expert by default, and no size of a head.
     "hunyuan_v1_moe": {"num_experts": 8, "moe_topk": 2, "head_dim": 128},
     # No size of a head by default, which the attention reads, and no sections.
@@ -92,6 +95,8 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
         name: {"encoder_layers": 2, "encoder_attention_heads": 16, "encoder_ffn_dim": 320}
         for name in ("qwen2_5_omni_audio_encoder", "qwen3_omni_moe_audio_encoder")
     },
+    # A head by default that nobody reads.
+    "lfm2_vl": {"vision_config": {"model_type": "siglip2_vision_model", "vision_use_head": False}},
     # No layer types by default.
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
     # No indexer by default, which every indexed attention layer builds.
@@ -112,6 +117,9 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "molmo2_adapter": {"vision_feature_layer": [-1, -2]},
     # No size of a head by default, which the attention reads.
     "hunyuan_v1_dense": {"head_dim": 128},
+    # No placeholder by default.
+    **{name: {"image_token_id": 100, "video_token_id": 101} for name in ("minicpm_ocr", "minicpmv4_6", "minicpmv4_7")},
+    "nemotron_h_omni": {"image_token_id": 100, "video_token_id": 101, "audio_token_id": 102},
     "ministral": {"head_dim": 128},
     # No number of key/value heads by default, which the attention reads.
     "nemotron": {"num_key_value_heads": 48},
@@ -124,6 +132,10 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
         name: {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [8, 12, 12]}}
         for name in ("glm4v_text", "glm4v_moe_text", "glm_ocr_text", "glm46v_text", "glmga_text")
     },
+    # No sections by default, where the model takes those of a wide head.
+    "paddleocr_vl_text": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0, "mrope_section": [16, 24, 24]}
+    },
     # Set by every checkpoint, and needed to shift the labels.
     "t5": {"decoder_start_token_id": 0},
 }
@@ -131,6 +143,7 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
 
 _BEFORE_NORM = {r"_tower\.post_layernorm\.": "the states of layers are read, which it does not see"}
 _SOUNDS = {r"\.?audio_tower\.": "reads sounds: compared on images alone"}
+_POOLED = {r"\.vision_model\.head\.": "pools the states of the tower, which are read as they are"}
 _INDEXER = {r"\.indexer\.": "chooses which tokens are read: no gradient comes through a choice"}
 # Trainable parameters that get no gradient, by model type and regular expression, and why.
 NO_GRADIENT: Mapping[str, Mapping[str, str]] = {
@@ -150,11 +163,22 @@ NO_GRADIENT: Mapping[str, Mapping[str, str]] = {
     "mistral_large4_text": _INDEXER,
     "phi4_multimodal": {r"\.embed_tokens_extend\.": "reads images and audio: compared on text alone"},
     "qwen4_exp_text": _INDEXER,
+    "granite_docling": {r"\.connector\.fine\.": "reads tiles of which the batch says that they are fine"},
+    "deepseek_vl": _POOLED,
+    "deepseek_vl_hybrid": _POOLED,
+    "inkling_mm_model": _SOUNDS,
+    "janus": {r"\.(vqmodel|generation_\w+)\.": "makes images: compared on those that are read"},
+    "muse_spark": _SOUNDS,
+    "nemotron_h_omni": {r"\.video_patch_projection\.": "reads videos: compared on images alone"},
+    "minicpm_ocr": {r"\.vit_merger\.": "merges patches in the other one of two modes"},
     "aya_vision": _BEFORE_NORM,
     "aria": _BEFORE_NORM,
     "qwen2_5_omni_thinker": _SOUNDS,
     "qwen3_omni_moe_thinker": _SOUNDS,
     "llava": _BEFORE_NORM,
+    "llava_next": _BEFORE_NORM,
+    "llava_next_video": _BEFORE_NORM,
+    "llava_onevision": _BEFORE_NORM,
     "video_llava": _BEFORE_NORM | {r"\.video_tower\.": "reads videos: compared on images alone"},
     "vipllava": _BEFORE_NORM,
 }

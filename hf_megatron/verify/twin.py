@@ -42,6 +42,7 @@ SIZES: Mapping[str, int] = _by_name(
     (VOCAB_SIZE - 2, "unpadded_vocab_size"),
     (64, "hidden_size n_embd d_model embed_dim out_hidden_size text_hidden_size projection_dim"),
     (64, "encoder_hidden_size downsample_channels adapter_in_dim adapter_input_size adapter_out_dim"),
+    (64, "projection_hidden_size vision_hidden_size"),
     # Even, and not divisible by 4: four ranks get uneven slices.
     (90, "intermediate_size ffn_hidden_size ffn_dim d_ff n_inner mlp_dim"),
     (94, "intermediate_size_mlp dense_intermediate_size"),
@@ -78,6 +79,7 @@ SIZES: Mapping[str, int] = _by_name(
     (2, "decoder_sparse_step moe_layer_interval expert_layer_period attn_layer_offset"),
     (4, "attn_layer_period"),
     (2, "num_layers_per_stack"),
+    (0, "insert_layer_id"),
     (64, "max_position_embeddings n_positions model_max_length"),
     (8, "original_max_position_embeddings"),
     # Projections of images: wide ones would leave each weight a gradient next to nothing.
@@ -97,7 +99,7 @@ SIZES: Mapping[str, int] = _by_name(
     (2, "heads_per_ngram"),
     # The image and audio towers of a model whose text part is tested.
     (28, "image_size crop_size max_image_size"),
-    (4, "mm_tokens_per_image"),
+    (4, "mm_tokens_per_image resampler_n_latents"),
     (7, "patch_size"),
     (16, "input_size num_mel_bins nemo_conv_channels depthwise_separable_out_channel"),
     (64, "ext_pw_out_channel"),
@@ -176,7 +178,19 @@ def tiny_config(config: PreTrainedConfig, min_layers: int = 2, keep: frozenset[i
     tiny |= _tiny_rope(tiny)
     if read is not None and (layers := getattr(parts.get("vision_config"), "num_hidden_layers", None)):
         tiny["vision_feature_layer"] = tiny_reads(read, layers, values["vision_config"]["num_hidden_layers"])
+    if values.get("out_hidden_size") and values["out_hidden_size"] == _merged_width(config.to_dict()):
+        tiny["out_hidden_size"] = _merged_width(values)
+    if sizes := values.get("image_grid_pinpoints"):
+        # Of images in tiles, each as large as an image of the tower.
+        full, tile = config.vision_config.image_size, values["vision_config"]["image_size"]
+        tiny["image_grid_pinpoints"] = [[side * tile // full for side in size] for size in sizes]
     return type(config).from_dict(tiny | {"dtype": "float32"})
+
+
+def _merged_width(values: Mapping[str, Any]) -> int | None:
+    """Returns the width of the patches of a tower that are merged side by side, of a config's values."""
+    vision = values.get("vision_config") or {}
+    return vision["hidden_size"] * vision["merge_size"] ** 2 if {"hidden_size", "merge_size"} <= vision.keys() else None
 
 
 def draw_parameters(model: nn.Module, seed: int = 0, *, trained_only: bool = False) -> None:

@@ -5,7 +5,7 @@ import torch
 from transformers import InternVLConfig, Qwen2VLConfig
 
 from hf_megatron import ConfigError
-from hf_megatron.media import rows_with_images
+from hf_megatron.media import rows_with_images, without_pixels
 from hf_megatron.pipeline_parallel.microbatches import split
 
 IMAGE = 9
@@ -54,3 +54,85 @@ def test_images_that_belong_to_no_row_are_refused(ids, message):
     batch = {"input_ids": torch.tensor(ids), "pixel_values": torch.zeros(3, 1, 1, 1)}
     with pytest.raises(ConfigError, match=message):
         rows_with_images(batch, slice(0, 1), InternVLConfig(image_token_id=IMAGE))
+
+
+def cut(batch, config=None):
+    config = config or InternVLConfig(image_token_id=IMAGE)
+    return [rows_with_images(batch, slice(row, row + 1), config) for row in range(len(batch["input_ids"]))]
+
+
+UNEVEN = [[1, IMAGE, 2, 3, 4, 5, 6], [IMAGE, IMAGE, IMAGE, 1, IMAGE, 2, 3], [1, 2, 3, 4, 5, 6, 7]]
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("image_sizes", [[30, 30], [60, 31], [30, 30]]),
+        ("spatial_shapes", [[1, 2], [3, 2], [1, 2]]),
+        ("image_position_ids", [[[0, 0], [-1, -1]], [[0, 0], [1, 0]], [[0, 0], [-1, -1]]]),
+    ],
+)
+def test_images_of_several_sizes_have_placeholders_side_by_side(name, sizes):
+    pixels = torch.arange(3.0).view(3, 1, 1, 1, 1)
+    masks = torch.arange(3).view(3, 1)
+    batch = {"input_ids": torch.tensor(UNEVEN), "pixel_values": pixels, name: torch.tensor(sizes)}
+    first, second, third = cut(batch | {"pixel_attention_mask": masks})
+    assert first["pixel_values"].flatten().tolist() == [0] and second["pixel_values"].flatten().tolist() == [1, 2]
+    assert second["pixel_attention_mask"].flatten().tolist() == [1, 2] and second[name].tolist() == sizes[1:]
+    assert third == {}
+
+
+def test_images_of_one_size_with_unlike_placeholders_are_refused():
+    batch = {"input_ids": torch.tensor(UNEVEN), "pixel_values": torch.zeros(3, 1, 1, 1)}
+    with pytest.raises(ConfigError, match="5 placeholders of images in input_ids for 3 images"):
+        cut(batch | {"image_sizes": torch.tensor([[30, 30]] * 3)})
+
+
+def test_images_without_placeholders_are_refused():
+    batch = {"input_ids": torch.tensor([[1, 2], [3, 4]]), "pixel_values": torch.zeros(2, 1, 1, 1)}
+    with pytest.raises(ConfigError, match="0 placeholders of images in input_ids for 2 images"):
+        cut(batch)
+
+
+def test_images_of_rows_stay_with_them():
+    """As many columns of images as the fullest row has, the others being empty."""
+    pixels = torch.arange(6.0).view(3, 2, 1, 1, 1)
+    masks = torch.arange(6).view(3, 2)
+    batch = {"input_ids": torch.tensor(ROWS), "pixel_values": pixels, "pixel_attention_mask": masks}
+    first, second, third = cut(batch)
+    assert first["pixel_values"].shape == (1, 2, 1, 1, 1) and third == {}
+    assert second["pixel_values"].flatten().tolist() == second["pixel_attention_mask"].flatten().tolist() == [2, 3]
+    with pytest.raises(ConfigError, match="pixel_attention_mask has 2 entries beside 3"):
+        cut(batch | {"pixel_attention_mask": masks[:2]})
+
+
+def test_patches_side_by_side():
+    sizes = torch.tensor([[2, 2], [2, 6], [2, 2]])
+    pixels = torch.arange(20.0).repeat_interleave(7).view(1, 1, 1, 140)
+    batch = {"input_ids": torch.tensor(UNEVEN), "pixel_values": pixels, "target_sizes": sizes}
+    first, second, third = cut(batch)
+    assert first["pixel_values"].shape == (1, 1, 1, 28) and second["pixel_values"].shape == (1, 1, 1, 112)
+    assert second["pixel_values"].unique().tolist() == list(range(4, 20)) and third == {}
+    with pytest.raises(ConfigError, match="beside 3 images of 20 patches"):
+        cut(batch | {"pixel_values": pixels[..., 1:]})
+
+
+def test_numbers_of_images_are_of_rows():
+    batch = {"input_ids": torch.tensor(UNEVEN), "pixel_values": torch.zeros(3, 2, 1, 1, 1)}
+    batch |= {"image_sizes": torch.tensor([[30, 30]] * 3), "batch_num_images": torch.tensor([1, 2, 0])}
+    first, second, third = cut(batch)
+    assert [part["batch_num_images"].tolist() for part in (first, second)] == [[1], [2]] and third == {}
+
+
+def test_views_of_parts_go_with_their_images():
+    batch = {"input_ids": torch.tensor(UNEVEN), "pixel_values": torch.zeros(3, 1, 1, 1)}
+    batch |= {"pixel_values_local": torch.arange(4.0).view(4, 1), "num_local_patches": [0, 4, 0]}
+    first, second, _ = cut(batch)
+    assert "pixel_values_local" not in first and first["num_local_patches"] == [0]
+    assert second["pixel_values_local"].flatten().tolist() == [0, 1, 2, 3] and second["num_local_patches"] == [4, 0]
+
+
+def test_stages_without_a_tower_are_given_places_alone():
+    batch = {name: torch.zeros(1) for name in ("input_ids", "image_grid_thw", "target_sizes", "mm_token_type_ids")}
+    of_tower = ("pixel_values", "pixel_attention_mask", "high_res_pixel_values", "pixel_values_local")
+    assert without_pixels(batch | {name: torch.zeros(1) for name in of_tower}).keys() == batch.keys()
