@@ -9,6 +9,12 @@ from .media import image_token
 from .spec import ModelSpec
 
 
+def find_text_model(model: Any) -> nn.Module | None:
+    """Returns the text model inside of one of images and text, whose towers have layers of their own."""
+    is_around = image_token(model.config) is not None and not model.config.is_encoder_decoder
+    return model.get_decoder() if is_around else None
+
+
 def find_layers(model: Any, spec: ModelSpec, field: str) -> str:
     """Returns the name of the spec's layer list, or of the only one made of the class's `_no_split_modules`.
 
@@ -23,9 +29,7 @@ def find_layers(model: Any, spec: ModelSpec, field: str) -> str:
         for name, module in model.named_modules()
         if isinstance(module, nn.ModuleList) and len(module) and {type(layer).__name__ for layer in module} <= classes
     ]
-    if len(lists) > 1 and image_token(model.config) is not None:
-        # Towers of images have their own beside the text's.
-        text = model.get_decoder()
+    if len(lists) > 1 and (text := find_text_model(model)) is not None:
         lists = [name for name in lists if any(model.get_submodule(name) is module for module in text.modules())]
     if len(lists) != 1:
         found = ", ".join(lists) or "none"

@@ -149,8 +149,8 @@ class Crossings:
         return output[0]
 
     def take_entries(self, name: str, container: Any) -> None:
-        """Keeps what layers have put into a container."""
-        for key, entry in container.items():
+        """Keeps what layers have put into a container, if there is one."""
+        for key, entry in (container or {}).items():
             parts = (entry,) if isinstance(entry, Tensor) else entry
             if not isinstance(key, str | int) or not all(isinstance(part, Tensor) for part in parts):
                 raise UnsupportedError(

@@ -93,3 +93,23 @@ def family_spec(
         whole_blocks=tuple(prefix + pattern for pattern in whole_blocks),
         **changes,
     )
+
+
+def gated_decoder_plan(
+    *, output: str = "o_proj", norms: tuple[str, ...] = (), mlp: tuple[str, str, str] | None = None, block: str = "mlp"
+) -> dict[str, str]:
+    """Makes the plan of decoder layers with attention `self_attn` of four linears and a gated MLP.
+
+    Args:
+        output (`str`): the attention's last linear.
+        norms (`tuple[str, ...]`): the attention's norms of one head each.
+        mlp (`tuple[str, str, str]`, *optional*): its first two linears and its last; by default `gate_proj`, `up_proj`
+            and `down_proj`.
+        block (`str`): the MLP.
+    """
+    gate, up, down = mlp or ("gate_proj", "up_proj", "down_proj")
+    columns = [f"self_attn.{name}_proj" for name in "qkv"] + [f"{block}.{gate}", f"{block}.{up}"]
+    styles = dict.fromkeys(columns, "column") | {f"self_attn.{output}": "row", f"{block}.{down}": "row"}
+    # Their weights are those of one head, and each rank computes with some of the heads.
+    styles |= {f"self_attn.{norm}": "replicated_sum" for norm in norms}
+    return {"embed_tokens": "vocab_embedding", **{f"layers.*.{name}": style for name, style in styles.items()}}

@@ -10,6 +10,7 @@ from torch.utils.hooks import RemovableHandle
 from ..communication.random_streams import RandomStreams
 from ..errors import UnsupportedError
 from ..expert_modules import find_experts, mixtures_of_tokens
+from ..layer_list import find_text_model
 from ..parallel_state import ParallelState
 from ..patterns import lookup
 from ..placement import Claim
@@ -82,6 +83,7 @@ def place(model: Any, state: ParallelState) -> None:
         model,
         styles,
         stacks=sorted(matching(model, spec.stacks)) if spec.stacks else None,
+        within=find_text_model(model),
         regions=expand_regions(model, spec),
         several_inputs=matching(model, spec.several_inputs),
         transparent=matching(model, spec.transparent) | mixtures.keys(),

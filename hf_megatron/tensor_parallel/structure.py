@@ -89,6 +89,7 @@ def find_structure(
     styles: Mapping[str, str],
     *,
     stacks: list[str] | None = None,
+    within: nn.Module | None = None,
     regions: Mapping[str, str] | None = None,
     several_inputs: frozenset[str] = frozenset(),
     transparent: frozenset[str] = frozenset(),
@@ -101,6 +102,7 @@ def find_structure(
         styles (`Mapping[str, str]`): concrete module or parameter name -> style name.
         stacks (`list[str]`, *optional*): names of the layer stacks; by default every outermost `nn.ModuleList` in which
             something is split.
+        within (`nn.Module`, *optional*): where they are looked for, in place of all of the model.
         regions (`Mapping[str, str]`, *optional*): uniform blocks whose row linear is not their child.
         several_inputs: blocks whose linears read more than one tensor, as in cross attention.
         transparent: wrappers inside a layer that only chain pointwise modules and blocks.
@@ -116,10 +118,12 @@ def find_structure(
 
     split = [name for name in styles if style(styles[name]).splits]
     if stacks is None:
+        parts = set(modules.values() if within is None else within.modules())
         lists = [
             name
             for name, module in modules.items()
-            if isinstance(module, nn.ModuleList) and any(other.startswith(name + ".") for other in split)
+            if module in parts and isinstance(module, nn.ModuleList)
+            if any(other.startswith(name + ".") for other in split)
         ]
         stacks = [name for name in lists if not any(name.startswith(outer + ".") for outer in lists if outer != name)]
     structure.stacks = stacks

@@ -1,9 +1,9 @@
-"""HunYuan V4: hyper-connections weigh the residual streams of each token by itself, so they run on split sequences."""
+"""HunYuan's dense text layers, and V4, whose hyper-connections weigh each token's streams by themselves."""
 
 from typing import Any
 
 from ...spec import ModelSpec
-from ..family import corrected_spec
+from ..family import corrected_spec, family_spec, gated_decoder_plan
 from ..lookup import register_model
 
 
@@ -16,3 +16,13 @@ def hy_v4(model: Any) -> ModelSpec:
         # Token indices that later layers read.
         layer_values=2,
     )
+
+
+@register_model("hunyuan_vl_text")
+def hunyuan_vl_text(model: Any) -> ModelSpec:
+    return family_spec(model, gated_decoder_plan(norms=("query_layernorm", "key_layernorm")))
+
+
+@register_model("hunyuan_v1_dense")
+def hunyuan_v1_dense(model: Any) -> ModelSpec:
+    return hunyuan_vl_text(model)

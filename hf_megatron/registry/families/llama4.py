@@ -9,9 +9,10 @@ from ..lookup import register_model
 
 @register_model("llama4_text")
 def llama4_text(model: Any) -> ModelSpec:
-    # Seen from this class the base model is no prefix.
+    # Seen from the class with a head the base model is no prefix.
+    layers = "model.layers.*" if "model" in model._modules else "layers.*"
     return corrected_spec(
         model,
-        whole_blocks=("model.layers.*.self_attn",),
-        experts={"model.layers.*.feed_forward.experts": "num_experts"},
+        whole_blocks=(f"{layers}.self_attn",),
+        experts={f"{layers}.feed_forward.experts": "num_experts"},
     )
