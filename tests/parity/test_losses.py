@@ -264,13 +264,13 @@ def test_pipeline_with_others(folder, family, head, layout):
 def _each_rank_on_its_own():
     from hf_megatron import batch_labels
 
-    batch_labels.know_batch = lambda value, batch: value
+    batch_labels.know_batch = lambda value, batch, name: value
 
 
 def _mean_of_means():
     from hf_megatron import loss
 
-    def mean(self, total, terms, at_least=0):
+    def mean(self, total, terms, at_least=0, name="labels"):
         self.terms += 1
         return total / terms
 
@@ -280,8 +280,8 @@ def _mean_of_means():
 def _mean_of_microbatches():
     from hf_megatron import loss
 
-    def mean(self, total, terms, at_least=0):
-        self.was_used = True
+    def mean(self, total, terms, at_least=0, name="labels"):
+        self.used.add(name)
         return total / terms
 
     loss.BatchLoss.mean = mean
