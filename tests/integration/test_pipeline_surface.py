@@ -17,7 +17,6 @@ from transformers import (
     BertForMaskedLM,
     DynamicCache,
     LlamaConfig,
-    LlamaForQuestionAnswering,
     LlamaForSequenceClassification,
     LlamaModel,
     ModernBertConfig,
@@ -480,20 +479,6 @@ def test_loops_over_layers(monkeypatch, change, message):
 
     expected = None if message else pytest.approx(twin.load().train()(**batch).loss.item(), rel=1e-6)
     assert run_ranks(on_rank, 2) == [expected] * 2
-
-
-def test_question_answering_is_refused_by_name(tmp_path):
-    config = copy.deepcopy(twin_of().config)
-    LlamaForQuestionAnswering(config).save_pretrained(tmp_path)
-    ids, positions = twin_of().batches[0]["input_ids"], torch.zeros(4, dtype=torch.int64)
-
-    def on_rank():
-        layout = config_of("pp2")
-        model = LlamaForQuestionAnswering.from_pretrained(tmp_path, megatron_config=layout)
-        with pytest.raises(UnsupportedError, match="LlamaForQuestionAnswering"):
-            model(input_ids=ids, start_positions=positions, end_positions=positions)
-
-    run_ranks(on_rank, 2)
 
 
 TINY = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 32}

@@ -134,7 +134,9 @@ def batch(head, seed=0, rows=ROWS):
         # Beyond the sequence: a position that is ignored.
         starts = torch.randint(0, LENGTH, (rows,), generator=generator)
         starts[-1] = LENGTH
-        return values | {"start_positions": starts, "end_positions": (starts + 1).clamp(max=LENGTH)}
+        # The two losses of a batch have numbers of terms of their own.
+        ends = (starts + 1).clamp(max=LENGTH).where(torch.arange(rows) > 0, LENGTH + 3)
+        return values | {"start_positions": starts, "end_positions": ends}
     labels = classes if head == "tokens" else ids
     labels = labels.masked_fill(ignored | (mask == 0), -100)
     labels[-2:] = -100
@@ -245,8 +247,8 @@ def test_tensor_parallel(folder, family, head, layout):
 @pytest.mark.parametrize(
     ("family", "head"),
     [
-        *(("Llama", head) for head in ("single", "regression", "regressions", "multi", "tokens", "causal")),
-        *(("GPT2", head) for head in ("single", "regression", "multi", "tokens", "lm")),
+        *(("Llama", head) for head in ("single", "regression", "regressions", "multi", "tokens", "answers", "causal")),
+        *(("GPT2", head) for head in ("single", "regression", "multi", "tokens", "answers", "lm")),
     ],
 )
 def test_pipeline(folder, family, head):
@@ -255,7 +257,9 @@ def test_pipeline(folder, family, head):
 
 
 @pytest.mark.parametrize("layout", ["tp2+pp2", "pp2+dp2"])
-@pytest.mark.parametrize(("family", "head"), [("Llama", "single"), ("Llama", "tokens"), ("GPT2", "tokens")])
+@pytest.mark.parametrize(
+    ("family", "head"), [("Llama", "single"), ("Llama", "tokens"), ("Llama", "answers"), ("GPT2", "tokens")]
+)
 def test_pipeline_with_others(folder, family, head, layout):
     judged = errors(family, head, folder, layout)
     assert judged.passed, judged.worst
@@ -287,6 +291,18 @@ def _mean_of_microbatches():
     loss.BatchLoss.mean = mean
 
 
+def _ends_by_the_number_of_starts():
+    from hf_megatron import loss
+
+    stock = loss.BatchLoss.divisor_of_share
+
+    def divisor_of_share(self, name):
+        stock(self, name)
+        return stock(self, name.replace("end_", "start_"))
+
+    loss.BatchLoss.divisor_of_share = divisor_of_share
+
+
 @pytest.mark.parametrize(
     ("family", "head", "layout", "fault"),
     [
@@ -294,6 +310,8 @@ def _mean_of_microbatches():
         ("Bert", "answers", "dp2", _mean_of_means),
         ("Llama", "regression", "dp2", _mean_of_means),
         ("Llama", "tokens", "pp2", _mean_of_microbatches),
+        ("Llama", "answers", "pp2", _mean_of_microbatches),
+        ("Llama", "answers", "pp2", _ends_by_the_number_of_starts),
     ],
 )
 def test_a_mean_of_means_is_found(folder, family, head, layout, fault):
@@ -314,10 +332,36 @@ def _each(count, family, head, folder, layout, run, **kwargs):
     return run_ranks(lambda: run(cls.from_pretrained(path, megatron_config=config, **kwargs), batches[0]), count)
 
 
-def test_question_answering_is_refused_before_the_schedule(folder):
+def test_answers_of_a_pipeline(folder):
+    """Evaluation gives every rank loss and logits of one process, in its order; training says that they are gone."""
+
     def run(model, batch):
-        with pytest.raises(UnsupportedError, match="start_positions, end_positions: a pipeline knows"):
-            model(**batch)
+        with torch.no_grad():
+            found = model.eval()(**batch, return_dict=False)
+            without = model(batch["input_ids"], batch["attention_mask"])
+        trained = model.train()(**batch)
+        with pytest.raises(UnsupportedError, match="no logits in a training step"):
+            trained.start_logits.sum()
+        assert without.loss is None and torch.equal(without.end_logits, found[2])
+        alone = {name: value for name, value in batch.items() if name != "end_positions"}
+        assert model(**alone).loss is None
+        return found
+
+    cls, path, batches, _ = _saved("Llama", "answers", folder)
+    with torch.no_grad():
+        expected = cls.from_pretrained(path).eval()(**batches[0], return_dict=False)
+    for found in _each(2, "Llama", "answers", folder, "pp2", run):
+        assert len(found) == len(expected) == 3
+        for own, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-5)
+
+
+def test_targets_that_nobody_can_count_are_refused_before_the_schedule(folder):
+    def run(model, batch):
+        with pytest.raises(UnsupportedError, match="with other_labels: a pipeline knows losses of start_positions"):
+            model(**batch, other_labels=batch["start_positions"])
+        with pytest.raises(UnsupportedError, match="num_items_in_batch and start_positions, end_positions"):
+            model(**batch, num_items_in_batch=4)
 
     _each(2, "Llama", "answers", folder, "pp2", run)
 
