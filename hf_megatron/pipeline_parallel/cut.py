@@ -28,6 +28,7 @@ from .stage_parts import (
     ForeignOutput,
     StagedInput,
     StagedLayer,
+    hold_part,
     layer_indices,
     output_width,
 )
@@ -192,7 +193,7 @@ def cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> Cut:
     holds_first, holds_last = 0 in owned, len(stages.ranges) - 1 in owned
     before, after = find_around(model, name, spec)
     tied = find_tied(model, before, after)
-    if inside := [source for source in tied.values() if source.rpartition(".")[0] not in before]:
+    if inside := [source for source in tied.values() if not _is_part_of(source, before)]:
         raise UnsupportedError(
             f"MegatronConfig.pp_size = {config.pp_size}: the head of {type(model).__name__} is tied to {inside[0]}, a "
             "part of what comes before the layers, which only the first stage has. Load it with pp_size=1, or with "
@@ -210,9 +211,13 @@ def cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> Cut:
         if holds_first and module_name in towers:
             # Later stages on this rank get no images.
             continue
-        needed_by_head = holds_last and any(source.rpartition(".")[0] == module_name for source in tied.values())
+        needed_by_head = [name for name in tied.values() if holds_last and name.startswith(f"{module_name}.")]
         if holds_first or needed_by_head:
             width = output_width(module)
+            if not holds_first:
+                part, *rest = needed_by_head[0].removeprefix(f"{module_name}.").split(".")
+                if rest:
+                    hold_part(module, part, module_name, _place(stages, 0), boundary)
             stand_around(module, StagedInput, _stage_boundary=boundary, _name=module_name, _width=width)
         else:
             _replace(model, module_name, ForeignInput(module_name, module, _place(stages, 0), boundary))
@@ -242,6 +247,12 @@ def _require_features_on_first_stage(model: Any, stages: Stages) -> None:
             f"The first pipeline stage has {first} layers: {type(model).__name__} adds features of images behind each "
             f"of the first {count}. Set pipeline_partition to numbers of layers that begin with {count + 1} or more."
         )
+
+
+def _is_part_of(weight: str, modules: list[str]) -> bool:
+    """Tells whether a weight is one of these modules' own, or of a part of theirs."""
+    owner = weight.rpartition(".")[0]
+    return owner in modules or owner.rpartition(".")[0] in modules
 
 
 def _place(stages: Stages, stage: int) -> str:
