@@ -28,6 +28,7 @@ from .stage_parts import (
     ForeignOutput,
     StagedInput,
     StagedLayer,
+    has_several_tables,
     hold_part,
     layer_indices,
     output_width,
@@ -193,7 +194,7 @@ def cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> Cut:
     holds_first, holds_last = 0 in owned, len(stages.ranges) - 1 in owned
     before, after = find_around(model, name, spec)
     tied = find_tied(model, before, after)
-    if inside := [source for source in tied.values() if not _is_part_of(source, before)]:
+    if inside := [source for target, source in tied.items() if not _can_be_held(model, target, source, before)]:
         raise UnsupportedError(
             f"MegatronConfig.pp_size = {config.pp_size}: the head of {type(model).__name__} is tied to {inside[0]}, a "
             "part of what comes before the layers, which only the first stage has. Load it with pp_size=1, or with "
@@ -249,10 +250,18 @@ def _require_features_on_first_stage(model: Any, stages: Stages) -> None:
         )
 
 
-def _is_part_of(weight: str, modules: list[str]) -> bool:
-    """Tells whether a weight is one of these modules' own, or of a part of theirs."""
-    owner = weight.rpartition(".")[0]
-    return owner in modules or owner.rpartition(".")[0] in modules
+def _can_be_held(model: nn.Module, target: str, source: str, before: list[str]) -> bool:
+    """Tells whether the last stage can hold a weight before the layers for its head: of a module, or of a table in it.
+
+    A weight is known by its first name, which has to be the same on both ends.
+    """
+    table = source.rpartition(".")[0]
+    embeddings = table.rpartition(".")[0]
+    if table in before or embeddings not in before:
+        return table in before
+    names = [name for name, _ in model.named_modules()]
+    comes_first = names.index(table) < names.index(target.rpartition(".")[0])
+    return comes_first and has_several_tables(model.get_submodule(embeddings))
 
 
 def _place(stages: Stages, stage: int) -> str:

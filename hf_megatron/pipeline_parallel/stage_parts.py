@@ -147,6 +147,11 @@ def _tables(module: nn.Module) -> list[nn.Embedding]:
     return [child for child in module.children() if isinstance(child, nn.Embedding)]
 
 
+def has_several_tables(module: nn.Module) -> bool:
+    """Tells whether a module before the layers adds up embeddings, as BERT's does."""
+    return len(_tables(module)) > 1
+
+
 def output_width(module: nn.Module) -> int | None:
     """Returns the last dim of what an embedding or a linear makes; `None` for what keeps its input's.
 
@@ -154,7 +159,7 @@ def output_width(module: nn.Module) -> int | None:
     """
     if isinstance(module, nn.Embedding):
         return module.embedding_dim
-    if not isinstance(module, nn.Linear) and (tables := _tables(module)):
-        widths = {table.embedding_dim for table in tables}
+    if has_several_tables(module):
+        widths = {table.embedding_dim for table in _tables(module)}
         return widths.pop() if len(widths) == 1 else None
     return module.out_features if isinstance(module, nn.Linear) else None
