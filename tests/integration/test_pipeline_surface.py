@@ -13,16 +13,15 @@ from safetensors.torch import save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     CONFIG_MAPPING,
-    BertConfig,
-    BertForMaskedLM,
+    AutoModelForCausalLM,
+    CamembertConfig,
+    CamembertForMaskedLM,
     DynamicCache,
     LlamaConfig,
     LlamaForSequenceClassification,
     LlamaModel,
     ModernBertConfig,
     ModernBertForMaskedLM,
-    RobertaConfig,
-    RobertaForMaskedLM,
     RwkvConfig,
     RwkvForCausalLM,
 )
@@ -34,6 +33,7 @@ from hf_megatron.parallelize import parallel_state
 from hf_megatron.pipeline_parallel.microbatches import split
 from hf_megatron.verify.check import parse_layouts
 from hf_megatron.verify.ranks import run_ranks
+from hf_megatron.verify.twin import tiny_config
 from tests.shared_twins import make_twin
 
 
@@ -487,7 +487,8 @@ TINY = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "intermedia
 @pytest.mark.parametrize(
     ("cls", "config", "message"),
     [
-        (RobertaForMaskedLM, RobertaConfig(**TINY, num_attention_heads=2), "the head of RobertaForMaskedLM is tied to"),
+        # Its head is defined before the table that it is tied to.
+        (CamembertForMaskedLM, CamembertConfig(**TINY, num_attention_heads=2), "the head of CamembertFor.* is tied to"),
         (ModernBertForMaskedLM, ModernBertConfig(**TINY, num_attention_heads=2, pad_token_id=0), "is tied to"),
         (RwkvForCausalLM, RwkvConfig(**TINY, attention_hidden_size=32, context_length=32), "unpacks several values"),
         (LlamaForSequenceClassification, LlamaConfig(**TINY, num_attention_heads=2, pad_token_id=0), None),
@@ -512,11 +513,10 @@ def test_types_are_refused_by_name(tmp_path, cls, config, message):
 
 
 def test_why_a_type_cannot_be_cut_comes_before_how_to_check_it(tmp_path):
-    config = BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, vocab_size=64)
-    BertForMaskedLM(config).save_pretrained(tmp_path)
+    AutoModelForCausalLM.from_config(tiny_config(CONFIG_MAPPING["glm_moe_dsa"]())).save_pretrained(tmp_path)
 
     def on_rank():
-        with pytest.raises(UnsupportedError, match="'bert' cannot be cut: its heads compute their losses"):
-            BertForMaskedLM.from_pretrained(tmp_path, megatron_config=MegatronConfig(pp_size=2))
+        with pytest.raises(UnsupportedError, match="'glm_moe_dsa' cannot be cut: layers read the token indices"):
+            AutoModelForCausalLM.from_pretrained(tmp_path, megatron_config=MegatronConfig(pp_size=2))
 
     run_ranks(on_rank, 2)

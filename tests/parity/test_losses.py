@@ -13,7 +13,7 @@ from hf_megatron import UnsupportedError, works_on_parts
 from hf_megatron.integrations.gate import ConfigUnderTest
 from hf_megatron.parallelize import parallel_state
 from hf_megatron.verify.check import parse_layouts
-from hf_megatron.verify.measure import Measurement, measure
+from hf_megatron.verify.measure import measure
 from hf_megatron.verify.metric import cancelled, judge
 from hf_megatron.verify.ranks import run_ranks
 from hf_megatron.verify.twin import draw_parameters
@@ -205,9 +205,7 @@ def errors(family, head, folder, layout, sabotage=None, **changes):
 
     found = run_ranks(on_rank, config.ranks_per_replica * (config.dp_size or 1))
     assert len({measured.loss for measured in found}) == 1
-    # In evaluation every rank reports its own rows.
-    judged = judge(Measurement(**{**vars(found[0]), "eval_loss": reference.eval_loss}), reference)
-    return judged
+    return judge(found[0], reference)
 
 
 @pytest.fixture(scope="module")
@@ -249,6 +247,7 @@ def test_tensor_parallel(folder, family, head, layout):
     [
         *(("Llama", head) for head in ("single", "regression", "regressions", "multi", "tokens", "answers", "causal")),
         *(("GPT2", head) for head in ("single", "regression", "multi", "tokens", "answers", "lm")),
+        *(("Bert", head) for head in ("single", "regression", "multi", "tokens", "answers", "masked", "pretraining")),
     ],
 )
 def test_pipeline(folder, family, head):
@@ -258,7 +257,8 @@ def test_pipeline(folder, family, head):
 
 @pytest.mark.parametrize("layout", ["tp2+pp2", "pp2+dp2"])
 @pytest.mark.parametrize(
-    ("family", "head"), [("Llama", "single"), ("Llama", "tokens"), ("Llama", "answers"), ("GPT2", "tokens")]
+    ("family", "head"),
+    [("Llama", "single"), ("Llama", "tokens"), ("Llama", "answers"), ("GPT2", "tokens"), ("Bert", "masked")],
 )
 def test_pipeline_with_others(folder, family, head, layout):
     judged = errors(family, head, folder, layout)
@@ -291,16 +291,28 @@ def _mean_of_microbatches():
     loss.BatchLoss.mean = mean
 
 
-def _ends_by_the_number_of_starts():
+def _all_by_the_number_of_the_first():
     from hf_megatron import loss
 
     stock = loss.BatchLoss.divisor_of_share
 
     def divisor_of_share(self, name):
         stock(self, name)
-        return stock(self, name.replace("end_", "start_"))
+        return next(iter(self.share.targets.values()))
 
     loss.BatchLoss.divisor_of_share = divisor_of_share
+
+
+def _labels_are_shifted():
+    from hf_megatron import loss
+
+    stock = loss.BatchLoss.__init__
+
+    def init(self, mesh, shifts, *args):
+        stock(self, mesh, True, *args)
+        loss.BatchLoss._check = lambda self, terms, name: None
+
+    loss.BatchLoss.__init__ = init
 
 
 @pytest.mark.parametrize(
@@ -311,7 +323,10 @@ def _ends_by_the_number_of_starts():
         ("Llama", "regression", "dp2", _mean_of_means),
         ("Llama", "tokens", "pp2", _mean_of_microbatches),
         ("Llama", "answers", "pp2", _mean_of_microbatches),
-        ("Llama", "answers", "pp2", _ends_by_the_number_of_starts),
+        ("Llama", "answers", "pp2", _all_by_the_number_of_the_first),
+        ("Bert", "pretraining", "pp2", _all_by_the_number_of_the_first),
+        ("Bert", "masked", "pp2", _mean_of_microbatches),
+        ("Bert", "masked", "pp2", _labels_are_shifted),
     ],
 )
 def test_a_mean_of_means_is_found(folder, family, head, layout, fault):
