@@ -124,7 +124,8 @@ class BatchLoss(Shared):
         """
         if self.share is not None:
             self._check(terms, name)
-            return total / self.divisor_of_share(name)
+            # Labels that are no classes have no value that says that they do not count.
+            return (total if self._counts else total * 0) / self.divisor_of_share(name)
         self.terms += 1
         return self._mean(total, terms, at_least)
 
@@ -242,10 +243,10 @@ class BatchLoss(Shared):
     ) -> tuple[dict[str, Any], Any]:
         """Returns what the sums of a batch's losses are divided by: its targets, by name, and its rows, scalars.
 
-        `over_ranks` counts those of all ranks that see parts of one batch, over the number of dp ranks. `given` is
-        what the caller has counted.
+        `over_ranks` counts those of all ranks that see parts of one batch, over the number of dp ranks, as evaluation
+        that takes them together does. `given` is what the caller has counted.
         """
-        divided = self.is_spread and (over_ranks or given is not None)
+        divided = self.is_spread and (over_ranks or self._together or given is not None)
         factor = self.mesh.dp_size if divided else 1
         known = {"labels": given / factor} if given is not None and self.divides_itself else {}
         names = losses_of(arguments)
@@ -254,6 +255,7 @@ class BatchLoss(Shared):
         terms = [self._terms(name, arguments).float() for name in names]
         counts = torch.stack([*terms, scalar(rows, terms[0].device).float()])
         if divided:
+            counts = counts if self._counts else counts * 0
             dist.all_reduce(counts, group=self.mesh.group("dp"))
         counts /= factor
         return dict(zip(names, counts, strict=False)) | known, counts[-1]

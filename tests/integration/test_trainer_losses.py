@@ -112,7 +112,7 @@ def test_a_penalty_on_weights(folder, layout):
     [
         *(("Llama", head, "tp2") for head in ("single", "tokens", "answers", "regression")),
         *(("Llama", head, "pp2") for head in ("single", "tokens", "answers", "regression")),
-        *(("Llama", head, "pp2+dp2") for head in ("tokens", "answers")),
+        *(("Llama", head, "pp2+dp2") for head in ("tokens", "answers", "regression")),
         ("GPT2", "tokens", "pp2+dp2"),
         ("Bert", "masked", "pp2"),
     ],
