@@ -24,12 +24,11 @@ _CONFIGS = {
     "Bert": lambda **changes: BertConfig(
         **_TEXT,
         hidden_size=32,
-        num_hidden_layers=2,
+        **{"num_hidden_layers": 2} | changes,
         num_attention_heads=2,
         intermediate_size=48,
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
-        **changes,
     ),
     "Llama": lambda **changes: LlamaConfig(
         **_TEXT,
@@ -369,6 +368,32 @@ def test_answers_of_a_pipeline(folder):
         assert len(found) == len(expected) == 3
         for own, other in zip(found, expected, strict=True):
             torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_a_table_inside_of_the_embedding_is_tied(tmp_path, schedule):
+    """The last stage, on the rank of the first or another one, holds one of several tables: it trains and is saved."""
+    torch.manual_seed(0)
+    stock = transformers.BertForPreTraining(_CONFIGS["Bert"](num_hidden_layers=4)).train()
+    stock.save_pretrained(tmp_path / "stock")
+    rows = batch("pretraining")
+    loss = stock(**rows).loss
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(stock.parameters(), 1e9)
+
+    def on_rank():
+        config = _layout("pp2", pipeline_schedule=schedule)
+        model = transformers.BertForPreTraining.from_pretrained(tmp_path / "stock", megatron_config=config).train()
+        found = model(**rows).loss
+        found.backward()
+        model.save_pretrained(tmp_path / "saved")
+        return found.item(), torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9).item(), model.num_parameters()
+
+    for found in run_ranks(on_rank, 2):
+        assert found == pytest.approx((loss.item(), norm.item(), stock.num_parameters()), rel=1e-5)
+    saved = transformers.BertForPreTraining.from_pretrained(tmp_path / "saved").state_dict()
+    assert saved.keys() == stock.state_dict().keys()
+    assert all(torch.equal(saved[name], weight) for name, weight in stock.state_dict().items())
 
 
 def test_targets_that_nobody_can_count_are_refused_before_the_schedule(folder):
