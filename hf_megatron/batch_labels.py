@@ -19,11 +19,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .auxiliary_loss import router_losses_of
+from .call_targets import LABELS, is_target, scalar
 from .errors import UnsupportedError
-from .loss import BatchLoss, scalar
+from .loss import BatchLoss
 from .parts import is_marked, is_of_checked_library
-
-_POSITIONS = ("start_positions", "end_positions")
 
 # Methods and functions whose result is labels again.
 _METHODS = (
@@ -76,9 +75,10 @@ _MEANS: Mapping[Callable[..., Tensor], Callable[[Mapping[str, Any]], Tensor]] = 
 
 
 class BatchLabels(Tensor):
-    """Labels of any shape that know what the losses of their batch are divided by."""
+    """Labels of any shape that know what the losses of their batch are divided by, and by which name."""
 
     batch: BatchLoss
+    argument: str
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -87,25 +87,27 @@ class BatchLabels(Tensor):
         given = [value for value in (*args, *kwargs.values()) if isinstance(value, cls)]
         args, kwargs = tuple(map(_plain, args)), {name: _plain(value) for name, value in kwargs.items()}
         if function in _MEANS and given:
-            return _mean(given[0].batch, function, args, kwargs)
+            return _mean(given[0], function, args, kwargs)
         result = function(*args, **kwargs)
-        return know_batch(result, given[0].batch) if given and function in _FOLLOWED else result
+        if not given or function not in _FOLLOWED:
+            return result
+        return know_batch(result, given[0].batch, given[0].argument)
 
 
-def know_batch(value: Any, batch: BatchLoss) -> Any:
-    """Makes labels of any shape know their batch, and those in a tuple."""
+def know_batch(value: Any, batch: BatchLoss, name: str = "labels") -> Any:
+    """Makes labels of any shape know their batch, and those in a tuple; `name` is that of the argument."""
     if isinstance(value, tuple | list):
-        return type(value)(know_batch(item, batch) for item in value)
+        return type(value)(know_batch(item, batch, name) for item in value)
     if type(value) is not Tensor:
         return value
     labels = value.as_subclass(BatchLabels)
-    labels.batch = batch
+    labels.batch, labels.argument = batch, "labels" if name in LABELS else name
     return labels
 
 
 def with_known_targets(arguments: Mapping[str, Any], batch: BatchLoss) -> dict[str, Any]:
     """Returns a call's arguments by name, with targets that know their batch."""
-    return {name: know_batch(value, batch) if is_target(name) else value for name, value in arguments.items()}
+    return {name: know_batch(value, batch, name) if is_target(name) else value for name, value in arguments.items()}
 
 
 def _plain(value: Any) -> Any:
@@ -119,7 +121,8 @@ def _signature(function: Callable) -> inspect.Signature:
     return inspect.signature(function)
 
 
-def _mean(batch: BatchLoss, function: Callable[..., Tensor], args: tuple, kwargs: dict[str, Any]) -> Tensor:
+def _mean(labels: BatchLabels, function: Callable[..., Tensor], args: tuple, kwargs: dict[str, Any]) -> Tensor:
+    batch = labels.batch
     bound = _signature(function).bind(*args, **kwargs)
     bound.apply_defaults()
     values = bound.arguments
@@ -139,7 +142,7 @@ def _mean(batch: BatchLoss, function: Callable[..., Tensor], args: tuple, kwargs
         values["input"] = values["input"].float()
     values["reduction"] = "sum"
     total = function(**values)
-    return batch.mean(total, terms)
+    return batch.mean(total, terms, name=labels.argument)
 
 
 class _PlainGradient(torch.autograd.Function):
@@ -191,7 +194,8 @@ class LossHooks:
         names = list(bound.arguments)[1:]
         args = (
             tuple(
-                know_batch(value, batch) if is_target(name) else value for name, value in zip(names, args, strict=False)
+                know_batch(value, batch, name) if is_target(name) else value
+                for name, value in zip(names, args, strict=False)
             )
             + args[len(names) :]
         )
@@ -232,11 +236,6 @@ def _require_known_loss(model: Any) -> None:
             "if all that it returns is the mean of one of torch's losses over the labels. Else call the model without "
             "labels and compute the loss from its outputs."
         )
-
-
-def is_target(name: str) -> bool:
-    """Tells whether an argument of a model says what it should have predicted, as Trainer finds them."""
-    return "label" in name or name in _POSITIONS
 
 
 def _loss(output: Any, takes_loss: bool) -> Tensor | None:

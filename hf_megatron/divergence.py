@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .call_targets import IGNORE_INDEX, next_tokens
 from .errors import ConfigError, UnsupportedError
 from .log_probs import Call, hooked_call, read_of_call
-from .loss import IGNORE_INDEX, next_tokens
 from .parallel_state import parallel_state
 from .tensor_parallel.local_parameters import local_view
 from .tensor_parallel.vocab_divergence import Teacher, divergences

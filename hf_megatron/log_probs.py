@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .loss import IGNORE_INDEX, next_tokens
+from .call_targets import IGNORE_INDEX, next_tokens
 from .parallel_state import laid_out_model, parallel_state
 from .tensor_parallel.sampling import PLAIN, Sampling
 from .tensor_parallel.vocab_log_probs import LOG_PROBS, deferring, token_scores

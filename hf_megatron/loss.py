@@ -20,53 +20,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
+from .call_targets import count_targets, count_terms, losses_of, scalar
 from .communication.averaged_gradients import average_over_ranks, mean_over_ranks, sum_over_ranks
 from .errors import UnsupportedError
 from .mesh import ParallelMesh
 from .patch_ledger import Shared
 from .upstream import check_soon
-
-IGNORE_INDEX = -100
-LABELS = ("labels", "shift_labels")
-
-
-def next_tokens(labels: Tensor, ignore_index: int = IGNORE_INDEX) -> Tensor:
-    """Shifts labels `[batch, sequence]` to what each position predicts; the last one predicts nothing."""
-    return F.pad(labels, (0, 1), value=ignore_index)[..., 1:].contiguous()
-
-
-def targets_of(labels: Tensor | None, shift_labels: Tensor | None, *, shifts: bool, ignore_index: int) -> Tensor:
-    """Returns what positions `[batch, sequence]` predict: labels shifted by the caller, by us, or not at all."""
-    if shift_labels is not None:
-        return shift_labels
-    assert labels is not None
-    return next_tokens(labels, ignore_index) if shifts else labels
-
-
-def has_labels(arguments: Mapping[str, Any]) -> bool:
-    """Tells whether a call of a model takes its loss."""
-    return any(arguments.get(name) is not None for name in LABELS)
-
-
-def without_targets(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Makes a batch count for nothing."""
-    targets = {name: arguments[name] for name in LABELS if arguments.get(name) is not None}
-    return dict(arguments) | {name: torch.full_like(value, IGNORE_INDEX) for name, value in targets.items()}
-
-
-def scalar(number: int, device: torch.device) -> Tensor:
-    """Makes a number on a device without a copy that would wait for it."""
-    return torch.full((), number, device=device)
-
-
-def count_targets(targets: Tensor, ignore_index: int = IGNORE_INDEX) -> Tensor:
-    """Counts targets of any shape, those to ignore left out; where they are no classes every entry is one."""
-    if targets.is_floating_point():
-        return scalar(targets.numel(), targets.device)
-    return (targets != ignore_index).sum()
 
 
 def _same(value: Any) -> Any:
@@ -78,16 +39,18 @@ class Share:
     """What the terms of one microbatch are divided by, so that those of all microbatches are the batch's mean.
 
     Attributes:
-        targets (scalar `Tensor` or number): for losses with a term per target.
+        targets (`Mapping`): for losses with a term per target, by the name of their targets: scalar `Tensor` or number.
         counts (`bool`): whether it is none that repeats another one for nothing.
         rows (scalar `Tensor` or number): for what has a term per row.
         arguments: the microbatch.
+        is_probe (`bool`): whether it has every label, so that a loss shows whether its class shifts them.
     """
 
-    targets: Tensor | float
+    targets: Mapping[str, Tensor | float]
     rows: Tensor | float
     arguments: Mapping[str, Any]
     counts: bool = True
+    is_probe: bool = False
 
 
 class BatchLoss(Shared):
@@ -95,8 +58,8 @@ class BatchLoss(Shared):
 
     Args:
         mesh (`ParallelMesh`): gives the ranks that see parts of one batch.
-        shifts (`bool`, *optional*): whether the model's targets are the next tokens; `None` where its class says
-            nothing of its targets.
+        shifts (`bool`, *optional*): whether the model's targets are the next tokens, as far as its class says;
+            `None` where nothing is known of its labels.
         divides_itself (`bool`): whether the loss follows `num_items_in_batch`.
         auxiliary (`str`): `MegatronConfig.auxiliary_loss`.
         z_loss (`float`): `MegatronConfig.router_z_loss`.
@@ -104,7 +67,7 @@ class BatchLoss(Shared):
     Attributes:
         counted (`bool`): whether the caller of the call under way has counted the targets of its batch.
         terms (`int`): losses that the call has taken so far, those of a pipeline's microbatches left out.
-        was_used (`bool`): whether the microbatch under way has taken a loss.
+        used (`set`): names of the targets that the microbatch under way has taken losses of.
         join_tokens (`Callable`): `[tokens, ...]` of this rank -> of all ranks that share the rows.
     """
 
@@ -114,7 +77,8 @@ class BatchLoss(Shared):
         self.mesh, self.shifts, self.divides_itself, self.auxiliary = mesh, shifts, divides_itself, auxiliary
         self.z_loss = z_loss
         self._of_step: Tensor | None = None
-        self.counted = self.was_used = self._together = False
+        self.counted = self._together = False
+        self.used: set[str] = set()
         self._counts = True
         self.terms = 0
         self.share: Share | None = None
@@ -153,15 +117,15 @@ class BatchLoss(Shared):
         finally:
             self._counts = True
 
-    def mean(self, total: Tensor, terms: Tensor, at_least: int = 0) -> Tensor:
+    def mean(self, total: Tensor, terms: Tensor, at_least: int = 0, name: str = "labels") -> Tensor:
         """Averages a loss over its batch: `total` is the sum of this rank's, `terms` their number, scalars both.
 
-        `at_least` is what fewer terms of all ranks count as.
+        `at_least` is what fewer terms of all ranks count as, `name` that of the targets.
         """
         if self.share is not None:
-            self._check(terms)
-            self.was_used = True
-            return total / self.share.targets
+            self._check(terms, name)
+            # Labels that are no classes have no value that says that they do not count.
+            return (total if self._counts else total * 0) / self.divisor_of_share(name)
         self.terms += 1
         return self._mean(total, terms, at_least)
 
@@ -235,54 +199,66 @@ class BatchLoss(Shared):
         # The loss of the call is divided by the ranks when it is complete.
         return num_items_in_batch / self.mesh.dp_size if self.over_ranks and self.counted else num_items_in_batch
 
-    def _check(self, terms: Tensor) -> None:
+    def divisor_of_share(self, name: str) -> Tensor | float:
+        """Returns what a sum over the microbatch's targets is divided by, and notes that it was asked for."""
+        assert self.share is not None
+        self.used.add(name)
+        return self.share.targets[name]
+
+    def _check(self, terms: Tensor, name: str) -> None:
         """Compares a microbatch's terms with the targets that its batch was counted by."""
         assert self.share is not None
-        expected = self._targets(self.share.arguments)
+        share = self.share
+        if name not in share.targets:
+            raise UnsupportedError(
+                f"A loss of {name}, which a pipeline cannot count. Compute the loss from the outputs."
+            )
+        expected = self._terms(name, share.arguments)
+        if share.is_probe and name == "labels" and terms != expected and self.shifts is not None:
+            # A class that writes its loss out says nowhere else whether it shifts its labels.
+            shifted = count_terms(name, share.arguments, shifts=not self.shifts)
+            self.shifts, expected = self.shifts ^ bool(terms == shifted), shifted
         check_soon(
             terms == expected.to(terms.device),
             lambda: UnsupportedError(
-                f"A loss with {int(terms)} terms where the labels have {int(expected)}: with a pipeline call the model "
+                f"A loss with {int(terms)} terms where the {name} have {int(expected)}: with a pipeline call the model "
                 "without labels and compute the loss from its logits."
             ),
         )
 
-    def _targets(self, arguments: Mapping[str, Any]) -> Tensor:
-        ignore_index = arguments.get("ignore_index", IGNORE_INDEX)
-        targets = targets_of(
-            arguments.get("labels"),
-            arguments.get("shift_labels"),
-            shifts=bool(self.shifts),
-            ignore_index=ignore_index,
-        )
-        return count_targets(targets, ignore_index)
+    def _terms(self, name: str, arguments: Mapping[str, Any]) -> Tensor:
+        return count_terms(name, arguments, shifts=bool(self.shifts))
 
     @contextmanager
     def over(self, share: Share | None) -> Iterator[None]:
-        """Has the losses inside divided by this, whatever the model calls them with; sets `was_used` if any is."""
-        self.was_used, self.share = False, share
+        """Has the losses inside divided by this, whatever the model calls them with; `used` names those that are."""
+        self.used, self.share = set(), share
         try:
             yield
         finally:
             self.share = None
 
-    def denominators(self, arguments: Mapping[str, Any], rows: int, given: Any, *, over_ranks: bool) -> list[Any]:
-        """Returns what the sums of a batch's losses are divided by: its targets and its rows, scalars.
+    def denominators(
+        self, arguments: Mapping[str, Any], rows: int, given: Any, *, over_ranks: bool
+    ) -> tuple[dict[str, Any], Any]:
+        """Returns what the sums of a batch's losses are divided by: its targets, by name, and its rows, scalars.
 
-        `over_ranks` counts those of all ranks that see parts of one batch, over the number of dp ranks. `given` is
-        what the caller has counted.
+        `over_ranks` counts those of all ranks that see parts of one batch, over the number of dp ranks, as evaluation
+        that takes them together does. `given` is what the caller has counted.
         """
-        divided = self.is_spread and (over_ranks or given is not None)
+        divided = self.is_spread and (over_ranks or self._together or given is not None)
         factor = self.mesh.dp_size if divided else 1
-        known = given is not None and self.divides_itself
-        if known and (not divided or self.auxiliary == "batch"):
-            return [given / factor, rows]
-        targets = self._targets(arguments).float()
-        counts = torch.stack([targets, scalar(rows, targets.device).float()])
+        known = {"labels": given / factor} if given is not None and self.divides_itself else {}
+        names = losses_of(arguments)
+        if len(known) == len(names) and (not divided or self.auxiliary == "batch"):
+            return known, rows
+        terms = [self._terms(name, arguments).float() for name in names]
+        counts = torch.stack([*terms, scalar(rows, terms[0].device).float()])
         if divided:
+            counts = counts if self._counts else counts * 0
             dist.all_reduce(counts, group=self.mesh.group("dp"))
         counts /= factor
-        return [given / factor if known else counts[0], counts[1]]
+        return dict(zip(names, counts, strict=False)) | known, counts[-1]
 
     def row_denominator(self, rows: int) -> Any:
         """Returns the rows of the whole batch over the number of dp ranks, where something is divided by them."""

@@ -10,8 +10,9 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from .call_targets import IGNORE_INDEX, targets_of
 from .errors import UnsupportedError
-from .loss import IGNORE_INDEX, BatchLoss, targets_of
+from .loss import BatchLoss
 from .patch_ledger import Shared
 from .upstream import leave_uncompiled, loss_functions, loss_of_type, token_loss_functions, uses_loss_function
 
@@ -34,7 +35,7 @@ class TokenLoss(Shared):
     def __init__(self, original: Callable[..., Tensor], batch: BatchLoss):
         functools.update_wrapper(self, original)
         self.original, self.batch = original, batch
-        self.shifts = bool(batch.shifts)
+        self.shifts = token_loss_functions()[original]
 
     def __call__(
         self,
@@ -59,8 +60,7 @@ class TokenLoss(Shared):
             # Nothing else of the call concerns the loss: transformers ignores `label_smoothing`, for one.
             kernel = functools.partial(logits.cross_entropy, targets, ignore_index=ignore_index)
         if batch.share is not None:
-            batch.was_used = True
-            return kernel(num_items_in_batch=batch.share.targets)
+            return kernel(num_items_in_batch=batch.divisor_of_share("labels"))
         if num_items_in_batch is not None:
             return kernel(num_items_in_batch=batch.given(num_items_in_batch))
         if not batch.over_ranks:
@@ -78,6 +78,9 @@ def install_loss(model: Any, state: Any) -> BatchLoss:
     shifts = loss_functions().get(kind)
     is_token_loss = kind in token_loss_functions()
     config, divides_itself = state.config, is_token_loss and uses_loss_function(model)
+    if shifts and not uses_loss_function(model):
+        # What stands for its loss says nothing of one that is written out: a pipeline's rehearsal will tell.
+        shifts = False
     batch = BatchLoss(state.mesh, shifts, divides_itself, config.auxiliary_loss, config.router_z_loss)
     if is_token_loss:
         state.patches.replace(model, "loss_function", TokenLoss(kind, batch))

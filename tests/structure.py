@@ -53,6 +53,7 @@ ORDER = (
     ("axes",),
     ("instance_patches", "patch_ledger"),
     ("layer_list", "expert_modules"),
+    ("call_targets",),
     ("media",),
     ("spec", "patterns", "config", "parts"),
     ("files",),

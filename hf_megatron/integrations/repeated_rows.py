@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers.trainer_pt_utils import find_batch_size
 
+from ..call_targets import LABELS, without_targets
 from ..communication.whole_tensors import whole_of
-from ..loss import LABELS, without_targets
 from ..parallel_state import ParallelState, parallel_state
 from .accelerate_gathering import EvaluationLoss, gather_evaluated
 from .batch_shards import last_rows, read_ahead

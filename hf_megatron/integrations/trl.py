@@ -16,10 +16,11 @@ import torch
 import torch.distributed as dist
 
 from ..absent_weights import own_state_dict
+from ..call_targets import IGNORE_INDEX, count_targets, next_tokens
 from ..config import MegatronConfig, validate_world_size
 from ..errors import UnsupportedError
 from ..log_probs import scores_of_call
-from ..loss import IGNORE_INDEX, BatchLoss, count_targets, next_tokens
+from ..loss import BatchLoss
 from ..parallel_state import parallel_state
 from ..patch_ledger import LEDGER
 from ..tensor_parallel.sampling import PLAIN, Sampling

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..call_targets import IGNORE_INDEX, next_tokens
 from ..divergence import divergences_of_calls
 from ..log_probs import hooked_call
-from ..loss import IGNORE_INDEX, next_tokens
 from ..parallel_state import parallel_state
 from .trl import layout_of_policy
 

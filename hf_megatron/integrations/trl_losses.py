@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..loss import IGNORE_INDEX, scalar
+from ..call_targets import IGNORE_INDEX, scalar
 from ..parallel_state import ParallelState, parallel_state
 from .trl import data_parallel_size
 from .trl_refusals import OVER_THE_BATCH

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
+from ..call_targets import LABELS
 from ..errors import UnsupportedError
-from ..loss import LABELS
 from ..parallel_state import parallel_state
 from .batch_shards import is_filled_up, rows_of_all_ranks, shard_of
 from .whole_batches import first_batch, pad_for_evaluation, pad_for_training

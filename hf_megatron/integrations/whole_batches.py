@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 from transformers.trainer_utils import RemoveColumnsCollator
 
-from ..loss import without_targets
+from ..call_targets import without_targets
 from ..parallel_state import parallel_state
 from .batch_shards import rows_of_all_ranks, shard_of
 

@@ -5,15 +5,14 @@ from typing import Any
 
 from torch import Tensor
 
-from ..batch_labels import is_target
+from ..call_targets import IGNORE_INDEX, LABELS, OF_SENTENCES, POSITIONS, is_target, losses_of
 from ..communication.agreement import gather
 from ..errors import ConfigError, UnsupportedError
-from ..loss import IGNORE_INDEX, has_labels
 from ..parallel_state import ParallelState
 from ..patch_ledger import Shared
 from ..tensor_parallel.vocabulary import require_tokens
 from ..token_loss import TokenLoss
-from ..upstream import loss_functions
+from ..upstream import loss_functions, uses_loss_function
 from .cache import cache_name
 from .placeholder import PartElsewhere
 
@@ -23,7 +22,9 @@ class CallChecks(Shared):
 
     def __init__(self, model: Any, state: ParallelState, *, mixes_documents: bool):
         self.model, self.auxiliary_loss = model, state.config.auxiliary_loss
-        self._knows_targets = state.loss.shifts is not None
+        known = (*POSITIONS, *OF_SENTENCES)
+        self._known_targets = known if state.loss.shifts is None else (*LABELS, *known)
+        self._takes_token_loss = isinstance(model.loss_function, TokenLoss) and uses_loss_function(model)
         self._tokens, self._classes = _tokens(model, state), _classes(model)
         # Where rows say nothing of the next token, targets join them too.
         self._mixes_documents = mixes_documents or not state.loss.shifts
@@ -33,7 +34,7 @@ class CallChecks(Shared):
         ids, labels = arguments.get("input_ids"), arguments.get("labels")
         if ids is not None and self._tokens is not None:
             require_tokens(ids, self._tokens, "token id")
-        if labels is not None and isinstance(self.model.loss_function, TokenLoss):
+        if labels is not None and self._takes_token_loss and isinstance(self.model.loss_function, TokenLoss):
             tokens: Any = ids if ids is not None else arguments.get("inputs_embeds")
             kept = arguments.get("logits_to_keep")
             takes_all = kept is None or (isinstance(kept, int) and kept == 0)
@@ -47,11 +48,19 @@ class CallChecks(Shared):
 
     def require_known_loss(self, arguments: Mapping[str, Any]) -> None:
         """Raises for targets that a pipeline cannot count."""
-        others = [name for name, value in arguments.items() if isinstance(value, Tensor) and is_target(name)]
-        if others and not (self._knows_targets and has_labels(arguments)):
+        given = [name for name, value in arguments.items() if isinstance(value, Tensor) and is_target(name)]
+        others = [name for name in given if name not in self._known_targets]
+        if others:
             raise UnsupportedError(
-                f"{type(self.model).__name__} with {', '.join(others)}: a pipeline knows losses of `labels` alone, "
-                "that are a mean over tokens or rows. Call it without and compute the loss from its logits."
+                f"{type(self.model).__name__} with {', '.join(others)}: a pipeline knows losses of "
+                f"{', '.join(self._known_targets)}, that are a mean over tokens or rows. Call it without and compute "
+                "the loss from its logits."
+            )
+        losses = losses_of(arguments)
+        if arguments.get("num_items_in_batch") is not None and losses and losses != ("labels",):
+            raise UnsupportedError(
+                f"{type(self.model).__name__} with num_items_in_batch and {', '.join(losses)}: one number for losses "
+                "that have numbers of terms of their own. Leave it out."
             )
 
     def require_one_stage_each(self, arguments: Mapping[str, Any], *, fills_cache: bool) -> None:

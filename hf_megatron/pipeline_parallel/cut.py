@@ -29,6 +29,8 @@ from .stage_parts import (
     ForeignOutput,
     StagedInput,
     StagedLayer,
+    has_several_tables,
+    hold_part,
     layer_indices,
     output_width,
 )
@@ -204,7 +206,7 @@ def cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> Cut:
     holds_first, holds_last = 0 in owned, len(stages.ranges) - 1 in owned
     before, after = find_around(model, name, spec)
     tied = find_tied(model, before, after)
-    if inside := [source for source in tied.values() if source.rpartition(".")[0] not in before]:
+    if inside := [source for target, source in tied.items() if not _can_be_held(model, target, source, before)]:
         raise UnsupportedError(
             f"MegatronConfig.pp_size = {config.pp_size}: the head of {type(model).__name__} is tied to {inside[0]}, a "
             "part of what comes before the layers, which only the first stage has. Load it with pp_size=1, or with "
@@ -222,9 +224,13 @@ def cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> Cut:
         if holds_first and module_name in towers:
             # Later stages on this rank get no images.
             continue
-        needed_by_head = holds_last and any(source.rpartition(".")[0] == module_name for source in tied.values())
+        needed_by_head = [name for name in tied.values() if holds_last and name.startswith(f"{module_name}.")]
         if holds_first or needed_by_head:
             width = output_width(module)
+            if not holds_first:
+                part, *rest = needed_by_head[0].removeprefix(f"{module_name}.").split(".")
+                if rest:
+                    hold_part(module, part, module_name, _place(stages, 0), boundary)
             stand_around(module, StagedInput, _stage_boundary=boundary, _name=module_name, _width=width)
         else:
             _replace(model, module_name, ForeignInput(module_name, module, _place(stages, 0), boundary))
@@ -259,6 +265,20 @@ def _require_features_on_first_stage(model: Any, stages: Stages) -> None:
             f"The first pipeline stage has {first} layers: {type(model).__name__} adds features of images behind each "
             f"of the first {count}. Set pipeline_partition to numbers of layers that begin with {count + 1} or more."
         )
+
+
+def _can_be_held(model: nn.Module, target: str, source: str, before: list[str]) -> bool:
+    """Tells whether the last stage can hold a weight before the layers for its head: of a module, or of a table in it.
+
+    A weight is known by its first name, which has to be the same on both ends.
+    """
+    table = source.rpartition(".")[0]
+    embeddings = table.rpartition(".")[0]
+    if table in before or embeddings not in before:
+        return table in before
+    names = [name for name, _ in model.named_modules()]
+    comes_first = names.index(table) < names.index(target.rpartition(".")[0])
+    return comes_first and has_several_tables(model.get_submodule(embeddings))
 
 
 def _place(stages: Stages, stage: int) -> str:

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..call_targets import losses_of
 from ..data_parallel.engine import DataParallel
 from ..errors import UnsupportedError
 from ..inference_mode import left_inference_mode
-from ..loss import has_labels
 from ..parallel_state import ParallelState
 from ..upstream import ties_embeddings
 from .cut import Cut
@@ -83,7 +83,7 @@ class Pipeline(StageRunner):
         if self.read is not None:
             return values_of(self, arguments, self.read)
         self.checks.require_known_loss(arguments)
-        trains = torch.is_grad_enabled() and has_labels(arguments) and self.model.training
+        trains = torch.is_grad_enabled() and bool(losses_of(arguments)) and self.model.training
         output = run_schedule(self, arguments) if trains else run_forwards(self, arguments)
         wants_dict = self.model.config.return_dict if return_dict is None else return_dict
         return output if wants_dict else output.to_tuple()

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..call_targets import losses_of
 from ..errors import ConfigError
-from ..loss import has_labels
 from ..upstream import at_end_of_backward, finishing_itself, keeps_graph
 from .cache import StagedCache, new_inputs
 from .executor import Execution
@@ -23,23 +23,27 @@ from .trained_inputs import TrainedInputs
 
 def run_forwards(runner: StageRunner, arguments: dict[str, Any]) -> PipelineOutput:
     """Runs forwards, whose graphs are kept if gradients are wanted."""
-    labels, stages = has_labels(arguments), runner.boundary.stages
+    labels, stages = losses_of(arguments), runner.boundary.stages
     cache = StagedCache.of_call(runner.model, arguments, runner.signature.parameters, stages, runner.mesh.pp_rank)
-    rows = batch_rows(arguments)
+    rows, takes_logits = batch_rows(arguments), runner.wants_logits or not labels
     counted = runner.mesh.dp_size if arguments.get("num_items_in_batch") is not None else 1
 
     def read(output: Any, part: slice) -> tuple[Tensor, ...]:
-        share, values = (part.stop - part.start) / rows, []
-        if runner.wants_logits or not labels:
-            values.append(logits_of(output, runner.model))
+        share = (part.stop - part.start) / rows
+        values: list[Tensor] = []
+        if takes_logits:
+            logits = logits_of(output, runner.model)
+            runner.rehearsal.require_same(tuple(logits))
+            values += logits.values()
         if labels:
-            values.append(loss_of(output, runner.model, runner.loss) * (share / counted))
+            values.append(loss_of(output, runner.model, runner.loss, arguments) * (share / counted))
         if labels and output.get("aux_loss") is not None:
             values.append(output["aux_loss"] * share)
         return tuple(values)
 
     values = list(values_of(runner, arguments, read, cache))
-    found: dict[str, Any] = {"logits": values.pop(0)} if runner.wants_logits or not labels else {}
+    names = runner.rehearsal.logits if takes_logits else ()
+    found: dict[str, Any] = {name: values.pop(0) for name in names}
     # Only the last stage knows whether the model has an auxiliary loss.
     found |= zip(("loss", "aux_loss"), values, strict=False)
     if cache is not None:

@@ -1,6 +1,6 @@
 """What a pipelined model returns, and the autograd nodes behind it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers.utils import ModelOutput
 
 from ..absent_value import AbsentValue
+from ..call_targets import losses_of
 from ..errors import UnsupportedError
 from ..loss import BatchLoss
 from ..upstream import is_reached
@@ -18,17 +19,30 @@ from ..upstream import is_reached
 class PipelineOutput(ModelOutput):
     """What a pipelined model returns, the same on every rank.
 
+    Logits are not there in training with labels.
+
     Args:
         loss (`Tensor`, *optional*): a scalar.
         aux_loss (`Tensor`, *optional*): a scalar, the mean over microbatches.
-        logits (`Tensor`, *optional*): `[batch, sequence, vocab]`; not there in training with labels.
+        logits (`Tensor`, *optional*): `[batch, sequence, vocab]`, or `[batch, classes]`.
+        start_logits (`Tensor`, *optional*), end_logits (`Tensor`, *optional*): `[batch, sequence]`.
+        prediction_logits (`Tensor`, *optional*): `[batch, sequence, vocab]`.
+        seq_relationship_logits (`Tensor`, *optional*): `[batch, 2]`.
         past_key_values (`Cache`, *optional*): with the keys and values of this rank's layers.
     """
 
     loss: Tensor | None = None
     aux_loss: Tensor | None = None
     logits: Any = None
+    start_logits: Any = None
+    end_logits: Any = None
+    prediction_logits: Any = None
+    seq_relationship_logits: Any = None
     past_key_values: Any = None
+
+
+# Fields with a row per sample, in the order of classes' own outputs.
+LOGITS = ("logits", "start_logits", "end_logits", "prediction_logits", "seq_relationship_logits")
 
 
 class AbsentLogits(AbsentValue):
@@ -119,21 +133,24 @@ def reported(name: str, value: Tensor) -> Tensor:
     return ReportedPart.apply(torch.zeros(0, requires_grad=True), name, value)
 
 
-def loss_of(output: Any, model: Any, loss: BatchLoss) -> Tensor:
-    """Reads the loss, a scalar, of what the last stage returned."""
-    if not loss.was_used:
+def loss_of(output: Any, model: Any, loss: BatchLoss, arguments: Mapping[str, Any]) -> Tensor:
+    """Reads the loss, a scalar, of what the last stage returned for a microbatch's arguments."""
+    names = losses_of(arguments)
+    if unknown := [name for name in names if name not in loss.used]:
         raise UnsupportedError(
-            f"{type(model).__name__} computes its loss itself, each microbatch's by its own targets; with a "
-            "pipeline call it without labels and compute the loss from its logits."
+            f"{type(model).__name__} computes its loss of {', '.join(unknown)} itself, each microbatch's by its own "
+            "targets; with a pipeline call it without labels and compute the loss from its logits."
         )
+    if not isinstance(output.get("loss"), Tensor):
+        raise UnsupportedError(f"{type(model).__name__} returns no loss of {', '.join(names)} alone.")
     return output["loss"]
 
 
-def logits_of(output: Any, model: Any) -> Tensor:
-    """Reads the logits, `[rows, ...]`, of what the last stage returned."""
-    if output.get("logits") is None:
+def logits_of(output: Any, model: Any) -> dict[str, Tensor]:
+    """Reads the logits, `[rows, ...]` each, of what the last stage returned, by the names of `LOGITS`."""
+    found = {name: output[name] for name in LOGITS if output.get(name) is not None}
+    if not found:
         raise UnsupportedError(
             f"{type(model).__name__} returns no logits; a pipeline hands out logits and losses only."
         )
-    logits = output["logits"]
-    return logits if isinstance(logits, Tensor) else logits.gather(warn=False)
+    return {name: value if isinstance(value, Tensor) else value.gather(warn=False) for name, value in found.items()}

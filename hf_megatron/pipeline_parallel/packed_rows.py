@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..call_targets import IGNORE_INDEX
 from ..known_rows import POSITIONS, where_positions_begin
-from ..loss import IGNORE_INDEX
 from .microbatches import batch_rows
 
 _TOKENS = 1

@@ -12,15 +12,16 @@ import torch
 import torch.distributed as dist
 
 from ..batch_labels import with_known_targets
+from ..call_targets import losses_of, with_every_label
 from ..data_parallel.fully_sharded import reshard
 from ..errors import MegatronError, UnsupportedError
-from ..loss import Share, has_labels
+from ..loss import Share
 from ..media import without_pixels
 from ..parallel_state import ParallelState
 from ..patch_ledger import Shared
 from .autocast import quiet_autocast
 from .cut import Cut
-from .outputs import logits_of, loss_of
+from .outputs import LOGITS, logits_of, loss_of
 
 
 class Rehearsal(Shared):
@@ -28,6 +29,9 @@ class Rehearsal(Shared):
 
     Args:
         forward (`Callable`): the model's own.
+
+    Attributes:
+        logits: names of what the last stage returns `[rows, ...]`.
     """
 
     def __init__(self, model: Any, state: ParallelState, cut: Cut, forward: Callable[..., Any]):
@@ -36,6 +40,7 @@ class Rehearsal(Shared):
         self._ranks, self._in_lockstep = state.config.pp_size, state.in_lockstep
         self._shards_weights = state.shards_weights
         self._done: set[Hashable] = set()
+        self.logits: tuple[str, ...] = ("logits",)
 
     def of_call(self, arguments: dict[str, Any], *, is_read: bool) -> None:
         """Runs this rank's stages without their layers, and raises on every rank what any of them found.
@@ -46,12 +51,13 @@ class Rehearsal(Shared):
         """
         names = frozenset(name for name, value in arguments.items() if value is not None)
         # Where dp ranks wait for each other in a forward, all of them do it in the same call.
-        kind = (self.model.training, has_labels(arguments), is_read, None if self._in_lockstep else names)
+        kind = (self.model.training, losses_of(arguments), is_read, None if self._in_lockstep else names)
         if kind in self._done:
             return
         found: MegatronError | None = None
+        logits: tuple[str, ...] | None = None
         try:
-            self._run_without_layers(arguments, is_read=is_read)
+            logits = self._run_without_layers(arguments, is_read=is_read)
         except (AttributeError, TypeError) as error:
             found = UnsupportedError(f"Parts of it were not found where the pipeline is cut ({error}).")
             found.__cause__ = error
@@ -60,31 +66,45 @@ class Rehearsal(Shared):
         except Exception:  # noqa: BLE001
             # What a batch does wrong shows in the schedule as in one process, by the same exception.
             found = None
-        verdicts: list[str | None] = [None] * self._ranks
-        dist.all_gather_object(verdicts, None if found is None else str(found), group=self.mesh.pp_group)
-        for rank, verdict in enumerate(verdicts):
+        of_ranks: list[Any] = [None] * self._ranks
+        dist.all_gather_object(of_ranks, (None if found is None else str(found), logits), group=self.mesh.pp_group)
+        for rank, (verdict, _) in enumerate(of_ranks):
             if verdict is not None:
                 raise UnsupportedError(
                     f"{type(self.model).__name__} on pp rank {rank}: {verdict} Nothing has been computed yet."
                 ) from (found if rank == self.mesh.pp_rank else None)
+        self.logits = next((names for _, names in of_ranks if names), self.logits)
         self._done.add(kind)
 
+    def require_same(self, logits: tuple[str, ...]) -> None:
+        """Raises `UnsupportedError` where the last stage returns others than the ranks before it know of."""
+        if logits != self.logits:
+            raise UnsupportedError(
+                f"{type(self.model).__name__} returns {', '.join(logits)}, and {', '.join(self.logits)} are expected "
+                "of the last stage. Call it without a cache first, or load it with pp_size=1."
+            )
+
     @torch.no_grad()
-    def _run_without_layers(self, arguments: dict[str, Any], *, is_read: bool) -> None:
-        part = with_known_targets(arguments, self.loss)
+    def _run_without_layers(self, arguments: dict[str, Any], *, is_read: bool) -> tuple[str, ...] | None:
+        """Returns the names of the logits on the rank of the last stage, as far as it has any."""
+        plain = with_every_label(arguments)
+        part = with_known_targets(plain, self.loss)
+        names: tuple[str, ...] | None = None
         if "output_router_logits" in self._parameters:
             # Layers record them.
             part["output_router_logits"] = False
         devices = [self.mesh.device] if self.mesh.device.type == "cuda" else []
         with torch.random.fork_rng(devices), quiet_autocast(), self.cut.boundary.rehearsing():
             for stage in self.cut.boundary.stages.of_rank(self.mesh.pp_rank):
-                with self.loss.over(Share(1.0, 1.0, part)):
+                with self.loss.over(Share(dict.fromkeys(losses_of(plain), 1.0), 1.0, plain, is_probe=True)):
                     seen = without_pixels(part) if stage else part
                     output = self.cut.boundary.run(stage, None, functools.partial(self._forward, **seen))
                     if stage == len(self.cut.boundary.stages.ranges) - 1 and not is_read:
-                        if has_labels(arguments):
-                            loss_of(output, self.model, self.loss)
+                        if losses_of(arguments):
+                            loss_of(output, self.model, self.loss, arguments)
+                            names = tuple(name for name in LOGITS if output.get(name) is not None)
                         else:
-                            logits_of(output, self.model)
+                            names = tuple(logits_of(output, self.model))
         if self._shards_weights:
             reshard(self.cut.ends(self.model))
+        return names

@@ -10,6 +10,8 @@ from ..errors import PlanError
 from .boundary import StageBoundary
 from .placeholder import Placeholder
 
+_TOKENS = ("input_ids", "inputs_embeds")
+
 
 class StagedLayer:
     """Mixin of a layer that this rank owns; it stands around hooks, gradient checkpointing and compilation."""
@@ -52,6 +54,13 @@ def layer_indices(module: nn.Module) -> list[int]:
     return [index for part in module.children() for index in layer_indices(part)]
 
 
+def hold_part(module: nn.Module, kept: str, name: str, place: str, boundary: StageBoundary) -> None:
+    """Leaves of a module before the layers the part that the head is tied to; the rest lies elsewhere."""
+    for part, child in list(module.named_children()):
+        if part != kept:
+            setattr(module, part, ForeignInput(f"{name}.{part}", child, place, boundary))
+
+
 class ForeignInput(Placeholder):
     """Stands where a module before the layers is on later stages: zeros `[batch, sequence, hidden]`, or its input."""
 
@@ -63,10 +72,9 @@ class ForeignInput(Placeholder):
     def standing_for(self, module: nn.Module) -> "ForeignInput":
         return ForeignInput(self._name, module, self._place, self._stage_boundary)
 
-    def forward(self, x: Tensor, *args: Any, position_ids: Tensor | None = None, **kwargs: Any) -> Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         _require_before_layers(self._name, self._stage_boundary)
-        # Learned positions take the mask of the whole past first.
-        found = _nothing(x if position_ids is None else position_ids, self._width, self.get_buffer("_follower").dtype)
+        found = _nothing(_embedded(self._name, args, kwargs), self._width, self.get_buffer("_follower").dtype)
         if self._stage_boundary.is_running:
             return found
         # A loop's own call, of which the next pipelined call reads the first stage's values only.
@@ -83,13 +91,24 @@ class StagedInput:
     _name: str
     _width: int | None
 
-    def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         if self._stage_boundary.stage == 0:
-            return super().__call__(x, *args, **kwargs)  # type: ignore[misc]
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
         _require_before_layers(self._name, self._stage_boundary)
         dtype = next(self.parameters()).dtype  # type: ignore[attr-defined]
+        return _nothing(_embedded(self._name, args, kwargs), self._width, dtype)
+
+
+def _embedded(name: str, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+    """Finds what a module before the layers embeds: `[batch, sequence]` or `[batch, sequence, x]`."""
+    if args:
+        # Learned positions take the mask of the whole past first.
         positions = kwargs.get("position_ids")
-        return _nothing(x if positions is None else positions, self._width, dtype)
+        return args[0] if positions is None else positions
+    found = next((kwargs[given] for given in _TOKENS if kwargs.get(given) is not None), None)
+    if found is None:
+        raise PlanError(f"{name} is called with {', '.join(kwargs)}, of which no stage behind it can tell its shape.")
+    return found
 
 
 def _nothing(x: Tensor, width: int | None, dtype: torch.dtype) -> Tensor:
@@ -127,8 +146,23 @@ def _require_before_layers(name: str, boundary: StageBoundary) -> None:
         )
 
 
+def _tables(module: nn.Module) -> list[nn.Embedding]:
+    return [child for child in module.children() if isinstance(child, nn.Embedding)]
+
+
+def has_several_tables(module: nn.Module) -> bool:
+    """Tells whether a module before the layers adds up embeddings, as BERT's does."""
+    return len(_tables(module)) > 1
+
+
 def output_width(module: nn.Module) -> int | None:
-    """Returns the last dim of what an embedding or a linear makes; `None` for what keeps its input's."""
+    """Returns the last dim of what an embedding or a linear makes; `None` for what keeps its input's.
+
+    A module of several embeddings adds them up: BERT's.
+    """
     if isinstance(module, nn.Embedding):
         return module.embedding_dim
+    if has_several_tables(module):
+        widths = {table.embedding_dim for table in _tables(module)}
+        return widths.pop() if len(widths) == 1 else None
     return module.out_features if isinstance(module, nn.Linear) else None

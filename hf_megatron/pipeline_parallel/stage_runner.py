@@ -11,13 +11,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..batch_labels import with_known_targets
+from ..call_targets import losses_of, without_targets
 from ..communication.random_streams import MicrobatchStreams
 from ..data_parallel.engine import DataParallel
 from ..data_parallel.fully_sharded import reshard
 from ..data_parallel.gradient_store import GradientStore
 from ..errors import UnsupportedError
 from ..known_rows import POSITIONS, KnownRows
-from ..loss import Share, has_labels, without_targets
+from ..loss import Share
 from ..media import without_pixels
 from ..memory.training_cache import leave_out
 from ..parallel_state import ParallelState
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
 # Microbatches per stage unless the user says otherwise: a bubble of a fifth at most in 1F1B.
 _PER_RANK = 4
 _TIED_TAG = 0
+# What the sums of a batch's losses are divided by: its targets, by name, and its rows.
+Denominators = tuple[dict[str, Any], Any]
 # What a kind says of every microbatch.
 _KIND = 2
 # `torch.amp.GradScaler`'s default. Unscaled, most fp16 gradients would be zero before anything can be multiplied.
@@ -94,7 +97,7 @@ class StageRunner(Shared):
 
     def prepare(
         self, arguments: dict[str, Any], *, for_backward: bool, whole: bool = False
-    ) -> tuple[list[dict[str, Any]], list[float], list[Any] | None]:
+    ) -> tuple[list[dict[str, Any]], list[float], Denominators | None]:
         """Makes microbatches, their shares of the rows, and the denominators of the batch's loss."""
         self.checks.require_one_stage_each(arguments, fills_cache=whole)
         self.cut.require_order(self.model)
@@ -107,7 +110,8 @@ class StageRunner(Shared):
         at_most = min(units, self.microbatches_at_most())
         if self._in_lockstep or self.checks.counts_over_ranks(arguments):
             at_most = self._same_on_dp_ranks(at_most)
-        takes_loss = self.read is not None or has_labels(arguments)
+        losses = losses_of(arguments)
+        takes_loss = self.read is not None or bool(losses)
         if whole or (not for_backward and self.checks.has_batch_statistics(arguments)):
             count = 1
         elif for_backward:
@@ -118,11 +122,6 @@ class StageRunner(Shared):
             leave_out(self.model, arguments)
         if count > 1 and takes_loss:
             self.checks.refuse_batch_statistics(arguments)
-        denominators = None
-        if has_labels(arguments):
-            denominators = self.loss.denominators(arguments, rows, given, over_ranks=for_backward)
-        elif self.read is not None:
-            denominators = [1, self.loss.row_denominator(rows)]
         if packed is None:
             microbatches = split(arguments, min(count, rows), self.model.config)
             weights = [batch_rows(microbatch) / rows for microbatch in microbatches]
@@ -131,6 +130,12 @@ class StageRunner(Shared):
             weights = [count_tokens(microbatch) / packed.length for microbatch in microbatches]
         if not whole:
             self.rehearsal.of_call(microbatches[0], is_read=self.read is not None)
+        denominators: Denominators | None = None
+        if losses:
+            # Behind the rehearsal, which shows how a class counts its labels.
+            denominators = self.loss.denominators(arguments, rows, given, over_ranks=for_backward)
+        elif self.read is not None:
+            denominators = {"labels": 1}, self.loss.row_denominator(rows)
         missing = count - len(microbatches)
         shortest = without_targets(microbatches[min(range(len(weights)), key=weights.__getitem__)])
         return microbatches + [shortest] * missing, weights + [0.0] * missing, denominators
@@ -157,7 +162,7 @@ class StageRunner(Shared):
         self,
         microbatches: list[dict[str, Any]],
         weights: list[float],
-        denominators: list[Any] | None,
+        denominators: Denominators | None,
         read: Callable[[int, Any], tuple[Tensor, ...]],
         cache: StagedCache | None = None,
     ) -> Execution:
@@ -174,7 +179,9 @@ class StageRunner(Shared):
             seen = {} if cache is None else {cache.name: cache.seen_by(self.boundary.stage)}
             share = None
             if denominators is not None:
-                targets, rows = (value * (weights[number] or 1.0) for value in denominators)
+                weight = weights[number] or 1.0
+                targets, rows = denominators
+                targets, rows = {name: value * weight for name, value in targets.items()}, rows * weight
                 share = Share(targets, rows, microbatches[number], weights[number] > 0)
             arguments = microbatches[number] | seen
             if self.boundary.stage != 0:

@@ -32,7 +32,7 @@ def run_schedule(runner: StageRunner, arguments: dict[str, Any]) -> PipelineOutp
     counted = runner.mesh.dp_size if is_counted else 1
 
     def read(number: int, output: Any) -> tuple[Tensor, ...]:
-        loss = loss_of(output, runner.model, runner.loss) * (weights[number] / counted)
+        loss = loss_of(output, runner.model, runner.loss, microbatches[number]) * (weights[number] / counted)
         losses[0] += loss.detach().float()
         if (aux_loss := output.get("aux_loss")) is not None:
             losses[1] += aux_loss.detach().float() * weights[number]
@@ -86,4 +86,5 @@ def run_schedule(runner: StageRunner, arguments: dict[str, Any]) -> PipelineOutp
     aux_loss = None
     if runner.has_auxiliary_loss(losses[2], execution.kinds[0][:2]):
         aux_loss = reported("aux_loss", losses[1])
-    return PipelineOutput(loss=loss, aux_loss=aux_loss, logits=AbsentLogits())
+    absent = {name: AbsentLogits() for name in runner.rehearsal.logits}
+    return PipelineOutput(loss=loss, aux_loss=aux_loss, **absent)

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..call_targets import IGNORE_INDEX
 from ..communication.collectives import copy_to_ranks, refuse_second_derivatives
 from ..data_parallel.edited_weights import Contents
 from ..errors import ConfigError
-from ..loss import IGNORE_INDEX
 from ..upstream import check_soon, keeps_graph, runs_behind
 from .vocabulary import require_tokens
 

@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..batch_labels import BatchLabels
+from ..call_targets import IGNORE_INDEX, count_targets
 from ..communication.collectives import bounds, copy_to_ranks, gather_from_ranks
 from ..data_parallel.graph_edges import LateOutput
 from ..data_parallel.sharded_guards import is_sharded
 from ..errors import UnsupportedError
-from ..loss import IGNORE_INDEX, count_targets
 from ..patch_ledger import Shared
 from .cross_entropy import CrossEntropyOptions, linear_cross_entropy
 from .linear import ColumnParallelLinear

@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..call_targets import IGNORE_INDEX
 from ..communication.collectives import copy_to_ranks, refuse_second_derivatives
 from ..errors import ConfigError
-from ..loss import IGNORE_INDEX
 from .head_gradients import HeadGradients
 from .local_parameters import local_view
 from .logits import VocabParallelHead

@@ -14,9 +14,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..call_targets import IGNORE_INDEX
 from ..communication.collectives import copy_to_ranks, refuse_second_derivatives
 from ..errors import ConfigError, UnsupportedError
-from ..loss import IGNORE_INDEX
 from ..upstream import called_module
 from .head_gradients import HeadGradients
 from .local_parameters import local_view

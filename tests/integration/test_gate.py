@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
+from transformers import CONFIG_MAPPING, AutoModel, AutoModelForCausalLM
 
 from hf_megatron import MegatronConfig, UnsupportedError, UnverifiedLayoutError
 from hf_megatron.integrations import gate
@@ -96,7 +96,7 @@ def test_a_size_that_differed_is_refused_although_another_one_passed(monkeypatch
 def test_the_reason_of_a_refusal_comes_before_the_gate():
     def on_rank():
         with pytest.raises(UnsupportedError, match="cannot be cut"):
-            make("bert", PP2, {}, AutoModelForMaskedLM)
+            make("glm_moe_dsa", PP2, {})
 
     run_ranks(on_rank, 2)
 

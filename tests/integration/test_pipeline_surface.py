@@ -13,17 +13,15 @@ from safetensors.torch import save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     CONFIG_MAPPING,
-    BertConfig,
-    BertForMaskedLM,
+    AutoModelForCausalLM,
+    CamembertConfig,
+    CamembertForMaskedLM,
     DynamicCache,
     LlamaConfig,
-    LlamaForQuestionAnswering,
     LlamaForSequenceClassification,
     LlamaModel,
     ModernBertConfig,
     ModernBertForMaskedLM,
-    RobertaConfig,
-    RobertaForMaskedLM,
     RwkvConfig,
     RwkvForCausalLM,
 )
@@ -35,6 +33,7 @@ from hf_megatron.parallelize import parallel_state
 from hf_megatron.pipeline_parallel.microbatches import split
 from hf_megatron.verify.check import parse_layouts
 from hf_megatron.verify.ranks import run_ranks
+from hf_megatron.verify.twin import tiny_config
 from tests.shared_twins import make_twin
 
 
@@ -482,27 +481,14 @@ def test_loops_over_layers(monkeypatch, change, message):
     assert run_ranks(on_rank, 2) == [expected] * 2
 
 
-def test_question_answering_is_refused_by_name(tmp_path):
-    config = copy.deepcopy(twin_of().config)
-    LlamaForQuestionAnswering(config).save_pretrained(tmp_path)
-    ids, positions = twin_of().batches[0]["input_ids"], torch.zeros(4, dtype=torch.int64)
-
-    def on_rank():
-        layout = config_of("pp2")
-        model = LlamaForQuestionAnswering.from_pretrained(tmp_path, megatron_config=layout)
-        with pytest.raises(UnsupportedError, match="LlamaForQuestionAnswering"):
-            model(input_ids=ids, start_positions=positions, end_positions=positions)
-
-    run_ranks(on_rank, 2)
-
-
 TINY = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 32}
 
 
 @pytest.mark.parametrize(
     ("cls", "config", "message"),
     [
-        (RobertaForMaskedLM, RobertaConfig(**TINY, num_attention_heads=2), "the head of RobertaForMaskedLM is tied to"),
+        # Its head is defined before the table that it is tied to.
+        (CamembertForMaskedLM, CamembertConfig(**TINY, num_attention_heads=2), "the head of CamembertFor.* is tied to"),
         (ModernBertForMaskedLM, ModernBertConfig(**TINY, num_attention_heads=2, pad_token_id=0), "is tied to"),
         (RwkvForCausalLM, RwkvConfig(**TINY, attention_hidden_size=32, context_length=32), "unpacks several values"),
         (LlamaForSequenceClassification, LlamaConfig(**TINY, num_attention_heads=2, pad_token_id=0), None),
@@ -527,11 +513,10 @@ def test_types_are_refused_by_name(tmp_path, cls, config, message):
 
 
 def test_why_a_type_cannot_be_cut_comes_before_how_to_check_it(tmp_path):
-    config = BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, vocab_size=64)
-    BertForMaskedLM(config).save_pretrained(tmp_path)
+    AutoModelForCausalLM.from_config(tiny_config(CONFIG_MAPPING["glm_moe_dsa"]())).save_pretrained(tmp_path)
 
     def on_rank():
-        with pytest.raises(UnsupportedError, match="'bert' cannot be cut: its heads compute their losses"):
-            BertForMaskedLM.from_pretrained(tmp_path, megatron_config=MegatronConfig(pp_size=2))
+        with pytest.raises(UnsupportedError, match="'glm_moe_dsa' cannot be cut: layers read the token indices"):
+            AutoModelForCausalLM.from_pretrained(tmp_path, megatron_config=MegatronConfig(pp_size=2))
 
     run_ranks(on_rank, 2)

@@ -93,8 +93,7 @@ def folder(tmp_path_factory):
     ("family", "head"),
     [
         *(("Bert", head) for head in ("masked", "single", "tokens", "answers")),
-        ("Llama", "single"),
-        ("Llama", "tokens"),
+        *(("Llama", head) for head in ("single", "tokens", "answers", "regression")),
         ("T5", "seq2seq"),
     ],
 )
@@ -110,9 +109,15 @@ def test_a_penalty_on_weights(folder, layout):
 
 @pytest.mark.parametrize(
     ("family", "head", "layout"),
-    [("Llama", "single", "pp2"), ("Llama", "tokens", "pp2+dp2"), ("GPT2", "tokens", "pp2+dp2")],
+    [
+        *(("Llama", head, "tp2") for head in ("single", "tokens", "answers", "regression")),
+        *(("Llama", head, "pp2") for head in ("single", "tokens", "answers", "regression")),
+        *(("Llama", head, "pp2+dp2") for head in ("tokens", "answers", "regression")),
+        ("GPT2", "tokens", "pp2+dp2"),
+        ("Bert", "masked", "pp2"),
+    ],
 )
-def test_every_logged_number_of_a_pipeline(folder, family, head, layout):
+def test_every_logged_number_of_split_models(folder, family, head, layout):
     compare(family, head, folder, layout)
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING
 
-from hf_megatron import loss, token_loss
+from hf_megatron import call_targets, token_loss
 from hf_megatron.communication import averaged_gradients
 from hf_megatron.communication.collectives import take_shard
 from hf_megatron.context_parallel import axis as context_parallel
@@ -127,11 +127,11 @@ def unsummed_loss():
 
 def shifted_in_parts():
     """Shifts labels that were cut already."""
-    targets_of = loss.targets_of
+    targets_of = call_targets.targets_of
     token_loss.targets_of = lambda labels, shift_labels, **options: labels
     own = held_tokens.HeldTokens.own
     held_tokens.HeldTokens.own = lambda self, labels: targets_of(
-        own(self, labels), None, shifts=True, ignore_index=loss.IGNORE_INDEX
+        own(self, labels), None, shifts=True, ignore_index=call_targets.IGNORE_INDEX
     )
 
 
@@ -141,14 +141,14 @@ def counted_in_parts():
     held_tokens.HeldTokens.own = lambda self, labels: _noted(own(self, labels))
     sum_of_ranks = held_tokens.HeldTokens.sum
     held_tokens.HeldTokens.sum = lambda self, part: sum_of_ranks(self, part * _NOTED[0]) / _NOTED[1]
-    logits.count_targets = lambda targets, ignore_index: _kept(loss.count_targets(targets, ignore_index))
+    logits.count_targets = lambda targets, ignore_index: _kept(call_targets.count_targets(targets, ignore_index))
 
 
 _NOTED = [1.0, 1.0]
 
 
 def _noted(labels):
-    _NOTED[1] = float((labels != loss.IGNORE_INDEX).sum()) or 1.0
+    _NOTED[1] = float((labels != call_targets.IGNORE_INDEX).sum()) or 1.0
     return labels
 
 

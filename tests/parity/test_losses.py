@@ -13,7 +13,7 @@ from hf_megatron import UnsupportedError, works_on_parts
 from hf_megatron.integrations.gate import ConfigUnderTest
 from hf_megatron.parallelize import parallel_state
 from hf_megatron.verify.check import parse_layouts
-from hf_megatron.verify.measure import Measurement, measure
+from hf_megatron.verify.measure import measure
 from hf_megatron.verify.metric import cancelled, judge
 from hf_megatron.verify.ranks import run_ranks
 from hf_megatron.verify.twin import draw_parameters
@@ -24,12 +24,11 @@ _CONFIGS = {
     "Bert": lambda **changes: BertConfig(
         **_TEXT,
         hidden_size=32,
-        num_hidden_layers=2,
+        **{"num_hidden_layers": 2} | changes,
         num_attention_heads=2,
         intermediate_size=48,
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
-        **changes,
     ),
     "Llama": lambda **changes: LlamaConfig(
         **_TEXT,
@@ -134,7 +133,9 @@ def batch(head, seed=0, rows=ROWS):
         # Beyond the sequence: a position that is ignored.
         starts = torch.randint(0, LENGTH, (rows,), generator=generator)
         starts[-1] = LENGTH
-        return values | {"start_positions": starts, "end_positions": (starts + 1).clamp(max=LENGTH)}
+        # The two losses of a batch have numbers of terms of their own.
+        ends = (starts + 1).clamp(max=LENGTH).where(torch.arange(rows) > 0, LENGTH + 3)
+        return values | {"start_positions": starts, "end_positions": ends}
     labels = classes if head == "tokens" else ids
     labels = labels.masked_fill(ignored | (mask == 0), -100)
     labels[-2:] = -100
@@ -203,9 +204,7 @@ def errors(family, head, folder, layout, sabotage=None, **changes):
 
     found = run_ranks(on_rank, config.ranks_per_replica * (config.dp_size or 1))
     assert len({measured.loss for measured in found}) == 1
-    # In evaluation every rank reports its own rows.
-    judged = judge(Measurement(**{**vars(found[0]), "eval_loss": reference.eval_loss}), reference)
-    return judged
+    return judge(found[0], reference)
 
 
 @pytest.fixture(scope="module")
@@ -245,8 +244,9 @@ def test_tensor_parallel(folder, family, head, layout):
 @pytest.mark.parametrize(
     ("family", "head"),
     [
-        *(("Llama", head) for head in ("single", "regression", "regressions", "multi", "tokens", "causal")),
-        *(("GPT2", head) for head in ("single", "regression", "multi", "tokens", "lm")),
+        *(("Llama", head) for head in ("single", "regression", "regressions", "multi", "tokens", "answers", "causal")),
+        *(("GPT2", head) for head in ("single", "regression", "multi", "tokens", "answers", "lm")),
+        *(("Bert", head) for head in ("single", "regression", "multi", "tokens", "answers", "masked", "pretraining")),
     ],
 )
 def test_pipeline(folder, family, head):
@@ -255,7 +255,10 @@ def test_pipeline(folder, family, head):
 
 
 @pytest.mark.parametrize("layout", ["tp2+pp2", "pp2+dp2"])
-@pytest.mark.parametrize(("family", "head"), [("Llama", "single"), ("Llama", "tokens"), ("GPT2", "tokens")])
+@pytest.mark.parametrize(
+    ("family", "head"),
+    [("Llama", "single"), ("Llama", "tokens"), ("Llama", "answers"), ("GPT2", "tokens"), ("Bert", "masked")],
+)
 def test_pipeline_with_others(folder, family, head, layout):
     judged = errors(family, head, folder, layout)
     assert judged.passed, judged.worst
@@ -264,13 +267,13 @@ def test_pipeline_with_others(folder, family, head, layout):
 def _each_rank_on_its_own():
     from hf_megatron import batch_labels
 
-    batch_labels.know_batch = lambda value, batch: value
+    batch_labels.know_batch = lambda value, batch, name: value
 
 
 def _mean_of_means():
     from hf_megatron import loss
 
-    def mean(self, total, terms, at_least=0):
+    def mean(self, total, terms, at_least=0, name="labels"):
         self.terms += 1
         return total / terms
 
@@ -280,11 +283,35 @@ def _mean_of_means():
 def _mean_of_microbatches():
     from hf_megatron import loss
 
-    def mean(self, total, terms, at_least=0):
-        self.was_used = True
+    def mean(self, total, terms, at_least=0, name="labels"):
+        self.used.add(name)
         return total / terms
 
     loss.BatchLoss.mean = mean
+
+
+def _all_by_the_number_of_the_first():
+    from hf_megatron import loss
+
+    stock = loss.BatchLoss.divisor_of_share
+
+    def divisor_of_share(self, name):
+        stock(self, name)
+        return next(iter(self.share.targets.values()))
+
+    loss.BatchLoss.divisor_of_share = divisor_of_share
+
+
+def _labels_are_shifted():
+    from hf_megatron import loss
+
+    stock = loss.BatchLoss.__init__
+
+    def init(self, mesh, shifts, *args):
+        stock(self, mesh, True, *args)
+        loss.BatchLoss._check = lambda self, terms, name: None
+
+    loss.BatchLoss.__init__ = init
 
 
 @pytest.mark.parametrize(
@@ -294,6 +321,11 @@ def _mean_of_microbatches():
         ("Bert", "answers", "dp2", _mean_of_means),
         ("Llama", "regression", "dp2", _mean_of_means),
         ("Llama", "tokens", "pp2", _mean_of_microbatches),
+        ("Llama", "answers", "pp2", _mean_of_microbatches),
+        ("Llama", "answers", "pp2", _all_by_the_number_of_the_first),
+        ("Bert", "pretraining", "pp2", _all_by_the_number_of_the_first),
+        ("Bert", "masked", "pp2", _mean_of_microbatches),
+        ("Bert", "masked", "pp2", _labels_are_shifted),
     ],
 )
 def test_a_mean_of_means_is_found(folder, family, head, layout, fault):
@@ -314,10 +346,62 @@ def _each(count, family, head, folder, layout, run, **kwargs):
     return run_ranks(lambda: run(cls.from_pretrained(path, megatron_config=config, **kwargs), batches[0]), count)
 
 
-def test_question_answering_is_refused_before_the_schedule(folder):
+def test_answers_of_a_pipeline(folder):
+    """Evaluation gives every rank loss and logits of one process, in its order; training says that they are gone."""
+
     def run(model, batch):
-        with pytest.raises(UnsupportedError, match="start_positions, end_positions: a pipeline knows"):
-            model(**batch)
+        with torch.no_grad():
+            found = model.eval()(**batch, return_dict=False)
+            without = model(batch["input_ids"], batch["attention_mask"])
+        trained = model.train()(**batch)
+        with pytest.raises(UnsupportedError, match="no logits in a training step"):
+            trained.start_logits.sum()
+        assert without.loss is None and torch.equal(without.end_logits, found[2])
+        alone = {name: value for name, value in batch.items() if name != "end_positions"}
+        assert model(**alone).loss is None
+        return found
+
+    cls, path, batches, _ = _saved("Llama", "answers", folder)
+    with torch.no_grad():
+        expected = cls.from_pretrained(path).eval()(**batches[0], return_dict=False)
+    for found in _each(2, "Llama", "answers", folder, "pp2", run):
+        assert len(found) == len(expected) == 3
+        for own, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_a_table_inside_of_the_embedding_is_tied(tmp_path, schedule):
+    """The last stage, on the rank of the first or another one, holds one of several tables: it trains and is saved."""
+    torch.manual_seed(0)
+    stock = transformers.BertForPreTraining(_CONFIGS["Bert"](num_hidden_layers=4)).train()
+    stock.save_pretrained(tmp_path / "stock")
+    rows = batch("pretraining")
+    loss = stock(**rows).loss
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(stock.parameters(), 1e9)
+
+    def on_rank():
+        config = _layout("pp2", pipeline_schedule=schedule)
+        model = transformers.BertForPreTraining.from_pretrained(tmp_path / "stock", megatron_config=config).train()
+        found = model(**rows).loss
+        found.backward()
+        model.save_pretrained(tmp_path / "saved")
+        return found.item(), torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9).item(), model.num_parameters()
+
+    for found in run_ranks(on_rank, 2):
+        assert found == pytest.approx((loss.item(), norm.item(), stock.num_parameters()), rel=1e-5)
+    saved = transformers.BertForPreTraining.from_pretrained(tmp_path / "saved").state_dict()
+    assert saved.keys() == stock.state_dict().keys()
+    assert all(torch.equal(saved[name], weight) for name, weight in stock.state_dict().items())
+
+
+def test_targets_that_nobody_can_count_are_refused_before_the_schedule(folder):
+    def run(model, batch):
+        with pytest.raises(UnsupportedError, match="with other_labels: a pipeline knows losses of start_positions"):
+            model(**batch, other_labels=batch["start_positions"])
+        with pytest.raises(UnsupportedError, match="num_items_in_batch and start_positions, end_positions"):
+            model(**batch, num_items_in_batch=4)
 
     _each(2, "Llama", "answers", folder, "pp2", run)
 

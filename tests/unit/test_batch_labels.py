@@ -139,10 +139,10 @@ def test_a_sum_is_left_to_who_has_counted():
 def test_a_microbatch_counts_what_its_batch_was_counted_by():
     logits, labels = _data("classes")
     batch = _alone()
-    with batch.over(Share(8, 2, {"labels": labels})):
+    with batch.over(Share({"labels": 8}, 2, {"labels": labels})):
         loss = F.cross_entropy(logits, know_batch(labels, batch))
         torch.testing.assert_close(loss, F.cross_entropy(logits, labels, reduction="sum") / 8)
-        assert batch.was_used
+        assert batch.used == {"labels"}
         with pytest.raises(UnsupportedError, match="A loss with 7 terms where the labels have 4"):
             F.cross_entropy(logits, know_batch(labels.clamp(min=0), batch))
     assert batch.share is None

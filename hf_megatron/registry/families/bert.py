@@ -36,8 +36,4 @@ def bert(model: Any) -> ModelSpec:
             if config.chunk_size_feed_forward
             else None
         ),
-        no_pipeline=(
-            "its heads compute their losses in their own forward, where a microbatch cannot be told the targets of the "
-            "whole batch. Load it with pp_size=1."
-        ),
     )
