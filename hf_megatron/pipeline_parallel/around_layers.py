@@ -14,6 +14,26 @@ def has_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
 
 
+def find_beside(model: Any, layers: str) -> list[str]:
+    """Lists the parameters of modules around the layers themselves, which features of images are joined with.
+
+    Raises:
+        UnsupportedError: those of models without images.
+    """
+    path, found = layers.split("."), []
+    for depth in range(len(path)):
+        prefix = ".".join(path[:depth])
+        ancestor = model.get_submodule(prefix)
+        own = [name for name, parameter in ancestor._parameters.items() if parameter is not None]
+        if own and not find_towers(model):
+            raise UnsupportedError(
+                f"{prefix or type(model).__name__} has parameters of its own beside its layers ({', '.join(own)}): no "
+                "stage can be told to own them. Load the model with pp_size=1."
+            )
+        found += [f"{prefix}.{name}" if prefix else name for name in own]
+    return found
+
+
 def find_around(model: Any, layers: str, spec: ModelSpec) -> tuple[list[str], list[str]]:
     """Lists the modules with parameters before and behind the layers, in the order of their definition."""
     before: list[str] = []
@@ -24,11 +44,6 @@ def find_around(model: Any, layers: str, spec: ModelSpec) -> tuple[list[str], li
     for depth, on_path in enumerate(path):
         prefix = ".".join(path[:depth])
         ancestor = model.get_submodule(prefix)
-        if own := [name for name, parameter in ancestor._parameters.items() if parameter is not None]:
-            raise UnsupportedError(
-                f"{prefix or type(model).__name__} has parameters of its own beside its layers ({', '.join(own)}): no "
-                "stage can be told to own them. Load the model with pp_size=1."
-            )
         place = before
         for name, child in ancestor.named_children():
             full_name = f"{prefix}.{name}" if prefix else name

@@ -9,7 +9,7 @@ from ..upstream import renamed_by_loader
 from .counting import ParameterCounts
 from .cut import Cut, cut
 from .engine import Pipeline
-from .stage_modules import list_absent_weights, share_tied_weights
+from .stage_modules import list_absent_weights, list_weights_beside, share_tied_weights
 
 NAME = "pp"
 
@@ -33,6 +33,7 @@ def install(model: Any, state: ParallelState) -> None:
         counts: ParameterCounts = state.placed[NAME]
         state.cut.boundary.is_filled = True
         state.cut.boundary.owner = state.data_parallel
+        list_weights_beside(model, state.cut.elsewhere, state.data_parallel, state.mesh.device)
         list_absent_weights(model, counts.sizes.keys())
         share_tied_weights(model, state.cut.heads)
         state.data_parallel.scan()

@@ -11,18 +11,19 @@ from torch import nn
 from ..axes import Axes
 from ..config import MegatronConfig
 from ..context_parallel.whole_blocks import find_whole_blocks
-from ..errors import ConfigError, UnsupportedError
+from ..errors import UnsupportedError
 from ..largest_position import scales_by_length
 from ..layer_list import find_layers
 from ..mixed_class import stand_around
 from ..spec import ModelSpec
 from ..upstream import splits_python_functions
-from .around_layers import find_around, find_tied, find_towers, has_parameters, side_of
+from .around_layers import find_around, find_beside, find_tied, find_towers, has_parameters, side_of
 from .boundary import StageBoundary
 from .crossings import Carried
-from .partition import Stages, check_partition, estimate_cost, estimate_costs, even, partition
+from .partition import Stages
 from .placeholder import Placeholder, first_dtype
-from .schedules import check_schedule, rank_of_stage, schedule
+from .schedules import schedule
+from .stage_counts import make_stages, require_features_on_first_stage
 from .stage_parts import (
     ForeignInput,
     ForeignLayer,
@@ -45,6 +46,8 @@ class Cut:
     Attributes:
         layers: the name of the module list.
         before, after: names of the modules with parameters before and behind the layers.
+        beside: names of the first stage's parameters that belong to no module of its.
+        elsewhere: those of them that another rank has -> their shapes and dtypes.
         tied: names of parameters that the first and the last rank both hold.
         heads: names behind the layers -> those before them whose parameters they are.
         holds_first: whether this rank holds the first stage.
@@ -55,6 +58,8 @@ class Cut:
     layers: str
     before: tuple[str, ...]
     after: tuple[str, ...]
+    beside: tuple[str, ...]
+    elsewhere: Mapping[str, torch.Tensor]
     tied: tuple[str, ...]
     heads: Mapping[str, str]
     holds_first: bool
@@ -96,6 +101,11 @@ class Cut:
             names = [*names, *self.after]
         return [model.get_submodule(name) for name in names]
 
+    def parameters_of(self, model: nn.Module, stage: int) -> list[nn.Parameter]:
+        """Lists the parameters of one of this rank's stages; a shared one may stand twice."""
+        beside = [model.get_parameter(name) for name in self.beside] if stage == 0 else []
+        return beside + [parameter for module in self.modules_of(model, stage) for parameter in module.parameters()]
+
     def ends(self, model: nn.Module) -> list[nn.Module]:
         """Lists the modules with parameters around the layers that run on this rank."""
         used = (*self.before, *self.after) if self.holds_first else self.after
@@ -124,36 +134,6 @@ class Cut:
             return self.boundary.stages.stage_of_layer(int(layer))
         behind = any(parameter.startswith(f"{module}.") for module in self.after)
         return len(self.boundary.stages.ranges) - 1 if behind else 0
-
-
-def stages_per_rank(config: MegatronConfig) -> int:
-    """Returns the stages on each rank: the config's, or by default the schedule's."""
-    number = schedule(config.pipeline_schedule).resolve(config.virtual_stages)
-    check_schedule(config.pipeline_schedule, config.pp_size, number, config.num_microbatches)
-    return number
-
-
-def make_stages(model: Any, layers: nn.ModuleList, config: MegatronConfig) -> Stages:
-    """Shares the layers out over the stages of the schedule."""
-    per_rank = stages_per_rank(config)
-    count = config.pp_size * per_rank
-    if isinstance(config.pipeline_partition, tuple):
-        counts = config.pipeline_partition
-    elif config.pipeline_partition == "layers":
-        counts = even(len(layers), count)
-    else:
-        text = model.config.get_text_config()
-        head = model.get_output_embeddings()
-        after = 0.0 if head is None else estimate_cost(head, text)
-        # As if of patches of images there were as many as tokens.
-        before = sum(estimate_cost(model.get_submodule(tower)) for tower in find_towers(model))
-        costs = estimate_costs(layers, text)
-        counts = partition(costs, count, before=before, after=after)
-        least = _layers_with_features(model) + 1
-        if counts[0] < least <= len(layers) - count + 1 and count > 1:
-            counts = (least, *partition(costs[least:], count - 1, after=after))
-    check_partition(counts, len(layers), count)
-    return Stages.of(counts, rank_of_stage(config.pipeline_schedule, config.pp_size, per_rank))
 
 
 def require_cuttable(model: Any, spec: ModelSpec | None, config: MegatronConfig) -> None:
@@ -199,12 +179,13 @@ def cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> Cut:
     name = find_layers(model, spec, "pp_size")
     layers = model.get_submodule(name)
     stages = make_stages(model, layers, config)
-    _require_features_on_first_stage(model, stages)
+    require_features_on_first_stage(model, stages)
     boundary = StageBoundary(stages, Carried.of(spec, layers))
     mixes_documents = scales_by_length(model.config) or bool(find_whole_blocks(model, spec, name))
     owned = stages.of_rank(axes.rank("pp"))
     holds_first, holds_last = 0 in owned, len(stages.ranges) - 1 in owned
     before, after = find_around(model, name, spec)
+    beside = find_beside(model, name)
     tied = find_tied(model, before, after)
     if inside := [source for target, source in tied.items() if not _can_be_held(model, target, source, before)]:
         raise UnsupportedError(
@@ -242,29 +223,18 @@ def cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> Cut:
         names = model.all_tied_weights_keys.items()
         kept = {target: source for target, source in names if side_of(target, before, after) != "after"}
         model.all_tied_weights_keys = model._tied_weights_keys = kept
+    elsewhere = {} if holds_first else {weight: _take_away(model, weight) for weight in beside}
     crossing = stages.rank_of[0] != stages.rank_of[-1]
     shared = sorted(set(tied.values())) if crossing else ()
-    parts = tuple(before), tuple(after), tuple(shared), MappingProxyType(tied)
+    parts = (
+        tuple(before),
+        tuple(after),
+        tuple(beside),
+        MappingProxyType(elsewhere),
+        tuple(shared),
+        MappingProxyType(tied),
+    )
     return Cut(boundary, name, *parts, holds_first, mixes_documents)
-
-
-def _layers_with_features(model: Any) -> int:
-    """Counts the layers behind which features of images are added."""
-    vision = model.config.to_dict().get("vision_config") or {}
-    return len(vision.get("deepstack_visual_indexes") or ())
-
-
-def _require_features_on_first_stage(model: Any, stages: Stages) -> None:
-    """Raises `ConfigError` where features of images are added behind layers of later stages, which have none.
-
-    What a loop adds between the last layer of a stage and the first of the next one is lost too.
-    """
-    count, first = _layers_with_features(model), stages.ranges[0][1]
-    if 0 < count >= first:
-        raise ConfigError(
-            f"The first pipeline stage has {first} layers: {type(model).__name__} adds features of images behind each "
-            f"of the first {count}. Set pipeline_partition to numbers of layers that begin with {count + 1} or more."
-        )
 
 
 def _can_be_held(model: nn.Module, target: str, source: str, before: list[str]) -> bool:
@@ -283,6 +253,17 @@ def _can_be_held(model: nn.Module, target: str, source: str, before: list[str]) 
 
 def _place(stages: Stages, stage: int) -> str:
     return f"lies on stage {stage} of the pipeline, pp rank {stages.rank_of[stage]}"
+
+
+def _take_away(model: nn.Module, weight: str) -> torch.Tensor:
+    """Leaves no parameter of a name for a loader to fill; returns what it was."""
+    path, _, name = weight.rpartition(".")
+    owner = model.get_submodule(path)
+    parameter = owner.get_parameter(name)
+    owner._parameters[name] = None
+    # Nor one to draw weights for.
+    owner._is_hf_initialized = True  # type: ignore[assignment]
+    return parameter
 
 
 def _replace(model: nn.Module, name: str, module: nn.Module) -> None:

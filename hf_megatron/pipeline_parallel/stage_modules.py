@@ -6,9 +6,10 @@ After `model.lm_head = nn.Linear(...)` the last stage computes with the new head
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from ..absent_weights import is_absent
+from ..absent_weights import AbsentTensor, Owner, as_parameter, is_absent
 from ..errors import UnsupportedError
 from ..mixed_class import stand_around
 from .placeholder import Placeholder, names_in
@@ -54,6 +55,18 @@ def list_absent_weights(model: nn.Module, names: Collection[str]) -> None:
     if any("_is_hf_initialized" in vars(parameter) for parameter in model.parameters()):
         for parameter in filter(is_absent, model.parameters()):
             parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+
+
+def list_weights_beside(model: nn.Module, weights: Mapping[str, Tensor], owner: Owner, device: torch.device) -> None:
+    """Has a model list the parameters of the first stage that belong to no module of its, without values.
+
+    Args:
+        weights: name -> a tensor of its shape and dtype.
+    """
+    for weight, tensor in weights.items():
+        path, _, name = weight.rpartition(".")
+        absent = AbsentTensor(tensor.to("meta"), device, "lies on stage 0 of the pipeline")
+        model.get_submodule(path)._parameters[name] = as_parameter(absent, owner, tensor.requires_grad)  # type: ignore[assignment]
 
 
 def share_tied_weights(model: nn.Module, heads: Mapping[str, str]) -> None:

@@ -27,13 +27,14 @@ from ..upstream import local_tensor
 from .autocast import autocast_dtype, quiet_autocast
 from .cache import StagedCache
 from .call_checks import CallChecks
-from .cut import Cut, stages_per_rank
+from .cut import Cut
 from .executor import Execution
 from .loss_scale import LossScale
 from .microbatches import batch_rows, describe, parts_of_batch, split
 from .packed_rows import PackedRow, count_tokens
 from .rehearsal import Rehearsal
 from .schedules import Action, schedule, valid_microbatches
+from .stage_counts import stages_per_rank
 from .transport import Transport
 
 if TYPE_CHECKING:
@@ -270,7 +271,7 @@ class StageRunner(Shared):
             return {}
         found = {}
         for stage in self.boundary.stages.of_rank(self.mesh.pp_rank):
-            parameters = {id(p): p for module in self.cut.modules_of(self.model, stage) for p in module.parameters()}
+            parameters = {id(parameter): parameter for parameter in self.cut.parameters_of(self.model, stage)}
             found[stage] = [parameter for parameter in parameters.values() if parameter.requires_grad]
         return found
 

@@ -18,6 +18,7 @@ _MERGES = (
     *("spatial_merge_size", "merge_size", "merge_kernel_size", "window_kernel_size", "pooling_kernel_size"),
     *("downsample_factor", "scale_factor"),
 )
+_KINDS_OF_TOKENS = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 # What models raise for images of another form than theirs.
 _UNFIT = (RuntimeError, ValueError, TypeError, IndexError, AttributeError)
 
@@ -44,11 +45,13 @@ def make_image_batch(model: Any, *, batch_size: int = 3, seed: int = 0) -> dict[
     def text(length: int) -> list[int]:
         return tokens[torch.randint(len(tokens), (length,), generator=generator)].tolist()
 
+    # Positions begin anew behind it, in models that have one.
+    start = [token for token in [getattr(model.config, "vision_start_token_id", None)] if token is not None]
     rows, left = [], iter(sizes)
     for row, count in enumerate(counts):
         rows.append(text(4 + row))
         for _ in range(count):
-            rows[-1] += [placeholder] * next(left) + text(3)
+            rows[-1] += start + [placeholder] * next(left) + text(3)
     length, pad = max(map(len, rows)), getattr(model.config.get_text_config(), "pad_token_id", None) or 0
     input_ids = torch.tensor([row + [pad] * (length - len(row)) for row in rows])
     attention_mask = torch.tensor([[1] * len(row) + [0] * (length - len(row)) for row in rows])
@@ -58,7 +61,7 @@ def make_image_batch(model: Any, *, batch_size: int = 3, seed: int = 0) -> dict[
         "attention_mask": attention_mask,
         "labels": input_ids.masked_fill((attention_mask == 0) | is_image, -100),
     }
-    batch |= {name: is_image.long() for name in ("token_type_ids", "mm_token_type_ids") if name in asked}
+    batch |= {name: is_image.long() for name in _KINDS_OF_TOKENS if name in asked}
     return batch | images
 
 
@@ -228,7 +231,8 @@ def _whole(canvas: _Canvas, asked: set[str], total: int) -> dict[str, Tensor]:
 def _features(features: Callable[..., Any], images: Mapping[str, Tensor], total: int) -> list[int]:
     """Counts what the model makes of each image."""
     with torch.no_grad():
-        found = features(**images).pooler_output
+        output = features(**images)
+        found = output.last_hidden_state if output.pooler_output is None else output.pooler_output
     parts = [found] if isinstance(found, Tensor) else found
     lengths = [part.flatten(0, -2).shape[0] for part in parts]
     return lengths if len(lengths) == total else [sum(lengths) // total] * total

@@ -1,0 +1,60 @@
+"""How many layers of a model each stage of its schedule gets."""
+
+from typing import Any
+
+from torch import nn
+
+from ..config import MegatronConfig
+from ..errors import ConfigError
+from .around_layers import find_towers
+from .partition import Stages, check_partition, estimate_cost, estimate_costs, even, partition
+from .schedules import check_schedule, rank_of_stage, schedule
+
+
+def stages_per_rank(config: MegatronConfig) -> int:
+    """Returns the stages on each rank: the config's, or by default the schedule's."""
+    number = schedule(config.pipeline_schedule).resolve(config.virtual_stages)
+    check_schedule(config.pipeline_schedule, config.pp_size, number, config.num_microbatches)
+    return number
+
+
+def make_stages(model: Any, layers: nn.ModuleList, config: MegatronConfig) -> Stages:
+    """Shares the layers out over the stages of the schedule."""
+    per_rank = stages_per_rank(config)
+    count = config.pp_size * per_rank
+    if isinstance(config.pipeline_partition, tuple):
+        counts = config.pipeline_partition
+    elif config.pipeline_partition == "layers":
+        counts = even(len(layers), count)
+    else:
+        text = model.config.get_text_config()
+        head = model.get_output_embeddings()
+        after = 0.0 if head is None else estimate_cost(head, text)
+        # As if of patches of images there were as many as tokens.
+        before = sum(estimate_cost(model.get_submodule(tower)) for tower in find_towers(model))
+        costs = estimate_costs(layers, text)
+        counts = partition(costs, count, before=before, after=after)
+        least = _layers_with_features(model) + 1
+        if counts[0] < least <= len(layers) - count + 1 and count > 1:
+            counts = (least, *partition(costs[least:], count - 1, after=after))
+    check_partition(counts, len(layers), count)
+    return Stages.of(counts, rank_of_stage(config.pipeline_schedule, config.pp_size, per_rank))
+
+
+def _layers_with_features(model: Any) -> int:
+    """Counts the layers behind which features of images are added."""
+    vision = model.config.to_dict().get("vision_config") or {}
+    return len(vision.get("deepstack_visual_indexes") or ())
+
+
+def require_features_on_first_stage(model: Any, stages: Stages) -> None:
+    """Raises `ConfigError` where features of images are added behind layers of later stages, which have none.
+
+    What a loop adds between the last layer of a stage and the first of the next one is lost too.
+    """
+    count, first = _layers_with_features(model), stages.ranges[0][1]
+    if 0 < count >= first:
+        raise ConfigError(
+            f"The first pipeline stage has {first} layers: {type(model).__name__} adds features of images behind each "
+            f"of the first {count}. Set pipeline_partition to numbers of layers that begin with {count + 1} or more."
+        )
