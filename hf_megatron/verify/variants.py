@@ -45,10 +45,13 @@ VARIANTS: Mapping[str, Sequence[Changes]] = {
     "gemma3_text": [{"num_key_value_heads": 1}],
     "gemma4_text": [
         {"num_kv_shared_layers": 12},
+        {"hidden_size_per_layer_input": 256, "num_kv_shared_layers": 10},
         {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 32},
     ],
     "glm": [{"attention_bias": False}, {"attention_bias": True}],
     "glm4": [{"attention_bias": True}],
+    # Every third layer chooses the tokens that the next two read.
+    "glm_moe_dsa": [{"indexer_types": ["full", "shared", "shared"] * 26}],
     "glm4_moe": [{"use_qk_norm": True}, {"attention_bias": True}],
     "gpt2": [{"scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True}, {"scale_attn_weights": False}],
     "gpt_neox": [{"use_parallel_residual": False}, {"attention_bias": False}],

@@ -118,7 +118,5 @@ def test_one_tensor_goes_once_and_keeps_its_places():
 
 def test_a_type_without_a_backward_in_two_steps_is_refused_by_name():
     layout = ConfigUnderTest(pp_size=2, pipeline_schedule="zbv")
-    with pytest.raises(
-        RankError, match="'gemma3n_text' has no backward in two steps: each of its layers"
-    ):
+    with pytest.raises(RankError, match="'gemma3n_text' has no backward in two steps: each of its layers"):
         check_twin(twin("gemma3n_text"), layout)

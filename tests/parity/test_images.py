@@ -10,7 +10,7 @@ from hf_megatron import ConfigError, MegatronConfig
 from hf_megatron.errors import RankError
 from hf_megatron.integrations.gate import ConfigUnderTest
 from hf_megatron.pipeline_parallel import microbatches
-from hf_megatron.verify.parity import check_twin
+from hf_megatron.verify.parity import Twin, check_twin, measured
 from hf_megatron.verify.ranks import run_ranks
 from tests.shared_twins import make_twin
 
@@ -46,6 +46,35 @@ def test_every_cut_equals_one_process(model_type):
         layout = ConfigUnderTest(pp_size=2, num_microbatches=2, pipeline_partition=(first, layers - first))
         comparison = check_twin(twin(model_type), layout)
         assert comparison.passed, (first, comparison.report())
+
+
+class FrozenTowers(Twin):
+    def load(self, **kwargs):
+        model = super().load(**kwargs)
+        for name, parameter in model.named_parameters():
+            if "visual" in name:
+                parameter.requires_grad = False
+        return model
+
+
+def frozen(whole):
+    return measured(FrozenTowers(**vars(whole)))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"tp_size": 2, "sequence_parallel": True},
+        {"pp_size": 2, "dp_size": 2, "num_microbatches": 2},
+        {"dp_size": 2, "zero_stage": 3},
+    ],
+    ids=lambda layout: "+".join(f"{name}{value}" for name, value in layout.items()),
+)
+def test_frozen_towers(layout):
+    """As fine-tuning of the text alone does, with features between layers."""
+    whole = make_twin(CONFIG_MAPPING["qwen3_vl"](), task="image", microbatches=2, min_layers=4, batch_size=4)
+    comparison = check_twin(frozen(whole), ConfigUnderTest(**layout))
+    assert comparison.passed, comparison.report()
 
 
 @pytest.mark.parametrize("model_type", TYPES)

@@ -10,7 +10,7 @@ from hf_megatron import MegatronConfig, UnverifiedLayoutError
 from hf_megatron.registry import recorded, register_model, registered_types
 from hf_megatron.registry.features import ENDS
 from hf_megatron.registry.lookup import REGISTRY
-from hf_megatron.verify.check import causal_types, features_on_layout, parse_layouts
+from hf_megatron.verify.check import causal_types, features_on_layout, parse_layouts, task_of_class
 from hf_megatron.verify.named_models import resolve_config
 from hf_megatron.verify.parity import check_twin
 from hf_megatron.verify.ranks import run_ranks
@@ -108,13 +108,22 @@ def test_every_row_states_versions_and_a_reason():
 
 
 def _sample():
-    """Rows drawn at random, others for each version of the library: three, twelve each of shared rows and experts."""
+    """Rows drawn at random, others for each version: three, twelve each of shared rows, experts, and images."""
     rows = [row for row in recorded.records() if row["passed"] and row["class"].endswith("ForCausalLM")]
     kinds = {"cp": [], "ep": [], "": []}
     for row in rows:
         kinds[next(kind for kind in kinds if kind in row["layout"])].append(row)
     draw = random.Random(metadata.version("hf_megatron"))
-    return draw.sample(kinds[""], 3) + draw.sample(kinds["cp"], 12) + draw.sample(kinds["ep"], 12)
+    drawn = draw.sample(kinds[""], 3) + draw.sample(kinds["cp"], 12) + draw.sample(kinds["ep"], 12)
+    images = {}
+    for row in recorded.records():
+        if row["passed"] and _task(row) == "image":
+            images.setdefault(row["model_type"], []).append(row)
+    return drawn + [draw.choice(images[name]) for name in draw.sample(sorted(images), 12)]
+
+
+def _task(row):
+    return task_of_class(row["class"], resolve_config(row["model_type"], row["changes"]))
 
 
 _WORDS_OF_KINDS = {"sp": "sp", "a2a": "a2a", "cp": "cp{cp_size}", "ep": "ep{ep_size}"}
@@ -131,7 +140,7 @@ def _layout(row):
     "row", _sample(), ids=lambda row: f"{row['model_type']}-{'-'.join(row['changes'])}-{_layout(row)}"
 )
 def test_a_sample_again(row):
-    twin = make_twin(resolve_config(row["model_type"], row["changes"]), microbatches=2)
+    twin = make_twin(resolve_config(row["model_type"], row["changes"]), microbatches=2, task=_task(row))
     [layout] = parse_layouts(_layout(row))
     assert features_on_layout(twin.model_on_meta(), layout).parts == set(row["parts"])
     comparison = check_twin(twin, layout)
