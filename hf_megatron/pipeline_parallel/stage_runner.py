@@ -269,11 +269,10 @@ class StageRunner(Shared):
         if not self.schedule.splits_backward:
             # Autograd finds them by itself.
             return {}
-        found = {}
-        for stage in self.boundary.stages.of_rank(self.mesh.pp_rank):
-            parameters = {id(parameter): parameter for parameter in self.cut.parameters_of(self.model, stage)}
-            found[stage] = [parameter for parameter in parameters.values() if parameter.requires_grad]
-        return found
+        return {
+            stage: list({id(p): p for p in self.cut.parameters_of(self.model, stage) if p.requires_grad}.values())
+            for stage in self.boundary.stages.of_rank(self.mesh.pp_rank)
+        }
 
     def _tied(self) -> list[nn.Parameter]:
         """Parameters of this rank that the stage at the other end holds too."""

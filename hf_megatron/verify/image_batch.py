@@ -144,6 +144,8 @@ def _forms(canvas: _Canvas, asked: set[str], counts: Sequence[int]) -> Iterator[
         yield lambda: _of_rows(canvas, counts, of_pixels=True)
         yield lambda: _of_rows(canvas, counts, of_pixels=False)
     yield lambda: _whole(canvas, asked, total)
+    # Towers of some kinds take no sizes, of a model for several.
+    yield lambda: _whole(canvas, asked - {"image_sizes"}, total)
 
 
 def _patches(

@@ -24,25 +24,8 @@ from hf_megatron.verify.ranks import run_ranks
 from tests.shared_twins import make_twin
 
 WORDS = [
-    "once",
-    "upon",
-    "a",
-    "time",
-    "there",
-    "was",
-    "a",
-    "little",
-    "girl",
-    "who",
-    "liked",
-    "to",
-    "play",
-    "in",
-    "the",
-    "park",
-    "with",
-    "her",
-    "dog",
+    *("once", "upon", "a", "time", "there", "was", "a", "little", "girl", "who"),
+    *("liked", "to", "play", "in", "the", "park", "with", "her", "dog"),
 ]
 LAYOUTS = {
     "tp2+sp": {"tp_size": 2, "sequence_parallel": True},
