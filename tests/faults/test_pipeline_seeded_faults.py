@@ -92,16 +92,16 @@ def each_microbatch_by_its_own_targets():
 
 
 def keep_the_zeros_instead_of_what_was_received():
-    StageBoundary._enter = lambda self, args, kwargs: (args, kwargs)
+    StageBoundary._enter = lambda self, index, args, kwargs: (args, kwargs)
 
 
 def mix_up_microbatches():
     original = executor.Execution._take_inputs
 
-    def take_inputs(self, cell, tensors):
+    def take_inputs(self, cell, message):
         if cell[1] == 2:
-            tensors = tuple(tensor.roll(1, dims=1) for tensor in tensors)
-        original(self, cell, tensors)
+            message = dataclasses.replace(message, tensors=tuple(tensor.roll(1, dims=1) for tensor in message.tensors))
+        original(self, cell, message)
 
     executor.Execution._take_inputs = take_inputs
 
