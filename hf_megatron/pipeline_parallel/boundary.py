@@ -8,7 +8,7 @@ stage reaches the final norm, the head and the loss.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -217,7 +217,7 @@ class StageBoundary(Shared):
             return output
         self._send_off()
 
-    def _send_off(self) -> None:
+    def _send_off(self) -> NoReturn:
         if self._leaving is None:
             raise StageLeft(Message(()))
         raise StageLeft(self._crossings.message(self._leaving))

@@ -8,11 +8,10 @@ is sent once, and passed on by stages that only lie between.
 
 import inspect
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ..errors import UnsupportedError
@@ -168,18 +167,3 @@ class Crossings:
     def drop_arguments_before(self, layer: int) -> None:
         """Forgets what no layer from this one on is given."""
         self.arguments = {place: value for place, value in self.arguments.items() if place[1] >= layer}
-
-
-def as_numbers(layout: str) -> list[int]:
-    """Writes a layout as integers."""
-    return list(layout.encode())
-
-
-def as_layout(numbers: Sequence[int]) -> str:
-    """Reads what `as_numbers` wrote."""
-    return bytes(numbers).decode()
-
-
-def padded(numbers: list[int], size: int) -> Tensor:
-    """Makes `[size]` integers of at most as many."""
-    return torch.tensor(numbers + [0] * (size - len(numbers)))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError
+from ..errors import ConfigError, UnsupportedError
 from ..media import PIXELS, image_token, is_of_images, rows_with_images
 from ..parallel_state import BatchPart
 
@@ -21,6 +21,9 @@ _PASSED_ON = ("logits_to_keep", "cache_position", "head_mask")
 _ONE_PER_ROW = ("labels", "next_sentence_label", "sentence_order_label", "start_positions", "end_positions")
 # Where documents end in all rows together.
 _OF_THE_WHOLE_BATCH = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens")
+
+# Parts of names: what towers make of them belongs to rows by rules that are not known.
+_NOT_OF_ROWS = ("video", "audio", "input_features", "input_values", "feature_attention_mask")
 
 
 def batch_rows(arguments: Mapping[str, Any]) -> int:
@@ -34,9 +37,16 @@ def batch_rows(arguments: Mapping[str, Any]) -> int:
 def split(arguments: Mapping[str, Any], microbatches: int, config: Any = None) -> list[dict[str, Any]]:
     """Cuts a batch into microbatches whose rows differ by one at most; images go with the rows they stand in.
 
-    Raises `ConfigError` for a tensor that has neither a row per sample nor one for all.
+    Raises `ConfigError` for a tensor that has neither a row per sample nor one for all, `UnsupportedError` for videos
+    and sounds.
     """
     rows = batch_rows(arguments)
+    for name, value in arguments.items():
+        if isinstance(value, Tensor) and any(part in name for part in _NOT_OF_ROWS):
+            raise UnsupportedError(
+                f"{name}: a pipeline gives stages images alone, with the rows of their placeholders. Leave it out, or "
+                "load the model with pp_size=1."
+            )
     if microbatches == 1:
         return [dict(arguments)]
     edges = [rows * index // microbatches for index in range(microbatches + 1)]

@@ -56,7 +56,7 @@ class StageRunner(Shared):
 
     Attributes:
         forward, signature: the model's own forward.
-        recorder (`SpanRecorder`, *optional*): measures what this rank does, when set.
+        recorder (`SpanRecorder`, *optional*): measures what this rank does.
         loss_scale (`LossScale`): what is known of the factors that losses receive in backward.
         wants_logits (`bool`): whether evaluation hands out logits.
         read (`Callable`, *optional*): what calls return in place of a loss and logits; see `Pipeline.reading`.
@@ -175,6 +175,7 @@ class StageRunner(Shared):
         config, last = self.model.config, len(self.boundary.stages.ranges) - 1
         self._state.known_rows = self._known_rows = KnownRows(microbatches)
         parts = parts_of_batch(microbatches, weights)
+        grows = cache is not None and bool(self.boundary.carried.containers)
 
         def forward(number: int) -> Any:
             seen = {} if cache is None else {cache.name: cache.seen_by(self.boundary.stage)}
@@ -209,7 +210,7 @@ class StageRunner(Shared):
             forward,
             microbatches,
             [
-                (flags, describe(microbatch), *self._order_of_tokens(number, microbatch))
+                (flags, describe(microbatch), *self._only_once(number, microbatch, grows=grows))
                 for number, microbatch in enumerate(microbatches)
             ],
             read,
@@ -218,11 +219,11 @@ class StageRunner(Shared):
             None if self.recorder is None else self.recorder.record,
         )
 
-    def _order_of_tokens(self, number: int, microbatch: dict[str, Any]) -> tuple[int, ...]:
-        """Tells microbatches of equal shapes apart whose ranks may hold other numbers of a row's tokens."""
+    def _only_once(self, number: int, microbatch: dict[str, Any], *, grows: bool) -> tuple[int, ...]:
+        """Tells equal microbatches apart whose ranks hold other tokens of a row, or whose keys that cross grow."""
         given = (microbatch.get(name) for name in ("attention_mask", POSITIONS))
         varies = self.mesh.axes.size("cp") > 1 and any(value is not None for value in given)
-        return (self._calls, number) if varies else ()
+        return (self._calls, number) if varies or grows else ()
 
     def run(self, execution: Execution, actions: tuple[Action, ...]) -> None:
         """Runs this rank's actions of a schedule."""
@@ -295,6 +296,5 @@ class StageRunner(Shared):
                 self.transport.sum_with(local_tensor(parameter.grad), other, _TIED_TAG + number)
 
     def _measured(self, kind: str) -> AbstractContextManager:
-        if self.recorder is None:
-            return nullcontext()
-        return self.recorder.record(kind, self.boundary.stages.of_rank(self.mesh.pp_rank)[0])
+        stage = self.boundary.stages.of_rank(self.mesh.pp_rank)[0]
+        return nullcontext() if self.recorder is None else self.recorder.record(kind, stage)

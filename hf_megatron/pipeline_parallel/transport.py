@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import UnsupportedError
-from .crossings import Message, as_layout, as_numbers, padded
+from .crossings import Message
 
 _HEADER_SIZE = 4096
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.bool)
@@ -29,13 +29,13 @@ def encode(message: Message) -> Tensor:
     numbers = [len(message.tensors)]
     for tensor in message.tensors:
         numbers += [_DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
-    layout = as_numbers(message.layout)
+    layout = list(message.layout.encode())
     numbers += [len(layout), *layout]
     if len(numbers) > _HEADER_SIZE:
         raise UnsupportedError(
             f"{len(message.tensors)} tensors leave a pipeline stage; their shapes do not fit the header."
         )
-    return padded(numbers, _HEADER_SIZE)
+    return torch.tensor(numbers + [0] * (_HEADER_SIZE - len(numbers)))
 
 
 def decode(header: Tensor) -> tuple[Shapes, str]:
@@ -45,7 +45,7 @@ def decode(header: Tensor) -> tuple[Shapes, str]:
     for _ in range(next(numbers)):
         dtype = _DTYPES[next(numbers)]
         shapes.append((tuple(next(numbers) for _ in range(next(numbers))), dtype))
-    return tuple(shapes), as_layout([next(numbers) for _ in range(next(numbers))])
+    return tuple(shapes), bytes(next(numbers) for _ in range(next(numbers))).decode()
 
 
 def _shapes_of(tensors: tuple[Tensor, ...]) -> Shapes:

@@ -11,6 +11,7 @@ from hf_megatron.integrations.gate import ConfigUnderTest
 from hf_megatron.pipeline_parallel.crossings import Crossings
 from hf_megatron.pipeline_parallel.executor import Execution
 from hf_megatron.verify.parity import check_twin
+from hf_megatron.verify.ranks import run_ranks
 from tests.shared_twins import make_twin
 
 # What a default config leaves out.
@@ -67,6 +68,24 @@ def test_stages_between_pass_on(model_type):
 def test_layouts_equal_one_process(model_type, layout):
     comparison = check_twin(twin(model_type), ConfigUnderTest(**layout))
     assert comparison.passed, comparison.report()
+
+
+@pytest.mark.parametrize(
+    ("model_type", "use_cache"),
+    [("gemma4_text", True), ("gemma3n_text", True), ("glm_moe_dsa", True), ("bamba", False)],
+)
+def test_generation_equals_one_process(model_type, use_cache):
+    """Keys and values that cross grow from step to step."""
+    model_twin = twin(model_type)
+    ids = model_twin.batches[0]["input_ids"][:2, :6]
+
+    def generate(**layout):
+        model = model_twin.load(**layout).eval()
+        return model.generate(ids, max_new_tokens=5, do_sample=False, eos_token_id=None, use_cache=use_cache)
+
+    [expected] = run_ranks(generate, 1)
+    for found in run_ranks(generate, 2, megatron_config=ConfigUnderTest(pp_size=2)):
+        assert torch.equal(found, expected)
 
 
 def drop_gradients_of_crossings():

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import InternVLConfig, Qwen2VLConfig
 
-from hf_megatron import ConfigError
+from hf_megatron import ConfigError, UnsupportedError
 from hf_megatron.media import rows_with_images, without_pixels
 from hf_megatron.pipeline_parallel.microbatches import split
 
@@ -136,3 +136,10 @@ def test_stages_without_a_tower_are_given_places_alone():
     batch = {name: torch.zeros(1) for name in ("input_ids", "image_grid_thw", "target_sizes", "mm_token_type_ids")}
     of_tower = ("pixel_values", "pixel_attention_mask", "high_res_pixel_values", "pixel_values_local")
     assert without_pixels(batch | {name: torch.zeros(1) for name in of_tower}).keys() == batch.keys()
+
+
+@pytest.mark.parametrize("name", ["pixel_values_videos", "video_grid_thw", "input_features"])
+def test_videos_and_sounds_are_refused_by_pipelines(name):
+    """With an entry for each row, too: nothing says that it is that row's."""
+    with pytest.raises(UnsupportedError, match=f"{name}: a pipeline gives stages images alone"):
+        split({"input_ids": torch.ones(4, 6, dtype=torch.long), name: torch.ones(4, 3)}, 2)
