@@ -29,9 +29,9 @@ from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
 from workers import forget_peak_memory, give_back_memory, peak_memory_mib
 
 from hf_megatron import log_probs, token_divergences
+from hf_megatron.call_targets import next_tokens
 from hf_megatron.integrations.gate import ConfigUnderTest
 from hf_megatron.log_probs import hooked_call, scores_of_call
-from hf_megatron.loss import next_tokens
 from hf_megatron.verify.ranks import run_ranks
 
 TOKENIZER = Path(__file__).parents[1] / "tests" / "data" / "stories260K_hf"
