@@ -62,9 +62,23 @@ def _listed(file: Path) -> list[str]:
     return [line for line in lines if line and not line.startswith("#")]
 
 
+def _part(text: str) -> tuple[int, int]:
+    try:
+        part, parts = (int(number) for number in text.split("/"))
+    except ValueError:
+        part, parts = 0, 0
+    if not 1 <= part <= parts:
+        raise pytest.UsageError(f"--slow-part={text} is not K/N with 1 <= K <= N")
+    return part, parts
+
+
+def pytest_addoption(parser):
+    parser.addoption("--slow-part", metavar="K/N", help="every N-th function of the slow tests, from the K-th on")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Marks what `slow.txt` lists, before `-m` selects."""
+    """Marks what `slow.txt` lists, before `-m` selects, and leaves out what `--slow-part` does."""
     slow = {line.removeprefix("!").strip(): not line.startswith("!") for line in _listed(SLOW)}
     names = set()
     for item in items:
@@ -74,6 +88,18 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.slow)
     if config.args_source is config.ArgsSource.TESTPATHS and slow.keys() - names:
         raise pytest.UsageError(f"{SLOW.name} lists what is no test: {sorted(slow.keys() - names)}")
+    if text := config.getoption("slow_part"):
+        part, parts = _part(text)
+        others = [item for item in items if item.get_closest_marker("slow")]
+        # Whole functions, whose cases share runs.
+        chosen = sorted({_function(item) for item in others})[part - 1 :: parts]
+        left_out = {item for item in others if _function(item) not in chosen}
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=list(left_out))
+
+
+def _function(item) -> str:
+    return item.nodeid.partition("[")[0]
 
 
 @pytest.fixture(scope="session")
