@@ -1,10 +1,13 @@
 """Gemma 3n and 4: every layer gets an input per token of its own; Gemma 3n's sparse MLPs look at all gate features."""
 
+from dataclasses import replace
 from typing import Any
 
+from ...patterns import module_name
 from ...spec import ModelSpec
 from ..family import corrected_spec
 from ..lookup import register_model
+from ..text_part import spec_around_text
 
 _PER_LAYER = ("embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm")
 
@@ -21,6 +24,16 @@ def gemma4_text(model: Any) -> ModelSpec:
         layer_containers=("shared_kv_states",) if model.config.num_kv_shared_layers else (),
         no_sequence_parallel=reason if model.config.enable_moe_block else None,
     )
+
+
+@register_model("gemma4")
+def gemma4(model: Any) -> ModelSpec | None:
+    spec = spec_around_text(model, {"gemma4_text": gemma4_text})
+    if spec is None or not model.config.get_text_config().hidden_size_per_layer_input:
+        return spec
+    # For the inputs per layer the model reads the padding token's row of the table itself: every rank holds all rows.
+    ends = {module_name(model, end) for end in (model.get_input_embeddings(), model.get_output_embeddings())}
+    return replace(spec, plan={name: style for name, style in spec.plan.items() if name not in ends})
 
 
 @register_model("gemma3n_text")
