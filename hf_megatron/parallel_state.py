@@ -125,6 +125,8 @@ class ParallelState(Shared):
         numbers_tokens: whether the call under way was given no positions of tokens.
         known_rows (*optional*): what the host knows of the rows of the call under way.
         part (*optional*): of the batch of the call under way, where a pipeline computes it part by part.
+        rearranged: split parameters that files hold in another arrangement, while weights are read.
+        reading (*optional*): handle of the hook that has the loader take those for whole ones.
         loss (`BatchLoss`, *optional*): what the model's losses are divided by; there once it is installed.
     """
 
@@ -137,6 +139,8 @@ class ParallelState(Shared):
     leaving: Callable[[Tensor], Tensor] | None = None
     names: tuple[str, ...] = ()
     elsewhere: frozenset[str] = frozenset()
+    rearranged: frozenset[str] = frozenset()
+    reading: Any = None
     # Made when the weights are in; nobody asks before.
     loss: BatchLoss = None  # type: ignore[assignment]
     patches: ModelPatches = field(default_factory=ModelPatches)

@@ -754,23 +754,22 @@ def conversion_groups(model: Any, names: list[str]) -> list[list[str]]:
     return list(groups.values())
 
 
-def rearranging_conversions(model: Any) -> list[tuple[tuple[str, ...], str]]:
-    """Lists (target patterns, operations) of weight conversions that do not commute with slicing their target.
+def rearranged_targets(model: Any) -> list[str]:
+    """Lists the target patterns of weight conversions that do not commute with slicing their target.
 
     The loader slices the source by the target's placement: right when whole tensors are joined, wrong when one is
-    taken apart (`Chunk`) or its rows are reordered (`Interleave`).
+    taken apart (`Chunk`), its dims change places (`Transpose`) or its rows are reordered (`Interleave`).
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
 
-    found = []
-    for conversion in get_model_conversion_mapping(model, add_legacy=False):
-        if isinstance(conversion, WeightConverter):
-            joining = (Concatenate, MergeModulelist)
-            names = [type(op).__name__ for op in conversion.operations if type(op) not in joining]
-            if names:
-                found.append((tuple(conversion.target_patterns), ", ".join(names)))
-    return found
+    joining = (Concatenate, MergeModulelist)
+    return [
+        pattern
+        for conversion in get_model_conversion_mapping(model, add_legacy=False)
+        if isinstance(conversion, WeightConverter) and any(type(op) not in joining for op in conversion.operations)
+        for pattern in conversion.target_patterns
+    ]
 
 
 def all_reduce_(tensor: torch.Tensor, group: Any) -> torch.Tensor:

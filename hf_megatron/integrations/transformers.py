@@ -43,6 +43,7 @@ from .hub import check_part, push_saved
 from .one_rank import fit_for_one_rank
 from .other_formats import opened, save_in_format
 from .quantized import finish_quantization, plan_quantization, quantize_arrived, requested, require_dense
+from .rearranged_files import own_part, read_whole, stop_reading
 
 # Arguments of from_pretrained that lay the model out in another way.
 _EXCLUSIVE = {
@@ -151,6 +152,7 @@ def _finish(model: Any, quantizer: Any = None) -> None:
     """Has modules compute in parallel, now that the weights are in, and stock loops find what they ask a model for."""
     state = parallel_state(model)
     assert state is not None
+    stop_reading(state)
     finish_quantization(model, quantizer, state)
     _keep_less(model, state)
     install(model)
@@ -210,6 +212,7 @@ def maybe_distribute_model(original: Callable, cls: Any, model: Any, distributed
     if request.quantizer is not None:
         plan_quantization(model, request.quantizer, state)
     place(model, state, "cuda" if torch.cuda.is_available() and dist.get_backend() != "gloo" else "cpu")
+    read_whole(model, state)
     return model
 
 
@@ -261,9 +264,11 @@ def set_param_for_module(
 ) -> Any:
     """Sets a weight, this rank's part of any shape, from memory that training may write to."""
     state = parallel_state(model)
-    # FSDP2 copies its part of what stays mapped until then.
-    if state is not None and not state.shards_weights:
-        param_value = own_memory(param_value)
+    if state is not None:
+        param_value = own_part(model, state, target_name, param_value)
+        # FSDP2 copies its part of what stays mapped until then.
+        if not state.shards_weights:
+            param_value = own_memory(param_value)
     result = original(model, target_name, param_value, *args, **kwargs)
     quantize_arrived(model, target_name)
     return result

@@ -16,7 +16,7 @@ from ..patterns import lookup
 from ..placement import Claim
 from .activations import Activations
 from .calls_in_hooks import CallsInHooks
-from .claims import check_conversions, claim_all, expand_plan, expand_regions, local_sizes, matching, shared_heads
+from .claims import claim_all, expand_plan, expand_regions, local_sizes, matching, shared_heads
 from .exchanged import ExchangedFunctions
 from .expert_widths import GroupedWidths, split_widths
 from .heads import LocalArguments
@@ -95,7 +95,6 @@ def place(model: Any, state: ParallelState) -> None:
     sizes = local_sizes(model, spec, styles, copies, tp_size)
     sizes = {name: sizes[name] for name in sizes if not _is_inside(name, experts)}
     claims = claim_all(model, styles, structure, copies, sequence_parallel, model.all_tied_weights_keys)
-    check_conversions(model, claims)
     state.claims.update(claims)
     state.placed[NAME] = TensorPlan(styles, structure, copies, sizes, frozenset(mixtures))
 

@@ -4,17 +4,15 @@ A claim says where a parameter lies and what its gradient needs. Whatever a plan
 nothing, heads that do not split, tied parameters that disagree) raises here, before a byte of weights is read.
 """
 
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 
 from torch import nn
 
-from ..errors import ConfigError, PlanError, UnsupportedError
+from ..errors import ConfigError, PlanError
 from ..patterns import generic, lookup
 from ..placement import Claim, GradientRule, Placement
 from ..spec import ModelSpec
-from ..upstream import rearranging_conversions
 from .structure import Structure
 from .styles import AXIS, style
 
@@ -39,18 +37,6 @@ def expand_plan(model: nn.Module, spec: ModelSpec) -> dict[str, str]:
                 f"model type {spec.model_type!r}: patterns {missing} match nothing in {type(model).__name__}."
             )
     return styles
-
-
-def check_conversions(model: nn.Module, claims: Mapping[str, Claim]) -> None:
-    """Raises for split parameters whose checkpoint holds them in another arrangement than memory does."""
-    split = [name for name, claim in claims.items() if claim.placement.is_split]
-    for patterns, operations in rearranging_conversions(model):
-        for name in split:
-            if any(re.search(pattern, name) for pattern in patterns):
-                raise UnsupportedError(
-                    f"{name}: checkpoints of {type(model).__name__} hold it rearranged ({operations}), so that a rank "
-                    "cannot read its part alone. Load this model without tp_size."
-                )
 
 
 def matching(model: nn.Module, patterns: tuple[str, ...]) -> frozenset[str]:

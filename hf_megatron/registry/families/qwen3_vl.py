@@ -14,6 +14,7 @@ def qwen3_vl_text(model: Any) -> ModelSpec:
     return family_spec(model, gated_decoder_plan(norms=_NORMS))
 
 
+@register_model("qwen3_vl_moe_text")
 @register_model("qwen3_omni_moe_text")
-def qwen3_omni_moe_text(model: Any) -> ModelSpec:
+def qwen3_mixture_text(model: Any) -> ModelSpec:
     return corrected_spec(model, {f"layers.*.self_attn.{norm}": "replicated_sum" for norm in _NORMS})

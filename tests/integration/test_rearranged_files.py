@@ -1,0 +1,80 @@
+"""Weights whose files hold dims or rows in other places than memory does: read whole, cut afterwards, written back."""
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers import CONFIG_MAPPING
+
+from hf_megatron.integrations.gate import ConfigUnderTest
+from hf_megatron.verify.check import parse_layouts
+from hf_megatron.verify.ranks import run_ranks
+from tests.shared_twins import make_twin
+
+TASKS = {
+    # Experts are `[expert, in, out]` in older files, `[expert, out, in]` in newer ones and in memory.
+    "qwen3_vl_moe": "image",
+    # One fused projection in files, several in memory.
+    "hrm_text": "causal",
+}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Checkpoints by name, each with what one process saves of it."""
+    return {
+        **{name: _saved_by_one_process(name, tmp_path_factory.mktemp(name)) for name in TASKS},
+        "transposed": _saved_by_one_process("qwen3_vl_moe", tmp_path_factory.mktemp("transposed"), _transpose_experts),
+    }
+
+
+def _saved_by_one_process(model_type, folder, change=None):
+    twin = make_twin(CONFIG_MAPPING[model_type](), task=TASKS[model_type])
+    cls, source = getattr(transformers, twin.class_name), folder / "source"
+    cls.from_pretrained(twin.directory).save_pretrained(source)
+    if change is not None:
+        weights = load_file(source / "model.safetensors")
+        change(weights)
+        save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
+    cls.from_pretrained(source).save_pretrained(folder / "whole")
+    return cls, source, load_file(folder / "whole" / "model.safetensors")
+
+
+def _transpose_experts(weights):
+    names = [name for name in weights if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]
+    assert names
+    for name in names:
+        assert weights[name].shape[1] != weights[name].shape[2]
+        weights[name] = weights[name].transpose(1, 2).contiguous()
+
+
+def _save(cls, source, target, config):
+    cls.from_pretrained(source, megatron_config=ConfigUnderTest(**config.to_dict())).save_pretrained(target)
+
+
+def saves_the_same(found, target, text):
+    cls, source, whole = found
+    [config] = parse_layouts(text)
+    run_ranks(_save, config.ranks_per_replica * (config.dp_size or 1), cls, source, target, config)
+    saved = load_file(target / "model.safetensors")
+    return saved.keys() == whole.keys() and all(torch.equal(saved[name], whole[name]) for name in whole)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("transposed", "tp2"),
+        ("transposed", "dp2+ep2"),
+        ("transposed", "tp2+dp2+zero3"),
+        ("qwen3_vl_moe", "tp2"),
+        ("hrm_text", "tp2"),
+        ("hrm_text", "tp4"),
+    ],
+)
+def test_written_as_one_process_writes(files, tmp_path, name, text):
+    assert saves_the_same(files[name], tmp_path, text)
+
+
+def test_parts_that_are_cut_before_they_are_rearranged_are_found(files, tmp_path, monkeypatch):
+    monkeypatch.setattr("hf_megatron.integrations.transformers.read_whole", lambda model, state: None)
+    assert not saves_the_same(files["hrm_text"], tmp_path, "tp2")
