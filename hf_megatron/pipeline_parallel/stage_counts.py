@@ -34,16 +34,16 @@ def make_stages(model: Any, layers: nn.ModuleList, config: MegatronConfig) -> St
         before = sum(estimate_cost(model.get_submodule(tower)) for tower in find_towers(model))
         costs = estimate_costs(layers, text)
         counts = partition(costs, count, before=before, after=after)
-        least = _layers_with_features(model) + 1
+        least = layers_with_features(model.config) + 1
         if counts[0] < least <= len(layers) - count + 1 and count > 1:
             counts = (least, *partition(costs[least:], count - 1, after=after))
     check_partition(counts, len(layers), count)
     return Stages.of(counts, rank_of_stage(config.pipeline_schedule, config.pp_size, per_rank))
 
 
-def _layers_with_features(model: Any) -> int:
+def layers_with_features(config: Any) -> int:
     """Counts the layers behind which features of images are added."""
-    vision = model.config.to_dict().get("vision_config") or {}
+    vision = config.to_dict().get("vision_config") or {}
     return len(vision.get("deepstack_visual_indexes") or ())
 
 
@@ -52,7 +52,7 @@ def require_features_on_first_stage(model: Any, stages: Stages) -> None:
 
     What a loop adds between the last layer of a stage and the first of the next one is lost too.
     """
-    count, first = _layers_with_features(model), stages.ranges[0][1]
+    count, first = layers_with_features(model.config), stages.ranges[0][1]
     if 0 < count >= first:
         raise ConfigError(
             f"The first pipeline stage has {first} layers: {type(model).__name__} adds features of images behind each "

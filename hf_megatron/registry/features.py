@@ -223,7 +223,12 @@ def _common_attributes() -> frozenset[str]:
     # Imported here: this module is loaded while transformers' own modeling_utils is being imported.
     from transformers import PreTrainedModel
 
-    return frozenset(vars(PreTrainedModel(PreTrainedConfig()))) | vars(nn.Module()).keys()
+    # A class of its own: transformers keeps on the class what its instances can do, where every subclass inherits
+    # it (`_can_set_experts_implementation`). On PreTrainedModel it would hold for every model made afterwards.
+    class Bare(PreTrainedModel):
+        pass
+
+    return frozenset(vars(Bare(PreTrainedConfig()))) | vars(nn.Module()).keys()
 
 
 @functools.cache

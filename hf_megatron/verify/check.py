@@ -18,6 +18,7 @@ from ..config import MegatronConfig
 from ..errors import ConfigError, MegatronError, RankError, UnsupportedError
 from ..expert_modules import find_experts
 from ..parallelize import plan
+from ..pipeline_parallel.stage_counts import layers_with_features
 from ..registry import own_spec, registered_types
 from ..registry.features import Features, describe_model
 from ..registry.recorded import layout_kind, tested_versions, write_results
@@ -95,6 +96,8 @@ _LARGE_SHARE = 0.5
 _TWIN_HEADS = 4
 # Of a twin's batch.
 _ROWS = 3
+# Of a twin that adds features of images behind its first layers, at most two of them.
+_LAYERS_WITH_FEATURES = 4
 
 
 def task_of_class(class_name: str, config: PreTrainedConfig) -> str:
@@ -216,6 +219,9 @@ def _check_changed(
         task = task_of_class(class_name, config)
     elif task == "causal" and _is_of_images(config):
         task = "image"
+    if layers_with_features(config):
+        # Those behind which features of images are added lie on the first stage, with one more.
+        layers = max(layers, _LAYERS_WITH_FEATURES)
     twin: Twin | None = None
     # Every dp rank needs one, and some have more.
     rows = max(_ROWS, max(layout.dp_size or 1 for layout in layouts) + 1)

@@ -114,15 +114,15 @@ def test_parity_rows_are_the_recorded_ones():
 
 
 def test_no_recorded_result_is_said():
-    layout = MegatronConfig(tp_size=2, allow_unverified=True)
+    layout = MegatronConfig(pp_size=2, allow_unverified=True)
     parity = recorded_parity("HrmTextForCausalLM", "hrm_text", layout)
     facts = dataclasses.replace(
         FACTS, architecture="HrmTextForCausalLM", model_type="hrm_text", layout=layout, parity=parity
     )
     text = render(facts).text
-    assert "No passed parity result is recorded for HrmTextForCausalLM (`hrm_text`) on `tp`" in text
+    assert "No passed parity result is recorded for HrmTextForCausalLM (`hrm_text`) on `pp`" in text
     assert "allow_unverified=True" in text and "| not equal |" in text
-    strict = dataclasses.replace(facts, layout=MegatronConfig(tp_size=2))
+    strict = dataclasses.replace(facts, layout=MegatronConfig(pp_size=2))
     assert "allow_unverified" not in render(strict).text
     alone = recorded_parity("LlamaForCausalLM", "llama", MegatronConfig(dp_size=2))
     assert "No parity result is needed" in render(dataclasses.replace(FACTS, parity=alone)).text

@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, PreTrainedModel
 from transformers.initialization import no_tie_weights
 
 from hf_megatron import MegatronConfig, PlanError
@@ -15,7 +15,7 @@ from hf_megatron.axes import Axes
 from hf_megatron.integrations.gate import check_command
 from hf_megatron.parallelize import plan
 from hf_megatron.registry import recorded
-from hf_megatron.registry.features import COPIES, ENDS, Part, describe_model, random_sites, silence
+from hf_megatron.registry.features import COPIES, ENDS, Part, _common_attributes, describe_model, random_sites, silence
 from hf_megatron.tensor_parallel.claims import claim_all
 from hf_megatron.verify.check import causal_types, has_plan, task_of_class
 from hf_megatron.verify.draws import rates, set_rates
@@ -161,6 +161,14 @@ def test_the_command_of_a_check_leads_to_the_same_parts():
     words = check_command(model.config, "LlamaForCausalLM", "tp2")
     changes = json.loads(words.split("--set '")[1].rstrip("'"))
     assert features(on_meta(resolve_config("llama", changes), "LlamaForCausalLM")).parts == features(model).parts
+
+
+def test_describing_a_model_leaves_nothing_that_other_classes_inherit():
+    for name in [name for name in vars(PreTrainedModel) if name.endswith("cached_value")]:
+        delattr(PreTrainedModel, name)
+    _common_attributes.cache_clear()
+    describe_model(llama())
+    assert not [name for name in vars(PreTrainedModel) if name.endswith("cached_value")]
 
 
 def test_differences_name_the_module_beside_what_was_compared():
