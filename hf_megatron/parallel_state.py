@@ -19,6 +19,7 @@ from .placement import ADAPTER, Claim, Placement
 from .spec import ModelSpec
 
 _STATE = "_hf_megatron"
+_AROUND = "_hf_megatron_around"
 _INNER = "_hf_megatron_inner"
 
 
@@ -218,6 +219,17 @@ def share_state(wrapper: nn.Module, model: nn.Module, state: ParallelState) -> N
     setattr(wrapper, _STATE, state)
     # Not as one of its modules, which would have two names then.
     vars(wrapper)[_INNER] = model
+
+
+def share_state_around(module: nn.Module, model: nn.Module, state: ParallelState) -> None:
+    """Has a module around a laid out model, which may have adapters, tell its layout."""
+    share_state(module, laid_out_model(model), state)
+    vars(module)[_AROUND] = model
+
+
+def model_inside(module: nn.Module) -> Any:
+    """Returns the laid out model, with its adapters, that a module is made around; any other module as it is."""
+    return vars(module).get(_AROUND, module)
 
 
 def laid_out_model(model: nn.Module) -> Any:

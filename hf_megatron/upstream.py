@@ -35,6 +35,7 @@ CHECKED: Mapping[str, tuple[str, str]] = MappingProxyType(
         "trl": ("1.14", "1.16"),
         # transformers 5.21 to 5.23 take none before.
         "peft": ("0.20", "0.21"),
+        "sentence_transformers": ("6.0", "6.2"),
     }
 )
 # Targets of patches that not every checked version has: the library, its first version with them and the first without.
@@ -547,6 +548,24 @@ def adapter_prefix(model: Any) -> str | None:
     if peft is None or not isinstance(model, peft.PeftModel):
         return None
     return "prompt_encoder" if model.active_peft_config.is_prompt_learning else str(model.base_model.prefix)
+
+
+def is_base_model(model: Any) -> bool:
+    """Tells whether a model returns hidden states, and is what other classes put a head on."""
+    return model.base_model is model and not has_labels(type(model))
+
+
+def has_labels(cls: type) -> bool:
+    """Tells whether a class computes a loss from labels that it is called with."""
+    from transformers.utils.generic import find_labels
+
+    return bool(find_labels(cls))
+
+
+def is_sentence_transformer(module: Any) -> bool:
+    """Tells whether a module is a model of sentence-transformers, which saves what it is made around by itself."""
+    library = sys.modules.get("sentence_transformers.base.model")
+    return library is not None and isinstance(module, library.BaseModel)
 
 
 def prepends_tokens(model: Any) -> bool:

@@ -34,8 +34,8 @@ def check_loaded(model: Any, info: dict[str, Any], *, strict: bool) -> None:
     """Raises `CheckpointError` for missing, surplus or mis-shaped weights, naming them and the way round.
 
     What a class puts on top of the base model, such as a head for classification, may be missing as a whole, and a
-    pooler with it: the checkpoint is of another class then, and the heads of that one may be surplus. The head of a
-    language model may not.
+    pooler with it: the checkpoint is of another class then, and the heads of that one may be surplus, as they may for a
+    base model. The head of a language model may not be missing.
     """
     problems = []
     mismatched = info.get("mismatched_keys") or ()
@@ -48,6 +48,8 @@ def check_loaded(model: Any, info: dict[str, Any], *, strict: bool) -> None:
     heads = _heads(model)
     if heads is not None and missing in (heads, heads | _pooler(model)):
         missing, surplus = set(), {name for name in surplus if _is_of_base(model, name)}
+    elif model.base_model is model:
+        surplus = {name for name in surplus if _is_of_base(model, name)}
     for kind, keys in (("missing", missing), ("unexpected", surplus)):
         names = sorted(keys)
         if names and strict:

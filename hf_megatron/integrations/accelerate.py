@@ -342,6 +342,10 @@ def prepare_model(
     **kwargs: Any,
 ) -> Any:
     """Prepares a laid out model as it is, whose layout has to be the Accelerator's, and what is made around one."""
+    from ..parallel_state import model_inside
+
+    if (inner := model_inside(model)) is not model:
+        return _prepare_around(original, self, model, inner, **kwargs)
     if _state(model) is not None:
         if not (evaluation_mode and _shares_batches(self, _state(model).config)):
             _require_fitting(self, model)

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch.distributed as dist
 from transformers import CONFIG_MAPPING
-from transformers.utils.generic import find_labels
 
 from ..config import MegatronConfig
 from ..context_parallel.scheme import with_scheme
@@ -19,6 +18,7 @@ from ..errors import UnsupportedError, UnverifiedLayoutError
 from ..parallel_state import ParallelState
 from ..registry.features import Description, Features
 from ..registry.recorded import differences, failed, layout_kind_of_tokens, layout_kinds, splits_weights
+from ..upstream import has_labels, is_base_model
 
 # Differences that an error shows.
 _SHOWN = 6
@@ -34,7 +34,8 @@ def require_verified(model: Any, state: ParallelState, description: Description)
     """Raises `UnverifiedLayoutError`, with the command of the check, unless all of the model was compared on a layout.
 
     With `allow_unverified=True` the check of the tiny twin runs here, on CPU ranks of its own, and a failure raises. A
-    class that computes no loss raises `UnsupportedError`: no check of it can pass.
+    base model was compared where a class with a head on top of it was. A class that is none and computes no loss of
+    labels raises `UnsupportedError`: no check of it can pass.
 
     Args:
         model: planned, and not placed yet.
@@ -48,7 +49,7 @@ def require_verified(model: Any, state: ParallelState, description: Description)
         features = features_on(kind, description, state)
         if splits_weights(kind):
             _warn_of_whole_layers(model, config, features)
-        found = differences(name, model_type, kind, features)
+        found = differences(name, model_type, kind, features, _base_prefix(model))
         if (worst := failed(name, model_type, config, kind, features)) is not None:
             lines.append(f"{kind}: compared on as many ranks it differed ({worst})")
         elif found is None:
@@ -62,7 +63,7 @@ def require_verified(model: Any, state: ParallelState, description: Description)
             )
     if not lines:
         return
-    if not find_labels(type(model)):
+    if not has_labels(type(model)) and not is_base_model(model):
         raise UnsupportedError(
             f"{name} computes no loss, and only classes with one are compared with one process. Load one with a head, "
             "such as AutoModelForCausalLM, and take outputs.hidden_states (output_hidden_states=True)."
@@ -97,9 +98,15 @@ def with_compared_scheme(model: Any, config: MegatronConfig, description: Descri
     ring = dataclasses.replace(config, cp_comm_type="p2p")
     name, model_type = type(model).__name__, model.config.model_type
     compared = [
-        differences(name, model_type, layout_kind_of_tokens(layout), features) == [] for layout in (stated, ring)
+        differences(name, model_type, layout_kind_of_tokens(layout), features, _base_prefix(model)) == []
+        for layout in (stated, ring)
     ]
     return ring if compared == [False, True] else stated
+
+
+def _base_prefix(model: Any) -> str | None:
+    """Returns the name of a base model in classes with a head on top of it, `None` for any other model."""
+    return model.base_model_prefix if is_base_model(model) else None
 
 
 def features_on(kind: str, description: Description, state: ParallelState) -> Features:

@@ -33,6 +33,16 @@ _ROUTER_FILES = (
     "mixtral olmoe phimoe qwen2_moe qwen3_5_moe qwen3_moe qwen3_next qwen3_omni_moe qwen3_vl_moe qwen4_exp"
 )
 
+# Each imports the function by name.
+_EMBEDDING_LOSSES = (
+    *(
+        f"sentence_transformer.losses.{prefix}{name}"
+        for prefix in ("", "cached_")
+        for name in ("gist_embed", "multiple_negatives_ranking")
+    ),
+    *(f"multi_vector_encoder.losses.{prefix}multiple_negatives_ranking" for prefix in ("", "cached_")),
+)
+
 # Target, replacement (in this package unless it says otherwise), what stock does, until when.
 # fmt: off
 _ROWS: tuple[tuple[str, str, str, str], ...] = (
@@ -326,6 +336,20 @@ _ROWS: tuple[tuple[str, str, str, str], ...] = (
              "reads the heads of two models"),
         )
     ),
+    *(
+        (f"sentence_transformers.{name}:get_rank", "sentence_transformers:get_rank",
+         "counts the ranks of a batch each", _RANKS_PER_BATCH)
+        for name in ("util.distributed", *_EMBEDDING_LOSSES)
+    ),
+    ("sentence_transformers.util.distributed:all_gather", "sentence_transformers:gather_embeddings",
+     "repeats what ranks of one batch hold", _RANKS_PER_BATCH),
+    ("sentence_transformers.base.modules.transformer:Transformer.forward", "sentence_transformers:forward",
+     "calls a model's forward without its hooks", _ALWAYS),
+    ("sentence_transformers.base.trainer:distributed_evaluation", "sentence_transformers:distributed_evaluation",
+     "deals sentences out to ranks that hold parts of one model", _RANKS_PER_BATCH),
+    ("sentence_transformers.base.model:BaseModel.save", "sentence_transformers:save", "saves on one rank", _LAYOUTS),
+    ("sentence_transformers.base.trainer:BaseTrainer._load_from_checkpoint",
+     "trainer_checkpoints:load_from_checkpoint", "reads whole weights", _CHECKPOINTS),
 )
 # fmt: on
 

@@ -21,7 +21,7 @@ from .refusals import refuse_other_trl_trainers
 from .repeated_rows import EmptyBatch
 from .termination import TerminationCallback
 from .trainer_checkpoints import probe
-from .wrapped_models import refuse_around
+from .wrapped_models import state_around
 
 
 def has_mixed_dtensor(original: Callable, tensors: Iterable[Tensor]) -> bool:
@@ -35,7 +35,7 @@ def init(original: Callable, self: Any, model: Any = None, args: Any = None, *re
     """Refuses, before anything is built, arguments that would train differently from one process."""
     state = None if model is None else parallel_state(model)
     if state is None and LEDGER.models:
-        refuse_around(model, type(self).__name__)
+        state = state_around(model, type(self).__name__)
     if state is None and model is not None and LEDGER.launch is not None:
         LEDGER.launch.require_laid_out(model)
     if state is None or args is None:

@@ -23,7 +23,7 @@ from ..checkpoint.state_file import read_packed, write_packed
 from ..checkpoint.training_state import load_optimizers, write_config
 from ..checkpoint.transaction import Transaction, prune
 from ..communication.agreement import agreed, gather, rank_and_size
-from ..parallel_state import laid_out_model, parallel_state
+from ..parallel_state import laid_out_model, model_inside, parallel_state
 from .adapter_checkpoints import (
     adapted_module,
     is_of_adapters,
@@ -102,13 +102,15 @@ def progress(what: str) -> Iterator[Callable[[str], None]]:
 
 
 def _save(trainer: Any, target: Path) -> None:
-    model, optimizers = trainer.model, _optimizers(trainer)
+    model, optimizers = model_inside(trainer.model), _optimizers(trainer)
     weights_only = trainer.args.save_only_model
     described = {"step": trainer.state.global_step, **({} if weights_only else saved_facts(model, optimizers))}
     with progress(f"Saving {target.name}") as advance, Transaction(target, described, on_step=advance) as transaction:
         _write_files(trainer, transaction.directory)
-        if weights_only:
+        if weights_only and model is trainer.model:
             model.save_pretrained(transaction.directory, is_main_process=trainer.args.should_save)
+        elif weights_only:
+            trainer.model.save_pretrained(str(transaction.directory))
         else:
             save_adapters(model, transaction.directory)
             transaction.write(saved_pieces(model, optimizers))
@@ -117,7 +119,7 @@ def _save(trainer: Any, target: Path) -> None:
 
 
 def _save_in_background(trainer: Any, saver: AsyncSaver, target: Path) -> None:
-    model, optimizers = trainer.model, _optimizers(trainer)
+    model, optimizers = model_inside(trainer.model), _optimizers(trainer)
     with tempfile.TemporaryDirectory() as staging:
         _write_files(trainer, Path(staging))
         save_adapters(model, Path(staging))
@@ -131,14 +133,14 @@ def _save_in_background(trainer: Any, saver: AsyncSaver, target: Path) -> None:
 
 def _write_files(trainer: Any, directory: Path) -> None:
     """Writes what a checkpoint holds beside weights and moments."""
-    args = trainer.args
+    args, model = trainer.args, model_inside(trainer.model)
     if not args.save_only_model:
         saved_generators.save(directory, rank_and_size(None)[0])
     if not args.should_save:
         return
     if not args.save_only_model:
-        if laid_out_model(trainer.model) is trainer.model:
-            write_config(trainer.model, directory)
+        if laid_out_model(model) is model:
+            write_config(model, directory)
         else:
             write_markers(directory)
         scaler = getattr(trainer.accelerator, "scaler", None)
@@ -194,7 +196,7 @@ def load_from_checkpoint(original: Callable, self: Any, resume_from_checkpoint: 
     """Loads the weights of a sharded checkpoint, whatever layout saved it."""
     checkpoint = open_verified(resume_from_checkpoint, self.model) if is_committed(resume_from_checkpoint) else None
     if checkpoint is not None and (checkpoint.names() or is_of_adapters(checkpoint)):
-        load_weights(self.model, checkpoint)
+        load_weights(model_inside(self.model), checkpoint)
     else:
         original(self, resume_from_checkpoint, model)
 
@@ -217,7 +219,7 @@ def _from_shards(load: Callable[[Any, Path], None]) -> Callable:
 def load_optimizer_and_scheduler(trainer: Any, checkpoint: Path) -> None:
     """Loads the optimizer's state of any layout, and the scheduler's."""
     opened = Checkpoint(checkpoint)
-    load_optimizers(adapted_module(trainer.model), _optimizers(trainer), opened)
+    load_optimizers(adapted_module(model_inside(trainer.model)), _optimizers(trainer), opened)
     if opened.facts.get("converted"):
         advance(trainer.lr_scheduler, trainer.state.global_step)
     else:
@@ -279,6 +281,6 @@ def load_best_model(original: Callable, self: Any) -> None:
     if not is_committed(path):
         warnings.warn(f"{path} is not a complete checkpoint: the model keeps its present weights.", stacklevel=2)
     elif _holds_shards(path):
-        load_weights(self.model, open_verified(path, self.model))
+        load_weights(model_inside(self.model), open_verified(path, self.model))
     else:
         original(self)

@@ -29,7 +29,7 @@ from ..layer_list import find_layers
 from ..memory.offloaded_inputs import offload_inputs
 from ..memory.recompute import apply_recompute
 from ..memory.tiled_mlp import tile_mlps
-from ..parallel_state import ParallelState, parallel_state
+from ..parallel_state import ParallelState, model_inside, parallel_state
 from ..parallelize import install, parallel_plan, place, plan
 from ..patch_ledger import LEDGER
 from ..registry.features import describe_model
@@ -248,14 +248,16 @@ def get_model_param_count(original: Callable, model: Any, trainable_only: bool =
     state = parallel_state(model)
     if state is None or state.pipeline is None:
         return original(model, trainable_only)
-    return model.num_parameters(only_trainable=trainable_only)
+    return model_inside(model).num_parameters(only_trainable=trainable_only)
 
 
 def add_unmatched_checkpoint_key(original: Callable, key: str, model: Any, loading_info: Any) -> None:
     """Reports a weight of a checkpoint that the model has not, unless another stage of the pipeline has it."""
     state = parallel_state(model)
     elsewhere = frozenset() if state is None or state.cut is None else state.elsewhere
-    if key not in elsewhere and f"{model.base_model_prefix}.{key}" not in elsewhere:
+    prefix = f"{model.base_model_prefix}."
+    # As the loader does with names of this stage: a base model reads files of classes with a head, and they read its.
+    if elsewhere.isdisjoint((key, prefix + key, key.removeprefix(prefix))):
         original(key, model, loading_info)
 
 

@@ -1,4 +1,4 @@
-"""Modules of users around a laid out model: those without weights of their own are prepared with it, others refused."""
+"""Modules around a laid out model: those without weights of their own are prepared with it, others refused."""
 
 from typing import Any
 
@@ -7,8 +7,9 @@ from torch import Tensor, nn
 from ..absent_weights import own_parameters
 from ..checkpoint.gathered import full_state_dict
 from ..errors import UnsupportedError
-from ..parallel_state import parallel_state
+from ..parallel_state import ParallelState, parallel_state, share_state_around
 from ..patch_ledger import LEDGER
+from ..upstream import is_sentence_transformer
 
 _PREPARE = "Accelerator.prepare"
 _INSTEAD = (
@@ -19,41 +20,59 @@ _INSTEAD = (
 
 
 def laid_out_inside(module: nn.Module) -> list[nn.Module]:
-    """Lists the laid out models that a module contains, and is not itself."""
-    return [inner for inner in module.modules() if inner is not module and parallel_state(inner) is not None]
+    """Lists the laid out models that a module contains, and is not itself; each with its adapters, if it has any."""
+    found: list[nn.Module] = []
+    for inner in module.modules():
+        # A module comes before those inside of it.
+        if (
+            inner is not module
+            and parallel_state(inner) is not None
+            and all(inner not in one.modules() for one in found)
+        ):
+            found.append(inner)
+    return found
 
 
-def refuse_around(module: Any, what: str) -> None:
-    """Raises for a module that contains a laid out model, or weights of one.
+def state_around(module: Any, what: str) -> ParallelState | None:
+    """Returns the layout of the model inside of one of sentence-transformers', which tells it from now on.
 
     Args:
         what (`str`): who was given it.
 
     Raises:
-        UnsupportedError: naming the module and what it has inside.
+        UnsupportedError: another module that contains a laid out model, or weights of one, naming what it has inside.
     """
-    if not isinstance(module, nn.Module) or parallel_state(module) is not None:
-        return
+    if not isinstance(module, nn.Module):
+        return None
+    if is_sentence_transformer(module) and (model := model_to_prepare(module, what)) is not None:
+        state = parallel_state(model)
+        assert state is not None
+        share_state_around(module, model, state)
+        return state
     for inner in laid_out_inside(module):
         raise UnsupportedError(f"{_named(what, module)} contains a laid out {type(inner).__name__}. {_instead(module)}")
     _refuse_parts(module, what)
+    return None
 
 
-def model_to_prepare(module: nn.Module) -> nn.Module | None:
+def model_to_prepare(module: nn.Module, what: str = _PREPARE) -> nn.Module | None:
     """Returns the laid out model that a module without weights of its own is made around, `None` where there is none.
+
+    Args:
+        what (`str`): who was given it.
 
     Raises:
         UnsupportedError: it has parameters or buffers of its own, or weights of laid out models without one of these.
     """
     inside = laid_out_inside(module)
     if not inside:
-        _refuse_parts(module, _PREPARE)
+        _refuse_parts(module, what)
         return None
     model = inside[0]
     if len(inside) > 1:
         names = ", ".join(type(inner).__name__ for inner in inside)
         raise UnsupportedError(
-            f"{_named(_PREPARE, module)} contains {len(inside)} laid out models ({names}): prepare each of them, with "
+            f"{_named(what, module)} contains {len(inside)} laid out models ({names}): prepare each of them, with "
             f"an optimizer each, and call them through {type(module).__name__} as it is."
         )
     known = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
@@ -62,7 +81,7 @@ def model_to_prepare(module: nn.Module) -> nn.Module | None:
     if own:
         shown = ", ".join(own[:3]) + (f" and {len(own) - 3} more" if len(own) > 3 else "")
         raise UnsupportedError(
-            f"{_named(_PREPARE, module)} contains a laid out {type(model).__name__} and, beside it, {shown}, which "
+            f"{_named(what, module)} contains a laid out {type(model).__name__} and, beside it, {shown}, which "
             f"is not part of its layout. {_instead(module)}"
         )
     return model

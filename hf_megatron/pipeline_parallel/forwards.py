@@ -15,7 +15,7 @@ from .cache import StagedCache, new_inputs
 from .executor import Execution
 from .loss_scale import ScheduledGradients
 from .microbatches import batch_rows
-from .outputs import Gradients, PipelineOutput, logits_of, loss_of, with_backward
+from .outputs import Gradients, PipelineOutput, loss_of, values_of_rows, with_backward
 from .schedules import Action, backward_plan, forward_plan
 from .stage_runner import StageRunner
 from .trained_inputs import TrainedInputs
@@ -32,7 +32,7 @@ def run_forwards(runner: StageRunner, arguments: dict[str, Any]) -> PipelineOutp
         share = (part.stop - part.start) / rows
         values: list[Tensor] = []
         if takes_logits:
-            logits = logits_of(output, runner.model)
+            logits = values_of_rows(output, runner.model)
             runner.rehearsal.require_same(tuple(logits))
             values += logits.values()
         if labels:

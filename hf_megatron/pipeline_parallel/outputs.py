@@ -28,6 +28,8 @@ class PipelineOutput(ModelOutput):
         start_logits (`Tensor`, *optional*), end_logits (`Tensor`, *optional*): `[batch, sequence]`.
         prediction_logits (`Tensor`, *optional*): `[batch, sequence, vocab]`.
         seq_relationship_logits (`Tensor`, *optional*): `[batch, 2]`.
+        last_hidden_state (`Tensor`, *optional*): `[batch, sequence, hidden]`, of a base model.
+        pooler_output (`Tensor`, *optional*): `[batch, hidden]`, of a base model that has a pooler.
         past_key_values (`Cache`, *optional*): with the keys and values of this rank's layers.
     """
 
@@ -38,11 +40,16 @@ class PipelineOutput(ModelOutput):
     end_logits: Any = None
     prediction_logits: Any = None
     seq_relationship_logits: Any = None
+    last_hidden_state: Any = None
+    pooler_output: Any = None
     past_key_values: Any = None
 
 
 # Fields with a row per sample, in the order of classes' own outputs.
-LOGITS = ("logits", "start_logits", "end_logits", "prediction_logits", "seq_relationship_logits")
+VALUES_OF_ROWS = (
+    *("logits", "start_logits", "end_logits", "prediction_logits", "seq_relationship_logits"),
+    *("last_hidden_state", "pooler_output"),
+)
 
 
 class AbsentLogits(AbsentValue):
@@ -146,11 +153,11 @@ def loss_of(output: Any, model: Any, loss: BatchLoss, arguments: Mapping[str, An
     return output["loss"]
 
 
-def logits_of(output: Any, model: Any) -> dict[str, Tensor]:
-    """Reads the logits, `[rows, ...]` each, of what the last stage returned, by the names of `LOGITS`."""
-    found = {name: output[name] for name in LOGITS if output.get(name) is not None}
+def values_of_rows(output: Any, model: Any) -> dict[str, Tensor]:
+    """Reads logits or hidden states, `[rows, ...]` each, of what the last stage returned, by their fields' names."""
+    found = {name: output[name] for name in VALUES_OF_ROWS if output.get(name) is not None}
     if not found:
         raise UnsupportedError(
-            f"{type(model).__name__} returns no logits; a pipeline hands out logits and losses only."
+            f"{type(model).__name__} returns nothing that a pipeline hands out: {', '.join(VALUES_OF_ROWS)}, losses."
         )
     return {name: value if isinstance(value, Tensor) else value.gather(warn=False) for name, value in found.items()}

@@ -21,7 +21,7 @@ from ..parallel_state import ParallelState
 from ..patch_ledger import Shared
 from .autocast import quiet_autocast
 from .cut import Cut
-from .outputs import LOGITS, logits_of, loss_of
+from .outputs import VALUES_OF_ROWS, loss_of, values_of_rows
 
 
 class Rehearsal(Shared):
@@ -102,9 +102,9 @@ class Rehearsal(Shared):
                     if stage == len(self.cut.boundary.stages.ranges) - 1 and not is_read:
                         if losses_of(arguments):
                             loss_of(output, self.model, self.loss, arguments)
-                            names = tuple(name for name in LOGITS if output.get(name) is not None)
+                            names = tuple(name for name in VALUES_OF_ROWS if output.get(name) is not None)
                         else:
-                            names = tuple(logits_of(output, self.model))
+                            names = tuple(values_of_rows(output, self.model))
         if self._shards_weights:
             reshard(self.cut.ends(self.model))
         return names

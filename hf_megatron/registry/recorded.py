@@ -10,7 +10,7 @@ from typing import Any
 
 from ..config import MegatronConfig
 from ..upstream import installed_version
-from .features import Features, Part
+from .features import ENDS, Features, Part
 
 FILE = "verified.json"
 _VERSIONS = ("torch", "transformers", "accelerate", "hf_megatron")
@@ -108,17 +108,22 @@ def layout_kind(config: MegatronConfig) -> str:
     return "+".join(layout_kinds(config)) or "dp"
 
 
-def differences(class_name: str, model_type: str, kind: str, features: Features) -> list[str] | None:
+def differences(
+    class_name: str, model_type: str, kind: str, features: Features, base_prefix: str | None = None
+) -> list[str] | None:
     """Lists what of a model was never compared with one process on a kind of layout; `None` if its class never was.
 
     A part counts as compared if a row that passed has it as a whole. Sites that draw random numbers count if replicated
     weights stayed equal over ranks while they did; where weights are whole there is none.
+
+    Args:
+        base_prefix (`str`, *optional*): of a base model, its name in classes with a head: what was compared of these
+            counts as well.
     """
-    passed = [
-        row
-        for row in records()
-        if (row["model_type"], row["class"], row["layout"]) == (model_type, class_name, kind) and row["passed"]
-    ]
+    of_type = [row for row in records() if (row["model_type"], row["layout"]) == (model_type, kind) and row["passed"]]
+    passed = [row for row in of_type if row["class"] == class_name]
+    if base_prefix:
+        passed += [_without_head(row, f"{base_prefix}.") for row in of_type if row["class"] != class_name]
     if not passed:
         return None
     compared = {part for row in passed for part in row["parts"]}
@@ -132,6 +137,23 @@ def differences(class_name: str, model_type: str, kind: str, features: Features)
     if splits_weights(kind):
         found += [f"random numbers drawn at {site}" for site in sorted(features.draws - drawn)]
     return found
+
+
+def _without_head(row: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Returns what a row says of the base model that its class puts a head on, by the names that the base model has."""
+    parts = [
+        Part(ENDS, _inside(part.lines, prefix))
+        if part.name == ENDS
+        else Part(part.name.removeprefix(prefix), part.lines)
+        for part in row["parts"]
+    ]
+    return {**row, "parts": parts, "draws": [site.removeprefix(prefix) for site in row["draws"]]}
+
+
+def _inside(lines: frozenset[str], prefix: str) -> frozenset[str]:
+    named = prefix.removesuffix(".") + ": "
+    whole = {line.removeprefix(named) for line in lines if line.startswith(named)}
+    return frozenset(whole | {line.removeprefix(prefix) for line in lines if line.startswith(prefix)})
 
 
 def failed(class_name: str, model_type: str, config: MegatronConfig, kind: str, features: Features) -> str | None:

@@ -11,6 +11,7 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_MAPPING_NAMES,
 )
 
 from ..axes import Axes
@@ -34,6 +35,9 @@ from .token_mixing import unknown_mixing, whole_share
 from .twin import TASKS
 from .variants import variants_of
 
+BASE_CLASSES = frozenset(
+    name for names in MODEL_MAPPING_NAMES.values() for name in ((names,) if isinstance(names, str) else names)
+)
 # Own specs that are not causal, and the tasks they are checked on.
 OTHER_TASKS = {"bert": ("masked", "classification"), "t5": ("seq2seq",)}
 _CLASS_TASKS = {
@@ -102,6 +106,8 @@ _LAYERS_WITH_FEATURES = 4
 
 def task_of_class(class_name: str, config: PreTrainedConfig) -> str:
     """Returns the task whose batches fit a class; `...ForConditionalGeneration` are models of images too."""
+    if class_name in BASE_CLASSES:
+        return "hidden_states"
     default = "seq2seq" if config.is_encoder_decoder else "image" if _is_of_images(config) else "causal"
     return next((task for part, task in _CLASS_TASKS.items() if part in class_name), default)
 

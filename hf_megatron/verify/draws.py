@@ -13,7 +13,7 @@ from ..integrations.gate import ConfigUnderTest
 from ..parallel_state import parallel_state
 from ..registry.features import is_rate, random_sites
 from ..upstream import local_tensor
-from .measure import on_device
+from .measure import loss_of_batch, on_device
 from .parity import Twin
 from .ranks import first_reason, run_ranks
 
@@ -86,7 +86,7 @@ def _train(
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         for _ in range(_STEPS):
             for batch in on_device(twin.batches, model):
-                model(**batch).loss.backward()
+                loss_of_batch(model, batch)[0].backward()
             optimizer.step()
             optimizer.zero_grad()
         return random_sites(model), _replicated(model)

@@ -18,7 +18,7 @@ from ..media import is_of_images, rows_with_images
 from ..mesh import ParallelMesh
 from ..parallel_state import laid_out_model, parallel_state
 from ..registry.features import silence
-from ..upstream import local_tensor
+from ..upstream import is_base_model, local_tensor
 
 # The default eps of AdamW turns round-off in gradients that are zero in exact arithmetic (key biases, for one) into
 # whole steps. SGD's rate follows the gradient, else two steps of a steep model amplify round-off as far as they like.
@@ -165,6 +165,31 @@ def _of_all_stages(own: dict[str, Tensor | None], mesh: ParallelMesh) -> dict[st
     return whole
 
 
+def loss_of_batch(
+    model: Any, batch: dict[str, Tensor], batches: int = 1, *, shared: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Returns a batch's share of the loss, a scalar, as this rank differentiates it and as one process has it.
+
+    That of a base model, which computes none, is made of its hidden states. With `shared` each dp rank sees all rows.
+    """
+    rows = batch if shared else _rows_of_this_rank(model, batch)
+    output = model(**rows)
+    if not is_base_model(laid_out_model(model)):
+        return output.loss / batches, output.loss.detach() / batches
+    values = output.last_hidden_state * rows["attention_mask"][..., None]
+    # A target in the middle: gradients are of all signs.
+    loss = (values - torch.linspace(-1, 1, values.shape[-1], device=values.device)).square().sum()
+    if output.get("pooler_output") is not None:
+        loss = loss + output.pooler_output.square().sum()
+    state = parallel_state(model)
+    loss = loss / (len(batch["input_ids"]) * values[0].numel() * batches)
+    whole = loss.detach().clone()
+    if state is not None and state.mesh.dp_size > 1 and not shared:
+        dist.all_reduce(whole, group=state.mesh.dp_group)
+        loss = loss * state.mesh.dp_size
+    return loss, whole
+
+
 def _backward(model: nn.Module, batches: list[dict[str, Tensor]]) -> float:
     """One optimizer step's worth of gradient: the mean of the microbatch losses, reduced with the last one."""
     total = 0.0
@@ -172,9 +197,9 @@ def _backward(model: nn.Module, batches: list[dict[str, Tensor]]) -> float:
         with contextlib.ExitStack() as stack:
             if index < len(batches) - 1 and "no_sync" in vars(laid_out_model(model)):
                 stack.enter_context(laid_out_model(model).no_sync())
-            loss = model(**_rows_of_this_rank(model, batch)).loss / len(batches)
+            loss, of_all_ranks = loss_of_batch(model, batch, len(batches))
             loss.backward()
-        total += loss.item()
+        total += of_all_ranks.item()
     return total
 
 
@@ -196,7 +221,7 @@ def measure(
     batches = on_device(batches, inner)
     model.eval()
     with torch.no_grad():
-        eval_loss = model(**batches[0]).loss.item()
+        eval_loss = loss_of_batch(model, batches[0], shared=True)[1].item()
     model.train()
     inner.zero_grad()
     loss = _backward(model, batches)

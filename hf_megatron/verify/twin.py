@@ -20,6 +20,8 @@ TASKS = {
     "token_classification": "AutoModelForTokenClassification",
     "question_answering": "AutoModelForQuestionAnswering",
     "image": "AutoModelForImageTextToText",
+    # Of base models, whose loss is taken of their outputs.
+    "hidden_states": "AutoModel",
 }
 
 VOCAB_SIZE = 131
@@ -235,7 +237,7 @@ def make_batch(
     Returns:
         `dict[str, Tensor]`: `input_ids` and `attention_mask` of `[batch, sequence]`; `labels` of the same, of
         `[batch, sequence - 2]` for `"seq2seq"`, of `[batch]` for `"classification"`; `start_positions` and
-        `end_positions` of `[batch]` instead for `"question_answering"`.
+        `end_positions` of `[batch]` instead for `"question_answering"`; no labels for `"hidden_states"`.
     """
     if task not in TASKS:
         raise ValueError(f"`task` must be one of {', '.join(TASKS)}, got {task!r}.")
@@ -256,6 +258,8 @@ def make_batch(
     input_ids[attention_mask == 0] = 0 if pad_token_id is None else pad_token_id
 
     batch = {"input_ids": input_ids, "attention_mask": attention_mask}
+    if task == "hidden_states":
+        return batch
     if task == "classification":
         num_labels = cast(int, config.num_labels)
         first = torch.randint(num_labels, (1,), generator=generator)

@@ -6,7 +6,9 @@ import warnings
 
 import pytest
 import torch
+from torch import nn
 from transformers import CONFIG_MAPPING, AutoModel, AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaModel, LlamaPreTrainedModel
 
 from hf_megatron import MegatronConfig, UnsupportedError, UnverifiedLayoutError
 from hf_megatron.integrations import gate
@@ -101,13 +103,44 @@ def test_the_reason_of_a_refusal_comes_before_the_gate():
     run_ranks(on_rank, 2)
 
 
+class Scores(LlamaPreTrainedModel):
+    def __init__(self, config):
+        super().__init__(config)
+        self.model, self.score = LlamaModel(config), nn.Linear(config.hidden_size, 1)
+        self.post_init()
+
+    def forward(self, input_ids):
+        return self.score(self.model(input_ids)[0])
+
+
 @pytest.mark.parametrize("allowed", [False, True])
 def test_a_class_without_a_loss_is_refused_before_a_check_that_could_not_pass(allowed):
     def on_rank():
-        with pytest.raises(UnsupportedError, match="LlamaModel computes no loss.*AutoModelForCausalLM"):
-            make("llama", MegatronConfig(tp_size=2, allow_unverified=allowed), {}, AutoModel)
+        config, layout = tiny_config(CONFIG_MAPPING["llama"]()), MegatronConfig(tp_size=2, allow_unverified=allowed)
+        with pytest.raises(UnsupportedError, match="Scores computes no loss.*AutoModelForCausalLM"):
+            Scores._from_config(config, megatron_config=layout)
 
     run_ranks(on_rank, 2)
+
+
+@pytest.mark.parametrize("layout", [TP2, TP2_SP, PP2], ids=MegatronConfig.layout)
+def test_a_base_model_was_compared_with_the_head_on_top_of_it(layout):
+    def on_rank():
+        make("llama", layout, {}, AutoModel)
+        make("gpt2", layout, {}, AutoModel)
+
+    run_ranks(on_rank, 2)
+
+
+def test_a_base_model_of_a_new_combination_is_named_with_the_command_of_its_check():
+    def on_rank():
+        with pytest.raises(UnverifiedLayoutError) as error:
+            make("qwen3", TP2, {"num_key_value_heads": 1, "attention_bias": True}, AutoModel)
+        return str(error.value)
+
+    for said in run_ranks(on_rank, 2):
+        assert "linears in copies: self_attn.k_proj: Linear(weight, bias) column; compared was Linear(weight)" in said
+        assert "hf-megatron check qwen3 --class Qwen3Model --layouts tp4 --set" in said
 
 
 def test_a_small_share_that_is_split_is_said():

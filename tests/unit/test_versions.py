@@ -30,7 +30,8 @@ def test_each_supported_version_is_in_a_combination():
 def test_rows_are_of_the_versions_they_are_named_by():
     for name, row in recorded().items():
         for library, minor in COMBINATIONS[name].items():
-            assert row["versions"][library].startswith(f"{minor}."), (name, library)
+            version = row["versions"].get(library)
+            assert version is None or version.startswith(f"{minor}."), (name, library)
 
 
 def test_the_table_says_what_was_not_run():

@@ -1,0 +1,202 @@
+"""Trainer of sentence-transformers around a laid out model: negatives of all ranks, evaluation, saving, resuming."""
+
+import pytest
+import torch
+from datasets import Dataset
+from sentence_transformers import (
+    SentenceTransformer,
+    SentenceTransformerTrainer,
+    SentenceTransformerTrainingArguments,
+)
+from sentence_transformers.sentence_transformer.evaluation import EmbeddingSimilarityEvaluator
+from sentence_transformers.sentence_transformer.losses import (
+    CachedMultipleNegativesRankingLoss,
+    CosineSimilarityLoss,
+    MultipleNegativesRankingLoss,
+)
+from sentence_transformers.sentence_transformer.modules import Dense, Pooling, Transformer
+from transformers import TrainerCallback
+
+from hf_megatron import UnsupportedError
+from hf_megatron.communication.collectives import gather_from_ranks
+from hf_megatron.integrations import batch_shards
+from hf_megatron.integrations import sentence_transformers as replaced
+from hf_megatron.integrations.gate import ConfigUnderTest
+from hf_megatron.verify.ranks import run_ranks
+
+from ..conftest import TESTS
+
+STEPS = 20
+LAYOUTS = {
+    "tp2+sp": {"tp_size": 2, "sequence_parallel": True},
+    "pp2": {"pp_size": 2},
+    "dp2": {"dp_size": 2},
+    "dp2+zero3": {"dp_size": 2, "zero_stage": 3},
+    "tp2+dp2": {"tp_size": 2, "dp_size": 2},
+}
+
+
+def sentences(count):
+    text = (TESTS / "data" / "tinystories_sample.txt").read_text("utf-8")
+    return [line for line in text.split(".") if 20 < len(line) < 200][:count]
+
+
+def pairs(count):
+    halves = [(line[: len(line) // 2], line[len(line) // 2 :]) for line in sentences(count)]
+    return Dataset.from_list([{"anchor": first, "positive": second} for first, second in halves])
+
+
+def embedder(stories, layout, *further):
+    arguments = {} if layout is None else {"megatron_config": layout}
+    transformer = Transformer(str(stories), model_kwargs=arguments)
+    transformer.tokenizer.pad_token = transformer.tokenizer.eos_token
+    pooling = Pooling(transformer.get_embedding_dimension(), "mean")
+    return SentenceTransformer(modules=[transformer, pooling, *further], device="cpu")
+
+
+def evaluator():
+    lines = sentences(12)
+    return EmbeddingSimilarityEvaluator(lines[:6], lines[6:], [0.1, 0.9, 0.3, 0.7, 0.5, 0.2], write_csv=False)
+
+
+def trainer_of(stories, folder, layout, loss=MultipleNegativesRankingLoss, rows=40, **arguments):
+    model = embedder(stories, layout)
+    replicas = 1 if layout is None else layout.dp_size or 1
+    options = {"gather_across_devices": layout is not None} if loss is not CosineSimilarityLoss else {}
+    data = pairs(rows)
+    if loss is CosineSimilarityLoss:
+        data = data.add_column("label", [0.1 * (row % 10) for row in range(rows)])
+    defaults = {
+        **{"per_device_train_batch_size": 8 // replicas, "max_steps": STEPS, "learning_rate": 1e-3, "logging_steps": 1},
+        **{"save_strategy": "no", "report_to": [], "use_cpu": True, "disable_tqdm": True, "max_grad_norm": 5.0},
+        **{"eval_strategy": "steps", "eval_steps": 10, "dataloader_drop_last": True},
+    }
+    return SentenceTransformerTrainer(
+        model,
+        SentenceTransformerTrainingArguments(str(folder), **(defaults | arguments)),
+        train_dataset=data,
+        loss=loss(model, **options),
+        evaluator=evaluator(),
+    )
+
+
+def numbers(trainer):
+    names = ("loss", "grad_norm", "eval_pearson_cosine")
+    return [{name: entry[name] for name in names if name in entry} for entry in trainer.state.log_history]
+
+
+def train(stories, folder, layout, **arguments):
+    trainer = trainer_of(stories, folder / "run", layout, **arguments)
+    trainer.train()
+    trainer.save_model(str(folder / "saved"))
+    return numbers(trainer)
+
+
+def agree(found, expected, tolerance=1e-4):
+    for log in found:
+        assert len(log) == len(expected)
+        for entry, other in zip(log, expected, strict=True):
+            assert entry == pytest.approx(other, rel=tolerance, abs=tolerance)
+
+
+def ranks(name):
+    sizes = LAYOUTS[name]
+    layout = ConfigUnderTest(**sizes)
+    return layout, layout.ranks_per_replica * (layout.dp_size or 1)
+
+
+def on_ranks(name, stories, folder, **arguments):
+    layout, count = ranks(name)
+    return run_ranks(train, count, stories, folder, layout, timeout=300, **arguments)
+
+
+@pytest.fixture(scope="module")
+def alone(stories, tmp_path_factory):
+    """What one process logs and saves."""
+    folder = tmp_path_factory.mktemp("alone")
+    [log] = run_ranks(train, 1, stories, folder, None, timeout=300)
+    assert sum("loss" in entry for entry in log) == STEPS and any("eval_pearson_cosine" in entry for entry in log)
+    return log, SentenceTransformer(str(folder / "saved"), device="cpu").encode(sentences(6))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_in_batch_negatives_of_all_ranks(stories, tmp_path, alone, name):
+    log, embeddings = alone
+    agree(on_ranks(name, stories, tmp_path), log)
+    saved = SentenceTransformer(str(tmp_path / "saved"), device="cpu")
+    assert saved.encode(sentences(6)) == pytest.approx(embeddings, abs=1e-3)
+
+
+@pytest.mark.parametrize("loss", [CachedMultipleNegativesRankingLoss, CosineSimilarityLoss])
+@pytest.mark.parametrize("name", ["pp2", "tp2+dp2"])
+def test_losses_that_call_the_model_otherwise(stories, tmp_path, loss, name):
+    arguments = {"loss": loss, "max_steps": 4, "eval_strategy": "no"}
+    [expected] = run_ranks(train, 1, stories, tmp_path / "one", None, timeout=300, **arguments)
+    agree(on_ranks(name, stories, tmp_path / "split", **arguments), expected)
+
+
+class StopsAtSave(TrainerCallback):
+    def on_save(self, args, state, control, **kwargs):
+        control.should_training_stop = True
+
+
+def half(stories, folder, layout):
+    trainer = trainer_of(stories, folder / "run", layout, save_strategy="steps", save_steps=10)
+    trainer.add_callback(StopsAtSave())
+    trainer.train()
+
+
+def other_half(stories, folder, layout):
+    trainer = trainer_of(stories, folder / "run", layout)
+    trainer.train(resume_from_checkpoint=True)
+    return numbers(trainer)
+
+
+def test_a_run_goes_on_on_another_layout(stories, tmp_path, alone):
+    layout, count = ranks("tp2+sp")
+    run_ranks(half, count, stories, tmp_path, layout, timeout=300)
+    layout, count = ranks("dp2")
+    agree(run_ranks(other_half, count, stories, tmp_path, layout, timeout=300), alone[0])
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        (batch_shards, "data_parallel_group", lambda: None),
+        (replaced, "gather_from_ranks", lambda *given, sum_gradient: gather_from_ranks(*given)),
+    ],
+    ids=["own negatives only", "own gradient only"],
+)
+def test_a_wrong_gathering_is_found(stories, tmp_path, alone, monkeypatch, fault):
+    monkeypatch.setattr(*fault)
+    with pytest.raises(AssertionError):
+        agree(on_ranks("dp2", stories, tmp_path, max_steps=4, eval_strategy="no"), alone[0][:4])
+
+
+def test_what_would_train_otherwise_is_refused(stories, tmp_path):
+    layout, count = ranks("dp2")
+
+    def on_rank():
+        uneven = trainer_of(stories, tmp_path, layout, rows=44, dataloader_drop_last=False, eval_strategy="no")
+        with pytest.raises(UnsupportedError, match="dataloader_drop_last=True"):
+            uneven.train()
+        model = embedder(stories, layout, Dense(64, 16))
+        with pytest.raises(
+            UnsupportedError, match=r"SentenceTransformer: it contains a laid out \w+ and, beside it, 2"
+        ):
+            SentenceTransformerTrainer(model, uneven.args, train_dataset=pairs(8), loss=CosineSimilarityLoss(model))
+
+    run_ranks(on_rank, count, timeout=200)
+
+
+def test_ranks_with_other_numbers_of_rows_are_refused():
+    def on_rank():
+        from accelerate import Accelerator
+
+        from hf_megatron import MegatronPlugin
+
+        accelerator = Accelerator(cpu=True, megatron_lm_plugin=MegatronPlugin(dp_size=2))
+        with pytest.raises(UnsupportedError, match=r"have \[3, 4\] rows"):
+            replaced.gather_embeddings(lambda *_: None, torch.zeros(3 + accelerator.process_index, 2))
+
+    run_ranks(on_rank, 2)
