@@ -121,6 +121,12 @@ def test_every_logged_number_of_split_models(folder, family, head, layout):
     compare(family, head, folder, layout)
 
 
+@pytest.mark.parametrize("layout", ["tp2", "tp2+sp", "pp2", "dp2"])
+@pytest.mark.parametrize("head", ["regression", "tokens", "answers"])
+def test_twenty_steps(folder, head, layout):
+    compare("Llama", head, folder, layout, max_steps=20, eval_steps=10)
+
+
 SMOOTHED = [
     *(("Llama", "causal", layout) for layout in ("dp2+zero0", "dp2", "dp2+zero2", "dp2+zero3", "tp2", "pp2")),
     *(("Bert", "masked", layout) for layout in ("dp2", "dp2+zero3")),
