@@ -15,7 +15,9 @@ _ONE_PER_IMAGE = (
     *(GRID, "image_grid_hw", "image_sizes", "image_merge_sizes", "image_position_ids"),
     *("spatial_shapes", "target_sizes", "num_local_patches", "patches_grid"),
 )
-# Those of them that say how many patches the tower is given of an image: the product of an entry's numbers.
+# What is asked of each image before any text is written.
+_QUESTIONS = ("qformer_input_ids", "qformer_attention_mask")
+# Sizes that say how many patches the tower is given of an image: the product of an entry's numbers.
 _PATCHES = (GRID, "image_grid_hw", "target_sizes")
 # Views of parts of images, all in a row, and how many there are of each image.
 _VIEWS, _NUMBER_OF_VIEWS = "pixel_values_local", "num_local_patches"
@@ -24,15 +26,21 @@ _PER_ROW = ("batch_num_images",)
 
 
 def image_token(config: Any) -> int | None:
-    """Returns the token that stands for a part of an image, of a config that has one."""
+    """Returns the token that stands for a part of an image, or of a video where nothing else has one."""
     values = config.to_dict()
-    found = (values.get(name) for name in ("image_token_id", "image_token_index"))
+    found = (values.get(name) for name in ("image_token_id", "image_token_index", "video_token_index"))
     return next((token for token in found if token is not None), None)
+
+
+def reads_images(model: Any) -> bool:
+    """Tells whether a model writes text about images, in places of a token or elsewhere."""
+    has_tower = "vision_config" in model.config.to_dict() and model.can_generate()
+    return has_tower or image_token(model.config) is not None
 
 
 def is_of_images(name: str) -> bool:
     """Tells whether an argument has an entry for each image, or parts of images."""
-    is_named = name in (*_ONE_PER_IMAGE, *_PER_ROW) or name.startswith("image_") or "pixel" in name
+    is_named = name in (*_ONE_PER_IMAGE, *_QUESTIONS, *_PER_ROW) or name.startswith("image_") or "pixel" in name
     return is_named and "video" not in name
 
 
@@ -41,13 +49,18 @@ def without_pixels(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if "pixel" not in name or not is_of_images(name)}
 
 
+def placeholders(arguments: Mapping[str, Any], config: Any) -> Tensor:
+    """Returns a mask `[rows, sequence]` of the places that parts of images stand in."""
+    return arguments["input_ids"] == image_token(config)
+
+
 def tokens_of_images(arguments: Mapping[str, Any], config: Any) -> list[int]:
     """Counts the placeholders of each image of a batch.
 
     Raises:
         ConfigError: as many placeholders as are there are no whole number for each image.
     """
-    is_image = arguments["input_ids"] == image_token(config)
+    is_image = placeholders(arguments, config)
     per_row = is_image.sum(1).tolist()
     ends = {0, *itertools.accumulate(per_row)}
     images, found = _count(arguments), []
@@ -79,7 +92,7 @@ def rows_with_images(arguments: Mapping[str, Any], rows: slice, config: Any) -> 
     """
     ids = arguments["input_ids"]
     given = {name: value for name, value in arguments.items() if is_of_images(name) and _has_entries(value)}
-    per_row = (ids == image_token(config)).sum(1).tolist()
+    per_row = placeholders(arguments, config).sum(1).tolist()
     start, stop, _ = rows.indices(len(ids))
     if _is_of_rows(arguments, sum(per_row)):
         cut = {name: _entries(name, value, len(ids), slice(start, stop)) for name, value in given.items()}
@@ -111,7 +124,7 @@ def _has_entries(value: Any) -> bool:
 def _is_of_rows(arguments: Mapping[str, Any], placeholders: int) -> bool:
     """Tells whether pixels `[rows, images, ...]` are given for each row, and not for each placeholder."""
     pixels = arguments[PIXELS]
-    has_sizes = any(isinstance(arguments.get(name), Tensor) for name in _ONE_PER_IMAGE)
+    has_sizes = any(isinstance(arguments.get(name), Tensor) for name in (*_ONE_PER_IMAGE, *_QUESTIONS))
     return pixels.dim() > 4 and not has_sizes and len(pixels) != placeholders
 
 

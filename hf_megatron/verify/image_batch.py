@@ -19,6 +19,10 @@ _MERGES = (
     *("downsample_factor", "scale_factor"),
 )
 _KINDS_OF_TOKENS = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
+# Methods that make features of images, or of videos where nothing else has them.
+_FEATURES = ("get_image_features", "get_video_features")
+# Of a video.
+_FRAMES = 2
 # What models raise for images of another form than theirs.
 _UNFIT = (RuntimeError, ValueError, TypeError, IndexError, AttributeError)
 
@@ -67,7 +71,9 @@ def make_image_batch(model: Any, *, batch_size: int = 3, seed: int = 0) -> dict[
 
 def _images(model: Any, counts: Sequence[int], generator: torch.Generator) -> tuple[dict[str, Tensor], list[int]]:
     """Returns the images of rows in the first form that the model takes, and the features it makes of each of them."""
-    features = next(part.get_image_features for part in (model, model.base_model) if _has_features(part))
+    features = next(
+        getattr(part, name) for part in (model, model.base_model) for name in _FEATURES if name in dir(type(part))
+    )
     asked = {*inspect.signature(model.forward).parameters, *inspect.signature(features).parameters}
     problems = []
     for form in _forms(_Canvas(model.config, generator), asked, counts):
@@ -77,10 +83,6 @@ def _images(model: Any, counts: Sequence[int], generator: torch.Generator) -> tu
         except _UNFIT as error:
             problems.append(str(error))
     raise RuntimeError("; ".join(problems))
-
-
-def _has_features(part: Any) -> bool:
-    return "get_image_features" in dir(type(part))
 
 
 class _Canvas:
@@ -115,6 +117,10 @@ class _Canvas:
         """Draws pixels of any shape."""
         return torch.randn(*shape, generator=self._generator)
 
+    def tokens(self, part: str, like: Tensor) -> Tensor:
+        """Draws tokens of a part of the model, but for that of padding, as many as another tensor has entries."""
+        return torch.randint(1, self.values[part]["vocab_size"], like.shape, generator=self._generator)
+
     def grids(self, count: int) -> Tensor:
         """Returns the height and width `[images, 2]` of each image in patches, of two sizes."""
         return torch.tensor([[self.unit * (1 + image % 2), self.unit * 2] for image in range(count)])
@@ -143,6 +149,9 @@ def _forms(canvas: _Canvas, asked: set[str], counts: Sequence[int]) -> Iterator[
     if "pixel_attention_mask" in asked:
         yield lambda: _of_rows(canvas, counts, of_pixels=True)
         yield lambda: _of_rows(canvas, counts, of_pixels=False)
+    if "qformer_input_ids" in asked:
+        yield lambda: _with_questions(canvas, total)
+        yield lambda: _with_questions(canvas, total, _FRAMES)
     yield lambda: _whole(canvas, asked, total)
     # Towers of some kinds take no sizes, of a model for several.
     yield lambda: _whole(canvas, asked - {"image_sizes"}, total)
@@ -210,6 +219,17 @@ def _of_rows(canvas: _Canvas, counts: Sequence[int], *, of_pixels: bool) -> dict
         mask[:, 1:, canvas.height - canvas.patch :] = False
     pixels = pixels * mask[:, :, None]
     return {PIXELS: pixels, "pixel_attention_mask": mask if of_pixels else is_there}
+
+
+def _with_questions(canvas: _Canvas, total: int, *frames: int) -> dict[str, Tensor]:
+    """Returns images `[images, channels, height, width]`, or videos, and tokens of a question about each, padded."""
+    lengths = torch.tensor([4 + image % 3 for image in range(total)])
+    mask = torch.arange(int(lengths.max())) < lengths[:, None]
+    return {
+        PIXELS: canvas.draw(total, *frames, canvas.channels, canvas.height, canvas.width),
+        "qformer_input_ids": canvas.tokens("qformer_config", mask) * mask,
+        "qformer_attention_mask": mask.long(),
+    }
 
 
 def _whole(canvas: _Canvas, asked: set[str], total: int) -> dict[str, Tensor]:

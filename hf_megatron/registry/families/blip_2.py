@@ -19,8 +19,16 @@ _QFORMER = {
 
 @register_model("blip-2")
 @register_model("instructblip")
-@register_model("instructblipvideo")
 def blip_2(model: Any) -> ModelSpec:
+    return _around_text(model, "image")
+
+
+@register_model("instructblipvideo")
+def instructblipvideo(model: Any) -> ModelSpec:
+    return _around_text(model, "video")
+
+
+def _around_text(model: Any, kind: str) -> ModelSpec:
     layer = "qformer.encoder.layer.*"
     return around_text_spec(
         model,
@@ -29,6 +37,7 @@ def blip_2(model: Any) -> ModelSpec:
             **{f"vision_model.encoder.layers.*.{name}": style for name, style in _TOWER.items()},
             **{f"{layer}.{name}": style for name, style in _QFORMER.items()},
         },
+        features_argument=f"mm_encoder_outputs.{kind}",
         local_attributes={
             f"{layer}.{block}.attention": ("num_attention_heads", "all_head_size") for block in _ATTENTIONS
         },
