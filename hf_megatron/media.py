@@ -9,6 +9,10 @@ from torch import Tensor
 from .errors import ConfigError
 
 PIXELS = "pixel_values"
+# A mask of the places of images, of models without a token for them.
+PLACES = "image_embeds_position_mask"
+# Patches of an image, each behind its row and its column.
+_FLAT_PATCHES = "flattened_patches"
 GRID = "image_grid_thw"
 # Arguments with an entry for each image.
 _ONE_PER_IMAGE = (
@@ -40,17 +44,35 @@ def reads_images(model: Any) -> bool:
 
 def is_of_images(name: str) -> bool:
     """Tells whether an argument has an entry for each image, or parts of images."""
-    is_named = name in (*_ONE_PER_IMAGE, *_QUESTIONS, *_PER_ROW) or name.startswith("image_") or "pixel" in name
-    return is_named and "video" not in name
+    is_named = name in (*_ONE_PER_IMAGE, *_QUESTIONS, *_PER_ROW) or name.startswith("image_") or _is_of_pixels(name)
+    return is_named and "video" not in name and name != PLACES
+
+
+def _is_of_pixels(name: str) -> bool:
+    return "pixel" in name or name == _FLAT_PATCHES
+
+
+def pixels_of(arguments: Mapping[str, Any]) -> Tensor | None:
+    """Returns the images of a call `[images, ...]`, or in another form of those that `rows_with_images` knows."""
+    found = (arguments.get(name) for name in (PIXELS, _FLAT_PATCHES))
+    return next((pixels for pixels in found if isinstance(pixels, Tensor)), None)
+
+
+def has_places(arguments: Mapping[str, Any], config: Any) -> bool:
+    """Tells whether images stand in places of the text."""
+    return image_token(config) is not None or arguments.get(PLACES) is not None
 
 
 def without_pixels(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Leaves the images of any shape out of a call of stages that have no tower; their places and sizes stay."""
-    return {name: value for name, value in arguments.items() if "pixel" not in name or not is_of_images(name)}
+    return {name: value for name, value in arguments.items() if not _is_of_pixels(name) or not is_of_images(name)}
 
 
 def placeholders(arguments: Mapping[str, Any], config: Any) -> Tensor:
     """Returns a mask `[rows, sequence]` of the places that parts of images stand in."""
+    places = arguments.get(PLACES)
+    if isinstance(places, Tensor):
+        return places != 0
     return arguments["input_ids"] == image_token(config)
 
 
@@ -123,14 +145,15 @@ def _has_entries(value: Any) -> bool:
 
 def _is_of_rows(arguments: Mapping[str, Any], placeholders: int) -> bool:
     """Tells whether pixels `[rows, images, ...]` are given for each row, and not for each placeholder."""
-    pixels = arguments[PIXELS]
+    pixels = pixels_of(arguments)
+    assert pixels is not None
     has_sizes = any(isinstance(arguments.get(name), Tensor) for name in (*_ONE_PER_IMAGE, *_QUESTIONS))
     return pixels.dim() > 4 and not has_sizes and len(pixels) != placeholders
 
 
 def _count(arguments: Mapping[str, Any]) -> int:
     """Counts the images of a batch."""
-    sizes = (arguments.get(name) for name in (*_ONE_PER_IMAGE, PIXELS))
+    sizes = (arguments.get(name) for name in (*_ONE_PER_IMAGE, PIXELS, _FLAT_PATCHES))
     return next(len(size) for size in sizes if isinstance(size, Tensor))
 
 

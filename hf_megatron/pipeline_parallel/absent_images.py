@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-from ..media import PIXELS, is_of_images, placeholders, without_pixels
+from ..media import is_of_images, pixels_of, placeholders, without_pixels
 from ..spec import ModelSpec
 
 
@@ -37,7 +37,7 @@ class AbsentImages:
     def arguments(self, given: dict[str, Any], stage: int) -> dict[str, Any]:
         """Returns the arguments of a stage: images for the first one, and for the others their places and sizes."""
         found = without_pixels(given) if stage else given
-        if not self._argument or found.get(PIXELS) is not None or found.get(self._argument) is not None:
+        if not self._argument or pixels_of(found) is not None or found.get(self._argument) is not None:
             return found
         count, width = int(placeholders(found, self._config).sum()), self._config.get_text_config().hidden_size
         zeros = torch.zeros(count, width, device=found["input_ids"].device)
