@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .errors import ConfigError
@@ -73,7 +74,8 @@ def placeholders(arguments: Mapping[str, Any], config: Any) -> Tensor:
     places = arguments.get(PLACES)
     if isinstance(places, Tensor):
         return places != 0
-    return arguments["input_ids"] == image_token(config)
+    ids, token = arguments["input_ids"], image_token(config)
+    return torch.zeros_like(ids, dtype=torch.bool) if token is None else ids == token
 
 
 def tokens_of_images(arguments: Mapping[str, Any], config: Any) -> list[int]:

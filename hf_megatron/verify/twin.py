@@ -50,10 +50,8 @@ SIZES: Mapping[str, int] = _by_name(
     (38, "moe_shared_expert_intermediate_size"),
     # A quarter of it still is a multiple of 16 bytes, which the grouped matrix product of the experts asks for.
     (MOE_SIZE, "moe_intermediate_size expert_ffn_hidden_size"),
-    (
-        4,
-        "attention_heads num_attention_heads n_head n_heads num_heads swa_num_attention_heads index_n_heads indexer_n_heads",
-    ),
+    (4, "num_attention_heads n_head n_heads num_heads attention_heads"),
+    (4, "swa_num_attention_heads index_n_heads indexer_n_heads"),
     (16, "head_dim swa_head_dim global_head_dim indexer_head_dim"),
     # T5 does not scale its attention scores: wide heads would saturate the softmax.
     (4, "d_kv"),

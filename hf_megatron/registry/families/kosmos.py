@@ -49,5 +49,6 @@ def kosmos(model: Any) -> ModelSpec:
         REGISTRY,
         _TOWERS,
         several_inputs=("image_to_text_projection.x_attn",),
-        features_argument="image_embeds",
+        # Version 2.5 does without images.
+        features_argument="image_embeds" if model.config.model_type == "kosmos-2" else None,
     )
