@@ -7,7 +7,7 @@ from ..family import around_text_spec
 from ..lookup import REGISTRY, register_model
 
 # The tower cuts its fused projection by the width of its input: every rank computes all of its heads.
-_TOWER = {"self_attn.qkv": "column_gather", "self_attn.projection": "row_split", "mlp.fc1": "column", "mlp.fc2": "row"}
+TOWER = {"self_attn.qkv": "column_gather", "self_attn.projection": "row_split", "mlp.fc1": "column", "mlp.fc2": "row"}
 _ATTENTIONS = ("attention", "crossattention")
 _QFORMER = {
     **{f"{block}.attention.{name}": "column" for block in _ATTENTIONS for name in ("query", "key", "value")},
@@ -34,7 +34,7 @@ def _around_text(model: Any, kind: str) -> ModelSpec:
         model,
         REGISTRY,
         {
-            **{f"vision_model.encoder.layers.*.{name}": style for name, style in _TOWER.items()},
+            **{f"vision_model.encoder.layers.*.{name}": style for name, style in TOWER.items()},
             **{f"{layer}.{name}": style for name, style in _QFORMER.items()},
         },
         features_argument=f"mm_encoder_outputs.{kind}",
