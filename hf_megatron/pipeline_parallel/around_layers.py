@@ -52,7 +52,7 @@ def find_around(model: Any, layers: str, spec: ModelSpec) -> tuple[list[str], li
             elif has_parameters(child):
                 # Some classes define their head first.
                 is_behind = full_name in spec.after_layers or any(module is head for module in child.modules())
-                side = before if full_name in towers or full_name in spec.before_layers else place
+                side = before if full_name in towers or full_name in (*spec.before_layers, *spec.prefixes) else place
                 # Lists are not called themselves.
                 names = (
                     [f"{full_name}.{item}" for item in child._modules] if type(child) is nn.ModuleList else [full_name]

@@ -18,7 +18,7 @@ from ..media import reads_images
 from ..mixed_class import stand_around
 from ..spec import ModelSpec
 from ..upstream import splits_python_functions
-from .absent_images import ForeignTower, call_in_first_stage, required_images
+from .absent_images import ForeignPrefix, ForeignTower, StagedPrefix, call_in_first_stage, required_images
 from .around_layers import find_around, find_beside, find_tied, find_towers, has_parameters, side_of
 from .boundary import StageBoundary
 from .crossings import Carried
@@ -210,6 +210,12 @@ def cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> Cut:
             elif required_images(model.forward):
                 # Other forwards leave it out in later stages of this rank, which get no images.
                 call_in_first_stage(module, boundary)
+            continue
+        if module_name in spec.prefixes:
+            if holds_first:
+                stand_around(module, StagedPrefix, _stage_boundary=boundary)
+            else:
+                _replace(model, module_name, ForeignPrefix(module_name, module, _place(stages, 0), boundary))
             continue
         needed_by_head = [name for name in tied.values() if holds_last and name.startswith(f"{module_name}.")]
         if holds_first or needed_by_head:

@@ -209,7 +209,11 @@ class StageRunner(Shared):
             forward,
             microbatches,
             [
-                (flags, describe(microbatch), *self._only_once(number, microbatch, grows=grows))
+                (
+                    (*flags, self.images.shape(microbatch)),
+                    describe(microbatch),
+                    *self._only_once(number, microbatch, grows=grows),
+                )
                 for number, microbatch in enumerate(microbatches)
             ],
             read,
