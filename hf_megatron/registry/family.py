@@ -11,6 +11,10 @@ from ..spec import HeadBlock, ModelSpec
 from .derive import derive_spec
 from .text_part import spec_around_text
 
+# Why some configs have no sequence parallelism.
+CHUNKS = "chunk_size_feed_forward > 0 cuts this rank's piece of the sequence into chunks of its own."
+LEFT_OUT = "layerdrop > 0 leaves out layers at random, the first and the last of which split and join the sequence."
+
 
 def base_prefix(model: Any) -> str:
     """Returns what the names inside the base model start with, seen from this class."""

@@ -3,7 +3,7 @@
 from typing import Any
 
 from ...spec import ModelSpec
-from ..family import around_text_spec, family_spec
+from ..family import CHUNKS, around_text_spec, family_spec
 from ..lookup import REGISTRY, register_model
 from .blip_2 import TOWER
 
@@ -32,6 +32,7 @@ def blip_text_model(model: Any) -> ModelSpec:
         },
         transparent=tuple(f"{_LAYER}.{block}" for block in ("attention", "attention.output", "output")),
         early_arguments=("encoder_hidden_states",) if model.config.is_decoder else (),
+        no_sequence_parallel=CHUNKS if model.config.chunk_size_feed_forward else None,
     )
 
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from ...spec import ModelSpec
-from ..family import base_prefix, family_spec
+from ..family import CHUNKS, base_prefix, family_spec
 from ..lookup import register_model
 
 _LAYER, _TOWER = "encoder.layer.*", "image_encoder.vision_model.encoder.layers.*"
@@ -31,6 +31,7 @@ def git(model: Any) -> ModelSpec:
             f"{_LAYER}.intermediate": f"{_LAYER}.output.dense",
         },
         transparent=tuple(f"{_LAYER}.{block}" for block in ("attention", "attention.output", "output")),
+        no_sequence_parallel=CHUNKS if model.config.chunk_size_feed_forward else None,
         stacks=(layers,),
         layers=layers,
         prefixes=tuple(base_prefix(model) + name for name in ("image_encoder", "visual_projection")),

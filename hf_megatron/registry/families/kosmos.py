@@ -3,7 +3,7 @@
 from typing import Any
 
 from ...spec import ModelSpec
-from ..family import around_text_spec, family_spec
+from ..family import LEFT_OUT, around_text_spec, family_spec
 from ..lookup import REGISTRY, register_model
 
 _QKV, _MLP = ("q_proj", "k_proj", "v_proj"), {"fc1": "column", "fc2": "row"}
@@ -33,11 +33,7 @@ def kosmos_text(model: Any) -> ModelSpec:
         model,
         {"model.embed_tokens": "vocab_embedding"} | {f"model.layers.*.{name}": style for name, style in blocks.items()},
         after_layers=("model.layer_norm",),
-        no_sequence_parallel=(
-            "layerdrop > 0 leaves out layers at random, the first and the last of which split and join the sequence."
-            if model.config.layerdrop
-            else None
-        ),
+        no_sequence_parallel=LEFT_OUT if model.config.layerdrop else None,
     )
 
 
