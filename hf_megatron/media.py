@@ -107,7 +107,8 @@ def rows_with_images(arguments: Mapping[str, Any], rows: slice, config: Any) -> 
 
             - `[images, ...]`, with sizes `[images, ...]` or without;
             - `[patches, ...]` or `[1, ..., patches * width]` of all images, and a grid `[images, 2 or 3]` of each;
-            - `[rows, images, channels, height, width]`, with as many for each row.
+            - `[rows, images, channels, height, width]`, with as many for each row;
+            - `[rows, ...]`, of models without places for them in the text.
         rows (`slice`): of the batch.
         config (`PreTrainedConfig`): of the model.
 
@@ -118,6 +119,8 @@ def rows_with_images(arguments: Mapping[str, Any], rows: slice, config: Any) -> 
     given = {name: value for name, value in arguments.items() if is_of_images(name) and _has_entries(value)}
     per_row = placeholders(arguments, config).sum(1).tolist()
     start, stop, _ = rows.indices(len(ids))
+    if not has_places(arguments, config):
+        return {name: _entries(name, value, len(ids), slice(start, stop)) for name, value in given.items()}
     if _is_of_rows(arguments, sum(per_row)):
         cut = {name: _entries(name, value, len(ids), slice(start, stop)) for name, value in given.items()}
         return cut if sum(per_row[start:stop]) else {}
