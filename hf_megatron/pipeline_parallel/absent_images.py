@@ -13,6 +13,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 from ..media import is_of_images, pixels_of, placeholders, without_pixels
 from ..spec import ModelSpec
 from .boundary import StageBoundary
+from .microbatches import describe
 from .placeholder import Placeholder
 from .stage_parts import ForeignInput
 
@@ -38,10 +39,10 @@ class AbsentImages:
         self._argument, _, self._entry = (spec.features_argument or "").partition(".")
         self._stand_before = bool(spec.prefixes)
 
-    def shape(self, arguments: dict[str, Any]) -> tuple[int, ...]:
-        """Returns what the shapes that travel between stages depend on beside tokens."""
+    def describe(self, arguments: dict[str, Any]) -> tuple:
+        """Returns what decides the shapes that travel between stages; see `microbatches.describe`."""
         pixels = pixels_of(arguments) if self._stand_before else None
-        return () if pixels is None else tuple(pixels.shape)
+        return describe(arguments) if pixels is None else (*describe(arguments), tuple(pixels.shape))
 
     def arguments(self, given: dict[str, Any], stage: int) -> dict[str, Any]:
         """Returns the arguments of a stage: images for the first one, and for the others their places and sizes."""

@@ -30,7 +30,7 @@ from .call_checks import CallChecks
 from .cut import Cut
 from .executor import Execution
 from .loss_scale import LossScale
-from .microbatches import batch_rows, describe, parts_of_batch, split
+from .microbatches import batch_rows, parts_of_batch, split
 from .packed_rows import PackedRow, count_tokens
 from .rehearsal import Rehearsal
 from .schedules import Action, schedule, valid_microbatches
@@ -209,11 +209,7 @@ class StageRunner(Shared):
             forward,
             microbatches,
             [
-                (
-                    (*flags, self.images.shape(microbatch)),
-                    describe(microbatch),
-                    *self._only_once(number, microbatch, grows=grows),
-                )
+                (flags, self.images.describe(microbatch), *self._only_once(number, microbatch, grows=grows))
                 for number, microbatch in enumerate(microbatches)
             ],
             read,
