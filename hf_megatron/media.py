@@ -4,18 +4,25 @@ import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .errors import ConfigError
 
 PIXELS = "pixel_values"
+# A mask of the places of images, of models without a token for them.
+PLACES = "image_embeds_position_mask"
+# Patches of an image, each behind its row and its column.
+_FLAT_PATCHES = "flattened_patches"
 GRID = "image_grid_thw"
 # Arguments with an entry for each image.
 _ONE_PER_IMAGE = (
     *(GRID, "image_grid_hw", "image_sizes", "image_merge_sizes", "image_position_ids"),
     *("spatial_shapes", "target_sizes", "num_local_patches", "patches_grid"),
 )
-# Those of them that say how many patches the tower is given of an image: the product of an entry's numbers.
+# What is asked of each image before any text is written.
+_QUESTIONS = ("qformer_input_ids", "qformer_attention_mask")
+# Sizes that say how many patches the tower is given of an image: the product of an entry's numbers.
 _PATCHES = (GRID, "image_grid_hw", "target_sizes")
 # Views of parts of images, all in a row, and how many there are of each image.
 _VIEWS, _NUMBER_OF_VIEWS = "pixel_values_local", "num_local_patches"
@@ -24,21 +31,51 @@ _PER_ROW = ("batch_num_images",)
 
 
 def image_token(config: Any) -> int | None:
-    """Returns the token that stands for a part of an image, of a config that has one."""
+    """Returns the token that stands for a part of an image, or of a video where nothing else has one."""
     values = config.to_dict()
-    found = (values.get(name) for name in ("image_token_id", "image_token_index"))
+    found = (values.get(name) for name in ("image_token_id", "image_token_index", "video_token_index"))
     return next((token for token in found if token is not None), None)
+
+
+def reads_images(model: Any) -> bool:
+    """Tells whether a model writes text about images, in places of a token or elsewhere."""
+    has_tower = "vision_config" in model.config.to_dict() and model.can_generate()
+    return has_tower or image_token(model.config) is not None
 
 
 def is_of_images(name: str) -> bool:
     """Tells whether an argument has an entry for each image, or parts of images."""
-    is_named = name in (*_ONE_PER_IMAGE, *_PER_ROW) or name.startswith("image_") or "pixel" in name
-    return is_named and "video" not in name
+    is_named = name in (*_ONE_PER_IMAGE, *_QUESTIONS, *_PER_ROW) or name.startswith("image_") or _is_of_pixels(name)
+    return is_named and "video" not in name and name != PLACES
+
+
+def _is_of_pixels(name: str) -> bool:
+    return "pixel" in name or name == _FLAT_PATCHES
+
+
+def pixels_of(arguments: Mapping[str, Any]) -> Tensor | None:
+    """Returns the images of a call `[images, ...]`, or in another form of those that `rows_with_images` knows."""
+    found = (arguments.get(name) for name in (PIXELS, _FLAT_PATCHES))
+    return next((pixels for pixels in found if isinstance(pixels, Tensor)), None)
+
+
+def has_places(arguments: Mapping[str, Any], config: Any) -> bool:
+    """Tells whether images stand in places of the text."""
+    return image_token(config) is not None or arguments.get(PLACES) is not None
 
 
 def without_pixels(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Leaves the images of any shape out of a call of stages that have no tower; their places and sizes stay."""
-    return {name: value for name, value in arguments.items() if "pixel" not in name or not is_of_images(name)}
+    return {name: value for name, value in arguments.items() if not _is_of_pixels(name) or not is_of_images(name)}
+
+
+def placeholders(arguments: Mapping[str, Any], config: Any) -> Tensor:
+    """Returns a mask `[rows, sequence]` of the places that parts of images stand in."""
+    places = arguments.get(PLACES)
+    if isinstance(places, Tensor):
+        return places != 0
+    ids, token = arguments["input_ids"], image_token(config)
+    return torch.zeros_like(ids, dtype=torch.bool) if token is None else ids == token
 
 
 def tokens_of_images(arguments: Mapping[str, Any], config: Any) -> list[int]:
@@ -47,7 +84,7 @@ def tokens_of_images(arguments: Mapping[str, Any], config: Any) -> list[int]:
     Raises:
         ConfigError: as many placeholders as are there are no whole number for each image.
     """
-    is_image = arguments["input_ids"] == image_token(config)
+    is_image = placeholders(arguments, config)
     per_row = is_image.sum(1).tolist()
     ends = {0, *itertools.accumulate(per_row)}
     images, found = _count(arguments), []
@@ -70,7 +107,8 @@ def rows_with_images(arguments: Mapping[str, Any], rows: slice, config: Any) -> 
 
             - `[images, ...]`, with sizes `[images, ...]` or without;
             - `[patches, ...]` or `[1, ..., patches * width]` of all images, and a grid `[images, 2 or 3]` of each;
-            - `[rows, images, channels, height, width]`, with as many for each row.
+            - `[rows, images, channels, height, width]`, with as many for each row;
+            - `[rows, ...]`, of models without places for them in the text.
         rows (`slice`): of the batch.
         config (`PreTrainedConfig`): of the model.
 
@@ -79,8 +117,10 @@ def rows_with_images(arguments: Mapping[str, Any], rows: slice, config: Any) -> 
     """
     ids = arguments["input_ids"]
     given = {name: value for name, value in arguments.items() if is_of_images(name) and _has_entries(value)}
-    per_row = (ids == image_token(config)).sum(1).tolist()
+    per_row = placeholders(arguments, config).sum(1).tolist()
     start, stop, _ = rows.indices(len(ids))
+    if not has_places(arguments, config):
+        return {name: _entries(name, value, len(ids), slice(start, stop)) for name, value in given.items()}
     if _is_of_rows(arguments, sum(per_row)):
         cut = {name: _entries(name, value, len(ids), slice(start, stop)) for name, value in given.items()}
         return cut if sum(per_row[start:stop]) else {}
@@ -110,14 +150,15 @@ def _has_entries(value: Any) -> bool:
 
 def _is_of_rows(arguments: Mapping[str, Any], placeholders: int) -> bool:
     """Tells whether pixels `[rows, images, ...]` are given for each row, and not for each placeholder."""
-    pixels = arguments[PIXELS]
-    has_sizes = any(isinstance(arguments.get(name), Tensor) for name in _ONE_PER_IMAGE)
+    pixels = pixels_of(arguments)
+    assert pixels is not None
+    has_sizes = any(isinstance(arguments.get(name), Tensor) for name in (*_ONE_PER_IMAGE, *_QUESTIONS))
     return pixels.dim() > 4 and not has_sizes and len(pixels) != placeholders
 
 
 def _count(arguments: Mapping[str, Any]) -> int:
     """Counts the images of a batch."""
-    sizes = (arguments.get(name) for name in (*_ONE_PER_IMAGE, PIXELS))
+    sizes = (arguments.get(name) for name in (*_ONE_PER_IMAGE, PIXELS, _FLAT_PATCHES))
     return next(len(size) for size in sizes if isinstance(size, Tensor))
 
 

@@ -62,6 +62,11 @@ class ModelSpec:
         no_split_backward (`str`, *optional*): why gradients of its inputs and its weights cannot be computed in two
             steps, as in schedules with zero bubble.
         no_pipeline (`str`, *optional*): why the type's layers cannot lie on different ranks.
+        features_argument (`str`, *optional*): argument of a forward that cannot do without images, which takes what
+            towers make of them in their place; later stages of a pipeline get zeros in it. `a.b` is entry `b` of a
+            mapping `a`.
+        prefixes (`tuple[str, ...]`): modules before the layers that make what stands before the embedded text, such as
+            features of images, from arguments of the forward; later stages of a pipeline need its length.
         whole_blocks (`tuple[str, ...]`): blocks in which tokens meet otherwise than in transformers' attention
             functions; context parallelism computes them on whole rows. Those that keep a cache of their own are found
             by structure.
@@ -93,6 +98,8 @@ class ModelSpec:
     layer_containers: tuple[str, ...] = ()
     no_split_backward: str | None = None
     no_pipeline: str | None = None
+    features_argument: str | None = None
+    prefixes: tuple[str, ...] = ()
     whole_blocks: tuple[str, ...] = ()
     head_blocks: Mapping[str, HeadBlock] = field(default_factory=dict)
     token_dims: Mapping[str, int] = field(default_factory=dict)

@@ -1074,9 +1074,12 @@ def splits_python_functions() -> bool:
     return _minor(torch.__version__) >= (2, 13)
 
 
-def without_view(tensor: torch.Tensor) -> torch.Tensor:
-    """Copies views of any shape: `backward_inputs` cuts the graph off in place, which they do not allow."""
-    return tensor.clone() if tensor._is_view() else tensor
+def detachable(tensor: torch.Tensor) -> torch.Tensor:
+    """Copies views and leaves of any shape: `backward_inputs` cuts the graph off in place.
+
+    Views do not allow that; a leaf that is passed on would need no gradient where layers are recomputed afterwards.
+    """
+    return tensor.clone() if tensor._is_view() or (tensor.is_leaf and tensor.requires_grad) else tensor
 
 
 def backward_inputs(roots: list[Any], seeds: list[Any], inputs: tuple[Any, ...], parameters: list[Any]) -> Any:

@@ -5,7 +5,7 @@ from typing import Any
 from torch import nn
 
 from ..errors import PlanError, UnsupportedError
-from ..media import image_token
+from ..media import reads_images
 from ..spec import ModelSpec
 
 
@@ -52,7 +52,7 @@ def find_around(model: Any, layers: str, spec: ModelSpec) -> tuple[list[str], li
             elif has_parameters(child):
                 # Some classes define their head first.
                 is_behind = full_name in spec.after_layers or any(module is head for module in child.modules())
-                side = before if full_name in towers or full_name in spec.before_layers else place
+                side = before if full_name in towers or full_name in (*spec.before_layers, *spec.prefixes) else place
                 # Lists are not called themselves.
                 names = (
                     [f"{full_name}.{item}" for item in child._modules] if type(child) is nn.ModuleList else [full_name]
@@ -63,16 +63,16 @@ def find_around(model: Any, layers: str, spec: ModelSpec) -> tuple[list[str], li
 
 def find_towers(model: Any) -> frozenset[str]:
     """Names what stands beside the text model within the base model, which heads stand beside: towers of images."""
-    if image_token(model.config) is None:
+    if not reads_images(model):
         return frozenset()
-    decoder, found = model.get_decoder(), set()
+    decoder, found, first = model.get_decoder(), set(), 0 if model.base_model is model else 1
     text = next((name for name, module in model.named_modules() if module is decoder), "")
     path = text.split(".") if text else []
-    for depth, on_path in enumerate(path[1:], 1):
-        prefix = ".".join(path[:depth])
-        for name, child in model.get_submodule(prefix).named_children():
-            if name != on_path and has_parameters(child):
-                found.add(f"{prefix}.{name}")
+    for depth, on_path in enumerate(path[first:], first):
+        prefix = "".join(f"{name}." for name in path[:depth])
+        for name, child in model.get_submodule(prefix.removesuffix(".")).named_children():
+            if name != on_path and has_parameters(child) and child is not model.get_output_embeddings():
+                found.add(f"{prefix}{name}")
     return frozenset(found)
 
 

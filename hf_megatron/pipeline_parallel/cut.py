@@ -14,9 +14,11 @@ from ..context_parallel.whole_blocks import find_whole_blocks
 from ..errors import UnsupportedError
 from ..largest_position import scales_by_length
 from ..layer_list import find_layers
+from ..media import reads_images
 from ..mixed_class import stand_around
 from ..spec import ModelSpec
 from ..upstream import splits_python_functions
+from .absent_images import ForeignPrefix, ForeignTower, StagedPrefix, call_in_first_stage, required_images
 from .around_layers import find_around, find_beside, find_tied, find_towers, has_parameters, side_of
 from .boundary import StageBoundary
 from .crossings import Carried
@@ -148,7 +150,7 @@ def require_cuttable(model: Any, spec: ModelSpec | None, config: MegatronConfig)
             f"MegatronConfig.pp_size = {config.pp_size}: {type(model).__name__} has two stacks of layers, encoder and "
             "decoder, and every decoder layer reads the encoder's output. Load it with pp_size=1."
         )
-    if model.main_input_name != _TOKENS:
+    if model.main_input_name != _TOKENS and not reads_images(model):
         raise UnsupportedError(
             f"MegatronConfig.pp_size = {config.pp_size}: {type(model).__name__} takes {model.main_input_name}, and a "
             f"pipeline cuts models that take {_TOKENS}. Load it with pp_size=1."
@@ -202,8 +204,18 @@ def cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> Cut:
     towers = find_towers(model)
     for module_name in before:
         module = model.get_submodule(module_name)
-        if holds_first and module_name in towers:
-            # Later stages on this rank get no images.
+        if module_name in towers:
+            if not holds_first:
+                _replace(model, module_name, ForeignTower(module_name, module, _place(stages, 0), boundary))
+            elif required_images(model.forward):
+                # Other forwards leave it out in later stages of this rank, which get no images.
+                call_in_first_stage(module, boundary)
+            continue
+        if module_name in spec.prefixes:
+            if holds_first:
+                stand_around(module, StagedPrefix, _stage_boundary=boundary)
+            else:
+                _replace(model, module_name, ForeignPrefix(module_name, module, _place(stages, 0), boundary))
             continue
         needed_by_head = [name for name in tied.values() if holds_last and name.startswith(f"{module_name}.")]
         if holds_first or needed_by_head:

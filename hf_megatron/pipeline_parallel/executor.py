@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..upstream import backward_inputs, backward_weights, without_view
+from ..upstream import backward_inputs, backward_weights, detachable
 from .boundary import StageBoundary
 from .crossings import Message
 from .schedules import Action, Kind
@@ -122,7 +122,7 @@ class Execution:
             if self._rank_of[stage + 1] == self.rank:
                 self._take_inputs((stage + 1, microbatch), self._leaving.pop(cell))
         if torch.is_grad_enabled():
-            self._outputs[cell] = tuple(map(without_view, result)) if self.splits_backward else result
+            self._outputs[cell] = tuple(map(detachable, result)) if self.splits_backward else result
         else:
             self._inputs.pop(cell, None)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError, UnsupportedError
-from ..media import PIXELS, image_token, is_of_images, rows_with_images
+from ..media import has_places, is_of_images, pixels_of, rows_with_images
 from ..parallel_state import BatchPart
 
 ROW_DIM = 0
@@ -50,7 +50,7 @@ def split(arguments: Mapping[str, Any], microbatches: int, config: Any = None) -
     if microbatches == 1:
         return [dict(arguments)]
     edges = [rows * index // microbatches for index in range(microbatches + 1)]
-    has_images = isinstance(arguments.get(PIXELS), Tensor) and config is not None and image_token(config) is not None
+    has_images = pixels_of(arguments) is not None and config is not None and has_places(arguments, config)
     per_row = {name: value for name, value in arguments.items() if not (has_images and is_of_images(name))}
     found = []
     for start, stop in zip(edges[:-1], edges[1:], strict=True):

@@ -57,8 +57,9 @@ class Placeholder(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError as error:
-            if name in known and self._progress.is_filled:
-                return self._absent(known[name])
+            if name in known:
+                # Until it is filled, a module around this one may draw weights for it: those of a meta tensor.
+                return self._absent(known[name]) if self._progress.is_filled else known[name]
             if name.startswith("_") or "_place" not in self.__dict__:
                 raise
             raise self._elsewhere(name) from error

@@ -16,9 +16,9 @@ from ..call_targets import losses_of, with_every_label
 from ..data_parallel.fully_sharded import reshard
 from ..errors import MegatronError, UnsupportedError
 from ..loss import Share
-from ..media import without_pixels
 from ..parallel_state import ParallelState
 from ..patch_ledger import Shared
+from .absent_images import AbsentImages
 from .autocast import quiet_autocast
 from .cut import Cut
 from .outputs import VALUES_OF_ROWS, loss_of, values_of_rows
@@ -29,12 +29,14 @@ class Rehearsal(Shared):
 
     Args:
         forward (`Callable`): the model's own.
+        images (`AbsentImages`): fits its arguments to stages.
 
     Attributes:
         logits: names of what the last stage returns `[rows, ...]`.
     """
 
-    def __init__(self, model: Any, state: ParallelState, cut: Cut, forward: Callable[..., Any]):
+    def __init__(self, model: Any, state: ParallelState, cut: Cut, forward: Callable[..., Any], images: AbsentImages):
+        self._images = images
         self.model, self.mesh, self.loss, self.cut = model, state.mesh, state.loss, cut
         self._forward, self._parameters = forward, inspect.signature(forward).parameters
         self._ranks, self._in_lockstep = state.config.pp_size, state.in_lockstep
@@ -97,7 +99,7 @@ class Rehearsal(Shared):
         with torch.random.fork_rng(devices), quiet_autocast(), self.cut.boundary.rehearsing():
             for stage in self.cut.boundary.stages.of_rank(self.mesh.pp_rank):
                 with self.loss.over(Share(dict.fromkeys(losses_of(plain), 1.0), 1.0, plain, is_probe=True)):
-                    seen = without_pixels(part) if stage else part
+                    seen = self._images.arguments(part, stage)
                     output = self.cut.boundary.run(stage, None, functools.partial(self._forward, **seen))
                     if stage == len(self.cut.boundary.stages.ranges) - 1 and not is_read:
                         if losses_of(arguments):

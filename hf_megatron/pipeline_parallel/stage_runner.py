@@ -19,18 +19,18 @@ from ..data_parallel.gradient_store import GradientStore
 from ..errors import UnsupportedError
 from ..known_rows import POSITIONS, KnownRows
 from ..loss import Share
-from ..media import without_pixels
 from ..memory.training_cache import leave_out
 from ..parallel_state import ParallelState
 from ..patch_ledger import Shared
 from ..upstream import local_tensor
+from .absent_images import AbsentImages
 from .autocast import autocast_dtype, quiet_autocast
 from .cache import StagedCache
 from .call_checks import CallChecks
 from .cut import Cut
 from .executor import Execution
 from .loss_scale import LossScale
-from .microbatches import batch_rows, describe, parts_of_batch, split
+from .microbatches import batch_rows, parts_of_batch, split
 from .packed_rows import PackedRow, count_tokens
 from .rehearsal import Rehearsal
 from .schedules import Action, schedule, valid_microbatches
@@ -77,7 +77,8 @@ class StageRunner(Shared):
         self.read: Callable[[Any, slice], tuple[Tensor, ...]] | None = None
         self.shards_weights = state.shards_weights
         self.checks = CallChecks(model, state, mixes_documents=cut.mixes_documents)
-        self.rehearsal = Rehearsal(model, state, cut, self.forward)
+        self.images = AbsentImages(model, state.spec, self.forward)
+        self.rehearsal = Rehearsal(model, state, cut, self.forward, self.images)
         self.streams = MicrobatchStreams(mesh.device, mesh.host_group("pp"))
         self.first, self.last = cut.boundary.stages.rank_of[0], cut.boundary.stages.rank_of[-1]
         self._in_lockstep = state.in_lockstep
@@ -185,9 +186,7 @@ class StageRunner(Shared):
                 targets, rows = denominators
                 targets, rows = {name: value * weight for name, value in targets.items()}, rows * weight
                 share = Share(targets, rows, microbatches[number], weights[number] > 0)
-            arguments = microbatches[number] | seen
-            if self.boundary.stage != 0:
-                arguments = without_pixels(arguments)
+            arguments = self.images.arguments(microbatches[number] | seen, self.boundary.stage)
             if self.boundary.stage == last:
                 arguments = with_known_targets(arguments, self.loss)
             self._state.part = parts[number]
@@ -210,7 +209,7 @@ class StageRunner(Shared):
             forward,
             microbatches,
             [
-                (flags, describe(microbatch), *self._only_once(number, microbatch, grows=grows))
+                (flags, self.images.describe(microbatch), *self._only_once(number, microbatch, grows=grows))
                 for number, microbatch in enumerate(microbatches)
             ],
             read,

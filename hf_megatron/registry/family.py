@@ -1,6 +1,6 @@
 """What the files in `families/` share: specs stated relative to the base model, whatever head is around it."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +9,11 @@ from torch import nn
 from ..patterns import generic, module_name
 from ..spec import HeadBlock, ModelSpec
 from .derive import derive_spec
+from .text_part import spec_around_text
+
+# Why some configs have no sequence parallelism.
+CHUNKS = "chunk_size_feed_forward > 0 cuts this rank's piece of the sequence into chunks of its own."
+LEFT_OUT = "layerdrop > 0 leaves out layers at random, the first and the last of which split and join the sequence."
 
 
 def base_prefix(model: Any) -> str:
@@ -113,3 +118,25 @@ def gated_decoder_plan(
     # Their weights are those of one head, and each rank computes with some of the heads.
     styles |= {f"self_attn.{norm}": "replicated_sum" for norm in norms}
     return {"embed_tokens": "vocab_embedding", **{f"layers.*.{name}": style for name, style in styles.items()}}
+
+
+def around_text_spec(
+    model: Any,
+    builders: Mapping[str, Callable[[Any], ModelSpec]],
+    plan: Mapping[str, str],
+    *,
+    local_attributes: Mapping[str, tuple[str, ...]] | None = None,
+    **changes: Any,
+) -> ModelSpec:
+    """Returns the spec of a model's text part, with a plan of what stands around it; see `spec_around_text`.
+
+    Args:
+        plan, local_attributes (`Mapping`): patterns from the model's root; what this config does not have is left out.
+    """
+    spec = spec_around_text(model, builders) or derive_spec(model)
+    known = {generic(name) for name, _ in model.named_modules()} | {
+        generic(name) for name, _ in model.named_parameters()
+    }
+    around = {pattern: style for pattern, style in plan.items() if pattern in known}
+    sizes = {pattern: names for pattern, names in (local_attributes or {}).items() if pattern in known}
+    return replace(spec, plan={**around, **spec.plan}, local_attributes={**sizes, **spec.local_attributes}, **changes)

@@ -14,7 +14,7 @@ from .derive import derive_spec, with_head
 # Fields that hold patterns of modules or parameters, as keys, as values, or one by one.
 _KEYS = ("plan", "local_attributes", "local_arguments", "regions", "head_blocks", "experts", "identity_experts")
 _VALUES = ("regions",)
-_EACH = ("several_inputs", "transparent", "stacks", "before_layers", "after_layers", "whole_blocks")
+_EACH = ("several_inputs", "transparent", "stacks", "before_layers", "after_layers", "prefixes", "whole_blocks")
 
 
 def spec_around_text(model: Any, builders: Mapping[str, Callable[[Any], ModelSpec]]) -> ModelSpec | None:
@@ -24,15 +24,25 @@ def spec_around_text(model: Any, builders: Mapping[str, Callable[[Any], ModelSpe
     """
     text = model.config.get_text_config()
     builder = None if text is model.config else builders.get(str(text.model_type))
-    decoder = None if builder is None else model.get_decoder()
-    if builder is None or not isinstance(decoder, nn.Module) or getattr(decoder, "config", None) is not text:
+    name = None if builder is None else _text_model(model, text)
+    if builder is None or name is None:
         return None
-    spec = _moved(builder(decoder), f"{module_name(model, decoder)}.")
+    spec = _moved(builder(model.get_submodule(name)), f"{name}.")
     try:
         around = derive_spec(model).plan
     except PlanError:
         around = {}
     return replace(spec, model_type=model.config.model_type, plan=with_head(model, {**around, **spec.plan}))
+
+
+def _text_model(model: Any, text: Any) -> str | None:
+    """Names the whole of the text model, of whose layers alone some classes tell."""
+    decoder = model.get_decoder()
+    if not isinstance(decoder, nn.Module):
+        return None
+    path = module_name(model, decoder).split(".")
+    names = (".".join(path[: depth + 1]) for depth in range(len(path)))
+    return next((name for name in names if getattr(model.get_submodule(name), "config", None) is text), None)
 
 
 def _moved(spec: ModelSpec, prefix: str) -> ModelSpec:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
 from ..communication.random_streams import RandomStreams
@@ -74,8 +74,8 @@ class Regions(Shared):
             leaving = stack.leave_split
         if self.stacks:
             model.register_forward_pre_hook(self._require_ends)
-            base: Any = model.base_model
-            base.register_forward_hook(self._require_left)
+            for module in {_around_layers(model, name) for name in self.stacks}:
+                module.register_forward_hook(self._require_left)
         return leaving
 
     def install_between_layers(self, model: Any, patches: ModelPatches) -> None:
@@ -104,3 +104,11 @@ class Regions(Shared):
     def _require_left(self, base: Any, args: tuple, output: Any) -> None:
         for name, stack in self.stacks.items():
             stack.require_left(name)
+
+
+def _around_layers(model: Any, stack: str) -> nn.Module:
+    """Returns the module around a stack whose forward ends behind its last layer, on the stage that has it."""
+    if model.base_model is not model or "." not in stack:
+        return model.base_model
+    # Of a model beside its towers.
+    return model.get_submodule(stack.partition(".")[0])

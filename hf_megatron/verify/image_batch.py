@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..media import PIXELS, image_token
+from ..media import PIXELS, PLACES, image_token
 from .twin import plain_tokens
 
 # Images of the rows of a batch, over and over.
@@ -19,6 +19,10 @@ _MERGES = (
     *("downsample_factor", "scale_factor"),
 )
 _KINDS_OF_TOKENS = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
+# Methods that make features of images, or of videos where nothing else has them.
+_FEATURES = ("get_image_features", "get_video_features")
+# Of a video.
+_FRAMES = 2
 # What models raise for images of another form than theirs.
 _UNFIT = (RuntimeError, ValueError, TypeError, IndexError, AttributeError)
 
@@ -29,46 +33,55 @@ def make_image_batch(model: Any, *, batch_size: int = 3, seed: int = 0) -> dict[
     The placeholders of an image are as many as the model makes features of it.
 
     Args:
-        model (`PreTrainedModel`): with `get_image_features` and a placeholder's token in its config.
+        model (`PreTrainedModel`): of a type with places for images in its text, or with an image for each row.
 
     Returns:
         `dict[str, Tensor]`: `input_ids`, `attention_mask`, `labels` and what the model asks for of the kinds of tokens,
         `[batch, sequence]`; images in the form that the model takes, see `media.rows_with_images`.
     """
     generator = torch.Generator().manual_seed(seed)
-    counts = [_IMAGES[row % len(_IMAGES)] for row in range(batch_size)]
     asked = inspect.signature(model.forward).parameters
-    images, sizes = _images(model, counts, generator)
     tokens, placeholder = plain_tokens(model.config), image_token(model.config)
-    assert placeholder is not None
+    has_places = placeholder is not None or PLACES in asked
+    counts = [_IMAGES[row % len(_IMAGES)] if has_places else 1 for row in range(batch_size)]
+    images, sizes = _images(model, counts, generator)
 
     def text(length: int) -> list[int]:
         return tokens[torch.randint(len(tokens), (length,), generator=generator)].tolist()
 
     # Positions begin anew behind it, in models that have one.
     start = [token for token in [getattr(model.config, "vision_start_token_id", None)] if token is not None]
-    rows, left = [], iter(sizes)
+    rows, places, left = [], [], iter(sizes)
     for row, count in enumerate(counts):
         rows.append(text(4 + row))
+        places.append([False] * len(rows[-1]))
         for _ in range(count):
-            rows[-1] += start + [placeholder] * next(left) + text(3)
+            size = next(left)
+            rows[-1] += start + (text(size) if placeholder is None else [placeholder] * size) + text(3)
+            places[-1] += [False] * len(start) + [True] * size + [False] * 3
     length, pad = max(map(len, rows)), getattr(model.config.get_text_config(), "pad_token_id", None) or 0
     input_ids = torch.tensor([row + [pad] * (length - len(row)) for row in rows])
     attention_mask = torch.tensor([[1] * len(row) + [0] * (length - len(row)) for row in rows])
-    is_image = input_ids == placeholder
+    is_image = torch.tensor([row + [False] * (length - len(row)) for row in places])
     batch = {
         "input_ids": input_ids,
         "attention_mask": attention_mask,
         "labels": input_ids.masked_fill((attention_mask == 0) | is_image, -100),
     }
-    batch |= {name: is_image.long() for name in _KINDS_OF_TOKENS if name in asked}
+    batch |= {name: is_image.long() for name in (*_KINDS_OF_TOKENS, PLACES) if name in asked}
     return batch | images
 
 
 def _images(model: Any, counts: Sequence[int], generator: torch.Generator) -> tuple[dict[str, Tensor], list[int]]:
     """Returns the images of rows in the first form that the model takes, and the features it makes of each of them."""
-    features = next(part.get_image_features for part in (model, model.base_model) if _has_features(part))
-    asked = {*inspect.signature(model.forward).parameters, *inspect.signature(features).parameters}
+    named = [(part, name) for part in (model, model.base_model) for name in _FEATURES if name in dir(type(part))]
+    asked = {*inspect.signature(model.forward).parameters}
+    if not named:
+        # As many as the config says, or none in the text.
+        form = next(_forms(_Canvas(model.config, generator), asked, counts))
+        return form(), [getattr(model.config, "latent_query_num", 0)] * sum(counts)
+    features = getattr(*named[0])
+    asked |= {*inspect.signature(features).parameters}
     problems = []
     for form in _forms(_Canvas(model.config, generator), asked, counts):
         images = form()
@@ -77,10 +90,6 @@ def _images(model: Any, counts: Sequence[int], generator: torch.Generator) -> tu
         except _UNFIT as error:
             problems.append(str(error))
     raise RuntimeError("; ".join(problems))
-
-
-def _has_features(part: Any) -> bool:
-    return "get_image_features" in dir(type(part))
 
 
 class _Canvas:
@@ -115,6 +124,10 @@ class _Canvas:
         """Draws pixels of any shape."""
         return torch.randn(*shape, generator=self._generator)
 
+    def tokens(self, part: str, like: Tensor) -> Tensor:
+        """Draws tokens of a part of the model, but for that of padding, as many as another tensor has entries."""
+        return torch.randint(1, self.values[part]["vocab_size"], like.shape, generator=self._generator)
+
     def grids(self, count: int) -> Tensor:
         """Returns the height and width `[images, 2]` of each image in patches, of two sizes."""
         return torch.tensor([[self.unit * (1 + image % 2), self.unit * 2] for image in range(count)])
@@ -143,6 +156,11 @@ def _forms(canvas: _Canvas, asked: set[str], counts: Sequence[int]) -> Iterator[
     if "pixel_attention_mask" in asked:
         yield lambda: _of_rows(canvas, counts, of_pixels=True)
         yield lambda: _of_rows(canvas, counts, of_pixels=False)
+    if "flattened_patches" in asked:
+        yield lambda: _flat_patches(canvas, total)
+    if "qformer_input_ids" in asked:
+        yield lambda: _with_questions(canvas, total)
+        yield lambda: _with_questions(canvas, total, _FRAMES)
     yield lambda: _whole(canvas, asked, total)
     # Towers of some kinds take no sizes, of a model for several.
     yield lambda: _whole(canvas, asked - {"image_sizes"}, total)
@@ -210,6 +228,27 @@ def _of_rows(canvas: _Canvas, counts: Sequence[int], *, of_pixels: bool) -> dict
         mask[:, 1:, canvas.height - canvas.patch :] = False
     pixels = pixels * mask[:, :, None]
     return {PIXELS: pixels, "pixel_attention_mask": mask if of_pixels else is_there}
+
+
+def _flat_patches(canvas: _Canvas, total: int) -> dict[str, Tensor]:
+    """Returns patches of images of two sizes behind their rows and columns, from 1 on, padded with zeros."""
+    grids = torch.tensor([[1 + image % 2, 3] for image in range(total)])
+    patches = torch.zeros(total, int(grids.prod(1).max()), 2 + canvas.values["patch_embed_hidden_size"])
+    for image, grid in enumerate(grids.tolist()):
+        found = torch.cartesian_prod(*(torch.arange(1, side + 1) for side in grid))
+        patches[image, : len(found)] = torch.cat([found, canvas.draw(len(found), patches.shape[-1] - 2)], 1)
+    return {"flattened_patches": patches}
+
+
+def _with_questions(canvas: _Canvas, total: int, *frames: int) -> dict[str, Tensor]:
+    """Returns images `[images, channels, height, width]`, or videos, and tokens of a question about each, padded."""
+    lengths = torch.tensor([4 + image % 3 for image in range(total)])
+    mask = torch.arange(int(lengths.max())) < lengths[:, None]
+    return {
+        PIXELS: canvas.draw(total, *frames, canvas.channels, canvas.height, canvas.width),
+        "qformer_input_ids": canvas.tokens("qformer_config", mask) * mask,
+        "qformer_attention_mask": mask.long(),
+    }
 
 
 def _whole(canvas: _Canvas, asked: set[str], total: int) -> dict[str, Tensor]:

@@ -19,6 +19,8 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     },
     # No placeholder by default.
     "blip-2": {"image_token_index": 50265},
+    "instructblip": {"image_token_index": 50265},
+    "instructblipvideo": {"video_token_index": 50265},
     # A head by default that nobody reads.
     "cohere2_vision": {
         "vision_config": {

@@ -52,7 +52,8 @@ SIZES: Mapping[str, int] = _by_name(
     (38, "moe_shared_expert_intermediate_size"),
     # A quarter of it still is a multiple of 16 bytes, which the grouped matrix product of the experts asks for.
     (MOE_SIZE, "moe_intermediate_size expert_ffn_hidden_size"),
-    (4, "num_attention_heads n_head n_heads num_heads swa_num_attention_heads index_n_heads indexer_n_heads"),
+    (4, "num_attention_heads n_head n_heads num_heads attention_heads"),
+    (4, "swa_num_attention_heads index_n_heads indexer_n_heads"),
     (16, "head_dim swa_head_dim global_head_dim indexer_head_dim"),
     # T5 does not scale its attention scores: wide heads would saturate the softmax.
     (4, "d_kv"),
@@ -91,7 +92,7 @@ SIZES: Mapping[str, int] = _by_name(
     (44, "output_channels"),
     # Other narrow paths.
     (12, "hidden_size_per_layer_input laurel_rank gated_norm_rank hc_lowrank"),
-    (6, "d_rel num_query_tokens"),
+    (6, "d_rel num_query_tokens latent_query_num"),
     (24, "dim_model_base"),
     (48, "word_embed_proj_dim"),
     (32, "ple_embed_dim"),
@@ -132,7 +133,7 @@ HEAD_PAIRS: Mapping[str, str] = {
 
 LAYER_COUNTS = (
     *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers", "num_blocks"),
-    "depth",
+    *("depth", "layers"),
 )
 # The number of the first layer in each of these lists of layers.
 LAYER_INDICES: Mapping[str, int] = {

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import InternVLConfig, Qwen2VLConfig
+from transformers import GitConfig, InstructBlipVideoConfig, InternVLConfig, Kosmos2Config, Qwen2VLConfig
 
 from hf_megatron import ConfigError, UnsupportedError
 from hf_megatron.media import rows_with_images, without_pixels
@@ -143,3 +143,27 @@ def test_videos_and_sounds_are_refused_by_pipelines(name):
     """With an entry for each row, too: nothing says that it is that row's."""
     with pytest.raises(UnsupportedError, match=f"{name}: a pipeline gives stages images alone"):
         split({"input_ids": torch.ones(4, 6, dtype=torch.long), name: torch.ones(4, 3)}, 2)
+
+
+def test_places_are_told_by_a_mask():
+    places = torch.tensor([[0, 1, 1, 0], [0, 0, 0, 0], [1, 1, 1, 1]])
+    batch = {"input_ids": torch.ones(3, 4, dtype=torch.long), "image_embeds_position_mask": places}
+    batch |= {"pixel_values": torch.arange(3.0).view(3, 1, 1, 1)}
+    first, second, third = split(batch, 3, Kosmos2Config())
+    assert first["pixel_values"].flatten().tolist() == [0] and third["pixel_values"].flatten().tolist() == [1, 2]
+    assert second.keys() == {"input_ids", "image_embeds_position_mask"}
+
+
+def test_questions_go_with_their_videos():
+    config = InstructBlipVideoConfig(video_token_index=IMAGE)
+    pixels, questions = torch.arange(6.0).view(3, 2, 1, 1, 1), torch.arange(3).view(3, 1)
+    batch = {"input_ids": torch.tensor(ROWS), "pixel_values": pixels, "qformer_input_ids": questions}
+    first, second, third = cut(batch, config)
+    assert first["qformer_input_ids"].tolist() == [[0]] and second["qformer_input_ids"].tolist() == [[1], [2]]
+    assert second["pixel_values"].flatten().tolist() == [2, 3, 4, 5] and third == {}
+    assert "qformer_input_ids" in without_pixels(batch)
+
+
+def test_images_of_rows_without_places():
+    batch = {"input_ids": torch.tensor(ROWS), "pixel_values": torch.arange(3.0).view(3, 1, 1, 1)}
+    assert [images["pixel_values"].item() for images in cut(batch, GitConfig())] == [0, 1, 2]

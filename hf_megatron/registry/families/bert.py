@@ -4,7 +4,7 @@ from typing import Any
 
 from ...errors import UnsupportedError
 from ...spec import ModelSpec
-from ..family import family_spec
+from ..family import CHUNKS, family_spec
 from ..lookup import register_model
 
 
@@ -31,9 +31,5 @@ def bert(model: Any) -> ModelSpec:
             "encoder.layer.*.intermediate": "encoder.layer.*.output.dense",
         },
         transparent=("encoder.layer.*.attention", "encoder.layer.*.attention.output", "encoder.layer.*.output"),
-        no_sequence_parallel=(
-            "chunk_size_feed_forward > 0 cuts this rank's piece of the sequence into chunks of its own."
-            if config.chunk_size_feed_forward
-            else None
-        ),
+        no_sequence_parallel=CHUNKS if config.chunk_size_feed_forward else None,
     )

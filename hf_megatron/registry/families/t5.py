@@ -3,7 +3,7 @@
 from typing import Any
 
 from ...spec import ModelSpec
-from ..family import family_spec
+from ..family import base_prefix, family_spec
 from ..lookup import register_model
 
 
@@ -33,4 +33,6 @@ def t5(model: Any) -> ModelSpec:
         regions=regions,
         several_inputs=tuple(name for name in local_attributes if name.endswith("EncDecAttention")),
         transparent=tuple(transparent),
+        # Towers of images around it have stacks too.
+        stacks=tuple(f"{base_prefix(model)}{pattern.partition('.*')[0]}" for pattern in transparent),
     )
