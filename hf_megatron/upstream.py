@@ -1284,6 +1284,16 @@ def follow_forward_of_bases(made: type) -> None:
         del made.forward  # type: ignore[attr-defined]
 
 
+def names_of_recorder(base: type) -> dict[str, str]:
+    """Returns the attributes by which a class made of another keeps recording what that one does, such as its states.
+
+    transformers looks up by the full name of a model's class what it records (`_CAN_RECORD_REGISTRY`, private). Other
+    classes do without: torch takes modules of its own packages for what it knows.
+    """
+    records = hasattr(base, "_can_record_outputs")
+    return {"__module__": base.__module__, "__qualname__": base.__qualname__} if records else {}
+
+
 @contextmanager
 def around_all_modules(enter: Callable[..., None], leave: Callable[..., None]) -> Iterator[None]:
     """Calls one function before and one after the forwards of all modules, for as long as the context lasts."""
