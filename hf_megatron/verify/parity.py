@@ -187,7 +187,7 @@ def _reference(twin: Twin) -> Measurement:
         # What codes stand for has one precision.
         return reference
     try:
-        precise = measure(twin.load(experts_implementation="eager").double(), twin.batches)
+        precise = measure(twin.load(experts_implementation="eager").double(), _as_doubles(twin.batches))
     except RuntimeError:
         # Parts of the model compute in fp32 by name and refuse weights of another type: nothing to compare with.
         return reference
@@ -196,6 +196,14 @@ def _reference(twin: Twin) -> Measurement:
     shaken = judge(_shaken(twin), reference).worst.value / AMPLIFIED
     reference.round_off = max(judge(reference, precise).worst.value, shaken)
     return reference
+
+
+def _as_doubles(batches: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    """Returns batches with images of the type of fp64 weights: some models multiply them as they are given."""
+    return [
+        {name: value.double() if value.is_floating_point() else value for name, value in batch.items()}
+        for batch in batches
+    ]
 
 
 def _shaken(twin: Twin) -> Measurement:
