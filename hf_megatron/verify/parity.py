@@ -181,6 +181,8 @@ def measured(twin: Twin) -> Twin:
 
 
 def _reference(twin: Twin) -> Measurement:
+    if unread := _unread_weights(twin):
+        raise ValueError(f"transformers does not read back what it wrote of a {twin.class_name}: {unread}")
     reference = measure(twin.load(), twin.batches)
     reference.without = tuple(without_gradient(twin.config))
     if "quantization_config" in twin.arguments:
@@ -196,6 +198,13 @@ def _reference(twin: Twin) -> Measurement:
     shaken = judge(_shaken(twin), reference).worst.value / AMPLIFIED
     reference.round_off = max(judge(reference, precise).worst.value, shaken)
     return reference
+
+
+def _unread_weights(twin: Twin) -> str:
+    """Names a weight that transformers draws anew instead of reading it: no two models would be alike."""
+    cls = getattr(transformers, twin.class_name)
+    _, found = cls.from_pretrained(twin.directory, **twin.arguments, output_loading_info=True)
+    return min(found["missing_keys"], default="")
 
 
 def _as_doubles(batches: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
