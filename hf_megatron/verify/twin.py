@@ -332,6 +332,9 @@ def _tiny_heads(values: Mapping[str, Any], tiny: Mapping[str, Any]) -> dict[str,
         elif values["head_dim"] == values.get("qk_rope_head_dim"):
             # Multi-head latent attention: the rotary embedding reads the size of the rotary part there.
             new["head_dim"] = tiny["qk_rope_head_dim"]
+        elif values["head_dim"] == (values.get("qk_nope_head_dim") or 0) + (values.get("qk_rope_head_dim") or 0):
+            # Or that of the whole head, of which it is a share.
+            new["head_dim"] = tiny["qk_nope_head_dim"] + tiny["qk_rope_head_dim"]
         elif values.get("qk_nope_head_dim") is not None:
             # Or the size of the whole head, of the layers with the largest one.
             new["head_dim"] = 2 * tiny["qk_nope_head_dim"] + tiny["qk_rope_head_dim"]
@@ -418,6 +421,9 @@ def _tiny_rope(tiny: Mapping[str, Any]) -> dict[str, Any]:
         factor = new.get("partial_rotary_factor") or tiny.get("partial_rotary_factor") or 1.0
         # At least two pairs of rotated dimensions: the first one turns at the same speed whatever the base is.
         rotary_dim = max(min(4, head_dim), int(head_dim * factor) // 2 * 2)
+        if factor < 1:
+            # A share that says how large the rotary part of a head with latent attention is.
+            rotary_dim = tiny.get("qk_rope_head_dim") or rotary_dim
         if new.get("partial_rotary_factor") is not None:
             new["partial_rotary_factor"] = rotary_dim / head_dim
         beyond = new.get("rope_type") == "longrope" or "llama_4_scaling_beta" in new
