@@ -84,6 +84,8 @@ SIZES: Mapping[str, int] = _by_name(
     (8, "original_max_position_embeddings"),
     # Projections of images: wide ones would leave each weight a gradient next to nothing.
     (92, "alignment_intermediate_size projector_hidden_size projector_intermediate_size merger_intermediate_size"),
+    # What the experts read, between projections.
+    (72, "moe_hidden_size"),
     # Each of the three is the input of the next.
     (68, "projector_input_dim projector_output_dim vision_output_dim"),
     (44, "output_channels"),
@@ -111,13 +113,16 @@ SIZES: Mapping[str, int] = _by_name(
 SCALES: Mapping[str, float] = _by_name(
     (1, "attn_logit_softcapping swiglu_limit mlp_gate_softcap mlp_up_softcap clip_qkv"),
     (2, "final_logit_softcapping moe_router_logit_softcapping qk_l2_clip_threshold rel_l2_clip_threshold"),
-    (0.5, "attention_multiplier logit_scale residual_multiplier attn_scale log_scaling_alpha"),
+    (0.5, "qk_scale_factor attention_multiplier logit_scale residual_multiplier attn_scale log_scaling_alpha"),
     (2, "embedding_multiplier embedding_scale scale_emb logits_scaling logits_mup_width_multiplier"),
     (2, "routed_scaling_factor moe_routed_scaling_factor router_scaling_factor route_scale"),
     (2, "full_attn_alpha_factor linear_attn_alpha_factor mlp_alpha_factor"),
     (9, "query_pre_attn_scalar"),
     # Seen, and enough to keep the norm of a state that is nearly zero from turning round-off into direction.
-    (1e-2, "rms_norm_eps layer_norm_eps layer_norm_epsilon layernorm_epsilon norm_eps norm_epsilon ln_eps"),
+    (
+        1e-2,
+        "rms_norm_eps post_norm_eps layer_norm_eps layer_norm_epsilon layernorm_epsilon norm_eps norm_epsilon ln_eps",
+    ),
 )
 
 # Query heads and their key/value heads: grouped stays grouped, with fewer key/value heads than four ranks.
