@@ -62,17 +62,20 @@ def find_around(model: Any, layers: str, spec: ModelSpec) -> tuple[list[str], li
 
 
 def find_towers(model: Any) -> frozenset[str]:
-    """Names what stands beside the text model within the base model, which heads stand beside: towers of images."""
+    """Names what stands beside the text model: towers of images. Heads do, around a base model or the text model."""
     if image_token(model.config) is None:
         return frozenset()
     decoder, found = model.get_decoder(), set()
     text = next((name for name, module in model.named_modules() if module is decoder), "")
     path = text.split(".") if text else []
-    for depth, on_path in enumerate(path[1:], 1):
-        prefix = ".".join(path[:depth])
-        for name, child in model.get_submodule(prefix).named_children():
-            if name != on_path and has_parameters(child):
-                found.add(f"{prefix}.{name}")
+    head = model.get_output_embeddings()
+    # The class itself, where it has no base model.
+    outermost = int(model.base_model is not model)
+    for depth, on_path in enumerate(path[outermost:], outermost):
+        prefix = "".join(f"{name}." for name in path[:depth])
+        for name, child in model.get_submodule(prefix.rstrip(".")).named_children():
+            if name != on_path and child is not head and has_parameters(child):
+                found.add(f"{prefix}{name}")
     return frozenset(found)
 
 
