@@ -5,12 +5,12 @@ from typing import Any
 
 from torch import nn
 
-from .upstream import follow_forward_of_bases
+from .upstream import follow_forward_of_bases, names_of_recorder
 
 
 @cache
 def _mixed_class(mixin: Any, base: Any) -> type[nn.Module]:
-    made = type(base.__name__, (mixin, base), {})
+    made = type(base.__name__, (mixin, base), names_of_recorder(base))
     follow_forward_of_bases(made)
     return made
 

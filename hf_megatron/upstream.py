@@ -9,6 +9,7 @@ import inspect
 import re
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -501,6 +502,23 @@ def add_up_in_place(tensor: DTensor) -> None:
     tensor._local_tensor, tensor._spec = whole._local_tensor, whole._spec
 
 
+# Memory that gradients of parameters were handed over in, for as long as something holds it.
+_handed_over: "weakref.WeakSet[torch.UntypedStorage]" = weakref.WeakSet()
+
+
+def _of_its_own(gradient: torch.Tensor) -> torch.Tensor:
+    """Returns a gradient of any shape that shares no memory with another parameter's.
+
+    Autograd gives both addends of a sum the same tensor. It sees that where it keeps it as a gradient, to which it adds
+    in place later on, but not inside of two DTensors.
+    """
+    if is_functional(gradient):
+        return gradient
+    gradient = gradient.clone() if gradient.untyped_storage() in _handed_over else gradient
+    _handed_over.add(gradient.untyped_storage())
+    return gradient
+
+
 class _LocalView(torch.autograd.Function):
     """`DTensor.to_local` and its backward without the checks and the specification made anew on each call."""
 
@@ -516,7 +534,7 @@ class _LocalView(torch.autograd.Function):
             # Autograd looks at the specification alone; fused optimizers go through memory from end to end.
             in_order = torch.empty_strided(gradient.shape, ctx.strides, dtype=gradient.dtype, device=gradient.device)
             gradient = in_order.copy_(gradient)
-        return DTensor(gradient, ctx.spec, requires_grad=False)
+        return DTensor(_of_its_own(gradient), ctx.spec, requires_grad=False)
 
 
 def dtensor_local_view(parameter: DTensor) -> torch.Tensor:
@@ -1304,6 +1322,16 @@ def follow_forward_of_bases(made: type) -> None:
     """
     if "forward" in vars(made):
         del made.forward  # type: ignore[attr-defined]
+
+
+def names_of_recorder(base: type) -> dict[str, str]:
+    """Returns the attributes by which a class made of another keeps recording what that one does, such as its states.
+
+    transformers looks up by the full name of a model's class what it records (`_CAN_RECORD_REGISTRY`, private). Other
+    classes do without: torch takes modules of its own packages for what it knows.
+    """
+    records = hasattr(base, "_can_record_outputs")
+    return {"__module__": base.__module__, "__qualname__": base.__qualname__} if records else {}
 
 
 @contextmanager

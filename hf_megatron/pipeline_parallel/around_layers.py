@@ -62,16 +62,18 @@ def find_around(model: Any, layers: str, spec: ModelSpec) -> tuple[list[str], li
 
 
 def find_towers(model: Any) -> frozenset[str]:
-    """Names what stands beside the text model within the base model, which heads stand beside: towers of images."""
+    """Names what stands beside the text model: towers of images. Heads do, around a base model or the text model."""
     if not reads_images(model):
         return frozenset()
-    decoder, found, first = model.get_decoder(), set(), 0 if model.base_model is model else 1
+    decoder, head, found = model.get_decoder(), model.get_output_embeddings(), set()
     text = next((name for name, module in model.named_modules() if module is decoder), "")
     path = text.split(".") if text else []
-    for depth, on_path in enumerate(path[first:], first):
+    # The class itself, where it has no base model.
+    outermost = int(model.base_model is not model)
+    for depth, on_path in enumerate(path[outermost:], outermost):
         prefix = "".join(f"{name}." for name in path[:depth])
         for name, child in model.get_submodule(prefix.removesuffix(".")).named_children():
-            if name != on_path and has_parameters(child) and child is not model.get_output_embeddings():
+            if name != on_path and child is not head and has_parameters(child):
                 found.add(f"{prefix}{name}")
     return frozenset(found)
 

@@ -14,7 +14,8 @@ from .region import SequenceStack, UniformRegion
 from .structure import Structure
 from .styles import style
 
-_SUMS = ("partial_sum", "output_sum")
+_ADDENDS = ("partial_sum", "summed_inside")
+_SUMS = (*_ADDENDS, "output_sum")
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ class Activations(Shared):
         if style_name == "latent_with_rotary":
             return Forms(outer, outer, "of its output a part goes to this rank's heads alone")
         if style_name in _SUMS:
-            return Forms(outer, Addends(self.group) if style_name == "partial_sum" else outer, outer)
+            return Forms(outer, Addends(self.group) if style_name in _ADDENDS else outer, outer)
         if style_name in ("column_gather", "row_split") or (rules.splits and isinstance(module, nn.Embedding)):
             return Forms(outer, outer, outer)
         if block := self._within(name, self.structure.uniform):

@@ -45,6 +45,35 @@ class PartialSum(Shared):
         raise UnsupportedError(f"{type(module).__name__} returned {type(output).__name__}; experts return one tensor.")
 
 
+class SummedInside(Shared):
+    """Hook of experts whose products are summed by a norm inside of them, before they are weighed.
+
+    Their hidden states get a partial gradient on each rank; routing weights meet whole tensors only.
+    """
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.group = group
+
+    def install(self, module: nn.Module) -> None:
+        module.register_forward_pre_hook(self._enter)
+
+    def _enter(self, module: nn.Module, args: tuple) -> tuple:
+        return copy_to_ranks(args[0], self.group), *args[1:]
+
+
+class NormOfSum(Shared):
+    """Hook of a norm whose input is this rank's part of a sum: no norm of a part is a part of the norm."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.group = group
+
+    def install(self, module: nn.Module) -> None:
+        module.register_forward_pre_hook(self._enter)
+
+    def _enter(self, module: nn.Module, args: tuple) -> tuple:
+        return (reduce_from_ranks(args[0], self.group),)
+
+
 class SharedIdentity:
     """An identity expert inside a partial sum: every rank adds the same value, so each adds its share of it."""
 

@@ -18,7 +18,7 @@ from ..errors import UnsupportedError
 from ..mesh import ParallelMesh
 from ..patch_ledger import Shared
 from ..upstream import dtensor_local_view as differentiable_local
-from ..upstream import in_backward
+from ..upstream import in_backward, names_of_recorder
 
 
 def local_view(parameter: Tensor | None, group: dist.ProcessGroup | None = None) -> Tensor | None:
@@ -148,7 +148,7 @@ def _local_class(base: Any, names: tuple[str, ...]) -> type[nn.Module]:
             return base.forward(module, *args, **kwargs)
 
     properties = {name: property(_reading(name)) for name in names}
-    return type(base.__name__, (LocalParameters, base), {"forward": forward, **properties})
+    return type(base.__name__, (LocalParameters, base), {**names_of_recorder(base), "forward": forward, **properties})
 
 
 def read_locally(

@@ -14,6 +14,8 @@
 | `replicated_sum` | whole | sees only this rank's heads: gradient summed |
 | `latent_with_rotary` | whole | gradient of the rotary part of the output summed |
 | `partial_sum` | by its parameters' own rules | inputs copied, output summed (experts) |
+| `summed_inside` | by its parameters' own rules | first input copied (experts with a `norm_of_sum`) |
+| `norm_of_sum` | whole | input summed |
 | `dispatched` | whole experts, over ep | nothing: their tokens do |
 | `shared_addend` | one whole parameter | added by every rank of a partial sum: each reads its share |
 | `norm_per_head` | whole | this rank's heads use their norms |
@@ -33,7 +35,7 @@ from ..errors import PlanError
 from ..mesh import ParallelMesh
 from ..placement import GradientRule, Placement
 from .embedding import HiddenParallelEmbedding, VocabParallelEmbedding
-from .experts import LatentWithRotary, PartialSum, SharedIdentity
+from .experts import LatentWithRotary, NormOfSum, PartialSum, SharedIdentity, SummedInside
 from .heads import NormPerHead, check_norm_per_head
 from .linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear
 from .local_parameters import ForwardsUnderWay, become
@@ -208,6 +210,16 @@ class _PartialSum(Style):
         PartialSum(context.mesh.tp_group, context.streams, copy_inputs=self.copy_inputs).install(module)
 
 
+class _SummedInside(Style):
+    def install(self, module: nn.Module, context: ModuleContext) -> None:
+        SummedInside(context.mesh.tp_group).install(module)
+
+
+class _NormOfSum(Style):
+    def install(self, module: nn.Module, context: ModuleContext) -> None:
+        NormOfSum(context.mesh.tp_group).install(module)
+
+
 class _Dispatched(Style):
     """Experts that expert parallelism places, and nothing of whose widths is split."""
 
@@ -266,6 +278,8 @@ STYLES: Mapping[str, Style] = {
     "latent_with_rotary": _Latent(),
     "partial_sum": _PartialSum(),
     "output_sum": _PartialSum(copy_inputs=False),
+    "summed_inside": _SummedInside(),
+    "norm_of_sum": _NormOfSum(),
     "dispatched": _Dispatched(),
     "shared_identity": _SharedIdentity(),
     "shared_addend": _SharedAddend(),

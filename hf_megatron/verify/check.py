@@ -1,12 +1,14 @@
 """`hf-megatron check` and `plan`: any architecture, by model type, folder or hub name."""
 
 import contextlib
+import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -18,6 +20,7 @@ from ..axes import Axes
 from ..config import MegatronConfig
 from ..errors import ConfigError, MegatronError, RankError, UnsupportedError
 from ..expert_modules import find_experts
+from ..media import is_of_images
 from ..parallelize import plan
 from ..pipeline_parallel.stage_counts import layers_with_features
 from ..registry import own_spec, registered_types
@@ -119,6 +122,15 @@ def _is_of_images(config: PreTrainedConfig) -> bool:
         for names in (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     )
     return image is not None and text in (None, image) and "vision_config" in config.to_dict()
+
+
+def _class_of_text(config: PreTrainedConfig) -> str | None:
+    """Returns the class of a type that transformers lists as one of images alone although it takes none."""
+    name = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(config.model_type)
+    if name is None or not name.endswith("ForCausalLM") or config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return None
+    arguments = inspect.signature(getattr(transformers, name).forward).parameters
+    return None if any(map(is_of_images, arguments)) else name
 
 
 def _cases(models: list[str], task: str, given_class: bool) -> Iterator[tuple[str, str]]:
@@ -223,6 +235,8 @@ def _check_changed(
     config = resolve_config(model, changes)
     if class_name is not None:
         task = task_of_class(class_name, config)
+    elif task in ("causal", "image") and (class_name := _class_of_text(config)):
+        task = "causal"
     elif task == "causal" and _is_of_images(config):
         task = "image"
     if layers_with_features(config):

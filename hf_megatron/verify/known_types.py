@@ -97,6 +97,7 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
         name: {"encoder_layers": 2, "encoder_attention_heads": 16, "encoder_ffn_dim": 320}
         for name in ("qwen2_5_omni_audio_encoder", "qwen3_omni_moe_audio_encoder")
     },
+    "muse_spark_audio": {"hidden_sizes": [8, 12, 16, 20], "depths": [1, 1, 1, 1]},
     # A head by default that nobody reads.
     "lfm2_vl": {"vision_config": {"model_type": "siglip2_vision_model", "vision_use_head": False}},
     # No layer types by default.

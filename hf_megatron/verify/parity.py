@@ -181,13 +181,15 @@ def measured(twin: Twin) -> Twin:
 
 
 def _reference(twin: Twin) -> Measurement:
+    if unread := _unread_weights(twin):
+        raise ValueError(f"transformers does not read back what it wrote of a {twin.class_name}: {unread}")
     reference = measure(twin.load(), twin.batches)
     reference.without = tuple(without_gradient(twin.config))
     if "quantization_config" in twin.arguments:
         # What codes stand for has one precision.
         return reference
     try:
-        precise = measure(twin.load(experts_implementation="eager").double(), twin.batches)
+        precise = measure(twin.load(experts_implementation="eager").double(), _as_doubles(twin.batches))
     except RuntimeError:
         # Parts of the model compute in fp32 by name and refuse weights of another type: nothing to compare with.
         return reference
@@ -196,6 +198,21 @@ def _reference(twin: Twin) -> Measurement:
     shaken = judge(_shaken(twin), reference).worst.value / AMPLIFIED
     reference.round_off = max(judge(reference, precise).worst.value, shaken)
     return reference
+
+
+def _unread_weights(twin: Twin) -> str:
+    """Names a weight that transformers draws anew instead of reading it: no two models would be alike."""
+    cls = getattr(transformers, twin.class_name)
+    _, found = cls.from_pretrained(twin.directory, **twin.arguments, output_loading_info=True)
+    return min(found["missing_keys"], default="")
+
+
+def _as_doubles(batches: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    """Returns batches with images of the type of fp64 weights: some models multiply them as they are given."""
+    return [
+        {name: value.double() if value.is_floating_point() else value for name, value in batch.items()}
+        for batch in batches
+    ]
 
 
 def _shaken(twin: Twin) -> Measurement:

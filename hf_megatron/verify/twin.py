@@ -87,6 +87,8 @@ SIZES: Mapping[str, int] = _by_name(
     (8, "original_max_position_embeddings"),
     # Projections of images: wide ones would leave each weight a gradient next to nothing.
     (92, "alignment_intermediate_size projector_hidden_size projector_intermediate_size merger_intermediate_size"),
+    # What the experts read, between projections.
+    (72, "moe_hidden_size"),
     # Each of the three is the input of the next.
     (68, "projector_input_dim projector_output_dim vision_output_dim"),
     (44, "output_channels"),
@@ -114,13 +116,16 @@ SIZES: Mapping[str, int] = _by_name(
 SCALES: Mapping[str, float] = _by_name(
     (1, "attn_logit_softcapping swiglu_limit mlp_gate_softcap mlp_up_softcap clip_qkv"),
     (2, "final_logit_softcapping moe_router_logit_softcapping qk_l2_clip_threshold rel_l2_clip_threshold"),
-    (0.5, "attention_multiplier logit_scale residual_multiplier attn_scale log_scaling_alpha"),
+    (0.5, "qk_scale_factor attention_multiplier logit_scale residual_multiplier attn_scale log_scaling_alpha"),
     (2, "embedding_multiplier embedding_scale scale_emb logits_scaling logits_mup_width_multiplier"),
     (2, "routed_scaling_factor moe_routed_scaling_factor router_scaling_factor route_scale"),
     (2, "full_attn_alpha_factor linear_attn_alpha_factor mlp_alpha_factor"),
     (9, "query_pre_attn_scalar"),
     # Seen, and enough to keep the norm of a state that is nearly zero from turning round-off into direction.
-    (1e-2, "rms_norm_eps layer_norm_eps layer_norm_epsilon layernorm_epsilon norm_eps norm_epsilon ln_eps"),
+    (
+        1e-2,
+        "rms_norm_eps post_norm_eps layer_norm_eps layer_norm_epsilon layernorm_epsilon norm_eps norm_epsilon ln_eps",
+    ),
 )
 
 # Query heads and their key/value heads: grouped stays grouped, with fewer key/value heads than four ranks.
@@ -337,6 +342,9 @@ def _tiny_heads(values: Mapping[str, Any], tiny: Mapping[str, Any]) -> dict[str,
         elif values["head_dim"] == values.get("qk_rope_head_dim"):
             # Multi-head latent attention: the rotary embedding reads the size of the rotary part there.
             new["head_dim"] = tiny["qk_rope_head_dim"]
+        elif values["head_dim"] == (values.get("qk_nope_head_dim") or 0) + (values.get("qk_rope_head_dim") or 0):
+            # Or that of the whole head, of which it is a share.
+            new["head_dim"] = tiny["qk_nope_head_dim"] + tiny["qk_rope_head_dim"]
         elif values.get("qk_nope_head_dim") is not None:
             # Or the size of the whole head, of the layers with the largest one.
             new["head_dim"] = 2 * tiny["qk_nope_head_dim"] + tiny["qk_rope_head_dim"]
@@ -423,6 +431,9 @@ def _tiny_rope(tiny: Mapping[str, Any]) -> dict[str, Any]:
         factor = new.get("partial_rotary_factor") or tiny.get("partial_rotary_factor") or 1.0
         # At least two pairs of rotated dimensions: the first one turns at the same speed whatever the base is.
         rotary_dim = max(min(4, head_dim), int(head_dim * factor) // 2 * 2)
+        if factor < 1:
+            # A share that says how large the rotary part of a head with latent attention is.
+            rotary_dim = tiny.get("qk_rope_head_dim") or rotary_dim
         if new.get("partial_rotary_factor") is not None:
             new["partial_rotary_factor"] = rotary_dim / head_dim
         beyond = new.get("rope_type") == "longrope" or "llama_4_scaling_beta" in new

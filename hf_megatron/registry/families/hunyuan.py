@@ -1,10 +1,12 @@
-"""HunYuan's dense text layers, and V4, whose hyper-connections weigh each token's streams by themselves."""
+"""HunYuan's dense text layers, around images too; V4, whose hyper-connections weigh each token's streams alone."""
 
+from dataclasses import replace
 from typing import Any
 
 from ...spec import ModelSpec
 from ..family import corrected_spec, family_spec, gated_decoder_plan
 from ..lookup import register_model
+from ..text_part import spec_around_text
 
 
 @register_model("hy_v4")
@@ -21,6 +23,13 @@ def hy_v4(model: Any) -> ModelSpec:
 @register_model("hunyuan_vl_text")
 def hunyuan_vl_text(model: Any) -> ModelSpec:
     return family_spec(model, gated_decoder_plan(norms=("query_layernorm", "key_layernorm")))
+
+
+@register_model("hunyuan_vl")
+def hunyuan_vl(model: Any) -> ModelSpec | None:
+    reason = "positions of its images count those of all rows of a batch, which a microbatch lacks."
+    spec = spec_around_text(model, {"hunyuan_vl_text": hunyuan_vl_text})
+    return None if spec is None else replace(spec, no_pipeline=f"{reason} Load it with pp_size=1.")
 
 
 @register_model("hunyuan_v1_dense")

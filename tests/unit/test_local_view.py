@@ -1,0 +1,27 @@
+"""Gradients that arrive at parameters as DTensors."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from hf_megatron.upstream import dtensor_local_view
+from hf_megatron.verify.ranks import run_ranks
+
+ADDENDS = {"as they are": lambda tensor: tensor, "views": lambda tensor: tensor.view(1, 3)}
+
+
+@pytest.mark.parametrize("seen", ADDENDS)
+def test_addends_of_a_sum_have_gradients_of_their_own(seen):
+    # Autograd hands both the same tensor, and adds the second microbatch's to each of them in place.
+    def on_rank():
+        mesh = init_device_mesh("cpu", (1,))
+        addends = [nn.Parameter(DTensor.from_local(torch.zeros(3), mesh, [Replicate()])) for _ in range(2)]
+        for _ in range(2):
+            one, other = (ADDENDS[seen](dtensor_local_view(addend)) for addend in addends)
+            ((one + other) * torch.ones(3)).sum().backward()
+        return [addend.grad.to_local() for addend in addends]
+
+    [gradients] = run_ranks(on_rank, 1)
+    assert all(torch.equal(gradient, torch.full((3,), 2.0)) for gradient in gradients)
