@@ -79,14 +79,15 @@ def take_shard(tensor: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
 
 class _Copy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup, is_addend: bool) -> Tensor:
+        ctx.group, ctx.is_addend = group, is_addend
         return tensor.view_as(tensor)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return all_reduce_(gradient.contiguous(), ctx.group), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        own = gradient.clone(memory_format=torch.contiguous_format) if ctx.is_addend else gradient.contiguous()
+        return all_reduce_(own, ctx.group), None, None
 
 
 class _Reduce(torch.autograd.Function):
@@ -155,9 +156,13 @@ def refuse_second_derivatives() -> None:
         )
 
 
-def copy_to_ranks(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Returns a replicated tensor of any shape, whose gradient is summed over the group, for sharded computation."""
-    return _Copy.apply(tensor, group) if tensor.requires_grad and torch.is_grad_enabled() else tensor
+def copy_to_ranks(tensor: Tensor, group: dist.ProcessGroup, *, is_addend: bool = False) -> Tensor:
+    """Returns a replicated tensor of any shape, whose gradient is summed over the group, for sharded computation.
+
+    `is_addend=True` where it may be added to another tensor as it is: autograd hands one gradient to both then, which
+    is not summed in place.
+    """
+    return _Copy.apply(tensor, group, is_addend) if tensor.requires_grad and torch.is_grad_enabled() else tensor
 
 
 def reduce_from_ranks(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:

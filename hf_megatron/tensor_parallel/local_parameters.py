@@ -29,7 +29,7 @@ def local_view(parameter: Tensor | None, group: dist.ProcessGroup | None = None)
     if group is None:
         return local
     # The compiler takes the view that `to_local` returns for one whose base was changed in place.
-    return copy_to_ranks(local.clone() if torch.compiler.is_compiling() else local, group)
+    return copy_to_ranks(local.clone() if torch.compiler.is_compiling() else local, group, is_addend=True)
 
 
 class _ShareOfSum(torch.autograd.Function):

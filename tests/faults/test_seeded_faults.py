@@ -24,15 +24,15 @@ def drop_forward_all_reduce():
 
 
 def drop_backward_all_reduce():
-    collectives._Copy.backward = staticmethod(lambda ctx, gradient: (gradient, None))
+    collectives._Copy.backward = staticmethod(lambda ctx, gradient: (gradient, None, None))
 
 
 def scale_gradient_by_tp():
     original = collectives._Copy.backward
 
     def backward(ctx, gradient):
-        gradient, nothing = original(ctx, gradient)
-        return gradient * 2, nothing
+        gradient, *nothing = original(ctx, gradient)
+        return gradient * 2, *nothing
 
     collectives._Copy.backward = staticmethod(backward)
 

@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from hf_megatron.communication.collectives import copy_to_ranks
 from hf_megatron.upstream import dtensor_local_view
 from hf_megatron.verify.ranks import run_ranks
 
@@ -25,3 +27,13 @@ def test_addends_of_a_sum_have_gradients_of_their_own(seen):
 
     [gradients] = run_ranks(on_rank, 1)
     assert all(torch.equal(gradient, torch.full((3,), 2.0)) for gradient in gradients)
+
+
+def test_a_sum_over_ranks_leaves_the_other_addend_alone():
+    def on_rank():
+        one, other = torch.zeros(3, requires_grad=True), torch.zeros(3, requires_grad=True)
+        (copy_to_ranks(one, dist.group.WORLD, is_addend=True) + other).sum().backward()
+        return one.grad, other.grad
+
+    for summed, own in run_ranks(on_rank, 2):
+        assert summed.tolist() == [2.0] * 3 and own.tolist() == [1.0] * 3
