@@ -92,7 +92,7 @@ class _Canvas:
     """
 
     def __init__(self, config: Any, generator: torch.Generator) -> None:
-        vision = getattr(config, "vision_config", None) or config
+        vision = getattr(config, "vision_config", None) or getattr(config, "vq_config", None) or config
         self.values: Mapping[str, Any] = config.to_dict() | vision.to_dict()
         self.channels = next(
             (self.values[name] for name in ("num_channels", "in_channels", "in_chans") if self.values.get(name)), 3
@@ -102,6 +102,9 @@ class _Canvas:
         if merged := getattr(vision, "model_patch_size", None):
             # Merged before the tower sees them.
             self.patch, self.unit = merged, 2
+        if halvings := len(self.values.get("channel_multiplier") or ()):
+            # Between levels of convolutions.
+            self.patch = 2 ** (halvings - 1)
         if isinstance(self.values.get("downsample_ratio"), float):
             self.unit *= round(1 / self.values["downsample_ratio"])
         self.frames = self.values.get("temporal_patch_size") or self.values.get("patch_temporal") or 1

@@ -5,11 +5,26 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+# Images of a twin become tokens of so many kinds.
+IMAGE_CODES = 8
+
 # What the default config of a class lacks to build a model, or to build an interesting one. An entry is applied before
 # the rules above, as a whole, and only to a config that has the default value of each of its attributes.
 OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     # The number of patches of a tiny image, of which the default names none.
     "aria": {"projector_patch_to_query_dict": {16: 5}},
+    # No names of tokens by default, of which some are images'.
+    "chameleon": {
+        "image_token_id": 100,
+        "vocabulary_map": {"<image>": 100, **{f"IMGIMG{chr(65 + code)}Z": 101 + code for code in range(IMAGE_CODES)}},
+    },
+    "emu3": {
+        "image_token_id": 100,
+        "vocabulary_map": {
+            **{"<image>": 100, "<|extra_200|>": 101},
+            **{f"<|visual token {code:06d}|>": 102 + code for code in range(IMAGE_CODES)},
+        },
+    },
     # A number of heads by default that does not divide the width of the tower.
     "aya_vision": {
         "vision_config": {
@@ -143,6 +158,7 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
 
 _BEFORE_NORM = {r"_tower\.post_layernorm\.": "the states of layers are read, which it does not see"}
 _SOUNDS = {r"\.?audio_tower\.": "reads sounds: compared on images alone"}
+_TOKENIZER = {r"\.vqmodel\.": "chooses tokens of images: no gradient comes through a choice"}
 _POOLED = {r"\.vision_model\.head\.": "pools the states of the tower, which are read as they are"}
 _INDEXER = {r"\.indexer\.": "chooses which tokens are read: no gradient comes through a choice"}
 # Trainable parameters that get no gradient, by model type and regular expression, and why.
@@ -163,7 +179,9 @@ NO_GRADIENT: Mapping[str, Mapping[str, str]] = {
     "mistral_large4_text": _INDEXER,
     "phi4_multimodal": {r"\.embed_tokens_extend\.": "reads images and audio: compared on text alone"},
     "qwen4_exp_text": _INDEXER,
+    "emu3": _TOKENIZER,
     "granite_docling": {r"\.connector\.fine\.": "reads tiles of which the batch says that they are fine"},
+    "chameleon": _TOKENIZER,
     "deepseek_vl": _POOLED,
     "deepseek_vl_hybrid": _POOLED,
     "inkling_mm_model": _SOUNDS,
@@ -182,6 +200,10 @@ NO_GRADIENT: Mapping[str, Mapping[str, str]] = {
     "video_llava": _BEFORE_NORM | {r"\.video_tower\.": "reads videos: compared on images alone"},
     "vipllava": _BEFORE_NORM,
 }
+
+# Parts that their constructors put into evaluation mode, where norms by the statistics of a batch would be others' for
+# each part of it. Twins keep them there.
+FROZEN: Mapping[str, tuple[str, ...]] = {"emu3": ("model.vqmodel",)}
 
 
 def without_gradient(config: PreTrainedConfig) -> Mapping[str, str]:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from ..registry.features import is_rate
-from .known_types import OVERRIDES, tiny_reads
+from .known_types import IMAGE_CODES, OVERRIDES, tiny_reads
 
 # Whose batches are known, with the Auto class of each.
 TASKS = {
@@ -101,6 +101,10 @@ SIZES: Mapping[str, int] = _by_name(
     (28, "image_size crop_size max_image_size"),
     (4, "mm_tokens_per_image resampler_n_latents"),
     (7, "patch_size"),
+    # Of tokenizers of images: a norm has 32 groups of channels, and some tokens of the vocabulary are images'.
+    (32, "base_channels"),
+    (16, "latent_channels"),
+    (IMAGE_CODES, "codebook_size num_embeddings"),
     (16, "input_size num_mel_bins nemo_conv_channels depthwise_separable_out_channel"),
     (64, "ext_pw_out_channel"),
     (1, "pretraining_tp"),
@@ -335,6 +339,10 @@ def _tiny_heads(values: Mapping[str, Any], tiny: Mapping[str, Any]) -> dict[str,
         elif values.get("qk_nope_head_dim") is not None:
             # Or the size of the whole head, of the layers with the largest one.
             new["head_dim"] = 2 * tiny["qk_nope_head_dim"] + tiny["qk_rope_head_dim"]
+    channels = values.get("base_channels"), *(values.get("channel_multiplier") or ())
+    if "hidden_size" in values and channels[0] and values["hidden_size"] == channels[0] * channels[-1]:
+        # Convolutions around attention.
+        new["hidden_size"] = tiny["base_channels"] * channels[-1]
     if values.get("pixel_shuffle_ratio") is not None and "projector_input_dim" in values:
         # The projector reads shuffled states, which it takes to be as wide as an MLP.
         new["intermediate_size"] = int(tiny["hidden_size"] / values["pixel_shuffle_ratio"] ** 2)
@@ -477,6 +485,8 @@ def plain_tokens(config: PreTrainedConfig) -> Tensor:
         for name, value in part.to_dict().items():
             if name.endswith(("_token_id", "_token_index")) and value is not None:
                 special |= set(value) if isinstance(value, list) else {value}
+    # Those that images become.
+    special |= set((getattr(config, "vocabulary_map", None) or {}).values())
     text_config = config.get_text_config()
     num_tokens = getattr(text_config, "unpadded_vocab_size", None) or text_config.vocab_size
     return torch.tensor([token for token in range(num_tokens) if token not in special])
