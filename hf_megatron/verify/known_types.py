@@ -151,6 +151,20 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "paddleocr_vl_text": {
         "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0, "mrope_section": [16, 24, 24]}
     },
+    # No window by default, which the model asks for; and what checkpoints have beside it: more heads in layers with
+    # one, that rotate whole, and limits in the last layers.
+    "step3p5": {
+        "sliding_window": 512,
+        "layer_types": (["full_attention"] + ["sliding_attention"] * 3) * 11 + ["full_attention"],
+        "num_sliding_attention_heads": 96,
+        "per_layer_config": {layer: {"num_attention_heads": 96} for layer in range(45) if layer % 4},
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 5000000.0, "partial_rotary_factor": 0.5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
+        },
+        "swiglu_limits": [0.0] * 43 + [7.0, 7.0],
+        "swiglu_limits_shared": [0.0] * 43 + [16.0, 16.0],
+    },
     # Set by every checkpoint, and needed to shift the labels.
     "t5": {"decoder_start_token_id": 0},
 }

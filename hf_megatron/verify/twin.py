@@ -46,7 +46,7 @@ SIZES: Mapping[str, int] = _by_name(
     # Even, and not divisible by 4: four ranks get uneven slices.
     (90, "intermediate_size ffn_hidden_size ffn_dim d_ff n_inner mlp_dim"),
     (94, "intermediate_size_mlp dense_intermediate_size"),
-    (38, "shared_expert_intermediate_size shared_experts_intermediate_size shared_intermediate_size"),
+    (38, "shared_expert_intermediate_size shared_experts_intermediate_size shared_intermediate_size share_expert_dim"),
     (38, "moe_shared_expert_intermediate_size"),
     # A quarter of it still is a multiple of 16 bytes, which the grouped matrix product of the experts asks for.
     (MOE_SIZE, "moe_intermediate_size expert_ffn_hidden_size"),
@@ -114,6 +114,7 @@ SIZES: Mapping[str, int] = _by_name(
 # the model (an embedding scale of 50), and a neutral one would hide a parallel layer that applies it once per rank.
 SCALES: Mapping[str, float] = _by_name(
     (1, "attn_logit_softcapping swiglu_limit mlp_gate_softcap mlp_up_softcap clip_qkv"),
+    (1, "swiglu_limits swiglu_limits_shared"),
     (2, "final_logit_softcapping moe_router_logit_softcapping qk_l2_clip_threshold rel_l2_clip_threshold"),
     (0.5, "attention_multiplier logit_scale residual_multiplier attn_scale log_scaling_alpha"),
     (2, "embedding_multiplier embedding_scale scale_emb logits_scaling logits_mup_width_multiplier"),
