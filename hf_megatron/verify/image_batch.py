@@ -149,6 +149,9 @@ def _forms(canvas: _Canvas, asked: set[str], counts: Sequence[int]) -> Iterator[
     yield lambda: _whole(canvas, asked, total)
     # Towers of some kinds take no sizes, of a model for several.
     yield lambda: _whole(canvas, asked - {"image_sizes"}, total)
+    # Without a tower patches are projected as they are.
+    numbers = canvas.height // canvas.patch * (canvas.width // canvas.patch)
+    yield lambda: {PIXELS: canvas.draw(total, numbers, canvas.channels * canvas.patch**2)}
 
 
 def _patches(
