@@ -147,8 +147,10 @@ def _local_class(base: Any, names: tuple[str, ...]) -> type[nn.Module]:
         with module.forwards.of_module():
             return base.forward(module, *args, **kwargs)
 
-    properties = {name: property(_reading(name)) for name in names}
-    return type(base.__name__, (LocalParameters, base), {"forward": forward, **properties})
+    # transformers looks up what a model records of its layers by the module and the name of its class.
+    members: dict[str, Any] = {"__module__": base.__module__, "__qualname__": base.__qualname__, "forward": forward}
+    members |= {name: property(_reading(name)) for name in names}
+    return type(base.__name__, (LocalParameters, base), members)
 
 
 def read_locally(

@@ -143,6 +143,8 @@ def _forms(canvas: _Canvas, asked: set[str], counts: Sequence[int]) -> Iterator[
         yield lambda: _padded_patches(canvas, asked, total)
     if "image_sizes" in asked and canvas.values.get("image_grid_pinpoints"):
         yield lambda: _tiles(canvas, asked, counts)
+    if "image_token_pooling" in asked:
+        yield lambda: _crops(canvas, total)
     if "pixel_attention_mask" in asked:
         yield lambda: _of_rows(canvas, counts, of_pixels=True)
         yield lambda: _of_rows(canvas, counts, of_pixels=False)
@@ -201,6 +203,24 @@ def _tiles(canvas: _Canvas, asked: set[str], counts: Sequence[int]) -> dict[str,
     if "batch_num_images" in asked:
         found["batch_num_images"] = torch.tensor(counts)
     return found
+
+
+def _crops(canvas: _Canvas, total: int) -> dict[str, Tensor]:
+    """Returns crops of images in patches, `[crops, patches, width]`, and which of them are pooled to a feature."""
+    rows, columns = canvas.height // canvas.patch, canvas.width // canvas.patch
+    # The first one is of the whole image.
+    numbers = torch.tensor([2 + image % 2 for image in range(total)])
+    places = torch.arange(int(numbers.sum()) * rows * columns).view(-1, rows // 2, 2, columns // 2, 2)
+    pooled = places.transpose(2, 3).reshape(-1, 4).clone()
+    # A patch that lacks at the edge.
+    pooled[::5, -1] = -1
+    whole = torch.tensor([rows // 2, columns // 2]).repeat(total, 1)
+    return {
+        PIXELS: canvas.draw(int(numbers.sum()), rows * columns, canvas.channels * canvas.patch**2),
+        "image_token_pooling": pooled,
+        "image_grids": torch.cat([whole, whole * torch.stack([numbers - 1, torch.ones_like(numbers)], 1)], 1),
+        "image_num_crops": numbers,
+    }
 
 
 def _of_rows(canvas: _Canvas, counts: Sequence[int], *, of_pixels: bool) -> dict[str, Tensor]:

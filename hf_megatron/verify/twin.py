@@ -1,6 +1,7 @@
 """The tiny twin of a model: a small config, random weights and a batch that keep every feature of the model active."""
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -24,6 +25,7 @@ TASKS = {
 
 VOCAB_SIZE = 131
 FIRST_SPECIAL_TOKEN = 120
+_SPECIAL_TOKENS = ("_token_id", "_token_index", "image_patch_id")
 MOE_SIZE = 48
 
 
@@ -40,6 +42,7 @@ SIZES: Mapping[str, int] = _by_name(
     (VOCAB_SIZE, "vocab_size vocab_size_per_layer_input"),
     # A padded head stays padded.
     (VOCAB_SIZE - 2, "unpadded_vocab_size"),
+    (8, "additional_vocab_size"),
     (64, "hidden_size n_embd d_model embed_dim out_hidden_size text_hidden_size projection_dim"),
     (64, "encoder_hidden_size downsample_channels adapter_in_dim adapter_input_size adapter_out_dim"),
     (64, "projection_hidden_size vision_hidden_size"),
@@ -141,6 +144,7 @@ LAYER_COUNTS = (
 LAYER_INDICES: Mapping[str, int] = {
     **{"mlp_only_layers": 0, "moe_layers": 0, "local_layer_ids": 0, "ple_layer_ids": 1},
     **{"fullatt_block_indexes": 0, "deepstack_visual_indexes": 0, "global_attn_indexes": 0},
+    "rope_scaling_layers": 0,
 }
 LEADING_LAYERS = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index", "max_window_layers")
 TRAILING_LAYERS = ("num_kv_shared_layers",)
@@ -185,6 +189,8 @@ def tiny_config(config: PreTrainedConfig, min_layers: int = 2, keep: frozenset[i
         tiny["vision_feature_layer"] = tiny_reads(read, layers, values["vision_config"]["num_hidden_layers"])
     if values.get("out_hidden_size") and values["out_hidden_size"] == _merged_width(config.to_dict()):
         tiny["out_hidden_size"] = _merged_width(values)
+    if values.get("num_position_embeddings") and values["num_position_embeddings"] == _patches_of_image(values):
+        tiny["num_position_embeddings"] = _patches_of_image(tiny)
     if sizes := values.get("image_grid_pinpoints"):
         # Of images in tiles, each as large as an image of the tower.
         full, tile = config.vision_config.image_size, values["vision_config"]["image_size"]
@@ -196,6 +202,12 @@ def _merged_width(values: Mapping[str, Any]) -> int | None:
     """Returns the width of the patches of a tower that are merged side by side, of a config's values."""
     vision = values.get("vision_config") or {}
     return vision["hidden_size"] * vision["merge_size"] ** 2 if {"hidden_size", "merge_size"} <= vision.keys() else None
+
+
+def _patches_of_image(values: Mapping[str, Any]) -> int | None:
+    """Counts the patches of an image of two sides, of a config's values."""
+    size, patch = values.get("image_size"), values.get("patch_size")
+    return math.prod(side // patch for side in size) if isinstance(size, list | tuple) and patch else None
 
 
 def draw_parameters(model: nn.Module, seed: int = 0, *, trained_only: bool = False) -> None:
@@ -294,7 +306,7 @@ def _tiny_value(name: str, value: Any) -> Any:
         return {key: _tiny_value(key, item) for key, item in value.items()}
     if not isinstance(value, (int, float)):
         return value
-    if name.endswith(("_token_id", "_token_index")):
+    if name.endswith(_SPECIAL_TOKENS):
         # Distinct tokens stay distinct as long as their ids are close.
         return value if value < FIRST_SPECIAL_TOKEN else FIRST_SPECIAL_TOKEN + value % 8
     if is_rate(name, value):
@@ -484,7 +496,7 @@ def plain_tokens(config: PreTrainedConfig) -> Tensor:
     special: set[int] = set()
     for part in (config, config.get_text_config()):
         for name, value in part.to_dict().items():
-            if name.endswith(("_token_id", "_token_index")) and value is not None:
+            if name.endswith(_SPECIAL_TOKENS) and value is not None:
                 special |= set(value) if isinstance(value, list) else {value}
     # Those that images become.
     special |= set((getattr(config, "vocabulary_map", None) or {}).values())
