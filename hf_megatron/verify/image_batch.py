@@ -93,6 +93,8 @@ class _Canvas:
 
     def __init__(self, config: Any, generator: torch.Generator) -> None:
         vision = getattr(config, "vision_config", None) or getattr(config, "vq_config", None) or config
+        # Of several towers in a row the first one.
+        vision = getattr(vision, "sam_config", None) or vision
         self.values: Mapping[str, Any] = config.to_dict() | vision.to_dict()
         self.channels = next(
             (self.values[name] for name in ("num_channels", "in_channels", "in_chans") if self.values.get(name)), 3
@@ -127,7 +129,7 @@ def _side(value: Any) -> int:
     return value if isinstance(value, int) else value[-1]
 
 
-def _forms(canvas: _Canvas, asked: set[str], counts: Sequence[int]) -> Iterator[Callable[[], dict[str, Tensor]]]:
+def _forms(canvas: _Canvas, asked: set[str], counts: Sequence[int]) -> Iterator[Callable[[], dict[str, Any]]]:
     """Yields makers of images in the forms that the names of a model's arguments allow, the narrowest ones first."""
     total = sum(counts)
     if asked & {"image_grid_thw", "image_grid_hw"}:
@@ -149,6 +151,9 @@ def _forms(canvas: _Canvas, asked: set[str], counts: Sequence[int]) -> Iterator[
         yield lambda: _of_rows(canvas, counts, of_pixels=True)
         yield lambda: _of_rows(canvas, counts, of_pixels=False)
     yield lambda: _whole(canvas, asked, total)
+    if "num_local_patches" in asked:
+        # Or numbers for the host alone.
+        yield lambda: {name: _as_list(name, value) for name, value in _whole(canvas, asked, total).items()}
     # Towers of some kinds take no sizes, of a model for several.
     yield lambda: _whole(canvas, asked - {"image_sizes"}, total)
     # Without a tower patches are projected as they are.
@@ -254,6 +259,10 @@ def _whole(canvas: _Canvas, asked: set[str], total: int) -> dict[str, Tensor]:
     if "image_sizes" in asked:
         images["image_sizes"] = torch.tensor([[canvas.height, canvas.width]] * total)
     return images
+
+
+def _as_list(name: str, value: Tensor) -> Any:
+    return value.tolist() if name in ("num_local_patches", "patches_grid") else value
 
 
 def _features(features: Callable[..., Any], images: Mapping[str, Tensor], total: int) -> list[int]:

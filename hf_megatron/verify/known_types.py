@@ -193,6 +193,7 @@ NO_GRADIENT: Mapping[str, Mapping[str, str]] = {
     "mistral_large4_text": _INDEXER,
     "phi4_multimodal": {r"\.embed_tokens_extend\.": "reads images and audio: compared on text alone"},
     "qwen4_exp_text": _INDEXER,
+    "deepseek_ocr2_vision": {r"\.query_1024_resolution\.": "makes features of larger images: compared on small ones"},
     "emu3": _TOKENIZER,
     "granite_docling": {r"\.connector\.fine\.": "reads tiles of which the batch says that they are fine"},
     "chameleon": _TOKENIZER,
