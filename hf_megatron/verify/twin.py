@@ -189,6 +189,9 @@ def tiny_config(config: PreTrainedConfig, min_layers: int = 2, keep: frozenset[i
         tiny["vision_feature_layer"] = tiny_reads(read, layers, values["vision_config"]["num_hidden_layers"])
     if values.get("out_hidden_size") and values["out_hidden_size"] == _merged_width(config.to_dict()):
         tiny["out_hidden_size"] = _merged_width(values)
+    if halved := values.get("downsample_channels"):
+        # As many patches behind the convolutions as other towers have.
+        tiny["image_size"] = min(values["image_size"], tiny["image_size"] * 2 ** len(halved))
     if values.get("num_position_embeddings") and values["num_position_embeddings"] == _patches_of_image(values):
         tiny["num_position_embeddings"] = _patches_of_image(tiny)
     if sizes := values.get("image_grid_pinpoints"):
