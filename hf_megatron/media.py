@@ -18,12 +18,14 @@ GRID = "image_grid_thw"
 # Arguments with an entry for each image.
 _ONE_PER_IMAGE = (
     *(GRID, "image_grid_hw", "image_sizes", "image_merge_sizes", "image_position_ids"),
-    *("spatial_shapes", "target_sizes", "num_local_patches", "patches_grid"),
+    *("spatial_shapes", "target_sizes", "num_local_patches", "patches_grid", "image_grids", "image_num_crops"),
 )
 # What is asked of each image before any text is written.
 _QUESTIONS = ("qformer_input_ids", "qformer_attention_mask")
-# Sizes that say how many patches the tower is given of an image: the product of an entry's numbers.
-_PATCHES = (GRID, "image_grid_hw", "target_sizes")
+# Sizes that say how many patches or crops the tower is given of an image: the product of an entry's numbers.
+_PATCHES = (GRID, "image_grid_hw", "target_sizes", "image_num_crops")
+# Which patches of all images a placeholder stands for, and of each image: rows and columns of placeholders, twice.
+_POOLED, _POOLED_GRIDS = "image_token_pooling", "image_grids"
 # Views of parts of images, all in a row, and how many there are of each image.
 _VIEWS, _NUMBER_OF_VIEWS = "pixel_values_local", "num_local_patches"
 # Numbers of images, with an entry for each row.
@@ -31,9 +33,11 @@ _PER_ROW = ("batch_num_images",)
 
 
 def image_token(config: Any) -> int | None:
-    """Returns the token that stands for a part of an image, or of a video where nothing else has one."""
-    values = config.to_dict()
-    found = (values.get(name) for name in ("image_token_id", "image_token_index", "video_token_index"))
+    """Returns the token that stands for a part of an image, or of a video where nothing else has one.
+
+    A config may have it under another name.
+    """
+    found = (getattr(config, name, None) for name in ("image_token_id", "image_token_index", "video_token_index"))
     return next((token for token in found if token is not None), None)
 
 
@@ -107,6 +111,8 @@ def rows_with_images(arguments: Mapping[str, Any], rows: slice, config: Any) -> 
 
             - `[images, ...]`, with sizes `[images, ...]` or without;
             - `[patches, ...]` or `[1, ..., patches * width]` of all images, and a grid `[images, 2 or 3]` of each;
+            - `[crops, patches, ...]` of all images, with the numbers of crops `[images]` and the patches of each
+              placeholder, counted through all images;
             - `[rows, images, channels, height, width]`, with as many for each row;
             - `[rows, ...]`, of models without places for them in the text.
         rows (`slice`): of the batch.
@@ -132,6 +138,8 @@ def rows_with_images(arguments: Mapping[str, Any], rows: slice, config: Any) -> 
     for name, value in given.items():
         if name in _PER_ROW:
             found[name] = _entries(name, value, len(ids), slice(start, stop))
+        elif name == _POOLED:
+            found[name] = _pooled_of(arguments, slice(ends[images.start], ends[images.stop]), images)
         elif name == _VIEWS:
             ends_of_views = [0, *itertools.accumulate(int(count) for count in arguments[_NUMBER_OF_VIEWS])]
             views = slice(*(ends_of_views[place] for place in (images.start, images.stop)))
@@ -168,12 +176,14 @@ def _guesses(arguments: Mapping[str, Any], config: Any, is_image: Tensor, images
     if isinstance(arguments.get(GRID), Tensor):
         merged = getattr(config.vision_config, "spatial_merge_size", 1) ** 2
         yield (arguments[GRID].prod(1) // merged).tolist()
+    if isinstance(arguments.get(_POOLED_GRIDS), Tensor) and arguments[_POOLED_GRIDS].shape[-1] == 4:
+        yield arguments[_POOLED_GRIDS].unflatten(-1, (2, 2)).prod(-1).sum(-1).tolist()
     runs = _runs(is_image)
     if len(runs) == images and (_PER_ROW[0] in arguments or _agree(runs, arguments)):
         yield runs
     patches = next((arguments[name] for name in _PATCHES if isinstance(arguments.get(name), Tensor)), None)
     if patches is not None:
-        counts = patches.prod(1).tolist()
+        counts = _numbers_of(patches)
         yield [total * count // sum(counts) for count in counts]
     yield [total // images] * images
 
@@ -208,7 +218,7 @@ def _patches_of(arguments: Mapping[str, Any], images: slice) -> Tensor:
     """Cuts pixels of all images in a row `[patches, ...]`, or side by side `[1, ..., patches * width]`."""
     pixels = arguments[PIXELS]
     grid = next((arguments[name] for name in _PATCHES if isinstance(arguments.get(name), Tensor)), None)
-    ends = [0] if grid is None else [0, *itertools.accumulate(grid.prod(1).tolist())]
+    ends = [0] if grid is None else [0, *itertools.accumulate(_numbers_of(grid))]
     dim = 0 if len(pixels) == ends[-1] else pixels.dim() - 1
     width, rest = divmod(pixels.shape[dim], ends[-1]) if ends[-1] else (0, 1)
     if rest or (dim and len(pixels) != 1):
@@ -218,3 +228,16 @@ def _patches_of(arguments: Mapping[str, Any], images: slice) -> Tensor:
         )
     first, last = (ends[place] * width for place in (images.start, images.stop))
     return pixels.narrow(dim, first, last - first)
+
+
+def _numbers_of(sizes: Tensor) -> list[int]:
+    """Counts the patches of images of sizes `[images]` or `[images, dims]`."""
+    return sizes.reshape(len(sizes), -1).prod(1).tolist()
+
+
+def _pooled_of(arguments: Mapping[str, Any], placeholders: slice, images: slice) -> Tensor:
+    """Cuts the patches `[placeholders, patches]` that are pooled, counted among those of some images; -1 is none."""
+    crops = _numbers_of(arguments[_PATCHES[-1]])
+    before = sum(crops[: images.start]) * arguments[PIXELS].shape[1]
+    pooled = arguments[_POOLED][placeholders]
+    return pooled.where(pooled < 0, pooled - before)

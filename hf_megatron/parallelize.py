@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from .absent_weights import own_parameters
 from .axes import Axes
 from .batch_labels import LossHooks
+from .batch_norms import BatchNormGuard
 from .config import MegatronConfig
 from .context_parallel import axis as context_parallel
 from .data_parallel import axis as data_parallel
@@ -121,6 +122,7 @@ def install(model: Any) -> None:
     state.data_parallel.on_stepped.append(state.loss.end_step)
     RowsOfCalls(model, state).install(model)
     LargestPosition(model, state).install(model)
+    BatchNormGuard(model, state).install(model)
 
 
 def _hold_places(model: nn.Module, state: ParallelState) -> None:

@@ -794,17 +794,19 @@ def conversion_groups(model: Any, names: list[str]) -> list[list[str]]:
 def rearranged_targets(model: Any) -> list[str]:
     """Lists the target patterns of weight conversions that do not commute with slicing their target.
 
-    The loader slices the source by the target's placement: right when whole tensors are joined, wrong when one is
-    taken apart (`Chunk`), its dims change places (`Transpose`) or its rows are reordered (`Interleave`).
+    The loader slices each source by the target's placement: right for tensors of one expert each, which are stacked,
+    wrong when one is taken apart (`Chunk`), its dims change places (`Transpose`), its rows are reordered (`Interleave`)
+    or others follow it along a split dim (`Concatenate`).
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
 
-    joining = (Concatenate, MergeModulelist)
+    # The loader knows that gate and up of one expert are a half each.
+    commuting = ({MergeModulelist}, {MergeModulelist, Concatenate})
     return [
         pattern
         for conversion in get_model_conversion_mapping(model, add_legacy=False)
-        if isinstance(conversion, WeightConverter) and any(type(op) not in joining for op in conversion.operations)
+        if isinstance(conversion, WeightConverter) and {type(op) for op in conversion.operations} not in commuting
         for pattern in conversion.target_patterns
     ]
 

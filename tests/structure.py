@@ -42,7 +42,7 @@ ORDER = (
     ("tensor_parallel",),
     ("data_parallel",),
     ("quantized",),
-    ("largest_position", "known_rows"),
+    ("largest_position", "known_rows", "batch_norms"),
     ("parallel_state",),
     ("token_loss", "batch_labels", "auxiliary_loss", "loss"),
     ("memory", "profile"),

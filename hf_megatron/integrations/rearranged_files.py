@@ -1,8 +1,8 @@
-"""Weights that files hold in another arrangement than memory does (`Transpose`, `Chunk`, `Interleave`).
+"""Weights that files hold in another arrangement than memory does (`Transpose`, `Chunk`, `Concatenate`).
 
 The loader of transformers cuts what it reads by the placements of the parameter that it becomes: another part where
-dims or rows change places in between. Such a weight is read, and rearranged, whole on every rank, which then keeps its
-part; one at a time is in memory.
+dims or rows change places in between, or where it becomes a half of that one. Such a weight is read, and rearranged,
+whole on every rank, which then keeps its part; one at a time is in memory.
 """
 
 import re

@@ -42,9 +42,12 @@ def make_stages(model: Any, layers: nn.ModuleList, config: MegatronConfig) -> St
 
 
 def layers_with_features(config: Any) -> int:
-    """Counts the layers behind which features of images are added."""
-    vision = config.to_dict().get("vision_config") or {}
-    return len(vision.get("deepstack_visual_indexes") or ())
+    """Counts the layers behind which features of images are added, with those in between."""
+    values = config.to_dict()
+    behind = len((values.get("vision_config") or {}).get("deepstack_visual_indexes") or ())
+    # Or the layers that they are added before.
+    before = [layer for _, layer in values.get("deepstack_layer_map") or ()]
+    return max([behind, *before, *(values.get("spatial_target_layers") or () if before else ())])
 
 
 def require_features_on_first_stage(model: Any, stages: Stages) -> None:

@@ -1,8 +1,9 @@
 """The vocabulary head and what it returns while a loss is pending: logits that know how to be a loss.
 
 In `model(**batch, labels=...)` the head returns `ShardedLogits`: the head's input and the elementwise functions the
-model applies to its logits (soft-cap, scale). The model's loss function turns it into a scalar without making full
-logits. Anything else that reads it gets the gathered tensor, with the right gradient, and one warning.
+model applies to its logits (soft-cap, scale, tokens ruled out). The model's loss function turns it into a scalar
+without making full logits. Anything else that reads it gets the gathered tensor, with the right gradient, and one
+warning.
 """
 
 import builtins
@@ -25,6 +26,7 @@ from .cross_entropy import CrossEntropyOptions, linear_cross_entropy
 from .linear import ColumnParallelLinear
 from .local_parameters import local_view
 from .tokens_of_rank import TokensOfRank
+from .vocabulary import filling, rows_everywhere
 
 _ELEMENTWISE = {torch.tanh, torch.mul, torch.div, torch.true_divide, Tensor.tanh, Tensor.mul, Tensor.div, F.tanh}
 
@@ -199,6 +201,18 @@ class ShardedLogits(LateOutput):
 
     def __getitem__(self, index: Any) -> Tensor:
         return self.gather()[index]
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        """Sets the logits of tokens that the model rules out, as in `logits[..., tokens] = value`, before the loss."""
+        tokens = None if self.loss_taken else rows_everywhere(index, self.shape)
+        if tokens is None or not isinstance(value, int | float):
+            raise UnsupportedError(
+                "Logits of a vocab-parallel head: only the model itself can set some, before it takes its loss, and "
+                "only to a number for some tokens in all places, as in `logits[..., tokens] = value`. Set those of "
+                "`logits.clone()`, which are gathered from all ranks."
+            )
+        first = self.head.first_row if isinstance(self.head, VocabParallelHead) else 0
+        self.functions = (*self.functions, filling(tokens, value, first))
 
     def __len__(self) -> int:
         return self.shape[0]

@@ -101,7 +101,9 @@ class _Canvas:
     """
 
     def __init__(self, config: Any, generator: torch.Generator) -> None:
-        vision = getattr(config, "vision_config", None) or config
+        vision = getattr(config, "vision_config", None) or getattr(config, "vq_config", None) or config
+        # Of several towers in a row the first one.
+        vision = getattr(vision, "sam_config", None) or vision
         self.values: Mapping[str, Any] = config.to_dict() | vision.to_dict()
         self.channels = next(
             (self.values[name] for name in ("num_channels", "in_channels", "in_chans") if self.values.get(name)), 3
@@ -111,6 +113,9 @@ class _Canvas:
         if merged := getattr(vision, "model_patch_size", None):
             # Merged before the tower sees them.
             self.patch, self.unit = merged, 2
+        if halvings := len(self.values.get("channel_multiplier") or ()):
+            # Between levels of convolutions.
+            self.patch = 2 ** (halvings - 1)
         if isinstance(self.values.get("downsample_ratio"), float):
             self.unit *= round(1 / self.values["downsample_ratio"])
         self.frames = self.values.get("temporal_patch_size") or self.values.get("patch_temporal") or 1
@@ -137,7 +142,7 @@ def _side(value: Any) -> int:
     return value if isinstance(value, int) else value[-1]
 
 
-def _forms(canvas: _Canvas, asked: set[str], counts: Sequence[int]) -> Iterator[Callable[[], dict[str, Tensor]]]:
+def _forms(canvas: _Canvas, asked: set[str], counts: Sequence[int]) -> Iterator[Callable[[], dict[str, Any]]]:
     """Yields makers of images in the forms that the names of a model's arguments allow, the narrowest ones first."""
     total = sum(counts)
     if asked & {"image_grid_thw", "image_grid_hw"}:
@@ -153,6 +158,8 @@ def _forms(canvas: _Canvas, asked: set[str], counts: Sequence[int]) -> Iterator[
         yield lambda: _padded_patches(canvas, asked, total)
     if "image_sizes" in asked and canvas.values.get("image_grid_pinpoints"):
         yield lambda: _tiles(canvas, asked, counts)
+    if "image_token_pooling" in asked:
+        yield lambda: _crops(canvas, total)
     if "pixel_attention_mask" in asked:
         yield lambda: _of_rows(canvas, counts, of_pixels=True)
         yield lambda: _of_rows(canvas, counts, of_pixels=False)
@@ -162,8 +169,14 @@ def _forms(canvas: _Canvas, asked: set[str], counts: Sequence[int]) -> Iterator[
         yield lambda: _with_questions(canvas, total)
         yield lambda: _with_questions(canvas, total, _FRAMES)
     yield lambda: _whole(canvas, asked, total)
+    if "num_local_patches" in asked:
+        # Or numbers for the host alone.
+        yield lambda: {name: _as_list(name, value) for name, value in _whole(canvas, asked, total).items()}
     # Towers of some kinds take no sizes, of a model for several.
     yield lambda: _whole(canvas, asked - {"image_sizes"}, total)
+    # Without a tower patches are projected as they are.
+    numbers = canvas.height // canvas.patch * (canvas.width // canvas.patch)
+    yield lambda: {PIXELS: canvas.draw(total, numbers, canvas.channels * canvas.patch**2)}
 
 
 def _patches(
@@ -213,6 +226,24 @@ def _tiles(canvas: _Canvas, asked: set[str], counts: Sequence[int]) -> dict[str,
     if "batch_num_images" in asked:
         found["batch_num_images"] = torch.tensor(counts)
     return found
+
+
+def _crops(canvas: _Canvas, total: int) -> dict[str, Tensor]:
+    """Returns crops of images in patches, `[crops, patches, width]`, and which of them are pooled to a feature."""
+    rows, columns = canvas.height // canvas.patch, canvas.width // canvas.patch
+    # The first one is of the whole image.
+    numbers = torch.tensor([2 + image % 2 for image in range(total)])
+    places = torch.arange(int(numbers.sum()) * rows * columns).view(-1, rows // 2, 2, columns // 2, 2)
+    pooled = places.transpose(2, 3).reshape(-1, 4).clone()
+    # A patch that lacks at the edge.
+    pooled[::5, -1] = -1
+    whole = torch.tensor([rows // 2, columns // 2]).repeat(total, 1)
+    return {
+        PIXELS: canvas.draw(int(numbers.sum()), rows * columns, canvas.channels * canvas.patch**2),
+        "image_token_pooling": pooled,
+        "image_grids": torch.cat([whole, whole * torch.stack([numbers - 1, torch.ones_like(numbers)], 1)], 1),
+        "image_num_crops": numbers,
+    }
 
 
 def _of_rows(canvas: _Canvas, counts: Sequence[int], *, of_pixels: bool) -> dict[str, Tensor]:
@@ -267,6 +298,10 @@ def _whole(canvas: _Canvas, asked: set[str], total: int) -> dict[str, Tensor]:
     if "image_sizes" in asked:
         images["image_sizes"] = torch.tensor([[canvas.height, canvas.width]] * total)
     return images
+
+
+def _as_list(name: str, value: Tensor) -> Any:
+    return value.tolist() if name in ("num_local_patches", "patches_grid") else value
 
 
 def _features(features: Callable[..., Any], images: Mapping[str, Tensor], total: int) -> list[int]:

@@ -5,11 +5,26 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+# Images of a twin become tokens of so many kinds.
+IMAGE_CODES = 8
+
 # What the default config of a class lacks to build a model, or to build an interesting one. An entry is applied before
 # the rules above, as a whole, and only to a config that has the default value of each of its attributes.
 OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     # The number of patches of a tiny image, of which the default names none.
     "aria": {"projector_patch_to_query_dict": {16: 5}},
+    # No names of tokens by default, of which some are images'.
+    "chameleon": {
+        "image_token_id": 100,
+        "vocabulary_map": {"<image>": 100, **{f"IMGIMG{chr(65 + code)}Z": 101 + code for code in range(IMAGE_CODES)}},
+    },
+    "emu3": {
+        "image_token_id": 100,
+        "vocabulary_map": {
+            **{"<image>": 100, "<|extra_200|>": 101},
+            **{f"<|visual token {code:06d}|>": 102 + code for code in range(IMAGE_CODES)},
+        },
+    },
     # A number of heads by default that does not divide the width of the tower.
     "aya_vision": {
         "vision_config": {
@@ -139,6 +154,20 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "paddleocr_vl_text": {
         "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0, "mrope_section": [16, 24, 24]}
     },
+    # No window by default, which the model asks for; and what checkpoints have beside it: more heads in layers with
+    # one, that rotate whole, and limits in the last layers.
+    "step3p5": {
+        "sliding_window": 512,
+        "layer_types": (["full_attention"] + ["sliding_attention"] * 3) * 11 + ["full_attention"],
+        "num_sliding_attention_heads": 96,
+        "per_layer_config": {layer: {"num_attention_heads": 96} for layer in range(45) if layer % 4},
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 5000000.0, "partial_rotary_factor": 0.5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
+        },
+        "swiglu_limits": [0.0] * 43 + [7.0, 7.0],
+        "swiglu_limits_shared": [0.0] * 43 + [16.0, 16.0],
+    },
     # Set by every checkpoint, and needed to shift the labels.
     "t5": {"decoder_start_token_id": 0},
 }
@@ -146,6 +175,7 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
 
 _BEFORE_NORM = {r"_tower\.post_layernorm\.": "the states of layers are read, which it does not see"}
 _SOUNDS = {r"\.?audio_tower\.": "reads sounds: compared on images alone"}
+_TOKENIZER = {r"\.vqmodel\.": "chooses tokens of images: no gradient comes through a choice"}
 _POOLED = {r"\.vision_model\.head\.": "pools the states of the tower, which are read as they are"}
 _INDEXER = {r"\.indexer\.": "chooses which tokens are read: no gradient comes through a choice"}
 # Trainable parameters that get no gradient, by model type and regular expression, and why.
@@ -166,7 +196,10 @@ NO_GRADIENT: Mapping[str, Mapping[str, str]] = {
     "mistral_large4_text": _INDEXER,
     "phi4_multimodal": {r"\.embed_tokens_extend\.": "reads images and audio: compared on text alone"},
     "qwen4_exp_text": _INDEXER,
+    "deepseek_ocr2_vision": {r"\.query_1024_resolution\.": "makes features of larger images: compared on small ones"},
+    "emu3": _TOKENIZER,
     "granite_docling": {r"\.connector\.fine\.": "reads tiles of which the batch says that they are fine"},
+    "chameleon": _TOKENIZER,
     "deepseek_vl": _POOLED,
     "deepseek_vl_hybrid": _POOLED,
     "inkling_mm_model": _SOUNDS,
@@ -185,6 +218,10 @@ NO_GRADIENT: Mapping[str, Mapping[str, str]] = {
     "video_llava": _BEFORE_NORM | {r"\.video_tower\.": "reads videos: compared on images alone"},
     "vipllava": _BEFORE_NORM,
 }
+
+# Parts that their constructors put into evaluation mode, where norms by the statistics of a batch would be others' for
+# each part of it. Twins keep them there.
+FROZEN: Mapping[str, tuple[str, ...]] = {"emu3": ("model.vqmodel",)}
 
 
 def without_gradient(config: PreTrainedConfig) -> Mapping[str, str]:

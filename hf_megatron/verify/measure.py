@@ -19,6 +19,7 @@ from ..mesh import ParallelMesh
 from ..parallel_state import laid_out_model, parallel_state
 from ..registry.features import silence
 from ..upstream import is_base_model, local_tensor
+from .known_types import FROZEN
 
 # The default eps of AdamW turns round-off in gradients that are zero in exact arithmetic (key biases, for one) into
 # whole steps. SGD's rate follows the gradient, else two steps of a steep model amplify round-off as far as they like.
@@ -223,6 +224,8 @@ def measure(
     with torch.no_grad():
         eval_loss = loss_of_batch(model, batches[0], shared=True)[1].item()
     model.train()
+    for part in FROZEN.get(inner.config.model_type, ()):
+        inner.get_submodule(part).eval()
     inner.zero_grad()
     loss = _backward(model, batches)
     gradients = _gradients(inner)

@@ -1,6 +1,7 @@
 """The tiny twin of a model: a small config, random weights and a batch that keep every feature of the model active."""
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from ..registry.features import is_rate
-from .known_types import OVERRIDES, tiny_reads
+from .known_types import IMAGE_CODES, OVERRIDES, tiny_reads
 
 # Whose batches are known, with the Auto class of each.
 TASKS = {
@@ -26,6 +27,7 @@ TASKS = {
 
 VOCAB_SIZE = 131
 FIRST_SPECIAL_TOKEN = 120
+_SPECIAL_TOKENS = ("_token_id", "_token_index", "image_patch_id")
 MOE_SIZE = 48
 
 
@@ -42,13 +44,14 @@ SIZES: Mapping[str, int] = _by_name(
     (VOCAB_SIZE, "vocab_size vocab_size_per_layer_input"),
     # A padded head stays padded.
     (VOCAB_SIZE - 2, "unpadded_vocab_size"),
+    (8, "additional_vocab_size"),
     (64, "hidden_size n_embd d_model embed_dim out_hidden_size text_hidden_size projection_dim"),
     (64, "encoder_hidden_size downsample_channels adapter_in_dim adapter_input_size adapter_out_dim"),
     (64, "projection_hidden_size vision_hidden_size"),
     # Even, and not divisible by 4: four ranks get uneven slices.
     (90, "intermediate_size ffn_hidden_size ffn_dim d_ff n_inner mlp_dim"),
     (94, "intermediate_size_mlp dense_intermediate_size"),
-    (38, "shared_expert_intermediate_size shared_experts_intermediate_size shared_intermediate_size"),
+    (38, "shared_expert_intermediate_size shared_experts_intermediate_size shared_intermediate_size share_expert_dim"),
     (38, "moe_shared_expert_intermediate_size"),
     # A quarter of it still is a multiple of 16 bytes, which the grouped matrix product of the experts asks for.
     (MOE_SIZE, "moe_intermediate_size expert_ffn_hidden_size"),
@@ -106,6 +109,10 @@ SIZES: Mapping[str, int] = _by_name(
     (28, "image_size crop_size max_image_size"),
     (4, "mm_tokens_per_image resampler_n_latents"),
     (7, "patch_size"),
+    # Of tokenizers of images: a norm has 32 groups of channels, and some tokens of the vocabulary are images'.
+    (32, "base_channels"),
+    (16, "latent_channels"),
+    (IMAGE_CODES, "codebook_size num_embeddings"),
     (16, "input_size num_mel_bins nemo_conv_channels depthwise_separable_out_channel"),
     (64, "ext_pw_out_channel"),
     (1, "pretraining_tp"),
@@ -115,6 +122,7 @@ SIZES: Mapping[str, int] = _by_name(
 # the model (an embedding scale of 50), and a neutral one would hide a parallel layer that applies it once per rank.
 SCALES: Mapping[str, float] = _by_name(
     (1, "attn_logit_softcapping swiglu_limit mlp_gate_softcap mlp_up_softcap clip_qkv"),
+    (1, "swiglu_limits swiglu_limits_shared"),
     (2, "final_logit_softcapping moe_router_logit_softcapping qk_l2_clip_threshold rel_l2_clip_threshold"),
     (0.5, "qk_scale_factor attention_multiplier logit_scale residual_multiplier attn_scale log_scaling_alpha"),
     (2, "embedding_multiplier embedding_scale scale_emb logits_scaling logits_mup_width_multiplier"),
@@ -144,6 +152,7 @@ LAYER_COUNTS = (
 LAYER_INDICES: Mapping[str, int] = {
     **{"mlp_only_layers": 0, "moe_layers": 0, "local_layer_ids": 0, "ple_layer_ids": 1},
     **{"fullatt_block_indexes": 0, "deepstack_visual_indexes": 0, "global_attn_indexes": 0},
+    "rope_scaling_layers": 0,
 }
 LEADING_LAYERS = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index", "max_window_layers")
 TRAILING_LAYERS = ("num_kv_shared_layers",)
@@ -188,6 +197,11 @@ def tiny_config(config: PreTrainedConfig, min_layers: int = 2, keep: frozenset[i
         tiny["vision_feature_layer"] = tiny_reads(read, layers, values["vision_config"]["num_hidden_layers"])
     if values.get("out_hidden_size") and values["out_hidden_size"] == _merged_width(config.to_dict()):
         tiny["out_hidden_size"] = _merged_width(values)
+    if halved := values.get("downsample_channels"):
+        # As many patches behind the convolutions as other towers have.
+        tiny["image_size"] = min(values["image_size"], tiny["image_size"] * 2 ** len(halved))
+    if values.get("num_position_embeddings") and values["num_position_embeddings"] == _patches_of_image(values):
+        tiny["num_position_embeddings"] = _patches_of_image(tiny)
     if sizes := values.get("image_grid_pinpoints"):
         # Of images in tiles, each as large as an image of the tower.
         full, tile = config.vision_config.image_size, values["vision_config"]["image_size"]
@@ -199,6 +213,12 @@ def _merged_width(values: Mapping[str, Any]) -> int | None:
     """Returns the width of the patches of a tower that are merged side by side, of a config's values."""
     vision = values.get("vision_config") or {}
     return vision["hidden_size"] * vision["merge_size"] ** 2 if {"hidden_size", "merge_size"} <= vision.keys() else None
+
+
+def _patches_of_image(values: Mapping[str, Any]) -> int | None:
+    """Counts the patches of an image of two sides, of a config's values."""
+    size, patch = values.get("image_size"), values.get("patch_size")
+    return math.prod(side // patch for side in size) if isinstance(size, list | tuple) and patch else None
 
 
 def draw_parameters(model: nn.Module, seed: int = 0, *, trained_only: bool = False) -> None:
@@ -299,7 +319,7 @@ def _tiny_value(name: str, value: Any) -> Any:
         return {key: _tiny_value(key, item) for key, item in value.items()}
     if not isinstance(value, (int, float)):
         return value
-    if name.endswith(("_token_id", "_token_index")):
+    if name.endswith(_SPECIAL_TOKENS):
         # Distinct tokens stay distinct as long as their ids are close.
         return value if value < FIRST_SPECIAL_TOKEN else FIRST_SPECIAL_TOKEN + value % 8
     if is_rate(name, value):
@@ -348,6 +368,10 @@ def _tiny_heads(values: Mapping[str, Any], tiny: Mapping[str, Any]) -> dict[str,
         elif values.get("qk_nope_head_dim") is not None:
             # Or the size of the whole head, of the layers with the largest one.
             new["head_dim"] = 2 * tiny["qk_nope_head_dim"] + tiny["qk_rope_head_dim"]
+    channels = values.get("base_channels"), *(values.get("channel_multiplier") or ())
+    if "hidden_size" in values and channels[0] and values["hidden_size"] == channels[0] * channels[-1]:
+        # Convolutions around attention.
+        new["hidden_size"] = tiny["base_channels"] * channels[-1]
     if values.get("pixel_shuffle_ratio") is not None and "projector_input_dim" in values:
         # The projector reads shuffled states, which it takes to be as wide as an MLP.
         new["intermediate_size"] = int(tiny["hidden_size"] / values["pixel_shuffle_ratio"] ** 2)
@@ -491,8 +515,10 @@ def plain_tokens(config: PreTrainedConfig) -> Tensor:
     special: set[int] = set()
     for part in (config, config.get_text_config()):
         for name, value in part.to_dict().items():
-            if name.endswith(("_token_id", "_token_index")) and value is not None:
+            if name.endswith(_SPECIAL_TOKENS) and value is not None:
                 special |= set(value) if isinstance(value, list) else {value}
+    # Those that images become.
+    special |= set((getattr(config, "vocabulary_map", None) or {}).values())
     text_config = config.get_text_config()
     num_tokens = getattr(text_config, "unpadded_vocab_size", None) or text_config.vocab_size
     return torch.tensor([token for token in range(num_tokens) if token not in special])

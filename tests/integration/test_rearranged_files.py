@@ -16,6 +16,8 @@ TASKS = {
     "qwen3_vl_moe": "image",
     # One fused projection in files, several in memory.
     "hrm_text": "causal",
+    # Gate and up of all experts in files, one after the other in memory.
+    "step3p7": "image",
 }
 
 
@@ -69,6 +71,7 @@ def saves_the_same(found, target, text):
         ("qwen3_vl_moe", "tp2"),
         ("hrm_text", "tp2"),
         ("hrm_text", "tp4"),
+        ("step3p7", "tp2"),
     ],
 )
 def test_written_as_one_process_writes(files, tmp_path, name, text):

@@ -7,9 +7,10 @@ import torch
 from transformers import CONFIG_MAPPING
 
 from hf_megatron import ConfigError, MegatronConfig
-from hf_megatron.errors import RankError
+from hf_megatron.errors import RankError, UnsupportedError
 from hf_megatron.integrations.gate import ConfigUnderTest
 from hf_megatron.pipeline_parallel import microbatches
+from hf_megatron.tensor_parallel import logits
 from hf_megatron.verify.parity import Twin, check_twin, measured
 from hf_megatron.verify.ranks import run_ranks
 from tests.shared_twins import make_twin
@@ -123,3 +124,30 @@ def test_a_count_of_placeholders_that_fits_no_image_is_refused():
 
     with pytest.raises(RankError, match="placeholders of images in input_ids for"):
         run_ranks(call, 2)
+
+
+def test_tokens_that_are_ruled_out_and_heads_with_norms_of_their_own():
+    whole = make_twin(CONFIG_MAPPING["chameleon"](), task="image", microbatches=2)
+    layout = ConfigUnderTest(tp_size=2, sequence_parallel=True)
+    comparison = check_twin(whole, layout)
+    assert comparison.passed, comparison.report()
+
+    def sabotage():
+        """The seeded fault: every rank rules the tokens out as if its rows were the first ones."""
+        original = logits.filling
+        logits.filling = lambda tokens, value, first_row: original(tokens, value, 0)
+
+    assert not check_twin(whole, layout, sabotage=sabotage).passed
+
+
+def test_norms_by_the_statistics_of_a_batch_are_refused_for_parts_of_it():
+    whole = make_twin(CONFIG_MAPPING["emu3"](), task="image")
+
+    def call():
+        model = whole.load(megatron_config=ConfigUnderTest(pp_size=2, num_microbatches=2)).train()
+        with pytest.raises(UnsupportedError, match=r"BatchNorm3d.*get_submodule\('model.vqmodel"):
+            model(**whole.batches[0])
+        model.get_submodule("model.vqmodel").eval()
+        model(**whole.batches[0])
+
+    run_ranks(call, 2)

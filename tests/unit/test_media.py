@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import GitConfig, InstructBlipVideoConfig, InternVLConfig, Kosmos2Config, Qwen2VLConfig
+from transformers import GitConfig, InstructBlipVideoConfig, InternVLConfig, Kosmos2Config, Molmo2Config, Qwen2VLConfig
 
 from hf_megatron import ConfigError, UnsupportedError
 from hf_megatron.media import rows_with_images, without_pixels
@@ -35,6 +35,24 @@ def test_patches_of_images_of_several_sizes():
     found = [rows_with_images(batch, slice(row, row + 1), config) for row in range(3)]
     assert [images["pixel_values"].flatten().tolist() for images in found[:2]] == [[0, 1, 2, 3], list(range(4, 16))]
     assert found[1]["image_grid_thw"].tolist() == batch["image_grid_thw"][1:].tolist() and found[2] == {}
+
+
+def test_patches_that_are_pooled_are_counted_among_those_of_the_rows_images():
+    # Four patches a crop; image, then two, the first of them of two crops.
+    pooled = torch.tensor([[0, 1], [2, -1], [4, 5], [8, 11], [12, -1]])
+    batch = {
+        "input_ids": torch.tensor([[1, IMAGE, 2, IMAGE], [IMAGE, IMAGE, 1, IMAGE], [1, 2, 3, 4]]),
+        "pixel_values": torch.arange(16.0).view(4, 4, 1),
+        "image_token_pooling": pooled,
+        "image_grids": torch.tensor([[1, 1, 1, 1], [1, 1, 1, 1], [0, 0, 1, 1]]),
+        "image_num_crops": torch.tensor([1, 2, 1]),
+    }
+    first, second, third = split(batch, 3, Molmo2Config(image_patch_id=IMAGE))
+    assert first["pixel_values"].flatten().tolist() == [0, 1, 2, 3] and third.keys() == {"input_ids"}
+    assert torch.equal(first["image_token_pooling"], pooled[:2]) and first["image_num_crops"].tolist() == [1]
+    assert second["image_token_pooling"].tolist() == [[0, 1], [4, 7], [8, -1]]
+    flat = batch["pixel_values"].flatten()
+    assert torch.equal(second["pixel_values"].flatten()[[0, 1, 4, 7, 8]], flat[[4, 5, 8, 11, 12]])
 
 
 def test_microbatches_have_the_images_of_their_rows():
