@@ -165,6 +165,7 @@ NO_GRADIENT: Mapping[str, Mapping[str, str]] = {
     "qwen4_exp_text": _INDEXER,
     "granite_docling": {r"\.connector\.fine\.": "reads tiles of which the batch says that they are fine"},
     "deepseek_vl": _POOLED,
+    "dots3_note": _SOUNDS,
     "deepseek_vl_hybrid": _POOLED,
     "inkling_mm_model": _SOUNDS,
     "janus": {r"\.(vqmodel|generation_\w+)\.": "makes images: compared on those that are read"},
