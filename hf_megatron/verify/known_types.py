@@ -141,6 +141,13 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
 }
 
 
+# Sizes of a twin where those of all types would make it large.
+TINY: Mapping[str, Mapping[str, Any]] = {
+    # The width of a layer of the tower grows with the square of it.
+    "inkling_vision": {"patch_size": 2},
+}
+
+
 _BEFORE_NORM = {r"_tower\.post_layernorm\.": "the states of layers are read, which it does not see"}
 _SOUNDS = {r"\.?audio_tower\.": "reads sounds: compared on images alone"}
 _POOLED = {r"\.vision_model\.head\.": "pools the states of the tower, which are read as they are"}

@@ -187,7 +187,7 @@ def _reference(twin: Twin) -> Measurement:
         # What codes stand for has one precision.
         return reference
     try:
-        precise = measure(twin.load(experts_implementation="eager").double(), twin.batches)
+        precise = measure(twin.load(experts_implementation="eager").double(), list(map(_in_double, twin.batches)))
     except RuntimeError:
         # Parts of the model compute in fp32 by name and refuse weights of another type: nothing to compare with.
         return reference
@@ -196,6 +196,11 @@ def _reference(twin: Twin) -> Measurement:
     shaken = judge(_shaken(twin), reference).worst.value / AMPLIFIED
     reference.round_off = max(judge(reference, precise).worst.value, shaken)
     return reference
+
+
+def _in_double(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Returns a batch for a model in fp64: not every tower takes pixels of another type than its weights."""
+    return {name: value.double() if value.is_floating_point() else value for name, value in batch.items()}
 
 
 def _shaken(twin: Twin) -> Measurement:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from ..registry.features import is_rate
-from .known_types import OVERRIDES, tiny_reads
+from .known_types import OVERRIDES, TINY, tiny_reads
 
 # Whose batches are known, with the Auto class of each.
 TASKS = {
@@ -184,7 +184,7 @@ def tiny_config(config: PreTrainedConfig, min_layers: int = 2, keep: frozenset[i
         # Of images in tiles, each as large as an image of the tower.
         full, tile = config.vision_config.image_size, values["vision_config"]["image_size"]
         tiny["image_grid_pinpoints"] = [[side * tile // full for side in size] for size in sizes]
-    return type(config).from_dict(tiny | {"dtype": "float32"})
+    return type(config).from_dict({**tiny, **TINY.get(config.model_type, {}), "dtype": "float32"})
 
 
 def _merged_width(values: Mapping[str, Any]) -> int | None:
