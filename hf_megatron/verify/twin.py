@@ -139,6 +139,8 @@ LAYER_INDICES: Mapping[str, int] = {
 }
 LEADING_LAYERS = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index", "max_window_layers")
 TRAILING_LAYERS = ("num_kv_shared_layers",)
+# The number of the layer whose keys and values each layer reads: its own, or that of an earlier one.
+SOURCES = ("kv_source_layers",)
 # Layers of a block, whose first layers are of a kind, and the model's first of another.
 BLOCKS_OF_LAYERS = ("n_layers_per_attn_res_block",)
 
@@ -369,6 +371,7 @@ def _tiny_layers(
         if name not in LAYER_INDICES and isinstance(value, Sequence) and not isinstance(value, str)
         if len(value) == num_layers
     }
+    sources = {name: per_layer.pop(name) for name in SOURCES if name in per_layer}
     overrides = {int(layer): override for layer, override in (values.get("per_layer_config") or {}).items()}
     # Attributes that name a set of layers, by a list of them or by the number of leading or trailing ones.
     indices = {name: first for name, first in LAYER_INDICES.items() if values.get(name) is not None}
@@ -382,12 +385,15 @@ def _tiny_layers(
         kind += [layer < values[name] for name in leading]
         kind += [layer >= num_layers - values[name] for name in trailing]
         kind += [layer == 0 or layer % values[name] == 0 and "later" for name in blocks]
+        kind += [of[layer] == layer for of in sources.values()]
         kinds.setdefault(tuple(kind), layer)
     last = range(max(num_layers - min_layers, 0), num_layers)
-    kept = sorted({*kinds.values(), *last, *(layer for layer in keep if layer < num_layers)})
+    chosen = {*kinds.values(), *last, *(layer for layer in keep if layer < num_layers)}
+    kept = sorted(chosen | {of[layer] for of in sources.values() for layer in chosen})
 
     new: dict[str, Any] = {name: len(kept) for name in LAYER_COUNTS if values.get(name) is not None}
     new |= {name: [tiny[name][layer] for layer in kept] for name in per_layer}
+    new |= {name: [kept.index(of[layer]) for layer in kept] for name, of in sources.items()}
     if overrides:
         new["per_layer_config"] = {
             position: {name: _tiny_override(tiny.get(name), values.get(name), value) for name, value in layer.items()}
