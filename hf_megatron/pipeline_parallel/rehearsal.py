@@ -16,7 +16,7 @@ from ..call_targets import losses_of, with_every_label
 from ..data_parallel.fully_sharded import reshard
 from ..errors import MegatronError, UnsupportedError
 from ..loss import Share
-from ..media import without_pixels
+from ..media import PIXELS, without_pixels
 from ..parallel_state import ParallelState
 from ..patch_ledger import Shared
 from .autocast import quiet_autocast
@@ -97,7 +97,7 @@ class Rehearsal(Shared):
         with torch.random.fork_rng(devices), quiet_autocast(), self.cut.boundary.rehearsing():
             for stage in self.cut.boundary.stages.of_rank(self.mesh.pp_rank):
                 with self.loss.over(Share(dict.fromkeys(losses_of(plain), 1.0), 1.0, plain, is_probe=True)):
-                    seen = without_pixels(part) if stage else part
+                    seen = self._seen_by_later(part) if stage else part
                     output = self.cut.boundary.run(stage, None, functools.partial(self._forward, **seen))
                     if stage == len(self.cut.boundary.stages.ranges) - 1 and not is_read:
                         if losses_of(arguments):
@@ -108,3 +108,9 @@ class Rehearsal(Shared):
         if self._shards_weights:
             reshard(self.cut.ends(self.model))
         return names
+
+    def _seen_by_later(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Returns the arguments of a call as stages behind the first are given them."""
+        has_images = arguments.get(PIXELS) is not None
+        made = self.cut.boundary.made_on_first(self._parameters, is_probe=True) if has_images else {}
+        return without_pixels(arguments) | made

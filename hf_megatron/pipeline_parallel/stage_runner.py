@@ -19,7 +19,7 @@ from ..data_parallel.gradient_store import GradientStore
 from ..errors import UnsupportedError
 from ..known_rows import POSITIONS, KnownRows
 from ..loss import Share
-from ..media import without_pixels
+from ..media import PIXELS, without_pixels
 from ..memory.training_cache import leave_out
 from ..parallel_state import ParallelState
 from ..patch_ledger import Shared
@@ -187,7 +187,7 @@ class StageRunner(Shared):
                 share = Share(targets, rows, microbatches[number], weights[number] > 0)
             arguments = microbatches[number] | seen
             if self.boundary.stage != 0:
-                arguments = without_pixels(arguments)
+                arguments = without_pixels(arguments) | self.boundary.made_on_first(self.signature.parameters)
             if self.boundary.stage == last:
                 arguments = with_known_targets(arguments, self.loss)
             self._state.part = parts[number]
@@ -223,7 +223,10 @@ class StageRunner(Shared):
         """Tells equal microbatches apart whose ranks hold other tokens of a row, or whose keys that cross grow."""
         given = (microbatch.get(name) for name in ("attention_mask", POSITIONS))
         varies = self.mesh.axes.size("cp") > 1 and any(value is not None for value in given)
-        return (self._calls, number) if varies or grows else ()
+        made = self.boundary.made_on_first(self.signature.parameters, is_probe=True)
+        # What crosses is as long as the images are many.
+        images = tuple(microbatch[PIXELS].shape) if made and isinstance(microbatch.get(PIXELS), Tensor) else ()
+        return (*images, self._calls, number) if varies or grows else images
 
     def run(self, execution: Execution, actions: tuple[Action, ...]) -> None:
         """Runs this rank's actions of a schedule."""

@@ -51,6 +51,7 @@ SIZES: Mapping[str, int] = _by_name(
     # A quarter of it still is a multiple of 16 bytes, which the grouped matrix product of the experts asks for.
     (MOE_SIZE, "moe_intermediate_size expert_ffn_hidden_size"),
     (4, "num_attention_heads n_head n_heads num_heads swa_num_attention_heads index_n_heads indexer_n_heads"),
+    (4, "attention_heads"),
     (16, "head_dim swa_head_dim global_head_dim indexer_head_dim"),
     # T5 does not scale its attention scores: wide heads would saturate the softmax.
     (4, "d_kv"),
@@ -78,7 +79,7 @@ SIZES: Mapping[str, int] = _by_name(
     # with experts, and attention with an MLP.
     (2, "decoder_sparse_step moe_layer_interval expert_layer_period attn_layer_offset"),
     (4, "attn_layer_period"),
-    (2, "num_layers_per_stack"),
+    (2, "num_layers_per_stack num_global_layers"),
     (0, "insert_layer_id"),
     (64, "max_position_embeddings n_positions model_max_length"),
     (8, "original_max_position_embeddings"),
@@ -135,6 +136,7 @@ LAYER_COUNTS = (
 # The number of the first layer in each of these lists of layers.
 LAYER_INDICES: Mapping[str, int] = {
     **{"mlp_only_layers": 0, "moe_layers": 0, "local_layer_ids": 0, "ple_layer_ids": 1},
+    **{"cross_attention_layers": 0, "intermediate_layers_indices": 0},
     **{"fullatt_block_indexes": 0, "deepstack_visual_indexes": 0, "global_attn_indexes": 0},
 }
 LEADING_LAYERS = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index", "max_window_layers")
@@ -182,6 +184,9 @@ def tiny_config(config: PreTrainedConfig, min_layers: int = 2, keep: frozenset[i
         tiny["vision_feature_layer"] = tiny_reads(read, layers, values["vision_config"]["num_hidden_layers"])
     if values.get("out_hidden_size") and values["out_hidden_size"] == _merged_width(config.to_dict()):
         tiny["out_hidden_size"] = _merged_width(values)
+    if values.get("intermediate_layers_indices") and "vision_output_dim" in values:
+        # The outputs of these layers and of the last one, side by side.
+        tiny["vision_output_dim"] = tiny["hidden_size"] * (len(tiny["intermediate_layers_indices"]) + 1)
     if sizes := values.get("image_grid_pinpoints"):
         # Of images in tiles, each as large as an image of the tower.
         full, tile = config.vision_config.image_size, values["vision_config"]["image_size"]
