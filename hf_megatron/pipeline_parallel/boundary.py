@@ -108,7 +108,11 @@ class StageBoundary(Shared):
             # Outside of a forward an embedding may be asked for by itself.
             entered, self.entered, self.stage = self.entered, False, 0
         if not entered or stage < len(self.stages.ranges) - 1:
-            raise PlanError("A pipeline stage ran through the model without meeting its layers.")
+            raise PlanError(
+                "A pipeline stage ran through the model without meeting its first or its last layer, which the model's "
+                "loop may leave out in some calls: those that read images, where there are none. Set "
+                "pipeline_partition to cut beside others, or load the model with pp_size=1."
+            )
         return output
 
     @contextmanager
