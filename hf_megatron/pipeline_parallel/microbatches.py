@@ -97,11 +97,15 @@ def parts_of_batch(microbatches: Sequence[Mapping[str, Any]], weights: Sequence[
     return parts
 
 
-def describe(arguments: Mapping[str, Any]) -> tuple:
-    """Returns what decides the shapes that travel between stages: the same on every rank of a pipeline."""
+def describe(arguments: Mapping[str, Any], *, images: bool = False) -> tuple:
+    """Returns what decides the shapes that travel between stages: the same on every rank of a pipeline.
+
+    Args:
+        images (`bool`): whether what is made of images travels too.
+    """
     found: list[Any] = [torch.is_grad_enabled()]
     for name, value in sorted(arguments.items()):
-        if isinstance(value, Tensor) and name in INPUTS:
+        if isinstance(value, Tensor) and (name in INPUTS or (images and name == PIXELS)):
             found.append((name, tuple(value.shape), value.dtype))
         elif isinstance(value, str | int | float | bool | type(None)):
             found.append((name, value))

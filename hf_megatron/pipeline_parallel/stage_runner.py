@@ -19,7 +19,7 @@ from ..data_parallel.gradient_store import GradientStore
 from ..errors import UnsupportedError
 from ..known_rows import POSITIONS, KnownRows
 from ..loss import Share
-from ..media import PIXELS, without_pixels
+from ..media import without_pixels
 from ..memory.training_cache import leave_out
 from ..parallel_state import ParallelState
 from ..patch_ledger import Shared
@@ -67,10 +67,9 @@ class StageRunner(Shared):
         self.boundary, self.cut, self.loss = cut.boundary, cut, state.loss
         self.forward = functools.partial(type(model).forward, model)
         self.signature = inspect.signature(self.forward)
-        config, mesh = state.config, state.mesh
-        self.schedule = schedule(config.pipeline_schedule)
-        self.stages_per_rank = stages_per_rank(config)
-        self.transport = Transport(mesh.pp_group, mesh.device)
+        self.schedule = schedule(self.config.pipeline_schedule)
+        self.stages_per_rank = stages_per_rank(self.config)
+        self.transport = Transport(self.mesh.pp_group, self.mesh.device)
         self.recorder: SpanRecorder | None = None
         self.loss_scale = LossScale(self._usual_scale)
         self.wants_logits = True
@@ -78,7 +77,7 @@ class StageRunner(Shared):
         self.shards_weights = state.shards_weights
         self.checks = CallChecks(model, state, mixes_documents=cut.mixes_documents)
         self.rehearsal = Rehearsal(model, state, cut, self.forward)
-        self.streams = MicrobatchStreams(mesh.device, mesh.host_group("pp"))
+        self.streams = MicrobatchStreams(self.mesh.device, self.mesh.host_group("pp"))
         self.first, self.last = cut.boundary.stages.rank_of[0], cut.boundary.stages.rank_of[-1]
         self._in_lockstep = state.in_lockstep
         self._state = state
@@ -172,10 +171,11 @@ class StageRunner(Shared):
         Args:
             read (`Callable`): (microbatch number, what the last stage returned) -> tensors that are handed out.
         """
-        config, last = self.model.config, len(self.boundary.stages.ranges) - 1
+        carried, last = self.boundary.carried, len(self.boundary.stages.ranges) - 1
         self._state.known_rows = self._known_rows = KnownRows(microbatches)
         parts = parts_of_batch(microbatches, weights)
-        grows = cache is not None and bool(self.boundary.carried.containers)
+        sends_images = not self.signature.parameters.keys().isdisjoint(carried.arguments)
+        grows = cache is not None and bool(carried.containers)
 
         def forward(number: int) -> Any:
             seen = {} if cache is None else {cache.name: cache.seen_by(self.boundary.stage)}
@@ -199,7 +199,7 @@ class StageRunner(Shared):
 
         flags = (
             self.model.training,
-            getattr(config, "output_router_logits", None),
+            getattr(self.model.config, "output_router_logits", None),
             autocast_dtype(self.mesh.device.type),
             self.cut.dtypes(self.model),
         )
@@ -210,7 +210,7 @@ class StageRunner(Shared):
             forward,
             microbatches,
             [
-                (flags, describe(microbatch), *self._only_once(number, microbatch, grows=grows))
+                (flags, describe(microbatch, images=sends_images), *self._only_once(number, microbatch, grows=grows))
                 for number, microbatch in enumerate(microbatches)
             ],
             read,
@@ -223,10 +223,7 @@ class StageRunner(Shared):
         """Tells equal microbatches apart whose ranks hold other tokens of a row, or whose keys that cross grow."""
         given = (microbatch.get(name) for name in ("attention_mask", POSITIONS))
         varies = self.mesh.axes.size("cp") > 1 and any(value is not None for value in given)
-        made = self.boundary.made_on_first(self.signature.parameters, is_probe=True)
-        # What crosses is as long as the images are many.
-        images = tuple(microbatch[PIXELS].shape) if made and isinstance(microbatch.get(PIXELS), Tensor) else ()
-        return (*images, self._calls, number) if varies or grows else images
+        return (self._calls, number) if varies or grows else ()
 
     def run(self, execution: Execution, actions: tuple[Action, ...]) -> None:
         """Runs this rank's actions of a schedule."""
