@@ -28,6 +28,8 @@ _PATCHES = (GRID, "image_grid_hw", "target_sizes", "image_num_crops")
 _POOLED, _POOLED_GRIDS = "image_token_pooling", "image_grids"
 # Views of parts of images, all in a row, and how many there are of each image.
 _VIEWS, _NUMBER_OF_VIEWS = "pixel_values_local", "num_local_patches"
+# Dims of pixels that layers read beside the tokens: rows, images, tiles, channels, height, width.
+_TILES_OF_ROWS = 6
 # Numbers of images, with an entry for each row.
 _PER_ROW = ("batch_num_images",)
 
@@ -114,6 +116,7 @@ def rows_with_images(arguments: Mapping[str, Any], rows: slice, config: Any) -> 
             - `[crops, patches, ...]` of all images, with the numbers of crops `[images]` and the patches of each
               placeholder, counted through all images;
             - `[rows, images, channels, height, width]`, with as many for each row;
+            - `[rows, images, tiles, channels, height, width]`, which rows without placeholders see as well;
             - `[rows, ...]`, of models without places for them in the text.
         rows (`slice`): of the batch.
         config (`PreTrainedConfig`): of the model.
@@ -129,7 +132,7 @@ def rows_with_images(arguments: Mapping[str, Any], rows: slice, config: Any) -> 
         return {name: _entries(name, value, len(ids), slice(start, stop)) for name, value in given.items()}
     if _is_of_rows(arguments, sum(per_row)):
         cut = {name: _entries(name, value, len(ids), slice(start, stop)) for name, value in given.items()}
-        return cut if sum(per_row[start:stop]) else {}
+        return cut if sum(per_row[start:stop]) or arguments[PIXELS].dim() == _TILES_OF_ROWS else {}
     ends = [0, *itertools.accumulate(tokens_of_images(arguments, config))]
     images = slice(*(ends.index(sum(per_row[:row])) for row in (start, stop)))
     if images.start == images.stop:
@@ -160,6 +163,8 @@ def _is_of_rows(arguments: Mapping[str, Any], placeholders: int) -> bool:
     """Tells whether pixels `[rows, images, ...]` are given for each row, and not for each placeholder."""
     pixels = pixels_of(arguments)
     assert pixels is not None
+    if pixels.dim() == _TILES_OF_ROWS:
+        return True
     has_sizes = any(isinstance(arguments.get(name), Tensor) for name in (*_ONE_PER_IMAGE, *_QUESTIONS))
     return pixels.dim() > 4 and not has_sizes and len(pixels) != placeholders
 

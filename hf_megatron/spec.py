@@ -57,7 +57,8 @@ class ModelSpec:
         layer_values (`int`): values that a layer returns, hidden states among them; a pipeline sends those of a
             stage's last layer on.
         early_arguments (`tuple[str, ...]`): arguments of layers that the loop makes of what comes before the layers;
-            a pipeline sends those of later layers on.
+            a pipeline sends those of later layers on. One that the model's forward takes too is given to it on later
+            stages.
         layer_containers (`tuple[str, ...]`): arguments of layers that layers put tensors into for later ones.
         no_split_backward (`str`, *optional*): why gradients of its inputs and its weights cannot be computed in two
             steps, as in schedules with zero bubble.
@@ -71,7 +72,8 @@ class ModelSpec:
             functions; context parallelism computes them on whole rows. Those that keep a cache of their own are found
             by structure.
         head_blocks (`Mapping[str, HeadBlock]`): blocks on whole rows of which each rank can compute some heads.
-        token_dims (`Mapping[str, int]`): arguments of a layer with an entry per token in another dim than the second.
+        token_dims (`Mapping[str, int]`): arguments of a layer with an entry per token in another dim than the second,
+            `sequence_arguments` among them.
         no_context_parallel (`str`, *optional*): why the type has no context parallelism.
         experts (`Mapping[str, str]`): module that holds all experts of a layer, along dim 0 of each weight -> its
             attribute that counts them; those of transformers' decorator of experts are found.

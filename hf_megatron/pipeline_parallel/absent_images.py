@@ -32,21 +32,32 @@ class AbsentImages:
     Args:
         model (`PreTrainedModel`): with stages on several ranks.
         forward (`Callable`): its own.
+        boundary (`StageBoundary`): of its stages.
     """
 
-    def __init__(self, model: Any, spec: ModelSpec, forward: Callable[..., Any]) -> None:
+    def __init__(self, model: Any, spec: ModelSpec, forward: Callable[..., Any], boundary: StageBoundary) -> None:
         self._config, self._required = model.config, dict.fromkeys(required_images(forward))
+        self._boundary, self._parameters = boundary, inspect.signature(forward).parameters
         self._argument, _, self._entry = (spec.features_argument or "").partition(".")
         self._stand_before = bool(spec.prefixes)
 
     def describe(self, arguments: dict[str, Any]) -> tuple:
         """Returns what decides the shapes that travel between stages; see `microbatches.describe`."""
-        pixels = pixels_of(arguments) if self._stand_before else None
+        are_read_later = not self._parameters.keys().isdisjoint(self._boundary.carried.arguments)
+        pixels = pixels_of(arguments) if self._stand_before or are_read_later else None
         return describe(arguments) if pixels is None else (*describe(arguments), tuple(pixels.shape))
 
-    def arguments(self, given: dict[str, Any], stage: int) -> dict[str, Any]:
-        """Returns the arguments of a stage: images for the first one, and for the others their places and sizes."""
-        found = self._required | without_pixels(given) if stage and not self._stand_before else given
+    def arguments(self, given: dict[str, Any], stage: int, *, is_probe: bool = False) -> dict[str, Any]:
+        """Returns the arguments of a stage: images for the first one, and for the others their places and sizes.
+
+        Later stages are given what the first one made of images for layers that read it, too.
+
+        Args:
+            is_probe (`bool`): for a rehearsal, in which no layer reads them.
+        """
+        found: dict[str, Any] = self._required | without_pixels(given) if stage and not self._stand_before else given
+        if stage and (not is_probe or pixels_of(given) is not None):
+            found = found | self._boundary.made_on_first(self._parameters, is_probe=is_probe)
         if not self._argument or pixels_of(found) is not None or found.get(self._argument) is not None:
             return found
         count, width = int(placeholders(found, self._config).sum()), self._config.get_text_config().hidden_size

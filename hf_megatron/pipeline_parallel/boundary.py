@@ -6,7 +6,7 @@ first layer gets what the stage before sent. Behind a stage's last layer the for
 stage reaches the final norm, the head and the loss.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -108,7 +108,11 @@ class StageBoundary(Shared):
             # Outside of a forward an embedding may be asked for by itself.
             entered, self.entered, self.stage = self.entered, False, 0
         if not entered or stage < len(self.stages.ranges) - 1:
-            raise PlanError("A pipeline stage ran through the model without meeting its layers.")
+            raise PlanError(
+                "A pipeline stage ran through the model without meeting its first or its last layer, which the model's "
+                "loop may leave out in some calls: those that read images, where there are none. Set "
+                "pipeline_partition to cut beside others, or load the model with pp_size=1."
+            )
         return output
 
     @contextmanager
@@ -168,6 +172,17 @@ class StageBoundary(Shared):
         if index == self.stages.ranges[-1][1] - 1:
             self._send_off()
         return self.pass_on(args, kwargs)
+
+    def made_on_first(self, parameters: Container[str], *, is_probe: bool = False) -> dict[str, Any]:
+        """Returns the arguments of layers that the model's forward takes too, in place of what they are made of.
+
+        Args:
+            parameters: names of the forward's.
+            is_probe (`bool`): for a rehearsal, in which no layer reads them.
+        """
+        if is_probe:
+            return {name: torch.zeros(()) for name in self.carried.arguments if name in parameters}
+        return {name: value for (name, _), value in self._crossings.arguments.items() if name in parameters}
 
     def _require_running(self) -> None:
         if not self.is_running:

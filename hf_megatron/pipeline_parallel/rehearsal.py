@@ -99,7 +99,7 @@ class Rehearsal(Shared):
         with torch.random.fork_rng(devices), quiet_autocast(), self.cut.boundary.rehearsing():
             for stage in self.cut.boundary.stages.of_rank(self.mesh.pp_rank):
                 with self.loss.over(Share(dict.fromkeys(losses_of(plain), 1.0), 1.0, plain, is_probe=True)):
-                    seen = self._images.arguments(part, stage)
+                    seen = self._images.arguments(part, stage, is_probe=True)
                     output = self.cut.boundary.run(stage, None, functools.partial(self._forward, **seen))
                     if stage == len(self.cut.boundary.stages.ranges) - 1 and not is_read:
                         if losses_of(arguments):

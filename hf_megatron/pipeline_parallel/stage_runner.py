@@ -67,19 +67,18 @@ class StageRunner(Shared):
         self.boundary, self.cut, self.loss = cut.boundary, cut, state.loss
         self.forward = functools.partial(type(model).forward, model)
         self.signature = inspect.signature(self.forward)
-        config, mesh = state.config, state.mesh
-        self.schedule = schedule(config.pipeline_schedule)
-        self.stages_per_rank = stages_per_rank(config)
-        self.transport = Transport(mesh.pp_group, mesh.device)
+        self.schedule = schedule(self.config.pipeline_schedule)
+        self.stages_per_rank = stages_per_rank(self.config)
+        self.transport = Transport(self.mesh.pp_group, self.mesh.device)
         self.recorder: SpanRecorder | None = None
         self.loss_scale = LossScale(self._usual_scale)
         self.wants_logits = True
         self.read: Callable[[Any, slice], tuple[Tensor, ...]] | None = None
         self.shards_weights = state.shards_weights
         self.checks = CallChecks(model, state, mixes_documents=cut.mixes_documents)
-        self.images = AbsentImages(model, state.spec, self.forward)
+        self.images = AbsentImages(model, state.spec, self.forward, cut.boundary)
         self.rehearsal = Rehearsal(model, state, cut, self.forward, self.images)
-        self.streams = MicrobatchStreams(mesh.device, mesh.host_group("pp"))
+        self.streams = MicrobatchStreams(self.mesh.device, self.mesh.host_group("pp"))
         self.first, self.last = cut.boundary.stages.rank_of[0], cut.boundary.stages.rank_of[-1]
         self._in_lockstep = state.in_lockstep
         self._state = state
@@ -173,10 +172,10 @@ class StageRunner(Shared):
         Args:
             read (`Callable`): (microbatch number, what the last stage returned) -> tensors that are handed out.
         """
-        config, last = self.model.config, len(self.boundary.stages.ranges) - 1
+        carried, last = self.boundary.carried, len(self.boundary.stages.ranges) - 1
         self._state.known_rows = self._known_rows = KnownRows(microbatches)
         parts = parts_of_batch(microbatches, weights)
-        grows = cache is not None and bool(self.boundary.carried.containers)
+        grows = cache is not None and bool(carried.containers)
 
         def forward(number: int) -> Any:
             seen = {} if cache is None else {cache.name: cache.seen_by(self.boundary.stage)}
@@ -198,7 +197,7 @@ class StageRunner(Shared):
 
         flags = (
             self.model.training,
-            getattr(config, "output_router_logits", None),
+            getattr(self.model.config, "output_router_logits", None),
             autocast_dtype(self.mesh.device.type),
             self.cut.dtypes(self.model),
         )

@@ -26,6 +26,7 @@ from .local_parameters import ForwardsUnderWay, LocalParameters, read_locally
 from .model_guards import ClaimCheck, RefusedOutputs
 from .pending_loss import install_pending_loss
 from .place_regions import Regions
+from .region import SEQUENCE_DIM
 from .structure import Structure, find_structure, uniform_row
 from .styles import AXIS, ModuleContext, style
 from .user_hooks import UserHooks
@@ -138,7 +139,9 @@ def install(model: Any, state: ParallelState) -> None:
     state.placed[REGIONS] = regions
     state.placed[FORWARDS] = forwards
     # A block's hooks are installed after the styles', so that its region wraps what happens inside.
-    state.leaving = regions.install(model, state.spec.sequence_arguments)
+    spec = state.spec
+    arguments = {name: spec.token_dims.get(name, SEQUENCE_DIM) for name in spec.sequence_arguments}
+    state.leaving = regions.install(model, arguments)
     regions.install_between_layers(model, state.patches)
     if plan.split_mixtures:
         state.loss.join_tokens = regions.joined_rows

@@ -52,11 +52,11 @@ class Regions(Shared):
             inside = (name for name in styles if f"{name}.".startswith(f"{block}."))
             self.of_linear |= {name: region for name in inside if style(styles[name]).is_column}
 
-    def install(self, model: Any, arguments: tuple[str, ...]) -> Callable[[Tensor], Tensor] | None:
+    def install(self, model: Any, arguments: Mapping[str, int]) -> Callable[[Tensor], Tensor] | None:
         """Puts the hooks in their places; returns what ends a stack, `[batch, sequence, hidden]`, where a stage ends.
 
         Args:
-            arguments: further arguments of the layers that are split along the sequence.
+            arguments: further arguments of the layers that are split along the sequence -> its dim in them.
         """
         for block, region in self.uniform.items():
             region.install(model.get_submodule(block))

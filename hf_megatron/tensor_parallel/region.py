@@ -15,7 +15,7 @@ computed on the whole sequence as without sequence parallelism: gathered at its 
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -268,10 +268,14 @@ class WholeSequenceRegion(Shared):
 
 
 class SequenceArguments(Shared):
-    """Splits further arguments of a layer, one entry per token each, along the sequence like its hidden states."""
+    """Splits further arguments of a layer, one entry per token each, along the sequence like its hidden states.
 
-    def __init__(self, names: tuple[str, ...], group: dist.ProcessGroup):
-        self.names = names
+    Args:
+        dims (`Mapping[str, int]`): name -> the dim of the tokens.
+    """
+
+    def __init__(self, dims: Mapping[str, int], group: dist.ProcessGroup):
+        self.dims = dims
         self.group = group
 
     def install(self, layers: Iterable[nn.Module]) -> None:
@@ -281,12 +285,12 @@ class SequenceArguments(Shared):
     def _enter(self, layer: nn.Module, args: tuple, kwargs: dict[str, Any]):
         positions = {name: index for index, name in enumerate(inspect.signature(layer.forward).parameters)}
         positional, named = list(args), dict(kwargs)
-        for name in self.names:
+        for name, dim in self.dims.items():
             if name in named:
-                named[name] = self._split(named[name])
+                named[name] = self._split(named[name], dim)
             elif positions[name] < len(positional):
-                positional[positions[name]] = self._split(positional[positions[name]])
+                positional[positions[name]] = self._split(positional[positions[name]], dim)
         return tuple(positional), named
 
-    def _split(self, value: Tensor | None) -> Tensor | None:
-        return None if value is None else split_over_ranks(value, SEQUENCE_DIM, self.group)
+    def _split(self, value: Tensor | None, dim: int) -> Tensor | None:
+        return None if value is None else split_over_ranks(value, dim, self.group)

@@ -69,21 +69,26 @@ def make_image_batch(model: Any, *, batch_size: int = 3, seed: int = 0) -> dict[
         "labels": input_ids.masked_fill((attention_mask == 0) | is_image, -100),
     }
     batch |= {name: is_image.long() for name in (*_KINDS_OF_TOKENS, PLACES) if name in asked}
+    if "cross_attention_mask" in asked:
+        batch["cross_attention_mask"] = _seen_tiles(is_image, images["aspect_ratio_mask"])
     return batch | images
 
 
 def _images(model: Any, counts: Sequence[int], generator: torch.Generator) -> tuple[dict[str, Tensor], list[int]]:
     """Returns the images of rows in the first form that the model takes, and the features it makes of each of them."""
+    canvas, asked = _Canvas(model.config, generator), {*inspect.signature(model.forward).parameters}
+    if "aspect_ratio_ids" in asked:
+        # Layers read images beside the tokens, of which one stands for each.
+        return _tiles_of_rows(canvas, counts), [1] * sum(counts)
     named = [(part, name) for part in (model, model.base_model) for name in _FEATURES if name in dir(type(part))]
-    asked = {*inspect.signature(model.forward).parameters}
     if not named:
         # As many as the config says, or none in the text.
-        form = next(_forms(_Canvas(model.config, generator), asked, counts))
+        form = next(_forms(canvas, asked, counts))
         return form(), [getattr(model.config, "latent_query_num", 0)] * sum(counts)
     features = getattr(*named[0])
     asked |= {*inspect.signature(features).parameters}
     problems = []
-    for form in _forms(_Canvas(model.config, generator), asked, counts):
+    for form in _forms(canvas, asked, counts):
         images = form()
         try:
             return images, _features(features, images, sum(counts))
@@ -280,6 +285,24 @@ def _with_questions(canvas: _Canvas, total: int, *frames: int) -> dict[str, Tens
         "qformer_input_ids": canvas.tokens("qformer_config", mask) * mask,
         "qformer_attention_mask": mask.long(),
     }
+
+
+def _tiles_of_rows(canvas: _Canvas, counts: Sequence[int]) -> dict[str, Tensor]:
+    """Returns the images of each row as tiles, `[rows, images, tiles, channels, height, width]`, in two shapes."""
+    ratios = [math.prod(ratio) for ratio in canvas.values["supported_aspect_ratios"]]
+    tiles, most = canvas.values["max_num_tiles"], max(counts)
+    # Numbered from 1 on; 0 is for what lacks, of which the first tile is seen as well.
+    kinds = torch.tensor([[1 + image % 2 if image < count else 0 for image in range(most)] for count in counts])
+    mask = torch.arange(tiles) < torch.tensor([1, *ratios])[kinds][..., None]
+    pixels = canvas.draw(*mask.shape, canvas.channels, canvas.height, canvas.width)
+    pixels = pixels * (mask & (kinds > 0)[..., None])[..., None, None, None]
+    return {PIXELS: pixels, "aspect_ratio_ids": kinds, "aspect_ratio_mask": mask.long()}
+
+
+def _seen_tiles(is_image: Tensor, tiles: Tensor) -> Tensor:
+    """Returns which tiles tokens see, `[rows, sequence, images, tiles]`: those of the images that begin before them."""
+    begun = is_image.cumsum(1)[..., None] > torch.arange(tiles.shape[1])
+    return begun[..., None].long() * tiles[:, None]
 
 
 def _whole(canvas: _Canvas, asked: set[str], total: int) -> dict[str, Tensor]:

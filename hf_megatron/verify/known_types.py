@@ -173,6 +173,13 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
 }
 
 
+# Sizes of a twin where those of all types would make it large.
+TINY: Mapping[str, Mapping[str, Any]] = {
+    # The width of a layer of the tower grows with the square of it.
+    "inkling_vision": {"patch_size": 2},
+}
+
+
 _BEFORE_NORM = {r"_tower\.post_layernorm\.": "the states of layers are read, which it does not see"}
 _SOUNDS = {r"\.?audio_tower\.": "reads sounds: compared on images alone"}
 _TOKENIZER = {r"\.vqmodel\.": "chooses tokens of images: no gradient comes through a choice"}
@@ -201,6 +208,7 @@ NO_GRADIENT: Mapping[str, Mapping[str, str]] = {
     "granite_docling": {r"\.connector\.fine\.": "reads tiles of which the batch says that they are fine"},
     "chameleon": _TOKENIZER,
     "deepseek_vl": _POOLED,
+    "dots3_note": _SOUNDS,
     "deepseek_vl_hybrid": _POOLED,
     "inkling_mm_model": _SOUNDS,
     "janus": {r"\.(vqmodel|generation_\w+)\.": "makes images: compared on those that are read"},

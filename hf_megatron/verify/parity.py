@@ -189,7 +189,7 @@ def _reference(twin: Twin) -> Measurement:
         # What codes stand for has one precision.
         return reference
     try:
-        precise = measure(twin.load(experts_implementation="eager").double(), _as_doubles(twin.batches))
+        precise = measure(twin.load(experts_implementation="eager").double(), list(map(_in_double, twin.batches)))
     except RuntimeError:
         # Parts of the model compute in fp32 by name and refuse weights of another type: nothing to compare with.
         return reference
@@ -207,12 +207,9 @@ def _unread_weights(twin: Twin) -> str:
     return min(found["missing_keys"], default="")
 
 
-def _as_doubles(batches: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
-    """Returns batches with images of the type of fp64 weights: some models multiply them as they are given."""
-    return [
-        {name: value.double() if value.is_floating_point() else value for name, value in batch.items()}
-        for batch in batches
-    ]
+def _in_double(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Returns a batch for a model in fp64: not every tower takes pixels of another type than its weights."""
+    return {name: value.double() if value.is_floating_point() else value for name, value in batch.items()}
 
 
 def _shaken(twin: Twin) -> Measurement:

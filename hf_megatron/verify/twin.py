@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from ..registry.features import is_rate
-from .known_types import IMAGE_CODES, OVERRIDES, tiny_reads
+from .known_types import IMAGE_CODES, OVERRIDES, TINY, tiny_reads
 
 # Whose batches are known, with the Auto class of each.
 TASKS = {
@@ -84,7 +84,7 @@ SIZES: Mapping[str, int] = _by_name(
     # with experts, and attention with an MLP.
     (2, "decoder_sparse_step moe_layer_interval expert_layer_period attn_layer_offset"),
     (4, "attn_layer_period"),
-    (2, "num_layers_per_stack"),
+    (2, "num_layers_per_stack num_global_layers"),
     (0, "insert_layer_id"),
     (64, "max_position_embeddings n_positions model_max_length"),
     (8, "original_max_position_embeddings"),
@@ -151,11 +151,14 @@ LAYER_COUNTS = (
 # The number of the first layer in each of these lists of layers.
 LAYER_INDICES: Mapping[str, int] = {
     **{"mlp_only_layers": 0, "moe_layers": 0, "local_layer_ids": 0, "ple_layer_ids": 1},
+    **{"cross_attention_layers": 0, "intermediate_layers_indices": 0},
     **{"fullatt_block_indexes": 0, "deepstack_visual_indexes": 0, "global_attn_indexes": 0},
     "rope_scaling_layers": 0,
 }
 LEADING_LAYERS = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index", "max_window_layers")
 TRAILING_LAYERS = ("num_kv_shared_layers",)
+# The number of the layer whose keys and values each layer reads: its own, or that of an earlier one.
+SOURCES = ("kv_source_layers",)
 # Layers of a block, whose first layers are of a kind, and the model's first of another.
 BLOCKS_OF_LAYERS = ("n_layers_per_attn_res_block",)
 
@@ -202,11 +205,14 @@ def tiny_config(config: PreTrainedConfig, min_layers: int = 2, keep: frozenset[i
         tiny["image_size"] = min(values["image_size"], tiny["image_size"] * 2 ** len(halved))
     if values.get("num_position_embeddings") and values["num_position_embeddings"] == _patches_of_image(values):
         tiny["num_position_embeddings"] = _patches_of_image(tiny)
+    if values.get("intermediate_layers_indices") and "vision_output_dim" in values:
+        # The outputs of these layers and of the last one, side by side.
+        tiny["vision_output_dim"] = tiny["hidden_size"] * (len(tiny["intermediate_layers_indices"]) + 1)
     if sizes := values.get("image_grid_pinpoints"):
         # Of images in tiles, each as large as an image of the tower.
         full, tile = config.vision_config.image_size, values["vision_config"]["image_size"]
         tiny["image_grid_pinpoints"] = [[side * tile // full for side in size] for size in sizes]
-    return type(config).from_dict(tiny | {"dtype": "float32"})
+    return type(config).from_dict({**tiny, **TINY.get(config.model_type, {}), "dtype": "float32"})
 
 
 def _merged_width(values: Mapping[str, Any]) -> int | None:
@@ -406,6 +412,7 @@ def _tiny_layers(
         if name not in LAYER_INDICES and isinstance(value, Sequence) and not isinstance(value, str)
         if len(value) == num_layers
     }
+    sources = {name: per_layer.pop(name) for name in SOURCES if name in per_layer}
     overrides = {int(layer): override for layer, override in (values.get("per_layer_config") or {}).items()}
     # Attributes that name a set of layers, by a list of them or by the number of leading or trailing ones.
     indices = {name: first for name, first in LAYER_INDICES.items() if values.get(name) is not None}
@@ -419,12 +426,15 @@ def _tiny_layers(
         kind += [layer < values[name] for name in leading]
         kind += [layer >= num_layers - values[name] for name in trailing]
         kind += [layer == 0 or layer % values[name] == 0 and "later" for name in blocks]
+        kind += [of[layer] == layer for of in sources.values()]
         kinds.setdefault(tuple(kind), layer)
     last = range(max(num_layers - min_layers, 0), num_layers)
-    kept = sorted({*kinds.values(), *last, *(layer for layer in keep if layer < num_layers)})
+    chosen = {*kinds.values(), *last, *(layer for layer in keep if layer < num_layers)}
+    kept = sorted(chosen | {of[layer] for of in sources.values() for layer in chosen})
 
     new: dict[str, Any] = {name: len(kept) for name in LAYER_COUNTS if values.get(name) is not None}
     new |= {name: [tiny[name][layer] for layer in kept] for name in per_layer}
+    new |= {name: [kept.index(of[layer]) for layer in kept] for name, of in sources.items()}
     if overrides:
         new["per_layer_config"] = {
             position: {name: _tiny_override(tiny.get(name), values.get(name), value) for name, value in layer.items()}

@@ -29,6 +29,12 @@ def test_whole_images():
     assert rows_with_images(whole_images(), slice(0, 3), config)["pixel_values"].shape[0] == 3
 
 
+def test_tiles_of_rows_stay_with_rows_without_images():
+    batch = {"input_ids": torch.tensor(ROWS), "pixel_values": torch.arange(3.0).view(3, 1, 1, 1, 1, 1)}
+    found = [rows_with_images(batch, slice(row, row + 1), InternVLConfig(image_token_id=IMAGE)) for row in range(3)]
+    assert [images["pixel_values"].flatten().tolist() for images in found] == [[0], [1], [2]]
+
+
 def test_patches_of_images_of_several_sizes():
     config = Qwen2VLConfig(image_token_id=IMAGE)
     batch = patches()

@@ -6,6 +6,8 @@ from ...spec import ModelSpec
 from ..family import corrected_spec
 from ..lookup import register_model
 
+_LINEAR = "linear_attention"
+
 
 @register_model("glm_moe_dsa")
 def glm_moe_dsa(model: Any) -> ModelSpec:
@@ -13,6 +15,19 @@ def glm_moe_dsa(model: Any) -> ModelSpec:
         model,
         whole_blocks=("layers.*.self_attn",),
         # Token indices that later layers read.
+        layer_values=2,
+    )
+
+
+@register_model("glm5_next_text")
+def glm5_next_text(model: Any) -> ModelSpec:
+    linear = [f"layers.{index}.self_attn" for index, kind in enumerate(model.config.layer_types) if kind == _LINEAR]
+    return corrected_spec(
+        model,
+        # transformers splits what reads the heads of a delta net, and no more of it.
+        {f"{block}.o_proj": "replicated" for block in linear},
+        transparent=("layers.*.attn_hc", "layers.*.ffn_hc"),
+        whole_blocks=("layers.*.self_attn",),
         layer_values=2,
     )
 
