@@ -20,7 +20,7 @@ from ..axes import Axes
 from ..config import MegatronConfig
 from ..errors import ConfigError, MegatronError, RankError, UnsupportedError
 from ..expert_modules import find_experts
-from ..media import is_of_images
+from ..media import image_token, is_of_images
 from ..parallelize import plan
 from ..pipeline_parallel.stage_counts import layers_with_features
 from ..registry import own_spec, registered_types
@@ -111,17 +111,24 @@ def task_of_class(class_name: str, config: PreTrainedConfig) -> str:
     """Returns the task whose batches fit a class; `...ForConditionalGeneration` are models of images too."""
     if class_name in BASE_CLASSES:
         return "hidden_states"
-    default = "seq2seq" if config.is_encoder_decoder else "image" if _is_of_images(config) else "causal"
+    is_of_images = _is_of_images(config) or (class_name == _class_of_images(config) and _takes_images(config))
+    default = "seq2seq" if config.is_encoder_decoder else "image" if is_of_images else "causal"
     return next((task for part, task in _CLASS_TASKS.items() if part in class_name), default)
+
+
+def _class_of_images(config: PreTrainedConfig) -> str | None:
+    found: str | None = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(config.model_type)
+    return found
+
+
+def _takes_images(config: PreTrainedConfig) -> bool:
+    return "vision_config" in config.to_dict() or image_token(config) is not None
 
 
 def _is_of_images(config: PreTrainedConfig) -> bool:
     """Tells whether a type has no class for text alone."""
-    image, text = (
-        names.get(config.model_type)
-        for names in (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-    )
-    return image is not None and text in (None, image) and "vision_config" in config.to_dict()
+    image, text = _class_of_images(config), MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+    return image is not None and text in (None, image) and _takes_images(config)
 
 
 def _class_of_text(config: PreTrainedConfig) -> str | None:
