@@ -40,7 +40,7 @@ def test_features_that_are_left_out_are_found(model_type):
 
     def sabotage():
         original = absent_images.AbsentImages.arguments
-        absent_images.AbsentImages.arguments = lambda images, given, stage: original(images, given, 1)
+        absent_images.AbsentImages.arguments = lambda images, given, stage, **kw: original(images, given, 1, **kw)
 
     comparison = check_twin(twin(model_type), ConfigUnderTest(pp_size=2, num_microbatches=2), sabotage=sabotage)
     assert not comparison.passed and comparison.worst.value > 10
