@@ -5,6 +5,7 @@ import re
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -58,12 +59,13 @@ def support_table(rows: Iterable[Mapping[str, Any]] | None = None) -> str:
         else:
             further[name][_changes(row)].append(row)
     lines = [
-        f"| model type | class | {' | '.join(COLUMNS)} | also compared with |",
-        "|---|---" + "|---" * len(COLUMNS) + "|---|",
+        f"| model type | class | {' | '.join(COLUMNS)} | also compared with | for example |",
+        "|---|---" + "|---" * len(COLUMNS) + "|---|---|",
     ]
+    names = json.loads(resources.files("hf_megatron").joinpath("checkpoint_names.json").read_text(encoding="utf-8"))
     for name, results in sorted(by_class.items()):
         cells = [_cell(results.get(column)) for column in COLUMNS.values()]
-        lines.append(f"| {' | '.join((*name, *cells))} | {_further(further[name])} |")
+        lines.append(f"| {' | '.join((*name, *cells))} | {_further(further[name])} | {names.get(name[0], '')} |")
         for heading, column in COLUMNS.items():
             if column in results and not results[column]["passed"]:
                 reasons[_REASON.sub("", results[column]["worst"])].append(f"{name[1]} on {heading.replace(' ', '')}")
