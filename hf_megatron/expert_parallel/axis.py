@@ -78,7 +78,9 @@ def place(model: Any, state: ParallelState) -> None:
     for name, module in names_inside(model, experts).items():
         claim, count = state.claims[name], experts[module]
         has_more = module in identity and claim.shape[0] == count + identity[module]
-        if claim.shape[0] % count and not has_more:
+        # A norm among them has an entry for each feature.
+        is_of_features = len(claim.shape) == 1 and claim.shape[0] != count
+        if (claim.shape[0] % count and not has_more) or is_of_features:
             raise UnsupportedError(
                 f"{setting}: {name} {list(claim.shape)} does not hold {count} experts along dim 0. Set ep_size=1."
             )
