@@ -207,9 +207,13 @@ def _unread_weights(twin: Twin) -> str:
     return min(found["missing_keys"], default="")
 
 
-def _in_double(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+def _in_double(batch: dict[str, Any]) -> dict[str, Any]:
     """Returns a batch for a model in fp64: not every tower takes pixels of another type than its weights."""
-    return {name: value.double() if value.is_floating_point() else value for name, value in batch.items()}
+    return {
+        # Some forms of images are said by lists of numbers.
+        name: value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+        for name, value in batch.items()
+    }
 
 
 def _shaken(twin: Twin) -> Measurement:
