@@ -349,7 +349,7 @@ _ROWS: tuple[tuple[str, str, str, str], ...] = (
      "deals sentences out to ranks that hold parts of one model", _RANKS_PER_BATCH),
     ("sentence_transformers.base.model:BaseModel.save", "sentence_transformers:save", "saves on one rank", _LAYOUTS),
     ("sentence_transformers.base.trainer:BaseTrainer._load_from_checkpoint",
-     "trainer_checkpoints:load_from_checkpoint", "reads whole weights", _CHECKPOINTS),
+     "sentence_transformers:load_trained", "reads whole weights", _CHECKPOINTS),
 )
 # fmt: on
 

@@ -99,6 +99,16 @@ def distributed_evaluation(original: Callable, model: Any, enabled: bool = True)
     return original(model, enabled and parallel_state(model) is None)
 
 
+def load_trained(original: Callable, self: Any, checkpoint_path: str) -> None:
+    """Loads the weights of a sharded checkpoint, whatever layout saved it."""
+    from .trainer_checkpoints import load_from_checkpoint
+
+    def load(trainer: Any, path: str, model: Any) -> None:
+        original(trainer, path)
+
+    load_from_checkpoint(load, self, checkpoint_path)
+
+
 def save(original: Callable, self: Any, path: str | None, *args: Any, **kwargs: Any) -> None:
     """Saves on the first rank, while the others hand in their parts of the laid out model."""
     inside = {id(inner) for inner in laid_out_inside(self)}

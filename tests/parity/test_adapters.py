@@ -106,9 +106,9 @@ LAYOUTS = {
     "tp1+dp2+zero3 lora": 161,
     "tp1+ep2+dp2+zero1 lora": 4,
     "tp1+pp2 lora": 123,
-    "tp2 lora": 107,
+    "tp2 lora": 109,
     "tp2+pp2+dp2+zero1 lora": 12,
-    "tp2+sp lora": 105,
+    "tp2+sp lora": 106,
     "tp2+sp+ep2 lora": 4,
     "tp4 lora": 12,
 }
