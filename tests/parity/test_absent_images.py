@@ -1,34 +1,18 @@
 """Models that cannot be called without images: what their later stages are called with."""
 
-import functools
-
 import pytest
-from transformers import CONFIG_MAPPING
 
 from hf_megatron.integrations.gate import ConfigUnderTest
 from hf_megatron.pipeline_parallel import absent_images
 from hf_megatron.verify.parity import check_twin
-from tests.shared_twins import make_twin
+from tests.parity.test_images import PIPELINES, named, twin
 
 # Features are an argument, cross to every layer, stand in places of a mask, and before the text.
 TYPES = ("blip-2", "blip", "kosmos-2", "git")
 
 
-@functools.lru_cache(maxsize=1)
-def twin(model_type):
-    return make_twin(CONFIG_MAPPING[model_type](), task="image", microbatches=2, min_layers=4, batch_size=4)
-
-
 @pytest.mark.parametrize("model_type", TYPES)
-@pytest.mark.parametrize(
-    "layout",
-    [
-        {"tp_size": 2, "sequence_parallel": True, "pp_size": 2, "num_microbatches": 2},
-        {"pp_size": 2, "dp_size": 2, "num_microbatches": 2},
-        {"pp_size": 2, "num_microbatches": 4, "pipeline_schedule": "zbv", "recompute": "full"},
-    ],
-    ids=lambda layout: "+".join(f"{name}{value}" for name, value in layout.items()),
-)
+@pytest.mark.parametrize("layout", PIPELINES, ids=named)
 def test_layouts_equal_one_process(model_type, layout):
     comparison = check_twin(twin(model_type), ConfigUnderTest(**layout))
     assert comparison.passed, comparison.report()

@@ -23,17 +23,22 @@ def twin(model_type):
     return make_twin(CONFIG_MAPPING[model_type](), task="image", microbatches=2, min_layers=4, batch_size=4)
 
 
+PIPELINES = [
+    {"tp_size": 2, "sequence_parallel": True, "pp_size": 2, "num_microbatches": 2},
+    {"pp_size": 2, "dp_size": 2, "num_microbatches": 2},
+    {"pp_size": 2, "num_microbatches": 4, "pipeline_schedule": "zbv", "recompute": "full"},
+]
+
+
+def named(layout):
+    return "+".join(f"{name}{value}" for name, value in layout.items())
+
+
 @pytest.mark.parametrize("model_type", TYPES)
 @pytest.mark.parametrize(
     "layout",
-    [
-        {"tp_size": 2, "sequence_parallel": True},
-        {"dp_size": 2, "zero_stage": 3},
-        {"tp_size": 2, "sequence_parallel": True, "pp_size": 2, "num_microbatches": 2},
-        {"pp_size": 2, "dp_size": 2, "num_microbatches": 2},
-        {"pp_size": 2, "num_microbatches": 4, "pipeline_schedule": "zbv", "recompute": "full"},
-    ],
-    ids=lambda layout: "+".join(f"{name}{value}" for name, value in layout.items()),
+    [{"tp_size": 2, "sequence_parallel": True}, {"dp_size": 2, "zero_stage": 3}, *PIPELINES],
+    ids=named,
 )
 def test_layouts_equal_one_process(model_type, layout):
     comparison = check_twin(twin(model_type), ConfigUnderTest(**layout))
