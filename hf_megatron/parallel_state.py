@@ -119,6 +119,8 @@ class ParallelState(Shared):
         placed: what each parallel axis remembers between `place` and `install`, by its name.
         cut, pipeline (*optional*): how the layers were cut into stages, and what runs them.
         leaving (`Callable`, *optional*): applied to hidden states where a pipeline stage ends.
+        whole_between: where ranks have parts of hidden states between layers, the name of the list of these and what
+            hands a function of a loop whole ones; the outermost part of a sequence first.
         names: in the whole model's state dict, in its order; empty where no other stage holds any.
         elsewhere: those of them that other stages hold, under the names of files too.
         patches (`ModelPatches`): what was replaced on the model itself.
@@ -138,6 +140,7 @@ class ParallelState(Shared):
     placed: dict[str, Any] = field(default_factory=dict)
     cut: StageCut | None = None
     leaving: Callable[[Tensor], Tensor] | None = None
+    whole_between: list[tuple[str, Callable[[Any], Any]]] = field(default_factory=list)
     names: tuple[str, ...] = ()
     elsewhere: frozenset[str] = frozenset()
     rearranged: frozenset[str] = frozenset()

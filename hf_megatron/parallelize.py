@@ -34,7 +34,7 @@ from .registry.row_mixing import why_rows_mix
 from .spec import ModelSpec
 from .tensor_parallel import axis as tensor_parallel
 from .token_loss import install_loss
-from .upstream import adds_router_loss
+from .upstream import adds_router_loss, function_between_layers
 
 
 class ParallelAxis(Protocol):
@@ -118,11 +118,24 @@ def install(model: Any) -> None:
     leave_out_in_training(model, pipelined=state.axes.size("pp") > 1, always=state.axes.size("cp") > 1)
     for axis in AXES:
         axis.install(model, state)
+    _hand_whole_between_layers(model, state)
     assert state.data_parallel is not None
     state.data_parallel.on_stepped.append(state.loss.end_step)
     RowsOfCalls(model, state).install(model)
     LargestPosition(model, state).install(model)
     BatchNormGuard(model, state).install(model)
+
+
+def _hand_whole_between_layers(model: nn.Module, state: ParallelState) -> None:
+    """Has what a loop adds to hidden states between layers see whole ones."""
+    for layers in dict.fromkeys(name for name, _ in state.whole_between):
+        owner = model.get_submodule(layers.rpartition(".")[0])
+        if (function := function_between_layers(owner)) is None:
+            continue
+        name = function.__name__
+        for whole_for in (hand for other, hand in reversed(state.whole_between) if other == layers):
+            function = whole_for(function)
+        state.patches.replace(owner, name, function)
 
 
 def _hold_places(model: nn.Module, state: ParallelState) -> None:

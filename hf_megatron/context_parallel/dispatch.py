@@ -24,6 +24,7 @@ _KNOWN = frozenset(
         *("scaling", "dropout", "softcap", "s_aux", "sliding_window", "is_causal", "position_ids", "seq_idx"),
         *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
         *("use_cache", "return_dict", "output_attentions", "output_hidden_states", "output_router_logits"),
+        "logits_to_keep",
     )
 )
 
@@ -94,7 +95,7 @@ def _attend(
 ) -> tuple[Tensor, Tensor | None]:
     if not isinstance(attention_mask, ContextMask):
         stack = LEDGER.context
-        if stack is not None and stack.has_parts:
+        if stack is not None and stack.has_parts and not stack.is_beside(module):
             given = "no mask" if attention_mask is None else f"a mask {tuple(attention_mask.shape)} of its own"
             raise UnsupportedError(
                 f"{type(module).__name__} with cp_size > 1: its attention was given {given}, where transformers' "

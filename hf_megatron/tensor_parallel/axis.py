@@ -142,7 +142,7 @@ def install(model: Any, state: ParallelState) -> None:
     spec = state.spec
     arguments = {name: spec.token_dims.get(name, SEQUENCE_DIM) for name in spec.sequence_arguments}
     state.leaving = regions.install(model, arguments)
-    regions.install_between_layers(model, state.patches)
+    state.whole_between += [(name, stack.whole_for) for name, stack in regions.stacks.items()]
     if plan.split_mixtures:
         state.loss.join_tokens = regions.joined_rows
         model.register_forward_hook(regions.join_router_logits)

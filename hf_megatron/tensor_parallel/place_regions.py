@@ -8,9 +8,7 @@ from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
 from ..communication.random_streams import RandomStreams
-from ..instance_patches import ModelPatches
 from ..patch_ledger import Shared
-from ..upstream import function_between_layers
 from .gathered_input import GatheredInputs
 from .layer_streams import draw_alone
 from .region import SEQUENCE_DIM, SequenceArguments, SequenceStack, UniformRegion, WholeSequenceRegion
@@ -77,13 +75,6 @@ class Regions(Shared):
             for module in {_around_layers(model, name) for name in self.stacks}:
                 module.register_forward_hook(self._require_left)
         return leaving
-
-    def install_between_layers(self, model: Any, patches: ModelPatches) -> None:
-        """Has what loops add to hidden states between layers see whole ones."""
-        for name, stack in self.stacks.items():
-            owner = model.get_submodule(name.rpartition(".")[0])
-            if (function := function_between_layers(owner)) is not None:
-                patches.replace(owner, function.__name__, stack.whole_for(function))
 
     def joined_rows(self, part: Any) -> Any:
         """Joins what has an entry for each token of this rank in layers whose sequence is split, `[tokens, ...]`."""

@@ -7,6 +7,7 @@ import torch
 from transformers import CONFIG_MAPPING
 
 from hf_megatron import ConfigError, MegatronConfig
+from hf_megatron.context_parallel.stack import ContextStack
 from hf_megatron.errors import RankError, UnsupportedError
 from hf_megatron.integrations.gate import ConfigUnderTest
 from hf_megatron.pipeline_parallel import microbatches
@@ -52,6 +53,29 @@ def test_every_cut_equals_one_process(model_type):
         layout = ConfigUnderTest(pp_size=2, num_microbatches=2, pipeline_partition=(first, layers - first))
         comparison = check_twin(twin(model_type), layout)
         assert comparison.passed, (first, comparison.report())
+
+
+@pytest.mark.parametrize(
+    ("model_type", "layout"),
+    [
+        ("gemma3", {"cp_size": 2, "dp_size": 2}),
+        ("qwen2_5_vl", {"pp_size": 2, "cp_size": 2, "num_microbatches": 2, "recompute": "full"}),
+        # Features between layers; a tower that asks for masks of its own.
+        ("qwen3_vl", {"tp_size": 2, "sequence_parallel": True, "cp_size": 2}),
+        ("aria", {"pp_size": 2, "cp_size": 2, "num_microbatches": 2, "recompute": "full"}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else named(value),
+)
+def test_shared_rows_with_images(model_type, layout):
+    comparison = check_twin(twin(model_type), ConfigUnderTest(**layout))
+    assert comparison.passed, comparison.report()
+
+
+def test_features_that_shared_rows_leave_out_are_found():
+    def sabotage():
+        ContextStack.whole_for = lambda self, function: lambda hidden, *args: hidden
+
+    assert not check_twin(twin("qwen3_vl"), ConfigUnderTest(cp_size=2), sabotage=sabotage).passed
 
 
 class FrozenTowers(Twin):
