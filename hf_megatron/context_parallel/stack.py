@@ -15,7 +15,6 @@ A call that keeps or reads a cache, and a row of too few tokens, is computed who
 
 import functools
 import inspect
-import weakref
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -28,14 +27,14 @@ from transformers.utils import ModelOutput
 from ..communication.random_streams import StreamOfPart
 from ..errors import UnsupportedError
 from ..patch_ledger import LEDGER, Shared
-from ..patterns import module_name
 from ..tensor_parallel.place_regions import ROUTER_LOGITS
-from ..upstream import fetches_attention_core, in_backward, leave_uncompiled
+from ..upstream import in_backward, leave_uncompiled
 from .attention import ContextGroups, SharedRow
 from .descriptions import ContextMask
 from .exchange import gather_tokens, take_tokens
 from .held_tokens import HeldTokens, mapped
 from .order import SequenceOrder
+from .towers import Towers
 
 _TOKENS = 1
 _CACHES = ("past_key_values", "cache_params")
@@ -88,6 +87,7 @@ class ContextStack(Shared):
         row: the row of the forward under way, or of the last one, or of what backward computes again.
         whole_blocks: names of the blocks under way that have whole rows.
         keeps_some_logits: whether the call under way asks for the logits of some tokens only.
+        towers: what has rows of its own, whole on every rank.
         keeps_tokens (`Callable`): whether what follows the layers works on this rank's tokens too.
     """
 
@@ -111,7 +111,7 @@ class ContextStack(Shared):
         self._rows = 0
         self._call: frozenset[str] = frozenset()
         self._before: Any = None
-        self._beside: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self.towers = Towers(lambda: self if self._under_way and self._is_cut else None)
 
     def install(self, model: nn.Module, layers: nn.ModuleList) -> None:
         """Puts hooks around a model, its base and its layers; theirs are the outermost of layers."""
@@ -120,10 +120,7 @@ class ContextStack(Shared):
             enter = functools.partial(self._enter, names, index == 0)
             layer.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
         layers[-1].register_forward_hook(self._leave)
-        for part in _beside(model, layers):
-            self._beside.update(part.modules())
-            part.register_forward_pre_hook(self._enter_beside)
-            part.register_forward_hook(self._leave_beside, prepend=True, always_call=True)
+        self.towers.install(model, layers)
         base: Any = model.base_model
         for module in (model,) if base is model else (model, base):
             parameters = tuple(inspect.signature(type(module).forward).parameters)[1:]
@@ -152,10 +149,6 @@ class ContextStack(Shared):
     def has_parts(self) -> bool:
         """Whether attention that computes now has some tokens of a row, and those alone."""
         return self.shares_out() and not self.whole_blocks
-
-    def is_beside(self, module: nn.Module) -> bool:
-        """Tells whether a module belongs to a tower, which has rows of its own, whole on every rank."""
-        return module in self._beside
 
     def leave_stage(self, hidden: Tensor) -> Tensor:
         """Ends the part of a stack that a pipeline stage holds; `[batch, held, hidden]` stays."""
@@ -219,12 +212,6 @@ class ContextStack(Shared):
         if self._is_cut and isinstance(output, ModelOutput) and isinstance(parts := output.get(ROUTER_LOGITS), tuple):
             output[ROUTER_LOGITS] = tuple(map(self.joined_rows, parts))
         return output
-
-    def _enter_beside(self, part: nn.Module, args: tuple) -> None:
-        LEDGER.context = None
-
-    def _leave_beside(self, part: nn.Module, args: tuple, output: Any) -> None:
-        LEDGER.context = self if self._under_way and self._is_cut else None
 
     def _begin_row(self, base: nn.Module, args: tuple) -> None:
         self.row, self._has_entered = None, False
@@ -296,19 +283,6 @@ class ContextStack(Shared):
             assert self.row is not None
             hidden = gather_tokens(hidden, _TOKENS, self.row.order, self.group)
         return hidden if isinstance(output, Tensor) else (hidden, *output[1:])
-
-
-def _beside(model: nn.Module, layers: nn.ModuleList) -> list[nn.Module]:
-    """Lists what has attention beside a list of layers, such as towers: children of the modules around it."""
-    name = module_name(model, layers).split(".")
-    around = [".".join(name[:depth]) for depth in range(len(name))]
-    return [
-        child
-        for outer in around
-        for inner, child in model.get_submodule(outer).named_children()
-        if f"{outer}.{inner}".lstrip(".") not in (*around, ".".join(name))
-        and any(fetches_attention_core(type(part)) for part in child.modules())
-    ]
 
 
 def _keeps_cache(module: Any, names: tuple[str, ...], given: dict[str, Any]) -> bool:
