@@ -159,6 +159,18 @@ class _PlainGradient(torch.autograd.Function):
         return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
 
 
+class _NothingTrained(torch.autograd.Function):
+    """Has a loss that no parameter of this rank took part in go backward all the same, with no gradient for any."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, parameter: Tensor) -> Tensor:
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
+        return None, None
+
+
 class LossHooks:
     """Model hooks around everything that a call's losses need to know of their batch."""
 
@@ -205,7 +217,7 @@ class LossHooks:
         batch = self.batch
         if self.leaving:
             self.leaving.pop()()
-        output = self._with_plain_gradient(output)
+        output = self._with_plain_gradient(self._going_backward(model, output))
         counted, over_ranks, terms = batch.counted, batch.over_ranks, batch.terms
         batch.counted = False
         loss = _loss(output, self.takes_loss)
@@ -218,6 +230,14 @@ class LossHooks:
                 "parallel ranks. Call it without labels and compute the loss from its outputs, or use dp_size=1."
             )
         return _with_loss(output, loss / batch.mesh.dp_size) if counted else output
+
+    def _going_backward(self, model: nn.Module, output: Any) -> Any:
+        """Has a loss go backward whose rows reached nothing that is trained, as those of other ranks may have."""
+        loss = _loss(output, self.takes_loss)
+        if loss is None or loss.requires_grad or not (self.batch.over_ranks and torch.is_grad_enabled()):
+            return output
+        trained = next((parameter for parameter in model.parameters() if parameter.requires_grad), None)
+        return output if trained is None else _with_loss(output, _NothingTrained.apply(loss, trained))
 
     def _with_plain_gradient(self, output: Any) -> Any:
         loss = _loss(output, self.takes_loss)

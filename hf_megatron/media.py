@@ -55,6 +55,11 @@ def is_of_images(name: str) -> bool:
     return is_named and "video" not in name and name != PLACES
 
 
+def is_of_media(name: str) -> bool:
+    """Tells whether an argument has entries for images, videos or sounds, in whatever number, and not for rows."""
+    return is_of_images(name) or any(part in name for part in ("pixel", "video", "audio", "input_features"))
+
+
 def _is_of_pixels(name: str) -> bool:
     return "pixel" in name or name == _FLAT_PATCHES
 

@@ -47,14 +47,21 @@ def generate(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
     return original(self, *args, **kwargs)
 
 
-def call_encoder(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Calls the encoder, as stock does outside of the model's forward, with the weights that stage 3 splits there."""
+def call_encoder(
+    original: Callable, self: Any, inputs_tensor: Any, model_kwargs: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Calls the encoder, as stock does outside of the model's forward, with the weights that stage 3 splits there.
+
+    Towers of a pipeline are the first stage's alone: images go through the model's forward, with the prompt.
+    """
     state = parallel_state(self)
-    if state is None or not state.shards_weights or state.cut is not None or not self.config.is_encoder_decoder:
-        return original(self, *args, **kwargs)
+    if state is not None and state.cut is not None and not self.config.is_encoder_decoder:
+        return model_kwargs
+    if state is None or not state.shards_weights:
+        return original(self, inputs_tensor, model_kwargs, *args, **kwargs)
     assert state.data_parallel is not None
     with state.data_parallel.whole_root():
-        return original(self, *args, **kwargs)
+        return original(self, inputs_tensor, model_kwargs, *args, **kwargs)
 
 
 def init_continuous_batching(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -350,6 +350,10 @@ _ROWS: tuple[tuple[str, str, str, str], ...] = (
     ("sentence_transformers.base.model:BaseModel.save", "sentence_transformers:save", "saves on one rank", _LAYOUTS),
     ("sentence_transformers.base.trainer:BaseTrainer._load_from_checkpoint",
      "sentence_transformers:load_trained", "reads whole weights", _CHECKPOINTS),
+    ("sentence_transformers.base.trainer:BaseTrainer._build_dataloader", "sentence_transformers:build_dataloader",
+     "draws batches for each rank by itself", _RANKS_PER_BATCH),
+    ("sentence_transformers.base.trainer:BaseTrainer.get_train_dataloader",
+     "sentence_transformers:get_train_dataloader", "deals whole batches out to the ranks", _RANKS_PER_BATCH),
 )
 # fmt: on
 

@@ -5,19 +5,28 @@ data parallel ranks, so that a step is one process's on the batch of all.
 Imported while the library is, which imports Accelerate later, so it imports none of it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..communication.collectives import gather_from_ranks
 from ..errors import UnsupportedError
 from ..parallel_state import parallel_state
 from .wrapped_models import laid_out_inside
+
+# Losses of other rows of the batch that take no `gather_across_devices`.
+_COMPARE_ROWS = frozenset(
+    (
+        *("CoSENTLoss", "OnlineContrastiveLoss", "MegaBatchMarginLoss", "GlobalOrthogonalRegularizationLoss"),
+        *("BatchAllTripletLoss", "BatchHardTripletLoss", "BatchSemiHardTripletLoss"),
+        "ContrastiveTensionLossInBatchNegatives",
+    )
+)
 
 
 def get_rank(original: Callable) -> int:
@@ -97,6 +106,47 @@ def forward(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
 def distributed_evaluation(original: Callable, model: Any, enabled: bool = True) -> AbstractContextManager[bool]:
     """Has every rank evaluate the same, where stock deals sentences out to ranks that hold parts of one model."""
     return original(model, enabled and parallel_state(model) is None)
+
+
+def build_dataloader(original: Callable, self: Any, dataset: Any, batch_size: int, dataset_kind: str) -> Any:
+    """Draws the batches of all ranks as one process does: of one dataset each, without its duplicates, by its labels.
+
+    Raises:
+        UnsupportedError: a loss that compares rows of which every rank has some only.
+    """
+    if dataset_kind == "train" and (ranks := _ranks_with_other_rows(self)) > 1:
+        _require_loss_of_rows(self)
+        batch_size *= ranks if isinstance(dataset, Sized) else 1
+    return original(self, dataset, batch_size, dataset_kind)
+
+
+def get_train_dataloader(original: Callable, self: Any) -> Any:
+    """Deals the rows of each batch out to the ranks, where stock deals whole batches out."""
+    if _ranks_with_other_rows(self) == 1 or not isinstance(self.train_dataset, Sized):
+        return original(self)
+    dataloaders = self.accelerator.dataloader_config
+    before, dataloaders.split_batches = dataloaders.split_batches, True
+    try:
+        return original(self)
+    finally:
+        dataloaders.split_batches = before
+
+
+def _ranks_with_other_rows(trainer: Any) -> int:
+    models = laid_out_inside(trainer.model)
+    state = parallel_state(models[0]) if models else None
+    return 1 if state is None else state.mesh.dp_size
+
+
+def _require_loss_of_rows(trainer: Any) -> None:
+    losses = trainer.loss.values() if isinstance(trainer.loss, dict) else [trainer.loss]
+    for part in (part for loss in losses if isinstance(loss, nn.Module) for part in loss.modules()):
+        if found := _COMPARE_ROWS.intersection(cls.__name__ for cls in type(part).__mro__):
+            raise UnsupportedError(
+                f"{type(part).__name__} ({', '.join(sorted(found))}) compares the rows of a batch with each other, of "
+                "which each data parallel rank has some only, and sentence-transformers does not gather them. Use "
+                "dp_size=1, or a loss with gather_across_devices=True."
+            )
 
 
 def load_trained(original: Callable, self: Any, checkpoint_path: str) -> None:

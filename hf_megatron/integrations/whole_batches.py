@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 from transformers.trainer_utils import RemoveColumnsCollator
 
 from ..call_targets import without_targets
+from ..media import is_of_media
 from ..parallel_state import parallel_state
 from .batch_shards import rows_of_all_ranks, shard_of
 
@@ -155,11 +156,14 @@ def _same_states() -> Iterator[tuple]:
 
 
 def _has_rows(batch: Any, count: int) -> bool:
-    """Tells whether a batch is made of rows: every tensor `(rows, ...)`, which collators that join rows do not make."""
+    """Tells whether a batch is made of rows: every tensor `(rows, ...)`, which collators that join rows do not make.
+
+    Images, videos and sounds come in numbers of their own.
+    """
     return isinstance(batch, Mapping) and all(
         _has_rows(value, count) if isinstance(value, Mapping) else value.dim() > 0 and value.shape[0] == count
-        for value in batch.values()
-        if isinstance(value, Tensor | Mapping)
+        for name, value in batch.items()
+        if isinstance(value, Tensor | Mapping) and not is_of_media(name)
     )
 
 
@@ -191,10 +195,22 @@ class _OwnRows:
         first = self.rank * self.size
         batch = self.collate(samples)
         if _has_rows(batch, len(samples)):
-            return _taken(batch, [(first + index) % len(samples) for index in range(self.size)], len(samples))
+            places = [(first + index) % len(samples) for index in range(self.size)]
+            media = [name for name in batch if is_of_media(name)]
+            own = self._collated_again([samples[place] for place in places]) if media else {}
+            for name in media:
+                del batch[name]
+            batch = _taken(batch, places, len(samples))
+            batch.update({name: own[name] for name in media if name in own})
+            return batch
         # Once joined, repeated rows could not be told from others.
         own = samples[first : first + self.size]
         return self.collate(own) if own else without_targets(self.collate(samples[:1]))
+
+    def _collated_again(self, samples: list) -> Any:
+        """Collates rows by themselves: which images belong to which rows the collator alone knows."""
+        with _same_states():
+            return self.collate(samples)
 
 
 class _WholeStream(IterableDatasetShard):
