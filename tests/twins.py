@@ -149,7 +149,7 @@ _VL = {
         {**_CLIP, "model_type": "clip_vision_model"},
         {"image_token_id": 3, "image_seq_length": 4, "vision_feature_layer": -1},
     ),
-    "gemma3": (
+    "gemma3_vl": (
         {**_LLAMA, "head_dim": 16, "sliding_window": 8},
         {**_CLIP, "model_type": "siglip_vision_model", "vision_use_head": False},
         {"image_token_id": 3, "boi_token_id": 5, "eoi_token_id": 6, "mm_tokens_per_image": 4},
@@ -157,9 +157,12 @@ _VL = {
 }
 # Models of images and text: case -> (model type, its config).
 MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
-    f"{name}{'_tied' if tied else ''}": (name, _with_images(text, vision, tied, **further))
+    f"{name}{'_tied' if tied else ''}": (
+        "gemma3" if name == "gemma3_vl" else name,
+        _with_images(text, vision, tied, **further),
+    )
     for name, (text, vision, further) in _VL.items()
-    for tied in ((True,) if name == "gemma3" else (False, True))
+    for tied in ((True,) if name == "gemma3_vl" else (False, True))
 }
 
 
