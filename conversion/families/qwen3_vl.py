@@ -53,4 +53,7 @@ FAMILY = MultimodalFamily(
     text_type="qwen3",
     mrope_section=(24, 20, 20),
     own_unchecked=lambda config: BRIDGE_ONLY,
+    own_unstored=lambda config: (
+        "positions whose sections alternate (mrope_interleaved), as Bridge's model turns them",
+    ),
 )

@@ -70,15 +70,12 @@ class TransformersView(Reader):
             shown = ", ".join(unknown[:50]) + (", ..." if len(unknown) > 50 else "")
             raise CheckpointError(
                 f"{where}: {len(unknown)} tensors have no counterpart in {type(architecture.model).__name__}: {shown}; "
-                f"see that the config is the one of this checkpoint.{_hint(rules, reader.entries)}"
+                "see that the config is the one of this checkpoint."
             )
         dtypes = [entry.dtype for key, entry in entries.items() if key.kind == WEIGHT]
         usual = max(dict.fromkeys(dtypes), key=dtypes.count, default=torch.float32)
         entries |= {key: TensorMeta(architecture.shapes[key.name], usual) for key in self._filled}
-        try:
-            architecture.check((key.name for key in entries if key.kind == WEIGHT), where)
-        except CheckpointError as error:
-            raise CheckpointError(f"{error}{_hint(rules, reader.entries)}") from error
+        architecture.check((key.name for key in entries if key.kind == WEIGHT), where)
         return entries
 
     def _present(self, kind: str, rule: Rule) -> tuple[Key, ...] | None:
@@ -117,19 +114,19 @@ class TransformersView(Reader):
         return (f"weights that no computation reads and the checkpoint does not have are filled: {names}",)
 
 
-def _hint(rules: Sequence[Rule], found: Iterable[Key]) -> str:
-    """Says which parts of a model of images and text are not there at all."""
+def _check_parts(rules: Sequence[Rule], found: Iterable[Key], where: str) -> None:
+    """Checks that no part of a model of images and text is missing as a whole: arguments and shapes say less."""
     wanted = {_part(name) for rule in rules if rule.absent is None for name in rule.megatron}
-    there = {_part(key.name) for key in found}
-    if f"{LANGUAGE}*" not in wanted and f"{LANGUAGE}*" not in there:
-        return ""
-    if missing := sorted(wanted - there):
-        return f" It has no {', '.join(missing)}: is it the checkpoint of a text model, or of another part?"
-    return ""
+    if missing := sorted(wanted - {_part(key.name) for key in found} - {""}):
+        parts = ", ".join(f"{part}.*" for part in missing)
+        raise CheckpointError(
+            f"{where} has no {parts}: by the config it holds a model of images and text; is it the checkpoint of a text "
+            "model, or of another part?"
+        )
 
 
 def _part(name: str) -> str:
-    return f"{name.partition('.')[0]}.*" if of_tower(name) or name.startswith(LANGUAGE) else "language model"
+    return name.partition(".")[0] if of_tower(name) or name.startswith(LANGUAGE) else ""
 
 
 class Regrouping:
@@ -231,6 +228,7 @@ def megatron_format(
         rules = rules_of(architecture, TargetOptions())
         made, where = reader(path, architecture), str(iteration_folder(path))
         try:
+            _check_parts(rules, made.entries, where)
             check_arguments(made.arguments, family_of(architecture.config).meaning(architecture.config), where)
         except CheckpointError:
             made.close()
