@@ -2,8 +2,8 @@
 
 The names are those of Megatron-Core's LLaVAModel (`models/multimodal/llava_model.py` of 0.16.1), the shape of the class
 token and the order of query, key and value those of Megatron-LM's
-`examples/multimodal/model_converter/clip_converter.py` at 00caa53a. Megatron's CLIP leaves the norm behind the tower out,
-which LLaVA does not read.
+`examples/multimodal/model_converter/clip_converter.py` at 00caa53a. Megatron's CLIP leaves the norm behind the tower
+out, which LLaVA does not read.
 """
 
 from collections.abc import Collection, Iterator, Mapping

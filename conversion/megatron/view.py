@@ -120,8 +120,8 @@ def _check_parts(rules: Sequence[Rule], found: Iterable[Key], where: str) -> Non
     if missing := sorted(wanted - {_part(key.name) for key in found} - {""}):
         parts = ", ".join(f"{part}.*" for part in missing)
         raise CheckpointError(
-            f"{where} has no {parts}: by the config it holds a model of images and text; is it the checkpoint of a text "
-            "model, or of another part?"
+            f"{where} has no {parts}: by the config it holds a model of images and text; is it the checkpoint of a "
+            "text model, or of another part?"
         )
 
 
