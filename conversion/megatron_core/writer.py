@@ -83,7 +83,7 @@ class MegatronCoreWriter(Writer):
         for name, found in {f"{self._model.prefix}{self._model.block}.layers": {}, **stacks}.items():
             size = len(found) if of_tower(name) else self._model.num_layers
             if found.keys() != set(range(size)):
-                raise CheckpointError(f"The model has {size} {name}, planned are {sorted(found)}.")
+                raise CheckpointError(f"The model has {size} layers ({name}), planned are {sorted(found)}.")
             self._stack_sizes[name] = size
         arguments = self._model.arguments
         # One number says that every n-th layer is another, a list is taken for different layers in any case.
