@@ -115,14 +115,23 @@ class TransformersView(Reader):
 
 
 def _check_parts(rules: Sequence[Rule], found: Iterable[Key], where: str) -> None:
-    """Checks that no part of a model of images and text is missing as a whole: arguments and shapes say less."""
-    wanted = {_part(name) for rule in rules if rule.absent is None for name in rule.megatron}
-    if missing := sorted(wanted - {_part(key.name) for key in found} - {""}):
-        parts = ", ".join(f"{part}.*" for part in missing)
+    """Checks that a model of images and text, or of text, has its parts and no other: shapes and arguments say less."""
+    wanted = {_part(name) for rule in rules for name in rule.megatron} - {""}
+    there = {_part(key.name) for key in found} - {""}
+    if missing := sorted(wanted - there):
         raise CheckpointError(
-            f"{where} has no {parts}: by the config it holds a model of images and text; is it the checkpoint of a "
-            "text model, or of another part?"
+            f"{where} has no {_listed(missing)}: by the config it holds a model of images and text; is it the "
+            "checkpoint of a text model, or of another part?"
         )
+    if surplus := sorted(there - wanted):
+        raise CheckpointError(
+            f"{where} has {_listed(surplus)}, of which the config knows nothing; is it that of a text model, or of "
+            "another one of images and text?"
+        )
+
+
+def _listed(parts: Iterable[str]) -> str:
+    return ", ".join(f"{part}.*" for part in parts)
 
 
 def _part(name: str) -> str:
