@@ -37,7 +37,8 @@ def write_conversion_card(
     """
     dtype = only_dtype(plan.items()) or config.dtype or widest_dtype(plan.items())
     if to.card is None:
-        how = "`AutoModelForCausalLM.from_pretrained(folder, megatron_config=MegatronConfig())` under hf_megatron"
+        model_class = "AutoModelForCausalLM" if config.get_text_config() is config else "AutoModelForImageTextToText"
+        how = f"`{model_class}.from_pretrained(folder, megatron_config=MegatronConfig())` under hf_megatron"
         notes = [*notes, f"to load it: {how}; `hf-megatron convert FOLDER OUT --to hf` makes plain files"]
     facts = facts_of_config(
         config,

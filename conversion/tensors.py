@@ -9,7 +9,7 @@ in them (`decoder.layers.3.mlp.linear_fc1.weight`) and global shapes, however a 
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType, TracebackType
 from typing import Any, NamedTuple
 
@@ -240,11 +240,15 @@ class MegatronModel:
         arguments: Megatron-LM's own arguments (`num_layers`, `hidden_size`, `num_query_groups`, ...).
         gated: whether `linear_fc1` holds gate and up, each split over tp by itself.
         block: what the module of the layers is called.
+        prefix: what stands before the names of the language model's tensors, where it is a part of the model.
+        tower_sizes: what tensor-parallel ranks share of the other parts, and how many of it there are.
     """
 
     arguments: Mapping[str, Any]
     gated: bool
     block: str = "decoder"
+    prefix: str = ""
+    tower_sizes: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def num_layers(self) -> int:

@@ -16,8 +16,6 @@ from ..errors import CheckpointError
 from ..files.safetensors import TensorMeta
 from .architecture import Architecture
 from .families import family_of, rules_of
-from .families.family import unstored_activation
-from .families.positions import unstored_positions
 from .format import Format
 from .megatron.rules import Rule
 from .megatron.view import megatron_plan
@@ -30,9 +28,9 @@ from .tensors import MAIN_WEIGHT, MOMENTS, WEIGHT, Key, OptimizerState, Reader, 
 def notes_of(config: Any) -> list[str]:
     """Returns what a user of a checkpoint in Megatron's formats has to know of a model."""
     family = family_of(config)
-    reason, unstored = family.unchecked(config), (unstored_positions(config), unstored_activation(family, config))
+    reason = family.unchecked(config)
     notes = [f"format checked by round trip only: {reason}"] if reason else []
-    return [*notes, *(f"not said by Megatron's arguments: {what}" for what in unstored if what)]
+    return [*notes, *(f"not said by Megatron's arguments: {what}" for what in family.unstored(config))]
 
 
 def note_of_left_out(reader: Reader, model_class: str) -> list[str]:

@@ -160,15 +160,18 @@ class _PlainGradient(torch.autograd.Function):
 
 
 class _NothingTrained(torch.autograd.Function):
-    """Has a loss that no parameter of this rank took part in go backward all the same, with no gradient for any."""
+    """Has a loss that no trained parameter of this rank took part in go backward, with zeros for one of them."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, parameter: Tensor) -> Tensor:
+        """Returns the loss, a scalar; the parameter is of any shape."""
+        ctx.save_for_backward(parameter)
         return loss.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
-        return None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        """Returns zeros of the parameter's shape: by a gradient the reduction knows that there was a backward."""
+        return None, torch.zeros_like(ctx.saved_tensors[0])
 
 
 class LossHooks:

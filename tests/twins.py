@@ -1,9 +1,10 @@
 """Tiny models of every family that the converters know, with no two tensors alike."""
 
+import copy
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForPreTraining
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForPreTraining
 
 VOCABULARY = 250
 
@@ -124,11 +125,51 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+_SECTION = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+_IMAGE = {"image_size": 8, "patch_size": 4}
+_CLIP = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, **_IMAGE}
+_QWEN_TOWER = {"depth": 2, "num_heads": 4, "hidden_size": 32, "intermediate_size": 48, "patch_size": 4}
+_QWEN3_TOWER = {**_QWEN_TOWER, "out_hidden_size": 64, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]}
+_TOKENS = {"image_token_id": 3, "video_token_id": 4, "vision_start_token_id": 5, "vision_end_token_id": 6}
+_QWEN3 = {**_LLAMA, "head_dim": 16, "rope_parameters": {**_SECTION, "mrope_interleaved": True}}
+
+
+def _with_images(text: dict[str, Any], vision: dict[str, Any], tied: bool = False, **further: Any) -> dict[str, Any]:
+    """The outer config says whether the head is tied; the inner one has transformers' own default."""
+    inner = {name: value for name, value in text.items() if name != "tie_word_embeddings"}
+    return {"text_config": inner, "vision_config": vision, "tie_word_embeddings": tied, **further}
+
+
+_VL = {
+    "qwen2_5_vl": ({**_LLAMA, "rope_parameters": _SECTION}, {**_QWEN_TOWER, "out_hidden_size": 64}, _TOKENS),
+    "qwen3_vl": (_QWEN3, _QWEN3_TOWER, _TOKENS),
+    "qwen3_vl_moe": ({**_QWEN3, **_EXPERTS}, _QWEN3_TOWER, _TOKENS),
+    "llava": (
+        {**_LLAMA, "model_type": "llama"},
+        {**_CLIP, "model_type": "clip_vision_model"},
+        {"image_token_id": 3, "image_seq_length": 4, "vision_feature_layer": -1},
+    ),
+    "gemma3_vl": (
+        {**_LLAMA, "head_dim": 16, "sliding_window": 8},
+        {**_CLIP, "model_type": "siglip_vision_model", "vision_use_head": False},
+        {"image_token_id": 3, "boi_token_id": 5, "eoi_token_id": 6, "mm_tokens_per_image": 4},
+    ),
+}
+# Models of images and text: case -> (model type, its config).
+MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
+    f"{name}{'_tied' if tied else ''}": (
+        "gemma3" if name == "gemma3_vl" else name,
+        _with_images(text, vision, tied, **further),
+    )
+    for name, (text, vision, further) in _VL.items()
+    for tied in ((True,) if name == "gemma3_vl" else (False, True))
+}
+
 
 def config_of(case: str) -> Any:
     """The config of a case."""
-    model_type, changes = FAMILIES[case]
-    return AutoConfig.for_model(model_type, **changes)
+    model_type, changes = {**FAMILIES, **MULTIMODAL}[case]
+    return AutoConfig.for_model(model_type, **copy.deepcopy(changes))
 
 
 def twin(case: str, dtype: torch.dtype = torch.float32) -> Any:
@@ -138,6 +179,8 @@ def twin(case: str, dtype: torch.dtype = torch.float32) -> Any:
     config._attn_implementation = "eager"
     # Only the class for pretraining has all of what Megatron's BERT has.
     model_class = AutoModelForPreTraining if config.model_type == "megatron-bert" else AutoModelForCausalLM
+    if case in MULTIMODAL:
+        model_class = AutoModelForImageTextToText
     model = model_class.from_config(config).eval()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():

@@ -14,15 +14,15 @@ from ..architecture import Architecture
 from ..megatron.rules import Rule
 from ..tensors import TargetOptions
 from .family import Family
-from .positions import unstored_positions
+from .multimodal import MultimodalFamily
 
-__all__ = ["Family", "check_config", "family_of", "known_families", "rules_of"]
+__all__ = ["Family", "MultimodalFamily", "check_config", "family_of", "known_families", "rules_of"]
 
 
 @cache
-def known_families() -> Mapping[str, Family]:
+def known_families() -> Mapping[str, Family | MultimodalFamily]:
     """Collects the `FAMILY` of every module of this package that has one, by model type."""
-    found: dict[str, Family] = {}
+    found: dict[str, Family | MultimodalFamily] = {}
     for module in pkgutil.iter_modules(__path__):
         family = vars(importlib.import_module(f"{__name__}.{module.name}")).get("FAMILY")
         if family is not None:
@@ -30,7 +30,7 @@ def known_families() -> Mapping[str, Family]:
     return MappingProxyType(found)
 
 
-def family_of(config: Any) -> Family:
+def family_of(config: Any) -> Family | MultimodalFamily:
     """Finds the family of a config.
 
     Raises:
@@ -68,7 +68,7 @@ def check_config(config: Any) -> None:
     with _readable(config):
         refused = family.refuse(config)
         if not refused:
-            family.meaning(config), family.unchecked(config), unstored_positions(config)
+            family.meaning(config), family.unchecked(config), family.unstored(config)
     if refused:
         raise UnsupportedError(f"{config.model_type}: {refused}")
 
@@ -77,6 +77,6 @@ def rules_of(architecture: Architecture, options: TargetOptions) -> list[Rule]:
     """Lists the rules of an architecture's family, with a vocabulary padded as the options say."""
     config, multiple = architecture.config, options.make_vocab_size_divisible_by * options.tp_size
     check_config(config)
-    padded = -(-config.vocab_size // multiple) * multiple
+    padded = -(-config.get_text_config().vocab_size // multiple) * multiple
     with _readable(config):
-        return list(family_of(config).rules(config, padded, architecture.further_layers))
+        return list(family_of(config).rules(config, padded, architecture.further_layers, architecture.names))

@@ -1,12 +1,12 @@
 """What a family states, and the blocks that most of them are made of."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from ..megatron.rules import GroupedQKV, Joined, Operation, PaddedVocabulary, Rule, Same
 from ..tensors import MegatronModel
-from .positions import rotary_arguments, window_arguments
+from .positions import rotary_arguments, unstored_positions, window_arguments
 
 Arguments = dict[str, Any]
 
@@ -58,8 +58,26 @@ class Family:
         """Returns what a config means in Megatron's arguments: those that are stored, and what says the same."""
         return {"openai_gelu": activation(config) in _TANH_GELU, **self.arguments(config)}
 
-    def rules(self, config: Any, padded: int, further_layers: int = 0) -> Iterator[Rule]:
-        """Yields a rule for every tensor, with a vocabulary of `padded` rows and layers of multi-token prediction."""
+    def unstored(self, config: Any) -> tuple[str, ...]:
+        """Returns what Megatron-LM's arguments cannot say of a config's positions and of its MLP's activation."""
+        return tuple(what for what in (unstored_positions(config), self._unstored_activation(config)) if what)
+
+    def _unstored_activation(self, config: Any) -> str | None:
+        name, arguments = activation(config), self.arguments(config)
+        if self.gated and not (arguments.get("swiglu") or arguments.get("quick_geglu")):
+            return f"a gated {name}, which gated_linear_unit and activation_func of TransformerConfig say"
+        if not self.gated and name not in ("gelu", "gelu_python", *_TANH_GELU):
+            return f"the activation {name}, which activation_func of TransformerConfig says"
+        return None
+
+    def rules(self, config: Any, padded: int, further_layers: int = 0, names: Collection[str] = ()) -> Iterator[Rule]:
+        """Yields a rule for every tensor.
+
+        Args:
+            padded: how many rows the vocabulary has in Megatron.
+            further_layers: how many layers of multi-token prediction there are.
+            names: of the model's tensors, for parts that are taken along as they are.
+        """
         vocabulary = PaddedVocabulary(config.vocab_size, padded)
         yield from renamed(self.embedding, "embedding.word_embeddings", operation=vocabulary)
         if not config.tie_word_embeddings:
@@ -92,16 +110,6 @@ def activation(config: Any) -> str | None:
     """Returns the name of the MLP's activation."""
     names = ("hidden_act", "hidden_activation", "activation_function")
     return next((found for name in names if (found := getattr(config, name, None))), None)
-
-
-def unstored_activation(family: Family, config: Any) -> str | None:
-    """Returns what Megatron-LM's arguments cannot say of the MLP's activation, `None` where they say all."""
-    name, arguments = activation(config), family.arguments(config)
-    if family.gated and not (arguments.get("swiglu") or arguments.get("quick_geglu")):
-        return f"a gated {name}, which gated_linear_unit and activation_func of TransformerConfig say"
-    if not family.gated and name not in ("gelu", "gelu_python", *_TANH_GELU):
-        return f"the activation {name}, which activation_func of TransformerConfig says"
-    return None
 
 
 def qkv(config: Any) -> GroupedQKV:

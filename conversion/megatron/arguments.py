@@ -82,7 +82,7 @@ OTHER_NAMES: Mapping[str, str] = MappingProxyType(
     }
 )
 # Positions that turn, whatever rescales them.
-_ROTARY = ("rope", "yarn")
+_ROTARY = ("rope", "yarn", "mrope")
 _OF_ROTARY = frozenset(
     {
         "rotary_base",

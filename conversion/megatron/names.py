@@ -33,9 +33,23 @@ class RankSplit:
         return replace(self, dim=self.dim - 1)
 
 
+# What models of images and text put before GPTModel's names (models/multimodal/llava_model.py, and Megatron-Bridge's).
+LANGUAGE = "language_model."
 # BertModel calls its layers `encoder` (models/bert/bert_model.py).
-LAYER = re.compile(r"(decoder\.layers\.|encoder\.layers\.|mtp\.layers\.)(\d{1,9})\.")
+LAYER = re.compile(r"((?:language_model\.)?(?:decoder|encoder|mtp)\.layers\.)(\d{1,9})\.")
+# Modules that torch_dist stores as one tensor with an axis for their numbers: layers, and those that Megatron-Bridge's
+# Qwen3VLVisionTransformerBlock stores likewise.
+STACK = re.compile(
+    r"((?:(?:language_model|vision_model)\.)?(?:decoder|encoder)\.layers"
+    r"|vision_model\.decoder\.deepstack_merger_list)\.(\d{1,9})\.(.+)"
+)
+_TOWER = re.compile(r"(?:vision_model|vision_projection|visual|vision_tower|multi_modal_projector)\.")
+# Parts of towers that are modules of torch or transformers, and have no states beside their weights.
+_STATELESS = re.compile(
+    r"(?:visual|vision_tower)\.|vision_model\.(?:class_token|conv1|position_embeddings|ln_post|patch_embed|pos_embed)\b"
+)
 EXPERTS = ".mlp.experts.experts."
+FLAT_TOWER, DEEP_TOWER = "vision_tower.", "vision_tower.vision_model."
 
 # The part of a name after its layer, and how it is split. `tensor_parallel/layers.py`: ColumnParallelLinear splits
 # rows and its bias, RowParallelLinear splits columns and keeps its bias whole, VocabParallelEmbedding splits rows.
@@ -76,12 +90,39 @@ _OUTSIDE: tuple[tuple[str, RankSplit | None], ...] = (
     (r"mtp\.layers\.\d+\.(enorm|hnorm|final_layernorm)\.(weight|bias)", None),
     (r"mtp\.layers\.\d+\.eh_proj\.weight", RankSplit(0)),
 )
+# What stands before the language model, on the first stage of a pipeline.
+_TOWERS: tuple[tuple[str, RankSplit | None], ...] = (
+    # models/vision/clip_vit_model.py
+    (r"vision_model\.(class_token|(conv1|position_embeddings)\.weight|conv1\.bias|ln_(pre|post)\.(weight|bias))", None),
+    # models/vision/multimodal_projector.py, an MLP whose activation has no gate.
+    (r"vision_projection\.encoder\.linear_fc1\.(weight|bias)", RankSplit(0)),
+    (r"vision_projection\.encoder\.linear_fc2\.weight", RankSplit(1)),
+    (r"vision_projection\.encoder\.linear_fc2\.bias", None),
+    # Megatron-Bridge's modelling_qwen3_vl/vision_model.py and utils.py, Qwen3VLVisionPatchMerger.
+    (r"vision_model\.(pos_embed\.weight|patch_embed\.proj\.(weight|bias))", None),
+    (r"vision_model\.(merger|decoder\.deepstack_merger_list\.\d+)\.patch_norm\.(weight|bias)", None),
+    (r"vision_model\.(merger|decoder\.deepstack_merger_list\.\d+)\.linear_fc1\.(weight|bias)", RankSplit(0)),
+    (r"vision_model\.(merger|decoder\.deepstack_merger_list\.\d+)\.linear_fc2\.weight", RankSplit(1)),
+    (r"vision_model\.(merger|decoder\.deepstack_merger_list\.\d+)\.linear_fc2\.bias", None),
+    # Towers of transformers, which every rank has whole: Megatron-Bridge's qwen_vl/modeling_qwen25_vl.py and
+    # gemma_vl/modeling_gemma3_vl.py.
+    (r"(visual|vision_tower)\..+", None),
+    (r"multi_modal_projector\.mm_soft_embed_norm\.weight", None),
+    (r"multi_modal_projector\.proj\.weight", RankSplit(0)),
+)
+_LANGUAGE = rf"({re.escape(LANGUAGE)})?"
 _RULES = tuple(
     (re.compile(prefix + pattern), split)
     for prefix, rules in (
-        ("", _OUTSIDE),
-        (r"(decoder|encoder)\.layers\.\d+\.", _IN_LAYER),
-        (r"mtp\.layers\.\d+\.transformer_layer\.", _IN_LAYER),
+        (_LANGUAGE, _OUTSIDE),
+        ("", _TOWERS),
+        # No tower of Megatron's own has a gated activation.
+        (
+            r"vision_model\.decoder\.layers\.\d+\.",
+            tuple((name, split and replace(split, halves=False)) for name, split in _IN_LAYER),
+        ),
+        (_LANGUAGE + r"(decoder|encoder)\.layers\.\d+\.", _IN_LAYER),
+        (_LANGUAGE + r"mtp\.layers\.\d+\.transformer_layer\.", _IN_LAYER),
     )
     for pattern, split in rules
 )
@@ -103,23 +144,38 @@ _INSIDE = re.compile(r"(.*\.)(self_attention\.linear_\w+|mlp\.linear_fc1)\.layer
 
 def of_mtp(name: str) -> bool:
     """Checks whether a tensor, or the layers that `LAYER` finds, predict further tokens (MTP)."""
-    return name.startswith("mtp.")
+    return name.removeprefix(LANGUAGE).startswith("mtp.")
+
+
+def of_tower(name: str) -> bool:
+    """Checks whether a tensor belongs to what stands before a language model: towers and projectors."""
+    return _TOWER.match(name) is not None
+
+
+def has_state(name: str) -> bool:
+    """Checks whether the module of a tensor may have a state beside its weights."""
+    return _STATELESS.match(name) is None
 
 
 def tensor_parallel_split(name: str) -> RankSplit | None:
     """Returns how tensor-parallel ranks share the tensor of a name, `None` where each of them has all of it.
 
     Raises:
-        CheckpointError: no module of Megatron-Core's GPTModel or BertModel has a tensor of this name.
+        CheckpointError: no module of Megatron-Core or Megatron-Bridge that is known has a tensor of this name.
     """
     for pattern, split in _RULES:
         if pattern.fullmatch(name):
             return split
-    raise CheckpointError(f"{name} is not a tensor of Megatron-Core's GPTModel or BertModel that can be converted.")
+    raise CheckpointError(f"{name} is not a tensor of a model of Megatron-Core that can be converted.")
 
 
 def spellings(name: str) -> tuple[str, ...]:
-    """Returns the other names that a tensor has: of the norm before a linear, inside of it or on its own."""
+    """Returns the other names that a tensor has: of the norm before a linear, inside of it or on its own.
+
+    A tower of transformers lies one module deeper in version 4 than in version 5.
+    """
+    if name.startswith(DEEP_TOWER):
+        return (FLAT_TOWER + name.removeprefix(DEEP_TOWER),)
     return tuple(other for _, other in _spellings(name))
 
 
@@ -184,23 +240,30 @@ def name_of_expert(name: str, expert: int, grouped: bool) -> str:
     return f"{module}.mlp.experts.local_experts.{expert}.{linear}.{kind}"
 
 
-def extra_states(names: Iterable[str], local_names: bool, last: bool) -> Iterator[str]:
+def extra_states(names: Iterable[str], local_names: bool, last: bool, prefix: str = "") -> Iterator[str]:
     """Yields the keys of states without content that a strict `load_state_dict` expects of a rank.
 
     `tensor_parallel/layers.py`: linears split by columns or rows have one, the output layer even where it has no
     weight. TransformerEngine's linears, norms and attention have one too.
+
+    Args:
+        last: whether the rank has the output layer.
+        prefix: what stands before its name.
     """
     for name in names:
         module, _, kind = name.rpartition(".")
+        if not has_state(name):
+            continue
         # The norm of BERT's head is Apex's, which has no state (models/bert/bert_lm_head.py).
         if kind.startswith("weight") and not module.startswith("lm_head."):
             linear = module.rpartition(".")[2]
-            if linear.startswith("linear_") or linear == "eh_proj" or (not local_names and linear.endswith("norm")):
+            parallel = linear.startswith("linear_") or linear == "eh_proj" or module == "multi_modal_projector.proj"
+            if parallel or (not local_names and linear.endswith(("norm", "ln_pre"))):
                 yield f"{module}._extra_state"
             if not local_names and linear == "linear_proj":
                 yield f"{module.removesuffix(linear)}core_attention._extra_state"
     if last:
-        yield "output_layer._extra_state"
+        yield f"{prefix}output_layer._extra_state"
 
 
 def rank_views(tensor: Tensor, split: RankSplit, rank: int, size: int, gated: bool) -> tuple[Tensor, ...]:

@@ -160,6 +160,21 @@ class PaddedVocabulary(Operation):
 
 
 @dataclass(frozen=True)
+class Reshaped(Operation):
+    """The same entries in another shape: `[width]` in the model, `[1, ..., width]` in Megatron."""
+
+    dims: int
+
+    def to_megatron(self, tensors: Sequence[Tensor], memory: Memory = FRESH) -> list[Tensor]:
+        return [tensor.reshape((1,) * (self.dims - 1) + tuple(tensor.shape)) for tensor in tensors]
+
+    def to_transformers(self, tensors: Sequence[Tensor], memory: Memory = FRESH) -> list[Tensor]:
+        if any(tensor.shape[:-1].numel() != 1 for tensor in tensors):
+            raise CheckpointError(f"expected one row, found the shape {tuple(tensors[0].shape)}.")
+        return [tensor.reshape(tensor.shape[-1]) for tensor in tensors]
+
+
+@dataclass(frozen=True)
 class Chain(Operation):
     """Operations one after another, in the order towards Megatron."""
 
@@ -180,8 +195,14 @@ class Chain(Operation):
 
 @dataclass(frozen=True)
 class Rule:
-    """Tensors of a model that one operation turns into tensors of Megatron, names without placeholders."""
+    """Tensors of a model that one operation turns into tensors of Megatron, names without placeholders.
+
+    Args:
+        absent: what the model's weights are filled with where a checkpoint has none: no computation reads them, and
+            Megatron has no module for them. `None`: every checkpoint has them.
+    """
 
     transformers: tuple[str, ...]
     megatron: tuple[str, ...]
     operation: Operation = Same()
+    absent: float | None = None

@@ -5,7 +5,7 @@ from types import MappingProxyType
 
 from ...errors import CheckpointError
 from ..tensors import Key, MegatronModel, TargetOptions
-from .names import EXPERTS, of_mtp
+from .names import EXPERTS, of_mtp, of_tower
 
 # What is split over tensor parallel ranks in any case; how experts are is told when they are loaded.
 _WIDTHS = MappingProxyType(
@@ -38,8 +38,11 @@ def check_sizes(model: MegatronModel, options: TargetOptions, plan: Iterable[Key
             raise _unfit(f"num_query_groups {groups} neither divides nor is divided by", "tp_size", tp, fit)
     for field, module in _WIDTHS.items():
         width = arguments.get(field)
-        if width is not None and width % tp and any(module in name for name in names):
+        if width is not None and width % tp and any(module in name and not of_tower(name) for name in names):
             raise _unfit(f"{field} {width} does not divide over", "tp_size", tp, _divisors(width))
+    for what, size in model.tower_sizes.items():
+        if size % tp:
+            raise _unfit(f"{what} {size} does not divide over", "tp_size", tp, _divisors(size))
     if pp > 1 and any(map(of_mtp, names)):
         raise CheckpointError(f"pp_size {pp}: layers that predict further tokens (mtp) are written with 1 only.")
     if ep > 1 and not any(EXPERTS in name for name in names):

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ...errors import CheckpointError
@@ -16,7 +17,7 @@ from ..output import Output
 from ..tensors import WEIGHT, Key, MegatronModel, MegatronReader, OptimizerState, Reader, TargetOptions, Writer, largest
 from .arguments import check_arguments, notes_of_arguments
 from .folder import iteration_folder
-from .names import of_mtp, spellings
+from .names import LANGUAGE, of_mtp, of_tower, spellings
 from .rules import Rule
 
 
@@ -43,11 +44,14 @@ class TransformersView(Reader):
         reader = self._reader
         entries: dict[Key, TensorMeta] = {}
         used: set[Key] = set()
+        self._filled: dict[Key, float] = {}
         kinds = sorted({key.kind for key in reader.entries}, key=lambda kind: (kind != WEIGHT, kind))
         for rule in rules:
             for kind in kinds:
                 sources = self._present(kind, rule)
                 if sources is None:
+                    if rule.absent is not None and kind == WEIGHT:
+                        self._filled |= {Key(kind, name): rule.absent for name in rule.transformers}
                     continue
                 used.update(sources)
                 try:
@@ -68,6 +72,9 @@ class TransformersView(Reader):
                 f"{where}: {len(unknown)} tensors have no counterpart in {type(architecture.model).__name__}: {shown}; "
                 "see that the config is the one of this checkpoint."
             )
+        dtypes = [entry.dtype for key, entry in entries.items() if key.kind == WEIGHT]
+        usual = max(dict.fromkeys(dtypes), key=dtypes.count, default=torch.float32)
+        entries |= {key: TensorMeta(architecture.shapes[key.name], usual) for key in self._filled}
         architecture.check((key.name for key in entries if key.kind == WEIGHT), where)
         return entries
 
@@ -83,6 +90,9 @@ class TransformersView(Reader):
         return tuple(found)
 
     def read(self, key: Key) -> Tensor:
+        if key in self._filled:
+            entry = self.entries[key]
+            return torch.full(entry.shape, self._filled[key], dtype=entry.dtype)
         if key not in self._ready:
             rule, sources = self._source_of[key]
             self._reader.memory = self.memory
@@ -94,6 +104,38 @@ class TransformersView(Reader):
 
     def close(self) -> None:
         self._reader.close()
+
+    @property
+    def note_of_filled(self) -> tuple[str, ...]:
+        """What a user has to know of weights that the checkpoint does not have and the model does not read."""
+        if not self._filled:
+            return ()
+        names = ", ".join(f"{key.name} with {value:g}" for key, value in self._filled.items())
+        return (f"weights that no computation reads and the checkpoint does not have are filled: {names}",)
+
+
+def _check_parts(rules: Sequence[Rule], found: Iterable[Key], where: str) -> None:
+    """Checks that a model of images and text, or of text, has its parts and no other: shapes and arguments say less."""
+    wanted = {_part(name) for rule in rules for name in rule.megatron} - {""}
+    there = {_part(key.name) for key in found} - {""}
+    if missing := sorted(wanted - there):
+        raise CheckpointError(
+            f"{where} has no {_listed(missing)}: by the config it holds a model of images and text; is it the "
+            "checkpoint of a text model, or of another part?"
+        )
+    if surplus := sorted(there - wanted):
+        raise CheckpointError(
+            f"{where} has {_listed(surplus)}, of which the config knows nothing; is it that of a text model, or of "
+            "another one of images and text?"
+        )
+
+
+def _listed(parts: Iterable[str]) -> str:
+    return ", ".join(f"{part}.*" for part in parts)
+
+
+def _part(name: str) -> str:
+    return name.partition(".")[0] if of_tower(name) or name.startswith(LANGUAGE) else ""
 
 
 class Regrouping:
@@ -195,12 +237,13 @@ def megatron_format(
         rules = rules_of(architecture, TargetOptions())
         made, where = reader(path, architecture), str(iteration_folder(path))
         try:
+            _check_parts(rules, made.entries, where)
             check_arguments(made.arguments, family_of(architecture.config).meaning(architecture.config), where)
         except CheckpointError:
             made.close()
             raise
         view = TransformersView(made, rules, architecture, where)
-        view.notes = notes_of_arguments(made.arguments)
+        view.notes = (*notes_of_arguments(made.arguments), *view.note_of_filled)
         return view
 
     def create(

@@ -33,7 +33,7 @@ _MOMENT = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(param|fp32_param|exp
 _KINDS = {"param": MAIN_WEIGHT, "fp32_param": MAIN_WEIGHT, "exp_avg": EXP_AVG, "exp_avg_sq": EXP_AVG_SQ}
 _OF_OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.")
 # transformer/transformer_block.py: stacked layers have no number in their names but an axis in front.
-_STACKED = re.compile(r"((?:.+\.)?layers)\.(?!\d)(.+)")
+_STACKED = re.compile(r"((?:.+\.)?(?:layers|deepstack_merger_list))\.(?!\d)(.+)")
 # transformer/mlp.py and transformer/moe/experts.py with `singleton_local_shards`.
 _HALF = re.compile(r"(.+\.linear_fc1\.(?:weight|bias))_([wv])")
 _ONE_EXPERT = re.compile(r"(.+\.mlp\.experts\.experts)\.(\d+)\.(.+)")

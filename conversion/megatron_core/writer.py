@@ -15,13 +15,13 @@ from ...errors import CheckpointError
 from ...files.safetensors import TensorMeta
 from ..dcp.store_writer import StoreWriter
 from ..megatron.folder import TRACKER, folder_name, tracker_text
+from ..megatron.names import STACK, has_state, of_tower
 from ..output import Output
 from ..tensors import EXP_AVG, EXP_AVG_SQ, MAIN_WEIGHT, WEIGHT, Key, MegatronModel, OptimizerState, Writer
 from ..torch_files.writer import write_object
 from .common_state import is_plain_value, optimizer_state, rate_schedule
 from .reader import COMMON, COMMON_OBJECT, CONFIG
 
-_LAYER = re.compile(r"((?:decoder|encoder)\.layers)\.(\d+)\.(.+)")
 _EXPERTS = ".mlp.experts.experts."
 _FIRST_LINEAR = re.compile(r".+\.linear_fc1\.(weight|bias)")
 _MOMENTS = {MAIN_WEIGHT: "param", EXP_AVG: "exp_avg", EXP_AVG_SQ: "exp_avg_sq"}
@@ -58,6 +58,7 @@ class MegatronCoreWriter(Writer):
         self._iteration = iteration
         self._folder = f"{folder_name(iteration)}/"
         self._check_moments()
+        self._stack_sizes: dict[str, int] = {}
         self._stacked = self._layers_are_alike()
         self._store = StoreWriter(output, self._folder)
 
@@ -75,12 +76,15 @@ class MegatronCoreWriter(Writer):
 
     def _layers_are_alike(self) -> bool:
         """Checks whether Megatron stacks the layers of such a model (transformer/transformer_block.py)."""
-        layers: dict[int, dict[str, TensorMeta]] = {}
+        stacks: dict[str, dict[int, dict[str, TensorMeta]]] = {}
         for key, entry in self.plan.items():
-            if key.kind == WEIGHT and (match := _LAYER.fullmatch(key.name)):
-                layers.setdefault(int(match[2]), {})[match[3]] = entry
-        if layers.keys() != set(range(self._model.num_layers)):
-            raise CheckpointError(f"The model has {self._model.num_layers} layers, planned are {sorted(layers)}.")
+            if key.kind == WEIGHT and (match := STACK.fullmatch(key.name)):
+                stacks.setdefault(match[1], {}).setdefault(int(match[2]), {})[match[3]] = entry
+        for name, found in {f"{self._model.prefix}{self._model.block}.layers": {}, **stacks}.items():
+            size = len(found) if of_tower(name) else self._model.num_layers
+            if found.keys() != set(range(size)):
+                raise CheckpointError(f"The model has {size} layers ({name}), planned are {sorted(found)}.")
+            self._stack_sizes[name] = size
         arguments = self._model.arguments
         # One number says that every n-th layer is another, a list is taken for different layers in any case.
         frequencies = (arguments.get("moe_layer_freq"), arguments.get("linear_attention_freq"))
@@ -88,20 +92,20 @@ class MegatronCoreWriter(Writer):
             return False
         if arguments.get("heterogeneous_block_specs") or arguments.get("hetereogenous_dist_checkpoint"):
             return False
-        return all(layer == layers[0] for layer in layers.values())
+        return all(layer == stack[0] for stack in stacks.values() for layer in stack.values())
 
     def write(self, key: Key, tensor: Tensor) -> None:
         self.check_once(key, tensor)
         prefix = "" if key.kind == WEIGHT else f"optimizer.state.{_MOMENTS[key.kind]}."
-        name, layer = self._stored(key.name)
-        stack, front = ((), ()) if layer is None else ((self._model.num_layers,), (layer,))
+        name, place = self._stored(key.name)
+        stack, front = ((), ()) if place is None else ((place[1],), (place[0],))
         for offset, chunk in self._chunks(key.name, tensor):
             self._store.write_chunk(prefix + name, (*stack, *tensor.shape), (*front, *offset), chunk)
 
-    def _stored(self, name: str) -> tuple[str, int | None]:
-        """Returns the name in the store, and the layer's place in it when layers are stacked."""
-        match = _LAYER.fullmatch(name) if self._stacked else None
-        return (f"{match[1]}.{match[3]}", int(match[2])) if match else (name, None)
+    def _stored(self, name: str) -> tuple[str, tuple[int, int] | None]:
+        """Returns the name in the store, and the layer's place among how many when layers are stacked."""
+        match = STACK.fullmatch(name) if self._stacked else None
+        return (f"{match[1]}.{match[3]}", (int(match[2]), self._stack_sizes[match[1]])) if match else (name, None)
 
     def _chunks(self, name: str, tensor: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
         """Yields each expert, and gate and up, by themselves (transformer/mlp.py, `apply_swiglu_sharded_factory`).
@@ -112,7 +116,9 @@ class MegatronCoreWriter(Writer):
         if _EXPERTS in name:
             rest, dim = (0,) * (tensor.dim() - 1), 1
             boxes = [((expert, *rest), tensor[expert : expert + 1]) for expert in range(len(tensor))]
-        halves = self._model.gated and _FIRST_LINEAR.fullmatch(name) and tensor.shape[dim] % 2 == 0
+        halves = (
+            self._model.gated and not of_tower(name) and _FIRST_LINEAR.fullmatch(name) and tensor.shape[dim] % 2 == 0
+        )
         for offset, box in boxes:
             if not halves:
                 yield offset, box
@@ -147,7 +153,8 @@ class MegatronCoreWriter(Writer):
         """
         seen = set()
         for key, entry in self.plan.items():
-            if key.kind != WEIGHT or key.name.startswith(("embedding.", "output_layer.weight")):
+            own = key.name.removeprefix(self._model.prefix)
+            if key.kind != WEIGHT or own.startswith(("embedding.", "output_layer.weight")) or not has_state(key.name):
                 continue
             modules = [key.name.rpartition(".")[0]]
             if match := re.fullmatch(r"(.+\.self_attention)\..+", key.name):
@@ -157,7 +164,7 @@ class MegatronCoreWriter(Writer):
                     continue
                 seen.add(module)
                 stored, layer = self._stored(f"{module}._extra_state")
-                place = [] if layer is None else [(layer, self._model.num_layers)]
+                place = [] if layer is None else [layer]
                 experts = entry.shape[0] if _EXPERTS in key.name else 0
                 for expert in range(experts or 1):
                     grid = [*place, (expert, experts)] if experts else place or [(0, 1)]
@@ -191,8 +198,10 @@ class MegatronCoreWriter(Writer):
         """Returns those for `--use-checkpoint-args` and those that are compared (training/checkpointing.py)."""
         arguments = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, **self._model.arguments}
         arguments |= {"ckpt_format": "torch_dist", "use_dist_ckpt": True, "iteration": self._iteration or 0}
-        arguments.setdefault("untie_embeddings_and_output_weights", Key(WEIGHT, "output_layer.weight") in self.plan)
-        if embedding := self.plan.get(Key(WEIGHT, _EMBEDDING)):
+        prefix = self._model.prefix
+        untied = Key(WEIGHT, f"{prefix}output_layer.weight") in self.plan
+        arguments.setdefault("untie_embeddings_and_output_weights", untied)
+        if embedding := self.plan.get(Key(WEIGHT, prefix + _EMBEDDING)):
             arguments["padded_vocab_size"] = embedding.shape[0]
         if self._optimizer is not None:
             arguments |= {"use_distributed_optimizer": True, "dist_ckpt_optim_fully_reshardable": True}

@@ -24,6 +24,8 @@ _GROUPED = 2
 # language_model -> embedding -> word_embeddings -> weight
 _DEEPEST = 3
 _OLDER = ("language_model.", "transformer.", "word_embeddings.", "position_embeddings.")
+# Megatron-Core's models of images and text have a part of the same name.
+_OF_CORE = re.compile(r"language_model\.decoder\.layers\.\d{1,9}\.(?:self_attention|mlp)\.linear_")
 
 _BLOCK = r"(?:language_model\.)?(?:transformer|encoder)\."
 _LAYER = _BLOCK + r"layers\.(\d{1,9})\."
@@ -82,7 +84,7 @@ def _entries(path: Path, table: Any, prefix: str, deeper: int) -> Iterator[tuple
 
 def is_older(names: Collection[str]) -> bool:
     """Checks whether a model's names are of Megatron-LM before Megatron-Core."""
-    return any(name.startswith(_OLDER) for name in names)
+    return any(name.startswith(_OLDER) for name in names) and not any(map(_OF_CORE.match, names))
 
 
 def core_names(path: Path, tensors: Mapping[str, Any], block: str) -> dict[str, Any]:
@@ -134,6 +136,17 @@ def check_version(path: Path, version: float, older: bool) -> None:
             f"{path}: checkpoint_version is {shown(version)}, and the names are Megatron-Core's, which has written 3.0 "
             "from the start: the order of query, key and value is not known."
         )
+
+
+def tower_in_order(packed: Tensor, version: float) -> Tensor:
+    """Returns a tower's rows of query, key and value `[rows, ...]`, which are ordered as in version 2.0.
+
+    Raises:
+        CheckpointError: they are older than towers are.
+    """
+    if version < _GROUPED:
+        raise CheckpointError(f"Megatron-LM had no towers when it wrote checkpoint_version {version}.")
+    return packed
 
 
 def grouped_by_head(packed: Tensor, version: float, arguments: Mapping[str, Any], ranks: int, memory: Memory) -> Tensor:

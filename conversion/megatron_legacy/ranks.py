@@ -16,6 +16,7 @@ from ...files.data_file import DataFile
 from ...files.safetensors import check_count
 from ..megatron.arguments import stored_arguments
 from ..megatron.folder import iteration_folder
+from ..megatron.names import LANGUAGE
 from ..torch_files.reader import open_saved
 from ..torch_files.saved import Saved, StoredTensor
 from .before_core import check_version, core_arguments, core_names, flattened, is_older
@@ -195,7 +196,8 @@ def _second_is_expert(files: Mapping[tuple[int, ...], RankFile]) -> bool:
         return False
     if arguments.get("expert_model_parallel_size") not in (None, 1):
         return True
-    return all("embedding.word_embeddings.weight" in file.chunks[0] for file in files.values())
+    embedding = "embedding.word_embeddings.weight"
+    return all(not {embedding, LANGUAGE + embedding}.isdisjoint(file.chunks[0]) for file in files.values())
 
 
 def _rank(numbers: tuple[int, ...], only_experts: bool) -> Rank:

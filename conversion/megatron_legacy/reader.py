@@ -7,10 +7,10 @@ from torch import Tensor
 
 from ...errors import CheckpointError
 from ..megatron.folder import RELEASE
-from ..megatron.names import LAYER, canonical, expert_of, of_mtp, tensor_parallel_split
+from ..megatron.names import LAYER, canonical, expert_of, of_mtp, of_tower, tensor_parallel_split
 from ..tensors import WEIGHT, Key, MegatronModel, MegatronReader
 from ..torch_files.saved import StoredTensor
-from .before_core import grouped_by_head
+from .before_core import grouped_by_head, tower_in_order
 from .merging import MergedTensor, RankPart
 from .ranks import Rank, RankFile, Ranks
 
@@ -95,7 +95,7 @@ class MegatronLegacyReader(MegatronReader):
         there = self._merged.setdefault(name, made)
         if there is made:
             return
-        if name != _EMBEDDING:
+        if name != self._model.prefix + _EMBEDDING:
             raise CheckpointError(f"{name} is in two stages: {there.pieces[0][0]} and {made.pieces[0][0]}.")
         # multi_token_prediction.py: a stage that predicts further tokens has a copy of the embedding.
         there.copies += [*made.copies, *zip(there.pieces[0], made.pieces[0], strict=True)]
@@ -153,10 +153,11 @@ class MegatronLegacyReader(MegatronReader):
         """Takes the last stage's copy of tied embeddings out (language_module.py)."""
         name = "untie_embeddings_and_output_weights"
         untied = self._model.arguments.get(name, self.arguments.get(name, False))
-        if untied or _OUTPUT not in self._merged or _EMBEDDING not in self._merged:
+        first, last = self._model.prefix + _EMBEDDING, self._model.prefix + _OUTPUT
+        if untied or last not in self._merged or first not in self._merged:
             return
-        copy = self._merged.pop(_OUTPUT)
-        embedding = self._merged[_EMBEDDING]
+        copy = self._merged.pop(last)
+        embedding = self._merged[first]
         embedding.copies += [*copy.copies, *zip(embedding.pieces[0], copy.pieces[0], strict=True)]
 
     def read(self, key: Key) -> Tensor:
@@ -168,6 +169,8 @@ class MegatronLegacyReader(MegatronReader):
         if ".self_attention.linear_qkv." not in name or ".layer_norm_" in name:
             return tensor
         try:
+            if of_tower(name):
+                return tower_in_order(tensor, first.version)
             return grouped_by_head(tensor, first.version, self._model.arguments, self._ranks.sizes.tp, self.memory)
         except CheckpointError as error:
             raise CheckpointError(f"{first.path}: {name}: {error}") from error

@@ -21,6 +21,7 @@ from ..megatron.names import (
     local,
     name_of_expert,
     of_mtp,
+    of_tower,
     rank_views,
     tensor_parallel_split,
 )
@@ -147,7 +148,7 @@ class MegatronLegacyWriter(Writer):
                 raise CheckpointError(f"{name}: num_layers is {self._model.num_layers}.")
             stage = number // of_stage
             own = f"{match[1]}{number % of_stage}.{name[match.end() :]}"
-        elif name.startswith("embedding."):
+        elif of_tower(name) or name.startswith(f"{self._model.prefix}embedding."):
             stage = 0
         if self._local:
             own = local(own)
@@ -159,12 +160,20 @@ class MegatronLegacyWriter(Writer):
         for tp, ep in product(range(self._sizes.tp), eps):
             yield Rank(tp, stage, ep), own
             # language_module.py: with tied embeddings the last stage has a copy of its own.
-            if name == _EMBEDDING and stage != last and self._tied:
-                yield Rank(tp, last, ep), _OUTPUT
+            if name == self._embedding and stage != last and self._tied:
+                yield Rank(tp, last, ep), self._output
+
+    @property
+    def _embedding(self) -> str:
+        return self._model.prefix + _EMBEDDING
+
+    @property
+    def _output(self) -> str:
+        return self._model.prefix + _OUTPUT
 
     @property
     def _tied(self) -> bool:
-        return Key(WEIGHT, _OUTPUT) not in self.plan
+        return Key(WEIGHT, self._output) not in self.plan
 
     def _models(self) -> dict[Rank, OrderedDict[str, Any]]:
         """Makes the table of each rank's weights, whose tensors are numbered in the order in which they come."""
@@ -180,7 +189,8 @@ class MegatronLegacyWriter(Writer):
                     shard.slots[rank] = len(models[rank])
                     models[rank][name] = StorageSlot(shard.slots[rank], entry)
         for rank, model in models.items():
-            model.update(dict.fromkeys(extra_states(model, self._local, rank.pp == self._sizes.pp - 1)))
+            last, prefix = rank.pp == self._sizes.pp - 1, self._model.prefix
+            model.update(dict.fromkeys(extra_states(model, self._local, last, prefix)))
         return models
 
     def _arguments(self) -> Namespace:
@@ -205,7 +215,7 @@ class MegatronLegacyWriter(Writer):
         }
         if any(EXPERTS in key.name for key in self.plan):
             arguments["moe_grouped_gemm"] = self._grouped
-        if embedding := self.plan.get(Key(WEIGHT, _EMBEDDING)):
+        if embedding := self.plan.get(Key(WEIGHT, self._embedding)):
             arguments["padded_vocab_size"] = embedding.shape[0]
         return Namespace(**arguments)
 

@@ -10,7 +10,8 @@ import torch
 from hf_megatron import CheckpointError
 from hf_megatron.conversion.architecture import Architecture
 from hf_megatron.conversion.families import family_of, known_families
-from hf_megatron.conversion.megatron.names import spellings, tensor_parallel_split
+from hf_megatron.conversion.families.multimodal import packed_qkv
+from hf_megatron.conversion.megatron.names import RankSplit, spellings, tensor_parallel_split
 from hf_megatron.conversion.megatron.rules import (
     Chain,
     Divided,
@@ -19,22 +20,23 @@ from hf_megatron.conversion.megatron.rules import (
     InterleavedRows,
     Joined,
     PaddedVocabulary,
+    Reshaped,
 )
-from tests.twins import FAMILIES, config_of, twin
+from tests.twins import FAMILIES, MULTIMODAL, config_of, twin
 
 TABLE = json.loads((Path(__file__).parents[1] / "data" / "megatron_bridge_names.json").read_text())["families"]
 
 
 def rules_of(case: str, padded: int = 256) -> list:
     config = config_of(case)
-    return list(family_of(config).rules(config, padded))
+    return list(family_of(config).rules(config, padded, names=Architecture(twin(case)).names))
 
 
 def test_every_family_has_a_twin():
-    assert {model_type for model_type, _ in FAMILIES.values()} == set(known_families())
+    assert {model_type for model_type, _ in {**FAMILIES, **MULTIMODAL}.values()} == set(known_families())
 
 
-@pytest.mark.parametrize("case", FAMILIES)
+@pytest.mark.parametrize("case", {**FAMILIES, **MULTIMODAL})
 def test_every_tensor_has_one_rule(case):
     rules, architecture = rules_of(case), Architecture(twin(case))
     names = [name for rule in rules for name in rule.transformers]
@@ -47,7 +49,7 @@ def test_every_tensor_has_one_rule(case):
         assert not set(spellings(name)) & set(megatron)
 
 
-@pytest.mark.parametrize("case", FAMILIES)
+@pytest.mark.parametrize("case", {**FAMILIES, **MULTIMODAL})
 def test_rules_are_reversible_and_keep_their_shapes_on_meta(case):
     state = twin(case).state_dict()
     for rule in rules_of(case):
@@ -59,7 +61,7 @@ def test_rules_are_reversible_and_keep_their_shapes_on_meta(case):
         assert all(torch.equal(one, other) for one, other in zip(tensors, back, strict=True)), rule
 
 
-@pytest.mark.parametrize("case", FAMILIES)
+@pytest.mark.parametrize("case", {**FAMILIES, **MULTIMODAL})
 def test_a_swapped_pair_would_be_seen(case):
     """No two tensors of a twin that have the same shape are equal: the comparisons of conversions can fail."""
     tensors = list(twin(case).state_dict().items())
@@ -71,33 +73,112 @@ def test_a_swapped_pair_would_be_seen(case):
         seen.setdefault(tuple(tensor.shape), []).append((name, tensor))
 
 
-@pytest.mark.parametrize("case", ["gemma2", "gemma3", "olmo2"])
-def test_names_and_shapes_are_those_of_megatron_bridge(case):
-    config = config_of(case)
-    head = config.head_dim if case != "olmo2" else config.hidden_size // config.num_attention_heads
+def sizes_of(config) -> dict[str, int]:
+    """What the letters of the table stand for."""
+    text, vision = config.get_text_config(), getattr(config, "vision_config", None)
+    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     sizes = {
-        "V": config.vocab_size,
-        "h": config.hidden_size,
-        "f": config.intermediate_size,
-        "2f": 2 * config.intermediate_size,
+        "V": text.vocab_size,
+        "h": text.hidden_size,
+        "f": text.intermediate_size,
+        "2f": 2 * text.intermediate_size,
         "d": head,
-        "nd": config.num_attention_heads * head,
-        "gd": config.num_key_value_heads * head,
-        "(n+2g)d": (config.num_attention_heads + 2 * config.num_key_value_heads) * head,
+        "nd": text.num_attention_heads * head,
+        "gd": text.num_key_value_heads * head,
+        "(n+2g)d": (text.num_attention_heads + 2 * text.num_key_value_heads) * head,
     }
+    if config.model_type == "qwen3_vl_moe":
+        width = text.moe_intermediate_size
+        sizes |= {"E": text.num_experts, "e": width, "2e": 2 * width}
+    if vision is not None:
+        width = vision.hidden_size
+        sizes |= {"w": width, "3w": 3 * width, "v": vision.intermediate_size, "s": vision.patch_size}
+    if config.model_type.startswith("qwen3_vl"):
+        merged = width * vision.spatial_merge_size**2
+        sizes |= {"m": merged, "o": vision.out_hidden_size, "p": vision.num_position_embeddings}
+    elif config.model_type == "llava":
+        sizes["p"] = (vision.image_size // vision.patch_size) ** 2 + 1
+    return sizes
+
+
+def numberless(name: str) -> str:
+    """The name of a tensor, with stars for the numbers of layers; of experts the name that one has on a rank."""
+    name = re.sub(r"(layers|blocks|deepstack_merger_list)\.\d+", r"\1.*", name)
+    return re.sub(r"\.experts\.experts\.(linear_fc\d)\.weight", r".experts.\1.weight*", name)
+
+
+def expected_tensors(case: str, state: dict) -> dict[str, tuple]:
+    """The table's tensors, with those that it names by `**`."""
+    config = config_of(case)
+    sizes, expected = sizes_of(config), {}
+    for name, entry in TABLE[config.model_type]["tensors"].items():
+        sources = entry["transformers"]
+        if name == "language_model.output_layer.weight" and config.tie_word_embeddings:
+            continue
+        if name.endswith("**"):
+            (source,) = sources
+            start = source.removesuffix("**")
+            for own, tensor in state.items():
+                if own.startswith(start):
+                    target = numberless(name.removesuffix("**") + own.removeprefix(start))
+                    expected[target] = ([numberless(own)], list(tensor.shape))
+            continue
+        expected[name] = (sources, [sizes.get(size, size) for size in entry["shape"]])
+    return expected
+
+
+@pytest.mark.parametrize("case", ["gemma2", "gemma3", "olmo2", *MULTIMODAL])
+def test_names_and_shapes_are_those_of_megatron_bridge(case):
     state = twin(case).state_dict()
     found: dict[str, tuple] = {}
-    for rule in rules_of(case, padded=config.vocab_size):
+    for rule in rules_of(case, padded=config_of(case).get_text_config().vocab_size):
         made = rule.operation.to_megatron([state[name] for name in rule.transformers])
         for name, tensor in zip(rule.megatron, made, strict=True):
-            key = re.sub(r"layers\.\d+", "layers.*", name)
-            names = [re.sub(r"layers\.\d+", "layers.*", other) for other in rule.transformers]
-            assert found.setdefault(key, (names, list(tensor.shape))) == (names, list(tensor.shape))
-    tensors = TABLE[config.model_type]["tensors"]
-    expected = {
-        name: (entry["transformers"], [sizes[size] for size in entry["shape"]]) for name, entry in tensors.items()
-    }
-    assert found == expected
+            key, names = numberless(name), [numberless(other) for other in rule.transformers]
+            shape = list(tensor.shape[1:] if key.endswith("*") else tensor.shape)
+            assert found.setdefault(key, (names, shape)) == (names, shape)
+    assert found == expected_tensors(case, state)
+
+
+def test_the_table_has_every_letter_and_no_wildcard_that_matches_nothing():
+    """A table that says less would compare less."""
+    for case in MULTIMODAL:
+        state, config = twin(case).state_dict(), config_of(case)
+        for name, entry in TABLE[config.model_type]["tensors"].items():
+            if name.endswith("**"):
+                assert any(own.startswith(entry["transformers"][0].removesuffix("**")) for own in state), name
+        own = {name for names, _ in expected_tensors(case, state).values() for name in names}
+        tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
+        assert own == {numberless(name) for name in state} - tied
+
+
+def test_towers_order_queries_keys_and_values_by_heads():
+    """By hand: two heads of a width of one, all queries before all keys before all values in transformers."""
+    rows = torch.arange(6.0)
+    assert packed_qkv(2, 2).to_megatron([rows])[0].tolist() == [0, 2, 4, 1, 3, 5]
+    assert packed_qkv(4, 2).to_megatron([torch.arange(12.0)])[0].tolist() == [0, 1, 4, 5, 8, 9, 2, 3, 6, 7, 10, 11]
+    (token,) = Reshaped(3).to_megatron([rows])
+    assert token.shape == (1, 1, 6)
+    assert torch.equal(Reshaped(3).to_transformers([token])[0], rows)
+    with pytest.raises(CheckpointError, match=r"one row, found the shape \(1, 2, 3\)"):
+        Reshaped(3).to_transformers([rows.reshape(1, 2, 3)])
+
+
+@pytest.mark.parametrize(
+    ("name", "split"),
+    {
+        "language_model.decoder.layers.0.mlp.linear_fc1.weight": RankSplit(0, halves=True),
+        "vision_model.decoder.layers.0.mlp.linear_fc1.weight": RankSplit(0),
+        "vision_model.decoder.layers.0.self_attention.linear_proj.weight": RankSplit(1),
+        "vision_model.decoder.deepstack_merger_list.1.linear_fc2.weight": RankSplit(1),
+        "vision_model.class_token": None,
+        "visual.blocks.0.mlp.gate_proj.weight": None,
+        "multi_modal_projector.proj.weight": RankSplit(0),
+        "vision_projection.encoder.linear_fc1.bias": RankSplit(0),
+    }.items(),
+)
+def test_towers_of_megatron_are_split_and_those_of_transformers_are_not(name, split):
+    assert tensor_parallel_split(name) == split
 
 
 def test_a_parallel_residual_changes_no_name():

@@ -92,7 +92,8 @@ def test_split_in_layers(prefix, name):
         "decoder.layers.0.self_attention.linear_qkv.weight.more",
         "decoder.layers.0.mlp.linear_fc1.weight0",
         "decoder.layers.0.self_attention.unknown.weight",
-        "language_model.embedding.word_embeddings.weight",
+        "language_model.encoder.layers.0.attention.dense.weight",
+        "vision_model.head.weight",
         "model.embed_tokens.weight",
     ],
 )

@@ -1,0 +1,16 @@
+"""Qwen2.5-VL: Qwen2.5 behind the tower of transformers, which every rank of the first stage has whole.
+
+The names are those of Megatron-Bridge (`src/megatron/bridge/models/qwen_vl/qwen25_vl_bridge.py` at 588d3bb8).
+"""
+
+from .llama import FAMILY as LLAMA
+from .multimodal import BRIDGE_ONLY, MultimodalFamily, carried
+
+FAMILY = MultimodalFamily(
+    model_types=("qwen2_5_vl",),
+    text=LLAMA,
+    towers=lambda config, names: carried(names, "model.visual", "visual"),
+    text_type="qwen2",
+    mrope_section=(16, 24, 24),
+    own_unchecked=lambda config: BRIDGE_ONLY,
+)
