@@ -159,21 +159,6 @@ class _PlainGradient(torch.autograd.Function):
         return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
 
 
-class _NothingTrained(torch.autograd.Function):
-    """Has a loss that no trained parameter of this rank took part in go backward, with zeros for one of them."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, parameter: Tensor) -> Tensor:
-        """Returns the loss, a scalar; the parameter is of any shape."""
-        ctx.save_for_backward(parameter)
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
-        """Returns zeros of the parameter's shape: by a gradient the reduction knows that there was a backward."""
-        return None, torch.zeros_like(ctx.saved_tensors[0])
-
-
 class LossHooks:
     """Model hooks around everything that a call's losses need to know of their batch."""
 
@@ -220,7 +205,7 @@ class LossHooks:
         batch = self.batch
         if self.leaving:
             self.leaving.pop()()
-        output = self._with_plain_gradient(self._going_backward(model, output))
+        output = self._with_plain_gradient(output)
         counted, over_ranks, terms = batch.counted, batch.over_ranks, batch.terms
         batch.counted = False
         loss = _loss(output, self.takes_loss)
@@ -233,14 +218,6 @@ class LossHooks:
                 "parallel ranks. Call it without labels and compute the loss from its outputs, or use dp_size=1."
             )
         return _with_loss(output, loss / batch.mesh.dp_size) if counted else output
-
-    def _going_backward(self, model: nn.Module, output: Any) -> Any:
-        """Has a loss go backward whose rows reached nothing that is trained, as those of other ranks may have."""
-        loss = _loss(output, self.takes_loss)
-        if loss is None or loss.requires_grad or not (self.batch.over_ranks and torch.is_grad_enabled()):
-            return output
-        trained = next((parameter for parameter in model.parameters() if parameter.requires_grad), None)
-        return output if trained is None else _with_loss(output, _NothingTrained.apply(loss, trained))
 
     def _with_plain_gradient(self, output: Any) -> Any:
         loss = _loss(output, self.takes_loss)
