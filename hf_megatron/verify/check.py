@@ -21,13 +21,14 @@ from ..axes import Axes
 from ..config import MegatronConfig
 from ..errors import ConfigError, MegatronError, RankError, UnsupportedError
 from ..expert_modules import find_experts
-from ..media import image_token, is_of_images
+from ..media import VIDEO_PIXELS, image_token, is_of_images
 from ..parallelize import plan
 from ..pipeline_parallel.stage_counts import layers_with_features
 from ..registry import own_spec, registered_types
 from ..registry.features import Features, describe_model
 from ..registry.recorded import layout_kind, tested_versions, write_results
 from ..spec import ModelSpec
+from ..videos import is_of_videos
 from .adapters import adapted
 from .draws import check_draws
 from .known_types import without_gradient
@@ -98,6 +99,12 @@ def image_types() -> list[str]:
     return [name for name in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES if name in CONFIG_MAPPING]
 
 
+def takes_videos(model_type: str) -> bool:
+    """Tells whether the class for images of a type takes videos in arguments of their own."""
+    forward = getattr(transformers, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[model_type]).forward
+    return VIDEO_PIXELS in inspect.signature(forward).parameters
+
+
 def has_plan(model_type: str) -> bool:
     """Tells whether a type, or the text model in it, can be split over tp: by a plan in transformers or a spec here."""
     if model_type in registered_types() or getattr(CONFIG_MAPPING[model_type], "base_model_tp_plan", None):
@@ -166,6 +173,7 @@ def cases_of(models: list[str], task: str = "causal", *, given_class: bool = Fal
         if model == "all":
             every = [(name, "causal") for name in causal_types()]
             every += [(name, "image") for name in image_types() if task == "image" or not _has_one_class(name)]
+            every += [(name, "video") for name in image_types() if task == "video" and takes_videos(name)]
             every += [(name, other) for name, tasks in OTHER_TASKS.items() for other in tasks]
             yield from (case for case in every if task in ("causal", case[1]))
         else:
@@ -336,6 +344,7 @@ def _check_layout(
         "parts": [],
         "draws": [],
         "versions": tested_versions(),
+        **_media(twin),
     }
     if twin is None:
         return row | {"passed": False, "worst": reason}
@@ -361,6 +370,14 @@ def _check_layout(
         refused = not isinstance(error, RankError)
         return row | {"passed": False, "worst": first_reason(str(error)), "refused": refused}
     return row | _verdict(comparison, config)
+
+
+def _media(twin: Twin | None) -> dict[str, Any]:
+    """Says what a twin's batches have beside text."""
+    names = {name for batch in twin.batches for name in batch} if twin is not None else set()
+    of = {"images": any(map(is_of_images, names)), "videos": any(map(is_of_videos, names))}
+    found = [name for name, is_there in of.items() if is_there]
+    return {"media": found} if found else {}
 
 
 def _verdict(comparison: Judgement, config: PreTrainedConfig) -> dict[str, Any]:

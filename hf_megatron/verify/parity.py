@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig
 
 from ..config import MegatronConfig
 from ..integrations.gate import ConfigUnderTest
+from ..media import PIXELS
 from ..registry.features import Description, Part, describe_model
 from .image_batch import make_image_batch
 from .known_types import without_gradient
@@ -150,9 +151,13 @@ def _draw(
     draw_parameters(model, seed)
     directory = Path(tempfile.mkdtemp(prefix="hf_megatron_twin_"))
     model.save_pretrained(directory)
-    if task == "image":
-        rows = sizes["batch_size"]
-        batches = [make_image_batch(model, batch_size=rows, seed=seed + index) for index in range(microbatches)]
+    if task in ("image", "video"):
+        given = {"batch_size": sizes["batch_size"], "videos": task == "video"}
+        batches = [make_image_batch(model, **given, seed=seed + index) for index in range(microbatches)]
+        if PIXELS not in batches[0]:
+            # A model that takes either images or videos: every other batch is of images.
+            given["videos"] = False
+            batches[1::2] = [make_image_batch(model, **given, seed=seed + n) for n in range(1, microbatches, 2)]
     else:
         batches = [make_batch(tiny, seed=seed + index, task=task, **sizes) for index in range(microbatches)]
     # Read back, so that both sides start from the same file.

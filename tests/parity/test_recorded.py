@@ -199,6 +199,8 @@ def test_base_models_are_what_classes_with_a_head_were_compared_as(model_type, l
 
 
 def _task(row):
+    if "videos" in row.get("media", ()):
+        return "video"
     return task_of_class(row["class"], resolve_config(row["model_type"], row["changes"]))
 
 
