@@ -28,7 +28,6 @@ from ..registry import own_spec, registered_types
 from ..registry.features import Features, describe_model
 from ..registry.recorded import layout_kind, tested_versions, write_results
 from ..spec import ModelSpec
-from ..videos import is_of_videos
 from .adapters import adapted
 from .draws import check_draws
 from .known_types import without_gradient
@@ -350,7 +349,7 @@ def _check_layout(
         return row | {"passed": False, "worst": reason}
     try:
         if adapter is not None:
-            return row | _verdict(check_twin(twin, layout, timeout=timeout, device=device), config)
+            return row | _verdict(check_twin(twin, layout, timeout=timeout, device=device), twin)
         features = features_on_layout(twin.model_on_meta(), layout)
         row |= {"parts": list(features.parts)} | ({"split": _split_share(twin, layout)} if layout.tp_size > 1 else {})
         if unlike := describe_model(twin.model_on_meta()).features({}).parts ^ twin.full.features({}).parts:
@@ -369,20 +368,21 @@ def _check_layout(
     except MegatronError as error:
         refused = not isinstance(error, RankError)
         return row | {"passed": False, "worst": first_reason(str(error)), "refused": refused}
-    return row | _verdict(comparison, config)
+    return row | _verdict(comparison, twin)
 
 
 def _media(twin: Twin | None) -> dict[str, Any]:
     """Says what a twin's batches have beside text."""
-    names = {name for batch in twin.batches for name in batch} if twin is not None else set()
-    of = {"images": any(map(is_of_images, names)), "videos": any(map(is_of_videos, names))}
-    found = [name for name, is_there in of.items() if is_there]
+    if twin is None:
+        return {}
+    has_images = any(is_of_images(name) for batch in twin.batches for name in batch)
+    found = ["images"] * has_images + ["videos"] * twin.has_videos
     return {"media": found} if found else {}
 
 
-def _verdict(comparison: Judgement, config: PreTrainedConfig) -> dict[str, Any]:
+def _verdict(comparison: Judgement, twin: Twin) -> dict[str, Any]:
     found: dict[str, Any] = {"passed": comparison.passed, "worst": str(comparison.worst)}
-    if reasons := without_gradient(config):
+    if reasons := without_gradient(twin.config, videos=twin.has_videos):
         found["no_gradient"] = sorted(reasons.values())
     return found if comparison.passed else found | {"details": comparison.report()}
 

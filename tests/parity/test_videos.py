@@ -74,13 +74,13 @@ def test_pipelines_refuse_videos_of_types_that_were_not_compared_with_them(monke
 def test_a_batch_that_videos_do_not_reach_is_no_batch_of_videos():
     """The check of twins itself: a model that ignores its videos makes none."""
     model = twin("llava_onevision").load()
-    forward = type(model).forward
+    original = type(model).forward
 
     class Blind(type(model)):
-        @functools.wraps(forward)
+        @functools.wraps(original)
         def forward(self, *args, pixel_values_videos=None, **kwargs):
             zeros = None if pixel_values_videos is None else torch.zeros_like(pixel_values_videos)
-            return forward(self, *args, pixel_values_videos=zeros, **kwargs)
+            return original(self, *args, pixel_values_videos=zeros, **kwargs)
 
     model.__class__ = Blind
     with pytest.raises(ValueError, match="does not depend on them"):
