@@ -53,7 +53,7 @@ def check(
     task: Annotated[
         str,
         typer.Option(
-            help="Of the batches: causal, image, masked, seq2seq, classification, token_classification or "
+            help="Of the batches: causal, image, video, masked, seq2seq, classification, token_classification or "
             "question_answering."
         ),
     ] = "causal",
