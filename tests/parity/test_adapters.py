@@ -127,7 +127,7 @@ LAYOUTS = {
     "tp1+dp2+zero2 lora": 161,
     "tp1+dp2+zero3 lora": 161,
     "tp1+ep2+dp2+zero1 lora": 4,
-    "tp1+pp2 lora": 123,
+    "tp1+pp2 lora": 122,
     "tp2 lora": 109,
     "tp2+pp2+dp2+zero1 lora": 12,
     "tp2+sp lora": 106,
@@ -135,11 +135,11 @@ LAYOUTS = {
     "tp4 lora": 12,
 }
 LAYOUTS_OF_IMAGES = {
-    "tp1+pp2 lora": 21,
+    "tp1+pp2 lora": 26,
     "tp1+pp2 lora_text": 4,
-    "tp2 lora": 21,
+    "tp2 lora": 26,
     "tp2 lora_text": 4,
-    "tp2+sp lora": 21,
+    "tp2+sp lora": 26,
     "tp2+sp lora_text": 4,
 }
 
