@@ -15,10 +15,13 @@ PLACES = "image_embeds_position_mask"
 # Patches of an image, each behind its row and its column.
 _FLAT_PATCHES = "flattened_patches"
 GRID = "image_grid_thw"
+# Between the frames of each video; of images there are none.
+SECONDS = "image_seconds"
 # Arguments with an entry for each image.
 _ONE_PER_IMAGE = (
     *(GRID, "image_grid_hw", "image_sizes", "image_merge_sizes", "image_position_ids"),
     *("spatial_shapes", "target_sizes", "num_local_patches", "patches_grid", "image_grids", "image_num_crops"),
+    SECONDS,
 )
 # What is asked of each image before any text is written.
 _QUESTIONS = ("qformer_input_ids", "qformer_attention_mask")
@@ -32,6 +35,7 @@ _VIEWS, _NUMBER_OF_VIEWS = "pixel_values_local", "num_local_patches"
 _TILES_OF_ROWS = 6
 # Numbers of images, with an entry for each row.
 _PER_ROW = ("batch_num_images",)
+VIDEO_PIXELS = "pixel_values_videos"
 
 
 def image_token(config: Any) -> int | None:
@@ -76,8 +80,9 @@ def has_places(arguments: Mapping[str, Any], config: Any) -> bool:
 
 
 def without_pixels(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Leaves the images of any shape out of a call of stages that have no tower; their places and sizes stay."""
-    return {name: value for name, value in arguments.items() if not _is_of_pixels(name) or not is_of_images(name)}
+    """Leaves images and videos of any shape out of a call of stages without a tower; their places and sizes stay."""
+    left_out = {name for name in arguments if _is_of_pixels(name) and (is_of_images(name) or name == VIDEO_PIXELS)}
+    return {name: value for name, value in arguments.items() if name not in left_out}
 
 
 def placeholders(arguments: Mapping[str, Any], config: Any) -> Tensor:

@@ -54,6 +54,7 @@ ORDER = (
     ("instance_patches", "patch_ledger"),
     ("layer_list", "expert_modules"),
     ("call_targets",),
+    ("videos",),
     ("media",),
     ("spec", "patterns", "config", "parts"),
     ("files",),

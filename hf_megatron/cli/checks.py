@@ -30,7 +30,11 @@ def _require_device(device: str, record: Path | None) -> None:
 
 def check(
     models: Annotated[
-        list[str], typer.Argument(help="Model types, local folders or hub names; `all` for every type with a plan.")
+        list[str],
+        typer.Argument(
+            help="Model types, local folders or hub names; `all` for every type of text, and of images and text; with "
+            "--task, of that one."
+        ),
     ],
     tp: Annotated[int, typer.Option(help="Tensor parallel size.", min=1)] = 2,
     sp: Annotated[bool, typer.Option("--sp", help="With sequence parallelism.")] = False,
@@ -49,7 +53,8 @@ def check(
     task: Annotated[
         str,
         typer.Option(
-            help="Of the batches: causal, masked, seq2seq, classification, token_classification or question_answering."
+            help="Of the batches: causal, image, video, masked, seq2seq, classification, token_classification or "
+            "question_answering."
         ),
     ] = "causal",
     changes: Annotated[

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError, UnsupportedError
-from ..media import has_places, is_of_images, pixels_of, rows_with_images
+from ..media import VIDEO_PIXELS, has_places, is_of_images, pixels_of, rows_with_images
 from ..parallel_state import BatchPart
+from ..videos import is_of_videos, rows_with_videos
 
 ROW_DIM = 0
 INPUTS = ("input_ids", "inputs_embeds")
@@ -22,7 +23,7 @@ _ONE_PER_ROW = ("labels", "next_sentence_label", "sentence_order_label", "start_
 # Where documents end in all rows together.
 _OF_THE_WHOLE_BATCH = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens")
 
-# Parts of names: what towers make of them belongs to rows by rules that are not known.
+# Parts of names: what towers make of them belongs to rows by rules that are not known, but for some videos.
 _NOT_OF_ROWS = ("video", "audio", "input_features", "input_values", "feature_attention_mask")
 
 
@@ -34,29 +35,35 @@ def batch_rows(arguments: Mapping[str, Any]) -> int:
     raise ConfigError("A pipelined model needs input_ids (or inputs_embeds) to cut a batch into microbatches.")
 
 
-def split(arguments: Mapping[str, Any], microbatches: int, config: Any = None) -> list[dict[str, Any]]:
-    """Cuts a batch into microbatches whose rows differ by one at most; images go with the rows they stand in.
+def split(
+    arguments: Mapping[str, Any], microbatches: int, config: Any = None, *, takes_videos: bool = True
+) -> list[dict[str, Any]]:
+    """Cuts a batch into microbatches whose rows differ by one at most; images and videos go with their rows.
 
-    Raises `ConfigError` for a tensor that has neither a row per sample nor one for all, `UnsupportedError` for videos
-    and sounds.
+    Raises `ConfigError` for a tensor that has neither a row per sample nor one for all, `UnsupportedError` for sounds,
+    and for videos without `takes_videos` or in other forms than those of `rows_with_videos`.
     """
     rows = batch_rows(arguments)
     for name, value in arguments.items():
-        if isinstance(value, Tensor) and any(part in name for part in _NOT_OF_ROWS):
+        is_known = config is not None and takes_videos and is_of_videos(name)
+        if isinstance(value, Tensor) and any(part in name for part in _NOT_OF_ROWS) and not is_known:
             raise UnsupportedError(
-                f"{name}: a pipeline gives stages images alone, with the rows of their placeholders. Leave it out, or "
-                "load the model with pp_size=1."
+                f"{name}: a pipeline gives stages images, and videos of types that were compared so, with the rows "
+                "of their placeholders. Leave it out, or load the model with pp_size=1."
             )
     if microbatches == 1:
         return [dict(arguments)]
     edges = [rows * index // microbatches for index in range(microbatches + 1)]
     has_images = pixels_of(arguments) is not None and config is not None and has_places(arguments, config)
-    per_row = {name: value for name, value in arguments.items() if not (has_images and is_of_images(name))}
+    has_videos = arguments.get(VIDEO_PIXELS) is not None and config is not None
+    with_places = {name for name in arguments if has_images and is_of_images(name) or has_videos and is_of_videos(name)}
+    per_row = {name: value for name, value in arguments.items() if name not in with_places}
     found = []
     for start, stop in zip(edges[:-1], edges[1:], strict=True):
         part = slice(start, stop)
         images = rows_with_images(arguments, part, config) if has_images else {}
-        found.append({name: _part(name, value, rows, part) for name, value in per_row.items()} | images)
+        videos = rows_with_videos(arguments, part, config) if has_videos else {}
+        found.append({name: _part(name, value, rows, part) for name, value in per_row.items()} | images | videos)
     return found
 
 

@@ -167,6 +167,16 @@ def failed(class_name: str, model_type: str, config: MegatronConfig, kind: str, 
     return None
 
 
+def has_videos(class_name: str, model_type: str, kind: str) -> bool:
+    """Tells whether a class was compared on a kind of layout with videos, too."""
+    return any(
+        (row["model_type"], row["class"], row["layout"]) == (model_type, class_name, kind)
+        and row["passed"]
+        and "videos" in row.get("media", ())
+        for row in records()
+    )
+
+
 def _changed(lines: frozenset[str], compared: frozenset[str]) -> list[str]:
     """Says what lines have that compared ones have not, a module beside the module of the same name."""
     before = {line.partition(":")[0]: line for line in sorted(compared - lines)}

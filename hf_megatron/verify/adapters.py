@@ -28,12 +28,14 @@ class Targets:
         norms: modules that hold vectors alone.
         experts: parameters that hold a matrix for each expert, from their module's name on.
         ends: the embedding and the head.
+        text: the linears of the text model, as opposed to those of towers and projectors.
     """
 
     linears: list[str]
     norms: list[str]
     experts: list[str]
     ends: list[str]
+    text: list[str]
 
 
 def find_targets(model: Any, twin: Twin) -> Targets:
@@ -42,6 +44,7 @@ def find_targets(model: Any, twin: Twin) -> Targets:
     Modules whose owners read their weights themselves are never called, and adapters around them are not, either.
     """
     reference, called = twin.reference, _called(model, twin.batches[0])
+    vocabulary = model.config.get_text_config().vocab_size
     head, experts = model.get_output_embeddings(), find_experts(model, ModelSpec(model.config.model_type))
     unused = {name for name, gradient in reference.gradients.items() if gradient is None}
     used = {
@@ -53,6 +56,8 @@ def find_targets(model: Any, twin: Twin) -> Targets:
         name
         for name, module in used.items()
         if module is not head and (isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D")
+        # Some classes do not say which one their head is.
+        if getattr(module, "out_features", None) != vocabulary
         if not (experts and name.rpartition(".")[2] in _OF_EXPERTS)
         # PEFT 0.21 takes it for the end of a parameter's name, and does not find what it has saved.
         if "weight" not in name
@@ -65,7 +70,8 @@ def find_targets(model: Any, twin: Twin) -> Targets:
     inside = (name for name in names_inside(model, experts) if model.get_parameter(name).dim() == 3)
     matrices = sorted({f"experts.{name.rpartition('.')[2]}" for name in inside})
     ends = [name for name, module in used.items() if module in (model.get_input_embeddings(), head)]
-    return Targets(linears, norms, matrices, ends)
+    decoder = set(model.get_decoder().modules())
+    return Targets(linears, norms, matrices, ends, [name for name in linears if used[name] in decoder])
 
 
 def _called(model: Any, batch: dict[str, Any]) -> set[str]:
@@ -109,6 +115,8 @@ def _prompts(kind: str, targets: Targets, **settings: Any) -> Any:
 # Name of a case -> what makes PEFT's config for a model.
 METHODS: Mapping[str, Callable[[Targets], Any]] = {
     "lora": _lora,
+    # Beside towers and projectors that are whole and frozen: no gradient reaches what they make of images.
+    "lora_text": lambda targets: _lora(replace(targets, linears=targets.text)),
     "rslora": functools.partial(_lora, use_rslora=True),
     "lora_bias": functools.partial(_lora, lora_bias=True),
     "patterns": functools.partial(_lora, rank_pattern={r"layers\.0.*": 6}, alpha_pattern={r".*(q_proj|down_proj)": 12}),
@@ -136,7 +144,7 @@ def _with_prompts(method: str, seed: int, model: Any) -> Any:
     from peft import get_peft_model
 
     torch.manual_seed(seed)
-    return get_peft_model(model, METHODS[method](Targets([], [], [], [])))
+    return get_peft_model(model, METHODS[method](Targets([], [], [], [], [])))
 
 
 def adapted(twin: Twin, method: str) -> Twin:

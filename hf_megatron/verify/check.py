@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -20,7 +21,7 @@ from ..axes import Axes
 from ..config import MegatronConfig
 from ..errors import ConfigError, MegatronError, RankError, UnsupportedError
 from ..expert_modules import find_experts
-from ..media import image_token, is_of_images
+from ..media import VIDEO_PIXELS, image_token, is_of_images
 from ..parallelize import plan
 from ..pipeline_parallel.stage_counts import layers_with_features
 from ..registry import own_spec, registered_types
@@ -35,7 +36,7 @@ from .named_models import resolve_config
 from .parity import UNBUILDABLE, Twin, check_twin, make_twin
 from .ranks import first_reason
 from .token_mixing import unknown_mixing, whole_share
-from .twin import TASKS
+from .twin import TASKS, full_config
 from .variants import variants_of
 
 BASE_CLASSES = frozenset(
@@ -92,9 +93,27 @@ def causal_types() -> list[str]:
     return [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name in CONFIG_MAPPING]
 
 
+def image_types() -> list[str]:
+    """Lists the model types that read images and text."""
+    return [name for name in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES if name in CONFIG_MAPPING]
+
+
+def takes_videos(model_type: str) -> bool:
+    """Tells whether the class for images of a type takes videos in arguments of their own."""
+    forward = getattr(transformers, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[model_type]).forward
+    return VIDEO_PIXELS in inspect.signature(forward).parameters
+
+
 def has_plan(model_type: str) -> bool:
-    """Tells whether a type can be split over tp: by a plan in transformers or a spec here."""
-    return model_type in registered_types() or bool(getattr(CONFIG_MAPPING[model_type], "base_model_tp_plan", None))
+    """Tells whether a type, or the text model in it, can be split over tp: by a plan in transformers or a spec here."""
+    if model_type in registered_types() or getattr(CONFIG_MAPPING[model_type], "base_model_tp_plan", None):
+        return True
+    try:
+        text = CONFIG_MAPPING[model_type]().get_text_config()
+    except (ValueError, StrictDataclassError):
+        # Some have no default.
+        return False
+    return text.model_type in registered_types() or bool(getattr(text, "base_model_tp_plan", None))
 
 
 # Less of the layers' parameters that is split is said.
@@ -109,7 +128,7 @@ _LAYERS_WITH_FEATURES = 4
 
 def task_of_class(class_name: str, config: PreTrainedConfig) -> str:
     """Returns the task whose batches fit a class; `...ForConditionalGeneration` are models of images too."""
-    if class_name in BASE_CLASSES:
+    if class_name in BASE_CLASSES and class_name != _class_of_images(config):
         return "hidden_states"
     is_of_images = _is_of_images(config) or (class_name == _class_of_images(config) and _takes_images(config))
     default = "seq2seq" if config.is_encoder_decoder else "image" if is_of_images else "causal"
@@ -122,7 +141,8 @@ def _class_of_images(config: PreTrainedConfig) -> str | None:
 
 
 def _takes_images(config: PreTrainedConfig) -> bool:
-    return "vision_config" in config.to_dict() or image_token(config) is not None
+    # Some name no placeholder by default.
+    return "vision_config" in config.to_dict() or image_token(full_config(config)) is not None
 
 
 def _is_of_images(config: PreTrainedConfig) -> bool:
@@ -140,14 +160,30 @@ def _class_of_text(config: PreTrainedConfig) -> str | None:
     return None if any(map(is_of_images, arguments)) else name
 
 
-def _cases(models: list[str], task: str, given_class: bool) -> Iterator[tuple[str, str]]:
+def cases_of(models: list[str], task: str = "causal", *, given_class: bool = False) -> Iterator[tuple[str, str]]:
+    """Yields model types, or names, with the task that each is checked on.
+
+    Args:
+        models (`list[str]`): `"all"` stands for all causal types, all types of images, and types with specs here that
+            are neither; with another task than the default, for the types of that one.
+        given_class (`bool`): a class is named, whose task it is.
+    """
     for model in models:
         if model == "all":
-            yield from ((name, "causal") for name in causal_types())
-            yield from ((name, other) for name, tasks in OTHER_TASKS.items() for other in tasks)
+            every = [(name, "causal") for name in causal_types()]
+            every += [(name, "image") for name in image_types() if task == "image" or not _has_one_class(name)]
+            every += [(name, "video") for name in image_types() if task == "video" and takes_videos(name)]
+            every += [(name, other) for name, tasks in OTHER_TASKS.items() for other in tasks]
+            yield from (case for case in every if task in ("causal", case[1]))
         else:
             tasks = OTHER_TASKS.get(model, ()) if task == "causal" and not given_class else ()
             yield from ((model, other) for other in tasks or (task,))
+
+
+def _has_one_class(model_type: str) -> bool:
+    """Tells whether the class for images is the causal one, which is given images then."""
+    names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    return names[0].get(model_type) == names[1][model_type]
 
 
 def check_models(
@@ -167,6 +203,8 @@ def check_models(
     """Checks the tiny twin of each model on each layout; returns the rows that `--record` writes.
 
     Args:
+        models (`list[str]`): types, folders, hub names; `"all"` as in `cases_of`, each type's rows written as soon as
+            they are there.
         changes (`Mapping`, *optional*): what to change in the models' configs.
         variants (`bool`): check what is listed in `variants.py`, too.
         adapter (`str`, *optional*): a key of `adapters.METHODS`, trained in the place of the model's own weights.
@@ -187,7 +225,7 @@ def check_models(
     rows = []
     # Every pipeline stage needs a layer.
     layers = max(layout.pp_size * (layout.virtual_stages or 1) for layout in layouts)
-    for model, case_task in _cases(models, task, class_name is not None):
+    for model, case_task in cases_of(models, task, given_class=class_name is not None):
         pending = [dict(changes or {})]
         while pending:
             changed = pending.pop(0)
@@ -305,12 +343,13 @@ def _check_layout(
         "parts": [],
         "draws": [],
         "versions": tested_versions(),
+        **_media(twin),
     }
     if twin is None:
         return row | {"passed": False, "worst": reason}
     try:
         if adapter is not None:
-            return row | _verdict(check_twin(twin, layout, timeout=timeout, device=device), config)
+            return row | _verdict(check_twin(twin, layout, timeout=timeout, device=device), twin)
         features = features_on_layout(twin.model_on_meta(), layout)
         row |= {"parts": list(features.parts)} | ({"split": _split_share(twin, layout)} if layout.tp_size > 1 else {})
         if unlike := describe_model(twin.model_on_meta()).features({}).parts ^ twin.full.features({}).parts:
@@ -329,12 +368,21 @@ def _check_layout(
     except MegatronError as error:
         refused = not isinstance(error, RankError)
         return row | {"passed": False, "worst": first_reason(str(error)), "refused": refused}
-    return row | _verdict(comparison, config)
+    return row | _verdict(comparison, twin)
 
 
-def _verdict(comparison: Judgement, config: PreTrainedConfig) -> dict[str, Any]:
+def _media(twin: Twin | None) -> dict[str, Any]:
+    """Says what a twin's batches have beside text."""
+    if twin is None:
+        return {}
+    has_images = any(is_of_images(name) for batch in twin.batches for name in batch)
+    found = ["images"] * has_images + ["videos"] * twin.has_videos
+    return {"media": found} if found else {}
+
+
+def _verdict(comparison: Judgement, twin: Twin) -> dict[str, Any]:
     found: dict[str, Any] = {"passed": comparison.passed, "worst": str(comparison.worst)}
-    if reasons := without_gradient(config):
+    if reasons := without_gradient(twin.config, videos=twin.has_videos):
         found["no_gradient"] = sorted(reasons.values())
     return found if comparison.passed else found | {"details": comparison.report()}
 

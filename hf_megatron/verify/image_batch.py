@@ -1,18 +1,22 @@
-"""Batches of images and text for a tiny model: rows with one, two and no images, of several sizes if it takes them."""
+"""Batches of images and text for a tiny model: rows with one, two and no images or videos, of several sizes."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..media import PLACES, image_token
-from .image_forms import Canvas, image_forms, tiles_of_rows
+from ..media import PLACES, VIDEO_PIXELS, image_token
+from ..videos import video_token
+from .image_forms import Canvas, image_forms, tiles_of_rows, video_form
 from .twin import plain_tokens
 
 # Images of the rows of a batch, over and over.
 _IMAGES = (1, 2, 0)
+# Videos of them.
+_VIDEOS = (1, 0, 2)
 _KINDS_OF_TOKENS = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 # Methods that make features of images, or of videos where nothing else has them.
 _FEATURES = ("get_image_features", "get_video_features")
@@ -20,51 +24,134 @@ _FEATURES = ("get_image_features", "get_video_features")
 _UNFIT = (RuntimeError, ValueError, TypeError, IndexError, AttributeError)
 
 
-def make_image_batch(model: Any, *, batch_size: int = 3, seed: int = 0) -> dict[str, Tensor]:
+@dataclass(frozen=True)
+class _Piece:
+    """What stands in a row between texts: an image, or a video, whose frames may stand apart.
+
+    Attributes:
+        kind: of the tokens: 1 for images, 2 for videos.
+        token: the placeholder, if there is one.
+        sizes: numbers of tokens side by side.
+    """
+
+    kind: int
+    token: int | None
+    sizes: tuple[int, ...]
+
+
+def make_image_batch(model: Any, *, batch_size: int = 3, seed: int = 0, videos: bool = False) -> dict[str, Tensor]:
     """Makes a batch with padding behind all rows but the longest.
 
     The placeholders of an image are as many as the model makes features of it.
 
     Args:
         model (`PreTrainedModel`): of a type with places for images in its text, or with an image for each row.
+        videos (`bool`): videos beside the images, or alone where the model takes either.
 
     Returns:
         `dict[str, Tensor]`: `input_ids`, `attention_mask`, `labels` and what the model asks for of the kinds of tokens,
         `[batch, sequence]`; images in the form that the model takes, see `media.rows_with_images`.
+
+    Raises:
+        ValueError: with `videos`, a model that takes none in a known form.
     """
     generator = torch.Generator().manual_seed(seed)
     asked = inspect.signature(model.forward).parameters
-    tokens, placeholder = plain_tokens(model.config), image_token(model.config)
-    has_places = placeholder is not None or PLACES in asked
+    has_places = image_token(model.config) is not None or PLACES in asked
     counts = [_IMAGES[row % len(_IMAGES)] if has_places else 1 for row in range(batch_size)]
     images, sizes = _images(model, counts, generator)
+    left = iter(sizes)
+    pieces = [[_Piece(1, image_token(model.config), (next(left),)) for _ in range(count)] for count in counts]
+    if not videos:
+        return _written(model, pieces, images, generator)
+    problems = []
+    for tensors, found in _with_videos(model, pieces, images, generator):
+        batch = _written(model, found, tensors, generator)
+        try:
+            if _reads_videos(model, batch):
+                return batch
+            problems.append("its loss does not depend on them")
+        except (*_UNFIT, StopIteration) as error:
+            problems.append(str(error))
+    raise ValueError(f"{type(model).__name__} takes no videos in a known form: {'; '.join(problems)[:300]}")
+
+
+def _written(
+    model: Any, pieces: Sequence[Sequence[_Piece]], media: Mapping[str, Tensor], generator: torch.Generator
+) -> dict[str, Tensor]:
+    """Returns a batch of rows of text with pieces in between."""
+    asked, tokens = inspect.signature(model.forward).parameters, plain_tokens(model.config)
 
     def text(length: int) -> list[int]:
         return tokens[torch.randint(len(tokens), (length,), generator=generator)].tolist()
 
     # Positions begin anew behind it, in models that have one.
     start = [token for token in [getattr(model.config, "vision_start_token_id", None)] if token is not None]
-    rows, places, left = [], [], iter(sizes)
-    for row, count in enumerate(counts):
+    rows, places = [], []
+    for row, of_row in enumerate(pieces):
         rows.append(text(4 + row))
-        places.append([False] * len(rows[-1]))
-        for _ in range(count):
-            size = next(left)
-            rows[-1] += start + (text(size) if placeholder is None else [placeholder] * size) + text(3)
-            places[-1] += [False] * len(start) + [True] * size + [False] * 3
+        places.append([0] * len(rows[-1]))
+        for piece in of_row:
+            for size in piece.sizes:
+                rows[-1] += start + (text(size) if piece.token is None else [piece.token] * size) + text(3)
+                places[-1] += [0] * len(start) + [piece.kind] * size + [0] * 3
     length, pad = max(map(len, rows)), getattr(model.config.get_text_config(), "pad_token_id", None) or 0
     input_ids = torch.tensor([row + [pad] * (length - len(row)) for row in rows])
     attention_mask = torch.tensor([[1] * len(row) + [0] * (length - len(row)) for row in rows])
-    is_image = torch.tensor([row + [False] * (length - len(row)) for row in places])
+    kinds = torch.tensor([row + [0] * (length - len(row)) for row in places])
     batch = {
         "input_ids": input_ids,
         "attention_mask": attention_mask,
-        "labels": input_ids.masked_fill((attention_mask == 0) | is_image, -100),
+        "labels": input_ids.masked_fill((attention_mask == 0) | (kinds > 0), -100),
     }
-    batch |= {name: is_image.long() for name in (*_KINDS_OF_TOKENS, PLACES) if name in asked}
+    batch |= {name: kinds for name in _KINDS_OF_TOKENS if name in asked}
+    if PLACES in asked:
+        batch[PLACES] = (kinds == 1).long()
     if "cross_attention_mask" in asked:
-        batch["cross_attention_mask"] = _seen_tiles(is_image, images["aspect_ratio_mask"])
-    return batch | images
+        batch["cross_attention_mask"] = _seen_tiles(kinds > 0, media["aspect_ratio_mask"])
+    return batch | dict(media)
+
+
+def _with_videos(
+    model: Any, pieces: Sequence[Sequence[_Piece]], images: Mapping[str, Tensor], generator: torch.Generator
+) -> Iterator[tuple[dict[str, Tensor], list[list[_Piece]]]]:
+    """Yields images with videos beside them, then videos alone, each written in one piece, then frame by frame."""
+    token, parts = video_token(model.config), (model, model.base_model)
+    named = [part for part in parts if "get_video_features" in dir(type(part))]
+    if VIDEO_PIXELS not in inspect.signature(model.forward).parameters or not named:
+        return
+    counts = [_VIDEOS[row % len(_VIDEOS)] for row in range(len(pieces))]
+    asked = {*inspect.signature(model.forward).parameters}
+    videos = video_form(Canvas(model.config, generator), asked, sum(counts), images)
+    # Some classes pass on what only the base model's method names.
+    taken = {name for part in named for name in inspect.signature(part.get_video_features).parameters}
+    of_features = {name: value for name, value in videos.items() if name in taken}
+    sizes = _features(named[0].get_video_features, of_features, sum(counts))
+    grids = videos.get("video_grid_thw")
+    frames = [1] * len(sizes) if grids is None else grids[:, 0].tolist()
+    for are_beside in (True, False):
+        of_video = token if are_beside else image_token(model.config)
+        if are_beside and token in (None, image_token(model.config)):
+            continue
+        for is_apart in (False, True):
+            left = iter(
+                _Piece(2, of_video, (size // number,) * number if is_apart else (size,))
+                for size, number in zip(sizes, frames, strict=True)
+            )
+            found = [
+                [*(of_row if are_beside else ()), *(next(left) for _ in range(count))]
+                for of_row, count in zip(pieces, counts, strict=True)
+            ]
+            yield (dict(images) if are_beside else {}) | videos, found
+
+
+def _reads_videos(model: Any, batch: Mapping[str, Tensor]) -> bool:
+    """Tells whether the loss depends on the pixels of videos."""
+    others = {**batch, VIDEO_PIXELS: batch[VIDEO_PIXELS].flip(-1)}
+    with torch.no_grad():
+        losses = [model.eval()(**given).loss.item() for given in (batch, others)]
+    model.train()
+    return losses[0] != losses[1]
 
 
 def _images(model: Any, counts: Sequence[int], generator: torch.Generator) -> tuple[dict[str, Tensor], list[int]]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..media import PIXELS
+from ..media import GRID, PIXELS, VIDEO_PIXELS
 
 # Patches along a side that one feature is made of: the product of what the configs name.
 _MERGES = (
@@ -103,6 +103,29 @@ def image_forms(canvas: Canvas, asked: set[str], counts: Sequence[int]) -> Itera
     # Without a tower patches are projected as they are.
     numbers = canvas.height // canvas.patch * (canvas.width // canvas.patch)
     yield lambda: {PIXELS: canvas.draw(total, numbers, canvas.channels * canvas.patch**2)}
+
+
+def video_form(canvas: Canvas, asked: set[str], total: int, images: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns videos of two and four frames in patches like those of the images, or of two whole frames.
+
+    Args:
+        images (`Mapping`): in the form that the model takes.
+    """
+    if "video_grid_thw" not in asked:
+        found = {VIDEO_PIXELS: canvas.draw(total, _FRAMES, canvas.channels, canvas.height, canvas.width)}
+        if "image_sizes_videos" in asked:
+            found["image_sizes_videos"] = torch.tensor([[canvas.height, canvas.width]] * total)
+        return found
+    sizes = images[GRID][:, 1:].repeat(total, 1)[:total]
+    frames = torch.tensor([[_FRAMES * (1 + video % 2)] for video in range(total)])
+    grids = torch.cat([frames, sizes], 1)
+    found = {VIDEO_PIXELS: canvas.draw(int(grids.prod(1).sum()), *images[PIXELS].shape[1:]), "video_grid_thw": grids}
+    if "video_merge_sizes" in asked:
+        found["video_merge_sizes"] = images["image_merge_sizes"].repeat(total)[:total]
+    for name in ("second_per_grid_ts", "video_second_per_grid"):
+        if name in asked:
+            found[name] = torch.tensor([1.0 + video % 2 for video in range(total)])
+    return found
 
 
 def _patches(canvas: Canvas, asked: set[str], total: int, shape: tuple[int, ...], merged: int = 1) -> dict[str, Tensor]:

@@ -213,7 +213,6 @@ NO_GRADIENT: Mapping[str, Mapping[str, str]] = {
     "inkling_mm_model": _SOUNDS,
     "janus": {r"\.(vqmodel|generation_\w+)\.": "makes images: compared on those that are read"},
     "muse_spark": _SOUNDS,
-    "nemotron_h_omni": {r"\.video_patch_projection\.": "reads videos: compared on images alone"},
     "minicpm_ocr": {r"\.vit_merger\.": "merges patches in the other one of two modes"},
     "aya_vision": _BEFORE_NORM,
     "aria": _BEFORE_NORM,
@@ -223,8 +222,14 @@ NO_GRADIENT: Mapping[str, Mapping[str, str]] = {
     "llava_next": _BEFORE_NORM,
     "llava_next_video": _BEFORE_NORM,
     "llava_onevision": _BEFORE_NORM,
-    "video_llava": _BEFORE_NORM | {r"\.video_tower\.": "reads videos: compared on images alone"},
+    "video_llava": _BEFORE_NORM,
     "vipllava": _BEFORE_NORM,
+}
+
+# The same of batches without videos.
+NO_GRADIENT_WITHOUT_VIDEOS: Mapping[str, Mapping[str, str]] = {
+    "nemotron_h_omni": {r"\.video_patch_projection\.": "reads videos: compared on images alone"},
+    "video_llava": {r"\.video_tower\.": "reads videos: compared on images alone"},
 }
 
 # Parts that their constructors put into evaluation mode, where norms by the statistics of a batch would be others' for
@@ -232,11 +237,16 @@ NO_GRADIENT: Mapping[str, Mapping[str, str]] = {
 FROZEN: Mapping[str, tuple[str, ...]] = {"emu3": ("model.vqmodel",)}
 
 
-def without_gradient(config: PreTrainedConfig) -> Mapping[str, str]:
-    """Maps expressions of the trainable parameters that get no gradient, of a type and its parts, to the reasons."""
+def without_gradient(config: PreTrainedConfig, *, videos: bool = False) -> Mapping[str, str]:
+    """Maps expressions of the trainable parameters that get no gradient, of a type and its parts, to the reasons.
+
+    Args:
+        videos (`bool`): of batches with videos.
+    """
     parts = [part for part in vars(config).values() if isinstance(part, PreTrainedConfig)]
     known = {name: why for part in (config, *parts) for name, why in NO_GRADIENT.get(part.model_type, {}).items()}
-    return known | _unread_layers(config)
+    unread = {} if videos else NO_GRADIENT_WITHOUT_VIDEOS.get(config.model_type, {})
+    return {**known, **unread, **_unread_layers(config)}
 
 
 def tiny_reads(read: int | Sequence[int], num_layers: int, num_tiny: int) -> int | list[int]:

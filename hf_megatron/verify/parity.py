@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig
 
 from ..config import MegatronConfig
 from ..integrations.gate import ConfigUnderTest
+from ..media import PIXELS, VIDEO_PIXELS
 from ..registry.features import Description, Part, describe_model
 from .image_batch import make_image_batch
 from .known_types import without_gradient
@@ -63,6 +64,11 @@ class Twin:
         """Loads the twin, with `megatron_config=` on the ranks of a job."""
         model = getattr(transformers, self.class_name).from_pretrained(self.directory, **self.arguments, **kwargs)
         return model if self.adapt is None else self.adapt(model)
+
+    @property
+    def has_videos(self) -> bool:
+        """Tells whether some of the batches have videos."""
+        return any(VIDEO_PIXELS in batch for batch in self.batches)
 
     def delete(self) -> None:
         shutil.rmtree(self.directory, ignore_errors=True)
@@ -150,9 +156,13 @@ def _draw(
     draw_parameters(model, seed)
     directory = Path(tempfile.mkdtemp(prefix="hf_megatron_twin_"))
     model.save_pretrained(directory)
-    if task == "image":
-        rows = sizes["batch_size"]
-        batches = [make_image_batch(model, batch_size=rows, seed=seed + index) for index in range(microbatches)]
+    if task in ("image", "video"):
+        given = {"batch_size": sizes["batch_size"], "videos": task == "video"}
+        batches = [make_image_batch(model, **given, seed=seed + index) for index in range(microbatches)]
+        if PIXELS not in batches[0]:
+            # A model that takes either images or videos: every other batch is of images.
+            given["videos"] = False
+            batches[1::2] = [make_image_batch(model, **given, seed=seed + n) for n in range(1, microbatches, 2)]
     else:
         batches = [make_batch(tiny, seed=seed + index, task=task, **sizes) for index in range(microbatches)]
     # Read back, so that both sides start from the same file.
@@ -184,7 +194,7 @@ def _reference(twin: Twin) -> Measurement:
     if unread := _unread_weights(twin):
         raise ValueError(f"transformers does not read back what it wrote of a {twin.class_name}: {unread}")
     reference = measure(twin.load(), twin.batches)
-    reference.without = tuple(without_gradient(twin.config))
+    reference.without = tuple(without_gradient(twin.config, videos=twin.has_videos))
     if "quantization_config" in twin.arguments:
         # What codes stand for has one precision.
         return reference

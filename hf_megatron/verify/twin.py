@@ -21,6 +21,8 @@ TASKS = {
     "token_classification": "AutoModelForTokenClassification",
     "question_answering": "AutoModelForQuestionAnswering",
     "image": "AutoModelForImageTextToText",
+    # Beside images, or alone where a model takes either.
+    "video": "AutoModelForImageTextToText",
     # Of base models, whose loss is taken of their outputs.
     "hidden_states": "AutoModel",
 }

@@ -14,6 +14,7 @@ from transformers import CONFIG_MAPPING
 from hf_megatron.integrations.gate import ConfigUnderTest
 from hf_megatron.parallel_state import parallel_state
 from hf_megatron.peft import dora, dropout, experts, factors, layout, lora, prompts, saving
+from hf_megatron.pipeline_parallel import microbatches
 from hf_megatron.placement import GradientRule, Placement
 from hf_megatron.registry.recorded import read_results
 from hf_megatron.verify.adapters import METHODS, adapted
@@ -41,12 +42,15 @@ SPREAD = {
     "prefix": "tp2,tp2+sp,tp4,dp2+zero2,dp2+zero3",
     "prefix_projection": "tp2+sp,dp2",
 }
+OF_IMAGES = ("gemma3", "qwen2_vl")
 CASES = [(method, text) for method, texts in SPREAD.items() for text in texts.split(",")]
 
 
 @functools.cache
 def twin_of(model_type, method):
-    return adapted(make_twin(CONFIG_MAPPING[model_type](), microbatches=2, min_layers=2, batch_size=4), method)
+    sizes = {"microbatches": 2, "min_layers": 2, "batch_size": 4}
+    task = "image" if model_type in OF_IMAGES else "causal"
+    return adapted(make_twin(CONFIG_MAPPING[model_type](), task=task, **sizes), method)
 
 
 def compare(model_type, method, text, sabotage=None):
@@ -60,7 +64,7 @@ def test_methods_equal_one_process(method, text):
 
 
 def test_every_method_is_compared():
-    assert METHODS.keys() == SPREAD.keys() | {"experts", "biases"}
+    assert METHODS.keys() == SPREAD.keys() | {"experts", "biases", "lora_text"}
 
 
 @pytest.mark.parametrize("text", ["tp2", "tp2+sp", "pp2"])
@@ -95,39 +99,67 @@ def test_styles_of_linears(model_type, text):
     assert comparison.passed, comparison.report()
 
 
+@pytest.mark.parametrize("text", ["tp2+sp", "pp2"])
+@pytest.mark.parametrize("model_type", OF_IMAGES)
+def test_text_models_behind_frozen_towers(model_type, text):
+    comparison = compare(model_type, "lora_text", text)
+    assert comparison.passed, comparison.report()
+    assert not [name for name in twin_of(model_type, "lora_text").reference.gradients if "vis" in name]
+
+
+def images_of_another_row():
+    original = microbatches.rows_with_images
+
+    def of_other(arguments, rows, config):
+        found = original(arguments, rows, config)
+        return found | ({"pixel_values": found["pixel_values"].flip(0)} if found else {})
+
+    microbatches.rows_with_images = of_other
+
+
 RECORDED = Path(__file__).parent.parent / "data" / "adapters.json"
 
 
-# How many types are equal.
+# How many types are equal, of text and of images.
 LAYOUTS = {
     "tp1+cp2 lora": 12,
     "tp1+dp2+zero0 lora": 161,
     "tp1+dp2+zero2 lora": 161,
     "tp1+dp2+zero3 lora": 161,
     "tp1+ep2+dp2+zero1 lora": 4,
-    "tp1+pp2 lora": 123,
+    "tp1+pp2 lora": 122,
     "tp2 lora": 109,
     "tp2+pp2+dp2+zero1 lora": 12,
     "tp2+sp lora": 106,
     "tp2+sp+ep2 lora": 4,
     "tp4 lora": 12,
 }
+LAYOUTS_OF_IMAGES = {
+    "tp1+pp2 lora": 26,
+    "tp1+pp2 lora_text": 4,
+    "tp2 lora": 26,
+    "tp2 lora_text": 4,
+    "tp2+sp lora": 26,
+    "tp2+sp lora_text": 4,
+}
 
 
 def recorded():
-    """Twelve of the recorded types, on a layout each."""
-    rows = read_results(RECORDED.read_text("utf-8"))
+    """Twelve of the recorded types of text and three of those of images, on a layout each."""
+    rows = [row for row in read_results(RECORDED.read_text("utf-8")) if row["passed"]]
     draw = random.Random(metadata.version("hf_megatron"))
-    types = draw.sample(sorted({row["model_type"] for row in rows if row["passed"]}), 12)
-    for model_type in types:
-        row = draw.choice([row for row in rows if row["model_type"] == model_type and row["passed"]])
-        layout, method = row["layout"].split(" ")
-        yield pytest.param(model_type, layout, method, id=f"{model_type} {layout}")
+    for count, of_images in ((12, False), (3, True)):
+        alike = [row for row in rows if ("media" in row) == of_images]
+        for model_type in draw.sample(sorted({row["model_type"] for row in alike}), count):
+            row = draw.choice([row for row in alike if row["model_type"] == model_type])
+            layout, method = row["layout"].split(" ")
+            yield pytest.param(model_type, row["class"], layout, method, id=f"{model_type} {layout}")
 
 
-@pytest.mark.parametrize(("model_type", "layout", "method"), recorded())
-def test_recorded_types(model_type, layout, method):
-    [row] = check_models([model_type], parse_layouts(layout), adapter=method, echo=lambda line: None)
+@pytest.mark.parametrize(("model_type", "class_name", "layout", "method"), recorded())
+def test_recorded_types(model_type, class_name, layout, method):
+    layouts = parse_layouts(layout)
+    [row] = check_models([model_type], layouts, class_name=class_name, adapter=method, echo=lambda line: None)
     assert row["passed"], row["worst"]
 
 
@@ -141,8 +173,10 @@ def test_what_is_not_equal_says_why():
 
 def test_every_kind_of_layout_is_recorded():
     passed = [row for row in read_results(RECORDED.read_text("utf-8")) if row["passed"]]
-    types = {layout: len({row["model_type"] for row in passed if row["layout"] == layout}) for layout in LAYOUTS}
-    assert types == LAYOUTS
+    for expected, of_images in ((LAYOUTS, False), (LAYOUTS_OF_IMAGES, True)):
+        rows = [row for row in passed if ("media" in row) == of_images]
+        types = {layout: len({row["model_type"] for row in rows if row["layout"] == layout}) for layout in expected}
+        assert types == expected
 
 
 # Seeded faults
@@ -222,6 +256,7 @@ FAULTS = {
     "a prefix's heads": ("llama", "prefix", "tp2", prefix_of_the_first_heads),
     "gradients of whole factors are parts": ("llama", "lora", "tp2", without_sums),
     "those of rows of a split sequence too": ("llama", "lora", "tp2+sp", without_sums_of_rows),
+    "images of another row": ("qwen2_vl", "lora_text", "pp2", images_of_another_row),
     "groups of fused linears": ("gpt2", "lora", "tp2", without_groups),
     "the rotary part of a latent": ("minicpm3", "lora", "tp2", without_moved_hooks),
     "norms of own columns": ("llama", "dora", "tp2", norms_of_own_columns),

@@ -12,7 +12,15 @@ from hf_megatron import MegatronConfig, UnverifiedLayoutError
 from hf_megatron.registry import recorded, register_model, registered_types
 from hf_megatron.registry.features import ENDS
 from hf_megatron.registry.lookup import REGISTRY
-from hf_megatron.verify.check import causal_types, features_on_layout, parse_layouts, task_of_class
+from hf_megatron.verify.check import (
+    cases_of,
+    causal_types,
+    features_on_layout,
+    has_plan,
+    image_types,
+    parse_layouts,
+    task_of_class,
+)
 from hf_megatron.verify.named_models import resolve_config
 from hf_megatron.verify.parity import check_twin
 from hf_megatron.verify.ranks import run_ranks
@@ -125,6 +133,9 @@ def test_four_fifths_of_the_types_of_images_are_recorded_and_the_others_have_a_r
     assert stated == types - done
 
 
+_WITH_IMAGES = ("image", "video")
+
+
 def _sample():
     """Rows drawn at random, others for each version: three, twelve each of shared rows, experts, and images."""
     rows = [row for row in recorded.records() if row["passed"] and row["class"].endswith("ForCausalLM")]
@@ -135,9 +146,38 @@ def _sample():
     drawn = draw.sample(kinds[""], 3) + draw.sample(kinds["cp"], 12) + draw.sample(kinds["ep"], 12)
     images = {}
     for row in recorded.records():
-        if row["passed"] and _task(row) == "image":
+        if row["passed"] and _task(row) in _WITH_IMAGES:
             images.setdefault(row["model_type"], []).append(row)
     return drawn + [draw.choice(images[name]) for name in draw.sample(sorted(images), 12)]
+
+
+def test_the_sample_draws_types_of_images():
+    types = {row["model_type"] for row in _sample() if _task(row) in _WITH_IMAGES}
+    assert len(types) >= 12
+    # Of base classes, without a placeholder by default, and with another class for text alone.
+    assert all(_task(row) in _WITH_IMAGES for row in recorded.records() if row["class"] in LATE_CLASSES)
+
+
+LATE_CLASSES = {
+    "ChameleonForConditionalGeneration",
+    "Emu3ForConditionalGeneration",
+    "Llama4ForConditionalGeneration",
+    "Qwen3_5ForConditionalGeneration",
+}
+
+
+def test_one_command_checks_every_type_that_is_recorded():
+    """`hf-megatron check all`, which leaves out splits of types without a plan."""
+    swept = set(cases_of(["all"]))
+    assert swept >= set(cases_of(["all"], "image")) - {(name, "image") for name in causal_types()}
+    assert {name for name, task in cases_of(["all"], "image")} == set(image_types())
+    assert len(swept) == len(list(cases_of(["all"])))
+    for row in recorded.records():
+        task = "image" if _task(row) in _WITH_IMAGES else _task(row)
+        if row["passed"] and not row["changes"] and task in ("causal", "image"):
+            tasks = {"causal", task} if row["model_type"] in causal_types() else {"image", task}
+            assert any((row["model_type"], task) in swept for task in tasks), row["model_type"]
+            assert has_plan(row["model_type"]) or row["tp_size"] == 1, row["model_type"]
 
 
 def _bases():
@@ -163,6 +203,8 @@ def test_base_models_are_what_classes_with_a_head_were_compared_as(model_type, l
 
 
 def _task(row):
+    if "videos" in row.get("media", ()):
+        return "video"
     return task_of_class(row["class"], resolve_config(row["model_type"], row["changes"]))
 
 
