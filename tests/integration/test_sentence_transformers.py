@@ -11,7 +11,9 @@ from sentence_transformers import (
 from sentence_transformers.sentence_transformer.evaluation import EmbeddingSimilarityEvaluator
 from sentence_transformers.sentence_transformer.losses import (
     CachedMultipleNegativesRankingLoss,
+    CoSENTLoss,
     CosineSimilarityLoss,
+    MatryoshkaLoss,
     MultipleNegativesRankingLoss,
 )
 from sentence_transformers.sentence_transformer.modules import Dense, Pooling, Transformer
@@ -19,6 +21,7 @@ from transformers import TrainerCallback
 
 from hf_megatron import UnsupportedError
 from hf_megatron.communication.collectives import gather_from_ranks
+from hf_megatron.errors import RankError
 from hf_megatron.integrations import batch_shards
 from hf_megatron.integrations import sentence_transformers as replaced
 from hf_megatron.integrations.gate import ConfigUnderTest
@@ -135,6 +138,44 @@ def test_losses_that_call_the_model_otherwise(stories, tmp_path, loss, name):
     agree(on_ranks(name, stories, tmp_path / "split", **arguments), expected)
 
 
+def train_on_several(stories, folder, layout, batch_sampler="batch_sampler"):
+    """Two datasets in turns, of other columns, with a loss each; the first has every pair twice."""
+    model = embedder(stories, layout)
+    replicas = 1 if layout is None else layout.dp_size or 1
+    twice = Dataset.from_list([pair for pair in pairs(24) for _ in range(2)])
+    scored = pairs(40).add_column("label", [0.1 * (row % 10) for row in range(40)])
+    arguments = SentenceTransformerTrainingArguments(
+        str(folder / "run"),
+        **{"per_device_train_batch_size": 8 // replicas, "max_steps": 6, "learning_rate": 1e-3, "logging_steps": 1},
+        **{"save_strategy": "no", "report_to": [], "use_cpu": True, "disable_tqdm": True, "max_grad_norm": 5.0},
+        **{"batch_sampler": batch_sampler, "multi_dataset_batch_sampler": "round_robin", "dataloader_drop_last": True},
+    )
+    negatives = MultipleNegativesRankingLoss(model, gather_across_devices=layout is not None)
+    trainer = SentenceTransformerTrainer(
+        model,
+        arguments,
+        train_dataset={"pairs": twice, "scored": scored},
+        loss={"pairs": negatives, "scored": CosineSimilarityLoss(model)},
+    )
+    trainer.train()
+    return numbers(trainer)
+
+
+@pytest.mark.parametrize("batch_sampler", ["batch_sampler", "no_duplicates"])
+def test_batches_of_several_datasets(stories, tmp_path, batch_sampler):
+    [expected] = run_ranks(train_on_several, 1, stories, tmp_path / "one", None, batch_sampler, timeout=300)
+    layout, count = ranks("dp2")
+    agree(run_ranks(train_on_several, count, stories, tmp_path / "two", layout, batch_sampler, timeout=300), expected)
+
+
+def test_batches_that_each_rank_draws_are_found(stories, tmp_path, monkeypatch):
+    [expected] = run_ranks(train_on_several, 1, stories, tmp_path / "one", None, timeout=300)
+    monkeypatch.setattr(replaced, "_ranks_with_other_rows", lambda trainer: 1)
+    layout, count = ranks("dp2")
+    with pytest.raises((AssertionError, RankError)):
+        agree(run_ranks(train_on_several, count, stories, tmp_path / "two", layout, timeout=300), expected)
+
+
 class StopsAtSave(TrainerCallback):
     def on_save(self, args, state, control, **kwargs):
         control.should_training_stop = True
@@ -180,6 +221,10 @@ def test_what_would_train_otherwise_is_refused(stories, tmp_path):
         uneven = trainer_of(stories, tmp_path, layout, rows=44, dataloader_drop_last=False, eval_strategy="no")
         with pytest.raises(UnsupportedError, match="dataloader_drop_last=True"):
             uneven.train()
+        compared = trainer_of(stories, tmp_path, layout, eval_strategy="no")
+        compared.loss = MatryoshkaLoss(compared.model, CoSENTLoss(compared.model), [32, 16])
+        with pytest.raises(UnsupportedError, match="CoSENTLoss .* compares the rows"):
+            compared.train()
         model = embedder(stories, layout, Dense(64, 16))
         with pytest.raises(
             UnsupportedError, match=r"SentenceTransformer: it contains a laid out \w+ and, beside it, 2"

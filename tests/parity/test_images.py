@@ -78,6 +78,20 @@ def test_features_that_shared_rows_leave_out_are_found():
     assert not check_twin(twin("qwen3_vl"), ConfigUnderTest(cp_size=2), sabotage=sabotage).passed
 
 
+def generated(image_twin, layout):
+    model = image_twin.load() if layout is None else image_twin.load(megatron_config=layout)
+    batch = {name: value for name, value in image_twin.batches[0].items() if name != "labels"}
+    tokens = model.eval().generate(**batch, max_new_tokens=4, do_sample=False)
+    return tokens.tolist()
+
+
+@pytest.mark.parametrize("layout", [{"pp_size": 2}, {"dp_size": 2, "zero_stage": 3}], ids=named)
+@pytest.mark.parametrize("model_type", TYPES)
+def test_text_is_generated_about_images(model_type, layout):
+    expected = generated(twin(model_type), None)
+    assert run_ranks(generated, 2, twin(model_type), ConfigUnderTest(**layout)) == [expected] * 2
+
+
 class FrozenTowers(Twin):
     def load(self, **kwargs):
         model = super().load(**kwargs)

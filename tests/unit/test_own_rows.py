@@ -1,0 +1,38 @@
+"""A rank's rows of the batch of all ranks: images go with the rows that they were collated with."""
+
+import pytest
+import torch
+
+from hf_megatron.integrations.whole_batches import _has_rows, _OwnRows
+
+IMAGES = [1, 0, 2, 1]
+
+
+def collate(rows):
+    """Pads text and stacks all images of a batch, as recipes for models of images do."""
+    width = max(rows) + 1
+    batch = {"input_ids": torch.tensor([[row] * (row + 1) + [9] * (width - row - 1) for row in rows])}
+    images = [row * 10 + image for row in rows for image in range(IMAGES[row])]
+    return batch | ({"pixel_values": torch.tensor(images)} if images else {})
+
+
+@pytest.mark.parametrize(("rank", "images"), [(0, [0]), (1, [20, 21, 30])])
+def test_as_many_images_as_rows(rank, images):
+    batch = _OwnRows(collate, rank, 2)(range(4))
+    assert batch["pixel_values"].tolist() == images
+    # As wide as the widest row of all ranks.
+    assert batch["input_ids"].shape == (2, 4) and batch["input_ids"][:, 0].tolist() == [2 * rank, 2 * rank + 1]
+
+
+def test_rows_without_images_get_none_of_others():
+    assert set(_OwnRows(collate, 1, 1)(range(2))) == {"input_ids"}
+
+
+def test_rows_that_are_repeated_bring_their_images():
+    batch = _OwnRows(collate, 1, 2)([2, 3, 0])
+    assert batch["input_ids"][:, 0].tolist() == [0, 2] and batch["pixel_values"].tolist() == [0, 20, 21]
+
+
+def test_images_say_nothing_about_rows():
+    assert _has_rows(collate(range(4)), 4) and _has_rows(collate([2, 3]), 2)
+    assert not _has_rows({"input_ids": torch.zeros(1, 7), "pixel_values": torch.zeros(4)}, 4)
