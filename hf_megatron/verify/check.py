@@ -398,7 +398,11 @@ def _whole_blocks(twin: Twin, layout: MegatronConfig) -> dict[str, Any]:
     assert twin.build_full is not None
     with torch.device("meta"):
         share = whole_share(twin.build_full(), state)
-    reason = unknown_mixing(twin.load(), state.spec, {"input_ids": twin.batches[0]["input_ids"]})
+    model = twin.load()
+    arguments = inspect.signature(type(model).forward).parameters
+    needed = {name for name, argument in arguments.items() if argument.default is argument.empty}
+    batch = {name: value for name, value in twin.batches[0].items() if name in {"input_ids", *needed}}
+    reason = unknown_mixing(model, state.spec, batch)
     return ({"whole": round(share, 3)} if share else {}) | ({} if reason is None else {"mixing": reason})
 
 
