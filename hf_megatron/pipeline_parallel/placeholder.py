@@ -206,7 +206,9 @@ def _standing_class(base: Any, kind: Any) -> type[nn.Module]:
 
 
 def _is_plain(name: str, value: Any) -> bool:
-    is_plain = name == "config" or isinstance(value, str | int | float | bool | tuple | None)
+    # Some sizes are tensors of one number (Inkling's projections).
+    is_number = isinstance(value, Tensor) and value.dim() == 0 and not isinstance(value, nn.Parameter)
+    is_plain = name == "config" or is_number or isinstance(value, str | int | float | bool | tuple | None)
     return is_plain and name != "training" and not name.startswith("_")
 
 
