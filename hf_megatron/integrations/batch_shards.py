@@ -1,11 +1,15 @@
 """What Accelerate deals out of a batch to the data parallel ranks, and how many rows of the last one count."""
 
-from collections.abc import Callable, Sized
+import weakref
+from collections.abc import Callable, Iterator, Sized
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
 from accelerate.data_loader import DataLoaderDispatcher
 from torch.utils.data import BatchSampler
+
+_COLLECTS, _ENDED = "_hf_megatron_collects", "_hf_megatron_ended"
 
 
 def begin(original: Callable, self: Any) -> None:
@@ -14,6 +18,7 @@ def begin(original: Callable, self: Any) -> None:
     Stock's `remainder` is of the dataset's length, whatever a sampler takes of it, as in one process.
     """
     original(self)
+    vars(self.gradient_state).pop(_ENDED, None)
     shard = None if data_parallel_group() is None else shard_of(self)
     if shard is None or shard.batch_size is None or type(shard.batch_sampler) is not BatchSampler:
         return
@@ -27,18 +32,46 @@ def begin(original: Callable, self: Any) -> None:
             self._hf_megatron_last = len(sampler) % size or size, size // shard.num_processes
 
 
+def end(original: Callable, self: Any) -> None:
+    """Ends an iteration; where Trainer is still collecting batches for a step, they stay batches of this loader.
+
+    Of a stream it learns that there is none left by asking for one more.
+    """
+    if vars(self.gradient_state).get(_COLLECTS):
+        vars(self.gradient_state)[_ENDED] = weakref.ref(self)
+    original(self)
+
+
+@contextmanager
+def collecting(state: Any) -> Iterator[None]:
+    """Has the loader stay known whose iteration ends while batches are collected, until another begins."""
+    vars(state).pop(_ENDED, None)
+    vars(state)[_COLLECTS] = True
+    try:
+        yield
+    finally:
+        del vars(state)[_COLLECTS]
+
+
+def _loader(state: Any) -> Any:
+    """Returns the loader of the batch under way."""
+    ended = vars(state).get(_ENDED, lambda: None)()
+    return state.active_dataloader if ended is None else ended
+
+
 def read_ahead(state: Any, is_ahead: bool) -> None:
     """Says whether Trainer holds batches of the active loader that come before the one that it read last."""
-    if state.active_dataloader is not None:
-        vars(state.active_dataloader)["_hf_megatron_ahead"] = is_ahead
+    if (loader := _loader(state)) is not None:
+        vars(loader)["_hf_megatron_ahead"] = is_ahead
 
 
 def is_at_end(state: Any) -> bool:
     """Tells whether the batch under way is its loader's last."""
-    if not state.end_of_dataloader:
+    loader = _loader(state)
+    if loader is None or not loader.end_of_dataloader:
         return False
     # Trainer synchronises with the last of the batches that it has read for a step.
-    return state.sync_gradients or not vars(state.active_dataloader).get("_hf_megatron_ahead", False)
+    return state.sync_gradients or not vars(loader).get("_hf_megatron_ahead", False)
 
 
 def last_rows(state: Any) -> int | None:
@@ -72,15 +105,16 @@ def cut_rows(state: Any) -> int | None:
     """
     if not is_at_end(state):
         return None
-    if "_hf_megatron_last" in vars(state.active_dataloader.base_dataloader):
+    if "_hf_megatron_last" in vars(_loader(state).base_dataloader):
         return last_rows(state)
     return _remainder(state) or None
 
 
 def _remainder(state: Any) -> int:
     """Returns stock's number of rows of the last batch, which counts a dispatched one for each rank that shares it."""
-    found = max(state.remainder, 0)
-    if not found or not isinstance(state.active_dataloader, DataLoaderDispatcher):
+    loader = _loader(state)
+    found = 0 if loader is None else max(loader.remainder, 0)
+    if not found or not isinstance(loader, DataLoaderDispatcher):
         return found
     replicas = 1 if (group := data_parallel_group()) is None else dist.get_world_size(group)
     return found * replicas // dist.get_world_size()
@@ -95,7 +129,8 @@ def _last(state: Any) -> tuple[int, int]:
 
 def _noted(state: Any) -> tuple[int, int] | None:
     """Returns the rows of the batch of all ranks under way, and those that each of them has, where they were noted."""
-    for loader in (state.active_dataloader, state.active_dataloader.base_dataloader):
+    active = _loader(state)
+    for loader in (active, active.base_dataloader):
         if (last := vars(loader).get("_hf_megatron_last")) is not None:
             return last[0], last[1]
     return None

@@ -192,6 +192,8 @@ _ROWS: tuple[tuple[str, str, str, str], ...] = (
     ("accelerate.data_loader:DataLoaderStateMixin.begin", "batch_shards:begin",
      "counts the rows of the dataset, whatever the sampler takes, and of no loader that skips batches",
      "Accelerate counts what its samplers deal out"),
+    ("accelerate.data_loader:DataLoaderStateMixin.end", "batch_shards:end",
+     "forgets the loader whose batches Trainer is still collecting", "Accelerate counts what its samplers deal out"),
     ("accelerate.data_loader:DataLoaderDispatcher.__init__", "data_loaders:make_dispatcher",
      "deals batches out to ranks of one batch where a loader is made again to skip some", _ACCELERATE),
     ("accelerate.data_loader:DataLoaderShard.__iter__", "data_loaders:iterate",

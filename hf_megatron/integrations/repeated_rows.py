@@ -17,7 +17,7 @@ from ..call_targets import LABELS, without_targets
 from ..communication.whole_tensors import whole_of
 from ..parallel_state import ParallelState, parallel_state
 from .accelerate_gathering import EvaluationLoss, gather_evaluated
-from .batch_shards import last_rows, read_ahead
+from .batch_shards import collecting, last_rows, read_ahead
 from .uneven_batches import require_full_batch, takes_any_rows
 
 
@@ -30,7 +30,8 @@ class EmptyBatch(dict):
 
 def get_batch_samples(original: Callable, self: Any, *args: Any, **kwargs: Any) -> tuple[list, Any]:
     """Returns stock's batches of one step without repeated rows, and the number of their targets, `()`."""
-    batches, count = original(self, *args, **kwargs)
+    with collecting(self.accelerator.gradient_state):
+        batches, count = original(self, *args, **kwargs)
     state = None if self.model is None else parallel_state(self.model)
     if state is None or not batches or not state.loss.is_spread:
         return batches, count
