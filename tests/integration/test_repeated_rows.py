@@ -22,6 +22,7 @@ from transformers import (
 )
 
 from hf_megatron import ConfigError, MegatronPlugin
+from hf_megatron.integrations import batch_shards
 from hf_megatron.verify.check import parse_layouts
 from hf_megatron.verify.parity import ConfigUnderTest
 from hf_megatron.verify.ranks import run_ranks
@@ -390,3 +391,44 @@ def test_a_model_that_trainer_makes_is_refused(stories, tmp_path):
             )
 
     run_ranks(on_rank, 2)
+
+
+class Counted(torch.utils.data.IterableDataset):
+    """A stream whose length nobody knows."""
+
+    def __init__(self, samples):
+        self.samples = samples
+
+    def __iter__(self):
+        return iter(self.samples)
+
+
+def train_on_streams(path, output, config=None):
+    """Trains on two streams, whose last batch ends within the accumulation of a step; the first trainer stays."""
+    replicas = 1 if config is None else config.dp_size
+    trainers = []
+    for count in (6, 11):
+        model = AutoModelForCausalLM.from_pretrained(path, megatron_config=config)
+        arguments = TrainingArguments(
+            str(output),
+            **{"per_device_train_batch_size": 4 // replicas, "gradient_accumulation_steps": 2, "max_steps": 4},
+            **{"logging_steps": 1, "report_to": [], "use_cpu": True, "disable_tqdm": True, "save_strategy": "no"},
+            accelerator_config={"dispatch_batches": False},
+        )
+        stream = Counted(rows(count, 1))
+        trainers.append(Trainer(model, arguments, train_dataset=stream, data_collator=default_data_collator))
+        trainers[-1].train()
+    logs = [entry for trainer in trainers for entry in trainer.state.log_history if "loss" in entry]
+    return [{name: entry[name] for name in ("loss", "grad_norm")} for entry in logs]
+
+
+@pytest.mark.parametrize("is_forgotten", [False, True])
+def test_streams_that_end_within_a_step(stories, tmp_path, monkeypatch, is_forgotten):
+    expected = train_on_streams(stories, tmp_path)
+    if is_forgotten:
+        monkeypatch.setattr(batch_shards, "_ENDED", "_hf_megatron_nothing")
+        monkeypatch.setattr(batch_shards, "_loader", lambda state: state.active_dataloader)
+    found = run_ranks(train_on_streams, 2, stories, tmp_path, layout("dp2"))
+    assert len(expected) == 8
+    agrees = [log == [pytest.approx(entry, rel=1e-4) for entry in expected] for log in found]
+    assert agrees == [not is_forgotten] * 2
