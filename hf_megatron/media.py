@@ -17,6 +17,8 @@ _FLAT_PATCHES = "flattened_patches"
 GRID = "image_grid_thw"
 # Between the frames of each video; of images there are none.
 SECONDS = "image_seconds"
+# Parts of names: what towers make of them belongs to rows by rules of their own.
+NOT_OF_ROWS = ("video", "audio", "input_features", "input_values", "feature_attention_mask")
 # Arguments with an entry for each image.
 _ONE_PER_IMAGE = (
     *(GRID, "image_grid_hw", "image_sizes", "image_merge_sizes", "image_position_ids"),
@@ -61,7 +63,7 @@ def is_of_images(name: str) -> bool:
 
 def is_of_media(name: str) -> bool:
     """Tells whether an argument has entries for images, videos or sounds, in whatever number, and not for rows."""
-    return is_of_images(name) or any(part in name for part in ("pixel", "video", "audio", "input_features"))
+    return is_of_images(name) or any(part in name for part in ("pixel", *NOT_OF_ROWS))
 
 
 def _is_of_pixels(name: str) -> bool:

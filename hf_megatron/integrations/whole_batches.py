@@ -158,13 +158,23 @@ def _same_states() -> Iterator[tuple]:
 def _has_rows(batch: Any, count: int) -> bool:
     """Tells whether a batch is made of rows: every tensor `(rows, ...)`, which collators that join rows do not make.
 
-    Images, videos and sounds come in numbers of their own.
+    What stands in places of a text comes in numbers of its own.
     """
-    return isinstance(batch, Mapping) and all(
-        _has_rows(value, count) if isinstance(value, Mapping) else value.dim() > 0 and value.shape[0] == count
+    if not isinstance(batch, Mapping):
+        return False
+    media = _media(batch)
+    return all(
+        _has_rows(value, count) and not _media(value)
+        if isinstance(value, Mapping)
+        else value.dim() > 0 and value.shape[0] == count
         for name, value in batch.items()
-        if isinstance(value, Tensor | Mapping) and not is_of_media(name)
+        if isinstance(value, Tensor | Mapping) and name not in media
     )
+
+
+def _media(batch: Mapping) -> list[str]:
+    """Lists the images, videos and sounds beside a text; without one they are rows, drawn and padded as such."""
+    return [name for name in batch if is_of_media(name)] if "input_ids" in batch else []
 
 
 class _WholeBatches(BatchSamplerShard):
@@ -196,7 +206,7 @@ class _OwnRows:
         batch = self.collate(samples)
         if _has_rows(batch, len(samples)):
             places = [(first + index) % len(samples) for index in range(self.size)]
-            media = [name for name in batch if is_of_media(name)]
+            media = _media(batch)
             own = self._collated_again([samples[place] for place in places]) if media else {}
             for name in media:
                 del batch[name]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError, UnsupportedError
-from ..media import VIDEO_PIXELS, has_places, is_of_images, pixels_of, rows_with_images
+from ..media import NOT_OF_ROWS, VIDEO_PIXELS, has_places, is_of_images, pixels_of, rows_with_images
 from ..parallel_state import BatchPart
 from ..videos import is_of_videos, rows_with_videos
 
@@ -22,9 +22,6 @@ _PASSED_ON = ("logits_to_keep", "cache_position", "head_mask")
 _ONE_PER_ROW = ("labels", "next_sentence_label", "sentence_order_label", "start_positions", "end_positions")
 # Where documents end in all rows together.
 _OF_THE_WHOLE_BATCH = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens")
-
-# Parts of names: what towers make of them belongs to rows by rules that are not known, but for some videos.
-_NOT_OF_ROWS = ("video", "audio", "input_features", "input_values", "feature_attention_mask")
 
 
 def batch_rows(arguments: Mapping[str, Any]) -> int:
@@ -46,7 +43,7 @@ def split(
     rows = batch_rows(arguments)
     for name, value in arguments.items():
         is_known = config is not None and takes_videos and is_of_videos(name)
-        if isinstance(value, Tensor) and any(part in name for part in _NOT_OF_ROWS) and not is_known:
+        if isinstance(value, Tensor) and any(part in name for part in NOT_OF_ROWS) and not is_known:
             raise UnsupportedError(
                 f"{name}: a pipeline gives stages images, and videos of types that were compared so, with the rows "
                 "of their placeholders. Leave it out, or load the model with pp_size=1."

@@ -36,3 +36,15 @@ def test_rows_that_are_repeated_bring_their_images():
 def test_images_say_nothing_about_rows():
     assert _has_rows(collate(range(4)), 4) and _has_rows(collate([2, 3]), 2)
     assert not _has_rows({"input_ids": torch.zeros(1, 7), "pixel_values": torch.zeros(4)}, 4)
+
+
+def test_images_without_a_text_are_rows():
+    """Of collators that mix images and classes, both are what was drawn for the batch of all ranks."""
+    calls = []
+
+    def mixing(rows):
+        calls.append(rows)
+        return {"pixel_values": torch.tensor(rows) + len(calls), "labels": torch.tensor(rows) + len(calls)}
+
+    batch = _OwnRows(mixing, 1, 2)([0, 1, 2, 3])
+    assert batch["pixel_values"].tolist() == batch["labels"].tolist() == [3, 4] and len(calls) == 1
