@@ -111,7 +111,7 @@ class ContextStack(Shared):
         self._rows = 0
         self._call: frozenset[str] = frozenset()
         self._before: Any = None
-        self.towers = Towers(lambda: self if self._under_way and self._is_cut else None)
+        self.towers = Towers()
 
     def install(self, model: nn.Module, layers: nn.ModuleList) -> None:
         """Puts hooks around a model, its base and its layers; theirs are the outermost of layers."""

@@ -1,7 +1,6 @@
 """What has attention beside the layers whose rows are shared out, such as towers: it has rows of its own, whole."""
 
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -12,14 +11,10 @@ from ..upstream import fetches_attention_core
 
 
 class Towers(Shared):
-    """Puts the shared row away while what stands beside a list of layers computes.
+    """Puts the shared row away while what stands beside a list of layers computes."""
 
-    Args:
-        context (`Callable`): returns the stack of the call under way, if it shares rows out.
-    """
-
-    def __init__(self, context: Callable[[], Any]):
-        self.context = context
+    def __init__(self) -> None:
+        self._before: list[Any] = []
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def __contains__(self, module: nn.Module) -> bool:
@@ -33,10 +28,13 @@ class Towers(Shared):
             tower.register_forward_hook(self._leave, prepend=True, always_call=True)
 
     def _enter(self, tower: nn.Module, args: tuple) -> None:
+        self._before.append(LEDGER.context)
         LEDGER.context = None
 
     def _leave(self, tower: nn.Module, args: tuple, output: Any) -> None:
-        LEDGER.context = self.context()
+        # A hook before this one's may have raised.
+        if self._before:
+            LEDGER.context = self._before.pop()
 
 
 def _beside(model: nn.Module, layers: nn.ModuleList) -> list[nn.Module]:
