@@ -5,13 +5,13 @@ from typing import Any
 from torch import nn
 
 from .errors import UnsupportedError
-from .media import reads_images
+from .rows_of_media import reads_media
 from .spec import ModelSpec
 
 
 def find_text_model(model: Any) -> nn.Module | None:
     """Returns the text model inside of one of images and text, whose towers have layers of their own."""
-    return model.get_decoder() if reads_images(model) and not model.config.is_encoder_decoder else None
+    return model.get_decoder() if reads_media(model) and not model.config.is_encoder_decoder else None
 
 
 def find_layers(model: Any, spec: ModelSpec, field: str) -> str:

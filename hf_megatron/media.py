@@ -27,6 +27,8 @@ _ONE_PER_IMAGE = (
 )
 # What is asked of each image before any text is written.
 _QUESTIONS = ("qformer_input_ids", "qformer_attention_mask")
+# Entries of other media, of lengths by which their placeholders are shared out.
+ENTRIES = "image_num_crops"
 # Sizes that say how many patches or crops the tower is given of an image: the product of an entry's numbers.
 _PATCHES = (GRID, "image_grid_hw", "target_sizes", "image_num_crops")
 # Which patches of all images a placeholder stands for, and of each image: rows and columns of placeholders, twice.
@@ -38,6 +40,8 @@ _TILES_OF_ROWS = 6
 # Numbers of images, with an entry for each row.
 _PER_ROW = ("batch_num_images",)
 VIDEO_PIXELS = "pixel_values_videos"
+# Features of clips, their samples, or tokens of them.
+SOUNDS = ("input_features", "input_values", "audio_input_ids", "audio_input_features")
 
 
 def image_token(config: Any) -> int | None:
@@ -47,12 +51,6 @@ def image_token(config: Any) -> int | None:
     """
     found = (getattr(config, name, None) for name in ("image_token_id", "image_token_index", "video_token_index"))
     return next((token for token in found if token is not None), None)
-
-
-def reads_images(model: Any) -> bool:
-    """Tells whether a model writes text about images, in places of a token or elsewhere."""
-    has_tower = "vision_config" in model.config.to_dict() and model.can_generate()
-    return has_tower or image_token(model.config) is not None
 
 
 def is_of_images(name: str) -> bool:
@@ -82,8 +80,9 @@ def has_places(arguments: Mapping[str, Any], config: Any) -> bool:
 
 
 def without_pixels(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Leaves images and videos of any shape out of a call of stages without a tower; their places and sizes stay."""
+    """Leaves images, videos and sounds out of a call of stages without a tower; their places and sizes stay."""
     left_out = {name for name in arguments if _is_of_pixels(name) and (is_of_images(name) or name == VIDEO_PIXELS)}
+    left_out |= arguments.keys() & {*SOUNDS}
     return {name: value for name, value in arguments.items() if name not in left_out}
 
 

@@ -17,7 +17,7 @@ from ..context_parallel.scheme import with_scheme
 from ..errors import UnsupportedError, UnverifiedLayoutError
 from ..parallel_state import ParallelState
 from ..registry.features import Description, Features
-from ..registry.recorded import differences, failed, has_videos, layout_kind_of_tokens, layout_kinds, splits_weights
+from ..registry.recorded import compared_media, differences, failed, layout_kind_of_tokens, layout_kinds, splits_weights
 from ..upstream import has_labels, is_base_model
 
 # Differences that an error shows.
@@ -44,8 +44,9 @@ def require_verified(model: Any, state: ParallelState, description: Description)
     config, name, model_type = state.config, type(model).__name__, model.config.model_type
     if isinstance(config, ConfigUnderTest):
         return
-    # Loads go on without: a pipeline refuses videos by name as they come.
-    state.takes_videos = config.pp_size == 1 or has_videos(name, model_type, "pp")
+    if config.pp_size > 1:
+        # Loads go on without: a pipeline refuses videos and sounds by name as they come.
+        state.media = compared_media(name, model_type, "pp")
     lines = []
     for kind in layout_kinds(config):
         features = features_on(kind, description, state)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
+from torch.distributed.tensor import DTensor
 
 from ..axes import Axes
 from ..checkpoint.initialize import initialize_missing
@@ -281,8 +282,13 @@ def initialize_missing_keys(original: Callable, self: Any, *args: Any, **kwargs:
     state = parallel_state(self)
     if state is None:
         return original(self, *args, **kwargs)
-    named = self.named_parameters(remove_duplicate=False)
-    missing = {name for name, parameter in named if not getattr(parameter, "_is_hf_initialized", False)}
+    named = dict(self.named_parameters(remove_duplicate=False))
+    missing = {name for name, parameter in named.items() if not getattr(parameter, "_is_hf_initialized", False)}
+    for name in named.keys() - missing:
+        # A weight of a file is trained also where the class froze it: the loader puts a new one in its place, but for a
+        # split one, which it has follow the old.
+        if isinstance(named[name], DTensor) and named[name].is_floating_point():
+            named[name].requires_grad_(True)
     initialize_missing(self, state, missing)
     result = original(self, *args, **kwargs)
     # What was drawn may be drawn again, by `apply(model._init_weights)`.

@@ -5,7 +5,7 @@ from typing import Any
 from torch import nn
 
 from ..errors import PlanError, UnsupportedError
-from ..media import reads_images
+from ..rows_of_media import reads_media
 from ..spec import ModelSpec
 
 
@@ -63,7 +63,7 @@ def find_around(model: Any, layers: str, spec: ModelSpec) -> tuple[list[str], li
 
 def find_towers(model: Any) -> frozenset[str]:
     """Names what stands beside the text model: towers of images. Heads do, around a base model or the text model."""
-    if not reads_images(model):
+    if not reads_media(model):
         return frozenset()
     decoder, head, found = model.get_decoder(), model.get_output_embeddings(), set()
     text = next((name for name, module in model.named_modules() if module is decoder), "")

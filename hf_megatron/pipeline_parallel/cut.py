@@ -14,8 +14,8 @@ from ..context_parallel.whole_blocks import find_whole_blocks
 from ..errors import UnsupportedError
 from ..largest_position import scales_by_length
 from ..layer_list import find_layers
-from ..media import reads_images
 from ..mixed_class import stand_around
+from ..rows_of_media import reads_media
 from ..spec import ModelSpec
 from ..upstream import splits_python_functions
 from .absent_images import ForeignPrefix, ForeignTower, StagedPrefix, call_in_first_stage, required_images
@@ -150,7 +150,7 @@ def require_cuttable(model: Any, spec: ModelSpec | None, config: MegatronConfig)
             f"MegatronConfig.pp_size = {config.pp_size}: {type(model).__name__} has two stacks of layers, encoder and "
             "decoder, and every decoder layer reads the encoder's output. Load it with pp_size=1."
         )
-    if model.main_input_name != _TOKENS and not reads_images(model):
+    if model.main_input_name != _TOKENS and not reads_media(model):
         raise UnsupportedError(
             f"MegatronConfig.pp_size = {config.pp_size}: {type(model).__name__} takes {model.main_input_name}, and a "
             f"pipeline cuts models that take {_TOKENS}. Load it with pp_size=1."

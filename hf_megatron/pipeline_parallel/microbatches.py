@@ -5,15 +5,18 @@ and mean something else by them.
 """
 
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import ConfigError, UnsupportedError
-from ..media import NOT_OF_ROWS, VIDEO_PIXELS, has_places, is_of_images, pixels_of, rows_with_images
+from ..media import NOT_OF_ROWS
 from ..parallel_state import BatchPart
-from ..videos import is_of_videos, rows_with_videos
+from ..rows_of_media import names_of_media, rows_with_media
+from ..sounds import audio_token, is_of_sounds
+from ..videos import is_of_videos
 
 ROW_DIM = 0
 INPUTS = ("input_ids", "inputs_embeds")
@@ -33,34 +36,39 @@ def batch_rows(arguments: Mapping[str, Any]) -> int:
 
 
 def split(
-    arguments: Mapping[str, Any], microbatches: int, config: Any = None, *, takes_videos: bool = True
+    arguments: Mapping[str, Any],
+    microbatches: int,
+    config: Any = None,
+    *,
+    media: AbstractSet[str] = frozenset({"videos", "sounds"}),
 ) -> list[dict[str, Any]]:
-    """Cuts a batch into microbatches whose rows differ by one at most; images and videos go with their rows.
+    """Cuts a batch into microbatches whose rows differ by one at most; images, videos and sounds go with their rows.
 
-    Raises `ConfigError` for a tensor that has neither a row per sample nor one for all, `UnsupportedError` for sounds,
-    and for videos without `takes_videos` or in other forms than those of `rows_with_videos`.
+    Args:
+        media (`Set[str]`): what a pipeline takes beside images.
+
+    Raises `ConfigError` for a tensor that has neither a row per sample nor one for all, `UnsupportedError` for videos
+    and sounds that `media` does not name, or in other forms than those of `rows_with_media`.
     """
     rows = batch_rows(arguments)
     for name, value in arguments.items():
-        is_known = config is not None and takes_videos and is_of_videos(name)
+        is_of_kinds = {"videos": is_of_videos(name), "sounds": is_of_sounds(name) and audio_token(config) is not None}
+        is_known = config is not None and any(is_of_kinds[medium] for medium in is_of_kinds.keys() & media)
         if isinstance(value, Tensor) and any(part in name for part in NOT_OF_ROWS) and not is_known:
             raise UnsupportedError(
-                f"{name}: a pipeline gives stages images, and videos of types that were compared so, with the rows "
-                "of their placeholders. Leave it out, or load the model with pp_size=1."
+                f"{name}: a pipeline gives stages images, and videos and sounds of types that were compared so, with "
+                "the rows of their placeholders. Leave it out, or load the model with pp_size=1."
             )
     if microbatches == 1:
         return [dict(arguments)]
     edges = [rows * index // microbatches for index in range(microbatches + 1)]
-    has_images = pixels_of(arguments) is not None and config is not None and has_places(arguments, config)
-    has_videos = arguments.get(VIDEO_PIXELS) is not None and config is not None
-    with_places = {name for name in arguments if has_images and is_of_images(name) or has_videos and is_of_videos(name)}
+    with_places = names_of_media(arguments, config) if config is not None else set()
     per_row = {name: value for name, value in arguments.items() if name not in with_places}
     found = []
     for start, stop in zip(edges[:-1], edges[1:], strict=True):
         part = slice(start, stop)
-        images = rows_with_images(arguments, part, config) if has_images else {}
-        videos = rows_with_videos(arguments, part, config) if has_videos else {}
-        found.append({name: _part(name, value, rows, part) for name, value in per_row.items()} | images | videos)
+        of_rows = {name: _part(name, value, rows, part) for name, value in per_row.items()}
+        found.append(of_rows | (rows_with_media(arguments, part, config) if with_places else {}))
     return found
 
 

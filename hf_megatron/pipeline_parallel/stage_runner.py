@@ -124,7 +124,7 @@ class StageRunner(Shared):
         if count > 1 and takes_loss:
             self.checks.refuse_batch_statistics(arguments)
         if packed is None:
-            microbatches = split(arguments, min(count, rows), self.model.config, takes_videos=self._state.takes_videos)
+            microbatches = split(arguments, min(count, rows), self.model.config, media=self._state.media)
             weights = [batch_rows(microbatch) / rows for microbatch in microbatches]
         else:
             microbatches = packed.microbatches(count)

@@ -37,10 +37,15 @@ def read_results(text: str) -> tuple[dict[str, Any], ...]:
 
 
 def write_results(path: str | os.PathLike[str], rows: Iterable[Mapping[str, Any]]) -> None:
-    """Merges rows into a results file; a row replaces the one of the same class, config changes, layout and size."""
+    """Merges rows into a results file; a row replaces the one of the same class, config changes, layout and size.
+
+    Media that the same parts were compared with by a row that passed, with the same versions, stay beside the new ones.
+    """
     file = Path(path)
     old = read_results(file.read_text(encoding="utf-8")) if file.exists() else ()
-    merged = {_key(row): row for row in (*old, *rows)}
+    merged: dict[tuple[Any, ...], Mapping[str, Any]] = {}
+    for row in (*old, *rows):
+        merged[_key(row)] = _with_media_of(row, merged.get(_key(row)))
     ordered = [merged[name] for name in sorted(merged)]
     parts = {part.digest: part for row in ordered for part in row["parts"]}
     versions = list({json.dumps(row["versions"], sort_keys=True): row["versions"] for row in ordered}.values())
@@ -58,6 +63,13 @@ def write_results(path: str | os.PathLike[str], rows: Iterable[Mapping[str, Any]
     temporary = file.with_suffix(".tmp")
     temporary.write_text("{" + ",\n".join(f'"{name}": {text}' for name, text in content.items()) + "}\n", "utf-8")
     temporary.replace(file)
+
+
+def _with_media_of(row: Mapping[str, Any], old: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    if old is None or not (old["passed"] and row["passed"] and "media" in row):
+        return row
+    is_same = old["versions"] == row["versions"] and set(old["parts"]) == set(row["parts"])
+    return {**row, "media": sorted({*row["media"], *(old.get("media", ()) if is_same else ())})}
 
 
 def _listed(items: Iterable[Any]) -> str:
@@ -167,13 +179,13 @@ def failed(class_name: str, model_type: str, config: MegatronConfig, kind: str, 
     return None
 
 
-def has_videos(class_name: str, model_type: str, kind: str) -> bool:
-    """Tells whether a class was compared on a kind of layout with videos, too."""
-    return any(
-        (row["model_type"], row["class"], row["layout"]) == (model_type, class_name, kind)
-        and row["passed"]
-        and "videos" in row.get("media", ())
+def compared_media(class_name: str, model_type: str, kind: str) -> frozenset[str]:
+    """Returns what a class was compared with on a kind of layout beside text: `"images"`, `"videos"`, `"sounds"`."""
+    return frozenset(
+        medium
         for row in records()
+        if (row["model_type"], row["class"], row["layout"]) == (model_type, class_name, kind) and row["passed"]
+        for medium in row.get("media", ())
     )
 
 

@@ -14,6 +14,7 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
     MODEL_MAPPING_NAMES,
 )
 
@@ -21,7 +22,7 @@ from ..axes import Axes
 from ..config import MegatronConfig
 from ..errors import ConfigError, MegatronError, RankError, UnsupportedError
 from ..expert_modules import find_experts
-from ..media import VIDEO_PIXELS, image_token, is_of_images
+from ..media import SOUNDS, VIDEO_PIXELS, image_token, is_of_images
 from ..parallelize import plan
 from ..pipeline_parallel.stage_counts import layers_with_features
 from ..registry import own_spec, registered_types
@@ -30,7 +31,7 @@ from ..registry.recorded import layout_kind, tested_versions, write_results
 from ..spec import ModelSpec
 from .adapters import adapted
 from .draws import check_draws
-from .known_types import without_gradient
+from .known_types import WITH_SOUNDS, without_gradient
 from .metric import Judgement
 from .named_models import resolve_config
 from .parity import UNBUILDABLE, Twin, check_twin, make_twin
@@ -104,6 +105,16 @@ def takes_videos(model_type: str) -> bool:
     return VIDEO_PIXELS in inspect.signature(forward).parameters
 
 
+def sound_types() -> list[str]:
+    """Lists the model types that write text about sounds, or about sounds and images."""
+    names = {name: of for name, of in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.items() if name in CONFIG_MAPPING}
+    return [name for name, of in names.items() if _takes_sounds(getattr(transformers, of).forward)]
+
+
+def _takes_sounds(forward: Callable[..., Any]) -> bool:
+    return not {*inspect.signature(forward).parameters}.isdisjoint(SOUNDS)
+
+
 def has_plan(model_type: str) -> bool:
     """Tells whether a type, or the text model in it, can be split over tp: by a plan in transformers or a spec here."""
     if model_type in registered_types() or getattr(CONFIG_MAPPING[model_type], "base_model_tp_plan", None):
@@ -173,6 +184,7 @@ def cases_of(models: list[str], task: str = "causal", *, given_class: bool = Fal
             every = [(name, "causal") for name in causal_types()]
             every += [(name, "image") for name in image_types() if task == "image" or not _has_one_class(name)]
             every += [(name, "video") for name in image_types() if task == "video" and takes_videos(name)]
+            every += [(name, "sound") for name in sound_types()]
             every += [(name, other) for name, tasks in OTHER_TASKS.items() for other in tasks]
             yield from (case for case in every if task in ("causal", case[1]))
         else:
@@ -277,6 +289,8 @@ def _check_changed(
     echo: Callable[[str], Any],
 ) -> list[dict[str, Any]]:
     """Returns the rows of one model with changes in its config."""
+    if task == "sound":
+        changes = {**WITH_SOUNDS.get(model, {}), **changes}
     config = resolve_config(model, changes)
     if class_name is not None:
         task = task_of_class(class_name, config)
@@ -375,14 +389,12 @@ def _media(twin: Twin | None) -> dict[str, Any]:
     """Says what a twin's batches have beside text."""
     if twin is None:
         return {}
-    has_images = any(is_of_images(name) for batch in twin.batches for name in batch)
-    found = ["images"] * has_images + ["videos"] * twin.has_videos
-    return {"media": found} if found else {}
+    return {"media": list(twin.media)} if twin.media else {}
 
 
 def _verdict(comparison: Judgement, twin: Twin) -> dict[str, Any]:
     found: dict[str, Any] = {"passed": comparison.passed, "worst": str(comparison.worst)}
-    if reasons := without_gradient(twin.config, videos=twin.has_videos):
+    if reasons := without_gradient(twin.config, twin.media):
         found["no_gradient"] = sorted(reasons.values())
     return found if comparison.passed else found | {"details": comparison.report()}
 

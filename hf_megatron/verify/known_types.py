@@ -1,6 +1,6 @@
 """What the check knows of single model types: what their default configs lack, and which parameters get no gradient."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -107,11 +107,6 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     },
     # Sizes by default that do not follow from each other as those of checkpoints do.
     "llama4_vision_model": {"hidden_size": 1408, "vision_output_dim": 4096, "image_size": 336},
-    # Sounds are none of the batches: few layers, of a number of heads that divides a tiny width.
-    **{
-        name: {"encoder_layers": 2, "encoder_attention_heads": 16, "encoder_ffn_dim": 320}
-        for name in ("qwen2_5_omni_audio_encoder", "qwen3_omni_moe_audio_encoder")
-    },
     "muse_spark_audio": {"hidden_sizes": [8, 12, 16, 20], "depths": [1, 1, 1, 1]},
     # A head by default that nobody reads.
     "lfm2_vl": {"vision_config": {"model_type": "siglip2_vision_model", "vision_use_head": False}},
@@ -138,6 +133,7 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     # No placeholder by default.
     **{name: {"image_token_id": 100, "video_token_id": 101} for name in ("minicpm_ocr", "minicpmv4_6", "minicpmv4_7")},
     "nemotron_h_omni": {"image_token_id": 100, "video_token_id": 101, "audio_token_id": 102},
+    "voxtral": {"audio_token_id": 24},
     "ministral": {"head_dim": 128},
     # No number of key/value heads by default, which the attention reads.
     "nemotron": {"num_key_value_heads": 48},
@@ -173,15 +169,40 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
 }
 
 
+# What a type has that takes sounds, and not by default.
+WITH_SOUNDS: Mapping[str, Mapping[str, Any]] = {
+    "gemma4": {"audio_config": {"model_type": "gemma4_audio"}},
+    "gemma4_unified": {"audio_config": {"model_type": "gemma4_unified_audio"}},
+    "nemotron_h_omni": {
+        "audio_config": {"model_type": "parakeet_encoder", "projection_hidden_size": 4096, "projection_bias": False}
+    },
+}
+
 # Sizes of a twin where those of all types would make it large.
 TINY: Mapping[str, Mapping[str, Any]] = {
     # The width of a layer of the tower grows with the square of it.
     "inkling_vision": {"patch_size": 2},
+    # As many features as four neighbours have. Towers of Whisper's kind take twice as many frames as positions.
+    "glmasr_encoder": {"intermediate_size": 256},
+    "voxtral_encoder": {"intermediate_size": 256, "max_source_positions": 16},
+    "qwen2_audio_encoder": {"max_source_positions": 16},
+    "moss_transcribe_diarize_audio": {"max_source_positions": 16},
+    # What is left of 16 behind three convolutions.
+    "phi4_multimodal_audio": {"nemo_final_size": 2, "depthwise_separable_out_channel": 64},
+    **{
+        name: {"hidden_dim": 64, "input_dim": 16, "dim_head": 16, "context_size": 8, "max_pos_emb": 16}
+        for name in ("granite_speech_encoder", "granite_speech_plus_encoder")
+    },
+    "fun_asr_nano": {
+        "adaptor_config": {
+            **{"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 16, "num_hidden_layers": 2},
+            "projector_hidden_size": 92,
+        }
+    },
 }
 
 
 _BEFORE_NORM = {r"_tower\.post_layernorm\.": "the states of layers are read, which it does not see"}
-_SOUNDS = {r"\.?audio_tower\.": "reads sounds: compared on images alone"}
 _TOKENIZER = {r"\.vqmodel\.": "chooses tokens of images: no gradient comes through a choice"}
 _POOLED = {r"\.vision_model\.head\.": "pools the states of the tower, which are read as they are"}
 _INDEXER = {r"\.indexer\.": "chooses which tokens are read: no gradient comes through a choice"}
@@ -190,6 +211,7 @@ NO_GRADIENT: Mapping[str, Mapping[str, str]] = {
     "afmoe": {r"\.expert_bias$": "chooses experts: no gradient comes through a choice"},
     "ernie4_5_moe": {r"\.e_score_correction_bias$": "chooses experts: no gradient comes through a choice"},
     "ernie4_5_vl_moe_text": {r"\.e_score_correction_bias$": "chooses experts: no gradient comes through a choice"},
+    "qwen2_5_omni_audio_encoder": {r"\.audio_bos_eos_token\.": "read by no forward"},
     "hunyuan_vl_vision": {r"\.image_sep$": "read by no forward"},
     "laguna": {r"\.e_score_correction_bias$": "chooses experts: no gradient comes through a choice"},
     "axk2": _INDEXER,
@@ -208,16 +230,11 @@ NO_GRADIENT: Mapping[str, Mapping[str, str]] = {
     "granite_docling": {r"\.connector\.fine\.": "reads tiles of which the batch says that they are fine"},
     "chameleon": _TOKENIZER,
     "deepseek_vl": _POOLED,
-    "dots3_note": _SOUNDS,
     "deepseek_vl_hybrid": _POOLED,
-    "inkling_mm_model": _SOUNDS,
     "janus": {r"\.(vqmodel|generation_\w+)\.": "makes images: compared on those that are read"},
-    "muse_spark": _SOUNDS,
     "minicpm_ocr": {r"\.vit_merger\.": "merges patches in the other one of two modes"},
     "aya_vision": _BEFORE_NORM,
     "aria": _BEFORE_NORM,
-    "qwen2_5_omni_thinker": _SOUNDS,
-    "qwen3_omni_moe_thinker": _SOUNDS,
     "llava": _BEFORE_NORM,
     "llava_next": _BEFORE_NORM,
     "llava_next_video": _BEFORE_NORM,
@@ -226,10 +243,16 @@ NO_GRADIENT: Mapping[str, Mapping[str, str]] = {
     "vipllava": _BEFORE_NORM,
 }
 
-# The same of batches without videos.
-NO_GRADIENT_WITHOUT_VIDEOS: Mapping[str, Mapping[str, str]] = {
-    "nemotron_h_omni": {r"\.video_patch_projection\.": "reads videos: compared on images alone"},
-    "video_llava": {r"\.video_tower\.": "reads videos: compared on images alone"},
+# The same of batches without a medium.
+NO_GRADIENT_WITHOUT: Mapping[str, Mapping[str, Mapping[str, str]]] = {
+    "videos": {
+        "nemotron_h_omni": {r"\.video_patch_projection\.": "reads videos: compared on images alone"},
+        "video_llava": {r"\.video_tower\.": "reads videos: compared on images alone"},
+    },
+    "sounds": {
+        name: {r"\.?audio_tower\.": "reads sounds: compared on images alone"}
+        for name in ("dots3_note", "inkling_mm_model", "muse_spark", "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker")
+    },
 }
 
 # Parts that their constructors put into evaluation mode, where norms by the statistics of a batch would be others' for
@@ -237,15 +260,16 @@ NO_GRADIENT_WITHOUT_VIDEOS: Mapping[str, Mapping[str, str]] = {
 FROZEN: Mapping[str, tuple[str, ...]] = {"emu3": ("model.vqmodel",)}
 
 
-def without_gradient(config: PreTrainedConfig, *, videos: bool = False) -> Mapping[str, str]:
+def without_gradient(config: PreTrainedConfig, media: Collection[str] = ()) -> Mapping[str, str]:
     """Maps expressions of the trainable parameters that get no gradient, of a type and its parts, to the reasons.
 
     Args:
-        videos (`bool`): of batches with videos.
+        media (`Collection[str]`): what the batches have beside text: `"images"`, `"videos"`, `"sounds"`.
     """
     parts = [part for part in vars(config).values() if isinstance(part, PreTrainedConfig)]
     known = {name: why for part in (config, *parts) for name, why in NO_GRADIENT.get(part.model_type, {}).items()}
-    unread = {} if videos else NO_GRADIENT_WITHOUT_VIDEOS.get(config.model_type, {})
+    lacking = [of_types for medium, of_types in NO_GRADIENT_WITHOUT.items() if medium not in media]
+    unread = {name: why for of_types in lacking for name, why in of_types.get(config.model_type, {}).items()}
     return {**known, **unread, **_unread_layers(config)}
 
 

@@ -14,12 +14,11 @@ from ..absent_weights import own_parameters
 from ..checkpoint.gathered import gather_parameter
 from ..data_parallel.gradient_norm import gradient_norm
 from ..data_parallel.optimizer import prepare_optimizer
-from ..media import VIDEO_PIXELS, is_of_images, pixels_of, rows_with_images
 from ..mesh import ParallelMesh
 from ..parallel_state import laid_out_model, parallel_state
 from ..registry.features import silence
+from ..rows_of_media import names_of_media, rows_with_media
 from ..upstream import is_base_model, local_tensor
-from ..videos import is_of_videos, rows_with_videos
 from .known_types import FROZEN
 
 # The default eps of AdamW turns round-off in gradients that are zero in exact arithmetic (key biases, for one) into
@@ -62,18 +61,17 @@ def _rows_of_this_rank(model: Any, batch: dict[str, Tensor]) -> dict[str, Tensor
     if state is None or state.mesh.dp_size == 1:
         return batch
     ranks, rank = state.mesh.dp_size, state.mesh.dp_rank
-    images = {name for name in batch if is_of_images(name) or is_of_videos(name)}
+    model_config = laid_out_model(model).config
+    media = names_of_media(batch, model_config)
     found = {
         name: value.tensor_split(ranks)[rank] if isinstance(value, Tensor) else value
         for name, value in batch.items()
-        if name not in images
+        if name not in media
     }
-    if images:
+    if media:
         numbers = torch.arange(len(batch["input_ids"])).tensor_split(ranks)[rank]
         rows = slice(int(numbers[0]), int(numbers[-1]) + 1) if len(numbers) else slice(0, 0)
-        model_config = laid_out_model(model).config
-        found |= rows_with_images(batch, rows, model_config) if pixels_of(batch) is not None else {}
-        found |= rows_with_videos(batch, rows, model_config) if VIDEO_PIXELS in batch else {}
+        found |= rows_with_media(batch, rows, model_config)
     return found
 
 

@@ -17,11 +17,13 @@ from transformers import PreTrainedConfig
 
 from ..config import MegatronConfig
 from ..integrations.gate import ConfigUnderTest
-from ..media import PIXELS, VIDEO_PIXELS
+from ..media import PIXELS, is_of_images
 from ..registry.features import Description, Part, describe_model
-from .image_batch import make_image_batch
+from ..sounds import is_of_sounds
+from ..videos import is_of_videos
 from .known_types import without_gradient
 from .measure import Measurement, measure
+from .media_batch import make_media_batch
 from .metric import AMPLIFIED, WELL_CONDITIONED, Error, Judgement, cancelled, frozen_errors, judge
 from .ranks import run_forks, run_ranks
 from .twin import TASKS, draw_parameters, full_config, make_batch, tiny_config
@@ -66,9 +68,11 @@ class Twin:
         return model if self.adapt is None else self.adapt(model)
 
     @property
-    def has_videos(self) -> bool:
-        """Tells whether some of the batches have videos."""
-        return any(VIDEO_PIXELS in batch for batch in self.batches)
+    def media(self) -> tuple[str, ...]:
+        """Lists what some of the batches have beside text: `"images"`, `"videos"`, `"sounds"`."""
+        of_kinds = {"images": is_of_images, "videos": is_of_videos, "sounds": is_of_sounds}
+        names = {name for batch in self.batches for name in batch}
+        return tuple(kind for kind, belongs in of_kinds.items() if any(map(belongs, names)))
 
     def delete(self) -> None:
         shutil.rmtree(self.directory, ignore_errors=True)
@@ -156,13 +160,13 @@ def _draw(
     draw_parameters(model, seed)
     directory = Path(tempfile.mkdtemp(prefix="hf_megatron_twin_"))
     model.save_pretrained(directory)
-    if task in ("image", "video"):
-        given = {"batch_size": sizes["batch_size"], "videos": task == "video"}
-        batches = [make_image_batch(model, **given, seed=seed + index) for index in range(microbatches)]
-        if PIXELS not in batches[0]:
+    if task in ("image", "video", "sound"):
+        given = {"batch_size": sizes["batch_size"], "videos": task == "video", "sounds": task == "sound"}
+        batches = [make_media_batch(model, **given, seed=seed + index) for index in range(microbatches)]
+        if task == "video" and PIXELS not in batches[0]:
             # A model that takes either images or videos: every other batch is of images.
             given["videos"] = False
-            batches[1::2] = [make_image_batch(model, **given, seed=seed + n) for n in range(1, microbatches, 2)]
+            batches[1::2] = [make_media_batch(model, **given, seed=seed + n) for n in range(1, microbatches, 2)]
     else:
         batches = [make_batch(tiny, seed=seed + index, task=task, **sizes) for index in range(microbatches)]
     # Read back, so that both sides start from the same file.
@@ -194,19 +198,20 @@ def _reference(twin: Twin) -> Measurement:
     if unread := _unread_weights(twin):
         raise ValueError(f"transformers does not read back what it wrote of a {twin.class_name}: {unread}")
     reference = measure(twin.load(), twin.batches)
-    reference.without = tuple(without_gradient(twin.config, videos=twin.has_videos))
+    reference.without = tuple(without_gradient(twin.config, twin.media))
     if "quantization_config" in twin.arguments:
         # What codes stand for has one precision.
         return reference
+    shaken = _shaken(twin)
     try:
         precise = measure(twin.load(experts_implementation="eager").double(), list(map(_in_double, twin.batches)))
     except RuntimeError:
-        # Parts of the model compute in fp32 by name and refuse weights of another type: nothing to compare with.
+        # Parts of the model compute in fp32 by name and refuse weights of another type.
+        reference.round_off = judge(shaken, reference).worst.value / AMPLIFIED
         return reference
     precise.without = reference.without
     reference.cancelled = precise.cancelled = cancelled(precise)
-    shaken = judge(_shaken(twin), reference).worst.value / AMPLIFIED
-    reference.round_off = max(judge(reference, precise).worst.value, shaken)
+    reference.round_off = max(judge(reference, precise).worst.value, judge(shaken, reference).worst.value / AMPLIFIED)
     return reference
 
 

@@ -23,6 +23,8 @@ TASKS = {
     "image": "AutoModelForImageTextToText",
     # Beside images, or alone where a model takes either.
     "video": "AutoModelForImageTextToText",
+    # Likewise.
+    "sound": "AutoModelForMultimodalLM",
     # Of base models, whose loss is taken of their outputs.
     "hidden_states": "AutoModel",
 }
@@ -117,6 +119,10 @@ SIZES: Mapping[str, int] = _by_name(
     (IMAGE_CODES, "codebook_size num_embeddings"),
     (16, "input_size num_mel_bins nemo_conv_channels depthwise_separable_out_channel"),
     (64, "ext_pw_out_channel"),
+    # Towers of sounds.
+    (64, "output_dim"),
+    (4, "encoder_attention_heads"),
+    (90, "encoder_ffn_dim"),
     (1, "pretraining_tp"),
 )
 
@@ -148,7 +154,7 @@ HEAD_PAIRS: Mapping[str, str] = {
 
 LAYER_COUNTS = (
     *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers", "num_blocks"),
-    *("depth", "layers"),
+    *("depth", "layers", "encoder_layers"),
 )
 # The number of the first layer in each of these lists of layers.
 LAYER_INDICES: Mapping[str, int] = {

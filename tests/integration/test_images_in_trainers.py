@@ -19,7 +19,7 @@ from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImagePr
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from hf_megatron.integrations.gate import ConfigUnderTest
-from hf_megatron.verify.image_batch import make_image_batch
+from hf_megatron.verify.media_batch import make_media_batch
 from hf_megatron.verify.ranks import run_ranks
 from tests.shared_twins import make_twin
 
@@ -135,7 +135,7 @@ def rows_of(model):
     """Batches of one row each, with one image, two and none, as a data set."""
     rows = []
     for seed in range(6):
-        batch = make_image_batch(model, batch_size=3, seed=seed)
+        batch = make_media_batch(model, batch_size=3, seed=seed)
         for row in range(3):
             length = int(batch["attention_mask"][row].sum())
             rows.append({name: batch[name][row, :length] for name in ("input_ids", "labels", "mm_token_type_ids")})

@@ -11,7 +11,12 @@ import trl
 from accelerate import Accelerator
 from datasets import Dataset, load_from_disk
 from peft import LoraConfig, PeftModel, PrefixTuningConfig, get_peft_model_state_dict
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    TrainerCallback,
+)
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
@@ -110,7 +115,19 @@ def policy(path, config, trainer_class):
     return AutoModelForSequenceClassification.from_pretrained(path, num_labels=1, megatron_config=config)
 
 
-def train(path, output, config, trainer_class, samples, prepare=None, by_name=False, **kwargs):
+class StopsAt(TrainerCallback):
+    """Ends a run after a step, as a kill behind its checkpoint does."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop |= state.global_step >= self.step
+
+
+def train(
+    path, output, config, trainer_class, samples, prepare=None, by_name=False, stop_at=None, resume=None, **kwargs
+):
     """Everything the trainer logs, the trained weights, and the most numbers one broadcast over stages had."""
     dp_size = 1 if config is None else config.dp_size or 1
     shapes = [()]
@@ -146,7 +163,9 @@ def train(path, output, config, trainer_class, samples, prepare=None, by_name=Fa
         eval_dataset=datasets[1],
         **extra,
     )
-    trainer.train()
+    if stop_at is not None:
+        trainer.add_callback(StopsAt(stop_at))
+    trainer.train(resume_from_checkpoint=resume)
     log = [
         {name: value for name, value in entry.items() if not any(part in name for part in UNEQUAL)}
         for entry in trainer.state.log_history

@@ -17,7 +17,6 @@ from transformers import (
     AutoTokenizer,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
-    TrainerCallback,
 )
 from trl import DPOTrainer, GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl.trainer import grpo_trainer
@@ -29,7 +28,7 @@ from hf_megatron.parallel_state import parallel_state
 from hf_megatron.verify.ranks import run_ranks
 
 from . import test_trl
-from .test_trl import adapter, compare, preferences
+from .test_trl import StopsAt, adapter, compare, preferences
 
 LAYOUTS = ["tp2", "tp2+sp", "pp2", "dp2", "tp2+pp2", "cp2"]
 SIZES = {
@@ -280,14 +279,6 @@ def part_of_a_run(path, output, text, until, resume):
     trainer.train(resume_from_checkpoint=resume)
     [entry] = [entry for entry in trainer.state.log_history if entry["step"] == until and "loss" in entry]
     return {name: value for name, value in entry.items() if name != "step_time"}
-
-
-class StopsAt(TrainerCallback):
-    def __init__(self, step):
-        self.step = step
-
-    def on_step_end(self, args, state, control, **kwargs):
-        control.should_training_stop = state.global_step >= self.step
 
 
 def test_a_run_goes_on_on_another_layout(stories, tmp_path):

@@ -12,10 +12,10 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import CONFIG_MAPPING
 
+from hf_megatron import rows_of_media
 from hf_megatron.integrations.gate import ConfigUnderTest
 from hf_megatron.parallel_state import parallel_state
 from hf_megatron.peft import dora, dropout, experts, factors, layout, lora, prompts, saving
-from hf_megatron.pipeline_parallel import microbatches
 from hf_megatron.pipeline_parallel.placeholder import Placeholder
 from hf_megatron.placement import GradientRule, Placement
 from hf_megatron.registry.recorded import read_results
@@ -118,13 +118,13 @@ def test_sizes_that_are_tensors_are_kept_on_other_stages():
 
 
 def images_of_another_row():
-    original = microbatches.rows_with_images
+    original = rows_of_media.rows_with_images
 
     def of_other(arguments, rows, config):
         found = original(arguments, rows, config)
         return found | ({"pixel_values": found["pixel_values"].flip(0)} if found else {})
 
-    microbatches.rows_with_images = of_other
+    rows_of_media.rows_with_images = of_other
 
 
 RECORDED = Path(__file__).parent.parent / "data" / "adapters.json"

@@ -6,11 +6,10 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING
 
-from hf_megatron import ConfigError, MegatronConfig
+from hf_megatron import ConfigError, MegatronConfig, rows_of_media
 from hf_megatron.context_parallel.stack import ContextStack
 from hf_megatron.errors import RankError, UnsupportedError
 from hf_megatron.integrations.gate import ConfigUnderTest
-from hf_megatron.pipeline_parallel import microbatches
 from hf_megatron.tensor_parallel import logits
 from hf_megatron.verify.parity import Twin, check_twin, measured
 from hf_megatron.verify.ranks import run_ranks
@@ -124,14 +123,14 @@ def test_frozen_towers(layout):
 @pytest.mark.parametrize("model_type", TYPES)
 def test_images_of_another_row_are_found(model_type):
     """The seeded fault: with as many images and placeholders of the same sizes."""
-    original = microbatches.rows_with_images
+    original = rows_of_media.rows_with_images
 
     def sabotage():
         def of_other(arguments, rows, config):
             found = original(arguments, rows, config)
             return found | ({"pixel_values": found["pixel_values"].flip(0)} if found else {})
 
-        microbatches.rows_with_images = of_other
+        rows_of_media.rows_with_images = of_other
 
     layout = ConfigUnderTest(pp_size=2, num_microbatches=2)
     comparison = check_twin(twin(model_type), layout, sabotage=sabotage)

@@ -6,12 +6,11 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING
 
-from hf_megatron import MegatronConfig
+from hf_megatron import MegatronConfig, rows_of_media
 from hf_megatron.errors import RankError
 from hf_megatron.integrations.gate import ConfigUnderTest
-from hf_megatron.pipeline_parallel import microbatches
 from hf_megatron.registry import recorded
-from hf_megatron.verify.image_batch import make_image_batch
+from hf_megatron.verify.media_batch import make_media_batch
 from hf_megatron.verify.parity import check_twin
 from hf_megatron.verify.ranks import run_ranks
 from tests.shared_twins import make_twin
@@ -38,14 +37,14 @@ def test_layouts_equal_one_process(model_type):
 
 def test_videos_of_another_row_are_found():
     """The seeded fault: with as many videos and placeholders of the same sizes."""
-    original = microbatches.rows_with_videos
+    original = rows_of_media.rows_with_videos
 
     def sabotage():
         def of_other(arguments, rows, config):
             found = original(arguments, rows, config)
             return found | ({"pixel_values_videos": found["pixel_values_videos"].flip(0)} if found else {})
 
-        microbatches.rows_with_videos = of_other
+        rows_of_media.rows_with_videos = of_other
 
     layout = ConfigUnderTest(pp_size=2, num_microbatches=2)
     comparison = check_twin(twin("llava_onevision"), layout, sabotage=sabotage)
@@ -84,7 +83,7 @@ def test_a_batch_that_videos_do_not_reach_is_no_batch_of_videos():
 
     model.__class__ = Blind
     with pytest.raises(ValueError, match="does not depend on them"):
-        make_image_batch(model, videos=True)
+        make_media_batch(model, videos=True)
 
 
 def test_the_page_names_the_types_that_were_compared_with_videos():

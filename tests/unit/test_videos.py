@@ -7,6 +7,7 @@ from transformers import Glm4vConfig, LlavaNextVideoConfig, Qwen2VLConfig
 from hf_megatron import ConfigError, UnsupportedError
 from hf_megatron.media import without_pixels
 from hf_megatron.pipeline_parallel.microbatches import split
+from hf_megatron.rows_of_media import rows_with_media
 from hf_megatron.videos import rows_with_videos
 
 IMAGE, VIDEO = 9, 8
@@ -62,14 +63,14 @@ def test_later_stages_are_given_no_pixels():
 
 @pytest.mark.parametrize("ids", [[[VIDEO, VIDEO], [1, 2]], [[VIDEO, VIDEO, VIDEO], [VIDEO, VIDEO, VIDEO]]])
 def test_placeholders_that_fit_no_video_are_refused(ids):
-    batch = patches() | {"input_ids": torch.tensor(ids)}
-    with pytest.raises(ConfigError, match=r"placeholders of images|stand in two rows"):
-        rows_with_videos(batch, slice(0, 1), QWEN)
+    batch = patches() | {"input_ids": torch.tensor(ids), "pixel_values": None}
+    with pytest.raises(ConfigError, match=r"placeholders of videos|video stand in two rows"):
+        rows_with_media(batch, slice(0, 1), QWEN)
 
 
-def test_videos_that_were_not_compared_and_sounds_are_refused():
+def test_videos_that_were_not_compared_and_sounds_of_models_without_are_refused():
     with pytest.raises(UnsupportedError, match=r"pixel_values_videos.*types that were compared so"):
-        split(patches(), 3, QWEN, takes_videos=False)
+        split(patches(), 3, QWEN, media={"sounds"})
     with pytest.raises(UnsupportedError, match="num_frames_per_video"):
         split(patches() | {"num_frames_per_video": torch.tensor([2, 2, 2])}, 3, QWEN)
     with pytest.raises(UnsupportedError, match="input_features"):

@@ -1,4 +1,4 @@
-"""Batches of images and text for a tiny model: rows with one, two and no images or videos, of several sizes."""
+"""Batches of media and text for a tiny model: rows with one, two and no images, videos or sounds, of several sizes."""
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -8,20 +8,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..media import PLACES, VIDEO_PIXELS, image_token
+from ..media import PIXELS, PLACES, SOUNDS, VIDEO_PIXELS, image_token
+from ..sounds import audio_token
 from ..videos import video_token
 from .image_forms import Canvas, image_forms, tiles_of_rows, video_form
+from .sound_forms import sound_forms
 from .twin import plain_tokens
 
 # Images of the rows of a batch, over and over.
 _IMAGES = (1, 2, 0)
-# Videos of them.
+# Videos, or sounds, of them.
 _VIDEOS = (1, 0, 2)
+# Tokens of a clip, at most.
+_TOKENS_OF_SOUND = 64
 _KINDS_OF_TOKENS = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 # Methods that make features of images, or of videos where nothing else has them.
 _FEATURES = ("get_image_features", "get_video_features")
 # What models raise for images of another form than theirs.
-_UNFIT = (RuntimeError, ValueError, TypeError, IndexError, AttributeError)
+_UNFIT = (RuntimeError, ValueError, TypeError, IndexError, AttributeError, NameError)
 
 
 @dataclass(frozen=True)
@@ -29,7 +33,7 @@ class _Piece:
     """What stands in a row between texts: an image, or a video, whose frames may stand apart.
 
     Attributes:
-        kind: of the tokens: 1 for images, 2 for videos.
+        kind: of the tokens: 1 for images, 2 for videos, 3 for sounds.
         token: the placeholder, if there is one.
         sizes: numbers of tokens side by side.
     """
@@ -39,7 +43,9 @@ class _Piece:
     sizes: tuple[int, ...]
 
 
-def make_image_batch(model: Any, *, batch_size: int = 3, seed: int = 0, videos: bool = False) -> dict[str, Tensor]:
+def make_media_batch(
+    model: Any, *, batch_size: int = 3, seed: int = 0, videos: bool = False, sounds: bool = False
+) -> dict[str, Tensor]:
     """Makes a batch with padding behind all rows but the longest.
 
     The placeholders of an image are as many as the model makes features of it.
@@ -47,33 +53,37 @@ def make_image_batch(model: Any, *, batch_size: int = 3, seed: int = 0, videos: 
     Args:
         model (`PreTrainedModel`): of a type with places for images in its text, or with an image for each row.
         videos (`bool`): videos beside the images, or alone where the model takes either.
+        sounds (`bool`): sounds beside the images, or alone where the model takes no images.
 
     Returns:
         `dict[str, Tensor]`: `input_ids`, `attention_mask`, `labels` and what the model asks for of the kinds of tokens,
         `[batch, sequence]`; images in the form that the model takes, see `media.rows_with_images`.
 
     Raises:
-        ValueError: with `videos`, a model that takes none in a known form.
+        ValueError: with `videos` or `sounds`, a model that takes none in a known form.
     """
     generator = torch.Generator().manual_seed(seed)
     asked = inspect.signature(model.forward).parameters
     has_places = image_token(model.config) is not None or PLACES in asked
     counts = [_IMAGES[row % len(_IMAGES)] if has_places else 1 for row in range(batch_size)]
-    images, sizes = _images(model, counts, generator)
+    if PIXELS not in asked and "flattened_patches" not in asked:
+        counts = [0] * batch_size
+    images, sizes = _images(model, counts, generator) if any(counts) else ({}, [])
     left = iter(sizes)
     pieces = [[_Piece(1, image_token(model.config), (next(left),)) for _ in range(count)] for count in counts]
-    if not videos:
+    if not videos and not sounds:
         return _written(model, pieces, images, generator)
-    problems = []
-    for tensors, found in _with_videos(model, pieces, images, generator):
+    problems: list[str] = []
+    for tensors, found in (_with_videos if videos else _with_sounds)(model, pieces, images, generator):
         batch = _written(model, found, tensors, generator)
         try:
-            if _reads_videos(model, batch):
+            if _depends_on(model, batch, VIDEO_PIXELS if videos else next(name for name in SOUNDS if name in batch)):
                 return batch
             problems.append("its loss does not depend on them")
         except (*_UNFIT, StopIteration) as error:
             problems.append(str(error))
-    raise ValueError(f"{type(model).__name__} takes no videos in a known form: {'; '.join(problems)[:300]}")
+    kind = "videos" if videos else "sounds"
+    raise ValueError(f"{type(model).__name__} takes no {kind} in a known form: {'; '.join(problems)[:300]}")
 
 
 def _written(
@@ -86,12 +96,14 @@ def _written(
         return tokens[torch.randint(len(tokens), (length,), generator=generator)].tolist()
 
     # Positions begin anew behind it, in models that have one.
-    start = [token for token in [getattr(model.config, "vision_start_token_id", None)] if token is not None]
+    names = ("vision_start_token_id",) * 2 + ("audio_start_token_id",)
+    starts = [[token for token in [getattr(model.config, name, None)] if token is not None] for name in names]
     rows, places = [], []
     for row, of_row in enumerate(pieces):
         rows.append(text(4 + row))
         places.append([0] * len(rows[-1]))
         for piece in of_row:
+            start = starts[piece.kind - 1]
             for size in piece.sizes:
                 rows[-1] += start + (text(size) if piece.token is None else [piece.token] * size) + text(3)
                 places[-1] += [0] * len(start) + [piece.kind] * size + [0] * 3
@@ -145,9 +157,48 @@ def _with_videos(
             yield (dict(images) if are_beside else {}) | videos, found
 
 
-def _reads_videos(model: Any, batch: Mapping[str, Tensor]) -> bool:
-    """Tells whether the loss depends on the pixels of videos."""
-    others = {**batch, VIDEO_PIXELS: batch[VIDEO_PIXELS].flip(-1)}
+def _with_sounds(
+    model: Any, pieces: Sequence[Sequence[_Piece]], images: Mapping[str, Tensor], generator: torch.Generator
+) -> Iterator[tuple[dict[str, Tensor], list[list[_Piece]]]]:
+    """Yields images with sounds behind them, in every form in which the model takes single clips."""
+    asked, token = {*inspect.signature(model.forward).parameters}, audio_token(model.config)
+    counts = [_VIDEOS[row % len(_VIDEOS)] for row in range(len(pieces))]
+    for sounds in sound_forms(model.config, asked, sum(counts), generator):
+        clips = [{name: value[clip : clip + 1] for name, value in sounds.items()} for clip in range(sum(counts))]
+        # Every other one is shorter.
+        of_length = [_tokens_of_clip(model, clip, token, generator) for clip in clips[:2]]
+        sizes = [of_length[clip % 2] for clip in range(len(clips))]
+        left = iter(_Piece(3, token, (size,)) for size in sizes)
+        yield (
+            {**images, **sounds, **_lengths(asked, sizes)},
+            [[*of_row, *(next(left) for _ in range(count))] for of_row, count in zip(pieces, counts, strict=True)],
+        )
+
+
+def _tokens_of_clip(model: Any, clip: Mapping[str, Tensor], token: int | None, generator: torch.Generator) -> int:
+    """Counts the placeholders with which the model takes a clip; one, where there is no such number.
+
+    A batch with a clip that the model does not take is refused by it.
+    """
+    asked = {*inspect.signature(model.forward).parameters}
+    # Some take more features than there are places for them.
+    for size in range(_TOKENS_OF_SOUND, 0, -1):
+        try:
+            with torch.no_grad():
+                model(**_written(model, [[_Piece(3, token, (size,))]], {**clip, **_lengths(asked, [size])}, generator))
+            return size
+        except _UNFIT:
+            continue
+    return 1
+
+
+def _lengths(asked: set[str], sizes: Sequence[int]) -> dict[str, Tensor]:
+    return {"audio_embed_sizes": torch.tensor(sizes)} if "audio_embed_sizes" in asked else {}
+
+
+def _depends_on(model: Any, batch: Mapping[str, Tensor], name: str) -> bool:
+    """Tells whether the loss depends on pixels of videos, or on sounds."""
+    others = {**batch, name: torch.zeros_like(batch[name])}
     with torch.no_grad():
         losses = [model.eval()(**given).loss.item() for given in (batch, others)]
     model.train()

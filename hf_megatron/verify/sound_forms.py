@@ -1,0 +1,72 @@
+"""The forms in which models take sounds: features of clips in two orders, samples, or tokens; of unequal lengths."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..media import SOUNDS
+from ..sounds import MASKS_OF_SOUNDS
+
+# Features of a frame, by the names that configs have for them.
+_FEATURES = ("input_size", "num_mel_bins", "n_mel_bins", "feature_size", "audio_embed_dim")
+# Of towers whose configs do not say.
+_WIDTH = 128
+# Samples of a token.
+_SAMPLES = ("samples_per_token", "audio_samples_per_token")
+# Frames that convolutions with a stride and groups of what they return divide; fewer make features of nothing.
+_FRAMES = 32
+# Tokens of a clip of samples.
+_TOKENS = 6
+# What a shorter clip lacks.
+_SHORTER = 4
+
+
+def sound_forms(config: Any, asked: set[str], total: int, generator: torch.Generator) -> Iterator[dict[str, Tensor]]:
+    """Yields the sounds of a batch as a model may take them: of unequal lengths, of one length, and without a mask.
+
+    Args:
+        config (`PreTrainedConfig`): of the model.
+        asked (`set[str]`): the names of its arguments.
+        total (`int`): clips.
+        generator (`torch.Generator`): of the features.
+    """
+    name = next((name for name in SOUNDS if name in asked), None)
+    if name is None:
+        return
+    audio = getattr(config, "audio_config", None) or getattr(config, "encoder_config", None) or config
+    values = audio.to_dict()
+    width = next((getattr(audio, key) for key in _FEATURES if isinstance(getattr(audio, key, None), int)), _WIDTH)
+    # Some towers take clips of one length alone, others whole windows.
+    longest = 2 * (values.get("n_window") or values.get("max_source_positions") or _FRAMES // 2)
+    samples = next((getattr(audio, key) for key in _SAMPLES if isinstance(getattr(audio, key, None), int)), None)
+    if name == "input_values" and samples:
+        longest = _TOKENS * samples
+    masks = [mask for mask in MASKS_OF_SOUNDS if mask in asked]
+    for is_uneven, are_given in [(True, masks), (False, masks), (False, [])] if masks else [(False, [])]:
+        shorter = longest // _SHORTER if is_uneven else 0
+        lengths = torch.tensor([longest - shorter * (clip % 2) for clip in range(total)])
+        is_there = torch.arange(longest) < lengths[:, None]
+        for shape in _shapes(name, width, longest, values):
+            sounds = _draw(name, (total, *shape), values, generator)
+            dim = 1 + shape.index(longest)
+            seen = is_there.view(total, *(longest if dim == at else 1 for at in range(1, sounds.dim())))
+            found = {name: sounds * seen} | dict.fromkeys(are_given, is_there)
+            if "chunk_sample_lengths" in asked:
+                found["chunk_sample_lengths"] = lengths * values["hop_length"]
+            yield found
+
+
+def _shapes(name: str, width: int, longest: int, values: dict[str, Any]) -> list[tuple[int, ...]]:
+    if name == "input_values":
+        return [(longest,), (1, longest)]
+    if name == "audio_input_ids":
+        return [(longest, values.get("n_mel_bins", width))]
+    return [(width, longest), (longest, width)]
+
+
+def _draw(name: str, shape: tuple[int, ...], values: dict[str, Any], generator: torch.Generator) -> Tensor:
+    if name == "audio_input_ids":
+        return torch.randint(values.get("mel_vocab_size", 2), shape, generator=generator)
+    return torch.randn(*shape, generator=generator)

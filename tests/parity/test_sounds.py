@@ -1,0 +1,88 @@
+"""Sounds, beside images where a model takes both: rows with one clip, two and none, of unequal lengths."""
+
+import functools
+
+import pytest
+from transformers import CONFIG_MAPPING
+
+from hf_megatron import MegatronConfig, rows_of_media
+from hf_megatron.errors import RankError
+from hf_megatron.integrations.gate import ConfigUnderTest
+from hf_megatron.registry import recorded
+from hf_megatron.verify.known_types import WITH_SOUNDS
+from hf_megatron.verify.parity import check_twin
+from hf_megatron.verify.ranks import run_ranks
+from tests.shared_twins import make_twin
+from tests.structure import ROOT
+
+
+@functools.lru_cache(maxsize=1)
+def twin(model_type):
+    config = CONFIG_MAPPING[model_type](**WITH_SOUNDS.get(model_type, {}))
+    return make_twin(config, task="sound", microbatches=2, min_layers=4, batch_size=4)
+
+
+LAYOUTS = {
+    "qwen2_5_omni_thinker": {"tp_size": 2, "sequence_parallel": True, "pp_size": 2, "num_microbatches": 2},
+    "gemma4_unified": {"pp_size": 2, "num_microbatches": 4},
+    "glmasr": {"pp_size": 2, "dp_size": 2, "num_microbatches": 2},
+}
+
+
+@pytest.mark.parametrize("model_type", LAYOUTS)
+def test_layouts_equal_one_process(model_type):
+    comparison = check_twin(twin(model_type), ConfigUnderTest(**LAYOUTS[model_type]))
+    assert comparison.passed, comparison.report()
+
+
+def test_sounds_of_another_row_are_found():
+    """The seeded fault: with as many clips and placeholders."""
+    original = rows_of_media.rows_with_sounds
+
+    def sabotage():
+        def of_other(arguments, rows, config):
+            found = original(arguments, rows, config)
+            return found | ({"input_features": found["input_features"].flip(0)} if found else {})
+
+        rows_of_media.rows_with_sounds = of_other
+
+    layout = ConfigUnderTest(pp_size=2, num_microbatches=2)
+    comparison = check_twin(twin("glmasr"), layout, sabotage=sabotage)
+    assert not comparison.passed and comparison.worst.value > 10
+
+
+def test_pipelines_refuse_sounds_of_types_that_were_not_compared_with_them(monkeypatch):
+    rows = tuple(row | {"media": ["images"]} for row in recorded.records())
+    monkeypatch.setattr(recorded, "records", lambda: rows)
+    whole = twin("glmasr")
+
+    def call():
+        model = whole.load(megatron_config=MegatronConfig(pp_size=2, num_microbatches=2))
+        model(**whole.batches[0])
+
+    with pytest.raises(RankError, match=r"input_features: .*types that were compared so"):
+        run_ranks(call, 2)
+
+
+def test_a_weight_that_the_class_froze_is_trained_where_a_file_has_it():
+    """As in one process, where the loader puts a new parameter in the place of the frozen one."""
+    whole = make_twin(CONFIG_MAPPING["voxtral"](audio_token_id=24), task="sound", microbatches=1)
+    frozen = "model.audio_tower.embed_positions.weight"
+    assert whole.load().get_parameter(frozen).requires_grad
+
+    def flags():
+        model = whole.load(megatron_config=ConfigUnderTest(tp_size=2))
+        return model.get_parameter(frozen).requires_grad
+
+    assert run_ranks(flags, 2) == [True, True]
+
+
+def test_the_page_names_the_types_that_were_compared_with_sounds():
+    compared = {}
+    for row in recorded.records():
+        if row["passed"] and "sounds" in row.get("media", ()):
+            compared.setdefault(row["model_type"], set()).add(row["layout"])
+    page = (ROOT / "docs" / "images.md").read_text(encoding="utf-8")
+    stated = page.partition("Sounds were compared")[2].partition("\n\n")[0]
+    named = set(stated.split("`")[1::2])
+    assert named == {name for name, layouts in compared.items() if layouts >= {"tp", "tp+sp", "pp"}} and named
