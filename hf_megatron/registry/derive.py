@@ -71,6 +71,11 @@ def derive_spec(model: Any) -> ModelSpec:
     return ModelSpec(model_type, with_head(model, plan))
 
 
+def has_plan_of_layers(model: Any) -> bool:
+    """Tells whether transformers' plan of a model says something of its layers, and not of its head alone."""
+    return any("*" in pattern for pattern in merged_tp_plan(model))
+
+
 def with_head(model: Any, plan: Mapping[str, str]) -> dict[str, str]:
     """Returns a plan whose output embedding is split over the vocabulary, where its embedding or upstream's is."""
     head, whole = model.get_output_embeddings(), dict(plan)

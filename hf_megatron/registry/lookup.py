@@ -9,7 +9,8 @@ from torch import nn
 
 from ..errors import PlanError
 from ..spec import ModelSpec
-from .derive import derive_spec
+from .derive import derive_spec, has_plan_of_layers
+from .infer import inferred_spec
 from .text_part import spec_around_text
 
 SpecBuilder = Callable[[Any], ModelSpec]
@@ -55,10 +56,12 @@ def own_spec(model: nn.Module) -> ModelSpec | None:
 
 
 def spec_for(model: nn.Module) -> ModelSpec:
-    """Returns the spec of a model on the meta device: its family's, else derived from transformers' plan.
+    """Returns the spec of a model on the meta device: its family's, from transformers' plan, or by structure.
 
     Raises:
-        PlanError: neither exists.
+        PlanError: none of them exists.
         UnsupportedError: the family is refused, with the reason.
     """
-    return own_spec(model) or derive_spec(model)
+    if (own := own_spec(model)) is not None:
+        return own
+    return derive_spec(model) if has_plan_of_layers(model) else inferred_spec(model)

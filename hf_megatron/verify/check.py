@@ -115,18 +115,6 @@ def _takes_sounds(forward: Callable[..., Any]) -> bool:
     return not {*inspect.signature(forward).parameters}.isdisjoint(SOUNDS)
 
 
-def has_plan(model_type: str) -> bool:
-    """Tells whether a type, or the text model in it, can be split over tp: by a plan in transformers or a spec here."""
-    if model_type in registered_types() or getattr(CONFIG_MAPPING[model_type], "base_model_tp_plan", None):
-        return True
-    try:
-        text = CONFIG_MAPPING[model_type]().get_text_config()
-    except (ValueError, StrictDataclassError):
-        # Some have no default.
-        return False
-    return text.model_type in registered_types() or bool(getattr(text, "base_model_tp_plan", None))
-
-
 # Less of the layers' parameters that is split is said.
 _LARGE_SHARE = 0.5
 # See `tiny_config`.
@@ -313,8 +301,6 @@ def _check_changed(
         if not everything:
             raise ConfigError(f"{model}: {reason}") from error
     for layout in layouts:
-        if everything and layout.tp_size > 1 and not has_plan(model):
-            continue
         if layout.ep_size > 1 and twin is not None and not _has_experts(twin):
             if everything:
                 continue

@@ -121,8 +121,10 @@ SIZES: Mapping[str, int] = _by_name(
     (64, "ext_pw_out_channel"),
     # Towers of sounds.
     (64, "output_dim"),
-    (4, "encoder_attention_heads"),
-    (90, "encoder_ffn_dim"),
+    # Encoders and decoders.
+    (4, "encoder_attention_heads decoder_attention_heads num_encoder_attention_heads num_decoder_attention_heads"),
+    (90, "encoder_ffn_dim decoder_ffn_dim encoder_intermediate_size decoder_intermediate_size"),
+    (64, "max_target_positions"),
     (1, "pretraining_tp"),
 )
 
@@ -154,7 +156,8 @@ HEAD_PAIRS: Mapping[str, str] = {
 
 LAYER_COUNTS = (
     *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers", "num_blocks"),
-    *("depth", "layers", "encoder_layers"),
+    *("depth", "layers", "encoder_layers", "decoder_layers"),
+    *("encoder_num_hidden_layers", "decoder_num_hidden_layers", "num_encoder_layers"),
 )
 # The number of the first layer in each of these lists of layers.
 LAYER_INDICES: Mapping[str, int] = {
