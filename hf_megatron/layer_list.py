@@ -17,6 +17,8 @@ def find_text_model(model: Any) -> nn.Module | None:
 def find_layers(model: Any, spec: ModelSpec, field: str) -> str:
     """Returns the name of the spec's layer list, or of the only one made of the class's `_no_split_modules`.
 
+    Where there is none, the only outermost list of modules of one class is meant.
+
     Raises:
         UnsupportedError: there are none or several; the size of `field` has to be 1 then.
     """
@@ -30,6 +32,8 @@ def find_layers(model: Any, spec: ModelSpec, field: str) -> str:
     ]
     if len(lists) > 1 and (text := find_text_model(model)) is not None:
         lists = [name for name in lists if any(model.get_submodule(name) is module for module in text.modules())]
+    if not lists:
+        lists = _uniform_lists(model)
     if len(lists) != 1:
         found = ", ".join(lists) or "none"
         raise UnsupportedError(
@@ -37,3 +41,13 @@ def find_layers(model: Any, spec: ModelSpec, field: str) -> str:
             f"{found}. Load it with {field}=1, or register a spec with `layers`."
         )
     return lists[0]
+
+
+def _uniform_lists(model: nn.Module) -> list[str]:
+    """Lists the outermost module lists of modules of one class, with attention or other parts inside of each."""
+    found: list[str] = []
+    for name, module in model.named_modules():
+        is_inside = any(name.startswith(f"{outer}.") for outer in found)
+        if isinstance(module, nn.ModuleList) and not is_inside and len({type(layer) for layer in module}) == 1:
+            found += [name] if len([*module[0].modules()]) > 2 else []
+    return found

@@ -8,6 +8,8 @@ from ..errors import PlanError, UnsupportedError
 from ..rows_of_media import reads_media
 from ..spec import ModelSpec
 
+_OF_EMBEDDINGS = "embed"
+
 
 def has_parameters(module: nn.Module) -> bool:
     """Tells whether a module, or a part of it, has parameters."""
@@ -52,7 +54,9 @@ def find_around(model: Any, layers: str, spec: ModelSpec) -> tuple[list[str], li
             elif has_parameters(child):
                 # Some classes define their head first.
                 is_behind = full_name in spec.after_layers or any(module is head for module in child.modules())
-                side = before if full_name in towers or full_name in (*spec.before_layers, *spec.prefixes) else place
+                # Norms of embeddings are defined behind the layers by many.
+                runs_before = full_name in towers or _OF_EMBEDDINGS in name
+                side = before if runs_before or full_name in (*spec.before_layers, *spec.prefixes) else place
                 # Lists are not called themselves.
                 names = (
                     [f"{full_name}.{item}" for item in child._modules] if type(child) is nn.ModuleList else [full_name]

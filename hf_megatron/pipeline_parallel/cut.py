@@ -32,7 +32,7 @@ from .stage_parts import (
     ForeignOutput,
     StagedInput,
     StagedLayer,
-    has_several_tables,
+    embeds_tokens,
     hold_part,
     layer_indices,
     output_width,
@@ -179,6 +179,7 @@ def cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> Cut:
             f"backward in two steps: {spec.no_split_backward} Use '1f1b' or 'interleaved_1f1b'."
         )
     name = find_layers(model, spec, "pp_size")
+    _put_head_last(model, name)
     layers = model.get_submodule(name)
     stages = make_stages(model, layers, config)
     require_features_on_first_stage(model, stages)
@@ -249,6 +250,18 @@ def cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> Cut:
     return Cut(boundary, name, *parts, holds_first, mixes_documents)
 
 
+def _put_head_last(model: nn.Module, layers: str) -> None:
+    """Has a head that a class defines first follow the layers: a weight tied to it has one name on all stages then."""
+    on_path = layers.partition(".")[0]
+    names = list(model._modules)
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    first = names[: names.index(on_path)]
+    for name in first:
+        child = model._modules[name]
+        if child is not None and any(module is head for module in child.modules()):
+            model._modules[name] = model._modules.pop(name)
+
+
 def _can_be_held(model: nn.Module, target: str, source: str, before: list[str]) -> bool:
     """Tells whether the last stage can hold a weight before the layers for its head: of a module, or of a table in it.
 
@@ -260,7 +273,7 @@ def _can_be_held(model: nn.Module, target: str, source: str, before: list[str]) 
         return table in before
     names = [name for name, _ in model.named_modules()]
     comes_first = names.index(table) < names.index(target.rpartition(".")[0])
-    return comes_first and has_several_tables(model.get_submodule(embeddings))
+    return comes_first and embeds_tokens(model.get_submodule(embeddings))
 
 
 def _place(stages: Stages, stage: int) -> str:

@@ -1,5 +1,6 @@
 """Modules on a rank of a pipeline: its own, which take part in its stages, and what stands for those of other ranks."""
 
+import inspect
 from typing import Any, cast
 
 import torch
@@ -150,19 +151,20 @@ def _tables(module: nn.Module) -> list[nn.Embedding]:
     return [child for child in module.children() if isinstance(child, nn.Embedding)]
 
 
-def has_several_tables(module: nn.Module) -> bool:
-    """Tells whether a module before the layers adds up embeddings, as BERT's does."""
-    return len(_tables(module)) > 1
+def embeds_tokens(module: nn.Module) -> bool:
+    """Tells whether a module before the layers looks tokens up in tables of its own, as BERT's does."""
+    tables = len(_tables(module))
+    return tables > 1 or tables == 1 and _TOKENS[0] in inspect.signature(type(module).forward).parameters
 
 
 def output_width(module: nn.Module) -> int | None:
     """Returns the last dim of what an embedding or a linear makes; `None` for what keeps its input's.
 
-    A module of several embeddings adds them up: BERT's.
+    Embeddings of a module are added up.
     """
     if isinstance(module, nn.Embedding):
         return module.embedding_dim
-    if has_several_tables(module):
+    if embeds_tokens(module):
         widths = {table.embedding_dim for table in _tables(module)}
         return widths.pop() if len(widths) == 1 else None
     return module.out_features if isinstance(module, nn.Linear) else None

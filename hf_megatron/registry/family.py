@@ -8,12 +8,9 @@ from torch import nn
 
 from ..patterns import generic, module_name
 from ..spec import HeadBlock, ModelSpec
-from .derive import derive_spec
+from .derive import derive_spec, has_plan_of_layers
+from .infer import inferred_spec
 from .text_part import spec_around_text
-
-# Why some configs have no sequence parallelism.
-CHUNKS = "chunk_size_feed_forward > 0 cuts this rank's piece of the sequence into chunks of its own."
-LEFT_OUT = "layerdrop > 0 leaves out layers at random, the first and the last of which split and join the sequence."
 
 
 def base_prefix(model: Any) -> str:
@@ -32,26 +29,29 @@ def corrected_spec(
     identity_experts: Mapping[str, str] | None = None,
     before_layers: tuple[str, ...] = (),
     after_layers: tuple[str, ...] = (),
+    local_arguments: Mapping[str, tuple[str, ...]] | None = None,
     **changes: Any,
 ) -> ModelSpec:
-    """Derives the spec from transformers' plan, with corrections; other arguments are those of `ModelSpec`.
+    """Takes the spec from transformers' plan or the structure, with corrections; other arguments are `ModelSpec`'s.
 
     Args:
         corrections (`Mapping[str, str]`, *optional*): pattern inside the base model -> style, added or replaced; what
             this config does not have is left out.
         transparent, whole_blocks, before_layers, after_layers (`tuple[str, ...]`), head_blocks, experts,
-            identity_experts (`Mapping`, *optional*): patterns inside the base model.
+            identity_experts, local_arguments (`Mapping`, *optional*): patterns inside the base model.
     """
-    spec, prefix = derive_spec(model), base_prefix(model)
+    spec = derive_spec(model) if has_plan_of_layers(model) else inferred_spec(model)
+    prefix = base_prefix(model)
     names = [name for name, _ in model.named_modules()] + [n for n, _ in model.named_parameters(remove_duplicate=False)]
     known = set(names) | {generic(name) for name in names}
     added = {prefix + pattern: style for pattern, style in (corrections or {}).items() if prefix + pattern in known}
     return replace(
         spec,
         plan={**spec.plan, **added},
-        transparent=tuple(prefix + pattern for pattern in transparent),
+        transparent=(*spec.transparent, *(prefix + pattern for pattern in transparent)),
+        local_arguments={prefix + pattern: names for pattern, names in (local_arguments or {}).items()},
         whole_blocks=tuple(prefix + pattern for pattern in whole_blocks),
-        before_layers=tuple(prefix + pattern for pattern in before_layers),
+        before_layers=(*spec.before_layers, *(prefix + pattern for pattern in before_layers)),
         after_layers=tuple(prefix + pattern for pattern in after_layers),
         head_blocks={prefix + pattern: heads for pattern, heads in (head_blocks or {}).items()},
         experts={prefix + pattern: attribute for pattern, attribute in (experts or {}).items()},

@@ -17,7 +17,10 @@ from torch import nn
 from ..errors import PlanError
 from ..patterns import generic, module_name
 from ..spec import ModelSpec
-from .family import CHUNKS, LEFT_OUT
+
+# Why some configs have no sequence parallelism.
+CHUNKS = "chunk_size_feed_forward > 0 cuts this rank's piece of the sequence into chunks of its own."
+LEFT_OUT = "layerdrop > 0 leaves out layers at random, the first and the last of which split and join the sequence."
 
 _QUERY_KEY_VALUE = (
     *(("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("q", "k", "v"), ("q_lin", "k_lin", "v_lin")),
@@ -148,17 +151,17 @@ def _attention(found: _Found, name: str, module: nn.Module) -> None:
     for child, other in module.named_children():
         if child in known:
             continue
-        sizes = {tuple(parameter.shape) for parameter in other.parameters()}
         if isinstance(other, nn.Embedding) and other.embedding_dim == width // size:
             found.plan[f"{name}.{child}.weight"] = "split_columns"
-        elif sizes:
+        elif next(other.parameters(), None) is not None:
             found.plan[f"{name}.{child}"] = "replicated_sum"
     counts = {count for count in (width // size, _count(module, _KEY_VALUE_HEADS)) if count}
     read = _attributes_read(type(module))
     local = [
         key
         for key, value in vars(module).items()
-        if key in read and (key in (*_HEADS, *_KEY_VALUE_HEADS) and value in counts or key in _WIDTHS and value == width)
+        if key in read
+        and (key in (*_HEADS, *_KEY_VALUE_HEADS) and value in counts or key in _WIDTHS and value == width)
     ]
     if local:
         found.local_attributes[name] = tuple(local)
@@ -180,7 +183,7 @@ def _projections(module: nn.Module) -> tuple[list[Any], dict[str, str], bool]:
     for names in _QUERY_KEY_VALUE:
         linears = [_linear(module, name) for name in names]
         if all(linear is not None for linear in linears):
-            gates = [name for name in _GATES if (gate := _linear(module, name)) is not None]
+            gates = [name for name in _GATES if _linear(module, name) is not None]
             gates = [name for name in gates if _width_out(_linear(module, name)) == _width_out(linears[0])]
             return linears, dict.fromkeys((*names, *gates), "column"), False
     for name in _FUSED:
@@ -237,7 +240,12 @@ def _mlp(found: _Found, name: str, module: nn.Module) -> None:
             if child_name not in (*firsts, last) and next(child.parameters(), None) is not None
         ]
         if "." in last:
-            block = prefix + firsts[0].rpartition(".")[0]
+            owner = firsts[0].rpartition(".")[0]
+            # A norm inside of it reads the input before the linear does.
+            parts = [
+                part for part in module.get_submodule(owner).children() if next(part.parameters(), None) is not None
+            ]
+            block = prefix + (owner if len(parts) == 1 else firsts[0])
             found.regions[block] = prefix + last
             found.blocks |= {block, prefix + last}
         elif others and len(firsts) == 1:

@@ -59,8 +59,8 @@ def _replace_input(args: tuple, kwargs: dict[str, Any], change) -> tuple[tuple, 
 def _replace_output(output: Any, change) -> Any:
     if isinstance(output, Tensor):
         return change(output)
-    if isinstance(output, tuple) and isinstance(output[0], Tensor):
-        return (change(output[0]), *output[1:])
+    if isinstance(output, tuple | list) and isinstance(output[0], Tensor):
+        return type(output)((change(output[0]), *output[1:]))
     raise UnsupportedError(f"A sharded block returned {type(output).__name__}, expected a tensor or a tuple of them.")
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import transformers
-from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -25,7 +24,7 @@ from ..expert_modules import find_experts
 from ..media import SOUNDS, VIDEO_PIXELS, image_token, is_of_images
 from ..parallelize import plan
 from ..pipeline_parallel.stage_counts import layers_with_features
-from ..registry import own_spec, registered_types
+from ..registry import own_spec
 from ..registry.features import Features, describe_model
 from ..registry.recorded import layout_kind, tested_versions, write_results
 from ..spec import ModelSpec

@@ -260,6 +260,10 @@ NO_GRADIENT_WITHOUT: Mapping[str, Mapping[str, Mapping[str, str]]] = {
 FROZEN: Mapping[str, tuple[str, ...]] = {"emu3": ("model.vqmodel",)}
 
 
+# Layers of a decoder that read an encoder's states, where its class has no encoder.
+_CROSS_ATTENTION = {r"\.(encoder_attn|crossattention|cross_attn)\w*\.": "reads an encoder: compared without one"}
+
+
 def without_gradient(config: PreTrainedConfig, media: Collection[str] = ()) -> Mapping[str, str]:
     """Maps expressions of the trainable parameters that get no gradient, of a type and its parts, to the reasons.
 
@@ -270,7 +274,8 @@ def without_gradient(config: PreTrainedConfig, media: Collection[str] = ()) -> M
     known = {name: why for part in (config, *parts) for name, why in NO_GRADIENT.get(part.model_type, {}).items()}
     lacking = [of_types for medium, of_types in NO_GRADIENT_WITHOUT.items() if medium not in media]
     unread = {name: why for of_types in lacking for name, why in of_types.get(config.model_type, {}).items()}
-    return {**known, **unread, **_unread_layers(config)}
+    alone = _CROSS_ATTENTION if getattr(config, "is_decoder", False) and not config.is_encoder_decoder else {}
+    return {**known, **unread, **alone, **_unread_layers(config)}
 
 
 def tiny_reads(read: int | Sequence[int], num_layers: int, num_tiny: int) -> int | list[int]:

@@ -86,7 +86,10 @@ def on_device(batches: list[dict[str, Tensor]], model: nn.Module) -> list[dict[s
 
 def _parameters(model: Any) -> dict[str, nn.Parameter]:
     """Returns a model's parameters by name, those of one in a `PeftModel` by their names in it."""
-    return {name.removeprefix("base_model."): parameter for name, parameter in own_parameters(model)}
+    tied = getattr(laid_out_model(model), "all_tied_weights_keys", {})
+    # Of one weight the name that holds on all stages.
+    named = {tied.get(name, name): parameter for name, parameter in own_parameters(model)}
+    return {name.removeprefix("base_model."): parameter for name, parameter in named.items()}
 
 
 def _in_order(parameter: nn.Parameter) -> Tensor | None:

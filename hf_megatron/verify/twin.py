@@ -33,6 +33,8 @@ VOCAB_SIZE = 131
 FIRST_SPECIAL_TOKEN = 120
 _SPECIAL_TOKENS = ("_token_id", "_token_index", "image_patch_id")
 MOE_SIZE = 48
+# Of embeddings that are not as wide as the layers.
+_EMBEDDED = 40
 
 
 def _by_name(*rows: tuple[float, str]) -> dict[str, Any]:
@@ -211,6 +213,11 @@ def tiny_config(config: PreTrainedConfig, min_layers: int = 2, keep: frozenset[i
         tiny["vision_feature_layer"] = tiny_reads(read, layers, values["vision_config"]["num_hidden_layers"])
     if values.get("out_hidden_size") and values["out_hidden_size"] == _merged_width(config.to_dict()):
         tiny["out_hidden_size"] = _merged_width(values)
+    for name in ("embedding_size", "input_embedding_size", "output_embedding_size"):
+        if isinstance(values.get(name), int):
+            # Wider or narrower ones are projected.
+            is_projected = values[name] != values.get("hidden_size")
+            tiny[name] = min(values[name], _EMBEDDED) if is_projected else tiny["hidden_size"]
     if halved := values.get("downsample_channels"):
         # As many patches behind the convolutions as other towers have.
         tiny["image_size"] = min(values["image_size"], tiny["image_size"] * 2 ** len(halved))

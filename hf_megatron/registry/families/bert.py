@@ -4,7 +4,8 @@ from typing import Any
 
 from ...errors import UnsupportedError
 from ...spec import ModelSpec
-from ..family import CHUNKS, family_spec
+from ..family import family_spec
+from ..infer import CHUNKS
 from ..lookup import register_model
 
 

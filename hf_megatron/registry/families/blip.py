@@ -3,7 +3,8 @@
 from typing import Any
 
 from ...spec import ModelSpec
-from ..family import CHUNKS, around_text_spec, family_spec
+from ..family import around_text_spec, family_spec
+from ..infer import CHUNKS
 from ..lookup import REGISTRY, register_model
 from .blip_2 import TOWER
 

@@ -3,7 +3,8 @@
 from typing import Any
 
 from ...spec import ModelSpec
-from ..family import CHUNKS, base_prefix, family_spec
+from ..family import base_prefix, family_spec
+from ..infer import CHUNKS
 from ..lookup import register_model
 
 _LAYER, _TOWER = "encoder.layer.*", "image_encoder.vision_model.encoder.layers.*"

@@ -3,7 +3,8 @@
 from typing import Any
 
 from ...spec import ModelSpec
-from ..family import LEFT_OUT, around_text_spec, family_spec
+from ..family import around_text_spec, family_spec
+from ..infer import LEFT_OUT
 from ..lookup import REGISTRY, register_model
 
 _QKV, _MLP = ("q_proj", "k_proj", "v_proj"), {"fc1": "column", "fc2": "row"}

@@ -3,7 +3,8 @@
 from typing import Any
 
 from ...spec import ModelSpec
-from ..family import LEFT_OUT, family_spec
+from ..family import family_spec
+from ..infer import LEFT_OUT
 from ..lookup import register_model
 
 
