@@ -8,7 +8,8 @@ from ..errors import PlanError, UnsupportedError
 from ..rows_of_media import reads_media
 from ..spec import ModelSpec
 
-_OF_EMBEDDINGS = "embed"
+# Which BART and its kin define behind their layers.
+_NORM_OF_EMBEDDINGS = "layernorm_embedding"
 
 
 def has_parameters(module: nn.Module) -> bool:
@@ -54,8 +55,7 @@ def find_around(model: Any, layers: str, spec: ModelSpec) -> tuple[list[str], li
             elif has_parameters(child):
                 # Some classes define their head first.
                 is_behind = full_name in spec.after_layers or any(module is head for module in child.modules())
-                # Norms of embeddings are defined behind the layers by many.
-                runs_before = full_name in towers or _OF_EMBEDDINGS in name
+                runs_before = full_name in towers or name == _NORM_OF_EMBEDDINGS
                 side = before if runs_before or full_name in (*spec.before_layers, *spec.prefixes) else place
                 # Lists are not called themselves.
                 names = (

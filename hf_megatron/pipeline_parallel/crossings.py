@@ -6,8 +6,10 @@ layer of each token), and what layers put into containers that later layers read
 is sent once, and passed on by stages that only lie between.
 """
 
+import ast
 import inspect
 import json
+import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,6 +35,18 @@ class Message:
     layout: str = ""
 
 
+def _values_returned(cls: type) -> int:
+    """Counts the values that a layer returns, where each of its returns spells out a tuple of as many."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(cls.forward)))  # type: ignore[attr-defined]
+    except (OSError, TypeError):
+        # Made in a session, without a file.
+        return 1
+    returned = [node.value for node in ast.walk(tree) if isinstance(node, ast.Return)]
+    counts = {len(value.elts) if isinstance(value, ast.Tuple) else 1 for value in returned}
+    return counts.pop() if len(counts) == 1 else 1
+
+
 @dataclass(frozen=True)
 class Carried:
     """What a model's layers hand on beside hidden states.
@@ -52,10 +66,12 @@ class Carried:
     @classmethod
     def of(cls, spec: ModelSpec, layers: Iterable[nn.Module]) -> "Carried":
         """Reads a spec, of a model with these layers."""
-        if spec.layer_values == 1 and not spec.early_arguments and not spec.layer_containers:
+        layers = list(layers)
+        values = max(spec.layer_values, min((_values_returned(type(layer)) for layer in layers), default=1))
+        if values == 1 and not spec.early_arguments and not spec.layer_containers:
             return cls()
         parameters = tuple(tuple(inspect.signature(type(layer).forward).parameters)[1:] for layer in layers)
-        return cls(spec.layer_values, spec.early_arguments, spec.layer_containers, parameters)
+        return cls(values, spec.early_arguments, spec.layer_containers, parameters)
 
     def given(self, layer: int, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Returns an argument of a layer's call, by whichever way it was passed; `None` without it."""
@@ -134,7 +150,7 @@ class Crossings:
 
     def take_values(self, output: Any, values: int) -> Tensor:
         """Keeps what a layer returned besides hidden states `[batch, sequence, hidden]`; returns those."""
-        if not isinstance(output, tuple):
+        if not isinstance(output, tuple | list):
             return output
         self.values = {}
         for index, value in enumerate(output[1:values], 1):

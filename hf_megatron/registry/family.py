@@ -8,8 +8,8 @@ from torch import nn
 
 from ..patterns import generic, module_name
 from ..spec import HeadBlock, ModelSpec
-from .derive import derive_spec, has_plan_of_layers
-from .infer import inferred_spec
+from .derive import derive_spec
+from .infer import stated_or_inferred_spec
 from .text_part import spec_around_text
 
 
@@ -40,8 +40,7 @@ def corrected_spec(
         transparent, whole_blocks, before_layers, after_layers (`tuple[str, ...]`), head_blocks, experts,
             identity_experts, local_arguments (`Mapping`, *optional*): patterns inside the base model.
     """
-    spec = derive_spec(model) if has_plan_of_layers(model) else inferred_spec(model)
-    prefix = base_prefix(model)
+    spec, prefix = stated_or_inferred_spec(model), base_prefix(model)
     names = [name for name, _ in model.named_modules()] + [n for n, _ in model.named_parameters(remove_duplicate=False)]
     known = set(names) | {generic(name) for name in names}
     added = {prefix + pattern: style for pattern, style in (corrections or {}).items() if prefix + pattern in known}
@@ -49,7 +48,10 @@ def corrected_spec(
         spec,
         plan={**spec.plan, **added},
         transparent=(*spec.transparent, *(prefix + pattern for pattern in transparent)),
-        local_arguments={prefix + pattern: names for pattern, names in (local_arguments or {}).items()},
+        local_arguments={
+            **spec.local_arguments,
+            **{prefix + pattern: names for pattern, names in (local_arguments or {}).items()},
+        },
         whole_blocks=tuple(prefix + pattern for pattern in whole_blocks),
         before_layers=(*spec.before_layers, *(prefix + pattern for pattern in before_layers)),
         after_layers=tuple(prefix + pattern for pattern in after_layers),

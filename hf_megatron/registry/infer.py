@@ -17,6 +17,7 @@ from torch import nn
 from ..errors import PlanError
 from ..patterns import generic, module_name
 from ..spec import ModelSpec
+from .derive import derive_spec, has_plan_of_layers
 
 # Why some configs have no sequence parallelism.
 CHUNKS = "chunk_size_feed_forward > 0 cuts this rank's piece of the sequence into chunks of its own."
@@ -46,6 +47,8 @@ _HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "nhead", "num
 _KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
 _HEAD_SIZES = ("head_dim", "attention_head_size", "key_value_proj_dim", "head_size", "dim_per_head")
 _WIDTHS = ("all_head_size", "inner_dim", "embed_dim", "hidden_size", "dim", "d_model", "split_size", "embed_size")
+# Of scores, made once for the heads of all layers.
+_BIASES_OF_HEADS = ("position_bias", "alibi")
 _LEFT_OUT = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
 # Of modules whose keys and values are of other tokens.
 _CROSS = re.compile(r"cross|enc", re.IGNORECASE)
@@ -61,9 +64,25 @@ class _Found:
     plan: dict[str, str] = field(default_factory=dict)
     local_attributes: dict[str, tuple[str, ...]] = field(default_factory=dict)
     regions: dict[str, str] = field(default_factory=dict)
+    local_arguments: dict[str, tuple[str, ...]] = field(default_factory=dict)
     several_inputs: list[str] = field(default_factory=list)
     # Blocks and their last linears, wherever those stand.
     blocks: set[str] = field(default_factory=set)
+
+
+def stated_or_inferred_spec(model: Any) -> ModelSpec:
+    """Takes a spec from transformers' plan where it says something of layers, else from the structure.
+
+    Raises:
+        PlanError: there is neither.
+    """
+    if has_plan_of_layers(model):
+        return derive_spec(model)
+    try:
+        return inferred_spec(model)
+    except PlanError:
+        # A plan of the head alone is one, too; without any this says so.
+        return derive_spec(model)
 
 
 def inferred_spec(model: Any) -> ModelSpec:
@@ -79,26 +98,36 @@ def inferred_spec(model: Any) -> ModelSpec:
         _mlp(found, name, module)
     if not found.plan:
         raise PlanError(
-            f"model type {model.config.model_type!r} has neither a spec in hf_megatron nor a tensor parallel plan in "
-            "transformers, and its structure is none that is known; register one with hf_megatron.register_model (see "
-            "CONTRIBUTING.md)."
+            f"model type {model.config.model_type!r}: neither its attention nor its MLPs are of a structure that is known."
         )
     transparent = {parent for block in found.blocks for parent in _parents(block, modules)} - found.blocks
     return ModelSpec(
         model.config.model_type,
         _generic({**_ends(model), **found.plan}),
         local_attributes=_generic(found.local_attributes),
+        local_arguments=_generic(found.local_arguments),
         regions={generic(block): generic(row) for block, row in found.regions.items()},
         several_inputs=tuple(dict.fromkeys(map(generic, found.several_inputs))),
         transparent=tuple(sorted({generic(name) for name in transparent})),
-        no_sequence_parallel=_no_sequence_parallel(model.config),
+        no_sequence_parallel=_no_sequence_parallel(model, found.blocks, transparent),
     )
 
 
-def _no_sequence_parallel(config: Any) -> str | None:
-    if getattr(config, "chunk_size_feed_forward", 0):
+def _no_sequence_parallel(model: Any, blocks: set[str], transparent: set[str]) -> str | None:
+    if getattr(model.config, "chunk_size_feed_forward", 0):
         return CHUNKS
-    return LEFT_OUT if any(getattr(config, name, 0) for name in _LEFT_OUT) else None
+    if any(getattr(model.config, name, 0) for name in _LEFT_OUT):
+        return LEFT_OUT
+    for name in transparent:
+        for child, module in model.get_submodule(name).named_children():
+            if isinstance(module, nn.ModuleDict):
+                return f"{generic(name)}.{child} chooses among its parts, which work on whole sequences."
+    # Under one parent a loop goes through several lists side by side.
+    lists = {block[: match.start()] for block in blocks if (match := re.search(r"\.\d+(?=\.|$)", block)) is not None}
+    for parent in {name.rpartition(".")[0] for name in lists}:
+        if len(beside := [name for name in sorted(lists) if name.rpartition(".")[0] == parent]) > 1:
+            return f"the parts of a layer lie in lists side by side: {', '.join(beside)}."
+    return None
 
 
 def _generic(table: Mapping[str, Any]) -> dict[str, Any]:
@@ -165,17 +194,20 @@ def _attention(found: _Found, name: str, module: nn.Module) -> None:
     ]
     if local:
         found.local_attributes[name] = tuple(local)
+    arguments = inspect.signature(type(module).forward).parameters
+    biases = tuple(argument for argument in _BIASES_OF_HEADS if argument in arguments)
+    if biases and not any(isinstance(child, nn.Embedding) for child in module.children()):
+        found.local_arguments[name] = biases
     found.blocks |= {name, full_row}
     if row is None:
         found.regions[name] = full_row
     elif any(isinstance(child, nn.Embedding) for child in module.children()):
         # Tables of positions are no linears that read the input.
         found.regions[name] = full_row
-    if _CROSS.search(name.rpartition(".")[2] if row else name.split(".")[-2]) and not found.several_inputs.count(name):
-        arguments = inspect.signature(type(module).forward).parameters
-        if not arguments.keys().isdisjoint(_OF_OTHERS):
-            found.several_inputs.append(name)
-            found.regions.pop(name, None)
+    role = name.rpartition(".")[2] if row else name.split(".")[-2]
+    if _CROSS.search(role) and not arguments.keys().isdisjoint(_OF_OTHERS):
+        found.several_inputs.append(name)
+        found.regions.pop(name, None)
 
 
 def _projections(module: nn.Module) -> tuple[list[Any], dict[str, str], bool]:

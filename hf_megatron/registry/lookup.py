@@ -9,8 +9,7 @@ from torch import nn
 
 from ..errors import PlanError
 from ..spec import ModelSpec
-from .derive import derive_spec, has_plan_of_layers
-from .infer import inferred_spec
+from .infer import stated_or_inferred_spec
 from .text_part import spec_around_text
 
 SpecBuilder = Callable[[Any], ModelSpec]
@@ -62,6 +61,4 @@ def spec_for(model: nn.Module) -> ModelSpec:
         PlanError: none of them exists.
         UnsupportedError: the family is refused, with the reason.
     """
-    if (own := own_spec(model)) is not None:
-        return own
-    return derive_spec(model) if has_plan_of_layers(model) else inferred_spec(model)
+    return own_spec(model) or stated_or_inferred_spec(model)

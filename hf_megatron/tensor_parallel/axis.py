@@ -234,7 +234,7 @@ def _install_style(
     for attribute, size in plan.local_sizes.get(name, {}).items():
         setattr(module, attribute, size)
     if (arguments := lookup(name, state.spec.local_arguments)) is not None:
-        LocalArguments(arguments, text.num_attention_heads, mesh.tp_size, mesh.tp_rank).install(module)
+        LocalArguments(arguments, text.num_attention_heads, mesh).install(module)
 
 
 def _names(claims: Mapping[str, Claim], *, summed: bool = False, addends: bool = False) -> frozenset[str]:

@@ -1,5 +1,6 @@
 """What counts heads outside the linears: tensors the model makes for all heads, and lists of one norm per head."""
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,38 +16,46 @@ from .local_parameters import local_view
 
 @dataclass
 class LocalArguments:
-    """Cuts keyword arguments of an attention block to this rank's heads: alibi, or a mask that carries it.
+    """Cuts arguments of an attention block to this rank's heads: alibi, a mask that carries it, learned biases.
 
     Args:
         names (`tuple[str, ...]`): the arguments, each `None`, `[batch, heads, ...]` or `[batch * heads, 1, ...]`; a
             4-dim tensor with one entry for all heads stays as it is.
         heads (`int`): heads of the whole model.
-        parts, rank (`int`): the tp size and this rank.
+        mesh (`ParallelMesh`): over whose tp ranks gradients of what is learned are summed.
     """
 
     names: tuple[str, ...]
     heads: int
-    parts: int
-    rank: int
+    mesh: ParallelMesh
 
     def install(self, block: nn.Module) -> None:
         block.register_forward_pre_hook(self._enter, with_kwargs=True)
 
     def _enter(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]):
-        missing = [name for name in self.names if name not in kwargs]
+        places = {name: place for place, name in enumerate(inspect.signature(block.forward).parameters)}
+        positional, named, missing = list(args), dict(kwargs), []
+        for name in self.names:
+            if name in named:
+                named[name] = self._cut(name, named[name])
+            elif places.get(name, len(args)) < len(args):
+                positional[places[name]] = self._cut(name, positional[places[name]])
+            else:
+                missing.append(name)
         if missing:
-            raise UnsupportedError(f"{type(block).__name__} was called without keyword arguments {', '.join(missing)}.")
-        return args, {**kwargs, **{name: self._cut(name, kwargs[name]) for name in self.names}}
+            raise UnsupportedError(f"{type(block).__name__} was called without arguments {', '.join(missing)}.")
+        return tuple(positional), named
 
     def _cut(self, name: str, value: Tensor | None) -> Tensor | None:
         if value is None or (value.dim() == 4 and value.shape[1] == 1):
             return value
-        share = self.heads // self.parts
+        value = copy_to_ranks(value, self.mesh.tp_group)
+        share, rank = self.heads // self.mesh.tp_size, self.mesh.tp_rank
         if value.dim() == 4 and value.shape[1] == self.heads:
-            return value.narrow(1, self.rank * share, share)
+            return value.narrow(1, rank * share, share)
         if value.dim() == 3 and value.shape[0] % self.heads == 0:
             per_head = value.unflatten(0, (-1, self.heads))
-            return per_head.narrow(1, self.rank * share, share).flatten(0, 1)
+            return per_head.narrow(1, rank * share, share).flatten(0, 1)
         raise UnsupportedError(f"argument {name!r} of shape {tuple(value.shape)} does not show its {self.heads} heads.")
 
 

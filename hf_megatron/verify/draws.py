@@ -1,9 +1,11 @@
 """Whether ranks stay alike while a model draws random numbers: its dropout and jitter on, ranks seeded differently."""
 
+import contextlib
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
 
 from ..absent_weights import own_parameters
@@ -35,7 +37,9 @@ def set_rates(config: PreTrainedConfig, rate: float, names: frozenset[str]) -> N
         if isinstance(value, PreTrainedConfig):
             set_rates(value, rate, names)
         elif name in names and is_rate(name, value):
-            setattr(config, name, rate)
+            # Some are whole numbers, by what their classes allow.
+            with contextlib.suppress(StrictDataclassError):
+                setattr(config, name, rate)
 
 
 def check_draws(

@@ -135,6 +135,10 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "nemotron_h_omni": {"image_token_id": 100, "video_token_id": 101, "audio_token_id": 102},
     "voxtral": {"audio_token_id": 24},
     "ministral": {"head_dim": 128},
+    # No vocabulary by default.
+    "esm": {"vocab_size": 33, "mask_token_id": 32, "pad_token_id": 1},
+    # No language by default, whose adapters the layers take.
+    "xmod": {"default_language": "en_XX"},
     # No number of key/value heads by default, which the attention reads.
     "nemotron": {"num_key_value_heads": 48},
     # No sections by default, where the model takes those of a wide head.
@@ -212,6 +216,8 @@ NO_GRADIENT: Mapping[str, Mapping[str, str]] = {
     "ernie4_5_moe": {r"\.e_score_correction_bias$": "chooses experts: no gradient comes through a choice"},
     "ernie4_5_vl_moe_text": {r"\.e_score_correction_bias$": "chooses experts: no gradient comes through a choice"},
     "qwen2_5_omni_audio_encoder": {r"\.audio_bos_eos_token\.": "read by no forward"},
+    **{name: {r"\.pooler\.": "read by heads of classes alone"} for name in ("fnet", "layoutlm")},
+    "esm": {r"\.contact_head\.": "predicts contacts of residues: read by no loss"},
     "hunyuan_vl_vision": {r"\.image_sep$": "read by no forward"},
     "laguna": {r"\.e_score_correction_bias$": "chooses experts: no gradient comes through a choice"},
     "axk2": _INDEXER,
@@ -223,6 +229,10 @@ NO_GRADIENT: Mapping[str, Mapping[str, str]] = {
     "hy_v4": _INDEXER,
     "minimax_m3_vl_text": _INDEXER,
     "mistral_large4_text": _INDEXER,
+    **{
+        name: {r"\.embed_positions\.": "positions are looked up without gradients"}
+        for name in ("fsmt", "marian", "pegasus", "roformer", "speech_to_text")
+    },
     "phi4_multimodal": {r"\.embed_tokens_extend\.": "reads images and audio: compared on text alone"},
     "qwen4_exp_text": _INDEXER,
     "deepseek_ocr2_vision": {r"\.query_1024_resolution\.": "makes features of larger images: compared on small ones"},

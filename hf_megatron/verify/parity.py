@@ -170,7 +170,7 @@ def _draw(
     else:
         batches = [make_batch(tiny, seed=seed + index, task=task, **sizes) for index in range(microbatches)]
     # Read back, so that both sides start from the same file.
-    return measured(Twin(type(model).__name__, directory, batches, Measurement(0, 0, 0), tiny))
+    return measured(Twin(type(model).__name__, directory, batches, Measurement(0, 0, 0), model.config))
 
 
 def measured(twin: Twin) -> Twin:

@@ -47,15 +47,15 @@ EXPERT_COUNTS = "num_experts num_local_experts n_routed_experts moe_num_experts"
 # Upper bounds: a value is only ever lowered, so that a feature which is off (0 shared experts) or degenerate (1 KV
 # head, top-1 routing) stays as it is. The numbers are unalike on purpose: swapped dimensions then fail on shapes.
 SIZES: Mapping[str, int] = _by_name(
-    (VOCAB_SIZE, "vocab_size vocab_size_per_layer_input"),
+    (VOCAB_SIZE, "vocab_size decoder_vocab_size vocab_size_per_layer_input"),
     # A padded head stays padded.
     (VOCAB_SIZE - 2, "unpadded_vocab_size"),
     (8, "additional_vocab_size"),
-    (64, "hidden_size n_embd d_model embed_dim out_hidden_size text_hidden_size projection_dim"),
+    (64, "hidden_size n_embd d_model embed_dim dim emb_dim out_hidden_size text_hidden_size projection_dim"),
     (64, "encoder_hidden_size downsample_channels adapter_in_dim adapter_input_size adapter_out_dim"),
     (64, "projection_hidden_size vision_hidden_size"),
     # Even, and not divisible by 4: four ranks get uneven slices.
-    (90, "intermediate_size ffn_hidden_size ffn_dim d_ff n_inner mlp_dim"),
+    (90, "intermediate_size ffn_hidden_size ffn_dim d_ff n_inner mlp_dim hidden_dim"),
     (94, "intermediate_size_mlp dense_intermediate_size"),
     (38, "shared_expert_intermediate_size shared_experts_intermediate_size shared_intermediate_size share_expert_dim"),
     (38, "moe_shared_expert_intermediate_size"),
