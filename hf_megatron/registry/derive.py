@@ -50,8 +50,8 @@ def derive_spec(model: Any) -> ModelSpec:
     model_type = model.config.model_type
     if not upstream_plan:
         raise PlanError(
-            f"model type {model_type!r} has neither a spec in hf_megatron nor a tensor parallel plan in transformers nor "
-            "a structure that is known; register one with hf_megatron.register_model (see CONTRIBUTING.md)."
+            f"model type {model_type!r} has neither a spec in hf_megatron nor a tensor parallel plan in transformers, "
+            "and its structure is unknown; register one with hf_megatron.register_model (see CONTRIBUTING.md)."
         )
     unknown = sorted({style for style in upstream_plan.values() if style not in KNOWN_STYLES})
     if unknown:

@@ -98,7 +98,7 @@ def inferred_spec(model: Any) -> ModelSpec:
         _mlp(found, name, module)
     if not found.plan:
         raise PlanError(
-            f"model type {model.config.model_type!r}: neither its attention nor its MLPs are of a structure that is known."
+            f"model type {model.config.model_type!r}: its attention and its MLPs are of no structure that is known."
         )
     transparent = {parent for block in found.blocks for parent in _parents(block, modules)} - found.blocks
     return ModelSpec(

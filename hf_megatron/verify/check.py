@@ -13,7 +13,9 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
     MODEL_MAPPING_NAMES,
 )
 
@@ -49,6 +51,12 @@ _CLASS_TASKS = {
     "TokenClassification": "token_classification",
     "QuestionAnswering": "question_answering",
     "MaskedLM": "masked",
+}
+# Of types without a causal class, the first that they have.
+_OTHER_CLASSES = {
+    "masked": MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    "seq2seq": MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    "sound": MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
 }
 _LAYOUT_WORDS = {
     "tp": "tp_size",
@@ -149,6 +157,17 @@ def _is_of_images(config: PreTrainedConfig) -> bool:
     return image is not None and text in (None, image) and _takes_images(config)
 
 
+def default_task(config: PreTrainedConfig) -> str:
+    """Returns the task of the class that users of a type load: causal, if it has one for text alone."""
+    if _is_of_images(config):
+        return "image"
+    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        for task, names in _OTHER_CLASSES.items():
+            if config.model_type in names:
+                return task
+    return "causal"
+
+
 def _class_of_text(config: PreTrainedConfig) -> str | None:
     """Returns the class of a type that transformers lists as one of images alone although it takes none."""
     name = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(config.model_type)
@@ -162,8 +181,8 @@ def cases_of(models: list[str], task: str = "causal", *, given_class: bool = Fal
     """Yields model types, or names, with the task that each is checked on.
 
     Args:
-        models (`list[str]`): `"all"` stands for all causal types, all types of images, and types with specs here that
-            are neither; with another task than the default, for the types of that one.
+        models (`list[str]`): `"all"` stands for all causal types, all types of images, sounds, masked language models
+            and encoder-decoders; with another task than the default, for the types of that one.
         given_class (`bool`): a class is named, whose task it is.
     """
     for model in models:
@@ -172,7 +191,15 @@ def cases_of(models: list[str], task: str = "causal", *, given_class: bool = Fal
             every += [(name, "image") for name in image_types() if task == "image" or not _has_one_class(name)]
             every += [(name, "video") for name in image_types() if task == "video" and takes_videos(name)]
             every += [(name, "sound") for name in sound_types()]
+            every += [(name, "masked") for name in MODEL_FOR_MASKED_LM_MAPPING_NAMES if name in CONFIG_MAPPING]
+            sounds = {*sound_types()}
+            every += [
+                (name, "seq2seq")
+                for name in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+                if name in CONFIG_MAPPING and name not in sounds
+            ]
             every += [(name, other) for name, tasks in OTHER_TASKS.items() for other in tasks]
+            every = list(dict.fromkeys(every))
             yield from (case for case in every if task in ("causal", case[1]))
         else:
             tasks = OTHER_TASKS.get(model, ()) if task == "causal" and not given_class else ()
@@ -283,8 +310,8 @@ def _check_changed(
         task = task_of_class(class_name, config)
     elif task in ("causal", "image") and (class_name := _class_of_text(config)):
         task = "causal"
-    elif task == "causal" and _is_of_images(config):
-        task = "image"
+    elif task == "causal":
+        task = default_task(config)
     if layers_with_features(config):
         # Those behind which features of images are added lie on the first stage, with one more.
         layers = max(layers, _LAYERS_WITH_FEATURES)
