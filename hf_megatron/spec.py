@@ -18,6 +18,10 @@ class HeadBlock:
         summed (`tuple[str, ...]`): biases that are added once to the sum of all heads.
         norms (`tuple[str, ...]`): RMS norms over all heads together, whose weights are among those.
         joined (`tuple[str, ...]`): linears without bias inside of the block that read all heads and are read by all.
+        groups (`str`, *optional*): which of `counts` counts groups that heads read. Of a single one all tp ranks have
+            the whole.
+        norms_of_groups (`tuple[str, ...]`): norms over the heads of a group, whose weights are among those.
+        lengths (`Mapping[str, str]`): attribute -> the weight of which it is the length along its dim of heads.
     """
 
     counts: tuple[str, ...]
@@ -25,6 +29,9 @@ class HeadBlock:
     summed: tuple[str, ...] = ()
     norms: tuple[str, ...] = ()
     joined: tuple[str, ...] = ()
+    groups: str | None = None
+    norms_of_groups: tuple[str, ...] = ()
+    lengths: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,8 @@ def corrected_spec(
         transparent, whole_blocks, before_layers, after_layers (`tuple[str, ...]`), head_blocks, experts,
             identity_experts, local_arguments (`Mapping`, *optional*): patterns inside the base model.
     """
-    spec, prefix = stated_or_inferred_spec(model), base_prefix(model)
+    spec = stated_or_inferred_spec(model, may_be_ends=bool(head_blocks))
+    prefix = base_prefix(model)
     names = [name for name, _ in model.named_modules()] + [n for n, _ in model.named_parameters(remove_duplicate=False)]
     known = set(names) | {generic(name) for name in names}
     added = {prefix + pattern: style for pattern, style in (corrections or {}).items() if prefix + pattern in known}

@@ -70,8 +70,11 @@ class _Found:
     blocks: set[str] = field(default_factory=set)
 
 
-def stated_or_inferred_spec(model: Any) -> ModelSpec:
+def stated_or_inferred_spec(model: Any, *, may_be_ends: bool = False) -> ModelSpec:
     """Takes a spec from transformers' plan where it says something of layers, else from the structure.
+
+    Args:
+        may_be_ends (`bool`): a plan of embeddings and head alone will do, where nothing else is recognised.
 
     Raises:
         PlanError: there is neither.
@@ -81,6 +84,8 @@ def stated_or_inferred_spec(model: Any) -> ModelSpec:
     try:
         return inferred_spec(model)
     except PlanError:
+        if may_be_ends:
+            return ModelSpec(model.config.model_type, _ends(model))
         # A plan of the head alone is one, too; without any this says so.
         return derive_spec(model)
 

@@ -1,10 +1,11 @@
 """Tensor and sequence parallelism as one of a model's axes."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ..communication.random_streams import RandomStreams
@@ -14,12 +15,14 @@ from ..layer_list import find_text_model
 from ..parallel_state import ParallelState
 from ..patterns import lookup
 from ..placement import Claim
+from ..spec import HeadBlock, ModelSpec
 from .activations import Activations
 from .calls_in_hooks import CallsInHooks
 from .claims import claim_all, expand_plan, expand_regions, local_sizes, matching, shared_heads
 from .exchanged import ExchangedFunctions
 from .expert_widths import GroupedWidths, split_widths
 from .heads import LocalArguments
+from .heads_of_rank import divides, fits, is_one_group
 from .layer_streams import OneRandomState
 from .linear import ParallelLinear
 from .local_parameters import ForwardsUnderWay, LocalParameters, read_locally
@@ -54,6 +57,7 @@ class TensorPlan:
     head_copies: Mapping[str, int]
     local_sizes: Mapping[str, Mapping[str, int]]
     split_mixtures: frozenset[str] = frozenset()
+    heads: Mapping[str, HeadBlock] = field(default_factory=dict)
 
 
 def place(model: Any, state: ParallelState) -> None:
@@ -76,6 +80,8 @@ def place(model: Any, state: ParallelState) -> None:
     styles = {name: of for name, of in styles.items() if not _is_inside(name, experts)}
     styles |= dict.fromkeys(experts, "dispatched")
     modules = dict(model.named_modules())
+    heads = _heads_of_rank(model, spec, styles, tp_size)
+    styles |= _styles_of_heads(modules, heads)
     for name, style_name in styles.items():
         if name in modules:
             style(style_name).check(modules[name], name, spec.plain_linear_classes)
@@ -97,7 +103,32 @@ def place(model: Any, state: ParallelState) -> None:
     sizes = {name: sizes[name] for name in sizes if not _is_inside(name, experts)}
     claims = claim_all(model, styles, structure, copies, sequence_parallel, model.all_tied_weights_keys)
     state.claims.update(claims)
-    state.placed[NAME] = TensorPlan(styles, structure, copies, sizes, frozenset(mixtures))
+    state.placed[NAME] = TensorPlan(styles, structure, copies, sizes, frozenset(mixtures), heads)
+
+
+def _heads_of_rank(model: nn.Module, spec: ModelSpec, styles: Mapping[str, str], tp_size: int) -> dict[str, HeadBlock]:
+    """Finds the blocks whose heads are shared out with whole weights: those that no rule of the plan splits."""
+    found = {}
+    for name, module in model.named_modules():
+        known = lookup(name, spec.head_blocks)
+        if known is None or not fits(module, known) or any(_is_inside(other, [name]) for other in styles):
+            continue
+        if divides(module, known, tp_size, takes_one_group=True):
+            found[name] = known
+    return found
+
+
+def _styles_of_heads(modules: Mapping[str, nn.Module], blocks: Mapping[str, HeadBlock]) -> dict[str, str]:
+    """Plans blocks and what has parameters in them; norms that see gathered features have whole gradients."""
+    styles = {}
+    for name, heads in blocks.items():
+        gathered = heads.norms_of_groups if is_one_group(modules[name], heads) else ()
+        for own, part in modules[name].named_modules():
+            if any(parameter is not None for parameter in part._parameters.values()):
+                styles[f"{name}.{own}"] = "replicated" if own in gathered else "replicated_sum"
+        styles.pop(f"{name}.", None)
+        styles[name] = "heads_of_rank"
+    return styles
 
 
 def _split_mixtures(model: Any, styles: Mapping[str, str], experts: Mapping[str, int]) -> dict[str, list[str]]:
@@ -224,6 +255,7 @@ def _install_style(
         forwards=forwards,
         copies=plan.head_copies.get(name, 1),
         rotary_dim=getattr(text, "qk_rope_head_dim", None),
+        heads=plan.heads.get(name),
         loss_chunk_size=state.config.loss_chunk_size,
     )
     rules.install(module, context)

@@ -21,6 +21,7 @@
 | `norm_per_head` | whole | this rank's heads use their norms |
 | `output_sum` | by its parts' own rules | output summed |
 | `shared_identity` | none | input divided by tp inside a partial sum |
+| `heads_of_rank` | whole, read by some heads | inputs copied, output summed (state space mixers) |
 | `split_rows`, `packed_rows` | one parameter: dim -2, plain or as 2 blocks | nothing |
 | `split_columns`, `packed_columns` | one parameter: dim -1, plain or as 2 blocks | nothing |
 """
@@ -34,9 +35,11 @@ from ..communication.random_streams import RandomStreams
 from ..errors import PlanError
 from ..mesh import ParallelMesh
 from ..placement import GradientRule, Placement
+from ..spec import HeadBlock
 from .embedding import HiddenParallelEmbedding, VocabParallelEmbedding
 from .experts import LatentWithRotary, NormOfSum, PartialSum, SharedIdentity, SummedInside
 from .heads import NormPerHead, check_norm_per_head
+from .heads_of_rank import PartialHeads
 from .linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear
 from .local_parameters import ForwardsUnderWay, become
 from .logits import VocabParallelHead
@@ -57,6 +60,7 @@ class ModuleContext:
     region: UniformRegion | None = None
     copies: int = 1
     rotary_dim: int | None = None
+    heads: HeadBlock | None = None
     loss_chunk_size: int | None = None
 
 
@@ -210,6 +214,19 @@ class _PartialSum(Style):
         PartialSum(context.mesh.tp_group, context.streams, copy_inputs=self.copy_inputs).install(module)
 
 
+class _HeadsOfRank(Style):
+    """A block whose weights stay whole; which heads its spec's `head_blocks` says."""
+
+    splits = True
+
+    def gradient(self, placement: Placement) -> GradientRule:
+        return GradientRule(sum=AXIS)
+
+    def install(self, module: nn.Module, context: ModuleContext) -> None:
+        assert context.heads is not None
+        PartialHeads(context.heads, context.mesh.tp_group, context.streams).install(module)
+
+
 class _SummedInside(Style):
     def install(self, module: nn.Module, context: ModuleContext) -> None:
         SummedInside(context.mesh.tp_group).install(module)
@@ -278,6 +295,7 @@ STYLES: Mapping[str, Style] = {
     "latent_with_rotary": _Latent(),
     "partial_sum": _PartialSum(),
     "output_sum": _PartialSum(copy_inputs=False),
+    "heads_of_rank": _HeadsOfRank(),
     "summed_inside": _SummedInside(),
     "norm_of_sum": _NormOfSum(),
     "dispatched": _Dispatched(),

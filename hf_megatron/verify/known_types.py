@@ -186,6 +186,11 @@ WITH_SOUNDS: Mapping[str, Mapping[str, Any]] = {
 TINY: Mapping[str, Mapping[str, Any]] = {
     # The width of a layer of the tower grows with the square of it.
     "inkling_vision": {"patch_size": 2},
+    # Heads as wide as the layer expands.
+    "mamba2": {"num_heads": 8},
+    "zamba2": {"mamba_headdim": 16, "attention_hidden_size": 128, "attention_head_dim": 32, "adapter_rank": 12},
+    "falcon_h1": {"mamba_d_ssm": 128},
+    **{name: {"intermediate_size": 128} for name in ("mamba", "falcon_mamba")},
     # As many features as four neighbours have. Towers of Whisper's kind take twice as many frames as positions.
     "glmasr_encoder": {"intermediate_size": 256},
     "voxtral_encoder": {"intermediate_size": 256, "max_source_positions": 16},

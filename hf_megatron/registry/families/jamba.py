@@ -1,4 +1,4 @@
-"""Jamba: Mamba mixers whose states are apart for each channel; steps, B and C are made of all channels together."""
+"""Jamba and Mamba: mixers whose states are apart for each channel; steps, B and C are made of all channels together."""
 
 from typing import Any
 
@@ -32,3 +32,9 @@ MIXER = HeadBlock(
 @register_model("jamba")
 def jamba(model: Any) -> ModelSpec:
     return corrected_spec(model, head_blocks={"layers.*.mamba": MIXER})
+
+
+@register_model("mamba")
+@register_model("falcon_mamba")
+def mamba(model: Any) -> ModelSpec:
+    return corrected_spec(model, head_blocks={"layers.*.mixer": MIXER})

@@ -1,5 +1,6 @@
 """Mamba 2 mixers: each group of heads has its B, C, norm and states to itself."""
 
+from collections.abc import Callable
 from typing import Any
 
 from ...spec import HeadBlock, ModelSpec
@@ -10,7 +11,7 @@ _STATES = ("n_groups", "ssm_state_size")
 _MIXED = (("intermediate_size",), _STATES, _STATES)
 _ROWS = 0, ()
 HEADS = HeadBlock(
-    ("num_heads", "n_groups", "intermediate_size", "conv_dim"),
+    ("num_heads", "n_groups", "intermediate_size"),
     {
         "in_proj.weight": (0, (("intermediate_size",), *_MIXED, ("num_heads",))),
         "in_proj.bias": (0, (("intermediate_size",), *_MIXED, ("num_heads",))),
@@ -23,9 +24,18 @@ HEADS = HeadBlock(
         "out_proj.weight": (1, ()),
     },
     summed=("out_proj.bias",),
+    groups="n_groups",
+    norms_of_groups=("norm",),
+    lengths={"conv_dim": "conv1d.weight"},
 )
 
 
-@register_model("nemotron_h")
-def nemotron_h(model: Any) -> ModelSpec:
-    return corrected_spec(model, head_blocks={"layers.*.mixer": HEADS})
+def of_mixers(mixer: str) -> Callable[[Any], ModelSpec]:
+    """Returns a function that makes the spec of a model with such mixers in its layers, by their name."""
+    return lambda model: corrected_spec(model, head_blocks={f"layers.*.{mixer}": HEADS})
+
+
+for _model_type in ("mamba2", "nemotron_h"):
+    register_model(_model_type, of_mixers("mixer"))
+for _model_type in ("bamba", "granitemoehybrid"):
+    register_model(_model_type, of_mixers("mamba"))

@@ -6,7 +6,7 @@ from typing import Any
 from ...spec import ModelSpec
 from ..lookup import register_model
 from ..text_part import spec_around_text
-from .mamba2 import nemotron_h
+from .mamba2 import of_mixers
 
 _LAYER = "vision_model.encoder.layer.*"
 _COLUMNS = ("attention.q_proj", "attention.k_proj", "attention.v_proj", "mlp.fc1", "mlp.gate_proj", "mlp.up_proj")
@@ -15,7 +15,7 @@ _ROWS = ("attention.o_proj", "mlp.fc2", "mlp.down_proj")
 
 @register_model("nemotron_h_omni")
 def nemotron_h_omni(model: Any) -> ModelSpec | None:
-    spec = spec_around_text(model, {"nemotron_h": nemotron_h})
+    spec = spec_around_text(model, {"nemotron_h": of_mixers("mixer")})
     if spec is None:
         return None
     parts = {name for name, _ in model.named_modules()}

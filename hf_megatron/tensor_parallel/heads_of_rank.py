@@ -1,0 +1,205 @@
+"""Blocks of which each rank computes some heads with its part of whole weights: state space mixers (Megatron's too).
+
+    x --copy_to_ranks--> block with the weights of some heads --reduce_from_ranks--> x
+
+Their weights are blocks of unequal sizes side by side, and each rank needs some rows of every block. A norm over all
+heads together divides by the mean of all ranks' squares, one number for each token; a narrow projection that reads all
+heads is summed. Where all heads read one group, every rank has it, and a norm of that group sees the features of all
+ranks, which are gathered for it.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from operator import attrgetter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..communication.averaged_gradients import sum_over_ranks
+from ..communication.collectives import copy_to_ranks, gather_from_ranks, reduce_from_ranks, split_over_ranks
+from ..communication.random_streams import RandomStreams
+from ..errors import UnsupportedError
+from ..parts import works_on_parts
+from ..patch_ledger import Shared
+from ..spec import HeadBlock, Width
+
+_ABSENT = object()
+
+
+def fits(block: nn.Module, heads: HeadBlock) -> bool:
+    """Tells whether a block has what is counted: patterns may meet blocks of other kinds in other layers."""
+    return all(count.partition(".")[0] in (*vars(block), *block._modules) for count in heads.counts)
+
+
+def is_one_group(block: nn.Module, heads: HeadBlock) -> bool:
+    """Tells whether all heads of a block read the same group."""
+    return heads.groups is not None and attrgetter(heads.groups)(block) == 1
+
+
+def divides(block: nn.Module, heads: HeadBlock, ranks: int, *, takes_one_group: bool = False) -> bool:
+    """Tells whether ranks can have equal numbers of a block's heads, and of the groups that these read.
+
+    Args:
+        takes_one_group (`bool`): one group may be all ranks'.
+    """
+    counts = set(heads.counts) - ({heads.groups} if takes_one_group and is_one_group(block, heads) else set())
+    return not any(attrgetter(count)(block) % ranks for count in counts)
+
+
+class HeadsOfRank:
+    """Puts the weights and counts of this rank's heads into a block while it computes.
+
+    Args:
+        heads (`HeadBlock`): how the block's weights are cut.
+        group (`ProcessGroup`): of the ranks that share its heads.
+    """
+
+    def __init__(self, heads: HeadBlock, group: dist.ProcessGroup):
+        self.heads, self.group = heads, group
+        self.ranks, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        self._replaced: list[tuple[dict[str, Any], str, Any]] = []
+
+    def take(self, block: nn.Module) -> None:
+        # A forward before may have failed.
+        self.give_back()
+        is_one = is_one_group(block, self.heads)
+        # Widths are those of all heads.
+        parts = {name: [_width(block, width) for width in widths] for name, (_, widths) in self.heads.weights.items()}
+        whole = {
+            name: [is_one and self.heads.groups in width for width in widths]
+            for name, (_, widths) in self.heads.weights.items()
+        }
+        gathered = set(self.heads.norms_of_groups) if is_one else set()
+        lengths: dict[str, int] = {}
+        for name, (dim, _) in self.heads.weights.items():
+            if name.rpartition(".")[0] in gathered:
+                continue
+            for held, own, weight in _held(block, name):
+                sizes = parts[name] or [weight.shape[dim]]
+                cut = [
+                    part if stays else part.chunk(self.ranks, dim)[self.rank]
+                    for part, stays in zip(weight.split(sizes, dim), whole[name] or [False], strict=True)
+                ]
+                self._replace(held, own, cut[0] if len(cut) == 1 else torch.cat(cut, dim))
+                lengths[name] = sum(part.shape[dim] for part in cut)
+        for name in self.heads.summed:
+            for held, own, weight in _held(block, name):
+                self._replace(held, own, weight / self.ranks)
+        for count in self.heads.counts:
+            if is_one and count == self.heads.groups:
+                continue
+            owner, own = _owner(block, count)
+            self._replace(vars(owner), own, getattr(owner, own) // self.ranks)
+        for count, name in self.heads.lengths.items():
+            owner, own = _owner(block, count)
+            self._replace(vars(owner), own, lengths[name])
+        for name in self.heads.norms:
+            norm = block.get_submodule(name)
+            self._replace(vars(norm), "forward", norm_of_all_ranks(norm, self.group))
+        for name in gathered & dict(block.named_modules()).keys():
+            norm = block.get_submodule(name)
+            self._replace(vars(norm), "forward", _of_gathered(norm.forward, self.group))
+        for name in self.heads.joined:
+            linear = block.get_submodule(name)
+            self._replace(vars(linear), "forward", product_of_all_ranks(linear.weight, self.group))
+            # A kernel that read it would not sum what it makes of it.
+            self._replace(linear._parameters, "weight", None)
+
+    def _replace(self, held: dict[str, Any], own: str, value: Any) -> None:
+        """Puts a value in the place of one that a module holds, and notes what to give back."""
+        self._replaced.append((held, own, held.get(own, _ABSENT)))
+        held[own] = value
+
+    def give_back(self) -> None:
+        for held, own, value in reversed(self._replaced):
+            if value is _ABSENT:
+                del held[own]
+            else:
+                held[own] = value
+        self._replaced = []
+
+
+class PartialHeads(Shared):
+    """The hooks of such a block: its inputs are copied, its output `[batch, sequence, hidden]` is summed."""
+
+    def __init__(self, heads: HeadBlock, group: dist.ProcessGroup, streams: RandomStreams):
+        self.group, self.streams = group, streams
+        self.own = HeadsOfRank(heads, group)
+
+    def install(self, block: nn.Module) -> None:
+        block.register_forward_pre_hook(self._enter, with_kwargs=True)
+        block.register_forward_hook(self._leave)
+
+    def _copy(self, value: Any) -> Any:
+        if isinstance(value, Tensor) and value.is_floating_point():
+            return copy_to_ranks(value, self.group)
+        return value
+
+    @works_on_parts
+    def _enter(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]):
+        self.own.take(block)
+        return tuple(map(self._copy, args)), {name: self._copy(value) for name, value in kwargs.items()}
+
+    @works_on_parts
+    def _leave(self, block: nn.Module, args: tuple, output: Any) -> Any:
+        self.own.give_back()
+        self.streams.use_replicated()
+        if isinstance(output, Tensor):
+            return reduce_from_ranks(output, self.group)
+        if isinstance(output, tuple) and isinstance(output[0], Tensor):
+            return (reduce_from_ranks(output[0], self.group), *output[1:])
+        raise UnsupportedError(f"{type(block).__name__} returned {type(output).__name__}, expected a tensor first.")
+
+
+def norm_of_all_ranks(norm: Any, group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
+    """Returns the forward of an RMS norm over the features of all ranks, each of which has as many."""
+
+    def forward(hidden: Tensor) -> Tensor:
+        numbers = hidden.float()
+        squares = sum_over_ranks(numbers.pow(2).mean(-1, keepdim=True), group) / dist.get_world_size(group)
+        return norm.weight * (numbers * torch.rsqrt(squares + norm.variance_epsilon)).to(hidden.dtype)
+
+    return forward
+
+
+def product_of_all_ranks(weight: Tensor, group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
+    """Returns the forward of a linear whose input features lie on several ranks, and whose output on each."""
+    return lambda features: sum_over_ranks(F.linear(features, weight), group)
+
+
+def _of_gathered(norm: Callable[..., Tensor], group: dist.ProcessGroup) -> Callable[..., Tensor]:
+    """Returns the forward of a norm that sees the features of all ranks, of which each keeps its own.
+
+    All ranks compute the same: the weight's gradient is complete on each.
+    """
+
+    def gathered(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return gather_from_ranks(value, -1, value.shape[-1] * dist.get_world_size(group), group)
+
+    def forward(*args: Any, **kwargs: Any) -> Tensor:
+        output = norm(*map(gathered, args), **{name: gathered(value) for name, value in kwargs.items()})
+        return split_over_ranks(output, output.dim() - 1, group)
+
+    return forward
+
+
+def _owner(block: nn.Module, name: str) -> tuple[nn.Module, str]:
+    path, _, own = name.rpartition(".")
+    return block.get_submodule(path), own
+
+
+def _held(block: nn.Module, name: str) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
+    """Yields what holds a parameter or buffer of a block with it as forwards read it, if the block has it."""
+    owner, own = _owner(block, name)
+    for held in (owner._parameters, owner._buffers):
+        if held.get(own) is not None:
+            yield held, own, getattr(owner, own)
+
+
+def _width(block: nn.Module, width: Width) -> int:
+    return math.prod(attrgetter(count)(block) for count in width)
