@@ -41,8 +41,6 @@ _MLP = (
     *((("Wi",), "Wo"), (("gate_up_proj",), "down_proj"), (("dense_in",), "dense_out"), (("fc_in",), "fc_out")),
     *((("linear_1",), "linear_2"), (("c_fc_0", "c_fc_1"), "c_proj"), (("ffn",), "ffn_output")),
 )
-# An attention or an MLP whose last linear stands beside it: children of one parent.
-_BESIDE = (("self", "output.dense"), ("intermediate.dense", "output.dense"))
 _HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "nhead", "num_query_heads", "heads")
 _KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
 _HEAD_SIZES = ("head_dim", "attention_head_size", "key_value_proj_dim", "head_size", "dim_per_head")
@@ -98,19 +96,24 @@ def inferred_spec(model: Any) -> ModelSpec:
     """
     found, modules = _Found(), dict(model.named_modules())
     for name, module in modules.items():
-        _attention(found, name, module)
+        _attention(found, name, module, modules)
     for name, module in modules.items():
         _mlp(found, name, module)
     if not found.plan:
         raise PlanError(
             f"model type {model.config.model_type!r}: its attention and its MLPs are of no structure that is known."
         )
+    # Where a block of the same kind has a table of its own, what it hands on is of this rank's heads already.
+    tables = {
+        type(modules[name.rpartition(".")[0]]) for name, part in modules.items() if isinstance(part, nn.Embedding)
+    }
+    local_arguments = {name: of for name, of in found.local_arguments.items() if type(modules[name]) not in tables}
     transparent = {parent for block in found.blocks for parent in _parents(block, modules)} - found.blocks
     return ModelSpec(
         model.config.model_type,
         _generic({**_ends(model), **found.plan}),
         local_attributes=_generic(found.local_attributes),
-        local_arguments=_generic(found.local_arguments),
+        local_arguments=_generic(local_arguments),
         regions={generic(block): generic(row) for block, row in found.regions.items()},
         several_inputs=tuple(dict.fromkeys(map(generic, found.several_inputs))),
         transparent=tuple(sorted({generic(name) for name in transparent})),
@@ -167,13 +170,13 @@ def _width_out(linear: Any) -> int:
     return int(linear.out_features if type(linear) is nn.Linear else linear.nf)
 
 
-def _attention(found: _Found, name: str, module: nn.Module) -> None:
+def _attention(found: _Found, name: str, module: nn.Module, modules: Mapping[str, nn.Module]) -> None:
     columns, styles, is_fused = _projections(module)
     if not columns:
         return
     width = _width_out(columns[0]) // (3 if is_fused else 1)
     row = next((n for n in _OUTPUT if (of := _linear(module, n)) is not None and _width_in(of) == width), None)
-    full_row = f"{name}.{row}" if row is not None else _row_beside(found, name, module, width)
+    full_row = f"{name}.{row}" if row is not None else _row_beside(name, width, modules)
     heads, size = _count(module, _HEADS), _count(module, _HEAD_SIZES)
     if full_row is None or not (heads or size) or (heads and width % heads):
         return
@@ -201,7 +204,7 @@ def _attention(found: _Found, name: str, module: nn.Module) -> None:
         found.local_attributes[name] = tuple(local)
     arguments = inspect.signature(type(module).forward).parameters
     biases = tuple(argument for argument in _BIASES_OF_HEADS if argument in arguments)
-    if biases and not any(isinstance(child, nn.Embedding) for child in module.children()):
+    if biases:
         found.local_arguments[name] = biases
     found.blocks |= {name, full_row}
     if row is None:
@@ -231,10 +234,12 @@ def _projections(module: nn.Module) -> tuple[list[Any], dict[str, str], bool]:
     return [], {}, False
 
 
-def _row_beside(found: _Found, name: str, module: nn.Module, width: int) -> str | None:
+def _row_beside(name: str, width: int, modules: Mapping[str, nn.Module]) -> str | None:
     """Returns the last linear of an attention `self` in the module beside it, as BERT has it."""
     parent, _, own = name.rpartition(".")
-    return f"{parent}.output.dense" if own == "self" and parent else None
+    row = f"{parent}.output.dense"
+    is_there = own == "self" and type(modules.get(row)) is nn.Linear and _width_in(modules[row]) == width
+    return row if is_there else None
 
 
 def _fits(module: nn.Module, known: set[str | None], wide: set[int]) -> bool:

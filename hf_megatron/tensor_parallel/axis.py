@@ -22,7 +22,7 @@ from .claims import claim_all, expand_plan, expand_regions, local_sizes, matchin
 from .exchanged import ExchangedFunctions
 from .expert_widths import GroupedWidths, split_widths
 from .heads import LocalArguments
-from .heads_of_rank import divides, fits, is_one_group
+from .heads_of_rank import divides, fits, is_one_group, styles_of_weights
 from .layer_streams import OneRandomState
 from .linear import ParallelLinear
 from .local_parameters import ForwardsUnderWay, LocalParameters, read_locally
@@ -124,10 +124,10 @@ def _styles_of_heads(modules: Mapping[str, nn.Module], blocks: Mapping[str, Head
     for name, heads in blocks.items():
         gathered = heads.norms_of_groups if is_one_group(modules[name], heads) else ()
         for own, part in modules[name].named_modules():
-            if any(parameter is not None for parameter in part._parameters.values()):
+            if own and any(parameter is not None for parameter in part._parameters.values()):
                 styles[f"{name}.{own}"] = "replicated" if own in gathered else "replicated_sum"
-        styles.pop(f"{name}.", None)
         styles[name] = "heads_of_rank"
+        styles |= {f"{name}.{own}": of for own, of in styles_of_weights(modules[name], heads).items()}
     return styles
 
 

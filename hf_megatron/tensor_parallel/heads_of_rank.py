@@ -2,14 +2,16 @@
 
     x --copy_to_ranks--> block with the weights of some heads --reduce_from_ranks--> x
 
-Their weights are blocks of unequal sizes side by side, and each rank needs some rows of every block. A norm over all
-heads together divides by the mean of all ranks' squares, one number for each token; a narrow projection that reads all
-heads is summed. Where all heads read one group, every rank has it, and a norm of that group sees the features of all
-ranks, which are gathered for it.
+Some weights are blocks of unequal sizes side by side, of each of which a rank needs some rows: at rest ranks have equal
+pieces of such a weight, which they join for a forward and whose gradients they add up and share out again. A norm over
+all heads together divides by the mean of all ranks' squares, one number for each token; a narrow projection that reads
+all heads is summed. Where all heads read one group, every rank has it, and a norm of that group sees the features of
+all ranks, which are gathered for it.
 """
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
@@ -17,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ..communication.averaged_gradients import sum_over_ranks
 from ..communication.collectives import copy_to_ranks, gather_from_ranks, reduce_from_ranks, split_over_ranks
@@ -25,8 +28,19 @@ from ..errors import UnsupportedError
 from ..parts import works_on_parts
 from ..patch_ledger import Shared
 from ..spec import HeadBlock, Width
+from .local_parameters import is_split_parameter
 
 _ABSENT = object()
+
+
+def is_adapted(block: nn.Module) -> bool:
+    """Tells whether PEFT has put adapters around modules of a block."""
+    return any(_BASE in module._modules for module in block.modules())
+
+
+def _outer_modules(block: nn.Module, parameter: str) -> Iterator[nn.Module]:
+    path = parameter.split(".")[:-1]
+    return (block.get_submodule(".".join(path[: depth + 1])) for depth in range(len(path)))
 
 
 def fits(block: nn.Module, heads: HeadBlock) -> bool:
@@ -49,6 +63,46 @@ def divides(block: nn.Module, heads: HeadBlock, ranks: int, *, takes_one_group: 
     return not any(attrgetter(count)(block) % ranks for count in counts)
 
 
+# What PEFT's layers hold in the place of which they stand.
+_BASE = "base_layer"
+# Of which a rank has at rest what its heads read.
+_CUT_AT_REST = ("split_first", "split_second", "split_third", "packed_first")
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """How a weight is made of parts with entries for every head.
+
+    Attributes:
+        sizes: of the parts along `dim`; none where there is one.
+        stays: which of them are read by all heads.
+    """
+
+    dim: int
+    sizes: list[int]
+    stays: list[bool]
+
+    @classmethod
+    def of(cls, block: nn.Module, heads: HeadBlock, name: str) -> "_Cut":
+        dim, widths = heads.weights[name]
+        is_one = is_one_group(block, heads)
+        return cls(dim, [_width(block, width) for width in widths], [is_one and heads.groups in of for of in widths])
+
+    @property
+    def style(self) -> str:
+        """Returns how the weight lies at rest: as it is read, or in pieces that are joined before they are cut."""
+        if len(self.sizes) < 2:
+            return _CUT_AT_REST[self.dim]
+        return "packed_first" if self.dim == 0 and self.sizes == self.sizes[:1] * 2 else "joined_first"
+
+
+def styles_of_weights(block: nn.Module, heads: HeadBlock) -> dict[str, str]:
+    """Maps the parameters of a block that have entries for heads to styles; norms of gathered features stay whole."""
+    gathered = heads.norms_of_groups if is_one_group(block, heads) else ()
+    names = {name for name, _ in block.named_parameters()} & heads.weights.keys()
+    return {name: _Cut.of(block, heads, name).style for name in names if name.rpartition(".")[0] not in gathered}
+
+
 class HeadsOfRank:
     """Puts the weights and counts of this rank's heads into a block while it computes.
 
@@ -66,25 +120,17 @@ class HeadsOfRank:
         # A forward before may have failed.
         self.give_back()
         is_one = is_one_group(block, self.heads)
-        # Widths are those of all heads.
-        parts = {name: [_width(block, width) for width in widths] for name, (_, widths) in self.heads.weights.items()}
-        whole = {
-            name: [is_one and self.heads.groups in width for width in widths]
-            for name, (_, widths) in self.heads.weights.items()
-        }
         gathered = set(self.heads.norms_of_groups) if is_one else set()
+        # Of the parameters of all heads, before the first is replaced.
+        cuts = {name: _Cut.of(block, self.heads, name) for name in self.heads.weights}
         lengths: dict[str, int] = {}
-        for name, (dim, _) in self.heads.weights.items():
+        for name, cut in cuts.items():
             if name.rpartition(".")[0] in gathered:
                 continue
             for held, own, weight in _held(block, name):
-                sizes = parts[name] or [weight.shape[dim]]
-                cut = [
-                    part if stays else part.chunk(self.ranks, dim)[self.rank]
-                    for part, stays in zip(weight.split(sizes, dim), whole[name] or [False], strict=True)
-                ]
-                self._replace(held, own, cut[0] if len(cut) == 1 else torch.cat(cut, dim))
-                lengths[name] = sum(part.shape[dim] for part in cut)
+                part = self._part(cut, held[own], weight)
+                self._replace(held, own, part)
+                lengths[name] = part.shape[cut.dim]
         for name in self.heads.summed:
             for held, own, weight in _held(block, name):
                 self._replace(held, own, weight / self.ranks)
@@ -103,10 +149,47 @@ class HeadsOfRank:
             norm = block.get_submodule(name)
             self._replace(vars(norm), "forward", _of_gathered(norm.forward, self.group))
         for name in self.heads.joined:
-            linear = block.get_submodule(name)
+            linear: Any = block.get_submodule(name)
             self._replace(vars(linear), "forward", product_of_all_ranks(linear.weight, self.group))
             # A kernel that read it would not sum what it makes of it.
             self._replace(linear._parameters, "weight", None)
+
+    def take_whole(self, block: nn.Module) -> None:
+        """Puts the weights of all heads into a block with adapters.
+
+        Raises `UnsupportedError` for trained weights beside adapters, and for an adapter on anything else.
+        """
+        self.give_back()
+        for name, parameter in list(block.named_parameters()):
+            owner, own = _owner(block, name)
+            is_of_adapter = _BASE not in name.split(".") and any(
+                _BASE in outer._modules for outer in _outer_modules(block, name)
+            )
+            if is_of_adapter:
+                continue
+            known = name.replace(f"{_BASE}.", "")
+            if parameter.requires_grad or (known != name and known not in (*self.heads.weights, *self.heads.summed)):
+                raise UnsupportedError(
+                    f"{known} of a {type(block).__name__}: with tp_size > 1 its heads are shared out, and beside PEFT "
+                    "adapters inside of it no weight of its own is trained. Freeze it, leave the block out of "
+                    "target_modules and modules_to_save, or load the model with tp_size=1."
+                )
+            whole = parameter.detach()
+            self._replace(owner._parameters, own, whole.full_tensor() if isinstance(whole, DTensor) else whole)
+
+    def _part(self, cut: "_Cut", parameter: Tensor, weight: Tensor) -> Tensor:
+        """Returns this rank's part of a weight, as forwards read it: whole, or what of it the rank has at rest."""
+        is_split = is_split_parameter(parameter)
+        if is_split and cut.style in _CUT_AT_REST:
+            return weight
+        if is_split:
+            weight = gather_from_ranks(weight, cut.dim, parameter.shape[cut.dim], self.group, sum_gradient=True)
+        sizes = cut.sizes or [weight.shape[cut.dim]]
+        parts = [
+            part if stays else part.chunk(self.ranks, cut.dim)[self.rank]
+            for part, stays in zip(weight.split(sizes, cut.dim), cut.stays or [False], strict=True)
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, cut.dim)
 
     def _replace(self, held: dict[str, Any], own: str, value: Any) -> None:
         """Puts a value in the place of one that a module holds, and notes what to give back."""
@@ -123,11 +206,15 @@ class HeadsOfRank:
 
 
 class PartialHeads(Shared):
-    """The hooks of such a block: its inputs are copied, its output `[batch, sequence, hidden]` is summed."""
+    """The hooks of such a block: its inputs are copied, its output `[batch, sequence, hidden]` is summed.
+
+    With adapters inside, whose factors know nothing of heads, every rank computes all of it with frozen weights.
+    """
 
     def __init__(self, heads: HeadBlock, group: dist.ProcessGroup, streams: RandomStreams):
         self.group, self.streams = group, streams
         self.own = HeadsOfRank(heads, group)
+        self._is_whole = False
 
     def install(self, block: nn.Module) -> None:
         block.register_forward_pre_hook(self._enter, with_kwargs=True)
@@ -140,12 +227,18 @@ class PartialHeads(Shared):
 
     @works_on_parts
     def _enter(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]):
+        self._is_whole = is_adapted(block)
+        if self._is_whole:
+            self.own.take_whole(block)
+            return None
         self.own.take(block)
         return tuple(map(self._copy, args)), {name: self._copy(value) for name, value in kwargs.items()}
 
     @works_on_parts
     def _leave(self, block: nn.Module, args: tuple, output: Any) -> Any:
         self.own.give_back()
+        if self._is_whole:
+            return output
         self.streams.use_replicated()
         if isinstance(output, Tensor):
             return reduce_from_ranks(output, self.group)

@@ -107,7 +107,8 @@ class LocalParameters:
     _parameters: dict[str, Tensor]
 
 
-def _is_split(parameter: Any) -> bool:
+def is_split_parameter(parameter: Any) -> bool:
+    """Tells whether each rank has a part of a parameter at rest."""
     return isinstance(parameter, DTensor) and not all(placement.is_replicate() for placement in parameter.placements)
 
 
@@ -124,7 +125,7 @@ def _reading(name: str) -> Callable[[LocalParameters], Tensor | None]:
             return parameter
         if not (torch.compiler.is_compiling() or module.forwards):
             return parameter
-        if module.forwards.in_hook is not None and (name in module.summed or _is_split(parameter)):
+        if module.forwards.in_hook is not None and (name in module.summed or is_split_parameter(parameter)):
             raise UnsupportedError(
                 f"{module.forwards.in_hook} reads {name} of a {type(module).__name__}: inside of forwards that is this "
                 "rank's part, or its gradient a sum over ranks. Read it before the forward, or use tp_size=1."

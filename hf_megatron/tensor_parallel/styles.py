@@ -21,7 +21,10 @@
 | `norm_per_head` | whole | this rank's heads use their norms |
 | `output_sum` | by its parts' own rules | output summed |
 | `shared_identity` | none | input divided by tp inside a partial sum |
-| `heads_of_rank` | whole, read by some heads | inputs copied, output summed (state space mixers) |
+| `heads_of_rank` | by its parameters' own rules | inputs copied, output summed (state space mixers) |
+| `split_first`, `split_second`, `split_third` | one parameter: dim 0, 1 or 2 | nothing |
+| `packed_first` | one parameter: dim 0 as 2 blocks | nothing |
+| `joined_first` | one parameter: dim 0, of unequal blocks | pieces joined before some heads' rows are read |
 | `split_rows`, `packed_rows` | one parameter: dim -2, plain or as 2 blocks | nothing |
 | `split_columns`, `packed_columns` | one parameter: dim -1, plain or as 2 blocks | nothing |
 """
@@ -280,6 +283,18 @@ class _SplitParameter(Style):
         return Placement.split(AXIS, parameter.dim() + self.dim, groups=self.groups)
 
 
+class _SplitDim(Style):
+    """One parameter of a block that reads it by heads."""
+
+    splits = True
+
+    def __init__(self, dim: int, groups: int = 1):
+        self.dim, self.groups = dim, groups
+
+    def placement(self, parameter_name: str, parameter: Tensor, module: nn.Module) -> Placement:
+        return Placement.split(AXIS, self.dim, groups=self.groups)
+
+
 STYLES: Mapping[str, Style] = {
     "column": _Column("column"),
     "column_gather": _Column("column_gather", gather_output=True),
@@ -302,6 +317,11 @@ STYLES: Mapping[str, Style] = {
     "shared_identity": _SharedIdentity(),
     "shared_addend": _SharedAddend(),
     "norm_per_head": _NormPerHead(),
+    "split_first": _SplitDim(0),
+    "split_second": _SplitDim(1),
+    "split_third": _SplitDim(2),
+    "packed_first": _SplitDim(0, groups=2),
+    "joined_first": _SplitDim(0),
     "split_rows": _SplitParameter(-2),
     "split_columns": _SplitParameter(-1),
     "packed_rows": _SplitParameter(-2, groups=2),

@@ -161,6 +161,10 @@ def default_task(config: PreTrainedConfig) -> str:
     """Returns the task of the class that users of a type load: causal, if it has one for text alone."""
     if _is_of_images(config):
         return "image"
+    sounds: str | None = MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.get(config.model_type)
+    if sounds == MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type) and config.model_type in sound_types():
+        # Those with a head for text alone are compared on that by default.
+        return "causal" if sounds is None or sounds.endswith("ForCausalLM") else "sound"
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         for task, names in _OTHER_CLASSES.items():
             if config.model_type in names:

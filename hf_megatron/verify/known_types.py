@@ -222,6 +222,8 @@ NO_GRADIENT: Mapping[str, Mapping[str, str]] = {
     "ernie4_5_vl_moe_text": {r"\.e_score_correction_bias$": "chooses experts: no gradient comes through a choice"},
     "qwen2_5_omni_audio_encoder": {r"\.audio_bos_eos_token\.": "read by no forward"},
     **{name: {r"\.pooler\.": "read by heads of classes alone"} for name in ("fnet", "layoutlm")},
+    "longformer": {r"_global\.": "reads tokens that see all others: compared without such"},
+    "luke": {r"(entity_|w2e_|e2w_|e2e_)": "reads entities: compared on text alone"},
     "esm": {r"\.contact_head\.": "predicts contacts of residues: read by no loss"},
     "hunyuan_vl_vision": {r"\.image_sep$": "read by no forward"},
     "laguna": {r"\.e_score_correction_bias$": "chooses experts: no gradient comes through a choice"},

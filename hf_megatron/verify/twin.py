@@ -88,7 +88,7 @@ SIZES: Mapping[str, int] = _by_name(
     (2, "index_topk_blocks index_kpool compressed_sparse_attention"),
     # Periods of a layer pattern, to show in a few layers. Jamba's first three layers then are Mamba with an MLP, Mamba
     # with experts, and attention with an MLP.
-    (2, "decoder_sparse_step moe_layer_interval expert_layer_period attn_layer_offset"),
+    (2, "decoder_sparse_step encoder_sparse_step moe_layer_interval expert_layer_period attn_layer_offset"),
     (4, "attn_layer_period"),
     (2, "num_layers_per_stack num_global_layers"),
     (0, "insert_layer_id"),

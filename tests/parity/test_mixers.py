@@ -1,0 +1,116 @@
+"""State space mixers over tp: ranks share their heads, also where all of these read one group."""
+
+import functools
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING
+
+from hf_megatron.errors import RankError
+from hf_megatron.integrations.gate import ConfigUnderTest
+from hf_megatron.tensor_parallel import heads_of_rank
+from hf_megatron.verify.adapters import adapted
+from hf_megatron.verify.parity import check_twin
+from hf_megatron.verify.ranks import run_ranks
+from tests.shared_twins import make_twin
+
+
+@functools.lru_cache(maxsize=1)
+def twin(model_type):
+    return make_twin(CONFIG_MAPPING[model_type](), microbatches=2, min_layers=2)
+
+
+LAYOUTS = {
+    # One group, and its norm over all heads.
+    "bamba": {"tp_size": 2, "sequence_parallel": True, "pp_size": 2, "num_microbatches": 2},
+    # A group for each rank, weights over dp as well.
+    "mamba2": {"tp_size": 2, "dp_size": 2, "zero_stage": 3},
+    # Two equal blocks, and steps that are made of all channels.
+    "mamba": {"tp_size": 4, "sequence_parallel": True},
+}
+
+
+@pytest.mark.parametrize("model_type", LAYOUTS)
+def test_layouts_equal_one_process(model_type):
+    comparison = check_twin(twin(model_type), ConfigUnderTest(**LAYOUTS[model_type]))
+    assert comparison.passed, comparison.report()
+
+
+def rows_of_another_rank():
+    """Of the first projection alone."""
+    original = torch.Tensor.chunk
+
+    def chunk(self, parts, dim=0):
+        found = original(self, parts, dim)
+        return found[::-1] if self.dim() == 2 and dim == 0 else found
+
+    torch.Tensor.chunk = chunk
+
+
+def pieces_without_a_sum():
+    """Joined for a forward, and each rank's gradient its own."""
+    original = heads_of_rank.gather_from_ranks
+    heads_of_rank.gather_from_ranks = lambda *args, sum_gradient=False: original(*args)
+
+
+def a_norm_of_one_rank():
+    heads_of_rank._of_gathered = lambda norm, group: (
+        lambda *args: norm(*(arg.repeat(1, 1, 2) for arg in args)).chunk(2, -1)[0]
+    )
+
+
+def steps_of_one_rank():
+    heads_of_rank.product_of_all_ranks = lambda weight, group: lambda features: features @ weight.T
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fault"),
+    [
+        ("bamba", rows_of_another_rank),
+        ("bamba", pieces_without_a_sum),
+        ("bamba", a_norm_of_one_rank),
+        ("mamba", steps_of_one_rank),
+    ],
+)
+def test_seeded_faults_are_found(model_type, fault):
+    comparison = check_twin(twin(model_type), ConfigUnderTest(tp_size=2), sabotage=fault)
+    assert not comparison.passed and comparison.worst.value > 10
+
+
+def test_adapters_inside_of_mixers():
+    whole = adapted(twin("bamba"), "lora")
+    comparison = check_twin(whole, ConfigUnderTest(tp_size=2, sequence_parallel=True))
+    assert comparison.passed, comparison.report()
+
+
+def test_weights_that_are_trained_beside_adapters_are_refused():
+    whole = twin("bamba")
+
+    def call():
+        from peft import LoraConfig, get_peft_model
+
+        model = whole.load(megatron_config=ConfigUnderTest(tp_size=2))
+        model = get_peft_model(model, LoraConfig(target_modules=["in_proj"], r=2))
+        model.get_base_model().model.layers[0].mamba.A_log.requires_grad_(True)
+        model(**whole.batches[0])
+
+    with pytest.raises(RankError, match=r"A_log of a BambaMixer: .*Freeze it"):
+        run_ranks(call, 2)
+
+
+def test_weights_are_split_at_rest():
+    whole = twin("bamba")
+
+    def sizes():
+        model = whole.load(megatron_config=ConfigUnderTest(tp_size=2))
+        mixer = model.model.layers[0].mamba
+        return [
+            (parameter.numel(), parameter.to_local().numel())
+            for parameter in (
+                mixer._parameters["A_log"],
+                *(m._parameters["weight"] for m in (mixer.in_proj, mixer.out_proj)),
+            )
+        ]
+
+    for rank in run_ranks(sizes, 2):
+        assert all(local * 2 == size for size, local in rank)
