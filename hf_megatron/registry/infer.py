@@ -143,12 +143,12 @@ def _generic(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parents(name: str, modules: Mapping[str, nn.Module]) -> Iterator[str]:
-    """Yields what a block stands in inside of its layer."""
+    """Yields what a block stands in inside of its layer, an item of the outermost list."""
     path = name.split(".")
-    for depth in range(len(path) - 1, 0, -1):
-        parent = ".".join(path[:depth])
-        if isinstance(modules[".".join(path[: depth - 1])], nn.ModuleList):
-            return
+    outer = [".".join(path[:depth]) for depth in range(1, len(path))]
+    lists = [depth for depth, parent in enumerate(outer) if isinstance(modules[parent], nn.ModuleList)]
+    # Behind a list comes its item.
+    for parent in outer[lists[0] + 2 :] if lists else ():
         if not isinstance(modules[parent], nn.ModuleList):
             yield parent
 

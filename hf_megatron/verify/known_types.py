@@ -169,7 +169,7 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
         "swiglu_limits_shared": [0.0] * 43 + [16.0, 16.0],
     },
     # Set by every checkpoint, and needed to shift the labels.
-    "t5": {"decoder_start_token_id": 0},
+    **{name: {"decoder_start_token_id": 0} for name in ("t5", "longt5", "switch_transformers")},
 }
 
 
@@ -181,6 +181,9 @@ WITH_SOUNDS: Mapping[str, Mapping[str, Any]] = {
         "audio_config": {"model_type": "parakeet_encoder", "projection_hidden_size": 4096, "projection_bias": False}
     },
 }
+
+# Whose shift of labels looks for the last one of each row.
+NEEDS_A_LABEL = ("mbart", "plbart")
 
 # Sizes of a twin where those of all types would make it large.
 TINY: Mapping[str, Mapping[str, Any]] = {

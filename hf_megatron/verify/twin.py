@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from ..registry.features import is_rate
-from .known_types import IMAGE_CODES, OVERRIDES, TINY, tiny_reads
+from .known_types import IMAGE_CODES, NEEDS_A_LABEL, OVERRIDES, TINY, tiny_reads
 
 # Whose batches are known, with the Auto class of each.
 TASKS = {
@@ -330,6 +330,7 @@ def make_batch(
         ignored |= attention_mask == 0
     if batch_size > 1:
         ignored[1] = True
+        ignored[1, 0] &= config.model_type not in NEEDS_A_LABEL
     return batch | {"labels": labels.masked_fill(ignored, -100)}
 
 
