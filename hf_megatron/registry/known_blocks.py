@@ -1,0 +1,244 @@
+"""Attention and MLPs, known by the names that their linears have across transformers, and by their sizes."""
+
+import ast
+import inspect
+import re
+import textwrap
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+_QUERY_KEY_VALUE = (
+    *(("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("q", "k", "v"), ("q_lin", "k_lin", "v_lin")),
+    *(("query_proj", "key_proj", "value_proj"), ("linear_q", "linear_k", "linear_v"), ("wq", "wk", "wv")),
+    *(("query_layer", "key_layer", "value_layer"), ("to_q", "to_k", "to_v")),
+)
+# One linear for all three.
+_FUSED = ("Wqkv", "qkv_proj", "query_key_value", "c_attn", "qkv")
+# A gate for each head or for each of its entries, beside them.
+_GATES = ("g_proj", "gate_proj")
+_OUTPUT = ("o_proj", "out_proj", "dense", "o", "out_lin", "linear_out", "Wo", "wo", "out", "c_proj", "proj")
+# First linears of an MLP, and its last.
+_MLP = (
+    *((("gate_proj", "up_proj"), "down_proj"), (("up_proj",), "down_proj"), (("fc1",), "fc2"), (("lin1",), "lin2")),
+    *((("wi_0", "wi_1"), "wo"), (("wi",), "wo"), (("w1", "w3"), "w2"), (("w1",), "w2"), (("c_fc",), "c_proj")),
+    *((("linear1",), "linear2"), (("intermediate_dense",), "output_dense"), (("dense_h_to_4h",), "dense_4h_to_h")),
+    *((("Wi",), "Wo"), (("gate_up_proj",), "down_proj"), (("dense_in",), "dense_out"), (("fc_in",), "fc_out")),
+    *((("linear_1",), "linear_2"), (("c_fc_0", "c_fc_1"), "c_proj"), (("ffn",), "ffn_output")),
+)
+_HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "nhead", "num_query_heads", "heads")
+_KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
+_HEAD_SIZES = ("head_dim", "attention_head_size", "key_value_proj_dim", "head_size", "dim_per_head")
+_WIDTHS = ("all_head_size", "inner_dim", "embed_dim", "hidden_size", "dim", "d_model", "split_size", "embed_size")
+# Of scores, made once for the heads of all layers.
+_BIASES_OF_HEADS = ("position_bias", "alibi")
+# Of modules whose keys and values are of other tokens.
+_CROSS = re.compile(r"cross|enc", re.IGNORECASE)
+_OF_OTHERS = ("key_value_states", "encoder_hidden_states")
+# Heads before the three blocks in a reshape: each head has its query, key and value side by side.
+_HEADS_FIRST = re.compile(r"heads, (3\b|3 \*|self\.head_\w+ \* 3)")
+
+
+@dataclass
+class FoundBlocks:
+    """What has been recognised so far, by the names of modules."""
+
+    plan: dict[str, str] = field(default_factory=dict)
+    local_attributes: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    regions: dict[str, str] = field(default_factory=dict)
+    local_arguments: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    several_inputs: list[str] = field(default_factory=list)
+    # Blocks and their last linears, wherever those stand.
+    blocks: set[str] = field(default_factory=set)
+
+
+def find_blocks(model: nn.Module) -> FoundBlocks:
+    """Recognises the attention and the MLPs of a model on any device, also meta."""
+    found, modules = FoundBlocks(), dict(model.named_modules())
+    for name, module in modules.items():
+        _attention(found, name, module, modules)
+    for name, module in modules.items():
+        _mlp(found, name, module)
+    # Where a block of the same kind has a table of its own, what it hands on is of this rank's heads already.
+    owners = [name.rpartition(".")[0] for name, part in modules.items() if isinstance(part, nn.Embedding)]
+    tables = {type(modules[name]) for name in owners}
+    for name in [name for name in found.local_arguments if type(modules[name]) in tables]:
+        del found.local_arguments[name]
+    return found
+
+
+def _linear(module: nn.Module, name: str) -> Any | None:
+    """Returns a plain linear in a module, if it is one."""
+    try:
+        found = module.get_submodule(name)
+    except AttributeError:
+        return None
+    return found if type(found) is nn.Linear or type(found).__name__ == "Conv1D" else None
+
+
+def _width_in(linear: Any) -> int:
+    return int(linear.in_features if type(linear) is nn.Linear else linear.weight.shape[0])
+
+
+def _width_out(linear: Any) -> int:
+    return int(linear.out_features if type(linear) is nn.Linear else linear.nf)
+
+
+def _attention(found: FoundBlocks, name: str, module: nn.Module, modules: Mapping[str, nn.Module]) -> None:
+    columns, styles, is_fused = _projections(module)
+    if not columns:
+        return
+    width = _width_out(columns[0]) // (3 if is_fused else 1)
+    row = next((n for n in _OUTPUT if (of := _linear(module, n)) is not None and _width_in(of) == width), None)
+    full_row = f"{name}.{row}" if row is not None else _row_beside(name, width, modules)
+    heads, size = _count(module, _HEADS), _count(module, _HEAD_SIZES)
+    if full_row is None or not (heads or size) or (heads and width % heads):
+        return
+    size = size or width // (heads or 1)
+    known = set(styles) | {row}
+    if module._parameters or not _fits(module, known, {width} - {size}):
+        return
+    found.plan |= {f"{name}.{child}": style for child, style in styles.items()} | {full_row: "row"}
+    for child, other in module.named_children():
+        if child in known:
+            continue
+        if isinstance(other, nn.Embedding) and other.embedding_dim == width // size:
+            found.plan[f"{name}.{child}.weight"] = "split_columns"
+        elif next(other.parameters(), None) is not None:
+            found.plan[f"{name}.{child}"] = "replicated_sum"
+    counts = {count for count in (width // size, _count(module, _KEY_VALUE_HEADS)) if count}
+    read = _attributes_read(type(module))
+    local = [
+        key
+        for key, value in vars(module).items()
+        if key in read
+        and (key in (*_HEADS, *_KEY_VALUE_HEADS) and value in counts or key in _WIDTHS and value == width)
+    ]
+    if local:
+        found.local_attributes[name] = tuple(local)
+    arguments = inspect.signature(type(module).forward).parameters
+    biases = tuple(argument for argument in _BIASES_OF_HEADS if argument in arguments)
+    if biases:
+        found.local_arguments[name] = biases
+    found.blocks |= {name, full_row}
+    if row is None:
+        found.regions[name] = full_row
+    elif any(isinstance(child, nn.Embedding) for child in module.children()):
+        # Tables of positions are no linears that read the input.
+        found.regions[name] = full_row
+    role = name.rpartition(".")[2] if row else name.split(".")[-2]
+    if _CROSS.search(role) and not arguments.keys().isdisjoint(_OF_OTHERS):
+        found.several_inputs.append(name)
+        found.regions.pop(name, None)
+
+
+def _projections(module: nn.Module) -> tuple[list[Any], dict[str, str], bool]:
+    """Returns the first linears of an attention, their styles, and whether one is for query, key and value."""
+    for names in _QUERY_KEY_VALUE:
+        linears = [_linear(module, name) for name in names]
+        if all(linear is not None for linear in linears):
+            gates = [name for name in _GATES if _linear(module, name) is not None]
+            gates = [name for name in gates if _width_out(_linear(module, name)) == _width_out(linears[0])]
+            return linears, dict.fromkeys((*names, *gates), "column"), False
+    for name in _FUSED:
+        linear = _linear(module, name)
+        if linear is not None and _width_out(linear) == 3 * _width_in(linear):
+            source = inspect.getsource(type(module))
+            return [linear], {name: "column" if _HEADS_FIRST.search(source) else "fused_qkv"}, True
+    return [], {}, False
+
+
+def _row_beside(name: str, width: int, modules: Mapping[str, nn.Module]) -> str | None:
+    """Returns the last linear of an attention `self` in the module beside it, as BERT has it."""
+    parent, _, own = name.rpartition(".")
+    row = f"{parent}.output.dense"
+    is_there = own == "self" and type(modules.get(row)) is nn.Linear and _width_in(modules[row]) == width
+    return row if is_there else None
+
+
+def _fits(module: nn.Module, known: set[str | None], wide: set[int]) -> bool:
+    """Tells whether nothing else in a block has parameters, but for norms of a head and tables of heads."""
+    for name, child in module.named_children():
+        sizes = [tuple(parameter.shape) for parameter in child.parameters()]
+        if name in known or not sizes:
+            continue
+        is_norm = all(len(size) == 1 for size in sizes) and not any(size[0] in wide for size in sizes)
+        if not is_norm and not isinstance(child, nn.Embedding):
+            return False
+    return True
+
+
+def _mlp(found: FoundBlocks, name: str, module: nn.Module) -> None:
+    prefix = f"{name}." if name else ""
+    if not name or any(f"{prefix}{child}" in found.plan for child in ("self", "intermediate.dense")):
+        return
+    pairs = [*_MLP, (("intermediate.dense",), "output.dense")]
+    for firsts, last in pairs:
+        linears, row = [_linear(module, first) for first in firsts], _linear(module, last)
+        if row is None or any(linear is None for linear in linears) or prefix + last in found.plan:
+            continue
+        wide, narrow = _width_in(row), _width_out(row)
+        if any(_width_in(linear) != narrow for linear in linears):
+            continue
+        if _width_out(linears[0]) == wide:
+            style = "column"
+        elif len(firsts) == 1 and _width_out(linears[0]) == 2 * wide:
+            style = "packed_column"
+        else:
+            continue
+        if _has_norm_of(module, wide) and wide != narrow:
+            continue
+        found.plan |= {prefix + first: style for first in firsts} | {prefix + last: "row"}
+        # Between norms, dropout and activations the linears may be children of the layer, or stand in modules apart.
+        others = [
+            child
+            for child_name, child in module.named_children()
+            if child_name not in (*firsts, last) and next(child.parameters(), None) is not None
+        ]
+        if "." in last:
+            owner = firsts[0].rpartition(".")[0]
+            # A norm inside of it reads the input before the linear does.
+            parts = [
+                part for part in module.get_submodule(owner).children() if next(part.parameters(), None) is not None
+            ]
+            block = prefix + (owner if len(parts) == 1 else firsts[0])
+            found.regions[block] = prefix + last
+            found.blocks |= {block, prefix + last}
+        elif others and len(firsts) == 1:
+            found.regions[prefix + firsts[0]] = prefix + last
+            found.blocks |= {prefix + firsts[0], prefix + last}
+        else:
+            found.blocks |= {name}
+        return
+
+
+def _has_norm_of(module: nn.Module, width: int) -> bool:
+    return any(
+        [tuple(parameter.shape) for parameter in child.parameters()][:1] == [(width,)]
+        for child in module.children()
+        if type(child) is not nn.Linear
+    )
+
+
+def _count(module: nn.Module, names: tuple[str, ...]) -> int | None:
+    found = (vars(module).get(name) for name in names)
+    return next((value for value in found if isinstance(value, int) and value), None)
+
+
+def _attributes_read(cls: type) -> set[str]:
+    """Names the attributes of `self` that a class reads outside of its constructor."""
+    read: set[str] = set()
+    for base in cls.__mro__:
+        if base is nn.Module:
+            break
+        tree = ast.parse(textwrap.dedent(inspect.getsource(base)))
+        functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name != "__init__"]
+        read |= {
+            node.attr
+            for function in functions
+            for node in ast.walk(function)
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
+        }
+    return read
