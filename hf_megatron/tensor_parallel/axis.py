@@ -22,7 +22,7 @@ from .claims import claim_all, expand_plan, expand_regions, local_sizes, matchin
 from .exchanged import ExchangedFunctions
 from .expert_widths import GroupedWidths, split_widths
 from .heads import LocalArguments
-from .heads_of_rank import divides, fits, is_one_group, styles_of_weights
+from .heads_of_rank import divides, has_heads_of, is_one_group, styles_of_weights
 from .layer_streams import OneRandomState
 from .linear import ParallelLinear
 from .local_parameters import ForwardsUnderWay, LocalParameters, read_locally
@@ -111,7 +111,7 @@ def _heads_of_rank(model: nn.Module, spec: ModelSpec, styles: Mapping[str, str],
     found = {}
     for name, module in model.named_modules():
         known = lookup(name, spec.head_blocks)
-        if known is None or not fits(module, known) or any(_is_inside(other, [name]) for other in styles):
+        if known is None or not has_heads_of(module, known) or any(_is_inside(other, [name]) for other in styles):
             continue
         if divides(module, known, tp_size, takes_one_group=True):
             found[name] = known

@@ -43,7 +43,7 @@ def _outer_modules(block: nn.Module, parameter: str) -> Iterator[nn.Module]:
     return (block.get_submodule(".".join(path[: depth + 1])) for depth in range(len(path)))
 
 
-def fits(block: nn.Module, heads: HeadBlock) -> bool:
+def has_heads_of(block: nn.Module, heads: HeadBlock) -> bool:
     """Tells whether a block has what is counted: patterns may meet blocks of other kinds in other layers."""
     return all(count.partition(".")[0] in (*vars(block), *block._modules) for count in heads.counts)
 
