@@ -111,7 +111,7 @@ def test_random_sites_are_found_and_silenced():
 
 def test_share_of_the_layers_that_is_split():
     assert features(llama()).split > 0.9
-    assert features(on_meta(tiny_config(CONFIG_MAPPING["jamba"]()), "JambaForCausalLM")).split < 0.5
+    assert features(on_meta(tiny_config(CONFIG_MAPPING["doge"]()), "DogeForCausalLM")).split < 0.5
 
 
 # Layers of other kinds by their place in a block of layers; older versions of transformers do not know it.
