@@ -130,6 +130,7 @@ class ParallelState(Shared):
         part (*optional*): of the batch of the call under way, where a pipeline computes it part by part.
         rearranged: split parameters that files hold in another arrangement, while weights are read.
         reading (*optional*): handle of the hook that has the loader take those for whole ones.
+        is_quantized: whether linears hold codes.
         media: what a pipeline gives to its stages beside text and images.
         loss (`BatchLoss`, *optional*): what the model's losses are divided by; there once it is installed.
     """
@@ -150,6 +151,7 @@ class ParallelState(Shared):
     loss: BatchLoss = None  # type: ignore[assignment]
     patches: ModelPatches = field(default_factory=ModelPatches)
     shared_apart: tuple[str, ...] = ()
+    is_quantized: bool = False
     media: frozenset[str] = frozenset({"videos", "sounds"})
     numbers_tokens: bool = False
     known_rows: Any = None

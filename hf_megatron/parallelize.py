@@ -76,8 +76,12 @@ class ParallelPlan(list[Claim]):
         return "\n".join(line.rstrip() for line in lines)
 
 
-def plan(model: Any, config: MegatronConfig, axes: Axes) -> ParallelState:
-    """Claims a meta model's parameters and leaves what a rank holds, without process groups; raises as axes do."""
+def plan(model: Any, config: MegatronConfig, axes: Axes, *, is_quantized: bool = False) -> ParallelState:
+    """Claims a meta model's parameters and leaves what a rank holds, without process groups; raises as axes do.
+
+    Args:
+        is_quantized (`bool`): linears will hold codes, of which no rows are read apart.
+    """
     mixing = why_rows_mix(model.config)
     if mixing is not None and max(axes.size("dp"), axes.size("pp")) > 1:
         raise UnsupportedError(
@@ -95,7 +99,7 @@ def plan(model: Any, config: MegatronConfig, axes: Axes) -> ParallelState:
         name: Claim(name, tuple(parameter.shape), "replicated", Placement(), GradientRule())
         for name, parameter in model.named_parameters(remove_duplicate=False)
     }
-    state = ParallelState(config, axes, spec, claims)
+    state = ParallelState(config, axes, spec, claims, is_quantized=is_quantized)
     for axis in AXES:
         axis.place(model, state)
     return state

@@ -207,7 +207,8 @@ def maybe_distribute_model(original: Callable, cls: Any, model: Any, distributed
     distributed_config = with_compared_scheme(model, distributed_config, description)
     agree(_facts(model, distributed_config))
     # What cannot be laid out says why; only what could be is asked whether anybody compared it.
-    state = plan(model, distributed_config, Axes.of(distributed_config, dist.get_rank()))
+    axes = Axes.of(distributed_config, dist.get_rank())
+    state = plan(model, distributed_config, axes, is_quantized=request.quantizer is not None)
     require_expert_widths(model, state.claims, state.axes)
     require_verified(model, state, description)
     if request.quantizer is not None:

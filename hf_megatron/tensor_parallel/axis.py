@@ -80,7 +80,7 @@ def place(model: Any, state: ParallelState) -> None:
     styles = {name: of for name, of in styles.items() if not _is_inside(name, experts)}
     styles |= dict.fromkeys(experts, "dispatched")
     modules = dict(model.named_modules())
-    heads = _heads_of_rank(model, spec, styles, tp_size)
+    heads = {} if state.is_quantized else _heads_of_rank(model, spec, styles, tp_size)
     styles |= _styles_of_heads(modules, heads)
     for name, style_name in styles.items():
         if name in modules:
