@@ -18,7 +18,14 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
-from transformers import AutoTokenizer, BertConfig, BertForMaskedLM, BertForSequenceClassification, TrainerCallback
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    TrainerCallback,
+)
 from transformers import trainer as transformers_trainer
 
 from hf_megatron.integrations.accelerate import export_layout
@@ -28,9 +35,19 @@ from hf_megatron.verify.ranks import run_ranks
 
 DATA = Path(__file__).parent / "data"
 STORIES = DATA / "stories260K_hf"
-CAUSAL, MASKED = "tp2,tp2+sp,dp2,pp2,tp2+pp2", "tp2,tp2+sp,dp2"
+CAUSAL, MASKED = "tp2,tp2+sp,dp2,pp2,tp2+pp2", "tp2,tp2+sp,pp2,dp2"
 TRL = ("sft.py", "dpo.py", "kto.py", "reward.py")
-LAYOUTS = {"run_clm.py": CAUSAL, "run_mlm.py": MASKED, "run_glue.py": MASKED} | dict.fromkeys(TRL, CAUSAL)
+# Of transformers' scripts the model behind a colon.
+LAYOUTS = {
+    "run_clm.py:stories": CAUSAL,
+    "run_clm.py:mamba2": CAUSAL,
+    "run_clm.py:bamba": CAUSAL,
+    "run_mlm.py:bert": MASKED,
+    "run_mlm.py:modernbert": MASKED,
+    "run_mlm.py:roberta": MASKED,
+    "run_glue.py:bert": MASKED,
+    "run_glue.py:deberta-v2": MASKED,
+} | dict.fromkeys(TRL, CAUSAL)
 # Rows of a batch of all data parallel ranks; evaluation does not fill its last one.
 TRAIN_ROWS, EVAL_ROWS = 4, 4
 UNEQUAL = ("runtime", "per_second", "flos", "model_preparation_time")
@@ -118,18 +135,35 @@ def run(
     return _Recorder.log
 
 
+# Tiny, without dropout, whose masks would differ.
+_SIZES = {"vocab_size": 512, "hidden_size": 32, "num_hidden_layers": 2, "pad_token_id": 1}
+_ATTENTION = {"num_attention_heads": 4, "intermediate_size": 48}
+_WITHOUT_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+_MIXERS = {"expand": 2, "num_heads": 8, "head_dim": 8, "state_size": 16, "n_groups": 2, "chunk_size": 8}
+MODELS = {
+    "bert": {**_SIZES, **_ATTENTION, **_WITHOUT_DROPOUT},
+    "roberta": {**_SIZES, **_ATTENTION, **_WITHOUT_DROPOUT},
+    "modernbert": {**_SIZES, **_ATTENTION, "global_attn_every_n_layers": 2, "local_attention": 8},
+    "deberta-v2": {**_SIZES, **_ATTENTION, **_WITHOUT_DROPOUT, "relative_attention": True, "pos_att_type": ["p2c"]},
+    "mamba2": {**_SIZES, **_MIXERS},
+    "bamba": {
+        **{**_SIZES, **_ATTENTION, "num_key_value_heads": 2, "attn_layer_indices": [1], "mamba_chunk_size": 8},
+        **{"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16, "mamba_expand": 2},
+    },
+}
+_CLASSES = {"run_clm.py": AutoModelForCausalLM, "run_mlm.py": AutoModelForMaskedLM}
+
+
 def make_models(folder: Path) -> None:
-    """Tiny models without dropout, whose masks would differ."""
     tokenizer = AutoTokenizer.from_pretrained(STORIES)
     tokenizer.add_special_tokens({"mask_token": "<unk>", "pad_token": "<s>", "cls_token": "<s>", "sep_token": "</s>"})
-    sizes = {"vocab_size": 512, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    config = BertConfig(
-        **sizes, num_attention_heads=4, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, pad_token_id=1
-    )
-    torch.manual_seed(0)
-    for name, cls in (("masked", BertForMaskedLM), ("classes", BertForSequenceClassification)):
-        cls(config).save_pretrained(folder / name)
-        tokenizer.save_pretrained(folder / name)
+    for case in (name for name in LAYOUTS if ":" in name):
+        script, _, kind = case.partition(":")
+        if kind in MODELS:
+            torch.manual_seed(0)
+            config = CONFIG_MAPPING[kind](**MODELS[kind])
+            _CLASSES.get(script, AutoModelForSequenceClassification).from_config(config).save_pretrained(folder / case)
+            tokenizer.save_pretrained(folder / case)
 
 
 def make_data(folder: Path) -> None:
@@ -199,17 +233,18 @@ def arguments_of(name: str, folder: Path, output: Path, dp_size: int) -> list[st
         }
     else:
         settings |= {"do_train": True, "do_eval": True, "max_train_samples": 30, "max_eval_samples": 7, "seed": 3}
-        file = folder / ("glue.csv" if name == "run_glue.py" else "text.txt")
+        script = name.partition(":")[0]
+        file = folder / ("glue.csv" if script == "run_glue.py" else "text.txt")
         settings |= {"train_file": file, "validation_file": file, "cache_dir": folder / "cache"}
-        length = {"run_clm.py": "block_size"}.get(name, "max_seq_length")
-        model = {"run_clm.py": STORIES, "run_mlm.py": folder / "masked", "run_glue.py": folder / "classes"}[name]
-        settings |= {length: 32, "model_name_or_path": model}
+        length = {"run_clm.py": "block_size"}.get(script, "max_seq_length")
+        settings |= {length: 32, "model_name_or_path": STORIES if name.endswith(":stories") else folder / name}
     flags = [[f"--{key}", str(value)] for key, value in settings.items()]
     return [word for flag in flags for word in flag]
 
 
 def weights_of(output: Path) -> dict[str, torch.Tensor]:
-    [file] = [*output.glob("model.safetensors"), *output.glob("adapter_model.safetensors")]
+    # Some scripts make folders of their own below it.
+    [file] = [*output.rglob("model.safetensors"), *output.rglob("adapter_model.safetensors")]
     return load_file(file)
 
 
@@ -220,17 +255,18 @@ def difference(name: str, found: float, expected: float) -> float:
     return abs(found - expected) / max(abs(expected), 1.0 if "reward" in name else 1e-2)
 
 
-def compare(script: Path, folder: Path, text: str, expected=None, *, launched: bool = False, flags=()):
+def compare(script: Path, folder: Path, text: str, expected=None, *, launched: bool = False, flags=(), case=None):
     """The largest differences on a layout, of numbers (relative) and weights, what was compared, and what differs."""
-    kind = "-adapter" * bool(flags)
+    case = case or script.name
+    kind = "-" + case.partition(":")[2] + "-adapter" * bool(flags)
     layouts = {"one": None, text: next(iter(parse_layouts(text)), None)}
     if expected is None:
         one = folder / f"{script.stem}-one{kind}"
-        [log] = run_ranks(run, 1, script, [*arguments_of(script.name, folder, one, 1), *flags], folder, timeout=600)
+        [log] = run_ranks(run, 1, script, [*arguments_of(case, folder, one, 1), *flags], folder, timeout=600)
         expected = log, weights_of(one)
     layout = layouts[text]
     output = folder / f"{script.stem}-{text}{kind}{'-launched' * launched}"
-    arguments = [*arguments_of(script.name, folder, output, layout.dp_size or 1), *flags]
+    arguments = [*arguments_of(case, folder, output, layout.dp_size or 1), *flags]
     ranks = layout.ranks_per_replica * (layout.dp_size or 1)
     [found, *_] = run_ranks(run, ranks, script, arguments, folder, layout, launched, timeout=600)
     assert [entry.keys() for entry in found] == [entry.keys() for entry in expected[0]], (found, expected[0])
@@ -248,11 +284,13 @@ def compare(script: Path, folder: Path, text: str, expected=None, *, launched: b
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="of transformers' example scripts")
-    parser.add_argument("--scripts", default=",".join(LAYOUTS), help="names, joined by commas")
+    parser.add_argument("--scripts", default=",".join(LAYOUTS), help="keys of LAYOUTS, joined by commas")
+    parser.add_argument("--steps", type=int, default=SETTINGS["max_steps"])
     parser.add_argument("--layouts", help="instead of those that each script is promised to be equal on")
     parser.add_argument("--launched", action="store_true", help="without any edit")
     wanted = parser.parse_args()
     torch.set_num_threads(1)
+    SETTINGS["max_steps"] = wanted.steps
     with tempfile.TemporaryDirectory() as directory:
         folder = Path(directory)
         make_models(folder)
@@ -260,10 +298,10 @@ def main() -> None:
         print(f"| script | layout | numbers | largest difference | of | weights apart | |\n|{'---|' * 7}", flush=True)
         for name in wanted.scripts.split(","):
             expected = None
-            script = trl_script(name) if name in TRL else wanted.folder.resolve() / name
+            script = trl_script(name) if name in TRL else wanted.folder.resolve() / name.partition(":")[0]
             for text in (wanted.layouts or LAYOUTS[name]).split(","):
                 try:
-                    found = compare(script, folder, text, expected, launched=wanted.launched)
+                    found = compare(script, folder, text, expected, launched=wanted.launched, case=name)
                     (worst, number), apart, count, expected = found
                 except Exception as error:  # noqa: BLE001 - a row of the table
                     print(f"| {name} | {text} | | | | | {type(error).__name__}: {str(error)[-600:]} |", flush=True)

@@ -44,6 +44,7 @@ def find_around(model: Any, layers: str, spec: ModelSpec) -> tuple[list[str], li
     path = layers.split(".")
     head = model.get_output_embeddings()
     towers = find_towers(model)
+    beside_base = path[0] == model.base_model_prefix and not towers
     for depth, on_path in enumerate(path):
         prefix = ".".join(path[:depth])
         ancestor = model.get_submodule(prefix)
@@ -53,8 +54,9 @@ def find_around(model: Any, layers: str, spec: ModelSpec) -> tuple[list[str], li
             if name == on_path:
                 place = after
             elif has_parameters(child):
-                # Some classes define their head first.
-                is_behind = full_name in spec.after_layers or any(module is head for module in child.modules())
+                # Some classes define their head first, which is not always one of tokens.
+                is_head = any(module is head for module in child.modules()) or (beside_base and depth == 0)
+                is_behind = full_name in spec.after_layers or is_head
                 runs_before = full_name in towers or name == _NORM_OF_EMBEDDINGS
                 side = before if runs_before or full_name in (*spec.before_layers, *spec.prefixes) else place
                 # Lists are not called themselves.

@@ -53,7 +53,7 @@ SIZES: Mapping[str, int] = _by_name(
     (8, "additional_vocab_size"),
     (64, "hidden_size n_embd d_model embed_dim dim emb_dim out_hidden_size text_hidden_size projection_dim"),
     (64, "encoder_hidden_size downsample_channels adapter_in_dim adapter_input_size adapter_out_dim"),
-    (64, "projection_hidden_size vision_hidden_size"),
+    (64, "projection_hidden_size vision_hidden_size pooler_hidden_size"),
     # Even, and not divisible by 4: four ranks get uneven slices.
     (90, "intermediate_size ffn_hidden_size ffn_dim d_ff n_inner mlp_dim hidden_dim"),
     (94, "intermediate_size_mlp dense_intermediate_size"),
@@ -163,7 +163,7 @@ LAYER_COUNTS = (
 )
 # The number of the first layer in each of these lists of layers.
 LAYER_INDICES: Mapping[str, int] = {
-    **{"mlp_only_layers": 0, "moe_layers": 0, "local_layer_ids": 0, "ple_layer_ids": 1},
+    **{"mlp_only_layers": 0, "attn_layer_indices": 0, "moe_layers": 0, "local_layer_ids": 0, "ple_layer_ids": 1},
     **{"cross_attention_layers": 0, "intermediate_layers_indices": 0},
     **{"fullatt_block_indexes": 0, "deepstack_visual_indexes": 0, "global_attn_indexes": 0},
     "rope_scaling_layers": 0,

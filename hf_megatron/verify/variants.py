@@ -15,6 +15,8 @@ Changes = Mapping[str, Any]
 # What changes the way through the code; sizes do not, but for numbers of key/value heads below those of ranks.
 VARIANTS: Mapping[str, Sequence[Changes]] = {
     "arcee": [{"attention_bias": True, "mlp_bias": True}],
+    # With attention, as every checkpoint has it.
+    "bamba": [{"attn_layer_indices": [9, 18, 27]}],
     "bloom": [{"apply_residual_connection_post_layernorm": True}],
     "cohere": [{"use_qk_norm": True}, {"attention_bias": True}],
     "cohere2": [{"attention_bias": True}],
