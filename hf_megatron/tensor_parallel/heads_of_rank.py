@@ -218,7 +218,8 @@ class PartialHeads(Shared):
 
     def install(self, block: nn.Module) -> None:
         block.register_forward_pre_hook(self._enter, with_kwargs=True)
-        block.register_forward_hook(self._leave)
+        # Recomputation ends in the middle of a forward, by an exception.
+        block.register_forward_hook(self._leave, always_call=True)
 
     def _copy(self, value: Any) -> Any:
         if isinstance(value, Tensor) and value.is_floating_point():
@@ -237,7 +238,7 @@ class PartialHeads(Shared):
     @works_on_parts
     def _leave(self, block: nn.Module, args: tuple, output: Any) -> Any:
         self.own.give_back()
-        if self._is_whole:
+        if self._is_whole or output is None:
             return output
         self.streams.use_replicated()
         if isinstance(output, Tensor):

@@ -1,5 +1,6 @@
 """State space mixers over tp: ranks share their heads, also where all of these read one group."""
 
+import contextlib
 import functools
 
 import pytest
@@ -96,6 +97,26 @@ def test_weights_that_are_trained_beside_adapters_are_refused():
 
     with pytest.raises(RankError, match=r"A_log of a BambaMixer: .*Freeze it"):
         run_ranks(call, 2)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_weights_are_there_again_behind_a_forward_that_ends_inside(fails):
+    """As recomputation does in backward, and an error."""
+    whole = twin("bamba")
+
+    def shapes():
+        model = whole.load(megatron_config=ConfigUnderTest(tp_size=2, recompute="full"))
+        expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        if fails:
+            model.model.layers[0].mamba.chunk_size = None
+            with contextlib.suppress(TypeError):
+                model(**whole.batches[0])
+        else:
+            model(**whole.batches[0]).loss.backward()
+        found = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+        return expected == {name: found[name] for name in expected}
+
+    assert run_ranks(shapes, 2) == [True, True]
 
 
 def test_weights_are_split_at_rest():
