@@ -136,23 +136,25 @@ _WITH_IMAGES = ("image", "video")
 
 
 def _sample():
-    """Rows drawn at random, others for each version: three, twelve each of shared rows, experts, and images."""
+    """Rows drawn at random, others for each version: three, twelve each of shared rows, experts, images and others."""
     rows = [row for row in recorded.records() if row["passed"] and row["class"].endswith("ForCausalLM")]
     kinds = {"cp": [], "ep": [], "": []}
     for row in rows:
         kinds[next(kind for kind in kinds if kind in row["layout"])].append(row)
     draw = random.Random(metadata.version("hf_megatron"))
     drawn = draw.sample(kinds[""], 3) + draw.sample(kinds["cp"], 12) + draw.sample(kinds["ep"], 12)
-    images = {}
+    images, others = {}, {}
     for row in recorded.records():
-        if row["passed"] and _task(row) in _WITH_IMAGES:
-            images.setdefault(row["model_type"], []).append(row)
-    return drawn + [draw.choice(images[name]) for name in draw.sample(sorted(images), 12)]
+        if row["passed"] and (task := _task(row)) != "causal":
+            found = images if task in _WITH_IMAGES else others
+            found.setdefault(row["model_type"], []).append(row)
+    return drawn + [draw.choice(of[name]) for of in (images, others) for name in draw.sample(sorted(of), 12)]
 
 
 def test_the_sample_draws_types_of_images():
     types = {row["model_type"] for row in _sample() if _task(row) in _WITH_IMAGES}
     assert len(types) >= 12
+    assert len({row["model_type"] for row in _sample()} - types - set(causal_types())) >= 3
     # Of base classes, without a placeholder by default, and with another class for text alone.
     assert all(_task(row) in _WITH_IMAGES for row in recorded.records() if row["class"] in LATE_CLASSES)
 

@@ -195,6 +195,7 @@ def test_a_trainable_parameter_without_gradient_is_an_error_unless_it_is_known()
 def test_tasks_and_types_of_a_check():
     t5, llava = CONFIG_MAPPING["t5"](), CONFIG_MAPPING["llava"]()
     assert task_of_class("T5ForConditionalGeneration", t5) == "seq2seq"
+    assert task_of_class("BartForCausalLM", CONFIG_MAPPING["bart"]()) == "causal"
     assert task_of_class("BertForTokenClassification", t5) == "token_classification"
     assert task_of_class("BertForQuestionAnswering", t5) == "question_answering"
     assert task_of_class("LlavaForConditionalGeneration", llava) == "image"
