@@ -8,13 +8,14 @@ import torch
 from transformers import CONFIG_MAPPING
 
 from hf_megatron.context_parallel import head_blocks
-from hf_megatron.context_parallel.attention import ContextGroups
 from hf_megatron.context_parallel.whole_blocks import find_whole_blocks
 from hf_megatron.integrations.gate import ConfigUnderTest
 from hf_megatron.layer_list import find_layers
+from hf_megatron.parallel_state import parallel_state
 from hf_megatron.parts import works_on_parts
 from hf_megatron.patterns import generic
 from hf_megatron.registry import own_spec
+from hf_megatron.tensor_parallel import heads_of_rank
 from hf_megatron.verify.measure import measure
 from hf_megatron.verify.parity import check_twin
 from hf_megatron.verify.ranks import run_ranks
@@ -41,8 +42,7 @@ LAYOUTS = {
     # Split over tp, mixers are computed whole.
     "tp2+cp2": {"tp_size": 2},
 }
-# What tp leaves whole is shared over cp alone.
-WHOLE_ON_TP = ("olmo_hybrid", "nemotron_h", "minimax", "kimi_linear", "bailing_hybrid", "jamba")
+ON_TP = ("olmo_hybrid", "nemotron_h", "minimax", "kimi_linear", "bailing_hybrid", "jamba", "qwen3_next")
 
 
 @functools.lru_cache(maxsize=2)
@@ -70,7 +70,7 @@ def test_types_equal_one_process(model_type):
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("model_type", WHOLE_ON_TP)
+@pytest.mark.parametrize("model_type", ON_TP)
 def test_blocks_that_lie_whole_on_tp_ranks(model_type, sequence_parallel):
     layout = ConfigUnderTest(cp_size=2, tp_size=2, sequence_parallel=sequence_parallel)
     comparison = check_twin(twin(model_type), layout)
@@ -138,24 +138,28 @@ def test_each_rank_computes_its_share_of_heads(model_type):
 
 
 def shared_blocks(one, layout):
-    """Returns how many calls of blocks compute some heads in a forward."""
-    stock, calls = head_blocks.SharedHeadBlock._take_heads, []
+    """Returns how many calls of blocks compute some heads in a forward, over tp and over cp."""
+    stock, calls = heads_of_rank.HeadsOfRank.take, []
 
     def take(self, block):
-        calls.append(self.name)
+        calls.append(self)
         stock(self, block)
 
-    head_blocks.SharedHeadBlock._take_heads = take
-    one.load(megatron_config=layout)(**one.batches[0])
-    return len(calls)
+    heads_of_rank.HeadsOfRank.take = take
+    model = one.load(megatron_config=layout)
+    model(**one.batches[0])
+    over_tp = sum(own.group is parallel_state(model).mesh.tp_group for own in calls)
+    return [over_tp, len(calls) - over_tp]
 
 
-@pytest.mark.parametrize("model_type", (*WHOLE_ON_TP, "qwen3_next"))
-def test_heads_are_shared_of_what_tp_leaves_whole(model_type):
+@pytest.mark.parametrize("model_type", ON_TP)
+def test_heads_are_shared_over_one_axis(model_type):
+    """Over tp, where both are there: of a rank's heads each cp rank computes whole rows."""
     one, layout = twin(model_type), ConfigUnderTest(cp_size=2, tp_size=2)
     spec = own_spec(one.model_on_meta())
-    blocks = len(widths(one.load(), one.batches[0], spec)) if model_type in WHOLE_ON_TP else 0
-    assert run_ranks(lambda: shared_blocks(one, layout), 4) == [blocks] * 4
+    # Its linears have a plan of their own.
+    blocks = 0 if model_type == "qwen3_next" else len(widths(one.load(), one.batches[0], spec))
+    assert run_ranks(lambda: shared_blocks(one, layout), 4) == [[blocks, 0]] * 4
 
 
 def test_biases_are_added_once():
@@ -165,17 +169,13 @@ def test_biases_are_added_once():
 
 def heads_of_the_first():
     """Has every rank compute the first one's heads."""
-    stock = head_blocks.SharedHeadBlock._take_heads
+    stock = heads_of_rank.HeadsOfRank.take
 
     def take(self, block):
-        rank = ContextGroups.rank
-        ContextGroups.rank = property(lambda groups: 0)
-        try:
-            stock(self, block)
-        finally:
-            ContextGroups.rank = rank
+        self.rank = 0
+        stock(self, block)
 
-    head_blocks.SharedHeadBlock._take_heads = take
+    heads_of_rank.HeadsOfRank.take = take
 
 
 def own_sums():
@@ -192,25 +192,25 @@ def own_sums():
 
 def own_parts():
     """Takes what a rank's heads make of a norm's squares, or of a projection of all heads, for everybody's."""
-    head_blocks.sum_over_ranks = lambda part, group: part * group.size()
+    heads_of_rank.sum_over_ranks = lambda part, group: part * group.size()
 
 
 def unsummed_gradients():
     """Has no rank hear what others make of its part of such a sum."""
-    stock = head_blocks.sum_over_ranks
-    head_blocks.sum_over_ranks = lambda part, group: stock(part.detach(), group) + part - part.detach()
+    stock = heads_of_rank.sum_over_ranks
+    heads_of_rank.sum_over_ranks = lambda part, group: stock(part.detach(), group) + part - part.detach()
 
 
 def decays_of_the_first():
     """Has states of every rank's heads decay as those of the first one's."""
-    stock = head_blocks.SharedHeadBlock._replace
+    stock = heads_of_rank.HeadsOfRank._replace
 
     def replace(self, held, own, value):
         if own in ("slope_rate", "query_decay", "key_decay"):
             value = held[own].narrow(0, 0, value.shape[0])
         stock(self, held, own, value)
 
-    head_blocks.SharedHeadBlock._replace = replace
+    heads_of_rank.HeadsOfRank._replace = replace
 
 
 _ONLY = []
