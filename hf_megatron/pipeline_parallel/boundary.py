@@ -8,6 +8,7 @@ stage reaches the final norm, the head and the loss.
 
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -41,10 +42,14 @@ class PassedOn(Tensor):
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    # Tells the boundary that its loop unpacks, and returns the values.
+    unpacked: Callable[[], Any] | None = None
 
     def __iter__(self) -> Any:
         if self.dim() > _DIMS:
             return iter(self.as_subclass(Tensor))
+        if self.unpacked is not None and (values := self.unpacked()) is not None:
+            return iter(values)
         raise UnsupportedError(
             "The model's loop over its layers unpacks several values of each, of which a pipeline passes the hidden "
             "states on. Register a spec with their number as `layer_values`, or load it with pp_size=1."
@@ -156,10 +161,23 @@ class StageBoundary(Shared):
         if self._zeros is None:
             zeros = args[0] if args else kwargs[HIDDEN_STATES]
             self._zeros = zeros.detach().as_subclass(PassedOn) if self.is_rehearsing else zeros
+            if isinstance(self._zeros, PassedOn):
+                self._zeros.unpacked = self._unpack
             self._version = _version(self._zeros)
         if self.carried.values == 1:
             return self._zeros
         return (self._zeros, *map(self._crossings.values.get, range(1, self.carried.values)))
+
+    def _unpack(self) -> tuple | None:
+        """Carries all that layers return from now on, if they say how many values that are."""
+        if self.carried.returned == 1:
+            return None
+        self.carry(self.carried.returned)
+        return self.pass_on((self._zeros,), {})
+
+    def carry(self, values: int) -> None:
+        """Has what layers return cross, as many values as the loop unpacks."""
+        self.carried = replace(self.carried, values=max(self.carried.values, values))
 
     def _note_arguments(self, index: int, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Keeps what the loop of the first stage gives a later stage's layer, and leaves behind the last of them."""

@@ -56,22 +56,24 @@ class Carried:
         arguments (`tuple[str, ...]`): of layers, made by the loop on the first stage.
         containers (`tuple[str, ...]`): arguments of layers that layers fill.
         parameters: names of each layer's arguments, in their order.
+        returned (`int`): values that each layer spells out where it returns; carried once a loop unpacks them.
     """
 
     values: int = 1
     arguments: tuple[str, ...] = ()
     containers: tuple[str, ...] = ()
     parameters: tuple[tuple[str, ...], ...] = ()
+    returned: int = 1
 
     @classmethod
     def of(cls, spec: ModelSpec, layers: Iterable[nn.Module]) -> "Carried":
         """Reads a spec, of a model with these layers."""
         layers = list(layers)
-        values = max(spec.layer_values, min((_values_returned(type(layer)) for layer in layers), default=1))
-        if values == 1 and not spec.early_arguments and not spec.layer_containers:
-            return cls()
+        returned = min((_values_returned(type(layer)) for layer in layers), default=1)
+        if spec.layer_values == 1 and not spec.early_arguments and not spec.layer_containers:
+            return cls(returned=returned)
         parameters = tuple(tuple(inspect.signature(type(layer).forward).parameters)[1:] for layer in layers)
-        return cls(values, spec.early_arguments, spec.layer_containers, parameters)
+        return cls(spec.layer_values, spec.early_arguments, spec.layer_containers, parameters, returned)
 
     def given(self, layer: int, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Returns an argument of a layer's call, by whichever way it was passed; `None` without it."""

@@ -69,13 +69,17 @@ class Rehearsal(Shared):
             # What a batch does wrong shows in the schedule as in one process, by the same exception.
             found = None
         of_ranks: list[Any] = [None] * self._ranks
-        dist.all_gather_object(of_ranks, (None if found is None else str(found), logits), group=self.mesh.pp_group)
-        for rank, (verdict, _) in enumerate(of_ranks):
+        # A stage of one layer leaves before its loop unpacks anything.
+        values = self.cut.boundary.carried.values
+        said = (None if found is None else str(found), logits, values)
+        dist.all_gather_object(of_ranks, said, group=self.mesh.pp_group)
+        self.cut.boundary.carry(max(values for *_, values in of_ranks))
+        for rank, (verdict, *_) in enumerate(of_ranks):
             if verdict is not None:
                 raise UnsupportedError(
                     f"{type(self.model).__name__} on pp rank {rank}: {verdict} Nothing has been computed yet."
                 ) from (found if rank == self.mesh.pp_rank else None)
-        self.logits = next((names for _, names in of_ranks if names), self.logits)
+        self.logits = next((names for _, names, _ in of_ranks if names), self.logits)
         self._done.add(kind)
 
     def require_same(self, logits: tuple[str, ...]) -> None:
