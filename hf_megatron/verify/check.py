@@ -137,6 +137,9 @@ def task_of_class(class_name: str, config: PreTrainedConfig) -> str:
     if class_name in BASE_CLASSES and class_name != _class_of_images(config):
         return "hidden_states"
     is_of_images = _is_of_images(config) or (class_name == _class_of_images(config) and _takes_images(config))
+    is_masked = class_name == MODEL_FOR_MASKED_LM_MAPPING_NAMES.get(config.model_type)
+    if is_masked and class_name != MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type):
+        return "seq2seq" if config.is_encoder_decoder else "masked"
     has_encoder = config.is_encoder_decoder and not class_name.endswith("ForCausalLM")
     default = "seq2seq" if has_encoder else "image" if is_of_images else "causal"
     return next((task for part, task in _CLASS_TASKS.items() if part in class_name), default)

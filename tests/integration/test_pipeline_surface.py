@@ -14,16 +14,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
-    CamembertConfig,
-    CamembertForMaskedLM,
     DynamicCache,
     LlamaConfig,
     LlamaForSequenceClassification,
     LlamaModel,
-    ModernBertConfig,
-    ModernBertForMaskedLM,
     RwkvConfig,
     RwkvForCausalLM,
+    XLMConfig,
+    XLMWithLMHeadModel,
 )
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
@@ -487,9 +485,8 @@ TINY = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "intermedia
 @pytest.mark.parametrize(
     ("cls", "config", "message"),
     [
-        # Its head is defined before the table that it is tied to.
-        (CamembertForMaskedLM, CamembertConfig(**TINY, num_attention_heads=2), "the head of CamembertFor.* is tied to"),
-        (ModernBertForMaskedLM, ModernBertConfig(**TINY, num_attention_heads=2, pad_token_id=0), "is tied to"),
+        # Attention and MLPs lie in lists of their own.
+        (XLMWithLMHeadModel, XLMConfig(vocab_size=64, emb_dim=32, n_layers=2, n_heads=2), "has to have one list"),
         (RwkvForCausalLM, RwkvConfig(**TINY, attention_hidden_size=32, context_length=32), "unpacks several values"),
         (LlamaForSequenceClassification, LlamaConfig(**TINY, num_attention_heads=2, pad_token_id=0), None),
     ],
