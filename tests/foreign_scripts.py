@@ -144,7 +144,17 @@ MODELS = {
     "bert": {**_SIZES, **_ATTENTION, **_WITHOUT_DROPOUT},
     "roberta": {**_SIZES, **_ATTENTION, **_WITHOUT_DROPOUT},
     "modernbert": {**_SIZES, **_ATTENTION, "global_attn_every_n_layers": 2, "local_attention": 8},
-    "deberta-v2": {**_SIZES, **_ATTENTION, **_WITHOUT_DROPOUT, "relative_attention": True, "pos_att_type": ["p2c"]},
+    "deberta-v2": {
+        **_SIZES,
+        **_ATTENTION,
+        **_WITHOUT_DROPOUT,
+        "relative_attention": True,
+        "pos_att_type": ["p2c", "c2p"],
+        "share_att_key": True,
+        "norm_rel_ebd": "layer_norm",
+        "position_biased_input": False,
+        "position_buckets": 8,
+    },
     "mamba2": {**_SIZES, **_MIXERS},
     "bamba": {
         **{**_SIZES, **_ATTENTION, "num_key_value_heads": 2, "attn_layer_indices": [1], "mamba_chunk_size": 8},

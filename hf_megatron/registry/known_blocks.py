@@ -37,6 +37,8 @@ _BIASES_OF_HEADS = ("position_bias", "alibi")
 # Of modules whose keys and values are of other tokens.
 _CROSS = re.compile(r"cross|enc", re.IGNORECASE)
 _OF_OTHERS = ("key_value_states", "encoder_hidden_states")
+# Vectors of distances, which the same linears read.
+_OF_POSITIONS = "rel_embeddings"
 # Heads before the three blocks in a reshape: each head has its query, key and value side by side.
 _HEADS_FIRST = re.compile(r"heads, (3\b|3 \*|self\.head_\w+ \* 3)")
 
@@ -122,6 +124,12 @@ def _attention(found: FoundBlocks, name: str, module: nn.Module, modules: Mappin
     biases = tuple(argument for argument in _BIASES_OF_HEADS if argument in arguments)
     if biases:
         found.local_arguments[name] = biases
+    if _OF_POSITIONS in arguments:
+        # With what is around it this is no block that runs on a piece of the sequence.
+        found.several_inputs.append(name)
+        if "pos_dropout" in module._modules:
+            found.plan[f"{name}.pos_dropout"] = "draws_alike"
+        return
     found.blocks |= {name, full_row}
     if row is None:
         found.regions[name] = full_row

@@ -21,6 +21,7 @@
 | `norm_per_head` | whole | this rank's heads use their norms |
 | `output_sum` | by its parts' own rules | output summed |
 | `shared_identity` | none | input divided by tp inside a partial sum |
+| `draws_alike` | none | draws the same random numbers on all ranks |
 | `heads_of_rank` | by its parameters' own rules | inputs copied, output summed (state space mixers) |
 | `split_first`, `split_second`, `split_third` | one parameter: dim 0, 1 or 2 | nothing |
 | `packed_first` | one parameter: dim 0 as 2 blocks | nothing |
@@ -283,6 +284,15 @@ class _SplitParameter(Style):
         return Placement.split(AXIS, parameter.dim() + self.dim, groups=self.groups)
 
 
+class _DrawsAlike(Style):
+    """Dropout of what is whole, inside of a block where others draw for the heads of a rank."""
+
+    def install(self, module: nn.Module, context: ModuleContext) -> None:
+        streams = context.streams
+        module.register_forward_pre_hook(lambda *_: streams.use_replicated())
+        module.register_forward_hook(lambda dropout, *_: streams.use_own() if dropout.training else None)
+
+
 class _SplitDim(Style):
     """One parameter of a block that reads it by heads."""
 
@@ -317,6 +327,7 @@ STYLES: Mapping[str, Style] = {
     "shared_identity": _SharedIdentity(),
     "shared_addend": _SharedAddend(),
     "norm_per_head": _NormPerHead(),
+    "draws_alike": _DrawsAlike(),
     "split_first": _SplitDim(0),
     "split_second": _SplitDim(1),
     "split_third": _SplitDim(2),

@@ -20,6 +20,13 @@ VARIANTS: Mapping[str, Sequence[Changes]] = {
     "bloom": [{"apply_residual_connection_post_layernorm": True}],
     "cohere": [{"use_qk_norm": True}, {"attention_bias": True}],
     "cohere2": [{"attention_bias": True}],
+    # Version 3, as all of its checkpoints are.
+    "deberta-v2": [
+        {
+            **{"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 256},
+            **{"share_att_key": True, "norm_rel_ebd": "layer_norm", "position_biased_input": False},
+        }
+    ],
     # Lite; the large one.
     "deepseek_v2": [
         {"q_lora_rank": None, "first_k_dense_replace": 1, "num_experts_per_tok": 6},
