@@ -46,7 +46,8 @@ LAYOUTS = {
     "run_mlm.py:modernbert": MASKED,
     "run_mlm.py:roberta": MASKED,
     "run_glue.py:bert": MASKED,
-    "run_glue.py:deberta-v2": MASKED,
+    # Its loss is its own: no parts of a batch.
+    "run_glue.py:deberta-v2": "tp2,tp2+sp",
 } | dict.fromkeys(TRL, CAUSAL)
 # Rows of a batch of all data parallel ranks; evaluation does not fill its last one.
 TRAIN_ROWS, EVAL_ROWS = 4, 4
