@@ -191,6 +191,9 @@ def _bases():
     types = sorted(
         {row["model_type"] for row in plain if row["class"].endswith("ForCausalLM")} & {*MODEL_MAPPING_NAMES}
     )
+    # The base of others is around the text model, or has an encoder beside it.
+    types = [name for name in types if name not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES]
+    types = [name for name in types if not CONFIG_MAPPING[name]().is_encoder_decoder]
     draw = random.Random(metadata.version("hf_megatron"))
     kinds = {"tp": "tp2", "tp+sp": "tp2+sp", "pp": "pp2", "cp": "cp2"}
     found = []
