@@ -102,8 +102,11 @@ def linear_factors(state: ParallelState, name: str, weight: str) -> Factors | No
     plan = state.placed.get(NAME)
     if plan is None:
         return None
-    region = state.placed[REGIONS].of_linear.get(name)
-    return factors_of(name, plan.styles.get(name, "replicated"), state.claims[weight], region)
+    region, claim = state.placed[REGIONS].of_linear.get(name), state.claims[weight]
+    if any(name.startswith(f"{block}.") for block in plan.heads):
+        # With adapters inside, every rank computes all heads of such a block: gradients are complete.
+        return factors_of(name, "replicated", replace(claim, gradient=GradientRule()), region)
+    return factors_of(name, plan.styles.get(name, "replicated"), claim, region)
 
 
 def _part(whole: Tensor, placement: Placement, state: ParallelState, copies: int) -> DTensor:

@@ -157,7 +157,7 @@ class HeadsOfRank:
     def take_whole(self, block: nn.Module) -> None:
         """Puts the weights of all heads into a block with adapters.
 
-        Raises `UnsupportedError` for trained weights beside adapters, and for an adapter on anything else.
+        Raises `UnsupportedError` for trained weights beside adapters.
         """
         self.give_back()
         for name, parameter in list(block.named_parameters()):
@@ -167,11 +167,11 @@ class HeadsOfRank:
             )
             if is_of_adapter:
                 continue
-            known = name.replace(f"{_BASE}.", "")
-            if parameter.requires_grad or (known != name and known not in (*self.heads.weights, *self.heads.summed)):
+            if parameter.requires_grad:
+                own_name = name.replace(f"{_BASE}.", "")
                 raise UnsupportedError(
-                    f"{known} of a {type(block).__name__}: with tp_size > 1 its heads are shared out, and beside PEFT "
-                    "adapters inside of it no weight of its own is trained. Freeze it, leave the block out of "
+                    f"{own_name} of a {type(block).__name__}: with tp_size > 1 its heads are shared out, and beside "
+                    "PEFT adapters inside of it no weight of its own is trained. Freeze it, leave the block out of "
                     "target_modules and modules_to_save, or load the model with tp_size=1."
                 )
             whole = parameter.detach()
