@@ -45,7 +45,7 @@ def test_check_mismatch_names_the_worst_tensor(monkeypatch):
     assert "DIFFERS" in result.stdout and "_norm.weight" in result.stdout
 
 
-@pytest.mark.parametrize(("model_type", "is_said"), [("bamba", True), ("llama", False)])
+@pytest.mark.parametrize(("model_type", "is_said"), [("dbrx", True), ("llama", False)])
 def test_a_small_share_that_is_split_is_printed(model_type, is_said):
     """A plan of the head alone saves next to nothing, and would be called equal without a word."""
     result = run("check", model_type, "--tp", "2")
