@@ -1,5 +1,6 @@
 """Which of a model's module lists holds its layers."""
 
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -12,6 +13,62 @@ from .spec import ModelSpec
 def find_text_model(model: Any) -> nn.Module | None:
     """Returns the text model inside of one of images and text, whose towers have layers of their own."""
     return model.get_decoder() if reads_media(model) and not model.config.is_encoder_decoder else None
+
+
+@dataclass(frozen=True)
+class LayerRow:
+    """A model's layers in the order in which they run: those of one module list, or of an encoder's and a decoder's.
+
+    Args:
+        lists (`tuple[str, ...]`): names of the module lists.
+        lengths (`tuple[int, ...]`): layers of each.
+    """
+
+    lists: tuple[str, ...]
+    lengths: tuple[int, ...]
+
+    @classmethod
+    def of(cls, model: Any, spec: ModelSpec, field: str) -> "LayerRow":
+        """Finds a model's; raises as `find_layers`."""
+        lists = _lists_of_both(model, field) if model.config.is_encoder_decoder else (find_layers(model, spec, field),)
+        return cls(lists, tuple(len(model.get_submodule(name)) for name in lists))
+
+    @property
+    def decoder(self) -> int:
+        """Returns the first layer of a decoder behind an encoder, 0 without an encoder."""
+        return self.lengths[0] if len(self.lists) > 1 else 0
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names the layers."""
+        found = zip(self.lists, self.lengths, strict=True)
+        return tuple(f"{name}.{index}" for name, length in found for index in range(length))
+
+    def list_of(self, layer: int) -> str:
+        """Names the list of a layer."""
+        return self.lists[int(0 < self.decoder <= layer)]
+
+    def layer_of(self, name: str) -> int | None:
+        """Returns which layer a module or parameter belongs to, if any."""
+        for number, layers in enumerate(self.lists):
+            if name.startswith(f"{layers}."):
+                return sum(self.lengths[:number]) + int(name.removeprefix(f"{layers}.").partition(".")[0])
+        return None
+
+
+def _lists_of_both(model: Any, field: str) -> tuple[str, ...]:
+    """Names the lists of an encoder and of a decoder."""
+    found = []
+    names = {module: name for name, module in model.named_modules()}
+    for stack in (model.get_encoder(), model.get_decoder()):
+        inside = [] if stack is None else _uniform_lists(stack)
+        if len(inside) != 1 or stack not in names:
+            raise UnsupportedError(
+                f"MegatronConfig.{field}: {type(model).__name__} has to have one list of layers in its encoder and one "
+                f"in its decoder; found: {', '.join(inside) or 'none'} in one of them. Load it with {field}=1."
+            )
+        found.append(f"{names[stack]}.{inside[0]}" if names[stack] else inside[0])
+    return tuple(found)
 
 
 def find_layers(model: Any, spec: ModelSpec, field: str) -> str:

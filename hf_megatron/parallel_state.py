@@ -12,6 +12,7 @@ from .axes import Axes
 from .config import MegatronConfig
 from .errors import ConfigError
 from .instance_patches import ModelPatches
+from .layer_list import LayerRow
 from .loss import BatchLoss
 from .mesh import ParallelMesh
 from .patch_ledger import LEDGER, Shared
@@ -27,8 +28,8 @@ class StageCut(Protocol):
     """How a model was cut into pipeline stages."""
 
     @property
-    def layers(self) -> str:
-        """Names the list of layers."""
+    def layers(self) -> LayerRow:
+        """The layers in the order in which they run."""
 
     @property
     def tied(self) -> tuple[str, ...]:
@@ -118,7 +119,8 @@ class ParallelState(Shared):
         claims: of every parameter of the whole model, those of other pipeline stages included.
         placed: what each parallel axis remembers between `place` and `install`, by its name.
         cut, pipeline (*optional*): how the layers were cut into stages, and what runs them.
-        leaving (`Callable`, *optional*): applied to hidden states where a pipeline stage ends.
+        leaving (`Callable`, *optional*): (hidden states where a pipeline stage ends, the name of their list of
+            layers) -> what is sent on.
         whole_between: where ranks have parts of hidden states between layers, the name of the list of these and what
             hands a function of a loop whole ones; the outermost part of a sequence first.
         names: in the whole model's state dict, in its order; empty where no other stage holds any.
@@ -141,7 +143,7 @@ class ParallelState(Shared):
     claims: dict[str, Claim]
     placed: dict[str, Any] = field(default_factory=dict)
     cut: StageCut | None = None
-    leaving: Callable[[Tensor], Tensor] | None = None
+    leaving: Callable[[Tensor, str], Tensor] | None = None
     whole_between: list[tuple[str, Callable[[Any], Any]]] = field(default_factory=list)
     names: tuple[str, ...] = ()
     elsewhere: frozenset[str] = frozenset()

@@ -3,6 +3,8 @@
 import dataclasses
 from typing import Any
 
+from torch import Tensor
+
 from ..communication.random_streams import StreamOfPart
 from ..errors import UnsupportedError
 from ..layer_list import find_layers
@@ -68,7 +70,11 @@ def install(model: Any, state: ParallelState) -> None:
         around.install(modules[block])
     guards = place_head(model, state, stack, name)
     leaving = state.leaving
-    state.leaving = stack.leave_stage if leaving is None else lambda hidden: stack.leave_stage(leaving(hidden))
+
+    def leave_stage(hidden: Tensor, layers: str) -> Tensor:
+        return stack.leave_stage(hidden if leaving is None else leaving(hidden, layers))
+
+    state.leaving = leave_stage
     # Sequence parallelism splits what a rank has of a row.
     within = state.loss.join_tokens
     state.loss.join_tokens = lambda part: stack.joined_rows(within(part))

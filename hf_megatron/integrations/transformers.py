@@ -26,7 +26,7 @@ from ..communication.handshake import agree
 from ..communication.whole_tensors import take_whole_tensors
 from ..config import MegatronConfig, validate_world_size
 from ..errors import ConfigError, UnsupportedError
-from ..layer_list import find_layers
+from ..layer_list import LayerRow
 from ..memory.offloaded_inputs import offload_inputs
 from ..memory.recompute import apply_recompute
 from ..memory.tiled_mlp import tile_mlps
@@ -173,16 +173,21 @@ def _keep_less(model: Any, state: ParallelState) -> None:
     """Has layers work on some tokens at a time, and keep their inputs in CPU memory, where the config asks for it."""
     config = state.config
     if (tokens := config.mlp_chunk_size) is not None:
-        layers = find_layers(model, state.spec, "mlp_chunk_size") if state.cut is None else state.cut.layers
-        found = tile_mlps(model, layers, tokens)
+        found = [mlp for name in _lists_of(model, state, "mlp_chunk_size") for mlp in tile_mlps(model, name, tokens)]
         if not any(gather(bool(found), state.mesh.host_group("pp"), "Looking for MLPs on all stages")):
             raise UnsupportedError(
                 f"MegatronConfig.mlp_chunk_size = {tokens}: the layers of {type(model).__name__} have no module that "
                 "is an MLP and nothing else. Leave it out; recompute='full' keeps less too."
             )
     if config.offload_activations:
-        layers = find_layers(model, state.spec, "offload_activations") if state.cut is None else state.cut.layers
-        offload_inputs(model, layers)
+        for name in _lists_of(model, state, "offload_activations"):
+            offload_inputs(model, name)
+
+
+def _lists_of(model: Any, state: ParallelState, field: str) -> tuple[str, ...]:
+    """Names the lists of a model's layers; raises as `LayerRow.of`."""
+    row = LayerRow.of(model, state.spec, field) if state.cut is None else state.cut.layers
+    return row.lists
 
 
 def prepare_distribute_model(original: Callable, cls: Any, distributed_config: Any, device_map: Any = None) -> Any:

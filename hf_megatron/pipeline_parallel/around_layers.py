@@ -1,15 +1,18 @@
 """What stands before the layers of a model that is cut, and behind them."""
 
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
 from ..errors import PlanError, UnsupportedError
+from ..layer_list import LayerRow
 from ..rows_of_media import reads_media
 from ..spec import ModelSpec
 
 # Which BART and its kin define behind their layers.
-_NORM_OF_EMBEDDINGS = "layernorm_embedding"
+_NORMS_OF_EMBEDDINGS = ("layernorm_embedding", "embeddings_layer_norm")
 
 
 def has_parameters(module: nn.Module) -> bool:
@@ -17,15 +20,36 @@ def has_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
 
 
-def find_beside(model: Any, layers: str) -> list[str]:
+@dataclass(frozen=True)
+class AroundLayers:
+    """Names of the modules with parameters around the layers, in the order of their definition.
+
+    Attributes:
+        before: run before all layers.
+        between: behind those of an encoder, before those of its decoder read what they made.
+        after: run behind all layers.
+    """
+
+    before: list[str] = field(default_factory=list)
+    between: list[str] = field(default_factory=list)
+    after: list[str] = field(default_factory=list)
+
+
+def _ancestors(layers: str) -> Iterator[tuple[str, str]]:
+    """Lists the modules around a list of layers, outermost first, and their child on the way to it."""
+    path = layers.split(".")
+    for depth, on_path in enumerate(path):
+        yield ".".join(path[:depth]), on_path
+
+
+def find_beside(model: Any, row: LayerRow) -> list[str]:
     """Lists the parameters of modules around the layers themselves, which features of images are joined with.
 
     Raises:
         UnsupportedError: those of models without images.
     """
-    path, found = layers.split("."), []
-    for depth in range(len(path)):
-        prefix = ".".join(path[:depth])
+    found = []
+    for prefix in dict.fromkeys(prefix for layers in row.lists for prefix, _ in _ancestors(layers)):
         ancestor = model.get_submodule(prefix)
         own = [name for name, parameter in ancestor._parameters.items() if parameter is not None]
         if own and not find_towers(model):
@@ -37,34 +61,42 @@ def find_beside(model: Any, layers: str) -> list[str]:
     return found
 
 
-def find_around(model: Any, layers: str, spec: ModelSpec) -> tuple[list[str], list[str]]:
-    """Lists the modules with parameters before and behind the layers, in the order of their definition."""
-    before: list[str] = []
-    after: list[str] = []
-    path = layers.split(".")
+def find_around(model: Any, row: LayerRow, spec: ModelSpec) -> AroundLayers:
+    """Lists the modules with parameters around the layers, in the order of their definition."""
+    around = AroundLayers()
     head = model.get_output_embeddings()
     towers = find_towers(model)
-    beside_base = path[0] == model.base_model_prefix and not towers
-    for depth, on_path in enumerate(path):
-        prefix = ".".join(path[:depth])
-        ancestor = model.get_submodule(prefix)
-        place = before
-        for name, child in ancestor.named_children():
+    first_on_path = row.lists[0].partition(".")[0]
+    beside_base = first_on_path == model.base_model_prefix and not towers
+    # Of an encoder's ancestors those that are its decoder's too are looked at once, with the decoder behind it.
+    on_paths: dict[str, list[str]] = {}
+    for layers in row.lists:
+        for prefix, on_path in _ancestors(layers):
+            on_paths.setdefault(prefix, []).append(on_path)
+    decoder = row.lists[-1]
+    for prefix, names_on_path in on_paths.items():
+        passed: set[str] = set()
+        for name, child in model.get_submodule(prefix).named_children():
             full_name = f"{prefix}.{name}" if prefix else name
-            if name == on_path:
-                place = after
+            if name in names_on_path:
+                passed.add(name)
             elif has_parameters(child):
                 # Some classes define their head first, which is not always one of tokens.
-                is_head = any(module is head for module in child.modules()) or (beside_base and depth == 0)
+                is_head = any(module is head for module in child.modules()) or (beside_base and not prefix)
                 is_behind = full_name in spec.after_layers or is_head
-                runs_before = full_name in towers or name == _NORM_OF_EMBEDDINGS
-                side = before if runs_before or full_name in (*spec.before_layers, *spec.prefixes) else place
+                runs_before = full_name in towers or name in _NORMS_OF_EMBEDDINGS or not passed
+                if is_behind:
+                    side = around.after
+                elif runs_before or full_name in (*spec.before_layers, *spec.prefixes):
+                    side = around.before
+                else:
+                    ends = passed == set(names_on_path) and f"{decoder}.".startswith(f"{prefix}." if prefix else "")
+                    side = around.after if ends else around.between
                 # Lists are not called themselves.
-                names = (
+                side.extend(
                     [f"{full_name}.{item}" for item in child._modules] if type(child) is nn.ModuleList else [full_name]
                 )
-                (after if is_behind else side).extend(names)
-    return before, after
+    return around
 
 
 def find_towers(model: Any) -> frozenset[str]:
@@ -94,6 +126,16 @@ def find_tied(model: Any, before: list[str], after: list[str]) -> dict[str, str]
         elif ends[0] != ends[1]:
             raise PlanError(f"{target} is tied to {source}: a pipeline can tie the head to the embedding only.")
     return tied
+
+
+def find_tied_before(model: Any, before: list[str]) -> dict[str, str]:
+    """Maps parameters before the layers to others there that they are tied to, as an encoder's and a decoder's are."""
+    ties = model.all_tied_weights_keys.items()
+    return {
+        target: source
+        for target, source in ties
+        if {side_of(name, before, []) for name in (target, source)} == {"before"}
+    }
 
 
 def side_of(name: str, before: list[str], after: list[str]) -> str:

@@ -29,13 +29,15 @@ def place(model: Any, state: ParallelState) -> None:
 def install(model: Any, state: ParallelState) -> None:
     """Makes a call of the model run the schedule."""
     if isinstance(state.cut, Cut) and isinstance(state.data_parallel, DataParallel):
-        state.cut.boundary.leaving = state.leaving
+        if (leaving := state.leaving) is not None:
+            row = state.cut.layers
+            state.cut.boundary.leaving = lambda hidden, layer: leaving(hidden, row.list_of(layer))
         counts: ParameterCounts = state.placed[NAME]
         state.cut.boundary.is_filled = True
         state.cut.boundary.owner = state.data_parallel
         list_weights_beside(model, state.cut.elsewhere, state.data_parallel, state.mesh.device)
         list_absent_weights(model, counts.sizes.keys())
-        share_tied_weights(model, state.cut.heads)
+        share_tied_weights(model, state.cut.sources)
         state.data_parallel.scan()
         state.patches.replace(model, "num_parameters", types.MethodType(counts.bound(state), model))
         state.pipeline = Pipeline(model, state, state.cut, state.data_parallel)

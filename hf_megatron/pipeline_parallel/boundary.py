@@ -4,9 +4,14 @@ The forward of the model stays untouched on every stage: it builds masks, positi
 the modules before the layers return zeros of the right shape, layers of other stages pass them on, and the stage's
 first layer gets what the stage before sent. Behind a stage's last layer the forward is left, so that only the last
 stage reaches the final norm, the head and the loss.
+
+An encoder's layers and its decoder's are one row. The first stage embeds the tokens of both: it goes on, past the
+encoder, to the decoder's first layer, whose hidden states travel beside the encoder's. The stage with the encoder's
+last layer goes on through its final norm, and the decoder's layers of all stages behind read what came of that. Where
+the encoder's output is given, as in generation, stages of its layers pass the decoder's hidden states on.
 """
 
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -22,6 +27,8 @@ from .crossings import Carried, Crossings, Message
 from .partition import Stages
 
 HIDDEN_STATES = "hidden_states"
+# What an encoder made, which every layer of its decoder reads.
+ENCODED = "encoder_hidden_states"
 ROUTER_LOGITS = "router_logits"
 # Of hidden states: batch, sequence, hidden.
 _DIMS = 3
@@ -44,6 +51,8 @@ class PassedOn(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     # Tells the boundary that its loop unpacks, and returns the values.
     unpacked: Callable[[], Any] | None = None
+    # Tells it that the loop reads one value behind the first, by its place, and returns it.
+    reads: Callable[[int], Any] | None = None
 
     def __iter__(self) -> Any:
         if self.dim() > _DIMS:
@@ -59,6 +68,8 @@ class PassedOn(Tensor):
         if not isinstance(index, int) or self.dim() > _DIMS:
             # Streams beside each other are taken apart.
             return self.as_subclass(Tensor)[index]
+        if index > 0 and self.reads is not None:
+            return self.reads(index)
         return self if index == 0 else iter(self)
 
 
@@ -66,7 +77,8 @@ class StageBoundary(Shared):
     """The stage whose forward is under way on this rank, and how layers behave in it.
 
     Attributes:
-        leaving (`Callable`, *optional*): applied to the hidden states that leave a stage.
+        leaving (`Callable`, *optional*): (hidden states that leave a stage, the number of its last layer) -> what is
+            sent.
         stage: the one whose forward is under way.
         is_filled: whether the model's weights are loaded.
         owner (`Owner`, *optional*): knows this rank's parameters, once they are loaded.
@@ -76,7 +88,7 @@ class StageBoundary(Shared):
 
     def __init__(self, stages: Stages, carried: Carried):
         self.stages, self.carried = stages, carried
-        self.leaving: Callable[[Tensor], Tensor] | None = None
+        self.leaving: Callable[[Tensor, int], Tensor] | None = None
         self.entered = False
         self.is_filled = False
         self.owner: Owner | None = None
@@ -87,6 +99,10 @@ class StageBoundary(Shared):
         self._leaving: Tensor | None = None
         self._crossings = Crossings()
         self._zeros: Tensor | None = None
+        # Whether the loop reads values of layers by their places.
+        self._reads_places = False
+        # Whether a layer of an encoder was called in the forward under way, and one of its decoder.
+        self._encodes = self._decodes = False
 
     def run(self, stage: int, received: Message | None, forward: Callable[[], Any]) -> Any:
         """Runs the model's forward as one stage.
@@ -99,7 +115,8 @@ class StageBoundary(Shared):
         Returns:
             The `Message` to the next stage, or, from the last stage, what the model returned.
         """
-        self.stage, self.entered, self.is_running = stage, False, True
+        self.stage, self.is_running = stage, True
+        self.entered = self._encodes = self._decodes = False
         if received is not None:
             self._received, self._crossings = received.tensors[0], Crossings.of_message(received)
         try:
@@ -132,20 +149,27 @@ class StageBoundary(Shared):
     def pass_layer(self, index: int, call: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """Calls layer `index` as the present stage has to: not at all, on what was received, or as the last."""
         self._require_running()
-        start, stop = self.stages.ranges[self.stage]
+        (start, stop), decoder = self.stages.ranges[self.stage], self.carried.decoder
+        begins_decoder = 0 < decoder == index
+        if begins_decoder:
+            # Those of the encoder have its length.
+            self._zeros, self._decodes = None, True
+            if self.leaves_before(index):
+                self._leave_before_decoder(args, kwargs)
+        self._encodes = self._encodes or index < decoder
         if index < start:
             return self.pass_on(args, kwargs)
         if index >= stop:
             return self._note_arguments(index, args, kwargs)
-        if index == start:
+        if not self.entered:
+            # With the encoder's output given, the first of the stage's layers that is called is the decoder's.
             self.entered = True
-            if self.stage > 0:
+            if self.stage > 0 and not begins_decoder:
                 self._require_untouched(index, args, kwargs)
             if self._received is not None:
                 args, kwargs = self._enter(index, args, kwargs)
-        for name in self.carried.arguments:
-            if (name, index) in self._crossings.arguments:
-                value = self._crossings.arguments[name, index]
+        for (name, layer), value in self._crossings.arguments.items():
+            if layer == index:
                 args, kwargs = self.carried.replaced(index, name, value, args, kwargs)
         output = self.pass_on(args, kwargs) if self.is_rehearsing else call(*args, **kwargs)
         if index == stop - 1 and self.stage < len(self.stages.ranges) - 1:
@@ -160,11 +184,13 @@ class StageBoundary(Shared):
         self._require_running()
         if self._zeros is None:
             zeros = args[0] if args else kwargs[HIDDEN_STATES]
-            self._zeros = zeros.detach().as_subclass(PassedOn) if self.is_rehearsing else zeros
-            if isinstance(self._zeros, PassedOn):
-                self._zeros.unpacked = self._unpack
+            # What an encoder returns has to have all of its dims.
+            knows_entries = self.is_rehearsing or self.carried.decoder > 0
+            self._zeros = zeros.detach().as_subclass(PassedOn) if knows_entries else zeros
+            if isinstance(self._zeros, PassedOn) and self.is_rehearsing:
+                self._zeros.unpacked, self._zeros.reads = self._unpack, self._read
             self._version = _version(self._zeros)
-        if self.carried.values == 1:
+        if self.carried.values == 1 or (self.is_rehearsing and self._reads_places):
             return self._zeros
         return (self._zeros, *map(self._crossings.values.get, range(1, self.carried.values)))
 
@@ -172,15 +198,31 @@ class StageBoundary(Shared):
         """Carries all that layers return from now on, if they say how many values that are."""
         if self.carried.returned == 1:
             return None
-        self.carry(self.carried.returned)
+        self.carry(range(1, self.carried.returned))
         return self.pass_on((self._zeros,), {})
 
-    def carry(self, values: int) -> None:
-        """Has what layers return cross, as many values as the loop unpacks."""
-        self.carried = replace(self.carried, values=max(self.carried.values, values))
+    def _read(self, place: int) -> Any:
+        self._reads_places = True
+        self.carry([place])
+        return self._crossings.values.get(place)
+
+    def leaves_before(self, index: int) -> bool:
+        """Tells whether the present stage has layers of an encoder alone, and layer `index` is its decoder's first."""
+        return 0 < self.carried.decoder == index >= self.stages.ranges[self.stage][1]
+
+    def is_behind_layers(self) -> bool:
+        """Tells whether the forward has come to layers of this stage; a decoder's embedding runs behind an encoder."""
+        return self.entered and (self._decodes or not self.carried.decoder)
+
+    def carry(self, places: Iterable[int]) -> None:
+        """Has what layers return behind hidden states cross, those at the places that the loop reads."""
+        self.carried = replace(self.carried, read=self.carried.read.union(places))
 
     def _note_arguments(self, index: int, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Keeps what the loop of the first stage gives a later stage's layer, and leaves behind the last of them."""
+        if self.stage == 0 and index < self.carried.decoder:
+            # On the way to the decoder's embedding.
+            return self.pass_on(args, kwargs)
         if self.stage > 0 or not self.carried.arguments:
             raise PlanError(f"Layer {index} was called outside of its pipeline stage.")
         for name in self.carried.arguments:
@@ -234,20 +276,46 @@ class StageBoundary(Shared):
         return args, {**kwargs, HIDDEN_STATES: self._received}
 
     def _leave(self, index: int, output: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Leaves the forward behind a stage's last layer, or goes on for the arguments of later stages' layers."""
+        """Leaves the forward behind a stage's last layer, or goes on for what layers of later stages are given."""
+        decoder = self.carried.decoder
         if not self.is_rehearsing:
-            hidden_states = self._crossings.take_values(output, self.carried.values)
-            self._leaving = hidden_states if self.leaving is None else self.leaving(hidden_states)
+            hidden_states = self._crossings.take_values(output, self.carried.read)
+            self._leaving = hidden_states if self.leaving is None else self.leaving(hidden_states, index)
             for name in self.carried.containers:
                 self._crossings.take_entries(name, self.carried.given(index, name, args, kwargs))
+            if 0 < decoder <= index and self._encodes:
+                self._give_encoded(self.carried.given(index, ENCODED, args, kwargs))
             self._crossings.drop_arguments_before(index + 1)
             self._crossings.logits = recorded_outputs().get(ROUTER_LOGITS, [])
             if not all(isinstance(logits, Tensor) for logits in self._crossings.logits):
                 raise UnsupportedError(
                     "output_router_logits: these router logits are no tensors; a pipeline cannot send them."
                 )
-        if self.stage == 0 and self.carried.arguments:
+        goes_on = self.stage == 0 and (self.carried.arguments or index < decoder)
+        if goes_on or index == decoder - 1:
             return output
+        self._send_off()
+
+    def _give_encoded(self, encoded: Tensor) -> None:
+        """Has every layer of the decoder read the encoder's output, `[batch, sequence, hidden]`."""
+        layers = range(self.carried.decoder, self.stages.ranges[-1][1])
+        self._crossings.arguments.update({(ENCODED, layer): encoded for layer in layers})
+
+    def _leave_before_decoder(self, args: tuple, kwargs: dict[str, Any]) -> NoReturn:
+        """Leaves a stage of encoder layers alone where the decoder's first layer is called."""
+        decoder, arguments = self.carried.decoder, self._crossings.arguments
+        if not self.is_rehearsing:
+            if self.stage == 0:
+                first = args[0] if args else kwargs[HIDDEN_STATES]
+            else:
+                first = arguments.pop((HIDDEN_STATES, decoder), self._received)
+            if self.entered and self.stages.ranges[self.stage][1] < decoder:
+                arguments[HIDDEN_STATES, decoder] = first
+            else:
+                # The next layer to run is the decoder's first.
+                self._leaving, self._crossings.values = first, {}
+                if self.entered:
+                    self._give_encoded(self.carried.given(decoder, ENCODED, args, kwargs))
         self._send_off()
 
     def _send_off(self) -> NoReturn:

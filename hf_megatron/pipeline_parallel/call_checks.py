@@ -24,6 +24,7 @@ class CallChecks(Shared):
         self.model, self.auxiliary_loss = model, state.config.auxiliary_loss
         known = (*POSITIONS, *OF_SENTENCES)
         self._known_targets = known if state.loss.shifts is None else (*LABELS, *known)
+        self._has_encoder = model.config.is_encoder_decoder
         self._takes_token_loss = isinstance(model.loss_function, TokenLoss) and uses_loss_function(model)
         self._tokens, self._classes = _tokens(model, state), _classes(model)
         # Where rows say nothing of the next token, targets join them too.
@@ -37,7 +38,8 @@ class CallChecks(Shared):
         if labels is not None and self._takes_token_loss and isinstance(self.model.loss_function, TokenLoss):
             tokens: Any = ids if ids is not None else arguments.get("inputs_embeds")
             kept = arguments.get("logits_to_keep")
-            takes_all = kept is None or (isinstance(kept, int) and kept == 0)
+            # A decoder behind an encoder has a token for each label.
+            takes_all = (kept is None or (isinstance(kept, int) and kept == 0)) and not self._has_encoder
             # The last stage alone would find it, and the others would wait for it.
             if takes_all and tokens is not None and labels.shape[:2] != tokens.shape[:2]:
                 raise ValueError(

@@ -11,6 +11,7 @@ import inspect
 import json
 import textwrap
 from collections.abc import Iterable
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,28 +53,36 @@ class Carried:
     """What a model's layers hand on beside hidden states.
 
     Args:
-        values (`int`): values that a layer returns, hidden states among them.
+        read (`frozenset[int]`): places of the values that a layer returns behind hidden states, and its loop reads.
         arguments (`tuple[str, ...]`): of layers, made by the loop on the first stage.
         containers (`tuple[str, ...]`): arguments of layers that layers fill.
         parameters: names of each layer's arguments, in their order.
         returned (`int`): values that each layer spells out where it returns; carried once a loop unpacks them.
+        decoder (`int`): the first layer of a decoder behind an encoder, 0 without an encoder.
     """
 
-    values: int = 1
+    read: frozenset[int] = frozenset()
     arguments: tuple[str, ...] = ()
     containers: tuple[str, ...] = ()
     parameters: tuple[tuple[str, ...], ...] = ()
     returned: int = 1
+    decoder: int = 0
+
+    @property
+    def values(self) -> int:
+        """Counts the values that stand for what a layer of another stage returns, hidden states among them."""
+        return max(self.read, default=0) + 1
 
     @classmethod
-    def of(cls, spec: ModelSpec, layers: Iterable[nn.Module]) -> "Carried":
-        """Reads a spec, of a model with these layers."""
+    def of(cls, spec: ModelSpec, layers: Iterable[nn.Module], decoder: int = 0) -> "Carried":
+        """Reads a spec, of a model with these layers; `decoder` as for the class."""
         layers = list(layers)
         returned = min((_values_returned(type(layer)) for layer in layers), default=1)
-        if spec.layer_values == 1 and not spec.early_arguments and not spec.layer_containers:
+        if spec.layer_values == 1 and not spec.early_arguments and not spec.layer_containers and not decoder:
             return cls(returned=returned)
         parameters = tuple(tuple(inspect.signature(type(layer).forward).parameters)[1:] for layer in layers)
-        return cls(spec.layer_values, spec.early_arguments, spec.layer_containers, parameters, returned)
+        read = frozenset(range(1, spec.layer_values))
+        return cls(read, spec.early_arguments, spec.layer_containers, parameters, returned, decoder)
 
     def given(self, layer: int, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Returns an argument of a layer's call, by whichever way it was passed; `None` without it."""
@@ -150,12 +159,14 @@ class Crossings:
         tensors = [tensor for tensor, _ in layout.values()]
         return Message((hidden_states, *tensors), json.dumps([found for _, found in layout.values()]))
 
-    def take_values(self, output: Any, values: int) -> Tensor:
+    def take_values(self, output: Any, read: AbstractSet[int]) -> Tensor:
         """Keeps what a layer returned besides hidden states `[batch, sequence, hidden]`; returns those."""
         if not isinstance(output, tuple | list):
             return output
         self.values = {}
-        for index, value in enumerate(output[1:values], 1):
+        for index, value in enumerate(output):
+            if index not in read:
+                continue
             if isinstance(value, Tensor):
                 self.values[index] = value
             elif value is not None:

@@ -13,13 +13,13 @@ from ..config import MegatronConfig
 from ..context_parallel.whole_blocks import find_whole_blocks
 from ..errors import UnsupportedError
 from ..largest_position import scales_by_length
-from ..layer_list import find_layers
+from ..layer_list import LayerRow
 from ..mixed_class import stand_around
 from ..rows_of_media import reads_media
 from ..spec import ModelSpec
 from ..upstream import splits_python_functions
 from .absent_images import ForeignPrefix, ForeignTower, StagedPrefix, call_in_first_stage, required_images
-from .around_layers import find_around, find_beside, find_tied, find_towers, has_parameters, side_of
+from .around_layers import find_around, find_beside, find_tied, find_tied_before, find_towers, has_parameters, side_of
 from .boundary import StageBoundary
 from .crossings import Carried
 from .partition import Stages
@@ -27,9 +27,11 @@ from .placeholder import Placeholder, first_dtype
 from .schedules import schedule
 from .stage_counts import make_stages, require_features_on_first_stage
 from .stage_parts import (
+    ForeignBetween,
     ForeignInput,
     ForeignLayer,
     ForeignOutput,
+    StagedBetween,
     StagedInput,
     StagedLayer,
     embeds_tokens,
@@ -46,36 +48,38 @@ class Cut:
     """How a model was cut.
 
     Attributes:
-        layers: the name of the module list.
-        before, after: names of the modules with parameters before and behind the layers.
+        layers: in the order in which they run.
+        before, between, after: names of the modules with parameters before the layers, behind those of an encoder, and
+            behind all.
         beside: names of the first stage's parameters that belong to no module of its.
         elsewhere: those of them that another rank has -> their shapes and dtypes.
         tied: names of parameters that the first and the last rank both hold.
-        heads: names behind the layers -> those before them whose parameters they are.
+        sources: names of tied weights -> those before the layers whose parameters they are.
         holds_first: whether this rank holds the first stage.
         mixes_documents: whether those of a packed row meet elsewhere than in attention.
     """
 
     boundary: StageBoundary
-    layers: str
+    layers: LayerRow
     before: tuple[str, ...]
+    between: tuple[str, ...]
     after: tuple[str, ...]
     beside: tuple[str, ...]
     elsewhere: Mapping[str, torch.Tensor]
     tied: tuple[str, ...]
-    heads: Mapping[str, str]
+    sources: Mapping[str, str]
     holds_first: bool
     mixes_documents: bool
 
     def require_order(self, model: nn.Module) -> None:
         """Raises `UnsupportedError`, on all ranks alike, where a loop lists the layers otherwise than they were cut."""
         # Modules that stand twice are their owner's children once.
-        layers = model.get_submodule(self.layers)._modules.values()
+        layers = [layer for name in self.layers.lists for layer in model.get_submodule(name)._modules.values()]
         places = [index for layer in layers if layer is not None for index in layer_indices(layer)]
         if places != list(range(self.boundary.stages.ranges[-1][1])):
             raise UnsupportedError(
-                f"{self.layers} lists the layers {places} of the model that was cut into pipeline stages: none can be "
-                "left out, moved or listed twice. Load the model with pp_size=1."
+                f"{' and '.join(self.layers.lists)} lists the layers {places} of the model that was cut into pipeline "
+                "stages: none can be left out, moved or listed twice. Load the model with pp_size=1."
             )
 
     def refuse_added(self, model: nn.Module, known: Collection[str]) -> None:
@@ -84,7 +88,7 @@ class Cut:
         Args:
             known: names of the weights that were laid out, when the model was loaded or with an adapter.
         """
-        parts = tuple(f"{name}." for name in (self.layers, *self.before, *self.after))
+        parts = tuple(f"{name}." for name in (*self.layers.lists, *self.before, *self.between, *self.after))
         for name, parameter in model.named_parameters():
             if parameter.requires_grad and name not in known and not name.startswith(parts):
                 raise UnsupportedError(
@@ -96,9 +100,11 @@ class Cut:
     def modules_of(self, model: nn.Module, stage: int) -> list[nn.Module]:
         """Lists the modules with parameters of one of this rank's stages."""
         start, stop = self.boundary.stages.ranges[stage]
-        names = [f"{self.layers}.{index}" for index in range(start, stop)]
+        names = [*self.layers.names[start:stop]]
         if stage == 0:
             names = [*self.before, *names]
+        if start < self.layers.decoder <= stop:
+            names = [*names, *self.between]
         if stage == len(self.boundary.stages.ranges) - 1:
             names = [*names, *self.after]
         return [model.get_submodule(name) for name in names]
@@ -110,14 +116,13 @@ class Cut:
 
     def ends(self, model: nn.Module) -> list[nn.Module]:
         """Lists the modules with parameters around the layers that run on this rank."""
-        used = (*self.before, *self.after) if self.holds_first else self.after
+        used = (*(self.before if self.holds_first else ()), *self.between, *self.after)
         modules = [model.get_submodule(name) for name in used]
         return [module for module in modules if not isinstance(module, Placeholder) and has_parameters(module)]
 
     def dtypes(self, model: nn.Module) -> tuple[torch.dtype | None, ...]:
         """Lists dtypes that change on every rank when a module's does, its own or another's."""
-        layers = model.get_submodule(self.layers)
-        return tuple(map(first_dtype, (*map(model.get_submodule, self.before), *layers)))  # type: ignore[misc]
+        return tuple(first_dtype(model.get_submodule(name)) for name in (*self.before, *self.layers.names))
 
     def stages_of(self, parameter: str) -> str:
         """Names the stages that hold a parameter."""
@@ -131,9 +136,10 @@ class Cut:
 
     def stage_of(self, parameter: str) -> int:
         """Returns the stage that owns a parameter; a tied one belongs to the first."""
-        if parameter.startswith(f"{self.layers}."):
-            layer = parameter.removeprefix(f"{self.layers}.").partition(".")[0]
-            return self.boundary.stages.stage_of_layer(int(layer))
+        if (layer := self.layers.layer_of(parameter)) is not None:
+            return self.boundary.stages.stage_of_layer(layer)
+        if any(parameter.startswith(f"{module}.") for module in self.between):
+            return self.boundary.stages.stage_of_layer(self.layers.decoder - 1)
         behind = any(parameter.startswith(f"{module}.") for module in self.after)
         return len(self.boundary.stages.ranges) - 1 if behind else 0
 
@@ -144,11 +150,6 @@ def require_cuttable(model: Any, spec: ModelSpec | None, config: MegatronConfig)
         raise UnsupportedError(
             f"MegatronConfig.pp_size = {config.pp_size}: model type {spec.model_type!r} cannot be cut: "
             f"{spec.no_pipeline}"
-        )
-    if model.config.is_encoder_decoder:
-        raise UnsupportedError(
-            f"MegatronConfig.pp_size = {config.pp_size}: {type(model).__name__} has two stacks of layers, encoder and "
-            "decoder, and every decoder layer reads the encoder's output. Load it with pp_size=1."
         )
     if model.main_input_name != _TOKENS and not reads_media(model):
         raise UnsupportedError(
@@ -163,33 +164,27 @@ def cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> Cut:
     Raises `UnsupportedError` for a model that is no single stack, `ConfigError` for stages that do not fit its layers.
     """
     require_cuttable(model, spec, config)
-    if schedule(config.pipeline_schedule).splits_backward and config.zero_stage == 3 and axes.size("dp_cp") > 1:
-        raise UnsupportedError(
-            f"MegatronConfig.pipeline_schedule = {config.pipeline_schedule!r} with zero_stage = 3: FSDP2 reduces "
-            "gradients before those of the weights are computed. Use '1f1b', 'interleaved_1f1b', or zero_stage 1 or 2."
-        )
-    if schedule(config.pipeline_schedule).splits_backward and axes.size("tp") > 1 and not splits_python_functions():
-        raise UnsupportedError(
-            f"MegatronConfig.pipeline_schedule = {config.pipeline_schedule!r} with tp_size = {config.tp_size} needs "
-            f"torch 2.13, this is {torch.__version__}. Use '1f1b' or 'interleaved_1f1b'."
-        )
-    if schedule(config.pipeline_schedule).splits_backward and spec.no_split_backward is not None:
-        raise UnsupportedError(
-            f"MegatronConfig.pipeline_schedule = {config.pipeline_schedule!r}: model type {spec.model_type!r} has no "
-            f"backward in two steps: {spec.no_split_backward} Use '1f1b' or 'interleaved_1f1b'."
-        )
-    name = find_layers(model, spec, "pp_size")
-    _put_head_last(model, name)
-    layers = model.get_submodule(name)
+    row = LayerRow.of(model, spec, "pp_size")
+    layers = [model.get_submodule(name) for name in row.names]
+    _require_schedule(spec, config, axes, layers[row.decoder :] if row.decoder else [])
+    _put_head_last(model, row.lists[0])
     stages = make_stages(model, layers, config)
     require_features_on_first_stage(model, stages)
-    boundary = StageBoundary(stages, Carried.of(spec, layers))
-    mixes_documents = scales_by_length(model.config) or bool(find_whole_blocks(model, spec, name))
+    boundary = StageBoundary(stages, Carried.of(spec, layers, row.decoder))
+    mixes_documents = scales_by_length(model.config) or bool(find_whole_blocks(model, spec, row.lists[-1]))
     owned = stages.of_rank(axes.rank("pp"))
     holds_first, holds_last = 0 in owned, len(stages.ranges) - 1 in owned
-    before, after = find_around(model, name, spec)
-    beside = find_beside(model, name)
+    around = find_around(model, row, spec)
+    before, between, after = around.before, around.between, around.after
+    beside = find_beside(model, row)
     tied = find_tied(model, before, after)
+    tied_before = find_tied_before(model, before)
+    if tied_before and config.zero_stage == 3 and axes.size("dp_cp") > 1:
+        raise UnsupportedError(
+            f"MegatronConfig.pp_size = {config.pp_size} with zero_stage = 3: {', '.join(tied_before)} of "
+            f"{type(model).__name__} are {next(iter(tied_before.values()))}, which FSDP2 would split as weights of "
+            "their own. Use zero_stage 1 or 2."
+        )
     if inside := [source for target, source in tied.items() if not _can_be_held(model, target, source, before)]:
         raise UnsupportedError(
             f"MegatronConfig.pp_size = {config.pp_size}: the head of {type(model).__name__} is tied to {inside[0]}, a "
@@ -197,11 +192,12 @@ def cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> Cut:
             "tie_word_embeddings=False."
         )
 
-    for index, layer in enumerate(layers):
+    for index, (name, layer) in enumerate(zip(row.names, layers, strict=True)):
         if stages.stage_of_layer(index) in owned:
             stand_around(layer, StagedLayer, _stage_boundary=boundary, _layer_index=index)
         else:
-            layers[index] = ForeignLayer(layer, _place(stages, stages.stage_of_layer(index)), boundary, index)
+            place = _place(stages, stages.stage_of_layer(index))
+            _replace(model, name, ForeignLayer(layer, place, boundary, index))
     towers = find_towers(model)
     for module_name in before:
         module = model.get_submodule(module_name)
@@ -228,26 +224,65 @@ def cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> Cut:
             stand_around(module, StagedInput, _stage_boundary=boundary, _name=module_name, _width=width)
         else:
             _replace(model, module_name, ForeignInput(module_name, module, _place(stages, 0), boundary))
+    for module_name in between:
+        module, stage = model.get_submodule(module_name), stages.stage_of_layer(row.decoder - 1)
+        if stage in owned:
+            stand_around(module, StagedBetween, _stage_boundary=boundary, _stage=stage, _width=output_width(module))
+        else:
+            _replace(model, module_name, ForeignBetween(module_name, module, _place(stages, stage), boundary))
     for module_name in after if not holds_last else ():
         module, place = model.get_submodule(module_name), _place(stages, len(stages.ranges) - 1)
         _replace(model, module_name, ForeignOutput(module_name, module, place, boundary))
-    if not holds_last:
-        # Keeps the loader from tying a head that is not here.
+    absent = {side for side, is_held in (("before", holds_first), ("after", holds_last)) if not is_held}
+    if absent:
+        # Keeps the loader from tying a head that is not here, or an embedding to the one that a head is tied to.
         names = model.all_tied_weights_keys.items()
-        kept = {target: source for target, source in names if side_of(target, before, after) != "after"}
+        kept = {target: source for target, source in names if side_of(target, before, after) not in absent}
         model.all_tied_weights_keys = model._tied_weights_keys = kept
     elsewhere = {} if holds_first else {weight: _take_away(model, weight) for weight in beside}
     crossing = stages.rank_of[0] != stages.rank_of[-1]
     shared = sorted(set(tied.values())) if crossing else ()
     parts = (
         tuple(before),
+        tuple(between),
         tuple(after),
         tuple(beside),
         MappingProxyType(elsewhere),
         tuple(shared),
-        MappingProxyType(tied),
+        MappingProxyType(tied | tied_before),
     )
-    return Cut(boundary, name, *parts, holds_first, mixes_documents)
+    return Cut(boundary, row, *parts, holds_first, mixes_documents)
+
+
+def _require_schedule(spec: ModelSpec, config: MegatronConfig, axes: Axes, decoder: list[nn.Module]) -> None:
+    """Raises `UnsupportedError` for a split of backward that something does not allow.
+
+    Args:
+        decoder: layers behind those of an encoder.
+    """
+    if not schedule(config.pipeline_schedule).splits_backward:
+        return
+    if config.zero_stage == 3 and axes.size("dp_cp") > 1:
+        raise UnsupportedError(
+            f"MegatronConfig.pipeline_schedule = {config.pipeline_schedule!r} with zero_stage = 3: FSDP2 reduces "
+            "gradients before those of the weights are computed. Use '1f1b', 'interleaved_1f1b', or zero_stage 1 or 2."
+        )
+    if axes.size("tp") > 1 and not splits_python_functions():
+        raise UnsupportedError(
+            f"MegatronConfig.pipeline_schedule = {config.pipeline_schedule!r} with tp_size = {config.tp_size} needs "
+            f"torch 2.13, this is {torch.__version__}. Use '1f1b' or 'interleaved_1f1b'."
+        )
+    if spec.no_split_backward is not None:
+        raise UnsupportedError(
+            f"MegatronConfig.pipeline_schedule = {config.pipeline_schedule!r}: model type {spec.model_type!r} has no "
+            f"backward in two steps: {spec.no_split_backward} Use '1f1b' or 'interleaved_1f1b'."
+        )
+    names = [{name for name, _ in layer.named_parameters()} for layer in decoder[:2]]
+    if len(names) > 1 and (own := sorted(names[0] - names[1])):
+        raise UnsupportedError(
+            f"MegatronConfig.pipeline_schedule = {config.pipeline_schedule!r}: {own[0]} of the decoder's first layer "
+            "makes what other layers read, of no hidden states. Use '1f1b' or 'interleaved_1f1b'."
+        )
 
 
 def _put_head_last(model: nn.Module, layers: str) -> None:

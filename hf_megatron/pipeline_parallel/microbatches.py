@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.utils import ModelOutput
 
 from ..errors import ConfigError, UnsupportedError
 from ..media import NOT_OF_ROWS
@@ -20,6 +21,10 @@ from ..videos import is_of_videos
 
 ROW_DIM = 0
 INPUTS = ("input_ids", "inputs_embeds")
+# Of the decoder behind an encoder; the encoder's may be left out where its output is given.
+DECODER_INPUTS = ("decoder_input_ids", "decoder_inputs_embeds")
+# A decoder's inputs may be made of its labels.
+_SHAPED = (*INPUTS, *DECODER_INPUTS, "labels")
 # Positions in a sequence, layers and heads, of which there may be as many as rows.
 _PASSED_ON = ("logits_to_keep", "cache_position", "head_mask")
 _ONE_PER_ROW = ("labels", "next_sentence_label", "sentence_order_label", "start_positions", "end_positions")
@@ -29,9 +34,13 @@ _OF_THE_WHOLE_BATCH = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens")
 
 def batch_rows(arguments: Mapping[str, Any]) -> int:
     """Counts the samples of a batch; raises `ConfigError` where neither `input_ids` nor `inputs_embeds` is there."""
-    for name in INPUTS:
+    return _inputs(arguments).shape[ROW_DIM]
+
+
+def _inputs(arguments: Mapping[str, Any]) -> Tensor:
+    for name in (*INPUTS, *DECODER_INPUTS):
         if isinstance(arguments.get(name), Tensor):
-            return arguments[name].shape[ROW_DIM]
+            return arguments[name]
     raise ConfigError("A pipelined model needs input_ids (or inputs_embeds) to cut a batch into microbatches.")
 
 
@@ -77,6 +86,8 @@ def _part(name: str, value: Any, rows: int, part: slice) -> Any:
         return _rows(name, value, rows, part)
     if isinstance(value, tuple | list):
         return type(value)(_part(name, item, rows, part) for item in value)
+    if isinstance(value, ModelOutput):
+        return type(value)(**{key: _part(name, item, rows, part) for key, item in value.items()})
     if isinstance(value, dict):
         return {key: _part(name, item, rows, part) for key, item in value.items()}
     return value
@@ -102,7 +113,7 @@ def parts_of_batch(microbatches: Sequence[Mapping[str, Any]], weights: Sequence[
     """Says which tokens of their batch microbatches hold; those of no weight repeat another one."""
     parts, passed = [], 0
     for arguments, weight in zip(microbatches, weights, strict=True):
-        inputs = next(arguments[name] for name in INPUTS if isinstance(arguments.get(name), Tensor))
+        inputs = _inputs(arguments)
         rows, tokens = inputs.shape[:2] if inputs.dim() > 1 else (len(inputs), 1)
         parts.append(BatchPart(passed, rows, tokens, weight == 0.0))
         passed += rows * tokens
@@ -113,7 +124,7 @@ def describe(arguments: Mapping[str, Any]) -> tuple:
     """Returns what decides the shapes that travel between stages: the same on every rank of a pipeline."""
     found: list[Any] = [torch.is_grad_enabled()]
     for name, value in sorted(arguments.items()):
-        if isinstance(value, Tensor) and name in INPUTS:
+        if isinstance(value, Tensor) and name in _SHAPED:
             found.append((name, tuple(value.shape), value.dtype))
         elif isinstance(value, str | int | float | bool | type(None)):
             found.append((name, value))

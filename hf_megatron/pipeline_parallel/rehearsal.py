@@ -70,10 +70,9 @@ class Rehearsal(Shared):
             found = None
         of_ranks: list[Any] = [None] * self._ranks
         # A stage of one layer leaves before its loop unpacks anything.
-        values = self.cut.boundary.carried.values
-        said = (None if found is None else str(found), logits, values)
+        said = (None if found is None else str(found), logits, self.cut.boundary.carried.read)
         dist.all_gather_object(of_ranks, said, group=self.mesh.pp_group)
-        self.cut.boundary.carry(max(values for *_, values in of_ranks))
+        self.cut.boundary.carry(place for *_, read in of_ranks for place in read)
         for rank, (verdict, *_) in enumerate(of_ranks):
             if verdict is not None:
                 raise UnsupportedError(

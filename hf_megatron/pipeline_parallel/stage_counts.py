@@ -1,5 +1,6 @@
 """How many layers of a model each stage of its schedule gets."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -18,7 +19,7 @@ def stages_per_rank(config: MegatronConfig) -> int:
     return number
 
 
-def make_stages(model: Any, layers: nn.ModuleList, config: MegatronConfig) -> Stages:
+def make_stages(model: Any, layers: Sequence[nn.Module], config: MegatronConfig) -> Stages:
     """Shares the layers out over the stages of the schedule."""
     per_rank = stages_per_rank(config)
     count = config.pp_size * per_rank

@@ -69,9 +69,9 @@ def list_weights_beside(model: nn.Module, weights: Mapping[str, Tensor], owner: 
         model.get_submodule(path)._parameters[name] = as_parameter(absent, owner, tensor.requires_grad)  # type: ignore[assignment]
 
 
-def share_tied_weights(model: nn.Module, heads: Mapping[str, str]) -> None:
+def share_tied_weights(model: nn.Module, sources: Mapping[str, str]) -> None:
     """Has placeholders list the parameter that theirs is tied to, by the names of both in the model."""
-    for target, source in heads.items():
+    for target, source in sources.items():
         path, _, name = target.rpartition(".")
         module = model.get_submodule(path)
         if isinstance(module, Placeholder):

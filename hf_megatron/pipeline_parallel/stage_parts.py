@@ -35,8 +35,8 @@ class ForeignLayer(Placeholder):
         return ForeignLayer(module, self._place, self._stage_boundary, self._layer_index)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # Hooks belong to forwards that run layers.
-        if self._stage_boundary.is_rehearsing:
+        # Hooks belong to forwards that run layers: what leaves before this one has not entered its list.
+        if self._stage_boundary.is_rehearsing or self._stage_boundary.leaves_before(self._layer_index):
             return self.forward(*args, **kwargs)
         # Past what the layer's own class does around its forward: there is nothing to compute again.
         return nn.Module.__call__(self, *args, **kwargs)
@@ -75,11 +75,35 @@ class ForeignInput(Placeholder):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         _require_before_layers(self._name, self._stage_boundary)
-        found = _nothing(_embedded(self._name, args, kwargs), self._width, self.get_buffer("_follower").dtype)
+        embedded = _embedded(self._name, args, kwargs, is_table=issubclass(self._kind, nn.Embedding))
+        found = _nothing(embedded, self._width, self.get_buffer("_follower"))
         if self._stage_boundary.is_running:
             return found
         # A loop's own call, of which the next pipelined call reads the first stage's values only.
         return AbsentActivation(found.to("meta"), found.device, self._place)
+
+
+class ForeignBetween(ForeignInput):
+    """Stands where a module between an encoder's layers and a decoder's is on other stages, which do not read it."""
+
+    def standing_for(self, module: nn.Module) -> "ForeignBetween":
+        return ForeignBetween(self._name, module, self._place, self._stage_boundary)
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return _nothing(hidden_states, self._width, hidden_states)
+
+
+class StagedBetween:
+    """Mixin of such a module on its own rank, in whose other stages it does nothing."""
+
+    _stage_boundary: StageBoundary
+    _stage: int
+    _width: int | None
+
+    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if self._stage_boundary.stage == self._stage or not self._stage_boundary.is_running:
+            return super().__call__(hidden_states, *args, **kwargs)  # type: ignore[misc]
+        return _nothing(hidden_states, self._width, hidden_states)
 
 
 class StagedInput:
@@ -96,27 +120,34 @@ class StagedInput:
         if self._stage_boundary.stage == 0:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         _require_before_layers(self._name, self._stage_boundary)
-        dtype = next(self.parameters()).dtype  # type: ignore[attr-defined]
-        return _nothing(_embedded(self._name, args, kwargs), self._width, dtype)
+        like = next(self.parameters())  # type: ignore[attr-defined]
+        embedded = _embedded(self._name, args, kwargs, is_table=isinstance(self, nn.Embedding))
+        return _nothing(embedded, self._width, like)
 
 
-def _embedded(name: str, args: tuple, kwargs: dict[str, Any]) -> Tensor:
-    """Finds what a module before the layers embeds: `[batch, sequence]` or `[batch, sequence, x]`."""
+def _embedded(name: str, args: tuple, kwargs: dict[str, Any], *, is_table: bool) -> Tensor | torch.Size:
+    """Finds what a module before the layers embeds, `[batch, sequence]` or `[batch, sequence, x]`, or its shape."""
     if args:
         # Learned positions take the mask of the whole past first.
         positions = kwargs.get("position_ids")
-        return args[0] if positions is None else positions
+        given = args[0] if positions is None else positions
+        # Tables of positions may be given one number of each embedding, for their shape.
+        return given.shape if is_table and isinstance(given, Tensor) and given.is_floating_point() else given
     found = next((kwargs[given] for given in _TOKENS if kwargs.get(given) is not None), None)
     if found is None:
         raise PlanError(f"{name} is called with {', '.join(kwargs)}, of which no stage behind it can tell its shape.")
     return found
 
 
-def _nothing(x: Tensor, width: int | None, dtype: torch.dtype) -> Tensor:
-    """Makes zeros in the shape of what a module makes of `x`."""
+def _nothing(x: Tensor | torch.Size, width: int | None, like: Tensor) -> Tensor:
+    """Makes zeros in the shape of what a module makes of `x`, or of what has its shape; `like` has their dtype."""
+    if isinstance(x, torch.Size):
+        return torch.zeros((*x, *([] if width is None else [width])), dtype=like.dtype, device=like.device)
     if width is None:
         return x
-    return torch.zeros((*(x.shape[:-1] if x.is_floating_point() else x.shape), width), dtype=dtype, device=x.device)
+    return torch.zeros(
+        (*(x.shape[:-1] if x.is_floating_point() else x.shape), width), dtype=like.dtype, device=x.device
+    )
 
 
 class ForeignOutput(Placeholder):
@@ -141,7 +172,7 @@ class ForeignOutput(Placeholder):
 
 
 def _require_before_layers(name: str, boundary: StageBoundary) -> None:
-    if boundary.entered:
+    if boundary.is_behind_layers():
         raise PlanError(
             f"{name} is defined before the layers but runs behind them; name it in its family's `after_layers`."
         )

@@ -1,5 +1,6 @@
 """The regions of a whole model, made from its structure."""
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -50,8 +51,10 @@ class Regions(Shared):
             inside = (name for name in styles if f"{name}.".startswith(f"{block}."))
             self.of_linear |= {name: region for name in inside if style(styles[name]).is_column}
 
-    def install(self, model: Any, arguments: Mapping[str, int]) -> Callable[[Tensor], Tensor] | None:
-        """Puts the hooks in their places; returns what ends a stack, `[batch, sequence, hidden]`, where a stage ends.
+    def install(self, model: Any, arguments: Mapping[str, int]) -> Callable[[Tensor, str], Tensor] | None:
+        """Puts the hooks in their places; returns what ends a stack where a stage ends inside of it.
+
+        That takes hidden states `[batch, sequence, hidden]` and the name of the list of layers.
 
         Args:
             arguments: further arguments of the layers that are split along the sequence -> its dim in them.
@@ -60,7 +63,6 @@ class Regions(Shared):
             region.install(model.get_submodule(block))
         for block, name in self.whole.items():
             WholeSequenceRegion(self.stacks[name], self.streams).install(model.get_submodule(block))
-        leaving = None
         for name, stack in self.stacks.items():
             layers: Any = model.get_submodule(name)
             stack.install(layers)
@@ -69,12 +71,14 @@ class Regions(Shared):
                 draw_alone(layer, self.streams)
             if arguments:
                 SequenceArguments(arguments, self.group).install(owned)
-            leaving = stack.leave_split
         if self.stacks:
             model.register_forward_pre_hook(self._require_ends)
-            for module in {_around_layers(model, name) for name in self.stacks}:
-                module.register_forward_hook(self._require_left)
-        return leaving
+            for name in self.stacks:
+                _around_layers(model, name).register_forward_hook(functools.partial(self._require_left, name))
+        return self._leave_split if self.stacks else None
+
+    def _leave_split(self, hidden_states: Tensor, layers: str) -> Tensor:
+        return self.stacks[layers].leave_split(hidden_states) if layers in self.stacks else hidden_states
 
     def joined_rows(self, part: Any) -> Any:
         """Joins what has an entry for each token of this rank in layers whose sequence is split, `[tokens, ...]`."""
@@ -92,9 +96,8 @@ class Regions(Shared):
             stack.is_inside = False
             stack.require_ends(model.get_submodule(name), name)
 
-    def _require_left(self, base: Any, args: tuple, output: Any) -> None:
-        for name, stack in self.stacks.items():
-            stack.require_left(name)
+    def _require_left(self, name: str, around: nn.Module, args: tuple, output: Any) -> None:
+        self.stacks[name].require_left(name)
 
 
 def _around_layers(model: Any, stack: str) -> nn.Module:

@@ -138,6 +138,7 @@ class SequenceStack(Shared):
 
     def leave_split(self, hidden_states: Tensor) -> Tensor:
         """Ends the part of a stack that a stage holds; `[batch, sequence / tp, hidden]` stays split."""
+        self.is_inside = False
         return _RestoreLength.apply(hidden_states, self)
 
     def require_left(self, name: str) -> None:
