@@ -83,15 +83,18 @@ def find_around(model: Any, row: LayerRow, spec: ModelSpec) -> AroundLayers:
             elif has_parameters(child):
                 # Some classes define their head first, which is not always one of tokens.
                 is_head = any(module is head for module in child.modules()) or (beside_base and not prefix)
-                is_behind = full_name in spec.after_layers or is_head
-                runs_before = full_name in towers or name in _NORMS_OF_EMBEDDINGS or not passed
-                if is_behind:
+                states = full_name in spec.after_layers
+                runs_before = full_name in (*towers, *spec.before_layers, *spec.prefixes)
+                runs_before = runs_before or name in _NORMS_OF_EMBEDDINGS
+                is_around_decoder = decoder.startswith(f"{prefix}." if prefix else "")
+                if is_head:
                     side = around.after
-                elif runs_before or full_name in (*spec.before_layers, *spec.prefixes):
+                elif not states and (runs_before or not passed):
                     side = around.before
+                elif is_around_decoder and (states or passed == set(names_on_path)):
+                    side = around.after
                 else:
-                    ends = passed == set(names_on_path) and f"{decoder}.".startswith(f"{prefix}." if prefix else "")
-                    side = around.after if ends else around.between
+                    side = around.between
                 # Lists are not called themselves.
                 side.extend(
                     [f"{full_name}.{item}" for item in child._modules] if type(child) is nn.ModuleList else [full_name]

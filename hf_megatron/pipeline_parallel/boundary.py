@@ -154,7 +154,7 @@ class StageBoundary(Shared):
         if begins_decoder:
             # Those of the encoder have its length.
             self._zeros, self._decodes = None, True
-            if self.leaves_before(index):
+            if stop <= decoder:
                 self._leave_before_decoder(args, kwargs)
         self._encodes = self._encodes or index < decoder
         if index < start:
@@ -206,9 +206,10 @@ class StageBoundary(Shared):
         self.carry([place])
         return self._crossings.values.get(place)
 
-    def leaves_before(self, index: int) -> bool:
-        """Tells whether the present stage has layers of an encoder alone, and layer `index` is its decoder's first."""
-        return 0 < self.carried.decoder == index >= self.stages.ranges[self.stage][1]
+    def is_left_out(self, index: int) -> bool:
+        """Tells whether the present stage has no part of the list of layer `index`: the encoder's, or the decoder's."""
+        (start, stop), decoder = self.stages.ranges[self.stage], self.carried.decoder
+        return index < decoder <= start or stop <= decoder <= index
 
     def is_behind_layers(self) -> bool:
         """Tells whether the forward has come to layers of this stage; a decoder's embedding runs behind an encoder."""

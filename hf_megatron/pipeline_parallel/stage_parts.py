@@ -35,8 +35,8 @@ class ForeignLayer(Placeholder):
         return ForeignLayer(module, self._place, self._stage_boundary, self._layer_index)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # Hooks belong to forwards that run layers: what leaves before this one has not entered its list.
-        if self._stage_boundary.is_rehearsing or self._stage_boundary.leaves_before(self._layer_index):
+        # Hooks belong to forwards that run layers, this one or others of its list.
+        if self._stage_boundary.is_rehearsing or self._stage_boundary.is_left_out(self._layer_index):
             return self.forward(*args, **kwargs)
         # Past what the layer's own class does around its forward: there is nothing to compute again.
         return nn.Module.__call__(self, *args, **kwargs)

@@ -119,7 +119,9 @@ class StageRunner(Shared):
             count = valid_microbatches(self.schedule.name, self.config.pp_size, self.stages_per_rank, at_most)
         else:
             count = at_most
-        if not whole and "use_cache" in self.signature.parameters:
+        # In evaluation a decoder behind an encoder may mask by whether it has a cache (T5Gemma).
+        keeps = self.model.config.is_encoder_decoder and not self.model.training
+        if not whole and not keeps and "use_cache" in self.signature.parameters:
             leave_out(self.model, arguments)
         if count > 1 and takes_loss:
             self.checks.refuse_batch_statistics(arguments)
