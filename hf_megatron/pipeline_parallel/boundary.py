@@ -102,21 +102,25 @@ class StageBoundary(Shared):
         # Whether the loop reads values of layers by their places.
         self._reads_places = False
         # Whether a layer of an encoder was called in the forward under way, and one of its decoder.
-        self._encodes = self._decodes = False
+        self._encodes = self._decodes = self._encodes_alone = False
 
-    def run(self, stage: int, received: Message | None, forward: Callable[[], Any]) -> Any:
+    def run(
+        self, stage: int, received: Message | None, forward: Callable[[], Any], *, encodes_alone: bool = False
+    ) -> Any:
         """Runs the model's forward as one stage.
 
         Args:
             stage (`int`): a stage of this rank.
             received (`Message`, *optional*): what the stage before returned; `None` for the first.
             forward: calls the model's own forward.
+            encodes_alone (`bool`): it is the encoder's, of which this stage has layers.
 
         Returns:
-            The `Message` to the next stage, or, from the last stage, what the model returned.
+            The `Message` to the next stage, or, from the last stage of the model or encoder, what that returned.
         """
         self.stage, self.is_running = stage, True
         self.entered = self._encodes = self._decodes = False
+        self._encodes_alone = encodes_alone
         if received is not None:
             self._received, self._crossings = received.tensors[0], Crossings.of_message(received)
         try:
@@ -129,7 +133,7 @@ class StageBoundary(Shared):
             self.is_running = False
             # Outside of a forward an embedding may be asked for by itself.
             entered, self.entered, self.stage = self.entered, False, 0
-        if not entered or stage < len(self.stages.ranges) - 1:
+        if not entered or (stage < len(self.stages.ranges) - 1 and not encodes_alone):
             raise PlanError(
                 "A pipeline stage ran through the model without meeting its first or its last layer, which the model's "
                 "loop may leave out in some calls: those that read images, where there are none. Set "
@@ -292,7 +296,7 @@ class StageBoundary(Shared):
                 raise UnsupportedError(
                     "output_router_logits: these router logits are no tensors; a pipeline cannot send them."
                 )
-        goes_on = self.stage == 0 and (self.carried.arguments or index < decoder)
+        goes_on = self.stage == 0 and (self.carried.arguments or index < decoder) and not self._encodes_alone
         if goes_on or index == decoder - 1:
             return output
         self._send_off()

@@ -20,6 +20,7 @@ from transformers.cache_utils import (
     CacheLayerMixin,
     DynamicCache,
     DynamicLayer,
+    EncoderDecoderCache,
     LinearAttentionCacheLayerMixin,
     QuantizedCache,
     StaticCache,
@@ -30,6 +31,8 @@ from .partition import Stages
 
 # Under which name a model takes its cache.
 _NAMES = ("past_key_values", "cache_params")
+# Of a decoder's own tokens, and of its encoder's.
+_PARTS = ("self_attention_cache", "cross_attention_cache")
 _CLASSES = (Cache, DynamicCache, StaticCache, QuantizedCache)
 
 
@@ -41,47 +44,91 @@ def cache_name(arguments: Mapping[str, Any]) -> str | None:
 class StagedCache:
     """A rank's cache during one call of a pipelined model.
 
+    That of a decoder behind an encoder has two parts: of its own tokens, and of the encoder's, which grows once.
+
     Args:
         name (`str`): the argument that it was given as.
         cache (`Cache`): this rank's, the same object in every step of a generation.
         stages (`Stages`): which layers belong to which stage.
         rank (`int`): this rank's place in the pipeline.
+        decoder (`int`): the first layer of a decoder behind an encoder, whose layers alone have entries.
 
     Raises:
         UnsupportedError: a cache whose entries cannot be kept at the right length, or one with a graph.
     """
 
-    def __init__(self, name: str, cache: Any, stages: Stages, rank: int):
-        self.name, self.cache, self.stages = name, cache, stages
-        self.own = stages.of_rank(rank)
+    def __init__(self, name: str, cache: Any, stages: Stages, rank: int, decoder: int = 0):
+        self.name, self.cache = name, cache
+        own = stages.of_rank(rank)
+        ranges = [(max(start - decoder, 0), max(stop - decoder, 0)) for start, stop in stages.ranges]
+        parts = (getattr(cache, part) for part in _PARTS) if isinstance(cache, EncoderDecoderCache) else (cache,)
+        self._parts = [_Entries(name, part, ranges, own) for part in parts]
+
+    @classmethod
+    def of_call(
+        cls,
+        model: Any,
+        arguments: dict[str, Any],
+        parameters: Mapping[str, Any],
+        stages: Stages,
+        rank: int,
+        decoder: int = 0,
+    ):
+        """Returns the cache that a call was given, or asks for with `use_cache=True`; `None` if neither.
+
+        Args:
+            parameters (`Mapping`): by name, those of the model's own forward.
+            stages, rank, decoder: as for the class.
+        """
+        name = cache_name(arguments)
+        if name is not None:
+            return cls(name, arguments[name], stages, rank, decoder)
+        name = next((name for name in _NAMES if name in parameters), None)
+        if name is None or not arguments.get("use_cache"):
+            return None
+        cache: Any = DynamicCache(config=model.config)
+        if decoder:
+            # Whatever window a decoder has for its own tokens, it reads all of the encoder's.
+            cache = EncoderDecoderCache(cache, DynamicCache())
+        return cls(name, cache, stages, rank, decoder)
+
+    def seen_by(self, stage: int) -> Any:
+        """Returns the cache to run a stage's forward with."""
+        seen = [part.seen_by(stage) for part in self._parts]
+        if len(seen) == 1:
+            return seen[0]
+        view = copy.copy(self.cache)
+        for name, part in zip(_PARTS, seen, strict=True):
+            setattr(view, name, part)
+        return view
+
+    def advance(self, inputs: Tensor) -> None:
+        """Lets the entries of other ranks' layers grow by as many tokens as this rank's did, after all stages.
+
+        Args:
+            inputs (`Tensor`): `[batch, tokens, ...]`, the token ids or embeddings of the call.
+        """
+        self._parts[0].advance(inputs)
+
+
+class _Entries:
+    """Those of all layers in one cache; `ranges` are each stage's `[start, stop)` of them."""
+
+    def __init__(self, name: str, cache: Any, ranges: list[tuple[int, int]], own: tuple[int, ...]):
+        self.name, self.cache, self.ranges = name, cache, ranges
         self._check()
-        self._foreign = [i for i in range(len(cache.layers)) if stages.stage_of_layer(i) not in self.own]
+        held = {index for stage in own for index in range(*ranges[stage])}
+        self._foreign = [index for index in range(len(cache.layers)) if index not in held]
         if isinstance(cache, QuantizedCache):
             for index in self._foreign:
                 if type(cache.layers[index]) is not DynamicLayer:
                     # Nothing one value wide can be quantised in groups.
                     cache.layers[index] = DynamicLayer()
         # Taken before any stage runs; a rank's only stage changes no other entry.
-        self._before = [_at_rest(layer) for layer in cache.layers] if len(self.own) > 1 else []
-
-    @classmethod
-    def of_call(cls, model: Any, arguments: dict[str, Any], parameters: Mapping[str, Any], stages: Stages, rank: int):
-        """Returns the cache that a call was given, or asks for with `use_cache=True`; `None` if neither.
-
-        Args:
-            parameters (`Mapping`): by name, those of the model's own forward.
-            stages, rank: as for the class.
-        """
-        name = cache_name(arguments)
-        if name is not None:
-            return cls(name, arguments[name], stages, rank)
-        name = next((name for name in _NAMES if name in parameters), None)
-        if name is None or not arguments.get("use_cache"):
-            return None
-        return cls(name, DynamicCache(config=model.config), stages, rank)
+        self._before = [_at_rest(layer) for layer in cache.layers] if len(own) > 1 else []
 
     def _check(self) -> None:
-        cache, layers = self.cache, self.stages.ranges[-1][1]
+        cache, layers = self.cache, self.ranges[-1][1]
         if type(cache) not in _CLASSES:
             raise UnsupportedError(
                 f"{type(cache).__name__}: a pipeline knows {', '.join(known.__name__ for known in _CLASSES[1:])} only. "
@@ -106,28 +153,22 @@ class StagedCache:
             )
 
     def seen_by(self, stage: int) -> Any:
-        """Returns the cache to run a stage's forward with."""
         if not self._before:
             return self.cache
-        start, stop = self.stages.ranges[stage]
+        start, stop = self.ranges[stage]
         view = copy.copy(self.cache)
         view.layers = [*self._before[:start], *self.cache.layers[start:stop], *self._before[stop:]]
         return view
 
     def advance(self, inputs: Tensor) -> None:
-        """Lets the entries of other ranks' layers grow by as many tokens as this rank's did, after all stages.
-
-        Args:
-            inputs (`Tensor`): `[batch, tokens, ...]`, the token ids or embeddings of the call.
-        """
         for index in self._foreign:
             _grow(self.cache.layers[index], inputs)
 
 
 def new_inputs(arguments: Mapping[str, Any]) -> Tensor:
     """Returns what a call adds to the past, `[batch, tokens, ...]`: its embeddings, else its token ids."""
-    embeddings = arguments.get("inputs_embeds")
-    return arguments["input_ids"] if embeddings is None else embeddings
+    names = ("decoder_inputs_embeds", "decoder_input_ids", "inputs_embeds", "input_ids")
+    return next(arguments[name] for name in names if arguments.get(name) is not None)
 
 
 def _grow(layer: Any, inputs: Tensor) -> None:

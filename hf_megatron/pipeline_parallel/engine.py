@@ -26,6 +26,7 @@ from ..inference_mode import left_inference_mode
 from ..parallel_state import ParallelState
 from ..upstream import ties_embeddings
 from .cut import Cut
+from .encoding import pipelined_encoder
 from .forwards import run_forwards, values_of
 from .stage_runner import StageRunner
 from .training import run_schedule
@@ -49,6 +50,9 @@ class Pipeline(StageRunner):
             return self(*args, **kwargs)
 
         state.patches.replace(model, "forward", types.MethodType(forward, model))
+        if cut.layers.decoder:
+            encoder = model.get_encoder()
+            state.patches.replace(encoder, "forward", pipelined_encoder(self, encoder.forward))
         tied = ties_embeddings(model)
 
         @functools.wraps(type(model).tie_weights)

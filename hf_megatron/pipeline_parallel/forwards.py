@@ -24,7 +24,8 @@ from .trained_inputs import TrainedInputs
 def run_forwards(runner: StageRunner, arguments: dict[str, Any]) -> PipelineOutput:
     """Runs forwards, whose graphs are kept if gradients are wanted."""
     labels, stages = losses_of(arguments), runner.boundary.stages
-    cache = StagedCache.of_call(runner.model, arguments, runner.signature.parameters, stages, runner.mesh.pp_rank)
+    decoder, parameters = runner.cut.layers.decoder, runner.signature.parameters
+    cache = StagedCache.of_call(runner.model, arguments, parameters, stages, runner.mesh.pp_rank, decoder)
     rows, takes_logits = batch_rows(arguments), runner.wants_logits or not labels
     counted = runner.mesh.dp_size if arguments.get("num_items_in_batch") is not None else 1
 

@@ -177,7 +177,7 @@ class StageRunner(Shared):
         carried, last = self.boundary.carried, len(self.boundary.stages.ranges) - 1
         self._state.known_rows = self._known_rows = KnownRows(microbatches)
         parts = parts_of_batch(microbatches, weights)
-        grows = cache is not None and bool(carried.containers)
+        grows = cache is not None and bool(carried.containers or carried.read)
 
         def forward(number: int) -> Any:
             seen = {} if cache is None else {cache.name: cache.seen_by(self.boundary.stage)}
