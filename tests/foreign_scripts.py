@@ -1,9 +1,10 @@
 """Training scripts that nobody here wrote, on layouts and in one process: `python -m tests.foreign_scripts FOLDER`.
 
-FOLDER holds transformers' example scripts (`run_clm.py`, `run_mlm.py`, `run_glue.py`, which want `evaluate` and
-`scikit-learn`); TRL's `sft.py`, `dpo.py`, `kto.py` and `reward.py` are those of the installed package. Each is run as
-it is but for `import hf_megatron` and the argument `megatron_config` where it loads its model; with `--launched`
-without any edit, as `python -m hf_megatron` runs it. What is compared: every logged number and the final weights.
+FOLDER holds transformers' example scripts (`run_clm.py`, `run_mlm.py`, `run_glue.py`, `run_translation.py`, which want
+`evaluate` and `scikit-learn`); TRL's `sft.py`, `dpo.py`, `kto.py` and `reward.py` are those of the installed package.
+Each is run as it is but for `import hf_megatron` and the argument `megatron_config` where it loads its model; with
+`--launched` without any edit, as `python -m hf_megatron` runs it. What is compared: every logged number and the final
+weights.
 """
 
 import argparse
@@ -22,6 +23,7 @@ from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     TrainerCallback,
@@ -48,6 +50,8 @@ LAYOUTS = {
     "run_glue.py:bert": MASKED,
     # Its loss is its own: no parts of a batch.
     "run_glue.py:deberta-v2": "tp2,tp2+sp",
+    "run_translation.py:t5": MASKED,
+    "run_translation.py:bart": MASKED,
 } | dict.fromkeys(TRL, CAUSAL)
 # Rows of a batch of all data parallel ranks; evaluation does not fill its last one.
 TRAIN_ROWS, EVAL_ROWS = 4, 4
@@ -141,6 +145,7 @@ _SIZES = {"vocab_size": 512, "hidden_size": 32, "num_hidden_layers": 2, "pad_tok
 _ATTENTION = {"num_attention_heads": 4, "intermediate_size": 48}
 _WITHOUT_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 _MIXERS = {"expand": 2, "num_heads": 8, "head_dim": 8, "state_size": 16, "n_groups": 2, "chunk_size": 8}
+_STACK = {"layers": 2, "attention_heads": 4, "ffn_dim": 48}
 MODELS = {
     "bert": {**_SIZES, **_ATTENTION, **_WITHOUT_DROPOUT},
     "roberta": {**_SIZES, **_ATTENTION, **_WITHOUT_DROPOUT},
@@ -161,8 +166,21 @@ MODELS = {
         **{**_SIZES, **_ATTENTION, "num_key_value_heads": 2, "attn_layer_indices": [1], "mamba_chunk_size": 8},
         **{"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16, "mamba_expand": 2},
     },
+    "t5": {
+        **{"vocab_size": 512, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_heads": 4, "num_layers": 2},
+        **{"dropout_rate": 0.0, "decoder_start_token_id": 1, "pad_token_id": 1, "eos_token_id": 2},
+    },
+    "bart": {
+        **{"vocab_size": 512, "d_model": 32, "dropout": 0.0, "decoder_start_token_id": 1, "pad_token_id": 1},
+        **{f"{stack}_{name}": size for stack in ("encoder", "decoder") for name, size in _STACK.items()},
+        **{"bos_token_id": 1, "eos_token_id": 2, "forced_eos_token_id": 2},
+    },
 }
-_CLASSES = {"run_clm.py": AutoModelForCausalLM, "run_mlm.py": AutoModelForMaskedLM}
+_CLASSES = {
+    "run_clm.py": AutoModelForCausalLM,
+    "run_mlm.py": AutoModelForMaskedLM,
+    "run_translation.py": AutoModelForSeq2SeqLM,
+}
 
 
 def make_models(folder: Path) -> None:
@@ -204,9 +222,12 @@ def make_data(folder: Path) -> None:
             for first, second, good in zip(sentences[:count], sentences[1:], [True, False, True] * count, strict=False)
         ]
         (folder / "kto" / f"{split}.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    pairs = [{"translation": {"en": one, "de": other}} for one, other in zip(sentences, sentences[1:], strict=False)]
+    (folder / "pairs.json").write_text("\n".join(map(json.dumps, pairs)), encoding="utf-8")
     # `evaluate.load("accuracy")` takes this folder for the Hub's metric.
-    (folder / "accuracy").mkdir()
-    (folder / "accuracy" / "accuracy.py").write_text(_ACCURACY, encoding="utf-8")
+    for metric, text in (("accuracy", _ACCURACY), ("sacrebleu", _BLEU)):
+        (folder / metric).mkdir()
+        (folder / metric / f"{metric}.py").write_text(text, encoding="utf-8")
 
 
 _ACCURACY = """
@@ -221,6 +242,23 @@ class Accuracy(evaluate.Metric):
 
     def _compute(self, predictions, references):
         return {"accuracy": sum(a == b for a, b in zip(predictions, references)) / len(references)}
+"""
+
+# The share of equal letters, which one other token changes.
+_BLEU = """
+import datasets
+import evaluate
+
+
+class Bleu(evaluate.Metric):
+    def _info(self):
+        text = datasets.Value("string")
+        features = datasets.Features({"predictions": text, "references": [text]})
+        return evaluate.MetricInfo(description="", citation="", features=features)
+
+    def _compute(self, predictions, references):
+        pairs = [(a, b) for found, [wanted] in zip(predictions, references) for a, b in zip(found, wanted)]
+        return {"score": sum(a == b for a, b in pairs) / max(len(pairs), 1) + sum(map(len, predictions))}
 """
 
 
@@ -245,10 +283,14 @@ def arguments_of(name: str, folder: Path, output: Path, dp_size: int) -> list[st
     else:
         settings |= {"do_train": True, "do_eval": True, "max_train_samples": 30, "max_eval_samples": 7, "seed": 3}
         script = name.partition(":")[0]
-        file = folder / ("glue.csv" if script == "run_glue.py" else "text.txt")
+        file = folder / {"run_glue.py": "glue.csv", "run_translation.py": "pairs.json"}.get(script, "text.txt")
         settings |= {"train_file": file, "validation_file": file, "cache_dir": folder / "cache"}
-        length = {"run_clm.py": "block_size"}.get(script, "max_seq_length")
-        settings |= {length: 32, "model_name_or_path": STORIES if name.endswith(":stories") else folder / name}
+        if script == "run_translation.py":
+            settings |= {"source_lang": "en", "target_lang": "de", "predict_with_generate": True}
+            settings |= {"max_source_length": 32, "max_target_length": 24, "generation_max_length": 12}
+        else:
+            settings[{"run_clm.py": "block_size"}.get(script, "max_seq_length")] = 32
+        settings |= {"model_name_or_path": STORIES if name.endswith(":stories") else folder / name}
     flags = [[f"--{key}", str(value)] for key, value in settings.items()]
     return [word for flag in flags for word in flag]
 
