@@ -1,0 +1,176 @@
+"""Encoder and decoder as one row of layers: pipelines cut them anywhere, and train and generate as one process does."""
+
+import functools
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING
+
+from hf_megatron.errors import RankError
+from hf_megatron.integrations.gate import ConfigUnderTest
+from hf_megatron.pipeline_parallel.boundary import ENCODED, HIDDEN_STATES, StageBoundary
+from hf_megatron.pipeline_parallel.crossings import Crossings
+from hf_megatron.verify.parity import check_twin
+from hf_megatron.verify.ranks import run_ranks
+from tests.shared_twins import make_twin
+
+# Relative positions cross; learned positions; final norms that are defined before the layers.
+TYPES = ("t5", "bart", "t5gemma")
+
+
+@functools.lru_cache(maxsize=1)
+def twin(model_type):
+    return make_twin(CONFIG_MAPPING[model_type](), task="seq2seq", microbatches=2)
+
+
+def layers_of(model_type):
+    return len([name for name, _ in twin(model_type).model_on_meta().named_modules() if is_layer(name)])
+
+
+def is_layer(name):
+    owner, _, number = name.rpartition(".")
+    return number.isdigit() and owner.rpartition(".")[2] in ("block", "layers")
+
+
+def even(layers, stages):
+    return tuple(layers // stages + (index < layers % stages) for index in range(stages))
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_every_cut_equals_one_process(model_type):
+    layers = layers_of(model_type)
+    for first in range(1, layers):
+        layout = ConfigUnderTest(pp_size=2, pipeline_partition=(first, layers - first))
+        comparison = check_twin(twin(model_type), layout)
+        assert comparison.passed, (first, comparison.report())
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_stages_between_pass_on(model_type):
+    """Inside of the encoder, with its last layer and the decoder's first, and inside of the decoder."""
+    layers = layers_of(model_type)
+    half = layers // 2
+    for partition in ((1, 1, layers - 2), (1, half - 1, half), (2, half - 1, half - 1), (half, 1, half - 1)):
+        layout = ConfigUnderTest(pp_size=3, pipeline_partition=partition, num_microbatches=3)
+        comparison = check_twin(twin(model_type), layout)
+        assert comparison.passed, (partition, comparison.report())
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"pp_size": 2, "pipeline_schedule": "zbv"},
+        {"pp_size": 2, "pipeline_schedule": "interleaved_1f1b", "recompute": "full"},
+        {"pp_size": 2, "tp_size": 2, "sequence_parallel": True},
+        {"pp_size": 2, "tp_size": 2, "sequence_parallel": True, "pipeline_schedule": "interleaved_1f1b"},
+        {"pp_size": 2, "dp_size": 2, "zero_stage": 2},
+    ],
+    ids=lambda layout: "+".join(f"{name}{value}" for name, value in layout.items()),
+)
+@pytest.mark.parametrize("model_type", TYPES)
+def test_layouts_equal_one_process(model_type, layout):
+    if model_type == "t5" and layout.get("pipeline_schedule") == "zbv":
+        with pytest.raises(RankError, match="relative_attention_bias.weight of the decoder's first layer"):
+            check_twin(twin(model_type), ConfigUnderTest(**layout))
+        return
+    comparison = check_twin(twin(model_type), ConfigUnderTest(**layout))
+    assert comparison.passed, comparison.report()
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"pp_size": 2},
+        {"pp_size": 3},
+        {"pp_size": 2, "tp_size": 2},
+        {"pp_size": 2, "pipeline_schedule": "interleaved_1f1b"},
+    ],
+    ids=lambda layout: "+".join(f"{name}{value}" for name, value in layout.items()),
+)
+@pytest.mark.parametrize("model_type", TYPES)
+def test_generation_equals_one_process(model_type, layout):
+    batch = twin(model_type).batches[0]
+    prompt = {name: batch[name] for name in ("input_ids", "attention_mask") if name in batch}
+    fixed = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "decoder_start_token_id": 1}
+
+    def generate(**layout):
+        model = twin(model_type).load(**layout).eval()
+        ways = ({}, {"num_beams": 3}, {"use_cache": False})
+        return [model.generate(**prompt, pad_token_id=0, **fixed, **way) for way in ways]
+
+    [expected] = run_ranks(generate, 1)
+    config = ConfigUnderTest(**layout)
+    for found in run_ranks(generate, config.ranks_per_replica, megatron_config=config):
+        assert all(map(torch.equal, found, expected))
+
+
+def test_an_encoder_alone_and_its_output_given():
+    """What `generate()` does, by hand: with its output given the decoder's layers alone run."""
+    batch = twin("bart").batches[0]
+
+    def run(**layout):
+        model = twin("bart").load(**layout).eval()
+        with torch.no_grad():
+            encoded = model.get_encoder()(input_ids=batch["input_ids"]).last_hidden_state
+            outputs = model(encoder_outputs=(encoded,), decoder_input_ids=batch["labels"].clamp(min=0))
+        return encoded, outputs.logits
+
+    [expected] = run_ranks(run, 1)
+    for found in run_ranks(run, 2, megatron_config=ConfigUnderTest(pp_size=2, pipeline_partition=(2, 4))):
+        for value, reference in zip(found, expected, strict=True):
+            torch.testing.assert_close(value, reference, rtol=1e-5, atol=1e-5)
+
+
+def test_an_encoder_alone_has_no_gradients():
+    def run():
+        model = twin("bart").load(megatron_config=ConfigUnderTest(pp_size=2))
+        model.get_encoder()(input_ids=twin("bart").batches[0]["input_ids"])
+
+    with pytest.raises(RankError, match="called by itself with gradients"):
+        run_ranks(run, 2)
+
+
+def test_one_embedding_is_not_split_as_several():
+    with pytest.raises(RankError, match="are model.shared.weight, which FSDP2 would split as weights of their own"):
+        check_twin(twin("bart"), ConfigUnderTest(pp_size=2, dp_size=2, zero_stage=3))
+
+
+def of_argument(name):
+    """Drops the gradient of an argument that crosses."""
+
+    def fault():
+        original = Crossings.of_message.__func__
+
+        def of_message(cls, message):
+            found = original(cls, message)
+            found.arguments = {
+                place: value.detach() if place[0] == name else value for place, value in found.arguments.items()
+            }
+            return found
+
+        Crossings.of_message = classmethod(of_message)
+
+    return fault
+
+
+def of_positions():
+    """Drops the gradient of what the first layer of a stack returned for the others."""
+    original = StageBoundary.pass_on
+
+    def pass_on(self, args, kwargs):
+        found = original(self, args, kwargs)
+        return tuple(None if value is None else value.detach() for value in found) if type(found) is tuple else found
+
+    StageBoundary.pass_on = pass_on
+
+
+@pytest.mark.parametrize(
+    ("fault", "partition"),
+    [(of_argument(ENCODED), (5, 3)), (of_argument(HIDDEN_STATES), (1, 7)), (of_positions, (6, 2))],
+    ids=["encoded", "first", "positions"],
+)
+def test_faults_are_found(fault, partition):
+    layout = ConfigUnderTest(pp_size=2, pipeline_partition=partition)
+    comparison = check_twin(twin("t5"), layout)
+    assert comparison.passed, comparison.report()
+    assert not check_twin(twin("t5"), layout, sabotage=fault).passed
