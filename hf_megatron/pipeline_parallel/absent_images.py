@@ -39,7 +39,8 @@ class AbsentImages:
         self._config, self._required = model.config, dict.fromkeys(required_images(forward))
         self._boundary, self._parameters = boundary, inspect.signature(forward).parameters
         self._argument, _, self._entry = (spec.features_argument or "").partition(".")
-        self._stand_before = bool(spec.prefixes)
+        # An encoder is asked for what it made.
+        self._stand_before = bool(spec.prefixes) or self._config.is_encoder_decoder
 
     def describe(self, arguments: dict[str, Any]) -> tuple:
         """Returns what decides the shapes that travel between stages; see `microbatches.describe`."""

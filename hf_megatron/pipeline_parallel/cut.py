@@ -34,6 +34,7 @@ from .stage_parts import (
     StagedBetween,
     StagedInput,
     StagedLayer,
+    convolves,
     embeds_tokens,
     hold_part,
     layer_indices,
@@ -151,7 +152,7 @@ def require_cuttable(model: Any, spec: ModelSpec | None, config: MegatronConfig)
             f"MegatronConfig.pp_size = {config.pp_size}: model type {spec.model_type!r} cannot be cut: "
             f"{spec.no_pipeline}"
         )
-    if model.main_input_name != _TOKENS and not reads_media(model):
+    if model.main_input_name != _TOKENS and not (reads_media(model) or model.config.is_encoder_decoder):
         raise UnsupportedError(
             f"MegatronConfig.pp_size = {config.pp_size}: {type(model).__name__} takes {model.main_input_name}, and a "
             f"pipeline cuts models that take {_TOKENS}. Load it with pp_size=1."
@@ -208,7 +209,7 @@ def cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> Cut:
                 # Other forwards leave it out in later stages of this rank, which get no images.
                 call_in_first_stage(module, boundary)
             continue
-        if module_name in spec.prefixes:
+        if module_name in spec.prefixes or (row.decoder and convolves(module)):
             if holds_first:
                 stand_around(module, StagedPrefix, _stage_boundary=boundary)
             else:

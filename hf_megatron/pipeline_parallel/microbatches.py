@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.utils import ModelOutput
 
 from ..errors import ConfigError, UnsupportedError
-from ..media import NOT_OF_ROWS
+from ..media import NOT_OF_ROWS, SOUNDS
 from ..parallel_state import BatchPart
 from ..rows_of_media import names_of_media, rows_with_media
 from ..sounds import audio_token, is_of_sounds
@@ -24,7 +24,7 @@ INPUTS = ("input_ids", "inputs_embeds")
 # Of the decoder behind an encoder; the encoder's may be left out where its output is given.
 DECODER_INPUTS = ("decoder_input_ids", "decoder_inputs_embeds")
 # A decoder's inputs may be made of its labels.
-_SHAPED = (*INPUTS, *DECODER_INPUTS, "labels")
+_SHAPED = (*INPUTS, *DECODER_INPUTS, *SOUNDS, "labels")
 # Positions in a sequence, layers and heads, of which there may be as many as rows.
 _PASSED_ON = ("logits_to_keep", "cache_position", "head_mask")
 _ONE_PER_ROW = ("labels", "next_sentence_label", "sentence_order_label", "start_positions", "end_positions")
@@ -33,12 +33,12 @@ _OF_THE_WHOLE_BATCH = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens")
 
 
 def batch_rows(arguments: Mapping[str, Any]) -> int:
-    """Counts the samples of a batch; raises `ConfigError` where neither `input_ids` nor `inputs_embeds` is there."""
+    """Counts the samples of a batch; raises `ConfigError` where nothing that says so is there."""
     return _inputs(arguments).shape[ROW_DIM]
 
 
 def _inputs(arguments: Mapping[str, Any]) -> Tensor:
-    for name in (*INPUTS, *DECODER_INPUTS):
+    for name in (*INPUTS, *DECODER_INPUTS, *SOUNDS):
         if isinstance(arguments.get(name), Tensor):
             return arguments[name]
     raise ConfigError("A pipelined model needs input_ids (or inputs_embeds) to cut a batch into microbatches.")
@@ -61,9 +61,11 @@ def split(
     """
     rows = batch_rows(arguments)
     for name, value in arguments.items():
+        # Of an encoder that reads a clip for each row.
+        is_of_row = getattr(config, "is_encoder_decoder", False) and audio_token(config) is None and name in SOUNDS
         is_of_kinds = {"videos": is_of_videos(name), "sounds": is_of_sounds(name) and audio_token(config) is not None}
         is_known = config is not None and any(is_of_kinds[medium] for medium in is_of_kinds.keys() & media)
-        if isinstance(value, Tensor) and any(part in name for part in NOT_OF_ROWS) and not is_known:
+        if isinstance(value, Tensor) and any(part in name for part in NOT_OF_ROWS) and not (is_known or is_of_row):
             raise UnsupportedError(
                 f"{name}: a pipeline gives stages images, and videos and sounds of types that were compared so, with "
                 "the rows of their placeholders. Leave it out, or load the model with pp_size=1."

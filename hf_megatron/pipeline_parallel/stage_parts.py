@@ -188,6 +188,11 @@ def embeds_tokens(module: nn.Module) -> bool:
     return tables > 1 or tables == 1 and _TOKENS[0] in inspect.signature(type(module).forward).parameters
 
 
+def convolves(module: nn.Module) -> bool:
+    """Tells whether a module before the layers makes something of other dims by convolutions."""
+    return any(isinstance(part, nn.Conv1d | nn.Conv2d) for part in module.modules())
+
+
 def output_width(module: nn.Module) -> int | None:
     """Returns the last dim of what an embedding or a linear makes; `None` for what keeps its input's.
 

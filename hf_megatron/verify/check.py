@@ -16,6 +16,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
     MODEL_MAPPING_NAMES,
 )
 
@@ -57,6 +58,7 @@ _OTHER_CLASSES = {
     "masked": MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     "seq2seq": MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
     "sound": MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    "speech": MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
 }
 _LAYOUT_WORDS = {
     "tp": "tp_size",
@@ -141,6 +143,8 @@ def task_of_class(class_name: str, config: PreTrainedConfig) -> str:
     if is_masked and class_name != MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type):
         return "seq2seq" if config.is_encoder_decoder else "masked"
     has_encoder = config.is_encoder_decoder and not class_name.endswith("ForCausalLM")
+    if has_encoder and getattr(transformers, class_name).main_input_name in SOUNDS:
+        return "speech"
     default = "seq2seq" if has_encoder else "image" if is_of_images else "causal"
     return next((task for part, task in _CLASS_TASKS.items() if part in class_name), default)
 
@@ -206,6 +210,8 @@ def cases_of(models: list[str], task: str = "causal", *, given_class: bool = Fal
                 for name in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
                 if name in CONFIG_MAPPING and name not in sounds
             ]
+            of_speech = MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES
+            every += [(name, "speech") for name in of_speech if name in CONFIG_MAPPING and name not in sounds]
             every += [(name, other) for name, tasks in OTHER_TASKS.items() for other in tasks]
             every = list(dict.fromkeys(every))
             yield from (case for case in every if task in ("causal", case[1]))

@@ -26,6 +26,7 @@ from .measure import Measurement, measure
 from .media_batch import make_media_batch
 from .metric import AMPLIFIED, WELL_CONDITIONED, Error, Judgement, cancelled, frozen_errors, judge
 from .ranks import run_forks, run_ranks
+from .speech_batch import make_speech_batch
 from .twin import TASKS, draw_parameters, full_config, make_batch, tiny_config
 
 # What transformers raises for configs of tiny sizes.
@@ -167,6 +168,8 @@ def _draw(
             # A model that takes either images or videos: every other batch is of images.
             given["videos"] = False
             batches[1::2] = [make_media_batch(model, **given, seed=seed + n) for n in range(1, microbatches, 2)]
+    elif task == "speech":
+        batches = [make_speech_batch(model, seed=seed + index, **sizes) for index in range(microbatches)]
     else:
         batches = [make_batch(tiny, seed=seed + index, task=task, **sizes) for index in range(microbatches)]
     # Read back, so that both sides start from the same file.

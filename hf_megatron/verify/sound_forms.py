@@ -1,6 +1,6 @@
 """The forms in which models take sounds: features of clips in two orders, samples, or tokens; of unequal lengths."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from ..media import SOUNDS
 from ..sounds import MASKS_OF_SOUNDS
 
 # Features of a frame, by the names that configs have for them.
-_FEATURES = ("input_size", "num_mel_bins", "n_mel_bins", "feature_size", "audio_embed_dim")
+_FEATURES = ("input_size", "num_mel_bins", "n_mel_bins", "feature_size", "audio_embed_dim", "input_feat_per_channel")
 # Of towers whose configs do not say.
 _WIDTH = 128
 # Samples of a token.
@@ -23,7 +23,13 @@ _TOKENS = 6
 _SHORTER = 4
 
 
-def sound_forms(config: Any, asked: set[str], total: int, generator: torch.Generator) -> Iterator[dict[str, Tensor]]:
+def sound_forms(
+    config: Any,
+    asked: set[str],
+    total: int,
+    generator: torch.Generator,
+    masks: Sequence[str] = MASKS_OF_SOUNDS,
+) -> Iterator[dict[str, Tensor]]:
     """Yields the sounds of a batch as a model may take them: of unequal lengths, of one length, and without a mask.
 
     Args:
@@ -31,6 +37,7 @@ def sound_forms(config: Any, asked: set[str], total: int, generator: torch.Gener
         asked (`set[str]`): the names of its arguments.
         total (`int`): clips.
         generator (`torch.Generator`): of the features.
+        masks (`Sequence[str]`): names of arguments that say which parts of a clip are no padding.
     """
     name = next((name for name in SOUNDS if name in asked), None)
     if name is None:
@@ -43,8 +50,8 @@ def sound_forms(config: Any, asked: set[str], total: int, generator: torch.Gener
     samples = next((getattr(audio, key) for key in _SAMPLES if isinstance(getattr(audio, key, None), int)), None)
     if name == "input_values" and samples:
         longest = _TOKENS * samples
-    masks = [mask for mask in MASKS_OF_SOUNDS if mask in asked]
-    for is_uneven, are_given in [(True, masks), (False, masks), (False, [])] if masks else [(False, [])]:
+    named = [mask for mask in masks if mask in asked]
+    for is_uneven, are_given in [(True, named), (False, named), (False, [])] if named else [(False, [])]:
         shorter = longest // _SHORTER if is_uneven else 0
         lengths = torch.tensor([longest - shorter * (clip % 2) for clip in range(total)])
         is_there = torch.arange(longest) < lengths[:, None]

@@ -25,6 +25,8 @@ TASKS = {
     "video": "AutoModelForImageTextToText",
     # Likewise.
     "sound": "AutoModelForMultimodalLM",
+    # Of encoder-decoders, a clip for each row.
+    "speech": "AutoModelForSpeechSeq2Seq",
     # Of base models, whose loss is taken of their outputs.
     "hidden_states": "AutoModel",
 }
@@ -321,17 +323,26 @@ def make_batch(
         return batch | {"start_positions": starts, "end_positions": ends}
     # The decoder's own length differs from the encoder's, so that a mix-up of the two fails.
     labels = draw_tokens(sequence_length - 2) if task == "seq2seq" else input_ids.clone()
+    if task == "seq2seq":
+        return batch | {"labels": labels_of_decoder(labels, config, generator, padding=num_padding)}
     if task == "token_classification":
         labels = torch.randint(cast(int, config.num_labels), labels.shape, generator=generator)
     ignored = torch.rand(labels.shape, generator=generator) < (0.6 if task == "masked" else 0.1)
-    if task == "seq2seq":
-        ignored[-1, -num_padding:] = True
-    else:
-        ignored |= attention_mask == 0
+    ignored |= attention_mask == 0
     if batch_size > 1:
         ignored[1] = True
         ignored[1, 0] &= config.model_type not in NEEDS_A_LABEL
     return batch | {"labels": labels.masked_fill(ignored, -100)}
+
+
+def labels_of_decoder(labels: Tensor, config: PreTrainedConfig, generator: torch.Generator, *, padding: int) -> Tensor:
+    """Ignores some of the labels `[batch, sequence]`, `padding` of the last row and all of the second one."""
+    ignored = torch.rand(labels.shape, generator=generator) < 0.1
+    ignored[-1, -padding:] = True
+    if len(labels) > 1:
+        ignored[1] = True
+        ignored[1, 0] &= config.model_type not in NEEDS_A_LABEL
+    return labels.masked_fill(ignored, -100)
 
 
 def _tiny_value(name: str, value: Any) -> Any:

@@ -1,0 +1,53 @@
+"""Batches of speech for a tiny encoder-decoder: a clip and the tokens of what is said for each row."""
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .sound_forms import sound_forms
+from .twin import labels_of_decoder, plain_tokens
+
+_MASK = "attention_mask"
+# What models raise for clips of another form than theirs.
+_UNFIT = (RuntimeError, ValueError, TypeError, IndexError, AttributeError)
+
+
+def make_speech_batch(
+    model: Any, *, batch_size: int = 3, sequence_length: int = 13, seed: int = 0
+) -> dict[str, Tensor]:
+    """Makes a batch of clips, of unequal lengths where the model takes a mask, without any label in its second row.
+
+    Args:
+        model (`PreTrainedModel`): of the class that users load.
+
+    Returns:
+        `dict[str, Tensor]`: the clips in the form that the model takes; `labels` of `[batch, sequence - 2]`.
+
+    Raises:
+        ValueError: a model that takes no clips in a known form.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    asked = {*inspect.signature(model.forward).parameters}
+    tokens = plain_tokens(model.config)
+    labels = tokens[torch.randint(len(tokens), (batch_size, sequence_length - 2), generator=generator)]
+    labels = labels_of_decoder(labels, model.config, generator, padding=sequence_length // 4)
+    problems: list[str] = []
+    for clips in sound_forms(model.config, asked, batch_size, generator, masks=(_MASK,)):
+        batch = clips | {"labels": labels}
+        try:
+            _require_read(model, batch, next(iter(clips)))
+        except _UNFIT as error:
+            problems.append(str(error))
+            continue
+        return batch
+    raise ValueError(f"{type(model).__name__} takes no clips in a known form: {'; '.join(problems)[:300]}")
+
+
+def _require_read(model: Any, batch: dict[str, Tensor], name: str) -> None:
+    clips = batch[name].clone().requires_grad_()
+    with torch.enable_grad():
+        [gradient] = torch.autograd.grad(model.eval()(**{**batch, name: clips}).loss, clips)
+    if not gradient.flatten(1).any(1)[0]:
+        raise ValueError("its loss does not depend on them")
