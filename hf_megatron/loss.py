@@ -123,7 +123,7 @@ class BatchLoss(Shared):
         `at_least` is what fewer terms of all ranks count as, `name` that of the targets.
         """
         if self.share is not None:
-            self._check(terms, name)
+            self.require_terms(terms, name)
             # Labels that are no classes have no value that says that they do not count.
             return (total if self._counts else total * 0) / self.divisor_of_share(name)
         self.terms += 1
@@ -205,8 +205,11 @@ class BatchLoss(Shared):
         self.used.add(name)
         return self.share.targets[name]
 
-    def _check(self, terms: Tensor, name: str) -> None:
-        """Compares a microbatch's terms with the targets that its batch was counted by."""
+    def require_terms(self, terms: Tensor, name: str) -> None:
+        """Compares a microbatch's terms, a scalar, with the targets that its batch was counted by.
+
+        Raises `UnsupportedError` where they differ; a rehearsal finds out whether labels are shifted.
+        """
         assert self.share is not None
         share = self.share
         if name not in share.targets:

@@ -60,6 +60,9 @@ class TokenLoss(Shared):
             # Nothing else of the call concerns the loss: transformers ignores `label_smoothing`, for one.
             kernel = functools.partial(logits.cross_entropy, targets, ignore_index=ignore_index)
         if batch.share is not None:
+            if batch.share.is_probe:
+                # A class may hand its labels in as shifted ones: those of a decoder behind an encoder.
+                batch.require_terms((targets != ignore_index).sum(), "labels")
             return kernel(num_items_in_batch=batch.divisor_of_share("labels"))
         if num_items_in_batch is not None:
             return kernel(num_items_in_batch=batch.given(num_items_in_batch))

@@ -53,8 +53,8 @@ def check(
     task: Annotated[
         str,
         typer.Option(
-            help="Of the batches: causal, image, video, masked, seq2seq, classification, token_classification or "
-            "question_answering."
+            help="Of the batches: causal, image, video, sound, speech, masked, seq2seq, classification, "
+            "token_classification or question_answering."
         ),
     ] = "causal",
     changes: Annotated[

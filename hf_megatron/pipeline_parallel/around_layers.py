@@ -12,7 +12,7 @@ from ..rows_of_media import reads_media
 from ..spec import ModelSpec
 
 # Which BART and its kin define behind their layers.
-_NORMS_OF_EMBEDDINGS = ("layernorm_embedding", "embeddings_layer_norm")
+_NORMS_OF_EMBEDDINGS = ("layernorm_embedding", "embeddings_layer_norm", "embedding_layernorm")
 
 
 def has_parameters(module: nn.Module) -> bool:

@@ -225,6 +225,12 @@ def cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> Cut:
             stand_around(module, StagedInput, _stage_boundary=boundary, _name=module_name, _width=width)
         else:
             _replace(model, module_name, ForeignInput(module_name, module, _place(stages, 0), boundary))
+    if changing := [name for name in between if convolves(model.get_submodule(name))]:
+        raise UnsupportedError(
+            f"MegatronConfig.pp_size = {config.pp_size}: {changing[0]} of {type(model).__name__} changes the length of "
+            "what the encoder's layers made, of which masks of its decoder are made on all stages. Load it with "
+            "pp_size=1."
+        )
     for module_name in between:
         module, stage = model.get_submodule(module_name), stages.stage_of_layer(row.decoder - 1)
         if stage in owned:

@@ -18,10 +18,11 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig
 
-from ..patterns import generic
+from ..patterns import generic as generic_name
 from ..placement import Claim
 
 # Where random numbers are drawn, by the name of the rate.
+_EXPERT = re.compile(r"(?<=\.expert_)\d+(?=\.|$)")
 _RATE = re.compile(r"drop(?!less)|jitter|noise")
 # Numbers whose being zero says nothing: tokens, positions, seeds.
 _POSITION = re.compile(r"(_id|_ids|_dim|_idx|_index|_indices|_layer|_layers|_length|_seed|_eps|_epsilon|_range|_std)$")
@@ -94,7 +95,7 @@ class Description:
     def features(self, claims: Mapping[str, Claim]) -> Features:
         """Joins it with what tensor parallelism claims; with nothing where it leaves modules whole."""
         ends = {line for module in self.modules if not module.layer and (line := _line(module, claims)) is not None}
-        ends |= {f"{generic(name)} is tied to {generic(other)}" for name, other in self.tied.items()}
+        ends |= {f"{_generic(name)} is tied to {_generic(other)}" for name, other in self.tied.items()}
         parts = {Part(ENDS, frozenset(ends)), *self.layers(claims).values()}
         copied = {_line(module, claims) or "" for module in self.modules if _in_copies(module, claims)}
         parts |= {Part(COPIES, frozenset(copied))} if copied else set()
@@ -110,6 +111,11 @@ class Description:
         return {layer: Part(name, frozenset(lines)) for (layer, name), lines in found.items()}
 
 
+def _generic(name: str) -> str:
+    """Turns numbers of layers and experts in a name into `*`; experts of one dict have names of their own."""
+    return _EXPERT.sub("*", generic_name(name))
+
+
 def describe_model(model: Any) -> Description:
     """Reads a model's modules, on any device; before a pipeline takes some of them away."""
     layers = layer_patterns(model)
@@ -122,11 +128,11 @@ def random_sites(model: nn.Module) -> frozenset[str]:
     sites = set()
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
-            sites |= {generic(name)} if module.p > 0 else set()
+            sites |= {_generic(name)} if module.p > 0 else set()
             continue
         rates = {**_config_reads(module), **vars(module)}
         active = [attribute for attribute, value in rates.items() if is_rate(attribute, value) and value > 0]
-        sites |= {generic(f"{name}.{attribute}" if name else attribute) for attribute in active}
+        sites |= {_generic(f"{name}.{attribute}" if name else attribute) for attribute in active}
     return frozenset(sites)
 
 
@@ -163,7 +169,7 @@ def _describe(name: str, module: nn.Module, layers: Mapping[str, str]) -> _Modul
     }
     settings = _settings(module, path) if layer or next(module.parameters(), None) is not None else ()
     return _Module(
-        layers.get(layer, ENDS), layer, generic(f".{inside}")[1:], type(module).__name__, parameters, settings
+        layers.get(layer, ENDS), layer, _generic(f".{inside}")[1:], type(module).__name__, parameters, settings
     )
 
 

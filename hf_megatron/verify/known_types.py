@@ -169,7 +169,14 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
         "swiglu_limits_shared": [0.0] * 43 + [16.0, 16.0],
     },
     # Set by every checkpoint, and needed to shift the labels.
-    **{name: {"decoder_start_token_id": 0} for name in ("t5", "longt5", "switch_transformers")},
+    **{
+        name: {"decoder_start_token_id": 0}
+        for name in ("t5", "longt5", "switch_transformers", "cohere_asr", "pop2piano")
+    },
+    # No number of key/value heads by default, which the attention reads.
+    "moonshine_streaming": {"decoder_start_token_id": 0, "num_key_value_heads": 8},
+    "moonshine": {"pad_token_id": 2},
+    "encoder-decoder": {"decoder_start_token_id": 0, "pad_token_id": 0},
 }
 
 
@@ -199,6 +206,7 @@ TINY: Mapping[str, Mapping[str, Any]] = {
     "voxtral_encoder": {"intermediate_size": 256, "max_source_positions": 16},
     "qwen2_audio_encoder": {"max_source_positions": 16},
     "moss_transcribe_diarize_audio": {"max_source_positions": 16},
+    **{name: {"max_source_positions": 16} for name in ("seamless_m4t", "seamless_m4t_v2", "speech_to_text")},
     # What is left of 16 behind three convolutions.
     "phi4_multimodal_audio": {"nemo_final_size": 2, "depthwise_separable_out_channel": 64},
     **{
@@ -225,7 +233,10 @@ NO_GRADIENT: Mapping[str, Mapping[str, str]] = {
     "ernie4_5_vl_moe_text": {r"\.e_score_correction_bias$": "chooses experts: no gradient comes through a choice"},
     "qwen2_5_omni_audio_encoder": {r"\.audio_bos_eos_token\.": "read by no forward"},
     **{name: {r"\.pooler\.": "read by heads of classes alone"} for name in ("fnet", "layoutlm")},
-    "longformer": {r"_global\.": "reads tokens that see all others: compared without such"},
+    **{
+        name: {r"_global\.": "reads tokens that see all others: compared without such"}
+        for name in ("led", "longformer")
+    },
     "luke": {r"(entity_|w2e_|e2w_|e2e_)": "reads entities: compared on text alone"},
     "esm": {r"\.contact_head\.": "predicts contacts of residues: read by no loss"},
     "hunyuan_vl_vision": {r"\.image_sep$": "read by no forward"},

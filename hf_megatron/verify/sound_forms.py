@@ -1,5 +1,6 @@
 """The forms in which models take sounds: features of clips in two orders, samples, or tokens; of unequal lengths."""
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -10,7 +11,10 @@ from ..media import SOUNDS
 from ..sounds import MASKS_OF_SOUNDS
 
 # Features of a frame, by the names that configs have for them.
-_FEATURES = ("input_size", "num_mel_bins", "n_mel_bins", "feature_size", "audio_embed_dim", "input_feat_per_channel")
+_FEATURES = (
+    *("input_size", "num_mel_bins", "n_mel_bins", "feature_size", "audio_embed_dim", "input_feat_per_channel"),
+    "feature_projection_input_dim",
+)
 # Of towers whose configs do not say.
 _WIDTH = 128
 # Samples of a token.
@@ -19,6 +23,8 @@ _SAMPLES = ("samples_per_token", "audio_samples_per_token")
 _FRAMES = 32
 # Tokens of a clip of samples.
 _TOKENS = 6
+# Samples of a clip, where a config does not say how many a token stands for.
+_RAW = 4096
 # What a shorter clip lacks.
 _SHORTER = 4
 
@@ -48,10 +54,13 @@ def sound_forms(
     # Some towers take clips of one length alone, others whole windows.
     longest = 2 * (values.get("n_window") or values.get("max_source_positions") or _FRAMES // 2)
     samples = next((getattr(audio, key) for key in _SAMPLES if isinstance(getattr(audio, key, None), int)), None)
-    if name == "input_values" and samples:
-        longest = _TOKENS * samples
+    lengths_of_clips = [longest]
+    if name == "input_values":
+        # Convolutions over samples begin with wide kernels and strides.
+        lengths_of_clips = [_TOKENS * samples] if samples else [longest, _RAW]
     named = [mask for mask in masks if mask in asked]
-    for is_uneven, are_given in [(True, named), (False, named), (False, [])] if named else [(False, [])]:
+    given = [(True, named), (False, named), (False, [])] if named else [(False, [])]
+    for longest, (is_uneven, are_given) in itertools.product(lengths_of_clips, given):
         shorter = longest // _SHORTER if is_uneven else 0
         lengths = torch.tensor([longest - shorter * (clip % 2) for clip in range(total)])
         is_there = torch.arange(longest) < lengths[:, None]
@@ -70,7 +79,9 @@ def _shapes(name: str, width: int, longest: int, values: dict[str, Any]) -> list
         return [(longest,), (1, longest)]
     if name == "audio_input_ids":
         return [(longest, values.get("n_mel_bins", width))]
-    return [(width, longest), (longest, width)]
+    # Some encoders are given what their layers take.
+    embedded = [(longest, values["d_model"])] if "d_model" in values else []
+    return [(width, longest), (longest, width), *embedded]
 
 
 def _draw(name: str, shape: tuple[int, ...], values: dict[str, Any], generator: torch.Generator) -> Tensor:

@@ -484,7 +484,8 @@ def _tiny_layers(
 def _tiny_rope(tiny: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the rotary attributes of a config whose head sizes are tiny already."""
     head_dim: Any = tiny.get("head_dim") or tiny.get("qk_rope_head_dim")
-    heads = tiny.get("num_attention_heads") or tiny.get("n_heads") or tiny.get("num_heads")
+    names = ("num_attention_heads", "n_heads", "num_heads", "decoder_num_attention_heads")
+    heads = next((tiny[name] for name in names if tiny.get(name)), None)
     if head_dim is None and heads is not None and isinstance(tiny.get("rope_parameters"), Mapping):
         head_dim = (tiny.get("embed_dim") or tiny.get("hidden_size") or tiny["d_model"]) // heads
 
