@@ -25,13 +25,12 @@ from ..patch_ledger import Shared
 from ..upstream import recorded_outputs, share_memory
 from .crossings import Carried, Crossings, Message
 from .partition import Stages
+from .passed_on import PassedOn
 
 HIDDEN_STATES = "hidden_states"
 # What an encoder made, which every layer of its decoder reads.
 ENCODED = "encoder_hidden_states"
 ROUTER_LOGITS = "router_logits"
-# Of hidden states: batch, sequence, hidden.
-_DIMS = 3
 
 
 class StageLeft(Exception):
@@ -40,37 +39,6 @@ class StageLeft(Exception):
     def __init__(self, message: Message):
         super().__init__("behind the last layer of a pipeline stage")
         self.message = message
-
-
-class PassedOn(Tensor):
-    """What a layer that is not run hands to the loop in a rehearsal, and by what the next one knows it.
-
-    Operators see a plain tensor, and its first entry is itself, for layers that return tuples.
-    """
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-    # Tells the boundary that its loop unpacks, and returns the values.
-    unpacked: Callable[[], Any] | None = None
-    # Tells it that the loop reads one value behind the first, by its place, and returns it.
-    reads: Callable[[int], Any] | None = None
-
-    def __iter__(self) -> Any:
-        if self.dim() > _DIMS:
-            return iter(self.as_subclass(Tensor))
-        if self.unpacked is not None and (values := self.unpacked()) is not None:
-            return iter(values)
-        raise UnsupportedError(
-            "The model's loop over its layers unpacks several values of each, of which a pipeline passes the hidden "
-            "states on. Register a spec with their number as `layer_values`, or load it with pp_size=1."
-        )
-
-    def __getitem__(self, index: Any) -> Any:
-        if not isinstance(index, int) or self.dim() > _DIMS:
-            # Streams beside each other are taken apart.
-            return self.as_subclass(Tensor)[index]
-        if index > 0 and self.reads is not None:
-            return self.reads(index)
-        return self if index == 0 else iter(self)
 
 
 class StageBoundary(Shared):
@@ -99,10 +67,8 @@ class StageBoundary(Shared):
         self._leaving: Tensor | None = None
         self._crossings = Crossings()
         self._zeros: Tensor | None = None
-        # Whether the loop reads values of layers by their places.
-        self._reads_places = False
-        # Whether a layer of an encoder was called in the forward under way, and one of its decoder.
-        self._encodes = self._decodes = self._encodes_alone = False
+        # Of the forward under way: which layers were called. Of the loop: whether it reads values by their places.
+        self._encodes = self._decodes = self._encodes_alone = self._reads_places = False
 
     def run(
         self, stage: int, received: Message | None, forward: Callable[[], Any], *, encodes_alone: bool = False

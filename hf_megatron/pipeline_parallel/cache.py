@@ -62,7 +62,7 @@ class StagedCache:
         own = stages.of_rank(rank)
         ranges = [(max(start - decoder, 0), max(stop - decoder, 0)) for start, stop in stages.ranges]
         parts = (getattr(cache, part) for part in _PARTS) if isinstance(cache, EncoderDecoderCache) else (cache,)
-        self._parts = [_Entries(name, part, ranges, own) for part in parts]
+        self._parts = [_Entries(name, part, ranges, own, may_be_longer=decoder > 0) for part in parts]
 
     @classmethod
     def of_call(
@@ -114,11 +114,13 @@ class StagedCache:
 class _Entries:
     """Those of all layers in one cache; `ranges` are each stage's `[start, stop)` of them."""
 
-    def __init__(self, name: str, cache: Any, ranges: list[tuple[int, int]], own: tuple[int, ...]):
+    def __init__(
+        self, name: str, cache: Any, ranges: list[tuple[int, int]], own: tuple[int, ...], *, may_be_longer: bool
+    ):
         self.name, self.cache, self.ranges = name, cache, ranges
-        self._check()
+        self._check(may_be_longer=may_be_longer)
         held = {index for stage in own for index in range(*ranges[stage])}
-        self._foreign = [index for index in range(len(cache.layers)) if index not in held]
+        self._foreign = [index for index in range(ranges[-1][1]) if index not in held]
         if isinstance(cache, QuantizedCache):
             for index in self._foreign:
                 if type(cache.layers[index]) is not DynamicLayer:
@@ -127,7 +129,7 @@ class _Entries:
         # Taken before any stage runs; a rank's only stage changes no other entry.
         self._before = [_at_rest(layer) for layer in cache.layers] if len(own) > 1 else []
 
-    def _check(self) -> None:
+    def _check(self, *, may_be_longer: bool) -> None:
         cache, layers = self.cache, self.ranges[-1][1]
         if type(cache) not in _CLASSES:
             raise UnsupportedError(
@@ -141,7 +143,8 @@ class _Entries:
             )
         if cache.layer_class_to_replicate is not None:
             cache.layers += [cache.layer_class_to_replicate() for _ in range(len(cache.layers), layers)]
-        if len(cache.layers) != layers:
+        # transformers makes as many for a decoder as its encoder has layers.
+        if len(cache.layers) < layers or (len(cache.layers) > layers and not may_be_longer):
             raise UnsupportedError(
                 f"{type(cache).__name__}: it has {len(cache.layers)} entries for the {layers} layers that the pipeline "
                 "cuts. Generate with use_cache=False, or load the model with pp_size=1."

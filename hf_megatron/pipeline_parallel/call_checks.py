@@ -16,6 +16,9 @@ from ..upstream import loss_functions, uses_loss_function
 from .cache import cache_name
 from .placeholder import PartElsewhere
 
+# The rate at which a loop leaves layers out.
+_LEFT_OUT = "layerdrop"
+
 
 class CallChecks(Shared):
     """The checks of one model's calls."""
@@ -24,6 +27,7 @@ class CallChecks(Shared):
         self.model, self.auxiliary_loss = model, state.config.auxiliary_loss
         known = (*POSITIONS, *OF_SENTENCES)
         self._known_targets = known if state.loss.shifts is None else (*LABELS, *known)
+        self._leaving_out = [module for module in model.modules() if _LEFT_OUT in vars(module)]
         self._has_encoder = model.config.is_encoder_decoder
         self._takes_token_loss = isinstance(model.loss_function, TokenLoss) and uses_loss_function(model)
         self._tokens, self._classes = _tokens(model, state), _classes(model)
@@ -33,8 +37,9 @@ class CallChecks(Shared):
     def require_tokens(self, arguments: Mapping[str, Any]) -> None:
         """Raises `IndexError` on every rank, where the first or the last stage alone would look the tokens up."""
         ids, labels = arguments.get("input_ids"), arguments.get("labels")
-        if ids is not None and self._tokens is not None:
-            require_tokens(ids, self._tokens, "token id")
+        for given in (ids, arguments.get("decoder_input_ids")):
+            if isinstance(given, Tensor) and self._tokens is not None:
+                require_tokens(given, self._tokens, "token id")
         if labels is not None and self._takes_token_loss and isinstance(self.model.loss_function, TokenLoss):
             tokens: Any = ids if ids is not None else arguments.get("inputs_embeds")
             kept = arguments.get("logits_to_keep")
@@ -63,6 +68,15 @@ class CallChecks(Shared):
             raise UnsupportedError(
                 f"{type(self.model).__name__} with num_items_in_batch and {', '.join(losses)}: one number for losses "
                 "that have numbers of terms of their own. Leave it out."
+            )
+
+    def refuse_left_out_layers(self) -> None:
+        """Raises for layers that a loop leaves out at random in training: each stage would draw others."""
+        if self.model.training and any(vars(module).get(_LEFT_OUT) for module in self._leaving_out):
+            raise UnsupportedError(
+                f"{type(self.model).__name__} leaves layers out at random in training ({_LEFT_OUT} > 0): pipeline "
+                "stages would draw apart. Load it with encoder_layerdrop=0.0, decoder_layerdrop=0.0 or layerdrop=0.0, "
+                "as its config names them, or with pp_size=1."
             )
 
     def require_one_stage_each(self, arguments: Mapping[str, Any], *, fills_cache: bool) -> None:

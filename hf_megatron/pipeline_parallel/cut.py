@@ -15,16 +15,14 @@ from ..errors import UnsupportedError
 from ..largest_position import scales_by_length
 from ..layer_list import LayerRow
 from ..mixed_class import stand_around
-from ..rows_of_media import reads_media
 from ..spec import ModelSpec
-from ..upstream import splits_python_functions
 from .absent_images import ForeignPrefix, ForeignTower, StagedPrefix, call_in_first_stage, required_images
 from .around_layers import find_around, find_beside, find_tied, find_tied_before, find_towers, has_parameters, side_of
 from .boundary import StageBoundary
 from .crossings import Carried
+from .cuttable import require_cuttable, require_schedule
 from .partition import Stages
 from .placeholder import Placeholder, first_dtype
-from .schedules import schedule
 from .stage_counts import make_stages, require_features_on_first_stage
 from .stage_parts import (
     ForeignBetween,
@@ -40,8 +38,6 @@ from .stage_parts import (
     layer_indices,
     output_width,
 )
-
-_TOKENS = "input_ids"
 
 
 @dataclass(frozen=True)
@@ -145,20 +141,6 @@ class Cut:
         return len(self.boundary.stages.ranges) - 1 if behind else 0
 
 
-def require_cuttable(model: Any, spec: ModelSpec | None, config: MegatronConfig) -> None:
-    """Raises `UnsupportedError` for a model that is no single stack of layers, or of a type that says so."""
-    if spec is not None and spec.no_pipeline is not None:
-        raise UnsupportedError(
-            f"MegatronConfig.pp_size = {config.pp_size}: model type {spec.model_type!r} cannot be cut: "
-            f"{spec.no_pipeline}"
-        )
-    if model.main_input_name != _TOKENS and not (reads_media(model) or model.config.is_encoder_decoder):
-        raise UnsupportedError(
-            f"MegatronConfig.pp_size = {config.pp_size}: {type(model).__name__} takes {model.main_input_name}, and a "
-            f"pipeline cuts models that take {_TOKENS}. Load it with pp_size=1."
-        )
-
-
 def cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> Cut:
     """Leaves of a meta model what this rank's stages need.
 
@@ -167,7 +149,7 @@ def cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> Cut:
     require_cuttable(model, spec, config)
     row = LayerRow.of(model, spec, "pp_size")
     layers = [model.get_submodule(name) for name in row.names]
-    _require_schedule(spec, config, axes, layers[row.decoder :] if row.decoder else [])
+    require_schedule(spec, config, axes, layers[row.decoder :] if row.decoder else [])
     _put_head_last(model, row.lists[0])
     stages = make_stages(model, layers, config)
     require_features_on_first_stage(model, stages)
@@ -259,37 +241,6 @@ def cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> Cut:
         MappingProxyType(tied | tied_before),
     )
     return Cut(boundary, row, *parts, holds_first, mixes_documents)
-
-
-def _require_schedule(spec: ModelSpec, config: MegatronConfig, axes: Axes, decoder: list[nn.Module]) -> None:
-    """Raises `UnsupportedError` for a split of backward that something does not allow.
-
-    Args:
-        decoder: layers behind those of an encoder.
-    """
-    if not schedule(config.pipeline_schedule).splits_backward:
-        return
-    if config.zero_stage == 3 and axes.size("dp_cp") > 1:
-        raise UnsupportedError(
-            f"MegatronConfig.pipeline_schedule = {config.pipeline_schedule!r} with zero_stage = 3: FSDP2 reduces "
-            "gradients before those of the weights are computed. Use '1f1b', 'interleaved_1f1b', or zero_stage 1 or 2."
-        )
-    if axes.size("tp") > 1 and not splits_python_functions():
-        raise UnsupportedError(
-            f"MegatronConfig.pipeline_schedule = {config.pipeline_schedule!r} with tp_size = {config.tp_size} needs "
-            f"torch 2.13, this is {torch.__version__}. Use '1f1b' or 'interleaved_1f1b'."
-        )
-    if spec.no_split_backward is not None:
-        raise UnsupportedError(
-            f"MegatronConfig.pipeline_schedule = {config.pipeline_schedule!r}: model type {spec.model_type!r} has no "
-            f"backward in two steps: {spec.no_split_backward} Use '1f1b' or 'interleaved_1f1b'."
-        )
-    names = [{name for name, _ in layer.named_parameters()} for layer in decoder[:2]]
-    if len(names) > 1 and (own := sorted(names[0] - names[1])):
-        raise UnsupportedError(
-            f"MegatronConfig.pipeline_schedule = {config.pipeline_schedule!r}: {own[0]} of the decoder's first layer "
-            "makes what other layers read, of no hidden states. Use '1f1b' or 'interleaved_1f1b'."
-        )
 
 
 def _put_head_last(model: nn.Module, layers: str) -> None:

@@ -45,6 +45,7 @@ def _encode(runner: StageRunner, forward: Callable[..., Any], arguments: dict[st
     for name in ("output_attentions", "output_hidden_states"):
         if arguments.get(name):
             raise UnsupportedError(f"{name}=True: no rank of a pipeline has those of all layers.")
+    runner.checks.require_tokens(arguments)
     runner.rehearsal.of_call(_whole_call(runner, arguments), is_read=False)
     boundary, transport, rank = runner.boundary, runner.transport, runner.mesh.pp_rank
     rank_of = boundary.stages.rank_of

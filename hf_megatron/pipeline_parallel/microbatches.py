@@ -41,7 +41,16 @@ def _inputs(arguments: Mapping[str, Any]) -> Tensor:
     for name in (*INPUTS, *DECODER_INPUTS, *SOUNDS):
         if isinstance(arguments.get(name), Tensor):
             return arguments[name]
+    if (encoded := _encoded(arguments)) is not None:
+        return encoded
     raise ConfigError("A pipelined model needs input_ids (or inputs_embeds) to cut a batch into microbatches.")
+
+
+def _encoded(arguments: Mapping[str, Any]) -> Tensor | None:
+    """Returns what an encoder made, `[batch, sequence, hidden]`, where a call is given it."""
+    given = arguments.get("encoder_outputs")
+    values = given.values() if isinstance(given, Mapping) else given or ()
+    return next((value for value in values if isinstance(value, Tensor)), None)
 
 
 def split(
@@ -130,4 +139,5 @@ def describe(arguments: Mapping[str, Any]) -> tuple:
             found.append((name, tuple(value.shape), value.dtype))
         elif isinstance(value, str | int | float | bool | type(None)):
             found.append((name, value))
-    return tuple(found)
+    encoded = _encoded(arguments)
+    return tuple(found) if encoded is None else (*found, tuple(encoded.shape))

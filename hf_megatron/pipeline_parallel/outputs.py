@@ -44,6 +44,18 @@ class PipelineOutput(ModelOutput):
     pooler_output: Any = None
     past_key_values: Any = None
 
+    def __getattr__(self, name: str) -> Any:
+        if name == "encoder_last_hidden_state":
+            raise _OutputElsewhere(
+                f"outputs.{name} of a pipelined model: one of its stages has it. Call model.get_encoder() under "
+                "torch.no_grad(), which returns it on every rank, or load the model with pp_size=1."
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+
+class _OutputElsewhere(UnsupportedError, AttributeError):
+    """An output that one stage has; `hasattr` answers no."""
+
 
 # Fields with a row per sample, in the order of classes' own outputs.
 VALUES_OF_ROWS = (

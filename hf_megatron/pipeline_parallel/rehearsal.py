@@ -57,6 +57,7 @@ class Rehearsal(Shared):
         if kind in self._done:
             return
         found: MegatronError | None = None
+        wrong: Exception | None = None
         logits: tuple[str, ...] | None = None
         try:
             logits = self._run_without_layers(arguments, is_read=is_read)
@@ -65,20 +66,22 @@ class Rehearsal(Shared):
             found.__cause__ = error
         except MegatronError as error:
             found = error
-        except Exception:  # noqa: BLE001
-            # What a batch does wrong shows in the schedule as in one process, by the same exception.
-            found = None
+        except Exception as error:  # noqa: BLE001
+            # What a batch does wrong on some stages shows in the schedule as in one process, by the same exception.
+            wrong = error
         of_ranks: list[Any] = [None] * self._ranks
         # A stage of one layer leaves before its loop unpacks anything.
-        said = (None if found is None else str(found), logits, self.cut.boundary.carried.read)
+        said = (None if found is None else str(found), logits, wrong is not None, self.cut.boundary.carried.read)
         dist.all_gather_object(of_ranks, said, group=self.mesh.pp_group)
         self.cut.boundary.carry(place for *_, read in of_ranks for place in read)
+        if wrong is not None and all(is_wrong for *_, is_wrong, _ in of_ranks):
+            raise wrong
         for rank, (verdict, *_) in enumerate(of_ranks):
             if verdict is not None:
                 raise UnsupportedError(
                     f"{type(self.model).__name__} on pp rank {rank}: {verdict} Nothing has been computed yet."
                 ) from (found if rank == self.mesh.pp_rank else None)
-        self.logits = next((names for _, names, _ in of_ranks if names), self.logits)
+        self.logits = next((names for _, names, *_ in of_ranks if names), self.logits)
         self._done.add(kind)
 
     def require_same(self, logits: tuple[str, ...]) -> None:

@@ -101,6 +101,7 @@ class StageRunner(Shared):
     ) -> tuple[list[dict[str, Any]], list[float], Denominators | None]:
         """Makes microbatches, their shares of the rows, and the denominators of the batch's loss."""
         self.checks.require_one_stage_each(arguments, fills_cache=whole)
+        self.checks.refuse_left_out_layers()
         self.cut.require_order(self.model)
         if for_backward:
             self.cut.refuse_added(self.model, self._state.claims)
@@ -112,7 +113,6 @@ class StageRunner(Shared):
         if self._in_lockstep or self.checks.counts_over_ranks(arguments):
             at_most = self._same_on_dp_ranks(at_most)
         losses = losses_of(arguments)
-        takes_loss = self.read is not None or bool(losses)
         if whole or (not for_backward and self.checks.has_batch_statistics(arguments)):
             count = 1
         elif for_backward:
@@ -120,10 +120,10 @@ class StageRunner(Shared):
         else:
             count = at_most
         # In evaluation a decoder behind an encoder may mask by whether it has a cache (T5Gemma).
-        keeps = self.model.config.is_encoder_decoder and not self.model.training
-        if not whole and not keeps and "use_cache" in self.signature.parameters:
+        keeps = whole or (self.cut.layers.decoder > 0 and not self.model.training)
+        if not keeps and "use_cache" in self.signature.parameters:
             leave_out(self.model, arguments)
-        if count > 1 and takes_loss:
+        if count > 1 and (self.read is not None or losses):
             self.checks.refuse_batch_statistics(arguments)
         if packed is None:
             microbatches = split(arguments, min(count, rows), self.model.config, media=self._state.media)

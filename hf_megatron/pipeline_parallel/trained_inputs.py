@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers.utils import ModelOutput
 
 from ..absent_weights import AbsentTensor
 from ..errors import UnsupportedError
@@ -74,6 +75,8 @@ def _map(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
         return function(value)
     if isinstance(value, tuple | list) and type(value) in (tuple, list):
         return type(value)(_map(item, function) for item in value)
+    if isinstance(value, ModelOutput):
+        return type(value)(**{name: _map(item, function) for name, item in value.items()})
     if type(value) is dict:
         return {name: _map(item, function) for name, item in value.items()}
     return value

@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 from transformers import CONFIG_MAPPING
+from transformers.modeling_outputs import BaseModelOutput
 
 from hf_megatron.errors import RankError
 from hf_megatron.integrations.gate import ConfigUnderTest
@@ -122,9 +123,11 @@ def test_an_encoder_alone_and_its_output_given():
 
 
 def test_an_encoder_alone_has_no_gradients():
+    bart = twin("bart")
+
     def run():
-        model = twin("bart").load(megatron_config=ConfigUnderTest(pp_size=2))
-        model.get_encoder()(input_ids=twin("bart").batches[0]["input_ids"])
+        model = bart.load(megatron_config=ConfigUnderTest(pp_size=2))
+        model.get_encoder()(input_ids=bart.batches[0]["input_ids"])
 
     with pytest.raises(RankError, match="called by itself with gradients"):
         run_ranks(run, 2)
@@ -174,3 +177,77 @@ def test_faults_are_found(fault, partition):
     comparison = check_twin(twin("t5"), layout)
     assert comparison.passed, comparison.report()
     assert not check_twin(twin("t5"), layout, sabotage=fault).passed
+
+
+@pytest.mark.parametrize("kind", [tuple, BaseModelOutput])
+def test_what_an_encoder_made_elsewhere_is_trained(kind):
+    """Its gradient comes back to what was given, on every rank."""
+    batch = twin("t5").batches[0]
+
+    def run(**layout):
+        model = twin("t5").load(**layout).train()
+        encoded = torch.randn(
+            *batch["input_ids"].shape, model.config.d_model, generator=torch.Generator().manual_seed(0)
+        )
+        encoded.requires_grad_(True)
+        given = (encoded,) if kind is tuple else kind(last_hidden_state=encoded)
+        mask = batch["attention_mask"]
+        loss = model(encoder_outputs=given, attention_mask=mask, labels=batch["labels"]).loss
+        loss.backward()
+        return loss.detach(), encoded.grad
+
+    [expected] = run_ranks(run, 1)
+    for found in run_ranks(run, 2, megatron_config=ConfigUnderTest(pp_size=2, pipeline_partition=(3, 5))):
+        for value, reference in zip(found, expected, strict=True):
+            torch.testing.assert_close(value, reference, rtol=1e-5, atol=1e-6)
+
+
+def test_sources_of_other_lengths_and_batches_that_are_wrong():
+    """What is wrong on every stage raises alike, and the next call runs."""
+    ids = twin("t5").batches[0]["input_ids"]
+
+    def run(**layout):
+        model = twin("t5").load(**layout).eval()
+        fixed = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "decoder_start_token_id": 1}
+        found = []
+        for length in (9, 5):
+            found.append(model.generate(ids[:, :length], use_cache=False, pad_token_id=0, **fixed))
+            for wrong in ({"input_ids": ids + 1000}, {"input_ids": ids, "inputs_embeds": torch.zeros(1)}):
+                with pytest.raises((IndexError, ValueError)):
+                    model(**wrong, labels=ids)
+        with pytest.raises(IndexError):
+            model.generate(ids + 1000, **fixed)
+        return found
+
+    [expected] = run_ranks(run, 1)
+    for found in run_ranks(run, 2, megatron_config=ConfigUnderTest(pp_size=2)):
+        assert all(map(torch.equal, found, expected))
+
+
+def test_layers_that_are_left_out_at_random_are_refused():
+    bart = twin("bart")
+
+    def run():
+        model = bart.load(megatron_config=ConfigUnderTest(pp_size=2)).train()
+        model.model.encoder.layerdrop = 0.3
+        model(**bart.batches[0])
+
+    with pytest.raises(RankError, match=r"leaves layers out at random in training \(layerdrop > 0\)"):
+        run_ranks(run, 2)
+
+
+def test_a_decoder_shorter_than_its_encoder_generates():
+    """transformers makes as many entries of a cache as the encoder has layers."""
+    unequal = make_twin(CONFIG_MAPPING["t5"](), task="seq2seq", changes={"num_layers": 4, "num_decoder_layers": 2})
+    ids = unequal.batches[0]["input_ids"]
+
+    def generate(**layout):
+        model = unequal.load(**layout).eval()
+        return model.generate(ids, max_new_tokens=5, do_sample=False, eos_token_id=None, decoder_start_token_id=1)
+
+    [expected] = run_ranks(generate, 1)
+    for partition in ((2, 4), (5, 1)):
+        config = ConfigUnderTest(pp_size=2, pipeline_partition=partition)
+        assert check_twin(unequal, config).passed
+        for found in run_ranks(generate, 2, megatron_config=config):
+            assert torch.equal(found, expected)
