@@ -90,9 +90,17 @@ def without_targets(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_every_label(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Has a batch count every label: the number of terms of a loss then tells whether its class shifts them."""
+    """Has a batch count every label: the number of terms of a loss then tells whether its class shifts them.
+
+    Those of padding stay ignored, which some classes leave out by themselves, but for the first of each row.
+    """
     found, ignore_index = dict(arguments), arguments.get("ignore_index", IGNORE_INDEX)
+    mask = arguments.get("attention_mask")
     for name in LABELS:
         if (labels := found.get(name)) is not None and not labels.is_floating_point():
-            found[name] = labels.masked_fill(labels == ignore_index, 0)
+            counts = torch.ones_like(labels, dtype=torch.bool)
+            if isinstance(mask, Tensor) and mask.shape == labels.shape and labels.dim() > _TOKENS:
+                counts = mask != 0
+                counts[:, 0] = True
+            found[name] = labels.masked_fill((labels == ignore_index) & counts.to(labels.device), 0)
     return found

@@ -189,6 +189,8 @@ WITH_SOUNDS: Mapping[str, Mapping[str, Any]] = {
     },
 }
 
+# Which make none of their labels.
+NEEDS_DECODER_INPUTS = ("fsmt",)
 # Whose shift of labels looks for the last one of each row.
 NEEDS_A_LABEL = ("mbart", "plbart")
 

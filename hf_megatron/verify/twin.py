@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from ..registry.features import is_rate
-from .known_types import IMAGE_CODES, NEEDS_A_LABEL, OVERRIDES, TINY, tiny_reads
+from .known_types import IMAGE_CODES, NEEDS_A_LABEL, NEEDS_DECODER_INPUTS, OVERRIDES, TINY, tiny_reads
 
 # Whose batches are known, with the Auto class of each.
 TASKS = {
@@ -324,6 +324,8 @@ def make_batch(
     # The decoder's own length differs from the encoder's, so that a mix-up of the two fails.
     labels = draw_tokens(sequence_length - 2) if task == "seq2seq" else input_ids.clone()
     if task == "seq2seq":
+        if config.model_type in NEEDS_DECODER_INPUTS:
+            batch["decoder_input_ids"] = labels.roll(1, 1)
         return batch | {"labels": labels_of_decoder(labels, config, generator, padding=num_padding)}
     if task == "token_classification":
         labels = torch.randint(cast(int, config.num_labels), labels.shape, generator=generator)
