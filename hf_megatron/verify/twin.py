@@ -314,6 +314,10 @@ def make_batch(
         return batch
     if task == "classification":
         num_labels = cast(int, config.num_labels)
+        if config.is_encoder_decoder and config.eos_token_id is not None:
+            # A sentence is classified at its end.
+            last = attention_mask.cumsum(1).argmax(1)
+            input_ids[torch.arange(batch_size), last] = config.eos_token_id
         first = torch.randint(num_labels, (1,), generator=generator)
         return batch | {"labels": (first + torch.arange(batch_size)) % num_labels}
     if task == "question_answering":
