@@ -155,10 +155,11 @@ class StageBoundary(Shared):
         if self._zeros is None:
             zeros = args[0] if args else kwargs[HIDDEN_STATES]
             # What an encoder returns has to have all of its dims.
-            knows_entries = self.is_rehearsing or self.carried.decoder > 0
+            knows_entries = self.is_rehearsing or (self.carried.decoder > 0 and type(zeros) in (Tensor, PassedOn))
             self._zeros = zeros.detach().as_subclass(PassedOn) if knows_entries else zeros
             if isinstance(self._zeros, PassedOn) and self.is_rehearsing:
-                self._zeros.unpacked, self._zeros.reads = self._unpack, self._read
+                self._zeros.unpacked = self._unpack
+                self._zeros.reads = None if self.carried.returned == 1 else self._read
             self._version = _version(self._zeros)
         if self.carried.values == 1 or (self.is_rehearsing and self._reads_places):
             return self._zeros
@@ -166,7 +167,7 @@ class StageBoundary(Shared):
 
     def _unpack(self) -> tuple | None:
         """Carries all that layers return from now on, if they say how many values that are."""
-        if self.carried.returned == 1:
+        if self.carried.returned <= 1:
             return None
         self.carry(range(1, self.carried.returned))
         return self.pass_on((self._zeros,), {})
@@ -276,10 +277,8 @@ class StageBoundary(Shared):
         """Leaves a stage of encoder layers alone where the decoder's first layer is called."""
         decoder, arguments = self.carried.decoder, self._crossings.arguments
         if not self.is_rehearsing:
-            if self.stage == 0:
-                first = args[0] if args else kwargs[HIDDEN_STATES]
-            else:
-                first = arguments.pop((HIDDEN_STATES, decoder), self._received)
+            own: Any = args[0] if args else kwargs[HIDDEN_STATES]
+            first: Any = own if self.stage == 0 else arguments.pop((HIDDEN_STATES, decoder), self._received)
             if self.entered and self.stages.ranges[self.stage][1] < decoder:
                 arguments[HIDDEN_STATES, decoder] = first
             else:

@@ -37,15 +37,23 @@ class Message:
 
 
 def _values_returned(cls: type) -> int:
-    """Counts the values that a layer returns, where each of its returns spells out a tuple of as many."""
+    """Counts the values that a layer returns, where each of its returns spells out a tuple of as many.
+
+    0 stands for a tuple of some number, 1 for no tuple.
+    """
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(cls.forward)))  # type: ignore[attr-defined]
     except (OSError, TypeError):
         # Made in a session, without a file.
         return 1
     returned = [node.value for node in ast.walk(tree) if isinstance(node, ast.Return)]
-    counts = {len(value.elts) if isinstance(value, ast.Tuple) else 1 for value in returned}
+    counts = {len(value.elts) if isinstance(value, ast.Tuple) else int(not _is_sum(value)) for value in returned}
     return counts.pop() if len(counts) == 1 else 1
+
+
+def _is_sum(value: ast.expr | None) -> bool:
+    """Tells whether a tuple is put together of others."""
+    return isinstance(value, ast.BinOp) and any(isinstance(part, ast.Tuple) for part in (value.left, value.right))
 
 
 @dataclass(frozen=True)
@@ -57,7 +65,8 @@ class Carried:
         arguments (`tuple[str, ...]`): of layers, made by the loop on the first stage.
         containers (`tuple[str, ...]`): arguments of layers that layers fill.
         parameters: names of each layer's arguments, in their order.
-        returned (`int`): values that each layer spells out where it returns; carried once a loop unpacks them.
+        returned (`int`): values that each layer spells out where it returns, carried once a loop unpacks them; 0 for a
+            tuple of some number, of which a loop reads some by their places.
         decoder (`int`): the first layer of a decoder behind an encoder, 0 without an encoder.
     """
 
@@ -77,7 +86,8 @@ class Carried:
     def of(cls, spec: ModelSpec, layers: Iterable[nn.Module], decoder: int = 0) -> "Carried":
         """Reads a spec, of a model with these layers; `decoder` as for the class."""
         layers = list(layers)
-        returned = min((_values_returned(type(layer)) for layer in layers), default=1)
+        counts = {_values_returned(type(layer)) for layer in layers}
+        returned = counts.pop() if len(counts) == 1 else 1
         if spec.layer_values == 1 and not spec.early_arguments and not spec.layer_containers and not decoder:
             return cls(returned=returned)
         parameters = tuple(tuple(inspect.signature(type(layer).forward).parameters)[1:] for layer in layers)

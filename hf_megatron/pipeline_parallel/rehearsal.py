@@ -68,7 +68,7 @@ class Rehearsal(Shared):
             found = error
         except Exception as error:  # noqa: BLE001
             # What a batch does wrong on some stages shows in the schedule as in one process, by the same exception.
-            wrong = error
+            wrong = error if isinstance(error, ValueError | IndexError) else None
         of_ranks: list[Any] = [None] * self._ranks
         # A stage of one layer leaves before its loop unpacks anything.
         said = (None if found is None else str(found), logits, wrong is not None, self.cut.boundary.carried.read)
