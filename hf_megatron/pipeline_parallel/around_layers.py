@@ -83,15 +83,15 @@ def find_around(model: Any, row: LayerRow, spec: ModelSpec) -> AroundLayers:
             elif has_parameters(child):
                 # Some classes define their head first, which is not always one of tokens.
                 is_head = any(module is head for module in child.modules()) or (beside_base and not prefix)
-                states = full_name in spec.after_layers
+                is_stated_behind = full_name in spec.after_layers
                 runs_before = full_name in (*towers, *spec.before_layers, *spec.prefixes)
                 runs_before = runs_before or name in _NORMS_OF_EMBEDDINGS
                 is_around_decoder = decoder.startswith(f"{prefix}." if prefix else "")
                 if is_head:
                     side = around.after
-                elif not states and (runs_before or not passed):
+                elif not is_stated_behind and (runs_before or not passed):
                     side = around.before
-                elif is_around_decoder and (states or passed == set(names_on_path)):
+                elif is_around_decoder and (is_stated_behind or passed == set(names_on_path)):
                     side = around.after
                 else:
                     side = around.between

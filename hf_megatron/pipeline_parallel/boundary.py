@@ -131,7 +131,7 @@ class StageBoundary(Shared):
             return self.pass_on(args, kwargs)
         if index >= stop:
             return self._note_arguments(index, args, kwargs)
-        if not self.entered:
+        if not self.entered and (index == start or (begins_decoder and not self._encodes)):
             # With the encoder's output given, the first of the stage's layers that is called is the decoder's.
             self.entered = True
             if self.stage > 0 and not begins_decoder:
