@@ -2,11 +2,13 @@
 
     python benchmarks/gpu_memory.py --out benchmarks/results/gpu_memory_predicted.json
     python benchmarks/gpu_memory.py --cases 8B-dp8
+    python benchmarks/gpu_memory.py --device cuda --cases --out benchmarks/results/gpu_memory_cuda.json
 
-Nothing here ran on a GPU. The first part runs the library as ranks of large jobs without memory: bytes per parameter
-that are kept, activations that a layer keeps of one microbatch by what made them, collectives, and places where the
-host waits for its device. The second part predicts small steps as gloo ranks take them, and measures these. NCCL's and
-cuBLAS's own memory and what an allocator loses are not in it.
+The first part runs the library as ranks of large jobs without memory: bytes per parameter that are kept, activations
+that a layer keeps of one microbatch by what made them, collectives, and places where the host waits for its device. The
+second part predicts smaller steps as gloo ranks or, with `--device cuda`, two ranks of NCCL take them, and measures
+these by torch's allocator. cuBLAS's workspace is in what is measured on a GPU and in no prediction; NCCL's own memory
+and what an allocator loses are in neither.
 """
 
 import argparse
@@ -43,7 +45,11 @@ def llama(hidden, intermediate, layers, heads, groups, vocabulary):
 # Sizes of Llama 3.1.
 LLAMA_405B = llama(16384, 53248, 126, 128, 8, 128256)
 LLAMA_8B = llama(4096, 14336, 32, 32, 8, 128256)
-SMALL = llama(512, 1376, 4, 8, 4, 8000)
+# What two ranks are measured with, and its [rows, tokens].
+MEASURED = {
+    "cpu": (llama(512, 1376, 4, 8, 4, 8000), (4, 256)),
+    "cuda": (llama(2048, 8192, 8, 32, 8, 32000), (4, 2048)),
+}
 LARGEST = {"tp_size": 8, "sequence_parallel": True, "pp_size": 16, "zero_stage": 1, "num_microbatches": 2}
 # name -> (model, layout, ranks, ranks of the job, [rows, tokens] of a dp rank, S of ZeRO-1)
 CASES = {
@@ -71,6 +77,8 @@ COMPARED = {
     "dp2 zero1": {"zero_stage": 1},
     "dp2 zero2": {"zero_stage": 2},
     "dp2 zero3": {"zero_stage": 3},
+    "cp2": {"cp_size": 2},
+    "tp2+sp recompute": {"tp_size": 2, "sequence_parallel": True, "recompute": "full"},
 }
 
 
@@ -115,10 +123,11 @@ def predict(name):
     }
 
 
-def compare(layout, dtype):
-    batch = {"batch_size": 4, "sequence_length": 256, "dtype": dtype}
-    [predicted] = dry_run(SMALL, MegatronConfig(**layout), [0], 2, as_gloo=True, **batch)
-    measured = measured_run(SMALL, MegatronConfig(**layout), 2, **batch)[0]
+def compare(layout, dtype, device):
+    model, (rows, tokens) = MEASURED[device]
+    batch = {"batch_size": rows, "sequence_length": tokens, "dtype": dtype}
+    [predicted] = dry_run(model, MegatronConfig(**layout), [0], 2, as_gloo=device == "cpu", **batch)
+    measured = measured_run(model, MegatronConfig(**layout), 2, device=device, **batch)[0]
     kept = {name: size for name, size in predicted.kept.items() if name in measured.kept}
     return {
         "kept_predicted": kept,
@@ -135,10 +144,12 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="*", choices=CASES, default=list(CASES))
     parser.add_argument("--compared", nargs="*", choices=COMPARED, default=list(COMPARED))
+    parser.add_argument("--device", choices=MEASURED, default="cpu")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     logging.disable_progress_bar()
-    result = {"measured_on_gpu": False, "predicted": {}, "compared_with_gloo": {}}
+    compared = "compared_with_gloo" if arguments.device == "cpu" else "compared_with_nccl"
+    result = {"measured_on_gpu": arguments.device == "cuda", "predicted": {}, compared: {}}
     for name in arguments.cases:
         result["predicted"][name] = found = predict(name)
         for stage, figures in found["stages"].items():
@@ -146,7 +157,7 @@ def main():
     for name in arguments.compared:
         for dtype in (torch.bfloat16, torch.float32):
             key = f"{name} {str(dtype).removeprefix('torch.')}"
-            result["compared_with_gloo"][key] = found = compare(COMPARED[name], dtype)
+            result[compared][key] = found = compare(COMPARED[name], dtype, arguments.device)
             print(f"{key}: {json.dumps(found)}", flush=True)
     result |= {"cores": os.cpu_count(), "threads_per_rank": 1}
     result["versions"] = {name: metadata.version(name) for name in ("torch", "transformers", "hf_megatron")}

@@ -134,24 +134,35 @@ def measured_run(
     batch_size: int,
     sequence_length: int,
     dtype: torch.dtype = torch.bfloat16,
+    device: str = "cpu",
     timeout: float = 600.0,
 ) -> list[StepFigures]:
-    """Measures the step that `dry_run` predicts on CPU ranks: what it keeps, and its peak by torch's allocator.
+    """Measures the step that `dry_run` predicts on real ranks: what it keeps, and its peak by torch's allocator.
 
-    The allocator is asked through torch's profiler, which sees what kernels allocate inside of themselves.
+    The allocator is asked, a CPU's through torch's profiler: both see what kernels allocate inside of themselves.
     """
 
     def on_rank() -> StepFigures:
         model, optimizer = _model_and_optimizer(config, layout, dtype)
-        ids = torch.zeros(batch_size, sequence_length, dtype=torch.int64)
+        ids = torch.zeros(batch_size, sequence_length, dtype=torch.int64, device=device)
         for _ in range(_STEPS - 1):
             _step(model, optimizer, ids)
         kept = _bytes(kept_tensors(model, optimizer))
         # gloo's threads let go of tensors a little late, in some steps more of them at once than in others.
-        peak = min(_peak(lambda: _step(model, optimizer, ids)) for _ in range(_MEASURED_STEPS))
+        peak_of = _peak if device == "cpu" else _peak_of_gpu
+        peak = min(peak_of(lambda: _step(model, optimizer, ids)) for _ in range(_MEASURED_STEPS))
         return StepFigures(kept=kept, peak=sum(kept.values()) + peak, parameters=_parameters(model))
 
-    return run_ranks(on_rank, world_size, timeout=timeout)
+    return run_ranks(on_rank, world_size, timeout=timeout, device=device)
+
+
+def _peak_of_gpu(step: Callable[[], None]) -> int:
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
 
 
 def _peak(step: Callable[[], None]) -> int:

@@ -57,16 +57,18 @@ def draw_timeline(
     batch_size: int = 8,
     sequence_length: int = 64,
     steps: int = 3,
+    device: str = "cpu",
     timeout: float = 300.0,
     echo: Callable[[str], Any] = print,
 ) -> Timeline:
-    """Trains a small model on forked CPU ranks and draws its last step into `output`.
+    """Trains a small model on forked ranks and draws its last step into `output`.
 
     Args:
         model (`str`): a model type, a local folder or a hub name; its config is read, never its weights.
         config (`MegatronConfig`): the layout; one data parallel rank.
         output (`str` or `Path`): the directory of `timeline-step{N}.png`, `.html` and `.json`.
         batch_size, sequence_length (`int`): of the batch that is split into the microbatches.
+        device (`str`): of the ranks, see `run_ranks`; a GPU's recorder waits for it before and after every span.
         timeout (`float`): seconds.
         echo (`Callable`): gets the lines of the report.
 
@@ -91,18 +93,19 @@ def draw_timeline(
 
     def on_rank() -> tuple[Timeline, dict[str, Any]]:
         torch.manual_seed(0)
+        tokens = ids.to(device)
         instance = AutoModelForCausalLM.from_config(small, megatron_config=layout).train()
         parallel = parallel_state(instance)
         assert parallel is not None and parallel.pipeline is not None
         optimizer = prepare_optimizer(torch.optim.SGD(instance.parameters(), lr=1e-3))
-        recorder = SpanRecorder()
+        recorder = SpanRecorder(torch.cuda.synchronize if device == "cuda" else None)
         for step in range(steps):
             optimizer.zero_grad()
             if step == steps - 1:
                 # Ranks start the step that counts together.
                 dist.barrier()
                 parallel.pipeline.recorder = recorder
-            instance(input_ids=ids, labels=ids).loss.backward()
+            instance(input_ids=tokens, labels=tokens).loss.backward()
             with recorder.record("optimizer", parallel.mesh.pp_rank):
                 optimizer.step()
             if step < steps - 1:
@@ -110,7 +113,7 @@ def draw_timeline(
         facts = parallel.pipeline.describe()
         return gather_timeline(recorder, parallel.mesh.pp_group, **facts), facts
 
-    timeline, facts = run_ranks(on_rank, config.ranks_per_replica, timeout=timeout)[0]
+    timeline, facts = run_ranks(on_rank, config.ranks_per_replica, timeout=timeout, device=device)[0]
     formula = bubble(facts["schedule"], facts["ranks"], facts["stages_per_rank"], timeline.microbatches)
     for path in write_pictures(timeline, output, f"timeline-step{steps - 1}", formula):
         echo(str(path))

@@ -14,18 +14,21 @@ import torch.distributed as dist
 from transformers import CONFIG_MAPPING
 from trl import DPOTrainer, GRPOConfig, GRPOTrainer, SFTTrainer
 
-from hf_megatron import token_divergences, token_log_probs
+from hf_megatron import MegatronConfig, token_divergences, token_log_probs
 from hf_megatron.context_parallel.flash import flash_backward_of_joined, flash_forward_of_joined
 from hf_megatron.integrations.gate import ConfigUnderTest
+from hf_megatron.profile.timeline import bubble_share
 from hf_megatron.tensor_parallel.cross_entropy import CrossEntropyOptions, linear_cross_entropy
+from hf_megatron.verify.adapters import adapted
 from hf_megatron.verify.check import parse_layouts
 from hf_megatron.verify.measure import measure
 from hf_megatron.verify.metric import reference_error
 from hf_megatron.verify.parity import check_twin
+from hf_megatron.verify.pipeline_timeline import draw_timeline
 from hf_megatron.verify.ranks import run_ranks
 from tests.shared_twins import make_twin
 
-from . import test_trl
+from . import test_resume, test_trl
 from .test_trl import completions, layout, preferences, train
 from .test_trl_online import REWARDS, SIZES, prompts
 
@@ -58,8 +61,28 @@ CASES = [
     ("qwen3_next", "tp2"),
     ("gemma3", "tp2+sp"),
     ("qwen2_5_vl", "pp2"),
+    ("mamba2", "tp2"),
+    ("nemotron_h", "tp2+sp"),
+    ("bert", "tp2+sp"),
+    ("modernbert", "pp2"),
+    ("t5", "tp2"),
+    ("t5", "pp2"),
+    ("whisper", "tp2+sp"),
+    ("whisper", "pp2"),
 ]
-OF_IMAGES = ("gemma3", "qwen2_5_vl")
+TASKS = {
+    **dict.fromkeys(("gemma3", "qwen2_5_vl"), "image"),
+    **dict.fromkeys(("bert", "modernbert"), "masked"),
+    "t5": "seq2seq",
+    "whisper": "speech",
+}
+OFFLOADED = {
+    "tp2": {"recompute": "full", "offload_activations": True},
+    "pp2": {"recompute": "full", "offload_activations": True},
+    "tp2+sp": {"recompute": "selective"},
+    "dp2+zero2": {"offload_optimizer": True},
+    "dp2+zero3": {"recompute": "full", "offload_optimizer": True},
+}
 
 
 def of(text):
@@ -70,14 +93,75 @@ def of(text):
 
 @functools.lru_cache(maxsize=1)
 def twin_of(model_type):
-    task = "image" if model_type in OF_IMAGES else "causal"
+    task = TASKS.get(model_type, "causal")
     return make_twin(CONFIG_MAPPING[model_type](), task=task, microbatches=2, min_layers=4, batch_size=5)
+
+
+@functools.cache
+def adapter_twin(method):
+    return adapted(twin_of("llama"), method)
 
 
 @pytest.mark.parametrize(("model_type", "text"), CASES)
 def test_ranks_equal_one_process_on_a_cpu(model_type, text):
     comparison = check_twin(twin_of(model_type), of(text), device="cuda")
     assert comparison.passed, comparison.report()
+
+
+@pytest.mark.parametrize("text", OFFLOADED)
+def test_recomputed_and_offloaded(text):
+    layout = ConfigUnderTest(**of(text).to_dict() | OFFLOADED[text])
+    comparison = check_twin(twin_of("llama"), layout, device="cuda")
+    assert comparison.passed, comparison.report()
+
+
+@pytest.mark.parametrize("text", ["tp2+sp", "pp2", "dp2+zero3", "cp2"])
+@pytest.mark.parametrize("method", ["lora", "dora"])
+def test_adapters(method, text):
+    comparison = check_twin(adapter_twin(method), of(text), device="cuda")
+    assert comparison.passed, comparison.report()
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"), [("tp2 x dp2", "dp2 zero3"), ("dp2", "tp2 x dp2 zero3"), ("dp2 zero3", "tp4")]
+)
+def test_checkpoints_resume_on_another_layout(stories, tmp_path, saved, loaded):
+    options = {"use_cpu": False, "device": "cuda"}
+    plain = options | {"save_strategy": "no"}
+    [(expected, weights, _)] = run_ranks(test_resume.train, 1, stories, tmp_path / "one", None, **plain)
+    first, second = test_resume.LAYOUTS[saved], test_resume.LAYOUTS[loaded]
+    run_ranks(test_resume.train, test_resume.ranks_of(first), stories, tmp_path, first, stop=4, **options)
+    ranks = test_resume.ranks_of(second)
+    found = run_ranks(test_resume.train, ranks, stories, tmp_path, second, resume=True, **options)[0]
+    for entry, other in zip(found[0][-2:], expected[-2:], strict=True):
+        assert entry == pytest.approx(other, rel=1e-4)
+    for name, weight in weights.items():
+        torch.testing.assert_close(found[1][name], weight.cpu(), rtol=0, atol=3e-4)
+
+
+@pytest.mark.parametrize("text", ["tp2", "pp2"])
+@pytest.mark.parametrize("model_type", ["llama", "t5"])
+def test_the_same_tokens_are_generated(model_type, text):
+    twin = twin_of(model_type)
+
+    def on_rank(**arguments):
+        model = twin.load(**arguments).eval()
+        ids = twin.batches[0]["input_ids"][:2].to(model.device)
+        return model.generate(ids, max_new_tokens=8, do_sample=False).cpu()
+
+    [expected] = run_ranks(on_rank, 1)
+    for found in run_ranks(on_rank, 2, megatron_config=of(text), device="cuda"):
+        assert torch.equal(found, expected)
+
+
+def test_a_recorded_step(tmp_path):
+    """Every computation of a step is recorded once, on a device that works behind the host's back."""
+    layout = MegatronConfig(pp_size=2, num_microbatches=4)
+    sizes = {"layers": 4, "batch_size": 4, "sequence_length": 16}
+    found = draw_timeline("llama", layout, tmp_path, device="cuda", echo=lambda line: None, **sizes)
+    for spans in found.spans:
+        kinds = [span.kind for span in spans if span.kind in ("F", "B", "I", "W")]
+        assert kinds.count("F") == 4 and 0 < bubble_share(found) < 1
 
 
 @pytest.mark.parametrize("text", ["tp2", "tp2+sp", "cp2", "cp2+a2a", "pp2", "dp2+zero3"])
