@@ -218,7 +218,9 @@ def maybe_distribute_model(original: Callable, cls: Any, model: Any, distributed
     require_verified(model, state, description)
     if request.quantizer is not None:
         plan_quantization(model, request.quantizer, state)
-    place(model, state, "cuda" if torch.cuda.is_available() and dist.get_backend() != "gloo" else "cpu")
+    # A dry run's ranks have none, whatever this machine has.
+    on_cpu = not torch.cuda.is_available() or dist.get_backend() in ("gloo", "fake")
+    place(model, state, "cpu" if on_cpu else "cuda")
     read_whole(model, state)
     return model
 
