@@ -150,19 +150,24 @@ def main():
     logging.disable_progress_bar()
     compared = "compared_with_gloo" if arguments.device == "cpu" else "compared_with_nccl"
     result = {"measured_on_gpu": arguments.device == "cuda", "predicted": {}, compared: {}}
+    result |= {"cores": os.cpu_count(), "threads_per_rank": 1}
+    result["versions"] = {name: metadata.version(name) for name in ("torch", "transformers", "hf_megatron")}
+
+    def write():
+        if arguments.out is not None:
+            arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
     for name in arguments.cases:
         result["predicted"][name] = found = predict(name)
         for stage, figures in found["stages"].items():
             print(f"{name} {stage}: {json.dumps(figures, indent=1)}", flush=True)
+        write()
     for name in arguments.compared:
         for dtype in (torch.bfloat16, torch.float32):
             key = f"{name} {str(dtype).removeprefix('torch.')}"
             result[compared][key] = found = compare(COMPARED[name], dtype, arguments.device)
             print(f"{key}: {json.dumps(found)}", flush=True)
-    result |= {"cores": os.cpu_count(), "threads_per_rank": 1}
-    result["versions"] = {name: metadata.version(name) for name in ("torch", "transformers", "hf_megatron")}
-    if arguments.out is not None:
-        arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+            write()
 
 
 if __name__ == "__main__":

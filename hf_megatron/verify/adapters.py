@@ -12,7 +12,7 @@ from torch import nn
 from ..errors import ConfigError
 from ..expert_modules import find_experts, names_inside
 from ..spec import ModelSpec
-from .parity import Twin, best_draw, measured
+from .parity import Twin, best_draw, in_fork, measured
 from .twin import draw_parameters
 
 # PEFT takes these for the experts', of mixtures that had a module for each expert once.
@@ -140,7 +140,7 @@ METHODS: Mapping[str, Callable[[Targets], Any]] = {
 
 
 def _with_prompts(method: str, seed: int, model: Any) -> Any:
-    """Puts new prompts in front of a model: PEFT trains none that were saved."""
+    """Puts new prompts in front of a model."""
     from peft import get_peft_model
 
     torch.manual_seed(seed)
@@ -157,19 +157,28 @@ def adapted(twin: Twin, method: str) -> Twin:
 
     if method not in METHODS:
         raise ConfigError(f"adapter {method!r}: valid are {', '.join(METHODS)}.")
-    model = twin.load()
-    config = METHODS[method](find_targets(model, twin))
-    if config.is_prompt_learning:
-        return best_draw(lambda seed: measured(replace(twin, adapt=functools.partial(_with_prompts, method, seed))))[0]
-    wrapped = get_peft_model(model, config)
+
+    def folder_of(seed: int) -> Path:
+        return Path(twin.directory, f"{method}_{seed}")
+
+    def is_saved(seed: int) -> bool:
+        """Saves drawn parameters, but of prompts, which PEFT does not train once they are saved."""
+        model = twin.load()
+        config = METHODS[method](find_targets(model, twin))
+        if config.is_prompt_learning:
+            return False
+        wrapped = get_peft_model(model, config)
+        draw_parameters(wrapped, seed, trained_only=True)
+        wrapped.save_pretrained(folder_of(seed))
+        return True
 
     def drawn(seed: int) -> Twin:
-        folder = Path(twin.directory, f"{method}_{seed}")
-        draw_parameters(wrapped, seed, trained_only=True)
-        wrapped.save_pretrained(folder)
+        # PEFT uses a GPU where it sees one.
+        if not in_fork(lambda: is_saved(seed)):
+            return measured(replace(twin, adapt=functools.partial(_with_prompts, method, seed)))
 
         def load(model: Any) -> Any:
-            return PeftModel.from_pretrained(model, folder, is_trainable=True).get_base_model()
+            return PeftModel.from_pretrained(model, folder_of(seed), is_trainable=True).get_base_model()
 
         return measured(replace(twin, adapt=load))
 

@@ -177,24 +177,32 @@ def _draw(
 
 
 def measured(twin: Twin) -> Twin:
-    """Returns a twin with its numbers in one process.
+    """Returns a twin with its numbers in one process, a fork of this one."""
+    twin.reference = in_fork(lambda: _reference(twin))
+    return twin
 
-    That is a fork of this one: a backward here would have torch start a thread for each GPU, after which no fork of
-    this process could run another.
+
+def in_fork(function: Callable[[], Any]) -> Any:
+    """Returns what the function returns in a fork of this process, which must be picklable.
+
+    A backward here would have torch start a thread for each GPU, and so would a tensor on one: no later fork of this
+    process could use it.
+
+    Raises:
+        RuntimeError: the function failed as a model does that cannot be built.
     """
 
-    def numbers() -> Measurement | str:
+    def outcome() -> tuple[Any, str]:
         try:
-            return _reference(twin)
+            return function(), ""
         except UNBUILDABLE as error:
             # Some exceptions cannot be handed over.
-            return "".join(traceback.format_exception_only(error)).strip()
+            return None, "".join(traceback.format_exception_only(error)).strip()
 
-    [found] = run_forks(numbers, [0], 1, lambda *_: None, timeout=1200)
-    if isinstance(found, str):
-        raise RuntimeError(found)
-    twin.reference = found
-    return twin
+    [(found, problem)] = run_forks(outcome, [0], 1, lambda *_: None, timeout=1200)
+    if problem:
+        raise RuntimeError(problem)
+    return found
 
 
 def _reference(twin: Twin) -> Measurement:

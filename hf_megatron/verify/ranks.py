@@ -85,8 +85,8 @@ def run_ranks(
         if device == "cuda":
             # What a rank has only begun to send would end with it.
             torch.cuda.synchronize()
-            dist.barrier(device_ids=[torch.cuda.current_device()])
-            torch.cuda.synchronize()
+            # On the hosts: a rank that has left a barrier of devices may be gone before another's has ended.
+            dist.barrier(dist.new_group(backend="gloo"))
         return result
 
     def join(rank: int, directory: Path) -> None:
