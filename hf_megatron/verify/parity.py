@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig
 
 from ..config import MegatronConfig
 from ..integrations.gate import ConfigUnderTest
-from ..media import PIXELS, is_of_images
+from ..media import PIXELS, image_token, is_of_images
 from ..registry.features import Description, Part, describe_model
 from ..sounds import is_of_sounds
 from ..videos import is_of_videos
@@ -161,7 +161,7 @@ def _draw(
     draw_parameters(model, seed)
     directory = Path(tempfile.mkdtemp(prefix="hf_megatron_twin_"))
     model.save_pretrained(directory)
-    if task in ("image", "video", "sound"):
+    if task in ("image", "video", "sound") or (task == "masked" and image_token(model.config) is not None):
         given = {"batch_size": sizes["batch_size"], "videos": task == "video", "sounds": task == "sound"}
         batches = [make_media_batch(model, **given, seed=seed + index) for index in range(microbatches)]
         if task == "video" and PIXELS not in batches[0]:

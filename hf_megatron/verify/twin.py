@@ -287,7 +287,8 @@ def make_batch(
         padding_side (`str`, defaults to `"right"`): `"right"` or `"left"`.
 
     Returns:
-        `dict[str, Tensor]`: `input_ids` and `attention_mask` of `[batch, sequence]`; `labels` of the same, of
+        `dict[str, Tensor]`: `input_ids` and `attention_mask` of `[batch, sequence]`, with `token_type_ids` of
+        `[batch, sequence, kinds]` where a model has several kinds of them; `labels` of the first shape, of
         `[batch, sequence - 2]` for `"seq2seq"`, of `[batch]` for `"classification"`; `start_positions` and
         `end_positions` of `[batch]` instead for `"question_answering"`; no labels for `"hidden_states"`.
     """
@@ -310,6 +311,10 @@ def make_batch(
     input_ids[attention_mask == 0] = 0 if pad_token_id is None else pad_token_id
 
     batch = {"input_ids": input_ids, "attention_mask": attention_mask}
+    if sizes := getattr(config, "type_vocab_sizes", None):
+        # Several kinds of types for each token: were all alike, so would the tokens be, and attention would cancel.
+        kinds = [torch.randint(size, input_ids.shape, generator=generator) for size in sizes]
+        batch["token_type_ids"] = torch.stack(kinds, -1)
     if task == "hidden_states":
         return batch
     if task == "classification":
