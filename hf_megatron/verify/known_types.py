@@ -199,6 +199,7 @@ NEEDS_A_LABEL = ("mbart", "plbart")
 TINY: Mapping[str, Mapping[str, Any]] = {
     # Tables with a row for each of all entities, or of rows and columns of spreadsheets.
     "luke": {"entity_vocab_size": 37, "entity_emb_size": 40},
+    "mobilebert": {"intra_bottleneck_size": 48, "true_hidden_size": 48, "num_feedforward_networks": 2},
     "tapas": {"type_vocab_sizes": [3, 12, 12, 2, 12, 12, 10]},
     # The width of a layer of the tower grows with the square of it.
     "inkling_vision": {"patch_size": 2},

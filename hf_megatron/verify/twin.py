@@ -37,6 +37,9 @@ _SPECIAL_TOKENS = ("_token_id", "_token_index", "image_patch_id")
 MOE_SIZE = 48
 # Of embeddings that are not as wide as the layers.
 _EMBEDDED = 40
+# Scales sums of residuals as a norm does, without making them smaller: they would grow from block to block, and
+# attention choose single tokens.
+_NO_NORM = "NoNorm"
 
 
 def _by_name(*rows: tuple[float, str]) -> dict[str, Any]:
@@ -557,6 +560,8 @@ def _draw(module: nn.Module, name: str, tensor: Tensor, generator: torch.Generat
     if tensor.dim() < 2:
         if name.endswith("bias"):
             return 0.1 * noise
+        if type(module).__name__ == _NO_NORM:
+            return 0.1 * noise + 0.8
         return 0.2 * noise + (1.0 if tensor.mean() > 0.5 else 0.0)
     # The gain makes the attention choose between tokens, as uniform attention would hide their positions.
     return 1.2 * noise / tensor.shape[-1] ** 0.5
