@@ -190,6 +190,9 @@ WITH_SOUNDS: Mapping[str, Mapping[str, Any]] = {
     },
 }
 
+# Tokens of rows at least: fewer have another kind of attention, for which the model exchanges its modules.
+LONG_ROWS: Mapping[str, int] = {"big_bird": 50}
+
 # Which make none of their labels.
 NEEDS_DECODER_INPUTS = ("fsmt",)
 # Whose shift of labels looks for the last one of each row.
@@ -239,7 +242,7 @@ NO_GRADIENT: Mapping[str, Mapping[str, str]] = {
     "ernie4_5_moe": {r"\.e_score_correction_bias$": "chooses experts: no gradient comes through a choice"},
     "ernie4_5_vl_moe_text": {r"\.e_score_correction_bias$": "chooses experts: no gradient comes through a choice"},
     "qwen2_5_omni_audio_encoder": {r"\.audio_bos_eos_token\.": "read by no forward"},
-    **{name: {r"\.pooler\.": "read by heads of classes alone"} for name in ("fnet", "layoutlm")},
+    **{name: {r"\.pooler\.": "read by heads of classes alone"} for name in ("big_bird", "fnet", "layoutlm")},
     **{
         name: {r"_global\.": "reads tokens that see all others: compared without such"}
         for name in ("led", "longformer")

@@ -21,7 +21,7 @@ from ..media import PIXELS, image_token, is_of_images
 from ..registry.features import Description, Part, describe_model
 from ..sounds import is_of_sounds
 from ..videos import is_of_videos
-from .known_types import without_gradient
+from .known_types import LONG_ROWS, without_gradient
 from .measure import Measurement, measure
 from .media_batch import make_media_batch
 from .metric import AMPLIFIED, WELL_CONDITIONED, Error, Judgement, cancelled, frozen_errors, judge
@@ -116,7 +116,8 @@ def make_twin(
         changes = {"pad_token_id": 0, **(changes or {})}
     for name, value in (changes or {}).items():
         setattr(text, name, value)
-    sizes = {"batch_size": batch_size, "sequence_length": sequence_length}
+    length = max(sequence_length, LONG_ROWS.get(config.model_type, 0))
+    sizes = {"batch_size": batch_size, "sequence_length": length}
     best, others = best_draw(lambda draw: _draw(tiny, task, class_name, microbatches, seed + draw, sizes))
     for twin in others:
         twin.delete()
