@@ -247,6 +247,7 @@ NO_GRADIENT: Mapping[str, Mapping[str, str]] = {
         name: {r"_global\.": "reads tokens that see all others: compared without such"}
         for name in ("led", "longformer")
     },
+    "mra": {r"\.attention\.self\.": "read by a kernel, without which attention is zeros: compared without it"},
     "luke": {
         r"(entity_|w2e_|e2w_|e2e_)": "reads entities: compared on text alone",
         r"\.pooler\.": "read by heads of classes alone",
