@@ -1,6 +1,7 @@
 """Modules on a rank of a pipeline: its own, which take part in its stages, and what stands for those of other ranks."""
 
 import inspect
+from collections.abc import Collection
 from typing import Any, cast
 
 import torch
@@ -55,10 +56,10 @@ def layer_indices(module: nn.Module) -> list[int]:
     return [index for part in module.children() for index in layer_indices(part)]
 
 
-def hold_part(module: nn.Module, kept: str, name: str, place: str, boundary: StageBoundary) -> None:
-    """Leaves of a module before the layers the part that the head is tied to; the rest lies elsewhere."""
+def hold_parts(module: nn.Module, kept: Collection[str], name: str, place: str, boundary: StageBoundary) -> None:
+    """Leaves of a module before the layers the parts that the head is tied to; the rest lies elsewhere."""
     for part, child in list(module.named_children()):
-        if part != kept:
+        if part not in kept:
             setattr(module, part, ForeignInput(f"{name}.{part}", child, place, boundary))
 
 

@@ -110,7 +110,7 @@ SIZES: Mapping[str, int] = _by_name(
     (12, "hidden_size_per_layer_input laurel_rank gated_norm_rank hc_lowrank"),
     (6, "d_rel num_query_tokens latent_query_num"),
     (24, "dim_model_base"),
-    (48, "word_embed_proj_dim"),
+    (48, "word_embed_proj_dim embedding_rank"),
     (32, "ple_embed_dim"),
     (50, "ngram_vocab_size_base"),
     (8, "make_ngram_vocab_size_divisible_by"),
@@ -384,7 +384,7 @@ def _tiny_value(name: str, value: Any) -> Any:
 
 def _tiny_override(tiny: Any, base: Any, value: Any) -> Any:
     """Returns the tiny value of one layer, given those of the model, tiny and original: still larger, if it was."""
-    if not isinstance(base, int):
+    if not isinstance(base, int) or value is None:
         return value
     return 2 * tiny if value > base else min(value, tiny)
 
