@@ -1,4 +1,4 @@
-"""Encoders with something of their own: tables that no part of a call reads, tables called by themselves, joined heads."""
+"""Encoders with something of their own: tables that no part of a call reads, or that are called by themselves."""
 
 import functools
 from dataclasses import replace
