@@ -34,7 +34,7 @@ from .stage_parts import (
     StagedLayer,
     convolves,
     embeds_tokens,
-    hold_part,
+    hold_parts,
     layer_indices,
     output_width,
 )
@@ -201,9 +201,10 @@ def cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> Cut:
         if holds_first or needed_by_head:
             width = output_width(module)
             if not holds_first:
-                part, *rest = needed_by_head[0].removeprefix(f"{module_name}.").split(".")
-                if rest:
-                    hold_part(module, part, module_name, _place(stages, 0), boundary)
+                needed = [name.removeprefix(f"{module_name}.").split(".") for name in needed_by_head]
+                if all(len(path) > 1 for path in needed):
+                    kept = {path[0] for path in needed}
+                    hold_parts(module, kept, module_name, _place(stages, 0), boundary)
             stand_around(module, StagedInput, _stage_boundary=boundary, _name=module_name, _width=width)
         else:
             _replace(model, module_name, ForeignInput(module_name, module, _place(stages, 0), boundary))

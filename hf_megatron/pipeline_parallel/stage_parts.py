@@ -1,6 +1,7 @@
 """Modules on a rank of a pipeline: its own, which take part in its stages, and what stands for those of other ranks."""
 
 import inspect
+from collections.abc import Collection
 from typing import Any, cast
 
 import torch
@@ -55,10 +56,10 @@ def layer_indices(module: nn.Module) -> list[int]:
     return [index for part in module.children() for index in layer_indices(part)]
 
 
-def hold_part(module: nn.Module, kept: str, name: str, place: str, boundary: StageBoundary) -> None:
-    """Leaves of a module before the layers the part that the head is tied to; the rest lies elsewhere."""
+def hold_parts(module: nn.Module, kept: Collection[str], name: str, place: str, boundary: StageBoundary) -> None:
+    """Leaves of a module before the layers the parts that the head is tied to; the rest lies elsewhere."""
     for part, child in list(module.named_children()):
-        if part != kept:
+        if part not in kept:
             setattr(module, part, ForeignInput(f"{name}.{part}", child, place, boundary))
 
 
@@ -66,12 +67,20 @@ class ForeignInput(Placeholder):
     """Stands where a module before the layers is on later stages: zeros `[batch, sequence, hidden]`, or its input."""
 
     def __init__(self, name: str, module: nn.Module, place: str, boundary: StageBoundary):
+        # Its parts ask for it, before modules can have attributes.
+        self.__dict__["_name"] = name
         super().__init__(module, place, boundary)
-        self._name, self._stage_boundary = name, boundary
+        self._stage_boundary = boundary
         self._width = output_width(module)
 
     def standing_for(self, module: nn.Module) -> "ForeignInput":
         return ForeignInput(self._name, module, self._place, self._stage_boundary)
+
+    def _part(self, name: str, child: nn.Module) -> Placeholder:
+        # Models of images and text call a table of tokens by itself, and hand in what it made with images among it.
+        if isinstance(child, nn.Embedding):
+            return ForeignInput(f"{self._name}.{name}", child, self._place, cast(StageBoundary, self._progress))
+        return super()._part(name, child)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         _require_before_layers(self._name, self._stage_boundary)

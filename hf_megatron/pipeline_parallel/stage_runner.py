@@ -35,6 +35,7 @@ from .packed_rows import PackedRow, count_tokens
 from .rehearsal import Rehearsal
 from .schedules import Action, schedule, valid_microbatches
 from .stage_counts import stages_per_rank
+from .tied_gradients import held_at_either_end
 from .transport import Transport
 
 if TYPE_CHECKING:
@@ -275,21 +276,21 @@ class StageRunner(Shared):
             for stage in self.boundary.stages.of_rank(self.mesh.pp_rank)
         }
 
-    def _tied(self) -> list[nn.Parameter]:
-        """Parameters of this rank that the stage at the other end holds too."""
-        if self.mesh.pp_rank not in (self.first, self.last):
-            return []
-        parameters = dict(self.model.named_parameters(remove_duplicate=False)) if self.cut.tied else {}
-        return [parameters[name] for name in self.cut.tied]
+    def _tied(self) -> list[tuple[str, nn.Parameter]]:
+        """Trained parameters of this rank, and their names, that the stage at the other end holds too."""
+        names = self.cut.tied if self.mesh.pp_rank in (self.first, self.last) else ()
+        parameters = dict(self.model.named_parameters(remove_duplicate=False)) if names else {}
+        return [(name, parameters[name]) for name in names if parameters[name].requires_grad]
 
     def tied(self) -> list[nn.Parameter]:
         """Lists the trained parameters of this rank that the stage at the other end holds too."""
-        return [parameter for parameter in self._tied() if parameter.requires_grad]
+        return [parameter for _, parameter in self._tied()]
 
     def sum_tied(self) -> None:
         """Adds up the gradients of tied parameters over both ends of the pipeline."""
         other = self.last if self.mesh.pp_rank == self.first else self.first
-        for number, parameter in enumerate(self.tied()):
+        held = held_at_either_end(self.model, self._tied(), other, self.mesh.host_group("pp"))
+        for number, parameter in enumerate(held):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             with self._measured("tied"):

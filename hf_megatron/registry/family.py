@@ -30,6 +30,7 @@ def corrected_spec(
     before_layers: tuple[str, ...] = (),
     after_layers: tuple[str, ...] = (),
     local_arguments: Mapping[str, tuple[str, ...]] | None = None,
+    left_whole: tuple[str, ...] = (),
     **changes: Any,
 ) -> ModelSpec:
     """Takes the spec from transformers' plan or the structure, with corrections; other arguments are `ModelSpec`'s.
@@ -39,9 +40,12 @@ def corrected_spec(
             this config does not have is left out.
         transparent, whole_blocks, before_layers, after_layers (`tuple[str, ...]`), head_blocks, experts,
             identity_experts, local_arguments (`Mapping`, *optional*): patterns inside the base model.
+        left_whole (`tuple[str, ...]`): modules inside the base model that every rank computes whole.
     """
-    spec = stated_or_inferred_spec(model, may_be_ends=bool(head_blocks))
     prefix = base_prefix(model)
+    spec = _without(
+        stated_or_inferred_spec(model, may_be_ends=bool(head_blocks)), [prefix + pattern for pattern in left_whole]
+    )
     names = [name for name, _ in model.named_modules()] + [n for n, _ in model.named_parameters(remove_duplicate=False)]
     known = set(names) | {generic(name) for name in names}
     added = {prefix + pattern: style for pattern, style in (corrections or {}).items() if prefix + pattern in known}
@@ -60,6 +64,23 @@ def corrected_spec(
         experts={prefix + pattern: attribute for pattern, attribute in (experts or {}).items()},
         identity_experts={prefix + pattern: attribute for pattern, attribute in (identity_experts or {}).items()},
         **changes,
+    )
+
+
+def _without(spec: ModelSpec, whole: list[str]) -> ModelSpec:
+    """Leaves out of a spec what it says of modules, and of what is in them."""
+
+    def is_left(pattern: str) -> bool:
+        return not any(f"{pattern}.".startswith(f"{module}.") for module in whole)
+
+    return replace(
+        spec,
+        plan={pattern: style for pattern, style in spec.plan.items() if is_left(pattern)},
+        local_attributes={pattern: names for pattern, names in spec.local_attributes.items() if is_left(pattern)},
+        local_arguments={pattern: names for pattern, names in spec.local_arguments.items() if is_left(pattern)},
+        regions={block: row for block, row in spec.regions.items() if is_left(block)},
+        several_inputs=tuple(filter(is_left, spec.several_inputs)),
+        transparent=tuple(filter(is_left, spec.transparent)),
     )
 
 

@@ -102,6 +102,10 @@ def _attention(found: FoundBlocks, name: str, module: nn.Module, modules: Mappin
     known = set(styles) | {row}
     if module._parameters or not _fits(module, known, {width} - {size}):
         return
+    if not is_fused and _shapes_by_width(type(module)):
+        # Of some heads it could make no output: weights are split, heads are not.
+        found.plan |= {f"{name}.{child}": "column_gather" for child in styles} | {full_row: "row_split"}
+        return
     found.plan |= {f"{name}.{child}": style for child, style in styles.items()} | {full_row: "row"}
     for child, other in module.named_children():
         if child in known:
@@ -233,6 +237,24 @@ def _has_norm_of(module: nn.Module, width: int) -> bool:
 def _count(module: nn.Module, names: tuple[str, ...]) -> int | None:
     found = (vars(module).get(name) for name in names)
     return next((value for value in found if isinstance(value, int) and value), None)
+
+
+def _shapes_by_width(cls: type) -> bool:
+    """Tells whether a forward gives its output the width that it has read off its input."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(cls.forward)))  # type: ignore[attr-defined]
+    widths: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and isinstance(targets := node.targets[0], ast.Tuple):
+            read = node.value.func if isinstance(node.value, ast.Call) else node.value
+            if isinstance(read, ast.Attribute) and read.attr in ("size", "shape") and len(targets.elts) == 3:
+                widths |= {last.id for last in targets.elts[2:] if isinstance(last, ast.Name)}
+    shaped = (
+        node.args[-1]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args
+        if node.func.attr in ("reshape", "view")
+    )
+    return any(isinstance(last, ast.Name) and last.id in widths for last in shaped)
 
 
 def _attributes_read(cls: type) -> set[str]:

@@ -49,6 +49,8 @@ class Canvas:
         self.height: int
         self.width: int
         self.height, self.width = (size, size) if isinstance(size, int) else size
+        # Patches of all images in a row, of which nothing says where one ends: one of each then.
+        self.is_of_patches = "patch_dim" in dir(type(config))
         self._generator = generator
 
     def draw(self, *shape: int) -> Tensor:
@@ -101,6 +103,8 @@ def image_forms(canvas: Canvas, asked: set[str], counts: Sequence[int]) -> Itera
     # Towers of some kinds take no sizes, of a model for several.
     yield lambda: _whole(canvas, asked - {"image_sizes"}, total)
     # Without a tower patches are projected as they are.
+    if canvas.is_of_patches:
+        yield lambda: {PIXELS: canvas.draw(total, canvas.channels * canvas.patch**2)}
     numbers = canvas.height // canvas.patch * (canvas.width // canvas.patch)
     yield lambda: {PIXELS: canvas.draw(total, numbers, canvas.channels * canvas.patch**2)}
 

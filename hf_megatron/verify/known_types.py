@@ -109,6 +109,7 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "llama4_vision_model": {"hidden_size": 1408, "vision_output_dim": 4096, "image_size": 336},
     "muse_spark_audio": {"hidden_sizes": [8, 12, 16, 20], "depths": [1, 1, 1, 1]},
     # A head by default that nobody reads.
+    "modernvbert": {"vision_config": {"model_type": "siglip_vision_model", "vision_use_head": False}},
     "lfm2_vl": {"vision_config": {"model_type": "siglip2_vision_model", "vision_use_head": False}},
     # No layer types by default.
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
@@ -189,6 +190,9 @@ WITH_SOUNDS: Mapping[str, Mapping[str, Any]] = {
     },
 }
 
+# Tokens of rows at least: fewer have another kind of attention, for which the model exchanges its modules.
+LONG_ROWS: Mapping[str, int] = {"big_bird": 50}
+
 # Which make none of their labels.
 NEEDS_DECODER_INPUTS = ("fsmt",)
 # Whose shift of labels looks for the last one of each row.
@@ -196,6 +200,10 @@ NEEDS_A_LABEL = ("mbart", "plbart")
 
 # Sizes of a twin where those of all types would make it large.
 TINY: Mapping[str, Mapping[str, Any]] = {
+    # Tables with a row for each of all entities, or of rows and columns of spreadsheets.
+    "luke": {"entity_vocab_size": 37, "entity_emb_size": 40},
+    "mobilebert": {"intra_bottleneck_size": 48, "true_hidden_size": 48, "num_feedforward_networks": 2},
+    "tapas": {"type_vocab_sizes": [3, 12, 12, 2, 12, 12, 10]},
     # The width of a layer of the tower grows with the square of it.
     "inkling_vision": {"patch_size": 2},
     # Heads as wide as the layer expands.
@@ -234,12 +242,16 @@ NO_GRADIENT: Mapping[str, Mapping[str, str]] = {
     "ernie4_5_moe": {r"\.e_score_correction_bias$": "chooses experts: no gradient comes through a choice"},
     "ernie4_5_vl_moe_text": {r"\.e_score_correction_bias$": "chooses experts: no gradient comes through a choice"},
     "qwen2_5_omni_audio_encoder": {r"\.audio_bos_eos_token\.": "read by no forward"},
-    **{name: {r"\.pooler\.": "read by heads of classes alone"} for name in ("fnet", "layoutlm")},
+    **{name: {r"\.pooler\.": "read by heads of classes alone"} for name in ("big_bird", "fnet", "layoutlm")},
     **{
         name: {r"_global\.": "reads tokens that see all others: compared without such"}
         for name in ("led", "longformer")
     },
-    "luke": {r"(entity_|w2e_|e2w_|e2e_)": "reads entities: compared on text alone"},
+    "mra": {r"\.attention\.self\.": "read by a kernel, without which attention is zeros: compared without it"},
+    "luke": {
+        r"(entity_|w2e_|e2w_|e2e_)": "reads entities: compared on text alone",
+        r"\.pooler\.": "read by heads of classes alone",
+    },
     "esm": {r"\.contact_head\.": "predicts contacts of residues: read by no loss"},
     "hunyuan_vl_vision": {r"\.image_sep$": "read by no forward"},
     "laguna": {r"\.e_score_correction_bias$": "chooses experts: no gradient comes through a choice"},

@@ -240,5 +240,5 @@ def _features(features: Callable[..., Any], images: Mapping[str, Tensor], total:
         output = features(**images)
         found = output.last_hidden_state if output.pooler_output is None else output.pooler_output
     parts = [found] if isinstance(found, Tensor) else found
-    lengths = [part.flatten(0, -2).shape[0] for part in parts]
+    lengths = [part.numel() // part.shape[-1] for part in parts]
     return lengths if len(lengths) == total else [sum(lengths) // total] * total

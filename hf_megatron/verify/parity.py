@@ -17,11 +17,11 @@ from transformers import PreTrainedConfig
 
 from ..config import MegatronConfig
 from ..integrations.gate import ConfigUnderTest
-from ..media import PIXELS, is_of_images
+from ..media import PIXELS, image_token, is_of_images
 from ..registry.features import Description, Part, describe_model
 from ..sounds import is_of_sounds
 from ..videos import is_of_videos
-from .known_types import without_gradient
+from .known_types import LONG_ROWS, without_gradient
 from .measure import Measurement, measure
 from .media_batch import make_media_batch
 from .metric import AMPLIFIED, WELL_CONDITIONED, Error, Judgement, cancelled, frozen_errors, judge
@@ -116,7 +116,8 @@ def make_twin(
         changes = {"pad_token_id": 0, **(changes or {})}
     for name, value in (changes or {}).items():
         setattr(text, name, value)
-    sizes = {"batch_size": batch_size, "sequence_length": sequence_length}
+    length = max(sequence_length, LONG_ROWS.get(config.model_type, 0))
+    sizes = {"batch_size": batch_size, "sequence_length": length}
     best, others = best_draw(lambda draw: _draw(tiny, task, class_name, microbatches, seed + draw, sizes))
     for twin in others:
         twin.delete()
@@ -161,7 +162,7 @@ def _draw(
     draw_parameters(model, seed)
     directory = Path(tempfile.mkdtemp(prefix="hf_megatron_twin_"))
     model.save_pretrained(directory)
-    if task in ("image", "video", "sound"):
+    if task in ("image", "video", "sound") or (task == "masked" and image_token(model.config) is not None):
         given = {"batch_size": sizes["batch_size"], "videos": task == "video", "sounds": task == "sound"}
         batches = [make_media_batch(model, **given, seed=seed + index) for index in range(microbatches)]
         if task == "video" and PIXELS not in batches[0]:

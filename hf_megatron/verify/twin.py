@@ -37,6 +37,9 @@ _SPECIAL_TOKENS = ("_token_id", "_token_index", "image_patch_id")
 MOE_SIZE = 48
 # Of embeddings that are not as wide as the layers.
 _EMBEDDED = 40
+# Scales sums of residuals as a norm does, without making them smaller: they would grow from block to block, and
+# attention choose single tokens.
+_NO_NORM = "NoNorm"
 
 
 def _by_name(*rows: tuple[float, str]) -> dict[str, Any]:
@@ -107,7 +110,7 @@ SIZES: Mapping[str, int] = _by_name(
     (12, "hidden_size_per_layer_input laurel_rank gated_norm_rank hc_lowrank"),
     (6, "d_rel num_query_tokens latent_query_num"),
     (24, "dim_model_base"),
-    (48, "word_embed_proj_dim"),
+    (48, "word_embed_proj_dim embedding_rank"),
     (32, "ple_embed_dim"),
     (50, "ngram_vocab_size_base"),
     (8, "make_ngram_vocab_size_divisible_by"),
@@ -287,7 +290,8 @@ def make_batch(
         padding_side (`str`, defaults to `"right"`): `"right"` or `"left"`.
 
     Returns:
-        `dict[str, Tensor]`: `input_ids` and `attention_mask` of `[batch, sequence]`; `labels` of the same, of
+        `dict[str, Tensor]`: `input_ids` and `attention_mask` of `[batch, sequence]`, with `token_type_ids` of
+        `[batch, sequence, kinds]` where a model has several kinds of them; `labels` of the first shape, of
         `[batch, sequence - 2]` for `"seq2seq"`, of `[batch]` for `"classification"`; `start_positions` and
         `end_positions` of `[batch]` instead for `"question_answering"`; no labels for `"hidden_states"`.
     """
@@ -310,6 +314,10 @@ def make_batch(
     input_ids[attention_mask == 0] = 0 if pad_token_id is None else pad_token_id
 
     batch = {"input_ids": input_ids, "attention_mask": attention_mask}
+    if sizes := getattr(config, "type_vocab_sizes", None):
+        # Several kinds of types for each token: were all alike, so would the tokens be, and attention would cancel.
+        kinds = [torch.randint(size, input_ids.shape, generator=generator) for size in sizes]
+        batch["token_type_ids"] = torch.stack(kinds, -1)
     if task == "hidden_states":
         return batch
     if task == "classification":
@@ -376,7 +384,7 @@ def _tiny_value(name: str, value: Any) -> Any:
 
 def _tiny_override(tiny: Any, base: Any, value: Any) -> Any:
     """Returns the tiny value of one layer, given those of the model, tiny and original: still larger, if it was."""
-    if not isinstance(base, int):
+    if not isinstance(base, int) or value is None:
         return value
     return 2 * tiny if value > base else min(value, tiny)
 
@@ -552,6 +560,8 @@ def _draw(module: nn.Module, name: str, tensor: Tensor, generator: torch.Generat
     if tensor.dim() < 2:
         if name.endswith("bias"):
             return 0.1 * noise
+        if type(module).__name__ == _NO_NORM:
+            return 0.1 * noise + 0.8
         return 0.2 * noise + (1.0 if tensor.mean() > 0.5 else 0.0)
     # The gain makes the attention choose between tokens, as uniform attention would hide their positions.
     return 1.2 * noise / tensor.shape[-1] ** 0.5

@@ -95,3 +95,11 @@ def test_heads_that_are_no_plain_linear_are_left():
     model = on_meta("gpt_neo")
     model.lm_head = nn.Sequential(model.lm_head)
     assert "lm_head" not in inferred_spec(model).plan
+
+
+def test_heads_are_joined_where_an_output_has_the_width_of_the_input():
+    """TrOCR's attention reshapes what its heads made to the width that it has read off its input."""
+    plan = inferred_spec(on_meta("trocr")).plan
+    assert plan["model.decoder.layers.*.self_attn.q_proj"] == "column_gather"
+    assert plan["model.decoder.layers.*.self_attn.out_proj"] == "row_split"
+    assert plan["model.decoder.layers.*.fc1"] == "column"

@@ -1,0 +1,36 @@
+"""Which weights that both ends of a pipeline hold have a gradient at either of them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..patterns import module_name
+
+
+def held_at_either_end(
+    model: Any, named: Sequence[tuple[str, nn.Parameter]], other: int, group: dist.ProcessGroup
+) -> list[nn.Parameter]:
+    """Lists the parameters of any shape that have a gradient here or at the other end, where both ends ask.
+
+    A table of tokens has one in every call. Others, of entities for one, may be read by no part of it, and have none
+    then, as in one process: an optimizer would move what it is given zeros for.
+
+    Args:
+        named: names and parameters, the same at both ends.
+        other (`int`): rank of the other end in the group.
+        group (`ProcessGroup`): the pipeline's ranks, taking tensors on the host.
+    """
+    tokens = model.get_input_embeddings()
+    always = None if tokens is None else f"{module_name(model, tokens)}.weight"
+    if all(name == always for name, _ in named):
+        return [parameter for _, parameter in named]
+    own = torch.tensor([name == always or parameter.grad is not None for name, parameter in named], dtype=torch.uint8)
+    others = torch.empty_like(own)
+    for work in [dist.isend(own, group=group, group_dst=other), dist.irecv(others, group=group, group_src=other)]:
+        assert work is not None
+        work.wait()
+    is_held = (own | others).tolist()
+    return [parameter for (_, parameter), held in zip(named, is_held, strict=True) if held]

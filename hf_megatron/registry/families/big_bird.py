@@ -1,0 +1,13 @@
+"""BigBird: its heads draw blocks of tokens one after another, and short texts exchange the attention of a model."""
+
+from typing import Any
+
+from ...spec import ModelSpec
+from ..family import corrected_spec
+from ..lookup import register_model
+
+
+@register_model("big_bird")
+def big_bird(model: Any) -> ModelSpec:
+    # Some of the heads alone would draw what others do, and a new attention knows of no part of its heads.
+    return corrected_spec(model, left_whole=("encoder.layer.*.attention", "encoder.layer.*.crossattention"))

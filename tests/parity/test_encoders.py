@@ -1,0 +1,79 @@
+"""Encoders with something of their own: tables that no part of a call reads, or that are called by themselves."""
+
+import functools
+from dataclasses import replace
+
+import pytest
+from transformers import CONFIG_MAPPING
+
+from hf_megatron.errors import RankError
+from hf_megatron.integrations.gate import ConfigUnderTest
+from hf_megatron.pipeline_parallel import stage_runner
+from hf_megatron.verify.parity import check_twin, measured
+from hf_megatron.verify.twin import make_batch
+from tests.shared_twins import make_twin
+
+PIPELINES = (
+    {"pp_size": 2},
+    {"pp_size": 2, "pipeline_schedule": "zbv"},
+    {"pp_size": 2, "pipeline_schedule": "interleaved_1f1b"},
+    {"pp_size": 2, "dp_size": 2, "zero_stage": 1},
+    {"pp_size": 2, "tp_size": 2},
+)
+SPLIT = ({"tp_size": 2}, {"tp_size": 2, "sequence_parallel": True})
+
+
+def named(layout):
+    return "+".join(f"{name}{value}" for name, value in layout.items())
+
+
+@functools.lru_cache(maxsize=1)
+def twin(model_type):
+    return make_twin(CONFIG_MAPPING[model_type](), task="masked", microbatches=2)
+
+
+@pytest.mark.parametrize("layout", PIPELINES, ids=named)
+@pytest.mark.parametrize("model_type", ["luke", "modernvbert", "neomme", "roformer"])
+def test_pipelines_equal_one_process(model_type, layout):
+    comparison = check_twin(twin(model_type), ConfigUnderTest(**layout))
+    assert comparison.passed, comparison.report()
+
+
+@pytest.mark.parametrize("layout", SPLIT, ids=named)
+@pytest.mark.parametrize("model_type", ["big_bird", "esmc", "neomme", "tapas"])
+def test_split_weights_equal_one_process(model_type, layout):
+    comparison = check_twin(twin(model_type), ConfigUnderTest(**layout))
+    assert comparison.passed, comparison.report()
+
+
+def test_a_head_that_reads_two_tables_equals_one_process():
+    comparison = check_twin(twin("mobilebert"), ConfigUnderTest(tp_size=2))
+    assert comparison.passed, comparison.report()
+
+
+def test_zeros_for_a_table_that_nobody_read_are_found():
+    """The seeded fault: both ends add up a gradient that neither has, which AdamW would decay weights for."""
+
+    def sabotage():
+        stage_runner.held_at_either_end = lambda model, tied, *_: [parameter for _, parameter in tied]
+
+    comparison = check_twin(twin("luke"), ConfigUnderTest(pp_size=2), sabotage=sabotage)
+    assert "entity_embeddings.weight is surplus" in str(comparison.worst)
+
+
+@functools.lru_cache(maxsize=1)
+def short_texts():
+    """BigBird on texts that are too short for blocks: its forward makes it another attention."""
+    long = twin("big_bird")
+    return measured(replace(long, batches=[make_batch(long.config, task="masked", seed=seed) for seed in range(2)]))
+
+
+def test_an_attention_exchanged_by_a_forward_equals_one_process():
+    comparison = check_twin(short_texts(), ConfigUnderTest(tp_size=2))
+    assert comparison.passed, comparison.report()
+
+
+@pytest.mark.parametrize("layout", [{"pp_size": 2}, SPLIT[1]], ids=named)
+def test_an_attention_exchanged_by_a_forward_is_refused_where_it_cannot_be(layout):
+    with pytest.raises(RankError, match="UnsupportedError"):
+        check_twin(short_texts(), ConfigUnderTest(**layout))
