@@ -61,6 +61,12 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 2},
     # No kinds of MLPs by default, and no number of experts per token.
     "deepseek_ocr2_text": {"mlp_layer_types": ["dense"] + ["sparse"] * 31, "num_experts_per_tok": 6},
+    # Multipliers of one by default, which checkpoints have otherwise.
+    "falcon_h1": {
+        **{"ssm_multipliers": [0.5, 1.5, 0.75, 1.25, 0.9], "mlp_multipliers": [0.75, 1.5], "key_multiplier": 0.75},
+        **{"ssm_in_multiplier": 1.25, "ssm_out_multiplier": 0.75, "attention_in_multiplier": 0.9},
+        **{"attention_out_multiplier": 1.1, "embedding_multiplier": 5.5, "lm_head_multiplier": 0.5},
+    },
     # No experts by default, but layers of them.
     "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
     # No sections by default, where the model takes those of a wide head.
@@ -201,7 +207,7 @@ TINY: Mapping[str, Mapping[str, Any]] = {
     # Heads as wide as the layer expands.
     "mamba2": {"num_heads": 8},
     "zamba2": {"mamba_headdim": 16, "attention_hidden_size": 128, "attention_head_dim": 32, "adapter_rank": 12},
-    "falcon_h1": {"mamba_d_ssm": 128},
+    "falcon_h1": {"mamba_d_ssm": 128, "mamba_d_head": 16},
     **{name: {"intermediate_size": 128} for name in ("mamba", "falcon_mamba")},
     # As many features as four neighbours have. Towers of Whisper's kind take twice as many frames as positions.
     "glmasr_encoder": {"intermediate_size": 256},
