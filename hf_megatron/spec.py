@@ -22,6 +22,8 @@ class HeadBlock:
             the whole.
         norms_of_groups (`tuple[str, ...]`): norms over the heads of a group, whose weights are among those.
         lengths (`Mapping[str, str]`): attribute -> the weight of which it is the length along its dim of heads.
+        rounds (`int`): how often the parts follow each other in a weight, each time with a share of the heads, where a
+            forward cuts its projections by a number of its own.
     """
 
     counts: tuple[str, ...]
@@ -32,6 +34,7 @@ class HeadBlock:
     groups: str | None = None
     norms_of_groups: tuple[str, ...] = ()
     lengths: Mapping[str, str] = field(default_factory=dict)
+    rounds: int = 1
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,8 @@ class ModelSpec:
         whole_blocks (`tuple[str, ...]`): blocks in which tokens meet otherwise than in transformers' attention
             functions; context parallelism computes them on whole rows. Those that keep a cache of their own are found
             by structure.
+        layer_parameters (`tuple[str, ...]`): parameters of blocks that are handed to the layer around, which adds them
+            to hidden states itself.
         head_blocks (`Mapping[str, HeadBlock]`): blocks on whole rows of which each rank can compute some heads.
         token_dims (`Mapping[str, int]`): arguments of a layer with an entry per token in another dim than the second,
             `sequence_arguments` among them.
@@ -110,6 +115,7 @@ class ModelSpec:
     features_argument: str | None = None
     prefixes: tuple[str, ...] = ()
     whole_blocks: tuple[str, ...] = ()
+    layer_parameters: tuple[str, ...] = ()
     head_blocks: Mapping[str, HeadBlock] = field(default_factory=dict)
     token_dims: Mapping[str, int] = field(default_factory=dict)
     no_context_parallel: str | None = None
