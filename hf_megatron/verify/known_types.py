@@ -209,6 +209,8 @@ TINY: Mapping[str, Mapping[str, Any]] = {
     "zamba2": {"mamba_headdim": 16, "attention_hidden_size": 128, "attention_head_dim": 32, "adapter_rank": 12},
     "falcon_h1": {"mamba_d_ssm": 128, "mamba_d_head": 16},
     **{name: {"intermediate_size": 128} for name in ("mamba", "falcon_mamba")},
+    # Heads of two ranks in four parts.
+    "codegen": {"n_head": 8},
     # As many features as four neighbours have. Towers of Whisper's kind take twice as many frames as positions.
     "glmasr_encoder": {"intermediate_size": 256},
     "voxtral_encoder": {"intermediate_size": 256, "max_source_positions": 16},

@@ -3,21 +3,22 @@
 from typing import Any
 
 from ...spec import HeadBlock, ModelSpec
-from ..family import corrected_spec
+from ..family import base_prefix, family_spec
 from ..lookup import register_model
 
-# In whatever number of parts its first training ran.
-_ROUNDS = 4
 _HEADS = ("num_attention_heads", "head_dim")
 ATTENTION = HeadBlock(
     ("num_attention_heads",),
     {"qkv_proj.weight": (0, (_HEADS,) * 3), "out_proj.weight": (1, (_HEADS,))},
-    rounds=_ROUNDS,
+    # Written into its forward.
+    rounds=4,
 )
 
 
 @register_model("codegen")
 def codegen(model: Any) -> ModelSpec:
-    spec = corrected_spec(model, head_blocks={"h.*.attn": ATTENTION})
-    attention = {name for name in spec.plan if ".attn." in name}
-    return corrected_spec(model, dict.fromkeys(attention, "replicated"), head_blocks={"h.*.attn": ATTENTION})
+    return family_spec(
+        model,
+        {"wte": "vocab_embedding", "h.*.mlp.fc_in": "column", "h.*.mlp.fc_out": "row"},
+        head_blocks={f"{base_prefix(model)}h.*.attn": ATTENTION},
+    )
