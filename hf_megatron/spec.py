@@ -22,6 +22,7 @@ class HeadBlock:
             the whole.
         norms_of_groups (`tuple[str, ...]`): norms over the heads of a group, whose weights are among those.
         lengths (`Mapping[str, str]`): attribute -> the weight of which it is the length along its dim of heads.
+        routers (`tuple[str, ...]`): modules of which all heads read a choice, and all ranks the logits that they return last.
         rounds (`int`): how often the parts follow each other in a weight, each time with a share of the heads, where a
             forward cuts its projections by a number of its own.
     """
@@ -34,6 +35,7 @@ class HeadBlock:
     groups: str | None = None
     norms_of_groups: tuple[str, ...] = ()
     lengths: Mapping[str, str] = field(default_factory=dict)
+    routers: tuple[str, ...] = ()
     rounds: int = 1
 
 

@@ -128,6 +128,7 @@ def _styles_of_heads(modules: Mapping[str, nn.Module], blocks: Mapping[str, Head
         for own, part in modules[name].named_modules():
             if own and any(parameter is not None for parameter in part._parameters.values()):
                 styles[f"{name}.{own}"] = "replicated" if own in gathered else "replicated_sum"
+        styles |= {f"{name}.{router}": "shared_logits" for router in heads.routers}
         styles[name] = "heads_of_rank"
         styles |= {f"{name}.{own}": of for own, of in styles_of_weights(modules[name], heads).items()}
     return styles

@@ -17,6 +17,7 @@
 | `summed_inside` | by its parameters' own rules | first input copied (experts with a `norm_of_sum`) |
 | `norm_of_sum` | whole | input summed |
 | `dispatched` | whole experts, over ep | nothing: their tokens do |
+| `shared_logits` | none | gradient of a router's logits divided by tp inside a partial sum |
 | `shared_addend` | one whole parameter | added by every rank of a partial sum: each reads its share |
 | `norm_of_ranks` | features split | squares of all ranks summed |
 | `norm_per_head` | whole | this rank's heads use their norms |
@@ -42,7 +43,7 @@ from ..mesh import ParallelMesh
 from ..placement import GradientRule, Placement
 from ..spec import HeadBlock
 from .embedding import HiddenParallelEmbedding, VocabParallelEmbedding
-from .experts import LatentWithRotary, NormOfSum, PartialSum, SharedIdentity, SummedInside
+from .experts import LatentWithRotary, NormOfSum, PartialSum, SharedIdentity, SharedLogits, SummedInside
 from .heads import NormOfRanks, NormPerHead, check_norm_of_ranks, check_norm_per_head
 from .heads_of_rank import PartialHeads
 from .linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear
@@ -253,6 +254,11 @@ class _SharedIdentity(Style):
         SharedIdentity(context.mesh.tp_size).install(module)
 
 
+class _SharedLogits(Style):
+    def install(self, module: nn.Module, context: ModuleContext) -> None:
+        SharedLogits(context.mesh.tp_size).install(module)
+
+
 class _SharedAddend(Style):
     """One bare parameter that is added inside a partial sum."""
 
@@ -344,6 +350,7 @@ STYLES: Mapping[str, Style] = {
     "norm_of_sum": _NormOfSum(),
     "dispatched": _Dispatched(),
     "shared_identity": _SharedIdentity(),
+    "shared_logits": _SharedLogits(),
     "shared_addend": _SharedAddend(),
     "norm_of_ranks": _NormOfRanks(),
     "norm_per_head": _NormPerHead(),

@@ -18,6 +18,4 @@ def ctrl(model: Any) -> ModelSpec:
     return family_spec(
         model,
         {"w": "vocab_embedding", **{f"h.{layer}.{name}": style for layer in layers for name, style in _LAYER.items()}},
-        # Values, keys and queries of the same tokens, one by one.
-        several_inputs=("h.*.multi_head_attention",),
     )

@@ -14,6 +14,7 @@ ATTENTION = HeadBlock(
         "experts.output_linear.weight": (2, ()),
     },
     summed=("experts.bias",),
+    routers=("experts.router",),
 )
 
 
@@ -25,6 +26,7 @@ def jetmoe(model: Any) -> ModelSpec:
             "embed_tokens": "vocab_embedding",
             "layers.*.mlp": "partial_sum",
             "layers.*.mlp.bias": "shared_addend",
+            "layers.*.mlp.router": "shared_logits",
             "layers.*.mlp.router.layer": "replicated_sum",
             "layers.*.mlp.input_linear.weight": "packed_rows",
             "layers.*.mlp.output_linear.weight": "split_columns",
