@@ -20,7 +20,7 @@ from .absent_images import ForeignPrefix, ForeignTower, StagedPrefix, call_in_fi
 from .around_layers import find_around, find_beside, find_tied, find_tied_before, find_towers, has_parameters, side_of
 from .boundary import StageBoundary
 from .crossings import Carried
-from .cuttable import require_cuttable, require_schedule
+from .cuttable import require_cuttable, require_no_shared_layers, require_schedule
 from .partition import Stages
 from .placeholder import Placeholder, first_dtype
 from .stage_counts import make_stages, require_features_on_first_stage
@@ -153,6 +153,7 @@ def cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> Cut:
     _put_head_last(model, row.lists[0])
     stages = make_stages(model, layers, config)
     require_features_on_first_stage(model, stages)
+    require_no_shared_layers(model, row, stages)
     boundary = StageBoundary(stages, Carried.of(spec, layers, row.decoder))
     mixes_documents = scales_by_length(model.config) or bool(find_whole_blocks(model, spec, row.lists[-1]))
     owned = stages.of_rank(axes.rank("pp"))

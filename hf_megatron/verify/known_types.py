@@ -67,6 +67,8 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
         **{"ssm_in_multiplier": 1.25, "ssm_out_multiplier": 0.75, "attention_in_multiplier": 0.9},
         **{"attention_out_multiplier": 1.1, "embedding_multiplier": 5.5, "lm_head_multiplier": 0.5},
     },
+    # Neither adapters nor positions by default, which some checkpoints have.
+    "zamba2": {"use_shared_attention_adapter": True, "use_mem_rope": True},
     # No experts by default, but layers of them.
     "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
     # No sections by default, where the model takes those of a wide head.
@@ -206,9 +208,19 @@ TINY: Mapping[str, Mapping[str, Any]] = {
     "inkling_vision": {"patch_size": 2},
     # Heads as wide as the layer expands.
     "mamba2": {"num_heads": 8},
-    "zamba2": {"mamba_headdim": 16, "attention_hidden_size": 128, "attention_head_dim": 32, "adapter_rank": 12},
+    # Two layers with one shared block.
+    "zamba": {
+        **{"layers_block_type": ["linear_attention", "hybrid"] * 2, "num_hidden_layers": 4},
+        **{"attention_hidden_size": 128, "attention_head_dim": 32},
+    },
+    "zamba2": {
+        **{"layers_block_type": ["linear_attention", "hybrid"] * 2, "num_hidden_layers": 4, "hybrid_layer_ids": [1, 3]},
+        **{"attention_hidden_size": 128, "attention_head_dim": 32, "mamba_headdim": 16, "adapter_rank": 12},
+    },
     "falcon_h1": {"mamba_d_ssm": 128, "mamba_d_head": 16},
     **{name: {"intermediate_size": 128} for name in ("mamba", "falcon_mamba")},
+    # Other channels than hidden states have.
+    "rwkv": {"attention_hidden_size": 48},
     # Heads of two ranks in four parts.
     "codegen": {"n_head": 8},
     # As many features as four neighbours have. Towers of Whisper's kind take twice as many frames as positions.
