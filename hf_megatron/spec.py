@@ -65,7 +65,7 @@ class ModelSpec:
         layers (`str`, *optional*): the module list that a pipeline cuts; by default the one of the class's
             `_no_split_modules`.
         before_layers, after_layers (`tuple[str, ...]`): modules that run before or after the layers although they are
-            defined on their other side.
+            defined on their other side; parameters of the model itself that are read before them.
         layer_values (`int`): values that a layer returns, hidden states among them; a pipeline sends those of a
             stage's last layer on.
         early_arguments (`tuple[str, ...]`): arguments of layers that the loop makes of what comes before the layers;

@@ -42,20 +42,23 @@ def _ancestors(layers: str) -> Iterator[tuple[str, str]]:
         yield ".".join(path[:depth]), on_path
 
 
-def find_beside(model: Any, row: LayerRow) -> list[str]:
-    """Lists the parameters of modules around the layers themselves, which features of images are joined with.
+def find_beside(model: Any, row: LayerRow, spec: ModelSpec) -> list[str]:
+    """Lists the parameters of modules around the layers themselves, which are read before these.
+
+    Features of images are joined with them.
 
     Raises:
-        UnsupportedError: those of models without images.
+        UnsupportedError: there are others.
     """
     found = []
     for prefix in dict.fromkeys(prefix for layers in row.lists for prefix, _ in _ancestors(layers)):
         ancestor = model.get_submodule(prefix)
         own = [name for name, parameter in ancestor._parameters.items() if parameter is not None]
-        if own and not find_towers(model):
+        if not find_towers(model) and not {f"{prefix}.{name}" for name in own} <= {*spec.before_layers}:
             raise UnsupportedError(
                 f"{prefix or type(model).__name__} has parameters of its own beside its layers ({', '.join(own)}): no "
-                "stage can be told to own them. Load the model with pp_size=1."
+                "stage can be told to own them. Load the model with pp_size=1, or name them in its family's "
+                "`before_layers`."
             )
         found += [f"{prefix}.{name}" if prefix else name for name in own]
     return found

@@ -160,7 +160,7 @@ def cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> Cut:
     holds_first, holds_last = 0 in owned, len(stages.ranges) - 1 in owned
     around = find_around(model, row, spec)
     before, between, after = around.before, around.between, around.after
-    beside = find_beside(model, row)
+    beside = find_beside(model, row, spec)
     tied = find_tied(model, before, after)
     tied_before = find_tied_before(model, before)
     if tied_before and config.zero_stage == 3 and axes.size("dp_cp") > 1:

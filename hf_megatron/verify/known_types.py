@@ -219,6 +219,7 @@ TINY: Mapping[str, Mapping[str, Any]] = {
     },
     "falcon_h1": {"mamba_d_ssm": 128, "mamba_d_head": 16},
     **{name: {"intermediate_size": 128} for name in ("mamba", "falcon_mamba")},
+    "xlnet": {"d_inner": 256},
     # Other channels than hidden states have.
     "rwkv": {"attention_hidden_size": 48},
     # Heads of two ranks in four parts.
@@ -278,6 +279,10 @@ NO_GRADIENT: Mapping[str, Mapping[str, str]] = {
     },
     "phi4_multimodal": {r"\.embed_tokens_extend\.": "reads images and audio: compared on text alone"},
     "qwen4_exp_text": _INDEXER,
+    "xlnet": {
+        r"\.mask_emb$": "stands for tokens that are predicted in an order: compared without one",
+        r"\.(seg_embed|r_s_bias)$": "reads segments: compared on one",
+    },
     "deepseek_ocr2_vision": {r"\.query_1024_resolution\.": "makes features of larger images: compared on small ones"},
     "emu3": _TOKENIZER,
     "granite_docling": {r"\.connector\.fine\.": "reads tiles of which the batch says that they are fine"},

@@ -23,6 +23,7 @@ def zaya(model: Any) -> ModelSpec:
         # They add two tensors per token.
         transparent=tuple(f"layers.*.post_{block}_residual_scale" for block in ("attention", "mlp")),
         whole_blocks=("layers.*.self_attn",),
+        before_layers=tuple(f"{base_prefix(model)}input_hidden_states_{name}" for name in ("scale", "bias")),
         # What routers of later layers read.
         layer_values=2,
     )
