@@ -12,7 +12,8 @@ class HeadBlock:
     """A block whose heads work apart from each other between its first and its last projection.
 
     Args:
-        counts (`tuple[str, ...]`): attributes that count heads or groups of them, or widths of all of them.
+        counts (`tuple[str, ...]`): attributes that count heads or groups of them, or widths of all of them; those of the
+            block's config are changed in a copy of it.
         weights (`Mapping[str, tuple[int, tuple[Width, ...]]]`): parameter or buffer of the block -> its dim of heads,
             and the parts of that dim that each have an entry for every head; `()` for one part.
         summed (`tuple[str, ...]`): biases that are added once to the sum of all heads.

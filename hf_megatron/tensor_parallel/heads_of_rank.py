@@ -9,6 +9,7 @@ all heads is summed. Where all heads read one group, every rank has it, and a no
 all ranks, which are gathered for it.
 """
 
+import copy
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ from ..spec import HeadBlock, Width
 from .local_parameters import is_split_parameter
 
 _ABSENT = object()
+# Before counts of a block's config.
+_CONFIG = "config."
 
 
 def is_adapted(block: nn.Module) -> bool:
@@ -138,10 +141,13 @@ class HeadsOfRank:
         for name in self.heads.summed:
             for held, own, weight in _held(block, name):
                 self._replace(held, own, weight / self.ranks)
+        if any(count.startswith(_CONFIG) for count in self.heads.counts):
+            # All layers have the same one.
+            self._replace(vars(block), "config", copy.copy(block.config))
         for count in self.heads.counts:
             if is_one and count == self.heads.groups:
                 continue
-            owner, own = _owner(block, count)
+            owner, own = (block.config, count.removeprefix(_CONFIG)) if count.startswith(_CONFIG) else _owner(block, count)
             self._replace(vars(owner), own, getattr(owner, own) // self.ranks)
         for count, name in self.heads.lengths.items():
             owner, own = _owner(block, count)

@@ -220,6 +220,8 @@ TINY: Mapping[str, Mapping[str, Any]] = {
     "falcon_h1": {"mamba_d_ssm": 128, "mamba_d_head": 16},
     **{name: {"intermediate_size": 128} for name in ("mamba", "falcon_mamba")},
     "xlnet": {"d_inner": 256},
+    # Trained in chunks that the sequence does not fill, and compared in full precision.
+    "xlstm": {"embedding_dim": 64, "mode": "train_with_padding", "return_last_states": False, "autocast_kernel_dtype": "float32"},
     # Other channels than hidden states have.
     "rwkv": {"attention_hidden_size": 48},
     # Heads of two ranks in four parts.
