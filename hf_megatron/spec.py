@@ -12,8 +12,8 @@ class HeadBlock:
     """A block whose heads work apart from each other between its first and its last projection.
 
     Args:
-        counts (`tuple[str, ...]`): attributes that count heads or groups of them, or widths of all of them; those of the
-            block's config are changed in a copy of it.
+        counts (`tuple[str, ...]`): attributes that count heads or groups of them, or widths of all of them; those of
+            the block's config are changed in a copy of it.
         weights (`Mapping[str, tuple[int, tuple[Width, ...]]]`): parameter or buffer of the block -> its dim of heads,
             and the parts of that dim that each have an entry for every head; `()` for one part.
         summed (`tuple[str, ...]`): biases that are added once to the sum of all heads.
@@ -23,7 +23,8 @@ class HeadBlock:
             the whole.
         norms_of_groups (`tuple[str, ...]`): norms over the heads of a group, whose weights are among those.
         lengths (`Mapping[str, str]`): attribute -> the weight of which it is the length along its dim of heads.
-        routers (`tuple[str, ...]`): modules of which all heads read a choice, and all ranks the logits that they return last.
+        routers (`tuple[str, ...]`): modules whose choices all heads read, and all ranks the logits that they return
+            last.
         rounds (`int`): how often the parts follow each other in a weight, each time with a share of the heads, where a
             forward cuts its projections by a number of its own.
     """

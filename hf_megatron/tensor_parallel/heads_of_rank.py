@@ -147,7 +147,9 @@ class HeadsOfRank:
         for count in self.heads.counts:
             if is_one and count == self.heads.groups:
                 continue
-            owner, own = (block.config, count.removeprefix(_CONFIG)) if count.startswith(_CONFIG) else _owner(block, count)
+            owner, own = (
+                (block.config, count.removeprefix(_CONFIG)) if count.startswith(_CONFIG) else _owner(block, count)
+            )
             self._replace(vars(owner), own, getattr(owner, own) // self.ranks)
         for count, name in self.heads.lengths.items():
             owner, own = _owner(block, count)

@@ -220,8 +220,8 @@ TINY: Mapping[str, Mapping[str, Any]] = {
     "falcon_h1": {"mamba_d_ssm": 128, "mamba_d_head": 16},
     **{name: {"intermediate_size": 128} for name in ("mamba", "falcon_mamba")},
     "xlnet": {"d_inner": 256},
-    # Trained in chunks that the sequence does not fill, and compared in full precision.
-    "xlstm": {"embedding_dim": 64, "mode": "train_with_padding", "return_last_states": False, "autocast_kernel_dtype": "float32"},
+    # Kernels in full precision.
+    "xlstm": {"embedding_dim": 64, "autocast_kernel_dtype": "float32"},
     # Other channels than hidden states have.
     "rwkv": {"attention_hidden_size": 48},
     # Heads of two ranks in four parts.
@@ -334,7 +334,8 @@ def without_gradient(config: PreTrainedConfig, media: Collection[str] = ()) -> M
     known = {name: why for part in (config, *parts) for name, why in NO_GRADIENT.get(part.model_type, {}).items()}
     lacking = [of_types for medium, of_types in NO_GRADIENT_WITHOUT.items() if medium not in media]
     unread = {name: why for of_types in lacking for name, why in of_types.get(config.model_type, {}).items()}
-    alone = _CROSS_ATTENTION if getattr(config, "is_decoder", False) and not config.is_encoder_decoder else {}
+    has_encoder = getattr(config, "is_decoder", False) or type(config)().is_encoder_decoder
+    alone = _CROSS_ATTENTION if has_encoder and not config.is_encoder_decoder else {}
     return {**known, **unread, **alone, **_unread_layers(config)}
 
 

@@ -30,7 +30,9 @@ HEADS = HeadBlock(
     lengths={"conv_dim": "conv1d.weight"},
 )
 # With a norm or without, and a multiplier for each output of the first projection.
-HEADS_WITH_MULTIPLIERS = replace(HEADS, weights={**HEADS.weights, "mup_vector": (2, HEADS.weights["in_proj.weight"][1])})
+HEADS_WITH_MULTIPLIERS = replace(
+    HEADS, weights={**HEADS.weights, "mup_vector": (2, HEADS.weights["in_proj.weight"][1])}
+)
 
 
 def of_mixers(mixer: str) -> Callable[[Any], ModelSpec]:

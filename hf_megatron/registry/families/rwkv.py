@@ -10,7 +10,7 @@ _ROWS = 0, ()
 _COLUMNS = 1, ()
 CHANNELS = HeadBlock(
     ("attention_hidden_size",),
-    {name: _ROWS for name in ("time_decay", "time_first", "key.weight", "value.weight", "receptance.weight")}
+    dict.fromkeys(("time_decay", "time_first", *(f"{name}.weight" for name in ("key", "value", "receptance"))), _ROWS)
     | {"output.weight": _COLUMNS},
 )
 MLP = HeadBlock((), {"key.weight": _ROWS, "value.weight": _COLUMNS})

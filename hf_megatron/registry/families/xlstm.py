@@ -7,17 +7,22 @@ from ..family import base_prefix, family_spec
 from ..lookup import register_model
 
 _ROWS = 0, ()
-_LINEARS = ("q", "k", "v", "ogate_preact", "igate_preact", "fgate_preact", "multihead_norm")
-_FUSED = 0, (("qk_dim",), ("qk_dim",), ("v_dim",), ("v_dim",))
-_GATES = 0, (("config.num_heads",),) * 2
-MEMORY = HeadBlock(
-    ("config.num_heads", "multihead_norm.num_heads", "qk_dim", "v_dim"),
-    {f"{name}.{kind}": _ROWS for name in _LINEARS for kind in ("weight", "bias")}
-    | {f"qkv_opreact.{kind}": _FUSED for kind in ("weight", "bias")}
-    | {f"ifgate_preact.{kind}": _GATES for kind in ("weight", "bias")}
-    | {"out_proj.weight": (1, ())},
-    summed=("out_proj.bias",),
-)
+_APART = dict.fromkeys(("q", "k", "v", "ogate_preact", "igate_preact", "fgate_preact"), _ROWS)
+_FUSED = {
+    "qkv_opreact": (0, (("qk_dim",), ("qk_dim",), ("v_dim",), ("v_dim",))),
+    "ifgate_preact": (0, (("config.num_heads",),) * 2),
+}
+
+
+def memory(linears: dict[str, Any]) -> HeadBlock:
+    """Returns a memory's heads, of linears with entries for each."""
+    rows = {**linears, "multihead_norm": _ROWS}
+    return HeadBlock(
+        ("config.num_heads", "multihead_norm.num_heads", "qk_dim", "v_dim"),
+        {f"{name}.{kind}": of for name, of in rows.items() for kind in ("weight", "bias")}
+        | {"out_proj.weight": (1, ())},
+        summed=("out_proj.bias",),
+    )
 
 
 @register_model("xlstm")
@@ -29,7 +34,7 @@ def xlstm(model: Any) -> ModelSpec:
         model,
         {"embeddings": "vocab_embedding", **mlp},
         local_attributes={"blocks.*.ffn": ("up_proj_dim",)},
-        head_blocks={f"{base_prefix(model)}blocks.*.mlstm_layer": MEMORY},
+        head_blocks={f"{base_prefix(model)}blocks.*.mlstm_layer": memory(_FUSED if is_fused else _APART)},
         # The memory's state beside hidden states.
         layer_values=2,
     )

@@ -11,51 +11,49 @@ _ROWS = 0, ()
 # Each head has its states, steps, B and C to itself; its channels lie beside those of its gates.
 OF_ZAMBA = HeadBlock(
     ("n_mamba_heads", "intermediate_size"),
-    {
-        **{f"{name}.weight": _ROWS for name in ("in_proj", "conv1d")},
-        **{f"{name}.bias": _ROWS for name in ("in_proj", "conv1d")},
-        **dict.fromkeys(("x_proj_weight", "dt_proj_weight", "dt_proj_bias", "A_log", "D"), _ROWS),
-        "out_proj.weight": (1, ()),
-    },
+    dict.fromkeys([f"{name}.{kind}" for name in ("in_proj", "conv1d") for kind in ("weight", "bias")], _ROWS)
+    | dict.fromkeys(("x_proj_weight", "dt_proj_weight", "dt_proj_bias", "A_log", "D"), _ROWS)
+    | {"out_proj.weight": (1, ())},
     summed=("out_proj.bias",),
 )
 
 
-def of_shared_blocks(model: Any, name: str, adapters: dict[str, str], firsts: dict[str, str], mixer: HeadBlock) -> Any:
-    """Returns the spec of a model with blocks that layers share, by their name.
+def with_shared_blocks(model: Any, block: str, plan: dict[str, str], mixer: HeadBlock) -> ModelSpec:
+    """Returns the spec of a model whose layers share attention and MLP.
 
     Args:
-        adapters (`dict[str, str]`): list of pairs of linears -> style of the second one of each.
-        firsts (`dict[str, str]`): first linears of the MLP -> their style.
+        block (`str`): what holds both.
+        plan (`dict[str, str]`): what else is split, and the first linears of the MLP.
     """
-    prefix, shared = base_prefix(model), f"layers.*.{name}"
-    plan = {f"self_attn.{one}_proj": "column" for one in "qkv"} | {f"feed_forward.{one}": of for one, of in firsts.items()}
-    plan |= {"self_attn.o_proj": "row", "feed_forward.down_proj": "row"}
-    of_adapters: dict[str, str] = {}
-    for block, _ in model.named_modules():
-        owner, _, number = block.removeprefix(prefix).rpartition(".")
-        part, style = owner.rpartition(".")[0].rpartition(f"{name}.")[2], "replicated_sum"
-        if part in adapters and number in "01":
-            of_adapters[block.removeprefix(prefix)] = adapters[part] if number == "1" else style
-    rows = {f"{shared}.self_attn": f"{shared}.self_attn.o_proj", f"{shared}.feed_forward": f"{shared}.feed_forward.down_proj"}
+    shared, mixers = f"layers.*.{block}", (f"layers.*.{place}mamba" for place in ("", "mamba_decoder."))
+    styles = dict.fromkeys((f"self_attn.{name}_proj" for name in "qkv"), "column")
+    rows = {"self_attn": "self_attn.o_proj", "feed_forward": "feed_forward.down_proj"}
+    styles |= dict.fromkeys(rows.values(), "row")
     return family_spec(
         model,
-        {"embed_tokens": "vocab_embedding", **{f"{shared}.{linear}": of for linear, of in plan.items()}, **of_adapters},
-        regions=rows,
+        {"embed_tokens": "vocab_embedding", **{f"{shared}.{name}": style for name, style in styles.items()}} | plan,
+        # Beside their linears they may have adapters.
+        regions={f"{shared}.{name}": f"{shared}.{row}" for name, row in rows.items()},
         transparent=(shared, "layers.*.mamba_decoder"),
         sequence_arguments=("original_hidden_states",),
-        head_blocks={f"{prefix}layers.*.{place}mamba": mixer for place in ("", "mamba_decoder.")},
-        early_arguments=("original_hidden_states",),
+        head_blocks={base_prefix(model) + name: mixer for name in mixers},
     )
 
 
 @register_model("zamba")
 def zamba(model: Any) -> ModelSpec:
-    return of_shared_blocks(model, "shared_transf", {}, {"gate_proj": "column", "up_proj": "column"}, OF_ZAMBA)
+    firsts = dict.fromkeys((f"layers.*.shared_transf.feed_forward.{name}_proj" for name in ("gate", "up")), "column")
+    return with_shared_blocks(model, "shared_transf", firsts, OF_ZAMBA)
 
 
 @register_model("zamba2")
 def zamba2(model: Any) -> ModelSpec:
-    adapters = {f"self_attn.linear_{one}_adapter_list": "column" for one in "qkv"}
-    adapters["feed_forward.gate_up_proj_adapter_list"] = "packed_column"
-    return of_shared_blocks(model, "shared_transformer", adapters, {"gate_up_proj": "packed_column"}, HEADS)
+    # Pairs of linears, whose names are numbers as the layers' are.
+    kinds = {"q": "column", "k": "column", "v": "column", "gate_up_proj": "packed_column"}
+    plan = {"layers.*.shared_transformer.feed_forward.gate_up_proj": "packed_column"}
+    for name, _ in model.named_modules():
+        owner, _, number = name.removeprefix(base_prefix(model)).rpartition(".")
+        if "_adapter_list." in owner and number in ("0", "1"):
+            kind = next(kind for part, kind in kinds.items() if f"{part}_adapter_list." in owner)
+            plan[f"{owner}.{number}"] = kind if number == "1" else "replicated_sum"
+    return with_shared_blocks(model, "shared_transformer", plan, HEADS)
