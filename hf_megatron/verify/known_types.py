@@ -336,7 +336,13 @@ def without_gradient(config: PreTrainedConfig, media: Collection[str] = ()) -> M
     unread = {name: why for of_types in lacking for name, why in of_types.get(config.model_type, {}).items()}
     has_encoder = getattr(config, "is_decoder", False) or type(config)().is_encoder_decoder
     alone = _CROSS_ATTENTION if has_encoder and not config.is_encoder_decoder else {}
-    return {**known, **unread, **alone, **_unread_layers(config)}
+    return {**known, **unread, **alone, **_unread_layers(config), **({} if "images" in media else _left_out(config))}
+
+
+def _left_out(config: PreTrainedConfig) -> dict[str, str]:
+    """Finds the layers that read images in place of tokens."""
+    layers = "|".join(map(str, getattr(config, "cross_attention_layers", None) or ()))
+    return {rf"\blayers\.({layers})\.": "left out where there are no images"} if layers else {}
 
 
 def tiny_reads(read: int | Sequence[int], num_layers: int, num_tiny: int) -> int | list[int]:
