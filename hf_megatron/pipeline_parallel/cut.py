@@ -20,9 +20,10 @@ from .absent_images import ForeignPrefix, ForeignTower, StagedPrefix, call_in_fi
 from .around_layers import find_around, find_beside, find_tied, find_tied_before, find_towers, has_parameters, side_of
 from .boundary import StageBoundary
 from .crossings import Carried
-from .cuttable import require_cuttable, require_no_shared_layers, require_schedule
+from .cuttable import require_cuttable, require_schedule
 from .partition import Stages
 from .placeholder import Placeholder, first_dtype
+from .shared_layers import find_shared, hold_shared
 from .stage_counts import make_stages, require_features_on_first_stage
 from .stage_parts import (
     ForeignBetween,
@@ -153,7 +154,6 @@ def cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> Cut:
     _put_head_last(model, row.lists[0])
     stages = make_stages(model, layers, config)
     require_features_on_first_stage(model, stages)
-    require_no_shared_layers(model, row, stages)
     boundary = StageBoundary(stages, Carried.of(spec, layers, row.decoder))
     mixes_documents = scales_by_length(model.config) or bool(find_whole_blocks(model, spec, row.lists[-1]))
     owned = stages.of_rank(axes.rank("pp"))
@@ -163,6 +163,7 @@ def cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> Cut:
     beside = find_beside(model, row, spec)
     tied = find_tied(model, before, after)
     tied_before = find_tied_before(model, before)
+    shared_layers = find_shared(model, row, stages, config, axes)
     if tied_before and config.zero_stage == 3 and axes.size("dp_cp") > 1:
         raise UnsupportedError(
             f"MegatronConfig.pp_size = {config.pp_size} with zero_stage = 3: {', '.join(tied_before)} of "
@@ -176,12 +177,15 @@ def cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> Cut:
             "tie_word_embeddings=False."
         )
 
+    away: dict[str, nn.Module] = {}
     for index, (name, layer) in enumerate(zip(row.names, layers, strict=True)):
         if stages.stage_of_layer(index) in owned:
             stand_around(layer, StagedLayer, _stage_boundary=boundary, _layer_index=index)
         else:
             place = _place(stages, stages.stage_of_layer(index))
             _replace(model, name, ForeignLayer(layer, place, boundary, index))
+            away[name] = layer
+    hold_shared(model, row, away, set(shared_layers.values()))
     towers = find_towers(model)
     for module_name in before:
         module = model.get_submodule(module_name)
@@ -224,14 +228,17 @@ def cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> Cut:
         module, place = model.get_submodule(module_name), _place(stages, len(stages.ranges) - 1)
         _replace(model, module_name, ForeignOutput(module_name, module, place, boundary))
     absent = {side for side, is_held in (("before", holds_first), ("after", holds_last)) if not is_held}
-    if absent:
+    if absent or away:
         # Keeps the loader from tying a head that is not here, or an embedding to the one that a head is tied to.
         names = model.all_tied_weights_keys.items()
         kept = {target: source for target, source in names if side_of(target, before, after) not in absent}
+        kept = {
+            target: source for target, source in kept.items() if not target.startswith(tuple(f"{n}." for n in away))
+        }
         model.all_tied_weights_keys = model._tied_weights_keys = kept
     elsewhere = {} if holds_first else {weight: _take_away(model, weight) for weight in beside}
     crossing = stages.rank_of[0] != stages.rank_of[-1]
-    shared = sorted(set(tied.values())) if crossing else ()
+    shared = sorted({*tied.values(), *shared_layers.values()}) if crossing else ()
     parts = (
         tuple(before),
         tuple(between),
@@ -239,7 +246,7 @@ def cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> Cut:
         tuple(beside),
         MappingProxyType(elsewhere),
         tuple(shared),
-        MappingProxyType(tied | tied_before),
+        MappingProxyType(tied | tied_before | shared_layers),
     )
     return Cut(boundary, row, *parts, holds_first, mixes_documents)
 

@@ -8,11 +8,9 @@ from torch import nn
 from ..axes import Axes
 from ..config import MegatronConfig
 from ..errors import UnsupportedError
-from ..layer_list import LayerRow
 from ..rows_of_media import reads_media
 from ..spec import ModelSpec
 from ..upstream import splits_python_functions
-from .partition import Stages
 from .schedules import schedule
 
 _TOKENS = "input_ids"
@@ -61,14 +59,3 @@ def require_schedule(spec: ModelSpec, config: MegatronConfig, axes: Axes, decode
             f"MegatronConfig.pipeline_schedule = {config.pipeline_schedule!r}: {own[0]} of the decoder's first layer "
             "makes what other layers read, of no hidden states. Use '1f1b' or 'interleaved_1f1b'."
         )
-
-
-def require_no_shared_layers(model: Any, row: LayerRow, stages: Stages) -> None:
-    """Raises `UnsupportedError` where layers of several stages have a weight in common."""
-    for target, source in model.all_tied_weights_keys.items():
-        layers = [layer for name in (target, source) if (layer := row.layer_of(name)) is not None]
-        if len({stages.stage_of_layer(layer) for layer in layers}) > 1:
-            raise UnsupportedError(
-                f"MegatronConfig.pp_size = {len(stages.ranges)}: {target} of {type(model).__name__} is {source}, a "
-                "weight that layers of several stages share. Load it with pp_size=1."
-            )

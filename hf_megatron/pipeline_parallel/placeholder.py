@@ -106,6 +106,11 @@ class Placeholder(nn.Module):
         for name, part in self._parts.items():
             self.add_module(name, part.to(device))
 
+    def hold_real(self, name: str, part: nn.Module) -> None:
+        """Has a part of the module itself, which this rank has too."""
+        del self._parts[name]
+        self.add_module(name, part)
+
     def list_weights(self, names: Collection[str]) -> None:
         """Lists those of the module's parameters that have these names in it; afterwards it shows all of its parts.
 

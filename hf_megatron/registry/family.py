@@ -12,7 +12,6 @@ from .derive import derive_spec
 from .infer import stated_or_inferred_spec
 from .text_part import spec_around_text
 
-
 _BASE = "model"
 
 

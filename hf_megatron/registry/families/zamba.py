@@ -36,6 +36,7 @@ def with_shared_blocks(model: Any, block: str, plan: dict[str, str], mixer: Head
         regions={f"{shared}.{name}": f"{shared}.{row}" for name, row in rows.items()},
         transparent=(shared, "layers.*.mamba_decoder"),
         sequence_arguments=("original_hidden_states",),
+        early_arguments=("original_hidden_states",),
         head_blocks={base_prefix(model) + name: mixer for name in mixers},
     )
 
