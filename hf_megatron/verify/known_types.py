@@ -220,6 +220,8 @@ TINY: Mapping[str, Mapping[str, Any]] = {
     "falcon_h1": {"mamba_d_ssm": 128, "mamba_d_head": 16},
     **{name: {"intermediate_size": 128} for name in ("mamba", "falcon_mamba")},
     "xlnet": {"d_inner": 256},
+    # Layers that read images at no end of a stage, where text alone would leave them out.
+    "mllama_text_model": {"num_hidden_layers": 6, "cross_attention_layers": [1, 4]},
     # Kernels in full precision.
     "xlstm": {"embedding_dim": 64, "autocast_kernel_dtype": "float32"},
     # Other channels than hidden states have.

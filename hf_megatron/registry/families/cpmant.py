@@ -23,5 +23,5 @@ def cpmant(model: Any) -> ModelSpec:
         local_arguments={attention: ("position_bias",)},
         regions={mlp: f"{mlp}.w_out"},
         transparent=(f"{_LAYERS}.self_att", f"{_LAYERS}.ffn"),
-        no_pipeline="its biases of positions are made by a module that only the first stage has. Load it with pp_size=1.",
+        no_pipeline="its biases of positions are made by a part that the first stage alone has. Load it with pp_size=1.",
     )
