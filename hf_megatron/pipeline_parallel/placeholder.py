@@ -104,7 +104,8 @@ class Placeholder(nn.Module):
         """Shows the module's children, which nobody moved until now."""
         device = self.get_buffer("_follower").device
         for name, part in self._parts.items():
-            self.add_module(name, part.to(device))
+            # What has an attribute of a name already, as this has, takes no module of it otherwise.
+            self._modules[name] = part.to(device)
 
     def hold_real(self, name: str, part: nn.Module) -> None:
         """Has a part of the module itself, which this rank has too."""
