@@ -82,6 +82,8 @@ class ModelSpec:
             mapping `a`.
         prefixes (`tuple[str, ...]`): modules before the layers that make what stands before the embedded text, such as
             features of images, from arguments of the forward; later stages of a pipeline need its length.
+        on_all_stages (`tuple[str, ...]`): modules before the layers that every stage of a pipeline runs, for what they
+            make without their weights, or the shape of what they make with them.
         whole_blocks (`tuple[str, ...]`): blocks in which tokens meet otherwise than in transformers' attention
             functions; context parallelism computes them on whole rows. Those that keep a cache of their own are found
             by structure.
@@ -118,6 +120,7 @@ class ModelSpec:
     no_pipeline: str | None = None
     features_argument: str | None = None
     prefixes: tuple[str, ...] = ()
+    on_all_stages: tuple[str, ...] = ()
     whole_blocks: tuple[str, ...] = ()
     layer_parameters: tuple[str, ...] = ()
     head_blocks: Mapping[str, HeadBlock] = field(default_factory=dict)

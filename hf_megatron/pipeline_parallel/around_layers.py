@@ -1,6 +1,6 @@
 """What stands before the layers of a model that is cut, and behind them."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -142,6 +142,19 @@ def find_tied_before(model: Any, before: list[str]) -> dict[str, str]:
         for target, source in ties
         if {side_of(name, before, []) for name in (target, source)} == {"before"}
     }
+
+
+def drop_ties(model: Any, absent: Collection[str], around: AroundLayers, layers: Collection[str]) -> None:
+    """Keeps the loader from tying weights that are not here, or others to one that such a weight is tied to.
+
+    Args:
+        absent (`Collection[str]`): which sides of the layers this rank lacks, `"before"` and `"after"`.
+        layers (`Collection[str]`): names of layers of other ranks.
+    """
+    ties, inside = model.all_tied_weights_keys, tuple(f"{name}." for name in layers)
+    here = [name for name in ties if side_of(name, around.before, around.after) not in absent]
+    kept = {name: ties[name] for name in here if not name.startswith(inside)}
+    model.all_tied_weights_keys = model._tied_weights_keys = kept
 
 
 def side_of(name: str, before: list[str], after: list[str]) -> str:

@@ -17,7 +17,7 @@ from ..layer_list import LayerRow
 from ..mixed_class import stand_around
 from ..spec import ModelSpec
 from .absent_images import ForeignPrefix, ForeignTower, StagedPrefix, call_in_first_stage, required_images
-from .around_layers import find_around, find_beside, find_tied, find_tied_before, find_towers, has_parameters, side_of
+from .around_layers import drop_ties, find_around, find_beside, find_tied, find_tied_before, find_towers, has_parameters
 from .boundary import StageBoundary
 from .crossings import Carried
 from .cuttable import require_cuttable, require_schedule
@@ -30,6 +30,7 @@ from .stage_parts import (
     ForeignInput,
     ForeignLayer,
     ForeignOutput,
+    ForeignPositions,
     StagedBetween,
     StagedInput,
     StagedLayer,
@@ -202,6 +203,8 @@ def cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> Cut:
             else:
                 _replace(model, module_name, ForeignPrefix(module_name, module, _place(stages, 0), boundary))
             continue
+        if module_name in spec.on_all_stages and holds_first:
+            continue
         needed_by_head = [name for name in tied.values() if holds_last and name.startswith(f"{module_name}.")]
         if holds_first or needed_by_head:
             width = output_width(module)
@@ -211,7 +214,8 @@ def cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> Cut:
                     hold_part(module, part, module_name, _place(stages, 0), boundary)
             stand_around(module, StagedInput, _stage_boundary=boundary, _name=module_name, _width=width)
         else:
-            _replace(model, module_name, ForeignInput(module_name, module, _place(stages, 0), boundary))
+            standing = ForeignPositions if module_name in spec.on_all_stages else ForeignInput
+            _replace(model, module_name, standing(module_name, module, _place(stages, 0), boundary))
     if changing := [name for name in between if convolves(model.get_submodule(name))]:
         raise UnsupportedError(
             f"MegatronConfig.pp_size = {config.pp_size}: {changing[0]} of {type(model).__name__} changes the length of "
@@ -229,13 +233,7 @@ def cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> Cut:
         _replace(model, module_name, ForeignOutput(module_name, module, place, boundary))
     absent = {side for side, is_held in (("before", holds_first), ("after", holds_last)) if not is_held}
     if absent or away:
-        # Keeps the loader from tying a head that is not here, or an embedding to the one that a head is tied to.
-        names = model.all_tied_weights_keys.items()
-        kept = {target: source for target, source in names if side_of(target, before, after) not in absent}
-        kept = {
-            target: source for target, source in kept.items() if not target.startswith(tuple(f"{n}." for n in away))
-        }
-        model.all_tied_weights_keys = model._tied_weights_keys = kept
+        drop_ties(model, absent, around, away)
     elsewhere = {} if holds_first else {weight: _take_away(model, weight) for weight in beside}
     crossing = stages.rank_of[0] != stages.rank_of[-1]
     shared = sorted({*tied.values(), *shared_layers.values()}) if crossing else ()

@@ -1,4 +1,4 @@
-"""Weights that layers of several stages share: both ranks of a pipeline of two hold them, and add up their gradients."""
+"""Weights that layers of several stages share: two ranks of a pipeline hold them, and add up their gradients."""
 
 from collections.abc import Collection, Mapping
 from typing import Any

@@ -83,6 +83,17 @@ class ForeignInput(Placeholder):
         return AbsentActivation(found.to("meta"), found.device, self._place)
 
 
+class ForeignPositions(ForeignInput):
+    """Stands where a module before the layers is that every stage runs: what it makes of its weights has no values."""
+
+    def standing_for(self, module: nn.Module) -> "ForeignPositions":
+        return ForeignPositions(self._name, module, self._place, self._stage_boundary)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        _require_before_layers(self._name, self._stage_boundary)
+        return self._kind.forward(self, *args, **kwargs)
+
+
 class ForeignBetween(ForeignInput):
     """Stands where a module between an encoder's layers and a decoder's is on other stages, which do not read it."""
 

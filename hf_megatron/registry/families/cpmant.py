@@ -3,10 +3,11 @@
 from typing import Any
 
 from ...spec import ModelSpec
-from ..family import family_spec
+from ..family import base_prefix, family_spec
 from ..lookup import register_model
 
-_LAYERS = "encoder.layers.*"
+_LAYERS, _BIAS = "encoder.layers.*", "position_bias"
+_EMBEDDINGS = ("input_embedding", "segment_embedding")
 
 
 @register_model("cpmant")
@@ -20,8 +21,12 @@ def cpmant(model: Any) -> ModelSpec:
             **{f"{attention}.attention_out": "row", f"{mlp}.w_out": "row"},
         },
         local_attributes={attention: ("num_heads",)},
-        local_arguments={attention: ("position_bias",)},
+        local_arguments={attention: (_BIAS,)},
         regions={mlp: f"{mlp}.w_out"},
         transparent=(f"{_LAYERS}.self_att", f"{_LAYERS}.ffn"),
-        no_pipeline="its biases of positions are made by a part that the first stage alone has. Load it with pp_size=1.",
+        before_layers=tuple(base_prefix(model) + name for name in (*_EMBEDDINGS, _BIAS)),
+        on_all_stages=(base_prefix(model) + _BIAS,),
+        early_arguments=(_BIAS,),
+        # Attentions beside hidden states.
+        layer_values=2,
     )
