@@ -187,6 +187,11 @@ def is_absent(tensor: Any) -> bool:
     return isinstance(tensor, AbsentTensor)
 
 
+def zeros_for_absent(tensor: Tensor) -> Tensor:
+    """Returns zeros for what was made of weights of another rank, of any shape, and every other tensor as it is."""
+    return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device) if is_absent(tensor) else tensor
+
+
 def own_parameters(model: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
     """Yields the names and parameters, of any shape, whose values this rank has; arguments as `named_parameters`."""
     named = model.named_parameters(remove_duplicate=remove_duplicate)

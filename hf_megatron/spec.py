@@ -12,7 +12,8 @@ class HeadBlock:
     """A block whose heads work apart from each other between its first and its last projection.
 
     Args:
-        counts (`tuple[str, ...]`): attributes that count heads or groups of them, or widths of all of them.
+        counts (`tuple[str, ...]`): attributes that count heads or groups of them, or widths of all of them; those of
+            the block's config are changed in a copy of it.
         weights (`Mapping[str, tuple[int, tuple[Width, ...]]]`): parameter or buffer of the block -> its dim of heads,
             and the parts of that dim that each have an entry for every head; `()` for one part.
         summed (`tuple[str, ...]`): biases that are added once to the sum of all heads.
@@ -22,6 +23,10 @@ class HeadBlock:
             the whole.
         norms_of_groups (`tuple[str, ...]`): norms over the heads of a group, whose weights are among those.
         lengths (`Mapping[str, str]`): attribute -> the weight of which it is the length along its dim of heads.
+        routers (`tuple[str, ...]`): modules whose choices all heads read, and all ranks the logits that they return
+            last.
+        rounds (`int`): how often the parts follow each other in a weight, each time with a share of the heads, where a
+            forward cuts its projections by a number of its own.
     """
 
     counts: tuple[str, ...]
@@ -32,6 +37,8 @@ class HeadBlock:
     groups: str | None = None
     norms_of_groups: tuple[str, ...] = ()
     lengths: Mapping[str, str] = field(default_factory=dict)
+    routers: tuple[str, ...] = ()
+    rounds: int = 1
 
 
 @dataclass(frozen=True)
@@ -60,7 +67,7 @@ class ModelSpec:
         layers (`str`, *optional*): the module list that a pipeline cuts; by default the one of the class's
             `_no_split_modules`.
         before_layers, after_layers (`tuple[str, ...]`): modules that run before or after the layers although they are
-            defined on their other side.
+            defined on their other side; parameters of the model itself that are read before them.
         layer_values (`int`): values that a layer returns, hidden states among them; a pipeline sends those of a
             stage's last layer on.
         early_arguments (`tuple[str, ...]`): arguments of layers that the loop makes of what comes before the layers;
@@ -75,9 +82,13 @@ class ModelSpec:
             mapping `a`.
         prefixes (`tuple[str, ...]`): modules before the layers that make what stands before the embedded text, such as
             features of images, from arguments of the forward; later stages of a pipeline need its length.
+        on_all_stages (`tuple[str, ...]`): modules before the layers that every stage of a pipeline runs, for what they
+            make without their weights, or the shape of what they make with them.
         whole_blocks (`tuple[str, ...]`): blocks in which tokens meet otherwise than in transformers' attention
             functions; context parallelism computes them on whole rows. Those that keep a cache of their own are found
             by structure.
+        layer_parameters (`tuple[str, ...]`): parameters of blocks that are handed to the layer around, which adds them
+            to hidden states itself.
         head_blocks (`Mapping[str, HeadBlock]`): blocks on whole rows of which each rank can compute some heads.
         token_dims (`Mapping[str, int]`): arguments of a layer with an entry per token in another dim than the second,
             `sequence_arguments` among them.
@@ -109,7 +120,9 @@ class ModelSpec:
     no_pipeline: str | None = None
     features_argument: str | None = None
     prefixes: tuple[str, ...] = ()
+    on_all_stages: tuple[str, ...] = ()
     whole_blocks: tuple[str, ...] = ()
+    layer_parameters: tuple[str, ...] = ()
     head_blocks: Mapping[str, HeadBlock] = field(default_factory=dict)
     token_dims: Mapping[str, int] = field(default_factory=dict)
     no_context_parallel: str | None = None

@@ -1,6 +1,6 @@
 """What stands before the layers of a model that is cut, and behind them."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,20 +42,23 @@ def _ancestors(layers: str) -> Iterator[tuple[str, str]]:
         yield ".".join(path[:depth]), on_path
 
 
-def find_beside(model: Any, row: LayerRow) -> list[str]:
-    """Lists the parameters of modules around the layers themselves, which features of images are joined with.
+def find_beside(model: Any, row: LayerRow, spec: ModelSpec) -> list[str]:
+    """Lists the parameters of modules around the layers themselves, which are read before these.
+
+    Features of images are joined with them.
 
     Raises:
-        UnsupportedError: those of models without images.
+        UnsupportedError: there are others.
     """
     found = []
     for prefix in dict.fromkeys(prefix for layers in row.lists for prefix, _ in _ancestors(layers)):
         ancestor = model.get_submodule(prefix)
         own = [name for name, parameter in ancestor._parameters.items() if parameter is not None]
-        if own and not find_towers(model):
+        if not find_towers(model) and not {f"{prefix}.{name}" for name in own} <= {*spec.before_layers}:
             raise UnsupportedError(
                 f"{prefix or type(model).__name__} has parameters of its own beside its layers ({', '.join(own)}): no "
-                "stage can be told to own them. Load the model with pp_size=1."
+                "stage can be told to own them. Load the model with pp_size=1, or name them in its family's "
+                "`before_layers`."
             )
         found += [f"{prefix}.{name}" if prefix else name for name in own]
     return found
@@ -139,6 +142,19 @@ def find_tied_before(model: Any, before: list[str]) -> dict[str, str]:
         for target, source in ties
         if {side_of(name, before, []) for name in (target, source)} == {"before"}
     }
+
+
+def drop_ties(model: Any, absent: Collection[str], around: AroundLayers, layers: Collection[str]) -> None:
+    """Keeps the loader from tying weights that are not here, or others to one that such a weight is tied to.
+
+    Args:
+        absent (`Collection[str]`): which sides of the layers this rank lacks, `"before"` and `"after"`.
+        layers (`Collection[str]`): names of layers of other ranks.
+    """
+    ties, inside = model.all_tied_weights_keys, tuple(f"{name}." for name in layers)
+    here = [name for name in ties if side_of(name, around.before, around.after) not in absent]
+    kept = {name: ties[name] for name in here if not name.startswith(inside)}
+    model.all_tied_weights_keys = model._tied_weights_keys = kept
 
 
 def side_of(name: str, before: list[str], after: list[str]) -> str:

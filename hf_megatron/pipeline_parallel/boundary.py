@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from ..absent_weights import Owner
+from ..absent_weights import Owner, zeros_for_absent
 from ..errors import PlanError, UnsupportedError
 from ..patch_ledger import Shared
 from ..upstream import recorded_outputs, share_memory
@@ -153,7 +153,7 @@ class StageBoundary(Shared):
         """
         self._require_running()
         if self._zeros is None:
-            zeros = args[0] if args else kwargs[HIDDEN_STATES]
+            zeros = zeros_for_absent(args[0] if args else kwargs[HIDDEN_STATES])
             # What an encoder returns has to have all of its dims.
             knows_entries = self.is_rehearsing or (self.carried.decoder > 0 and type(zeros) in (Tensor, PassedOn))
             self._zeros = zeros.detach().as_subclass(PassedOn) if knows_entries else zeros

@@ -10,7 +10,7 @@ import ast
 import inspect
 import json
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any
@@ -115,13 +115,13 @@ class Crossings:
 
     Attributes:
         logits: what routers of earlier stages recorded.
-        values: what the last layer of the stage before returned besides hidden states.
+        values: what the last layer of the stage before returned besides hidden states, tensors or tuples of them.
         arguments: (name, layer) -> tensor of any shape.
         entries: (container, key) -> tensor, or tuple of tensors, of any shape.
     """
 
     logits: list[Tensor] = field(default_factory=list)
-    values: dict[int, Tensor] = field(default_factory=dict)
+    values: dict[int, Any] = field(default_factory=dict)
     arguments: dict[tuple[str, int], Tensor] = field(default_factory=dict)
     entries: dict[tuple[str, Any], Any] = field(default_factory=dict)
 
@@ -133,12 +133,15 @@ class Crossings:
             found.logits = list(others)
             return found
         parts: dict[tuple[str, Any], dict[int, Tensor]] = {}
+        of_values: dict[int, dict[int, Tensor]] = {}
         for tensor, places in zip(others, json.loads(message.layout), strict=True):
             for kind, *place in places:
                 if kind == _LOGITS:
                     found.logits.append(tensor)
-                elif kind == _VALUE:
+                elif kind == _VALUE and place[1] is None:
                     found.values[place[0]] = tensor
+                elif kind == _VALUE:
+                    of_values.setdefault(place[0], {})[place[1]] = tensor
                 elif kind == _ARGUMENT:
                     found.arguments[place[0], place[1]] = tensor
                 else:
@@ -147,20 +150,19 @@ class Crossings:
                         found.entries[name, key] = tensor
                     else:
                         parts.setdefault((name, key), {})[position] = tensor
-        for owner, numbered in parts.items():
-            found.entries[owner] = tuple(numbered[number] for number in sorted(numbered))
+        found.entries |= {owner: _in_order(numbered) for owner, numbered in parts.items()}
+        found.values |= {index: _in_order(numbered) for index, numbered in of_values.items()}
         return found
 
     def message(self, hidden_states: Tensor) -> Message:
         """Makes a message of `[batch, sequence, hidden]` and all of this; one tensor in several places goes once."""
         places: list[tuple[Tensor, list[Any]]] = [(logits, [_LOGITS]) for logits in self.logits]
-        places += [(value, [_VALUE, index]) for index, value in self.values.items()]
+        places += [
+            (part, [_VALUE, index, number]) for index, value in self.values.items() for number, part in _parts(value)
+        ]
         places += [(value, [_ARGUMENT, *place]) for place, value in self.arguments.items()]
         for (name, key), entry in self.entries.items():
-            if isinstance(entry, Tensor):
-                places.append((entry, [_CONTAINER, name, key, None]))
-            else:
-                places += [(value, [_CONTAINER, name, key, number]) for number, value in enumerate(entry)]
+            places += [(part, [_CONTAINER, name, key, number]) for number, part in _parts(entry)]
         if len(places) == len(self.logits):
             return Message((hidden_states, *self.logits))
         layout: dict[int, tuple[Tensor, list[Any]]] = {}
@@ -177,12 +179,14 @@ class Crossings:
         for index, value in enumerate(output):
             if index not in read:
                 continue
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor) or (
+                isinstance(value, tuple) and all(isinstance(part, Tensor) for part in value)
+            ):
                 self.values[index] = value
             elif value is not None:
                 raise UnsupportedError(
-                    f"A layer returned a {type(value).__name__} as value {index}: a pipeline sends tensors on. Load "
-                    "the model with pp_size=1."
+                    f"A layer returned a {type(value).__name__} as value {index}: a pipeline sends tensors and "
+                    "tuples of them on. Load the model with pp_size=1."
                 )
         return output[0]
 
@@ -206,3 +210,12 @@ class Crossings:
     def drop_arguments_before(self, layer: int) -> None:
         """Forgets what no layer from this one on is given."""
         self.arguments = {place: value for place, value in self.arguments.items() if place[1] >= layer}
+
+
+def _parts(value: Any) -> list[tuple[int | None, Tensor]]:
+    """Numbers the tensors of a tuple; a tensor alone has no number."""
+    return [(None, value)] if isinstance(value, Tensor) else [*enumerate(value)]
+
+
+def _in_order(numbered: Mapping[int, Tensor]) -> tuple[Tensor, ...]:
+    return tuple(numbered[number] for number in sorted(numbered))

@@ -17,18 +17,20 @@ from ..layer_list import LayerRow
 from ..mixed_class import stand_around
 from ..spec import ModelSpec
 from .absent_images import ForeignPrefix, ForeignTower, StagedPrefix, call_in_first_stage, required_images
-from .around_layers import find_around, find_beside, find_tied, find_tied_before, find_towers, has_parameters, side_of
+from .around_layers import drop_ties, find_around, find_beside, find_tied, find_tied_before, find_towers, has_parameters
 from .boundary import StageBoundary
 from .crossings import Carried
 from .cuttable import require_cuttable, require_schedule
 from .partition import Stages
 from .placeholder import Placeholder, first_dtype
+from .shared_layers import find_shared, hold_shared
 from .stage_counts import make_stages, require_features_on_first_stage
 from .stage_parts import (
     ForeignBetween,
     ForeignInput,
     ForeignLayer,
     ForeignOutput,
+    ForeignPositions,
     StagedBetween,
     StagedInput,
     StagedLayer,
@@ -159,9 +161,10 @@ def cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> Cut:
     holds_first, holds_last = 0 in owned, len(stages.ranges) - 1 in owned
     around = find_around(model, row, spec)
     before, between, after = around.before, around.between, around.after
-    beside = find_beside(model, row)
+    beside = find_beside(model, row, spec)
     tied = find_tied(model, before, after)
     tied_before = find_tied_before(model, before)
+    shared_layers = find_shared(model, row, stages, config, axes)
     if tied_before and config.zero_stage == 3 and axes.size("dp_cp") > 1:
         raise UnsupportedError(
             f"MegatronConfig.pp_size = {config.pp_size} with zero_stage = 3: {', '.join(tied_before)} of "
@@ -175,12 +178,15 @@ def cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> Cut:
             "tie_word_embeddings=False."
         )
 
+    away: dict[str, nn.Module] = {}
     for index, (name, layer) in enumerate(zip(row.names, layers, strict=True)):
         if stages.stage_of_layer(index) in owned:
             stand_around(layer, StagedLayer, _stage_boundary=boundary, _layer_index=index)
         else:
             place = _place(stages, stages.stage_of_layer(index))
             _replace(model, name, ForeignLayer(layer, place, boundary, index))
+            away[name] = layer
+    hold_shared(model, row, away, set(shared_layers.values()))
     towers = find_towers(model)
     for module_name in before:
         module = model.get_submodule(module_name)
@@ -197,6 +203,8 @@ def cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> Cut:
             else:
                 _replace(model, module_name, ForeignPrefix(module_name, module, _place(stages, 0), boundary))
             continue
+        if module_name in spec.on_all_stages and holds_first:
+            continue
         needed_by_head = [name for name in tied.values() if holds_last and name.startswith(f"{module_name}.")]
         if holds_first or needed_by_head:
             width = output_width(module)
@@ -207,7 +215,8 @@ def cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> Cut:
                     hold_parts(module, kept, module_name, _place(stages, 0), boundary)
             stand_around(module, StagedInput, _stage_boundary=boundary, _name=module_name, _width=width)
         else:
-            _replace(model, module_name, ForeignInput(module_name, module, _place(stages, 0), boundary))
+            standing = ForeignPositions if module_name in spec.on_all_stages else ForeignInput
+            _replace(model, module_name, standing(module_name, module, _place(stages, 0), boundary))
     if changing := [name for name in between if convolves(model.get_submodule(name))]:
         raise UnsupportedError(
             f"MegatronConfig.pp_size = {config.pp_size}: {changing[0]} of {type(model).__name__} changes the length of "
@@ -224,14 +233,11 @@ def cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> Cut:
         module, place = model.get_submodule(module_name), _place(stages, len(stages.ranges) - 1)
         _replace(model, module_name, ForeignOutput(module_name, module, place, boundary))
     absent = {side for side, is_held in (("before", holds_first), ("after", holds_last)) if not is_held}
-    if absent:
-        # Keeps the loader from tying a head that is not here, or an embedding to the one that a head is tied to.
-        names = model.all_tied_weights_keys.items()
-        kept = {target: source for target, source in names if side_of(target, before, after) not in absent}
-        model.all_tied_weights_keys = model._tied_weights_keys = kept
+    if absent or away:
+        drop_ties(model, absent, around, away)
     elsewhere = {} if holds_first else {weight: _take_away(model, weight) for weight in beside}
     crossing = stages.rank_of[0] != stages.rank_of[-1]
-    shared = sorted(set(tied.values())) if crossing else ()
+    shared = sorted({*tied.values(), *shared_layers.values()}) if crossing else ()
     parts = (
         tuple(before),
         tuple(between),
@@ -239,7 +245,7 @@ def cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> Cut:
         tuple(beside),
         MappingProxyType(elsewhere),
         tuple(shared),
-        MappingProxyType(tied | tied_before),
+        MappingProxyType(tied | tied_before | shared_layers),
     )
     return Cut(boundary, row, *parts, holds_first, mixes_documents)
 

@@ -44,8 +44,9 @@ class Placeholder(nn.Module):
         vars(self).update({name: value for name, value in vars(module).items() if _is_plain(name, value)})
         self._parts = {name: self._part(name, child) for name, child in module.named_children()}
         parts = tuple(f"{name}." for name in self._parts)
-        named = module.state_dict().items()
-        self._weights = {name: tensor.to("meta") for name, tensor in named if not name.startswith(parts)}
+        named = module.state_dict()
+        self._weights = {name: tensor.to("meta") for name, tensor in named.items() if not name.startswith(parts)}
+        self._unsaved = {name: b.to("meta") for name, b in module.named_buffers(recurse=False) if name not in named}
         self._trained = {name: p.requires_grad for name, p in module.named_parameters(recurse=False)}
         self._left_out = [name for name, parameter in module._parameters.items() if parameter is None]
         self._dtype = first_dtype(module)
@@ -62,6 +63,8 @@ class Placeholder(nn.Module):
                 return self._absent(known[name]) if self._progress.is_filled else known[name]
             if name.startswith("_") or "_place" not in self.__dict__:
                 raise
+            if not self._progress.is_filled and name in (unfilled := {**self._parts, **self._unsaved}):
+                return unfilled[name]
             raise self._elsewhere(name) from error
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -101,7 +104,13 @@ class Placeholder(nn.Module):
         """Shows the module's children, which nobody moved until now."""
         device = self.get_buffer("_follower").device
         for name, part in self._parts.items():
-            self.add_module(name, part.to(device))
+            # What has an attribute of a name already, as this has, takes no module of it otherwise.
+            self._modules[name] = part.to(device)
+
+    def hold_real(self, name: str, part: nn.Module) -> None:
+        """Has a part of the module itself, which this rank has too."""
+        del self._parts[name]
+        self.add_module(name, part)
 
     def list_weights(self, names: Collection[str]) -> None:
         """Lists those of the module's parameters that have these names in it; afterwards it shows all of its parts.

@@ -92,6 +92,17 @@ class ForeignInput(Placeholder):
         return AbsentActivation(found.to("meta"), found.device, self._place)
 
 
+class ForeignPositions(ForeignInput):
+    """Stands where a module before the layers is that every stage runs: what it makes of its weights has no values."""
+
+    def standing_for(self, module: nn.Module) -> "ForeignPositions":
+        return ForeignPositions(self._name, module, self._place, self._stage_boundary)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        _require_before_layers(self._name, self._stage_boundary)
+        return self._kind.forward(self, *args, **kwargs)
+
+
 class ForeignBetween(ForeignInput):
     """Stands where a module between an encoder's layers and a decoder's is on other stages, which do not read it."""
 
@@ -140,8 +151,9 @@ def _embedded(name: str, args: tuple, kwargs: dict[str, Any], *, is_table: bool)
         # Learned positions take the mask of the whole past first.
         positions = kwargs.get("position_ids")
         given = args[0] if positions is None else positions
-        # Tables of positions may be given one number of each embedding, for their shape.
-        return given.shape if is_table and isinstance(given, Tensor) and given.is_floating_point() else given
+        # Tables of positions may be given one number of each embedding for their shape, or that.
+        is_shape = not isinstance(given, Tensor) or (is_table and given.is_floating_point())
+        return torch.Size(given if isinstance(given, tuple) else given.shape) if is_shape else given
     found = next((kwargs[given] for given in _TOKENS if kwargs.get(given) is not None), None)
     if found is None:
         raise PlanError(f"{name} is called with {', '.join(kwargs)}, of which no stage behind it can tell its shape.")

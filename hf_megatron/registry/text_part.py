@@ -14,7 +14,17 @@ from .derive import derive_spec, with_head
 # Fields that hold patterns of modules or parameters, as keys, as values, or one by one.
 _KEYS = ("plan", "local_attributes", "local_arguments", "regions", "head_blocks", "experts", "identity_experts")
 _VALUES = ("regions",)
-_EACH = ("several_inputs", "transparent", "stacks", "before_layers", "after_layers", "prefixes", "whole_blocks")
+_EACH = (
+    "several_inputs",
+    "transparent",
+    "stacks",
+    "before_layers",
+    "after_layers",
+    "prefixes",
+    "on_all_stages",
+    "whole_blocks",
+    "layer_parameters",
+)
 
 
 def spec_around_text(model: Any, builders: Mapping[str, Callable[[Any], ModelSpec]]) -> ModelSpec | None:

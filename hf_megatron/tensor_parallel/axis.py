@@ -13,7 +13,7 @@ from ..errors import UnsupportedError
 from ..expert_modules import find_experts, mixtures_of_tokens
 from ..layer_list import find_text_model
 from ..parallel_state import ParallelState
-from ..patterns import lookup
+from ..patterns import generic, lookup
 from ..placement import Claim
 from ..spec import HeadBlock, ModelSpec
 from .activations import Activations
@@ -101,7 +101,9 @@ def place(model: Any, state: ParallelState) -> None:
     copies = shared_heads(model, styles, tp_size)
     sizes = local_sizes(model, spec, styles, copies, tp_size)
     sizes = {name: sizes[name] for name in sizes if not _is_inside(name, experts)}
-    claims = claim_all(model, styles, structure, copies, sequence_parallel, model.all_tied_weights_keys)
+    parameters = [name for name, _ in model.named_parameters()]
+    of_layers = frozenset(name for name in parameters if generic(name) in spec.layer_parameters)
+    claims = claim_all(model, styles, structure, copies, sequence_parallel, model.all_tied_weights_keys, of_layers)
     state.claims.update(claims)
     state.placed[NAME] = TensorPlan(styles, structure, copies, sizes, frozenset(mixtures), heads)
 
@@ -126,6 +128,7 @@ def _styles_of_heads(modules: Mapping[str, nn.Module], blocks: Mapping[str, Head
         for own, part in modules[name].named_modules():
             if own and any(parameter is not None for parameter in part._parameters.values()):
                 styles[f"{name}.{own}"] = "replicated" if own in gathered else "replicated_sum"
+        styles |= {f"{name}.{router}": "shared_logits" for router in heads.routers}
         styles[name] = "heads_of_rank"
         styles |= {f"{name}.{own}": of for own, of in styles_of_weights(modules[name], heads).items()}
     return styles

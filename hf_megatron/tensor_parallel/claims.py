@@ -89,10 +89,12 @@ def claim_all(
     copies: Mapping[str, int],
     sequence_parallel: bool,
     tied: Mapping[str, str],
+    of_layers: frozenset[str] = frozenset(),
 ) -> dict[str, Claim]:
     """Claims every parameter by its style.
 
     Args:
+        of_layers (`frozenset[str]`): parameters of blocks that the layer around adds to hidden states itself.
         tied (`Mapping[str, str]`): parameter -> the one it is tied to. By name: on the loader's meta model they are two
             until its weights are read.
     """
@@ -113,7 +115,8 @@ def claim_all(
                         f"{name}: dim {split.dim} of {tuple(parameter.shape)} is not {split.groups} equal blocks."
                     )
             gradient = rules.gradient(placement)
-            if sequence_parallel and not placement.is_split and structure.is_pointwise_parameter(name):
+            is_pointwise = name in of_layers or structure.is_pointwise_parameter(name)
+            if sequence_parallel and not placement.is_split and is_pointwise:
                 gradient = GradientRule(sum=AXIS)
             claim = Claim(name, tuple(parameter.shape), style_name, placement, gradient)
             claims[name] = claim

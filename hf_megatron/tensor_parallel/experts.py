@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..communication.averaged_gradients import scale_gradient
 from ..communication.collectives import copy_to_ranks, reduce_from_ranks
 from ..communication.random_streams import RandomStreams
 from ..errors import UnsupportedError
@@ -82,6 +83,18 @@ class SharedIdentity:
 
     def install(self, module: nn.Module) -> None:
         module.register_forward_pre_hook(lambda module, args: (args[0] / self.ranks, *args[1:]))
+
+
+class SharedLogits:
+    """Hook of a router inside a partial sum: of the logits that it returns last all ranks make the same loss."""
+
+    def __init__(self, ranks: int):
+        self.ranks = ranks
+
+    def install(self, module: nn.Module) -> None:
+        module.register_forward_hook(
+            lambda module, args, output: (*output[:-1], scale_gradient(output[-1], 1 / self.ranks))
+        )
 
 
 class LatentWithRotary(Shared):

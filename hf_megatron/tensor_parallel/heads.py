@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..communication.averaged_gradients import sum_over_ranks
 from ..communication.collectives import copy_to_ranks
 from ..errors import PlanError, UnsupportedError
 from ..mesh import ParallelMesh
@@ -77,6 +78,30 @@ class NormPerHead(nn.Module):
         weight = weight.narrow(0, self.mesh.tp_rank // copies * heads, heads)
         normed = F.layer_norm(hidden_states, hidden_states.shape[-1:], eps=self.norms[0].eps)  # type: ignore[arg-type]
         return normed * weight.unsqueeze(1)
+
+
+class NormOfRanks(nn.Module):
+    """An RMS norm over the features of all ranks: `[..., features of this rank]` -> the same shape.
+
+    Attributes:
+        width: features of all ranks, which need not have equally many.
+    """
+
+    mesh: ParallelMesh
+    width: int
+    weight: Tensor
+    variance_epsilon: float
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        numbers = hidden_states.float()
+        squares = sum_over_ranks(numbers.pow(2).sum(-1, keepdim=True), self.mesh.tp_group) / self.width
+        return self.weight * (numbers * torch.rsqrt(squares + self.variance_epsilon)).to(hidden_states.dtype)
+
+
+def check_norm_of_ranks(module: nn.Module, name: str) -> None:
+    """Raises `PlanError` when the module is no RMS norm as transformers has them."""
+    if "variance_epsilon" not in vars(module) or [*module._parameters] != ["weight"]:
+        raise PlanError(f"{name}: {type(module).__name__} is no RMS norm with a weight alone, for 'norm_of_ranks'.")
 
 
 def check_norm_per_head(module: nn.Module, name: str) -> None:

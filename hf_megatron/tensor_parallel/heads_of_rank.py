@@ -9,6 +9,7 @@ all heads is summed. Where all heads read one group, every rank has it, and a no
 all ranks, which are gathered for it.
 """
 
+import copy
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ from ..spec import HeadBlock, Width
 from .local_parameters import is_split_parameter
 
 _ABSENT = object()
+# Before counts of a block's config.
+_CONFIG = "config."
 
 
 def is_adapted(block: nn.Module) -> bool:
@@ -60,13 +63,15 @@ def divides(block: nn.Module, heads: HeadBlock, ranks: int, *, takes_one_group: 
         takes_one_group (`bool`): one group may be all ranks'.
     """
     counts = set(heads.counts) - ({heads.groups} if takes_one_group and is_one_group(block, heads) else set())
-    return not any(attrgetter(count)(block) % ranks for count in counts)
+    return not any(attrgetter(count)(block) % (ranks * heads.rounds) for count in counts)
 
 
 # What PEFT's layers hold in the place of which they stand.
 _BASE = "base_layer"
 # Of which a rank has at rest what its heads read.
 _CUT_AT_REST = ("split_first", "split_second", "split_third", "packed_first")
+# Of which a rank has a piece at rest that is none of a head's, by the dim of heads.
+_JOINED = ("joined_first", "joined_second")
 
 
 @dataclass(frozen=True)
@@ -86,14 +91,16 @@ class _Cut:
     def of(cls, block: nn.Module, heads: HeadBlock, name: str) -> "_Cut":
         dim, widths = heads.weights[name]
         is_one = is_one_group(block, heads)
-        return cls(dim, [_width(block, width) for width in widths], [is_one and heads.groups in of for of in widths])
+        sizes = [_width(block, width) // heads.rounds for width in widths]
+        stays = [is_one and heads.groups in of for of in widths]
+        return cls(dim, sizes * heads.rounds, stays * heads.rounds)
 
     @property
     def style(self) -> str:
         """Returns how the weight lies at rest: as it is read, or in pieces that are joined before they are cut."""
         if len(self.sizes) < 2:
             return _CUT_AT_REST[self.dim]
-        return "packed_first" if self.dim == 0 and self.sizes == self.sizes[:1] * 2 else "joined_first"
+        return "packed_first" if self.dim == 0 and self.sizes == self.sizes[:1] * 2 else _JOINED[self.dim]
 
 
 def styles_of_weights(block: nn.Module, heads: HeadBlock) -> dict[str, str]:
@@ -134,10 +141,15 @@ class HeadsOfRank:
         for name in self.heads.summed:
             for held, own, weight in _held(block, name):
                 self._replace(held, own, weight / self.ranks)
+        if any(count.startswith(_CONFIG) for count in self.heads.counts):
+            # All layers have the same one.
+            self._replace(vars(block), "config", copy.copy(block.config))
         for count in self.heads.counts:
             if is_one and count == self.heads.groups:
                 continue
-            owner, own = _owner(block, count)
+            owner, own = (
+                (block.config, count.removeprefix(_CONFIG)) if count.startswith(_CONFIG) else _owner(block, count)
+            )
             self._replace(vars(owner), own, getattr(owner, own) // self.ranks)
         for count, name in self.heads.lengths.items():
             owner, own = _owner(block, count)

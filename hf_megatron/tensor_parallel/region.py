@@ -45,9 +45,13 @@ HIDDEN_STATES = "hidden_states"
 
 
 def _replace_input(args: tuple, kwargs: dict[str, Any], change) -> tuple[tuple, dict[str, Any]]:
-    """Applies `change` to the hidden states a block was called with: first positional or `hidden_states=`."""
+    """Applies `change` to the hidden states a block was called with: first positional or `hidden_states=`.
+
+    Further positional arguments may be the same tensor, of which queries, keys and values are made apart.
+    """
     if args and isinstance(args[0], Tensor):
-        return (change(args[0]), *args[1:]), kwargs
+        changed = change(args[0])
+        return tuple(changed if value is args[0] else value for value in args), kwargs
     if isinstance(kwargs.get(HIDDEN_STATES), Tensor):
         return args, {**kwargs, HIDDEN_STATES: change(kwargs[HIDDEN_STATES])}
     raise UnsupportedError(

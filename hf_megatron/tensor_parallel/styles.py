@@ -17,7 +17,9 @@
 | `summed_inside` | by its parameters' own rules | first input copied (experts with a `norm_of_sum`) |
 | `norm_of_sum` | whole | input summed |
 | `dispatched` | whole experts, over ep | nothing: their tokens do |
+| `shared_logits` | none | gradient of a router's logits divided by tp inside a partial sum |
 | `shared_addend` | one whole parameter | added by every rank of a partial sum: each reads its share |
+| `norm_of_ranks` | features split | squares of all ranks summed |
 | `norm_per_head` | whole | this rank's heads use their norms |
 | `output_sum` | by its parts' own rules | output summed |
 | `shared_identity` | none | input divided by tp inside a partial sum |
@@ -25,7 +27,7 @@
 | `heads_of_rank` | by its parameters' own rules | inputs copied, output summed (state space mixers) |
 | `split_first`, `split_second`, `split_third` | one parameter: dim 0, 1 or 2 | nothing |
 | `packed_first` | one parameter: dim 0 as 2 blocks | nothing |
-| `joined_first` | one parameter: dim 0, of unequal blocks | pieces joined before some heads' rows are read |
+| `joined_first`, `joined_second` | one parameter: dim 0 or 1, of several blocks | pieces joined before heads are read |
 | `split_rows`, `packed_rows` | one parameter: dim -2, plain or as 2 blocks | nothing |
 | `split_columns`, `packed_columns` | one parameter: dim -1, plain or as 2 blocks | nothing |
 """
@@ -41,8 +43,8 @@ from ..mesh import ParallelMesh
 from ..placement import GradientRule, Placement
 from ..spec import HeadBlock
 from .embedding import HiddenParallelEmbedding, VocabParallelEmbedding
-from .experts import LatentWithRotary, NormOfSum, PartialSum, SharedIdentity, SummedInside
-from .heads import NormPerHead, check_norm_per_head
+from .experts import LatentWithRotary, NormOfSum, PartialSum, SharedIdentity, SharedLogits, SummedInside
+from .heads import NormOfRanks, NormPerHead, check_norm_of_ranks, check_norm_per_head
 from .heads_of_rank import PartialHeads
 from .linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear
 from .local_parameters import ForwardsUnderWay, become
@@ -252,6 +254,11 @@ class _SharedIdentity(Style):
         SharedIdentity(context.mesh.tp_size).install(module)
 
 
+class _SharedLogits(Style):
+    def install(self, module: nn.Module, context: ModuleContext) -> None:
+        SharedLogits(context.mesh.tp_size).install(module)
+
+
 class _SharedAddend(Style):
     """One bare parameter that is added inside a partial sum."""
 
@@ -267,6 +274,24 @@ class _NormPerHead(Style):
     def install(self, module: nn.Module, context: ModuleContext) -> None:
         become(module, NormPerHead)
         module.mesh = context.mesh  # type: ignore[assignment]
+
+
+class _NormOfRanks(Style):
+    """An RMS norm over the features of a block's last linear, of which each rank has some."""
+
+    works_on_heads = True
+    splits = True
+
+    def placement(self, parameter_name: str, parameter: Tensor, module: nn.Module) -> Placement:
+        return Placement.split(AXIS, 0)
+
+    def check(self, module: nn.Module, name: str, plain_linear_classes: tuple[str, ...] = ()) -> None:
+        check_norm_of_ranks(module, name)
+
+    def install(self, module: nn.Module, context: ModuleContext) -> None:
+        become(module, NormOfRanks)
+        assert isinstance(module, NormOfRanks)
+        module.mesh, module.width = context.mesh, module.weight.shape[0]
 
 
 class _SplitParameter(Style):
@@ -325,7 +350,9 @@ STYLES: Mapping[str, Style] = {
     "norm_of_sum": _NormOfSum(),
     "dispatched": _Dispatched(),
     "shared_identity": _SharedIdentity(),
+    "shared_logits": _SharedLogits(),
     "shared_addend": _SharedAddend(),
+    "norm_of_ranks": _NormOfRanks(),
     "norm_per_head": _NormPerHead(),
     "draws_alike": _DrawsAlike(),
     "split_first": _SplitDim(0),
@@ -333,6 +360,7 @@ STYLES: Mapping[str, Style] = {
     "split_third": _SplitDim(2),
     "packed_first": _SplitDim(0, groups=2),
     "joined_first": _SplitDim(0),
+    "joined_second": _SplitDim(1),
     "split_rows": _SplitParameter(-2),
     "split_columns": _SplitParameter(-1),
     "packed_rows": _SplitParameter(-2, groups=2),

@@ -61,6 +61,14 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 2},
     # No kinds of MLPs by default, and no number of experts per token.
     "deepseek_ocr2_text": {"mlp_layer_types": ["dense"] + ["sparse"] * 31, "num_experts_per_tok": 6},
+    # Multipliers of one by default, which checkpoints have otherwise.
+    "falcon_h1": {
+        **{"ssm_multipliers": [0.5, 1.5, 0.75, 1.25, 0.9], "mlp_multipliers": [0.75, 1.5], "key_multiplier": 0.75},
+        **{"ssm_in_multiplier": 1.25, "ssm_out_multiplier": 0.75, "attention_in_multiplier": 0.9},
+        **{"attention_out_multiplier": 1.1, "embedding_multiplier": 5.5, "lm_head_multiplier": 0.5},
+    },
+    # Neither adapters nor positions by default, which some checkpoints have.
+    "zamba2": {"use_shared_attention_adapter": True, "use_mem_rope": True},
     # No experts by default, but layers of them.
     "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
     # No sections by default, where the model takes those of a wide head.
@@ -208,9 +216,26 @@ TINY: Mapping[str, Mapping[str, Any]] = {
     "inkling_vision": {"patch_size": 2},
     # Heads as wide as the layer expands.
     "mamba2": {"num_heads": 8},
-    "zamba2": {"mamba_headdim": 16, "attention_hidden_size": 128, "attention_head_dim": 32, "adapter_rank": 12},
-    "falcon_h1": {"mamba_d_ssm": 128},
+    # Two layers with one shared block.
+    "zamba": {
+        **{"layers_block_type": ["linear_attention", "hybrid"] * 2, "num_hidden_layers": 4},
+        **{"attention_hidden_size": 128, "attention_head_dim": 32},
+    },
+    "zamba2": {
+        **{"layers_block_type": ["linear_attention", "hybrid"] * 2, "num_hidden_layers": 4, "hybrid_layer_ids": [1, 3]},
+        **{"attention_hidden_size": 128, "attention_head_dim": 32, "mamba_headdim": 16, "adapter_rank": 12},
+    },
+    "falcon_h1": {"mamba_d_ssm": 128, "mamba_d_head": 16},
     **{name: {"intermediate_size": 128} for name in ("mamba", "falcon_mamba")},
+    "xlnet": {"d_inner": 256},
+    # Layers that read images at no end of a stage, where text alone would leave them out.
+    "mllama_text_model": {"num_hidden_layers": 6, "cross_attention_layers": [1, 4]},
+    # Kernels in full precision.
+    "xlstm": {"embedding_dim": 64, "autocast_kernel_dtype": "float32"},
+    # Other channels than hidden states have.
+    "rwkv": {"attention_hidden_size": 48},
+    # Heads of two ranks in four parts.
+    "codegen": {"n_head": 8},
     # As many features as four neighbours have. Towers of Whisper's kind take twice as many frames as positions.
     "glmasr_encoder": {"intermediate_size": 256},
     "voxtral_encoder": {"intermediate_size": 256, "max_source_positions": 16},
@@ -270,6 +295,10 @@ NO_GRADIENT: Mapping[str, Mapping[str, str]] = {
     },
     "phi4_multimodal": {r"\.embed_tokens_extend\.": "reads images and audio: compared on text alone"},
     "qwen4_exp_text": _INDEXER,
+    "xlnet": {
+        r"\.mask_emb$": "stands for tokens that are predicted in an order: compared without one",
+        r"\.(seg_embed|r_s_bias)$": "reads segments: compared on one",
+    },
     "deepseek_ocr2_vision": {r"\.query_1024_resolution\.": "makes features of larger images: compared on small ones"},
     "emu3": _TOKENIZER,
     "granite_docling": {r"\.connector\.fine\.": "reads tiles of which the batch says that they are fine"},
@@ -319,8 +348,15 @@ def without_gradient(config: PreTrainedConfig, media: Collection[str] = ()) -> M
     known = {name: why for part in (config, *parts) for name, why in NO_GRADIENT.get(part.model_type, {}).items()}
     lacking = [of_types for medium, of_types in NO_GRADIENT_WITHOUT.items() if medium not in media]
     unread = {name: why for of_types in lacking for name, why in of_types.get(config.model_type, {}).items()}
-    alone = _CROSS_ATTENTION if getattr(config, "is_decoder", False) and not config.is_encoder_decoder else {}
-    return {**known, **unread, **alone, **_unread_layers(config)}
+    has_encoder = getattr(config, "is_decoder", False) or type(config)().is_encoder_decoder
+    alone = _CROSS_ATTENTION if has_encoder and not config.is_encoder_decoder else {}
+    return {**known, **unread, **alone, **_unread_layers(config), **({} if "images" in media else _left_out(config))}
+
+
+def _left_out(config: PreTrainedConfig) -> dict[str, str]:
+    """Finds the layers that read images in place of tokens."""
+    layers = "|".join(map(str, getattr(config, "cross_attention_layers", None) or ()))
+    return {rf"\blayers\.({layers})\.": "left out where there are no images"} if layers else {}
 
 
 def tiny_reads(read: int | Sequence[int], num_layers: int, num_tiny: int) -> int | list[int]:

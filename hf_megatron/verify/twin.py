@@ -60,7 +60,7 @@ SIZES: Mapping[str, int] = _by_name(
     (64, "encoder_hidden_size downsample_channels adapter_in_dim adapter_input_size adapter_out_dim"),
     (64, "projection_hidden_size vision_hidden_size pooler_hidden_size"),
     # Even, and not divisible by 4: four ranks get uneven slices.
-    (90, "intermediate_size ffn_hidden_size ffn_dim d_ff n_inner mlp_dim hidden_dim"),
+    (90, "intermediate_size ffn_hidden_size ffn_dim d_ff n_inner mlp_dim hidden_dim dff dim_ff d_inner"),
     (94, "intermediate_size_mlp dense_intermediate_size"),
     (38, "shared_expert_intermediate_size shared_experts_intermediate_size shared_intermediate_size share_expert_dim"),
     (38, "moe_shared_expert_intermediate_size"),
@@ -68,7 +68,7 @@ SIZES: Mapping[str, int] = _by_name(
     (MOE_SIZE, "moe_intermediate_size expert_ffn_hidden_size"),
     (4, "num_attention_heads n_head n_heads num_heads attention_heads"),
     (4, "swa_num_attention_heads index_n_heads indexer_n_heads"),
-    (16, "head_dim swa_head_dim global_head_dim indexer_head_dim"),
+    (16, "head_dim swa_head_dim global_head_dim indexer_head_dim dim_head d_head"),
     # T5 does not scale its attention scores: wide heads would saturate the softmax.
     (4, "d_kv"),
     # Multi-head latent attention.

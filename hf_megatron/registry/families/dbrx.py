@@ -1,10 +1,16 @@
-"""DBRX: its experts hold their weights one below the other, in a module inside of theirs."""
+"""DBRX: fewer heads of keys and values in one projection, and experts with their weights one below the other."""
 
 from typing import Any
 
-from ...spec import ModelSpec
+from ...spec import HeadBlock, ModelSpec
 from ..family import corrected_spec
 from ..lookup import register_model
+
+_KEYS = ("num_key_value_heads", "head_dim")
+ATTENTION = HeadBlock(
+    ("num_heads", "num_key_value_heads", "hidden_size"),
+    {"Wqkv.weight": (0, (("num_heads", "head_dim"), _KEYS, _KEYS)), "out_proj.weight": (1, ())},
+)
 
 
 @register_model("dbrx")
@@ -12,5 +18,6 @@ def dbrx(model: Any) -> ModelSpec:
     return corrected_spec(
         model,
         experts={"blocks.*.ffn.experts": "num_experts"},
-        no_sequence_parallel="transformers has no tensor parallel plan of its layers.",
+        head_blocks={"blocks.*.norm_attn_norm.attn": ATTENTION},
+        transparent=("blocks.*.norm_attn_norm",),
     )

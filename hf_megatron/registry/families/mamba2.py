@@ -1,6 +1,7 @@
 """Mamba 2 mixers: each group of heads has its B, C, norm and states to itself."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from ...spec import HeadBlock, ModelSpec
@@ -28,6 +29,10 @@ HEADS = HeadBlock(
     norms_of_groups=("norm",),
     lengths={"conv_dim": "conv1d.weight"},
 )
+# With a norm or without, and a multiplier for each output of the first projection.
+HEADS_WITH_MULTIPLIERS = replace(
+    HEADS, weights={**HEADS.weights, "mup_vector": (2, HEADS.weights["in_proj.weight"][1])}
+)
 
 
 def of_mixers(mixer: str) -> Callable[[Any], ModelSpec]:
@@ -39,3 +44,11 @@ for _model_type in ("mamba2", "nemotron_h"):
     register_model(_model_type, of_mixers("mixer"))
 for _model_type in ("bamba", "granitemoehybrid"):
     register_model(_model_type, of_mixers("mamba"))
+
+
+@register_model("falcon_h1")
+def falcon_h1(model: Any) -> ModelSpec:
+    # The norm counts groups itself; only those of several groups are compared one by one.
+    counts = ("norm.n_groups",) if model.config.mamba_rms_norm and model.config.mamba_n_groups > 1 else ()
+    heads = replace(HEADS_WITH_MULTIPLIERS, counts=(*HEADS.counts, *counts))
+    return corrected_spec(model, head_blocks={"layers.*.mamba": heads})

@@ -1,14 +1,13 @@
-"""Phi-4 multimodal: its language model embeds images and audio itself."""
+"""Phi-4 multimodal: what embeds images and audio takes the embedded tokens, and hands them on without either."""
 
 from typing import Any
 
 from ...spec import ModelSpec
-from ..family import corrected_spec
+from ..family import base_prefix, corrected_spec
 from ..lookup import register_model
 
 
 @register_model("phi4_multimodal")
 def phi4_multimodal(model: Any) -> ModelSpec:
-    return corrected_spec(
-        model, no_pipeline="the embedding of images and audio reads the tokens' embedding. Load it with pp_size=1."
-    )
+    name = "embed_tokens_extend"
+    return corrected_spec(model, before_layers=(name,), on_all_stages=(f"{base_prefix(model)}{name}",))

@@ -1,0 +1,20 @@
+"""XLNet: its MLPs are split; attention adds its input before it norms, and is whole."""
+
+from typing import Any
+
+from ...spec import ModelSpec
+from ..family import base_prefix, family_spec
+from ..lookup import register_model
+
+
+@register_model("xlnet")
+def xlnet(model: Any) -> ModelSpec:
+    return family_spec(
+        model,
+        {"word_embedding": "vocab_embedding", "layer.*.ff.layer_1": "column", "layer.*.ff.layer_2": "row"},
+        regions={"layer.*.ff.layer_1": "layer.*.ff.layer_2"},
+        before_layers=(f"{base_prefix(model)}mask_emb",),
+        # Those of tokens that are predicted in an order.
+        layer_values=2,
+        no_sequence_parallel="its hidden states have tokens before rows.",
+    )
