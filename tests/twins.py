@@ -60,6 +60,37 @@ _YARN = {
     "truncate": False,
 }
 
+_MAMBA = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_heads": 8,
+    "head_dim": 16,
+    "state_size": 8,
+    "n_groups": 4,
+    "chunk_size": 8,
+}
+_NEMOTRON = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "layers_block_type": ["linear_attention", "mlp", "full_attention", "moe", "linear_attention", "moe"],
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 96,
+    "ssm_state_size": 8,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "n_groups": 4,
+    "chunk_size": 8,
+    # Megatron's mixer has no lower limit, and transformers takes its logarithm.
+    "time_step_min": 1e-12,
+    "moe_intermediate_size": 48,
+    "moe_shared_expert_intermediate_size": 40,
+    "n_routed_experts": 4,
+    "routed_scaling_factor": 2.5,
+}
+
 # case -> (model type, what its config changes)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", _LLAMA),
@@ -123,6 +154,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_norm_eps": 1e-5,
         },
     ),
+    "mamba2": ("mamba2", _MAMBA),
+    "mamba2_tied": ("mamba2", {**_MAMBA, "tie_word_embeddings": True}),
+    "nemotron_h": ("nemotron_h", _NEMOTRON),
+    "nemotron_h_latent": ("nemotron_h", {**_NEMOTRON, "moe_latent_size": 32, "n_group": 2}),
 }
 
 _SECTION = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}

@@ -1,6 +1,6 @@
 """What a family states, and the blocks that most of them are made of."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,11 @@ class Family:
         norm_bias: whether the last norm has a bias.
         block: what Megatron calls the module of the layers.
         heads: config, rows of the vocabulary -> rules of tensors outside of the layers that others do not have.
+        final_norm: what Megatron calls the last norm.
+        sizes: config -> what tensor-parallel ranks share besides heads and widths, and how many of it there are.
+        blocks: config -> rows of a tensor that ranks split by themselves (`MegatronModel.blocks`).
+        stacked: whether `torch_dist` has one tensor for all layers where they are alike.
+        own_unstored: config -> what else Megatron computes otherwise than transformers, or cannot say.
     """
 
     model_types: tuple[str, ...]
@@ -48,11 +53,17 @@ class Family:
     norm_bias: bool = False
     block: str = "decoder"
     heads: Callable[[Any, int], Iterable[Rule]] = lambda config, padded: ()
+    final_norm: str = "final_layernorm"
+    sizes: Callable[[Any], Mapping[str, int]] = lambda config: {}
+    blocks: Callable[[Any], Mapping[str, Mapping[str, int]]] = lambda config: {}
+    stacked: bool = True
+    own_unstored: Callable[[Any], Iterable[str]] = lambda config: ()
 
     def model(self, config: Any, further_layers: int = 0) -> MegatronModel:
         """Returns what Megatron's formats need to know of a config, with layers of multi-token prediction."""
         further = {"mtp_num_layers": further_layers} if further_layers else {}
-        return MegatronModel({**self.arguments(config), **further}, self.gated, self.block)
+        arguments, facts = {**self.arguments(config), **further}, (self.sizes(config), self.blocks(config))
+        return MegatronModel(arguments, self.gated, self.block, "", *facts, self.stacked)
 
     def meaning(self, config: Any) -> Arguments:
         """Returns what a config means in Megatron's arguments: those that are stored, and what says the same."""
@@ -60,10 +71,13 @@ class Family:
 
     def unstored(self, config: Any) -> tuple[str, ...]:
         """Returns what Megatron-LM's arguments cannot say of a config's positions and of its MLP's activation."""
-        return tuple(what for what in (unstored_positions(config), self._unstored_activation(config)) if what)
+        own = unstored_positions(config), self._unstored_activation(config), *self.own_unstored(config)
+        return tuple(what for what in own if what)
 
     def _unstored_activation(self, config: Any) -> str | None:
         name, arguments = activation(config), self.arguments(config)
+        if "ffn_hidden_size" not in arguments or arguments.get("squared_relu"):
+            return None
         if self.gated and not (arguments.get("swiglu") or arguments.get("quick_geglu")):
             return f"a gated {name}, which gated_linear_unit and activation_func of TransformerConfig say"
         if not self.gated and name not in ("gelu", "gelu_python", *_TANH_GELU):
@@ -86,7 +100,7 @@ class Family:
             yield from renamed(self.positions, "embedding.position_embeddings")
         for number in range(config.num_hidden_layers):
             yield from self.layer(config, number, f"{self.layers}.{number}", f"{self.block}.layers.{number}")
-        yield from renamed(self.norm, f"{self.block}.final_layernorm", bias=self.norm_bias)
+        yield from renamed(self.norm, f"{self.block}.{self.final_norm}", bias=self.norm_bias)
         for index in range(further_layers):
             number, target = config.num_hidden_layers + index, f"mtp.layers.{index}"
             yield from self.layer(config, number, f"{self.layers}.{number}", f"{target}.transformer_layer")

@@ -72,7 +72,7 @@ class MultimodalFamily:
         text = self.text_config(config)
         made = self.text.model(text, further_layers)
         arguments = {**made.arguments, **self._positions(text)}
-        return replace(made, arguments=arguments, prefix=LANGUAGE, tower_sizes=self.tower_sizes(config))
+        return replace(made, arguments=arguments, prefix=LANGUAGE, sizes={**made.sizes, **self.tower_sizes(config)})
 
     def meaning(self, config: Any) -> Arguments:
         """Returns what the text part means in Megatron's arguments."""

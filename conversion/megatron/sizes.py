@@ -40,7 +40,7 @@ def check_sizes(model: MegatronModel, options: TargetOptions, plan: Iterable[Key
         width = arguments.get(field)
         if width is not None and width % tp and any(module in name and not of_tower(name) for name in names):
             raise _unfit(f"{field} {width} does not divide over", "tp_size", tp, _divisors(width))
-    for what, size in model.tower_sizes.items():
+    for what, size in model.sizes.items():
         if size % tp:
             raise _unfit(f"{what} {size} does not divide over", "tp_size", tp, _divisors(size))
     if pp > 1 and any(map(of_mtp, names)):

@@ -86,6 +86,8 @@ class MegatronCoreWriter(Writer):
                 raise CheckpointError(f"The model has {size} layers ({name}), planned are {sorted(found)}.")
             self._stack_sizes[name] = size
         arguments = self._model.arguments
+        if not self._model.stacked:
+            return False
         # One number says that every n-th layer is another, a list is taken for different layers in any case.
         frequencies = (arguments.get("moe_layer_freq"), arguments.get("linear_attention_freq"))
         if any(frequency is not None and frequency != 1 for frequency in frequencies):
@@ -99,6 +101,11 @@ class MegatronCoreWriter(Writer):
         prefix = "" if key.kind == WEIGHT else f"optimizer.state.{_MOMENTS[key.kind]}."
         name, place = self._stored(key.name)
         stack, front = ((), ()) if place is None else ((place[1],), (place[0],))
+        if blocks := self._model.blocks_of(key.name):
+            # ssm/mamba_mixer.py, `_split_tensor_factory`
+            for block, part in zip(blocks, tensor.split(list(blocks.values())), strict=True):
+                self._store.write_chunk(f"{prefix}{name}.{block}", part.shape, (0,) * part.dim(), part)
+            return
         for offset, chunk in self._chunks(key.name, tensor):
             self._store.write_chunk(prefix + name, (*stack, *tensor.shape), (*front, *offset), chunk)
 

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from ...errors import CheckpointError
 from ..megatron.folder import RELEASE
-from ..megatron.names import LAYER, canonical, expert_of, of_mtp, of_tower, tensor_parallel_split
+from ..megatron.names import LAYER, canonical, expert_of, of_mtp, of_tower
+from ..megatron.splits import blocks_of, tensor_parallel_split
 from ..tensors import WEIGHT, Key, MegatronModel, MegatronReader
 from ..torch_files.saved import StoredTensor
 from .before_core import grouped_by_head, tower_in_order
@@ -161,7 +162,10 @@ class MegatronLegacyReader(MegatronReader):
         embedding.copies += [*copy.copies, *zip(embedding.pieces[0], copy.pieces[0], strict=True)]
 
     def read(self, key: Key) -> Tensor:
-        return self._in_order(key.name, self._merged[key.name].read(key.name, self._model.gated, self.memory))
+        merged = self._merged[key.name]
+        length = merged.piece_length * len(merged.pieces[0])
+        blocks = blocks_of(key.name, merged.split, length, self._model)
+        return self._in_order(key.name, merged.read(key.name, blocks, self.memory))
 
     def _in_order(self, name: str, tensor: Tensor) -> Tensor:
         """Orders a tensor of any shape as Megatron-Core has it, whatever version it was written by."""
