@@ -155,13 +155,15 @@ class MegatronCoreWriter(Writer):
     def _extra_states(self) -> Iterator[str]:
         """Yields objects that a strict load asks for: one per layer and expert of what may be TransformerEngine's.
 
-        Loading ignores those that the model has not. GPTModel asks for none of its output layer, BertModel does, which
-        has a bias there.
+        Loading ignores those that the model has not. GPTModel asks for none of its output layer, BertModel and MambaModel
+        do, also where it has no weight.
         """
-        seen = set()
+        output = f"{self._model.prefix}output_layer"
+        yield f"{output}._extra_state/shard_0_1"
+        seen = {output}
         for key, entry in self.plan.items():
             own = key.name.removeprefix(self._model.prefix)
-            if key.kind != WEIGHT or own.startswith(("embedding.", "output_layer.weight")) or not has_state(key.name):
+            if key.kind != WEIGHT or own.startswith("embedding.") or not has_state(key.name):
                 continue
             modules = [key.name.rpartition(".")[0]]
             if match := re.fullmatch(r"(.+\.self_attention)\..+", key.name):

@@ -11,7 +11,7 @@ from hf_megatron import CheckpointError
 from hf_megatron.conversion.architecture import Architecture
 from hf_megatron.conversion.families import family_of, known_families
 from hf_megatron.conversion.families.multimodal import packed_qkv
-from hf_megatron.conversion.megatron.names import RankSplit, spellings, tensor_parallel_split
+from hf_megatron.conversion.megatron.names import spellings
 from hf_megatron.conversion.megatron.rules import (
     Chain,
     Divided,
@@ -22,6 +22,7 @@ from hf_megatron.conversion.megatron.rules import (
     PaddedVocabulary,
     Reshaped,
 )
+from hf_megatron.conversion.megatron.splits import RankSplit, tensor_parallel_split
 from tests.twins import FAMILIES, MULTIMODAL, config_of, twin
 
 TABLE = json.loads((Path(__file__).parents[1] / "data" / "megatron_bridge_names.json").read_text())["families"]
