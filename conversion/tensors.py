@@ -244,6 +244,7 @@ class MegatronModel:
         sizes: what tensor-parallel ranks share besides heads and widths of an MLP, and how many of it there are.
         blocks: by the end of a tensor's name, names and numbers of the rows that ranks split by themselves, in order.
         stacked: whether `torch_dist` has one tensor for all layers where they are alike.
+        further_blocks: modules of layers besides `block`, and how many layers they have.
     """
 
     arguments: Mapping[str, Any]
@@ -253,6 +254,12 @@ class MegatronModel:
     sizes: Mapping[str, int] = field(default_factory=dict)
     blocks: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     stacked: bool = True
+    further_blocks: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def layers_of(self) -> Mapping[str, int]:
+        """How many layers each module of layers has."""
+        return {self.block: self.num_layers, **self.further_blocks}
 
     @property
     def num_layers(self) -> int:

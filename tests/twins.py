@@ -4,7 +4,13 @@ import copy
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForPreTraining
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForPreTraining,
+    AutoModelForSeq2SeqLM,
+)
 
 VOCABULARY = 250
 
@@ -60,6 +66,20 @@ _YARN = {
     "truncate": False,
 }
 
+_T5 = {
+    "vocab_size": VOCABULARY,
+    "d_model": 64,
+    "d_kv": 24,
+    "d_ff": 96,
+    "num_layers": 2,
+    "num_decoder_layers": 3,
+    "num_heads": 4,
+    "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 16,
+    "feed_forward_proj": "gated-gelu",
+    # Of T5 1.1: the config class takes it for "do not scale what the head reads", and ties all the same.
+    "tie_word_embeddings": False,
+}
 _MAMBA = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
@@ -154,6 +174,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_norm_eps": 1e-5,
         },
     ),
+    "t5": ("t5", _T5),
+    "t5_tied": ("t5", _T5),
+    "mt5": ("mt5", {**_T5, "num_decoder_layers": 2}),
     "mamba2": ("mamba2", _MAMBA),
     "mamba2_tied": ("mamba2", {**_MAMBA, "tie_word_embeddings": True}),
     "nemotron_h": ("nemotron_h", _NEMOTRON),
@@ -216,7 +239,12 @@ def twin(case: str, dtype: torch.dtype = torch.float32) -> Any:
     model_class = AutoModelForPreTraining if config.model_type == "megatron-bert" else AutoModelForCausalLM
     if case in MULTIMODAL:
         model_class = AutoModelForImageTextToText
+    if config.is_encoder_decoder:
+        model_class = AutoModelForSeq2SeqLM
     model = model_class.from_config(config).eval()
+    if config.is_encoder_decoder and not case.endswith("_tied"):
+        # As released files have it, which transformers then does not tie.
+        model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, tensor in model.state_dict(keep_vars=True).items():

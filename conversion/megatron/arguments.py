@@ -179,7 +179,7 @@ def _left_out(expected: Mapping[str, Any]) -> set[str]:
     if expected.get("position_embedding_type") == "none":
         left_out.add("max_position_embeddings")
     if expected["hybrid_override_pattern"] is not None:
-        # The pattern says all (ssm/mamba_hybrid_layer_allocation.py); without one, layers are mixers but for the ratios.
+        # It says all (ssm/mamba_hybrid_layer_allocation.py); without one, layers are mixers but for what ratios say.
         left_out.add("is_hybrid_model")
         if not _mixers_alone(expected["hybrid_override_pattern"]):
             left_out |= {"hybrid_attention_ratio", "hybrid_mlp_ratio"}

@@ -25,6 +25,9 @@ _STATELESS = re.compile(
 EXPERTS = ".mlp.experts.experts."
 # Of layers of multi-token prediction, of state space mixers, and of experts behind a smaller width.
 _LINEARS = ("eh_proj", "in_proj", "out_proj", "fc1_latent_proj", "fc2_latent_proj")
+EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+# T5Model has its output layer twice (models/T5/t5_model.py).
+_SECOND_OUTPUT = "lm_head.output_layer"
 # MambaStack's last norm, and what the class that follows it after 0.16 calls it.
 _LAST_NORM, _LATER_LAST_NORM = "decoder.final_norm.weight", "decoder.final_layernorm.weight"
 FLAT_TOWER, DEEP_TOWER = "vision_tower.", "vision_tower.vision_model."
@@ -147,8 +150,10 @@ def extra_states(names: Iterable[str], local_names: bool, last: bool, prefix: st
         module, _, kind = name.rpartition(".")
         if not has_state(name):
             continue
+        if module == _SECOND_OUTPUT:
+            yield f"{module}._extra_state"
         # The norm of BERT's head is Apex's, which has no state (models/bert/bert_lm_head.py).
-        if kind.startswith("weight") and not module.startswith("lm_head."):
+        elif kind.startswith("weight") and not module.startswith("lm_head."):
             linear = module.rpartition(".")[2]
             parallel = linear.startswith("linear_") or linear in _LINEARS or module == "multi_modal_projector.proj"
             # The norm inside a state space mixer is not TransformerEngine's.

@@ -28,6 +28,10 @@ def check_sizes(model: MegatronModel, options: TargetOptions, plan: Iterable[Key
     layers, heads = arguments.get("num_layers"), arguments.get("num_attention_heads")
     if layers is not None and layers % pp:
         raise _unfit(f"num_layers {layers} does not divide over", "pp_size", pp, _divisors(layers))
+    if pp > 1 and model.further_blocks:
+        raise CheckpointError(
+            f"pp_size {pp}: {' and '.join(model.layers_of)} lie on one stage, so that 1 is all that fits."
+        )
     groups: int = arguments.get("num_query_groups") or heads or 0
     if heads is not None:
         # transformer_config.py: groups are a multiple of tp, or it of them.

@@ -45,6 +45,10 @@ _IN_LAYER: tuple[tuple[str, RankSplit | None], ...] = (
     (r"self_attention\.linear_proj\.bias", None),
     # transformer/dot_product_attention.py, `softmax_offset`: one value per head.
     (r"self_attention\.core_attention\.softmax_offset", RankSplit(0)),
+    # models/T5/t5_spec.py: queries by themselves, keys and values in one tensor, head by head.
+    (r"cross_attention\.linear_(q|kv)\.(weight|bias)", RankSplit(0)),
+    (r"cross_attention\.linear_proj\.weight", RankSplit(1)),
+    (r"cross_attention\.linear_proj\.bias", None),
     # transformer/mlp.py; moe/shared_experts.py is an MLP over the ranks of dense layers.
     (r"mlp\.(shared_experts\.)?linear_fc1\.(weight|bias)", RankSplit(0, halves=True)),
     (r"mlp\.(shared_experts\.)?linear_fc2\.weight", RankSplit(1)),
@@ -74,6 +78,9 @@ _OUTSIDE: tuple[tuple[str, RankSplit | None], ...] = (
     (r"output_layer\.(weight|bias)", RankSplit(0)),
     # models/bert/bert_model.py, bert_lm_head.py, pooler.py
     (r"(pooler\.dense|lm_head\.(dense|layer_norm)|binary_head)\.(weight|bias)", None),
+    # models/T5/t5_model.py, which has its output layer under a second name.
+    (r"(encoder|decoder)_relative_pos_emb\.relative_attention_bias\.weight", None),
+    (r"lm_head\.output_layer\.weight", RankSplit(0)),
     # transformer/multi_token_prediction.py
     (r"mtp\.layers\.\d+\.(enorm|hnorm|final_layernorm)\.(weight|bias)", None),
     (r"mtp\.layers\.\d+\.eh_proj\.weight", RankSplit(0)),

@@ -14,8 +14,10 @@ from ...errors import CheckpointError
 from ...files.safetensors import TensorMeta
 from ..megatron.folder import TRACKER, folder_name, tracker_text
 from ..megatron.names import (
+    EMBEDDING,
     EXPERTS,
     LAYER,
+    OUTPUT,
     extra_states,
     local,
     name_of_expert,
@@ -28,8 +30,6 @@ from ..output import Output
 from ..tensors import WEIGHT, Key, MegatronModel, TargetOptions, Writer
 from ..torch_files.archive_writer import ArchiveWriter, StorageSlot
 from .ranks import FILE, Rank, all_ranks, rank_folder
-
-_EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
 @dataclass
@@ -144,9 +144,11 @@ class MegatronLegacyWriter(Writer):
         match = LAYER.match(name)
         stage, own = last, name
         if match and not of_mtp(match[1]):
-            number, of_stage = int(match[2]), self._model.num_layers // self._sizes.pp
-            if number >= self._model.num_layers:
-                raise CheckpointError(f"{name}: num_layers is {self._model.num_layers}.")
+            # What stands last before the number, behind the prefix of a language model.
+            layers = self._model.layers_of[match[1].split(".")[-3]]
+            number, of_stage = int(match[2]), layers // self._sizes.pp
+            if number >= layers:
+                raise CheckpointError(f"{name}: num_layers is {layers}.")
             stage = number // of_stage
             own = f"{match[1]}{number % of_stage}.{name[match.end() :]}"
         elif of_tower(name) or name.startswith(f"{self._model.prefix}embedding."):
@@ -166,11 +168,11 @@ class MegatronLegacyWriter(Writer):
 
     @property
     def _embedding(self) -> str:
-        return self._model.prefix + _EMBEDDING
+        return self._model.prefix + EMBEDDING
 
     @property
     def _output(self) -> str:
-        return self._model.prefix + _OUTPUT
+        return self._model.prefix + OUTPUT
 
     @property
     def _tied(self) -> bool:

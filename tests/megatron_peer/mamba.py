@@ -7,7 +7,6 @@ legacy format with local names. OUT becomes a safetensors file with the logits o
 
 import os
 import sys
-import tempfile
 import warnings
 from pathlib import Path
 
@@ -18,14 +17,12 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
 import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
 
 from tests.megatron_peer.patches import patch_megatron, patch_torch  # noqa: E402
 from tests.megatron_peer.state_space import provide_mamba_ssm  # noqa: E402
 
 patch_torch()
 provide_mamba_ssm()
-from megatron.core import dist_checkpointing, parallel_state  # noqa: E402
 from megatron.core.activations import squared_relu  # noqa: E402
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add  # noqa: E402
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec  # noqa: E402
@@ -35,7 +32,6 @@ from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules  # no
 from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules  # noqa: E402
 from megatron.core.ssm.mlp_layer import MLPLayer  # noqa: E402
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear  # noqa: E402
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules  # noqa: E402
 from megatron.core.transformer.dot_product_attention import DotProductAttention  # noqa: E402
 from megatron.core.transformer.enums import AttnMaskType  # noqa: E402
@@ -46,6 +42,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from safetensors.torch import load_file, save_file  # noqa: E402
 from transformers import AutoConfig  # noqa: E402
 
+from tests.megatron_peer.checkpoints import load, on_ranks, save  # noqa: E402
 from tests.megatron_peer.models import ON_CPU, RMSNorm  # noqa: E402
 
 patch_megatron()
@@ -169,24 +166,7 @@ def build(hf, tp: int) -> MambaModel:
     ).eval()
 
 
-def load(model: MambaModel, folder: Path, rank: int) -> None:
-    """Strictly: no missing key, no surplus one in the model."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(0.5)
-    if (folder / "metadata.json").exists():
-        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        sharded = model.sharded_state_dict(metadata={"dp_cp_group": group})
-        state = dist_checkpointing.load({"model": sharded}, str(folder))["model"]
-    else:
-        state = torch.load(folder / f"mp_rank_{rank:02d}" / "model_optim_rng.pt", weights_only=False)["model"]
-    model.load_state_dict(state, strict=True)
-
-
-def run(rank: int, store: str, hf: str, out: str, tp: int, folders: list[str]) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=tp)
-    parallel_state.initialize_model_parallel(tp, expert_tensor_parallel_size=tp)
-    model_parallel_cuda_manual_seed(0)
+def run(rank: int, tp: int, hf: str, out: str, folders: list[str]) -> None:
     ids, found = load_file(Path(hf) / "inputs.safetensors")["ids"], {}
     positions = torch.arange(ids.shape[1])[None].expand_as(ids)
     for index, folder in enumerate(folders):
@@ -197,31 +177,8 @@ def run(rank: int, store: str, hf: str, out: str, tp: int, folders: list[str]) -
     save(model, Path(f"{out}-core"), Path(f"{out}-legacy"), rank)
     if rank == 0:
         save_file(found, out)
-    dist.destroy_process_group()
-
-
-def save(model: MambaModel, core: Path, legacy: Path, rank: int) -> None:
-    """In both formats, as a release without arguments."""
-    common = {"checkpoint_version": 3.0, "iteration": 0}
-    if rank == 0:
-        for root in (core, legacy):
-            (root / "release").mkdir(parents=True)
-            (root / "latest_checkpointed_iteration.txt").write_text("release")
-    dist.barrier()
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    sharded = model.sharded_state_dict(metadata={"dp_cp_group": group})
-    dist_checkpointing.save({**sharded, **common}, core / "release")
-    own = legacy / "release" / f"mp_rank_{rank:02d}"
-    own.mkdir()
-    torch.save({**common, "model": model.state_dict_for_save_checkpoint()}, own / "model_optim_rng.pt")
-
-
-def main() -> None:
-    hf, out, tp, *folders = sys.argv[1:]
-    with tempfile.TemporaryDirectory() as root:
-        arguments = (str(Path(root) / "store"), hf, out, int(tp), folders)
-        torch.multiprocessing.spawn(run, arguments, nprocs=int(tp))
 
 
 if __name__ == "__main__":
-    main()
+    hf, out, tp, *folders = sys.argv[1:]
+    on_ranks(run, int(tp), hf, out, folders)
