@@ -28,6 +28,8 @@ _LINEARS = ("eh_proj", "in_proj", "out_proj", "fc1_latent_proj", "fc2_latent_pro
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 # T5Model has its output layer twice (models/T5/t5_model.py).
 _SECOND_OUTPUT = "lm_head.output_layer"
+# In rank files after 0.16; torch_dist keeps the older names (ssm/mamba_mixer.py, `conv_checkpoint_key_map`).
+_LATER_CONVOLUTION = re.compile(r"(.+\.mixer\.)conv1d_(weight|bias)")
 # MambaStack's last norm, and what the class that follows it after 0.16 calls it.
 _LAST_NORM, _LATER_LAST_NORM = "decoder.final_norm.weight", "decoder.final_layernorm.weight"
 FLAT_TOWER, DEEP_TOWER = "vision_tower.", "vision_tower.vision_model."
@@ -93,6 +95,8 @@ def canonical(name: str, names: Collection[str]) -> str:
     A norm on its own belongs to the linear after it where there is one among `names`, all names of the model:
     `pre_mlp_layernorm` of a layer with experts stays what it is.
     """
+    if later := _LATER_CONVOLUTION.fullmatch(name):
+        return f"{later[1]}conv1d.{later[2]}"
     for weight, other in _spellings(name):
         if weight in names and ".layer_norm_" not in name:
             return other

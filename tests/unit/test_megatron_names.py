@@ -137,6 +137,12 @@ def test_other_names_have_one_spelling():
         assert local(name) == name
 
 
+def test_later_names_of_state_space_models():
+    assert spellings("decoder.final_norm.weight") == ("decoder.final_layernorm.weight",)
+    for kind in ("weight", "bias"):
+        assert canonical(f"{LAYER}mixer.conv1d_{kind}", ()) == f"{LAYER}mixer.conv1d.{kind}"
+
+
 @pytest.mark.parametrize("grouped", [True, False])
 @pytest.mark.parametrize("tensor", ["linear_fc1.weight", "linear_fc2.weight", "linear_fc1.bias"])
 def test_experts_have_names_of_their_own(grouped, tensor):
