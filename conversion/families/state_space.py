@@ -57,8 +57,8 @@ def mixer(source: str, target: str) -> Iterator[Rule]:
 
 def refused_mixer(config: Any, activation: str) -> str | None:
     """Returns the setting that Megatron's mixer does not have, `None` where it has all."""
-    wanted = {"use_bias": False, "use_conv_bias": True, "conv_kernel": _KERNEL, "layer_norm_epsilon": _EPSILON}
-    wanted[activation] = "silu"
+    wanted: dict[str, Any] = {"use_bias": False, "use_conv_bias": True, "conv_kernel": _KERNEL}
+    wanted |= {"layer_norm_epsilon": _EPSILON, activation: "silu"}
     other = next((name for name, value in wanted.items() if getattr(config, name) != value), None)
     if other is None:
         return None
