@@ -7,6 +7,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..checkpoint.config_file import CONFIG, settings
 from ..checkpoint.meta_model import meta_model, meta_model_of
 from ..errors import CheckpointError
@@ -21,6 +23,26 @@ _STORED_PER_WEIGHT, _STORED_BESIDES = 32, 10_000
 _QUANTIZATIONS = ("quantization_config", "compression_config")
 
 
+class OwnWeights(CheckpointError):
+    """A checkpoint has weights of their own where the class ties them, which transformers then does not tie.
+
+    Args:
+        names: the second names, of `state_dict()`, under which the class has the tied ones.
+    """
+
+    def __init__(self, where: str, names: Iterable[str]):
+        self.names = tuple(names)
+        super().__init__(f"{where}: {', '.join(self.names)} are tied by the model, and weights of their own.")
+
+
+def untie(model: Any, names: Iterable[str]) -> None:
+    """Gives weights of a model, of any shapes, that it ties under these names parameters of their own."""
+    for name in names:
+        module, _, weight = name.rpartition(".")
+        owner = model.get_submodule(module)
+        owner.register_parameter(weight, torch.nn.Parameter(getattr(owner, weight).detach().clone()))
+
+
 class Architecture:
     """A model class of transformers with a config, without weights.
 
@@ -30,10 +52,11 @@ class Architecture:
     Attributes:
         names: its parameters and persistent buffers in the order of its modules, a tied one under its first name.
         further_layers: layers of multi-token prediction among its layers, behind those that the class has.
+        untied: weights of their own here that the class ties.
     """
 
-    def __init__(self, model: Any, further_layers: int = 0):
-        self.model, self.further_layers = model, further_layers
+    def __init__(self, model: Any, further_layers: int = 0, untied: tuple[str, ...] = ()):
+        self.model, self.further_layers, self.untied = model, further_layers, untied
         self.config = model.config
         parameters = dict(model.named_parameters(remove_duplicate=False))
         first: dict[int, str] = {}
@@ -69,7 +92,20 @@ class Architecture:
         """Makes it with these layers of multi-token prediction behind its own."""
         model = copy.deepcopy(self.model)
         model.get_decoder().layers.extend(layers)
-        return Architecture(model, len(layers))
+        return Architecture(model, len(layers), self.untied)
+
+    def with_own_weights(self, names: Iterable[str]) -> "Architecture":
+        """Makes it with weights of their own under these names, which the class ties."""
+        model, names = copy.deepcopy(self.model), tuple(names)
+        untie(model, names)
+        return Architecture(model, self.further_layers, (*self.untied, *names))
+
+    @cached_property
+    def ties_always(self) -> bool:
+        """Whether no config can say that the head is a weight of its own, which T5's files then show."""
+        if not self.config.tie_word_embeddings or self.untied:
+            return False
+        return bool(type(self.config)(tie_word_embeddings=False).tie_word_embeddings)
 
     def first_name(self, name: str) -> str:
         """Returns the name under which a weight is converted, for any of the names it has."""
@@ -101,11 +137,14 @@ class Architecture:
         """Checks that a checkpoint has every weight of the model and no other.
 
         Raises:
+            OwnWeights: it has tied ones a second time, as these formats do for weights of their own.
             CheckpointError: naming those that are missing or surplus.
         """
         found = set(names)
         missing = [name for name in self.saved_names if name not in found]
         surplus = sorted(found - set(self.names))
+        if surplus and not missing and self.ties_always and all(name in self._first for name in surplus):
+            raise OwnWeights(where, surplus)
         if missing or surplus:
             raise CheckpointError(
                 f"{where} does not fit {type(self.model).__name__}: {_some('missing', missing)}"

@@ -10,7 +10,7 @@ import torch
 from ..errors import CheckpointError
 from ..shown import first_line, shown
 from ..upstream import without_output
-from .architecture import Architecture
+from .architecture import Architecture, untie
 from .source import Source
 from .tensors import MAIN_WEIGHT, WEIGHT, Key, Reader, same_bytes
 
@@ -145,8 +145,9 @@ def _logits(
     """
     with without_output():
         model = type(architecture.model)._from_config(architecture.config, dtype=torch.float32).eval()
-    state = model.state_dict(keep_vars=True)
     with open_reader(False) as reader:
+        untie(model, reader.architecture.untied)
+        state = model.state_dict(keep_vars=True)
         for key in reader.entries:
             if key.kind == WEIGHT:
                 state[key.name].data.copy_(reader.read(key))

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from ..errors import CheckpointError, ConfigError
-from .architecture import Architecture
+from .architecture import Architecture, OwnWeights
 from .dcp.format import FORMAT as DCP
 from .format import Format
 from .further_layers import count_further, with_further_layers
@@ -101,7 +101,11 @@ def open_reader(
         CheckpointError: it is damaged or unsafe, or not one of this model with this config, or has layers of
             multi-token prediction that are not to be left out.
     """
-    reader = format.open(path, architecture, verify)
+    try:
+        reader = format.open(path, architecture, verify)
+    except OwnWeights as found:
+        architecture = architecture.with_own_weights(found.names)
+        reader = format.open(path, architecture, False)
     try:
         count = count_further(reader.left_out, architecture.config) if further_layers else 0
         extended = with_further_layers(architecture, count) if count else None

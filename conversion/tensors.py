@@ -241,15 +241,30 @@ class MegatronModel:
         gated: whether `linear_fc1` holds gate and up, each split over tp by itself.
         block: what the module of the layers is called.
         prefix: what stands before the names of the language model's tensors, where it is a part of the model.
-        tower_sizes: what tensor-parallel ranks share of the other parts, and how many of it there are.
+        sizes: what tensor-parallel ranks share besides heads and widths of an MLP, and how many of it there are.
+        blocks: by the end of a tensor's name, names and numbers of the rows that ranks split by themselves, in order.
+        stacked: whether `torch_dist` has one tensor for all layers where they are alike.
+        further_blocks: modules of layers besides `block`, and how many layers they have.
     """
 
     arguments: Mapping[str, Any]
     gated: bool
     block: str = "decoder"
     prefix: str = ""
-    tower_sizes: Mapping[str, int] = field(default_factory=dict)
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    blocks: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    stacked: bool = True
+    further_blocks: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def layers_of(self) -> Mapping[str, int]:
+        """How many layers each module of layers has."""
+        return {self.block: self.num_layers, **self.further_blocks}
 
     @property
     def num_layers(self) -> int:
         return int(self.arguments["num_layers"])
+
+    def blocks_of(self, name: str) -> Mapping[str, int]:
+        """Returns the names and lengths of the blocks of a tensor's rows, none where it is one."""
+        return next((blocks for end, blocks in self.blocks.items() if name.endswith(f".{end}")), {})

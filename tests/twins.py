@@ -4,7 +4,13 @@ import copy
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForPreTraining
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForPreTraining,
+    AutoModelForSeq2SeqLM,
+)
 
 VOCABULARY = 250
 
@@ -58,6 +64,51 @@ _YARN = {
     "beta_fast": 32.0,
     "beta_slow": 1.0,
     "truncate": False,
+}
+
+_T5 = {
+    "vocab_size": VOCABULARY,
+    "d_model": 64,
+    "d_kv": 24,
+    "d_ff": 96,
+    "num_layers": 2,
+    "num_decoder_layers": 3,
+    "num_heads": 4,
+    "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 16,
+    "feed_forward_proj": "gated-gelu",
+    # Of T5 1.1: the config class takes it for "do not scale what the head reads", and ties all the same.
+    "tie_word_embeddings": False,
+}
+_MAMBA = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_heads": 8,
+    "head_dim": 16,
+    "state_size": 8,
+    "n_groups": 4,
+    "chunk_size": 8,
+}
+_NEMOTRON = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "layers_block_type": ["linear_attention", "mlp", "full_attention", "moe", "linear_attention", "moe"],
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 96,
+    "ssm_state_size": 8,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "n_groups": 4,
+    "chunk_size": 8,
+    # Megatron's mixer has no lower limit, and transformers takes its logarithm.
+    "time_step_min": 1e-12,
+    "moe_intermediate_size": 48,
+    "moe_shared_expert_intermediate_size": 40,
+    "n_routed_experts": 4,
+    "routed_scaling_factor": 2.5,
 }
 
 # case -> (model type, what its config changes)
@@ -123,6 +174,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_norm_eps": 1e-5,
         },
     ),
+    "t5": ("t5", _T5),
+    "t5_tied": ("t5", _T5),
+    "mt5": ("mt5", {**_T5, "num_decoder_layers": 2}),
+    "mamba2": ("mamba2", _MAMBA),
+    "mamba2_tied": ("mamba2", {**_MAMBA, "tie_word_embeddings": True}),
+    "nemotron_h": ("nemotron_h", _NEMOTRON),
+    "nemotron_h_latent": ("nemotron_h", {**_NEMOTRON, "moe_latent_size": 32, "n_group": 2}),
 }
 
 _SECTION = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
@@ -181,7 +239,12 @@ def twin(case: str, dtype: torch.dtype = torch.float32) -> Any:
     model_class = AutoModelForPreTraining if config.model_type == "megatron-bert" else AutoModelForCausalLM
     if case in MULTIMODAL:
         model_class = AutoModelForImageTextToText
+    if config.is_encoder_decoder:
+        model_class = AutoModelForSeq2SeqLM
     model = model_class.from_config(config).eval()
+    if config.is_encoder_decoder and not case.endswith("_tied"):
+        # As released files have it, which transformers then does not tie.
+        model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, tensor in model.state_dict(keep_vars=True).items():

@@ -76,6 +76,13 @@ class DcpReader(Reader):
             groups = [group for store in stores if isinstance(store, StoreReader) for group in _groups(store)]
             self.optimizer, self.iteration = OptimizerState(step, tuple(groups)), step
 
+    def different_copies(self) -> Iterator[str]:
+        """Yields weights that are in the files a second time, as the class ties them, and are others there."""
+        for key, ((store, name), *copies) in self._sources.items():
+            for other, copy in copies if key.kind == WEIGHT else ():
+                if not same_bytes(other.read(copy), store.read(name)):
+                    yield next(each for each in (name, copy) if not each.endswith(key.name))
+
     def _prefix(self, store: ChunkedTensors) -> str:
         """Finds what stands before the names of weights: that under which most of those expected are."""
         if self._names is None:

@@ -15,6 +15,7 @@ from ..megatron.rules import Rule
 from ..tensors import TargetOptions
 from .family import Family
 from .multimodal import MultimodalFamily
+from .refused import REFUSED
 
 __all__ = ["Family", "MultimodalFamily", "check_config", "family_of", "known_families", "rules_of"]
 
@@ -34,9 +35,11 @@ def family_of(config: Any) -> Family | MultimodalFamily:
     """Finds the family of a config.
 
     Raises:
-        UnsupportedError: naming the model types that there are.
+        UnsupportedError: naming the model types that there are, or what Megatron computes otherwise.
     """
     family = known_families().get(config.model_type)
+    if family is None and (why := REFUSED.get(config.model_type)):
+        raise UnsupportedError(f"model type {config.model_type!r} cannot be expressed in Megatron: {why}.")
     if family is None:
         known = ", ".join(sorted(known_families()))
         raise UnsupportedError(

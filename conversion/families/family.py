@@ -1,10 +1,10 @@
 """What a family states, and the blocks that most of them are made of."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..megatron.rules import GroupedQKV, Joined, Operation, PaddedVocabulary, Rule, Same
+from ..megatron.rules import Chain, Copied, GroupedQKV, Joined, Operation, PaddedVocabulary, Rule, Same
 from ..tensors import MegatronModel
 from .positions import rotary_arguments, unstored_positions, window_arguments
 
@@ -33,6 +33,15 @@ class Family:
         norm_bias: whether the last norm has a bias.
         block: what Megatron calls the module of the layers.
         heads: config, rows of the vocabulary -> rules of tensors outside of the layers that others do not have.
+        copied_head: the head's name in the model, where Megatron's is a weight of its own also when it equals the
+            embedding that every config of the model ties it to.
+        outputs: what Megatron calls the head, under each of its names.
+        final_norm: what Megatron calls the last norm.
+        sizes: config -> what tensor-parallel ranks share besides heads and widths, and how many of it there are.
+        blocks: config -> rows of a tensor that ranks split by themselves (`MegatronModel.blocks`).
+        stacked: whether `torch_dist` has one tensor for all layers where they are alike.
+        further_blocks: config -> modules of layers besides `block`, and how many they have; `heads` has their rules.
+        own_unstored: config -> what else Megatron computes otherwise than transformers, or cannot say.
     """
 
     model_types: tuple[str, ...]
@@ -48,11 +57,20 @@ class Family:
     norm_bias: bool = False
     block: str = "decoder"
     heads: Callable[[Any, int], Iterable[Rule]] = lambda config, padded: ()
+    copied_head: str = ""
+    outputs: tuple[str, ...] = ("output_layer",)
+    final_norm: str = "final_layernorm"
+    sizes: Callable[[Any], Mapping[str, int]] = lambda config: {}
+    blocks: Callable[[Any], Mapping[str, Mapping[str, int]]] = lambda config: {}
+    stacked: bool = True
+    further_blocks: Callable[[Any], Mapping[str, int]] = lambda config: {}
+    own_unstored: Callable[[Any], Iterable[str]] = lambda config: ()
 
     def model(self, config: Any, further_layers: int = 0) -> MegatronModel:
         """Returns what Megatron's formats need to know of a config, with layers of multi-token prediction."""
         further = {"mtp_num_layers": further_layers} if further_layers else {}
-        return MegatronModel({**self.arguments(config), **further}, self.gated, self.block)
+        arguments, facts = {**self.arguments(config), **further}, (self.sizes(config), self.blocks(config))
+        return MegatronModel(arguments, self.gated, self.block, "", *facts, self.stacked, self.further_blocks(config))
 
     def meaning(self, config: Any) -> Arguments:
         """Returns what a config means in Megatron's arguments: those that are stored, and what says the same."""
@@ -60,10 +78,13 @@ class Family:
 
     def unstored(self, config: Any) -> tuple[str, ...]:
         """Returns what Megatron-LM's arguments cannot say of a config's positions and of its MLP's activation."""
-        return tuple(what for what in (unstored_positions(config), self._unstored_activation(config)) if what)
+        own = unstored_positions(config), self._unstored_activation(config), *self.own_unstored(config)
+        return tuple(what for what in own if what)
 
     def _unstored_activation(self, config: Any) -> str | None:
         name, arguments = activation(config), self.arguments(config)
+        if "ffn_hidden_size" not in arguments or arguments.get("squared_relu"):
+            return None
         if self.gated and not (arguments.get("swiglu") or arguments.get("quick_geglu")):
             return f"a gated {name}, which gated_linear_unit and activation_func of TransformerConfig say"
         if not self.gated and name not in ("gelu", "gelu_python", *_TANH_GELU):
@@ -79,14 +100,16 @@ class Family:
             names: of the model's tensors, for parts that are taken along as they are.
         """
         vocabulary = PaddedVocabulary(config.vocab_size, padded)
-        yield from renamed(self.embedding, "embedding.word_embeddings", operation=vocabulary)
-        if not config.tie_word_embeddings:
-            yield from renamed("lm_head", "output_layer", operation=vocabulary)
+        own_head = not config.tie_word_embeddings or (self.copied_head and self.copied_head in names)
+        copies = () if own_head or not self.copied_head else self.outputs
+        yield _copied(self.embedding, ("embedding.word_embeddings", *copies), vocabulary)
+        if own_head:
+            yield _copied("lm_head", self.outputs, vocabulary)
         if self.positions:
             yield from renamed(self.positions, "embedding.position_embeddings")
         for number in range(config.num_hidden_layers):
             yield from self.layer(config, number, f"{self.layers}.{number}", f"{self.block}.layers.{number}")
-        yield from renamed(self.norm, f"{self.block}.final_layernorm", bias=self.norm_bias)
+        yield from renamed(self.norm, f"{self.block}.{self.final_norm}", bias=self.norm_bias)
         for index in range(further_layers):
             number, target = config.num_hidden_layers + index, f"mtp.layers.{index}"
             yield from self.layer(config, number, f"{self.layers}.{number}", f"{target}.transformer_layer")
@@ -108,7 +131,7 @@ def kv_heads(config: Any) -> int:
 
 def activation(config: Any) -> str | None:
     """Returns the name of the MLP's activation."""
-    names = ("hidden_act", "hidden_activation", "activation_function")
+    names = ("hidden_act", "hidden_activation", "activation_function", "dense_act_fn")
     return next((found for name in names if (found := getattr(config, name, None))), None)
 
 
@@ -121,6 +144,13 @@ def renamed(source: str, target: str, *, bias: bool = False, operation: Operatio
     """Yields the rules of a module's weight, and its bias where it has one."""
     for suffix in ("weight", "bias") if bias else ("weight",):
         yield Rule((f"{source}.{suffix}",), (f"{target}.{suffix}",), operation or Same())
+
+
+def _copied(source: str, targets: tuple[str, ...], operation: Operation) -> Rule:
+    """Returns the rule of a module's weight that Megatron has under each of some names."""
+    if len(targets) > 1:
+        operation = Chain((operation, Copied(len(targets))))
+    return Rule((f"{source}.weight",), tuple(f"{target}.weight" for target in targets), operation)
 
 
 def fused_norm(source: str, target: str, *, bias: bool = False) -> Iterator[Rule]:
@@ -151,12 +181,20 @@ def attention(
         yield from renamed(f"{source}.{part}_norm", f"{target}.{part}_layernorm")
 
 
-def gated_mlp(width: int, source: str, target: str, *, bias: bool = False) -> Iterator[Rule]:
+def gated_mlp(
+    width: int,
+    source: str,
+    target: str,
+    *,
+    bias: bool = False,
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+) -> Iterator[Rule]:
     """Yields the rules of gate, up and down projections."""
+    *firsts, second = names
     for suffix in ("weight", "bias") if bias else ("weight",):
-        names = (f"{source}.gate_proj.{suffix}", f"{source}.up_proj.{suffix}")
-        yield Rule(names, (f"{target}.linear_fc1.{suffix}",), Joined((width, width)))
-    yield from renamed(f"{source}.down_proj", f"{target}.linear_fc2", bias=bias)
+        sources = tuple(f"{source}.{name}.{suffix}" for name in firsts)
+        yield Rule(sources, (f"{target}.linear_fc1.{suffix}",), Joined((width, width)))
+    yield from renamed(f"{source}.{second}", f"{target}.linear_fc2", bias=bias)
 
 
 def dense_mlp(

@@ -30,6 +30,7 @@ class MultimodalFamily:
         own_unchecked, own_refusal: as `unchecked` and `refuse` of `Family`; the text part has its own.
         own_unstored: config -> what no argument of Megatron-LM says of the towers.
         source: what stands before the names of the text part's tensors in transformers.
+        copied_head: as of `Family`; no text part has one.
     """
 
     model_types: tuple[str, ...]
@@ -42,6 +43,7 @@ class MultimodalFamily:
     own_refusal: Callable[[Any], str | None] = lambda config: None
     own_unstored: Callable[[Any], Iterable[str]] = lambda config: ()
     source: str = "model.language_model"
+    copied_head: str = ""
 
     def text_config(self, config: Any) -> Any:
         """Returns the config of a causal language model with the weights of the text part."""
@@ -72,7 +74,7 @@ class MultimodalFamily:
         text = self.text_config(config)
         made = self.text.model(text, further_layers)
         arguments = {**made.arguments, **self._positions(text)}
-        return replace(made, arguments=arguments, prefix=LANGUAGE, tower_sizes=self.tower_sizes(config))
+        return replace(made, arguments=arguments, prefix=LANGUAGE, sizes={**made.sizes, **self.tower_sizes(config)})
 
     def meaning(self, config: Any) -> Arguments:
         """Returns what the text part means in Megatron's arguments."""

@@ -15,7 +15,7 @@ from ...files.json_file import read_weight_map
 from ...files.paths import inside, is_file
 from ...files.safetensors import SafetensorsFile, TensorMeta
 from ...upstream import LoadingGroup, convert_loaded, loading_groups
-from ..architecture import Architecture
+from ..architecture import Architecture, OwnWeights
 from ..further_layers import of_further_layers, repeated_names
 from ..tensors import WEIGHT, Key, Reader, same_bytes
 from ..torch_files.weight_file import PickledFile
@@ -98,6 +98,7 @@ class HuggingFaceReader(Reader):
                     entries[key], self._group_of[key] = TensorMeta.of(tensor), group
         surplus = [name for name in surplus if name not in further]
         architecture.check([*(key.name for key in entries), *surplus], str(path))
+        self._check_tied()
         used = {name for group in groups for name, _ in group.sources}
         # Beside these there are buffers of old releases, which nobody misses.
         layers = getattr(architecture.config.get_text_config(), "num_hidden_layers", None)
@@ -114,6 +115,21 @@ class HuggingFaceReader(Reader):
         saved = [key for key in entries if key.name in architecture.saved_names]
         self.entries = {key: entries[key] for key in sorted(saved, key=architecture.sort_key)}
         self._ready: dict[Key, Tensor] = {}
+
+    def _check_tied(self) -> None:
+        """Checks that what every config of the class ties is the same in the files, which may have both.
+
+        Raises:
+            OwnWeights: it is not, as in T5 1.1, where transformers does not tie it either.
+        """
+        different = []
+        for key, copies in self._copies.items() if self.architecture.ties_always else ():
+            groups = {group.target: group for group in (self._group_of[key], *copies)}
+            first = self._converted(groups.pop(key.name, self._group_of[key]))[key]
+            different += [name for name, group in groups.items() if not same_bytes(first, self._converted(group)[key])]
+        if different:
+            self.close()
+            raise OwnWeights(str(self.path), different)
 
     def read(self, key: Key) -> Tensor:
         if key not in self._ready:

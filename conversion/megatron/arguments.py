@@ -46,7 +46,6 @@ NEUTRAL: Mapping[str, Any] = MappingProxyType(
         # layers of state space models among those of attention
         "is_hybrid_model": False,
         "hybrid_override_pattern": None,
-        "hybrid_layer_pattern": None,
         "hybrid_attention_ratio": 0.0,
         "hybrid_mlp_ratio": 0.0,
         # experts
@@ -79,6 +78,8 @@ OTHER_NAMES: Mapping[str, str] = MappingProxyType(
         "layernorm_epsilon": "norm_epsilon",
         "layernorm_zero_centered_gamma": "apply_layernorm_1p",
         "num_moe_experts": "num_experts",
+        # After 0.16.
+        "hybrid_layer_pattern": "hybrid_override_pattern",
     }
 )
 # Positions that turn, whatever rescales them.
@@ -175,6 +176,13 @@ def _left_out(expected: Mapping[str, Any]) -> set[str]:
     # Nothing is stored for positions that turn, and no number depends on how many there may be.
     turning = expected.get("position_embedding_type") in _ROTARY
     left_out = {"max_position_embeddings"} if turning else set(_OF_ROTARY)
+    if expected.get("position_embedding_type") == "none":
+        left_out.add("max_position_embeddings")
+    if expected["hybrid_override_pattern"] is not None:
+        # It says all (ssm/mamba_hybrid_layer_allocation.py); without one, layers are mixers but for what ratios say.
+        left_out.add("is_hybrid_model")
+        if not _mixers_alone(expected["hybrid_override_pattern"]):
+            left_out |= {"hybrid_attention_ratio", "hybrid_mlp_ratio"}
     if expected["multi_latent_attention"]:
         left_out |= _NOT_OF_LATENT
     if expected["add_bias_linear"]:
@@ -209,6 +217,11 @@ def _alike(name: str, given: Any, wanted: Any, found: Mapping[str, Any], expecte
     if name == "openai_gelu" and given is False:
         # The fused activation is the same approximation (fusions/fused_bias_gelu.py).
         return True
+    if name == "hybrid_override_pattern":
+        given = found.get("hybrid_layer_pattern") if given is None else given
+        # Bars stand between stages, and what predicts further tokens comes behind a slash.
+        given = given.partition("/")[0].replace("|", "") if isinstance(given, str) else given
+        return given == wanted or (given is None and _mixers_alone(wanted))
     if name == "softmax_scale":
         own = expected.get("kv_channels")
         given, wanted = (own**-0.5 if value is None and own else value for value in (given, wanted))
@@ -222,6 +235,10 @@ def _alike(name: str, given: Any, wanted: Any, found: Mapping[str, Any], expecte
         # As a text it is a pattern in Python's own syntax, which is not run.
         return isinstance(given, str) or (isinstance(given, (list, tuple)) and list(given) == list(wanted))
     return type(given) is type(wanted) and bool(given == wanted)
+
+
+def _mixers_alone(pattern: Any) -> bool:
+    return isinstance(pattern, str) and set(pattern) == {"M"}
 
 
 def _by_layer(name: str, value: Any, layers: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What Megatron-Core's names of tensors mean: how tensor-parallel ranks share one, and what other names it has.
+"""What Megatron-Core's names of tensors mean, and what other names a tensor has.
 
 Names are those of torch_dist with TransformerEngine's layers, with the global number of the layer in them. File names
 here are relative to `megatron/core` of megatron-core 0.16.1.
@@ -6,32 +6,6 @@ here are relative to `megatron/core` of megatron-core 0.16.1.
 
 import re
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass, replace
-
-from torch import Tensor
-
-from ...errors import CheckpointError
-
-
-@dataclass(frozen=True)
-class RankSplit:
-    """How tensor-parallel ranks share a tensor: equal parts in the order of the ranks.
-
-    Args:
-        dim: of the global tensor; tensors of experts have the experts as dimension 0.
-        halves: with a gated activation, gate and up are split by themselves (`mlp.py`, `apply_swiglu_sharded_factory`).
-        whole_in_te: TransformerEngine's layers hold it whole on every rank, the local ones split it
-            (`transformer/multi_latent_attention.py`: `parallel_mode` "duplicated" of TELinear).
-    """
-
-    dim: int
-    halves: bool = False
-    whole_in_te: bool = False
-
-    def of_expert(self) -> "RankSplit":
-        """Returns the same for the tensor of a single expert."""
-        return replace(self, dim=self.dim - 1)
-
 
 # What models of images and text put before GPTModel's names (models/multimodal/llava_model.py, and Megatron-Bridge's).
 LANGUAGE = "language_model."
@@ -49,83 +23,16 @@ _STATELESS = re.compile(
     r"(?:visual|vision_tower)\.|vision_model\.(?:class_token|conv1|position_embeddings|ln_post|patch_embed|pos_embed)\b"
 )
 EXPERTS = ".mlp.experts.experts."
+# Of layers of multi-token prediction, of state space mixers, and of experts behind a smaller width.
+_LINEARS = ("eh_proj", "in_proj", "out_proj", "fc1_latent_proj", "fc2_latent_proj")
+EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+# T5Model has its output layer twice (models/T5/t5_model.py).
+_SECOND_OUTPUT = "lm_head.output_layer"
+# In rank files after 0.16; torch_dist keeps the older names (ssm/mamba_mixer.py, `conv_checkpoint_key_map`).
+_LATER_CONVOLUTION = re.compile(r"(.+\.mixer\.)conv1d_(weight|bias)")
+# MambaStack's last norm, and what the class that follows it after 0.16 calls it.
+_LAST_NORM, _LATER_LAST_NORM = "decoder.final_norm.weight", "decoder.final_layernorm.weight"
 FLAT_TOWER, DEEP_TOWER = "vision_tower.", "vision_tower.vision_model."
-
-# The part of a name after its layer, and how it is split. `tensor_parallel/layers.py`: ColumnParallelLinear splits
-# rows and its bias, RowParallelLinear splits columns and keeps its bias whole, VocabParallelEmbedding splits rows.
-_IN_LAYER: tuple[tuple[str, RankSplit | None], ...] = (
-    # transformer/attention.py: the rows of linear_qkv lie in groups, and are cut evenly even inside a group.
-    (r"self_attention\.linear_qkv\.(weight|bias)", RankSplit(0)),
-    (r"self_attention\.linear_(q_proj|q_up_proj|kv_up_proj)\.(weight|bias)", RankSplit(0)),
-    (r"self_attention\.linear_(q|kv)_down_proj\.weight", RankSplit(0, whole_in_te=True)),
-    (r"self_attention\.linear_proj\.weight", RankSplit(1)),
-    (r"self_attention\.linear_proj\.bias", None),
-    # transformer/dot_product_attention.py, `softmax_offset`: one value per head.
-    (r"self_attention\.core_attention\.softmax_offset", RankSplit(0)),
-    # transformer/mlp.py; moe/shared_experts.py is an MLP over the ranks of dense layers.
-    (r"mlp\.(shared_experts\.)?linear_fc1\.(weight|bias)", RankSplit(0, halves=True)),
-    (r"mlp\.(shared_experts\.)?linear_fc2\.weight", RankSplit(1)),
-    (r"mlp\.(shared_experts\.)?linear_fc2\.bias", None),
-    # transformer/moe/experts.py: SequentialMLP and TEGroupedMLP store the same keys.
-    (r"mlp\.experts\.experts\.linear_fc1\.(weight|bias)", RankSplit(1, halves=True)),
-    (r"mlp\.experts\.experts\.linear_fc2\.weight", RankSplit(2)),
-    (r"mlp\.experts\.experts\.linear_fc2\.bias", None),
-    # transformer/moe/router.py, moe/shared_experts.py
-    (r"mlp\.router\.(weight|bias|expert_bias)", None),
-    (r"mlp\.shared_experts\.gate_weight", None),
-    # TransformerEngine's linears with a norm before them, and norms of their own.
-    (r"(self_attention|mlp)\.linear_\w+\.layer_norm_(weight|bias)", None),
-    (r"(\w+\.)*\w*norm\.(weight|bias)", None),
-)
-_OUTSIDE: tuple[tuple[str, RankSplit | None], ...] = (
-    # models/common/embeddings/language_model_embedding.py
-    (r"embedding\.word_embeddings\.weight", RankSplit(0)),
-    (r"embedding\.(position|tokentype)_embeddings\.weight", None),
-    (r"(decoder|encoder)\.final_layernorm\.(weight|bias)", None),
-    # models/gpt/gpt_model.py
-    (r"output_layer\.(weight|bias)", RankSplit(0)),
-    # models/bert/bert_model.py, bert_lm_head.py, pooler.py
-    (r"(pooler\.dense|lm_head\.(dense|layer_norm)|binary_head)\.(weight|bias)", None),
-    # transformer/multi_token_prediction.py
-    (r"mtp\.layers\.\d+\.(enorm|hnorm|final_layernorm)\.(weight|bias)", None),
-    (r"mtp\.layers\.\d+\.eh_proj\.weight", RankSplit(0)),
-)
-# What stands before the language model, on the first stage of a pipeline.
-_TOWERS: tuple[tuple[str, RankSplit | None], ...] = (
-    # models/vision/clip_vit_model.py
-    (r"vision_model\.(class_token|(conv1|position_embeddings)\.weight|conv1\.bias|ln_(pre|post)\.(weight|bias))", None),
-    # models/vision/multimodal_projector.py, an MLP whose activation has no gate.
-    (r"vision_projection\.encoder\.linear_fc1\.(weight|bias)", RankSplit(0)),
-    (r"vision_projection\.encoder\.linear_fc2\.weight", RankSplit(1)),
-    (r"vision_projection\.encoder\.linear_fc2\.bias", None),
-    # Megatron-Bridge's modelling_qwen3_vl/vision_model.py and utils.py, Qwen3VLVisionPatchMerger.
-    (r"vision_model\.(pos_embed\.weight|patch_embed\.proj\.(weight|bias))", None),
-    (r"vision_model\.(merger|decoder\.deepstack_merger_list\.\d+)\.patch_norm\.(weight|bias)", None),
-    (r"vision_model\.(merger|decoder\.deepstack_merger_list\.\d+)\.linear_fc1\.(weight|bias)", RankSplit(0)),
-    (r"vision_model\.(merger|decoder\.deepstack_merger_list\.\d+)\.linear_fc2\.weight", RankSplit(1)),
-    (r"vision_model\.(merger|decoder\.deepstack_merger_list\.\d+)\.linear_fc2\.bias", None),
-    # Towers of transformers, which every rank has whole: Megatron-Bridge's qwen_vl/modeling_qwen25_vl.py and
-    # gemma_vl/modeling_gemma3_vl.py.
-    (r"(visual|vision_tower)\..+", None),
-    (r"multi_modal_projector\.mm_soft_embed_norm\.weight", None),
-    (r"multi_modal_projector\.proj\.weight", RankSplit(0)),
-)
-_LANGUAGE = rf"({re.escape(LANGUAGE)})?"
-_RULES = tuple(
-    (re.compile(prefix + pattern), split)
-    for prefix, rules in (
-        (_LANGUAGE, _OUTSIDE),
-        ("", _TOWERS),
-        # No tower of Megatron's own has a gated activation.
-        (
-            r"vision_model\.decoder\.layers\.\d+\.",
-            tuple((name, split and replace(split, halves=False)) for name, split in _IN_LAYER),
-        ),
-        (_LANGUAGE + r"(decoder|encoder)\.layers\.\d+\.", _IN_LAYER),
-        (_LANGUAGE + r"mtp\.layers\.\d+\.transformer_layer\.", _IN_LAYER),
-    )
-    for pattern, split in rules
-)
 
 # A norm inside TransformerEngine's linear, and the norm of its own that the local layers have in its place
 # (models/gpt/gpt_layer_specs.py, `sharded_state_dict_keys_map`). With latent attention `input_layernorm` is a norm of
@@ -137,9 +44,10 @@ _FUSED = tuple(
         ("mlp.linear_fc1", "pre_mlp_layernorm"),
         ("self_attention.linear_q_up_proj", "self_attention.q_layernorm"),
         ("self_attention.linear_kv_up_proj", "self_attention.kv_layernorm"),
+        ("mixer.in_proj", "norm"),
     )
 )
-_INSIDE = re.compile(r"(.*\.)(self_attention\.linear_\w+|mlp\.linear_fc1)\.layer_norm_(weight|bias)")
+_INSIDE = re.compile(r"(.*\.)(self_attention\.linear_\w+|mlp\.linear_fc1|mixer\.in_proj)\.layer_norm_(weight|bias)")
 
 
 def of_mtp(name: str) -> bool:
@@ -157,18 +65,6 @@ def has_state(name: str) -> bool:
     return _STATELESS.match(name) is None
 
 
-def tensor_parallel_split(name: str) -> RankSplit | None:
-    """Returns how tensor-parallel ranks share the tensor of a name, `None` where each of them has all of it.
-
-    Raises:
-        CheckpointError: no module of Megatron-Core or Megatron-Bridge that is known has a tensor of this name.
-    """
-    for pattern, split in _RULES:
-        if pattern.fullmatch(name):
-            return split
-    raise CheckpointError(f"{name} is not a tensor of a model of Megatron-Core that can be converted.")
-
-
 def spellings(name: str) -> tuple[str, ...]:
     """Returns the other names that a tensor has: of the norm before a linear, inside of it or on its own.
 
@@ -176,6 +72,8 @@ def spellings(name: str) -> tuple[str, ...]:
     """
     if name.startswith(DEEP_TOWER):
         return (FLAT_TOWER + name.removeprefix(DEEP_TOWER),)
+    if name == _LAST_NORM:
+        return (_LATER_LAST_NORM,)
     return tuple(other for _, other in _spellings(name))
 
 
@@ -197,6 +95,8 @@ def canonical(name: str, names: Collection[str]) -> str:
     A norm on its own belongs to the linear after it where there is one among `names`, all names of the model:
     `pre_mlp_layernorm` of a layer with experts stays what it is.
     """
+    if later := _LATER_CONVOLUTION.fullmatch(name):
+        return f"{later[1]}conv1d.{later[2]}"
     for weight, other in _spellings(name):
         if weight in names and ".layer_norm_" not in name:
             return other
@@ -254,28 +154,17 @@ def extra_states(names: Iterable[str], local_names: bool, last: bool, prefix: st
         module, _, kind = name.rpartition(".")
         if not has_state(name):
             continue
+        if module == _SECOND_OUTPUT:
+            yield f"{module}._extra_state"
         # The norm of BERT's head is Apex's, which has no state (models/bert/bert_lm_head.py).
-        if kind.startswith("weight") and not module.startswith("lm_head."):
+        elif kind.startswith("weight") and not module.startswith("lm_head."):
             linear = module.rpartition(".")[2]
-            parallel = linear.startswith("linear_") or linear == "eh_proj" or module == "multi_modal_projector.proj"
-            if parallel or (not local_names and linear.endswith(("norm", "ln_pre"))):
+            parallel = linear.startswith("linear_") or linear in _LINEARS or module == "multi_modal_projector.proj"
+            # The norm inside a state space mixer is not TransformerEngine's.
+            norm = linear.endswith(("norm", "ln_pre")) and not module.endswith(".mixer.norm")
+            if parallel or (not local_names and norm):
                 yield f"{module}._extra_state"
             if not local_names and linear == "linear_proj":
                 yield f"{module.removesuffix(linear)}core_attention._extra_state"
     if last:
         yield f"{prefix}output_layer._extra_state"
-
-
-def rank_views(tensor: Tensor, split: RankSplit, rank: int, size: int, gated: bool) -> tuple[Tensor, ...]:
-    """Returns the views of a global tensor `[rows, ...]` that a rank's is made of, in order along `split.dim`.
-
-    Raises:
-        CheckpointError: the tensor cannot be divided evenly.
-    """
-    pieces = 2 if split.halves and gated else 1
-    length = tensor.shape[split.dim]
-    if length % (pieces * size):
-        halves = " in each of gate and up" if pieces == 2 else ""
-        raise CheckpointError(f"{length} in dimension {split.dim} do not divide evenly over {size} ranks{halves}.")
-    part = length // (pieces * size)
-    return tuple(tensor.narrow(split.dim, piece * (length // pieces) + rank * part, part) for piece in range(pieces))

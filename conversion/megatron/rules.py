@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ...errors import CheckpointError
 from ...files.buffers import FRESH, Memory
+from ..tensors import same_bytes
 
 
 class Operation(ABC):
@@ -100,6 +101,28 @@ class GroupedQKV(Operation):
 
 
 @dataclass(frozen=True)
+class GroupedKV(Operation):
+    """Key and value rows `[heads * head_dim, ...]` of attention to others in one tensor, [k, v] per head."""
+
+    heads: int
+    head_dim: int
+
+    def to_megatron(self, tensors: Sequence[Tensor], memory: Memory = FRESH) -> list[Tensor]:
+        rows = [tensor.shape[0] for tensor in tensors]
+        if rows != [self.heads * self.head_dim] * 2:
+            raise CheckpointError(f"key and value have {rows} rows, expected {self.heads * self.head_dim} each.")
+        parts = [part.reshape(self.heads, -1, *part.shape[1:]) for part in tensors]
+        return [memory.joined(parts, 1).view(-1, *tensors[0].shape[1:])]
+
+    def to_transformers(self, tensors: Sequence[Tensor], memory: Memory = FRESH) -> list[Tensor]:
+        (packed,) = tensors
+        if packed.shape[0] != 2 * self.heads * self.head_dim:
+            raise CheckpointError(f"key and value have {packed.shape[0]} rows together, expected {self.heads} heads'.")
+        rows = packed.reshape(self.heads, 2, self.head_dim, *packed.shape[1:])
+        return [memory.contiguous(part).view(-1, *packed.shape[1:]) for part in rows.unbind(1)]
+
+
+@dataclass(frozen=True)
 class Interleaved(Operation):
     """Rows of a dim that alternate between `parts` in the model and stand one part after another in Megatron."""
 
@@ -175,6 +198,23 @@ class Reshaped(Operation):
 
 
 @dataclass(frozen=True)
+class Copied(Operation):
+    """One tensor of the model that Megatron has under several names; of moments it may have them under one."""
+
+    count: int
+
+    def to_megatron(self, tensors: Sequence[Tensor], memory: Memory = FRESH) -> list[Tensor]:
+        (tensor,) = tensors
+        return [tensor] * self.count
+
+    def to_transformers(self, tensors: Sequence[Tensor], memory: Memory = FRESH) -> list[Tensor]:
+        first, *others = tensors
+        if not first.is_meta and not all(same_bytes(first, other) for other in others):
+            raise CheckpointError(f"{self.count} copies of a tensor of shape {list(first.shape)} differ.")
+        return [first]
+
+
+@dataclass(frozen=True)
 class Chain(Operation):
     """Operations one after another, in the order towards Megatron."""
 
@@ -206,3 +246,10 @@ class Rule:
     megatron: tuple[str, ...]
     operation: Operation = Same()
     absent: float | None = None
+
+    @property
+    def copied(self) -> bool:
+        """Whether Megatron has one tensor under all of the names."""
+        return isinstance(self.operation, Copied) or (
+            isinstance(self.operation, Chain) and isinstance(self.operation.operations[-1], Copied)
+        )

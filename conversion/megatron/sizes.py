@@ -28,6 +28,10 @@ def check_sizes(model: MegatronModel, options: TargetOptions, plan: Iterable[Key
     layers, heads = arguments.get("num_layers"), arguments.get("num_attention_heads")
     if layers is not None and layers % pp:
         raise _unfit(f"num_layers {layers} does not divide over", "pp_size", pp, _divisors(layers))
+    if pp > 1 and model.further_blocks:
+        raise CheckpointError(
+            f"pp_size {pp}: {' and '.join(model.layers_of)} lie on one stage, so that 1 is all that fits."
+        )
     groups: int = arguments.get("num_query_groups") or heads or 0
     if heads is not None:
         # transformer_config.py: groups are a multiple of tp, or it of them.
@@ -40,7 +44,7 @@ def check_sizes(model: MegatronModel, options: TargetOptions, plan: Iterable[Key
         width = arguments.get(field)
         if width is not None and width % tp and any(module in name and not of_tower(name) for name in names):
             raise _unfit(f"{field} {width} does not divide over", "tp_size", tp, _divisors(width))
-    for what, size in model.tower_sizes.items():
+    for what, size in model.sizes.items():
         if size % tp:
             raise _unfit(f"{what} {size} does not divide over", "tp_size", tp, _divisors(size))
     if pp > 1 and any(map(of_mtp, names)):

@@ -10,14 +10,25 @@ from torch import Tensor
 from ...errors import CheckpointError
 from ...files.buffers import FRESH, Memory, Pool
 from ...files.safetensors import TensorMeta
-from ..architecture import Architecture
+from ..architecture import Architecture, OwnWeights
 from ..families import family_of, rules_of
 from ..format import Format
 from ..output import Output
-from ..tensors import WEIGHT, Key, MegatronModel, MegatronReader, OptimizerState, Reader, TargetOptions, Writer, largest
+from ..tensors import (
+    WEIGHT,
+    Key,
+    MegatronModel,
+    MegatronReader,
+    OptimizerState,
+    Reader,
+    TargetOptions,
+    Writer,
+    largest,
+    same_bytes,
+)
 from .arguments import check_arguments, notes_of_arguments
 from .folder import iteration_folder
-from .names import LANGUAGE, of_mtp, of_tower, spellings
+from .names import EMBEDDING, LANGUAGE, OUTPUT, of_mtp, of_tower, spellings
 from .rules import Rule
 
 
@@ -79,15 +90,19 @@ class TransformersView(Reader):
         return entries
 
     def _present(self, kind: str, rule: Rule) -> tuple[Key, ...] | None:
-        """Returns the checkpoint's own names of what a rule wants; `None` where not all are there."""
+        """Returns the checkpoint's own names of what a rule wants; `None` where not all are there.
+
+        Moments of a weight that Megatron has under several names are stored under one.
+        """
         found = []
         for name in rule.megatron:
             names = [name, *spellings(name)]
             key = next((Key(kind, other) for other in names if Key(kind, other) in self._reader.entries), None)
-            if key is None:
+            if key is not None:
+                found.append(key)
+            elif kind == WEIGHT or not rule.copied:
                 return None
-            found.append(key)
-        return tuple(found)
+        return tuple(found) or None
 
     def read(self, key: Key) -> Tensor:
         if key in self._filled:
@@ -128,6 +143,20 @@ def _check_parts(rules: Sequence[Rule], found: Iterable[Key], where: str) -> Non
             f"{where} has {_listed(surplus)}, of which the config knows nothing; is it that of a text model, or of "
             "another one of images and text?"
         )
+
+
+def _check_head(reader: Reader, architecture: Architecture, where: str) -> None:
+    """Checks that a head that the class ties to the embedding is equal to it, where Megatron has one of its own.
+
+    Raises:
+        OwnWeights: it is not.
+    """
+    head = family_of(architecture.config).copied_head
+    embedding, output = Key(WEIGHT, EMBEDDING), Key(WEIGHT, OUTPUT)
+    if not head or not architecture.ties_always or not {embedding, output} <= reader.entries.keys():
+        return
+    if not same_bytes(reader.read(embedding), reader.read(output)):
+        raise OwnWeights(where, [head])
 
 
 def _listed(parts: Iterable[str]) -> str:
@@ -238,6 +267,7 @@ def megatron_format(
         made, where = reader(path, architecture), str(iteration_folder(path))
         try:
             _check_parts(rules, made.entries, where)
+            _check_head(made, architecture, where)
             check_arguments(made.arguments, family_of(architecture.config).meaning(architecture.config), where)
         except CheckpointError:
             made.close()

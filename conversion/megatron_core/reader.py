@@ -36,6 +36,9 @@ _OF_OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.")
 _STACKED = re.compile(r"((?:.+\.)?(?:layers|deepstack_merger_list))\.(?!\d)(.+)")
 # transformer/mlp.py and transformer/moe/experts.py with `singleton_local_shards`.
 _HALF = re.compile(r"(.+\.linear_fc1\.(?:weight|bias))_([wv])")
+# ssm/mamba_mixer.py, `_split_tensor_factory`: rows of the linear and of the convolution, in this order.
+_BLOCK = re.compile(r"(.+\.mixer\.(?:in_proj\.weight|conv1d\.(?:weight|bias)))\.(z|x|B|C|dt)")
+_BLOCKS = ("z", "x", "B", "C", "dt")
 _ONE_EXPERT = re.compile(r"(.+\.mlp\.experts\.experts)\.(\d+)\.(.+)")
 _MOST_LAYERS, _MOST_SHOWN = 100_000, 8
 _RESAVE = "save it again with --dist-ckpt-optim-fully-reshardable"
@@ -103,7 +106,7 @@ class MegatronCoreReader(MegatronReader):
     def _add(
         self, parts: dict[Key, dict[tuple[int, int], _Part]], kind: str, name: str, stored: str, entry: TensorMeta
     ) -> None:
-        """Finds which tensors a stored one is or holds, under their numbers of expert and half."""
+        """Finds which tensors a stored one is or holds, under their numbers of expert, and of half or block."""
         names: list[tuple[str, int | None]] = [(name, None)]
         if match := _STACKED.fullmatch(name):
             if not entry.shape or entry.shape[0] > _MOST_LAYERS:
@@ -113,6 +116,9 @@ class MegatronCoreReader(MegatronReader):
             half, expert = -1, -1
             if match := _HALF.fullmatch(full):
                 full, half = match[1], "wv".index(match[2])
+            elif match := _BLOCK.fullmatch(full):
+                # A convolution has neither z nor dt.
+                full, half = match[1], _BLOCKS.index(match[2]) - (".conv1d." in full)
             if match := _ONE_EXPERT.fullmatch(full):
                 full, expert = f"{match[1]}.{match[3]}", int(match[2])
             found = parts.setdefault(Key(kind, full), {})
@@ -121,10 +127,10 @@ class MegatronCoreReader(MegatronReader):
             found[expert, half] = _Part(stored, layer)
 
     def _arranged(self, key: Key, found: Mapping[tuple[int, int], _Part]) -> tuple[tuple[_Part, ...], ...]:
-        """Orders the parts of a tensor: for each expert the halves, a single one of each where nothing is split."""
+        """Orders the parts of a tensor: for each expert its halves or blocks, a single one where nothing is split."""
         experts = sorted({expert for expert, _ in found})
         halves = sorted({half for _, half in found})
-        whole = experts in ([-1], list(range(len(experts)))) and halves in ([-1], [0, 1])
+        whole = experts in ([-1], list(range(len(experts)))) and halves in ([-1], list(range(_parts_of(key.name))))
         if not whole or len(found) != len(experts) * len(halves):
             raise CheckpointError(f"{self.path}: parts of {key} are missing; there are {sorted(found)[:8]}.")
         return tuple(tuple(found[expert, half] for half in halves) for expert in experts)
@@ -158,6 +164,13 @@ class MegatronCoreReader(MegatronReader):
                 else:
                     self._store.read_into(part.stored, [part.layer] + [0] * box.dim(), box[None])
         return out
+
+
+def _parts_of(name: str) -> int:
+    """Returns in how many parts a tensor of this name may be stored."""
+    if ".mixer." not in name:
+        return len("wv")
+    return len(_BLOCKS) - 2 if ".conv1d." in name else len(_BLOCKS)
 
 
 def check_format(path: Path) -> None:

@@ -15,7 +15,7 @@ from ...errors import CheckpointError
 from ...files.safetensors import TensorMeta
 from ..dcp.store_writer import StoreWriter
 from ..megatron.folder import TRACKER, folder_name, tracker_text
-from ..megatron.names import STACK, has_state, of_tower
+from ..megatron.names import EMBEDDING, STACK, has_state, of_tower
 from ..output import Output
 from ..tensors import EXP_AVG, EXP_AVG_SQ, MAIN_WEIGHT, WEIGHT, Key, MegatronModel, OptimizerState, Writer
 from ..torch_files.writer import write_object
@@ -25,7 +25,6 @@ from .reader import COMMON, COMMON_OBJECT, CONFIG
 _EXPERTS = ".mlp.experts.experts."
 _FIRST_LINEAR = re.compile(r".+\.linear_fc1\.(weight|bias)")
 _MOMENTS = {MAIN_WEIGHT: "param", EXP_AVG: "exp_avg", EXP_AVG_SQ: "exp_avg_sq"}
-_EMBEDDING = "embedding.word_embeddings.weight"
 
 
 class MegatronCoreWriter(Writer):
@@ -80,12 +79,15 @@ class MegatronCoreWriter(Writer):
         for key, entry in self.plan.items():
             if key.kind == WEIGHT and (match := STACK.fullmatch(key.name)):
                 stacks.setdefault(match[1], {}).setdefault(int(match[2]), {})[match[3]] = entry
-        for name, found in {f"{self._model.prefix}{self._model.block}.layers": {}, **stacks}.items():
-            size = len(found) if of_tower(name) else self._model.num_layers
+        sizes = {f"{self._model.prefix}{block}.layers": size for block, size in self._model.layers_of.items()}
+        for name, found in {**dict.fromkeys(sizes, {}), **stacks}.items():
+            size = sizes.get(name, len(found))
             if found.keys() != set(range(size)):
                 raise CheckpointError(f"The model has {size} layers ({name}), planned are {sorted(found)}.")
             self._stack_sizes[name] = size
         arguments = self._model.arguments
+        if not self._model.stacked:
+            return False
         # One number says that every n-th layer is another, a list is taken for different layers in any case.
         frequencies = (arguments.get("moe_layer_freq"), arguments.get("linear_attention_freq"))
         if any(frequency is not None and frequency != 1 for frequency in frequencies):
@@ -99,6 +101,11 @@ class MegatronCoreWriter(Writer):
         prefix = "" if key.kind == WEIGHT else f"optimizer.state.{_MOMENTS[key.kind]}."
         name, place = self._stored(key.name)
         stack, front = ((), ()) if place is None else ((place[1],), (place[0],))
+        if blocks := self._model.blocks_of(key.name):
+            # ssm/mamba_mixer.py, `_split_tensor_factory`
+            for block, part in zip(blocks, tensor.split(list(blocks.values())), strict=True):
+                self._store.write_chunk(f"{prefix}{name}.{block}", part.shape, (0,) * part.dim(), part)
+            return
         for offset, chunk in self._chunks(key.name, tensor):
             self._store.write_chunk(prefix + name, (*stack, *tensor.shape), (*front, *offset), chunk)
 
@@ -148,16 +155,18 @@ class MegatronCoreWriter(Writer):
     def _extra_states(self) -> Iterator[str]:
         """Yields objects that a strict load asks for: one per layer and expert of what may be TransformerEngine's.
 
-        Loading ignores those that the model has not. GPTModel asks for none of its output layer, BertModel does, which
-        has a bias there.
+        Loading ignores those that the model has not. GPTModel asks for none of its output layer; BertModel and
+        MambaModel do, also where it has no weight.
         """
-        seen = set()
+        output = f"{self._model.prefix}output_layer"
+        yield f"{output}._extra_state/shard_0_1"
+        seen = {output}
         for key, entry in self.plan.items():
             own = key.name.removeprefix(self._model.prefix)
-            if key.kind != WEIGHT or own.startswith(("embedding.", "output_layer.weight")) or not has_state(key.name):
+            if key.kind != WEIGHT or own.startswith("embedding.") or not has_state(key.name):
                 continue
             modules = [key.name.rpartition(".")[0]]
-            if match := re.fullmatch(r"(.+\.self_attention)\..+", key.name):
+            if match := re.fullmatch(r"(.+\.(?:self|cross)_attention)\..+", key.name):
                 modules.append(f"{match[1]}.core_attention")
             for module in modules:
                 if module in seen:
@@ -201,7 +210,7 @@ class MegatronCoreWriter(Writer):
         prefix = self._model.prefix
         untied = Key(WEIGHT, f"{prefix}output_layer.weight") in self.plan
         arguments.setdefault("untie_embeddings_and_output_weights", untied)
-        if embedding := self.plan.get(Key(WEIGHT, prefix + _EMBEDDING)):
+        if embedding := self.plan.get(Key(WEIGHT, prefix + EMBEDDING)):
             arguments["padded_vocab_size"] = embedding.shape[0]
         if self._optimizer is not None:
             arguments |= {"use_distributed_optimizer": True, "dist_ckpt_optim_fully_reshardable": True}

@@ -11,7 +11,7 @@ from ...errors import CheckpointError
 from ...files.buffers import Memory
 from ...files.digest import CHUNK
 from ...files.safetensors import TensorMeta
-from ..megatron.names import RankSplit, rank_views
+from ..megatron.splits import RankSplit, rank_views
 from ..tensors import same_bytes
 from ..torch_files.saved import StoredTensor
 from .ranks import RankFile
@@ -84,8 +84,13 @@ class MergedTensor:
             shape[self.split.dim] *= len(self.pieces[0])
         return TensorMeta((len(self.pieces), *shape) if self.experts else tuple(shape), first.dtype)
 
-    def read(self, name: str, gated: bool, memory: Memory) -> Tensor:
-        """Reads the global tensor, of any shape.
+    @property
+    def piece_length(self) -> int:
+        """How long a rank's part of it is in the dim that is split, 0 where none is."""
+        return self.pieces[0][0].entry().shape[self.split.dim] if self.split is not None else 0
+
+    def read(self, name: str, blocks: Sequence[int], memory: Memory) -> Tensor:
+        """Reads the global tensor, of any shape, of which ranks split each of `blocks` by itself.
 
         Raises:
             CheckpointError: copies differ, or a file is damaged.
@@ -96,14 +101,14 @@ class MergedTensor:
         entry = self.entry()
         merged = memory.empty(entry.shape, entry.dtype)
         for index, ranks in enumerate(self.pieces):
-            _merge(merged[index] if self.experts else merged, self.split, ranks, gated)
+            _merge(merged[index] if self.experts else merged, self.split, ranks, blocks)
         return merged
 
 
-def _merge(target: Tensor, split: RankSplit | None, ranks: Sequence[RankPart], gated: bool) -> None:
+def _merge(target: Tensor, split: RankSplit | None, ranks: Sequence[RankPart], blocks: Sequence[int]) -> None:
     """Reads what each rank has to its place in the global tensor."""
     for rank, piece in enumerate(ranks):
-        views = (target,) if split is None else rank_views(target, split, rank, len(ranks), gated)
+        views = (target,) if split is None else rank_views(target, split, rank, len(ranks), blocks)
         starts = [0] * target.dim()
         for view in views:
             piece.read_into(starts, view)

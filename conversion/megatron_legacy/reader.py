@@ -7,14 +7,13 @@ from torch import Tensor
 
 from ...errors import CheckpointError
 from ..megatron.folder import RELEASE
-from ..megatron.names import LAYER, canonical, expert_of, of_mtp, of_tower, tensor_parallel_split
+from ..megatron.names import EMBEDDING, LAYER, OUTPUT, canonical, expert_of, of_mtp, of_tower
+from ..megatron.splits import blocks_of, tensor_parallel_split
 from ..tensors import WEIGHT, Key, MegatronModel, MegatronReader
 from ..torch_files.saved import StoredTensor
 from .before_core import grouped_by_head, tower_in_order
 from .merging import MergedTensor, RankPart
 from .ranks import Rank, RankFile, Ranks
-
-_EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
 class MegatronLegacyReader(MegatronReader):
@@ -74,9 +73,16 @@ class MegatronLegacyReader(MegatronReader):
                 raise CheckpointError(
                     f"{file.path} and {first.path} differ in which tensors they have: {different[0]}."
                 )
-        numbers = sorted({int(match[2]) for key in keys if (match := LAYER.match(key)) and not of_mtp(match[1])})
-        if numbers != list(range(len(numbers))):
-            raise CheckpointError(f"{first.path}: its layers are numbered {numbers}.")
+        main = f"{self._model.prefix}{self._model.block}.layers."
+        blocks: dict[str, set[int]] = {main: set()}
+        for key in keys:
+            if (match := LAYER.match(key)) and not of_mtp(match[1]):
+                blocks.setdefault(match[1], set()).add(int(match[2]))
+        for numbers in map(sorted, blocks.values()):
+            if numbers != list(range(len(numbers))):
+                raise CheckpointError(f"{first.path}: its layers are numbered {numbers}.")
+        if offset and len(blocks) > 1:
+            raise CheckpointError(f"{first.path}: which layers of {', '.join(blocks)} a later stage has is not known.")
         named = {_global_name(key, offset): key for key in keys}
         experts: dict[str, dict[int | None, str]] = {}
         for name, key in named.items():
@@ -89,13 +95,13 @@ class MegatronLegacyReader(MegatronReader):
             else:
                 final = canonical(name, named)
                 self._add(final, self._dense(final, stage, chunk, key))
-        return len(numbers)
+        return len(blocks[main])
 
     def _add(self, name: str, made: MergedTensor) -> None:
         there = self._merged.setdefault(name, made)
         if there is made:
             return
-        if name != self._model.prefix + _EMBEDDING:
+        if name != self._model.prefix + EMBEDDING:
             raise CheckpointError(f"{name} is in two stages: {there.pieces[0][0]} and {made.pieces[0][0]}.")
         # multi_token_prediction.py: a stage that predicts further tokens has a copy of the embedding.
         there.copies += [*made.copies, *zip(there.pieces[0], made.pieces[0], strict=True)]
@@ -153,7 +159,7 @@ class MegatronLegacyReader(MegatronReader):
         """Takes the last stage's copy of tied embeddings out (language_module.py)."""
         name = "untie_embeddings_and_output_weights"
         untied = self._model.arguments.get(name, self.arguments.get(name, False))
-        first, last = self._model.prefix + _EMBEDDING, self._model.prefix + _OUTPUT
+        first, last = self._model.prefix + EMBEDDING, self._model.prefix + OUTPUT
         if untied or last not in self._merged or first not in self._merged:
             return
         copy = self._merged.pop(last)
@@ -161,7 +167,10 @@ class MegatronLegacyReader(MegatronReader):
         embedding.copies += [*copy.copies, *zip(embedding.pieces[0], copy.pieces[0], strict=True)]
 
     def read(self, key: Key) -> Tensor:
-        return self._in_order(key.name, self._merged[key.name].read(key.name, self._model.gated, self.memory))
+        merged = self._merged[key.name]
+        length = merged.piece_length * len(merged.pieces[0])
+        blocks = blocks_of(key.name, merged.split, length, self._model)
+        return self._in_order(key.name, merged.read(key.name, blocks, self.memory))
 
     def _in_order(self, name: str, tensor: Tensor) -> Tensor:
         """Orders a tensor of any shape as Megatron-Core has it, whatever version it was written by."""

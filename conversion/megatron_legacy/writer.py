@@ -14,24 +14,22 @@ from ...errors import CheckpointError
 from ...files.safetensors import TensorMeta
 from ..megatron.folder import TRACKER, folder_name, tracker_text
 from ..megatron.names import (
+    EMBEDDING,
     EXPERTS,
     LAYER,
-    RankSplit,
+    OUTPUT,
     extra_states,
     local,
     name_of_expert,
     of_mtp,
     of_tower,
-    rank_views,
-    tensor_parallel_split,
 )
 from ..megatron.sizes import check_sizes
+from ..megatron.splits import RankSplit, blocks_of, rank_views, tensor_parallel_split
 from ..output import Output
 from ..tensors import WEIGHT, Key, MegatronModel, TargetOptions, Writer
 from ..torch_files.archive_writer import ArchiveWriter, StorageSlot
 from .ranks import FILE, Rank, all_ranks, rank_folder
-
-_EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
 @dataclass
@@ -40,6 +38,7 @@ class _Shard:
 
     Attributes:
         expert: index in the global tensor, `None` where all of it is meant.
+        blocks: lengths of what ranks split by itself.
         tp: whose part it is.
         names: of the tensor in each of these files.
     """
@@ -48,14 +47,15 @@ class _Shard:
     expert: int | None
     tp: int
     names: dict[Rank, str]
+    blocks: tuple[int, ...]
     slots: dict[Rank, int] = field(default_factory=dict)
 
-    def pieces(self, tensor: Tensor, size: int, gated: bool) -> tuple[Tensor, ...]:
+    def pieces(self, tensor: Tensor, size: int) -> tuple[Tensor, ...]:
         """Returns the bytes, as tensors `[rows, ...]` one after the other."""
         whole = tensor if self.expert is None else tensor[self.expert]
         if self.split is None:
             return (whole.contiguous(),)
-        views = rank_views(whole, self.split, self.tp, size, gated)
+        views = rank_views(whole, self.split, self.tp, size, self.blocks)
         if self.split.dim == 0:
             return tuple(view.contiguous() for view in views)
         return (torch.cat(views, self.split.dim),)
@@ -119,9 +119,10 @@ class MegatronLegacyWriter(Writer):
         size, experts = self._sizes.tp, EXPERTS in key.name
         if experts and self._expert_tp == 1:
             split = None
+        blocks = blocks_of(key.name, split, entry.shape[split.dim] if split is not None else 0, self._model)
         if split is not None:
             try:
-                rank_views(entry.meta(), split, 0, size, self._model.gated)
+                rank_views(entry.meta(), split, 0, size, blocks)
             except CheckpointError as error:
                 raise CheckpointError(f"{key}, tp_size {size}: {error}") from error
         if experts and entry.shape[0] % self._sizes.ep:
@@ -134,7 +135,7 @@ class MegatronLegacyWriter(Writer):
             places = list(self._places(key.name, expert, entry))
             for tp in range(size if split is not None else 1):
                 names = {rank: name for rank, name in places if split is None or rank.tp == tp}
-                shards.append(_Shard(split, expert, tp, names))
+                shards.append(_Shard(split, expert, tp, names, blocks))
         return shards
 
     def _places(self, name: str, expert: int | None, entry: TensorMeta) -> Iterator[tuple[Rank, str]]:
@@ -143,9 +144,11 @@ class MegatronLegacyWriter(Writer):
         match = LAYER.match(name)
         stage, own = last, name
         if match and not of_mtp(match[1]):
-            number, of_stage = int(match[2]), self._model.num_layers // self._sizes.pp
-            if number >= self._model.num_layers:
-                raise CheckpointError(f"{name}: num_layers is {self._model.num_layers}.")
+            # What stands last before the number, behind the prefix of a language model.
+            layers = self._model.layers_of[match[1].split(".")[-3]]
+            number, of_stage = int(match[2]), layers // self._sizes.pp
+            if number >= layers:
+                raise CheckpointError(f"{name}: num_layers is {layers}.")
             stage = number // of_stage
             own = f"{match[1]}{number % of_stage}.{name[match.end() :]}"
         elif of_tower(name) or name.startswith(f"{self._model.prefix}embedding."):
@@ -165,11 +168,11 @@ class MegatronLegacyWriter(Writer):
 
     @property
     def _embedding(self) -> str:
-        return self._model.prefix + _EMBEDDING
+        return self._model.prefix + EMBEDDING
 
     @property
     def _output(self) -> str:
-        return self._model.prefix + _OUTPUT
+        return self._model.prefix + OUTPUT
 
     @property
     def _tied(self) -> bool:
@@ -180,7 +183,7 @@ class MegatronLegacyWriter(Writer):
         models: dict[Rank, OrderedDict[str, Any]] = {rank: OrderedDict() for rank in self._ranks}
         for key, shards in self._shards.items():
             for shard in shards:
-                pieces = shard.pieces(self.plan[key].meta(), self._sizes.tp, self._model.gated)
+                pieces = shard.pieces(self.plan[key].meta(), self._sizes.tp)
                 shape = list(pieces[0].shape)
                 if shard.split is not None and shard.split.dim == 0:
                     shape[0] = sum(piece.shape[0] for piece in pieces)
@@ -222,7 +225,7 @@ class MegatronLegacyWriter(Writer):
     def write(self, key: Key, tensor: Tensor) -> None:
         self.check_once(key, tensor)
         for shard in self._shards[key]:
-            pieces = shard.pieces(tensor, self._sizes.tp, self._model.gated)
+            pieces = shard.pieces(tensor, self._sizes.tp)
             for rank, number in shard.slots.items():
                 self._files[rank].append(number, pieces)
 

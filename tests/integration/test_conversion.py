@@ -10,11 +10,13 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 from typer.testing import CliRunner
 
 from hf_megatron import CheckpointError, ConfigError, RankError, UnsupportedError
 from hf_megatron.cli import app
 from hf_megatron.conversion import TargetOptions, compare, convert, plan_conversion
+from hf_megatron.conversion.families import check_config
 from hf_megatron.conversion.formats import FORMATS
 from hf_megatron.conversion.output import Output
 from hf_megatron.conversion.tensors import WEIGHT, Key
@@ -195,6 +197,26 @@ def test_families_without_names_are_refused(tmp_path):
         plan_conversion(tmp_path / "opt", tmp_path / "out", "megatron_core")
     # Layouts under Hugging Face names need no rules.
     convert(tmp_path / "opt", tmp_path / "sharded", "sharded", verify=True)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "reason"),
+    [
+        ("bert", {}, "norms before attention and MLP, BERT behind them; .* is megatron-bert"),
+        ("umt5", {}, "one bias of relative positions for all layers, UMT5 one in each"),
+        ("mamba", {}, "that of Mamba2"),
+        ("megatron-bert", {"is_decoder": True}, "is_decoder: attention of Megatron's BertModel looks both ways"),
+        ("mamba2", {"conv_kernel": 3}, "conv_kernel=3: MambaMixer of Megatron-Core has 4"),
+        ("mamba2", {"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon=1e-06: MambaMixer of Megatron-Core has 1e-05"),
+        ("mamba2", {"use_bias": True}, "use_bias=True: MambaMixer of Megatron-Core has False"),
+        ("nemotron_h", {"mlp_bias": True}, "mlp_bias: add_bias_linear of Megatron-Core would give attention biases"),
+        ("nemotron_h", {"mlp_hidden_act": "silu"}, "mlp_hidden_act=silu: known is relu2"),
+        ("nemotron_h", {"norm_topk_prob": False}, "norm_topk_prob: Megatron-Core divides the weights of experts"),
+    ],
+)
+def test_what_megatron_computes_otherwise_is_refused_by_name(model_type, changes, reason):
+    with pytest.raises(UnsupportedError, match=reason):
+        check_config(AutoConfig.for_model(model_type, **changes))
 
 
 def convert_with_little_disk(source: Path, target: Path) -> None:

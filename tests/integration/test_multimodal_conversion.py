@@ -12,7 +12,8 @@ from hf_megatron import CheckpointError, UnsupportedError
 from hf_megatron.cli import app
 from hf_megatron.conversion import TargetOptions, compare, convert, plan_conversion
 from hf_megatron.conversion.families import check_config, family_of
-from hf_megatron.conversion.megatron.names import of_tower, tensor_parallel_split
+from hf_megatron.conversion.megatron.names import of_tower
+from hf_megatron.conversion.megatron.splits import tensor_parallel_split
 from hf_megatron.conversion.megatron_core.reader import MegatronCoreReader
 from hf_megatron.conversion.megatron_core.writer import MegatronCoreWriter
 from hf_megatron.conversion.output import Output

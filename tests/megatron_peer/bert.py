@@ -7,7 +7,6 @@ the entries `ids`, `mask` and `types` of HF/inputs.safetensors.
 
 import os
 import sys
-import tempfile
 import warnings
 from pathlib import Path
 
@@ -18,19 +17,17 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
 import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
 
 from tests.megatron_peer.patches import patch_megatron, patch_torch  # noqa: E402
 
 patch_torch()
-from megatron.core import dist_checkpointing, parallel_state  # noqa: E402
 from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec  # noqa: E402
 from megatron.core.models.bert.bert_model import BertModel  # noqa: E402
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 from transformers import AutoConfig  # noqa: E402
 
+from tests.megatron_peer.checkpoints import load, on_ranks  # noqa: E402
 from tests.megatron_peer.models import ACTIVATIONS, ON_CPU  # noqa: E402
 
 patch_megatron()
@@ -61,24 +58,7 @@ def build(hf, tp: int) -> BertModel:
     ).eval()
 
 
-def load(model: BertModel, folder: Path, rank: int) -> None:
-    """Strictly: no missing key, no surplus one in the model."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(0.5)
-    if (folder / "metadata.json").exists():
-        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        sharded = model.sharded_state_dict(metadata={"dp_cp_group": group})
-        state = dist_checkpointing.load({"model": sharded}, str(folder))["model"]
-    else:
-        state = torch.load(folder / f"mp_rank_{rank:02d}" / "model_optim_rng.pt", weights_only=False)["model"]
-    model.load_state_dict(state, strict=True)
-
-
-def run(rank: int, store: str, hf: str, out: str, tp: int, folders: list[str]) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=tp)
-    parallel_state.initialize_model_parallel(tp)
-    model_parallel_cuda_manual_seed(0)
+def run(rank: int, tp: int, hf: str, out: str, folders: list[str]) -> None:
     inputs, found = load_file(Path(hf) / "inputs.safetensors"), {}
     for index, folder in enumerate(folders):
         model = build(AutoConfig.from_pretrained(hf), tp)
@@ -88,15 +68,8 @@ def run(rank: int, store: str, hf: str, out: str, tp: int, folders: list[str]) -
         found |= {f"{index}.head": head.contiguous(), f"{index}.binary_head": binary_head.contiguous()}
     if rank == 0:
         save_file(found, out)
-    dist.destroy_process_group()
-
-
-def main() -> None:
-    hf, out, tp, *folders = sys.argv[1:]
-    with tempfile.TemporaryDirectory() as root:
-        arguments = (str(Path(root) / "store"), hf, out, int(tp), folders)
-        torch.multiprocessing.spawn(run, arguments, nprocs=int(tp))
 
 
 if __name__ == "__main__":
-    main()
+    hf, out, tp, *folders = sys.argv[1:]
+    on_ranks(run, int(tp), hf, out, folders)

@@ -162,7 +162,7 @@ class _LatentCoreAttention(DotProductAttention):
         super().__init__(*args, **kwargs)
 
 
-class _RMSNorm(torch.nn.Module):
+class RMSNorm(torch.nn.Module):
     """RMSNorm that may be zero-centred and may run under sequence parallelism; WrappedTorchNorm refuses both."""
 
     def __init__(self, config, hidden_size, eps=1e-5, **kwargs):
@@ -176,7 +176,7 @@ class _RMSNorm(torch.nn.Module):
         return F.rms_norm(hidden, self.weight.shape, self.weight + self.offset, self.eps)
 
 
-class _LayerNorm(_RMSNorm):
+class _LayerNorm(RMSNorm):
     """The same for LayerNorm."""
 
     def __init__(self, config, hidden_size, eps=1e-5, **kwargs):
@@ -189,7 +189,7 @@ class _LayerNorm(_RMSNorm):
 
 
 def _norm(config, hidden_size, eps=1e-5, **kwargs):
-    return (_RMSNorm if config.normalization == "RMSNorm" else _LayerNorm)(config, hidden_size, eps)
+    return (RMSNorm if config.normalization == "RMSNorm" else _LayerNorm)(config, hidden_size, eps)
 
 
 class _Norm:

@@ -11,7 +11,7 @@ from hf_megatron import CheckpointError
 from hf_megatron.conversion.architecture import Architecture
 from hf_megatron.conversion.families import family_of, known_families
 from hf_megatron.conversion.families.multimodal import packed_qkv
-from hf_megatron.conversion.megatron.names import RankSplit, spellings, tensor_parallel_split
+from hf_megatron.conversion.megatron.names import spellings
 from hf_megatron.conversion.megatron.rules import (
     Chain,
     Divided,
@@ -22,6 +22,7 @@ from hf_megatron.conversion.megatron.rules import (
     PaddedVocabulary,
     Reshaped,
 )
+from hf_megatron.conversion.megatron.splits import RankSplit, tensor_parallel_split
 from tests.twins import FAMILIES, MULTIMODAL, config_of, twin
 
 TABLE = json.loads((Path(__file__).parents[1] / "data" / "megatron_bridge_names.json").read_text())["families"]
@@ -90,6 +91,12 @@ def sizes_of(config) -> dict[str, int]:
     if config.model_type == "qwen3_vl_moe":
         width = text.moe_intermediate_size
         sizes |= {"E": text.num_experts, "e": width, "2e": 2 * width}
+    if config.model_type == "nemotron_h":
+        heads, states = config.mamba_num_heads, config.n_groups * config.ssm_state_size
+        width = heads * config.mamba_head_dim
+        sizes |= {"H": heads, "i": width, "i+2S": width + 2 * states, "2i+2S+H": 2 * width + 2 * states + heads}
+        sizes |= {"E": config.n_routed_experts, "e": config.moe_intermediate_size, "l": config.moe_latent_size}
+        sizes |= {"a": config.moe_shared_expert_intermediate_size}
     if vision is not None:
         width = vision.hidden_size
         sizes |= {"w": width, "3w": 3 * width, "v": vision.intermediate_size, "s": vision.patch_size}
@@ -127,7 +134,7 @@ def expected_tensors(case: str, state: dict) -> dict[str, tuple]:
     return expected
 
 
-@pytest.mark.parametrize("case", ["gemma2", "gemma3", "olmo2", *MULTIMODAL])
+@pytest.mark.parametrize("case", ["gemma2", "gemma3", "olmo2", "nemotron_h_latent", *MULTIMODAL])
 def test_names_and_shapes_are_those_of_megatron_bridge(case):
     state = twin(case).state_dict()
     found: dict[str, tuple] = {}

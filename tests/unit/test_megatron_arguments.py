@@ -135,8 +135,29 @@ def test_the_same_in_other_words():
     check_arguments({"openai_gelu": True, "rotary_interleaved": True, "add_qkv_bias": True}, meaning("gpt2"), "here")
     check_arguments({"window_size": [7, 0], "window_attn_skip_freq": "([1,0]*1)"}, meaning("gpt_oss"), "here")
     check_arguments({"window_attn_skip_freq": 2}, meaning("gpt_oss"), "here")
+    later = {"hybrid_override_pattern": None, "hybrid_layer_pattern": "M-*|EME/*E"}
+    check_arguments({**later, "hybrid_attention_ratio": 0.2, "is_hybrid_model": False}, meaning("nemotron_h"), "here")
+    check_arguments({"hybrid_override_pattern": None}, meaning("mamba2"), "here")
     latent = {"rope_type": "yarn", "rotary_scaling_factor": 1.0, "moe_router_pre_softmax": True}
     check_arguments({**latent, "position_embedding_type": "yarn"}, meaning("deepseek_v3"), "here")
+
+
+@pytest.mark.parametrize(
+    ("case", "found"),
+    [
+        ("mamba2", {"hybrid_attention_ratio": 0.5}),
+        ("mamba2", {"hybrid_override_pattern": "M*"}),
+        ("nemotron_h", {"hybrid_override_pattern": "MMMMMM"}),
+        ("nemotron_h", {"hybrid_layer_pattern": "MMMMMM"}),
+        ("nemotron_h", {"hybrid_override_pattern": None}),
+        ("nemotron_h", {"mamba_num_groups": 8}),
+        ("t5", {"softmax_scale": None}),
+        ("t5", {"decoder_num_layers": 2}),
+    ],
+)
+def test_what_has_the_same_shapes_is_seen_by_its_arguments(case, found):
+    with pytest.raises(CheckpointError, match=next(iter(found))):
+        check_arguments(found, meaning(case), "here")
 
 
 def test_scaled_positions_have_megatrons_names():

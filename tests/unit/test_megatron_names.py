@@ -4,16 +4,15 @@ import pytest
 import torch
 
 from hf_megatron.conversion.megatron.names import (
-    RankSplit,
     canonical,
     expert_of,
     extra_states,
     local,
     name_of_expert,
-    rank_views,
     spellings,
-    tensor_parallel_split,
 )
+from hf_megatron.conversion.megatron.splits import RankSplit, blocks_of, rank_views, tensor_parallel_split
+from hf_megatron.conversion.tensors import MegatronModel
 from hf_megatron.errors import CheckpointError
 
 LAYER = "decoder.layers.3."
@@ -25,6 +24,7 @@ SPLITS = {
     "output_layer.bias": RankSplit(0),
     "decoder.final_layernorm.weight": None,
     "decoder.final_layernorm.bias": None,
+    "decoder.final_norm.weight": None,
     "mtp.layers.0.eh_proj.weight": RankSplit(0),
     "mtp.layers.0.enorm.weight": None,
     "mtp.layers.0.final_layernorm.weight": None,
@@ -64,6 +64,14 @@ IN_LAYER = {
     "mlp.experts.experts.linear_fc1.bias": RankSplit(1, halves=True),
     "mlp.experts.experts.linear_fc2.weight": RankSplit(2),
     "mlp.experts.experts.linear_fc2.bias": None,
+    "mlp.fc1_latent_proj.weight": None,
+    "mixer.in_proj.weight": RankSplit(0),
+    "mixer.in_proj.layer_norm_weight": None,
+    "mixer.conv1d.weight": RankSplit(0),
+    "mixer.conv1d.bias": RankSplit(0),
+    "mixer.A_log": RankSplit(0),
+    "mixer.norm.weight": RankSplit(0),
+    "mixer.out_proj.weight": RankSplit(1),
 }
 # Inside a linear, on its own.
 NORMS = {
@@ -71,6 +79,7 @@ NORMS = {
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
     "self_attention.linear_q_up_proj.layer_norm_": "self_attention.q_layernorm.",
     "self_attention.linear_kv_up_proj.layer_norm_": "self_attention.kv_layernorm.",
+    "mixer.in_proj.layer_norm_": "norm.",
 }
 
 
@@ -128,6 +137,12 @@ def test_other_names_have_one_spelling():
         assert local(name) == name
 
 
+def test_later_names_of_state_space_models():
+    assert spellings("decoder.final_norm.weight") == ("decoder.final_layernorm.weight",)
+    for kind in ("weight", "bias"):
+        assert canonical(f"{LAYER}mixer.conv1d_{kind}", ()) == f"{LAYER}mixer.conv1d.{kind}"
+
+
 @pytest.mark.parametrize("grouped", [True, False])
 @pytest.mark.parametrize("tensor", ["linear_fc1.weight", "linear_fc2.weight", "linear_fc1.bias"])
 def test_experts_have_names_of_their_own(grouped, tensor):
@@ -147,22 +162,33 @@ def test_all_experts_in_one_tensor():
 def test_ranks_share_gate_and_up(gated):
     tensor = torch.arange(8)
     split = RankSplit(0, halves=True)
-    parts = [torch.cat(rank_views(tensor, split, rank, 2, gated)).tolist() for rank in range(2)]
+    blocks = blocks_of("decoder.layers.0.mlp.linear_fc1.weight", split, 8, MegatronModel({}, gated))
+    parts = [torch.cat(rank_views(tensor, split, rank, 2, blocks)).tolist() for rank in range(2)]
     assert parts == ([[0, 1, 4, 5], [2, 3, 6, 7]] if gated else [[0, 1, 2, 3], [4, 5, 6, 7]])
+
+
+def test_ranks_share_each_block_of_a_mixer():
+    model = MegatronModel({}, False, blocks={"mixer.conv1d.bias": {"x": 4, "B": 2, "C": 2}})
+    blocks = blocks_of("decoder.layers.0.mixer.conv1d.bias", RankSplit(0), 8, model)
+    parts = [torch.cat(rank_views(torch.arange(8), RankSplit(0), rank, 2, blocks)).tolist() for rank in range(2)]
+    assert parts == [[0, 1, 4, 6], [2, 3, 5, 7]]
+    assert blocks_of("decoder.layers.0.mixer.D", RankSplit(0), 8, model) == (8,)
 
 
 def test_columns_are_views():
     tensor = torch.arange(12).view(2, 6)
-    (part,) = rank_views(tensor, RankSplit(1), 1, 3, gated=True)
+    (part,) = rank_views(tensor, RankSplit(1), 1, 3)
     assert part.tolist() == [[2, 3], [8, 9]]
     assert part.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
 
 
 def test_what_does_not_divide_is_refused():
     with pytest.raises(CheckpointError, match="10 in dimension 0 do not divide evenly over 4 ranks"):
-        rank_views(torch.empty(10), RankSplit(0), 0, 4, gated=True)
-    with pytest.raises(CheckpointError, match="in each of gate and up"):
-        rank_views(torch.empty(6), RankSplit(0, halves=True), 0, 2, gated=True)
+        rank_views(torch.empty(10), RankSplit(0), 0, 4)
+    with pytest.raises(CheckpointError, match="over 2 ranks, each of 3, 3 by itself"):
+        rank_views(torch.empty(6), RankSplit(0, halves=True), 0, 2, (3, 3))
+    with pytest.raises(CheckpointError, match=r"6 in dimension 0, expected 4 \+ 4"):
+        rank_views(torch.empty(6), RankSplit(0), 0, 2, (4, 4))
 
 
 def test_extra_states_are_those_of_modules_that_have_them():
