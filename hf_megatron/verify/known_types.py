@@ -239,9 +239,18 @@ TINY: Mapping[str, Mapping[str, Any]] = {
     # As many features as four neighbours have. Towers of Whisper's kind take twice as many frames as positions.
     "glmasr_encoder": {"intermediate_size": 256},
     "voxtral_encoder": {"intermediate_size": 256, "max_source_positions": 16},
-    "qwen2_audio_encoder": {"max_source_positions": 16},
-    "moss_transcribe_diarize_audio": {"max_source_positions": 16},
-    **{name: {"max_source_positions": 16} for name in ("seamless_m4t", "seamless_m4t_v2", "speech_to_text")},
+    **{
+        name: {"max_source_positions": 16}
+        for name in (
+            *("qwen2_audio_encoder", "moss_transcribe_diarize_audio", "audioflamingo3_encoder"),
+            *("seamless_m4t", "seamless_m4t_v2", "speech_to_text"),
+        )
+    },
+    # Its times end at the base of its angles.
+    "musicflamingo": {
+        "rope_parameters": {"rope_theta": 64.0, "partial_rotary_factor": 0.25, "rope_type": "default"},
+        "max_position_embeddings": 64.0,
+    },
     # What is left of 16 behind three convolutions.
     "phi4_multimodal_audio": {"nemo_final_size": 2, "depthwise_separable_out_channel": 64},
     **{
