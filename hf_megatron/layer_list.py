@@ -61,7 +61,7 @@ def _lists_of_both(model: Any, field: str) -> tuple[str, ...]:
     found = []
     names = {module: name for name, module in model.named_modules()}
     for stack in (model.get_encoder(), model.get_decoder()):
-        inside = [] if stack is None else _uniform_lists(stack)
+        inside = [] if stack is None else _lists_of_text(stack)
         if len(inside) != 1 or stack not in names:
             raise UnsupportedError(
                 f"MegatronConfig.{field}: {type(model).__name__} has to have one list of layers in its encoder and one "
@@ -69,6 +69,15 @@ def _lists_of_both(model: Any, field: str) -> tuple[str, ...]:
             )
         found.append(f"{names[stack]}.{inside[0]}" if names[stack] else inside[0])
     return tuple(found)
+
+
+def _lists_of_text(stack: Any) -> list[str]:
+    """Lists those of one stack, of a stack with towers those beside the table of tokens."""
+    lists = _uniform_lists(stack)
+    if len(lists) > 1:
+        table = next(name for name, module in stack.named_modules() if module is stack.get_input_embeddings())
+        lists = [name for name in lists if name.startswith(table.rpartition(".")[0])]
+    return lists
 
 
 def find_layers(model: Any, spec: ModelSpec, field: str) -> str:

@@ -262,8 +262,8 @@ def _install_style(
         loss_chunk_size=state.config.loss_chunk_size,
     )
     rules.install(module, context)
-    if rules.reads_locally and claims:
-        read_locally(module, mesh, forwards, _names(claims, summed=True), _names(claims, addends=True))
+    if names := tuple(parameter for parameter in claims if not rules.reads(parameter)):
+        read_locally(module, mesh, forwards, _names(claims, summed=True), _names(claims, addends=True), names)
     if widths := split_widths(claims.values(), state.axes):
         GroupedWidths(widths, mesh.tp_size).install(module)
     for attribute, size in plan.local_sizes.get(name, {}).items():

@@ -158,9 +158,10 @@ def read_locally(
     forwards: ForwardsUnderWay,
     summed: frozenset[str],
     addends: frozenset[str] = frozenset(),
+    names: tuple[str, ...] = (),
 ) -> None:
-    """Makes attribute access to the module's own parameters return local tensors in forwards."""
-    names = tuple(name for name, parameter in module._parameters.items() if parameter is not None)
+    """Makes attribute access to the module's own parameters, or to those named, return local tensors in forwards."""
+    names = names or tuple(name for name, parameter in module._parameters.items() if parameter is not None)
     module.mesh, module.forwards = mesh, forwards  # type: ignore[assignment]
     module.summed = summed  # type: ignore[assignment]
     module.addends = addends  # type: ignore[assignment]

@@ -78,12 +78,15 @@ def _is_transposed(module: nn.Module) -> bool:
 class Style:
     """Base: parameters whole, gradients complete, forward untouched."""
 
-    reads_locally = True
     works_on_heads = False
     shares_sum = False
     is_column = False
     is_row = False
     splits = False
+
+    def reads(self, parameter_name: str) -> bool:
+        """Tells whether the style itself turns a parameter into a local tensor where the forward reads it."""
+        return False
 
     def placement(self, parameter_name: str, parameter: Tensor, module: nn.Module) -> Placement:
         """Returns where a parameter `[rows, columns]`, or of any other shape, lies."""
@@ -101,12 +104,14 @@ class Style:
 
 
 class _Linear(Style):
-    reads_locally = False
     splits = True
     parallel_class: type[ParallelLinear]
 
     def __init__(self, name: str, **switches: bool):
         self.name, self.switches = name, switches
+
+    def reads(self, parameter_name: str) -> bool:
+        return True
 
     def check(self, module: nn.Module, name: str, plain_linear_classes: tuple[str, ...] = ()) -> None:
         plain = type(module).__name__ in plain_linear_classes or type(module).forward is nn.Linear.forward
@@ -172,14 +177,17 @@ class _Head(_Column):
 
 
 class _Embedding(Style):
-    reads_locally = False
     splits = True
 
     def __init__(self, dim: int):
         self.dim = dim
 
+    def reads(self, parameter_name: str) -> bool:
+        return parameter_name == "weight"
+
     def placement(self, parameter_name: str, parameter: Tensor, module: nn.Module) -> Placement:
-        return Placement.split(AXIS, self.dim)
+        # Some have rows of their own for single tokens beside the table.
+        return Placement.split(AXIS, self.dim) if self.reads(parameter_name) else Placement()
 
     def check(self, module: nn.Module, name: str, plain_linear_classes: tuple[str, ...] = ()) -> None:
         if not isinstance(module, nn.Embedding):

@@ -27,7 +27,9 @@ class Canvas:
     """
 
     def __init__(self, config: Any, generator: torch.Generator) -> None:
-        vision = getattr(config, "vision_config", None) or getattr(config, "vq_config", None) or config
+        # An encoder that sees images has its tower to itself.
+        owner = getattr(config, "encoder", None) or config
+        vision = getattr(owner, "vision_config", None) or getattr(config, "vq_config", None) or config
         # Of several towers in a row the first one.
         vision = getattr(vision, "sam_config", None) or vision
         self.values: Mapping[str, Any] = config.to_dict() | vision.to_dict()

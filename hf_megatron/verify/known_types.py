@@ -117,6 +117,12 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "llama4_vision_model": {"hidden_size": 1408, "vision_output_dim": 4096, "image_size": 336},
     "muse_spark_audio": {"hidden_sizes": [8, 12, 16, 20], "depths": [1, 1, 1, 1]},
     # A head by default that nobody reads.
+    "t5gemma2_encoder": {
+        "vision_config": {
+            **{"model_type": "siglip_vision_model", "image_size": 896, "patch_size": 14},
+            "vision_use_head": False,
+        },
+    },
     "modernvbert": {"vision_config": {"model_type": "siglip_vision_model", "vision_use_head": False}},
     "lfm2_vl": {"vision_config": {"model_type": "siglip2_vision_model", "vision_use_head": False}},
     # No layer types by default.

@@ -169,6 +169,12 @@ def _draw(
             # A model that takes either images or videos: every other batch is of images.
             given["videos"] = False
             batches[1::2] = [make_media_batch(model, **given, seed=seed + n) for n in range(1, microbatches, 2)]
+    elif task == "seq2seq" and image_token(model.config) is not None:
+        batches = [
+            make_media_batch(model, batch_size=sizes["batch_size"], seed=seed + index)
+            | {"labels": make_batch(tiny, seed=seed + index, task=task, **sizes)["labels"]}
+            for index in range(microbatches)
+        ]
     elif task == "speech":
         batches = [make_speech_batch(model, seed=seed + index, **sizes) for index in range(microbatches)]
     else:
