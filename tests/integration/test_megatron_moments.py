@@ -82,7 +82,5 @@ def test_two_names_of_a_head_that_differ_are_seen(tmp_path):
     tensors = read(tmp_path / "plain")
     tensors[Key(WEIGHT, "lm_head.output_layer.weight")] += 1
     write(tmp_path / "damaged", tensors, family_of(config_of("t5")).model(config_of("t5")), None)
-    with pytest.raises(
-        CheckpointError, match=r"lm_head\.output_layer\.weight: 2 copies .* differ"
-    ):
+    with pytest.raises(CheckpointError, match=r"lm_head\.output_layer\.weight: 2 copies .* differ"):
         convert(tmp_path / "damaged", tmp_path / "back", "hf", config=str(tmp_path / "hf"))
