@@ -103,9 +103,10 @@ class Architecture:
     @cached_property
     def ties_always(self) -> bool:
         """Whether no config can say that the head is a weight of its own, which T5's files then show."""
-        if not self.config.tie_word_embeddings or self.untied:
+        if not getattr(self.config, "tie_word_embeddings", False) or self.untied:
             return False
-        return bool(type(self.config)(tie_word_embeddings=False).tie_word_embeddings)
+        asked = type(self.config).from_dict({**self.config.to_dict(), "tie_word_embeddings": False})
+        return bool(asked.tie_word_embeddings)
 
     def first_name(self, name: str) -> str:
         """Returns the name under which a weight is converted, for any of the names it has."""

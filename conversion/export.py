@@ -44,6 +44,10 @@ def export(
         if first and os.path.lexists(target):
             raise CheckpointError(f"{target} exists; give a folder that does not.")
         architecture = Architecture.from_class(stock_class(model), model.config)
+        # A tied weight is stored once: what comes a second time is a weight of its own.
+        taken = {architecture.first_name(name) for name in stored if architecture.first_name(name) == name}
+        if own := [name for name in stored if name != architecture.first_name(name) in taken]:
+            architecture = architecture.with_own_weights(own)
         names = {architecture.first_name(name): name for name in stored}
         plan = {Key(WEIGHT, own): TensorMeta(stored[name].shape, stored[name].dtype) for own, name in names.items()}
         if to.megatron:

@@ -111,7 +111,11 @@ class TransformersView(Reader):
         if key not in self._ready:
             rule, sources = self._source_of[key]
             self._reader.memory = self.memory
-            tensors = rule.operation.to_transformers([self._reader.read(source) for source in sources], self.memory)
+            stored = [self._reader.read(source) for source in sources]
+            try:
+                tensors = rule.operation.to_transformers(stored, self.memory)
+            except CheckpointError as error:
+                raise CheckpointError(f"{', '.join(map(str, sources))}: {error}") from error
             self._ready |= {
                 Key(key.kind, name): tensor for name, tensor in zip(rule.transformers, tensors, strict=True)
             }

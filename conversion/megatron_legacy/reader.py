@@ -95,7 +95,8 @@ class MegatronLegacyReader(MegatronReader):
             else:
                 final = canonical(name, named)
                 self._add(final, self._dense(final, stage, chunk, key))
-        return len(blocks[main])
+        # Of another model, it is the names that are refused.
+        return len(blocks[main] or max(blocks.values(), key=len))
 
     def _add(self, name: str, made: MergedTensor) -> None:
         there = self._merged.setdefault(name, made)

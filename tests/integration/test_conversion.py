@@ -61,7 +61,9 @@ def test_every_layout_gives_back_the_bytes(case, tmp_path):
     model = twin(case, torch.bfloat16)
     model.save_pretrained(source, max_shard_size="100KB")
     for to in OTHERS:
-        pipeline = 2 if to == "megatron_legacy" and model.config.num_hidden_layers == 2 else 1
+        # An encoder and a decoder lie on one stage.
+        even = model.config.num_hidden_layers == 2 and not model.config.is_encoder_decoder
+        pipeline = 2 if to == "megatron_legacy" and even else 1
         convert(source, tmp_path / to, to, options=split(to, pp_size=pipeline))
         convert(tmp_path / to, tmp_path / f"{to}-hf", "hf")
         assert_equal(source, tmp_path / f"{to}-hf")

@@ -21,17 +21,19 @@ ROOT = Path(__file__).parents[2]
 BLOCKS = {"z": 128, "x": 128, "B": 32, "C": 32, "dt": 8}
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("layout", ["1", "2", "1x2"])
 @pytest.mark.parametrize("case", ["nemotron_h", "mamba2_tied", "mamba2"])
-def test_megatron_core_computes_the_same_logits(tmp_path, case, tp):
+def test_megatron_core_computes_the_same_logits(tmp_path, case, layout):
+    """On tensor-parallel ranks, or on these and stages of a pipeline."""
+    tp, pp = (int(layout[0]), int(layout[-1]) if "x" in layout else 1)
     model, hf = twin(case), tmp_path / "hf"
     model.save_pretrained(hf)
     ids = torch.randint(0, VOCABULARY, (2, 24), generator=torch.Generator().manual_seed(1))
     save_file({"ids": ids}, hf / "inputs.safetensors")
     convert(hf, tmp_path / "core", "megatron_core", options=TargetOptions(tp_size=tp))
-    convert(hf, tmp_path / "legacy", "megatron_legacy", options=TargetOptions(tp_size=tp, local_names=True))
+    convert(hf, tmp_path / "legacy", "megatron_legacy", options=TargetOptions(tp, pp, local_names=True))
     folders = [str(tmp_path / name / "release") for name in ("core", "legacy")]
-    command = [sys.executable, "-m", "tests.megatron_peer.mamba", str(hf), str(tmp_path / "out"), str(tp), *folders]
+    command = [sys.executable, "-m", "tests.megatron_peer.mamba", str(hf), str(tmp_path / "out"), layout, *folders]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
     assert result.returncode == 0, result.stderr[-4000:]
     found = load_file(tmp_path / "out")
@@ -65,6 +67,16 @@ def test_ranks_hold_a_part_of_each_block(tmp_path, tp):
             assert torch.equal(found, torch.cat([block.chunk(tp)[rank] for block in whole.split(sizes)]))
             # What a cut through the whole would give, and was not seen by shapes.
             assert found.shape == whole.chunk(tp)[rank].shape and not torch.equal(found, whole.chunk(tp)[rank])
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (4, 3), (1, 6), (2, 1, 2), (2, 2, 4)])
+def test_rank_files_give_back_the_bytes(tmp_path, sizes):
+    twin("nemotron_h").save_pretrained(tmp_path / "hf")
+    convert(tmp_path / "hf", tmp_path / "legacy", "megatron_legacy", options=TargetOptions(*sizes))
+    convert(tmp_path / "legacy", tmp_path / "back", "hf")
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("hf", "back"))
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
 def test_each_block_has_a_name_in_the_store(tmp_path):

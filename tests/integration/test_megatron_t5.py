@@ -14,6 +14,7 @@ from transformers import AutoConfig
 
 from hf_megatron import CheckpointError, UnsupportedError
 from hf_megatron.conversion import TargetOptions, convert
+from hf_megatron.conversion.export import export
 from hf_megatron.conversion.families import check_config
 from tests.twins import VOCABULARY, twin
 
@@ -61,6 +62,17 @@ def test_a_head_of_its_own_comes_along(tmp_path, to):
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("hf", "back"))
     assert "lm_head.weight" in before and before.keys() == after.keys()
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+
+
+@pytest.mark.parametrize("to", ["megatron_core", "sharded"])
+def test_a_model_in_training_keeps_a_head_of_its_own(tmp_path, to):
+    model = twin("t5")
+    model.config.architectures = [type(model).__name__]
+    export(model, tmp_path / "made", to, None, model.config.save_pretrained)
+    convert(tmp_path / "made", tmp_path / "back", "hf")
+    after = load_file(tmp_path / "back" / "model.safetensors")
+    assert torch.equal(after["lm_head.weight"], model.lm_head.weight)
+    assert torch.equal(after["shared.weight"], model.shared.weight)
 
 
 def test_what_differs_where_a_config_ties_is_damaged(tmp_path):

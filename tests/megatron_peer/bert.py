@@ -17,10 +17,12 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
 import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
 
 from tests.megatron_peer.patches import patch_megatron, patch_torch  # noqa: E402
 
 patch_torch()
+from megatron.core import parallel_state  # noqa: E402
 from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec  # noqa: E402
 from megatron.core.models.bert.bert_model import BertModel  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
@@ -34,9 +36,9 @@ patch_megatron()
 PADDED = 256
 
 
-def build(hf, tp: int) -> BertModel:
+def build(hf) -> BertModel:
     config = TransformerConfig(
-        tensor_model_parallel_size=tp,
+        tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
         num_layers=hf.num_hidden_layers,
         hidden_size=hf.hidden_size,
         ffn_hidden_size=hf.intermediate_size,
@@ -58,18 +60,18 @@ def build(hf, tp: int) -> BertModel:
     ).eval()
 
 
-def run(rank: int, tp: int, hf: str, out: str, folders: list[str]) -> None:
+def run(hf: str, out: str, folders: list[str]) -> None:
     inputs, found = load_file(Path(hf) / "inputs.safetensors"), {}
     for index, folder in enumerate(folders):
-        model = build(AutoConfig.from_pretrained(hf), tp)
-        load(model, Path(folder), rank)
+        model = build(AutoConfig.from_pretrained(hf))
+        load(model, Path(folder))
         with torch.no_grad():
             head, binary_head = model(inputs["ids"], inputs["mask"], tokentype_ids=inputs["types"])[:2]
         found |= {f"{index}.head": head.contiguous(), f"{index}.binary_head": binary_head.contiguous()}
-    if rank == 0:
+    if dist.get_rank() == 0:
         save_file(found, out)
 
 
 if __name__ == "__main__":
-    hf, out, tp, *folders = sys.argv[1:]
-    on_ranks(run, int(tp), hf, out, folders)
+    hf, out, layout, *folders = sys.argv[1:]
+    on_ranks(run, layout, hf, out, folders)

@@ -10,7 +10,7 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 
-def load(model: torch.nn.Module, folder: Path, rank: int) -> None:
+def load(model: torch.nn.Module, folder: Path) -> None:
     """Strictly: no missing key, no surplus one in the model."""
     with torch.no_grad():
         for parameter in model.parameters():
@@ -18,22 +18,45 @@ def load(model: torch.nn.Module, folder: Path, rank: int) -> None:
     if (folder / "metadata.json").exists():
         state = dist_checkpointing.load({"model": _sharded(model)}, str(folder))["model"]
     else:
-        state = torch.load(folder / f"mp_rank_{rank:02d}" / "model_optim_rng.pt", weights_only=False)["model"]
+        state = torch.load(folder / _own_folder() / "model_optim_rng.pt", weights_only=False)["model"]
     model.load_state_dict(state, strict=True)
 
 
-def save(model: torch.nn.Module, core: Path, legacy: Path, rank: int) -> None:
+def save(model: torch.nn.Module, core: Path, legacy: Path) -> None:
     """In both formats, as a release without arguments."""
     common = {"checkpoint_version": 3.0, "iteration": 0}
-    if rank == 0:
+    if dist.get_rank() == 0:
         for root in (core, legacy):
             (root / "release").mkdir(parents=True)
             (root / "latest_checkpointed_iteration.txt").write_text("release")
     dist.barrier()
     dist_checkpointing.save({**_sharded(model), **common}, core / "release")
-    own = legacy / "release" / f"mp_rank_{rank:02d}"
+    own = legacy / "release" / _own_folder()
     own.mkdir()
     torch.save({**common, "model": model.state_dict_for_save_checkpoint()}, own / "model_optim_rng.pt")
+
+
+def _own_folder() -> str:
+    stages, stage = (
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_pipeline_model_parallel_rank(),
+    )
+    return f"mp_rank_{parallel_state.get_tensor_model_parallel_rank():02d}" + (f"_{stage:03d}" if stages > 1 else "")
+
+
+def through_stages(model: torch.nn.Module, shape: tuple[int, ...], *arguments) -> torch.Tensor | None:
+    """The output of a model whose layers lie on stages, on the last one; `shape` of what stages hand on, in fp32."""
+    first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
+    if not first:
+        hidden = torch.empty(shape)
+        dist.recv(hidden, parallel_state.get_pipeline_model_parallel_prev_rank())
+        model.set_input_tensor(hidden)
+    with torch.no_grad():
+        output = model(*arguments).contiguous()
+    if last:
+        return output
+    dist.send(output, parallel_state.get_pipeline_model_parallel_next_rank())
+    return None
 
 
 def _sharded(model: torch.nn.Module) -> dict:
@@ -41,15 +64,16 @@ def _sharded(model: torch.nn.Module) -> dict:
     return model.sharded_state_dict(metadata={"dp_cp_group": group})
 
 
-def on_ranks(function: Callable, size: int, *arguments) -> None:
-    """Call a function with rank, ranks and these arguments in a process per tensor-parallel rank."""
+def on_ranks(function: Callable, layout: str, *arguments) -> None:
+    """Call a function with these arguments in a process per rank of a layout: tensor-parallel ranks, or `TPxPP`."""
+    tp, pp = map(int, layout.split("x")) if "x" in layout else (int(layout), 1)
     with tempfile.TemporaryDirectory() as root:
-        torch.multiprocessing.spawn(_start, (function, str(Path(root) / "store"), size, *arguments), nprocs=size)
+        torch.multiprocessing.spawn(_start, (function, str(Path(root) / "store"), tp, pp, *arguments), nprocs=tp * pp)
 
 
-def _start(rank: int, function: Callable, store: str, size: int, *arguments) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
-    parallel_state.initialize_model_parallel(size, expert_tensor_parallel_size=size)
+def _start(rank: int, function: Callable, store: str, tp: int, pp: int, *arguments) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=tp * pp)
+    parallel_state.initialize_model_parallel(tp, pp, expert_tensor_parallel_size=tp)
     model_parallel_cuda_manual_seed(0)
-    function(rank, size, *arguments)
+    function(*arguments)
     dist.destroy_process_group()

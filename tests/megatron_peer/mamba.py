@@ -1,8 +1,9 @@
-"""megatron-core's MambaModel loads what was converted: `python -m tests.megatron_peer.mamba HF OUT TP FOLDER...`.
+"""megatron-core's MambaModel loads what was converted: `python -m tests.megatron_peer.mamba HF OUT LAYOUT FOLDER...`.
 
 HF is a folder of a Mamba2 or Nemotron-H of transformers, FOLDER the folder of an iteration in `torch_dist` or in the
-legacy format with local names. OUT becomes a safetensors file with the logits of each, `0` and so on, for the entry
-`ids` of HF/inputs.safetensors. The last model is saved again by megatron-core, into OUT-core and OUT-legacy.
+legacy format with local names. LAYOUT is that of `checkpoints.on_ranks`. OUT becomes a safetensors file with the logits
+of each, `0` and so on, for the entry `ids` of HF/inputs.safetensors. The last model is saved again by megatron-core,
+into OUT-core and OUT-legacy.
 """
 
 import os
@@ -23,6 +24,7 @@ from tests.megatron_peer.state_space import provide_mamba_ssm  # noqa: E402
 
 patch_torch()
 provide_mamba_ssm()
+from megatron.core import parallel_state  # noqa: E402
 from megatron.core.activations import squared_relu  # noqa: E402
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add  # noqa: E402
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec  # noqa: E402
@@ -42,7 +44,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from safetensors.torch import load_file, save_file  # noqa: E402
 from transformers import AutoConfig  # noqa: E402
 
-from tests.megatron_peer.checkpoints import load, on_ranks, save  # noqa: E402
+from tests.megatron_peer.checkpoints import load, on_ranks, save, through_stages  # noqa: E402
 from tests.megatron_peer.models import ON_CPU, RMSNorm  # noqa: E402
 
 patch_megatron()
@@ -138,11 +140,12 @@ def settings(hf) -> dict:
     return config
 
 
-def build(hf, tp: int) -> MambaModel:
+def build(hf) -> MambaModel:
     config = TransformerConfig(
-        tensor_model_parallel_size=tp,
+        tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
+        pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
         # Its experts are split as its dense layers are.
-        expert_tensor_parallel_size=tp,
+        expert_tensor_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
         num_layers=hf.num_hidden_layers,
         hidden_size=hf.hidden_size,
         mamba_num_groups=hf.n_groups,
@@ -160,25 +163,28 @@ def build(hf, tp: int) -> MambaModel:
         spec(config.num_moe_experts),
         vocab_size=PADDED,
         max_sequence_length=64,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
         hybrid_override_pattern=getattr(hf, "hybrid_override_pattern", None),
         share_embeddings_and_output_weights=hf.tie_word_embeddings,
         parallel_output=False,
     ).eval()
 
 
-def run(rank: int, tp: int, hf: str, out: str, folders: list[str]) -> None:
+def run(hf: str, out: str, folders: list[str]) -> None:
     ids, found = load_file(Path(hf) / "inputs.safetensors")["ids"], {}
     positions = torch.arange(ids.shape[1])[None].expand_as(ids)
     for index, folder in enumerate(folders):
-        model = build(AutoConfig.from_pretrained(hf), tp)
-        load(model, Path(folder), rank)
-        with torch.no_grad():
-            found[str(index)] = model(ids, positions, None).contiguous()
-    save(model, Path(f"{out}-core"), Path(f"{out}-legacy"), rank)
-    if rank == 0:
+        model = build(AutoConfig.from_pretrained(hf))
+        load(model, Path(folder))
+        logits = through_stages(model, (*ids.T.shape, model.config.hidden_size), ids, positions, None)
+        if logits is not None:
+            found[str(index)] = logits
+    save(model, Path(f"{out}-core"), Path(f"{out}-legacy"))
+    if parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0:
         save_file(found, out)
 
 
 if __name__ == "__main__":
-    hf, out, tp, *folders = sys.argv[1:]
-    on_ranks(run, int(tp), hf, out, folders)
+    hf, out, layout, *folders = sys.argv[1:]
+    on_ranks(run, layout, hf, out, folders)

@@ -18,10 +18,12 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TORCHDYNAMO_DISABLE"] = "1"
 
 import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
 
 from tests.megatron_peer.patches import patch_megatron, patch_torch  # noqa: E402
 
 patch_torch()
+from megatron.core import parallel_state  # noqa: E402
 from megatron.core.models.T5 import t5_spec  # noqa: E402
 from megatron.core.models.T5.t5_model import T5Model  # noqa: E402
 from megatron.core.transformer.dot_product_attention import DotProductAttention  # noqa: E402
@@ -50,10 +52,10 @@ class BiasedAttention(DotProductAttention):
         return torch.einsum("bhqk,kbhd->qbhd", weights, value).flatten(2)
 
 
-def build(hf, tp: int) -> T5Model:
+def build(hf) -> T5Model:
     def config(layers: int) -> TransformerConfig:
         return TransformerConfig(
-            tensor_model_parallel_size=tp,
+            tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
             num_layers=layers,
             hidden_size=hf.d_model,
             ffn_hidden_size=hf.d_ff,
@@ -94,19 +96,19 @@ def build(hf, tp: int) -> T5Model:
     ).eval()
 
 
-def run(rank: int, tp: int, hf: str, out: str, folders: list[str]) -> None:
+def run(hf: str, out: str, folders: list[str]) -> None:
     inputs, found = load_file(Path(hf) / "inputs.safetensors"), {}
     hidden = inputs["mask"][:, None, None, :] == 0
     for index, folder in enumerate(folders):
-        model = build(AutoConfig.from_pretrained(hf), tp)
-        load(model, Path(folder), rank)
+        model = build(AutoConfig.from_pretrained(hf))
+        load(model, Path(folder))
         with torch.no_grad():
             found[str(index)] = model(inputs["ids"], inputs["decoder_ids"], hidden, None, hidden).contiguous()
-    save(model, Path(f"{out}-core"), Path(f"{out}-legacy"), rank)
-    if rank == 0:
+    save(model, Path(f"{out}-core"), Path(f"{out}-legacy"))
+    if dist.get_rank() == 0:
         save_file(found, out)
 
 
 if __name__ == "__main__":
-    hf, out, tp, *folders = sys.argv[1:]
-    on_ranks(run, int(tp), hf, out, folders)
+    hf, out, layout, *folders = sys.argv[1:]
+    on_ranks(run, layout, hf, out, folders)
