@@ -116,8 +116,18 @@ def takes_videos(model_type: str) -> bool:
 
 def sound_types() -> list[str]:
     """Lists the model types that write text about sounds, or about sounds and images."""
-    names = {name: of for name, of in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.items() if name in CONFIG_MAPPING}
-    return [name for name, of in names.items() if _takes_sounds(getattr(transformers, of).forward)]
+    listed = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES | MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
+    return [name for name in listed if name in CONFIG_MAPPING and _class_of_sounds(name) is not None]
+
+
+def _class_of_sounds(model_type: str) -> str | None:
+    """Returns the class that writes about sounds, which a type without one for all media has among encoder-decoders."""
+    name: str | None = MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.get(model_type)
+    found = getattr(transformers, name or MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.get(model_type, ""), None)
+    if found is None or not _takes_sounds(found.forward):
+        return None
+    is_other = name is None and (found.main_input_name in SOUNDS or found.config_class().is_encoder_decoder)
+    return None if is_other else found.__name__
 
 
 def _takes_sounds(forward: Callable[..., Any]) -> bool:
@@ -322,6 +332,8 @@ def _check_changed(
     config = resolve_config(model, changes)
     if class_name is not None:
         task = task_of_class(class_name, config)
+    elif task == "sound":
+        class_name = _class_of_sounds(config.model_type)
     elif task in ("causal", "image") and (class_name := _class_of_text(config)):
         task = "causal"
     elif task == "causal":

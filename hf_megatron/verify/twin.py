@@ -58,7 +58,7 @@ SIZES: Mapping[str, int] = _by_name(
     (8, "additional_vocab_size"),
     (64, "hidden_size n_embd d_model embed_dim dim emb_dim out_hidden_size text_hidden_size projection_dim"),
     (64, "encoder_hidden_size downsample_channels adapter_in_dim adapter_input_size adapter_out_dim"),
-    (64, "projection_hidden_size vision_hidden_size pooler_hidden_size"),
+    (64, "projection_hidden_size vision_hidden_size pooler_hidden_size audio_hidden_size"),
     # Even, and not divisible by 4: four ranks get uneven slices.
     (90, "intermediate_size ffn_hidden_size ffn_dim d_ff n_inner mlp_dim hidden_dim dff dim_ff d_inner"),
     (94, "intermediate_size_mlp dense_intermediate_size"),
