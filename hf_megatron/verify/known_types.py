@@ -205,7 +205,7 @@ TINY: Mapping[str, Mapping[str, Any]] = {
     # A text of 13 tokens has several windows, and none of 512 to pad it to.
     "led": {"attention_window": 8},
     "perceiver": {
-        **{"d_latents": 64, "num_latents": 12, "num_self_attends_per_block": 3, "qk_channels": 32, "v_channels": 48},
+        **{"d_latents": 64, "num_latents": 12, "num_self_attends_per_block": 3, "qk_channels": 32, "v_channels": 64},
         **{"num_self_attention_heads": 4, "num_cross_attention_heads": 4},
     },
     "mobilebert": {"intra_bottleneck_size": 48, "true_hidden_size": 48, "num_feedforward_networks": 2},
