@@ -255,7 +255,7 @@ NO_GRADIENT: Mapping[str, Mapping[str, str]] = {
     },
     "mra": {r"\.attention\.self\.": "read by a kernel, without which attention is zeros: compared without it"},
     "luke": {
-        r"(entity_|w2e_|e2w_|e2e_)": "reads entities: compared on text alone",
+        r"entity_predictions\.": "predicts entities: compared without labels of them",
         r"\.pooler\.": "read by heads of classes alone",
     },
     "esm": {r"\.contact_head\.": "predicts contacts of residues: read by no loss"},
