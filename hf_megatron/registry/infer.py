@@ -61,15 +61,20 @@ def inferred_spec(model: Any) -> ModelSpec:
         regions={generic(block): generic(row) for block, row in found.regions.items()},
         several_inputs=tuple(dict.fromkeys(map(generic, found.several_inputs))),
         transparent=tuple(sorted({generic(name) for name in transparent})),
-        no_sequence_parallel=_no_sequence_parallel(model, found.blocks),
+        no_sequence_parallel=_no_sequence_parallel(model, found.blocks, transparent),
     )
 
 
-def _no_sequence_parallel(model: Any, blocks: set[str]) -> str | None:
+def _no_sequence_parallel(model: Any, blocks: set[str], transparent: set[str]) -> str | None:
     if getattr(model.config, "chunk_size_feed_forward", 0):
         return CHUNKS
     if any(getattr(model.config, name, 0) for name in _LEFT_OUT):
         return LEFT_OUT
+    for name in transparent:
+        for child, module in model.get_submodule(name).named_children():
+            # Parts of a plain dict are called by the module around it.
+            if isinstance(module, nn.ModuleDict) and type(module) is not nn.ModuleDict:
+                return f"{generic(name)}.{child} chooses among its parts, which work on whole sequences."
     # Under one parent a loop goes through several lists side by side.
     lists = {block[: match.start()] for block in blocks if (match := re.search(r"\.\d+(?=\.|$)", block)) is not None}
     for parent in {name.rpartition(".")[0] for name in lists}:
