@@ -208,6 +208,8 @@ TINY: Mapping[str, Mapping[str, Any]] = {
         **{"d_latents": 64, "num_latents": 12, "num_self_attends_per_block": 3, "qk_channels": 32, "v_channels": 64},
         **{"num_self_attention_heads": 4, "num_cross_attention_heads": 4},
     },
+    # Divided into groups.
+    "squeezebert": {"intermediate_size": 96},
     "mobilebert": {"intra_bottleneck_size": 48, "true_hidden_size": 48, "num_feedforward_networks": 2},
     "tapas": {"type_vocab_sizes": [3, 12, 12, 2, 12, 12, 10]},
     # The width of a layer of the tower grows with the square of it.
