@@ -57,6 +57,8 @@ class ModelSpec:
         regions (`Mapping[str, str]`): block pattern -> row linear pattern, for uniform blocks whose row linear is not
             their child (see `tensor_parallel/region.py`).
         several_inputs (`tuple[str, ...]`): blocks whose linears read more than one tensor, as in cross attention.
+        token_inputs (`Mapping[str, tuple[str, ...]]`): pattern of a block on whole sequences -> arguments with an entry
+            per token that it reads beside its first one.
         transparent (`tuple[str, ...]`): wrappers inside a layer that only chain norms, dropout and blocks.
         sequence_arguments (`tuple[str, ...]`): arguments of a layer that hold one entry per token, `[batch, sequence,
             ...]`, and are split along the sequence like its hidden states.
@@ -105,6 +107,7 @@ class ModelSpec:
     local_arguments: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     regions: Mapping[str, str] = field(default_factory=dict)
     several_inputs: tuple[str, ...] = ()
+    token_inputs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     transparent: tuple[str, ...] = ()
     sequence_arguments: tuple[str, ...] = ()
     stacks: tuple[str, ...] = ()

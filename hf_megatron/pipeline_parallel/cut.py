@@ -211,8 +211,8 @@ def cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> Cut:
             if not holds_first:
                 needed = [name.removeprefix(f"{module_name}.").split(".") for name in needed_by_head]
                 if all(len(path) > 1 for path in needed):
-                    kept = {path[0] for path in needed}
-                    hold_parts(module, kept, module_name, _place(stages, 0), boundary)
+                    parts_of_head = {path[0] for path in needed}
+                    hold_parts(module, parts_of_head, module_name, _place(stages, 0), boundary)
             stand_around(module, StagedInput, _stage_boundary=boundary, _name=module_name, _width=width)
         else:
             standing = ForeignPositions if module_name in spec.on_all_stages else ForeignInput

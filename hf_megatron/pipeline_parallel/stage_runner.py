@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 
 # Microbatches per stage unless the user says otherwise: a bubble of a fifth at most in 1F1B.
 _PER_RANK = 4
-_TIED_TAG = 0
 # What the sums of a batch's losses are divided by: its targets, by name, and its rows.
 Denominators = tuple[dict[str, Any], Any]
 # What a kind says of every microbatch.
@@ -294,7 +293,7 @@ class StageRunner(Shared):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             with self._measured("tied"):
-                self.transport.sum_with(local_tensor(parameter.grad), other, _TIED_TAG + number)
+                self.transport.sum_with(local_tensor(parameter.grad), other, number)
 
     def _measured(self, kind: str) -> AbstractContextManager:
         stage = self.boundary.stages.of_rank(self.mesh.pp_rank)[0]

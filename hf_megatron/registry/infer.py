@@ -72,7 +72,8 @@ def _no_sequence_parallel(model: Any, blocks: set[str], transparent: set[str]) -
         return LEFT_OUT
     for name in transparent:
         for child, module in model.get_submodule(name).named_children():
-            if isinstance(module, nn.ModuleDict):
+            # Parts of a plain dict are called by the module around it.
+            if isinstance(module, nn.ModuleDict) and type(module) is not nn.ModuleDict:
                 return f"{generic(name)}.{child} chooses among its parts, which work on whole sequences."
     # Under one parent a loop goes through several lists side by side.
     lists = {block[: match.start()] for block in blocks if (match := re.search(r"\.\d+(?=\.|$)", block)) is not None}

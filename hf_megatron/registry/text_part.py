@@ -12,7 +12,16 @@ from ..spec import ModelSpec
 from .derive import derive_spec, with_head
 
 # Fields that hold patterns of modules or parameters, as keys, as values, or one by one.
-_KEYS = ("plan", "local_attributes", "local_arguments", "regions", "head_blocks", "experts", "identity_experts")
+_KEYS = (
+    "plan",
+    "local_attributes",
+    "local_arguments",
+    "regions",
+    "head_blocks",
+    "experts",
+    "identity_experts",
+    "token_inputs",
+)
 _VALUES = ("regions",)
 _EACH = (
     "several_inputs",

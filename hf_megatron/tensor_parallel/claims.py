@@ -30,7 +30,8 @@ def expand_plan(model: nn.Module, spec: ModelSpec) -> dict[str, str]:
     for name in styles.values():
         style(name)
     modules = {name for name, _ in model.named_modules()} | {generic(name) for name, _ in model.named_modules()}
-    for patterns in (spec.local_attributes, spec.local_arguments, spec.several_inputs, spec.transparent, spec.stacks):
+    of_modules = (spec.local_attributes, spec.local_arguments, spec.several_inputs, spec.token_inputs)
+    for patterns in (*of_modules, spec.transparent, spec.stacks):
         if not modules.issuperset(patterns):
             missing = sorted(set(patterns) - modules)
             raise PlanError(

@@ -10,9 +10,11 @@ from transformers.utils import ModelOutput
 
 from ..communication.random_streams import RandomStreams
 from ..patch_ledger import Shared
+from ..patterns import lookup
 from .gathered_input import GatheredInputs
 from .layer_streams import draw_alone
-from .region import SEQUENCE_DIM, SequenceArguments, SequenceStack, UniformRegion, WholeSequenceRegion
+from .region import SEQUENCE_DIM, SequenceStack, UniformRegion, WholeSequenceRegion
+from .sequence_arguments import SequenceArguments
 from .structure import Structure
 from .styles import style
 
@@ -51,18 +53,22 @@ class Regions(Shared):
             inside = (name for name in styles if f"{name}.".startswith(f"{block}."))
             self.of_linear |= {name: region for name in inside if style(styles[name]).is_column}
 
-    def install(self, model: Any, arguments: Mapping[str, int]) -> Callable[[Tensor, str], Tensor] | None:
+    def install(
+        self, model: Any, arguments: Mapping[str, int], token_inputs: Mapping[str, tuple[str, ...]]
+    ) -> Callable[[Tensor, str], Tensor] | None:
         """Puts the hooks in their places; returns what ends a stack where a stage ends inside of it.
 
         That takes hidden states `[batch, sequence, hidden]` and the name of the list of layers.
 
         Args:
             arguments: further arguments of the layers that are split along the sequence -> its dim in them.
+            token_inputs: patterns of blocks -> further arguments of theirs that are joined along it.
         """
         for block, region in self.uniform.items():
             region.install(model.get_submodule(block))
         for block, name in self.whole.items():
-            WholeSequenceRegion(self.stacks[name], self.streams).install(model.get_submodule(block))
+            further = lookup(block, token_inputs) or ()
+            WholeSequenceRegion(self.stacks[name], self.streams, further).install(model.get_submodule(block))
         for name, stack in self.stacks.items():
             layers: Any = model.get_submodule(name)
             stack.install(layers)

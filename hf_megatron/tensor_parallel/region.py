@@ -14,8 +14,7 @@ computed on the whole sequence as without sequence parallelism: gathered at its 
 """
 
 import functools
-import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -39,6 +38,7 @@ from ..memory.repeated_heads import keep_heads_once
 from ..memory.saved_tensors import may_pack
 from ..patch_ledger import Shared
 from .gathered_input import GatheredInput, GatheredInputs
+from .sequence_arguments import replace_arguments
 
 SEQUENCE_DIM = 1
 HIDDEN_STATES = "hidden_states"
@@ -238,10 +238,15 @@ class UniformRegion(Shared):
 
 @dataclass
 class WholeSequenceRegion(Shared):
-    """A block that every rank computes on the whole sequence, inside a sequence parallel stack."""
+    """A block that every rank computes on the whole sequence, inside a sequence parallel stack.
+
+    Attributes:
+        further: names of further arguments of it with an entry per token, which are joined as its first one is.
+    """
 
     stack: SequenceStack
     streams: RandomStreams
+    further: tuple[str, ...] = ()
 
     def install(self, block: nn.Module) -> None:
         # Around what the block's own style does to its inputs.
@@ -258,6 +263,7 @@ class WholeSequenceRegion(Shared):
             return gather_from_ranks(hidden_states, SEQUENCE_DIM, self.stack.length, self.stack.group)
 
         self.streams.use_replicated()
+        args, kwargs = replace_arguments(block, args, kwargs, dict.fromkeys(self.further, gather))
         return _replace_input(args, kwargs, gather)
 
     def _leave(self, block: nn.Module, args: tuple, output: Any) -> Any:
@@ -270,32 +276,3 @@ class WholeSequenceRegion(Shared):
         if block.training:
             self.streams.use_own()
         return _replace_output(output, split)
-
-
-class SequenceArguments(Shared):
-    """Splits further arguments of a layer, one entry per token each, along the sequence like its hidden states.
-
-    Args:
-        dims (`Mapping[str, int]`): name -> the dim of the tokens.
-    """
-
-    def __init__(self, dims: Mapping[str, int], group: dist.ProcessGroup):
-        self.dims = dims
-        self.group = group
-
-    def install(self, layers: Iterable[nn.Module]) -> None:
-        for layer in layers:
-            layer.register_forward_pre_hook(self._enter, with_kwargs=True)
-
-    def _enter(self, layer: nn.Module, args: tuple, kwargs: dict[str, Any]):
-        positions = {name: index for index, name in enumerate(inspect.signature(layer.forward).parameters)}
-        positional, named = list(args), dict(kwargs)
-        for name, dim in self.dims.items():
-            if name in named:
-                named[name] = self._split(named[name], dim)
-            elif positions[name] < len(positional):
-                positional[positions[name]] = self._split(positional[positions[name]], dim)
-        return tuple(positional), named
-
-    def _split(self, value: Tensor | None, dim: int) -> Tensor | None:
-        return None if value is None else split_over_ranks(value, dim, self.group)

@@ -75,10 +75,11 @@ def _is_pointwise(module: nn.Module) -> bool:
 
 
 def _blocks(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yields the children of a layer that are called, looking through module lists."""
+    """Yields the children of a layer that are called, looking through lists and dicts of modules."""
     for child_name, child in module.named_children():
         full_name = f"{name}.{child_name}"
-        if isinstance(child, nn.ModuleList):
+        # A dict with a forward of its own is called itself.
+        if isinstance(child, nn.ModuleList) or type(child) is nn.ModuleDict:
             yield from _blocks(full_name, child)
         else:
             yield full_name, child

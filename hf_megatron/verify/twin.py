@@ -318,6 +318,8 @@ def make_batch(
         # Several kinds of types for each token: were all alike, so would the tokens be, and attention would cancel.
         kinds = [torch.randint(size, input_ids.shape, generator=generator) for size in sizes]
         batch["token_type_ids"] = torch.stack(kinds, -1)
+    if entities := getattr(config, "entity_vocab_size", None):
+        batch |= _draw_entities(batch_size, entities, generator)
     if task == "hidden_states":
         return batch
     if task == "classification":
@@ -347,6 +349,22 @@ def make_batch(
         ignored[1] = True
         ignored[1, 0] &= config.model_type not in NEEDS_A_LABEL
     return batch | {"labels": labels.masked_fill(ignored, -100)}
+
+
+def _draw_entities(batch_size: int, vocabulary: int, generator: torch.Generator) -> dict[str, Tensor]:
+    """Draws three entities of each row, of two or three tokens, with padding behind the first of the last row."""
+    shape = (batch_size, 3)
+    starts = torch.randint(6, shape, generator=generator)[..., None]
+    positions = starts + torch.arange(3)
+    positions[:, 1, -1] = -1
+    mask = torch.ones(shape, dtype=torch.long)
+    mask[-1, 1:] = 0
+    return {
+        "entity_ids": torch.randint(1, vocabulary, shape, generator=generator),
+        "entity_attention_mask": mask,
+        "entity_token_type_ids": torch.zeros(shape, dtype=torch.long),
+        "entity_position_ids": positions,
+    }
 
 
 def labels_of_decoder(labels: Tensor, config: PreTrainedConfig, generator: torch.Generator, *, padding: int) -> Tensor:

@@ -9,6 +9,7 @@ from transformers import CONFIG_MAPPING
 from hf_megatron.errors import RankError
 from hf_megatron.integrations.gate import ConfigUnderTest
 from hf_megatron.pipeline_parallel import stage_runner
+from hf_megatron.tensor_parallel import region
 from hf_megatron.verify.parity import check_twin, measured
 from hf_megatron.verify.twin import make_batch
 from tests.shared_twins import make_twin
@@ -40,14 +41,42 @@ def test_pipelines_equal_one_process(model_type, layout):
 
 
 @pytest.mark.parametrize("layout", SPLIT, ids=named)
-@pytest.mark.parametrize("model_type", ["big_bird", "esmc", "neomme", "tapas"])
+@pytest.mark.parametrize("model_type", ["big_bird", "esmc", "mobilebert", "neomme", "perceiver", "tapas", "xmod"])
 def test_split_weights_equal_one_process(model_type, layout):
     comparison = check_twin(twin(model_type), ConfigUnderTest(**layout))
     assert comparison.passed, comparison.report()
 
 
-def test_a_head_that_reads_two_tables_equals_one_process():
-    comparison = check_twin(twin("mobilebert"), ConfigUnderTest(tp_size=2))
+@pytest.mark.parametrize("model_type", ["luke", "mra"])
+def test_split_weights_equal_one_process_where_sequences_are_whole(model_type):
+    comparison = check_twin(twin(model_type), ConfigUnderTest(tp_size=2))
+    assert comparison.passed, comparison.report()
+
+
+def test_pieces_of_further_inputs_are_found():
+    """The seeded fault: attention on whole queries, with keys and values of this rank's tokens alone."""
+
+    def sabotage():
+        region.replace_arguments = lambda block, args, kwargs, changes: (args, kwargs)
+
+    layout = ConfigUnderTest(tp_size=2, sequence_parallel=True)
+    with pytest.raises(RankError, match="must match the size of tensor|is invalid for input of size"):
+        check_twin(twin("mobilebert"), layout, sabotage=sabotage)
+
+
+@functools.lru_cache(maxsize=1)
+def text_alone():
+    """LUKE without entities, whose table lies at both ends of a pipeline and is read at neither."""
+    whole = twin("luke")
+    batches = [{name: of for name, of in batch.items() if not name.startswith("entity_")} for batch in whole.batches]
+    text = measured(replace(whole, batches=batches))
+    text.reference.without += ("entity", "w2e_", "e2w_", "e2e_")
+    return text
+
+
+@pytest.mark.parametrize("layout", PIPELINES[:4], ids=named)
+def test_a_table_that_nobody_read_has_no_gradient(layout):
+    comparison = check_twin(text_alone(), ConfigUnderTest(**layout))
     assert comparison.passed, comparison.report()
 
 
@@ -57,7 +86,7 @@ def test_zeros_for_a_table_that_nobody_read_are_found():
     def sabotage():
         stage_runner.held_at_either_end = lambda model, tied, *_: [parameter for _, parameter in tied]
 
-    comparison = check_twin(twin("luke"), ConfigUnderTest(pp_size=2), sabotage=sabotage)
+    comparison = check_twin(text_alone(), ConfigUnderTest(pp_size=2), sabotage=sabotage)
     assert "entity_embeddings.weight is surplus" in str(comparison.worst)
 
 

@@ -7,20 +7,25 @@ from ...spec import ModelSpec
 from ..family import base_prefix, corrected_spec
 from ..lookup import register_model
 
+_BOTTLENECKS = ("bottleneck", "bottleneck.input", "bottleneck.attention", "output.bottleneck")
+
 
 @register_model("mobilebert")
 def mobilebert(model: Any) -> ModelSpec:
-    attention = f"{base_prefix(model)}encoder.layer.*.attention.self"
+    prefix = base_prefix(model)
+    attention = f"{prefix}encoder.layer.*.attention"
+    modules = {name for name, _ in model.get_submodule(f"{prefix}encoder.layer.0").named_modules()}
     spec = corrected_spec(
         model,
-        several_inputs=(attention,),
-        no_sequence_parallel="its attention reads three tensors, each of which would have to be joined along the "
-        "sequence.",
+        several_inputs=(f"{attention}.self",),
+        token_inputs={attention: ("key_tensor", "value_tensor", "layer_input")},
+        transparent=tuple(f"encoder.layer.*.{name}" for name in _BOTTLENECKS if name in modules),
     )
     # Neither half of the joined matrix is called, and its rows are the vocabulary's in one half alone.
     ends = ("vocab_head", "vocab_embedding", "split_rows")
     return replace(
         spec,
         plan={name: style for name, style in spec.plan.items() if style not in ends},
-        regions={block: row for block, row in spec.regions.items() if block != attention},
+        regions={block: row for block, row in spec.regions.items() if block != f"{attention}.self"},
+        transparent=tuple(name for name in spec.transparent if not name.startswith(attention)),
     )
