@@ -79,7 +79,7 @@ class StageRunner(Shared):
         self.images = AbsentImages(model, state.spec, self.forward, cut.boundary)
         self.rehearsal = Rehearsal(model, state, cut, self.forward, self.images)
         self.streams = MicrobatchStreams(self.mesh.device, self.mesh.host_group("pp"))
-        self.first, self.last = cut.boundary.stages.rank_of[0], cut.boundary.stages.rank_of[-1]
+        self.last, self.holders = cut.boundary.stages.rank_of[-1], cut.boundary.stages.ends
         self._in_lockstep = state.in_lockstep
         self._state = state
         self._auxiliary: dict[Hashable, bool] = {}
@@ -276,19 +276,19 @@ class StageRunner(Shared):
         }
 
     def _tied(self) -> list[nn.Parameter]:
-        """Parameters of this rank that the stage at the other end holds too."""
-        if self.mesh.pp_rank not in (self.first, self.last):
+        """Parameters of this rank that another one of the pipeline holds too."""
+        if self.mesh.pp_rank not in self.holders:
             return []
         parameters = dict(self.model.named_parameters(remove_duplicate=False)) if self.cut.tied else {}
         return [parameters[name] for name in self.cut.tied]
 
     def tied(self) -> list[nn.Parameter]:
-        """Lists the trained parameters of this rank that the stage at the other end holds too."""
+        """Lists the trained parameters of this rank that another one of the pipeline holds too."""
         return [parameter for parameter in self._tied() if parameter.requires_grad]
 
     def sum_tied(self) -> None:
-        """Adds up the gradients of tied parameters over both ends of the pipeline."""
-        other = self.last if self.mesh.pp_rank == self.first else self.first
+        """Adds up the gradients of tied parameters over the two ranks that hold them."""
+        other = self.holders[int(self.mesh.pp_rank == self.holders[0])]
         for number, parameter in enumerate(self.tied()):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
