@@ -26,8 +26,8 @@ from .parts import is_marked, is_of_checked_library
 
 # Methods and functions whose result is labels again.
 _METHODS = (
-    "__getitem__ chunk clamp clone contiguous cpu cuda detach double expand flatten float int long masked_fill "
-    "narrow permute reshape select split squeeze to transpose type type_as unbind unsqueeze view view_as"
+    "__getitem__ chunk clamp clone contiguous cpu cuda detach double expand fill_ flatten float int long masked_fill "
+    "narrow new_zeros permute reshape select split squeeze to transpose type type_as unbind unsqueeze view view_as"
 )
 _FUNCTIONS = (
     "chunk clamp flatten full_like masked_fill reshape split squeeze transpose unbind unsqueeze where zeros_like"
