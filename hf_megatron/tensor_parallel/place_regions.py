@@ -13,7 +13,8 @@ from ..communication.random_streams import RandomStreams
 from ..patch_ledger import Shared
 from .gathered_input import GatheredInputs
 from .layer_streams import draw_alone
-from .region import SEQUENCE_DIM, SequenceArguments, SequenceStack, UniformRegion, WholeSequenceRegion
+from .region import SEQUENCE_DIM, SequenceStack, UniformRegion, WholeSequenceRegion
+from .sequence_arguments import SequenceArguments
 from .structure import Structure
 from .styles import style
 

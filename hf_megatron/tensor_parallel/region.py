@@ -14,8 +14,7 @@ computed on the whole sequence as without sequence parallelism: gathered at its 
 """
 
 import functools
-import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -93,7 +92,12 @@ class SequenceStack(Shared):
     group: dist.ProcessGroup
     batch: int = 0
     length: int = 0
+    dims: int = 3
     is_inside: bool = False
+
+    def dim_of_tokens(self, tensor: Tensor) -> int:
+        """Returns which dim of a tensor has its tokens: in what layers hand on, streams may stand before the rows."""
+        return self.dims - 2 if tensor.dim() == self.dims else SEQUENCE_DIM
 
     def install(self, layers: nn.ModuleList) -> None:
         layers[0].register_forward_pre_hook(self._enter, with_kwargs=True)
@@ -111,9 +115,9 @@ class SequenceStack(Shared):
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]):
         def split(hidden_states: Tensor) -> Tensor:
-            self.batch, self.length = hidden_states.shape[:2]
+            self.dims, (self.batch, self.length) = hidden_states.dim(), hidden_states.shape[-3:-1]
             self.is_inside = True
-            return split_over_ranks(hidden_states, SEQUENCE_DIM, self.group)
+            return split_over_ranks(hidden_states, self.dim_of_tokens(hidden_states), self.group)
 
         return _replace_input(args, kwargs, split)
 
@@ -135,8 +139,9 @@ class SequenceStack(Shared):
         def of_whole(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             if not self.is_inside:
                 return function(hidden_states, *args, **kwargs)
-            whole = gather_from_ranks(hidden_states, SEQUENCE_DIM, self.length, self.group)
-            return split_over_ranks(function(whole, *args, **kwargs), SEQUENCE_DIM, self.group)
+            dim = self.dim_of_tokens(hidden_states)
+            whole = gather_from_ranks(hidden_states, dim, self.length, self.group)
+            return split_over_ranks(function(whole, *args, **kwargs), dim, self.group)
 
         return of_whole
 
@@ -158,7 +163,7 @@ class SequenceStack(Shared):
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> Any:
         def gather(hidden_states: Tensor) -> Tensor:
             self.is_inside = False
-            whole = gather_from_ranks(hidden_states, SEQUENCE_DIM, self.length, self.group)
+            whole = gather_from_ranks(hidden_states, self.dim_of_tokens(hidden_states), self.length, self.group)
             # A compiled layer recomputes inside its own graph, whose shapes are fixed.
             return whole if torch.compiler.is_compiling() else _RestoreLength.apply(whole, self)
 
@@ -270,32 +275,3 @@ class WholeSequenceRegion(Shared):
         if block.training:
             self.streams.use_own()
         return _replace_output(output, split)
-
-
-class SequenceArguments(Shared):
-    """Splits further arguments of a layer, one entry per token each, along the sequence like its hidden states.
-
-    Args:
-        dims (`Mapping[str, int]`): name -> the dim of the tokens.
-    """
-
-    def __init__(self, dims: Mapping[str, int], group: dist.ProcessGroup):
-        self.dims = dims
-        self.group = group
-
-    def install(self, layers: Iterable[nn.Module]) -> None:
-        for layer in layers:
-            layer.register_forward_pre_hook(self._enter, with_kwargs=True)
-
-    def _enter(self, layer: nn.Module, args: tuple, kwargs: dict[str, Any]):
-        positions = {name: index for index, name in enumerate(inspect.signature(layer.forward).parameters)}
-        positional, named = list(args), dict(kwargs)
-        for name, dim in self.dims.items():
-            if name in named:
-                named[name] = self._split(named[name], dim)
-            elif positions[name] < len(positional):
-                positional[positions[name]] = self._split(positional[positions[name]], dim)
-        return tuple(positional), named
-
-    def _split(self, value: Tensor | None, dim: int) -> Tensor | None:
-        return None if value is None else split_over_ranks(value, dim, self.group)
