@@ -29,6 +29,7 @@ from ..errors import UnsupportedError
 from ..parts import works_on_parts
 from ..patch_ledger import Shared
 from ..spec import HeadBlock, Width
+from .heads import norm_of_all_ranks
 from .local_parameters import is_split_parameter
 
 _ABSENT = object()
@@ -258,17 +259,6 @@ class PartialHeads(Shared):
         if isinstance(output, tuple) and isinstance(output[0], Tensor):
             return (reduce_from_ranks(output[0], self.group), *output[1:])
         raise UnsupportedError(f"{type(block).__name__} returned {type(output).__name__}, expected a tensor first.")
-
-
-def norm_of_all_ranks(norm: Any, group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
-    """Returns the forward of an RMS norm over the features of all ranks, each of which has as many."""
-
-    def forward(hidden: Tensor) -> Tensor:
-        numbers = hidden.float()
-        squares = sum_over_ranks(numbers.pow(2).mean(-1, keepdim=True), group) / dist.get_world_size(group)
-        return norm.weight * (numbers * torch.rsqrt(squares + norm.variance_epsilon)).to(hidden.dtype)
-
-    return forward
 
 
 def product_of_all_ranks(weight: Tensor, group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
