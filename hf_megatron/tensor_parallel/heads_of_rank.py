@@ -33,8 +33,8 @@ from .heads import norm_of_all_ranks
 from .local_parameters import is_split_parameter
 
 _ABSENT = object()
-# Before counts of a block's config.
-_CONFIG = "config."
+# What holds counts beside a block's modules.
+_CONFIG = "config"
 
 
 def is_adapted(block: nn.Module) -> bool:
@@ -142,15 +142,13 @@ class HeadsOfRank:
         for name in self.heads.summed:
             for held, own, weight in _held(block, name):
                 self._replace(held, own, weight / self.ranks)
-        if any(count.startswith(_CONFIG) for count in self.heads.counts):
+        if any(count.startswith(f"{_CONFIG}.") for count in self.heads.counts):
             # All layers have the same one.
             self._replace(vars(block), "config", copy.copy(block.config))
         for count in self.heads.counts:
             if is_one and count == self.heads.groups:
                 continue
-            owner, own = (
-                (block.config, count.removeprefix(_CONFIG)) if count.startswith(_CONFIG) else _owner(block, count)
-            )
+            owner, own = _owner(block, count)
             self._replace(vars(owner), own, getattr(owner, own) // self.ranks)
         for count, name in self.heads.lengths.items():
             owner, own = _owner(block, count)
@@ -284,9 +282,9 @@ def _of_gathered(norm: Callable[..., Tensor], group: dist.ProcessGroup) -> Calla
     return forward
 
 
-def _owner(block: nn.Module, name: str) -> tuple[nn.Module, str]:
+def _owner(block: nn.Module, name: str) -> tuple[Any, str]:
     path, _, own = name.rpartition(".")
-    return block.get_submodule(path), own
+    return block.config if path == _CONFIG else block.get_submodule(path), own
 
 
 def _held(block: nn.Module, name: str) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
