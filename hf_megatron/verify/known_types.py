@@ -221,7 +221,9 @@ TINY: Mapping[str, Mapping[str, Any]] = {
     **{name: {"intermediate_size": 128} for name in ("mamba", "falcon_mamba")},
     "xlnet": {"d_inner": 256},
     "blt": {"encoder_hash_byte_group_vocab": 53},
-    **{name: {"hidden_size_global": 64} for name in ("blt_local_encoder", "blt_local_decoder")},
+    # As wide as the bytes that a patch is made of are together.
+    **{name: {"hidden_size_global": 128} for name in ("blt_local_encoder", "blt_local_decoder")},
+    "blt_global_transformer": {"hidden_size": 128, "head_dim": 32},
     # Layers that read images at no end of a stage, where text alone would leave them out.
     "mllama_text_model": {"num_hidden_layers": 6, "cross_attention_layers": [1, 4]},
     # Kernels in full precision.

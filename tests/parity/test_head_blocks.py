@@ -198,7 +198,11 @@ def own_parts():
 def unsummed_gradients():
     """Has no rank hear what others make of its part of such a sum."""
     stock = heads_of_rank.sum_over_ranks
-    heads.sum_over_ranks = heads_of_rank.sum_over_ranks = lambda part, group: stock(part.detach(), group) + part - part.detach()
+
+    def own(part, group):
+        return stock(part.detach(), group) + part - part.detach()
+
+    heads.sum_over_ranks = heads_of_rank.sum_over_ranks = own
 
 
 def decays_of_the_first():
