@@ -182,6 +182,15 @@ def as_parameter(tensor: AbsentTensor, owner: Owner, requires_grad: bool) -> Abs
     return tensor
 
 
+class StandsForAnother:
+    """Marks a module that stands where another rank's is, with parts of that at most."""
+
+
+def computes_here(module: nn.Module) -> bool:
+    """Tells whether a module with parameters is this rank's own, and nothing that stands for another's."""
+    return not isinstance(module, StandsForAnother) and next(module.parameters(), None) is not None
+
+
 def is_absent(tensor: Any) -> bool:
     """Tells whether the values of a tensor of any shape are on another rank."""
     return isinstance(tensor, AbsentTensor)

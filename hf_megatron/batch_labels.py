@@ -26,7 +26,7 @@ from .parts import is_marked, is_of_checked_library
 
 # Methods and functions whose result is labels again.
 _METHODS = (
-    "__getitem__ chunk clamp clone contiguous cpu cuda detach double expand flatten float int long masked_fill "
+    "__getitem__ chunk clamp clone contiguous cpu cuda detach double expand fill_ flatten float int long masked_fill "
     "narrow permute reshape select split squeeze to transpose type type_as unbind unsqueeze view view_as"
 )
 _FUNCTIONS = (
@@ -89,7 +89,9 @@ class BatchLabels(Tensor):
         if function in _MEANS and given:
             return _mean(given[0], function, args, kwargs)
         result = function(*args, **kwargs)
-        if not given or function not in _FOLLOWED:
+        # Of more dims than labels it is room for several copies of them; of their own shape, a decoder's inputs.
+        is_room = function is Tensor.new_zeros and given and result.dim() > given[0].dim()
+        if not given or not (function in _FOLLOWED or is_room):
             return result
         return know_batch(result, given[0].batch, given[0].argument)
 

@@ -67,6 +67,7 @@ class BatchLoss(Shared):
     Attributes:
         counted (`bool`): whether the caller of the call under way has counted the targets of its batch.
         terms (`int`): losses that the call has taken so far, those of a pipeline's microbatches left out.
+        copies (`int`): losses that the model takes of each label, as far as a rehearsal has shown.
         used (`set`): names of the targets that the microbatch under way has taken losses of.
         join_tokens (`Callable`): `[tokens, ...]` of this rank -> of all ranks that share the rows.
     """
@@ -80,7 +81,7 @@ class BatchLoss(Shared):
         self.counted = self._together = False
         self.used: set[str] = set()
         self._counts = True
-        self.terms = 0
+        self.terms, self.copies = 0, 1
         self.share: Share | None = None
         # Of what has an entry for each token that this rank computes, where ranks compute some of a row each.
         self.join_tokens: Callable[[Any], Any] = _same
@@ -220,7 +221,11 @@ class BatchLoss(Shared):
         if share.is_probe and name == "labels" and terms != expected and self.shifts is not None:
             # A class that writes its loss out says nowhere else whether it shifts its labels.
             shifted = count_terms(name, share.arguments, shifts=not self.shifts)
-            self.shifts, expected = self.shifts ^ bool(terms == shifted), shifted
+            self.shifts ^= bool(terms == shifted)
+            if terms != shifted and expected > 0 and terms % expected == 0:
+                # Nor whether several outputs have the same.
+                self.copies = int(terms / expected)
+            expected = self._terms(name, share.arguments)
         check_soon(
             terms == expected.to(terms.device),
             lambda: UnsupportedError(
@@ -230,7 +235,7 @@ class BatchLoss(Shared):
         )
 
     def _terms(self, name: str, arguments: Mapping[str, Any]) -> Tensor:
-        return count_terms(name, arguments, shifts=bool(self.shifts))
+        return count_terms(name, arguments, shifts=bool(self.shifts)) * (self.copies if name == "labels" else 1)
 
     @contextmanager
     def over(self, share: Share | None) -> Iterator[None]:

@@ -52,7 +52,7 @@ class Cut:
             behind all.
         beside: names of the first stage's parameters that belong to no module of its.
         elsewhere: those of them that another rank has -> their shapes and dtypes.
-        tied: names of parameters that the first and the last rank both hold.
+        tied: names of parameters that two ranks hold, the first and the last in most cases.
         sources: names of tied weights -> those before the layers whose parameters they are.
         holds_first: whether this rank holds the first stage.
         mixes_documents: whether those of a packed row meet elsewhere than in attention.
@@ -237,7 +237,7 @@ def cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> Cut:
         drop_ties(model, absent, around, away)
     elsewhere = {} if holds_first else {weight: _take_away(model, weight) for weight in beside}
     crossing = stages.rank_of[0] != stages.rank_of[-1]
-    shared = sorted({*tied.values(), *shared_layers.values()}) if crossing else ()
+    shared = sorted({*(tied.values() if crossing else ()), *shared_layers.values()})
     parts = (
         tuple(before),
         tuple(between),

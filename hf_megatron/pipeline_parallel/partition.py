@@ -33,6 +33,11 @@ class Stages:
         stops = tuple(accumulate(counts))
         return cls(tuple(zip((0, *stops), stops, strict=False)), tuple(rank_of))
 
+    @property
+    def ends(self) -> tuple[int, int]:
+        """Returns the ranks of the first and the last stage; the first two where these are one."""
+        return (self.rank_of[0], self.rank_of[-1]) if self.rank_of[0] != self.rank_of[-1] else (0, 1)
+
     def of_rank(self, rank: int) -> tuple[int, ...]:
         """Returns the stages of a rank, first to last."""
         return tuple(stage for stage, owner in enumerate(self.rank_of) if owner == rank)

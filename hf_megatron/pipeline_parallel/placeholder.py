@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..absent_weights import AbsentTensor, Owner, as_parameter
+from ..absent_weights import AbsentTensor, Owner, StandsForAnother, as_parameter
 from ..errors import UnsupportedError
 from ..upstream import follow_forward_of_bases
 
@@ -28,7 +28,7 @@ class Progress(Protocol):
     owner: Owner | None
 
 
-class Placeholder(nn.Module):
+class Placeholder(StandsForAnother, nn.Module):
     """Stands where another rank's module is: its class, plain attributes, names and parameters without values.
 
     Args:

@@ -79,7 +79,7 @@ class StageRunner(Shared):
         self.images = AbsentImages(model, state.spec, self.forward, cut.boundary)
         self.rehearsal = Rehearsal(model, state, cut, self.forward, self.images)
         self.streams = MicrobatchStreams(self.mesh.device, self.mesh.host_group("pp"))
-        self.first, self.last = cut.boundary.stages.rank_of[0], cut.boundary.stages.rank_of[-1]
+        self.last, self.holders = cut.boundary.stages.rank_of[-1], cut.boundary.stages.ends
         self._in_lockstep = state.in_lockstep
         self._state = state
         self._auxiliary: dict[Hashable, bool] = {}
@@ -276,18 +276,19 @@ class StageRunner(Shared):
         }
 
     def _tied(self) -> list[tuple[str, nn.Parameter]]:
-        """Trained parameters of this rank, and their names, that the stage at the other end holds too."""
-        names = self.cut.tied if self.mesh.pp_rank in (self.first, self.last) else ()
-        parameters = dict(self.model.named_parameters(remove_duplicate=False)) if names else {}
-        return [(name, parameters[name]) for name in names if parameters[name].requires_grad]
+        """Trained parameters of this rank, and their names, that another one of the pipeline holds too."""
+        if self.mesh.pp_rank not in self.holders:
+            return []
+        parameters = dict(self.model.named_parameters(remove_duplicate=False)) if self.cut.tied else {}
+        return [(name, parameters[name]) for name in self.cut.tied if parameters[name].requires_grad]
 
     def tied(self) -> list[nn.Parameter]:
-        """Lists the trained parameters of this rank that the stage at the other end holds too."""
+        """Lists the trained parameters of this rank that another one of the pipeline holds too."""
         return [parameter for _, parameter in self._tied()]
 
     def sum_tied(self) -> None:
-        """Adds up the gradients of tied parameters over both ends of the pipeline."""
-        other = self.last if self.mesh.pp_rank == self.first else self.first
+        """Adds up the gradients of tied parameters over the two ranks that hold them."""
+        other = self.holders[int(self.mesh.pp_rank == self.holders[0])]
         held = held_at_either_end(self.model, self._tied(), other, self.mesh.host_group("pp"))
         for number, parameter in enumerate(held):
             if parameter.grad is None:

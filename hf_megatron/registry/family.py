@@ -12,15 +12,10 @@ from .derive import derive_spec
 from .infer import stated_or_inferred_spec
 from .text_part import spec_around_text
 
-_BASE = "model"
-
 
 def base_prefix(model: Any) -> str:
     """Returns what the names inside the base model start with, seen from this class."""
-    if model.base_model_prefix in model._modules:
-        return f"{model.base_model_prefix}."
-    # A class with a head may go by the name that it has in one around it.
-    return f"{_BASE}." if _BASE in model._modules and model.get_output_embeddings() is not None else ""
+    return f"{model.base_model_prefix}." if model.base_model_prefix in model._modules else ""
 
 
 def corrected_spec(

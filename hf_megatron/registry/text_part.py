@@ -46,7 +46,7 @@ def spec_around_text(model: Any, builders: Mapping[str, Callable[[Any], ModelSpe
     name = None if builder is None else _text_model(model, text)
     if builder is None or name is None:
         return None
-    spec = _moved(builder(model.get_submodule(name)), f"{name}.")
+    spec = moved_spec(builder(model.get_submodule(name)), f"{name}.")
     try:
         around = derive_spec(model).plan
     except PlanError:
@@ -64,7 +64,7 @@ def _text_model(model: Any, text: Any) -> str | None:
     return next((name for name in names if getattr(model.get_submodule(name), "config", None) is text), None)
 
 
-def _moved(spec: ModelSpec, prefix: str) -> ModelSpec:
+def moved_spec(spec: ModelSpec, prefix: str) -> ModelSpec:
     """Returns a spec with a prefix before each of its patterns."""
     changes: dict[str, Any] = {}
     for name in _KEYS:

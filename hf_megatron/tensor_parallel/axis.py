@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from ..absent_weights import computes_here
 from ..communication.random_streams import RandomStreams
 from ..errors import UnsupportedError
 from ..expert_modules import find_experts, mixtures_of_tokens
@@ -204,7 +205,7 @@ def _guard_activations(
     """Has users' functions see whole activations, or refuses them."""
     # What stands for another stage's modules has no parameters.
     layers = [layer for stack in structure.stacks for layer in model.get_submodule(stack).children()]
-    own = {module for layer in layers if next(layer.parameters(), None) is not None for module in layer.modules()}
+    own = {module for layer in layers if computes_here(layer) for module in layer.modules()}
     modules = {name: module for name, module in model.named_modules() if name in plan.styles or module in own}
     kinds = {name: type(modules[name]) for name in structure.uniform if name in modules}
     activations = Activations(structure, plan.styles, dict(state.claims), regions, kinds)

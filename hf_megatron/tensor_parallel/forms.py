@@ -25,7 +25,7 @@ from ..communication.collectives import bounds, copy_to_ranks, gather_from_ranks
 from ..errors import UnsupportedError
 from ..patch_ledger import Shared
 from .logits import ShardedLogits
-from .region import HIDDEN_STATES, SEQUENCE_DIM, SequenceStack, UniformRegion
+from .region import HIDDEN_STATES, SequenceStack, UniformRegion
 
 HEADS_DIM = 1
 
@@ -76,22 +76,23 @@ class Tokens(Form):
         """Tells whether a tensor `[batch, tokens, ...]` has the tokens of this rank alone."""
         group = self.stack.group
         start, stop = bounds(self.stack.length, dist.get_world_size(group), dist.get_rank(group))
-        return tensor.shape[SEQUENCE_DIM] == stop - start != self.stack.length
+        return tensor.shape[self.stack.dim_of_tokens(tensor)] == stop - start != self.stack.length
 
     def open(self, tensor: Tensor) -> Tensor:
         if tensor.dim() == 2:
             return self.open(tensor.view(self.stack.batch, -1, tensor.shape[1])).flatten(0, 1)
-        return gather_from_ranks(tensor, SEQUENCE_DIM, self.stack.length, self.stack.group)
+        return gather_from_ranks(tensor, self.stack.dim_of_tokens(tensor), self.stack.length, self.stack.group)
 
     def close(self, whole: Tensor) -> Tensor:
         if whole.dim() == 2:
             return self.close(whole.unflatten(0, (self.stack.batch, self.stack.length))).flatten(0, 1)
-        if whole.shape[SEQUENCE_DIM] != self.stack.length:
+        dim = self.stack.dim_of_tokens(whole)
+        if whole.shape[dim] != self.stack.length:
             raise UnsupportedError(
-                f"A forward hook made {whole.shape[SEQUENCE_DIM]} tokens of {self.stack.length}: with "
+                f"A forward hook made {whole.shape[dim]} tokens of {self.stack.length}: with "
                 "sequence_parallel=True each rank has its part of them between layers. Set sequence_parallel=False."
             )
-        return split_over_ranks(whole, SEQUENCE_DIM, self.stack.group)
+        return split_over_ranks(whole, dim, self.stack.group)
 
 
 @dataclass

@@ -1,10 +1,12 @@
 """What counts heads outside the linears: tensors the model makes for all heads, and lists of one norm per head."""
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -96,6 +98,17 @@ class NormOfRanks(nn.Module):
         numbers = hidden_states.float()
         squares = sum_over_ranks(numbers.pow(2).sum(-1, keepdim=True), self.mesh.tp_group) / self.width
         return self.weight * (numbers * torch.rsqrt(squares + self.variance_epsilon)).to(hidden_states.dtype)
+
+
+def norm_of_all_ranks(norm: Any, group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
+    """Returns the forward of an RMS norm over the features of all ranks, each of which has as many."""
+
+    def forward(hidden: Tensor) -> Tensor:
+        numbers = hidden.float()
+        squares = sum_over_ranks(numbers.pow(2).mean(-1, keepdim=True), group) / dist.get_world_size(group)
+        return norm.weight * (numbers * torch.rsqrt(squares + norm.variance_epsilon)).to(hidden.dtype)
+
+    return forward
 
 
 def check_norm_of_ranks(module: nn.Module, name: str) -> None:

@@ -29,11 +29,12 @@ from ..errors import UnsupportedError
 from ..parts import works_on_parts
 from ..patch_ledger import Shared
 from ..spec import HeadBlock, Width
+from .heads import norm_of_all_ranks
 from .local_parameters import is_split_parameter
 
 _ABSENT = object()
-# Before counts of a block's config.
-_CONFIG = "config."
+# What holds counts beside a block's modules.
+_CONFIG = "config"
 
 
 def is_adapted(block: nn.Module) -> bool:
@@ -141,15 +142,13 @@ class HeadsOfRank:
         for name in self.heads.summed:
             for held, own, weight in _held(block, name):
                 self._replace(held, own, weight / self.ranks)
-        if any(count.startswith(_CONFIG) for count in self.heads.counts):
+        if any(count.startswith(f"{_CONFIG}.") for count in self.heads.counts):
             # All layers have the same one.
             self._replace(vars(block), "config", copy.copy(block.config))
         for count in self.heads.counts:
             if is_one and count == self.heads.groups:
                 continue
-            owner, own = (
-                (block.config, count.removeprefix(_CONFIG)) if count.startswith(_CONFIG) else _owner(block, count)
-            )
+            owner, own = _owner(block, count)
             self._replace(vars(owner), own, getattr(owner, own) // self.ranks)
         for count, name in self.heads.lengths.items():
             owner, own = _owner(block, count)
@@ -260,17 +259,6 @@ class PartialHeads(Shared):
         raise UnsupportedError(f"{type(block).__name__} returned {type(output).__name__}, expected a tensor first.")
 
 
-def norm_of_all_ranks(norm: Any, group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
-    """Returns the forward of an RMS norm over the features of all ranks, each of which has as many."""
-
-    def forward(hidden: Tensor) -> Tensor:
-        numbers = hidden.float()
-        squares = sum_over_ranks(numbers.pow(2).mean(-1, keepdim=True), group) / dist.get_world_size(group)
-        return norm.weight * (numbers * torch.rsqrt(squares + norm.variance_epsilon)).to(hidden.dtype)
-
-    return forward
-
-
 def product_of_all_ranks(weight: Tensor, group: dist.ProcessGroup) -> Callable[[Tensor], Tensor]:
     """Returns the forward of a linear whose input features lie on several ranks, and whose output on each."""
     return lambda features: sum_over_ranks(F.linear(features, weight), group)
@@ -294,9 +282,9 @@ def _of_gathered(norm: Callable[..., Tensor], group: dist.ProcessGroup) -> Calla
     return forward
 
 
-def _owner(block: nn.Module, name: str) -> tuple[nn.Module, str]:
+def _owner(block: nn.Module, name: str) -> tuple[Any, str]:
     path, _, own = name.rpartition(".")
-    return block.get_submodule(path), own
+    return block.config if path == _CONFIG else block.get_submodule(path), own
 
 
 def _held(block: nn.Module, name: str) -> Iterator[tuple[dict[str, Any], str, Tensor]]:

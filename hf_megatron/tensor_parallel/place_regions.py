@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
+from ..absent_weights import computes_here
 from ..communication.random_streams import RandomStreams
 from ..patch_ledger import Shared
 from ..patterns import lookup
@@ -72,7 +73,7 @@ class Regions(Shared):
         for name, stack in self.stacks.items():
             layers: Any = model.get_submodule(name)
             stack.install(layers)
-            owned = [layer for layer in layers if next(layer.parameters(), None) is not None]
+            owned = list(filter(computes_here, layers))
             for layer in owned:
                 draw_alone(layer, self.streams)
             if arguments:

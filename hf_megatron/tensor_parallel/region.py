@@ -93,7 +93,12 @@ class SequenceStack(Shared):
     group: dist.ProcessGroup
     batch: int = 0
     length: int = 0
+    dims: int = 3
     is_inside: bool = False
+
+    def dim_of_tokens(self, tensor: Tensor) -> int:
+        """Returns which dim of a tensor has its tokens: in what layers hand on, streams may stand before the rows."""
+        return self.dims - 2 if tensor.dim() == self.dims else SEQUENCE_DIM
 
     def install(self, layers: nn.ModuleList) -> None:
         layers[0].register_forward_pre_hook(self._enter, with_kwargs=True)
@@ -111,9 +116,9 @@ class SequenceStack(Shared):
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]):
         def split(hidden_states: Tensor) -> Tensor:
-            self.batch, self.length = hidden_states.shape[:2]
+            self.dims, (self.batch, self.length) = hidden_states.dim(), hidden_states.shape[-3:-1]
             self.is_inside = True
-            return split_over_ranks(hidden_states, SEQUENCE_DIM, self.group)
+            return split_over_ranks(hidden_states, self.dim_of_tokens(hidden_states), self.group)
 
         return _replace_input(args, kwargs, split)
 
@@ -135,8 +140,9 @@ class SequenceStack(Shared):
         def of_whole(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             if not self.is_inside:
                 return function(hidden_states, *args, **kwargs)
-            whole = gather_from_ranks(hidden_states, SEQUENCE_DIM, self.length, self.group)
-            return split_over_ranks(function(whole, *args, **kwargs), SEQUENCE_DIM, self.group)
+            dim = self.dim_of_tokens(hidden_states)
+            whole = gather_from_ranks(hidden_states, dim, self.length, self.group)
+            return split_over_ranks(function(whole, *args, **kwargs), dim, self.group)
 
         return of_whole
 
@@ -158,7 +164,7 @@ class SequenceStack(Shared):
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> Any:
         def gather(hidden_states: Tensor) -> Tensor:
             self.is_inside = False
-            whole = gather_from_ranks(hidden_states, SEQUENCE_DIM, self.length, self.group)
+            whole = gather_from_ranks(hidden_states, self.dim_of_tokens(hidden_states), self.length, self.group)
             # A compiled layer recomputes inside its own graph, whose shapes are fixed.
             return whole if torch.compiler.is_compiling() else _RestoreLength.apply(whole, self)
 

@@ -242,6 +242,10 @@ TINY: Mapping[str, Mapping[str, Any]] = {
     "falcon_h1": {"mamba_d_ssm": 128, "mamba_d_head": 16},
     **{name: {"intermediate_size": 128} for name in ("mamba", "falcon_mamba")},
     "xlnet": {"d_inner": 256},
+    "blt": {"encoder_hash_byte_group_vocab": 53},
+    # As wide as the bytes that a patch is made of are together.
+    **{name: {"hidden_size_global": 128} for name in ("blt_local_encoder", "blt_local_decoder")},
+    "blt_global_transformer": {"hidden_size": 128, "head_dim": 32},
     # Layers that read images at no end of a stage, where text alone would leave them out.
     "mllama_text_model": {"num_hidden_layers": 6, "cross_attention_layers": [1, 4]},
     # Kernels in full precision.
@@ -317,6 +321,7 @@ NO_GRADIENT: Mapping[str, Mapping[str, str]] = {
         for name in ("fsmt", "marian", "pegasus", "roformer", "speech_to_text")
     },
     "phi4_multimodal": {r"\.embed_tokens_extend\.": "reads images and audio: compared on text alone"},
+    "blt": {r"\.patcher\.": "cuts bytes into patches: no gradient comes through a choice"},
     "qwen4_exp_text": _INDEXER,
     "xlnet": {
         r"\.mask_emb$": "stands for tokens that are predicted in an order: compared without one",

@@ -548,7 +548,7 @@ def _tiny_rope(tiny: Mapping[str, Any]) -> dict[str, Any]:
             new["mrope_section"] = alike + other if first == second else other + alike
         return new
 
-    if not isinstance(tiny.get("rope_parameters"), Mapping):
+    if head_dim is None or not isinstance(tiny.get("rope_parameters"), Mapping):
         return {}
     return {"rope_parameters": shrink(tiny["rope_parameters"])}
 

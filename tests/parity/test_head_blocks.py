@@ -15,7 +15,7 @@ from hf_megatron.parallel_state import parallel_state
 from hf_megatron.parts import works_on_parts
 from hf_megatron.patterns import generic
 from hf_megatron.registry import own_spec
-from hf_megatron.tensor_parallel import heads_of_rank
+from hf_megatron.tensor_parallel import heads, heads_of_rank
 from hf_megatron.verify.measure import measure
 from hf_megatron.verify.parity import check_twin
 from hf_megatron.verify.ranks import run_ranks
@@ -192,13 +192,17 @@ def own_sums():
 
 def own_parts():
     """Takes what a rank's heads make of a norm's squares, or of a projection of all heads, for everybody's."""
-    heads_of_rank.sum_over_ranks = lambda part, group: part * group.size()
+    heads.sum_over_ranks = heads_of_rank.sum_over_ranks = lambda part, group: part * group.size()
 
 
 def unsummed_gradients():
     """Has no rank hear what others make of its part of such a sum."""
     stock = heads_of_rank.sum_over_ranks
-    heads_of_rank.sum_over_ranks = lambda part, group: stock(part.detach(), group) + part - part.detach()
+
+    def own(part, group):
+        return stock(part.detach(), group) + part - part.detach()
+
+    heads.sum_over_ranks = heads_of_rank.sum_over_ranks = own
 
 
 def decays_of_the_first():

@@ -93,6 +93,8 @@ def _alone():
         lambda labels: labels.split(2)[0],
         lambda labels: labels.masked_fill(labels == 0, -100).squeeze(-1).long(),
         lambda labels: torch.full_like(labels, -100),
+        # Room for copies of them.
+        lambda labels: labels.new_zeros(2, *labels.shape).fill_(-100),
     ],
 )
 def test_what_is_made_of_labels_are_labels(change):

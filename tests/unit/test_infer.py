@@ -7,7 +7,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForMaske
 
 from hf_megatron.errors import PlanError
 from hf_megatron.registry import own_spec, spec_for
-from hf_megatron.registry.infer import inferred_spec
+from hf_megatron.registry.infer import inferred_spec, stated_or_inferred_spec
 
 _CLASSES = {"bert": AutoModelForMaskedLM, "t5": AutoModelForSeq2SeqLM}
 
@@ -88,7 +88,7 @@ def test_query_key_and_value_in_one_linear():
 
 def test_unknown_structures_say_what_to_do():
     with pytest.raises(PlanError, match=r"'rwkv' has neither a spec .* its structure is unknown; register one"):
-        spec_for(on_meta("rwkv"))
+        stated_or_inferred_spec(on_meta("rwkv"))
 
 
 def test_heads_that_are_no_plain_linear_are_left():

@@ -52,8 +52,10 @@ def gemma3n_text(model: Any) -> ModelSpec:
             "altup_projections",
         ),
         after_layers=("altup_unembed_projections",),
+        # Of one token at a time.
+        transparent=("layers.*.altup", "layers.*.laurel"),
+        sequence_arguments=("per_layer_input",),
         early_arguments=("per_layer_input",),
         layer_containers=("shared_kv_states",),
         no_split_backward="each of its layers asks a router twice.",
-        no_sequence_parallel="its layers pass four alternating streams on, stacked before the batch dimension.",
     )

@@ -7,14 +7,19 @@ from ...patterns import module_name
 from ...spec import ModelSpec
 from ..family import family_spec, gated_decoder_plan
 from ..lookup import register_model
-from ..text_part import spec_around_text
+from ..text_part import moved_spec, spec_around_text
 
 _ATTENTION, _CROSS = "layers.*.self_attn", "layers.*.cross_attn"
+_TEXT = "model"
 _COUNTS = ("num_heads", "num_key_value_heads")
 
 
 @register_model("mllama_text_model")
 def mllama_text_model(model: Any) -> ModelSpec:
+    if _TEXT in model._modules:
+        # The class with a head goes by the name that it has in one of images.
+        spec = moved_spec(mllama_text_model(model.get_submodule(_TEXT)), f"{_TEXT}.")
+        return replace(spec, plan={**spec.plan, module_name(model, model.get_output_embeddings()): "vocab_head"})
     cross = {f"{_CROSS}.{name}_proj": "column" for name in "qkv"} | {f"{_CROSS}.o_proj": "row"}
     # Their weights are those of one head, and each rank computes with some of the heads.
     cross |= {f"{_CROSS}.{name}_norm": "replicated_sum" for name in "qk"}

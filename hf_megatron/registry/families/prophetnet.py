@@ -9,6 +9,6 @@ from ..lookup import register_model
 
 @register_model("prophetnet")
 def prophetnet(model: Any) -> ModelSpec:
-    return corrected_spec(
-        model, no_pipeline="the embeddings of its positions return these as well. Load it with pp_size=1."
-    )
+    names = [name for name, _ in model.named_modules() if name.endswith("position_embeddings")]
+    # They tell which positions they have embedded, and are asked for others.
+    return corrected_spec(model, on_all_stages=tuple(names))

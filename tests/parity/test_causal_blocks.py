@@ -1,0 +1,97 @@
+"""Blocks of single causal types, each the only one that asks for its mechanism, and pipelines of such types."""
+
+import dataclasses
+import functools
+
+import pytest
+from transformers import CONFIG_MAPPING
+
+from hf_megatron.errors import RankError
+from hf_megatron.integrations.gate import ConfigUnderTest
+from hf_megatron.pipeline_parallel import boundary, stage_parts
+from hf_megatron.tensor_parallel import axis, heads, heads_of_rank
+from hf_megatron.tensor_parallel.experts import SharedLogits
+from hf_megatron.verify.parity import check_twin
+from tests.shared_twins import make_twin
+
+# A loss of the logits of routers inside of what ranks add up.
+CHANGES = {"jetmoe": {"output_router_logits": True}}
+LAYOUTS = {
+    # Norms over the features of all ranks, which have unequal numbers of them.
+    "bitnet": {"tp_size": 4},
+    # Parts of a projection that follow each other in rounds.
+    "codegen": {"tp_size": 2, "sequence_parallel": True},
+    "jetmoe": {"tp_size": 2},
+    # A bias of a block that the layer adds.
+    "gpt_neox_japanese": {"tp_size": 2, "sequence_parallel": True},
+    # Heads that a config counts, and tuples that layers return beside hidden states.
+    "xlstm": {"tp_size": 2, "pp_size": 2},
+    # Parameters of the model beside its layers.
+    "zaya": {"pp_size": 2},
+    # A module of the first stage that every one runs.
+    "cpmant": {"pp_size": 2},
+}
+
+
+@functools.lru_cache(maxsize=1)
+def twin(model_type):
+    return make_twin(CONFIG_MAPPING[model_type](), microbatches=2, changes=CHANGES.get(model_type, {}))
+
+
+def squares_of_one_rank():
+    heads.sum_over_ranks = lambda squares, group: 4 * squares
+
+
+def parts_without_rounds():
+    original = heads_of_rank._Cut.of
+    heads_of_rank._Cut.of = lambda block, of, name: original(block, dataclasses.replace(of, rounds=1), name)
+
+
+def gradients_of_logits_of_all_ranks():
+    SharedLogits.install = lambda self, module: None
+
+
+def biases_of_pieces():
+    original = axis.claim_all
+    axis.claim_all = lambda *args: original(*args[:-1], frozenset())
+
+
+def a_count_of_all_heads():
+    heads_of_rank.HeadsOfRank._replace = lambda self, held, own, value: (
+        None if own == "num_heads" else self._replaced.append((held, own, held.get(own))) or held.update({own: value})
+    )
+
+
+def no_values_at_all():
+    boundary.zeros_for_absent = lambda tensor: tensor
+
+
+def zeros_as_wide_as_positions():
+    stage_parts.ForeignPositions.forward = stage_parts.ForeignInput.forward
+
+
+FAULTS = {
+    "bitnet": squares_of_one_rank,
+    "codegen": parts_without_rounds,
+    "jetmoe": gradients_of_logits_of_all_ranks,
+    "gpt_neox_japanese": biases_of_pieces,
+    "xlstm": a_count_of_all_heads,
+    "zaya": no_values_at_all,
+    "cpmant": zeros_as_wide_as_positions,
+}
+
+
+@pytest.mark.parametrize("model_type", LAYOUTS)
+def test_layouts_equal_one_process(model_type):
+    comparison = check_twin(twin(model_type), ConfigUnderTest(**LAYOUTS[model_type]))
+    assert comparison.passed, comparison.report()
+
+
+@pytest.mark.parametrize("model_type", FAULTS)
+def test_seeded_faults_are_found(model_type):
+    try:
+        comparison = check_twin(twin(model_type), ConfigUnderTest(**LAYOUTS[model_type]), sabotage=FAULTS[model_type])
+    except RankError:
+        # Some end in an error.
+        return
+    assert not comparison.passed

@@ -1,0 +1,64 @@
+"""Blocks that layers share: where these lie on two stages of a pipeline, each rank holds one, and gradients add up."""
+
+import functools
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from hf_megatron.errors import RankError
+from hf_megatron.integrations.gate import ConfigUnderTest
+from hf_megatron.pipeline_parallel.stage_runner import StageRunner
+from hf_megatron.verify.parity import check_twin
+from hf_megatron.verify.ranks import run_ranks
+from tests.shared_twins import make_twin
+
+LAYOUTS = {
+    "pp2": {},
+    "tp2+sp+pp2": {"tp_size": 2, "sequence_parallel": True, "num_microbatches": 2},
+    # Both ends of the pipeline on one rank.
+    "zbv": {"pipeline_schedule": "zbv"},
+    "pp2+dp2+zero1": {"dp_size": 2, "zero_stage": 1},
+}
+
+
+@functools.lru_cache(maxsize=1)
+def twin(model_type):
+    return make_twin(CONFIG_MAPPING[model_type](), microbatches=2)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_equal_one_process(layout):
+    comparison = check_twin(twin("zamba"), ConfigUnderTest(pp_size=2, **LAYOUTS[layout]))
+    assert comparison.passed, comparison.report()
+
+
+def gradients_of_one_stage():
+    StageRunner.sum_tied = lambda self: None
+
+
+def test_a_seeded_fault_is_found():
+    comparison = check_twin(twin("zamba"), ConfigUnderTest(pp_size=2), sabotage=gradients_of_one_stage)
+    # Beside the embedding, which the head is tied to.
+    assert any("shared_transf" in str(error) for error in comparison.errors if error.value > 1)
+
+
+def test_what_is_saved_is_one_process_s():
+    folder, made = Path(tempfile.mkdtemp()), twin("zamba")
+
+    def on_rank():
+        made.load(megatron_config=ConfigUnderTest(pp_size=2)).save_pretrained(folder)
+
+    run_ranks(on_rank, 2)
+    expected, found = made.load().state_dict(), AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    shutil.rmtree(folder)
+    assert expected.keys() == found.keys() and all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def test_more_than_two_ranks_are_refused():
+    made = twin("zamba")
+    with pytest.raises(RankError, match="a weight that layers of several stages share"):
+        run_ranks(lambda: made.load(megatron_config=ConfigUnderTest(pp_size=4)), 4)
