@@ -5,19 +5,33 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from .config import MegatronConfig
 from .errors import UnsupportedError
 from .parallel_state import ParallelState
 from .patch_ledger import Shared
+
+
+def batch_norms(model: nn.Module) -> list[str]:
+    """Names the norms of a model that take the statistics of a batch, or would."""
+    # What stands for modules of other stages is of their classes, and follows `train()` and `eval()` as they do.
+    return [name for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
+
+
+def splits_batches(config: MegatronConfig, ranks_of_data: int) -> bool:
+    """Tells whether norms see parts of batches: microbatches, or rows of a rank.
+
+    Args:
+        ranks_of_data (`int`): ranks that see other rows.
+    """
+    return (config.pp_size > 1 and config.num_microbatches != 1) or ranks_of_data > 1
 
 
 class BatchNormGuard(Shared):
     """Refuses calls in which a norm would take the statistics of a part of the batch, on all ranks alike."""
 
     def __init__(self, model: nn.Module, state: ParallelState):
-        # What stands for modules of other stages is of their classes, and follows `train()` and `eval()` as they do.
-        self.names = [name for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
-        microbatches = state.axes.size("pp") > 1 and state.config.num_microbatches != 1
-        self.splits_batch = microbatches or state.axes.size("dp") > 1
+        self.names = batch_norms(model)
+        self.splits_batch = splits_batches(state.config, state.axes.size("dp"))
 
     def install(self, model: nn.Module) -> None:
         """Has each call of a model look at its norms, if there are any and parts of batches."""

@@ -51,7 +51,7 @@ class ModelSpec:
         model_type (`str`): `config.model_type`.
         plan (`Mapping[str, str]`): module or parameter pattern -> name of a style.
         local_attributes (`Mapping[str, tuple[str, ...]]`): module pattern -> attributes that count heads or widths and
-            are divided by tp_size.
+            are divided by tp_size; `config.` before one that the module reads of its config.
         local_arguments (`Mapping[str, tuple[str, ...]]`): attention block pattern -> keyword arguments that hold one
             entry per head and are cut to this rank's heads, such as alibi.
         regions (`Mapping[str, str]`): block pattern -> row linear pattern, for uniform blocks whose row linear is not
@@ -70,6 +70,8 @@ class ModelSpec:
             `_no_split_modules`.
         before_layers, after_layers (`tuple[str, ...]`): modules that run before or after the layers although they are
             defined on their other side; parameters of the model itself that are read before them.
+        behind_encoder (`tuple[str, ...]`): modules that read what an encoder's layers made before its decoder's layers
+            do, although they are defined behind these.
         layer_values (`int`): values that a layer returns, hidden states among them; a pipeline sends those of a
             stage's last layer on.
         early_arguments (`tuple[str, ...]`): arguments of layers that the loop makes of what comes before the layers;
@@ -116,6 +118,7 @@ class ModelSpec:
     layers: str | None = None
     before_layers: tuple[str, ...] = ()
     after_layers: tuple[str, ...] = ()
+    behind_encoder: tuple[str, ...] = ()
     layer_values: int = 1
     early_arguments: tuple[str, ...] = ()
     layer_containers: tuple[str, ...] = ()

@@ -92,6 +92,8 @@ def find_around(model: Any, row: LayerRow, spec: ModelSpec) -> AroundLayers:
                 is_around_decoder = decoder.startswith(f"{prefix}." if prefix else "")
                 if is_head:
                     side = around.after
+                elif full_name in spec.behind_encoder:
+                    side = around.between
                 elif not is_stated_behind and (runs_before or not passed):
                     side = around.before
                 elif is_around_decoder and (is_stated_behind or passed == set(names_on_path)):

@@ -29,6 +29,7 @@ def corrected_spec(
     identity_experts: Mapping[str, str] | None = None,
     before_layers: tuple[str, ...] = (),
     after_layers: tuple[str, ...] = (),
+    behind_encoder: tuple[str, ...] = (),
     local_arguments: Mapping[str, tuple[str, ...]] | None = None,
     left_whole: tuple[str, ...] = (),
     **changes: Any,
@@ -38,8 +39,8 @@ def corrected_spec(
     Args:
         corrections (`Mapping[str, str]`, *optional*): pattern inside the base model -> style, added or replaced; what
             this config does not have is left out.
-        transparent, whole_blocks, before_layers, after_layers (`tuple[str, ...]`), head_blocks, experts,
-            identity_experts, local_arguments (`Mapping`, *optional*): patterns inside the base model.
+        transparent, whole_blocks, before_layers, after_layers, behind_encoder (`tuple[str, ...]`), head_blocks,
+            experts, identity_experts, local_arguments (`Mapping`, *optional*): patterns inside the base model.
         left_whole (`tuple[str, ...]`): modules inside the base model that every rank computes whole.
     """
     prefix = base_prefix(model)
@@ -60,6 +61,7 @@ def corrected_spec(
         whole_blocks=tuple(prefix + pattern for pattern in whole_blocks),
         before_layers=(*spec.before_layers, *(prefix + pattern for pattern in before_layers)),
         after_layers=tuple(prefix + pattern for pattern in after_layers),
+        behind_encoder=tuple(prefix + pattern for pattern in behind_encoder),
         head_blocks={prefix + pattern: heads for pattern, heads in (head_blocks or {}).items()},
         experts={prefix + pattern: attribute for pattern, attribute in (experts or {}).items()},
         identity_experts={prefix + pattern: attribute for pattern, attribute in (identity_experts or {}).items()},

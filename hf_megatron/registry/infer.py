@@ -108,11 +108,7 @@ def _ends(model: Any) -> dict[str, str]:
     tied = model.all_tied_weights_keys
     rows = {head.weight.shape[0]}
     # Everything that is one parameter with the head's weight or bias has its rows.
-    group = {f"{head_name}.weight", f"{head_name}.bias"}
-    for _ in tied:
-        group |= {target for target, source in tied.items() if source in group} | {
-            source for target, source in tied.items() if target in group
-        }
+    group = _one_parameter_with({f"{head_name}.weight", f"{head_name}.bias"}, tied)
     modules = dict(model.named_modules())
     for name in sorted(group):
         owner, _, own = name.rpartition(".")
@@ -123,5 +119,21 @@ def _ends(model: Any) -> dict[str, str]:
         else:
             plan[name] = "split_rows"
     if embedding is not None and type(embedding).__mro__.count(nn.Embedding) and embedding.weight.shape[0] in rows:
-        plan.setdefault(module_name(model, embedding), "vocab_embedding")
+        name = module_name(model, embedding)
+        plan.setdefault(name, "vocab_embedding")
+        # An encoder's and a decoder's table may be one beside a head of its own.
+        owners = {weight.rpartition(".")[0] for weight in _one_parameter_with({f"{name}.weight"}, tied)}
+        for owner in sorted(owners & modules.keys()):
+            if isinstance(modules[owner], nn.Embedding):
+                plan.setdefault(owner, "vocab_embedding")
     return plan
+
+
+def _one_parameter_with(names: set[str], tied: Mapping[str, str]) -> set[str]:
+    """Names what is one parameter with one of the names, these among it."""
+    group = set(names)
+    for _ in tied:
+        group |= {target for target, source in tied.items() if source in group} | {
+            source for target, source in tied.items() if target in group
+        }
+    return group

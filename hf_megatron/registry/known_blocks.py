@@ -122,6 +122,12 @@ def _attention(found: FoundBlocks, name: str, module: nn.Module, modules: Mappin
         if key in read
         and (key in (*_HEADS, *_KEY_VALUE_HEADS) and value in counts or key in _WIDTHS and value == width)
     ]
+    # Of its config, where it keeps no count of its own.
+    local += [
+        f"config.{key}"
+        for key in sorted(_attributes_read(type(module), owner="config") & {*_HEADS, *_KEY_VALUE_HEADS})
+        if getattr(module.config, key, None) in counts
+    ]
     if local:
         found.local_attributes[name] = tuple(local)
     arguments = inspect.signature(type(module).forward).parameters
@@ -257,8 +263,14 @@ def _shapes_by_width(cls: type) -> bool:
     return any(isinstance(last, ast.Name) and last.id in widths for last in shaped)
 
 
-def _attributes_read(cls: type) -> set[str]:
-    """Names the attributes of `self` that a class reads outside of its constructor."""
+def _attributes_read(cls: type, owner: str | None = None) -> set[str]:
+    """Names the attributes of `self`, or of an attribute of it, that a class reads outside of its constructor."""
+
+    def is_of_it(node: ast.expr) -> bool:
+        if owner is not None:
+            return isinstance(node, ast.Attribute) and node.attr == owner and _is_self(node.value)
+        return _is_self(node)
+
     read: set[str] = set()
     for base in cls.__mro__:
         if base is nn.Module:
@@ -269,6 +281,10 @@ def _attributes_read(cls: type) -> set[str]:
             node.attr
             for function in functions
             for node in ast.walk(function)
-            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
+            if isinstance(node, ast.Attribute) and is_of_it(node.value)
         }
     return read
+
+
+def _is_self(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id == "self"

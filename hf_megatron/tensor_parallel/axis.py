@@ -27,6 +27,7 @@ from .heads_of_rank import divides, has_heads_of, is_one_group, styles_of_weight
 from .layer_streams import OneRandomState
 from .linear import ParallelLinear
 from .local_parameters import ForwardsUnderWay, LocalParameters, read_locally
+from .local_sizes import give_sizes
 from .model_guards import ClaimCheck, RefusedOutputs
 from .pending_loss import install_pending_loss
 from .place_regions import Regions
@@ -267,8 +268,7 @@ def _install_style(
         read_locally(module, mesh, forwards, _names(claims, summed=True), _names(claims, addends=True), names)
     if widths := split_widths(claims.values(), state.axes):
         GroupedWidths(widths, mesh.tp_size).install(module)
-    for attribute, size in plan.local_sizes.get(name, {}).items():
-        setattr(module, attribute, size)
+    give_sizes(module, plan.local_sizes.get(name, {}))
     if (arguments := lookup(name, state.spec.local_arguments)) is not None:
         LocalArguments(arguments, text.num_attention_heads, mesh).install(module)
 

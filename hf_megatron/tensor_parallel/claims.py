@@ -6,6 +6,7 @@ nothing, heads that do not split, tied parameters that disagree) raises here, be
 
 from collections.abc import Mapping
 from dataclasses import replace
+from operator import attrgetter
 
 from torch import nn
 
@@ -136,7 +137,7 @@ def local_sizes(
     for name, module in model.named_modules():
         for attribute in lookup(name, spec.local_attributes) or ():
             shards = tp_size // (copies.get(f"{name}.k_proj", 1) if "key_value" in attribute else 1)
-            value = getattr(module, attribute)
+            value = attrgetter(attribute)(module)
             if value % shards:
                 raise ConfigError(
                     f"MegatronConfig.tp_size = {tp_size} does not divide {name}.{attribute} = {value}; valid sizes do."

@@ -320,6 +320,7 @@ NO_GRADIENT: Mapping[str, Mapping[str, str]] = {
         name: {r"\.embed_positions\.": "positions are looked up without gradients"}
         for name in ("fsmt", "marian", "pegasus", "roformer", "speech_to_text")
     },
+    "pop2piano": {r"^mel_conditioner\.": "read by generate() alone"},
     "phi4_multimodal": {r"\.embed_tokens_extend\.": "reads images and audio: compared on text alone"},
     "blt": {r"\.patcher\.": "cuts bytes into patches: no gradient comes through a choice"},
     "qwen4_exp_text": _INDEXER,

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..absent_weights import own_parameters
+from ..batch_norms import batch_norms
 from ..checkpoint.gathered import gather_parameter
 from ..data_parallel.gradient_norm import gradient_norm
 from ..data_parallel.optimizer import prepare_optimizer
@@ -214,11 +215,13 @@ def measure(
     optimizers: Iterable[str] = tuple(OPTIMIZERS),
     *,
     is_silent: bool = True,
+    norms_are_frozen: bool = False,
 ) -> Measurement:
     """Measures a model on the microbatches of one step; the model's weights are as before afterwards.
 
     With `is_silent` rates of dropout and jitter are set to zero: what split ranks draw cannot equal what one process
-    draws, unless all of them draw it alike.
+    draws, unless all of them draw it alike. With `norms_are_frozen` those by the statistics of a batch are in
+    evaluation mode, as calls in which some see a part of the batch ask for.
     """
     if is_silent:
         silence(model)
@@ -228,7 +231,7 @@ def measure(
     with torch.no_grad():
         eval_loss = loss_of_batch(model, batches[0], shared=True)[1].item()
     model.train()
-    for part in FROZEN.get(inner.config.model_type, ()):
+    for part in (*FROZEN.get(inner.config.model_type, ()), *(batch_norms(inner) if norms_are_frozen else ())):
         inner.get_submodule(part).eval()
     inner.zero_grad()
     loss = _backward(model, batches)

@@ -15,6 +15,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from ..batch_norms import batch_norms, splits_batches
 from ..config import MegatronConfig
 from ..integrations.gate import ConfigUnderTest
 from ..media import PIXELS, image_token, is_of_images
@@ -45,6 +46,8 @@ class Twin:
         build_full (`Callable`, *optional*): makes that one, on the device that is the default.
         adapt (`Callable`, *optional*): puts an adapter into a model that was loaded, and returns the model.
         arguments (`Mapping`, *optional*): of `from_pretrained`, beside the layout.
+        frozen_norms (`Measurement`, *optional*): its numbers with norms by the statistics of a batch in evaluation
+            mode, for layouts that split batches; taken when the first of these asks.
     """
 
     class_name: str
@@ -56,6 +59,7 @@ class Twin:
     build_full: Callable[[], Any] | None = None
     adapt: Callable[[Any], Any] | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
+    frozen_norms: Measurement | None = None
 
     def model_on_meta(self) -> Any:
         """Makes the twin's model on the meta device, as it is before any layout."""
@@ -186,7 +190,14 @@ def _draw(
 def measured(twin: Twin) -> Twin:
     """Returns a twin with its numbers in one process, a fork of this one."""
     twin.reference = in_fork(lambda: _reference(twin))
+    twin.frozen_norms = None
     return twin
+
+
+def _measured_with_frozen_norms(twin: Twin) -> Measurement:
+    if twin.frozen_norms is None:
+        twin.frozen_norms = in_fork(lambda: _reference(twin, norms_are_frozen=True))
+    return twin.frozen_norms
 
 
 def in_fork(function: Callable[[], Any]) -> Any:
@@ -212,17 +223,18 @@ def in_fork(function: Callable[[], Any]) -> Any:
     return found
 
 
-def _reference(twin: Twin) -> Measurement:
+def _reference(twin: Twin, *, norms_are_frozen: bool = False) -> Measurement:
     if unread := _unread_weights(twin):
         raise ValueError(f"transformers does not read back what it wrote of a {twin.class_name}: {unread}")
-    reference = measure(twin.load(), twin.batches)
+    reference = measure(twin.load(), twin.batches, norms_are_frozen=norms_are_frozen)
     reference.without = tuple(without_gradient(twin.config, twin.media))
     if "quantization_config" in twin.arguments:
         # What codes stand for has one precision.
         return reference
-    shaken = _shaken(twin)
+    shaken = _shaken(twin, norms_are_frozen)
     try:
-        precise = measure(twin.load(experts_implementation="eager").double(), list(map(_in_double, twin.batches)))
+        in_double = twin.load(experts_implementation="eager").double()
+        precise = measure(in_double, list(map(_in_double, twin.batches)), norms_are_frozen=norms_are_frozen)
     except RuntimeError:
         # Parts of the model compute in fp32 by name and refuse weights of another type.
         reference.round_off = judge(shaken, reference).worst.value / AMPLIFIED
@@ -249,7 +261,7 @@ def _in_double(batch: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _shaken(twin: Twin) -> Measurement:
+def _shaken(twin: Twin, norms_are_frozen: bool) -> Measurement:
     """Measures the twin with parameters that are off by a rounding.
 
     Where that changes more than other orders of sums may, a kink or a tie between experts is near, and an order may
@@ -261,7 +273,7 @@ def _shaken(twin: Twin) -> Measurement:
         for parameter in model.parameters():
             signs = torch.randint(-1, 2, parameter.shape, generator=generator)
             parameter.mul_(1 + signs * torch.finfo(torch.float32).eps)
-    return measure(model, twin.batches)
+    return measure(model, twin.batches, norms_are_frozen=norms_are_frozen)
 
 
 def check_twin(
@@ -285,6 +297,8 @@ def check_twin(
     """
 
     layout = ConfigUnderTest(**config.to_dict())
+    freezes = splits_batches(layout, config.dp_size or 1) and bool(batch_norms(twin.model_on_meta()))
+    reference = _measured_with_frozen_norms(twin) if freezes else twin.reference
 
     def on_rank() -> Measurement:
         if sabotage is not None:
@@ -292,13 +306,13 @@ def check_twin(
         model = twin.load(megatron_config=layout)
         if prepare is not None:
             prepare(model)
-        return measure(model, twin.batches)
+        return measure(model, twin.batches, norms_are_frozen=freezes)
 
     ranks = config.ranks_per_replica * (config.dp_size or 1)
     measurements = run_ranks(on_rank, ranks, timeout=timeout, device=device)
-    comparison = judge(measurements[0], twin.reference)
+    comparison = judge(measurements[0], reference)
     if twin.adapt is not None:
-        comparison = Judgement((*frozen_errors(measurements[0], twin.reference), *comparison.errors))
+        comparison = Judgement((*frozen_errors(measurements[0], reference), *comparison.errors))
     for rank, other in enumerate(measurements[1:], 1):
         if (other.loss, other.norm) != (measurements[0].loss, measurements[0].norm):
             disagreement = Error(f"rank {rank} reports another loss or norm than rank 0", float("inf"))

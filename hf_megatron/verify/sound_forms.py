@@ -25,6 +25,8 @@ _FRAMES = 32
 _TOKENS = 6
 # Samples of a clip, where a config does not say how many a token stands for.
 _RAW = 4096
+# Frames of a clip of samples, where a config says how many are one.
+_FRAMES_OF_SAMPLES = 60
 # What a shorter clip lacks.
 _SHORTER = 4
 
@@ -58,6 +60,8 @@ def sound_forms(
     if name == "input_values":
         # Convolutions over samples begin with wide kernels and strides.
         lengths_of_clips = [_TOKENS * samples] if samples else [longest, _RAW]
+        if "frame_ms" in values:
+            lengths_of_clips = [_FRAMES_OF_SAMPLES * round(values["sample_rate"] * values["frame_ms"] / 1000)]
     named = [mask for mask in masks if mask in asked]
     given = [(True, named), (False, named), (False, [])] if named else [(False, [])]
     for longest, (is_uneven, are_given) in itertools.product(lengths_of_clips, given):

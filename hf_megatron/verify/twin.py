@@ -88,7 +88,7 @@ SIZES: Mapping[str, int] = _by_name(
     (6, "mamba_dt_rank"),
     # Several chunks, blocks and windows per sequence, else their boundaries are never crossed.
     (4, "sliding_window sliding_window_size attention_chunk_size keep_window_size chunk_size mamba_chunk_size"),
-    (4, "block_size index_block_size index_topk floor_scale log_scaling_n_floor rel_extent"),
+    (4, "sliding_windows block_size index_block_size index_topk floor_scale log_scaling_n_floor rel_extent"),
     (4, "heavily_compressed_attention"),
     (2, "index_topk_blocks index_kpool compressed_sparse_attention"),
     # Periods of a layer pattern, to show in a few layers. Jamba's first three layers then are Mamba with an MLP, Mamba
@@ -483,7 +483,7 @@ def _tiny_layers(
     blocks = [name for name in BLOCKS_OF_LAYERS if values.get(name) is not None]
     kinds: dict[tuple[Any, ...], int] = {}
     for layer in range(num_layers):
-        kind = [value[layer] for value in per_layer.values()] + [str(overrides.get(layer))]
+        kind = [str(value[layer]) for value in per_layer.values()] + [str(overrides.get(layer))]
         kind += [layer + first in values[name] for name, first in indices.items()]
         kind += [layer < values[name] for name in leading]
         kind += [layer >= num_layers - values[name] for name in trailing]
