@@ -12,7 +12,6 @@ from ..absent_weights import AbsentTensor, Owner, StandsForAnother, as_parameter
 from ..errors import UnsupportedError
 from ..upstream import follow_forward_of_bases
 
-
 # By which transformers asks a module for a part of it while it loads.
 _ACCESSORS = ("get_input_embeddings", "get_output_embeddings")
 
