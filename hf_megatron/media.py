@@ -18,7 +18,7 @@ GRID = "image_grid_thw"
 # Between the frames of each video; of images there are none.
 SECONDS = "image_seconds"
 # Parts of names: what towers make of them belongs to rows by rules of their own.
-NOT_OF_ROWS = ("video", "audio", "input_features", "input_values", "feature_attention_mask")
+NOT_OF_ROWS = ("video", "audio", "input_features", "input_values", "feature_attention_mask", "image_pixel_values")
 # Arguments with an entry for each image.
 _ONE_PER_IMAGE = (
     *(GRID, "image_grid_hw", "image_sizes", "image_merge_sizes", "image_position_ids"),
