@@ -277,10 +277,9 @@ class StageRunner(Shared):
 
     def _tied(self) -> list[tuple[str, nn.Parameter]]:
         """Trained parameters of this rank, and their names, that another one of the pipeline holds too."""
-        if self.mesh.pp_rank not in self.holders:
-            return []
-        parameters = dict(self.model.named_parameters(remove_duplicate=False)) if self.cut.tied else {}
-        return [(name, parameters[name]) for name in self.cut.tied if parameters[name].requires_grad]
+        names = self.cut.tied if self.mesh.pp_rank in self.holders else ()
+        parameters = dict(self.model.named_parameters(remove_duplicate=False)) if names else {}
+        return [(name, parameters[name]) for name in names if parameters[name].requires_grad]
 
     def tied(self) -> list[nn.Parameter]:
         """Lists the trained parameters of this rank that another one of the pipeline holds too."""

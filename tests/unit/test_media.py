@@ -162,7 +162,7 @@ def test_stages_without_a_tower_are_given_places_alone():
     assert without_pixels(batch | {name: torch.zeros(1) for name in of_tower}).keys() == batch.keys()
 
 
-@pytest.mark.parametrize("name", ["pixel_values_videos", "video_grid_thw", "input_features"])
+@pytest.mark.parametrize("name", ["pixel_values_videos", "video_grid_thw", "input_features", "image_pixel_values"])
 def test_videos_and_sounds_are_refused_by_pipelines(name):
     """With an entry for each row, too: nothing says that it is that row's."""
     with pytest.raises(UnsupportedError, match=f"{name}: a pipeline gives stages images,"):
