@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Collection, Iterator
 from functools import cache
-from types import MethodType
 from typing import Any, Protocol
 
 import torch
@@ -11,10 +10,6 @@ from torch import Tensor, nn
 from ..absent_weights import AbsentTensor, Owner, as_parameter
 from ..errors import UnsupportedError
 from ..upstream import follow_forward_of_bases
-
-
-# By which transformers asks a module for a part of it while it loads.
-_ACCESSORS = ("get_input_embeddings", "get_output_embeddings")
 
 
 class PartElsewhere(UnsupportedError, AttributeError):
@@ -68,8 +63,6 @@ class Placeholder(nn.Module):
                 return self._absent(known[name]) if self._progress.is_filled else known[name]
             if name.startswith("_") or "_place" not in self.__dict__:
                 raise
-            if name in _ACCESSORS and any(name in vars(base) for base in self._kind.__mro__):
-                return MethodType(getattr(self._kind, name), self)
             if not self._progress.is_filled and name in (unfilled := {**self._parts, **self._unsaved}):
                 return unfilled[name]
             raise self._elsewhere(name) from error
