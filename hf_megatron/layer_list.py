@@ -9,6 +9,8 @@ from .errors import UnsupportedError
 from .rows_of_media import reads_media
 from .spec import ModelSpec
 
+_TOKENS = "input_ids"
+
 
 def find_text_model(model: Any) -> nn.Module | None:
     """Returns the text model inside of one of images and text, whose towers have layers of their own."""
@@ -74,7 +76,7 @@ def _lists_of_both(model: Any, field: str) -> tuple[str, ...]:
 def _lists_of_text(stack: Any) -> list[str]:
     """Lists those of one stack, of a stack with towers those beside the table of tokens."""
     lists = _uniform_lists(stack)
-    if len(lists) > 1:
+    if len(lists) > 1 and stack.main_input_name == _TOKENS:
         table = next(name for name, module in stack.named_modules() if module is stack.get_input_embeddings())
         lists = [name for name in lists if name.startswith(table.rpartition(".")[0])]
     return lists

@@ -483,6 +483,18 @@ def place_in_run(sharding: Any, source: Any, index: int) -> int | None:
     return index
 
 
+def take_whole(sharding: Any, parameter: DTensor) -> None:
+    """Has transformers' loader read a parameter without dims `[]` whole, whose first dim it asks for (5.23).
+
+    Args:
+        sharding: its `DtensorShardOperation`, without attributes yet.
+        parameter: what is read.
+    """
+    sharding.device_mesh, sharding.placements = parameter.device_mesh, tuple(parameter.placements)
+    sharding.param_ndim, sharding._axis0_offset = 0, 0
+    sharding._axis0_local_size = sharding._axis0_size = 1
+
+
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """Returns the mesh that another was cut from (private in torch 2.11 to 2.13)."""
     return mesh._get_root_mesh()

@@ -79,6 +79,8 @@ _ROWS: tuple[tuple[str, str, str, str], ...] = (
      "attends to the tokens at hand, and keeps what it computes for backward", _ALWAYS),
     ("transformers.core_model_loading:_add_unmatched_checkpoint_key", "transformers:add_unmatched_checkpoint_key",
      "reports weights of other stages as unexpected", "the loader asks a model what it holds"),
+    ("transformers.distributed.sharding_utils:DtensorShardOperation.__init__", "single_numbers:plan_shard",
+     "asks a single number for its first dim", "the loader reads a parameter without dims"),
     ("transformers.distributed.sharding_utils:DtensorShardOperation.shard_tensor", "expert_files:shard_tensor",
      "takes a rank's experts for a run of them", "the loader reads blocks that are split one by one"),
     ("transformers.core_model_loading:set_param_for_module", "transformers:set_param_for_module",

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Collection, Iterator
 from functools import cache
-from types import MethodType
 from typing import Any, Protocol
 
 import torch
@@ -67,8 +66,6 @@ class Placeholder(StandsForAnother, nn.Module):
                 return self._absent(known[name]) if self._progress.is_filled else known[name]
             if name.startswith("_") or "_place" not in self.__dict__:
                 raise
-            if name in _ACCESSORS and any(name in vars(base) for base in self._kind.__mro__):
-                return MethodType(getattr(self._kind, name), self)
             if not self._progress.is_filled and name in (unfilled := {**self._parts, **self._unsaved}):
                 return unfilled[name]
             raise self._elsewhere(name) from error

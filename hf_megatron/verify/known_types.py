@@ -254,6 +254,12 @@ TINY: Mapping[str, Mapping[str, Any]] = {
     "rwkv": {"attention_hidden_size": 48},
     # Heads of two ranks in four parts.
     "codegen": {"n_head": 8},
+    # Four books of 17 tokens beside the text's, and a last one for padding.
+    "kyutai_speech_to_text": {
+        **{"num_codebooks": 4, "codebook_vocab_size": 17, "audio_bos_token_id": 16, "audio_pad_token_id": 199},
+    },
+    # A group of channels for each of the narrow states.
+    "mimi": {"upsample_groups": 64},
     # As many features as four neighbours have. Towers of Whisper's kind take twice as many frames as positions.
     "glmasr_encoder": {"intermediate_size": 256},
     "voxtral_encoder": {"intermediate_size": 256, "max_source_positions": 16},
@@ -320,6 +326,7 @@ NO_GRADIENT: Mapping[str, Mapping[str, str]] = {
         name: {r"\.embed_positions\.": "positions are looked up without gradients"}
         for name in ("fsmt", "marian", "pegasus", "roformer", "speech_to_text")
     },
+    "kyutai_speech_to_text": {r"^codec_model\.": "makes tokens of clips in generate() alone"},
     "pop2piano": {r"^mel_conditioner\.": "read by generate() alone"},
     "phi4_multimodal": {r"\.embed_tokens_extend\.": "reads images and audio: compared on text alone"},
     "blt": {r"\.patcher\.": "cuts bytes into patches: no gradient comes through a choice"},

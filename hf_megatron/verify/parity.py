@@ -22,11 +22,12 @@ from ..media import PIXELS, image_token, is_of_images
 from ..registry.features import Description, Part, describe_model
 from ..sounds import is_of_sounds
 from ..videos import is_of_videos
-from .known_types import LONG_ROWS, without_gradient
+from .known_types import LONG_ROWS
 from .measure import Measurement, measure
 from .media_batch import make_media_batch
-from .metric import AMPLIFIED, WELL_CONDITIONED, Error, Judgement, cancelled, frozen_errors, judge
+from .metric import WELL_CONDITIONED, Error, Judgement, frozen_errors, judge
 from .ranks import run_forks, run_ranks
+from .reference import take_reference
 from .speech_batch import make_speech_batch
 from .twin import TASKS, draw_parameters, full_config, make_batch, tiny_config
 
@@ -189,14 +190,14 @@ def _draw(
 
 def measured(twin: Twin) -> Twin:
     """Returns a twin with its numbers in one process, a fork of this one."""
-    twin.reference = in_fork(lambda: _reference(twin))
+    twin.reference = in_fork(lambda: take_reference(twin))
     twin.frozen_norms = None
     return twin
 
 
 def _measured_with_frozen_norms(twin: Twin) -> Measurement:
     if twin.frozen_norms is None:
-        twin.frozen_norms = in_fork(lambda: _reference(twin, norms_are_frozen=True))
+        twin.frozen_norms = in_fork(lambda: take_reference(twin, norms_are_frozen=True))
     return twin.frozen_norms
 
 
@@ -221,59 +222,6 @@ def in_fork(function: Callable[[], Any]) -> Any:
     if problem:
         raise RuntimeError(problem)
     return found
-
-
-def _reference(twin: Twin, *, norms_are_frozen: bool = False) -> Measurement:
-    if unread := _unread_weights(twin):
-        raise ValueError(f"transformers does not read back what it wrote of a {twin.class_name}: {unread}")
-    reference = measure(twin.load(), twin.batches, norms_are_frozen=norms_are_frozen)
-    reference.without = tuple(without_gradient(twin.config, twin.media))
-    if "quantization_config" in twin.arguments:
-        # What codes stand for has one precision.
-        return reference
-    shaken = _shaken(twin, norms_are_frozen)
-    try:
-        in_double = twin.load(experts_implementation="eager").double()
-        precise = measure(in_double, list(map(_in_double, twin.batches)), norms_are_frozen=norms_are_frozen)
-    except RuntimeError:
-        # Parts of the model compute in fp32 by name and refuse weights of another type.
-        reference.round_off = judge(shaken, reference).worst.value / AMPLIFIED
-        return reference
-    precise.without = reference.without
-    reference.cancelled = precise.cancelled = cancelled(precise)
-    reference.round_off = max(judge(reference, precise).worst.value, judge(shaken, reference).worst.value / AMPLIFIED)
-    return reference
-
-
-def _unread_weights(twin: Twin) -> str:
-    """Names a weight that transformers draws anew instead of reading it: no two models would be alike."""
-    cls = getattr(transformers, twin.class_name)
-    _, found = cls.from_pretrained(twin.directory, **twin.arguments, output_loading_info=True)
-    return min(found["missing_keys"], default="")
-
-
-def _in_double(batch: dict[str, Any]) -> dict[str, Any]:
-    """Returns a batch for a model in fp64: not every tower takes pixels of another type than its weights."""
-    return {
-        # Some forms of images are said by lists of numbers.
-        name: value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
-        for name, value in batch.items()
-    }
-
-
-def _shaken(twin: Twin, norms_are_frozen: bool) -> Measurement:
-    """Measures the twin with parameters that are off by a rounding.
-
-    Where that changes more than other orders of sums may, a kink or a tie between experts is near, and an order may
-    fall on its other side.
-    """
-    model = twin.load()
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            signs = torch.randint(-1, 2, parameter.shape, generator=generator)
-            parameter.mul_(1 + signs * torch.finfo(torch.float32).eps)
-    return measure(model, twin.batches, norms_are_frozen=norms_are_frozen)
 
 
 def check_twin(

@@ -33,6 +33,8 @@ def make_speech_batch(
     tokens = plain_tokens(model.config)
     labels = tokens[torch.randint(len(tokens), (batch_size, sequence_length - 2), generator=generator)]
     labels = labels_of_decoder(labels, model.config, generator, padding=sequence_length // 4)
+    if (books := getattr(model.config, "num_codebooks", None)) is not None:
+        return _in_codebooks(model.config, books, labels, generator)
     problems: list[str] = []
     for clips in sound_forms(model.config, asked, batch_size, generator, masks=(_MASK,)):
         batch = clips | {"labels": labels}
@@ -43,6 +45,13 @@ def make_speech_batch(
             continue
         return batch
     raise ValueError(f"{type(model).__name__} takes no clips in a known form: {'; '.join(problems)[:300]}")
+
+
+def _in_codebooks(config: Any, books: int, labels: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
+    """Makes clips that are tokens of several codebooks beside each token of text `[batch, sequence, 1 + books]`."""
+    text = labels.where(labels >= 0, config.pad_token_id)
+    sounds = torch.randint(config.codebook_vocab_size, (*labels.shape, books), generator=generator)
+    return {"input_ids": torch.cat([text[..., None], sounds], dim=-1), "labels": labels}
 
 
 @torch.no_grad()

@@ -6,8 +6,11 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING
 
+from hf_megatron.errors import RankError
 from hf_megatron.integrations.gate import ConfigUnderTest
 from hf_megatron.pipeline_parallel import microbatches
+from hf_megatron.tensor_parallel import local_sizes
+from hf_megatron.verify import measure
 from hf_megatron.verify.parity import check_twin
 from hf_megatron.verify.ranks import run_ranks
 from tests.shared_twins import make_twin
@@ -40,6 +43,53 @@ def test_clips_of_unequal_lengths_and_labels_that_are_not_shifted():
     batch = twin("moonshine").batches[0]
     assert not bool(batch["attention_mask"].all())
     comparison = check_twin(twin("moonshine"), ConfigUnderTest(pp_size=2))
+    assert comparison.passed, comparison.report()
+
+
+def heads_of_all_ranks():
+    local_sizes.LocalConfig.__getattr__ = lambda self, name: getattr(vars(self)["_whole"], name)
+
+
+def test_heads_of_a_config_are_this_ranks():
+    """Moonshine's attention has no count of its own, and its config is that of all layers."""
+    layout = ConfigUnderTest(tp_size=2, sequence_parallel=True)
+    comparison = check_twin(twin("moonshine"), layout)
+    assert comparison.passed, comparison.report()
+    with pytest.raises(RankError, match="is invalid for input of size"):
+        check_twin(twin("moonshine"), layout, sabotage=heads_of_all_ranks)
+
+
+def test_single_numbers_are_read_whole():
+    """Moonshine Streaming compresses samples by a parameter without dims."""
+    comparison = check_twin(twin("moonshine_streaming"), ConfigUnderTest(tp_size=2))
+    assert comparison.passed, comparison.report()
+    with pytest.raises(RankError, match="makes the mask that layers on all stages read"):
+        check_twin(twin("moonshine_streaming"), ConfigUnderTest(pp_size=2))
+
+
+def test_projections_behind_an_encoder():
+    """Cohere's decoder projects the encoder's states by a module that it defines behind its layers."""
+    for partition in ((1, 5), (5, 1)):
+        comparison = check_twin(twin("cohere_asr"), ConfigUnderTest(pp_size=2, pipeline_partition=partition))
+        assert comparison.passed, comparison.report()
+
+
+def training_norms():
+    measure.batch_norms = lambda model: []
+
+
+def test_norms_of_batches_are_frozen_where_batches_are_split():
+    """Canary's conformers take statistics of a batch, in one process and on tp; on pipelines only frozen ones run."""
+    comparison = check_twin(twin("canary"), ConfigUnderTest(pp_size=2))
+    assert comparison.passed, comparison.report()
+    assert abs(twin("canary").frozen_norms.loss - twin("canary").reference.loss) > 1e-3
+    with pytest.raises(RankError, match="takes the statistics of a batch"):
+        check_twin(twin("canary"), ConfigUnderTest(pp_size=2), sabotage=training_norms)
+
+
+def test_a_table_of_distances_that_all_heads_read():
+    """Each rank's heads give SpeechT5's table a part of its gradient."""
+    comparison = check_twin(twin("speecht5"), ConfigUnderTest(tp_size=2))
     assert comparison.passed, comparison.report()
 
 

@@ -17,8 +17,8 @@ def speecht5(model: Any) -> ModelSpec:
         model,
         # Each rank's heads give it a part of its gradient.
         {f"{_DISTANCES}.pe_k": "replicated_sum"},
-        before_layers=(_DISTANCES,),
-        early_arguments=("position_bias",),
+        no_pipeline="encoder.prenet makes the mask that its encoder's layers on all stages read, from clips that only "
+        "the first stage reads. Load it with pp_size=1.",
     )
     # No tables with an entry for each head are among the arguments of its blocks.
     return replace(spec, local_arguments={})

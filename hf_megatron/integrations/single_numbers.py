@@ -1,0 +1,17 @@
+"""Parameters that are single numbers (Moonshine Streaming's), which transformers' loader asks for a first dim."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.distributed.tensor import DTensor
+
+from ..mesh import is_of_layout
+from ..upstream import take_whole
+
+
+def plan_shard(original: Callable, self: Any, parameter: DTensor) -> None:
+    """Plans how this rank's part of a parameter is read: all of one that has no dims."""
+    if parameter.dim() == 0 and is_of_layout(parameter.device_mesh):
+        take_whole(self, parameter)
+    else:
+        original(self, parameter)

@@ -1,0 +1,26 @@
+"""Kyutai's speech to text: each linear of its attention stands in a module of its own; its codec trains nowhere."""
+
+from typing import Any
+
+from ...spec import ModelSpec
+from ..family import family_spec
+from ..lookup import register_model
+
+_ATTENTION = "layers.*.self_attn"
+
+
+@register_model("kyutai_speech_to_text")
+def kyutai_speech_to_text(model: Any) -> ModelSpec:
+    return family_spec(
+        model,
+        {
+            "embed_tokens.embed_tokens": "vocab_embedding",
+            **{f"{_ATTENTION}.{name}_proj.linear": "column" for name in "qkv"},
+            f"{_ATTENTION}.o_proj.linear": "row",
+            "layers.*.mlp.fc1": "packed_column",
+            "layers.*.mlp.fc2": "row",
+        },
+        regions={_ATTENTION: f"{_ATTENTION}.o_proj.linear"},
+        no_pipeline="its embedding adds up tokens of text and of codebooks, of whose shape later stages know no hidden "
+        "states. Load it with pp_size=1.",
+    )
