@@ -465,7 +465,7 @@ def _tiny_layers(
     blocks = [name for name in BLOCKS_OF_LAYERS if values.get(name) is not None]
     kinds: dict[tuple[Any, ...], int] = {}
     for layer in range(num_layers):
-        kind = [str(value[layer]) for value in per_layer.values()] + [str(overrides.get(layer))]
+        kind: list[Any] = [str(value[layer]) for value in per_layer.values()] + [str(overrides.get(layer))]
         kind += [layer + first in values[name] for name, first in indices.items()]
         kind += [layer < values[name] for name in leading]
         kind += [layer >= num_layers - values[name] for name in trailing]
