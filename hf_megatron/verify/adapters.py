@@ -12,7 +12,7 @@ from torch import nn
 from ..errors import ConfigError
 from ..expert_modules import find_experts, names_inside
 from ..spec import ModelSpec
-from .parity import Twin, best_draw, in_fork, measured
+from .parity import Twin, best_draw, measured, result_of_fork
 from .twin import draw_parameters
 
 # PEFT takes these for the experts', of mixtures that had a module for each expert once.
@@ -174,7 +174,7 @@ def adapted(twin: Twin, method: str) -> Twin:
 
     def drawn(seed: int) -> Twin:
         # PEFT uses a GPU where it sees one.
-        if not in_fork(lambda: is_saved(seed)):
+        if not result_of_fork(lambda: is_saved(seed)):
             return measured(replace(twin, adapt=functools.partial(_with_prompts, method, seed)))
 
         def load(model: Any) -> Any:

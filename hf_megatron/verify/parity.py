@@ -190,18 +190,18 @@ def _draw(
 
 def measured(twin: Twin) -> Twin:
     """Returns a twin with its numbers in one process, a fork of this one."""
-    twin.reference = in_fork(lambda: take_reference(twin))
+    twin.reference = result_of_fork(lambda: take_reference(twin))
     twin.frozen_norms = None
     return twin
 
 
 def _measured_with_frozen_norms(twin: Twin) -> Measurement:
     if twin.frozen_norms is None:
-        twin.frozen_norms = in_fork(lambda: take_reference(twin, norms_are_frozen=True))
+        twin.frozen_norms = result_of_fork(lambda: take_reference(twin, norms_are_frozen=True))
     return twin.frozen_norms
 
 
-def in_fork(function: Callable[[], Any]) -> Any:
+def result_of_fork(function: Callable[[], Any]) -> Any:
     """Returns what the function returns in a fork of this process, which must be picklable.
 
     A backward here would have torch start a thread for each GPU, and so would a tensor on one: no later fork of this
