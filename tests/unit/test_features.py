@@ -127,8 +127,14 @@ def test_a_twin_is_made_of_what_its_model_is(model_type, class_name):
     assert twin.features({}).parts == full.features({}).parts
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("model_type, class_name", RECORDED)
+# Whose table has further rows, of codebooks.
+NEVER_TIED = ("kyutai_speech_to_text",)
+
+
+@pytest.mark.parametrize(
+    "model_type, class_name, tied",
+    [(name, of, tied) for name, of in RECORDED for tied in (False, True) if not (tied and name in NEVER_TIED)],
+)
 def test_tied_weights_are_claimed_alike_on_every_way_in(model_type, class_name, tied):
     config = tiny_config(CONFIG_MAPPING[model_type]())
     for part in {id(part): part for part in (config, config.get_text_config())}.values():
