@@ -276,6 +276,10 @@ class BatchLoss(Shared):
         dist.all_reduce(count, group=self.mesh.group("dp"))
         return count / self.mesh.dp_size
 
+    def mean_of_shares(self, loss: Tensor) -> Tensor:
+        """Averages what ranks made of their parts by `denominators`: the loss of the batch, a scalar on every rank."""
+        return self.sum(loss / self.mesh.dp_size) if self.is_spread else loss
+
     def mean_over_ranks(self, losses: Tensor) -> None:
         """Replaces losses of a batch, of any shape, by the mean over all ranks that see parts of it."""
         if self.is_spread:

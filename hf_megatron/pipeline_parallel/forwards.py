@@ -47,6 +47,9 @@ def run_forwards(runner: StageRunner, arguments: dict[str, Any]) -> PipelineOutp
     found: dict[str, Any] = {name: values.pop(0) for name in names}
     # Only the last stage knows whether the model has an auxiliary loss.
     found |= zip(("loss", "aux_loss"), values, strict=False)
+    if labels and counted == 1 and torch.is_grad_enabled():
+        # The batch's, as on replicas without a pipeline.
+        found["loss"] = runner.loss.mean_of_shares(found["loss"])
     if cache is not None:
         cache.advance(new_inputs(arguments))
     # In the order of the fields, which is that of tuples.

@@ -35,7 +35,7 @@ from .packed_rows import PackedRow, count_tokens
 from .rehearsal import Rehearsal
 from .schedules import Action, schedule, valid_microbatches
 from .stage_counts import stages_per_rank
-from .tied_gradients import held_at_either_end
+from .tied_gradients import held_at_either_end, trained_of
 from .transport import Transport
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ class StageRunner(Shared):
         denominators: Denominators | None = None
         if losses:
             # Behind the rehearsal, which shows how a class counts its labels.
-            denominators = self.loss.denominators(arguments, rows, given, over_ranks=for_backward)
+            denominators = self.loss.denominators(arguments, rows, given, over_ranks=torch.is_grad_enabled())
         elif self.read is not None:
             denominators = {"labels": 1}, self.loss.row_denominator(rows)
         missing = count - len(microbatches)
@@ -276,10 +276,7 @@ class StageRunner(Shared):
         }
 
     def _tied(self) -> list[tuple[str, nn.Parameter]]:
-        """Trained parameters of this rank, and their names, that another one of the pipeline holds too."""
-        names = self.cut.tied if self.mesh.pp_rank in self.holders else ()
-        parameters = dict(self.model.named_parameters(remove_duplicate=False)) if names else {}
-        return [(name, parameters[name]) for name in names if parameters[name].requires_grad]
+        return trained_of(self.model, self.cut.tied if self.mesh.pp_rank in self.holders else ())
 
     def tied(self) -> list[nn.Parameter]:
         """Lists the trained parameters of this rank that another one of the pipeline holds too."""

@@ -7,7 +7,23 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..errors import UnsupportedError
 from ..patterns import module_name
+
+
+def trained_of(model: nn.Module, names: Sequence[str]) -> list[tuple[str, nn.Parameter]]:
+    """Lists the trained ones of parameters that two ranks hold, of any shape, with their names.
+
+    Raises:
+        UnsupportedError: one of them lies in a module of PEFT's, which has further parameters.
+    """
+    parameters = dict(model.named_parameters(remove_duplicate=False)) if names else {}
+    if missing := next((name for name in names if name not in parameters), None):
+        raise UnsupportedError(
+            f"{missing} is held by two stages of the pipeline, and an adapter was put around it, of which each would "
+            "train its own. Leave its module out of target_modules, or load the model with pp_size=1."
+        )
+    return [(name, parameters[name]) for name in names if parameters[name].requires_grad]
 
 
 def held_at_either_end(

@@ -8,6 +8,7 @@ _TYPES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "bamba": (lambda config: bool(config.z_loss_coefficient), "its z-loss counts padding, and so the longest row"),
     "doge": (lambda config: config.is_moe, "its router pairs tokens of different rows"),
     "nllb-moe": (lambda config: True, "its experts take a number of tokens of the whole batch"),
+    "prophetnet": (lambda config: config.eps > 0, "the smoothing of its loss (eps) is a mean over a part's own labels"),
 }
 
 

@@ -44,14 +44,18 @@ SEQUENCE_DIM = 1
 HIDDEN_STATES = "hidden_states"
 
 
-def _replace_input(args: tuple, kwargs: dict[str, Any], change) -> tuple[tuple, dict[str, Any]]:
+def _replace_input(
+    args: tuple, kwargs: dict[str, Any], change: Callable[[Tensor], Any], *, of_block: bool = True
+) -> tuple[tuple, dict[str, Any]]:
     """Applies `change` to the hidden states a block was called with: first positional or `hidden_states=`.
 
-    Further positional arguments may be the same tensor, of which queries, keys and values are made apart.
+    Further positional arguments of a block may be the same tensor, of which queries, keys and values are made apart;
+    those of a layer have rules of their own.
     """
     if args and isinstance(args[0], Tensor):
         changed = change(args[0])
-        return tuple(changed if value is args[0] else value for value in args), kwargs
+        same = (value is args[0] and (of_block or place == 0) for place, value in enumerate(args))
+        return tuple(changed if is_it else value for is_it, value in zip(same, args, strict=True)), kwargs
     if isinstance(kwargs.get(HIDDEN_STATES), Tensor):
         return args, {**kwargs, HIDDEN_STATES: change(kwargs[HIDDEN_STATES])}
     raise UnsupportedError(
@@ -120,7 +124,7 @@ class SequenceStack(Shared):
             self.is_inside = True
             return split_over_ranks(hidden_states, self.dim_of_tokens(hidden_states), self.group)
 
-        return _replace_input(args, kwargs, split)
+        return _replace_input(args, kwargs, split, of_block=False)
 
     def joined_rows(self, part: Any) -> Any:
         """Joins what routers made of each token of this rank, `[batch * sequence / tp, experts]`; other things stay."""

@@ -356,10 +356,17 @@ def _definitions():
 
 
 @pytest.mark.parametrize("layout", ["dp2", "pp2"])
-@pytest.mark.parametrize("model_type", ["doge", "nllb-moe"])
-def test_rows_that_see_each_other_are_refused(folder, model_type, layout):
-    cls = {"doge": transformers.DogeForCausalLM, "nllb-moe": transformers.NllbMoeForConditionalGeneration}[model_type]
-    config = AutoConfig.for_model(model_type, **({"is_moe": True} if model_type == "doge" else {}))
+@pytest.mark.parametrize(
+    ("class_name", "changes"),
+    [
+        ("DogeForCausalLM", {"is_moe": True}),
+        ("NllbMoeForConditionalGeneration", {}),
+        ("ProphetNetForCausalLM", {"eps": 0.1}),
+    ],
+)
+def test_rows_that_see_each_other_are_refused(folder, class_name, changes, layout):
+    cls = getattr(transformers, class_name)
+    config = cls.config_class(**changes)
 
     def on_rank():
         with pytest.raises(UnsupportedError, match="Load it with dp_size=1 and pp_size=1"):

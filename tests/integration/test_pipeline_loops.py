@@ -222,3 +222,26 @@ def test_products_of_all_parameters_are_refused(folder, prepared):
         prepare_optimizer(OfItsOwn(model.parameters(), lr=0.1), elementwise=True).step()
 
     run_ranks(on_rank, 2)
+
+
+def step_in_evaluation_mode(path, text):
+    """A step of a model without dropout; the rows of the replicas have unequal numbers of labels."""
+    model = load(path, text).eval()
+    optimizer = prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    whole = batch(0)
+    whole["labels"][0] = -100
+    loss = model(**own_rows(model, whole)).loss
+    loss.backward()
+    optimizer.step()
+    with torch.no_grad():
+        return loss.item(), model(**own_rows(model, batch(1))).logits.float().sum().item()
+
+
+@pytest.mark.parametrize("text", ["pp2", "dp2", "pp2+dp2"])
+def test_evaluation_mode_trains_on_the_whole_batch(folder, text):
+    [(expected, after)] = run_ranks(step_in_evaluation_mode, 1, folder, None)
+    config = layout(text)
+    found = run_ranks(step_in_evaluation_mode, config.ranks_per_replica * (config.dp_size or 1), folder, text)
+    assert all(loss == pytest.approx(expected, rel=1e-5) for loss, _ in found)
+    sums = found[0][1] if text == "pp2" else found[0][1] + found[-1][1]
+    assert sums == pytest.approx(after, rel=1e-3, abs=1e-3)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from hf_megatron.errors import RankError
@@ -62,3 +63,14 @@ def test_more_than_two_ranks_are_refused():
     made = twin("zamba")
     with pytest.raises(RankError, match="a weight that layers of several stages share"):
         run_ranks(lambda: made.load(megatron_config=ConfigUnderTest(pp_size=4)), 4)
+
+
+def test_adapters_on_a_shared_block_are_refused():
+    def on_rank():
+        model = twin("zamba").load(megatron_config=ConfigUnderTest(pp_size=2))
+        model = get_peft_model(model, LoraConfig(target_modules=["o_proj"])).train()
+        model(**twin("zamba").batches[0])
+
+    twin("zamba")
+    with pytest.raises(RankError, match=r"shared_transf.* is held by two stages of the pipeline, and an adapter"):
+        run_ranks(on_rank, 2)
