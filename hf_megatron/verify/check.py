@@ -153,7 +153,8 @@ def task_of_class(class_name: str, config: PreTrainedConfig) -> str:
     if is_masked and class_name != MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type):
         return "seq2seq" if config.is_encoder_decoder else "masked"
     has_encoder = config.is_encoder_decoder and not class_name.endswith("ForCausalLM")
-    if has_encoder and getattr(transformers, class_name).main_input_name in SOUNDS:
+    is_of_speech = class_name == MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES.get(config.model_type)
+    if is_of_speech and _class_of_sounds(config.model_type) is None:
         return "speech"
     default = "seq2seq" if has_encoder else "image" if is_of_images else "causal"
     return next((task for part, task in _CLASS_TASKS.items() if part in class_name), default)

@@ -10,4 +10,8 @@ from ..lookup import register_model
 @register_model("big_bird")
 def big_bird(model: Any) -> ModelSpec:
     # Some of the heads alone would draw what others do, and a new attention knows of no part of its heads.
-    return corrected_spec(model, left_whole=("encoder.layer.*.attention", "encoder.layer.*.crossattention"))
+    return corrected_spec(
+        model,
+        left_whole=("encoder.layer.*.attention", "encoder.layer.*.crossattention"),
+        no_context_parallel="its rows are padded to whole blocks of tokens.",
+    )

@@ -29,4 +29,5 @@ def cpmant(model: Any) -> ModelSpec:
         early_arguments=(_BIAS,),
         # Attentions beside hidden states.
         layer_values=2,
+        no_context_parallel="its prompt stands before each row.",
     )

@@ -23,6 +23,8 @@ def rwkv(model: Any) -> ModelSpec:
         model,
         {"embeddings": "vocab_embedding"},
         head_blocks={f"{prefix}blocks.*.attention": CHANNELS, f"{prefix}blocks.*.feed_forward": MLP},
+        # Each token is mixed with the one before it, in both.
+        whole_blocks=("blocks.*.attention", "blocks.*.feed_forward"),
         # States and attentions beside hidden states.
         layer_values=3,
     )

@@ -29,6 +29,7 @@ def xlstm(model: Any) -> ModelSpec:
         model,
         {"embeddings": "vocab_embedding", **{f"blocks.*.ffn.{name}": style for name, style in mlp.items()}},
         head_blocks={f"{base_prefix(model)}blocks.*.mlstm_layer": MEMORY},
+        whole_blocks=("blocks.*.mlstm_layer",),
         # The memory's state beside hidden states.
         layer_values=2,
     )
