@@ -9,9 +9,9 @@ from ..mesh import is_of_layout
 from ..upstream import take_whole
 
 
-def plan_shard(original: Callable, self: Any, parameter: DTensor) -> None:
+def plan_shard(original: Callable, self: Any, param: DTensor) -> None:
     """Plans how this rank's part of a parameter is read: all of one that has no dims."""
-    if parameter.dim() == 0 and is_of_layout(parameter.device_mesh):
-        take_whole(self, parameter)
+    if param.dim() == 0 and is_of_layout(param.device_mesh):
+        take_whole(self, param)
     else:
-        original(self, parameter)
+        original(self, param)
