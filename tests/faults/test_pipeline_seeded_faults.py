@@ -62,8 +62,8 @@ def sum_tied_gradients_of_the_whole_step_again():
     def settle(self, scale, **kwargs):
         handed_over = original(self, scale, **kwargs)
         pipeline = self.sum_tied.__self__
-        for parameter in pipeline._tied():
-            other = pipeline.last if pipeline.mesh.pp_rank == pipeline.first else pipeline.first
+        for _, parameter in pipeline._tied():
+            other = pipeline.holders[int(pipeline.mesh.pp_rank == pipeline.holders[0])]
             index = [id(reached) for reached in self.store.parameters].index(id(parameter))
             pipeline.transport.sum_with(handed_over[index], other, 0)
             if parameter.grad is not None:
