@@ -1,6 +1,7 @@
 """`hf-megatron check` and `plan`."""
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -26,6 +27,11 @@ def _require_device(device: str, record: Path | None) -> None:
         raise ConfigError("--device cuda: torch sees no GPU here.")
     if device == "cuda" and record is not None:
         raise ConfigError("--device cuda with --record: recorded results are those of CPU ranks.")
+
+
+def _workers(models: list[str], device: str) -> int:
+    is_one = len(models) == 1 and models != ["all"]
+    return 1 if is_one or device == "cuda" else os.cpu_count() or 1
 
 
 def check(
@@ -68,6 +74,9 @@ def check(
     ] = "",
     record: Annotated[Path | None, typer.Option(help="Write the results into this verified.json.")] = None,
     timeout: Annotated[float, typer.Option(help="Seconds per layout.", min=1)] = 120.0,
+    workers: Annotated[
+        int, typer.Option(help="Models that are checked at a time; as many as cores for 0, one on GPUs.", min=0)
+    ] = 0,
     device: Annotated[
         str, typer.Option(help="Of the ranks: cpu, or cuda for this machine's GPUs over NCCL; ranks may share one.")
     ] = "cpu",
@@ -101,6 +110,7 @@ def check(
             "adapter": adapter or None,
             "record": record,
             "device": device,
+            "workers": workers or _workers(models, device),
         }
         rows = check_models(models, wanted, **arguments, echo=typer.echo)
     passed = sum(row["passed"] for row in rows)

@@ -172,14 +172,14 @@ def adapted(twin: Twin, method: str) -> Twin:
         wrapped.save_pretrained(folder_of(seed))
         return True
 
-    def drawn(seed: int) -> Twin:
+    def drawn(seed: int, best: float) -> Twin:
         # PEFT uses a GPU where it sees one.
         if not result_of_fork(lambda: is_saved(seed)):
-            return measured(replace(twin, adapt=functools.partial(_with_prompts, method, seed)))
+            return measured(replace(twin, adapt=functools.partial(_with_prompts, method, seed)), best)
 
         def load(model: Any) -> Any:
             return PeftModel.from_pretrained(model, folder_of(seed), is_trainable=True).get_base_model()
 
-        return measured(replace(twin, adapt=load))
+        return measured(replace(twin, adapt=load), best)
 
     return best_draw(drawn)[0]

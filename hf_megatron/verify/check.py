@@ -1,30 +1,20 @@
-"""`hf-megatron check` and `plan`: any architecture, by model type, folder or hub name."""
+"""`hf-megatron check`: any architecture, by model type, folder or hub name."""
 
 import contextlib
+import functools
 import inspect
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from transformers import CONFIG_MAPPING, PreTrainedConfig
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
-    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
-    MODEL_MAPPING_NAMES,
-)
 
 from ..axes import Axes
 from ..config import MegatronConfig
 from ..errors import ConfigError, MegatronError, RankError, UnsupportedError
 from ..expert_modules import find_experts
-from ..media import SOUNDS, VIDEO_PIXELS, image_token, is_of_images
 from ..parallelize import plan
 from ..pipeline_parallel.stage_counts import layers_with_features
 from ..registry import own_spec
@@ -32,6 +22,7 @@ from ..registry.features import Features, describe_model
 from ..registry.recorded import layout_kind, tested_versions, write_results
 from ..spec import ModelSpec
 from .adapters import adapted
+from .cases import cases_of, task_and_class
 from .draws import check_draws
 from .known_types import WITH_SOUNDS, without_gradient
 from .metric import Judgement
@@ -39,27 +30,10 @@ from .named_models import resolve_config
 from .parity import UNBUILDABLE, Twin, check_twin, make_twin
 from .ranks import first_reason
 from .token_mixing import unknown_mixing, whole_share
-from .twin import TASKS, full_config
+from .twin import TASKS
 from .variants import variants_of
+from .workers import in_forks
 
-BASE_CLASSES = frozenset(
-    name for names in MODEL_MAPPING_NAMES.values() for name in ((names,) if isinstance(names, str) else names)
-)
-# Own specs that are not causal, and the tasks they are checked on.
-OTHER_TASKS = {"bert": ("masked", "classification"), "t5": ("seq2seq",)}
-_CLASS_TASKS = {
-    "SequenceClassification": "classification",
-    "TokenClassification": "token_classification",
-    "QuestionAnswering": "question_answering",
-    "MaskedLM": "masked",
-}
-# Of types without a causal class, the first that they have.
-_OTHER_CLASSES = {
-    "masked": MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-    "seq2seq": MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
-    "sound": MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
-    "speech": MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
-}
 _LAYOUT_WORDS = {
     "tp": "tp_size",
     "pp": "pp_size",
@@ -98,42 +72,6 @@ def parse_layouts(text: str) -> list[MegatronConfig]:
     return configs
 
 
-def causal_types() -> list[str]:
-    """Lists the causal model types."""
-    return [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name in CONFIG_MAPPING]
-
-
-def image_types() -> list[str]:
-    """Lists the model types that read images and text."""
-    return [name for name in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES if name in CONFIG_MAPPING]
-
-
-def takes_videos(model_type: str) -> bool:
-    """Tells whether the class for images of a type takes videos in arguments of their own."""
-    forward = getattr(transformers, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[model_type]).forward
-    return VIDEO_PIXELS in inspect.signature(forward).parameters
-
-
-def sound_types() -> list[str]:
-    """Lists the model types that write text about sounds, or about sounds and images."""
-    listed = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES | MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
-    return [name for name in listed if name in CONFIG_MAPPING and _class_of_sounds(name) is not None]
-
-
-def _class_of_sounds(model_type: str) -> str | None:
-    """Returns the class that writes about sounds, which a type without one for all media has among encoder-decoders."""
-    name: str | None = MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.get(model_type)
-    found = getattr(transformers, name or MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.get(model_type, ""), None)
-    if found is None or not _takes_sounds(found.forward):
-        return None
-    is_other = name is None and (found.main_input_name in SOUNDS or found.config_class().is_encoder_decoder)
-    return None if is_other else found.__name__
-
-
-def _takes_sounds(forward: Callable[..., Any]) -> bool:
-    return not {*inspect.signature(forward).parameters}.isdisjoint(SOUNDS)
-
-
 # Less of the layers' parameters that is split is said.
 _LARGE_SHARE = 0.5
 # See `tiny_config`.
@@ -142,99 +80,6 @@ _TWIN_HEADS = 4
 _ROWS = 3
 # Of a twin that adds features of images behind its first layers, at most two of them.
 _LAYERS_WITH_FEATURES = 4
-
-
-def task_of_class(class_name: str, config: PreTrainedConfig) -> str:
-    """Returns the task whose batches fit a class; `...ForConditionalGeneration` are models of images too."""
-    if class_name in BASE_CLASSES and class_name != _class_of_images(config):
-        return "hidden_states"
-    is_of_images = _is_of_images(config) or (class_name == _class_of_images(config) and _takes_images(config))
-    is_masked = class_name == MODEL_FOR_MASKED_LM_MAPPING_NAMES.get(config.model_type)
-    if is_masked and class_name != MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type):
-        return "seq2seq" if config.is_encoder_decoder else "masked"
-    has_encoder = config.is_encoder_decoder and not class_name.endswith("ForCausalLM")
-    is_of_speech = class_name == MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES.get(config.model_type)
-    if is_of_speech and _class_of_sounds(config.model_type) is None:
-        return "speech"
-    default = "seq2seq" if has_encoder else "image" if is_of_images else "causal"
-    return next((task for part, task in _CLASS_TASKS.items() if part in class_name), default)
-
-
-def _class_of_images(config: PreTrainedConfig) -> str | None:
-    found: str | None = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(config.model_type)
-    return found
-
-
-def _takes_images(config: PreTrainedConfig) -> bool:
-    # Some name no placeholder by default.
-    return "vision_config" in config.to_dict() or image_token(full_config(config)) is not None
-
-
-def _is_of_images(config: PreTrainedConfig) -> bool:
-    """Tells whether a type has no class for text alone."""
-    image, text = _class_of_images(config), MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
-    return image is not None and text in (None, image) and _takes_images(config)
-
-
-def default_task(config: PreTrainedConfig) -> str:
-    """Returns the task of the class that users of a type load: causal, if it has one for text alone."""
-    if _is_of_images(config):
-        return "image"
-    sounds: str | None = MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.get(config.model_type)
-    if sounds == MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type) and config.model_type in sound_types():
-        # Those with a head for text alone are compared on that by default.
-        return "causal" if sounds is None or sounds.endswith("ForCausalLM") else "sound"
-    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        for task, names in _OTHER_CLASSES.items():
-            if config.model_type in names:
-                return task
-    return "causal"
-
-
-def _class_of_text(config: PreTrainedConfig) -> str | None:
-    """Returns the class of a type that transformers lists as one of images alone although it takes none."""
-    name = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(config.model_type)
-    if name is None or not name.endswith("ForCausalLM") or config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        return None
-    arguments = inspect.signature(getattr(transformers, name).forward).parameters
-    return None if any(map(is_of_images, arguments)) else name
-
-
-def cases_of(models: list[str], task: str = "causal", *, given_class: bool = False) -> Iterator[tuple[str, str]]:
-    """Yields model types, or names, with the task that each is checked on.
-
-    Args:
-        models (`list[str]`): `"all"` stands for all causal types, all types of images, sounds, masked language models
-            and encoder-decoders; with another task than the default, for the types of that one.
-        given_class (`bool`): a class is named, whose task it is.
-    """
-    for model in models:
-        if model == "all":
-            every = [(name, "causal") for name in causal_types()]
-            every += [(name, "image") for name in image_types() if task == "image" or not _has_one_class(name)]
-            every += [(name, "video") for name in image_types() if task == "video" and takes_videos(name)]
-            every += [(name, "sound") for name in sound_types()]
-            every += [(name, "masked") for name in MODEL_FOR_MASKED_LM_MAPPING_NAMES if name in CONFIG_MAPPING]
-            sounds = {*sound_types()}
-            every += [
-                (name, "seq2seq")
-                for name in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
-                if name in CONFIG_MAPPING and name not in sounds
-            ]
-            of_speech = MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES
-            every += [(name, "speech") for name in of_speech if name in CONFIG_MAPPING and name not in sounds]
-            every += [(name, other) for name, tasks in OTHER_TASKS.items() for other in tasks]
-            every = list(dict.fromkeys(every))
-            yield from (case for case in every if task in ("causal", case[1]))
-        else:
-            tasks = OTHER_TASKS.get(model, ()) if task == "causal" and not given_class else ()
-            yield from ((model, other) for other in tasks or (task,))
-
-
-def _has_one_class(model_type: str) -> bool:
-    """Tells whether the class for images is the causal one, which is given images then."""
-    names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-    return names[0].get(model_type) == names[1][model_type]
 
 
 def check_models(
@@ -249,6 +94,7 @@ def check_models(
     timeout: float = 120.0,
     device: str = "cpu",
     record: Path | None = None,
+    workers: int = 1,
     echo: Callable[[str], Any] = print,
 ) -> list[dict[str, Any]]:
     """Checks the tiny twin of each model on each layout; returns the rows that `--record` writes.
@@ -261,6 +107,7 @@ def check_models(
         adapter (`str`, *optional*): a key of `adapters.METHODS`, trained in the place of the model's own weights.
         device (`str`): of the ranks: `"cpu"` or `"cuda"`; the numbers they are compared with are a CPU's.
         record (`Path`, *optional*): a results file that takes up the rows of each model as soon as it is checked.
+        workers (`int`, defaults to 1): models that are checked beside each other, each with ranks of its own.
 
     Raises:
         ConfigError: an unknown task or model, or changes that a config does not take.
@@ -273,49 +120,59 @@ def check_models(
             f"tp_size = {largest}: tiny twins have {_TWIN_HEADS} attention heads, and a result of tp{_TWIN_HEADS} "
             "stands for every larger size; `hf-megatron plan MODEL` says which sizes divide a model."
         )
+    check = functools.partial(
+        _check_case,
+        # Every pipeline stage needs a layer.
+        layers=max(layout.pp_size * (layout.virtual_stages or 1) for layout in layouts),
+        layouts=layouts,
+        class_name=class_name,
+        changes=dict(changes or {}),
+        variants=variants,
+        everything="all" in models or variants,
+        adapter=adapter,
+        timeout=timeout,
+        device=device,
+    )
     rows = []
-    # Every pipeline stage needs a layer.
-    layers = max(layout.pp_size * (layout.virtual_stages or 1) for layout in layouts)
-    for model, case_task in cases_of(models, task, given_class=class_name is not None):
-        pending = [dict(changes or {})]
-        while pending:
-            changed = pending.pop(0)
-            try:
-                found = _check_changed(
-                    model,
-                    changed,
-                    layouts,
-                    layers,
-                    class_name,
-                    case_task,
-                    "all" in models or variants,
-                    adapter,
-                    timeout,
-                    device,
-                    echo,
-                )
-            except ConfigError as error:
-                if "all" not in models:
-                    raise
-                # One type without a valid default config ends no check of the others.
-                echo(f"{model:24} {error}")
-                continue
-            rows += found
-            if record is not None:
-                write_results(record, found)
-            if (
-                variants
-                and changed == dict(changes or {})
-                and model in CONFIG_MAPPING
-                and found
-                and found[0]["class"] != "-"
-            ):
-                pending = [changed | dict(variant) for variant in variants_of(model, found[0]["class"])]
+    for (model, _), outcome in in_forks(check, cases_of(models, task, given_class=class_name is not None), workers):
+        try:
+            found, said = outcome()
+        except ConfigError as error:
+            if "all" not in models:
+                raise
+            # One type without a valid default config ends no check of the others.
+            found, said = [], [f"{model:24} {error}"]
+        for line in said:
+            echo(line)
+        rows += found
+        if record is not None:
+            write_results(record, found)
     return rows
+
+
+def _check_case(
+    model: str,
+    task: str,
+    *,
+    layouts: list[MegatronConfig],
+    class_name: str | None,
+    changes: dict[str, Any],
+    variants: bool,
+    **how: Any,
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Returns the rows of one model, with those of its variants, and what is said of them."""
+    said: list[str] = []
+    check = functools.partial(_check_changed, model, task=task, layouts=layouts, class_name=class_name, **how)
+    rows = check(changes=changes, echo=said.append)
+    if variants and model in CONFIG_MAPPING and rows and rows[0]["class"] != "-":
+        for variant in variants_of(model, rows[0]["class"]):
+            rows += check(changes=changes | dict(variant), echo=said.append)
+    return rows, said
 
 
 def _check_changed(
     model: str,
+    *,
     changes: dict[str, Any],
     layouts: list[MegatronConfig],
     layers: int,
@@ -331,14 +188,7 @@ def _check_changed(
     if task == "sound":
         changes = {**WITH_SOUNDS.get(model, {}), **changes}
     config = resolve_config(model, changes)
-    if class_name is not None:
-        task = task_of_class(class_name, config)
-    elif task == "sound":
-        class_name = _class_of_sounds(config.model_type)
-    elif task in ("causal", "image") and (class_name := _class_of_text(config)):
-        task = "causal"
-    elif task == "causal":
-        task = default_task(config)
+    task, class_name = task_and_class(config, task, class_name)
     if layers_with_features(config):
         # Those behind which features of images are added lie on the first stage, with one more.
         layers = max(layers, _LAYERS_WITH_FEATURES)

@@ -1,6 +1,7 @@
 """Whether ranks stay alike while a model draws random numbers: its dropout and jitter on, ranks seeded differently."""
 
 import contextlib
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,8 +20,9 @@ from .measure import loss_of_batch, on_device
 from .parity import Twin
 from .ranks import first_reason, run_ranks
 
-_STEPS = 3
-_RATE = 0.1
+_STEPS = 2
+# Of some sites each draws one number a layer.
+_RATE = 0.3
 
 
 def rates(config: PreTrainedConfig) -> frozenset[str]:
@@ -53,51 +55,75 @@ def check_draws(
         the sites that drew random numbers while all replicated weights stayed bit-equal over the ranks, and what went
         wrong where not all of them did.
     """
-    problems: dict[str, str] = {}
-    sites: frozenset[str] = frozenset()
+    alone = [[name] for name in sorted(rates(twin.model_on_meta().config))]
+    if not alone:
+        return frozenset(), ""
+    together = [name for [name] in alone]
+    last: _Outcome | None
+    try:
+        found = _train(twin, layout, alone if len(alone) == 1 else [*alone, together], timeout, device)
+        outcomes, last = found[: len(alone)], found[-1]
+    except RankError:
+        # One of them failed, and ended what others would have shown.
+        outcomes = [_train_alone(twin, layout, trial, timeout, device) for trial in alone]
+        last = None
+    alike = [name for [name], outcome in zip(alone, outcomes, strict=True) if not outcome.problem]
+    if last is None or alike != together:
+        last = _train_alone(twin, layout, alike, timeout, device)
+    trials = zip([*alone, alike], [*outcomes, last], strict=True)
+    said = {"+".join(names): outcome.problem for names, outcome in trials if outcome.problem}
+    problem = "; ".join(f"{names}: {problem}" for names, problem in said.items())
+    return (frozenset() if last.problem else last.sites), problem
 
-    def stays_alike(names: frozenset[str]) -> bool:
-        nonlocal sites
-        try:
-            sites, apart = _train(twin, layout, names, timeout, device)
-        except RankError as error:
-            problems["+".join(sorted(names))] = first_reason(str(error))
-            return False
-        if apart:
-            problems["+".join(sorted(names))] = f"replicated weights differ between ranks: {', '.join(apart[:3])}"
-        return not apart
 
-    names = rates(twin.model_on_meta().config)
-    alike = frozenset(name for name in sorted(names) if stays_alike(frozenset({name})))
-    # One rate alone was trained with just now.
-    passed = bool(alike) and (len(names) == 1 or stays_alike(alike))
-    said = "; ".join(f"{name}: {problem}" for name, problem in problems.items())
-    return (sites if passed else frozenset()), said
+@dataclass(frozen=True)
+class _Outcome:
+    """What a trial showed: where the twin drew random numbers, and what went wrong."""
+
+    sites: frozenset[str]
+    problem: str
 
 
-def _train(
-    twin: Twin, layout: MegatronConfig, names: frozenset[str], timeout: float, device: str
-) -> tuple[frozenset[str], list[str]]:
-    """Returns where the twin drew random numbers, and the replicated weights that differ afterwards."""
-    config = twin.model_on_meta().config
-    set_rates(config, _RATE, names)
+def _train_alone(twin: Twin, layout: MegatronConfig, trial: list[str], timeout: float, device: str) -> _Outcome:
+    try:
+        [outcome] = _train(twin, layout, [trial], timeout, device)
+    except RankError as error:
+        return _Outcome(frozenset(), first_reason(str(error)))
+    return outcome
+
+
+def _train(twin: Twin, layout: MegatronConfig, trials: list[list[str]], timeout: float, device: str) -> list[_Outcome]:
+    """Trains the twin once for each list of rates."""
     under_test = ConfigUnderTest(**layout.to_dict())
+    configs = []
+    for trial in trials:
+        configs.append(twin.model_on_meta().config)
+        set_rates(configs[-1], _RATE, frozenset(trial))
 
-    def on_rank() -> tuple[frozenset[str], dict[str, torch.Tensor]]:
-        model = twin.load(config=config, megatron_config=under_test)
-        torch.manual_seed(dist.get_rank())
-        model.train()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        for _ in range(_STEPS):
-            for batch in on_device(twin.batches, model):
-                loss_of_batch(model, batch)[0].backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return random_sites(model), _replicated(model)
+    def on_rank() -> list[tuple[frozenset[str], dict[str, torch.Tensor]]]:
+        return [_trained(twin.load(config=config, megatron_config=under_test), twin.batches) for config in configs]
 
-    results = run_ranks(on_rank, layout.ranks_per_replica, timeout=timeout, device=device)
-    sites, weights = results[0]
-    return sites, [name for name in weights if any(not torch.equal(weights[name], other[name]) for _, other in results)]
+    results = run_ranks(on_rank, layout.ranks_per_replica, timeout=timeout * len(trials), device=device)
+    return [_outcome([rank[index] for rank in results]) for index in range(len(trials))]
+
+
+def _trained(model: Any, batches: list[dict[str, Any]]) -> tuple[frozenset[str], dict[str, torch.Tensor]]:
+    """Returns where a model drew random numbers, and its replicated weights after some steps."""
+    torch.manual_seed(dist.get_rank())
+    model.train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(_STEPS):
+        for batch in on_device(batches, model):
+            loss_of_batch(model, batch)[0].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return random_sites(model), _replicated(model)
+
+
+def _outcome(ranks: list[tuple[frozenset[str], dict[str, torch.Tensor]]]) -> _Outcome:
+    sites, weights = ranks[0]
+    apart = [name for name in weights if any(not torch.equal(weights[name], other[name]) for _, other in ranks)]
+    return _Outcome(sites, f"replicated weights differ between ranks: {', '.join(apart[:3])}" if apart else "")
 
 
 def _replicated(model: Any) -> dict[str, torch.Tensor]:

@@ -1,6 +1,7 @@
 """A parity case: a tiny twin in one process against the same twin on several ranks."""
 
 import functools
+import math
 import shutil
 import tempfile
 import traceback
@@ -123,26 +124,31 @@ def make_twin(
         setattr(text, name, value)
     length = max(sequence_length, LONG_ROWS.get(config.model_type, 0))
     sizes = {"batch_size": batch_size, "sequence_length": length}
-    best, others = best_draw(lambda draw: _draw(tiny, task, class_name, microbatches, seed + draw, sizes))
+    best, others = best_draw(lambda draw, best: _draw(tiny, task, class_name, microbatches, seed + draw, sizes, best))
     for twin in others:
         twin.delete()
     best.full, best.build_full = full, build_full
     return best
 
 
-def best_draw(draw: Callable[[int], Twin]) -> tuple[Twin, list[Twin]]:
-    """Returns the first of several draws that is well-conditioned, or the best of them; and the others."""
+def best_draw(draw: Callable[[int, float], Twin]) -> tuple[Twin, list[Twin]]:
+    """Returns the first of several draws that is well-conditioned, or the best of them; and the others.
+
+    Args:
+        draw (`Callable`): (number of the draw, the smallest round-off of those before) makes a twin.
+    """
     threads = torch.get_num_threads()
     draws: list[Twin] = []
     try:
         # As ranks compute; several wait for each other longer than they work on tensors of this size.
         torch.set_num_threads(1)
         while len(draws) < _DRAWS and not (draws and draws[-1].reference.round_off <= WELL_CONDITIONED):
-            draws.append(draw(len(draws)))
+            best = min((twin.reference.round_off for twin in draws), default=math.inf)
+            draws.append(draw(len(draws), best))
     finally:
         torch.set_num_threads(threads)
-    best = min(draws, key=lambda twin: twin.reference.round_off)
-    return best, [twin for twin in draws if twin is not best]
+    chosen = min(draws, key=lambda twin: twin.reference.round_off)
+    return chosen, [twin for twin in draws if twin is not chosen]
 
 
 def build(config: PreTrainedConfig, task: str, class_name: str | None = None) -> Any:
@@ -160,7 +166,13 @@ def one_of_each_kind(full: Description) -> frozenset[int]:
 
 
 def _draw(
-    tiny: PreTrainedConfig, task: str, class_name: str | None, microbatches: int, seed: int, sizes: dict[str, Any]
+    tiny: PreTrainedConfig,
+    task: str,
+    class_name: str | None,
+    microbatches: int,
+    seed: int,
+    sizes: dict[str, Any],
+    best: float,
 ) -> Twin:
     torch.manual_seed(seed)
     model = build(tiny, task, class_name).float()
@@ -185,12 +197,12 @@ def _draw(
     else:
         batches = [make_batch(tiny, seed=seed + index, task=task, **sizes) for index in range(microbatches)]
     # Read back, so that both sides start from the same file.
-    return measured(Twin(type(model).__name__, directory, batches, Measurement(0, 0, 0), model.config))
+    return measured(Twin(type(model).__name__, directory, batches, Measurement(0, 0, 0), model.config), best)
 
 
-def measured(twin: Twin) -> Twin:
-    """Returns a twin with its numbers in one process, a fork of this one."""
-    twin.reference = result_of_fork(lambda: take_reference(twin))
+def measured(twin: Twin, best: float = math.inf) -> Twin:
+    """Returns a twin with its numbers in one process, a fork of this one; `best` as in `take_reference`."""
+    twin.reference = result_of_fork(lambda: take_reference(twin, best=best))
     twin.frozen_norms = None
     return twin
 

@@ -12,14 +12,8 @@ from hf_megatron import MegatronConfig, UnverifiedLayoutError
 from hf_megatron.registry import recorded, register_model, registered_types
 from hf_megatron.registry.features import ENDS
 from hf_megatron.registry.lookup import REGISTRY
-from hf_megatron.verify.check import (
-    cases_of,
-    causal_types,
-    features_on_layout,
-    image_types,
-    parse_layouts,
-    task_of_class,
-)
+from hf_megatron.verify.cases import cases_of, causal_types, image_types, task_of_class
+from hf_megatron.verify.check import features_on_layout, parse_layouts
 from hf_megatron.verify.named_models import resolve_config
 from hf_megatron.verify.parity import check_twin
 from hf_megatron.verify.ranks import run_ranks

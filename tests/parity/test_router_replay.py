@@ -13,7 +13,8 @@ from hf_megatron.integrations.gate import ConfigUnderTest
 from hf_megatron.parallel_state import parallel_state
 from hf_megatron.registry import recorded
 from hf_megatron.router_replay import Routing, _Player
-from hf_megatron.verify.check import causal_types, parse_layouts
+from hf_megatron.verify.cases import causal_types
+from hf_megatron.verify.check import parse_layouts
 from hf_megatron.verify.measure import measure
 from hf_megatron.verify.parity import check_twin
 from hf_megatron.verify.ranks import run_ranks

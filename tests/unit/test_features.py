@@ -17,7 +17,7 @@ from hf_megatron.parallelize import plan
 from hf_megatron.registry import recorded
 from hf_megatron.registry.features import COPIES, ENDS, Part, _common_attributes, describe_model, random_sites, silence
 from hf_megatron.tensor_parallel.claims import claim_all
-from hf_megatron.verify.check import causal_types, task_of_class
+from hf_megatron.verify.cases import causal_types, task_of_class
 from hf_megatron.verify.draws import rates, set_rates
 from hf_megatron.verify.measure import Measurement
 from hf_megatron.verify.metric import gradient_errors
