@@ -24,6 +24,7 @@ MAPPED = {"conversion", "model_cards"}
 ORDER = (
     ("cli", "__main__"),
     ("__init__",),
+    ("planner",),
     ("verify",),
     ("integrations",),
     ("conversion",),

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from . import checks, conversion, environment, fuzz, hub, timeline
+from . import checks, conversion, environment, fuzz, hub, planning, timeline
 from .failure import saying_interrupted
 
 app = typer.Typer(
@@ -35,6 +35,7 @@ for command in (
     hub.pull,
 ):
     app.command()(command)
+app.command("dry-run")(planning.dry_run_kinds)
 
 
 def main() -> None:

@@ -78,10 +78,14 @@ class Execution:
         self._groups: dict[Cell, Any] = {}
 
     def run(self, actions: Sequence[Action]) -> None:
-        """Does the actions in order, each by the method of its kind's name, and waits until everything is sent."""
+        """Does the actions in order, and waits until everything is sent."""
         for action in actions:
-            getattr(self, f"_{action.kind.name.lower()}")(action)
+            self.do(action)
         self.transport.flush()
+
+    def do(self, action: Action) -> None:
+        """Does one action, by the method of its kind's name."""
+        getattr(self, f"_{action.kind.name.lower()}")(action)
 
     def _tag(self, stage: int, microbatch: int, backward: bool) -> int:
         return (microbatch * (self._last + 1) + stage) * 2 + backward

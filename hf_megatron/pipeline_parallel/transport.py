@@ -19,7 +19,7 @@ from .crossings import Message
 _HEADER_SIZE = 4096
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.bool)
 # Sends that may be under way: the receiver takes them in order.
-_IN_FLIGHT = 2
+IN_FLIGHT = 2
 
 Shapes = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
@@ -105,7 +105,7 @@ class Transport:
             )
         works = [work for tensor in held for work in self._start(dist.isend, tensor, peer, tag)]
         self._sends.append((works, held))
-        while len(self._sends) > _IN_FLIGHT:
+        while len(self._sends) > IN_FLIGHT:
             self._finish_oldest()
 
     def receive(self, peer: int, tag: int, kind: Hashable) -> Arriving:

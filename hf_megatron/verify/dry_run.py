@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -19,6 +21,7 @@ from ..upstream import allocated_bytes, local_tensor, storage_key
 from .fake_world import FakeWorld, kept_tensors, run_fake_ranks
 from .ranks import run_ranks
 from .step_figures import StepFigures
+from .step_ledger import StepLedger
 
 # The second step finds what the first one has made.
 _STEPS = 2
@@ -66,28 +69,58 @@ def dry_run(
             told apart.
         RankError: the layout does not fit the model or the job; it has the rank's own error.
     """
-    _require_possible(layout, ranks, world_size, batch_size, sequence_length)
-    if unknown := sorted(set(inputs) - _INPUTS.keys()):
-        raise ConfigError(f"dry_run(inputs={unknown}): expected some of {', '.join(_INPUTS)}.")
-    _require_positions(config, sequence_length)
+    sizes = StepSizes(batch_size, sequence_length, dtype, tuple(inputs))
+    require_possible(config, layout, ranks, world_size, sizes)
 
     def on_rank(world: FakeWorld) -> StepFigures:
-        model, optimizer = _model_and_optimizer(config, layout, dtype)
-        with world.running(model) as ledger:
-            ids = torch.zeros(batch_size, sequence_length, dtype=torch.int64)
-            given = {name: make(ids) for name, make in _INPUTS.items() if name in inputs}
-            for _ in range(_STEPS):
-                ledger.begin_step(kept_tensors(model, optimizer))
-                _step(model, optimizer, ids, **given)
-        ledger.figures.parameters = _parameters(model)
-        return ledger.figures
+        return step_figures(world, config, layout, sizes)
 
     return run_fake_ranks(on_rank, ranks, world_size, as_gloo=as_gloo, timeout=timeout)
 
 
-def _require_possible(
-    layout: MegatronConfig, ranks: Sequence[int], world_size: int, batch_size: int, sequence_length: int
+@dataclass(frozen=True)
+class StepSizes:
+    """What a step is given on one dp rank; see `dry_run`."""
+
+    batch_size: int
+    sequence_length: int
+    dtype: torch.dtype = torch.bfloat16
+    inputs: tuple[str, ...] = ()
+
+
+def step_figures(
+    world: FakeWorld,
+    config: PreTrainedConfig,
+    layout: MegatronConfig,
+    sizes: StepSizes,
+    *,
+    watching: Callable[[StepLedger], AbstractContextManager[Any]] = lambda ledger: nullcontext(),
+) -> StepFigures:
+    """Takes steps as one rank of a fake world, and returns the figures of the last.
+
+    Args:
+        watching (`Callable`, *optional*): makes a context around the last step of the ledger that counts it.
+    """
+    model, optimizer = _model_and_optimizer(config, layout, sizes.dtype)
+    with world.running(model) as ledger:
+        ids = torch.zeros(sizes.batch_size, sizes.sequence_length, dtype=torch.int64)
+        given = {name: make(ids) for name, make in _INPUTS.items() if name in sizes.inputs}
+        for step in range(_STEPS):
+            ledger.begin_step(kept_tensors(model, optimizer))
+            with watching(ledger) if step == _STEPS - 1 else nullcontext():
+                _step(model, optimizer, ids, **given)
+    ledger.figures.parameters = _parameters(model)
+    return ledger.figures
+
+
+def require_possible(
+    config: PreTrainedConfig,
+    layout: MegatronConfig,
+    ranks: Sequence[int],
+    world_size: int,
+    sizes: StepSizes,
 ) -> None:
+    """Raises `ConfigError` for arguments of `dry_run` that are out of their ranges."""
     if not isinstance(layout, MegatronConfig):
         raise ConfigError(f"dry_run(layout={layout!r}): expected a MegatronConfig.")
     if layout.offload_optimizer:
@@ -96,9 +129,12 @@ def _require_possible(
         raise ConfigError(f"dry_run(world_size={world_size}): expected 2 ranks or more.")
     if not ranks or not all(0 <= rank < world_size for rank in ranks):
         raise ConfigError(f"dry_run(ranks={list(ranks)}): expected some of 0 to {world_size - 1}.")
-    for name, value in (("batch_size", batch_size), ("sequence_length", sequence_length)):
+    for name, value in (("batch_size", sizes.batch_size), ("sequence_length", sizes.sequence_length)):
         if value < 1:
             raise ConfigError(f"dry_run({name}={value}): expected 1 or more.")
+    if unknown := sorted(set(sizes.inputs) - _INPUTS.keys()):
+        raise ConfigError(f"dry_run(inputs={unknown}): expected some of {', '.join(_INPUTS)}.")
+    _require_positions(config, sizes.sequence_length)
 
 
 def _require_positions(config: PreTrainedConfig, sequence_length: int) -> None:

@@ -46,7 +46,7 @@ _READS = {
     _aten._unique2.default,
 }
 # Where what is allocated outside of a layer belongs, until somebody is found to keep it.
-FORWARD, BACKWARD, STEP = "forward", "backward", "optimizer step"
+MOMENTS = FORWARD, BACKWARD, STEP = "forward", "backward", "optimizer step"
 ACTIVATIONS = "activations of layers"
 
 
@@ -72,7 +72,7 @@ class StepLedger(TorchDispatchMode):
         self.figures = StepFigures()
         self._blocks: dict[int, Block] = {}
         self._bytes: Counter[str] = Counter()
-        self._total = 0
+        self._total = self._most = 0
         self._names = {} if model is None else {id(module): name for name, module in model.named_modules()}
         self._layers = set() if model is None else set(_outermost_layers(model))
         self._calls: Counter[str] = Counter()
@@ -93,6 +93,11 @@ class StepLedger(TorchDispatchMode):
         present = {category: size for category, size in self._bytes.items() if size}
         self.figures = StepFigures(kept=present, peak=self._total, at_peak=present)
 
+    def window(self) -> tuple[int, int]:
+        """Returns the bytes that are there, and the most that were since the last time this was asked."""
+        most, self._most = self._most, self._total
+        return self._total, most
+
     def _enter(self, tensor: Tensor, category: str) -> None:
         """Counts a tensor's storage, or says what one is for that is counted already."""
         block = self._blocks.get(storage_key(tensor))
@@ -112,6 +117,7 @@ class StepLedger(TorchDispatchMode):
     def _grow(self, block: Block, size: int) -> None:
         self._bytes[block.category] += size
         self._total += size
+        self._most = max(self._most, self._total)
         if self._total > self.figures.peak:
             self.figures.peak = self._total
             self.figures.at_peak = {category: size for category, size in self._bytes.items() if size}

@@ -1,0 +1,1 @@
+"""What a parallel run will need, told before it has a cluster."""
