@@ -325,6 +325,10 @@ def make_batch(
         # Rows of their own: a batch of rows times codebooks could not be cut.
         books = [draw_tokens(sequence_length) for _ in range(cast(int, config.num_codebooks))]
         batch["input_ids"] = input_ids = torch.stack(books, 1)
+        # What a prompt's encoder made, without the end of the first one.
+        size = batch_size, 5, cast(int, config.hidden_size)
+        batch["encoder_hidden_states"] = torch.randn(size, generator=generator)
+        batch["encoder_attention_mask"] = (torch.arange(batch_size * 5) != 4).long().view(size[:2])
     if task == "hidden_states":
         return batch
     if task == "classification":
