@@ -200,6 +200,15 @@ def _class_of_text(config: PreTrainedConfig) -> str | None:
     return None if any(map(is_of_images, arguments)) else name
 
 
+def _part_with_causal_class(config: PreTrainedConfig) -> PreTrainedConfig | None:
+    """Returns the part of a config that its type's causal class is made of, where Auto classes do not find it."""
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+    kind = getattr(transformers, name or "", None)
+    if kind is None or "text_config" in config.sub_configs or isinstance(config, kind.config_class):
+        return None
+    return next((part for part in vars(config).values() if isinstance(part, kind.config_class)), None)
+
+
 def cases_of(models: list[str], task: str = "causal", *, given_class: bool = False) -> Iterator[tuple[str, str]]:
     """Yields model types, or names, with the task that each is checked on.
 
@@ -339,6 +348,8 @@ def _check_changed(
         task = "causal"
     elif task == "causal":
         task = default_task(config)
+        if task == "causal" and (part := _part_with_causal_class(config)) is not None:
+            class_name, config = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type], part
     if layers_with_features(config):
         # Those behind which features of images are added lie on the first stage, with one more.
         layers = max(layers, _LAYERS_WITH_FEATURES)
