@@ -62,6 +62,12 @@ class ModelSpec:
         transparent (`tuple[str, ...]`): wrappers inside a layer that only chain norms, dropout and blocks.
         sequence_arguments (`tuple[str, ...]`): arguments of a layer that hold one entry per token, `[batch, sequence,
             ...]`, and are split along the sequence like its hidden states.
+        token_dim (`int`): which dim of hidden states `[batch, sequence, hidden]` or `[sequence, batch, hidden]` has the
+            tokens.
+        whole_arguments (`Mapping[str, str]`): arguments of layers that no part of a sequence can be computed beside ->
+            why.
+        keeps_states (`str`, *optional*): method of the module around the layers that keeps its first argument, the
+            hidden states between them.
         stacks (`tuple[str, ...]`): the layer stacks whose residual stream sequence parallelism splits; empty means
             that they are found by structure.
         plain_linear_classes (`tuple[str, ...]`): subclasses of nn.Linear whose forward is the plain product.
@@ -112,6 +118,9 @@ class ModelSpec:
     token_inputs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     transparent: tuple[str, ...] = ()
     sequence_arguments: tuple[str, ...] = ()
+    token_dim: int = 1
+    whole_arguments: Mapping[str, str] = field(default_factory=dict)
+    keeps_states: str | None = None
     stacks: tuple[str, ...] = ()
     plain_linear_classes: tuple[str, ...] = ()
     no_sequence_parallel: str | None = None
