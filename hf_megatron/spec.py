@@ -74,6 +74,8 @@ class ModelSpec:
         no_sequence_parallel (`str`, *optional*): why the type has no sequence parallelism.
         layers (`str`, *optional*): the module list that a pipeline cuts; by default the one of the class's
             `_no_split_modules`.
+        layer_parts (`tuple[str, ...]`): lists beside `layers` of modules that the loop calls before the one of the same
+            number there, whose output is the layer's; the loop may work on it before the next layer.
         before_layers, after_layers (`tuple[str, ...]`): modules that run before or after the layers although they are
             defined on their other side; parameters of the model itself that are read before them.
         behind_encoder (`tuple[str, ...]`): modules that read what an encoder's layers made before its decoder's layers
@@ -125,6 +127,7 @@ class ModelSpec:
     plain_linear_classes: tuple[str, ...] = ()
     no_sequence_parallel: str | None = None
     layers: str | None = None
+    layer_parts: tuple[str, ...] = ()
     before_layers: tuple[str, ...] = ()
     after_layers: tuple[str, ...] = ()
     behind_encoder: tuple[str, ...] = ()

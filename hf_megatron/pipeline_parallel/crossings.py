@@ -23,6 +23,14 @@ from ..spec import ModelSpec
 _LOGITS, _VALUE, _ARGUMENT, _CONTAINER = "router_logits", "value", "argument", "container"
 
 
+class StageLeft(Exception):
+    """Unwinds a model's forward behind the last layer of a stage that is not the last."""
+
+    def __init__(self, message: "Message"):
+        super().__init__("behind the last layer of a pipeline stage")
+        self.message = message
+
+
 @dataclass(frozen=True)
 class Message:
     """What leaves a stage.
@@ -68,6 +76,8 @@ class Carried:
         returned (`int`): values that each layer spells out where it returns, carried once a loop unpacks them; 0 for a
             tuple of some number, of which a loop reads some by their places.
         decoder (`int`): the first layer of a decoder behind an encoder, 0 without an encoder.
+        through_loop (`bool`): the loop works on hidden states between layers: a stage's first layer gets what it makes
+            of what the stage before sent.
     """
 
     read: frozenset[int] = frozenset()
@@ -76,6 +86,7 @@ class Carried:
     parameters: tuple[tuple[str, ...], ...] = ()
     returned: int = 1
     decoder: int = 0
+    through_loop: bool = False
 
     @property
     def values(self) -> int:
@@ -89,7 +100,7 @@ class Carried:
         counts = {_values_returned(type(layer)) for layer in layers}
         returned = counts.pop() if len(counts) == 1 else 1
         if spec.layer_values == 1 and not spec.early_arguments and not spec.layer_containers and not decoder:
-            return cls(returned=returned)
+            return cls(returned=returned, through_loop=bool(spec.layer_parts))
         parameters = tuple(tuple(inspect.signature(type(layer).forward).parameters)[1:] for layer in layers)
         read = frozenset(range(1, spec.layer_values))
         return cls(read, spec.early_arguments, spec.layer_containers, parameters, returned, decoder)
