@@ -76,6 +76,7 @@ class ModelSpec:
             `_no_split_modules`.
         layer_parts (`tuple[str, ...]`): lists beside `layers` of modules that the loop calls before the one of the same
             number there, whose output is the layer's; the loop may work on it before the next layer.
+        kept_inputs (`tuple[int, ...]`): numbers of the layers whose hidden states the loop keeps for all later layers.
         before_layers, after_layers (`tuple[str, ...]`): modules that run before or after the layers although they are
             defined on their other side; parameters of the model itself that are read before them.
         behind_encoder (`tuple[str, ...]`): modules that read what an encoder's layers made before its decoder's layers
@@ -128,6 +129,7 @@ class ModelSpec:
     no_sequence_parallel: str | None = None
     layers: str | None = None
     layer_parts: tuple[str, ...] = ()
+    kept_inputs: tuple[int, ...] = ()
     before_layers: tuple[str, ...] = ()
     after_layers: tuple[str, ...] = ()
     behind_encoder: tuple[str, ...] = ()

@@ -49,8 +49,7 @@ class StageBoundary(Shared):
     def __init__(self, stages: Stages, carried: Carried):
         self.stages, self.carried = stages, carried
         self.leaving: Callable[[Tensor, int], Tensor] | None = None
-        self.entered = False
-        self.is_filled = False
+        self.entered = self.is_filled = False
         self.owner: Owner | None = None
         self.is_rehearsing = self.is_running = False
         self.stage = 0
@@ -87,8 +86,7 @@ class StageBoundary(Shared):
             return left.message
         finally:
             self._received = self._leaving = self._zeros = None
-            self._crossings = Crossings()
-            self.is_running = False
+            self._crossings, self.is_running = Crossings(), False
             # Outside of a forward an embedding may be asked for by itself.
             entered, self.entered, self.stage = self.entered, False, 0
         if not entered or (stage < len(self.stages.ranges) - 1 and not encodes_alone):
@@ -120,8 +118,7 @@ class StageBoundary(Shared):
                 self._leave_before_decoder(args, kwargs)
         self._encodes = self._encodes or index < decoder
         if index < start:
-            is_last = index == start - 1 and self.carried.through_loop
-            return self._hand_to_loop(args, kwargs) if is_last else self.pass_on(args, kwargs)
+            return self._hand_to_loop(index, start, args, kwargs)
         if index >= stop:
             return self._note_arguments(index, args, kwargs)
         if not self.entered and (index == start or (begins_decoder and not self._encodes)):
@@ -134,6 +131,8 @@ class StageBoundary(Shared):
         for (name, layer), value in self._crossings.arguments.items():
             if layer == index:
                 args, kwargs = self.carried.replaced(index, name, value, args, kwargs)
+        if index in self.carried.kept and not self.is_rehearsing:
+            self._crossings.keep_input(index, args[0])
         output = self.pass_on(args, kwargs) if self.is_rehearsing else call(*args, **kwargs)
         if index == stop - 1 and self.stage < len(self.stages.ranges) - 1:
             return self._leave(index, output, args, kwargs)
@@ -158,9 +157,16 @@ class StageBoundary(Shared):
             return self._zeros
         return (self._zeros, *map(self._crossings.values.get, range(1, self.carried.values)))
 
-    def _hand_to_loop(self, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Returns what the stage before sent as what the last layer before this stage returned."""
-        self.entered, zeros = True, self.pass_on(args, kwargs)
+    def _hand_to_loop(self, index: int, start: int, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Returns zeros for what an earlier stage's layer returned, or that where this stage's loop reads it."""
+        zeros, kept = self.pass_on(args, kwargs), self._crossings.kept_inputs()
+        if not self.carried.through_loop:
+            return zeros
+        if index == 0 and 0 in kept:
+            args[0].copy_(kept[0])  # No layer returns what the loop has of the embedding.
+        if index < start - 1:
+            return kept.get(index + 1, zeros)
+        self.entered = True
         # Loops work on it in place.
         return zeros if self._received is None else self._received.clone()
 

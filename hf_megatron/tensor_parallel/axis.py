@@ -183,7 +183,7 @@ def install(model: Any, state: ParallelState) -> None:
     # A block's hooks are installed after the styles', so that its region wraps what happens inside.
     spec = state.spec
     arguments = {name: spec.token_dims.get(name, SEQUENCE_DIM) for name in spec.sequence_arguments}
-    state.leaving = regions.install(model, arguments, spec.token_inputs, spec.whole_arguments)
+    state.leaving = regions.install(model, arguments, spec.token_inputs, spec.whole_arguments, spec.kept_inputs)
     _keep_whole_states(model, state, regions)
     state.whole_between += [(name, stack.whole_for) for name, stack in regions.stacks.items()]
     if plan.split_mixtures:

@@ -63,6 +63,7 @@ class Regions(Shared):
         arguments: Mapping[str, int],
         token_inputs: Mapping[str, tuple[str, ...]],
         whole: Mapping[str, str] | None = None,
+        whole_before: tuple[int, ...] = (),
     ) -> Callable[[Tensor, str], Tensor] | None:
         """Puts the hooks in their places; returns what ends a stack where a stage ends inside of it.
 
@@ -72,6 +73,7 @@ class Regions(Shared):
             arguments: further arguments of the layers that are split along the sequence -> its dim in them.
             token_inputs: patterns of blocks -> further arguments of theirs that are joined along it.
             whole: arguments of the layers that are refused beside a part of the sequence -> why.
+            whole_before: numbers of the layers before which a loop reads whole hidden states.
         """
         for block, region in self.uniform.items():
             region.install(model.get_submodule(block))
@@ -80,7 +82,7 @@ class Regions(Shared):
             WholeSequenceRegion(self.stacks[name], self.streams, further).install(model.get_submodule(block))
         for name, stack in self.stacks.items():
             layers: Any = model.get_submodule(name)
-            stack.install(layers)
+            stack.install(layers, whole_before)
             owned = list(filter(computes_here, layers))
             for layer in owned:
                 draw_alone(layer, self.streams)

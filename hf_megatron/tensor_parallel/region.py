@@ -105,9 +105,10 @@ class SequenceStack(Shared):
         """Returns which dim of a tensor has its tokens: in what layers hand on, streams may stand before the rows."""
         return self.dims - 3 + self.token_dim if tensor.dim() == self.dims else self.token_dim
 
-    def install(self, layers: nn.ModuleList) -> None:
-        layers[0].register_forward_pre_hook(self._enter, with_kwargs=True)
-        layers[-1].register_forward_hook(self._leave)
+    def install(self, layers: nn.ModuleList, whole_before: tuple[int, ...] = ()) -> None:
+        for first in {0, *whole_before}:
+            layers[first].register_forward_pre_hook(self._enter, with_kwargs=True)
+            layers[first - 1].register_forward_hook(self._leave)  # For 0 it is the last of all.
 
     def require_ends(self, layers: nn.ModuleList, name: str) -> None:
         """Raises `UnsupportedError` where other layers stand at the ends of the stack now."""
@@ -179,8 +180,7 @@ class SequenceStack(Shared):
 
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> Any:
         def gather(hidden_states: Tensor) -> Tensor:
-            self.is_inside = False
-            whole = self._whole(hidden_states)
+            self.is_inside, whole = False, self._whole(hidden_states)
             # A compiled layer recomputes inside its own graph, whose shapes are fixed.
             return whole if torch.compiler.is_compiling() else _RestoreLength.apply(whole, self)
 
