@@ -11,7 +11,7 @@ from hf_megatron import batch_labels, loss
 from hf_megatron.call_targets import losses_of
 from hf_megatron.errors import RankError
 from hf_megatron.integrations.gate import ConfigUnderTest
-from hf_megatron.pipeline_parallel import boundary, stage_parts
+from hf_megatron.pipeline_parallel import boundary, crossings, stage_parts
 from hf_megatron.tensor_parallel import axis, heads, heads_of_rank, region
 from hf_megatron.tensor_parallel.experts import SharedLogits
 from hf_megatron.verify.parity import check_twin
@@ -39,6 +39,8 @@ LAYOUTS = {
     # A loss of each codebook.
     "musicgen_decoder": {"pp_size": 2},
     "musicgen_melody_decoder": {"dp_size": 2},
+    # States that a loop keeps for later layers.
+    "inkling2_text": {"pp_size": 3},
 }
 # Of types that no Auto class knows.
 CLASSES = {"musicgen_decoder": "MusicgenForCausalLM", "musicgen_melody_decoder": "MusicgenMelodyForCausalLM"}
@@ -94,6 +96,10 @@ def targets_of_the_first_codebook():
     batch_labels._name_of = lambda function, labels, args: labels.argument
 
 
+def nothing_kept_but_on_the_first_stage():
+    crossings.Crossings.keep_input = lambda self, layer, hidden_states: None
+
+
 FAULTS = {
     "bitnet": squares_of_one_rank,
     "codegen": parts_without_rounds,
@@ -104,6 +110,7 @@ FAULTS = {
     "cpmant": zeros_as_wide_as_positions,
     "xlnet": states_of_pieces,
     "musicgen_decoder": targets_of_the_first_codebook,
+    "inkling2_text": nothing_kept_but_on_the_first_stage,
 }
 
 
@@ -121,6 +128,17 @@ def test_seeded_faults_are_found(model_type):
         # Some end in an error.
         return
     assert not comparison.passed
+
+
+@pytest.mark.parametrize("layers", range(1, 6))
+def test_kept_states_cross_every_cut(layers):
+    comparison = check_twin(twin("inkling2_text"), ConfigUnderTest(pp_size=2, pipeline_partition=(layers, 6 - layers)))
+    assert comparison.passed, comparison.report()
+
+
+def test_kept_states_are_whole_where_sequences_are_split():
+    comparison = check_twin(twin("inkling2_text"), ConfigUnderTest(tp_size=2, sequence_parallel=True))
+    assert comparison.passed, comparison.report()
 
 
 def test_memory_between_layers_is_of_whole_sequences():
