@@ -163,7 +163,7 @@ class StageBoundary(Shared):
         if not self.carried.through_loop:
             return zeros
         if index == 0 and 0 in kept:
-            args[0].copy_(kept[0])  # No layer returns what the loop has of the embedding.
+            args[0].detach_().copy_(kept[0])  # No layer returns what the loop has of the embedding.
         if index < start - 1:
             return kept.get(index + 1, zeros)
         self.entered = True

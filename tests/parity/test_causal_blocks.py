@@ -141,6 +141,12 @@ def test_kept_states_are_whole_where_sequences_are_split():
     assert comparison.passed, comparison.report()
 
 
+def test_kept_states_have_their_gradient_where_layers_are_recomputed():
+    """What stands for the embedding then asks for a gradient of its own."""
+    comparison = check_twin(twin("inkling2_text"), ConfigUnderTest(pp_size=2, recompute="full"))
+    assert comparison.passed, comparison.report()
+
+
 def test_memory_between_layers_is_of_whole_sequences():
     made = twin("xlnet")
     batch = made.batches[0]
