@@ -163,9 +163,8 @@ def recorded():
         for model_type in draw.sample(sorted({row["model_type"] for row in alike}), count):
             row = draw.choice([row for row in alike if row["model_type"] == model_type])
             layout, method = row["layout"].split(" ")
-            # Some types have a class for text as well.
-            class_name = row["class"] if of_images else None
-            yield pytest.param(model_type, class_name, layout, method, id=f"{model_type} {layout}")
+            # Some types have several classes.
+            yield pytest.param(model_type, row["class"], layout, method, id=f"{model_type} {layout}")
 
 
 @pytest.mark.parametrize(("model_type", "class_name", "layout", "method"), recorded())
