@@ -12,6 +12,7 @@ from hf_megatron import MegatronConfig, UnverifiedLayoutError
 from hf_megatron.registry import recorded, register_model, registered_types
 from hf_megatron.registry.features import ENDS
 from hf_megatron.registry.lookup import REGISTRY
+from hf_megatron.verify import check
 from hf_megatron.verify.check import (
     cases_of,
     causal_types,
@@ -69,6 +70,14 @@ def test_what_must_be_supported_is_recorded():
     both = [name for name in with_plan if passed(name, "tp") and passed(name, "tp+sp")]
     # transformers 5.21 has 96 of them.
     assert len(with_plan) >= 95 and len(both) >= 80
+
+
+def test_a_causal_class_may_be_made_of_a_part_of_its_types_config():
+    whole = CONFIG_MAPPING["musicgen"]()
+    assert check._part_with_causal_class(whole) is whole.decoder
+    # Auto classes find a text config, and most classes take their type's.
+    assert check._part_with_causal_class(CONFIG_MAPPING["gemma3"]()) is None
+    assert check._part_with_causal_class(CONFIG_MAPPING["llama"]()) is None
 
 
 def test_causal_types_that_were_split_also_share_rows_or_are_refused_by_name():
