@@ -11,6 +11,7 @@ A loss that cannot be normalised so is refused: one that sums its terms by itsel
 import inspect
 from collections.abc import Callable, Mapping
 from functools import cache
+from types import EllipsisType
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .auxiliary_loss import router_losses_of
-from .call_targets import LABELS, is_target, scalar
+from .call_targets import LABELS, is_target, of_codebook, scalar
 from .errors import UnsupportedError
 from .loss import BatchLoss
 from .parts import is_marked, is_of_checked_library
@@ -60,6 +61,9 @@ def _divergences(values: Mapping[str, Any]) -> Tensor:
     return _entries(values)
 
 
+# Dims of labels `[batch, sequence, codebooks]`.
+_WITH_CODEBOOKS = 3
+
 # Loss function -> counts what its mean is divided by.
 _MEANS: Mapping[Callable[..., Tensor], Callable[[Mapping[str, Any]], Tensor]] = {
     F.cross_entropy: _classes,
@@ -93,7 +97,16 @@ class BatchLabels(Tensor):
         is_room = function is Tensor.new_zeros and given and result.dim() > given[0].dim()
         if not given or not (function in _FOLLOWED or is_room):
             return result
-        return know_batch(result, given[0].batch, given[0].argument)
+        return know_batch(result, given[0].batch, _name_of(function, given[0], args))
+
+
+def _name_of(function: Any, labels: BatchLabels, args: tuple) -> str:
+    """Names what a function makes of labels `[batch, sequence, codebooks]`: those of one codebook, or of all."""
+    if function is Tensor.__getitem__ and type(args[1]) is tuple:
+        match args[1]:
+            case (EllipsisType(), int(book)) if labels.dim() == _WITH_CODEBOOKS:
+                return of_codebook(labels.argument, book % labels.shape[-1])
+    return labels.argument
 
 
 def know_batch(value: Any, batch: BatchLoss, name: str = "labels") -> Any:

@@ -4,7 +4,8 @@
     start_positions, end_positions              those inside of the row: classes ignore others
     next_sentence_label, sentence_order_label   those that are not ignored
 
-A name stands for one loss: that of BERT's pretraining has two, each with a number of terms of its own.
+A name stands for one loss: that of BERT's pretraining has two, each with a number of terms of its own. Labels of
+several codebooks may have a loss for each, of `labels.0` and so on.
 """
 
 from collections.abc import Mapping
@@ -19,6 +20,8 @@ LABELS = ("labels", "shift_labels")
 POSITIONS = ("start_positions", "end_positions")
 OF_SENTENCES = ("next_sentence_label", "sentence_order_label")
 _TOKENS = 1
+# Dims of labels `[batch, sequence, codebooks]`.
+_WITH_CODEBOOKS = 3
 
 
 def is_target(name: str) -> bool:
@@ -60,11 +63,33 @@ def losses_of(arguments: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(found)
 
 
+def with_codebooks(arguments: Mapping[str, Any]) -> tuple[str, ...]:
+    """Names what `losses_of(arguments)` does, and the labels of each codebook where they are of several."""
+    names = losses_of(arguments)
+    given = [arguments[name] for name in LABELS if isinstance(arguments.get(name), Tensor)]
+    if not given or given[0].dim() != _WITH_CODEBOOKS or given[0].is_floating_point():
+        return names
+    return (*names, *(of_codebook("labels", book) for book in range(given[0].shape[-1])))
+
+
+def of_codebook(name: str, book: int) -> str:
+    """Names the labels of one codebook among those of a name."""
+    return f"{name}.{book}"
+
+
+def name_of_all(name: str) -> str:
+    """Names the labels of all codebooks that those of a name are among, or are."""
+    return name.partition(".")[0]
+
+
 def count_terms(name: str, arguments: Mapping[str, Any], *, shifts: bool) -> Tensor:
-    """Counts the terms, a scalar, of the loss of one of `losses_of(arguments)`."""
+    """Counts the terms, a scalar, of the loss of one of `with_codebooks(arguments)`."""
     ignore_index = arguments.get("ignore_index", IGNORE_INDEX)
+    name, _, book = name.partition(".")
     if name == "labels":
-        given = (arguments.get(label) for label in LABELS)
+        given = [arguments.get(label) for label in LABELS]
+        if book:
+            given = [None if labels is None else labels[..., int(book)] for labels in given]
         return count_targets(targets_of(*given, shifts=shifts, ignore_index=ignore_index), ignore_index)
     if name in POSITIONS:
         return (arguments[name] < row_length(arguments)).sum()

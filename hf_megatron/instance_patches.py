@@ -38,6 +38,10 @@ INSTANCE_PATCHES: Mapping[str, InstancePatch] = {
         "sees whole hidden states where layers see this rank's part of a sequence",
         "transformers splits sequences of such models, or takes features of images as arguments of layers",
     ),
+    "cache_mem": InstancePatch(
+        "keeps whole hidden states where layers have this rank's part of a sequence (XLNet's memory)",
+        "transformers keeps no hidden states between layers outside of `capture_outputs`",
+    ),
     "num_parameters": InstancePatch(
         "counts what this rank's stages hold", "always: a rank holds the parameters of its stages"
     ),

@@ -24,16 +24,18 @@ class LayerRow:
     Args:
         lists (`tuple[str, ...]`): names of the module lists.
         lengths (`tuple[int, ...]`): layers of each.
+        parts (`tuple[str, ...]`): lists of further modules of each layer, which a loop calls before it.
     """
 
     lists: tuple[str, ...]
     lengths: tuple[int, ...]
+    parts: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, model: Any, spec: ModelSpec, field: str) -> "LayerRow":
         """Finds a model's; raises as `find_layers`."""
         lists = _lists_of_both(model, field) if model.config.is_encoder_decoder else (find_layers(model, spec, field),)
-        return cls(lists, tuple(len(model.get_submodule(name)) for name in lists))
+        return cls(lists, tuple(len(model.get_submodule(name)) for name in lists), spec.layer_parts)
 
     @property
     def decoder(self) -> int:
@@ -46,13 +48,18 @@ class LayerRow:
         found = zip(self.lists, self.lengths, strict=True)
         return tuple(f"{name}.{index}" for name, length in found for index in range(length))
 
+    def parts_of(self, layer: int) -> tuple[str, ...]:
+        """Names all modules of a layer, in their order."""
+        return (*(f"{name}.{layer}" for name in self.parts), self.names[layer])
+
     def list_of(self, layer: int) -> str:
         """Names the list of a layer."""
         return self.lists[int(0 < self.decoder <= layer)]
 
     def layer_of(self, name: str) -> int | None:
         """Returns which layer a module or parameter belongs to, if any."""
-        for number, layers in enumerate(self.lists):
+        numbered = [*enumerate(self.lists), *((0, parts) for parts in self.parts)]
+        for number, layers in numbered:
             if name.startswith(f"{layers}."):
                 return sum(self.lengths[:number]) + int(name.removeprefix(f"{layers}.").partition(".")[0])
         return None

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .call_targets import count_targets, count_terms, losses_of, scalar
+from .call_targets import count_targets, count_terms, losses_of, name_of_all, scalar, with_codebooks
 from .communication.averaged_gradients import average_over_ranks, mean_over_ranks, sum_over_ranks
 from .errors import UnsupportedError
 from .mesh import ParallelMesh
@@ -203,7 +203,7 @@ class BatchLoss(Shared):
     def divisor_of_share(self, name: str) -> Tensor | float:
         """Returns what a sum over the microbatch's targets is divided by, and notes that it was asked for."""
         assert self.share is not None
-        self.used.add(name)
+        self.used.add(name_of_all(name))
         return self.share.targets[name]
 
     def require_terms(self, terms: Tensor, name: str) -> None:
@@ -218,7 +218,7 @@ class BatchLoss(Shared):
                 f"A loss of {name}, which a pipeline cannot count. Compute the loss from the outputs."
             )
         expected = self._terms(name, share.arguments)
-        if share.is_probe and name == "labels" and terms != expected and self.shifts is not None:
+        if share.is_probe and name_of_all(name) == "labels" and terms != expected and self.shifts is not None:
             # A class that writes its loss out says nowhere else whether it shifts its labels.
             shifted = count_terms(name, share.arguments, shifts=not self.shifts)
             self.shifts ^= bool(terms == shifted)
@@ -257,9 +257,9 @@ class BatchLoss(Shared):
         divided = self.is_spread and (over_ranks or self._together or given is not None)
         factor = self.mesh.dp_size if divided else 1
         known = {"labels": given / factor} if given is not None and self.divides_itself else {}
-        names = losses_of(arguments)
-        if len(known) == len(names) and (not divided or self.auxiliary == "batch"):
+        if len(known) == len(losses_of(arguments)) and (not divided or self.auxiliary == "batch"):
             return known, rows
+        names = with_codebooks(arguments)
         terms = [self._terms(name, arguments).float() for name in names]
         counts = torch.stack([*terms, scalar(rows, terms[0].device).float()])
         if divided:

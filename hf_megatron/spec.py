@@ -62,12 +62,21 @@ class ModelSpec:
         transparent (`tuple[str, ...]`): wrappers inside a layer that only chain norms, dropout and blocks.
         sequence_arguments (`tuple[str, ...]`): arguments of a layer that hold one entry per token, `[batch, sequence,
             ...]`, and are split along the sequence like its hidden states.
+        token_dim (`int`): which dim of hidden states `[batch, sequence, hidden]` or `[sequence, batch, hidden]` has the
+            tokens.
+        whole_arguments (`Mapping[str, str]`): arguments of layers that no part of a sequence can be computed beside ->
+            why.
+        keeps_states (`str`, *optional*): method of the module around the layers that keeps its first argument, the
+            hidden states between them.
         stacks (`tuple[str, ...]`): the layer stacks whose residual stream sequence parallelism splits; empty means
             that they are found by structure.
         plain_linear_classes (`tuple[str, ...]`): subclasses of nn.Linear whose forward is the plain product.
         no_sequence_parallel (`str`, *optional*): why the type has no sequence parallelism.
         layers (`str`, *optional*): the module list that a pipeline cuts; by default the one of the class's
             `_no_split_modules`.
+        layer_parts (`tuple[str, ...]`): lists beside `layers` of modules that the loop calls before the one of the same
+            number there, whose output is the layer's; the loop may work on it before the next layer.
+        kept_inputs (`tuple[int, ...]`): numbers of the layers whose hidden states the loop keeps for all later layers.
         before_layers, after_layers (`tuple[str, ...]`): modules that run before or after the layers although they are
             defined on their other side; parameters of the model itself that are read before them.
         behind_encoder (`tuple[str, ...]`): modules that read what an encoder's layers made before its decoder's layers
@@ -112,10 +121,15 @@ class ModelSpec:
     token_inputs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     transparent: tuple[str, ...] = ()
     sequence_arguments: tuple[str, ...] = ()
+    token_dim: int = 1
+    whole_arguments: Mapping[str, str] = field(default_factory=dict)
+    keeps_states: str | None = None
     stacks: tuple[str, ...] = ()
     plain_linear_classes: tuple[str, ...] = ()
     no_sequence_parallel: str | None = None
     layers: str | None = None
+    layer_parts: tuple[str, ...] = ()
+    kept_inputs: tuple[int, ...] = ()
     before_layers: tuple[str, ...] = ()
     after_layers: tuple[str, ...] = ()
     behind_encoder: tuple[str, ...] = ()

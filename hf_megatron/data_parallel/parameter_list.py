@@ -27,5 +27,7 @@ class ParameterList:
         if self._holders is None:
             self.scan()
         assert self._holders is not None
-        found = {id(p): p for holder in self._holders for p in holder.values() if p is not None}
+        values = (value for holder in self._holders for value in holder.values() if value is not None)
+        # A head on the first stage may have the tied weight, and its bias elsewhere.
+        found = {id(value): value for value in values if not is_absent(value)}
         return list(found.values())

@@ -83,6 +83,8 @@ def find_around(model: Any, row: LayerRow, spec: ModelSpec) -> AroundLayers:
             full_name = f"{prefix}.{name}" if prefix else name
             if name in names_on_path:
                 passed.add(name)
+            elif full_name in row.parts:
+                continue
             elif has_parameters(child):
                 # Some classes define their head first, which is not always one of tokens.
                 is_head = any(module is head for module in child.modules()) or (beside_base and not prefix)
@@ -157,6 +159,18 @@ def drop_ties(model: Any, absent: Collection[str], around: AroundLayers, layers:
     here = [name for name in ties if side_of(name, around.before, around.after) not in absent]
     kept = {name: ties[name] for name in here if not name.startswith(inside)}
     model.all_tied_weights_keys = model._tied_weights_keys = kept
+
+
+def put_head_last(model: nn.Module, layers: str) -> None:
+    """Has a head that a class defines first follow the layers: a weight tied to it has one name on all stages then."""
+    on_path = layers.partition(".")[0]
+    names = list(model._modules)
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    first = names[: names.index(on_path)]
+    for name in first:
+        child = model._modules[name]
+        if child is not None and any(module is head for module in child.modules()):
+            model._modules[name] = model._modules.pop(name)
 
 
 def side_of(name: str, before: list[str], after: list[str]) -> str:

@@ -23,22 +23,14 @@ from ..absent_weights import Owner, zeros_for_absent
 from ..errors import PlanError, UnsupportedError
 from ..patch_ledger import Shared
 from ..upstream import recorded_outputs, share_memory
-from .crossings import Carried, Crossings, Message
+from .crossings import Carried, Crossings, Message, StageLeft
 from .partition import Stages
-from .passed_on import PassedOn
+from .passed_on import PassedOn, version_of
 
 HIDDEN_STATES = "hidden_states"
 # What an encoder made, which every layer of its decoder reads.
 ENCODED = "encoder_hidden_states"
 ROUTER_LOGITS = "router_logits"
-
-
-class StageLeft(Exception):
-    """Unwinds a model's forward behind the last layer of a stage that is not the last."""
-
-    def __init__(self, message: Message):
-        super().__init__("behind the last layer of a pipeline stage")
-        self.message = message
 
 
 class StageBoundary(Shared):
@@ -57,8 +49,7 @@ class StageBoundary(Shared):
     def __init__(self, stages: Stages, carried: Carried):
         self.stages, self.carried = stages, carried
         self.leaving: Callable[[Tensor, int], Tensor] | None = None
-        self.entered = False
-        self.is_filled = False
+        self.entered = self.is_filled = False
         self.owner: Owner | None = None
         self.is_rehearsing = self.is_running = False
         self.stage = 0
@@ -95,8 +86,7 @@ class StageBoundary(Shared):
             return left.message
         finally:
             self._received = self._leaving = self._zeros = None
-            self._crossings = Crossings()
-            self.is_running = False
+            self._crossings, self.is_running = Crossings(), False
             # Outside of a forward an embedding may be asked for by itself.
             entered, self.entered, self.stage = self.entered, False, 0
         if not entered or (stage < len(self.stages.ranges) - 1 and not encodes_alone):
@@ -118,7 +108,7 @@ class StageBoundary(Shared):
 
     def pass_layer(self, index: int, call: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """Calls layer `index` as the present stage has to: not at all, on what was received, or as the last."""
-        self._require_running()
+        self.require_running()
         (start, stop), decoder = self.stages.ranges[self.stage], self.carried.decoder
         begins_decoder = 0 < decoder == index
         if begins_decoder:
@@ -128,7 +118,7 @@ class StageBoundary(Shared):
                 self._leave_before_decoder(args, kwargs)
         self._encodes = self._encodes or index < decoder
         if index < start:
-            return self.pass_on(args, kwargs)
+            return self._hand_to_loop(index, start, args, kwargs)
         if index >= stop:
             return self._note_arguments(index, args, kwargs)
         if not self.entered and (index == start or (begins_decoder and not self._encodes)):
@@ -141,6 +131,8 @@ class StageBoundary(Shared):
         for (name, layer), value in self._crossings.arguments.items():
             if layer == index:
                 args, kwargs = self.carried.replaced(index, name, value, args, kwargs)
+        if index in self.carried.kept and not self.is_rehearsing:
+            self._crossings.keep_input(index, args[0])
         output = self.pass_on(args, kwargs) if self.is_rehearsing else call(*args, **kwargs)
         if index == stop - 1 and self.stage < len(self.stages.ranges) - 1:
             return self._leave(index, output, args, kwargs)
@@ -151,7 +143,7 @@ class StageBoundary(Shared):
 
         Behind them comes what the last layer of the stage before returned besides hidden states.
         """
-        self._require_running()
+        self.require_running()
         if self._zeros is None:
             zeros = zeros_for_absent(args[0] if args else kwargs[HIDDEN_STATES])
             # What an encoder returns has to have all of its dims.
@@ -160,10 +152,23 @@ class StageBoundary(Shared):
             if isinstance(self._zeros, PassedOn) and self.is_rehearsing:
                 self._zeros.unpacked = self._unpack
                 self._zeros.reads = None if self.carried.returned == 1 else self._read
-            self._version = _version(self._zeros)
+            self._version = version_of(self._zeros)
         if self.carried.values == 1 or (self.is_rehearsing and self._reads_places):
             return self._zeros
         return (self._zeros, *map(self._crossings.values.get, range(1, self.carried.values)))
+
+    def _hand_to_loop(self, index: int, start: int, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Returns zeros for what an earlier stage's layer returned, or that where this stage's loop reads it."""
+        zeros, kept = self.pass_on(args, kwargs), self._crossings.kept_inputs()
+        if not self.carried.through_loop:
+            return zeros
+        if index == 0 and 0 in kept:
+            args[0].detach_().copy_(kept[0])  # No layer returns what the loop has of the embedding.
+        if index < start - 1:
+            return kept.get(index + 1, zeros)
+        self.entered = True
+        # Loops work on it in place.
+        return zeros if self._received is None else self._received.clone()
 
     def _unpack(self) -> tuple | None:
         """Carries all that layers return from now on, if they say how many values that are."""
@@ -216,7 +221,8 @@ class StageBoundary(Shared):
             return {name: torch.zeros(()) for name in self.carried.arguments if name in parameters}
         return {name: value for (name, _), value in self._crossings.arguments.items() if name in parameters}
 
-    def _require_running(self) -> None:
+    def require_running(self) -> None:
+        """Raises `UnsupportedError` outside of a pipelined forward."""
         if not self.is_running:
             raise UnsupportedError(
                 "A part of a pipelined model was called by itself: its layers lie on several ranks. Call the whole "
@@ -231,7 +237,7 @@ class StageBoundary(Shared):
         if self.is_rehearsing:
             # A view of all of it is it; later, the first row may stand for a tuple's first entry.
             is_same = is_same and found.shape == zeros.shape and found.stride() == zeros.stride()
-        if not is_same or _version(zeros) != self._version:
+        if not is_same or version_of(zeros) != self._version:
             raise UnsupportedError(
                 f"The model's loop changes hidden states between its layers {index - 1} and {index}, where the "
                 "pipeline is cut. Cut elsewhere with pipeline_partition, or load it with pp_size=1."
@@ -292,8 +298,3 @@ class StageBoundary(Shared):
         if self._leaving is None:
             raise StageLeft(Message(()))
         raise StageLeft(self._crossings.message(self._leaving))
-
-
-def _version(tensor: Tensor) -> int:
-    """Counts the edits of a tensor of any shape; of one that was made in inference mode nobody counts them."""
-    return 0 if tensor.is_inference() else tensor._version

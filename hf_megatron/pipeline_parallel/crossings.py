@@ -20,7 +20,17 @@ from torch import Tensor, nn
 from ..errors import UnsupportedError
 from ..spec import ModelSpec
 
+# What a loop keeps for later layers is a container of no layer's.
+_KEPT = "kept by the loop"
 _LOGITS, _VALUE, _ARGUMENT, _CONTAINER = "router_logits", "value", "argument", "container"
+
+
+class StageLeft(Exception):
+    """Unwinds a model's forward behind the last layer of a stage that is not the last."""
+
+    def __init__(self, message: "Message"):
+        super().__init__("behind the last layer of a pipeline stage")
+        self.message = message
 
 
 @dataclass(frozen=True)
@@ -68,6 +78,9 @@ class Carried:
         returned (`int`): values that each layer spells out where it returns, carried once a loop unpacks them; 0 for a
             tuple of some number, of which a loop reads some by their places.
         decoder (`int`): the first layer of a decoder behind an encoder, 0 without an encoder.
+        through_loop (`bool`): the loop works on hidden states between layers: a stage's first layer gets what it makes
+            of what the stage before sent.
+        kept (`frozenset[int]`): layers whose input the loop keeps for all later ones.
     """
 
     read: frozenset[int] = frozenset()
@@ -76,6 +89,8 @@ class Carried:
     parameters: tuple[tuple[str, ...], ...] = ()
     returned: int = 1
     decoder: int = 0
+    through_loop: bool = False
+    kept: frozenset[int] = frozenset()
 
     @property
     def values(self) -> int:
@@ -89,7 +104,8 @@ class Carried:
         counts = {_values_returned(type(layer)) for layer in layers}
         returned = counts.pop() if len(counts) == 1 else 1
         if spec.layer_values == 1 and not spec.early_arguments and not spec.layer_containers and not decoder:
-            return cls(returned=returned)
+            through_loop = bool(spec.layer_parts or spec.kept_inputs)
+            return cls(returned=returned, through_loop=through_loop, kept=frozenset(spec.kept_inputs))
         parameters = tuple(tuple(inspect.signature(type(layer).forward).parameters)[1:] for layer in layers)
         read = frozenset(range(1, spec.layer_values))
         return cls(read, spec.early_arguments, spec.layer_containers, parameters, returned, decoder)
@@ -206,6 +222,14 @@ class Crossings:
         for (owner, key), entry in self.entries.items():
             if owner == name:
                 container[key] = entry
+
+    def keep_input(self, layer: int, hidden_states: Tensor) -> None:
+        """Keeps the input of a layer, `[batch, sequence, hidden]`, for the loops of later stages."""
+        self.entries[_KEPT, layer] = hidden_states
+
+    def kept_inputs(self) -> dict[int, Tensor]:
+        """Returns what loops of earlier stages kept, by the layer that it is the input of."""
+        return {key: entry for (owner, key), entry in self.entries.items() if owner == _KEPT}
 
     def drop_arguments_before(self, layer: int) -> None:
         """Forgets what no layer from this one on is given."""

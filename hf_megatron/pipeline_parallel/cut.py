@@ -17,12 +17,22 @@ from ..layer_list import LayerRow
 from ..mixed_class import stand_around
 from ..spec import ModelSpec
 from .absent_images import ForeignPrefix, ForeignTower, StagedPrefix, call_in_first_stage, required_images
-from .around_layers import drop_ties, find_around, find_beside, find_tied, find_tied_before, find_towers, has_parameters
+from .around_layers import (
+    drop_ties,
+    find_around,
+    find_beside,
+    find_tied,
+    find_tied_before,
+    find_towers,
+    has_parameters,
+    put_head_last,
+)
 from .boundary import StageBoundary
 from .crossings import Carried
 from .cuttable import require_cuttable, require_schedule
+from .layers_in_parts import stand_for_parts
 from .partition import Stages
-from .placeholder import Placeholder, first_dtype
+from .placeholder import Placeholder, first_dtype, replace_module
 from .shared_layers import find_shared, hold_shared
 from .stage_counts import make_stages, require_features_on_first_stage
 from .stage_parts import (
@@ -87,7 +97,8 @@ class Cut:
         Args:
             known: names of the weights that were laid out, when the model was loaded or with an adapter.
         """
-        parts = tuple(f"{name}." for name in (*self.layers.lists, *self.before, *self.between, *self.after))
+        lists = *self.layers.lists, *self.layers.parts
+        parts = tuple(f"{name}." for name in (*lists, *self.before, *self.between, *self.after))
         for name, parameter in model.named_parameters():
             if parameter.requires_grad and name not in known and not name.startswith(parts):
                 raise UnsupportedError(
@@ -99,7 +110,7 @@ class Cut:
     def modules_of(self, model: nn.Module, stage: int) -> list[nn.Module]:
         """Lists the modules with parameters of one of this rank's stages."""
         start, stop = self.boundary.stages.ranges[stage]
-        names = [*self.layers.names[start:stop]]
+        names = [name for layer in range(start, stop) for name in self.layers.parts_of(layer)]
         if stage == 0:
             names = [*self.before, *names]
         if start < self.layers.decoder <= stop:
@@ -152,8 +163,9 @@ def cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> Cut:
     row = LayerRow.of(model, spec, "pp_size")
     layers = [model.get_submodule(name) for name in row.names]
     require_schedule(spec, config, axes, layers[row.decoder :] if row.decoder else [])
-    _put_head_last(model, row.lists[0])
-    stages = make_stages(model, layers, config)
+    put_head_last(model, row.lists[0])
+    in_parts = [nn.ModuleList(map(model.get_submodule, row.parts_of(layer))) for layer in range(len(layers))]
+    stages = make_stages(model, in_parts if row.parts else layers, config)
     require_features_on_first_stage(model, stages)
     boundary = StageBoundary(stages, Carried.of(spec, layers, row.decoder))
     mixes_documents = scales_by_length(model.config) or bool(find_whole_blocks(model, spec, row.lists[-1]))
@@ -180,19 +192,20 @@ def cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> Cut:
 
     away: dict[str, nn.Module] = {}
     for index, (name, layer) in enumerate(zip(row.names, layers, strict=True)):
-        if stages.stage_of_layer(index) in owned:
+        place = None if stages.stage_of_layer(index) in owned else _place(stages, stages.stage_of_layer(index))
+        if place is None:
             stand_around(layer, StagedLayer, _stage_boundary=boundary, _layer_index=index)
         else:
-            place = _place(stages, stages.stage_of_layer(index))
-            _replace(model, name, ForeignLayer(layer, place, boundary, index))
+            replace_module(model, name, ForeignLayer(layer, place, boundary, index))
             away[name] = layer
+        away |= stand_for_parts(model, row.parts_of(index)[:-1], index, boundary, place)
     hold_shared(model, row, away, set(shared_layers.values()))
     towers = find_towers(model)
     for module_name in before:
         module = model.get_submodule(module_name)
         if module_name in towers:
             if not holds_first:
-                _replace(model, module_name, ForeignTower(module_name, module, _place(stages, 0), boundary))
+                replace_module(model, module_name, ForeignTower(module_name, module, _place(stages, 0), boundary))
             elif required_images(model.forward):
                 # Other forwards leave it out in later stages of this rank, which get no images.
                 call_in_first_stage(module, boundary)
@@ -201,7 +214,7 @@ def cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> Cut:
             if holds_first:
                 stand_around(module, StagedPrefix, _stage_boundary=boundary)
             else:
-                _replace(model, module_name, ForeignPrefix(module_name, module, _place(stages, 0), boundary))
+                replace_module(model, module_name, ForeignPrefix(module_name, module, _place(stages, 0), boundary))
             continue
         if module_name in spec.on_all_stages and holds_first:
             continue
@@ -216,7 +229,7 @@ def cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> Cut:
             stand_around(module, StagedInput, _stage_boundary=boundary, _name=module_name, _width=width)
         else:
             standing = ForeignPositions if module_name in spec.on_all_stages else ForeignInput
-            _replace(model, module_name, standing(module_name, module, _place(stages, 0), boundary))
+            replace_module(model, module_name, standing(module_name, module, _place(stages, 0), boundary))
     if changing := [name for name in between if convolves(model.get_submodule(name))]:
         raise UnsupportedError(
             f"MegatronConfig.pp_size = {config.pp_size}: {changing[0]} of {type(model).__name__} changes the length of "
@@ -228,10 +241,10 @@ def cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> Cut:
         if stage in owned:
             stand_around(module, StagedBetween, _stage_boundary=boundary, _stage=stage, _width=output_width(module))
         else:
-            _replace(model, module_name, ForeignBetween(module_name, module, _place(stages, stage), boundary))
+            replace_module(model, module_name, ForeignBetween(module_name, module, _place(stages, stage), boundary))
     for module_name in after if not holds_last else ():
         module, place = model.get_submodule(module_name), _place(stages, len(stages.ranges) - 1)
-        _replace(model, module_name, ForeignOutput(module_name, module, place, boundary))
+        replace_module(model, module_name, ForeignOutput(module_name, module, place, boundary))
     absent = {side for side, is_held in (("before", holds_first), ("after", holds_last)) if not is_held}
     if absent or away:
         drop_ties(model, absent, around, away)
@@ -248,18 +261,6 @@ def cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> Cut:
         MappingProxyType(tied | tied_before | shared_layers),
     )
     return Cut(boundary, row, *parts, holds_first, mixes_documents)
-
-
-def _put_head_last(model: nn.Module, layers: str) -> None:
-    """Has a head that a class defines first follow the layers: a weight tied to it has one name on all stages then."""
-    on_path = layers.partition(".")[0]
-    names = list(model._modules)
-    head = model.get_output_embeddings()  # type: ignore[operator]
-    first = names[: names.index(on_path)]
-    for name in first:
-        child = model._modules[name]
-        if child is not None and any(module is head for module in child.modules()):
-            model._modules[name] = model._modules.pop(name)
 
 
 def _can_be_held(model: nn.Module, target: str, source: str, before: list[str]) -> bool:
@@ -289,8 +290,3 @@ def _take_away(model: nn.Module, weight: str) -> torch.Tensor:
     # Nor one to draw weights for.
     owner._is_hf_initialized = True  # type: ignore[assignment]
     return parameter
-
-
-def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
-    owner, _, leaf = name.rpartition(".")
-    setattr(model.get_submodule(owner), leaf, module)

@@ -23,6 +23,11 @@ def require_cuttable(model: Any, spec: ModelSpec | None, config: MegatronConfig)
             f"MegatronConfig.pp_size = {config.pp_size}: model type {spec.model_type!r} cannot be cut: "
             f"{spec.no_pipeline}"
         )
+    if spec is not None and spec.kept_inputs and config.sequence_parallel:
+        raise UnsupportedError(
+            f"MegatronConfig.pp_size = {config.pp_size} with sequence_parallel=True: the loop of model type "
+            f"{spec.model_type!r} keeps whole hidden states for later layers. Set sequence_parallel=False."
+        )
     if model.main_input_name != _TOKENS and not (reads_media(model) or model.config.is_encoder_decoder):
         raise UnsupportedError(
             f"MegatronConfig.pp_size = {config.pp_size}: {type(model).__name__} takes {model.main_input_name}, and a "

@@ -233,3 +233,9 @@ def names_in(part: str, names: Collection[str]) -> set[str]:
     """Returns what names of a module's weights are called in one of its parts."""
     prefix = f"{part}." if part else ""
     return {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
+
+
+def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Puts a module in the place of a model's of this name."""
+    owner, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(owner), leaf, module)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ..batch_labels import with_known_targets
-from ..call_targets import losses_of, with_every_label
+from ..call_targets import losses_of, with_codebooks, with_every_label
 from ..data_parallel.fully_sharded import reshard
 from ..errors import MegatronError, UnsupportedError
 from ..loss import Share
@@ -104,7 +104,7 @@ class Rehearsal(Shared):
         devices = [self.mesh.device] if self.mesh.device.type == "cuda" else []
         with torch.random.fork_rng(devices), quiet_autocast(), self.cut.boundary.rehearsing():
             for stage in self.cut.boundary.stages.of_rank(self.mesh.pp_rank):
-                with self.loss.over(Share(dict.fromkeys(losses_of(plain), 1.0), 1.0, plain, is_probe=True)):
+                with self.loss.over(Share(dict.fromkeys(with_codebooks(plain), 1.0), 1.0, plain, is_probe=True)):
                     seen = self._images.arguments(part, stage, is_probe=True)
                     output = self.cut.boundary.run(stage, None, functools.partial(self._forward, **seen))
                     if stage == len(self.cut.boundary.stages.ranges) - 1 and not is_read:

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from ..absent_weights import AbsentTensor, Owner, as_parameter, is_absent
 from ..errors import UnsupportedError
 from ..mixed_class import stand_around
+from .layers_in_parts import StagedPart
 from .placeholder import Placeholder, names_in
 from .stage_parts import StagedInput, StagedLayer, output_width
 
-_STANDING = (Placeholder, StagedLayer, StagedInput)
+_STANDING = (Placeholder, StagedLayer, StagedPart, StagedInput)
 
 
 def _take_place(owner: nn.Module, name: str, module: nn.Module | None) -> nn.Module | None:
@@ -37,8 +38,9 @@ def _take_place(owner: nn.Module, name: str, module: nn.Module | None) -> nn.Mod
         list_absent_weights(placeholder, [weight for weight, _ in module.named_parameters()])
         return placeholder
     kept: dict[str, Any] = {"_stage_boundary": before._stage_boundary}
-    if isinstance(before, StagedLayer):
-        stand_around(module, StagedLayer, **kept, _layer_index=before._layer_index)
+    if isinstance(before, StagedLayer | StagedPart):
+        standing = StagedLayer if isinstance(before, StagedLayer) else StagedPart
+        stand_around(module, standing, **kept, _layer_index=before._layer_index)
     else:
         stand_around(module, StagedInput, **kept, _name=before._name, _width=output_width(module))
     return None

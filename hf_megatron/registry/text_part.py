@@ -33,6 +33,7 @@ _EACH = (
     "on_all_stages",
     "whole_blocks",
     "layer_parameters",
+    "layer_parts",
 )
 
 

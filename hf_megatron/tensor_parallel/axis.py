@@ -166,7 +166,13 @@ def install(model: Any, state: ParallelState) -> None:
     structure = plan.structure.restricted_to({name for name, _ in model.named_modules()})
     packs = config.packs_activations(dist.get_backend(mesh.tp_group))
     regions = Regions(
-        structure, plan.styles, mesh.tp_group, streams, sequence_parallel=config.sequence_parallel, packs=packs
+        structure,
+        plan.styles,
+        mesh.tp_group,
+        streams,
+        sequence_parallel=config.sequence_parallel,
+        packs=packs,
+        token_dim=state.spec.token_dim,
     )
     forwards = ForwardsUnderWay()
     forwards.install(model)
@@ -177,7 +183,8 @@ def install(model: Any, state: ParallelState) -> None:
     # A block's hooks are installed after the styles', so that its region wraps what happens inside.
     spec = state.spec
     arguments = {name: spec.token_dims.get(name, SEQUENCE_DIM) for name in spec.sequence_arguments}
-    state.leaving = regions.install(model, arguments, spec.token_inputs)
+    state.leaving = regions.install(model, arguments, spec.token_inputs, spec.whole_arguments, spec.kept_inputs)
+    _keep_whole_states(model, state, regions)
     state.whole_between += [(name, stack.whole_for) for name, stack in regions.stacks.items()]
     if plan.split_mixtures:
         state.loss.join_tokens = regions.joined_rows
@@ -192,6 +199,14 @@ def install(model: Any, state: ParallelState) -> None:
     # A forward before may have failed inside a layer.
     OneRandomState(mesh.device, mesh.host_group(AXIS), streams.use_replicated).install(model)
     _guard_activations(model, state, plan, structure, regions, forwards, first_hook)
+
+
+def _keep_whole_states(model: Any, state: ParallelState, regions: Regions) -> None:
+    """Has a loop that keeps the hidden states between layers keep whole ones."""
+    if (name := state.spec.keeps_states) is not None:
+        for layers, stack in regions.stacks.items():
+            owner = model.get_submodule(layers.rpartition(".")[0])
+            state.patches.replace(owner, name, stack.whole_kept_by(getattr(owner, name)))
 
 
 def _guard_activations(

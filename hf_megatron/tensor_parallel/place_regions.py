@@ -40,11 +40,14 @@ class Regions(Shared):
         *,
         sequence_parallel: bool,
         packs: bool,
+        token_dim: int = SEQUENCE_DIM,
     ):
         self.group, self.streams = group, streams
-        self.stacks = {name: SequenceStack(group) for name in structure.stacks} if sequence_parallel else {}
+        self.stacks = (
+            {name: SequenceStack(group, token_dim=token_dim) for name in structure.stacks} if sequence_parallel else {}
+        )
         self.whole = structure.whole if sequence_parallel else {}
-        inputs = GatheredInputs(SEQUENCE_DIM, group) if packs else None
+        inputs = GatheredInputs(token_dim, group) if packs else None
         self.uniform = {
             block: UniformRegion(group, streams, self.stacks.get(structure.stack_of.get(block, "")), inputs)
             for block in structure.uniform
@@ -55,7 +58,12 @@ class Regions(Shared):
             self.of_linear |= {name: region for name in inside if style(styles[name]).is_column}
 
     def install(
-        self, model: Any, arguments: Mapping[str, int], token_inputs: Mapping[str, tuple[str, ...]]
+        self,
+        model: Any,
+        arguments: Mapping[str, int],
+        token_inputs: Mapping[str, tuple[str, ...]],
+        whole: Mapping[str, str] | None = None,
+        whole_before: tuple[int, ...] = (),
     ) -> Callable[[Tensor, str], Tensor] | None:
         """Puts the hooks in their places; returns what ends a stack where a stage ends inside of it.
 
@@ -64,6 +72,8 @@ class Regions(Shared):
         Args:
             arguments: further arguments of the layers that are split along the sequence -> its dim in them.
             token_inputs: patterns of blocks -> further arguments of theirs that are joined along it.
+            whole: arguments of the layers that are refused beside a part of the sequence -> why.
+            whole_before: numbers of the layers before which a loop reads whole hidden states.
         """
         for block, region in self.uniform.items():
             region.install(model.get_submodule(block))
@@ -72,12 +82,12 @@ class Regions(Shared):
             WholeSequenceRegion(self.stacks[name], self.streams, further).install(model.get_submodule(block))
         for name, stack in self.stacks.items():
             layers: Any = model.get_submodule(name)
-            stack.install(layers)
+            stack.install(layers, whole_before)
             owned = list(filter(computes_here, layers))
             for layer in owned:
                 draw_alone(layer, self.streams)
-            if arguments:
-                SequenceArguments(arguments, self.group).install(owned)
+            if arguments or whole:
+                SequenceArguments(arguments, self.group, whole or {}).install(owned)
         if self.stacks:
             model.register_forward_pre_hook(self._require_ends)
             for name in self.stacks:

@@ -99,14 +99,16 @@ class SequenceStack(Shared):
     length: int = 0
     dims: int = 3
     is_inside: bool = False
+    token_dim: int = SEQUENCE_DIM
 
     def dim_of_tokens(self, tensor: Tensor) -> int:
         """Returns which dim of a tensor has its tokens: in what layers hand on, streams may stand before the rows."""
-        return self.dims - 2 if tensor.dim() == self.dims else SEQUENCE_DIM
+        return self.dims - 3 + self.token_dim if tensor.dim() == self.dims else self.token_dim
 
-    def install(self, layers: nn.ModuleList) -> None:
-        layers[0].register_forward_pre_hook(self._enter, with_kwargs=True)
-        layers[-1].register_forward_hook(self._leave)
+    def install(self, layers: nn.ModuleList, whole_before: tuple[int, ...] = ()) -> None:
+        for first in {0, *whole_before}:
+            layers[first].register_forward_pre_hook(self._enter, with_kwargs=True)
+            layers[first - 1].register_forward_hook(self._leave)  # For 0 it is the last of all.
 
     def require_ends(self, layers: nn.ModuleList, name: str) -> None:
         """Raises `UnsupportedError` where other layers stand at the ends of the stack now."""
@@ -120,8 +122,8 @@ class SequenceStack(Shared):
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]):
         def split(hidden_states: Tensor) -> Tensor:
-            self.dims, (self.batch, self.length) = hidden_states.dim(), hidden_states.shape[-3:-1]
-            self.is_inside = True
+            self.dims, self.batch = hidden_states.dim(), hidden_states.shape[-2 - self.token_dim]
+            self.is_inside, self.length = True, hidden_states.shape[self.token_dim - 3]
             return split_over_ranks(hidden_states, self.dim_of_tokens(hidden_states), self.group)
 
         return _replace_input(args, kwargs, split, of_block=False)
@@ -145,10 +147,21 @@ class SequenceStack(Shared):
             if not self.is_inside:
                 return function(hidden_states, *args, **kwargs)
             dim = self.dim_of_tokens(hidden_states)
-            whole = gather_from_ranks(hidden_states, dim, self.length, self.group)
-            return split_over_ranks(function(whole, *args, **kwargs), dim, self.group)
+            return split_over_ranks(function(self._whole(hidden_states), *args, **kwargs), dim, self.group)
 
         return of_whole
+
+    def whole_kept_by(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns a function of a loop that keeps whole hidden states between layers, its first argument."""
+
+        @functools.wraps(function)
+        def of_whole(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+            return function(self._whole(hidden_states) if self.is_inside else hidden_states, *args, **kwargs)
+
+        return of_whole
+
+    def _whole(self, hidden_states: Tensor) -> Tensor:
+        return gather_from_ranks(hidden_states, self.dim_of_tokens(hidden_states), self.length, self.group)
 
     def leave_split(self, hidden_states: Tensor) -> Tensor:
         """Ends the part of a stack that a stage holds; `[batch, sequence / tp, hidden]` stays split."""
@@ -167,8 +180,7 @@ class SequenceStack(Shared):
 
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> Any:
         def gather(hidden_states: Tensor) -> Tensor:
-            self.is_inside = False
-            whole = gather_from_ranks(hidden_states, self.dim_of_tokens(hidden_states), self.length, self.group)
+            self.is_inside, whole = False, self._whole(hidden_states)
             # A compiled layer recomputes inside its own graph, whose shapes are fixed.
             return whole if torch.compiler.is_compiling() else _RestoreLength.apply(whole, self)
 
@@ -209,7 +221,7 @@ class UniformRegion(Shared):
             return copy_to_ranks(hidden_states, self.group)
         if hidden_states.dim() == 2:
             return self.enter(self._unflatten(hidden_states)).flatten(0, 1)
-        whole = gather_from_ranks(hidden_states, SEQUENCE_DIM, self.stack.length, self.group, sum_gradient=True)
+        whole = gather_from_ranks(hidden_states, self.stack.token_dim, self.stack.length, self.group, sum_gradient=True)
         self.gathered = None
         if self.inputs is not None and may_pack():
             self.gathered = GatheredInput(self.inputs, hidden_states, whole)
@@ -243,7 +255,7 @@ class UniformRegion(Shared):
             return self.leave(self._unflatten(partial_output)).flatten(0, 1)
         if self.own_tokens is not None:
             partial_output = self.own_tokens(partial_output)
-        return reduce_scatter_to_ranks(partial_output, SEQUENCE_DIM, self.group)
+        return reduce_scatter_to_ranks(partial_output, self.stack.token_dim, self.group)
 
 
 @dataclass
@@ -270,7 +282,7 @@ class WholeSequenceRegion(Shared):
                     f"{type(block).__name__} was called with flattened tokens {tuple(hidden_states.shape)}, which "
                     "cannot be joined along the sequence. Set sequence_parallel=False."
                 )
-            return gather_from_ranks(hidden_states, SEQUENCE_DIM, self.stack.length, self.stack.group)
+            return gather_from_ranks(hidden_states, self.stack.token_dim, self.stack.length, self.stack.group)
 
         self.streams.use_replicated()
         args, kwargs = replace_arguments(block, args, kwargs, dict.fromkeys(self.further, gather))
@@ -281,7 +293,7 @@ class WholeSequenceRegion(Shared):
             if whole.dim() == 2:
                 # A mixture of experts that leaves its tokens flattened: [batch * sequence, hidden].
                 whole = whole.unflatten(0, (self.stack.batch, self.stack.length))
-            return split_over_ranks(whole, SEQUENCE_DIM, self.stack.group)
+            return split_over_ranks(whole, self.stack.token_dim, self.stack.group)
 
         if block.training:
             self.streams.use_own()

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..communication.collectives import split_over_ranks
+from ..errors import UnsupportedError
 from ..patch_ledger import Shared
 
 
@@ -35,10 +36,11 @@ class SequenceArguments(Shared):
 
     Args:
         dims (`Mapping[str, int]`): name -> the dim of the tokens.
+        refused (`Mapping[str, str]`): arguments that a layer cannot be called with -> why.
     """
 
-    def __init__(self, dims: Mapping[str, int], group: dist.ProcessGroup):
-        self.dims = dims
+    def __init__(self, dims: Mapping[str, int], group: dist.ProcessGroup, refused: Mapping[str, str]):
+        self.dims, self.refused = dims, refused
         self.group = group
 
     def install(self, layers: Iterable[nn.Module]) -> None:
@@ -49,4 +51,8 @@ class SequenceArguments(Shared):
         splits = {
             name: functools.partial(split_over_ranks, dim=dim, group=self.group) for name, dim in self.dims.items()
         }
-        return replace_arguments(layer, args, kwargs, splits)
+        refusals = {name: functools.partial(self._refuse, name) for name in self.refused}
+        return replace_arguments(layer, args, kwargs, {**refusals, **splits})
+
+    def _refuse(self, name: str, value: Tensor) -> Tensor:
+        raise UnsupportedError(f"{self.refused[name]} Load the model with sequence_parallel=False.")

@@ -18,6 +18,9 @@ from .twin import draw_parameters
 # PEFT takes these for the experts', of mixtures that had a module for each expert once.
 _OF_EXPERTS = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 
+# Types whose mixers' last linear PEFT refuses: a fused kernel reads its weight.
+_OF_FUSED_KERNELS = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
+
 
 @dataclass(frozen=True)
 class Targets:
@@ -61,6 +64,7 @@ def find_targets(model: Any, twin: Twin) -> Targets:
         if not (experts and name.rpartition(".")[2] in _OF_EXPERTS)
         # PEFT 0.21 takes it for the end of a parameter's name, and does not find what it has saved.
         if "weight" not in name
+        if not (model.config.model_type in _OF_FUSED_KERNELS and name.endswith(".out_proj"))
     ]
     norms = [
         name

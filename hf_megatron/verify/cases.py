@@ -131,20 +131,34 @@ def _class_of_text(config: PreTrainedConfig) -> str | None:
     return None if any(map(is_of_images, arguments)) else name
 
 
-def task_and_class(config: PreTrainedConfig, task: str, class_name: str | None) -> tuple[str, str | None]:
-    """Returns what a type is checked on and its class where it is not the task's Auto class.
+def _part_with_causal_class(config: PreTrainedConfig) -> PreTrainedConfig | None:
+    """Returns the part of a config that its type's causal class is made of, where Auto classes do not find it."""
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+    kind = getattr(transformers, name or "", None)
+    if kind is None or "text_config" in config.sub_configs or isinstance(config, kind.config_class):
+        return None
+    return next((part for part in vars(config).values() if isinstance(part, kind.config_class)), None)
+
+
+def case_of(config: PreTrainedConfig, task: str, class_name: str | None) -> tuple[PreTrainedConfig, str, str | None]:
+    """Returns what is checked of a type: the config or its part, the task, and a class that no Auto class finds.
 
     Args:
         task (`str`): a key of `TASKS`; `"causal"` is what the type is for.
         class_name (`str`, *optional*): a transformers class, whose task it is then.
     """
     if class_name is not None:
-        return task_of_class(class_name, config), class_name
+        return config, task_of_class(class_name, config), class_name
     if task == "sound":
-        return task, _class_of_sounds(config.model_type)
+        return config, task, _class_of_sounds(config.model_type)
     if task in ("causal", "image") and (of_text := _class_of_text(config)):
-        return "causal", of_text
-    return default_task(config) if task == "causal" else task, None
+        return config, "causal", of_text
+    if task != "causal":
+        return config, task, None
+    task = default_task(config)
+    if task == "causal" and (part := _part_with_causal_class(config)) is not None:
+        return part, task, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]
+    return config, task, None
 
 
 def cases_of(models: list[str], task: str = "causal", *, given_class: bool = False) -> Iterator[tuple[str, str]]:

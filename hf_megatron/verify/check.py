@@ -22,7 +22,7 @@ from ..registry.features import Features, describe_model
 from ..registry.recorded import layout_kind, tested_versions, write_results
 from ..spec import ModelSpec
 from .adapters import adapted
-from .cases import cases_of, task_and_class
+from .cases import case_of, cases_of
 from .draws import check_draws
 from .known_types import WITH_SOUNDS, without_gradient
 from .metric import Judgement
@@ -188,7 +188,7 @@ def _check_changed(
     if task == "sound":
         changes = {**WITH_SOUNDS.get(model, {}), **changes}
     config = resolve_config(model, changes)
-    task, class_name = task_and_class(config, task, class_name)
+    config, task, class_name = case_of(config, task, class_name)
     if layers_with_features(config):
         # Those behind which features of images are added lie on the first stage, with one more.
         layers = max(layers, _LAYERS_WITH_FEATURES)

@@ -209,6 +209,8 @@ LONG_ROWS: Mapping[str, int] = {"big_bird": 50, "perceiver": 64}
 
 # Which make none of their labels.
 NEEDS_DECODER_INPUTS = ("fsmt",)
+# Whose decoder alone reads tokens of several codebooks, a table for each.
+IN_CODEBOOKS = ("musicgen_decoder", "musicgen_melody_decoder")
 # Whose shift of labels looks for the last one of each row.
 NEEDS_A_LABEL = ("mbart", "plbart")
 

@@ -63,13 +63,14 @@ def find_token_mixing(model: nn.Module, batch: Mapping[str, Any], layers: str) -
 
     Args:
         model: stock, in one process.
-        batch: with `input_ids` `[batch, sequence]`; what it has beside them is handed on.
+        batch: with `input_ids` `[batch, sequence]` or `[batch, codebooks, sequence]`; what it has beside them is handed
+            on.
         layers (`str`): the name of the list of layers.
     """
     ids: Tensor = batch["input_ids"]
-    rows, tokens = ids.shape
+    rows, tokens = len(ids), ids.shape[-1]
     changed, place = ids.clone(), tokens // 2
-    changed[:, place] = (ids[:, place] + 1) % int(ids.max() + 1)
+    changed[..., place] = (ids[..., place] + 1) % int(ids.max() + 1)
     first, second = _Calls(rows, tokens), _Calls(rows, tokens)
     inputs: dict[str, Tensor] = {}
     modules = {name: module for name, module in model.named_modules() if name.startswith(f"{layers}.")}

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from ..registry.features import is_rate
-from .known_types import IMAGE_CODES, NEEDS_A_LABEL, NEEDS_DECODER_INPUTS, OVERRIDES, TINY, tiny_reads
+from .known_types import IMAGE_CODES, IN_CODEBOOKS, NEEDS_A_LABEL, NEEDS_DECODER_INPUTS, OVERRIDES, TINY, tiny_reads
 
 # Whose batches are known, with the Auto class of each.
 TASKS = {
@@ -291,7 +291,8 @@ def make_batch(
 
     Returns:
         `dict[str, Tensor]`: `input_ids` and `attention_mask` of `[batch, sequence]`, with `token_type_ids` of
-        `[batch, sequence, kinds]` where a model has several kinds of them; `labels` of the first shape, of
+        `[batch, sequence, kinds]` where a model has several kinds of them, and tokens `[batch, codebooks, sequence]`
+        with labels `[batch, sequence, codebooks]` where it reads several codebooks; `labels` of the first shape, of
         `[batch, sequence - 2]` for `"seq2seq"`, of `[batch]` for `"classification"`; `start_positions` and
         `end_positions` of `[batch]` instead for `"question_answering"`; no labels for `"hidden_states"`.
     """
@@ -320,6 +321,14 @@ def make_batch(
         batch["token_type_ids"] = torch.stack(kinds, -1)
     if entities := getattr(config, "entity_vocab_size", None):
         batch |= _draw_entities(batch_size, entities, generator)
+    if config.model_type in IN_CODEBOOKS:
+        # Rows of their own: a batch of rows times codebooks could not be cut.
+        books = [draw_tokens(sequence_length) for _ in range(cast(int, config.num_codebooks))]
+        batch["input_ids"] = input_ids = torch.stack(books, 1)
+        # What a prompt's encoder made, without the end of the first one.
+        size = batch_size, 5, cast(int, config.hidden_size)
+        batch["encoder_hidden_states"] = torch.randn(size, generator=generator)
+        batch["encoder_attention_mask"] = (torch.arange(batch_size * 5) != 4).long().view(size[:2])
     if task == "hidden_states":
         return batch
     if task == "classification":
@@ -343,6 +352,8 @@ def make_batch(
         return batch | {"labels": labels_of_decoder(labels, config, generator, padding=num_padding)}
     if task == "token_classification":
         labels = torch.randint(cast(int, config.num_labels), labels.shape, generator=generator)
+    if config.model_type in IN_CODEBOOKS:
+        labels, attention_mask = labels.transpose(1, 2), attention_mask[..., None]
     ignored = torch.rand(labels.shape, generator=generator) < (0.6 if task == "masked" else 0.1)
     ignored |= attention_mask == 0
     if batch_size > 1:

@@ -16,6 +16,9 @@ TASKS = {
     "qwen3_vl_moe": "image",
     # One fused projection in files, several in memory.
     "hrm_text": "causal",
+    "nomic_bert": "masked",
+    # Rows of gate and up in turns in files.
+    "inkling2_text": "causal",
     # Gate and up of all experts in files, one after the other in memory.
     "step3p7": "image",
 }
@@ -71,6 +74,9 @@ def saves_the_same(found, target, text):
         ("qwen3_vl_moe", "tp2"),
         ("hrm_text", "tp2"),
         ("hrm_text", "tp4"),
+        ("nomic_bert", "tp2"),
+        ("inkling2_text", "tp2"),
+        ("inkling2_text", "dp2+ep2"),
         ("step3p7", "tp2"),
     ],
 )

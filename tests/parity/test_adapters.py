@@ -137,19 +137,19 @@ LAYOUTS = {
     "tp1+dp2+zero2 lora": 161,
     "tp1+dp2+zero3 lora": 161,
     "tp1+ep2+dp2+zero1 lora": 4,
-    "tp1+pp2 lora": 120,
-    "tp2 lora": 109,
+    "tp1+pp2 lora": 166,
+    "tp2 lora": 171,
     "tp2+pp2+dp2+zero1 lora": 12,
-    "tp2+sp lora": 106,
+    "tp2+sp lora": 166,
     "tp2+sp+ep2 lora": 4,
     "tp4 lora": 12,
 }
 LAYOUTS_OF_IMAGES = {
-    "tp1+pp2 lora": 74,
+    "tp1+pp2 lora": 75,
     "tp1+pp2 lora_text": 4,
-    "tp2 lora": 76,
+    "tp2 lora": 77,
     "tp2 lora_text": 4,
-    "tp2+sp lora": 75,
+    "tp2+sp lora": 76,
     "tp2+sp lora_text": 4,
 }
 
@@ -163,9 +163,8 @@ def recorded():
         for model_type in draw.sample(sorted({row["model_type"] for row in alike}), count):
             row = draw.choice([row for row in alike if row["model_type"] == model_type])
             layout, method = row["layout"].split(" ")
-            # Some types have a class for text as well.
-            class_name = row["class"] if of_images else None
-            yield pytest.param(model_type, class_name, layout, method, id=f"{model_type} {layout}")
+            # Some types have several classes.
+            yield pytest.param(model_type, row["class"], layout, method, id=f"{model_type} {layout}")
 
 
 @pytest.mark.parametrize(("model_type", "class_name", "layout", "method"), recorded())

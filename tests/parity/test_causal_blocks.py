@@ -4,14 +4,18 @@ import dataclasses
 import functools
 
 import pytest
+import torch
 from transformers import CONFIG_MAPPING
 
+from hf_megatron import batch_labels, loss
+from hf_megatron.call_targets import losses_of
 from hf_megatron.errors import RankError
 from hf_megatron.integrations.gate import ConfigUnderTest
-from hf_megatron.pipeline_parallel import boundary, stage_parts
-from hf_megatron.tensor_parallel import axis, heads, heads_of_rank
+from hf_megatron.pipeline_parallel import boundary, crossings, stage_parts
+from hf_megatron.tensor_parallel import axis, heads, heads_of_rank, region
 from hf_megatron.tensor_parallel.experts import SharedLogits
 from hf_megatron.verify.parity import check_twin
+from hf_megatron.verify.ranks import run_ranks
 from tests.shared_twins import make_twin
 
 # A loss of the logits of routers inside of what ranks add up.
@@ -30,12 +34,22 @@ LAYOUTS = {
     "zaya": {"pp_size": 2},
     # A module of the first stage that every one runs.
     "cpmant": {"pp_size": 2},
+    # Tokens before rows.
+    "xlnet": {"tp_size": 2, "sequence_parallel": True},
+    # A loss of each codebook.
+    "musicgen_decoder": {"pp_size": 2},
+    "musicgen_melody_decoder": {"dp_size": 2},
+    # States that a loop keeps for later layers.
+    "inkling2_text": {"pp_size": 3},
 }
+# Of types that no Auto class knows.
+CLASSES = {"musicgen_decoder": "MusicgenForCausalLM", "musicgen_melody_decoder": "MusicgenMelodyForCausalLM"}
 
 
 @functools.lru_cache(maxsize=1)
 def twin(model_type):
-    return make_twin(CONFIG_MAPPING[model_type](), microbatches=2, changes=CHANGES.get(model_type, {}))
+    config, changes = CONFIG_MAPPING[model_type](), CHANGES.get(model_type, {})
+    return make_twin(config, class_name=CLASSES.get(model_type), microbatches=2, changes=changes)
 
 
 def squares_of_one_rank():
@@ -70,6 +84,22 @@ def zeros_as_wide_as_positions():
     stage_parts.ForeignPositions.forward = stage_parts.ForeignInput.forward
 
 
+def states_of_pieces():
+    region.SequenceStack.whole_kept_by = lambda self, function: function
+    region.SequenceStack.dim_of_tokens = lambda self, tensor: 1
+
+
+def targets_of_the_first_codebook():
+    # Of the labels alone, whose number a microbatch's are compared with no more.
+    loss.BatchLoss.require_terms = lambda self, terms, name: None
+    loss.with_codebooks = lambda arguments: losses_of(arguments)
+    batch_labels._name_of = lambda function, labels, args: labels.argument
+
+
+def nothing_kept_but_on_the_first_stage():
+    crossings.Crossings.keep_input = lambda self, layer, hidden_states: None
+
+
 FAULTS = {
     "bitnet": squares_of_one_rank,
     "codegen": parts_without_rounds,
@@ -78,6 +108,9 @@ FAULTS = {
     "xlstm": a_count_of_all_heads,
     "zaya": no_values_at_all,
     "cpmant": zeros_as_wide_as_positions,
+    "xlnet": states_of_pieces,
+    "musicgen_decoder": targets_of_the_first_codebook,
+    "inkling2_text": nothing_kept_but_on_the_first_stage,
 }
 
 
@@ -95,3 +128,47 @@ def test_seeded_faults_are_found(model_type):
         # Some end in an error.
         return
     assert not comparison.passed
+
+
+@pytest.mark.parametrize("layers", range(1, 6))
+def test_kept_states_cross_every_cut(layers):
+    comparison = check_twin(twin("inkling2_text"), ConfigUnderTest(pp_size=2, pipeline_partition=(layers, 6 - layers)))
+    assert comparison.passed, comparison.report()
+
+
+def test_kept_states_are_whole_where_sequences_are_split():
+    comparison = check_twin(twin("inkling2_text"), ConfigUnderTest(tp_size=2, sequence_parallel=True))
+    assert comparison.passed, comparison.report()
+
+
+def test_kept_states_have_their_gradient_where_layers_are_recomputed():
+    """What stands for the embedding then asks for a gradient of its own."""
+    comparison = check_twin(twin("inkling2_text"), ConfigUnderTest(pp_size=2, recompute="full"))
+    assert comparison.passed, comparison.report()
+
+
+def test_memory_between_layers_is_of_whole_sequences():
+    made = twin("xlnet")
+    batch = made.batches[0]
+    with torch.no_grad():
+        expected = made.load().eval()(**batch).mems
+
+    def on_rank():
+        model = made.load(megatron_config=ConfigUnderTest(**LAYOUTS["xlnet"])).eval()
+        with torch.no_grad():
+            return [memory.clone() for memory in model(**batch).mems]
+
+    for of_rank in run_ranks(on_rank, 2):
+        torch.testing.assert_close(of_rank, list(expected))
+
+
+def test_predicted_tokens_that_are_none_of_the_sequence_are_refused():
+    made = twin("xlnet")
+    ids = made.batches[0]["input_ids"]
+    mapping = torch.eye(ids.shape[1])[None, -2:].expand(len(ids), -1, -1)
+
+    def on_rank():
+        made.load(megatron_config=ConfigUnderTest(**LAYOUTS["xlnet"]))(ids, target_mapping=mapping)
+
+    with pytest.raises(RankError, match="target_mapping of XLNet.*sequence_parallel=False"):
+        run_ranks(on_rank, 2)

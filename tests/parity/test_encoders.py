@@ -8,7 +8,8 @@ from transformers import CONFIG_MAPPING
 
 from hf_megatron.errors import RankError
 from hf_megatron.integrations.gate import ConfigUnderTest
-from hf_megatron.pipeline_parallel import stage_runner
+from hf_megatron.pipeline_parallel import boundary, stage_runner
+from hf_megatron.registry import lookup
 from hf_megatron.tensor_parallel import region
 from hf_megatron.verify.parity import check_twin, measured
 from hf_megatron.verify.twin import make_batch
@@ -34,7 +35,7 @@ def twin(model_type):
 
 
 @pytest.mark.parametrize("layout", PIPELINES, ids=named)
-@pytest.mark.parametrize("model_type", ["luke", "modernvbert", "neomme", "roformer"])
+@pytest.mark.parametrize("model_type", ["flaubert", "luke", "modernvbert", "neomme", "roformer"])
 def test_pipelines_equal_one_process(model_type, layout):
     comparison = check_twin(twin(model_type), ConfigUnderTest(**layout))
     assert comparison.passed, comparison.report()
@@ -62,6 +63,31 @@ def test_pieces_of_further_inputs_are_found():
     layout = ConfigUnderTest(tp_size=2, sequence_parallel=True)
     with pytest.raises(RankError, match="must match the size of tensor|is invalid for input of size"):
         check_twin(twin("mobilebert"), layout, sabotage=sabotage)
+
+
+def test_a_gradient_that_ends_where_a_loop_goes_on_is_found():
+    """The seeded fault: hidden states of the stage before, on which the loop works in place, without their gradient."""
+
+    def sabotage():
+        hand = boundary.StageBoundary._hand_to_loop
+        boundary.StageBoundary._hand_to_loop = lambda self, args, kwargs: hand(self, args, kwargs).detach()
+
+    assert not check_twin(twin("flaubert"), ConfigUnderTest(pp_size=2), sabotage=sabotage).passed
+
+
+def test_layers_whose_sum_is_the_loops_are_refused():
+    with pytest.raises(RankError, match="with pre_norm its loop adds up the parts of a layer"):
+        check_twin(twin("flaubert"), ConfigUnderTest(pp_size=2), sabotage=prefer_norms_first)
+
+
+def prefer_norms_first():
+    xlm = lookup.REGISTRY["flaubert"]
+
+    def of_other_config(model):
+        model.config.pre_norm = True
+        return xlm(model)
+
+    lookup.REGISTRY["flaubert"] = of_other_config
 
 
 @functools.lru_cache(maxsize=1)

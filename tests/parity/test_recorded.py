@@ -12,7 +12,7 @@ from hf_megatron import MegatronConfig, UnverifiedLayoutError
 from hf_megatron.registry import recorded, register_model, registered_types
 from hf_megatron.registry.features import ENDS
 from hf_megatron.registry.lookup import REGISTRY
-from hf_megatron.verify.cases import cases_of, causal_types, image_types, task_of_class
+from hf_megatron.verify.cases import case_of, cases_of, causal_types, image_types, task_of_class
 from hf_megatron.verify.check import features_on_layout, parse_layouts
 from hf_megatron.verify.named_models import resolve_config
 from hf_megatron.verify.parity import check_twin
@@ -65,6 +65,14 @@ def test_what_must_be_supported_is_recorded():
     assert len(with_plan) >= 95 and len(both) >= 80
 
 
+def test_a_causal_class_may_be_made_of_a_part_of_its_types_config():
+    whole = CONFIG_MAPPING["musicgen"]()
+    assert case_of(whole, "causal", None) == (whole.decoder, "causal", "MusicgenForCausalLM")
+    # Auto classes find a text config, and most classes take their type's.
+    for config in (CONFIG_MAPPING["gemma3"](), CONFIG_MAPPING["llama"]()):
+        assert case_of(config, "causal", None) == (config, "causal", None)
+
+
 def test_causal_types_that_were_split_also_share_rows_or_are_refused_by_name():
     rows = [row for row in recorded.records() if not row["changes"] and row["class"].endswith("ForCausalLM")]
     rows = [row for row in rows if _task(row) == "causal"]
@@ -74,6 +82,7 @@ def test_causal_types_that_were_split_also_share_rows_or_are_refused_by_name():
         assert len(split - shared) < 10 and shared.issuperset(set(REQUIRED) - {"gpt2", "bert", "t5"}), split - shared
     either = {row["model_type"] for row in rows if row["layout"].startswith("cp") and row["passed"]}
     refused = {"big_bird", "blt", "cpmant", "gemma3n_text", "hrm_text", "inkling2_text", "prophetnet"}
+    refused |= {"musicgen_decoder"}
     assert split - either <= refused
 
 

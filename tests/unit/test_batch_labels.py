@@ -9,6 +9,7 @@ from torch import nn
 from hf_megatron import MegatronConfig, UnsupportedError
 from hf_megatron.axes import Axes
 from hf_megatron.batch_labels import BatchLabels, know_batch
+from hf_megatron.call_targets import count_terms, with_codebooks
 from hf_megatron.loss import BatchLoss, Share
 from hf_megatron.mesh import ParallelMesh
 from hf_megatron.verify.ranks import run_ranks
@@ -160,3 +161,16 @@ def test_half_precision_is_summed_in_more():
 def test_nothing_of_torch_is_replaced():
     assert torch.jit.script(nn.CrossEntropyLoss())(*_data("classes")) > 0
     assert F.cross_entropy.__module__ == "torch.nn.functional"
+
+
+def test_labels_of_a_codebook_have_a_name_and_a_number_of_their_own():
+    labels = torch.tensor([[[1, -100], [2, -100]], [[3, 4], [-100, -100]]])
+    arguments = {"labels": labels}
+    assert with_codebooks(arguments) == ("labels", "labels.0", "labels.1")
+    assert [int(count_terms(name, arguments, shifts=False)) for name in with_codebooks(arguments)] == [4, 3, 1]
+    assert int(count_terms("labels.0", arguments, shifts=True)) == 1
+    known = know_batch(labels, None)
+    assert [known[..., book].contiguous().view(-1).argument for book in (0, -1)] == ["labels.0", "labels.1"]
+    assert known[:, 0].argument == known[0, 0].argument == "labels"
+    # One number per token, or a share of each class, is no codebook's.
+    assert with_codebooks({"labels": labels[..., 0]}) == with_codebooks({"labels": labels.float()}) == ("labels",)

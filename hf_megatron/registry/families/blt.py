@@ -3,11 +3,11 @@
 from typing import Any
 
 from ...spec import ModelSpec
-from ..family import corrected_spec
+from ..family import base_prefix, corrected_spec
 from ..lookup import register_model
 
 
 @register_model("blt")
 def blt(model: Any) -> ModelSpec:
-    reason = "between its stacks and their layers patches read whole sequences of bytes."
-    return corrected_spec(model, no_sequence_parallel=reason)
+    # Those of bytes stay whole: between their layers patches read them.
+    return corrected_spec(model, stacks=(f"{base_prefix(model)}global_transformer.layers",))

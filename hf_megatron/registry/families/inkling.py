@@ -1,27 +1,38 @@
 """Inkling: the experts' fused weight is two blocks, not one as in transformers' plan; shared experts beside them."""
 
+import inspect
 from typing import Any
 
 from ...spec import ModelSpec
-from ..family import corrected_spec
+from ..family import base_prefix, corrected_spec
 from ..lookup import register_model
+
+_CORRECTIONS = {
+    "layers.*.mlp.experts.gate_up_proj": "packed_rows",
+    # Their own parameters read the input, so that its gradient is summed as well.
+    "layers.*.mlp.shared_experts": "partial_sum",
+}
+_OTHER_INPUTS = ("key_hidden_states", "value_hidden_states")
 
 
 @register_model("inkling_text")
-@register_model("inkling2_text")
 def inkling_text(model: Any) -> ModelSpec:
-    attends_to_layers = model.config.model_type == "inkling2_text"
+    return corrected_spec(model, corrections=_CORRECTIONS)
+
+
+@register_model("inkling2_text")
+def inkling2_text(model: Any) -> ModelSpec:
+    layers, prefix = model.base_model.layers, f"{base_prefix(model)}layers"
+    several = [
+        i for i, layer in enumerate(layers) if _OTHER_INPUTS[0] in inspect.signature(layer.self_attn.forward).parameters
+    ]
     return corrected_spec(
         model,
-        no_pipeline="every layer reads the outputs of all layers before it. Load it with pp_size=1."
-        if attends_to_layers
-        else None,
-        no_sequence_parallel="every layer reads the outputs of all layers before it, on whole sequences."
-        if attends_to_layers
-        else None,
-        corrections={
-            "layers.*.mlp.experts.gate_up_proj": "packed_rows",
-            # Their own parameters read the input, so that its gradient is summed as well.
-            "layers.*.mlp.shared_experts": "partial_sum",
-        },
+        corrections=_CORRECTIONS,
+        # Attention of each token to its own states of earlier layers.
+        transparent=("layers.*.attention_input", "layers.*.mlp_input"),
+        sequence_arguments=("block_states",),
+        token_inputs={f"{prefix}.{index}.self_attn": _OTHER_INPUTS for index in several},
+        no_context_parallel="its loop keeps whole hidden states for later layers.",
+        kept_inputs=tuple(index for index, layer in enumerate(layers) if layer.is_block_boundary),
     )

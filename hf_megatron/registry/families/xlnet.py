@@ -16,5 +16,11 @@ def xlnet(model: Any) -> ModelSpec:
         before_layers=(f"{base_prefix(model)}mask_emb",),
         # Those of tokens that are predicted in an order.
         layer_values=2,
-        no_sequence_parallel="its hidden states have tokens before rows.",
+        transparent=("layer.*.ff",),
+        token_dim=0,
+        keeps_states="cache_mem",
+        whole_arguments={
+            "output_g": "target_mapping of XLNet: the tokens that it predicts are none of the sequence, which ranks "
+            "have parts of between layers."
+        },
     )
