@@ -119,12 +119,20 @@ class SequenceStack(Shared):
             )
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]):
-        def split(hidden_states: Tensor) -> Tensor:
-            self.dims, (self.batch, self.length) = hidden_states.dim(), hidden_states.shape[-3:-1]
-            self.is_inside = True
-            return split_over_ranks(hidden_states, self.dim_of_tokens(hidden_states), self.group)
+        return _replace_input(args, kwargs, self.split, of_block=False)
 
-        return _replace_input(args, kwargs, split, of_block=False)
+    def split(self, hidden_states: Tensor) -> Tensor:
+        """Returns this rank's part of what the first layer is called with, `[batch, sequence, hidden]`."""
+        self.dims, (self.batch, self.length) = hidden_states.dim(), hidden_states.shape[-3:-1]
+        self.is_inside = True
+        return split_over_ranks(hidden_states, self.dim_of_tokens(hidden_states), self.group)
+
+    def join(self, hidden_states: Tensor) -> Tensor:
+        """Returns the whole `[batch, sequence, hidden]` of the last layer's parts."""
+        self.is_inside = False
+        whole = gather_from_ranks(hidden_states, self.dim_of_tokens(hidden_states), self.length, self.group)
+        # A compiled layer recomputes inside its own graph, whose shapes are fixed.
+        return whole if torch.compiler.is_compiling() else _RestoreLength.apply(whole, self)
 
     def joined_rows(self, part: Any) -> Any:
         """Joins what routers made of each token of this rank, `[batch * sequence / tp, experts]`; other things stay."""
@@ -166,13 +174,7 @@ class SequenceStack(Shared):
             )
 
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> Any:
-        def gather(hidden_states: Tensor) -> Tensor:
-            self.is_inside = False
-            whole = gather_from_ranks(hidden_states, self.dim_of_tokens(hidden_states), self.length, self.group)
-            # A compiled layer recomputes inside its own graph, whose shapes are fixed.
-            return whole if torch.compiler.is_compiling() else _RestoreLength.apply(whole, self)
-
-        return _replace_output(output, gather)
+        return _replace_output(output, self.join)
 
 
 @dataclass
