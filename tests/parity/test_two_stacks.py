@@ -46,6 +46,12 @@ def test_every_cut_equals_one_process(model_type):
         assert comparison.passed, (first, comparison.report())
 
 
+def test_experts_in_a_dict_choose_among_tokens_of_a_split_sequence():
+    """Each of them is called with tokens of its own, of which no rank has a part."""
+    comparison = check_twin(twin("switch_transformers"), ConfigUnderTest(tp_size=2, sequence_parallel=True))
+    assert comparison.passed, comparison.report()
+
+
 @pytest.mark.parametrize("model_type", TYPES)
 def test_stages_between_pass_on(model_type):
     """Inside of the encoder, with its last layer and the decoder's first, and inside of the decoder."""
