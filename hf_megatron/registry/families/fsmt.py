@@ -1,4 +1,7 @@
-"""FSMT: its layers have tokens in the first dim and rows in the second."""
+"""FSMT: its layers have tokens in the first dim and rows in the second, which sequence parallelism splits in their place.
+
+Its decoder's table of tokens passes for its head.
+"""
 
 from typing import Any
 
@@ -9,4 +12,4 @@ from ..lookup import register_model
 
 @register_model("fsmt")
 def fsmt(model: Any) -> ModelSpec:
-    return corrected_spec(model, no_sequence_parallel="its layers have tokens in the first dim and rows in the second.")
+    return corrected_spec(model, before_layers=("decoder.embed_tokens",))
