@@ -23,11 +23,10 @@ from ..absent_weights import Owner, zeros_for_absent
 from ..errors import PlanError, UnsupportedError
 from ..patch_ledger import Shared
 from ..upstream import recorded_outputs, share_memory
-from .crossings import Carried, Crossings, Message
+from .crossings import HIDDEN_STATES, Carried, Crossings, Message
 from .partition import Stages
 from .passed_on import PassedOn
 
-HIDDEN_STATES = "hidden_states"
 # What an encoder made, which every layer of its decoder reads.
 ENCODED = "encoder_hidden_states"
 ROUTER_LOGITS = "router_logits"
@@ -57,21 +56,18 @@ class StageBoundary(Shared):
     def __init__(self, stages: Stages, carried: Carried):
         self.stages, self.carried = stages, carried
         self.leaving: Callable[[Tensor, int], Tensor] | None = None
-        self.entered = False
-        self.is_filled = False
+        self.entered = self.is_filled = self.is_rehearsing = self.is_running = False
         self.owner: Owner | None = None
-        self.is_rehearsing = self.is_running = False
         self.stage = 0
         # Hidden states that entered, or are about to leave while the first stage's loop goes on.
         self._received: Tensor | None = None
         self._leaving: Tensor | None = None
-        self._crossings = Crossings()
         self._zeros: Tensor | None = None
+        self._crossings = Crossings()
         # Of the forward under way: which layers were called.
         self._encodes = self._decodes = self._encodes_alone = False
-        # 1 while a decoder's layers behind an encoder are called; and whose loops read values by their places.
-        self._part = 0
-        self._reads_places: set[int] = set()
+        # 1 while a decoder's layers behind an encoder are called; whose loops read values by their places.
+        self._part, self._reads_places = 0, set[int]()
 
     def run(
         self, stage: int, received: Message | None, forward: Callable[[], Any], *, encodes_alone: bool = False
@@ -165,15 +161,14 @@ class StageBoundary(Shared):
                 self._zeros.unpacked = self._unpack
                 self._zeros.reads = None if self.carried.returned[self._part] == 1 else self._read
             self._version = _version(self._zeros)
-        values = self.carried.values_of(self._part)
-        if values == 1 or (self.is_rehearsing and self._part in self._reads_places):
+        places = range(1, self.carried.values_of(self._part))
+        if not places or (self.is_rehearsing and self._part in self._reads_places):
             return self._zeros
-        return (self._zeros, *map(self._crossings.values.get, range(1, values)))
+        return (self._zeros, *map(self._crossings.values.get, places))
 
     def _unpack(self) -> tuple | None:
         """Carries all that layers return from now on, if they say how many values that are."""
-        returned = self.carried.returned[self._part]
-        if returned <= 1:
+        if (returned := self.carried.returned[self._part]) <= 1:
             return None
         self.carry((self._part, place) for place in range(1, returned))
         return self.pass_on((self._zeros,), {})

@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from ..errors import UnsupportedError
 from ..spec import ModelSpec
 
+# A layer's first argument.
+HIDDEN_STATES = "hidden_states"
 _LOGITS, _VALUE, _ARGUMENT, _CONTAINER = "router_logits", "value", "argument", "container"
 
 
@@ -113,10 +115,11 @@ class Carried:
         self, layer: int, name: str, value: Any, args: tuple, kwargs: dict[str, Any]
     ) -> tuple[tuple, dict[str, Any]]:
         """Returns a layer's arguments with one replaced."""
-        place = self.parameters[layer].index(name)
+        # Some call hidden states otherwise.
+        place = 0 if name == HIDDEN_STATES else self.parameters[layer].index(name)
         if place < len(args):
             return (*args[:place], value, *args[place + 1 :]), kwargs
-        return args, {**kwargs, name: value}
+        return args, {**kwargs, self.parameters[layer][place]: value}
 
 
 @dataclass

@@ -51,8 +51,8 @@ def inferred_spec(model: Any) -> ModelSpec:
             f"model type {model.config.model_type!r}: its attention and its MLPs are of no structure that is known."
         )
     transparent = {parent for block in found.blocks for parent in _parents(block, modules)} - found.blocks
-    choosers = {name for name in transparent if _chooses_among_parts(modules[name])}
-    transparent = {name for name in transparent if not any(f"{name}.".startswith(f"{other}.") for other in choosers)}
+    whole = found.around_several | {name for name in transparent if _chooses_among_parts(modules[name])}
+    transparent = {name for name in transparent if not any(f"{name}.".startswith(f"{other}.") for other in whole)}
     return ModelSpec(
         model.config.model_type,
         _generic({**_ends(model), **found.plan}),

@@ -327,6 +327,7 @@ NO_GRADIENT: Mapping[str, Mapping[str, str]] = {
         for name in ("fsmt", "marian", "pegasus", "roformer", "speech_to_text")
     },
     "kyutai_speech_to_text": {r"^codec_model\.": "makes tokens of clips in generate() alone"},
+    "encoder-decoder": {r"^encoder\.pooler\.": "makes one state of an encoder's, whose states are all read"},
     "nllb-moe": {r"\.expert_(?![01]\.)\d+\.": "chosen by no token: masks are read as the numbers of two experts"},
     "pop2piano": {r"^mel_conditioner\.": "read by generate() alone"},
     "phi4_multimodal": {r"\.embed_tokens_extend\.": "reads images and audio: compared on text alone"},

@@ -1,7 +1,4 @@
-"""FSMT: its layers have tokens in the first dim and rows in the second, which sequence parallelism splits in their place.
-
-Its decoder's table of tokens passes for its head.
-"""
+"""FSMT: the second dim of its layers, which sequence parallelism splits, has rows; a table of tokens passes for a head."""
 
 from typing import Any
 
