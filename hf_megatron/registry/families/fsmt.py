@@ -1,4 +1,4 @@
-"""FSMT: the second dim of its layers, which sequence parallelism splits, has rows; a table of tokens passes for a head."""
+"""FSMT: rows are in the second dim of its layers, the one that is split; a table of tokens passes for a head."""
 
 from typing import Any
 
