@@ -205,7 +205,7 @@ WITH_SOUNDS: Mapping[str, Mapping[str, Any]] = {
 }
 
 # Tokens of rows at least: fewer have another kind of attention, for which the model exchanges its modules.
-LONG_ROWS: Mapping[str, int] = {"big_bird": 50, "perceiver": 64}
+LONG_ROWS: Mapping[str, int] = {"big_bird": 50, "bigbird_pegasus": 50, "perceiver": 64}
 
 # Which make none of their labels.
 NEEDS_DECODER_INPUTS = ("fsmt",)
