@@ -5,11 +5,12 @@ import functools
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, AutoModel
 
+from hf_megatron.errors import UnsupportedError
 from hf_megatron.integrations.gate import ConfigUnderTest
 from hf_megatron.registry.features import silence
-from hf_megatron.tensor_parallel.left_out_layers import LeftOutLayers
+from hf_megatron.tensor_parallel.left_out_layers import LeftOutLayers, require_own_rates
 from hf_megatron.verify.ranks import run_ranks
 from tests.shared_twins import make_twin
 
@@ -76,6 +77,15 @@ def differs(of, *, checkpointing=False):
 )
 def test_the_same_layers_are_left_out(model_type, task, checkpointing):
     assert not differs(twin(model_type, task), checkpointing=checkpointing)
+
+
+def test_loops_that_read_their_rate_elsewhere_are_refused():
+    with torch.device("meta"):
+        model = AutoModel.from_config(CONFIG_MAPPING["wav2vec2"](layerdrop=0.1))
+    with pytest.raises(UnsupportedError, match=r"encoder\.layers leaves out layers at random by a rate of its config"):
+        require_own_rates(model, ["encoder.layers"])
+    model.config.layerdrop = 0.0
+    require_own_rates(model, ["encoder.layers"])
 
 
 def test_ends_that_are_never_left_out_are_found(monkeypatch):
