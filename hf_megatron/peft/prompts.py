@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
+from transformers import EncoderDecoderCache
 
 from ..communication.collectives import copy_to_ranks
 from ..communication.whole_tensors import take_whole_tensors
@@ -66,7 +67,9 @@ def local_prompt(prompt: Any, state: ParallelState) -> Any:
     ranks, rank = state.axes.size("tp"), state.axes.rank("tp")
     if ranks == 1:
         return prompt
-    for layer in prompt.layers:
+    # Prefixes stand before a decoder's own tokens.
+    cache: Any = prompt.self_attention_cache if isinstance(prompt, EncoderDecoderCache) else prompt
+    for layer in cache.layers:
         # Layers of another shape than the prefix have none.
         if layer.is_initialized:
             layer.keys, layer.values = (_own_heads(part, ranks, rank, state) for part in (layer.keys, layer.values))

@@ -90,6 +90,8 @@ def find_around(model: Any, row: LayerRow, spec: ModelSpec) -> AroundLayers:
                 is_head = any(module is head for module in child.modules()) or (beside_base and not prefix)
                 is_stated_behind = full_name in spec.after_layers
                 runs_before = full_name in (*towers, *spec.before_layers, *spec.prefixes)
+                # Some name their table of tokens as their head, which is tied to it.
+                is_head = is_head and full_name not in spec.before_layers
                 runs_before = runs_before or name in _NORMS_OF_EMBEDDINGS
                 is_around_decoder = decoder.startswith(f"{prefix}." if prefix else "")
                 if is_head:

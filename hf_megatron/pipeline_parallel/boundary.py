@@ -23,11 +23,10 @@ from ..absent_weights import Owner, zeros_for_absent
 from ..errors import PlanError, UnsupportedError
 from ..patch_ledger import Shared
 from ..upstream import recorded_outputs, share_memory
-from .crossings import Carried, Crossings, Message, StageLeft
+from .crossings import HIDDEN_STATES, Carried, Crossings, Message, StageLeft
 from .partition import Stages
 from .passed_on import PassedOn, version_of
 
-HIDDEN_STATES = "hidden_states"
 # What an encoder made, which every layer of its decoder reads.
 ENCODED = "encoder_hidden_states"
 ROUTER_LOGITS = "router_logits"
@@ -49,17 +48,18 @@ class StageBoundary(Shared):
     def __init__(self, stages: Stages, carried: Carried):
         self.stages, self.carried = stages, carried
         self.leaving: Callable[[Tensor, int], Tensor] | None = None
-        self.entered = self.is_filled = False
+        self.entered = self.is_filled = self.is_rehearsing = self.is_running = False
         self.owner: Owner | None = None
-        self.is_rehearsing = self.is_running = False
         self.stage = 0
         # Hidden states that entered, or are about to leave while the first stage's loop goes on.
         self._received: Tensor | None = None
         self._leaving: Tensor | None = None
-        self._crossings = Crossings()
         self._zeros: Tensor | None = None
-        # Of the forward under way: which layers were called. Of the loop: whether it reads values by their places.
-        self._encodes = self._decodes = self._encodes_alone = self._reads_places = False
+        self._crossings = Crossings()
+        # Of the forward under way: which layers were called.
+        self._encodes = self._decodes = self._encodes_alone = False
+        # 1 while a decoder's layers behind an encoder are called; whose loops read values by their places.
+        self._part, self._reads_places = 0, set[int]()
 
     def run(
         self, stage: int, received: Message | None, forward: Callable[[], Any], *, encodes_alone: bool = False
@@ -110,6 +110,7 @@ class StageBoundary(Shared):
         """Calls layer `index` as the present stage has to: not at all, on what was received, or as the last."""
         self.require_running()
         (start, stop), decoder = self.stages.ranges[self.stage], self.carried.decoder
+        self._part = self.carried.part_of(index)
         begins_decoder = 0 < decoder == index
         if begins_decoder:
             # Those of the encoder have its length.
@@ -151,11 +152,12 @@ class StageBoundary(Shared):
             self._zeros = zeros.detach().as_subclass(PassedOn) if knows_entries else zeros
             if isinstance(self._zeros, PassedOn) and self.is_rehearsing:
                 self._zeros.unpacked = self._unpack
-                self._zeros.reads = None if self.carried.returned == 1 else self._read
+                self._zeros.reads = None if self.carried.returned[self._part] == 1 else self._read
             self._version = version_of(self._zeros)
-        if self.carried.values == 1 or (self.is_rehearsing and self._reads_places):
+        places = range(1, self.carried.values_of(self._part))
+        if not places or (self.is_rehearsing and self._part in self._reads_places):
             return self._zeros
-        return (self._zeros, *map(self._crossings.values.get, range(1, self.carried.values)))
+        return (self._zeros, *map(self._crossings.values.get, places))
 
     def _hand_to_loop(self, index: int, start: int, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Returns zeros for what an earlier stage's layer returned, or that where this stage's loop reads it."""
@@ -172,14 +174,14 @@ class StageBoundary(Shared):
 
     def _unpack(self) -> tuple | None:
         """Carries all that layers return from now on, if they say how many values that are."""
-        if self.carried.returned <= 1:
+        if (returned := self.carried.returned[self._part]) <= 1:
             return None
-        self.carry(range(1, self.carried.returned))
+        self.carry((self._part, place) for place in range(1, returned))
         return self.pass_on((self._zeros,), {})
 
     def _read(self, place: int) -> Any:
-        self._reads_places = True
-        self.carry([place])
+        self._reads_places.add(self._part)
+        self.carry([(self._part, place)])
         return self._crossings.values.get(place)
 
     def is_left_out(self, index: int) -> bool:
@@ -191,8 +193,8 @@ class StageBoundary(Shared):
         """Tells whether the forward has come to layers of this stage; a decoder's embedding runs behind an encoder."""
         return self.entered and (self._decodes or not self.carried.decoder)
 
-    def carry(self, places: Iterable[int]) -> None:
-        """Has what layers return behind hidden states cross, those at the places that the loop reads."""
+    def carry(self, places: Iterable[tuple[int, int]]) -> None:
+        """Has what layers return behind hidden states cross, those at the places that the loop reads, as `Carried`."""
         self.carried = replace(self.carried, read=self.carried.read.union(places))
 
     def _note_arguments(self, index: int, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -257,7 +259,7 @@ class StageBoundary(Shared):
         """Leaves the forward behind a stage's last layer, or goes on for what layers of later stages are given."""
         decoder = self.carried.decoder
         if not self.is_rehearsing:
-            hidden_states = self._crossings.take_values(output, self.carried.read)
+            hidden_states = self._crossings.take_values(output, self.carried.read_of(self._part))
             self._leaving = hidden_states if self.leaving is None else self.leaving(hidden_states, index)
             for name in self.carried.containers:
                 self._crossings.take_entries(name, self.carried.given(index, name, args, kwargs))

@@ -22,6 +22,8 @@ from ..spec import ModelSpec
 
 # What a loop keeps for later layers is a container of no layer's.
 _KEPT = "kept by the loop"
+# A layer's first argument.
+HIDDEN_STATES = "hidden_states"
 _LOGITS, _VALUE, _ARGUMENT, _CONTAINER = "router_logits", "value", "argument", "container"
 
 
@@ -71,43 +73,53 @@ class Carried:
     """What a model's layers hand on beside hidden states.
 
     Args:
-        read (`frozenset[int]`): places of the values that a layer returns behind hidden states, and its loop reads.
+        read (`frozenset[tuple[int, int]]`): 0, or 1 for layers of a decoder behind an encoder, and the place of a value
+            that a layer returns behind hidden states, and its loop reads.
         arguments (`tuple[str, ...]`): of layers, made by the loop on the first stage.
         containers (`tuple[str, ...]`): arguments of layers that layers fill.
         parameters: names of each layer's arguments, in their order.
-        returned (`int`): values that each layer spells out where it returns, carried once a loop unpacks them; 0 for a
-            tuple of some number, of which a loop reads some by their places.
+        returned (`tuple[int, ...]`): values that each layer spells out where it returns, carried once a loop unpacks
+            them, and those of a decoder's layers behind an encoder; 0 for a tuple of some number, of which a loop reads
+            some by their places.
         decoder (`int`): the first layer of a decoder behind an encoder, 0 without an encoder.
         through_loop (`bool`): the loop works on hidden states between layers: a stage's first layer gets what it makes
             of what the stage before sent.
         kept (`frozenset[int]`): layers whose input the loop keeps for all later ones.
     """
 
-    read: frozenset[int] = frozenset()
+    read: frozenset[tuple[int, int]] = frozenset()
     arguments: tuple[str, ...] = ()
     containers: tuple[str, ...] = ()
     parameters: tuple[tuple[str, ...], ...] = ()
-    returned: int = 1
+    returned: tuple[int, ...] = (1,)
     decoder: int = 0
     through_loop: bool = False
     kept: frozenset[int] = frozenset()
 
-    @property
-    def values(self) -> int:
+    def part_of(self, layer: int) -> int:
+        """Returns 1 for a layer of a decoder behind an encoder, 0 for others."""
+        return int(0 < self.decoder <= layer)
+
+    def read_of(self, part: int) -> frozenset[int]:
+        """Returns the places of the values that the loop over a part's layers reads behind hidden states."""
+        return frozenset(place for of, place in self.read if of == part)
+
+    def values_of(self, part: int) -> int:
         """Counts the values that stand for what a layer of another stage returns, hidden states among them."""
-        return max(self.read, default=0) + 1
+        return max(self.read_of(part), default=0) + 1
 
     @classmethod
     def of(cls, spec: ModelSpec, layers: Iterable[nn.Module], decoder: int = 0) -> "Carried":
         """Reads a spec, of a model with these layers; `decoder` as for the class."""
         layers = list(layers)
-        counts = {_values_returned(type(layer)) for layer in layers}
-        returned = counts.pop() if len(counts) == 1 else 1
+        parts = (layers[:decoder], layers[decoder:]) if decoder else (layers,)
+        counts = [{_values_returned(type(layer)) for layer in part} for part in parts]
+        returned = tuple(found.pop() if len(found) == 1 else 1 for found in counts)
         if spec.layer_values == 1 and not spec.early_arguments and not spec.layer_containers and not decoder:
             through_loop = bool(spec.layer_parts or spec.kept_inputs)
             return cls(returned=returned, through_loop=through_loop, kept=frozenset(spec.kept_inputs))
         parameters = tuple(tuple(inspect.signature(type(layer).forward).parameters)[1:] for layer in layers)
-        read = frozenset(range(1, spec.layer_values))
+        read = frozenset((part, place) for part in range(len(parts)) for place in range(1, spec.layer_values))
         return cls(read, spec.early_arguments, spec.layer_containers, parameters, returned, decoder)
 
     def given(self, layer: int, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -119,10 +131,11 @@ class Carried:
         self, layer: int, name: str, value: Any, args: tuple, kwargs: dict[str, Any]
     ) -> tuple[tuple, dict[str, Any]]:
         """Returns a layer's arguments with one replaced."""
-        place = self.parameters[layer].index(name)
+        # Some call hidden states otherwise.
+        place = 0 if name == HIDDEN_STATES else self.parameters[layer].index(name)
         if place < len(args):
             return (*args[:place], value, *args[place + 1 :]), kwargs
-        return args, {**kwargs, name: value}
+        return args, {**kwargs, self.parameters[layer][place]: value}
 
 
 @dataclass

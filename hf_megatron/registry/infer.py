@@ -17,8 +17,6 @@ from .known_blocks import find_blocks
 
 # Why some configs have no sequence parallelism.
 CHUNKS = "chunk_size_feed_forward > 0 cuts this rank's piece of the sequence into chunks of its own."
-LEFT_OUT = "layerdrop > 0 leaves out layers at random, the first and the last of which split and join the sequence."
-_LEFT_OUT = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
 
 
 def stated_or_inferred_spec(model: Any, *, may_be_ends: bool = False) -> ModelSpec:
@@ -53,6 +51,8 @@ def inferred_spec(model: Any) -> ModelSpec:
             f"model type {model.config.model_type!r}: its attention and its MLPs are of no structure that is known."
         )
     transparent = {parent for block in found.blocks for parent in _parents(block, modules)} - found.blocks
+    whole = found.around_several | {name for name in transparent if _chooses_among_parts(modules[name])}
+    transparent = {name for name in transparent if not any(f"{name}.".startswith(f"{other}.") for other in whole)}
     return ModelSpec(
         model.config.model_type,
         _generic({**_ends(model), **found.plan}),
@@ -61,20 +61,19 @@ def inferred_spec(model: Any) -> ModelSpec:
         regions={generic(block): generic(row) for block, row in found.regions.items()},
         several_inputs=tuple(dict.fromkeys(map(generic, found.several_inputs))),
         transparent=tuple(sorted({generic(name) for name in transparent})),
-        no_sequence_parallel=_no_sequence_parallel(model, found.blocks, transparent),
+        no_sequence_parallel=_no_sequence_parallel(model, found.blocks),
     )
 
 
-def _no_sequence_parallel(model: Any, blocks: set[str], transparent: set[str]) -> str | None:
+def _chooses_among_parts(module: nn.Module) -> bool:
+    """Tells whether a module has a dict that hands tokens to its parts, which it does not see a piece of."""
+    # Parts of a plain dict are called by the module around it.
+    return any(isinstance(child, nn.ModuleDict) and type(child) is not nn.ModuleDict for child in module.children())
+
+
+def _no_sequence_parallel(model: Any, blocks: set[str]) -> str | None:
     if getattr(model.config, "chunk_size_feed_forward", 0):
         return CHUNKS
-    if any(getattr(model.config, name, 0) for name in _LEFT_OUT):
-        return LEFT_OUT
-    for name in transparent:
-        for child, module in model.get_submodule(name).named_children():
-            # Parts of a plain dict are called by the module around it.
-            if isinstance(module, nn.ModuleDict) and type(module) is not nn.ModuleDict:
-                return f"{generic(name)}.{child} chooses among its parts, which work on whole sequences."
     # Under one parent a loop goes through several lists side by side.
     lists = {block[: match.start()] for block in blocks if (match := re.search(r"\.\d+(?=\.|$)", block)) is not None}
     for parent in {name.rpartition(".")[0] for name in lists}:

@@ -52,6 +52,8 @@ class FoundBlocks:
     regions: dict[str, str] = field(default_factory=dict)
     local_arguments: dict[str, tuple[str, ...]] = field(default_factory=dict)
     several_inputs: list[str] = field(default_factory=list)
+    # Around those whose last linear stands beside them.
+    around_several: set[str] = field(default_factory=set)
     # Blocks and their last linears, wherever those stand.
     blocks: set[str] = field(default_factory=set)
 
@@ -150,6 +152,7 @@ def _attention(found: FoundBlocks, name: str, module: nn.Module, modules: Mappin
     if _CROSS.search(role) and not arguments.keys().isdisjoint(_OF_OTHERS):
         found.several_inputs.append(name)
         found.regions.pop(name, None)
+        found.around_several |= set() if row else {name.rpartition(".")[0]}
 
 
 def _projections(module: nn.Module) -> tuple[list[Any], dict[str, str], bool]:

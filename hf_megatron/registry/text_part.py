@@ -1,4 +1,4 @@
-"""Specs of models of images or audio around a text model whose family states one."""
+"""Specs of models made of others: of images or audio around a text model, of an encoder and a decoder."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -34,7 +34,11 @@ _EACH = (
     "whole_blocks",
     "layer_parameters",
     "layer_parts",
+    "behind_encoder",
 )
+# Names that are no patterns, and what one part alone keeps the whole from.
+_OF_ALL = ("sequence_arguments", "plain_linear_classes", "early_arguments", "layer_containers")
+_REASONS = ("no_sequence_parallel", "no_split_backward", "no_pipeline", "no_context_parallel")
 
 
 def spec_around_text(model: Any, builders: Mapping[str, Callable[[Any], ModelSpec]]) -> ModelSpec | None:
@@ -53,6 +57,24 @@ def spec_around_text(model: Any, builders: Mapping[str, Callable[[Any], ModelSpe
     except PlanError:
         around = {}
     return replace(spec, model_type=model.config.model_type, plan=with_head(model, {**around, **spec.plan}))
+
+
+def spec_of_parts(model: Any, parts: Mapping[str, ModelSpec]) -> ModelSpec:
+    """Returns the spec of a model that calls others one after another, each as its own spec says.
+
+    Args:
+        parts (`Mapping[str, ModelSpec]`): name of a module in it -> the spec of that, by names from there.
+    """
+    specs = [moved_spec(spec, f"{name}.") for name, spec in parts.items()]
+    changes: dict[str, Any] = {}
+    for name in _KEYS:
+        changes[name] = {key: value for spec in specs for key, value in getattr(spec, name).items()}
+    changes |= {name: tuple(pattern for spec in specs for pattern in getattr(spec, name)) for name in _EACH}
+    for name in _OF_ALL:
+        changes[name] = tuple(dict.fromkeys(value for spec in specs for value in getattr(spec, name)))
+    changes |= {name: next(filter(None, (getattr(spec, name) for spec in specs)), None) for name in _REASONS}
+    changes["token_dims"] = {key: value for spec in specs for key, value in spec.token_dims.items()}
+    return ModelSpec(model.config.model_type, layer_values=max(spec.layer_values for spec in specs), **changes)
 
 
 def _text_model(model: Any, text: Any) -> str | None:

@@ -14,6 +14,7 @@ from ..patch_ledger import Shared
 from ..patterns import lookup
 from .gathered_input import GatheredInputs
 from .layer_streams import draw_alone
+from .left_out_layers import leave_out_layers
 from .region import SEQUENCE_DIM, SequenceStack, UniformRegion, WholeSequenceRegion
 from .sequence_arguments import SequenceArguments
 from .structure import Structure
@@ -86,6 +87,8 @@ class Regions(Shared):
             owned = list(filter(computes_here, layers))
             for layer in owned:
                 draw_alone(layer, self.streams)
+            if len(owned) == len(layers):
+                leave_out_layers(model, name, stack)
             if arguments or whole:
                 SequenceArguments(arguments, self.group, whole or {}).install(owned)
         if self.stacks:

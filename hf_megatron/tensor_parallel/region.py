@@ -14,6 +14,7 @@ computed on the whole sequence as without sequence parallelism: gathered at its 
 """
 
 import functools
+import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -45,9 +46,9 @@ HIDDEN_STATES = "hidden_states"
 
 
 def _replace_input(
-    args: tuple, kwargs: dict[str, Any], change: Callable[[Tensor], Any], *, of_block: bool = True
+    module: nn.Module, args: tuple, kwargs: dict[str, Any], change: Callable[[Tensor], Any], *, of_block: bool = True
 ) -> tuple[tuple, dict[str, Any]]:
-    """Applies `change` to the hidden states a block was called with: first positional or `hidden_states=`.
+    """Applies `change` to the hidden states a block was called with: its first argument or `hidden_states=`.
 
     Further positional arguments of a block may be the same tensor, of which queries, keys and values are made apart;
     those of a layer have rules of their own.
@@ -58,6 +59,10 @@ def _replace_input(
         return tuple(changed if is_it else value for is_it, value in zip(same, args, strict=True)), kwargs
     if isinstance(kwargs.get(HIDDEN_STATES), Tensor):
         return args, {**kwargs, HIDDEN_STATES: change(kwargs[HIDDEN_STATES])}
+    states = None if args else kwargs.get(next(iter(inspect.signature(module.forward).parameters)))
+    if isinstance(states, Tensor):
+        changed = change(states)
+        return args, {name: changed if value is states else value for name, value in kwargs.items()}
     raise UnsupportedError(
         "A sharded block was called without hidden states as its first argument or `hidden_states=`; its family needs "
         "a spec of its own (see CONTRIBUTING.md)."
@@ -121,12 +126,19 @@ class SequenceStack(Shared):
             )
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]):
-        def split(hidden_states: Tensor) -> Tensor:
-            self.dims, self.batch = hidden_states.dim(), hidden_states.shape[-2 - self.token_dim]
-            self.is_inside, self.length = True, hidden_states.shape[self.token_dim - 3]
-            return split_over_ranks(hidden_states, self.dim_of_tokens(hidden_states), self.group)
+        return _replace_input(module, args, kwargs, self.split, of_block=False)
 
-        return _replace_input(args, kwargs, split, of_block=False)
+    def split(self, hidden_states: Tensor) -> Tensor:
+        """Returns this rank's part of what the first layer is called with, `[batch, sequence, hidden]`."""
+        self.dims, self.batch = hidden_states.dim(), hidden_states.shape[-2 - self.token_dim]
+        self.is_inside, self.length = True, hidden_states.shape[self.token_dim - 3]
+        return split_over_ranks(hidden_states, self.dim_of_tokens(hidden_states), self.group)
+
+    def join(self, hidden_states: Tensor) -> Tensor:
+        """Returns the whole `[batch, sequence, hidden]` of the last layer's parts."""
+        self.is_inside, whole = False, self._whole(hidden_states)
+        # A compiled layer recomputes inside its own graph, whose shapes are fixed.
+        return whole if torch.compiler.is_compiling() else _RestoreLength.apply(whole, self)
 
     def joined_rows(self, part: Any) -> Any:
         """Joins what routers made of each token of this rank, `[batch * sequence / tp, experts]`; other things stay."""
@@ -179,12 +191,7 @@ class SequenceStack(Shared):
             )
 
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> Any:
-        def gather(hidden_states: Tensor) -> Tensor:
-            self.is_inside, whole = False, self._whole(hidden_states)
-            # A compiled layer recomputes inside its own graph, whose shapes are fixed.
-            return whole if torch.compiler.is_compiling() else _RestoreLength.apply(whole, self)
-
-        return _replace_output(output, gather)
+        return _replace_output(output, self.join)
 
 
 @dataclass
@@ -213,7 +220,7 @@ class UniformRegion(Shared):
     def _enter(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]):
         self.streams.use_replicated()
         self.is_inside = True
-        return _replace_input(args, kwargs, self.enter)
+        return _replace_input(block, args, kwargs, self.enter)
 
     def enter(self, hidden_states: Tensor) -> Tensor:
         """Gives every rank the whole `[batch, sequence, hidden]`; its gradient is summed over the ranks."""
@@ -286,7 +293,7 @@ class WholeSequenceRegion(Shared):
 
         self.streams.use_replicated()
         args, kwargs = replace_arguments(block, args, kwargs, dict.fromkeys(self.further, gather))
-        return _replace_input(args, kwargs, gather)
+        return _replace_input(block, args, kwargs, gather)
 
     def _leave(self, block: nn.Module, args: tuple, output: Any) -> Any:
         def split(whole: Tensor) -> Tensor:

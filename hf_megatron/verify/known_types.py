@@ -205,7 +205,7 @@ WITH_SOUNDS: Mapping[str, Mapping[str, Any]] = {
 }
 
 # Tokens of rows at least: fewer have another kind of attention, for which the model exchanges its modules.
-LONG_ROWS: Mapping[str, int] = {"big_bird": 50, "perceiver": 64}
+LONG_ROWS: Mapping[str, int] = {"big_bird": 50, "bigbird_pegasus": 50, "perceiver": 64}
 
 # Which make none of their labels.
 NEEDS_DECODER_INPUTS = ("fsmt",)
@@ -329,6 +329,8 @@ NO_GRADIENT: Mapping[str, Mapping[str, str]] = {
         for name in ("fsmt", "marian", "pegasus", "roformer", "speech_to_text")
     },
     "kyutai_speech_to_text": {r"^codec_model\.": "makes tokens of clips in generate() alone"},
+    "encoder-decoder": {r"^encoder\.pooler\.": "makes one state of an encoder's, whose states are all read"},
+    "nllb-moe": {r"\.expert_(?![01]\.)\d+\.": "chosen by no token: masks are read as the numbers of two experts"},
     "pop2piano": {r"^mel_conditioner\.": "read by generate() alone"},
     "phi4_multimodal": {r"\.embed_tokens_extend\.": "reads images and audio: compared on text alone"},
     "blt": {r"\.patcher\.": "cuts bytes into patches: no gradient comes through a choice"},

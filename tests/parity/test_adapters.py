@@ -9,10 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
+from torch.distributed.tensor import DTensor
 from transformers import CONFIG_MAPPING
 
-from hf_megatron import rows_of_media
+from hf_megatron import own_parameters, rows_of_media
 from hf_megatron.integrations.gate import ConfigUnderTest
 from hf_megatron.parallel_state import parallel_state
 from hf_megatron.peft import dora, dropout, experts, factors, layout, lora, prompts, saving
@@ -45,13 +46,14 @@ SPREAD = {
     "prefix_projection": "tp2+sp,dp2",
 }
 OF_IMAGES = ("gemma3", "qwen2_vl")
+WITH_ENCODERS = ("t5", "bart")
 CASES = [(method, text) for method, texts in SPREAD.items() for text in texts.split(",")]
 
 
 @functools.cache
 def twin_of(model_type, method):
     sizes = {"microbatches": 2, "min_layers": 2, "batch_size": 4}
-    task = "image" if model_type in OF_IMAGES else "causal"
+    task = "image" if model_type in OF_IMAGES else "seq2seq" if model_type in WITH_ENCODERS else "causal"
     return adapted(make_twin(CONFIG_MAPPING[model_type](), task=task, **sizes), method)
 
 
@@ -107,6 +109,52 @@ def test_text_models_behind_frozen_towers(model_type, text):
     comparison = compare(model_type, "lora_text", text)
     assert comparison.passed, comparison.report()
     assert not [name for name in twin_of(model_type, "lora_text").reference.gradients if "vis" in name]
+
+
+@pytest.mark.parametrize("text", ["tp2", "tp2+sp", "pp2"])
+@pytest.mark.parametrize(("model_type", "method"), [("t5", "lora"), ("bart", "lora"), ("t5", "ia3")])
+def test_adapters_of_both_stacks(model_type, method, text):
+    comparison = compare(model_type, method, text)
+    assert comparison.passed, comparison.report()
+
+
+FOR_SEQUENCES = {
+    "lora": LoraConfig(init_lora_weights=False),
+    "prompt": PromptTuningConfig(num_virtual_tokens=5),
+    "prefix": PrefixTuningConfig(num_virtual_tokens=5),
+}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "method", "text"),
+    [(name, of, text) for name in WITH_ENCODERS for of in ("lora", "prompt") for text in ("tp2", "tp2+sp", "pp2")]
+    # PEFT takes T5's heads for parts of its width.
+    + [("bart", "prefix", "tp2"), ("bart", "prefix", "tp2+sp")],
+)
+def test_models_that_peft_wraps_for_sequences_to_sequences(model_type, method, text):
+    """Loss, gradients and generated tokens through PEFT's own class, as its users call it."""
+    twin = make_twin(CONFIG_MAPPING[model_type](), task="seq2seq", min_layers=2)
+    config = FOR_SEQUENCES[method]
+    config.task_type = "SEQ_2_SEQ_LM"
+
+    def run(**kwargs):
+        torch.manual_seed(3)
+        model = get_peft_model(twin.load(**kwargs), config).eval()
+        model(**twin.batches[0]).loss.backward()
+        gradients = {name: parameter.grad for name, parameter in own_parameters(model) if parameter.requires_grad}
+        whole = {name: of.full_tensor() if isinstance(of, DTensor) else of for name, of in gradients.items()}
+        ids = twin.batches[0]["input_ids"]
+        return whole, model.generate(input_ids=ids, max_new_tokens=5, do_sample=False, eos_token_id=None)
+
+    [(expected, tokens)] = run_ranks(run, 1)
+    found: dict = {}
+    [layout] = parse_layouts(text)
+    for gradients, generated in run_ranks(run, 2, megatron_config=ConfigUnderTest(**layout.to_dict())):
+        found |= gradients
+        assert torch.equal(generated, tokens)
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert torch.allclose(found[name], gradient, rtol=1e-3, atol=1e-4 * gradient.abs().max()), name
 
 
 def test_sizes_that_are_tensors_are_kept_on_other_stages():

@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, EncoderDecoderConfig
 from transformers.modeling_outputs import BaseModelOutput
 
 from hf_megatron.errors import RankError
@@ -44,6 +44,49 @@ def test_every_cut_equals_one_process(model_type):
         layout = ConfigUnderTest(pp_size=2, pipeline_partition=(first, layers - first))
         comparison = check_twin(twin(model_type), layout)
         assert comparison.passed, (first, comparison.report())
+
+
+def test_experts_in_a_dict_choose_among_tokens_of_a_split_sequence():
+    """Each of them is called with tokens of its own, of which no rank has a part."""
+    comparison = check_twin(twin("switch_transformers"), ConfigUnderTest(tp_size=2, sequence_parallel=True))
+    assert comparison.passed, comparison.report()
+
+
+@pytest.mark.parametrize("layout", [{"tp_size": 2}, {"tp_size": 2, "sequence_parallel": True}, {"pp_size": 2}])
+@pytest.mark.parametrize("types", ["bert-roberta", "electra-bert"])
+def test_an_encoder_and_a_decoder_have_the_plans_of_their_own_types(types, layout):
+    comparison = check_twin(twin_of_two(types), ConfigUnderTest(**layout))
+    assert comparison.passed, comparison.report()
+
+
+@functools.lru_cache(maxsize=1)
+def twin_of_two(types):
+    encoder, decoder = (CONFIG_MAPPING[name]() for name in types.split("-"))
+    config = EncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder, decoder_start_token_id=1)
+    config.pad_token_id = 0
+    return make_twin(config, task="seq2seq", microbatches=2)
+
+
+@pytest.mark.parametrize("model_type", ["fsmt", "pegasus_x"])
+def test_layers_of_both_stacks_hand_on_other_values(model_type):
+    """Of FSMT two and three values; of Pegasus-X global tokens, whose stages between have to pass them on."""
+    layers = layers_of(model_type)
+    for partition in ((1, 1, layers - 2), (layers // 2, 1, layers - layers // 2 - 1)):
+        layout = ConfigUnderTest(pp_size=3, pipeline_partition=partition, num_microbatches=3)
+        comparison = check_twin(twin(model_type), layout)
+        assert comparison.passed, (partition, comparison.report())
+
+
+def test_global_tokens_that_do_not_cross_are_found(monkeypatch):
+    def take_values(self, output, read):
+        hidden_states = original(self, output, read)
+        self.values = {place: torch.zeros_like(value) for place, value in self.values.items()}
+        return hidden_states
+
+    original = Crossings.take_values
+    monkeypatch.setattr(Crossings, "take_values", take_values)
+    layout = ConfigUnderTest(pp_size=2, pipeline_partition=(1, layers_of("pegasus_x") - 1))
+    assert not check_twin(twin("pegasus_x"), layout).passed
 
 
 @pytest.mark.parametrize("model_type", TYPES)

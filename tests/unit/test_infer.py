@@ -34,14 +34,17 @@ def test_layers_of_a_plan_in_transformers_are_not_inferred():
 @pytest.mark.parametrize(
     ("model_type", "auto_class", "changes", "reason"),
     [
-        ("switch_transformers", AutoModelForSeq2SeqLM, {}, "chooses among its parts"),
         ("xlm", AutoModelForMaskedLM, {}, "lists side by side: transformer.attentions, transformer.ffns"),
-        ("m2m_100", AutoModelForSeq2SeqLM, {}, "layerdrop > 0"),
         ("electra", AutoModelForMaskedLM, {"chunk_size_feed_forward": 4}, "chunk_size_feed_forward > 0"),
     ],
 )
 def test_what_has_no_sequence_parallelism(model_type, auto_class, changes, reason):
     assert reason in inferred_spec(on_meta(model_type, auto_class, **changes)).no_sequence_parallel
+
+
+def test_what_is_around_a_dict_of_experts_runs_on_whole_sequences():
+    transparent = inferred_spec(on_meta("switch_transformers", AutoModelForSeq2SeqLM)).transparent
+    assert "encoder.block.*.layer.*" in transparent and not any("mlp" in name for name in transparent)
 
 
 def test_a_norm_over_all_heads_leaves_a_block_whole():

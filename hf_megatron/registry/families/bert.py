@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from ...errors import UnsupportedError
 from ...spec import ModelSpec
 from ..family import family_spec
 from ..infer import CHUNKS
@@ -12,8 +11,10 @@ from ..lookup import register_model
 @register_model("bert")
 def bert(model: Any) -> ModelSpec:
     config = model.config
-    if config.add_cross_attention:
-        raise UnsupportedError("bert with add_cross_attention=True: no parity check covers its cross attention.")
+    cross = "encoder.layer.*.crossattention"
+    styles = {"self.query": "column", "self.key": "column", "self.value": "column", "output.dense": "row"}
+    # Beside a decoder's own attention.
+    reads_encoder = bool(config.add_cross_attention)
     return family_spec(
         model,
         {
@@ -24,9 +25,14 @@ def bert(model: Any) -> ModelSpec:
             "encoder.layer.*.attention.output.dense": "row",
             "encoder.layer.*.intermediate.dense": "column",
             "encoder.layer.*.output.dense": "row",
+            **({f"{cross}.{name}": style for name, style in styles.items()} if reads_encoder else {}),
         },
         head_plan={"cls.predictions.bias": "split_rows"},
-        local_attributes={"encoder.layer.*.attention.self": ("num_attention_heads", "all_head_size")},
+        local_attributes={
+            f"{attention}.self": ("num_attention_heads", "all_head_size")
+            for attention in ("encoder.layer.*.attention", *([cross] if reads_encoder else []))
+        },
+        several_inputs=(f"{cross}.self",) if reads_encoder else (),
         regions={
             "encoder.layer.*.attention.self": "encoder.layer.*.attention.output.dense",
             "encoder.layer.*.intermediate": "encoder.layer.*.output.dense",

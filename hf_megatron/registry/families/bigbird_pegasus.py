@@ -1,4 +1,4 @@
-"""BigBird-Pegasus: the norm behind its layers has the name of BART's before them."""
+"""BigBird-Pegasus: its encoder's heads draw blocks of tokens one after another; a norm has the name of BART's."""
 
 from typing import Any
 
@@ -9,4 +9,10 @@ from ..lookup import register_model
 
 @register_model("bigbird_pegasus")
 def bigbird_pegasus(model: Any) -> ModelSpec:
-    return corrected_spec(model, after_layers=("decoder.layernorm_embedding",))
+    return corrected_spec(
+        model,
+        # Some of the heads alone would draw what others do, and short texts exchange the attention.
+        left_whole=("encoder.layers.*.self_attn",),
+        # Behind its layers, where BART's stands before them.
+        after_layers=("decoder.layernorm_embedding",),
+    )

@@ -1,4 +1,4 @@
-"""FSMT: its layers have tokens in the first dim and rows in the second."""
+"""FSMT: rows are in the second dim of its layers, the one that is split; a table of tokens passes for a head."""
 
 from typing import Any
 
@@ -9,4 +9,4 @@ from ..lookup import register_model
 
 @register_model("fsmt")
 def fsmt(model: Any) -> ModelSpec:
-    return corrected_spec(model, no_sequence_parallel="its layers have tokens in the first dim and rows in the second.")
+    return corrected_spec(model, before_layers=("decoder.embed_tokens",))

@@ -6,9 +6,18 @@ from ...spec import ModelSpec
 from ..family import corrected_spec
 from ..lookup import register_model
 
+_PLAN = {
+    **{f"{stack}.layers.*.feed_forward.intermediate": "column" for stack in ("encoder", "decoder")},
+    **{f"{stack}.layers.*.feed_forward.output": "row" for stack in ("encoder", "decoder")},
+    # Of some heads it could make no output: that has the width which it reads off its input.
+    **{f"decoder.layers.*.self_attn.{name}_proj": "column_gather" for name in ("query", "key", "value")},
+    "decoder.layers.*.self_attn.relative_pos_embeddings": "column_gather",
+    "decoder.layers.*.self_attn.out_proj": "row_split",
+}
+
 
 @register_model("prophetnet")
 def prophetnet(model: Any) -> ModelSpec:
     names = [name for name, _ in model.named_modules() if name.endswith("position_embeddings")]
     # They tell which positions they have embedded, and are asked for others.
-    return corrected_spec(model, on_all_stages=tuple(names))
+    return corrected_spec(model, _PLAN, on_all_stages=tuple(names))

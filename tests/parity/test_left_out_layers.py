@@ -1,0 +1,100 @@
+"""Layers that are left out at random in training: split sequences leave out those of one process, the ends too."""
+
+import functools
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+from transformers import CONFIG_MAPPING, AutoModel
+
+from hf_megatron.errors import UnsupportedError
+from hf_megatron.integrations.gate import ConfigUnderTest
+from hf_megatron.registry.features import silence
+from hf_megatron.tensor_parallel.left_out_layers import LeftOutLayers, require_own_rates
+from hf_megatron.verify.ranks import run_ranks
+from tests.shared_twins import make_twin
+
+SEEDS = range(4)
+
+
+@functools.lru_cache(maxsize=1)
+def twin(model_type, task):
+    return make_twin(CONFIG_MAPPING[model_type](), task=task, min_layers=3)
+
+
+def trained(of, checkpointing, **layout):
+    """Returns the loss and every gradient, or that there is none, of each seed."""
+    model = of.load(**layout).train()
+    silence(model)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    for module in model.modules():
+        if "layerdrop" in vars(module):
+            module.layerdrop = 0.5
+    found = []
+    for seed in SEEDS:
+        torch.manual_seed(seed)
+        loss = model(**of.batches[0]).loss
+        loss.backward()
+        gradients = {name: full(parameter.grad) for name, parameter in model.named_parameters()}
+        found.append((loss.item(), gradients))
+        model.zero_grad(set_to_none=True)
+    return found
+
+
+def full(gradient):
+    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+
+
+def differs(of, *, checkpointing=False):
+    """Returns what differs from one process, or in which of the numbers no layer of one was left out."""
+    run = functools.partial(trained, of, checkpointing)
+    [expected] = run_ranks(run, 1)
+    at_ends = {
+        (number == "0", gradients[name] is None)
+        for _, gradients in expected
+        for name in gradients
+        if (number := name.partition("layers.")[2].partition(".")[0])
+    }
+    assert len(at_ends) == 4
+    found = run_ranks(run, 2, megatron_config=ConfigUnderTest(tp_size=2, sequence_parallel=True))[0]
+    problems = []
+    for (loss, gradients), (wanted, others) in zip(found, expected, strict=True):
+        same = {name for name in others if (others[name] is None) == (gradients[name] is None)}
+        problems += sorted(others.keys() - same)
+        problems += [
+            name
+            for name in same
+            if others[name] is not None and not torch.allclose(gradients[name], others[name], rtol=1e-3, atol=1e-5)
+        ]
+        problems += ["loss"] if abs(loss - wanted) > 1e-5 else []
+    return problems
+
+
+@pytest.mark.parametrize(
+    ("model_type", "task", "checkpointing"),
+    [("m2m_100", "seq2seq", False), ("m2m_100", "seq2seq", True), ("opt", "causal", False)],
+)
+def test_the_same_layers_are_left_out(model_type, task, checkpointing):
+    assert not differs(twin(model_type, task), checkpointing=checkpointing)
+
+
+def test_loops_that_read_their_rate_elsewhere_are_refused():
+    with torch.device("meta"):
+        model = AutoModel.from_config(CONFIG_MAPPING["wav2vec2"](layerdrop=0.1))
+    with pytest.raises(UnsupportedError, match=r"encoder\.layers leaves out layers at random by a rate of its config"):
+        require_own_rates(model, ["encoder.layers"])
+    model.config.layerdrop = 0.0
+    require_own_rates(model, ["encoder.layers"])
+
+
+def test_ends_that_are_never_left_out_are_found(monkeypatch):
+    asked = LeftOutLayers.leaves_out
+
+    def leaves_out(self, drawn):
+        answer = asked(self, drawn)
+        self.is_next = False
+        return answer
+
+    monkeypatch.setattr(LeftOutLayers, "leaves_out", leaves_out)
+    assert "loss" in differs(twin("m2m_100", "seq2seq"))
