@@ -258,6 +258,8 @@ TINY: Mapping[str, Mapping[str, Any]] = {
     "kyutai_speech_to_text": {
         **{"num_codebooks": 4, "codebook_vocab_size": 17, "audio_bos_token_id": 16, "audio_pad_token_id": 199},
     },
+    # Frames that NumPy draws anew for every microbatch are hidden from it while it trains.
+    "speecht5": {"apply_spec_augment": False},
     # A group of channels for each of the narrow states.
     "mimi": {"upsample_groups": 64},
     # As many features as four neighbours have. Towers of Whisper's kind take twice as many frames as positions.
@@ -326,6 +328,7 @@ NO_GRADIENT: Mapping[str, Mapping[str, str]] = {
         name: {r"\.embed_positions\.": "positions are looked up without gradients"}
         for name in ("fsmt", "marian", "pegasus", "roformer", "speech_to_text")
     },
+    "speecht5": {r"\.masked_spec_embed$": "stands for frames hidden at random: compared without such"},
     "kyutai_speech_to_text": {r"^codec_model\.": "makes tokens of clips in generate() alone"},
     "pop2piano": {r"^mel_conditioner\.": "read by generate() alone"},
     "phi4_multimodal": {r"\.embed_tokens_extend\.": "reads images and audio: compared on text alone"},
