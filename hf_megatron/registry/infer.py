@@ -17,8 +17,6 @@ from .known_blocks import find_blocks
 
 # Why some configs have no sequence parallelism.
 CHUNKS = "chunk_size_feed_forward > 0 cuts this rank's piece of the sequence into chunks of its own."
-LEFT_OUT = "layerdrop > 0 leaves out layers at random, the first and the last of which split and join the sequence."
-_LEFT_OUT = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
 
 
 def stated_or_inferred_spec(model: Any, *, may_be_ends: bool = False) -> ModelSpec:
@@ -68,8 +66,6 @@ def inferred_spec(model: Any) -> ModelSpec:
 def _no_sequence_parallel(model: Any, blocks: set[str], transparent: set[str]) -> str | None:
     if getattr(model.config, "chunk_size_feed_forward", 0):
         return CHUNKS
-    if any(getattr(model.config, name, 0) for name in _LEFT_OUT):
-        return LEFT_OUT
     for name in transparent:
         for child, module in model.get_submodule(name).named_children():
             # Parts of a plain dict are called by the module around it.

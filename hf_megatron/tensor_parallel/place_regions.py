@@ -6,6 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 from transformers.utils import ModelOutput
 
 from ..absent_weights import computes_here
@@ -20,6 +21,8 @@ from .structure import Structure
 from .styles import style
 
 ROUTER_LOGITS = "router_logits"
+# Ends the names of rates at which layers are left out.
+_LAYERDROP = "layerdrop"
 
 
 class Regions(Shared):
@@ -72,6 +75,7 @@ class Regions(Shared):
             WholeSequenceRegion(self.stacks[name], self.streams, further).install(model.get_submodule(block))
         for name, stack in self.stacks.items():
             layers: Any = model.get_submodule(name)
+            stack.may_leave_out = leaves_layers_out(model.config)
             stack.install(layers)
             owned = list(filter(computes_here, layers))
             for layer in owned:
@@ -105,6 +109,13 @@ class Regions(Shared):
 
     def _require_left(self, name: str, around: nn.Module, args: tuple, output: Any) -> None:
         self.stacks[name].require_left(name)
+
+
+def leaves_layers_out(config: PreTrainedConfig) -> bool:
+    """Tells whether a model, or a part of it, leaves out layers at random in training."""
+    parts = (part for part in vars(config).values() if isinstance(part, PreTrainedConfig))
+    own = (value for name, value in vars(config).items() if name.endswith(_LAYERDROP))
+    return any(own) or any(map(leaves_layers_out, parts))
 
 
 def _around_layers(model: Any, stack: str) -> nn.Module:

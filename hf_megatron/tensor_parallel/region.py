@@ -92,9 +92,14 @@ class _RestoreLength(torch.autograd.Function):
 
 @dataclass
 class SequenceStack(Shared):
-    """One stack of layers whose residual stream is split over the group along the sequence."""
+    """One stack of layers whose residual stream is split over the group along the sequence.
+
+    Attributes:
+        may_leave_out: whether a loop leaves out layers at random: each splits and joins the sequence by itself then.
+    """
 
     group: dist.ProcessGroup
+    may_leave_out: bool = False
     batch: int = 0
     length: int = 0
     dims: int = 3
@@ -105,8 +110,11 @@ class SequenceStack(Shared):
         return self.dims - 2 if tensor.dim() == self.dims else SEQUENCE_DIM
 
     def install(self, layers: nn.ModuleList) -> None:
-        layers[0].register_forward_pre_hook(self._enter, with_kwargs=True)
-        layers[-1].register_forward_hook(self._leave)
+        each = [*layers]
+        for first in each if self.may_leave_out else each[:1]:
+            first.register_forward_pre_hook(self._enter, with_kwargs=True)
+        for last in each if self.may_leave_out else each[-1:]:
+            last.register_forward_hook(self._leave)
 
     def require_ends(self, layers: nn.ModuleList, name: str) -> None:
         """Raises `UnsupportedError` where other layers stand at the ends of the stack now."""
@@ -152,6 +160,8 @@ class SequenceStack(Shared):
 
     def leave_split(self, hidden_states: Tensor) -> Tensor:
         """Ends the part of a stack that a stage holds; `[batch, sequence / tp, hidden]` stays split."""
+        if self.may_leave_out:
+            return hidden_states
         self.is_inside = False
         return _RestoreLength.apply(hidden_states, self)
 

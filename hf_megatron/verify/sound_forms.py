@@ -37,6 +37,7 @@ def sound_forms(
     total: int,
     generator: torch.Generator,
     masks: Sequence[str] = MASKS_OF_SOUNDS,
+    frames: int | None = None,
 ) -> Iterator[dict[str, Tensor]]:
     """Yields the sounds of a batch as a model may take them: of unequal lengths, of one length, and without a mask.
 
@@ -46,6 +47,7 @@ def sound_forms(
         total (`int`): clips.
         generator (`torch.Generator`): of the features.
         masks (`Sequence[str]`): names of arguments that say which parts of a clip are no padding.
+        frames (`int`, *optional*): of each clip, where it has to be as long as a text.
     """
     name = next((name for name in SOUNDS if name in asked), None)
     if name is None:
@@ -54,7 +56,7 @@ def sound_forms(
     values = audio.to_dict()
     width = next((getattr(audio, key) for key in _FEATURES if isinstance(getattr(audio, key, None), int)), _WIDTH)
     # Some towers take clips of one length alone, others whole windows.
-    longest = 2 * (values.get("n_window") or values.get("max_source_positions") or _FRAMES // 2)
+    longest = frames or 2 * (values.get("n_window") or values.get("max_source_positions") or _FRAMES // 2)
     samples = next((getattr(audio, key) for key in _SAMPLES if isinstance(getattr(audio, key, None), int)), None)
     lengths_of_clips = [longest]
     if name == "input_values":

@@ -36,7 +36,6 @@ def test_layers_of_a_plan_in_transformers_are_not_inferred():
     [
         ("switch_transformers", AutoModelForSeq2SeqLM, {}, "chooses among its parts"),
         ("xlm", AutoModelForMaskedLM, {}, "lists side by side: transformer.attentions, transformer.ffns"),
-        ("m2m_100", AutoModelForSeq2SeqLM, {}, "layerdrop > 0"),
         ("electra", AutoModelForMaskedLM, {"chunk_size_feed_forward": 4}, "chunk_size_feed_forward > 0"),
     ],
 )

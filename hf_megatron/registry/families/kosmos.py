@@ -4,7 +4,6 @@ from typing import Any
 
 from ...spec import ModelSpec
 from ..family import around_text_spec, family_spec
-from ..infer import LEFT_OUT
 from ..lookup import REGISTRY, register_model
 
 _QKV, _MLP = ("q_proj", "k_proj", "v_proj"), {"fc1": "column", "fc2": "row"}
@@ -34,7 +33,6 @@ def kosmos_text(model: Any) -> ModelSpec:
         model,
         {"model.embed_tokens": "vocab_embedding"} | {f"model.layers.*.{name}": style for name, style in blocks.items()},
         after_layers=("model.layer_norm",),
-        no_sequence_parallel=LEFT_OUT if model.config.layerdrop else None,
     )
 
 

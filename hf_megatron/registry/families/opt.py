@@ -4,7 +4,6 @@ from typing import Any
 
 from ...spec import ModelSpec
 from ..family import family_spec
-from ..infer import LEFT_OUT
 from ..lookup import register_model
 
 
@@ -24,5 +23,4 @@ def opt(model: Any) -> ModelSpec:
         local_attributes={"decoder.layers.*.self_attn": ("num_heads",)},
         regions={"decoder.layers.*.fc1": "decoder.layers.*.fc2"},
         after_layers=("decoder.final_layer_norm", "decoder.project_out"),
-        no_sequence_parallel=LEFT_OUT if model.config.layerdrop else None,
     )
