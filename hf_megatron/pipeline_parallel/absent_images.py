@@ -157,6 +157,17 @@ class StagedPrefix:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
 
+class StagedChange:
+    """Mixin of a module behind an encoder's layers that changes their length, which other stages of its rank read."""
+
+    _stage_boundary: StageBoundary
+    _stage: int
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with nullcontext() if self._stage_boundary.stage == self._stage else torch.no_grad():
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+
+
 def _has_tensors(args: tuple, kwargs: dict[str, Any]) -> bool:
     return any(isinstance(value, Tensor) for value in (*args, *kwargs.values()))
 

@@ -16,7 +16,15 @@ from ..largest_position import scales_by_length
 from ..layer_list import LayerRow
 from ..mixed_class import stand_around
 from ..spec import ModelSpec
-from .absent_images import ForeignTower, StagedPrefix, call_in_first_stage, kind_of_input, required_images
+from .absent_images import (
+    ForeignShapes,
+    ForeignTower,
+    StagedChange,
+    StagedPrefix,
+    call_in_first_stage,
+    kind_of_input,
+    required_images,
+)
 from .around_layers import drop_ties, find_around, find_beside, find_tied, find_tied_before, find_towers, has_parameters
 from .boundary import StageBoundary
 from .crossings import Carried
@@ -214,18 +222,14 @@ def cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> Cut:
         else:
             kind = kind_of_input(module, is_prefix=is_prefix, runs_everywhere=runs_everywhere)
             _replace(model, module_name, kind(module_name, module, _place(stages, 0), boundary))
-    if changing := [name for name in between if convolves(model.get_submodule(name))]:
-        raise UnsupportedError(
-            f"MegatronConfig.pp_size = {config.pp_size}: {changing[0]} of {type(model).__name__} changes the length of "
-            "what the encoder's layers made, of which masks of its decoder are made on all stages. Load it with "
-            "pp_size=1."
-        )
     for module_name in between:
         module, stage = model.get_submodule(module_name), stages.stage_of_layer(row.decoder - 1)
         if stage in owned:
-            stand_around(module, StagedBetween, _stage_boundary=boundary, _stage=stage, _width=output_width(module))
+            kind = StagedChange if convolves(module) else StagedBetween
+            stand_around(module, kind, _stage_boundary=boundary, _stage=stage, _width=output_width(module))
         else:
-            _replace(model, module_name, ForeignBetween(module_name, module, _place(stages, stage), boundary))
+            standing = ForeignShapes if convolves(module) else ForeignBetween
+            _replace(model, module_name, standing(module_name, module, _place(stages, stage), boundary))
     for module_name in after if not holds_last else ():
         module, place = model.get_submodule(module_name), _place(stages, len(stages.ranges) - 1)
         _replace(model, module_name, ForeignOutput(module_name, module, place, boundary))
