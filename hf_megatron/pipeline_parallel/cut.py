@@ -196,7 +196,7 @@ def cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> Cut:
     towers = find_towers(model)
     for module_name in before:
         module = model.get_submodule(module_name)
-        if module_name in towers:
+        if module_name in towers and module_name not in spec.prefixes:
             if not holds_first:
                 _replace(model, module_name, ForeignTower(module_name, module, _place(stages, 0), boundary))
             elif required_images(model.forward):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..media import PIXELS, PLACES, SOUNDS, VIDEO_PIXELS, image_token
-from ..sounds import audio_token
+from ..sounds import FRAMES_OF_TOKEN, audio_token
 from ..videos import video_token
 from .image_forms import Canvas, image_forms, tiles_of_rows, video_form
 from .sound_forms import sound_forms
@@ -23,7 +23,6 @@ _VIDEOS = (1, 0, 2)
 _TOKENS_OF_SOUND = 64
 # Tokens of a row of text and sound at once, beside those of every row.
 _TOKENS_BETWEEN = 6
-_FRAMES_OF_TOKEN = "audio_length_per_tok"
 _KINDS_OF_TOKENS = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 # Methods that make features of images, or of videos where nothing else has them.
 _FEATURES = ("get_image_features", "get_video_features")
@@ -165,7 +164,7 @@ def _with_sounds(
 ) -> Iterator[tuple[dict[str, Tensor], list[list[_Piece]]]]:
     """Yields images with sounds behind them, in every form in which the model takes single clips."""
     asked, token = {*inspect.signature(model.forward).parameters}, audio_token(model.config)
-    if token is None and (frames := getattr(model.config, _FRAMES_OF_TOKEN, None)) is not None:
+    if token is None and (frames := getattr(model.config, FRAMES_OF_TOKEN, None)) is not None:
         # A clip for each row, as long as that is.
         texts = [[_Piece(0, None, (_TOKENS_BETWEEN,))] for _ in pieces]
         length = _written(model, texts, {}, generator)["input_ids"].shape[1]
