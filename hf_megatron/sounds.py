@@ -10,7 +10,7 @@ from .media import ENTRIES, PIXELS, SOUNDS, rows_with_images
 # Which parts of a clip are no padding, in the order of the above.
 MASKS_OF_SOUNDS = (
     *("input_features_mask", "feature_attention_mask", "input_values_mask", "audio_input_ids_mask"),
-    "audio_attention_mask",
+    *("audio_attention_mask", "padding_mask"),
 )
 # An entry for each clip.
 LENGTHS_OF_SOUNDS = ("audio_feature_lengths", "audio_embed_sizes", "chunk_sample_lengths")
