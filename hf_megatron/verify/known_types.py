@@ -259,7 +259,7 @@ TINY: Mapping[str, Mapping[str, Any]] = {
         **{"num_codebooks": 4, "codebook_vocab_size": 17, "audio_bos_token_id": 16, "audio_pad_token_id": 199},
     },
     # Frames that NumPy draws anew for every microbatch are hidden from it while it trains.
-    "speecht5": {"apply_spec_augment": False},
+    "speecht5": {"apply_spec_augment": False, "conv_dim": [32] * 7},
     # Few samples of a token, and no noise on what is made of them: it is drawn for every microbatch.
     **{
         name: {"downsampling_ratios": [2, 2], "depths": [1, 1, 1], "num_filters": 8, "vae_std": 0.0}
