@@ -225,8 +225,8 @@ def cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> Cut:
     for module_name in between:
         module, stage = model.get_submodule(module_name), stages.stage_of_layer(row.decoder - 1)
         if stage in owned:
-            kind = StagedChange if convolves(module) else StagedBetween
-            stand_around(module, kind, _stage_boundary=boundary, _stage=stage, _width=output_width(module))
+            mixin = StagedChange if convolves(module) else StagedBetween
+            stand_around(module, mixin, _stage_boundary=boundary, _stage=stage, _width=output_width(module))
         else:
             standing = ForeignShapes if convolves(module) else ForeignBetween
             _replace(model, module_name, standing(module_name, module, _place(stages, stage), boundary))
