@@ -34,7 +34,8 @@ class LayerRow:
     @classmethod
     def of(cls, model: Any, spec: ModelSpec, field: str) -> "LayerRow":
         """Finds a model's; raises as `find_layers`."""
-        lists = _lists_of_both(model, field) if model.config.is_encoder_decoder else (find_layers(model, spec, field),)
+        is_both = model.config.is_encoder_decoder
+        lists = _lists_of_both(model, spec, field) if is_both else (find_layers(model, spec, field),)
         return cls(lists, tuple(len(model.get_submodule(name)) for name in lists), spec.layer_parts)
 
     @property
@@ -65,12 +66,14 @@ class LayerRow:
         return None
 
 
-def _lists_of_both(model: Any, field: str) -> tuple[str, ...]:
-    """Names the lists of an encoder and of a decoder."""
+def _lists_of_both(model: Any, spec: ModelSpec, field: str) -> tuple[str, ...]:
+    """Names the lists of an encoder and of a decoder, but not of what runs behind the encoder's."""
     found = []
     names = {module: name for name, module in model.named_modules()}
     for stack in (model.get_encoder(), model.get_decoder()):
         inside = [] if stack is None else _lists_of_text(stack)
+        behind = tuple(f"{part.removeprefix(f'{names.get(stack)}.')}." for part in spec.behind_encoder)
+        inside = [name for name in inside if not name.startswith(behind)]
         if len(inside) != 1 or stack not in names:
             raise UnsupportedError(
                 f"MegatronConfig.{field}: {type(model).__name__} has to have one list of layers in its encoder and one "

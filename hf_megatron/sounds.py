@@ -10,10 +10,12 @@ from .media import ENTRIES, PIXELS, SOUNDS, rows_with_images
 # Which parts of a clip are no padding, in the order of the above.
 MASKS_OF_SOUNDS = (
     *("input_features_mask", "feature_attention_mask", "input_values_mask", "audio_input_ids_mask"),
-    "audio_attention_mask",
+    *("audio_attention_mask", "padding_mask"),
 )
 # An entry for each clip.
 LENGTHS_OF_SOUNDS = ("audio_feature_lengths", "audio_embed_sizes", "chunk_sample_lengths")
+# Frames of a clip that is added to the tokens of its row, for each of these.
+FRAMES_OF_TOKEN = "audio_length_per_tok"
 _PREFIX = "image_"
 
 
@@ -22,6 +24,12 @@ def audio_token(config: Any) -> int | None:
     places, names = (config, getattr(config, "audio_config", None)), ("audio_token_id", "audio_token_index")
     found = (getattr(place, name, None) for place in places for name in names)
     return next((token for token in found if token is not None), None)
+
+
+def has_clip_per_row(config: Any) -> bool:
+    """Tells whether a model reads a clip for each row: in an encoder, or added to the row's tokens."""
+    is_added = getattr(config, FRAMES_OF_TOKEN, None) is not None
+    return audio_token(config) is None and (is_added or getattr(config, "is_encoder_decoder", False))
 
 
 def is_of_sounds(name: str) -> bool:

@@ -15,7 +15,7 @@ from ..spec import ModelSpec
 from .boundary import StageBoundary
 from .microbatches import describe
 from .placeholder import Placeholder
-from .stage_parts import ForeignInput
+from .stage_parts import ForeignInput, ForeignPositions
 
 
 class AbsentFeatures(BaseModelOutputWithPooling):
@@ -113,6 +113,40 @@ class ForeignPrefix(ForeignInput):
         return type(made)(**{name: zeros(of) for name, of in made.items()}) if isinstance(made, dict) else zeros(made)
 
 
+class ForeignShapes(ForeignPrefix):
+    """Stands where a module with parts is that every stage runs: on weights of zeros, for its masks and its lengths."""
+
+    def standing_for(self, module: nn.Module) -> "ForeignShapes":
+        return ForeignShapes(self._name, module, self._place, self._stage_boundary)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._stage_boundary.is_running:
+            return Placeholder.forward(self, *args, **kwargs)
+        follower = self.get_buffer("_follower")
+
+        def zeros(like: Tensor) -> Tensor:
+            # One number, however many the weight has.
+            dtype = follower.dtype if like.is_floating_point() else like.dtype
+            return torch.zeros((), dtype=dtype, device=follower.device).expand(like.shape)
+
+        named = (*self._original.named_parameters(), *self._original.named_buffers())
+        weights = {name: zeros(of) for name, of in named}
+        with torch.no_grad():
+            return torch.func.functional_call(self._original.eval(), weights, args, kwargs)
+
+
+def kind_of_input(module: nn.Module, *, is_prefix: bool, runs_everywhere: bool) -> type[ForeignInput]:
+    """Returns what stands for a module before the layers on later stages.
+
+    Args:
+        is_prefix (`bool`): what it makes stands before the text, or has another length than what it is given.
+        runs_everywhere (`bool`): all stages have to run it.
+    """
+    if not runs_everywhere:
+        return ForeignPrefix if is_prefix else ForeignInput
+    return ForeignPositions if next(module.children(), None) is None else ForeignShapes
+
+
 class StagedPrefix:
     """Mixin of such a module on a rank that holds the first stage and later ones, which read the length alone."""
 
@@ -120,6 +154,17 @@ class StagedPrefix:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with nullcontext() if self._stage_boundary.stage == 0 else torch.no_grad():
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+
+
+class StagedChange:
+    """Mixin of a module behind an encoder's layers that changes their length, which other stages of its rank read."""
+
+    _stage_boundary: StageBoundary
+    _stage: int
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with nullcontext() if self._stage_boundary.stage == self._stage else torch.no_grad():
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
 

@@ -199,10 +199,8 @@ class StageBoundary(Shared):
 
     def _note_arguments(self, index: int, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Keeps what the loop of the first stage gives a later stage's layer, and leaves behind the last of them."""
-        if self.stage == 0 and index < self.carried.decoder:
-            # On the way to the decoder's embedding.
-            return self.pass_on(args, kwargs)
-        if self.stage > 0 or not self.carried.arguments:
+        is_on_way = self.stage == 0 and index < self.carried.decoder  # To the decoder's embedding.
+        if not is_on_way and (self.stage > 0 or not self.carried.arguments):
             raise PlanError(f"Layer {index} was called outside of its pipeline stage.")
         for name in self.carried.arguments:
             value = self.carried.given(index, name, args, kwargs)

@@ -124,6 +124,9 @@ class Carried:
 
     def given(self, layer: int, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Returns an argument of a layer's call, by whichever way it was passed; `None` without it."""
+        if name not in self.parameters[layer]:
+            # Of the layers of an encoder or of its decoder alone.
+            return None
         place = self.parameters[layer].index(name)
         return args[place] if place < len(args) else kwargs.get(name)
 

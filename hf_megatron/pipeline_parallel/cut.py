@@ -16,7 +16,15 @@ from ..largest_position import scales_by_length
 from ..layer_list import LayerRow
 from ..mixed_class import stand_around
 from ..spec import ModelSpec
-from .absent_images import ForeignPrefix, ForeignTower, StagedPrefix, call_in_first_stage, required_images
+from .absent_images import (
+    ForeignShapes,
+    ForeignTower,
+    StagedChange,
+    StagedPrefix,
+    call_in_first_stage,
+    kind_of_input,
+    required_images,
+)
 from .around_layers import (
     drop_ties,
     find_around,
@@ -37,10 +45,8 @@ from .shared_layers import find_shared, hold_shared
 from .stage_counts import make_stages, require_features_on_first_stage
 from .stage_parts import (
     ForeignBetween,
-    ForeignInput,
     ForeignLayer,
     ForeignOutput,
-    ForeignPositions,
     StagedBetween,
     StagedInput,
     StagedLayer,
@@ -203,23 +209,22 @@ def cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> Cut:
     towers = find_towers(model)
     for module_name in before:
         module = model.get_submodule(module_name)
-        if module_name in towers:
+        if module_name in towers and module_name not in spec.prefixes:
             if not holds_first:
                 replace_module(model, module_name, ForeignTower(module_name, module, _place(stages, 0), boundary))
             elif required_images(model.forward):
                 # Other forwards leave it out in later stages of this rank, which get no images.
                 call_in_first_stage(module, boundary)
             continue
-        if module_name in spec.prefixes or (row.decoder and convolves(module)):
-            if holds_first:
-                stand_around(module, StagedPrefix, _stage_boundary=boundary)
-            else:
-                replace_module(model, module_name, ForeignPrefix(module_name, module, _place(stages, 0), boundary))
-            continue
-        if module_name in spec.on_all_stages and holds_first:
+        runs_everywhere = module_name in spec.on_all_stages
+        is_prefix = module_name in spec.prefixes or (row.decoder > 0 and convolves(module) and not runs_everywhere)
+        if is_prefix and holds_first:
+            stand_around(module, StagedPrefix, _stage_boundary=boundary)
             continue
         needed_by_head = [name for name in tied.values() if holds_last and name.startswith(f"{module_name}.")]
-        if holds_first or needed_by_head:
+        if runs_everywhere and (holds_first or len(needed_by_head) == len([*module.parameters()])):
+            continue
+        if (holds_first or needed_by_head) and not is_prefix:
             width = output_width(module)
             if not holds_first:
                 needed = [name.removeprefix(f"{module_name}.").split(".") for name in needed_by_head]
@@ -228,20 +233,16 @@ def cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> Cut:
                     hold_parts(module, parts_of_head, module_name, _place(stages, 0), boundary)
             stand_around(module, StagedInput, _stage_boundary=boundary, _name=module_name, _width=width)
         else:
-            standing = ForeignPositions if module_name in spec.on_all_stages else ForeignInput
-            replace_module(model, module_name, standing(module_name, module, _place(stages, 0), boundary))
-    if changing := [name for name in between if convolves(model.get_submodule(name))]:
-        raise UnsupportedError(
-            f"MegatronConfig.pp_size = {config.pp_size}: {changing[0]} of {type(model).__name__} changes the length of "
-            "what the encoder's layers made, of which masks of its decoder are made on all stages. Load it with "
-            "pp_size=1."
-        )
+            kind = kind_of_input(module, is_prefix=is_prefix, runs_everywhere=runs_everywhere)
+            replace_module(model, module_name, kind(module_name, module, _place(stages, 0), boundary))
     for module_name in between:
         module, stage = model.get_submodule(module_name), stages.stage_of_layer(row.decoder - 1)
         if stage in owned:
-            stand_around(module, StagedBetween, _stage_boundary=boundary, _stage=stage, _width=output_width(module))
+            mixin = StagedChange if convolves(module) else StagedBetween
+            stand_around(module, mixin, _stage_boundary=boundary, _stage=stage, _width=output_width(module))
         else:
-            replace_module(model, module_name, ForeignBetween(module_name, module, _place(stages, stage), boundary))
+            standing = ForeignShapes if convolves(module) else ForeignBetween
+            replace_module(model, module_name, standing(module_name, module, _place(stages, stage), boundary))
     for module_name in after if not holds_last else ():
         module, place = model.get_submodule(module_name), _place(stages, len(stages.ranges) - 1)
         replace_module(model, module_name, ForeignOutput(module_name, module, place, boundary))

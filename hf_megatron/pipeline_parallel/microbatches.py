@@ -16,7 +16,7 @@ from ..errors import ConfigError, UnsupportedError
 from ..media import NOT_OF_ROWS, SOUNDS
 from ..parallel_state import BatchPart
 from ..rows_of_media import names_of_media, rows_with_media
-from ..sounds import audio_token, is_of_sounds
+from ..sounds import audio_token, has_clip_per_row, is_of_sounds
 from ..videos import is_of_videos
 
 ROW_DIM = 0
@@ -70,8 +70,7 @@ def split(
     """
     rows = batch_rows(arguments)
     for name, value in arguments.items():
-        # Of an encoder that reads a clip for each row.
-        is_of_row = getattr(config, "is_encoder_decoder", False) and audio_token(config) is None and name in SOUNDS
+        is_of_row = name in SOUNDS and has_clip_per_row(config)
         is_of_kinds = {"videos": is_of_videos(name), "sounds": is_of_sounds(name) and audio_token(config) is not None}
         is_known = config is not None and any(is_of_kinds[medium] for medium in is_of_kinds.keys() & media)
         if isinstance(value, Tensor) and any(part in name for part in NOT_OF_ROWS) and not (is_known or is_of_row):

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterator
 from functools import cache
+from types import MethodType
 from typing import Any, Protocol
 
 import torch
@@ -13,6 +14,8 @@ from ..upstream import follow_forward_of_bases
 
 # By which transformers asks a module for a part of it while it loads.
 _ACCESSORS = ("get_input_embeddings", "get_output_embeddings")
+# Objects of settings that models read of their parts.
+_CONFIGS = ("config", "generation_config")
 
 
 class PartElsewhere(UnsupportedError, AttributeError):
@@ -66,6 +69,8 @@ class Placeholder(StandsForAnother, nn.Module):
                 return self._absent(known[name]) if self._progress.is_filled else known[name]
             if name.startswith("_") or "_place" not in self.__dict__:
                 raise
+            if name in _ACCESSORS and name in dir(self._kind):
+                return MethodType(getattr(self._kind, name), self)
             if not self._progress.is_filled and name in (unfilled := {**self._parts, **self._unsaved}):
                 return unfilled[name]
             raise self._elsewhere(name) from error
@@ -220,7 +225,7 @@ def _standing_class(base: Any, kind: Any) -> type[nn.Module]:
 def _is_plain(name: str, value: Any) -> bool:
     # Some sizes are tensors of one number (Inkling's projections).
     is_number = isinstance(value, Tensor) and value.dim() == 0 and not isinstance(value, nn.Parameter)
-    is_plain = name == "config" or is_number or isinstance(value, str | int | float | bool | tuple | None)
+    is_plain = name in _CONFIGS or is_number or isinstance(value, str | int | float | bool | tuple | None)
     return is_plain and name != "training" and not name.startswith("_")
 
 

@@ -28,6 +28,8 @@ _RATE = re.compile(r"drop(?!less)|jitter|noise")
 _POSITION = re.compile(r"(_id|_ids|_dim|_idx|_index|_indices|_layer|_layers|_length|_seed|_eps|_epsilon|_range|_std)$")
 # A forward may be asked for these at any call, whatever the config says.
 _PER_CALL = re.compile(r"^(use_cache|return_dict|output_.*|gradient_checkpointing)$")
+# Words that count layers.
+_OF_ONE_LAYER = re.compile(r"_layer_\d+$")
 ENDS = "around the layers"
 COPIES = "linears in copies"
 
@@ -195,7 +197,8 @@ def _setting(name: str, value: Any, path: list[str]) -> str | None:
     if isinstance(value, bool) or (value is None and not position):
         return str(value)
     if isinstance(value, str):
-        return None if value in _activations() or not value.isprintable() else value
+        is_other = value in _activations() or not value.isprintable() or _OF_ONE_LAYER.search(value)
+        return None if is_other else value
     if isinstance(value, (int, float)):
         return "0" if value == 0 and not position else None
     return None

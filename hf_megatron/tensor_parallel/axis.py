@@ -25,7 +25,6 @@ from .expert_widths import GroupedWidths, split_widths
 from .heads import LocalArguments
 from .heads_of_rank import divides, has_heads_of, is_one_group, styles_of_weights
 from .layer_streams import OneRandomState
-from .left_out_layers import require_own_rates
 from .linear import ParallelLinear
 from .local_parameters import ForwardsUnderWay, LocalParameters, read_locally
 from .local_sizes import give_sizes
@@ -101,8 +100,6 @@ def place(model: Any, state: ParallelState) -> None:
     )
     if sequence_parallel and not structure.stacks:
         raise UnsupportedError(f"model type {spec.model_type!r}: no stack of layers found to split the sequence of.")
-    if sequence_parallel:
-        require_own_rates(model, structure.stacks)
     copies = shared_heads(model, styles, tp_size)
     sizes = local_sizes(model, spec, styles, copies, tp_size)
     sizes = {name: sizes[name] for name in sizes if not _is_inside(name, experts)}

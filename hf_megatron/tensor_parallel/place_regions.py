@@ -6,6 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 from transformers.utils import ModelOutput
 
 from ..absent_weights import computes_here
@@ -14,13 +15,14 @@ from ..patch_ledger import Shared
 from ..patterns import lookup
 from .gathered_input import GatheredInputs
 from .layer_streams import draw_alone
-from .left_out_layers import leave_out_layers
 from .region import SEQUENCE_DIM, SequenceStack, UniformRegion, WholeSequenceRegion
 from .sequence_arguments import SequenceArguments
 from .structure import Structure
 from .styles import style
 
 ROUTER_LOGITS = "router_logits"
+# Ends the names of rates at which layers are left out.
+_LAYERDROP = "layerdrop"
 
 
 class Regions(Shared):
@@ -83,12 +85,11 @@ class Regions(Shared):
             WholeSequenceRegion(self.stacks[name], self.streams, further).install(model.get_submodule(block))
         for name, stack in self.stacks.items():
             layers: Any = model.get_submodule(name)
+            stack.may_leave_out = leaves_layers_out(model.config)
             stack.install(layers, whole_before)
             owned = list(filter(computes_here, layers))
             for layer in owned:
                 draw_alone(layer, self.streams)
-            if len(owned) == len(layers):
-                leave_out_layers(model, name, stack)
             if arguments or whole:
                 SequenceArguments(arguments, self.group, whole or {}).install(owned)
         if self.stacks:
@@ -118,6 +119,13 @@ class Regions(Shared):
 
     def _require_left(self, name: str, around: nn.Module, args: tuple, output: Any) -> None:
         self.stacks[name].require_left(name)
+
+
+def leaves_layers_out(config: PreTrainedConfig) -> bool:
+    """Tells whether a model, or a part of it, leaves out layers at random in training."""
+    parts = (part for part in vars(config).values() if isinstance(part, PreTrainedConfig))
+    own = (value for name, value in vars(config).items() if name.endswith(_LAYERDROP))
+    return any(own) or any(map(leaves_layers_out, parts))
 
 
 def _around_layers(model: Any, stack: str) -> nn.Module:

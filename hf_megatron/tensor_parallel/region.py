@@ -97,9 +97,14 @@ class _RestoreLength(torch.autograd.Function):
 
 @dataclass
 class SequenceStack(Shared):
-    """One stack of layers whose residual stream is split over the group along the sequence."""
+    """One stack of layers whose residual stream is split over the group along the sequence.
+
+    Attributes:
+        may_leave_out: whether a loop leaves out layers at random: each splits and joins the sequence by itself then.
+    """
 
     group: dist.ProcessGroup
+    may_leave_out: bool = False
     batch: int = 0
     length: int = 0
     dims: int = 3
@@ -111,7 +116,7 @@ class SequenceStack(Shared):
         return self.dims - 3 + self.token_dim if tensor.dim() == self.dims else self.token_dim
 
     def install(self, layers: nn.ModuleList, whole_before: tuple[int, ...] = ()) -> None:
-        for first in {0, *whole_before}:
+        for first in range(len(layers)) if self.may_leave_out else {0, *whole_before}:
             layers[first].register_forward_pre_hook(self._enter, with_kwargs=True)
             layers[first - 1].register_forward_hook(self._leave)  # For 0 it is the last of all.
 
@@ -177,6 +182,8 @@ class SequenceStack(Shared):
 
     def leave_split(self, hidden_states: Tensor) -> Tensor:
         """Ends the part of a stack that a stage holds; `[batch, sequence / tp, hidden]` stays split."""
+        if self.may_leave_out:
+            return hidden_states
         self.is_inside = False
         return _RestoreLength.apply(hidden_states, self)
 

@@ -260,6 +260,13 @@ TINY: Mapping[str, Mapping[str, Any]] = {
     "kyutai_speech_to_text": {
         **{"num_codebooks": 4, "codebook_vocab_size": 17, "audio_bos_token_id": 16, "audio_pad_token_id": 199},
     },
+    # Frames that NumPy draws anew for every microbatch are hidden from it while it trains.
+    "speecht5": {"apply_spec_augment": False, "conv_dim": [32] * 7},
+    # Few samples of a token, and no noise on what is made of them: it is drawn for every microbatch.
+    **{
+        name: {"downsampling_ratios": [2, 2], "depths": [1, 1, 1], "num_filters": 8, "vae_std": 0.0}
+        for name in ("vibevoice_acoustic_tokenizer_encoder", "vibevoice_acoustic_tokenizer")
+    },
     # A group of channels for each of the narrow states.
     "mimi": {"upsample_groups": 64},
     # As many features as four neighbours have. Towers of Whisper's kind take twice as many frames as positions.
@@ -328,6 +335,8 @@ NO_GRADIENT: Mapping[str, Mapping[str, str]] = {
         name: {r"\.embed_positions\.": "positions are looked up without gradients"}
         for name in ("fsmt", "marian", "pegasus", "roformer", "speech_to_text")
     },
+    "vibevoice_asr": {r"_tokenizer_encoder\.": "makes latents of sounds without gradients"},
+    "speecht5": {r"\.masked_spec_embed$": "stands for frames hidden at random: compared without such"},
     "kyutai_speech_to_text": {r"^codec_model\.": "makes tokens of clips in generate() alone"},
     "encoder-decoder": {r"^encoder\.pooler\.": "makes one state of an encoder's, whose states are all read"},
     "nllb-moe": {r"\.expert_(?![01]\.)\d+\.": "chosen by no token: masks are read as the numbers of two experts"},

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..media import PIXELS, PLACES, SOUNDS, VIDEO_PIXELS, image_token
-from ..sounds import audio_token
+from ..sounds import FRAMES_OF_TOKEN, audio_token
 from ..videos import video_token
 from .image_forms import Canvas, image_forms, tiles_of_rows, video_form
 from .sound_forms import sound_forms
@@ -21,6 +21,8 @@ _IMAGES = (1, 2, 0)
 _VIDEOS = (1, 0, 2)
 # Tokens of a clip, at most.
 _TOKENS_OF_SOUND = 64
+# Tokens of a row of text and sound at once, beside those of every row.
+_TOKENS_BETWEEN = 6
 _KINDS_OF_TOKENS = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 # Methods that make features of images, or of videos where nothing else has them.
 _FEATURES = ("get_image_features", "get_video_features")
@@ -33,7 +35,7 @@ class _Piece:
     """What stands in a row between texts: an image, or a video, whose frames may stand apart.
 
     Attributes:
-        kind: of the tokens: 1 for images, 2 for videos, 3 for sounds.
+        kind: of the tokens: 0 for text, 1 for images, 2 for videos, 3 for sounds.
         token: the placeholder, if there is one.
         sizes: numbers of tokens side by side.
     """
@@ -162,6 +164,13 @@ def _with_sounds(
 ) -> Iterator[tuple[dict[str, Tensor], list[list[_Piece]]]]:
     """Yields images with sounds behind them, in every form in which the model takes single clips."""
     asked, token = {*inspect.signature(model.forward).parameters}, audio_token(model.config)
+    if token is None and (frames := getattr(model.config, FRAMES_OF_TOKEN, None)) is not None:
+        # A clip for each row, as long as that is.
+        texts = [[_Piece(0, None, (_TOKENS_BETWEEN,))] for _ in pieces]
+        length = _written(model, texts, {}, generator)["input_ids"].shape[1]
+        for sounds in sound_forms(model.config, asked, len(pieces), generator, frames=frames * length):
+            yield sounds, texts
+        return
     counts = [_VIDEOS[row % len(_VIDEOS)] for row in range(len(pieces))]
     for sounds in sound_forms(model.config, asked, sum(counts), generator):
         clips = [{name: value[clip : clip + 1] for name, value in sounds.items()} for clip in range(sum(counts))]

@@ -1,6 +1,7 @@
 """The forms in which models take sounds: features of clips in two orders, samples, or tokens; of unequal lengths."""
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -10,6 +11,8 @@ from torch import Tensor
 from ..media import SOUNDS
 from ..sounds import MASKS_OF_SOUNDS
 
+# What configs have of a model that takes sounds, by the names that they have for it.
+_PARTS = ("audio_config", "encoder_config", "acoustic_tokenizer_encoder_config", "acoustic_tokenizer_config")
 # Features of a frame, by the names that configs have for them.
 _FEATURES = (
     *("input_size", "num_mel_bins", "n_mel_bins", "feature_size", "audio_embed_dim", "input_feat_per_channel"),
@@ -37,6 +40,7 @@ def sound_forms(
     total: int,
     generator: torch.Generator,
     masks: Sequence[str] = MASKS_OF_SOUNDS,
+    frames: int | None = None,
 ) -> Iterator[dict[str, Tensor]]:
     """Yields the sounds of a batch as a model may take them: of unequal lengths, of one length, and without a mask.
 
@@ -46,16 +50,19 @@ def sound_forms(
         total (`int`): clips.
         generator (`torch.Generator`): of the features.
         masks (`Sequence[str]`): names of arguments that say which parts of a clip are no padding.
+        frames (`int`, *optional*): of each clip, where it has to be as long as a text.
     """
     name = next((name for name in SOUNDS if name in asked), None)
     if name is None:
         return
-    audio = getattr(config, "audio_config", None) or getattr(config, "encoder_config", None) or config
+    audio = next((part for name in _PARTS if (part := getattr(config, name, None)) is not None), config)
     values = audio.to_dict()
     width = next((getattr(audio, key) for key in _FEATURES if isinstance(getattr(audio, key, None), int)), _WIDTH)
     # Some towers take clips of one length alone, others whole windows.
-    longest = 2 * (values.get("n_window") or values.get("max_source_positions") or _FRAMES // 2)
+    longest = frames or 2 * (values.get("n_window") or values.get("max_source_positions") or _FRAMES // 2)
     samples = next((getattr(audio, key) for key in _SAMPLES if isinstance(getattr(audio, key, None), int)), None)
+    if "downsampling_ratios" in values:
+        samples = math.prod(values["downsampling_ratios"])
     lengths_of_clips = [longest]
     if name == "input_values":
         # Convolutions over samples begin with wide kernels and strides.

@@ -130,6 +130,8 @@ SIZES: Mapping[str, int] = _by_name(
     (64, "output_dim"),
     # Encoders and decoders.
     (4, "encoder_attention_heads decoder_attention_heads num_encoder_attention_heads num_decoder_attention_heads"),
+    (4, "speech_encoder_attention_heads"),
+    (90, "speech_encoder_intermediate_size"),
     (90, "encoder_ffn_dim decoder_ffn_dim encoder_intermediate_size decoder_intermediate_size"),
     (64, "max_target_positions"),
     (1, "pretraining_tp"),
@@ -165,6 +167,7 @@ LAYER_COUNTS = (
     *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers", "num_blocks"),
     *("depth", "layers", "encoder_layers", "decoder_layers"),
     *("encoder_num_hidden_layers", "decoder_num_hidden_layers", "num_encoder_layers"),
+    "speech_encoder_layers",
 )
 # The number of the first layer in each of these lists of layers.
 LAYER_INDICES: Mapping[str, int] = {

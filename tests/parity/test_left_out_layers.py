@@ -5,12 +5,12 @@ import functools
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
-from transformers import CONFIG_MAPPING, AutoModel
+from transformers import CONFIG_MAPPING
 
-from hf_megatron.errors import UnsupportedError
+from hf_megatron.errors import RankError
 from hf_megatron.integrations.gate import ConfigUnderTest
 from hf_megatron.registry.features import silence
-from hf_megatron.tensor_parallel.left_out_layers import LeftOutLayers, require_own_rates
+from hf_megatron.tensor_parallel import place_regions
 from hf_megatron.verify.ranks import run_ranks
 from tests.shared_twins import make_twin
 
@@ -24,7 +24,9 @@ def twin(model_type, task):
 
 def trained(of, checkpointing, **layout):
     """Returns the loss and every gradient, or that there is none, of each seed."""
-    model = of.load(**layout).train()
+    config = of.model_on_meta().config
+    config.update({name: 0.5 for name in config.to_dict() if name.endswith("layerdrop")})
+    model = of.load(config=config, **layout).train()
     silence(model)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -79,22 +81,7 @@ def test_the_same_layers_are_left_out(model_type, task, checkpointing):
     assert not differs(twin(model_type, task), checkpointing=checkpointing)
 
 
-def test_loops_that_read_their_rate_elsewhere_are_refused():
-    with torch.device("meta"):
-        model = AutoModel.from_config(CONFIG_MAPPING["wav2vec2"](layerdrop=0.1))
-    with pytest.raises(UnsupportedError, match=r"encoder\.layers leaves out layers at random by a rate of its config"):
-        require_own_rates(model, ["encoder.layers"])
-    model.config.layerdrop = 0.0
-    require_own_rates(model, ["encoder.layers"])
-
-
-def test_ends_that_are_never_left_out_are_found(monkeypatch):
-    asked = LeftOutLayers.leaves_out
-
-    def leaves_out(self, drawn):
-        answer = asked(self, drawn)
-        self.is_next = False
-        return answer
-
-    monkeypatch.setattr(LeftOutLayers, "leaves_out", leaves_out)
-    assert "loss" in differs(twin("m2m_100", "seq2seq"))
+def test_ends_that_are_left_out_and_neither_split_nor_join_are_found(monkeypatch):
+    monkeypatch.setattr(place_regions, "leaves_layers_out", lambda config: False)
+    with pytest.raises(RankError):
+        differs(twin("m2m_100", "seq2seq"))

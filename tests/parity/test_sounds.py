@@ -8,6 +8,7 @@ from transformers import CONFIG_MAPPING
 from hf_megatron import MegatronConfig, rows_of_media
 from hf_megatron.errors import RankError
 from hf_megatron.integrations.gate import ConfigUnderTest
+from hf_megatron.pipeline_parallel import microbatches
 from hf_megatron.registry import recorded
 from hf_megatron.verify.known_types import WITH_SOUNDS
 from hf_megatron.verify.parity import check_twin
@@ -49,6 +50,23 @@ def test_sounds_of_another_row_are_found():
     layout = ConfigUnderTest(pp_size=2, num_microbatches=2)
     comparison = check_twin(twin("glmasr"), layout, sabotage=sabotage)
     assert not comparison.passed and comparison.worst.value > 10
+
+
+def clips_of_other_rows():
+    original = microbatches._rows
+
+    def rows(name, tensor, count, part):
+        return original(name, tensor.flip(0) if name == "input_features" else tensor, count, part)
+
+    microbatches._rows = rows
+
+
+def test_clips_that_are_added_to_the_tokens_of_their_rows():
+    voxtral = make_twin(CONFIG_MAPPING["voxtral_realtime"](), task="sound", microbatches=2)
+    for layout in ({"pp_size": 2}, {"tp_size": 2, "sequence_parallel": True}):
+        comparison = check_twin(voxtral, ConfigUnderTest(**layout))
+        assert comparison.passed, comparison.report()
+    assert not check_twin(voxtral, ConfigUnderTest(pp_size=2), sabotage=clips_of_other_rows).passed
 
 
 def test_pipelines_refuse_sounds_of_types_that_were_not_compared_with_them(monkeypatch):

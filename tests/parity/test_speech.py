@@ -8,10 +8,12 @@ from transformers import CONFIG_MAPPING
 
 from hf_megatron.errors import RankError
 from hf_megatron.integrations.gate import ConfigUnderTest
-from hf_megatron.pipeline_parallel import microbatches
-from hf_megatron.tensor_parallel import local_sizes
+from hf_megatron.layer_list import LayerRow
+from hf_megatron.pipeline_parallel import absent_images, crossings, microbatches
+from hf_megatron.registry import spec_for
+from hf_megatron.tensor_parallel import local_sizes, place_regions
 from hf_megatron.verify import measure
-from hf_megatron.verify.parity import check_twin
+from hf_megatron.verify.parity import check_twin, measured
 from hf_megatron.verify.ranks import run_ranks
 from tests.shared_twins import make_twin
 
@@ -63,8 +65,6 @@ def test_single_numbers_are_read_whole():
     """Moonshine Streaming compresses samples by a parameter without dims."""
     comparison = check_twin(twin("moonshine_streaming"), ConfigUnderTest(tp_size=2))
     assert comparison.passed, comparison.report()
-    with pytest.raises(RankError, match="makes the mask that layers on all stages read"):
-        check_twin(twin("moonshine_streaming"), ConfigUnderTest(pp_size=2))
 
 
 def test_projections_behind_an_encoder():
@@ -93,6 +93,98 @@ def test_a_table_of_distances_that_all_heads_read():
     """Each rank's heads give SpeechT5's table a part of its gradient."""
     comparison = check_twin(twin("speecht5"), ConfigUnderTest(tp_size=2))
     assert comparison.passed, comparison.report()
+
+
+def cuts_at_both_ends(model_type):
+    """Yields layouts of which one has a single layer on the first stage, and the other on the last."""
+    model = twin(model_type).model_on_meta()
+    layers = LayerRow.of(model, spec_for(model), "pp_size").names
+    for partition in ((1, len(layers) - 1), (len(layers) - 1, 1)):
+        yield ConfigUnderTest(pp_size=2, pipeline_partition=partition)
+
+
+def masks_of_no_clips():
+    original = absent_images.ForeignShapes.forward
+
+    def forward(self, *args, **kwargs):
+        made = original(self, *args, **kwargs)
+        return (made[0], torch.ones_like(made[1])) if made[1] is not None else made
+
+    absent_images.ForeignShapes.forward = forward
+
+
+def distances_of_the_first_stage():
+    original = crossings.Carried.given
+
+    def given(self, layer, name, args, kwargs):
+        value = original(self, layer, name, args, kwargs)
+        return value.detach() if name == "position_bias" and value is not None else value
+
+    crossings.Carried.given = given
+
+
+def test_masks_of_clips_and_distances_on_later_stages():
+    """SpeechT5 makes masks of its clips, and distances for the layers of its encoder, before the first of them."""
+    speecht5 = make_twin(CONFIG_MAPPING["speecht5"](), task="speech")
+    # Else the row without labels is that of the shorter clip.
+    speecht5.batches = [batch | {"labels": batch["labels"].roll(1, 0)} for batch in speecht5.batches]
+    measured(speecht5)
+    layout = ConfigUnderTest(pp_size=2, pipeline_partition=(1, 7))
+    comparison = check_twin(speecht5, layout)
+    assert comparison.passed, comparison.report()
+    assert not check_twin(speecht5, layout, sabotage=masks_of_no_clips).passed
+    assert not check_twin(speecht5, layout, sabotage=distances_of_the_first_stage).passed
+
+
+def test_several_tokens_of_one_place():
+    """Kyutai's embedding adds up tokens of text and of codebooks; its codec runs in no training."""
+    comparison = check_twin(twin("kyutai_speech_to_text"), ConfigUnderTest(pp_size=2))
+    assert comparison.passed, comparison.report()
+
+
+def adapter_of_no_stage():
+    absent_images.StagedChange.__call__ = torch.no_grad()(torch.nn.Module.__call__)
+
+
+def test_an_adapter_behind_an_encoder_changes_its_length():
+    for layout in cuts_at_both_ends("seamless_m4t"):
+        comparison = check_twin(twin("seamless_m4t"), layout)
+        assert comparison.passed, comparison.report()
+    assert not check_twin(twin("seamless_m4t"), ConfigUnderTest(pp_size=2), sabotage=adapter_of_no_stage).passed
+
+
+def stacks_that_end_once():
+    place_regions.leaves_layers_out = lambda config: False
+
+
+def losses_and_norms(layout, sabotage=None):
+    """Trains on one batch with layers left out, as other seeds leave them out."""
+    if sabotage is not None:
+        sabotage()
+    config = twin("seamless_m4t").model_on_meta().config
+    config.update({"speech_encoder_layerdrop": 0.5, "decoder_layerdrop": 0.5})
+    model = twin("seamless_m4t").load(config=config, **({} if layout is None else {"megatron_config": layout}))
+    found = []
+    for seed in range(6):
+        torch.manual_seed(seed)
+        model.zero_grad()
+        loss = model.train()(**twin("seamless_m4t").batches[0]).loss
+        loss.backward()
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        whole = [gradient.full_tensor() if layout is not None else gradient for gradient in gradients]
+        found.append((loss.item(), len(whole), torch.stack([gradient.norm() for gradient in whole]).norm().item()))
+    return found
+
+
+def test_layers_left_out_at_random_split_and_join_the_sequence_each():
+    layout = ConfigUnderTest(tp_size=2, sequence_parallel=True)
+    [expected] = run_ranks(functools.partial(losses_and_norms, None), 1)
+    assert len({count for _, count, _ in expected}) > 2
+    for found in run_ranks(functools.partial(losses_and_norms, layout), 2):
+        for ours, theirs in zip(found, expected, strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-5)
+    with pytest.raises(RankError):
+        run_ranks(functools.partial(losses_and_norms, layout, stacks_that_end_once), 2)
 
 
 def test_whisper_writes_what_one_process_writes():

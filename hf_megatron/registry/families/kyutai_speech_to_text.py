@@ -3,7 +3,7 @@
 from typing import Any
 
 from ...spec import ModelSpec
-from ..family import family_spec
+from ..family import base_prefix, family_spec
 from ..lookup import register_model
 
 _ATTENTION = "layers.*.self_attn"
@@ -21,6 +21,7 @@ def kyutai_speech_to_text(model: Any) -> ModelSpec:
             "layers.*.mlp.fc2": "row",
         },
         regions={_ATTENTION: f"{_ATTENTION}.o_proj.linear"},
-        no_pipeline="its embedding adds up tokens of text and of codebooks, of whose shape later stages know no hidden "
-        "states. Load it with pp_size=1.",
+        layers=base_prefix(model) + "layers",
+        # Adds up tokens of text and of codebooks.
+        on_all_stages=(base_prefix(model) + "embed_tokens",),
     )

@@ -3,7 +3,7 @@
 from typing import Any
 
 from ...spec import ModelSpec
-from ..family import corrected_spec
+from ..family import base_prefix, corrected_spec
 from ..lookup import register_model
 
 
@@ -11,6 +11,6 @@ from ..lookup import register_model
 def moonshine_streaming(model: Any) -> ModelSpec:
     return corrected_spec(
         model,
-        no_pipeline="encoder.embedder makes the mask that layers on all stages read, from clips that only the first "
-        "stage reads. Load it with pp_size=1.",
+        on_all_stages=(base_prefix(model) + "encoder.embedder",),
+        behind_encoder=("decoder.pos_emb", "decoder.proj"),
     )

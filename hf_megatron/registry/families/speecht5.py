@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from ...spec import ModelSpec
-from ..family import corrected_spec
+from ..family import base_prefix, corrected_spec
 from ..lookup import register_model
 
 _ENCODER = "encoder.wrapped_encoder"
@@ -17,8 +17,10 @@ def speecht5(model: Any) -> ModelSpec:
         model,
         # Each rank's heads give it a part of its gradient.
         {f"{_DISTANCES}.pe_k": "replicated_sum"},
-        no_pipeline="encoder.prenet makes the mask that its encoder's layers on all stages read, from clips that only "
-        "the first stage reads. Load it with pp_size=1.",
+        # Makes the mask that its encoder's layers on all stages read, of the clips. The decoder's hands on its own.
+        on_all_stages=tuple(f"{base_prefix(model)}{stack}.prenet" for stack in ("encoder", "decoder")),
+        before_layers=(_DISTANCES,),
+        early_arguments=("position_bias",),
     )
     # No tables with an entry for each head are among the arguments of its blocks.
     return replace(spec, local_arguments={})
