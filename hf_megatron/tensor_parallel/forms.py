@@ -24,8 +24,9 @@ from torch.autograd.function import once_differentiable
 from ..communication.collectives import bounds, copy_to_ranks, gather_from_ranks, split_over_ranks
 from ..errors import UnsupportedError
 from ..patch_ledger import Shared
+from .block_calls import HIDDEN_STATES
 from .logits import ShardedLogits
-from .region import HIDDEN_STATES, SequenceStack, UniformRegion
+from .region import SequenceStack, UniformRegion
 
 HEADS_DIM = 1
 

@@ -14,7 +14,6 @@ computed on the whole sequence as without sequence parallelism: gathered at its 
 """
 
 import functools
-import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -38,43 +37,11 @@ from ..memory.recomputed_products import recomputed_for
 from ..memory.repeated_heads import keep_heads_once
 from ..memory.saved_tensors import may_pack
 from ..patch_ledger import Shared
+from .block_calls import replace_input, replace_output
 from .gathered_input import GatheredInput, GatheredInputs
 from .sequence_arguments import replace_arguments
 
 SEQUENCE_DIM = 1
-HIDDEN_STATES = "hidden_states"
-
-
-def _replace_input(
-    module: nn.Module, args: tuple, kwargs: dict[str, Any], change: Callable[[Tensor], Any], *, of_block: bool = True
-) -> tuple[tuple, dict[str, Any]]:
-    """Applies `change` to the hidden states a block was called with: its first argument or `hidden_states=`.
-
-    Further positional arguments of a block may be the same tensor, of which queries, keys and values are made apart;
-    those of a layer have rules of their own.
-    """
-    if args and isinstance(args[0], Tensor):
-        changed = change(args[0])
-        same = (value is args[0] and (of_block or place == 0) for place, value in enumerate(args))
-        return tuple(changed if is_it else value for is_it, value in zip(same, args, strict=True)), kwargs
-    if isinstance(kwargs.get(HIDDEN_STATES), Tensor):
-        return args, {**kwargs, HIDDEN_STATES: change(kwargs[HIDDEN_STATES])}
-    states = None if args else kwargs.get(next(iter(inspect.signature(module.forward).parameters)))
-    if isinstance(states, Tensor):
-        changed = change(states)
-        return args, {name: changed if value is states else value for name, value in kwargs.items()}
-    raise UnsupportedError(
-        "A sharded block was called without hidden states as its first argument or `hidden_states=`; its family needs "
-        "a spec of its own (see CONTRIBUTING.md)."
-    )
-
-
-def _replace_output(output: Any, change) -> Any:
-    if isinstance(output, Tensor):
-        return change(output)
-    if isinstance(output, tuple | list) and isinstance(output[0], Tensor):
-        return type(output)((change(output[0]), *output[1:]))
-    raise UnsupportedError(f"A sharded block returned {type(output).__name__}, expected a tensor or a tuple of them.")
 
 
 class _RestoreLength(torch.autograd.Function):
@@ -131,7 +98,7 @@ class SequenceStack(Shared):
             )
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]):
-        return _replace_input(module, args, kwargs, self.split, of_block=False)
+        return replace_input(module, args, kwargs, self.split, of_block=False)
 
     def split(self, hidden_states: Tensor) -> Tensor:
         """Returns this rank's part of what the first layer is called with, `[batch, sequence, hidden]`."""
@@ -198,7 +165,7 @@ class SequenceStack(Shared):
             )
 
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> Any:
-        return _replace_output(output, self.join)
+        return replace_output(output, self.join)
 
 
 @dataclass
@@ -227,7 +194,7 @@ class UniformRegion(Shared):
     def _enter(self, block: nn.Module, args: tuple, kwargs: dict[str, Any]):
         self.streams.use_replicated()
         self.is_inside = True
-        return _replace_input(block, args, kwargs, self.enter)
+        return replace_input(block, args, kwargs, self.enter)
 
     def enter(self, hidden_states: Tensor) -> Tensor:
         """Gives every rank the whole `[batch, sequence, hidden]`; its gradient is summed over the ranks."""
@@ -300,7 +267,7 @@ class WholeSequenceRegion(Shared):
 
         self.streams.use_replicated()
         args, kwargs = replace_arguments(block, args, kwargs, dict.fromkeys(self.further, gather))
-        return _replace_input(block, args, kwargs, gather)
+        return replace_input(block, args, kwargs, gather)
 
     def _leave(self, block: nn.Module, args: tuple, output: Any) -> Any:
         def split(whole: Tensor) -> Tensor:
@@ -311,4 +278,4 @@ class WholeSequenceRegion(Shared):
 
         if block.training:
             self.streams.use_own()
-        return _replace_output(output, split)
+        return replace_output(output, split)

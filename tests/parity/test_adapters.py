@@ -185,10 +185,10 @@ LAYOUTS = {
     "tp1+dp2+zero2 lora": 161,
     "tp1+dp2+zero3 lora": 161,
     "tp1+ep2+dp2+zero1 lora": 4,
-    "tp1+pp2 lora": 166,
-    "tp2 lora": 171,
+    "tp1+pp2 lora": 179,
+    "tp2 lora": 184,
     "tp2+pp2+dp2+zero1 lora": 12,
-    "tp2+sp lora": 166,
+    "tp2+sp lora": 179,
     "tp2+sp+ep2 lora": 4,
     "tp4 lora": 12,
 }

@@ -1,0 +1,44 @@
+"""Hidden states among the arguments of a block, and among what it returns."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..errors import UnsupportedError
+
+HIDDEN_STATES = "hidden_states"
+
+
+def replace_input(
+    module: nn.Module, args: tuple, kwargs: dict[str, Any], change: Callable[[Tensor], Any], *, of_block: bool = True
+) -> tuple[tuple, dict[str, Any]]:
+    """Applies `change` to the hidden states a block was called with: its first argument or `hidden_states=`.
+
+    Further positional arguments of a block may be the same tensor, of which queries, keys and values are made apart;
+    those of a layer have rules of their own.
+    """
+    if args and isinstance(args[0], Tensor):
+        changed = change(args[0])
+        same = (value is args[0] and (of_block or place == 0) for place, value in enumerate(args))
+        return tuple(changed if is_it else value for is_it, value in zip(same, args, strict=True)), kwargs
+    if isinstance(kwargs.get(HIDDEN_STATES), Tensor):
+        return args, {**kwargs, HIDDEN_STATES: change(kwargs[HIDDEN_STATES])}
+    states = None if args else kwargs.get(next(iter(inspect.signature(module.forward).parameters)))
+    if isinstance(states, Tensor):
+        changed = change(states)
+        return args, {name: changed if value is states else value for name, value in kwargs.items()}
+    raise UnsupportedError(
+        "A sharded block was called without hidden states as its first argument or `hidden_states=`; its family needs "
+        "a spec of its own (see CONTRIBUTING.md)."
+    )
+
+
+def replace_output(output: Any, change: Callable[[Tensor], Any]) -> Any:
+    """Applies `change` to the hidden states a block returned, alone or first of several; else `UnsupportedError`."""
+    if isinstance(output, Tensor):
+        return change(output)
+    if isinstance(output, tuple | list) and isinstance(output[0], Tensor):
+        return type(output)((change(output[0]), *output[1:]))
+    raise UnsupportedError(f"A sharded block returned {type(output).__name__}, expected a tensor or a tuple of them.")
