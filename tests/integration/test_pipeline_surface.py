@@ -15,11 +15,11 @@ from transformers import (
     CONFIG_MAPPING,
     AutoModelForMaskedLM,
     DynamicCache,
+    FlaubertConfig,
+    FlaubertWithLMHeadModel,
     LlamaConfig,
     LlamaForSequenceClassification,
     LlamaModel,
-    XLMConfig,
-    XLMWithLMHeadModel,
 )
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
@@ -483,8 +483,11 @@ TINY = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "intermedia
 @pytest.mark.parametrize(
     ("cls", "config", "message"),
     [
-        # Attention and MLPs lie in lists of their own.
-        (XLMWithLMHeadModel, XLMConfig(vocab_size=64, emb_dim=32, n_layers=2, n_heads=2), "has to have one list"),
+        (
+            FlaubertWithLMHeadModel,
+            FlaubertConfig(vocab_size=64, emb_dim=32, n_layers=2, n_heads=2, pre_norm=True),
+            "adds up the parts of a layer behind the last one",
+        ),
         (LlamaForSequenceClassification, LlamaConfig(**TINY, num_attention_heads=2, pad_token_id=0), None),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
