@@ -5,6 +5,7 @@ import math
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 
 from .known_types import without_gradient
@@ -23,7 +24,10 @@ def take_reference(twin: Any, *, norms_are_frozen: bool = False, best: float = m
     Raises:
         ValueError: transformers does not read all of the twin back.
     """
-    model = _read_back(twin)
+    # Other draws of the same parameters are read alike.
+    if best == math.inf and (unread := _unread_weights(twin)):
+        raise ValueError(f"transformers does not read back what it wrote of a {twin.class_name}: {unread}")
+    model = twin.load()
     # Buffers and what a forward caches change as it is measured.
     another = copy.deepcopy(model)
     reference = measure(model, twin.batches, norms_are_frozen=norms_are_frozen)
@@ -47,15 +51,11 @@ def take_reference(twin: Any, *, norms_are_frozen: bool = False, best: float = m
     return reference
 
 
-def _read_back(twin: Any) -> Any:
-    """Loads a twin whose weights are all read: of one drawn anew no two models would be alike."""
-    if twin.adapt is not None:
-        # The twin that it is put on was read back before.
-        return twin.load()
-    model, found = twin.load(output_loading_info=True)
-    if unread := min(found["missing_keys"], default=""):
-        raise ValueError(f"transformers does not read back what it wrote of a {twin.class_name}: {unread}")
-    return model
+def _unread_weights(twin: Any) -> str:
+    """Names a weight that transformers draws anew instead of reading it: no two models would be alike."""
+    cls = getattr(transformers, twin.class_name)
+    _, found = cls.from_pretrained(twin.directory, **twin.arguments, output_loading_info=True)
+    return min(found["missing_keys"], default="")
 
 
 def _in_double(batch: dict[str, Any]) -> dict[str, Any]:
