@@ -23,6 +23,9 @@ def kinds_of_ranks(config: PreTrainedConfig, layout: MegatronConfig) -> list[lis
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config)
     layers = describe_model(model).layers({})
+    if len({name.rpartition(".")[0] for name in layers}) > 1:
+        # What is cut is not each list by itself: every rank is run.
+        return [[rank] for rank in range(layout.pp_size)]
     row = list(layers.values())
     stages = make_stages(model, [model.get_submodule(name) for name in layers], layout)
     last = len(stages.rank_of) - 1

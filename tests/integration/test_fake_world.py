@@ -23,7 +23,7 @@ from hf_megatron.verify.dry_run import _require_positions, dry_run, measured_run
 from hf_megatron.verify.fake_world import run_fake_ranks
 
 
-def llama(layers=4):
+def llama(layers=4, **changes):
     return LlamaConfig(
         vocab_size=512,
         hidden_size=128,
@@ -31,8 +31,8 @@ def llama(layers=4):
         num_hidden_layers=layers,
         num_attention_heads=8,
         num_key_value_heads=8,
-        tie_word_embeddings=False,
         use_cache=False,
+        **{"tie_word_embeddings": False, **changes},
     )
 
 

@@ -5,7 +5,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from transformers import GPT2Config, LlamaConfig
+from transformers import GPT2Config
 from typer.testing import CliRunner
 
 from hf_megatron import ConfigError, MegatronConfig
@@ -16,21 +16,9 @@ from hf_megatron.planner.predicted_ranks import predict_ranks
 from hf_megatron.planner.rank_kinds import kinds_of_ranks
 from hf_megatron.planner.report import as_text
 from hf_megatron.verify.dry_run import dry_run
+from tests.integration.test_fake_world import llama
 
 MICROBATCHES, TOKENS = 8, 128
-
-
-def llama(layers=4, **changes):
-    return LlamaConfig(
-        vocab_size=512,
-        hidden_size=128,
-        intermediate_size=352,
-        num_hidden_layers=layers,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-        use_cache=False,
-        **{"tie_word_embeddings": False, **changes},
-    )
 
 
 def run_in_full(config, layout, world_size):
