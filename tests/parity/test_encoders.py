@@ -70,7 +70,7 @@ def test_a_gradient_that_ends_where_a_loop_goes_on_is_found():
 
     def sabotage():
         hand = boundary.StageBoundary._hand_to_loop
-        boundary.StageBoundary._hand_to_loop = lambda self, args, kwargs: hand(self, args, kwargs).detach()
+        boundary.StageBoundary._hand_to_loop = lambda *arguments: hand(*arguments).detach()
 
     assert not check_twin(twin("flaubert"), ConfigUnderTest(pp_size=2), sabotage=sabotage).passed
 
