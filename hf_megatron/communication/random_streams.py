@@ -1,10 +1,10 @@
 """The random streams of ranks that share a batch: one replicated, one of each rank.
 
-Every training forward starts from one state of the default generator, that of the group's first rank. What all ranks
-compute alike draws from it. While a rank computes a part of its own, the default generator holds a stream that is made
-of the replicated one's state and the rank; the replicated one moves on if that was drawn from. Both are functions of
-the default generator's state, which `torch.utils.checkpoint` restores, so both are replayed when something is computed
-again. Megatron keeps a second generator and teaches its own checkpoint function about it.
+Every training forward starts from one state of the default generator, that of the group's first rank, and of Python's
+and numpy's. What all ranks compute alike draws from it. While a rank computes a part of its own, the default generator
+holds a stream that is made of the replicated one's state and the rank; the replicated one moves on if that was drawn
+from. Both are functions of the default generator's state, which `torch.utils.checkpoint` restores, so both are replayed
+when something is computed again. Megatron keeps a second generator and teaches its own checkpoint function about it.
 
 A model that draws nothing, or on all ranks alike, leaves a script the random numbers that it has in one process.
 
@@ -22,6 +22,7 @@ from torch import Tensor
 from ..errors import UnsupportedError
 from ..patch_ledger import Shared
 from ..upstream import in_backward
+from .host_streams import host_state, set_host_state
 
 # Seed, position and the first of the words that a twister makes 624 of at a time, and a normal number that waits for
 # its turn behind them: enough to tell states apart.
@@ -56,23 +57,28 @@ def _advance(device: torch.device) -> None:
 
 
 @torch.compiler.disable
-def broadcast_state(device: torch.device, *groups: dist.ProcessGroup) -> None:
+def broadcast_state(device: torch.device, *groups: dist.ProcessGroup, of_host: bool = False) -> None:
     """Gives every rank the random state of the first of its group, of one group after the other.
 
     Args:
         device (`torch.device`): whose generator is meant, beside the CPU's.
         groups: that take tensors on the host (`ParallelMesh.host_group`).
+        of_host (`bool`, defaults to `False`): the states of Python and numpy too.
     """
     groups = tuple(group for group in groups if group.size() > 1)
     if not groups:
         return
     generators = dict.fromkeys((torch.default_generator, default_generator(device)))
     states = [generator.get_state() for generator in generators]
-    packed = torch.cat(states)
+    further = [host_state()] if of_host else []
+    packed = torch.cat([*states, *further])
     for group in groups:
         dist.broadcast(packed, group=group, group_src=0)
-    for generator, state in zip(generators, packed.split([len(state) for state in states]), strict=True):
+    found = packed.split([len(state) for state in [*states, *further]])
+    for generator, state in zip(generators, found, strict=False):
         generator.set_state(state)
+    if of_host:
+        set_host_state(found[-1])
 
 
 class RandomStreams(Shared):

@@ -37,7 +37,7 @@ class OneRandomState(Shared):
         if model.training or torch.is_grad_enabled():
             if self.before is not None:
                 self.before()
-            broadcast_state(self.device, self.group)
+            broadcast_state(self.device, self.group, of_host=True)
 
 
 @functools.cache

@@ -1,9 +1,11 @@
 """Whether ranks stay alike while a model draws random numbers: its dropout and jitter on, ranks seeded differently."""
 
 import contextlib
+import random
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import torch
 import torch.distributed as dist
 from huggingface_hub.errors import StrictDataclassError
@@ -109,7 +111,8 @@ def _train(twin: Twin, layout: MegatronConfig, trials: list[list[str]], timeout:
 
 def _trained(model: Any, batches: list[dict[str, Any]]) -> tuple[frozenset[str], dict[str, torch.Tensor]]:
     """Returns where a model drew random numbers, and its replicated weights after some steps."""
-    torch.manual_seed(dist.get_rank())
+    for seed in (torch.manual_seed, random.seed, numpy.random.seed):
+        seed(dist.get_rank())
     model.train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for _ in range(_STEPS):
