@@ -1,0 +1,78 @@
+"""What models draw from Python and numpy is the same on ranks that share a batch, and what one process draws."""
+
+import random
+
+import numpy
+import pytest
+import torch.distributed as dist
+from transformers import CONFIG_MAPPING
+
+from hf_megatron.communication import random_streams
+from hf_megatron.communication.host_streams import host_state, set_host_state
+from hf_megatron.integrations.gate import ConfigUnderTest
+from hf_megatron.verify.measure import loss_of_batch
+from hf_megatron.verify.ranks import run_ranks
+from tests.shared_twins import make_twin
+
+MASKS_OF_SOUNDS = {"apply_spec_augment": True, "mask_time_prob": 0.4, "mask_time_length": 2, "mask_time_min_masks": 1}
+LAYERS_LEFT_OUT = {"layerdrop": 0.5}
+CLASSES = {"musicgen_decoder": "MusicgenForCausalLM"}
+
+
+def draw():
+    return random.random(), random.gauss(0, 1), float(numpy.random.rand()), float(numpy.random.randn())
+
+
+def test_a_state_comes_back():
+    # A normal number of each waits for its turn.
+    draw()
+    state = host_state()
+    expected = draw()
+    set_host_state(state)
+    assert draw() == expected
+
+
+def losses(twin, changes, seed_of_rank, **kwargs):
+    """Trains without steps, and returns the loss of each call and what is drawn behind them."""
+    config = twin.model_on_meta().config
+    for name, value in changes.items():
+        setattr(config, name, value)
+    model = twin.load(config=config, **kwargs).train()
+    for seed in (random.seed, numpy.random.seed):
+        seed(seed_of_rank())
+    found = []
+    for _ in range(4):
+        loss = loss_of_batch(model, twin.batches[0])[0]
+        loss.backward()
+        model.zero_grad()
+        found.append(loss.item())
+    return found, draw()
+
+
+@pytest.mark.parametrize(
+    ("model_type", "task", "changes"),
+    [("whisper", "speech", MASKS_OF_SOUNDS), ("musicgen_decoder", "causal", LAYERS_LEFT_OUT)],
+    ids=["numpy", "python"],
+)
+@pytest.mark.parametrize("layout", [{"tp_size": 2}, {"tp_size": 2, "sequence_parallel": True}], ids=["tp", "sp"])
+def test_ranks_draw_what_one_process_draws(model_type, task, changes, layout):
+    twin = make_twin(CONFIG_MAPPING[model_type](), task=task, class_name=CLASSES.get(model_type))
+    [(expected, drawn)] = run_ranks(losses, 1, twin, changes, lambda: 0)
+    assert len({*expected}) > 2
+    for found, behind in run_ranks(losses, 2, twin, changes, dist.get_rank, megatron_config=ConfigUnderTest(**layout)):
+        assert found == pytest.approx(expected, rel=1e-5)
+        assert behind == drawn
+
+
+def test_states_of_each_rank_are_found():
+    """The seeded fault: torch's state alone."""
+
+    def faulty(*args, **kwargs):
+        random_streams.set_host_state = lambda packed: None
+        return losses(*args, **kwargs)
+
+    twin = make_twin(CONFIG_MAPPING["whisper"](), task="speech")
+    [(expected, _)] = run_ranks(losses, 1, twin, MASKS_OF_SOUNDS, lambda: 0)
+    layout = ConfigUnderTest(tp_size=2)
+    results = run_ranks(faulty, 2, twin, MASKS_OF_SOUNDS, dist.get_rank, megatron_config=layout)
+    assert any(found != pytest.approx(expected, rel=1e-5) for found, _ in results)
