@@ -1,4 +1,4 @@
-"""One step of a pipeline schedule played on what its stages cost: when each rank computes and waits, and what it holds."""
+"""One step of a pipeline schedule played on what its stages cost: when each rank computes and waits; what it holds."""
 
 from collections import deque
 from collections.abc import Mapping, Sequence
