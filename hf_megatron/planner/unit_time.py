@@ -136,9 +136,8 @@ def communication_seconds(
     """
     link = links.get(axis)
     if axis not in AXES or link not in LINKS:
-        raise ConfigError(
-            f"links[{axis!r}] = {link!r}: expected one of {', '.join(LINKS)} for each of {', '.join(AXES)}."
-        )
+        valid = f"one of {', '.join(LINKS)} for each of {', '.join(AXES)}"
+        raise ConfigError(f"links[{axis!r}] = {link!r}: expected {valid}.")
     rate = {
         "link": device.link_gb_s * efficiency.link_share,
         "network": device.network_gb_s * efficiency.network_share,
