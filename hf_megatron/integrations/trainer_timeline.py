@@ -11,7 +11,7 @@ from transformers.trainer_callback import TrainerCallback, TrainerControl, Train
 
 from ..errors import ConfigError
 from ..parallel_state import parallel_state
-from ..pipeline_parallel.schedules import bubble
+from ..pipeline_parallel.simulation import bubble
 from ..profile.spans import SpanRecorder
 from ..profile.timeline import gather_timeline, require_plots, write_pictures
 

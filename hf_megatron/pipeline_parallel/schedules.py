@@ -157,6 +157,12 @@ def rank_actions(name: str, ranks: int, stages_per_rank: int, microbatches: int)
     return _plan(schedule(name), ranks, stages_per_rank, microbatches)
 
 
+def computations(name: str, ranks: int, stages_per_rank: int, microbatches: int) -> Plan:
+    """Returns what every rank computes in one step, without sends and receives; raises as `check_schedule`."""
+    check_schedule(name, ranks, stages_per_rank, microbatches)
+    return _computations(schedule(name), ranks, stages_per_rank, microbatches)
+
+
 def forward_plan(name: str, ranks: int, stages_per_rank: int, microbatches: int) -> Plan:
     """Returns the actions of every rank for forwards alone, stage by stage, of any number of microbatches."""
     return _one_way(Kind.FORWARD, rank_of_stage(name, ranks, stages_per_rank), ranks, microbatches)
@@ -167,48 +173,14 @@ def backward_plan(name: str, ranks: int, stages_per_rank: int, microbatches: int
     return _one_way(Kind.BACKWARD, rank_of_stage(name, ranks, stages_per_rank), ranks, microbatches)
 
 
-def bubble(
-    name: str, ranks: int, stages_per_rank: int, microbatches: int, costs: tuple[float, float, float] = (1.0, 1.0, 1.0)
-) -> float:
-    """Returns the share of all ranks' time that a schedule leaves idle, without communication.
-
-    Args:
-        costs (`tuple[float, float, float]`): time of one stage's forward, gradient of inputs and gradient of weights.
-    """
-    actions = rank_actions(name, ranks, stages_per_rank, microbatches)
-    forward, inputs, weights = costs
-    time = {
-        Kind.FORWARD: forward,
-        Kind.BACKWARD: inputs + weights,
-        Kind.BACKWARD_INPUT: inputs,
-        Kind.BACKWARD_WEIGHT: weights,
-    }
-    waiting = [[action for action in order if action.kind in time] for order in actions]
-    busy = sum(time[action.kind] for order in waiting for action in order)
-    clocks, following = [0.0] * ranks, [0] * ranks
-    # When the outputs and the gradients of the inputs of a stage and microbatch are there.
-    done: dict[tuple[bool, int, int], float] = {}
-    stages = ranks * stages_per_rank
-    while any(following[rank] < len(waiting[rank]) for rank in range(ranks)):
-        for rank, order in enumerate(waiting):
-            while following[rank] < len(order):
-                action = order[following[rank]]
-                is_forward, start = action.kind is Kind.FORWARD, clocks[rank]
-                source = action.stage - 1 if is_forward else action.stage + 1
-                if action.kind is not Kind.BACKWARD_WEIGHT and 0 <= source < stages:
-                    if (is_forward, source, action.microbatch) not in done:
-                        break
-                    start = max(start, done[is_forward, source, action.microbatch])
-                clocks[rank] = start + time[action.kind]
-                if action.kind is not Kind.BACKWARD_WEIGHT:
-                    done[is_forward, action.stage, action.microbatch] = clocks[rank]
-                following[rank] += 1
-    return 1 - busy / (ranks * max(clocks))
+@cache
+def _computations(found: Schedule, ranks: int, stages_per_rank: int, microbatches: int) -> Plan:
+    return found.orders(ranks, stages_per_rank, microbatches)
 
 
 @cache
 def _plan(found: Schedule, ranks: int, stages_per_rank: int, microbatches: int) -> Plan:
-    orders = found.orders(ranks, stages_per_rank, microbatches)
+    orders = _computations(found, ranks, stages_per_rank, microbatches)
     return _with_communication(orders, rank_of_stage(found.name, ranks, stages_per_rank))
 
 

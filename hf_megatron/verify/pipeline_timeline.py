@@ -13,7 +13,8 @@ from ..data_parallel.optimizer import prepare_optimizer
 from ..errors import ConfigError
 from ..integrations.gate import ConfigUnderTest
 from ..parallel_state import parallel_state
-from ..pipeline_parallel.schedules import bubble, check_schedule, schedule
+from ..pipeline_parallel.schedules import check_schedule, schedule
+from ..pipeline_parallel.simulation import bubble
 from ..profile.spans import SpanRecorder
 from ..profile.timeline import Timeline, bubble_share, gather_timeline, require_plots, write_pictures
 from .named_models import resolve_config

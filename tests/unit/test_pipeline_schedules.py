@@ -13,7 +13,6 @@ from hf_megatron.pipeline_parallel.schedules import (
     Kind,
     Schedule,
     backward_plan,
-    bubble,
     check_schedule,
     forward_plan,
     rank_actions,
@@ -22,6 +21,7 @@ from hf_megatron.pipeline_parallel.schedules import (
     schedule,
     valid_microbatches,
 )
+from hf_megatron.pipeline_parallel.simulation import bubble
 from hf_megatron.upstream import pipeline_orders
 
 NAMES = ("gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev", "looped_bfs")
