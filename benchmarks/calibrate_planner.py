@@ -23,7 +23,7 @@ from hf_megatron.planner.devices import Device, device
 from hf_megatron.planner.unit_time import PUBLISHED, Efficiency
 
 # torchtitan's H100 has 500 of 700 W and slower memory; its clock is fitted, its name is no built-in device's.
-SLOWED, CLOCK = "h100-500w", 0.7
+SLOWED, CLOCK = "h100-500w", 0.799
 # Shares of peaks that large products reach, by device and precision.
 SHARES = ("h100 bf16", "h100 fp8", "b200 bf16", "gb200 bf16")
 # Constant -> least and most that it may be.
@@ -37,6 +37,21 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
     "exposed tp": (0.05, 1.0),
     "exposed ep": (0.05, 1.0),
     "exposed dp": (0.0, 0.5),
+}
+# Where every search begins.
+START: Mapping[str, float] = {
+    "h100 bf16": 0.63,
+    "h100 fp8": 0.62,
+    "b200 bf16": 0.43,
+    "gb200 bf16": 0.48,
+    "h100-500w clock": 0.7,
+    "half_width": 296.0,
+    "attention": 0.47,
+    "moved_share": 0.69,
+    "kernel_share": 0.55,
+    "exposed tp": 0.39,
+    "exposed ep": 0.6,
+    "exposed dp": 0.07,
 }
 # What stands for a constant of which the rows at hand tell nothing: another constant's value, or a number.
 UNTOLD: Mapping[str, str | float] = {
@@ -156,12 +171,12 @@ def untold(lines: list[Line], constants: Constants) -> list[str]:
     """Returns the constants that change nothing for these rows."""
     before = [line.error(constants) for line in lines]
     return [
-        name for name in UNTOLD if before == [line.error({**constants, name: constants[name] * 0.99}) for line in lines]
+        name for name in BOUNDS if before == [line.error({**constants, name: constants[name] * 0.99}) for line in lines]
     ]
 
 
 def fit_without(source: str | None, lines: list[Line], start: Constants) -> Constants:
-    """Fits on all rows but a source's."""
+    """Fits on all rows but a source's; constants that no row tells stay, or have their substitute."""
     rest = [line for line in lines if line.row.source != source]
     unknown = untold(rest, start)
     found = fitted(rest, start, [name for name in BOUNDS if name not in unknown])
@@ -187,7 +202,7 @@ def right_orders(rows: list[Row], errors: list[float]) -> dict[str, bool]:
     """Tells of each source with several rows whether steps are ordered by time as they were measured."""
     found = {}
     for source in dict.fromkeys(row.source for row in rows):
-        own = [(row, error) for row, error in zip(rows, errors, strict=True) if row.source == source]
+        own = [(r, error) for r, error in zip(rows, errors, strict=True) if r.source == source and not r.held_out]
         tokens = [row.global_batch * row.sequence / row.devices for row, _ in own]
         published = [count / row.published for count, (row, _) in zip(tokens, own, strict=True)]
         predicted = [time / (1 + error) for time, (_, error) in zip(published, own, strict=True)]
@@ -208,7 +223,8 @@ def table(entries: list[dict]) -> str:
     lines = ["| source | run | precision | published | error | left out |", "|---|---|---|---|---|---|"]
     for entry in entries:
         mark = " !" if abs(entry["error"]) > FAILS else ""
-        beside = f"{entry['left_out']:+.1%}" + (" !" if abs(entry["left_out"]) > FAILS else "")
+        other = entry["left_out"]
+        beside = "never fitted" if other is None else f"{other:+.1%}" + (" !" if abs(other) > FAILS else "")
         lines.append(
             f"| {entry['source']} | {entry['name']} | {entry['precision']} | {entry['published']:g} "
             f"| {entry['error']:+.1%}{mark} | {beside} |"
@@ -220,7 +236,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="JSON file for constants and errors")
     parser.add_argument("--only-check", action="store_true", help="fit nothing, show the library's constants")
-    parser.add_argument("--rounds", type=int, default=4, help="fits, each on the longest chains that the last one left")
+    parser.add_argument("--rounds", type=int, default=2, help="fits, each on the longest chains that the last one left")
     parser.add_argument("--table", type=Path, help="print the rows of such a JSON file in Markdown, and nothing else")
     options = parser.parse_args()
     if options.table:
@@ -228,36 +244,50 @@ def main() -> None:
         return
     sources, models, rows = read_rows()
     constants, left_out = committed(), [math.nan] * len(rows)
+    told_by = [row for row in rows if not row.held_out]
+    told_by_none = untold([line_of(row, models[row.model], constants) for row in told_by], constants)
     if not options.only_check:
+        constants = dict(START)
         for _ in range(options.rounds):
-            lines = [line_of(row, models[row.model], constants) for row in rows]
+            lines = [line_of(row, models[row.model], constants) for row in told_by]
             constants = fit_without(None, lines, constants)
         constants = {name: float(f"{value:.3g}") for name, value in constants.items()}
-        lines = [line_of(row, models[row.model], constants) for row in rows]
+        lines = [line_of(row, models[row.model], dict(START)) for row in told_by]
         for source in sources:
-            own = [index for index, row in enumerate(rows) if row.source == source]
-            without = fit_without(source, lines, constants)
+            own = [index for index, row in enumerate(rows) if row.source == source and not row.held_out]
+            without = fit_without(source, lines, dict(START))
             for index, error in zip(own, exact_errors([rows[i] for i in own], models, without), strict=True):
                 left_out[index] = error
     errors = exact_errors(rows, models, constants)
     orders = right_orders(rows, errors)
     for row, error, other in zip(rows, errors, left_out, strict=True):
-        mark = "! fails" if abs(error) > FAILS else ""
-        beside = "" if math.isnan(other) else f"{other:+8.1%}"
+        mark = ("! fails" if abs(error) > FAILS else "") + (" (held out)" if row.held_out else "")
+        beside = " " * 8 if math.isnan(other) else f"{other:+8.1%}"
         print(f"{row.source} {row.precision} {row.name:54} {row.published:8g} {error:+7.1%} {beside} {mark}")
-    print(f"fit: {summary(errors)}")
+    print(f"fit: {summary([error for row, error in zip(rows, errors, strict=True) if not row.held_out])}")
     if not options.only_check:
-        print(f"one source left out: {summary(left_out)}")
+        print(f"one source left out: {summary([error for error in left_out if not math.isnan(error)])}")
     print("order of step times right:", ", ".join(f"{source} {right}" for source, right in orders.items()))
     print("constants:", ", ".join(f"{name} {value:.3g}" for name, value in constants.items()))
+    print("told by no row:", ", ".join(told_by_none) or "none")
     if options.out:
         entries = [
             {"source": row.source, "name": row.name, "precision": row.precision, "published": row.published}
-            | {"error": round(error, 4), "left_out": None if math.isnan(other) else round(other, 4)}
+            | {
+                "held_out": row.held_out,
+                "error": round(error, 4),
+                "left_out": None if math.isnan(other) else round(other, 4),
+            }
             for row, error, other in zip(rows, errors, left_out, strict=True)
         ]
         versions = {name: metadata.version(name) for name in ("torch", "hf_megatron")}
-        found = {"versions": versions, "constants": constants, "orders_right": orders, "rows": entries}
+        found = {
+            "versions": versions,
+            "constants": constants,
+            "told_by_no_row": told_by_none,
+            "orders_right": orders,
+            "rows": entries,
+        }
         options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 

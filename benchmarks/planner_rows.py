@@ -37,7 +37,10 @@ class Layout:
 
 @dataclass(frozen=True)
 class Row:
-    """One published run; `published` is in tokens per second and device, `sharded` means FSDP."""
+    """One published run; `published` is in tokens per second and device, `sharded` means FSDP.
+
+    What is held out is predicted and never fitted.
+    """
 
     source: str
     model: str
@@ -51,6 +54,7 @@ class Row:
     published: float
     sharded: bool = False
     recompute: str = "none"
+    held_out: bool = False
 
     @property
     def name(self) -> str:

@@ -26,7 +26,7 @@ def test_errors_are_as_recorded(calibration):
     errors = calibration.exact_errors(rows, models, calibration.committed())
     assert [row.name for row in rows] == [entry["name"] for entry in RECORDED["rows"]]
     assert errors == pytest.approx([entry["error"] for entry in RECORDED["rows"]], abs=2e-4)
-    sizes = [abs(error) for error in errors]
+    sizes = [abs(error) for row, error in zip(rows, errors, strict=True) if not row.held_out]
     assert statistics.median(sizes) < 0.04 and sum(size <= 0.15 for size in sizes) >= 20
     orders = calibration.right_orders(rows, errors)
     assert orders["A"] and orders["E"] and orders == RECORDED["orders_right"]
