@@ -108,7 +108,7 @@ def seconds(work: Work, device: Device, efficiency: Efficiency, precision: str, 
     Raises:
         ConfigError: the device lacks the precision; an axis with traffic has no such link.
     """
-    peak = device.peak(precision) * device.matmul_share.get(precision, 1.0)
+    peak = device.reached(precision)
     half = efficiency.half_width.get(precision, efficiency.half_width["bf16"])
     products = sum(flops * (width + half) / width for width, flops in work.matmuls.items()) / peak
     attention = work.attention / (device.peak("bf16" if precision == "fp8" else precision) * efficiency.attention)

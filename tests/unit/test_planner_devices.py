@@ -30,6 +30,7 @@ def test_built_in_devices():
         assert found == device(found.name) and found.note and found.peak("bf16") > found.peak("fp32")
         assert found.network_gb_s < found.link_gb_s and 0 < found.matmul_share["bf16"] < 1
     assert device("H100").peak("fp8") == 1979e12
+    assert device("h100").peak("fp16") == 989e12 and device("h100").reached("fp16") == device("h100").reached("bf16")
     assert device("h200").memory_gib > device("h100").memory_gib
     assert (device("h100").connection(8), device("h100").connection(9)) == ("link", "network")
     assert device("gb200").connection(64) == "link"
