@@ -15,6 +15,8 @@ from ..files.paths import replace_file
 
 PRECISIONS = ("bf16", "fp8", "fp16", "fp32")
 _FILE = "devices.json"
+# On all devices here as fast as the other.
+_ALIKE = {"fp16": "bf16"}
 
 
 @dataclass(frozen=True)
@@ -73,11 +75,23 @@ class Device:
         return ConfigError(f"Device.{name} = {value!r}: expected {valid}.")
 
     def peak(self, precision: str) -> float:
-        """Returns the dense peak in operations per second; raises `ConfigError` where the device lacks a precision."""
+        """Returns the dense peak in operations per second, of fp16 bf16's where it has none of its own.
+
+        Raises:
+            ConfigError: the device lacks the precision.
+        """
+        precision = self._own(precision)
         if precision not in self.peak_tflops:
             known = ", ".join(self.peak_tflops)
             raise ConfigError(f"precision = {precision!r}: Device {self.name!r} has peak_tflops of {known} only.")
         return self.peak_tflops[precision] * 1e12
+
+    def reached(self, precision: str) -> float:
+        """Returns operations per second that large products reach; raises `ConfigError` as `peak`."""
+        return self.peak(precision) * self.matmul_share.get(self._own(precision), 1.0)
+
+    def _own(self, precision: str) -> str:
+        return precision if precision in self.peak_tflops else _ALIKE.get(precision, precision)
 
     def connection(self, devices: int) -> str:
         """Tells how so many neighbouring devices reach each other: `"link"` or, beyond its domain, `"network"`."""

@@ -44,13 +44,13 @@ class Efficiency:
 
 # Of tuned stacks with fused kernels and overlapped communication.
 PUBLISHED = Efficiency(
-    half_width={"bf16": 296.0, "fp8": 592.0},
-    attention=0.47,
+    half_width={"bf16": 264.0, "fp8": 528.0},
+    attention=0.489,
     moved_share=0.69,
     kernel_share=0.55,
     link_share=0.88,
     network_share=0.86,
-    exposed={"tp": 0.39, "cp": 0.3, "ep": 0.6, "pp": 0.3, "dp": 0.07},
+    exposed={"tp": 0.634, "cp": 0.3, "ep": 0.612, "pp": 0.3, "dp": 0.118},
 )
 # Of stock modules as this library runs them: nothing is fused, a layer waits for its collectives, and only gradients
 # and weights of data parallel ranks travel beside computing. Not fitted: a start until there are rows of its own.
@@ -108,7 +108,7 @@ def seconds(work: Work, device: Device, efficiency: Efficiency, precision: str, 
     Raises:
         ConfigError: the device lacks the precision; an axis with traffic has no such link.
     """
-    peak = device.peak(precision) * device.matmul_share.get(precision, 1.0)
+    peak = device.reached(precision)
     half = efficiency.half_width.get(precision, efficiency.half_width["bf16"])
     products = sum(flops * (width + half) / width for width, flops in work.matmuls.items()) / peak
     attention = work.attention / (device.peak("bf16" if precision == "fp8" else precision) * efficiency.attention)

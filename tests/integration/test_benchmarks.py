@@ -70,3 +70,12 @@ def test_post_training(tmp_path):
         assert all(entry["seconds"] > 0 for entry in report["steps"][name].values())
     for kind in ("numbers", "divergence"):
         assert report["loss"][kind]["hf_megatron"]["memory_beside_full_logits"] < 1
+
+
+def test_constants_of_the_planner(tmp_path):
+    out = tmp_path / "result.json"
+    command = [sys.executable, "benchmarks/calibrate_planner.py", "--only-check", "--out", str(out)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert "21 of 21 within 15%" in result.stdout and "! fails (held out)" in result.stdout
+    assert len(json.loads(out.read_text())["rows"]) == 22

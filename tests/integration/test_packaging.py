@@ -58,7 +58,14 @@ def test_wheel(built, tmp_path):
     with zipfile.ZipFile(built[0]) as wheel:
         wheel.extractall(tmp_path)
         names = wheel.namelist()
-    data = ("py.typed", "verified.json", "checkpoint_names.json", "model_cards/template.md", "profile/timeline.html")
+    data = (
+        "py.typed",
+        "verified.json",
+        "checkpoint_names.json",
+        "model_cards/template.md",
+        "profile/timeline.html",
+        "planner/devices.json",
+    )
     assert {f"hf_megatron/{name}" for name in data} <= set(names)
     assert not any(name.startswith(("tests", "conversion", "model_cards", "benchmarks")) for name in names)
     imports_from(tmp_path)
