@@ -23,7 +23,7 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 
 for command in (
     checks.check,
-    checks.plan,
+    planning.plan,
     fuzz.fuzz,
     timeline.timeline,
     environment.env,

@@ -1,4 +1,4 @@
-"""`hf-megatron check` and `plan`."""
+"""`hf-megatron check`."""
 
 import json
 import os
@@ -8,12 +8,7 @@ from typing import Annotated
 import typer
 
 from .failure import MISMATCH, failing
-
-
-def _layout(tp: int, sp: bool, cp: int, pp: int, ep: int) -> str:
-    """Spells sizes as a layout, with the data parallel ranks that experts need beyond those of tp and cp."""
-    experts = f"+dp{max(ep // (tp * cp), 1)}+ep{ep}" if ep > 1 else ""
-    return f"tp{tp}" + ("+sp" if sp else "") + (f"+cp{cp}" if cp > 1 else "") + f"+pp{pp}" + experts
+from .layout_names import layout_of_sizes
 
 
 def _require_device(device: str, record: Path | None) -> None:
@@ -96,7 +91,7 @@ def check(
         _require_device(device, record)
         if record is not None and not record.parent.is_dir():
             raise ConfigError(f"--record {record}: {record.parent} is no folder.")
-        wanted = parse_layouts(layouts or _layout(tp, sp, cp, pp, ep))
+        wanted = parse_layouts(layouts or layout_of_sizes(tp, sp, cp, pp, ep))
         try:
             changed = json.loads(changes)
         except json.JSONDecodeError as error:
@@ -117,20 +112,3 @@ def check(
     typer.echo(f"{passed} of {len(rows)} cases equal one process")
     if passed < len(rows):
         raise typer.Exit(MISMATCH)
-
-
-def plan(
-    model: Annotated[str, typer.Argument(help="Model type, local folder or hub name.")],
-    tp: Annotated[int, typer.Option(help="Tensor parallel size.")] = 2,
-    sp: Annotated[bool, typer.Option("--sp", help="With sequence parallelism.")] = False,
-    pp: Annotated[int, typer.Option(help="Pipeline parallel size.")] = 1,
-    ep: Annotated[
-        int, typer.Option(help="Expert parallel size, over tp first; data parallel ranks are added for it.", min=1)
-    ] = 1,
-) -> None:
-    """Print which axes split each parameter of MODEL and what its gradient needs; reads the config only."""
-    from ..verify.check import parse_layouts
-    from ..verify.named_models import print_plan
-
-    with failing():
-        typer.echo(print_plan(model, parse_layouts(_layout(tp, sp, 1, pp, ep))[0]))

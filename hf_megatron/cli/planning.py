@@ -1,11 +1,90 @@
-"""`hf-megatron dry-run`."""
+"""`hf-megatron plan`, `dry-run` and `measure`."""
 
 import json
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from .failure import failing
+from .layout_names import layout_of_sizes
+
+
+def plan(
+    model: Annotated[str, typer.Argument(help="Model type, local folder or hub name; only its config is read.")],
+    gpus: Annotated[int, typer.Option(help="Devices to search layouts for; 0: print the plan of one.", min=0)] = 0,
+    gpu: Annotated[str, typer.Option(help="What they are: a name such as h100, or a YAML of `measure`.")] = "h100",
+    seq: Annotated[int, typer.Option("--seq", "--seq-length", help="Tokens of a row.", min=1)] = 4096,
+    global_batch: Annotated[
+        int, typer.Option("--global-batch", "--global-batch-size", help="Rows of an optimizer step.", min=1)
+    ] = 256,
+    precision: Annotated[
+        str, typer.Option(help="Of products: bf16, fp16, fp32, or fp8 with weights in bf16.")
+    ] = "bf16",
+    tokens: Annotated[float, typer.Option(help="Tokens to train on, for days; 0: not said.", min=0)] = 0,
+    fused: Annotated[
+        bool, typer.Option("--fused", help="Times of tuned stacks with fused kernels, not of stock modules.")
+    ] = False,
+    tp: Annotated[
+        int, typer.Option("--tp", "--tensor-model-parallel-size", help="Fix tensor parallel size.", min=0)
+    ] = 0,
+    sp: Annotated[bool, typer.Option("--sp", help="With sequence parallelism; searches always have it.")] = False,
+    cp: Annotated[int, typer.Option("--cp", "--context-parallel-size", help="Fix context parallel size.", min=0)] = 0,
+    pp: Annotated[
+        int, typer.Option("--pp", "--pipeline-model-parallel-size", help="Fix pipeline parallel size.", min=0)
+    ] = 0,
+    ep: Annotated[
+        int, typer.Option("--ep", "--expert-model-parallel-size", help="Fix expert parallel size.", min=0)
+    ] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the answer of a search as JSON.")] = False,
+    yaml: Annotated[Path | None, typer.Option(help="Write the best layout here, for `megatron_config=`.")] = None,
+    accelerate: Annotated[
+        Path | None, typer.Option(help="Write the best layout here, for `accelerate launch --config_file`.")
+    ] = None,
+    picture: Annotated[
+        Path | None, typer.Option(help="Draw memory of the stages and the step of the best layout into this PNG.")
+    ] = None,
+) -> None:
+    """Search the best layouts of MODEL on --gpus devices; without, print what splits each parameter on one layout."""
+    from ..errors import ConfigError
+    from ..verify.check import parse_layouts
+    from ..verify.named_models import print_plan, resolve_config
+
+    with failing():
+        if not gpus:
+            for name, given in (
+                ("--json", as_json),
+                ("--yaml", yaml),
+                ("--accelerate", accelerate),
+                ("--picture", picture),
+            ):
+                if given:
+                    raise ConfigError(f"{name} is of a search: state --gpus.")
+            typer.echo(print_plan(model, parse_layouts(layout_of_sizes(tp or 2, sp, cp or 1, pp or 1, ep or 1))[0]))
+            return
+
+        from ..planner.candidates import Bounds
+        from ..planner.devices import device
+        from ..planner.job import Job
+        from ..planner.plan_output import plan_as_dict, plan_as_text, write_plan
+        from ..planner.search import search
+        from ..planner.unit_time import PUBLISHED, STOCK
+
+        fixed = {"tp_size": tp, "cp_size": cp, "pp_size": pp, "ep_size": ep}
+        job = Job(gpus, device(gpu), seq, global_batch, precision, PUBLISHED if fused else STOCK)
+        found = search(resolve_config(model), job, Bounds(fixed={name: size for name, size in fixed.items() if size}))
+        if as_json:
+            typer.echo(json.dumps(plan_as_dict(found, tokens or None), indent=1))
+        else:
+            typer.echo(plan_as_text(found, model, tokens or None))
+        if yaml is not None:
+            write_plan(found, yaml)
+        if accelerate is not None:
+            write_plan(found, accelerate, for_accelerate=True)
+        if picture is not None:
+            from ..planner.plan_picture import draw_plan
+
+            draw_plan(found, picture)
 
 
 def dry_run_kinds(

@@ -232,6 +232,15 @@ def to_png(timeline: Timeline, path: str | os.PathLike[str], formula: float) -> 
     width = min(max(14.0, 0.18 * _length(timeline)), 48.0)
     figure = Figure(figsize=(width, 1.9 + 0.62 * timeline.ranks), dpi=130, layout="constrained")
     axes = figure.add_subplot()
+    draw_bars(axes, timeline, width)
+    axes.set_title(timeline.title(formula), fontsize=11)
+    keys = [Patch(facecolor=colour, label=name) for name, colour in _legend(timeline)]
+    figure.legend(handles=keys, loc="outside lower center", ncols=6, frameon=False, fontsize=8)
+    replace_file(Path(path), lambda partial: figure.savefig(partial, format="png"))
+
+
+def draw_bars(axes: Any, timeline: Timeline, width: float) -> None:
+    """Draws what each rank does, one row for each, into matplotlib's `axes`, of `width` inches."""
     # What a digit takes of the axis, with the figure's margins estimated.
     digit = timeline.duration * 1e3 * 0.07 / (width - 1)
     for bar in _bars(timeline):
@@ -247,14 +256,10 @@ def to_png(timeline: Timeline, path: str | os.PathLike[str], formula: float) -> 
     axes.set_ylim(timeline.ranks - 0.5, -0.5)
     axes.set_yticks(range(timeline.ranks), [f"rank {rank}" for rank in range(timeline.ranks)])
     axes.set_xlabel("milliseconds; numbers are microbatches, thin rows communication, white is idle")
-    axes.set_title(timeline.title(formula), fontsize=11)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
     axes.grid(axis="x", color="#dddddd", linewidth=0.5)
     axes.set_axisbelow(True)
-    keys = [Patch(facecolor=colour, label=name) for name, colour in _legend(timeline)]
-    figure.legend(handles=keys, loc="outside lower center", ncols=6, frameon=False, fontsize=8)
-    replace_file(Path(path), lambda partial: figure.savefig(partial, format="png"))
 
 
 def write_pictures(timeline: Timeline, directory: str | os.PathLike[str], name: str, formula: float) -> list[Path]:

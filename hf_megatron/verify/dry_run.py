@@ -94,15 +94,17 @@ def step_figures(
     layout: MegatronConfig,
     sizes: StepSizes,
     *,
+    ledger_of: Callable[[Any], StepLedger] = StepLedger,
     watching: Callable[[StepLedger], AbstractContextManager[Any]] = lambda ledger: nullcontext(),
 ) -> StepFigures:
     """Takes steps as one rank of a fake world, and returns the figures of the last.
 
     Args:
+        ledger_of (`Callable`, *optional*): makes what counts the steps of a model.
         watching (`Callable`, *optional*): makes a context around the last step of the ledger that counts it.
     """
     model, optimizer = _model_and_optimizer(config, layout, sizes.dtype)
-    with world.running(model) as ledger:
+    with world.running(model, ledger_of(model)) as ledger:
         ids = torch.zeros(sizes.batch_size, sizes.sequence_length, dtype=torch.int64)
         given = {name: make(ids) for name, make in _INPUTS.items() if name in sizes.inputs}
         for step in range(_STEPS):

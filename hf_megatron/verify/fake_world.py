@@ -41,7 +41,7 @@ from ..errors import PlanError, UnsupportedError
 from ..parallel_state import parallel_state
 from ..pipeline_parallel.transport import Shapes
 from ..upstream import fake_mode, join_fake_job, take_fakes_for_real
-from .ranks import run_forks
+from .ranks import run_forks, set_rank_environment
 from .step_ledger import StepLedger
 
 
@@ -53,11 +53,12 @@ class FakeWorld:
         self.mode = fake_mode()
 
     @contextmanager
-    def running(self, model: Any) -> Iterator[StepLedger]:
+    def running(self, model: Any, ledger: StepLedger | None = None) -> Iterator[StepLedger]:
         """Makes what is computed inside fake, and counts it; every rank of a pipeline runs by itself.
 
         Args:
             model: loaded in this world, its weights fake already.
+            ledger (`StepLedger`, *optional*): counts, in the place of one of its own.
 
         Raises:
             PlanError: a stage sends other shapes than it was taken to receive.
@@ -70,8 +71,8 @@ class FakeWorld:
         transport = getattr(None if state is None else state.pipeline, "transport", None)
         if transport is not None:
             transport.learn = functools.partial(_shapes_received, model)
-        with self.mode, StepLedger(model) as ledger:
-            yield ledger
+        with self.mode, ledger or StepLedger(model) as counting:
+            yield counting
         known = {} if transport is None else transport.known
         for (stage, kind), shapes in known.items():
             if known.get((stage + 1, kind), shapes) != shapes:
@@ -102,12 +103,30 @@ def run_fake_ranks(
     Raises:
         RankError: with the tracebacks of those that failed.
     """
+    places = [(rank, world_size) for rank in ranks]
+    return run_fake_places(lambda world, number: function(world, *args), places, as_gloo=as_gloo, timeout=timeout)
 
-    def join(rank: int, directory: Path) -> None:
-        join_fake_job(rank, world_size)
+
+def run_fake_places(
+    function: Callable[[FakeWorld, int], Any],
+    places: Sequence[tuple[int, int]],
+    *,
+    as_gloo: bool = False,
+    timeout: float = 600.0,
+) -> list[Any]:
+    """Calls `function(world, number)` for ranks of several jobs, as `run_fake_ranks` does for those of one.
+
+    Args:
+        places: rank and ranks of its job; `number` counts them.
+    """
+
+    def join(number: int, directory: Path) -> None:
+        set_rank_environment(*places[number])
+        join_fake_job(*places[number])
         take_fakes_for_real()
         # Of no fake; where they are compared all are zero, which says that nothing was moved.
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+        joined.append(number)
 
     def be_rank() -> Any:
         # A fork of its own: nothing of this is undone. What all ranks are asked, this one answers.
@@ -125,9 +144,11 @@ def run_fake_ranks(
                 original(*args, **kwargs)
 
         initialize.initialize = draw_nothing
-        return function(world, *args)
+        return function(world, joined[0])
 
-    return run_forks(be_rank, ranks, world_size, join, timeout)
+    # What a fork is: each has a list of its own.
+    joined: list[int] = []
+    return run_forks(be_rank, range(len(places)), len(places), join, timeout)
 
 
 def kept_tensors(model: Any, optimizer: torch.optim.Optimizer | None = None) -> dict[str, list[Tensor]]:

@@ -1,0 +1,187 @@
+"""The layouts that a job may have: all sizes that divide its devices, less what rules leave out, with reasons."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+
+from ..axes import Axes
+from ..config import MegatronConfig
+from ..errors import ConfigError
+from ..pipeline_parallel.schedules import schedule
+from .unit_book import UnitBook
+
+_ROWS = (1, 2, 4, 8, 16)
+_VIRTUAL = (2, 3, 4, 5, 6, 8, 10)
+# Numbers of stages on a rank that are tried where none shares the layers out evenly.
+_UNEVEN = (2, 4)
+# Tokens of a rank below which sharing a row out further is not tried.
+_LEAST_TOKENS = 1024
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What a search may choose.
+
+    Attributes:
+        zero_stages, recomputes, schedules: those that are tried.
+        fixed: field of `MegatronConfig` -> its value, such as `{"tp_size": 8}`.
+    """
+
+    zero_stages: tuple[int, ...] = (1, 3)
+    recomputes: tuple[str | None, ...] = (None, "full")
+    schedules: tuple[str, ...] = ("1f1b", "interleaved_1f1b", "zbv")
+    fixed: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout, the rows of its microbatches, and how many of these a step has on each data parallel rank."""
+
+    layout: MegatronConfig
+    rows: int
+    microbatches: int
+
+
+class Candidates:
+    """Lists layouts of a job.
+
+    Args:
+        book: of the model's units.
+        bounds: of the search.
+
+    Attributes:
+        reasons: what was left out -> how many sizes of tp, cp, pp and ep.
+    """
+
+    def __init__(self, book: UnitBook, bounds: Bounds):
+        self.book, self.job, self.bounds = book, book.job, bounds
+        self.reasons: dict[str, int] = {}
+
+    def _leave_out(self, reason: str) -> None:
+        self.reasons[reason] = self.reasons.get(reason, 0) + 1
+
+    def _allowed(self, name: str, sizes: Iterable[int]) -> list[int]:
+        fixed = self.bounds.fixed.get(name)
+        return [size for size in sizes if fixed in (None, size)]
+
+    def tensor_sizes(self) -> list[int]:
+        """Returns the tp sizes that links connect and the model can be split over."""
+        device, found = self.job.device, []
+        for size in self._allowed("tp_size", _powers(self.job.devices)):
+            if size > device.devices_per_link:
+                self._leave_out(f"tp {size}: links connect {device.devices_per_link} of {device.name} only")
+            elif reason := self.book.why_not(_layout(tp_size=size)):
+                self._leave_out(f"tp {size}: {reason}")
+            else:
+                found.append(size)
+        return found
+
+    def context_sizes(self) -> list[int]:
+        """Returns the cp sizes that leave a rank enough tokens and that the model takes."""
+        found = []
+        for size in self._allowed("cp_size", _powers(self.job.devices)):
+            if size > 1 and self.job.sequence_length < size * _LEAST_TOKENS and "cp_size" not in self.bounds.fixed:
+                break
+            if self.job.sequence_length % (2 * size) and size > 1:
+                self._leave_out(f"cp {size}: rows of {self.job.sequence_length} tokens are no multiple of {2 * size}")
+            elif size > 1 and (reason := self.book.why_not(_layout(cp_size=size))):
+                self._leave_out(f"cp {size}: {reason}")
+            else:
+                found.append(size)
+        return found
+
+    def expert_sizes(self, tp: int, cp: int, dp: int) -> list[int]:
+        """Returns the ep sizes that the ranks of a stage can have and that divide the experts."""
+        experts = self.experts
+        if not experts:
+            return [1]
+        found = []
+        for size in self._allowed("ep_size", _powers(min(experts, tp * cp * dp))):
+            if experts % size:
+                continue
+            if size > 1 and not _exist(_layout(tp_size=tp, cp_size=cp, dp_size=dp, ep_size=size)):
+                continue
+            found.append(size)
+        return found
+
+    @property
+    def experts(self) -> int:
+        """How many experts a layer has; 0 without any."""
+        text = self.book.short.config.get_text_config()
+        names = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
+        return next((value for name in names if isinstance(value := getattr(text, name, None), int) and value > 1), 0)
+
+    def meshes(self) -> Iterator[MegatronConfig]:
+        """Yields the sizes of all axes that fit the devices, without schedules, rows and stages of ZeRO."""
+        layers = len(self.book.short.layers)
+        tensor, context = self.tensor_sizes(), self.context_sizes()
+        for tp in tensor:
+            for cp in context:
+                for pp in self._allowed("pp_size", _divisors(self.job.devices)):
+                    inner = tp * cp * pp
+                    if self.job.devices % inner:
+                        continue
+                    if pp > layers:
+                        self._leave_out(f"pp {pp}: there are {layers} layers")
+                        continue
+                    dp = self.job.devices // inner
+                    if self.job.global_batch % dp:
+                        self._leave_out(f"dp {dp}: does not divide {self.job.global_batch} rows")
+                        continue
+                    for ep in self.expert_sizes(tp, cp, dp):
+                        yield _layout(
+                            tp_size=tp, sequence_parallel=tp > 1, cp_size=cp, pp_size=pp, dp_size=dp, ep_size=ep
+                        )
+
+    def steps(self, mesh: MegatronConfig) -> Iterator[Candidate]:
+        """Yields the schedules and microbatches of a mesh whose stage of ZeRO and recomputation are set."""
+        rows_of_rank = self.job.global_batch // (mesh.dp_size or 1)
+        for rows in _ROWS:
+            if rows_of_rank % rows:
+                break
+            microbatches = rows_of_rank // rows
+            if mesh.pp_size == 1:
+                yield Candidate(mesh, rows, microbatches)
+                continue
+            for name in self.bounds.schedules:
+                yield from self._schedules(mesh, name, rows, microbatches)
+
+    def _schedules(self, mesh: MegatronConfig, name: str, rows: int, microbatches: int) -> Iterator[Candidate]:
+        found, layers = schedule(name), len(self.book.short.layers)
+        if found.splits_backward and mesh.zero_stage == 3:
+            return
+        even = [virtual for virtual in _VIRTUAL if layers % (mesh.pp_size * virtual) == 0] or _UNEVEN
+        for virtual in even if found.fixed is None else (found.fixed,):
+            fits = mesh.pp_size * virtual <= layers and found.runs(mesh.pp_size, virtual, microbatches)
+            if not fits or microbatches < mesh.pp_size:
+                continue
+            yield Candidate(
+                replace(
+                    mesh,
+                    pipeline_schedule=name,
+                    virtual_stages=None if virtual == found.stages_per_rank else virtual,
+                    num_microbatches=microbatches,
+                ),
+                rows,
+                microbatches,
+            )
+
+
+def _layout(**fields) -> MegatronConfig:
+    return MegatronConfig(**fields)
+
+
+def _exist(layout: MegatronConfig) -> bool:
+    """Tells whether a layout's ranks can be laid out."""
+    try:
+        Axes.of(layout, 0)
+    except ConfigError:
+        return False
+    return True
+
+
+def _powers(most: int) -> list[int]:
+    return [1 << exponent for exponent in range(most.bit_length())]
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]

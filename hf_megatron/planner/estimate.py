@@ -1,0 +1,239 @@
+"""What a layout costs a job: bytes of each pipeline rank, seconds of a step, and what its ranks send."""
+
+import functools
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from ..config import MegatronConfig
+from ..pipeline_parallel.schedules import schedule
+from ..pipeline_parallel.simulation import StageCosts, simulated_seconds
+from ..pipeline_parallel.stage_counts import stages_per_rank
+from .rank_memory import RankMemory, RankTable
+from .unit_book import UnitBook
+from .unit_costs import UnitCosts
+from .unit_ledger import UnitFigures
+from .unit_time import Times, communication_seconds, exposed_reduction, seconds
+from .work import Work
+
+# Bytes that a step of AdamW reads and writes for each number: main weight and moments twice, gradient, weight.
+_STEP_BYTES = 2 * 12 + 4 + 2
+_GRADIENT = 4
+# Share of the computing from which on launching kernels is said to be slow.
+_NOTICED = 0.1
+_EXPERTS_CHOSEN = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_top_k")
+# Where units are that are no layers.
+_BEFORE, _AFTER = -1, -2
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a layout costs.
+
+    Attributes:
+        layout: with its numbers of data parallel ranks and of microbatches.
+        rows (`int`): of a microbatch.
+        microbatches (`int`): of a step, on each data parallel rank.
+        memory: of each pipeline rank, category -> bytes at its fullest.
+        seconds (`float`): of a step.
+        compute, exposed, bubble: of these, on the rank that computes the longest: computing, waiting for each axis, and
+            waiting for the pipeline.
+        traffic: axis -> bytes that this rank sends in a step.
+        stages: seconds of each stage's microbatch.
+        send (`float`): seconds from one stage to the next.
+        is_small (`bool`): whether launching kernels takes a noticeable part of the computing.
+    """
+
+    layout: MegatronConfig
+    rows: int
+    microbatches: int
+    memory: tuple[Counter[str], ...]
+    seconds: float
+    compute: float
+    exposed: Mapping[str, float]
+    bubble: float
+    traffic: Mapping[str, float]
+    stages: tuple[StageCosts, ...]
+    send: float
+    is_small: bool
+
+    @property
+    def peak(self) -> int:
+        """Bytes of the fullest rank."""
+        return max(sum(rank.values()) for rank in self.memory)
+
+
+@dataclass(frozen=True)
+class _StageTimes:
+    """Seconds of each stage's microbatch, and of each rank's microbatch."""
+
+    stages: tuple[StageCosts, ...]
+    ranks: tuple[Times, ...]
+
+    @property
+    def slowest(self) -> int:
+        return max(range(len(self.ranks)), key=lambda rank: self.ranks[rank].total)
+
+
+class Estimator:
+    """Estimates layouts of one job.
+
+    Args:
+        book: of the model's units.
+    """
+
+    def __init__(self, book: UnitBook):
+        self.book, self.job = book, book.job
+        self.memory = RankMemory(book)
+        self._times: dict[tuple, _StageTimes] = {}
+
+    def quick_seconds(self, layout: MegatronConfig, rows: int, microbatches: int) -> float:
+        """Returns the seconds of a step by its schedule's usual bubble, with equal stages."""
+        times = self._stage_times(layout, rows)
+        most = times.ranks[times.slowest].total
+        splits = schedule(layout.pipeline_schedule).splits_backward
+        bubble = most * (layout.pp_size - 1) / stages_per_rank(layout) / (3 if splits else 1)
+        return self._with_step(layout, microbatches, most * microbatches + bubble)[0]
+
+    def estimate(self, layout: MegatronConfig, rows: int, microbatches: int) -> Estimate:
+        """Estimates a step by the schedule's own order.
+
+        Args:
+            layout: with its `dp_size`.
+            rows (`int`): of a microbatch.
+            microbatches (`int`): of a step on each data parallel rank.
+        """
+        times, job = self._stage_times(layout, rows), self.job
+        slowest = times.slowest
+        own = times.ranks[slowest].repeated(microbatches)
+        hidden, send, duration = self._hidden_bytes(layout, rows), 0.0, own.total
+        traffic = self._traffic(layout, rows, microbatches, slowest)
+        if layout.pp_size > 1:
+            per_rank = stages_per_rank(layout)
+            send = communication_seconds("pp", 1, hidden, job.device, job.efficiency, self._links(layout))
+            send *= job.efficiency.exposed["pp"]
+            sizes = layout.pp_size, per_rank, microbatches
+            duration = simulated_seconds(layout.pipeline_schedule, *sizes, times.stages, send)
+            traffic["pp"] = 2.0 * hidden * microbatches * per_rank
+        whole, waiting, step = self._with_step(layout, microbatches, duration)
+        if reduced := self._reduced_bytes(layout, microbatches):
+            traffic["dp"] = reduced
+        exposed = dict(own.exposed) | ({"dp": waiting} if waiting else {})
+        return Estimate(
+            layout,
+            rows,
+            microbatches,
+            self.memory.categories(layout, rows, microbatches),
+            whole,
+            own.compute + step,
+            exposed,
+            duration - own.total,
+            traffic,
+            times.stages,
+            send,
+            own.by_floor > _NOTICED * own.compute,
+        )
+
+    def _with_step(self, layout: MegatronConfig, microbatches: int, duration: float) -> tuple[float, float, float]:
+        """Returns seconds of all, of waiting for data parallel ranks, and of the optimizer's step."""
+        device, waiting = self.job.device, 0.0
+        if reduced := self._reduced_bytes(layout, microbatches):
+            links, efficiency = self._links(layout), self.job.efficiency
+            reduction = communication_seconds("dp", 1, reduced, device, efficiency, links)
+            waiting = exposed_reduction(reduction, duration, efficiency)
+        owned = max(self.memory.table(layout).owned)
+        step = owned * _STEP_BYTES / (device.memory_tb_s * 1e12 * device.memory_share)
+        return duration + waiting + step, waiting, step
+
+    def _stage_times(self, layout: MegatronConfig, rows: int) -> _StageTimes:
+        shape = schedule(layout.pipeline_schedule).v_shaped, stages_per_rank(layout)
+        sizes = layout.tp_size, layout.cp_size, layout.ep_size, layout.pp_size
+        # Who is beyond a link hangs on ep's and dp's places.
+        key = *sizes, *shape, layout.recompute, rows, self._links(layout)["ep"]
+        if key not in self._times:
+            table = self.memory.table(layout)
+            unit = functools.cache(functools.partial(self._unit_times, layout, rows))
+            costs, ranks = [], [Times() for _ in range(layout.pp_size)]
+            for stage, rank in enumerate(table.stages.rank_of):
+                forward = backward = Times()
+                for number, count in self._units(table, stage).items():
+                    one, other = unit(number)
+                    forward, backward = forward + one.repeated(count), backward + other.repeated(count)
+                costs.append(StageCosts(forward.total, backward.total / 2, backward.total / 2))
+                ranks[rank] += forward + backward
+            self._times[key] = _StageTimes(tuple(costs), tuple(ranks))
+        return self._times[key]
+
+    def _units(self, table: RankTable, stage: int) -> Counter[int]:
+        start, stop = table.stages.ranges[stage]
+        found = Counter(self.book.short.layers[start:stop])
+        if stage == 0:
+            found[_BEFORE] += 1
+        if stage == len(table.stages.ranges) - 1:
+            found[_AFTER] += 1
+        return found
+
+    def _unit_times(self, layout: MegatronConfig, rows: int, unit: int) -> tuple[Times, Times]:
+        job, links = self.job, self._links(layout)
+        one, other = (
+            seconds(work, job.device, job.efficiency, job.precision, links)
+            for work in self._unit_work(layout, rows, unit)
+        )
+        return one, other
+
+    def _unit_work(self, layout: MegatronConfig, rows: int, unit: int) -> tuple[Work, Work]:
+        figures, share = _unit_of(self.book.costs(layout), unit), rows / layout.cp_size
+        # What data parallel ranks exchange once a step is counted apart.
+        works = [_within_replica(work.scaled(share)) for work in (figures.forward, figures.backward)]
+        if layout.cp_size > 1:
+            ring, others = _unit_of(self.book.ring(layout), unit), layout.cp_size - 1
+            for place, work in enumerate((ring.forward, ring.backward)):
+                calls, size = work.traffic.get("cp", (0, 0.0))
+                # Two ranks exchange half of what each has; more of them, all but their own part.
+                works[place] += Work(traffic={"cp": (calls * others, size * 2 * rows * others / layout.cp_size)})
+        if layout.ep_size > 1 and unit in self.book.parameters(layout).experts:
+            text = self.book.short.config.get_text_config()
+            chosen = next((n for name in _EXPERTS_CHOSEN if isinstance(n := getattr(text, name, None), int)), 1)
+            # To the experts and back, if all get as many tokens.
+            sent = 2 * self._hidden_bytes(layout, rows) * chosen * (layout.ep_size - 1) / layout.ep_size
+            works = [work + Work(traffic={"ep": (2, sent)}) for work in works]
+        return works[0], works[1]
+
+    def _hidden_bytes(self, layout: MegatronConfig, rows: int) -> float:
+        """Returns the bytes of a rank's hidden states of one microbatch."""
+        tokens = rows * self.job.sequence_length / layout.cp_size / layout.tp_size
+        return tokens * self.book.short.config.get_text_config().hidden_size * self.job.itemsize
+
+    def _links(self, layout: MegatronConfig) -> dict[str, str]:
+        device, inner = self.job.device, layout.tp_size * layout.cp_size
+        # Over tp first, then cp, then dp, which is outermost.
+        experts = layout.ep_size if layout.ep_size <= inner else layout.ep_size * layout.pp_size
+        reach = {"tp": layout.tp_size, "cp": inner, "ep": experts, "pp": 2 * inner, "dp": self.job.devices}
+        return {axis: device.connection(devices) for axis, devices in reach.items()}
+
+    def _reduced_bytes(self, layout: MegatronConfig, microbatches: int) -> float:
+        """Returns what the rank with most weights sends of gradients and weights in a step."""
+        sharing = (layout.dp_size or 1) * layout.cp_size
+        each = _GRADIENT * (microbatches if layout.zero_stage == 2 else 1) + self.job.itemsize
+        if layout.zero_stage == 3:
+            # Weights come twice for each microbatch.
+            each = (_GRADIENT + 2 * self.job.itemsize) * microbatches
+        return max(self.memory.table(layout).entries) * each * (sharing - 1) / sharing
+
+    def _traffic(self, layout: MegatronConfig, rows: int, microbatches: int, rank: int) -> dict[str, float]:
+        found: dict[str, float] = {}
+        table = self.memory.table(layout)
+        for stage in table.stages.of_rank(rank):
+            for unit, count in self._units(table, stage).items():
+                for work in self._unit_work(layout, rows, unit):
+                    for axis, (_, size) in work.traffic.items():
+                        found[axis] = found.get(axis, 0.0) + size * count * microbatches
+        return found
+
+
+def _unit_of(costs: UnitCosts, unit: int) -> UnitFigures:
+    return costs.before if unit == _BEFORE else costs.after if unit == _AFTER else costs.layers[unit]
+
+
+def _within_replica(work: Work) -> Work:
+    return replace(work, traffic={axis: sent for axis, sent in work.traffic.items() if axis in ("tp", "cp", "ep")})

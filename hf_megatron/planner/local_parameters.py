@@ -1,0 +1,75 @@
+"""What a rank holds of each unit's parameters on a layout: from the claims that the layout itself is planned by."""
+
+import copy
+from dataclasses import dataclass
+
+from ..axes import Axes
+from ..config import MegatronConfig
+from ..data_parallel.kept_bytes import LocalParameter
+from ..parallelize import plan
+from .short_model import ShortModel
+
+
+@dataclass(frozen=True)
+class UnitParameters:
+    """What a rank holds of a short model.
+
+    Attributes:
+        before, after: around the layers; what is tied is in both.
+        layers: those of the short model.
+        tied: what `after` repeats of `before`.
+        experts: layers of which experts are split over ranks of their own.
+        buffers (`int`): bytes of tables, as of rotary positions.
+    """
+
+    before: tuple[LocalParameter, ...]
+    layers: tuple[tuple[LocalParameter, ...], ...]
+    after: tuple[LocalParameter, ...]
+    tied: tuple[LocalParameter, ...]
+    experts: frozenset[int]
+    buffers: int
+
+
+def parameters_of_units(short: ShortModel, layout: MegatronConfig, itemsize: int) -> UnitParameters:
+    """Plans a short model on a layout without its pipeline, and returns what the first rank holds.
+
+    Args:
+        layout: with its `dp_size`, and one stage.
+        itemsize (`int`): bytes of a weight's entry.
+
+    Raises:
+        MegatronError: the layout does not fit the model; it says why.
+    """
+    axes = Axes.of(layout, 0)
+    model = copy.deepcopy(short.model)
+    state = plan(model, layout, axes)
+    units = short.unit_of_module
+    before: list[LocalParameter] = []
+    after: list[LocalParameter] = []
+    tied: list[LocalParameter] = []
+    layers: list[list[LocalParameter]] = [[] for _ in short.names]
+    experts, seen = set(), set()
+    for name, parameter in short.model.named_parameters(remove_duplicate=False):
+        claim = state.claims[name]
+        shape = state.placement(name).local_shape(claim.shape, axes)
+        held = LocalParameter(shape, itemsize, claim.gradient.average, parameter.requires_grad)
+        unit = next((units[prefix] for prefix in _prefixes(name) if prefix in units), None)
+        if unit is None:
+            is_tied = id(parameter) in seen
+            (after if is_tied or any(layers) else before).append(held)
+            if is_tied:
+                tied.append(held)
+        elif id(parameter) not in seen:
+            layers[unit].append(held)
+            if any(split.axis in ("ep", "etp") for split in claim.placement.splits):
+                experts.add(unit)
+        seen.add(id(parameter))
+    buffers = sum(buffer.nbytes for buffer in short.model.buffers())
+    return UnitParameters(
+        tuple(before), tuple(map(tuple, layers)), tuple(after), tuple(tied), frozenset(experts), buffers
+    )
+
+
+def _prefixes(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:length]) for length in range(len(parts), 0, -1)]

@@ -1,0 +1,119 @@
+"""The best layouts of a job: all of them are estimated, the fastest by the schedule's own order."""
+
+import heapq
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+
+from transformers import PreTrainedConfig
+
+from ..config import MegatronConfig
+from ..errors import ConfigError
+from .candidates import Bounds, Candidate, Candidates
+from .estimate import Estimate, Estimator
+from .job import Job
+from .short_model import shorten
+from .unit_book import UnitBook
+
+# Estimates that differ by less are not told apart.
+NOISE = 0.05
+_SIMULATED, _SHOWN = 60, 3
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """What a search found.
+
+    Attributes:
+        job: what was asked.
+        best: the fastest layouts that fit, each with other sizes of axes, fastest first.
+        nearest (*optional*): the layout that does not fit and is fastest, or with `best` empty the smallest.
+        fits, considered (`int`): how many layouts there were.
+        reasons: what was left out -> how often.
+    """
+
+    job: Job
+    best: tuple[Estimate, ...]
+    nearest: Estimate | None
+    fits: int
+    considered: int
+    reasons: dict[str, int] = field(default_factory=dict)
+
+
+def search(config: PreTrainedConfig, job: Job, bounds: Bounds | None = None) -> SearchResult:
+    """Searches the layouts of a causal language model.
+
+    Args:
+        config: of the model; nothing is read but its config.
+        job: what it is trained on.
+        bounds (`Bounds`, *optional*): what may be chosen.
+
+    Raises:
+        ConfigError: no model can be made of the config, or no layout is left.
+    """
+    book = UnitBook(shorten(config), job)
+    candidates = Candidates(book, bounds or Bounds())
+    estimator = Estimator(book)
+    meshes = [*candidates.meshes()]
+    if not meshes:
+        raise ConfigError(
+            f"No layout of {job.devices} devices is left: {'; '.join(candidates.reasons) or 'nothing divides them'}."
+        )
+    tensor_sizes = {mesh.tp_size for mesh in meshes}
+    book.measure(tensor_sizes, {1, 2} if any(mesh.cp_size > 1 for mesh in meshes) else {1})
+    quick = [*_quick(estimator, candidates, meshes)]
+    fitting = [found for found in quick if found.peak <= job.memory]
+    fastest = _different(heapq.nsmallest(_SIMULATED, fitting, key=_Quick.order), estimator)
+    limit = fastest[0].seconds * (1 - NOISE) if fastest else math.inf
+    too_large = [found for found in quick if found.peak > job.memory and found.seconds < limit]
+    nearest = min(too_large, key=lambda found: found.peak, default=None)
+    return SearchResult(
+        job,
+        tuple(fastest[:_SHOWN]),
+        None if nearest is None else nearest.estimated(estimator),
+        len(fitting),
+        len(quick),
+        candidates.reasons,
+    )
+
+
+@dataclass(frozen=True)
+class _Quick:
+    """A candidate, its seconds by its schedule's usual bubble, and bytes of its fullest rank."""
+
+    candidate: Candidate
+    seconds: float
+    peak: float
+
+    def order(self) -> tuple[float, float]:
+        return self.seconds, self.peak
+
+    def estimated(self, estimator: Estimator) -> Estimate:
+        return estimator.estimate(self.candidate.layout, self.candidate.rows, self.candidate.microbatches)
+
+
+def _quick(estimator: Estimator, candidates: Candidates, meshes: Iterable[MegatronConfig]) -> Iterator[_Quick]:
+    bounds, memory = candidates.bounds, estimator.job.memory
+    for mesh in meshes:
+        for stage in bounds.zero_stages:
+            # Computing layers again is slower: where all fits without it, it is not looked at.
+            fits: set[tuple] = set()
+            for recompute in bounds.recomputes:
+                for candidate in candidates.steps(replace(mesh, zero_stage=stage, recompute=recompute)):
+                    layout, sizes = candidate.layout, (candidate.rows, candidate.microbatches)
+                    key = layout.pipeline_schedule, layout.virtual_stages, candidate.rows
+                    if key in fits:
+                        continue
+                    peak = estimator.memory.peak(layout, *sizes)
+                    if peak <= memory:
+                        fits.add(key)
+                    yield _Quick(candidate, estimator.quick_seconds(layout, *sizes), peak)
+
+
+def _different(found: Iterable[_Quick], estimator: Estimator) -> list[Estimate]:
+    """Estimates layouts by their schedules, and keeps the fastest for each size of all axes."""
+    best: dict[tuple, Estimate] = {}
+    for one in sorted((quick.estimated(estimator) for quick in found), key=lambda one: (one.seconds, one.peak)):
+        layout = one.layout
+        best.setdefault((layout.tp_size, layout.cp_size, layout.pp_size, layout.ep_size), one)
+    return [*best.values()]

@@ -1,0 +1,127 @@
+"""What units of a model cost on each layout of a search: measured once for each way to split them."""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from ..axes import Axes
+from ..config import MegatronConfig
+from ..data_parallel.kept_bytes import LocalParameter, gradient_bytes, kept_bytes
+from ..errors import MegatronError
+from ..pipeline_parallel.partition import estimate_cost, partition
+from ..verify.dry_run import StepSizes
+from .job import Job
+from .local_parameters import UnitParameters, parameters_of_units
+from .short_model import ShortModel
+from .unit_costs import UnitCosts, measure_units
+
+_SHARED = ("dp", "dp_cp", "edp")
+
+
+@dataclass(frozen=True)
+class KeptUnit:
+    """What a rank has of a unit from step to step.
+
+    Attributes:
+        kept: category -> bytes.
+        gradients (`int`): bytes of those of what it owns.
+        entries (`int`): numbers of its part of the weights.
+        owned (`float`): of these, what its optimizer steps.
+        weights (`int`): bytes of its part of the weights.
+    """
+
+    kept: Counter[str]
+    gradients: int
+    entries: int
+    owned: float
+    weights: int
+
+
+class UnitBook:
+    """Costs and parameters of a short model's units, by layout.
+
+    Args:
+        short: the model.
+        job: what its units are measured for: one row of the job's length.
+    """
+
+    def __init__(self, short: ShortModel, job: Job):
+        self.short, self.job = short, job
+        self._costs: dict[tuple[int, int, bool], UnitCosts] = {}
+        self._parameters: dict[tuple[int, int, int, int], UnitParameters] = {}
+        self._kept: dict[tuple, tuple[KeptUnit, tuple[KeptUnit, ...], KeptUnit, KeptUnit]] = {}
+        self._partitions: dict[int, tuple[int, ...]] = {}
+
+    def measure(self, tp_sizes: Iterable[int], cp_sizes: Iterable[int]) -> None:
+        """Runs the units of all these; raises `RankError` where one does not run."""
+        wanted = [(tp, cp, False) for tp in sorted(tp_sizes) for cp in sorted(cp_sizes)]
+        wanted = [key for key in wanted if key not in self._costs]
+        layouts = [
+            # Two data parallel ranks: what is kept of gradients is there already.
+            MegatronConfig(tp_size=tp, sequence_parallel=tp > 1, cp_size=cp, dp_size=2)
+            for tp, cp, _ in wanted
+        ]
+        sizes = StepSizes(1, self.job.sequence_length, self.job.dtype)
+        self._costs |= dict(zip(wanted, measure_units(self.short, layouts, sizes), strict=True))
+
+    def costs(self, layout: MegatronConfig) -> UnitCosts:
+        """Returns what units do with one row on one rank that has all of its tokens."""
+        key = layout.tp_size, 1, layout.recompute == "full"
+        if key not in self._costs:
+            width = self.short.config.get_text_config().hidden_size
+            hidden = self.job.sequence_length * width * self.job.itemsize // layout.tp_size
+            self._costs[key] = self._costs[layout.tp_size, 1, False].recomputed(hidden)
+        return self._costs[key]
+
+    def ring(self, layout: MegatronConfig) -> UnitCosts:
+        """Returns the same of two ranks that share a row: what they exchange."""
+        return self._costs[layout.tp_size, 2, False]
+
+    def parameters(self, layout: MegatronConfig) -> UnitParameters:
+        """Returns what a rank holds of units; raises what says why the layout does not fit the model."""
+        key = layout.tp_size, layout.cp_size, layout.ep_size, layout.etp_size or 1
+        if key not in self._parameters:
+            flat = replace(layout, pp_size=1, pipeline_schedule="1f1b", virtual_stages=None, num_microbatches=None)
+            self._parameters[key] = parameters_of_units(self.short, flat, self.job.itemsize)
+        return self._parameters[key]
+
+    def why_not(self, layout: MegatronConfig) -> str:
+        """Returns why a layout does not fit the model, or nothing."""
+        try:
+            self.parameters(layout)
+        except MegatronError as error:
+            return str(error)
+        return ""
+
+    def kept(self, layout: MegatronConfig) -> tuple[KeptUnit, tuple[KeptUnit, ...], KeptUnit, KeptUnit]:
+        """Returns what a rank keeps of what is before the layers, of layers, behind them, and tied to before."""
+        axes = Axes.of(layout, 0)
+        shards = {name: axes.size(f"{name}_shard") for name in _SHARED}
+        key = layout.tp_size, layout.cp_size, layout.ep_size, layout.etp_size, layout.zero_stage, *shards.values()
+        if key not in self._kept:
+            held = self.parameters(layout)
+
+            def unit(parameters: Iterable[LocalParameter]) -> KeptUnit:
+                found = [*parameters]
+                return KeptUnit(
+                    Counter(kept_bytes(found, layout.zero_stage, shards)),
+                    gradient_bytes(found, shards),
+                    sum(one.entries for one in found),
+                    sum(one.entries / shards[one.average] for one in found),
+                    sum(one.entries * one.itemsize for one in found),
+                )
+
+            self._kept[key] = unit(held.before), tuple(map(unit, held.layers)), unit(held.after), unit(held.tied)
+        return self._kept[key]
+
+    def partition(self, stages: int) -> tuple[int, ...]:
+        """Returns the number of layers of each stage, as loading shares them out; raises `ConfigError` for too many."""
+        if stages not in self._partitions:
+            model, text = self.short.model, self.short.model.config.get_text_config()
+            costs = [
+                sum(estimate_cost(model.get_submodule(name), text) for name in names) for names in self.short.names
+            ]
+            head = model.get_output_embeddings()
+            after = 0.0 if head is None else estimate_cost(head, text)
+            self._partitions[stages] = partition([costs[layer] for layer in self.short.layers], stages, after=after)
+        return self._partitions[stages]
