@@ -68,8 +68,9 @@ class Candidates:
         device, found = self.job.device, []
         for size in self._allowed("tp_size", _powers(self.job.devices)):
             if size > device.devices_per_link:
-                self._leave_out(f"tp {size}: links connect {device.devices_per_link} of {device.name} only")
-            elif reason := self.book.why_not(_layout(tp_size=size)):
+                self._leave_out(f"tp {size} and more: links connect {device.devices_per_link} of {device.name}")
+                break
+            if reason := self.book.why_not(_layout(tp_size=size)):
                 self._leave_out(f"tp {size}: {reason}")
             else:
                 found.append(size)

@@ -1,6 +1,5 @@
 """What a layout costs a job: bytes of each pipeline rank, seconds of a step, and what its ranks send."""
 
-import functools
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -86,6 +85,7 @@ class Estimator:
         self.book, self.job = book, book.job
         self.memory = RankMemory(book)
         self._times: dict[tuple, _StageTimes] = {}
+        self._of_units: dict[tuple, tuple[Times, Times]] = {}
 
     def quick_seconds(self, layout: MegatronConfig, rows: int, microbatches: int) -> float:
         """Returns the seconds of a step by its schedule's usual bubble, with equal stages."""
@@ -152,12 +152,11 @@ class Estimator:
         key = *sizes, *shape, layout.recompute, rows, self._links(layout)["ep"]
         if key not in self._times:
             table = self.memory.table(layout)
-            unit = functools.cache(functools.partial(self._unit_times, layout, rows))
             costs, ranks = [], [Times() for _ in range(layout.pp_size)]
             for stage, rank in enumerate(table.stages.rank_of):
                 forward = backward = Times()
                 for number, count in self._units(table, stage).items():
-                    one, other = unit(number)
+                    one, other = self._unit_times(layout, rows, number)
                     forward, backward = forward + one.repeated(count), backward + other.repeated(count)
                 costs.append(StageCosts(forward.total, backward.total / 2, backward.total / 2))
                 ranks[rank] += forward + backward
@@ -175,11 +174,14 @@ class Estimator:
 
     def _unit_times(self, layout: MegatronConfig, rows: int, unit: int) -> tuple[Times, Times]:
         job, links = self.job, self._links(layout)
-        one, other = (
-            seconds(work, job.device, job.efficiency, job.precision, links)
-            for work in self._unit_work(layout, rows, unit)
-        )
-        return one, other
+        key = layout.tp_size, layout.cp_size, layout.ep_size, layout.recompute, rows, unit, *links.values()
+        if key not in self._of_units:
+            one, other = (
+                seconds(work, job.device, job.efficiency, job.precision, links)
+                for work in self._unit_work(layout, rows, unit)
+            )
+            self._of_units[key] = one, other
+        return self._of_units[key]
 
     def _unit_work(self, layout: MegatronConfig, rows: int, unit: int) -> tuple[Work, Work]:
         figures, share = _unit_of(self.book.costs(layout), unit), rows / layout.cp_size

@@ -24,6 +24,8 @@ _COLOURS = {
     "at work": "#f9cb9c",
 }
 _WIDTH, _ROW = 16.0, 0.4
+# Microbatches that are drawn of a step without stages.
+_SHOWN = 8
 
 
 def draw_plan(found: SearchResult, path: Path) -> None:
@@ -72,8 +74,7 @@ def _draw_step(axes: Any, one: Estimate) -> None:
     per_rank = stages_per_rank(layout)
     count = one.microbatches
     # A multiple of the ranks is right for every schedule.
-    most = 4 * layout.pp_size * per_rank
-    shown = min(count, most) if layout.pp_size > 1 else min(count, 8)
+    shown = min(count, 2 * layout.pp_size if layout.pp_size > 1 else _SHOWN)
     played = simulate(layout.pipeline_schedule, layout.pp_size, per_rank, shown, one.stages, one.send)
     timeline = simulated_timeline(played, layout.pipeline_schedule, shown)
     draw_bars(axes, timeline, _WIDTH)

@@ -17,7 +17,7 @@ from .unit_book import UnitBook
 
 # Estimates that differ by less are not told apart.
 NOISE = 0.05
-_SIMULATED, _SHOWN = 60, 3
+_SIMULATED, _SHOWN = 40, 3
 
 
 @dataclass(frozen=True)
@@ -99,14 +99,18 @@ def _quick(estimator: Estimator, candidates: Candidates, meshes: Iterable[Megatr
             # Computing layers again is slower: where all fits without it, it is not looked at.
             fits: set[tuple] = set()
             for recompute in bounds.recomputes:
+                # More rows take more, and where weights alone do not fit nothing does.
+                full: set[tuple] = set()
                 for candidate in candidates.steps(replace(mesh, zero_stage=stage, recompute=recompute)):
                     layout, sizes = candidate.layout, (candidate.rows, candidate.microbatches)
-                    key = layout.pipeline_schedule, layout.virtual_stages, candidate.rows
-                    if key in fits:
+                    schedule = layout.pipeline_schedule, layout.virtual_stages
+                    if schedule in full or (*schedule, candidate.rows) in fits:
                         continue
                     peak = estimator.memory.peak(layout, *sizes)
                     if peak <= memory:
-                        fits.add(key)
+                        fits.add((*schedule, candidate.rows))
+                    else:
+                        full.add(schedule)
                     yield _Quick(candidate, estimator.quick_seconds(layout, *sizes), peak)
 
 

@@ -95,10 +95,11 @@ class UnitBook:
 
     def kept(self, layout: MegatronConfig) -> tuple[KeptUnit, tuple[KeptUnit, ...], KeptUnit, KeptUnit]:
         """Returns what a rank keeps of what is before the layers, of layers, behind them, and tied to before."""
-        axes = Axes.of(layout, 0)
-        shards = {name: axes.size(f"{name}_shard") for name in _SHARED}
-        key = layout.tp_size, layout.cp_size, layout.ep_size, layout.etp_size, layout.zero_stage, *shards.values()
+        sizes = layout.tp_size, layout.cp_size, layout.pp_size, layout.dp_size, layout.ep_size, layout.etp_size
+        key = *sizes, layout.zero_stage
         if key not in self._kept:
+            axes = Axes.of(layout, 0)
+            shards = {name: axes.size(f"{name}_shard") for name in _SHARED}
             held = self.parameters(layout)
 
             def unit(parameters: Iterable[LocalParameter]) -> KeptUnit:

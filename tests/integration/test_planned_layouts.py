@@ -1,0 +1,227 @@
+"""The planner's closed forms against the dry run, which is equal to real ranks, and what its search answers."""
+
+import json
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import yaml
+from transformers import CONFIG_MAPPING, GPT2Config, LlamaConfig, Qwen3MoeConfig
+from typer.testing import CliRunner
+
+from hf_megatron.axes import Axes
+from hf_megatron.cli import app
+from hf_megatron.config import MegatronConfig
+from hf_megatron.data_parallel.kept_bytes import kept_bytes
+from hf_megatron.errors import ConfigError
+from hf_megatron.integrations.launch_keys import LAUNCH_KEYS
+from hf_megatron.planner.candidates import Bounds
+from hf_megatron.planner.devices import device
+from hf_megatron.planner.estimate import Estimator
+from hf_megatron.planner.job import Job
+from hf_megatron.planner.local_parameters import parameters_of_units
+from hf_megatron.planner.plan_output import launch_as_yaml, layout_as_yaml, plan_as_dict, plan_as_text, write_plan
+from hf_megatron.planner.plan_picture import draw_plan
+from hf_megatron.planner.predicted_ranks import predict_ranks
+from hf_megatron.planner.search import search
+from hf_megatron.planner.short_model import shorten
+from hf_megatron.planner.unit_book import UnitBook
+from hf_megatron.planner.unit_costs import measure_units
+from hf_megatron.planner.unit_time import seconds
+from hf_megatron.verify.dry_run import StepSizes, dry_run
+
+LENGTH, DP = 512, 4
+LLAMA = LlamaConfig(
+    vocab_size=8000,
+    hidden_size=512,
+    intermediate_size=1024,
+    num_hidden_layers=8,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+)
+EXPERTS = Qwen3MoeConfig(
+    vocab_size=8000,
+    hidden_size=512,
+    moe_intermediate_size=256,
+    num_hidden_layers=8,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    num_experts=8,
+    num_experts_per_tok=2,
+    head_dim=64,
+)
+TIED = GPT2Config(n_layer=3, n_embd=256, n_head=8, vocab_size=1000, n_positions=LENGTH)
+# A device of which a handful holds these models.
+TINY = replace(device("h100"), name="tiny", memory_gib=0.25)
+
+
+SIZES = [{"zero_stage": stage} for stage in range(4)] + [{"tp_size": 2}]
+
+
+@pytest.mark.parametrize(
+    ("config", "sizes"),
+    [
+        *((config, sizes) for config in (LLAMA, EXPERTS, TIED) for sizes in SIZES),
+        (EXPERTS, {"tp_size": 2, "ep_size": 4}),
+    ],
+    ids=lambda value: "+".join(map(str, value.items())) if isinstance(value, dict) else value.model_type,
+)
+def test_what_is_kept_is_what_is_allocated(config, sizes):
+    layout = MegatronConfig(dp_size=DP, **sizes)
+    short = shorten(config)
+    held = parameters_of_units(short, layout, 2)
+    parameters = [*held.before, *(one for layer in short.layers for one in held.layers[layer]), *held.after]
+    for one in held.tied:
+        parameters.remove(one)
+    axes = Axes.of(layout, 0)
+    shards = {name: axes.size(f"{name}_shard") for name in ("dp", "dp_cp", "edp")}
+    [figures] = dry_run(config, layout, [0], DP * layout.ranks_per_replica, batch_size=1, sequence_length=128)
+    expected = {name: size for name, size in figures.kept.items() if name != "forward"}
+    assert Counter(kept_bytes(parameters, layout.zero_stage, shards)) + Counter(weights=held.buffers) == expected
+
+
+@pytest.mark.parametrize(
+    ("sizes", "limit"),
+    [
+        ({"tp_size": 2, "sequence_parallel": True}, 0.03),
+        ({"tp_size": 2, "sequence_parallel": True, "recompute": "full"}, 0.08),
+        ({"zero_stage": 1}, 0.03),
+        ({"zero_stage": 3}, 0.16),
+        ({"tp_size": 2, "sequence_parallel": True, "pp_size": 4}, 0.05),
+        ({"pp_size": 2, "pipeline_schedule": "interleaved_1f1b"}, 0.05),
+        ({"pp_size": 2, "pipeline_schedule": "zbv"}, 0.09),
+        ({"cp_size": 2}, 0.03),
+    ],
+    ids=lambda value: "+".join(map(str, value.values())) if isinstance(value, dict) else "",
+)
+@pytest.mark.parametrize("config", [LLAMA, EXPERTS], ids=lambda config: config.model_type)
+def test_memory_is_near_the_dry_runs(config, sizes, limit):
+    """On models this small what is rounded weighs the most."""
+    microbatches = 8 if "pp_size" in sizes else 1
+    layout = MegatronConfig(dp_size=DP, num_microbatches=8 if "pp_size" in sizes else None, **sizes)
+    book = UnitBook(shorten(config), Job(DP * layout.ranks_per_replica, device("h100"), LENGTH, DP * microbatches))
+    book.measure({layout.tp_size}, {1})
+    found = Estimator(book).memory.categories(layout, 1, microbatches)
+    predicted = predict_ranks(config, layout, DP * layout.ranks_per_replica, sequence_length=LENGTH)
+    for rank, expected in zip(found, predicted, strict=True):
+        assert sum(rank.values()) == pytest.approx(expected.peak.size, rel=limit)
+
+
+def test_layers_that_run_again_cost_what_they_are_measured_to():
+    short = shorten(LLAMA)
+    layouts = [MegatronConfig(tp_size=2, sequence_parallel=True, dp_size=2, recompute=how) for how in (None, "full")]
+    plain, measured = measure_units(short, layouts, StepSizes(1, LENGTH))
+    hidden = LENGTH * LLAMA.hidden_size * 2 // 2
+    found, expected = plain.recomputed(hidden).layers[0], measured.layers[0]
+    assert found.left == expected.left == hidden
+    assert found.forward == expected.forward
+    # torch ends a recomputation behind the last tensor that backward asked for: what comes after it is left out.
+    assert 1.0 <= found.backward.flops / expected.backward.flops < 1.1
+    assert found.backward.traffic["tp"] == pytest.approx(expected.backward.traffic["tp"], rel=0.4)
+
+
+def test_a_layer_counts_what_it_computes():
+    """Two operations for each weight and token, and half of the scores twice; twice of that in backward and more."""
+    short = shorten(LLAMA)
+    [costs] = measure_units(short, [MegatronConfig(dp_size=2)], StepSizes(1, LENGTH))
+    layer = costs.layers[0]
+    weights = sum(p.numel() for p in short.model.model.layers[0].parameters() if p.dim() == 2)
+    assert sum(layer.forward.matmuls.values()) == 2 * weights * LENGTH
+    assert sum(layer.backward.matmuls.values()) == 2 * 2 * weights * LENGTH
+    assert layer.forward.attention == 2 * LENGTH**2 * LLAMA.hidden_size
+    assert layer.backward.attention == 2.5 * layer.forward.attention
+    head = costs.after.forward + costs.after.backward
+    assert sum(head.matmuls.values()) == pytest.approx(3 * 2 * LLAMA.vocab_size * LLAMA.hidden_size * LENGTH, rel=0.01)
+    assert "dp_shard" not in layer.forward.traffic
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "length"),
+    [
+        ("llama", {}, 2),
+        ("gemma3_text", {"num_hidden_layers": 14}, 6),
+        ("deepseek_v3", {"num_hidden_layers": 9}, 4),
+        ("jamba", {}, 5),
+    ],
+)
+def test_a_short_model_has_every_kind_of_layer(model_type, changes, length):
+    config = CONFIG_MAPPING[model_type](**changes)
+    short = shorten(config)
+    assert len(short.names) == length and len(short.layers) == config.num_hidden_layers
+    assert {*short.layers} <= {*range(length)}
+
+
+def test_a_search_fits_and_is_written(tmp_path):
+    job = Job(8, TINY, LENGTH, 64)
+    found = search(LLAMA, job)
+    assert 1 <= len(found.best) <= 3 and found.considered > found.fits >= len(found.best)
+    assert all(one.peak <= job.memory for one in found.best)
+    times = [one.seconds for one in found.best]
+    assert times == sorted(times)
+    layouts = {(one.layout.tp_size, one.layout.cp_size, one.layout.pp_size) for one in found.best}
+    assert len(layouts) == len(found.best)
+    for one in found.best:
+        assert one.layout.ranks_per_replica * one.layout.dp_size == 8
+        assert one.rows * one.microbatches * one.layout.dp_size == 64
+        assert one.seconds >= one.compute and min(one.exposed.values(), default=0) >= 0 and one.bubble >= 0
+    text = plan_as_text(found, "llama", tokens=1e9)
+    assert found.best[0].layout.layout() in text and "days" in text
+    values = json.loads(json.dumps(plan_as_dict(found, 1e9)))
+    assert values["best"][0]["layout"] == found.best[0].layout.layout()
+    for one in found.best:
+        path = tmp_path / "layout.yaml"
+        path.write_text(layout_as_yaml(one), encoding="utf-8")
+        assert MegatronConfig.from_yaml(path) == replace(one.layout, dp_size=None)
+        launch = yaml.safe_load(launch_as_yaml(found, one))
+        assert launch["num_processes"] == 8 and launch["distributed_type"] == "MEGATRON_LM"
+        assert {key.removeprefix("megatron_lm_") for key in launch["megatron_lm_config"]} <= {*LAUNCH_KEYS}
+    draw_plan(found, tmp_path / "plan.png")
+    assert (tmp_path / "plan.png").stat().st_size > 10_000
+
+
+def test_fixed_sizes_and_what_does_not_fit():
+    found = search(LLAMA, Job(8, TINY, LENGTH, 64), Bounds(fixed={"tp_size": 4, "cp_size": 1}))
+    assert {one.layout.tp_size for one in found.best} == {4}
+    none = search(LLAMA, Job(2, replace(TINY, memory_gib=0.05), LENGTH, 64))
+    assert not none.best and none.nearest is not None
+    assert "nothing fits" in plan_as_text(none, "llama") and "does not fit" in plan_as_text(none, "llama")
+    with pytest.raises(ConfigError, match="is not written: no layout fits"):
+        write_plan(none, "nowhere.yaml")
+    with pytest.raises(ConfigError, match="No layout of 6 devices is left: dp 6: does not divide 7 rows"):
+        search(LLAMA, Job(6, TINY, LENGTH, 7), Bounds(fixed={"tp_size": 1, "pp_size": 1, "cp_size": 1}))
+
+
+def test_more_work_takes_longer():
+    """The seeded fault would be a direction that is left out: each unit's seconds are of both."""
+    book = UnitBook(shorten(LLAMA), Job(8, device("h100"), LENGTH, 64))
+    book.measure({1, 2}, {1, 2})
+    estimator = Estimator(book)
+    one = estimator.estimate(MegatronConfig(dp_size=8), 1, 8)
+    assert estimator.estimate(MegatronConfig(dp_size=8), 1, 16).seconds > 1.5 * one.seconds
+    assert estimator.estimate(MegatronConfig(dp_size=8, recompute="full"), 1, 8).compute > 1.2 * one.compute
+    split = estimator.estimate(MegatronConfig(dp_size=4, tp_size=2, sequence_parallel=True), 1, 16)
+    assert split.exposed["tp"] > 0 and split.traffic["tp"] > 0
+    shared = estimator.estimate(MegatronConfig(dp_size=4, cp_size=2), 1, 16)
+    assert shared.traffic["cp"] > 0
+    costs = book.costs(MegatronConfig(dp_size=8))
+    forward, backward = costs.layers[0].forward, costs.layers[0].backward
+    arguments = device("h100"), book.job.efficiency, "bf16", {}
+    whole = [seconds(replace(work, traffic={}), *arguments) for work in (forward, backward)]
+    assert whole[1].compute > 1.5 * whole[0].compute
+
+
+def test_the_command_searches_and_still_prints_claims(tmp_path):
+    LLAMA.save_pretrained(tmp_path / "model")
+    runner = CliRunner()
+    claims = runner.invoke(app, ["plan", str(tmp_path / "model"), "--tp", "4"])
+    assert claims.exit_code == 0 and "split dim 0 over tp" in claims.output
+    wrong = runner.invoke(app, ["plan", str(tmp_path / "model"), "--json"])
+    assert wrong.exit_code == 2 and "--json is of a search: state --gpus" in wrong.output
+    unknown = runner.invoke(app, ["plan", str(tmp_path / "model"), "--gpus", "8", "--gpu", "h1000"])
+    assert unknown.exit_code == 2 and "expected one of" in unknown.output
+    arguments = ["--gpus", "4", "--seq", "256", "--global-batch", "16", "--json", "--tp", "1", "--cp", "1"]
+    found = runner.invoke(app, ["plan", str(tmp_path / "model"), *arguments, "--yaml", str(tmp_path / "layout.yaml")])
+    assert found.exit_code == 0, found.output
+    answer = json.loads(found.output[found.output.index("{") :])
+    assert answer["best"][0]["tokens_per_second_and_device"] > 0
+    assert MegatronConfig.from_yaml(tmp_path / "layout.yaml").tp_size == 1
