@@ -64,6 +64,8 @@ class ModelSpec:
             ...]`, and are split along the sequence like its hidden states.
         token_dim (`int`): which dim of hidden states `[batch, sequence, hidden]` or `[sequence, batch, hidden]` has the
             tokens.
+        streams_before (`bool`): layers hand on several streams before the rows, `[streams, batch, sequence, hidden]`;
+            without, those of a token stand behind it, `[batch, sequence, streams, hidden]`.
         whole_arguments (`Mapping[str, str]`): arguments of layers that no part of a sequence can be computed beside ->
             why.
         keeps_states (`str`, *optional*): method of the module around the layers that keeps its first argument, the
@@ -122,6 +124,7 @@ class ModelSpec:
     transparent: tuple[str, ...] = ()
     sequence_arguments: tuple[str, ...] = ()
     token_dim: int = 1
+    streams_before: bool = False
     whole_arguments: Mapping[str, str] = field(default_factory=dict)
     keeps_states: str | None = None
     stacks: tuple[str, ...] = ()

@@ -46,7 +46,7 @@ def shorten(config: PreTrainedConfig) -> ShortModel:
     Raises:
         ConfigError: no causal language model can be made of the config.
     """
-    model = meta_model(config)
+    model = causal_model_on_meta(config)
     names, kinds = _row_of(model)
     if not names:
         raise ConfigError(f"{type(model).__name__} has no list of layers to plan by.")
@@ -59,14 +59,14 @@ def shorten(config: PreTrainedConfig) -> ShortModel:
         short = _with_layers(config, len(kinds), length)
         if short is None:
             break
-        other = meta_model(short)
+        other = causal_model_on_meta(short)
         other_names, other_kinds = _row_of(other)
         if other_kinds == kinds[:length]:
             return ShortModel(short, other, layers, tuple(other_names))
     return ShortModel(config, model, layers, tuple(names))
 
 
-def meta_model(config: PreTrainedConfig) -> Any:
+def causal_model_on_meta(config: PreTrainedConfig) -> Any:
     """Makes a causal language model without weights; raises `ConfigError` where there is none."""
     try:
         with torch.device("meta"), without_output():

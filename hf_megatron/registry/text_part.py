@@ -74,6 +74,7 @@ def spec_of_parts(model: Any, parts: Mapping[str, ModelSpec]) -> ModelSpec:
         changes[name] = tuple(dict.fromkeys(value for spec in specs for value in getattr(spec, name)))
     changes |= {name: next(filter(None, (getattr(spec, name) for spec in specs)), None) for name in _REASONS}
     changes["token_dims"] = {key: value for spec in specs for key, value in spec.token_dims.items()}
+    changes["streams_before"] = any(spec.streams_before for spec in specs)
     return ModelSpec(model.config.model_type, layer_values=max(spec.layer_values for spec in specs), **changes)
 
 

@@ -173,6 +173,7 @@ def install(model: Any, state: ParallelState) -> None:
         sequence_parallel=config.sequence_parallel,
         packs=packs,
         token_dim=state.spec.token_dim,
+        streams_before=state.spec.streams_before,
     )
     forwards = ForwardsUnderWay()
     forwards.install(model)

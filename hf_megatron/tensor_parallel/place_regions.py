@@ -44,11 +44,13 @@ class Regions(Shared):
         sequence_parallel: bool,
         packs: bool,
         token_dim: int = SEQUENCE_DIM,
+        streams_before: bool = False,
     ):
         self.group, self.streams = group, streams
-        self.stacks = (
-            {name: SequenceStack(group, token_dim=token_dim) for name in structure.stacks} if sequence_parallel else {}
-        )
+        stacks = structure.stacks if sequence_parallel else ()
+        self.stacks = {
+            name: SequenceStack(group, token_dim=token_dim, streams_before=streams_before) for name in stacks
+        }
         self.whole = structure.whole if sequence_parallel else {}
         inputs = GatheredInputs(token_dim, group) if packs else None
         self.uniform = {

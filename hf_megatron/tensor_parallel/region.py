@@ -74,13 +74,13 @@ class SequenceStack(Shared):
     may_leave_out: bool = False
     batch: int = 0
     length: int = 0
-    dims: int = 3
     is_inside: bool = False
     token_dim: int = SEQUENCE_DIM
+    streams_before: bool = False
 
     def dim_of_tokens(self, tensor: Tensor) -> int:
         """Returns which dim of a tensor has its tokens: in what layers hand on, streams may stand before the rows."""
-        return self.dims - 3 + self.token_dim if tensor.dim() == self.dims else self.token_dim
+        return self.token_dim + (self.streams_before and tensor.dim() == 4)
 
     def install(self, layers: nn.ModuleList, whole_before: tuple[int, ...] = ()) -> None:
         for first in range(len(layers)) if self.may_leave_out else {0, *whole_before}:
@@ -102,9 +102,11 @@ class SequenceStack(Shared):
 
     def split(self, hidden_states: Tensor) -> Tensor:
         """Returns this rank's part of what the first layer is called with, `[batch, sequence, hidden]`."""
-        self.dims, self.batch = hidden_states.dim(), hidden_states.shape[-2 - self.token_dim]
-        self.is_inside, self.length = True, hidden_states.shape[self.token_dim - 3]
-        return split_over_ranks(hidden_states, self.dim_of_tokens(hidden_states), self.group)
+        dim = self.dim_of_tokens(hidden_states)
+        # Rows stand beside tokens, on the one side or the other.
+        self.batch = hidden_states.shape[dim + 1 - 2 * self.token_dim]
+        self.is_inside, self.length = True, hidden_states.shape[dim]
+        return split_over_ranks(hidden_states, dim, self.group)
 
     def join(self, hidden_states: Tensor) -> Tensor:
         """Returns the whole `[batch, sequence, hidden]` of the last layer's parts."""

@@ -10,6 +10,7 @@ from hf_megatron.errors import RankError
 from hf_megatron.integrations.gate import ConfigUnderTest
 from hf_megatron.pipeline_parallel.crossings import Crossings
 from hf_megatron.pipeline_parallel.executor import Execution
+from hf_megatron.tensor_parallel import region
 from hf_megatron.verify.parity import check_twin
 from hf_megatron.verify.ranks import run_ranks
 from tests.shared_twins import make_twin
@@ -54,6 +55,21 @@ def test_stages_between_pass_on(model_type):
         layout = ConfigUnderTest(pp_size=3, pipeline_partition=partition, num_microbatches=3)
         comparison = check_twin(twin(model_type), layout)
         assert comparison.passed, (partition, comparison.report())
+
+
+@pytest.mark.parametrize("model_type", ["hy_v4", "gemma3n_text"])
+def test_streams_behind_tokens_and_before_rows_are_split_by_tokens(model_type):
+    """`[batch, sequence, streams, hidden]` of hyper-connections, `[streams, batch, sequence, hidden]` of AltUp."""
+    layout = ConfigUnderTest(tp_size=2, sequence_parallel=True)
+    comparison = check_twin(twin(model_type), layout)
+    assert comparison.passed, comparison.report()
+
+    def sabotage():
+        dim_of_tokens = region.SequenceStack.dim_of_tokens
+        region.SequenceStack.dim_of_tokens = lambda self, tensor: dim_of_tokens(self, tensor) % 2 + 1
+
+    with pytest.raises(RankError):
+        check_twin(twin(model_type), layout, sabotage=sabotage)
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,7 @@ def gemma3n_text(model: Any) -> ModelSpec:
         # Of one token at a time.
         transparent=("layers.*.altup", "layers.*.laurel"),
         sequence_arguments=("per_layer_input",),
+        streams_before=True,
         early_arguments=("per_layer_input",),
         layer_containers=("shared_kv_states",),
         no_split_backward="each of its layers asks a router twice.",
