@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 
 from .errors import UnsupportedError
+from .patterns import module_name
 from .rows_of_media import reads_media
 from .spec import ModelSpec
 
@@ -15,6 +16,16 @@ _TOKENS = "input_ids"
 def find_text_model(model: Any) -> nn.Module | None:
     """Returns the text model inside of one of images and text, whose towers have layers of their own."""
     return model.get_decoder() if reads_media(model) and not model.config.is_encoder_decoder else None
+
+
+def names_in_encoder(model: Any) -> tuple[str, ...]:
+    """Names what an encoder has in it, which generation calls by itself; nothing in models without one."""
+    encoder = model.get_encoder() if model.config.is_encoder_decoder else None
+    # Base models of one process's classes return themselves where they have none.
+    if not isinstance(encoder, nn.Module) or encoder is model:
+        return ()
+    name = module_name(model, encoder)
+    return tuple(f"{name}.{child}" for child, _ in encoder.named_children())
 
 
 @dataclass(frozen=True)

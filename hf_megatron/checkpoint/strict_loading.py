@@ -35,7 +35,8 @@ def check_loaded(model: Any, info: dict[str, Any], *, strict: bool) -> None:
 
     What a class puts on top of the base model, such as a head for classification, may be missing as a whole, and a
     pooler with it: the checkpoint is of another class then, and the heads of that one may be surplus, as they may for a
-    base model. The head of a language model may not be missing.
+    base model. The head of a language model may not be missing. A pooler that the class has not, and further heads
+    beside one that it has (BERT's `cls.seq_relationship`), may be surplus.
     """
     problems = []
     mismatched = info.get("mismatched_keys") or ()
@@ -50,6 +51,7 @@ def check_loaded(model: Any, info: dict[str, Any], *, strict: bool) -> None:
         missing, surplus = set(), {name for name in surplus if _is_of_base(model, name)}
     elif model.base_model is model:
         surplus = {name for name in surplus if _is_of_base(model, name)}
+    surplus = {name for name in surplus if not _is_of_further_head(model, name)}
     for kind, keys in (("missing", missing), ("unexpected", surplus)):
         names = sorted(keys)
         if names and strict:
@@ -74,6 +76,16 @@ def _pooler(model: Any) -> set[str]:
     """Names what base models make for some classes only."""
     prefix = f"{model.base_model_prefix}.pooler."
     return {name for name, _ in model.named_parameters() if name.startswith(prefix)}
+
+
+def _is_of_further_head(model: Any, name: str) -> bool:
+    """Tells whether a weight is of a whole module that the class has not: a pooler, or a head beside others."""
+    first, _, rest = name.partition(".")
+    owner = model._modules.get(first)
+    second = rest.partition(".")[0]
+    if not isinstance(owner, torch.nn.Module) or second == rest or second in owner._modules:
+        return False
+    return second == "pooler" if first == model.base_model_prefix else owner is not model.base_model
 
 
 def _is_of_base(model: Any, name: str) -> bool:

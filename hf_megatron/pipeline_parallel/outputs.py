@@ -14,6 +14,9 @@ from ..errors import UnsupportedError
 from ..loss import BatchLoss
 from ..upstream import is_reached
 
+# What state space models, RWKV and XLNet return beside logits.
+_STATES = ("cache_params", "state", "mems")
+
 
 @dataclass
 class PipelineOutput(ModelOutput):
@@ -49,6 +52,11 @@ class PipelineOutput(ModelOutput):
             raise _OutputElsewhere(
                 f"outputs.{name} of a pipelined model: one of its stages has it. Call model.get_encoder() under "
                 "torch.no_grad(), which returns it on every rank, or load the model with pp_size=1."
+            )
+        if name in _STATES:
+            raise _OutputElsewhere(
+                f"outputs.{name} of a pipelined model: each stage has the states of its own layers. Load the model "
+                "with pp_size=1."
             )
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 

@@ -189,7 +189,8 @@ def launch_as_yaml(found: SearchResult, one: Estimate, devices_per_machine: int 
         "megatron_lm_sequence_parallelism": layout.sequence_parallel,
         "megatron_lm_use_distributed_optimizer": layout.zero_stage > 0,
         "megatron_lm_num_micro_batches": layout.num_microbatches or 1,
-        "megatron_lm_gradient_clipping": 1.0,
+        # Whether to clip is the script's to say.
+        "megatron_lm_gradient_clipping": 0.0,
         "megatron_lm_recompute_activations": layout.recompute == "selective",
     }
     if layout.recompute == "full":

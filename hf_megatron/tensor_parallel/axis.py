@@ -12,7 +12,7 @@ from ..absent_weights import computes_here
 from ..communication.random_streams import RandomStreams
 from ..errors import UnsupportedError
 from ..expert_modules import find_experts, mixtures_of_tokens
-from ..layer_list import find_text_model
+from ..layer_list import find_text_model, names_in_encoder
 from ..parallel_state import ParallelState
 from ..patterns import generic, lookup
 from ..placement import Claim
@@ -235,7 +235,7 @@ def _guard_activations(
         if isinstance(modules[name], LocalParameters | ParallelLinear):
             modules[name].name_of_part = name
     # What is called inside of these has the parts that it works on.
-    for name in whole | _around(structure.stacks):
+    for name in whole | _around((*structure.stacks, *names_in_encoder(model))):
         if next(model.get_submodule(name).children(), None) is not None:
             forwards.install(model.get_submodule(name))
     calls = CallsInHooks(activations, {id(module): name for name, module in modules.items()}, forwards)

@@ -126,6 +126,7 @@ OVERRIDES: Mapping[str, Mapping[str, Any]] = {
     "modernvbert": {"vision_config": {"model_type": "siglip_vision_model", "vision_use_head": False}},
     "lfm2_vl": {"vision_config": {"model_type": "siglip2_vision_model", "vision_use_head": False}},
     # No layer types by default.
+    "lfm2": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
     # No indexer by default, which every indexed attention layer builds.
     "qwen4_exp_text": {

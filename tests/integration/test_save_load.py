@@ -17,6 +17,9 @@ from transformers import (
     AutoModelForSequenceClassification,
     BertConfig,
     BertForMaskedLM,
+    BertForPreTraining,
+    BertForQuestionAnswering,
+    BertForTokenClassification,
     LlamaConfig,
     LlamaForCausalLM,
 )
@@ -320,6 +323,27 @@ def test_a_head_in_the_place_of_another_is_that_of_one_process(tmp_path, layout,
     assert results[0][0].keys() == expected.keys()
     assert all(torch.equal(results[0][0][name], weight) for name, weight in expected.items())
     assert all(torch.equal(other, following) for _, other in results), "torch's generator stands where stock's does"
+
+
+def test_a_pretraining_checkpoint_has_a_pooler_and_a_head_that_others_leave_out(tmp_path, monkeypatch):
+    """As google-bert's: for masked language models a second head is surplus, for two others the pooler is."""
+    import hf_megatron.integrations.transformers as integration
+
+    monkeypatch.setattr(integration, "require_verified", lambda *_: None)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    BertForPreTraining(BertConfig(vocab_size=64, **sizes)).save_pretrained(tmp_path / "whole")
+    part = broken(tmp_path / "whole", tmp_path / "part", lambda w: w.update({"cls.predictions.more": torch.zeros(3)}))
+
+    def load():
+        for kind in (BertForMaskedLM, BertForTokenClassification, BertForQuestionAnswering):
+            model = kind.from_pretrained(tmp_path / "whole", megatron_config=TP2)
+            weights, stock = full_state_dict(model), kind.from_pretrained(tmp_path / "whole").state_dict()
+            kept = {name for name in stock if name.startswith(("bert.", "cls."))}
+            assert all(torch.equal(weights[name], stock[name]) for name in kept & weights.keys())
+        with pytest.raises(CheckpointError, match="1 unexpected .cls.predictions.more"):
+            BertForMaskedLM.from_pretrained(part, megatron_config=TP2)
+
+    run_ranks(load, 2)
 
 
 def test_part_of_a_head_and_a_language_model_without_one_stay_errors(stories, tmp_path):

@@ -148,6 +148,25 @@ def test_generation_equals_one_process(model_type, layout):
         assert all(map(torch.equal, found, expected))
 
 
+@pytest.mark.parametrize("model_type", ["bart", "pegasus_x"])
+def test_generation_calls_an_encoder_whose_tokens_are_whole(model_type):
+    """Pegasus-X's encoder has no stack that is split: its layers call their linears by themselves."""
+    prompt = {
+        "input_ids": make_twin(CONFIG_MAPPING[model_type](), task="seq2seq", microbatches=2).batches[0]["input_ids"]
+    }
+    fixed = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "decoder_start_token_id": 1}
+
+    def generate(**layout):
+        model = make_twin(CONFIG_MAPPING[model_type](), task="seq2seq", microbatches=2).load(**layout).eval()
+        return [model.generate(**prompt, pad_token_id=0, **fixed, **way) for way in ({}, {"num_beams": 3})]
+
+    [expected] = run_ranks(generate, 1)
+    for sequence_parallel in (False, True):
+        layout = ConfigUnderTest(tp_size=2, sequence_parallel=sequence_parallel)
+        for found in run_ranks(generate, 2, megatron_config=layout):
+            assert all(map(torch.equal, found, expected))
+
+
 def test_an_encoder_alone_and_its_output_given():
     """What `generate()` does, by hand: with its output given the decoder's layers alone run."""
     batch = twin("bart").batches[0]
