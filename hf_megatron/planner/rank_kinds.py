@@ -9,8 +9,10 @@ from ..config import MegatronConfig
 from ..pipeline_parallel.stage_counts import make_stages
 from ..registry.features import Part, describe_model
 
+# Parts leave sizes out, which layers of one model may differ in.
+_Layer = tuple[Part, tuple[torch.Size, ...]]
 # First and last stage or not, and the layers, of each stage of a rank.
-_Held = tuple[tuple[bool, bool, tuple[Part, ...]], ...]
+_Held = tuple[tuple[bool, bool, tuple[_Layer, ...]], ...]
 
 
 def kinds_of_ranks(config: PreTrainedConfig, layout: MegatronConfig) -> list[list[int]]:
@@ -26,7 +28,10 @@ def kinds_of_ranks(config: PreTrainedConfig, layout: MegatronConfig) -> list[lis
     if len({name.rpartition(".")[0] for name in layers}) > 1:
         # What is cut is not each list by itself: every rank is run.
         return [[rank] for rank in range(layout.pp_size)]
-    row = list(layers.values())
+    row = [
+        (part, tuple(parameter.shape for parameter in model.get_submodule(name).parameters()))
+        for name, part in layers.items()
+    ]
     stages = make_stages(model, [model.get_submodule(name) for name in layers], layout)
     last = len(stages.rank_of) - 1
     kinds: dict[_Held, list[int]] = {}

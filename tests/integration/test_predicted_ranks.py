@@ -5,7 +5,8 @@ import re
 from dataclasses import replace
 
 import pytest
-from transformers import GPT2Config
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaMLP
 from typer.testing import CliRunner
 
 from hf_megatron import ConfigError, MegatronConfig
@@ -15,7 +16,9 @@ from hf_megatron.planner import action_bytes
 from hf_megatron.planner.predicted_ranks import predict_ranks
 from hf_megatron.planner.rank_kinds import kinds_of_ranks
 from hf_megatron.planner.report import as_text
+from hf_megatron.planner.short_model import shorten
 from hf_megatron.verify.dry_run import dry_run
+from hf_megatron.verify.ranks import run_ranks
 from tests.integration.test_fake_world import llama
 
 MICROBATCHES, TOKENS = 8, 128
@@ -34,6 +37,38 @@ def test_a_schedule_that_is_played_has_the_peak_of_one_that_is_run(schedule):
         assert rank.kept == {name: size for name, size in run.kept.items() if name != "forward"}
         assert rank.peak.size == pytest.approx(run.peak, rel=1e-4)
         assert rank.collectives == run.collectives
+
+
+class UnevenConfig(LlamaConfig):
+    model_type = "uneven_llama"
+    widths: tuple[int, ...] = (64, 64, 128, 64)
+
+
+class UnevenLlama(LlamaForCausalLM):
+    """As hub models whose layers have widths of their own (OpenELM, DeciLM)."""
+
+    config_class = UnevenConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        for layer, width in zip(self.model.layers, config.widths, strict=True):
+            layer.mlp = LlamaMLP(LlamaConfig(**config.to_dict() | {"intermediate_size": width}))
+
+
+def test_layers_of_other_sizes_are_another_kind():
+    sizes = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 2, "num_key_value_heads": 1}
+    layout = MegatronConfig(pp_size=4, pipeline_partition=(1, 1, 1, 1))
+
+    def on_rank():
+        # In a fork: other tests go over all types that there are.
+        AutoModelForCausalLM.register(UnevenConfig, UnevenLlama)
+        short = shorten(UnevenConfig(**sizes, vocab_size=64))
+        return kinds_of_ranks(UnevenConfig(**sizes, vocab_size=64), layout), short.layers
+
+    [(kinds, layers)] = run_ranks(on_rank, 1)
+    assert kinds == [[0], [1], [2], [3]]
+    assert layers == (0, 0, 2, 0)
+    assert kinds_of_ranks(LlamaConfig(**sizes, vocab_size=64), layout) == [[0], [1, 2], [3]]
 
 
 def test_ranks_that_hold_the_same_are_run_once_and_differ_in_their_microbatches():
