@@ -1,0 +1,18 @@
+"""What a pipelined model's outputs say of what one stage has."""
+
+import pytest
+
+from hf_megatron.errors import UnsupportedError
+from hf_megatron.pipeline_parallel.outputs import PipelineOutput
+
+
+@pytest.mark.parametrize("name", ["cache_params", "state", "mems", "encoder_last_hidden_state"])
+def test_what_one_stage_has_is_refused_by_name(name):
+    with pytest.raises(UnsupportedError, match=f"outputs.{name} of a pipelined model: .*pp_size=1"):
+        getattr(PipelineOutput(), name)
+    assert not hasattr(PipelineOutput(), name)
+
+
+def test_other_names_are_attribute_errors():
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = PipelineOutput().nothing
