@@ -26,16 +26,18 @@ def plan(
         bool, typer.Option("--fused", help="Times of tuned stacks with fused kernels, not of stock modules.")
     ] = False,
     tp: Annotated[
-        int, typer.Option("--tp", "--tensor-model-parallel-size", help="Fix tensor parallel size.", min=0)
-    ] = 0,
+        int | None, typer.Option("--tp", "--tensor-model-parallel-size", help="Fix tensor parallel size.")
+    ] = None,
     sp: Annotated[bool, typer.Option("--sp", help="With sequence parallelism; searches always have it.")] = False,
-    cp: Annotated[int, typer.Option("--cp", "--context-parallel-size", help="Fix context parallel size.", min=0)] = 0,
+    cp: Annotated[
+        int | None, typer.Option("--cp", "--context-parallel-size", help="Fix context parallel size.")
+    ] = None,
     pp: Annotated[
-        int, typer.Option("--pp", "--pipeline-model-parallel-size", help="Fix pipeline parallel size.", min=0)
-    ] = 0,
+        int | None, typer.Option("--pp", "--pipeline-model-parallel-size", help="Fix pipeline parallel size.")
+    ] = None,
     ep: Annotated[
-        int, typer.Option("--ep", "--expert-model-parallel-size", help="Fix expert parallel size.", min=0)
-    ] = 0,
+        int | None, typer.Option("--ep", "--expert-model-parallel-size", help="Fix expert parallel size.", min=1)
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the answer of a search as JSON.")] = False,
     yaml: Annotated[Path | None, typer.Option(help="Write the best layout here, for `megatron_config=`.")] = None,
     accelerate: Annotated[
@@ -60,7 +62,8 @@ def plan(
             ):
                 if given:
                     raise ConfigError(f"{name} is of a search: state --gpus.")
-            typer.echo(print_plan(model, parse_layouts(layout_of_sizes(tp or 2, sp, cp or 1, pp or 1, ep or 1))[0]))
+            sizes = 2 if tp is None else tp, sp, 1 if cp is None else cp, 1 if pp is None else pp, ep or 1
+            typer.echo(print_plan(model, parse_layouts(layout_of_sizes(*sizes))[0]))
             return
 
         from ..planner.candidates import Bounds
@@ -72,7 +75,9 @@ def plan(
 
         fixed = {"tp_size": tp, "cp_size": cp, "pp_size": pp, "ep_size": ep}
         job = Job(gpus, device(gpu), seq, global_batch, precision, PUBLISHED if fused else STOCK)
-        found = search(resolve_config(model), job, Bounds(fixed={name: size for name, size in fixed.items() if size}))
+        found = search(
+            resolve_config(model), job, Bounds(fixed={name: size for name, size in fixed.items() if size is not None})
+        )
         if as_json:
             typer.echo(json.dumps(plan_as_dict(found, tokens or None), indent=1))
         else:
