@@ -48,7 +48,7 @@ ELSEWHERE = {
     r"trl grpo --config recipe\.yaml": "tests/integration/test_launch.py",
     r"accelerate launch( --cpu --num_processes 2)?": "tests/integration/test_launch.py",
     r"hf-megatron dry-run meta-llama.*": "tests/integration/test_predicted_ranks.py",
-    r"hf-megatron convert llava-hf.*": "tests/integration/test_multimodal_conversion.py",
+    r"hf-megatron convert (llava-hf|llava-core).*": "tests/integration/test_multimodal_conversion.py",
     r"hf-megatron convert-adapter .*": "tests/integration/test_adapter_conversion.py",
     r"hf-megatron (push|pull) .*": "tests/integration/test_hub.py",
     r"python -m pytest .*|ruff check \.": ".ci/run",
