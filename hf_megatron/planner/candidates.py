@@ -70,7 +70,7 @@ class Candidates:
             if size > device.devices_per_link:
                 self._leave_out(f"tp {size} and more: links connect {device.devices_per_link} of {device.name}")
                 break
-            if reason := self.book.why_not(_layout(tp_size=size)):
+            if reason := self.book.why_not(MegatronConfig(tp_size=size)):
                 self._leave_out(f"tp {size}: {reason}")
             else:
                 found.append(size)
@@ -84,7 +84,7 @@ class Candidates:
                 break
             if self.job.sequence_length % (2 * size) and size > 1:
                 self._leave_out(f"cp {size}: rows of {self.job.sequence_length} tokens are no multiple of {2 * size}")
-            elif size > 1 and (reason := self.book.why_not(_layout(cp_size=size))):
+            elif size > 1 and (reason := self.book.why_not(MegatronConfig(cp_size=size))):
                 self._leave_out(f"cp {size}: {reason}")
             else:
                 found.append(size)
@@ -99,7 +99,7 @@ class Candidates:
         for size in self._allowed("ep_size", _powers(min(experts, tp * cp * dp))):
             if experts % size:
                 continue
-            if size > 1 and not _exist(_layout(tp_size=tp, cp_size=cp, dp_size=dp, ep_size=size)):
+            if size > 1 and not _exist(MegatronConfig(tp_size=tp, cp_size=cp, dp_size=dp, ep_size=size)):
                 continue
             found.append(size)
         return found
@@ -129,7 +129,7 @@ class Candidates:
                         self._leave_out(f"dp {dp}: does not divide {self.job.global_batch} rows")
                         continue
                     for ep in self.expert_sizes(tp, cp, dp):
-                        yield _layout(
+                        yield MegatronConfig(
                             tp_size=tp, sequence_parallel=tp > 1, cp_size=cp, pp_size=pp, dp_size=dp, ep_size=ep
                         )
 
@@ -165,10 +165,6 @@ class Candidates:
                 rows,
                 microbatches,
             )
-
-
-def _layout(**fields) -> MegatronConfig:
-    return MegatronConfig(**fields)
 
 
 def _exist(layout: MegatronConfig) -> bool:

@@ -192,7 +192,6 @@ def test_fixed_sizes_and_what_does_not_fit():
 
 
 def test_more_work_takes_longer():
-    """The seeded fault would be a direction that is left out: each unit's seconds are of both."""
     book = UnitBook(shorten(LLAMA), Job(8, device("h100"), LENGTH, 64))
     book.measure({1, 2}, {1, 2})
     estimator = Estimator(book)
