@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from ..pipeline_parallel import transport
 from ..pipeline_parallel.executor import Execution
 from ..pipeline_parallel.schedules import Action, Kind, Plan, Schedule, rank_of_stage
-from ..verify.step_ledger import StepLedger
+from .step_ledger import StepLedger
 
 Collectives = Mapping[tuple[str, str], tuple[int, int]]
 _SENDS = (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)

@@ -8,10 +8,9 @@ from ..config import MegatronConfig
 from ..pipeline_parallel.schedules import schedule
 from ..pipeline_parallel.simulation import StageCosts, simulated_seconds
 from ..pipeline_parallel.stage_counts import stages_per_rank
-from .rank_memory import RankMemory, RankTable
+from .rank_memory import RankMemory
 from .unit_book import UnitBook
-from .unit_costs import UnitCosts
-from .unit_ledger import UnitFigures
+from .unit_costs import Runs
 from .unit_time import Times, communication_seconds, exposed_reduction, seconds
 from .work import Work
 
@@ -21,8 +20,6 @@ _GRADIENT = 4
 # Share of the computing from which on launching kernels is said to be slow.
 _NOTICED = 0.1
 _EXPERTS_CHOSEN = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_top_k")
-# Where units are that are no layers.
-_BEFORE, _AFTER = -1, -2
 
 
 @dataclass(frozen=True)
@@ -85,7 +82,7 @@ class Estimator:
         self.book, self.job = book, book.job
         self.memory = RankMemory(book)
         self._times: dict[tuple, _StageTimes] = {}
-        self._of_units: dict[tuple, tuple[Times, Times]] = {}
+        self._stages: dict[tuple, tuple[StageCosts, Times]] = {}
 
     def quick_seconds(self, layout: MegatronConfig, rows: int, microbatches: int) -> float:
         """Returns the seconds of a step by its schedule's usual bubble, with equal stages."""
@@ -153,42 +150,35 @@ class Estimator:
         if key not in self._times:
             table = self.memory.table(layout)
             costs, ranks = [], [Times() for _ in range(layout.pp_size)]
-            for stage, rank in enumerate(table.stages.rank_of):
-                forward = backward = Times()
-                for number, count in self._units(table, stage).items():
-                    one, other = self._unit_times(layout, rows, number)
-                    forward, backward = forward + one.repeated(count), backward + other.repeated(count)
-                costs.append(StageCosts(forward.total, backward.total / 2, backward.total / 2))
-                ranks[rank] += forward + backward
+            for rank, runs in zip(table.rank_of, self.book.runs(len(table.rank_of)), strict=True):
+                cost, times = self._stage(layout, rows, runs)
+                costs.append(cost)
+                ranks[rank] += times
             self._times[key] = _StageTimes(tuple(costs), tuple(ranks))
         return self._times[key]
 
-    def _units(self, table: RankTable, stage: int) -> Counter[int]:
-        start, stop = table.stages.ranges[stage]
-        found = Counter(self.book.short.layers[start:stop])
-        if stage == 0:
-            found[_BEFORE] += 1
-        if stage == len(table.stages.ranges) - 1:
-            found[_AFTER] += 1
-        return found
-
-    def _unit_times(self, layout: MegatronConfig, rows: int, unit: int) -> tuple[Times, Times]:
-        job, links = self.job, self._links(layout)
-        key = layout.tp_size, layout.cp_size, layout.ep_size, layout.recompute, rows, unit, *links.values()
-        if key not in self._of_units:
-            one, other = (
-                seconds(work, job.device, job.efficiency, job.precision, links)
-                for work in self._unit_work(layout, rows, unit)
-            )
-            self._of_units[key] = one, other
-        return self._of_units[key]
+    def _stage(self, layout: MegatronConfig, rows: int, runs: Runs) -> tuple[StageCosts, Times]:
+        """Returns the seconds of a stage's microbatch, and both directions of it together."""
+        links = self._links(layout)
+        key = layout.tp_size, layout.cp_size, layout.ep_size, layout.recompute, rows, runs, *links.values()
+        if key not in self._stages:
+            forward = backward = Times()
+            for number, count in runs:
+                one, other = (
+                    seconds(work, self.job.device, self.job.efficiency, self.job.precision, links).repeated(count)
+                    for work in self._unit_work(layout, rows, number)
+                )
+                forward, backward = forward + one, backward + other
+            cost = StageCosts(forward.total, backward.total / 2, backward.total / 2)
+            self._stages[key] = cost, forward + backward
+        return self._stages[key]
 
     def _unit_work(self, layout: MegatronConfig, rows: int, unit: int) -> tuple[Work, Work]:
-        figures, share = _unit_of(self.book.costs(layout), unit), rows / layout.cp_size
+        figures, share = self.book.costs(layout).unit(unit), rows / layout.cp_size
         # What data parallel ranks exchange once a step is counted apart.
         works = [_within_replica(work.scaled(share)) for work in (figures.forward, figures.backward)]
         if layout.cp_size > 1:
-            ring, others = _unit_of(self.book.ring(layout), unit), layout.cp_size - 1
+            ring, others = self.book.ring(layout).unit(unit), layout.cp_size - 1
             for place, work in enumerate((ring.forward, ring.backward)):
                 calls, size = work.traffic.get("cp", (0, 0.0))
                 # Two ranks exchange half of what each has; more of them, all but their own part.
@@ -225,16 +215,13 @@ class Estimator:
     def _traffic(self, layout: MegatronConfig, rows: int, microbatches: int, rank: int) -> dict[str, float]:
         found: dict[str, float] = {}
         table = self.memory.table(layout)
-        for stage in table.stages.of_rank(rank):
-            for unit, count in self._units(table, stage).items():
+        stages = self.book.runs(len(table.rank_of))
+        for runs in (runs for runs, owner in zip(stages, table.rank_of, strict=True) if owner == rank):
+            for unit, count in runs:
                 for work in self._unit_work(layout, rows, unit):
                     for axis, (_, size) in work.traffic.items():
                         found[axis] = found.get(axis, 0.0) + size * count * microbatches
         return found
-
-
-def _unit_of(costs: UnitCosts, unit: int) -> UnitFigures:
-    return costs.before if unit == _BEFORE else costs.after if unit == _AFTER else costs.layers[unit]
 
 
 def _within_replica(work: Work) -> Work:

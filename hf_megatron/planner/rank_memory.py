@@ -1,16 +1,17 @@
 """Bytes of every pipeline rank of a layout, from what its units keep and the schedule's own order."""
 
 import functools
+import operator
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..config import MegatronConfig
-from ..pipeline_parallel.partition import Stages
 from ..pipeline_parallel.schedules import computations, rank_of_stage, schedule
 from ..pipeline_parallel.simulation import most_held
 from ..pipeline_parallel.stage_counts import stages_per_rank
 from .unit_book import KeptUnit, UnitBook
+from .unit_costs import Runs
 from .unit_ledger import UnitFigures
 
 ACTIVATIONS, AT_WORK, GATHERED = "activations", "at work", "gathered weights"
@@ -26,7 +27,7 @@ class RankTable:
     """What does not change with the rows and the number of microbatches.
 
     Attributes:
-        stages: of the layout.
+        rank_of: rank of each stage.
         static: of each pipeline rank, category -> bytes without activations.
         sums: of each rank, all of these.
         kept: bytes of each stage that one row leaves until its backward.
@@ -34,7 +35,7 @@ class RankTable:
         entries, owned: of each rank, numbers of its weights, and those that its optimizer steps.
     """
 
-    stages: Stages
+    rank_of: tuple[int, ...]
     static: tuple[Counter[str], ...]
     sums: tuple[int, ...]
     kept: tuple[int, ...]
@@ -53,6 +54,8 @@ class RankMemory:
     def __init__(self, book: UnitBook):
         self.book = book
         self._tables: dict[tuple, RankTable] = {}
+        self._stages: dict[tuple, tuple[int, int]] = {}
+        self._kept: dict[tuple, KeptUnit] = {}
 
     def table(self, layout: MegatronConfig) -> RankTable:
         """Returns what is the same for any number of rows and microbatches."""
@@ -86,68 +89,69 @@ class RankMemory:
         return tuple(found)
 
     def _make(self, layout: MegatronConfig, per_rank: int) -> RankTable:
-        counts = self.book.partition(layout.pp_size * per_rank)
-        stages = Stages.of(counts, rank_of_stage(layout.pipeline_schedule, layout.pp_size, per_rank))
-        units = [self._units(layout, start, stop, stages) for start, stop in stages.ranges]
-        kept = tuple(sum(unit.left for unit in found) for found in units)
-        peaks = [_peak(found) - own for found, own in zip(units, kept, strict=True)]
-        ranks = [self._kept_units(layout, stages, rank) for rank in range(layout.pp_size)]
-        static = tuple(self._static(layout, found) for found in ranks)
-        if len(stages.ranges) == 1:
-            static[0].subtract(self.book.kept(layout)[3].kept)
+        rank_of = rank_of_stage(layout.pipeline_schedule, layout.pp_size, per_rank)
+        stages = self.book.runs(len(rank_of))
+        measured = [self._stage(layout, runs) for runs in stages]
+        ranks: list[list[KeptUnit]] = [[] for _ in range(layout.pp_size)]
+        peaks = [0] * layout.pp_size
+        for rank, runs, (_, peak) in zip(rank_of, stages, measured, strict=True):
+            ranks[rank].append(self._kept_stage(layout, runs))
+            peaks[rank] = max(peaks[rank], peak)
+        kept = [functools.reduce(operator.add, found) for found in ranks]
+        static = tuple(self._static(layout, found) for found in kept)
+        if len(stages) == 1:
+            static[0].subtract(self.book.kept(layout)[1].kept)
         return RankTable(
-            stages,
+            tuple(rank_of),
             static,
             tuple(sum(found.values()) for found in static),
-            kept,
-            tuple(max(0, *(peaks[stage] for stage in stages.of_rank(rank))) for rank in range(layout.pp_size)),
-            tuple(sum(unit.entries for unit in found) for found in ranks),
-            tuple(sum(unit.owned for unit in found) for found in ranks),
+            tuple(left for left, _ in measured),
+            tuple(peaks),
+            tuple(unit.entries for unit in kept),
+            tuple(unit.owned for unit in kept),
         )
 
-    def _units(self, layout: MegatronConfig, start: int, stop: int, stages: Stages) -> list[UnitFigures]:
-        costs = self.book.costs(layout)
-        units = [costs.layers[layer] for layer in self.book.short.layers[start:stop]]
-        if start == 0:
-            units.insert(0, costs.before)
-        if stop == stages.ranges[-1][1]:
-            units.append(costs.after)
-        return units
+    def _stage(self, layout: MegatronConfig, runs: Runs) -> tuple[int, int]:
+        """Returns what a microbatch's forward leaves of a stage, and the most above that while it is at work."""
+        key = layout.tp_size, layout.recompute, runs
+        if key not in self._stages:
+            costs = self.book.costs(layout)
+            units = [(costs.unit(number), count) for number, count in runs]
+            left = sum(unit.left * count for unit, count in units)
+            self._stages[key] = left, _peak(units) - left
+        return self._stages[key]
 
-    def _kept_units(self, layout: MegatronConfig, stages: Stages, rank: int) -> list[KeptUnit]:
-        before, layers, after, _ = self.book.kept(layout)
-        units = []
-        for stage in stages.of_rank(rank):
-            start, stop = stages.ranges[stage]
-            units += [before] if stage == 0 else []
-            units += [layers[layer] for layer in self.book.short.layers[start:stop]]
-            units += [after] if stage == len(stages.ranges) - 1 else []
-        return units
+    def _kept_stage(self, layout: MegatronConfig, runs: Runs) -> KeptUnit:
+        sizes = layout.tp_size, layout.cp_size, layout.pp_size, layout.dp_size, layout.ep_size, layout.etp_size
+        key = *sizes, layout.zero_stage, runs
+        if key not in self._kept:
+            units, _ = self.book.kept(layout)
+            parts = [units[number].repeated(count) for number, count in runs]
+            self._kept[key] = functools.reduce(operator.add, parts)
+        return self._kept[key]
 
-    def _static(self, layout: MegatronConfig, units: Sequence[KeptUnit]) -> Counter[str]:
-        found: Counter[str] = Counter()
-        for unit in units:
-            found.update(unit.kept)
+    def _static(self, layout: MegatronConfig, kept: KeptUnit) -> Counter[str]:
+        found = Counter(kept.kept)
         if layout.zero_stage >= 2:
-            found["gradients"] += sum(unit.gradients for unit in units)
+            found["gradients"] += kept.gradients
         if layout.zero_stage == 2:
             # A bucket that fills, and one that travels.
-            entries, ranks = sum(unit.entries for unit in units), (layout.dp_size or 1) * layout.cp_size
-            found["gradients"] += _GRADIENT * min(entries, _IN_FLIGHT * max(_BUCKET, ranks * 1_000_000))
+            ranks = (layout.dp_size or 1) * layout.cp_size
+            found["gradients"] += _GRADIENT * min(kept.entries, _IN_FLIGHT * max(_BUCKET, ranks * 1_000_000))
         if layout.zero_stage == 3:
-            found[GATHERED] += sum(sorted(unit.weights for unit in units)[-_IN_FLIGHT:])
+            found[GATHERED] += sum(kept.largest)
         return found
 
 
-def _peak(units: Sequence[UnitFigures]) -> int:
+def _peak(units: Sequence[tuple[UnitFigures, int]]) -> int:
     """Returns the most bytes of a microbatch's forward and backward through units, above what was there before."""
     total = most = 0
-    for unit in units:
-        most = max(most, total + unit.forward_peak)
-        total += unit.left
-    for unit in reversed(units):
-        most = max(most, total + unit.backward_peak)
-        total += unit.backward_left
+    for unit, count in units:
+        most = max(most, total + max(0, (count - 1) * unit.left) + unit.forward_peak)
+        total += count * unit.left
+    for unit, count in reversed(units):
+        most = max(most, total + max(0, (count - 1) * unit.backward_left) + unit.backward_peak)
+        total += count * unit.backward_left
     return most
 
 

@@ -5,8 +5,8 @@ from typing import Any
 
 from ..config import MegatronConfig
 from ..pipeline_parallel.schedules import Action, Kind
-from ..verify.step_figures import HostRead
 from .predicted_ranks import PredictedRank
+from .step_figures import HostRead
 
 _GIB = 2**30
 _WORDS = {

@@ -1,5 +1,6 @@
 """What units of a model cost on each layout of a search: measured once for each way to split them."""
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -9,13 +10,15 @@ from ..config import MegatronConfig
 from ..data_parallel.kept_bytes import LocalParameter, gradient_bytes, kept_bytes
 from ..errors import MegatronError
 from ..pipeline_parallel.partition import estimate_cost, partition
-from ..verify.dry_run import StepSizes
+from .dry_run import StepSizes
 from .job import Job
 from .local_parameters import UnitParameters, parameters_of_units
 from .short_model import ShortModel
-from .unit_costs import UnitCosts, measure_units
+from .unit_costs import AFTER_LAYERS, BEFORE_LAYERS, Runs, UnitCosts, measure_units
 
 _SHARED = ("dp", "dp_cp", "edp")
+# Of how many units whole weights are there at a time under stage 3: one that computes, and the next.
+_GATHERED_UNITS = 2
 
 
 @dataclass(frozen=True)
@@ -27,14 +30,33 @@ class KeptUnit:
         gradients (`int`): bytes of those of what it owns.
         entries (`int`): numbers of its part of the weights.
         owned (`float`): of these, what its optimizer steps.
-        weights (`int`): bytes of its part of the weights.
+        largest: bytes of the weights of the units that have most, as many as are gathered at a time.
     """
 
     kept: Counter[str]
     gradients: int
     entries: int
     owned: float
-    weights: int
+    largest: tuple[int, ...]
+
+    def repeated(self, times: int) -> "KeptUnit":
+        """Returns what a rank has of so many such units."""
+        return KeptUnit(
+            Counter({category: size * times for category, size in self.kept.items()}),
+            self.gradients * times,
+            self.entries * times,
+            self.owned * times,
+            (self.largest * _GATHERED_UNITS)[:_GATHERED_UNITS] if times > 1 else self.largest,
+        )
+
+    def __add__(self, other: "KeptUnit") -> "KeptUnit":
+        return KeptUnit(
+            self.kept + other.kept,
+            self.gradients + other.gradients,
+            self.entries + other.entries,
+            self.owned + other.owned,
+            tuple(sorted((*self.largest, *other.largest), reverse=True)[:_GATHERED_UNITS]),
+        )
 
 
 class UnitBook:
@@ -49,8 +71,9 @@ class UnitBook:
         self.short, self.job = short, job
         self._costs: dict[tuple[int, int, bool], UnitCosts] = {}
         self._parameters: dict[tuple[int, int, int, int], UnitParameters] = {}
-        self._kept: dict[tuple, tuple[KeptUnit, tuple[KeptUnit, ...], KeptUnit, KeptUnit]] = {}
+        self._kept: dict[tuple, tuple[dict[int, KeptUnit], KeptUnit]] = {}
         self._partitions: dict[int, tuple[int, ...]] = {}
+        self._runs: dict[int, tuple[Runs, ...]] = {}
 
     def measure(self, tp_sizes: Iterable[int], cp_sizes: Iterable[int]) -> None:
         """Runs the units of all these; raises `RankError` where one does not run."""
@@ -93,8 +116,8 @@ class UnitBook:
             return str(error)
         return ""
 
-    def kept(self, layout: MegatronConfig) -> tuple[KeptUnit, tuple[KeptUnit, ...], KeptUnit, KeptUnit]:
-        """Returns what a rank keeps of what is before the layers, of layers, behind them, and tied to before."""
+    def kept(self, layout: MegatronConfig) -> tuple[dict[int, KeptUnit], KeptUnit]:
+        """Returns what a rank keeps of each unit, and of what both ends have of one tied weight."""
         sizes = layout.tp_size, layout.cp_size, layout.pp_size, layout.dp_size, layout.ep_size, layout.etp_size
         key = *sizes, layout.zero_stage
         if key not in self._kept:
@@ -109,10 +132,12 @@ class UnitBook:
                     gradient_bytes(found, shards),
                     sum(one.entries for one in found),
                     sum(one.entries / shards[one.average] for one in found),
-                    sum(one.entries * one.itemsize for one in found),
+                    (sum(one.entries * one.itemsize for one in found),),
                 )
 
-            self._kept[key] = unit(held.before), tuple(map(unit, held.layers)), unit(held.after), unit(held.tied)
+            units = {BEFORE_LAYERS: unit(held.before), AFTER_LAYERS: unit(held.after)}
+            units |= {number: unit(layer) for number, layer in enumerate(held.layers)}
+            self._kept[key] = units, unit(held.tied)
         return self._kept[key]
 
     def partition(self, stages: int) -> tuple[int, ...]:
@@ -126,3 +151,17 @@ class UnitBook:
             after = 0.0 if head is None else estimate_cost(head, text)
             self._partitions[stages] = partition([costs[layer] for layer in self.short.layers], stages, after=after)
         return self._partitions[stages]
+
+    def runs(self, stages: int) -> tuple[Runs, ...]:
+        """Returns the units of each stage; raises `ConfigError` for too many stages."""
+        if stages not in self._runs:
+            found, start = [], 0
+            for stage, count in enumerate(self.partition(stages)):
+                row = self.short.layers[start : start + count]
+                start += count
+                layers = [(layer, len([*same])) for layer, same in itertools.groupby(row)]
+                before = [(BEFORE_LAYERS, 1)] if stage == 0 else []
+                after = [(AFTER_LAYERS, 1)] if stage == stages - 1 else []
+                found.append((*before, *layers, *after))
+            self._runs[stages] = tuple(found)
+        return self._runs[stages]

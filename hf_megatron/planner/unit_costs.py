@@ -7,10 +7,16 @@ from typing import Any
 
 from ..axes import Axes
 from ..config import MegatronConfig
-from ..verify.dry_run import StepSizes, step_figures
-from ..verify.fake_world import FakeWorld, run_fake_places
+from .dry_run import StepSizes, step_figures
+from .fake_world import FakeWorld, run_fake_places
 from .short_model import ShortModel
 from .unit_ledger import AFTER, BEFORE, UnitFigures, UnitLedger
+
+# Numbers of units that are no layers.
+BEFORE_LAYERS, AFTER_LAYERS = -1, -2
+
+# The units of a stage in their order, and how often each follows itself: numbers of a short model's layers, or these.
+Runs = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -25,6 +31,10 @@ class UnitCosts:
     before: UnitFigures
     layers: tuple[UnitFigures, ...]
     after: UnitFigures
+
+    def unit(self, number: int) -> UnitFigures:
+        """Returns a layer's figures, or those of what is around the layers."""
+        return self.before if number == BEFORE_LAYERS else self.after if number == AFTER_LAYERS else self.layers[number]
 
     def recomputed(self, hidden: int) -> "UnitCosts":
         """Returns the costs with layers that keep their input, of so many bytes, and run again in backward."""

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_iter
 
 from ..parts import works_on_parts
 from ..upstream import group_of_operation, in_backward, is_fake, storage_key
-from ..verify.step_ledger import StepLedger
+from .step_ledger import StepLedger
 from .work import Work
 
 # Units that are no layers.

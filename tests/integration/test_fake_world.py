@@ -19,8 +19,8 @@ from hf_megatron.communication.watch import running_watch
 from hf_megatron.data_parallel import buckets, optimizer, weight_gathering
 from hf_megatron.data_parallel.bucket_making import default_capacity
 from hf_megatron.pipeline_parallel import training
-from hf_megatron.verify.dry_run import _require_positions, dry_run, measured_run
-from hf_megatron.verify.fake_world import run_fake_ranks
+from hf_megatron.planner.dry_run import _require_positions, dry_run, measured_run
+from hf_megatron.planner.fake_world import run_fake_ranks
 
 
 def llama(layers=4, **changes):

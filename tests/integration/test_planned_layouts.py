@@ -17,6 +17,7 @@ from hf_megatron.errors import ConfigError
 from hf_megatron.integrations.launch_keys import LAUNCH_KEYS
 from hf_megatron.planner.candidates import Bounds
 from hf_megatron.planner.devices import device
+from hf_megatron.planner.dry_run import StepSizes, dry_run
 from hf_megatron.planner.estimate import Estimator
 from hf_megatron.planner.job import Job
 from hf_megatron.planner.local_parameters import parameters_of_units
@@ -28,7 +29,6 @@ from hf_megatron.planner.short_model import shorten
 from hf_megatron.planner.unit_book import UnitBook
 from hf_megatron.planner.unit_costs import measure_units
 from hf_megatron.planner.unit_time import seconds
-from hf_megatron.verify.dry_run import StepSizes, dry_run
 
 LENGTH, DP = 512, 4
 LLAMA = LlamaConfig(

@@ -13,11 +13,11 @@ from hf_megatron import ConfigError, MegatronConfig
 from hf_megatron.cli import app
 from hf_megatron.pipeline_parallel.schedules import SCHEDULES
 from hf_megatron.planner import action_bytes
+from hf_megatron.planner.dry_run import dry_run
 from hf_megatron.planner.predicted_ranks import predict_ranks
 from hf_megatron.planner.rank_kinds import kinds_of_ranks
 from hf_megatron.planner.report import as_text
 from hf_megatron.planner.short_model import shorten
-from hf_megatron.verify.dry_run import dry_run
 from hf_megatron.verify.ranks import run_ranks
 from tests.integration.test_fake_world import llama
 

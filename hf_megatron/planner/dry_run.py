@@ -18,8 +18,8 @@ from ..errors import ConfigError
 from ..integrations.gate import ConfigUnderTest
 from ..parallel_state import parallel_state
 from ..upstream import allocated_bytes, local_tensor, storage_key
+from ..verify.ranks import run_ranks
 from .fake_world import FakeWorld, kept_tensors, run_fake_ranks
-from .ranks import run_ranks
 from .step_figures import StepFigures
 from .step_ledger import StepLedger
 

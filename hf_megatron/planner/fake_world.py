@@ -41,7 +41,7 @@ from ..errors import PlanError, UnsupportedError
 from ..parallel_state import parallel_state
 from ..pipeline_parallel.transport import Shapes
 from ..upstream import fake_mode, join_fake_job, take_fakes_for_real
-from .ranks import run_forks, set_rank_environment
+from ..verify.ranks import run_forks, set_rank_environment
 from .step_ledger import StepLedger
 
 
