@@ -159,14 +159,24 @@ class AllToAll(Shared):
         goes = goes.scatter_(1, rank_of, True)[:, : self.ranks].T
         choices = torch.zeros(self.ranks + 1, dtype=torch.int64, device=chosen.device)
         choices.scatter_add_(0, rank_of.flatten(), choices.new_ones(()).expand(rank_of.numel()))
-        sizes = torch.stack([goes.sum(1), choices[: self.ranks]], 1)
-        arriving = torch.empty_like(sizes)
-        dist.all_to_all_single(arriving, sizes, group=self.group)
-        # The one wait for a device in a layer.
-        table = torch.cat([sizes, arriving], 1).tolist()
+        table = self.exchange_sizes(torch.stack([goes.sum(1), choices[: self.ranks]], 1), chosen)
         sent, received = tuple(row[0] for row in table), tuple(row[2] for row in table)
         ranks, tokens = torch.nonzero_static(goes, size=sum(sent)).unbind(1)
         return Route(tokens, ranks, len(chosen), sent, received, sum(row[3] for row in table))
+
+    def exchange_sizes(self, sizes: Tensor, chosen: Tensor) -> list[list[int]]:
+        """Returns what goes to each rank and comes from it, of choices `[tokens, choices]`.
+
+        Args:
+            sizes: `[ranks, 2]`, rows and choices that go to each.
+
+        Returns:
+            `list`: for each rank, rows and choices that go there, rows and choices that come from there.
+        """
+        arriving = torch.empty_like(sizes)
+        dist.all_to_all_single(arriving, sizes, group=self.group)
+        # The one wait for a device in a layer.
+        return torch.cat([sizes, arriving], 1).tolist()
 
     def combine(self, rows: Tensor, route: Route) -> Tensor:
         back = exchange_rows(rows, route.received, route.sent, self.group)

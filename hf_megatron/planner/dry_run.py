@@ -19,6 +19,7 @@ from ..integrations.gate import ConfigUnderTest
 from ..parallel_state import parallel_state
 from ..upstream import allocated_bytes, local_tensor, storage_key
 from ..verify.ranks import run_ranks
+from .balanced_experts import balanced_experts
 from .fake_world import FakeWorld, kept_tensors, run_fake_ranks
 from .step_figures import StepFigures
 from .step_ledger import StepLedger
@@ -48,6 +49,8 @@ def dry_run(
     timeout: float = 600.0,
 ) -> list[StepFigures]:
     """Predicts a training step with AdamW on some ranks of a job, without memory or other ranks.
+
+    Experts that are split over ranks get as many tokens each.
 
     Args:
         config: of a causal language model; nothing is read but its config.
@@ -104,7 +107,7 @@ def step_figures(
         watching (`Callable`, *optional*): makes a context around the last step of the ledger that counts it.
     """
     model, optimizer = _model_and_optimizer(config, layout, sizes.dtype)
-    with world.running(model, ledger_of(model)) as ledger:
+    with balanced_experts(), world.running(model, ledger_of(model)) as ledger:
         ids = torch.zeros(sizes.batch_size, sizes.sequence_length, dtype=torch.int64)
         given = {name: make(ids) for name, make in _INPUTS.items() if name in sizes.inputs}
         for step in range(_STEPS):
@@ -175,11 +178,12 @@ def measured_run(
     device: str = "cpu",
     timeout: float = 600.0,
 ) -> list[StepFigures]:
-    """Measures the step that `dry_run` predicts on real ranks: what it keeps, and its peak by torch's allocator.
+    """Measures the step that `dry_run` predicts on real ranks: what it keeps, its peak by torch's allocator, and calls.
 
     The allocator is asked, a CPU's through torch's profiler: both see what kernels allocate inside of themselves.
     """
 
+    @balanced_experts()
     def on_rank() -> StepFigures:
         model, optimizer = _model_and_optimizer(config, layout, dtype)
         ids = torch.zeros(batch_size, sequence_length, dtype=torch.int64, device=device)
@@ -189,7 +193,13 @@ def measured_run(
         # gloo's threads let go of tensors a little late, in some steps more of them at once than in others.
         peak_of = _peak if device == "cpu" else _peak_of_gpu
         peak = min(peak_of(lambda: _step(model, optimizer, ids)) for _ in range(_MEASURED_STEPS))
-        return StepFigures(kept=kept, peak=sum(kept.values()) + peak, parameters=_parameters(model))
+        with StepLedger(model) as ledger:
+            ledger.begin_step({})
+            _step(model, optimizer, ids)
+        calls = ledger.figures.collectives
+        return StepFigures(
+            kept=kept, peak=sum(kept.values()) + peak, collectives=calls, parameters=_parameters(model)
+        )
 
     return run_ranks(on_rank, world_size, timeout=timeout, device=device)
 

@@ -22,9 +22,8 @@ from .measure import loss_of_batch, on_device
 from .parity import Twin
 from .ranks import first_reason, run_ranks
 
-_STEPS = 2
-# Of some sites each draws one number a layer.
-_RATE = 0.3
+# Of some sites each draws one number a layer: ranks that draw apart agree half of the time.
+_RATE = 0.5
 
 
 def rates(config: PreTrainedConfig) -> frozenset[str]:
@@ -57,25 +56,38 @@ def check_draws(
         the sites that drew random numbers while all replicated weights stayed bit-equal over the ranks, and what went
         wrong where not all of them did.
     """
-    alone = [[name] for name in sorted(rates(twin.model_on_meta().config))]
-    if not alone:
+    together = sorted(rates(twin.model_on_meta().config))
+    if not together:
         return frozenset(), ""
-    together = [name for [name] in alone]
+    alone = [[name] for name in together if _sites_of(twin, name)]
+    if len(alone) < 2:
+        # Then it is alone with those that nothing reads.
+        alone = []
     last: _Outcome | None
     try:
-        found = _train(twin, layout, alone if len(alone) == 1 else [*alone, together], timeout, device)
-        outcomes, last = found[: len(alone)], found[-1]
+        *outcomes, last = _train(twin, layout, [*alone, together], timeout, device)
     except RankError:
         # One of them failed, and ended what others would have shown.
         outcomes = [_train_alone(twin, layout, trial, timeout, device) for trial in alone]
         last = None
-    alike = [name for [name], outcome in zip(alone, outcomes, strict=True) if not outcome.problem]
-    if last is None or alike != together:
+    apart = {name for [name], outcome in zip(alone, outcomes, strict=True) if outcome.problem}
+    alike = [name for name in together if name not in apart]
+    if last is None or apart:
         last = _train_alone(twin, layout, alike, timeout, device)
     trials = zip([*alone, alike], [*outcomes, last], strict=True)
     said = {"+".join(names): outcome.problem for names, outcome in trials if outcome.problem}
     problem = "; ".join(f"{names}: {problem}" for names, problem in said.items())
     return (frozenset() if last.problem else last.sites), problem
+
+
+def _sites_of(twin: Twin, name: str) -> frozenset[str]:
+    """Finds what one rate alone has the twin draw."""
+    model = twin.model_on_meta()
+    config = model.config
+    set_rates(config, 0.0, rates(config))
+    set_rates(config, _RATE, frozenset([name]))
+    with torch.device("meta"):
+        return random_sites(type(model)(config))
 
 
 @dataclass(frozen=True)
@@ -110,16 +122,14 @@ def _train(twin: Twin, layout: MegatronConfig, trials: list[list[str]], timeout:
 
 
 def _trained(model: Any, batches: list[dict[str, Any]]) -> tuple[frozenset[str], dict[str, torch.Tensor]]:
-    """Returns where a model drew random numbers, and its replicated weights after some steps."""
+    """Returns where a model drew random numbers, and its replicated weights after a step."""
     for seed in (torch.manual_seed, random.seed, numpy.random.seed):
         seed(dist.get_rank())
     model.train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for _ in range(_STEPS):
-        for batch in on_device(batches, model):
-            loss_of_batch(model, batch)[0].backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    for batch in on_device(batches, model):
+        loss_of_batch(model, batch)[0].backward()
+    optimizer.step()
     return random_sites(model), _replicated(model)
 
 

@@ -277,7 +277,7 @@ TINY: Mapping[str, Mapping[str, Any]] = {
         name: {"max_source_positions": 16}
         for name in (
             *("qwen2_audio_encoder", "moss_transcribe_diarize_audio", "audioflamingo3_encoder"),
-            *("seamless_m4t", "seamless_m4t_v2", "speech_to_text"),
+            *("seamless_m4t", "seamless_m4t_v2", "speech_to_text", "whisper"),
         )
     },
     # Its times end at the base of its angles.
