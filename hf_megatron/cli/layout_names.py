@@ -1,4 +1,15 @@
-"""The name of a layout of which single sizes were stated."""
+"""Layouts of which single sizes, and recomputation by a word, were stated."""
+
+from ..config import CHOICES
+from ..errors import ConfigError
+
+
+def recompute_mode(word: str) -> str | None:
+    """Reads `MegatronConfig.recompute`, `none` for nothing; raises `ConfigError` for another word."""
+    modes = {"none" if mode is None else str(mode): mode for mode in CHOICES["recompute"]}
+    if word not in modes:
+        raise ConfigError(f"--recompute {word}: valid are {', '.join(modes)}.")
+    return modes[word]
 
 
 def layout_of_sizes(tp: int, sp: bool, cp: int, pp: int, ep: int) -> str:

@@ -1,13 +1,14 @@
 """`hf-megatron plan`, `dry-run` and `measure`."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from .failure import failing
-from .layout_names import layout_of_sizes
+from .layout_names import layout_of_sizes, recompute_mode
 
 
 def plan(
@@ -25,6 +26,19 @@ def plan(
     fused: Annotated[
         bool, typer.Option("--fused", help="Times of tuned stacks with fused kernels, not of stock modules.")
     ] = False,
+    lora: Annotated[int, typer.Option(help="Rank of LoRA on all linears, the model frozen; 0: train it.", min=0)] = 0,
+    frozen: Annotated[
+        list[str] | None, typer.Option(help="Regular expression in the names of what is not trained; may be repeated.")
+    ] = None,
+    quantized: Annotated[str | None, typer.Option(help="Bits of a frozen base's linears: nf4 or int8.")] = None,
+    document: Annotated[
+        float, typer.Option(help="Tokens of a document on average, in packed rows; 0: a row is one.", min=0)
+    ] = 0,
+    offload: Annotated[bool, typer.Option("--offload", help="Optimizer state in the hosts' memory.")] = False,
+    recompute: Annotated[
+        list[str] | None,
+        typer.Option(help="What may be tried of none, selective and full; all by default; may be repeated."),
+    ] = None,
     tp: Annotated[
         int | None, typer.Option("--tp", "--tensor-model-parallel-size", help="Fix tensor parallel size.")
     ] = None,
@@ -71,13 +85,19 @@ def plan(
         from ..planner.job import Job
         from ..planner.plan_output import plan_as_dict, plan_as_text, write_plan
         from ..planner.search import search
+        from ..planner.training import Training
         from ..planner.unit_time import PUBLISHED, STOCK
 
-        fixed = {"tp_size": tp, "cp_size": cp, "pp_size": pp, "ep_size": ep}
-        job = Job(gpus, device(gpu), seq, global_batch, precision, PUBLISHED if fused else STOCK)
-        found = search(
-            resolve_config(model), job, Bounds(fixed={name: size for name, size in fixed.items() if size is not None})
+        sizes_of = {"tp_size": tp, "cp_size": cp, "pp_size": pp, "ep_size": ep}
+        bounds = Bounds(
+            offload_optimizer=offload, fixed={name: size for name, size in sizes_of.items() if size is not None}
         )
+        if recompute:
+            bounds = replace(bounds, recomputes=tuple(map(recompute_mode, recompute)))
+        training = Training(lora, tuple(frozen or ()), quantized)
+        efficiency = PUBLISHED if fused else STOCK
+        job = Job(gpus, device(gpu), seq, global_batch, precision, efficiency, training, document or None)
+        found = search(resolve_config(model), job, bounds)
         if as_json:
             typer.echo(json.dumps(plan_as_dict(found, tokens or None), indent=1))
         else:
@@ -106,10 +126,9 @@ def dry_run_kinds(
     device_memory: Annotated[float, typer.Option(help="GiB of a device, to compare with.", min=0)] = 0.0,
     dtype: Annotated[str, typer.Option(help="Of the weights: bfloat16, float16 or float32.")] = "bfloat16",
     as_json: Annotated[bool, typer.Option("--json", help="Print every pipeline rank as JSON, in bytes.")] = False,
+    picture: Annotated[Path | None, typer.Option(help="Draw the memory of the pipeline's ranks into this PNG.")] = None,
 ) -> None:
     """Run a training step of MODEL on every kind of rank of a job that is nowhere: bytes, collectives, waits."""
-    from dataclasses import replace
-
     import torch
 
     from ..errors import ConfigError
@@ -128,7 +147,7 @@ def dry_run_kinds(
         config = replace(
             layouts[0],
             pipeline_schedule=schedule,
-            recompute=None if recompute == "none" else recompute,
+            recompute=recompute_mode(recompute),
             num_microbatches=microbatches or layouts[0].num_microbatches,
         )
         found = predict_ranks(
@@ -140,3 +159,7 @@ def dry_run_kinds(
             dtype=dtypes[dtype],
         )
         typer.echo(json.dumps(as_rows(found), indent=1) if as_json else as_text(found, config, device_memory or None))
+        if picture is not None:
+            from ..planner.plan_picture import draw_predicted_ranks
+
+            draw_predicted_ranks(found, config, picture, device_memory or None)

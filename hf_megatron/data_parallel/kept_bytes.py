@@ -19,12 +19,14 @@ class LocalParameter:
         itemsize: bytes of an entry.
         average: the axis whose ranks share it (`GradientRule.average`).
         is_trained: whether an optimizer has it.
+        codes (*optional*): bytes of its part where that is kept in few bits.
     """
 
     shape: tuple[int, ...]
     itemsize: int
     average: str
     is_trained: bool = True
+    codes: int | None = None
 
     @property
     def entries(self) -> int:
@@ -35,7 +37,9 @@ class LocalParameter:
         return entries
 
 
-def kept_bytes(parameters: Iterable[LocalParameter], zero_stage: int, shards: Mapping[str, int]) -> dict[str, int]:
+def kept_bytes(
+    parameters: Iterable[LocalParameter], zero_stage: int, shards: Mapping[str, int], *, offloads: bool = False
+) -> dict[str, int]:
     """Returns category -> bytes that the first rank keeps of parameters with AdamW, as `memory()` of both names them.
 
     Stages 2 and 3 keep no gradients from step to step; while one runs they have those of what a rank owns.
@@ -43,6 +47,7 @@ def kept_bytes(parameters: Iterable[LocalParameter], zero_stage: int, shards: Ma
     Args:
         zero_stage (`int`): 0 to 3.
         shards: axis of `LocalParameter.average` -> ranks that each own a part of its optimizer state.
+        offloads (`bool`): whether main weights and moments are in the host's memory (`offload_optimizer`).
     """
     kept: Counter[str] = Counter()
     for parameter in parameters:
@@ -52,14 +57,15 @@ def kept_bytes(parameters: Iterable[LocalParameter], zero_stage: int, shards: Ma
         if zero_stage == 3 and parameter.entries:
             # FSDP2 splits the first dim.
             weights = parameter.entries // parameter.shape[0] * share(parameter.shape[0], ranks)
-        kept["weights"] += weights * parameter.itemsize
+        kept["weights"] += weights * parameter.itemsize if parameter.codes is None else parameter.codes
         if not parameter.is_trained:
             continue
         if zero_stage == 3:
             owned = weights
-        if parameter.itemsize < _MAIN:
-            kept["main weights"] += owned * _MAIN
-        kept["moments"] += owned * _MOMENTS + _STEPS
+        if not offloads:
+            if parameter.itemsize < _MAIN:
+                kept["main weights"] += owned * _MAIN
+            kept["moments"] += owned * _MOMENTS + _STEPS
         if zero_stage < 2:
             # Rows of all who share it end in a column that counts who has a gradient.
             kept["gradients"] += (owned + 1) * ranks * _GRADIENT

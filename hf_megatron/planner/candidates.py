@@ -23,12 +23,14 @@ class Bounds:
 
     Attributes:
         zero_stages, recomputes, schedules: those that are tried.
+        offload_optimizer (`bool`): whether optimizer state is in the hosts' memory.
         fixed: field of `MegatronConfig` -> its value, such as `{"tp_size": 8}`.
     """
 
     zero_stages: tuple[int, ...] = (1, 3)
-    recomputes: tuple[str | None, ...] = (None, "full")
+    recomputes: tuple[str | None, ...] = (None, "selective", "full")
     schedules: tuple[str, ...] = ("1f1b", "interleaved_1f1b", "zbv")
+    offload_optimizer: bool = False
     fixed: dict[str, int] = field(default_factory=dict)
 
 
@@ -56,7 +58,8 @@ class Candidates:
         self.book, self.job, self.bounds = book, book.job, bounds
         self.reasons: dict[str, int] = {}
 
-    def _leave_out(self, reason: str) -> None:
+    def leave_out(self, reason: str) -> None:
+        """Notes what is not tried."""
         self.reasons[reason] = self.reasons.get(reason, 0) + 1
 
     def _allowed(self, name: str, sizes: Iterable[int]) -> list[int]:
@@ -68,10 +71,10 @@ class Candidates:
         device, found = self.job.device, []
         for size in self._allowed("tp_size", _powers(self.job.devices)):
             if size > device.devices_per_link:
-                self._leave_out(f"tp {size} and more: links connect {device.devices_per_link} of {device.name}")
+                self.leave_out(f"tp {size} and more: links connect {device.devices_per_link} of {device.name}")
                 break
             if reason := self.book.why_not(MegatronConfig(tp_size=size)):
-                self._leave_out(f"tp {size}: {reason}")
+                self.leave_out(f"tp {size}: {reason}")
             else:
                 found.append(size)
         return found
@@ -83,9 +86,9 @@ class Candidates:
             if size > 1 and self.job.sequence_length < size * _LEAST_TOKENS and "cp_size" not in self.bounds.fixed:
                 break
             if self.job.sequence_length % (2 * size) and size > 1:
-                self._leave_out(f"cp {size}: rows of {self.job.sequence_length} tokens are no multiple of {2 * size}")
+                self.leave_out(f"cp {size}: rows of {self.job.sequence_length} tokens are no multiple of {2 * size}")
             elif size > 1 and (reason := self.book.why_not(MegatronConfig(cp_size=size))):
-                self._leave_out(f"cp {size}: {reason}")
+                self.leave_out(f"cp {size}: {reason}")
             else:
                 found.append(size)
         return found
@@ -122,15 +125,21 @@ class Candidates:
                     if self.job.devices % inner:
                         continue
                     if pp > layers:
-                        self._leave_out(f"pp {pp}: there are {layers} layers")
+                        self.leave_out(f"pp {pp}: there are {layers} layers")
                         continue
                     dp = self.job.devices // inner
                     if self.job.global_batch % dp:
-                        self._leave_out(f"dp {dp}: does not divide {self.job.global_batch} rows")
+                        self.leave_out(f"dp {dp}: does not divide {self.job.global_batch} rows")
                         continue
                     for ep in self.expert_sizes(tp, cp, dp):
                         yield MegatronConfig(
-                            tp_size=tp, sequence_parallel=tp > 1, cp_size=cp, pp_size=pp, dp_size=dp, ep_size=ep
+                            tp_size=tp,
+                            sequence_parallel=tp > 1,
+                            cp_size=cp,
+                            pp_size=pp,
+                            dp_size=dp,
+                            ep_size=ep,
+                            offload_optimizer=self.bounds.offload_optimizer,
                         )
 
     def steps(self, mesh: MegatronConfig) -> Iterator[Candidate]:

@@ -16,7 +16,7 @@ from ..config import MegatronConfig
 from ..data_parallel.optimizer import prepare_optimizer
 from ..errors import ConfigError
 from ..integrations.gate import ConfigUnderTest
-from ..parallel_state import parallel_state
+from ..parallel_state import laid_out_model, parallel_state
 from ..upstream import allocated_bytes, local_tensor, storage_key
 from ..verify.ranks import run_ranks
 from .balanced_experts import balanced_experts
@@ -97,24 +97,27 @@ def step_figures(
     layout: MegatronConfig,
     sizes: StepSizes,
     *,
+    adapt: Callable[[Any], Any] | None = None,
     ledger_of: Callable[[Any], StepLedger] = StepLedger,
     watching: Callable[[StepLedger], AbstractContextManager[Any]] = lambda ledger: nullcontext(),
 ) -> StepFigures:
     """Takes steps as one rank of a fake world, and returns the figures of the last.
 
     Args:
+        adapt (`Callable`, *optional*): freezes parts of a model, or puts an adapter into it, and returns it.
         ledger_of (`Callable`, *optional*): makes what counts the steps of a model.
         watching (`Callable`, *optional*): makes a context around the last step of the ledger that counts it.
     """
-    model, optimizer = _model_and_optimizer(config, layout, sizes.dtype)
-    with balanced_experts(), world.running(model, ledger_of(model)) as ledger:
+    model, optimizer = _model_and_optimizer(config, layout, sizes.dtype, adapt, world.mode)
+    inner = laid_out_model(model)
+    with balanced_experts(), world.running(inner, ledger_of(inner)) as ledger:
         ids = torch.zeros(sizes.batch_size, sizes.sequence_length, dtype=torch.int64)
         given = {name: make(ids) for name, make in _INPUTS.items() if name in sizes.inputs}
         for step in range(_STEPS):
-            ledger.begin_step(kept_tensors(model, optimizer))
+            ledger.begin_step(kept_tensors(inner, optimizer))
             with watching(ledger) if step == _STEPS - 1 else nullcontext():
                 _step(model, optimizer, ids, **given)
-    ledger.figures.parameters = _parameters(model)
+    ledger.figures.parameters = _parameters(inner)
     return ledger.figures
 
 
@@ -197,9 +200,7 @@ def measured_run(
             ledger.begin_step({})
             _step(model, optimizer, ids)
         calls = ledger.figures.collectives
-        return StepFigures(
-            kept=kept, peak=sum(kept.values()) + peak, collectives=calls, parameters=_parameters(model)
-        )
+        return StepFigures(kept=kept, peak=sum(kept.values()) + peak, collectives=calls, parameters=_parameters(model))
 
     return run_ranks(on_rank, world_size, timeout=timeout, device=device)
 
@@ -220,11 +221,19 @@ def _peak(step: Callable[[], None]) -> int:
 
 
 def _model_and_optimizer(
-    config: PreTrainedConfig, layout: MegatronConfig, dtype: torch.dtype
+    config: PreTrainedConfig,
+    layout: MegatronConfig,
+    dtype: torch.dtype,
+    adapt: Callable[[Any], Any] | None = None,
+    mode: AbstractContextManager[Any] | None = None,
 ) -> tuple[Any, torch.optim.Optimizer]:
     under_test = ConfigUnderTest(**layout.to_dict())
     model = AutoModelForCausalLM.from_config(config, dtype=dtype, megatron_config=under_test).train()
-    return model, prepare_optimizer(torch.optim.AdamW(model.parameters()))
+    if adapt is not None:
+        with mode or nullcontext():
+            model = adapt(model)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return model, prepare_optimizer(torch.optim.AdamW(trained))
 
 
 def _step(model: Any, optimizer: torch.optim.Optimizer, ids: Tensor, **given: Tensor) -> None:

@@ -17,6 +17,8 @@ from .work import Work
 # Bytes that a step of AdamW reads and writes for each number: main weight and moments twice, gradient, weight.
 _STEP_BYTES = 2 * 12 + 4 + 2
 _GRADIENT = 4
+# What AdamW is taken to reach of a host's memory for each device; it was not measured.
+_HOST_MEMORY_GB_S = 50
 # Share of the computing from which on launching kernels is said to be slow.
 _NOTICED = 0.1
 _EXPERTS_CHOSEN = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_top_k")
@@ -140,6 +142,10 @@ class Estimator:
             waiting = exposed_reduction(reduction, duration, efficiency)
         owned = max(self.memory.table(layout).owned)
         step = owned * _STEP_BYTES / (device.memory_tb_s * 1e12 * device.memory_share)
+        if layout.offload_optimizer:
+            # Gradients go to the host and weights come back; between, its own memory is read and written.
+            step = owned * (_GRADIENT + self.job.itemsize) / (device.host_gb_s * 1e9)
+            step += owned * _STEP_BYTES / (_HOST_MEMORY_GB_S * 1e9)
         return duration + waiting + step, waiting, step
 
     def _stage_times(self, layout: MegatronConfig, rows: int) -> _StageTimes:
@@ -177,6 +183,9 @@ class Estimator:
         figures, share = self.book.costs(layout).unit(unit), rows / layout.cp_size
         # What data parallel ranks exchange once a step is counted apart.
         works = [_within_replica(work.scaled(share)) for work in (figures.forward, figures.backward)]
+        works = [replace(work, attention=work.attention * self.job.attended) for work in works]
+        if decoded := self._decoding(layout, unit):
+            works = [work + decoded for work in works]
         if layout.cp_size > 1:
             ring, others = self.book.ring(layout).unit(unit), layout.cp_size - 1
             for place, work in enumerate((ring.forward, ring.backward)):
@@ -190,6 +199,14 @@ class Estimator:
             sent = 2 * self._hidden_bytes(layout, rows) * chosen * (layout.ep_size - 1) / layout.ep_size
             works = [work + Work(traffic={"ep": (2, sent)}) for work in works]
         return works[0], works[1]
+
+    def _decoding(self, layout: MegatronConfig, unit: int) -> Work | None:
+        """Returns what it takes to make numbers of a unit's weights that are kept in few bits; none has any outside."""
+        held = () if unit < 0 else self.book.parameters(layout).layers[unit]
+        coded = [one for one in held if one.codes is not None]
+        if not coded:
+            return None
+        return Work(moved=sum((one.codes or 0) + one.entries * one.itemsize for one in coded), kernels=len(coded))
 
     def _hidden_bytes(self, layout: MegatronConfig, rows: int) -> float:
         """Returns the bytes of a rank's hidden states of one microbatch."""
@@ -206,11 +223,13 @@ class Estimator:
     def _reduced_bytes(self, layout: MegatronConfig, microbatches: int) -> float:
         """Returns what the rank with most weights sends of gradients and weights in a step."""
         sharing = (layout.dp_size or 1) * layout.cp_size
-        each = _GRADIENT * (microbatches if layout.zero_stage == 2 else 1) + self.job.itemsize
+        table, weights = self.memory.table(layout), self.job.itemsize
+        sent = max(table.trained) * (_GRADIENT * (microbatches if layout.zero_stage == 2 else 1) + weights)
         if layout.zero_stage == 3:
             # Weights come twice for each microbatch.
-            each = (_GRADIENT + 2 * self.job.itemsize) * microbatches
-        return max(self.memory.table(layout).entries) * each * (sharing - 1) / sharing
+            each = zip(table.trained, table.entries, strict=True)
+            sent = microbatches * max(_GRADIENT * trained + 2 * weights * entries for trained, entries in each)
+        return sent * (sharing - 1) / sharing
 
     def _traffic(self, layout: MegatronConfig, rows: int, microbatches: int, rank: int) -> dict[str, float]:
         found: dict[str, float] = {}

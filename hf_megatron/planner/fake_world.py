@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from ..absent_weights import own_parameters
 from ..checkpoint import initialize
-from ..communication import watch
+from ..communication import random_streams, watch
 from ..communication.collectives import bounds
 from ..data_parallel import norm_lists
 from ..data_parallel.optimizer import sharded
@@ -133,6 +133,9 @@ def run_fake_places(
         world = FakeWorld()
         dist.all_gather_object = _all_say_the_same  # type: ignore[assignment]
         dist.broadcast_object_list = lambda objects, *args, **kwargs: None  # type: ignore[assignment]
+        # Random states are bytes of the host, which another rank would have.
+        random_streams.broadcast_state = lambda *args: None  # type: ignore[assignment]
+        nn.Module._apply = _replaced  # type: ignore[assignment, method-assign]
         norm_lists.ListOfRanks.judge = lambda self, added: self.is_whole  # type: ignore[method-assign]
         if as_gloo:
             dist.get_backend = lambda group=None: dist.Backend("gloo")
@@ -164,6 +167,19 @@ def kept_tensors(model: Any, optimizer: torch.optim.Optimizer | None = None) -> 
     kept |= {} if reducer is None else reducer.memory()
     attached = None if optimizer is None else sharded(optimizer)
     return kept | ({} if attached is None else attached.memory())
+
+
+def _replaced(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    """Stands in the place of `Module._apply`, which exchanges what is in a fake parameter and cannot, for others know it."""
+    for child in module.children() if recurse else ():
+        child._apply(function)
+    for name, parameter in module._parameters.items():
+        if parameter is not None and (changed := function(parameter.detach())) is not parameter:
+            module._parameters[name] = nn.Parameter(changed, parameter.requires_grad)
+    for name, buffer in module._buffers.items():
+        if buffer is not None:
+            module._buffers[name] = function(buffer)
+    return module
 
 
 def _all_say_the_same(gathered: list[Any], value: Any, group: Any = None) -> None:

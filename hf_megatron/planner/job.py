@@ -6,6 +6,7 @@ import torch
 
 from ..errors import ConfigError
 from .devices import Device
+from .training import WHOLE, Training
 from .unit_time import STOCK, Efficiency
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16, "fp32": torch.float32}
@@ -22,6 +23,9 @@ class Job:
         global_batch (`int`): rows of an optimizer step.
         precision (`str`, defaults to bf16): of products: bf16, fp16, fp32, or fp8 with weights in bf16.
         efficiency (`Efficiency`): of the stack; by default that of stock modules.
+        training (`Training`, *optional*): what of the model is trained; all of it by default.
+        document_length (`float`, *optional*): tokens of a document on average, where rows are packed and documents do
+            not attend to each other; by default a row is one.
         memory_share (`float`, defaults to 0.9): of a device's memory that may be planned for; the rest is what NCCL,
             cuBLAS and the allocator take.
 
@@ -35,6 +39,8 @@ class Job:
     global_batch: int
     precision: str = "bf16"
     efficiency: Efficiency = STOCK
+    training: Training = WHOLE
+    document_length: float | None = None
     memory_share: float = 0.9
 
     def __post_init__(self) -> None:
@@ -43,6 +49,10 @@ class Job:
                 raise ConfigError(f"Job.{name} = {value}: expected 1 or more.")
         if self.precision not in _DTYPES:
             raise ConfigError(f"Job.precision = {self.precision!r}: expected one of {', '.join(_DTYPES)}.")
+        if self.document_length is not None and not 1 <= self.document_length <= self.sequence_length:
+            raise ConfigError(
+                f"Job.document_length = {self.document_length}: expected 1 to {self.sequence_length}, a row's tokens."
+            )
         if not 0 < self.memory_share <= 1:
             raise ConfigError(f"Job.memory_share = {self.memory_share}: expected a share above 0, at most 1.")
         self.device.peak(self.precision)
@@ -61,6 +71,11 @@ class Job:
     def memory(self) -> float:
         """Bytes of a device that may be planned for."""
         return self.device.memory_gib * 2**30 * self.memory_share
+
+    @property
+    def attended(self) -> float:
+        """Share of a row's pairs of tokens that attend to each other, of those in a row that is one document."""
+        return 1.0 if self.document_length is None else self.document_length / self.sequence_length
 
     @property
     def tokens(self) -> int:

@@ -8,6 +8,7 @@ from ..config import MegatronConfig
 from ..data_parallel.kept_bytes import LocalParameter
 from ..parallelize import plan
 from .short_model import ShortModel
+from .training import WHOLE, Training
 
 
 @dataclass(frozen=True)
@@ -30,12 +31,15 @@ class UnitParameters:
     buffers: int
 
 
-def parameters_of_units(short: ShortModel, layout: MegatronConfig, itemsize: int) -> UnitParameters:
+def parameters_of_units(
+    short: ShortModel, layout: MegatronConfig, itemsize: int, training: Training = WHOLE
+) -> UnitParameters:
     """Plans a short model on a layout without its pipeline, and returns what the first rank holds.
 
     Args:
         layout: with its `dp_size`, and one stage.
         itemsize (`int`): bytes of a weight's entry.
+        training (`Training`, *optional*): what of the model is trained; its adapters are not counted here.
 
     Raises:
         MegatronError: the layout does not fit the model; it says why.
@@ -49,10 +53,12 @@ def parameters_of_units(short: ShortModel, layout: MegatronConfig, itemsize: int
     tied: list[LocalParameter] = []
     layers: list[list[LocalParameter]] = [[] for _ in short.names]
     experts, seen = set(), set()
+    quantized = {*training.quantized_weights(short.model)}
     for name, parameter in short.model.named_parameters(remove_duplicate=False):
         claim = state.claims[name]
         shape = state.placement(name).local_shape(claim.shape, axes)
-        held = LocalParameter(shape, itemsize, claim.gradient.average, parameter.requires_grad)
+        codes = training.code_bytes(*shape) if name in quantized else None
+        held = LocalParameter(shape, itemsize, claim.gradient.average, parameter.requires_grad, codes)
         unit = next((units[prefix] for prefix in _prefixes(name) if prefix in units), None)
         if unit is None:
             is_tied = id(parameter) in seen

@@ -1,5 +1,6 @@
 """A search's answer as text, as JSON, and as the files that a run is started with."""
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from ..config import MegatronConfig
 from ..errors import ConfigError
 from ..files.paths import replace_file
 from .estimate import Estimate
+from .job import Job
 from .search import NOISE, SearchResult
 
 _GIB, _HOUR = 2**30, 3600
@@ -27,6 +29,8 @@ def plan_as_dict(found: SearchResult, tokens: float | None = None) -> dict[str, 
         "device": found.job.device.name,
         "sequence_length": found.job.sequence_length,
         "global_batch": found.job.global_batch,
+        "training": dataclasses.asdict(found.job.training),
+        "document_length": found.job.document_length,
         "considered": found.considered,
         "fits": found.fits,
         "best": [_as_dict(found, one, tokens) for one in found.best],
@@ -67,7 +71,7 @@ def plan_as_text(found: SearchResult, name: str, tokens: float | None = None) ->
     job = found.job
     lines = [
         f"{name} on {job.devices} {job.device.name} of {job.device.memory_gib:g} GiB, {job.precision}: "
-        f"{job.global_batch} rows of {job.sequence_length} tokens a step",
+        f"{job.global_batch} rows of {job.sequence_length} tokens a step{_trained(job)}",
         f"{found.considered} layouts, {found.fits} of them within {job.memory / _GIB:.1f} GiB, "
         f"{job.memory_share:.0%} of a device",
         "",
@@ -81,6 +85,20 @@ def plan_as_text(found: SearchResult, name: str, tokens: float | None = None) ->
     for reason, count in found.reasons.items():
         lines.append(f"left out: {reason}" + (f" ({count} times)" if count > 1 else ""))
     return "\n".join(lines)
+
+
+def _trained(job: Job) -> str:
+    """Says what of the model is trained, and how rows are packed, where it is not the whole of it on whole rows."""
+    said, training = "", job.training
+    if training.lora_rank:
+        said += f", LoRA of rank {training.lora_rank} beside a frozen base"
+    if training.quantized is not None:
+        said += f" in {training.quantized}"
+    if training.frozen:
+        said += f", without {', '.join(training.frozen)}"
+    if job.document_length is not None:
+        said += f", packed with documents of {job.document_length:g} tokens"
+    return said
 
 
 def _cells(found: SearchResult, one: Estimate, tokens: float | None) -> list[str]:
@@ -135,6 +153,7 @@ def _what_would_help(found: SearchResult, one: Estimate) -> str:
         "activations": 'recompute="full", fewer rows or more cp',
         "at work": "loss_chunk_size, mlp_chunk_size or more tp",
         "weights": "more tp, more pp or zero_stage=3",
+        "decoded weights": "more tp",
         "gradients": "zero_stage=3, more tp or more pp",
         "main weights": "more data parallel ranks",
         "moments": "more data parallel ranks or offload_optimizer",
@@ -193,6 +212,8 @@ def launch_as_yaml(found: SearchResult, one: Estimate, devices_per_machine: int 
         "megatron_lm_gradient_clipping": 0.0,
         "megatron_lm_recompute_activations": layout.recompute == "selective",
     }
+    if layout.offload_optimizer:
+        block["megatron_lm_optimizer_cpu_offload"] = True
     if layout.recompute == "full":
         block["megatron_lm_recompute_granularity"] = "full"
     devices = found.job.devices

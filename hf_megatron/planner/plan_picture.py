@@ -1,15 +1,19 @@
-"""One picture of a plan: memory of each pipeline rank against the device's, and the simulated step."""
+"""Pictures of a plan and of a dry run: memory of each pipeline rank against the device's, and the simulated step."""
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..config import MegatronConfig
 from ..errors import ConfigError
 from ..files.paths import replace_file
 from ..pipeline_parallel.simulation import simulate, simulated_timeline
 from ..pipeline_parallel.stage_counts import stages_per_rank
 from ..profile.timeline import draw_bars, require_plots
 from .estimate import Estimate
+from .predicted_ranks import PredictedRank
+from .rank_memory import ACTIVATIONS, AT_WORK, DECODED, GATHERED
 from .search import SearchResult
 
 _GIB = 2**30
@@ -19,10 +23,12 @@ _COLOURS = {
     "main weights": "#2e75b6",
     "moments": "#6fa8dc",
     "gradients": "#9fc5e8",
-    "gathered weights": "#cfe2f3",
-    "activations": "#e69138",
-    "at work": "#f9cb9c",
+    GATHERED: "#cfe2f3",
+    DECODED: "#dbe9f5",
+    ACTIVATIONS: "#e69138",
+    AT_WORK: "#f9cb9c",
 }
+_OTHER = "#999999"
 _WIDTH, _ROW = 16.0, 0.4
 # Microbatches that are drawn of a step without stages.
 _SHOWN = 8
@@ -39,31 +45,54 @@ def draw_plan(found: SearchResult, path: Path) -> None:
         raise ConfigError(f"{path} is not drawn: no layout fits.")
     from matplotlib.figure import Figure
 
-    one = found.best[0]
+    one, job = found.best[0], found.job
     ranks = len(one.memory)
     height = 1.6 + 2 * _ROW * max(ranks, 3)
     figure = Figure(figsize=(_WIDTH, height), dpi=130, layout="constrained")
     memory, step = figure.subplots(2, 1)
-    _draw_memory(memory, found, one)
+    limits = {f"{job.device.name}: {job.device.memory_gib:g} GiB": job.device.memory_gib}
+    limits[f"{job.memory_share:.0%} of it"] = job.memory / _GIB
+    _draw_memory(memory, one.layout.layout(), one.memory, limits)
     _draw_step(step, one)
     replace_file(path, lambda partial: figure.savefig(partial, format="png"))
 
 
-def _draw_memory(axes: Any, found: SearchResult, one: Estimate) -> None:
+def draw_predicted_ranks(
+    ranks: Sequence[PredictedRank], layout: MegatronConfig, path: Path, device_gib: float | None = None
+) -> None:
+    """Draws the memory of a dry run's pipeline ranks into a PNG: what is kept, and what a step adds at its peak.
+
+    Args:
+        device_gib (`float`, *optional*): memory of a device, that is drawn beside it.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    require_plots()
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(_WIDTH, 1.2 + _ROW * max(len(ranks), 3)), dpi=130, layout="constrained")
+    rows = [Counter(rank.kept) + Counter({ACTIVATIONS: rank.peak.size - sum(rank.kept.values())}) for rank in ranks]
+    limits = {} if device_gib is None else {f"a device: {device_gib:g} GiB": device_gib}
+    _draw_memory(figure.subplots(), layout.layout(), rows, limits)
+    replace_file(path, lambda partial: figure.savefig(partial, format="png"))
+
+
+def _draw_memory(axes: Any, name: str, ranks: Sequence[Mapping[str, int]], limits: Mapping[str, float]) -> None:
     starts: Counter[int] = Counter()
-    for name, colour in _COLOURS.items():
-        sizes = [rank.get(name, 0) / _GIB for rank in one.memory]
+    others = dict.fromkeys(category for rank in ranks for category in rank if category not in _COLOURS)
+    for category, colour in {**_COLOURS, **dict.fromkeys(others, _OTHER)}.items():
+        sizes = [rank.get(category, 0) / _GIB for rank in ranks]
         if any(sizes):
             places = range(len(sizes))
-            axes.barh(places, sizes, 0.8, [starts[place] for place in places], color=colour, label=name)
+            axes.barh(places, sizes, 0.8, [starts[place] for place in places], color=colour, label=category)
             starts.update(dict(zip(places, sizes, strict=True)))
-    job = found.job
-    axes.axvline(job.device.memory_gib, color="#990000", label=f"{job.device.name}: {job.device.memory_gib:g} GiB")
-    axes.axvline(job.memory / _GIB, color="#990000", linestyle=":", label=f"{job.memory_share:.0%} of it")
-    axes.set_ylim(len(one.memory) - 0.5, -0.5)
-    axes.set_yticks(range(len(one.memory)), [f"rank {rank}" for rank in range(len(one.memory))])
+    for (label, limit), style in zip(limits.items(), ("-", ":"), strict=False):
+        axes.axvline(limit, color="#990000", linestyle=style, label=label)
+    axes.set_ylim(len(ranks) - 0.5, -0.5)
+    axes.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in range(len(ranks))])
     axes.set_xlabel("GiB of one device at its fullest")
-    axes.set_title(f"{one.layout.layout()}: memory of the pipeline's ranks", fontsize=11)
+    axes.set_title(f"{name}: memory of the pipeline's ranks", fontsize=11)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=8)
 

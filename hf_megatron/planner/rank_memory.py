@@ -14,7 +14,7 @@ from .unit_book import KeptUnit, UnitBook
 from .unit_costs import Runs
 from .unit_ledger import UnitFigures
 
-ACTIVATIONS, AT_WORK, GATHERED = "activations", "at work", "gathered weights"
+ACTIVATIONS, AT_WORK, GATHERED, DECODED = "activations", "at work", "gathered weights", "decoded weights"
 _ALL_FORWARDS_FIRST = ("gpipe", "looped_bfs")
 _GRADIENT, _IN_FLIGHT = 4, 2
 # Of `default_capacity`: what a bucket of gradients has at least, and a step of AdamW for each number: main weight and
@@ -32,7 +32,8 @@ class RankTable:
         sums: of each rank, all of these.
         kept: bytes of each stage that one row leaves until its backward.
         peaks: of each rank, bytes above what is kept while one row is at work.
-        entries, owned: of each rank, numbers of its weights, and those that its optimizer steps.
+        entries, trained, owned: of each rank, numbers of its weights, those that have gradients, and those that its
+            optimizer steps.
     """
 
     rank_of: tuple[int, ...]
@@ -41,6 +42,7 @@ class RankTable:
     kept: tuple[int, ...]
     peaks: tuple[int, ...]
     entries: tuple[int, ...]
+    trained: tuple[int, ...]
     owned: tuple[float, ...]
 
 
@@ -62,7 +64,7 @@ class RankMemory:
         per_rank = stages_per_rank(layout)
         shape = schedule(layout.pipeline_schedule).v_shaped, per_rank
         sizes = layout.tp_size, layout.cp_size, layout.pp_size, layout.dp_size, layout.ep_size, layout.etp_size
-        key = *sizes, *shape, layout.zero_stage, layout.recompute
+        key = *sizes, *shape, layout.zero_stage, layout.recompute, layout.offload_optimizer
         if key not in self._tables:
             self._tables[key] = self._make(layout, per_rank)
         return self._tables[key]
@@ -108,6 +110,7 @@ class RankMemory:
             tuple(left for left, _ in measured),
             tuple(peaks),
             tuple(unit.entries for unit in kept),
+            tuple(unit.trained for unit in kept),
             tuple(unit.owned for unit in kept),
         )
 
@@ -123,7 +126,7 @@ class RankMemory:
 
     def _kept_stage(self, layout: MegatronConfig, runs: Runs) -> KeptUnit:
         sizes = layout.tp_size, layout.cp_size, layout.pp_size, layout.dp_size, layout.ep_size, layout.etp_size
-        key = *sizes, layout.zero_stage, runs
+        key = *sizes, layout.zero_stage, layout.offload_optimizer, runs
         if key not in self._kept:
             units, _ = self.book.kept(layout)
             parts = [units[number].repeated(count) for number, count in runs]
@@ -137,9 +140,11 @@ class RankMemory:
         if layout.zero_stage == 2:
             # A bucket that fills, and one that travels.
             ranks = (layout.dp_size or 1) * layout.cp_size
-            found["gradients"] += _GRADIENT * min(kept.entries, _IN_FLIGHT * max(_BUCKET, ranks * 1_000_000))
+            found["gradients"] += _GRADIENT * min(kept.trained, _IN_FLIGHT * max(_BUCKET, ranks * 1_000_000))
         if layout.zero_stage == 3:
             found[GATHERED] += sum(kept.largest)
+        if kept.decoded:
+            found[DECODED] += kept.decoded
         return found
 
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 from transformers import PreTrainedConfig
 
 from ..config import MegatronConfig
-from ..errors import ConfigError
+from ..errors import ConfigError, RankError
+from ..verify.ranks import first_reason
 from .candidates import Bounds, Candidate, Candidates
 from .estimate import Estimate, Estimator
 from .job import Job
@@ -18,6 +19,7 @@ from .unit_book import UnitBook
 # Estimates that differ by less are not told apart.
 NOISE = 0.05
 _SIMULATED, _SHOWN = 40, 3
+_SELECTIVE = "selective"
 
 
 @dataclass(frozen=True)
@@ -51,8 +53,9 @@ def search(config: PreTrainedConfig, job: Job, bounds: Bounds | None = None) -> 
     Raises:
         ConfigError: no model can be made of the config, or no layout is left.
     """
-    book = UnitBook(shorten(config), job)
-    candidates = Candidates(book, bounds or Bounds())
+    bounds = bounds or Bounds()
+    book = UnitBook(shorten(config, job.training), job)
+    candidates = Candidates(book, bounds)
     estimator = Estimator(book)
     meshes = [*candidates.meshes()]
     if not meshes:
@@ -60,7 +63,8 @@ def search(config: PreTrainedConfig, job: Job, bounds: Bounds | None = None) -> 
             f"No layout of {job.devices} devices is left: {'; '.join(candidates.reasons) or 'nothing divides them'}."
         )
     tensor_sizes = {mesh.tp_size for mesh in meshes}
-    book.measure(tensor_sizes, {1, 2} if any(mesh.cp_size > 1 for mesh in meshes) else {1})
+    context_sizes = {1, 2} if any(mesh.cp_size > 1 for mesh in meshes) else {1}
+    _measure(candidates, tensor_sizes, context_sizes)
     quick = [*_quick(estimator, candidates, meshes)]
     fitting = [found for found in quick if found.peak <= job.memory]
     fastest = _different(heapq.nsmallest(_SIMULATED, fitting, key=_Quick.order), estimator)
@@ -75,6 +79,20 @@ def search(config: PreTrainedConfig, job: Job, bounds: Bounds | None = None) -> 
         len(quick),
         candidates.reasons,
     )
+
+
+def _measure(candidates: Candidates, tensor_sizes: set[int], context_sizes: set[int]) -> None:
+    """Runs the model's units, without the recomputation that it refuses."""
+    book, bounds = candidates.book, candidates.bounds
+    try:
+        book.measure(tensor_sizes, context_sizes, bounds.recomputes)
+    except RankError as error:
+        if _SELECTIVE not in bounds.recomputes:
+            raise
+        others = tuple(mode for mode in bounds.recomputes if mode != _SELECTIVE)
+        book.measure(tensor_sizes, context_sizes, others)
+        candidates.bounds = replace(bounds, recomputes=others)
+        candidates.leave_out(f"recompute {_SELECTIVE}: {first_reason(str(error))}")
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from ..errors import ConfigError
 from ..registry.features import describe_model
 from ..shown import first_line
 from ..upstream import without_output
+from .training import WHOLE, Training
 
 # What two layers agree in that cost the same.
 _Kind = tuple[Any, ...]
@@ -40,14 +41,19 @@ class ShortModel:
         return {name: number for number, names in enumerate(self.names) for name in names}
 
 
-def shorten(config: PreTrainedConfig) -> ShortModel:
+def shorten(config: PreTrainedConfig, training: Training = WHOLE) -> ShortModel:
     """Returns the shortest beginning of a causal model's layers that has every kind of them.
 
+    Args:
+        training (`Training`, *optional*): what of the model is trained: layers of which other parts are frozen are
+            other kinds, and so are those before anything that is trained, which no gradient reaches.
+
     Raises:
-        ConfigError: no causal language model can be made of the config.
+        ConfigError: no causal language model can be made of the config, or nothing of it is trained.
     """
     model = causal_model_on_meta(config)
-    names, kinds = _row_of(model)
+    training.freeze(model)
+    names, kinds = _row_of(model, training)
     if not names:
         raise ConfigError(f"{type(model).__name__} has no list of layers to plan by.")
     first: dict[_Kind, int] = {}
@@ -60,7 +66,8 @@ def shorten(config: PreTrainedConfig) -> ShortModel:
         if short is None:
             break
         other = causal_model_on_meta(short)
-        other_names, other_kinds = _row_of(other)
+        training.freeze(other)
+        other_names, other_kinds = _row_of(other, training)
         if other_kinds == kinds[:length]:
             return ShortModel(short, other, layers, tuple(other_names))
     return ShortModel(config, model, layers, tuple(names))
@@ -77,16 +84,19 @@ def causal_model_on_meta(config: PreTrainedConfig) -> Any:
         ) from error
 
 
-def _row_of(model: Any) -> tuple[list[tuple[str, ...]], list[_Kind]]:
-    """Returns the names of each layer's parts, and what it costs by: its modules and the shapes of its parameters."""
+def _row_of(model: Any, training: Training) -> tuple[list[tuple[str, ...]], list[_Kind]]:
+    """Returns the names of each layer's parts, and what it costs by: modules, shapes, and what of it is trained."""
     names: dict[str, list[str]] = {}
     parts: dict[str, list[Any]] = {}
+    embedding = model.get_input_embeddings()
+    reached = any(parameter.requires_grad for parameter in embedding.parameters())
     for name, part in describe_model(model).layers({}).items():
         number = name.rpartition(".")[2]
         names.setdefault(number, []).append(name)
         module: nn.Module = model.get_submodule(name)
-        shapes = tuple((own, tuple(parameter.shape)) for own, parameter in module.named_parameters())
-        parts.setdefault(number, []).append((part, shapes))
+        shapes = tuple((own, tuple(p.shape), p.requires_grad) for own, p in module.named_parameters())
+        parts.setdefault(number, []).append((part, shapes, reached))
+        reached = reached or training.lora_rank > 0 or any(p.requires_grad for p in module.parameters())
     return [tuple(found) for found in names.values()], [tuple(found) for found in parts.values()]
 
 

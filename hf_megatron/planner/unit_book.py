@@ -29,15 +29,19 @@ class KeptUnit:
         kept: category -> bytes.
         gradients (`int`): bytes of those of what it owns.
         entries (`int`): numbers of its part of the weights.
+        trained (`int`): of these, what has gradients.
         owned (`float`): of these, what its optimizer steps.
         largest: bytes of the weights of the units that have most, as many as are gathered at a time.
+        decoded (`int`): bytes of the largest weight that is kept in few bits, as it is multiplied by.
     """
 
     kept: Counter[str]
     gradients: int
     entries: int
+    trained: int
     owned: float
     largest: tuple[int, ...]
+    decoded: int
 
     def repeated(self, times: int) -> "KeptUnit":
         """Returns what a rank has of so many such units."""
@@ -45,8 +49,10 @@ class KeptUnit:
             Counter({category: size * times for category, size in self.kept.items()}),
             self.gradients * times,
             self.entries * times,
+            self.trained * times,
             self.owned * times,
             (self.largest * _GATHERED_UNITS)[:_GATHERED_UNITS] if times > 1 else self.largest,
+            self.decoded,
         )
 
     def __add__(self, other: "KeptUnit") -> "KeptUnit":
@@ -54,8 +60,10 @@ class KeptUnit:
             self.kept + other.kept,
             self.gradients + other.gradients,
             self.entries + other.entries,
+            self.trained + other.trained,
             self.owned + other.owned,
             tuple(sorted((*self.largest, *other.largest), reverse=True)[:_GATHERED_UNITS]),
+            max(self.decoded, other.decoded),
         )
 
 
@@ -69,43 +77,50 @@ class UnitBook:
 
     def __init__(self, short: ShortModel, job: Job):
         self.short, self.job = short, job
-        self._costs: dict[tuple[int, int, bool], UnitCosts] = {}
+        self._costs: dict[tuple[int, int, str | None], UnitCosts] = {}
         self._parameters: dict[tuple[int, int, int, int], UnitParameters] = {}
         self._kept: dict[tuple, tuple[dict[int, KeptUnit], KeptUnit]] = {}
         self._partitions: dict[int, tuple[int, ...]] = {}
         self._runs: dict[int, tuple[Runs, ...]] = {}
 
-    def measure(self, tp_sizes: Iterable[int], cp_sizes: Iterable[int]) -> None:
-        """Runs the units of all these; raises `RankError` where one does not run."""
-        wanted = [(tp, cp, False) for tp in sorted(tp_sizes) for cp in sorted(cp_sizes)]
-        wanted = [key for key in wanted if key not in self._costs]
+    def measure(self, tp_sizes: Iterable[int], cp_sizes: Iterable[int], recomputes: Iterable[str | None]) -> None:
+        """Runs the units of all these; raises `RankError` where one does not run.
+
+        Args:
+            recomputes: of `MegatronConfig.recompute`; `"full"` is made of what is measured without.
+        """
+        modes = sorted({None if mode == "full" else mode for mode in recomputes} | {None}, key=str)
+        wanted = [(tp, cp, mode) for tp in sorted(tp_sizes) for cp in sorted(cp_sizes) for mode in modes]
+        # What travels around a ring is the same.
+        wanted = [key for key in wanted if key not in self._costs and (key[1] == 1 or key[2] is None)]
         layouts = [
             # Two data parallel ranks: what is kept of gradients is there already.
-            MegatronConfig(tp_size=tp, sequence_parallel=tp > 1, cp_size=cp, dp_size=2)
-            for tp, cp, _ in wanted
+            MegatronConfig(tp_size=tp, sequence_parallel=tp > 1, cp_size=cp, dp_size=2, recompute=mode)
+            for tp, cp, mode in wanted
         ]
         sizes = StepSizes(1, self.job.sequence_length, self.job.dtype)
-        self._costs |= dict(zip(wanted, measure_units(self.short, layouts, sizes), strict=True))
+        found = measure_units(self.short, layouts, sizes, self.job.training)
+        self._costs |= dict(zip(wanted, found, strict=True))
 
     def costs(self, layout: MegatronConfig) -> UnitCosts:
         """Returns what units do with one row on one rank that has all of its tokens."""
-        key = layout.tp_size, 1, layout.recompute == "full"
-        if key not in self._costs:
+        key = layout.tp_size, 1, layout.recompute
+        if key not in self._costs and layout.recompute == "full":
             width = self.short.config.get_text_config().hidden_size
             hidden = self.job.sequence_length * width * self.job.itemsize // layout.tp_size
-            self._costs[key] = self._costs[layout.tp_size, 1, False].recomputed(hidden)
+            self._costs[key] = self._costs[layout.tp_size, 1, None].recomputed(hidden)
         return self._costs[key]
 
     def ring(self, layout: MegatronConfig) -> UnitCosts:
         """Returns the same of two ranks that share a row: what they exchange."""
-        return self._costs[layout.tp_size, 2, False]
+        return self._costs[layout.tp_size, 2, None]
 
     def parameters(self, layout: MegatronConfig) -> UnitParameters:
         """Returns what a rank holds of units; raises what says why the layout does not fit the model."""
         key = layout.tp_size, layout.cp_size, layout.ep_size, layout.etp_size or 1
         if key not in self._parameters:
             flat = replace(layout, pp_size=1, pipeline_schedule="1f1b", virtual_stages=None, num_microbatches=None)
-            self._parameters[key] = parameters_of_units(self.short, flat, self.job.itemsize)
+            self._parameters[key] = parameters_of_units(self.short, flat, self.job.itemsize, self.job.training)
         return self._parameters[key]
 
     def why_not(self, layout: MegatronConfig) -> str:
@@ -119,7 +134,7 @@ class UnitBook:
     def kept(self, layout: MegatronConfig) -> tuple[dict[int, KeptUnit], KeptUnit]:
         """Returns what a rank keeps of each unit, and of what both ends have of one tied weight."""
         sizes = layout.tp_size, layout.cp_size, layout.pp_size, layout.dp_size, layout.ep_size, layout.etp_size
-        key = *sizes, layout.zero_stage
+        key = *sizes, layout.zero_stage, layout.offload_optimizer
         if key not in self._kept:
             axes = Axes.of(layout, 0)
             shards = {name: axes.size(f"{name}_shard") for name in _SHARED}
@@ -127,16 +142,20 @@ class UnitBook:
 
             def unit(parameters: Iterable[LocalParameter]) -> KeptUnit:
                 found = [*parameters]
+                trained = [one for one in found if one.is_trained]
                 return KeptUnit(
-                    Counter(kept_bytes(found, layout.zero_stage, shards)),
+                    Counter(kept_bytes(found, layout.zero_stage, shards, offloads=layout.offload_optimizer)),
                     gradient_bytes(found, shards),
                     sum(one.entries for one in found),
-                    sum(one.entries / shards[one.average] for one in found),
+                    sum(one.entries for one in trained),
+                    sum(one.entries / shards[one.average] for one in trained),
                     (sum(one.entries * one.itemsize for one in found),),
+                    max((one.entries * one.itemsize for one in found if one.codes is not None), default=0),
                 )
 
             units = {BEFORE_LAYERS: unit(held.before), AFTER_LAYERS: unit(held.after)}
-            units |= {number: unit(layer) for number, layer in enumerate(held.layers)}
+            layers = zip(held.layers, self.costs(layout).adapters, strict=True)
+            units |= {number: unit((*layer, *adapters)) for number, (layer, adapters) in enumerate(layers)}
             self._kept[key] = units, unit(held.tied)
         return self._kept[key]
 

@@ -5,11 +5,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ..absent_weights import own_parameters
 from ..axes import Axes
 from ..config import MegatronConfig
+from ..data_parallel.kept_bytes import LocalParameter
+from ..parallel_state import parallel_state
+from ..upstream import local_tensor
 from .dry_run import StepSizes, step_figures
 from .fake_world import FakeWorld, run_fake_places
 from .short_model import ShortModel
+from .training import WHOLE, Training
 from .unit_ledger import AFTER, BEFORE, UnitFigures, UnitLedger
 
 # Numbers of units that are no layers.
@@ -26,11 +31,13 @@ class UnitCosts:
     Attributes:
         before, after: around the layers.
         layers: those of the short model.
+        adapters: of each of these, what its adapters hold.
     """
 
     before: UnitFigures
     layers: tuple[UnitFigures, ...]
     after: UnitFigures
+    adapters: tuple[tuple[LocalParameter, ...], ...]
 
     def unit(self, number: int) -> UnitFigures:
         """Returns a layer's figures, or those of what is around the layers."""
@@ -42,13 +49,19 @@ class UnitCosts:
 
 
 def measure_units(
-    short: ShortModel, layouts: Sequence[MegatronConfig], sizes: StepSizes, *, timeout: float = 600.0
+    short: ShortModel,
+    layouts: Sequence[MegatronConfig],
+    sizes: StepSizes,
+    training: Training = WHOLE,
+    *,
+    timeout: float = 600.0,
 ) -> list[UnitCosts]:
     """Runs steps of a short model as rank 0 of each layout, which has no pipeline.
 
     Args:
         layouts: with their `dp_size`.
         sizes: of one microbatch.
+        training (`Training`, *optional*): what of the model is trained; `short` was made for the same.
 
     Raises:
         RankError: a layout does not fit the model; it has the rank's own error.
@@ -57,26 +70,42 @@ def measure_units(
     def on_rank(world: FakeWorld, number: int) -> UnitCosts:
         layout = layouts[number]
         ranks = {name: axis.size for name, axis in Axes.of(layout, 0).named}
-        made: list[UnitLedger] = []
+        made: list[tuple[UnitLedger, Any]] = []
 
         def ledger_of(model: Any) -> UnitLedger:
-            made.append(UnitLedger(model, ranks))
-            return made[-1]
+            made.append((UnitLedger(model, ranks), model))
+            return made[-1][0]
 
-        step_figures(world, short.config, layout, sizes, ledger_of=ledger_of)
-        return _costs(made[0], short)
+        step_figures(world, short.config, layout, sizes, adapt=training.adapt, ledger_of=ledger_of)
+        [(ledger, model)] = made
+        return _costs(ledger, short, _adapters(model, short))
 
     places = [(0, layout.ranks_per_replica * (layout.dp_size or 1)) for layout in layouts]
     return run_fake_places(on_rank, places, timeout=timeout)
 
 
-def _costs(ledger: UnitLedger, short: ShortModel) -> UnitCosts:
+def _adapters(model: Any, short: ShortModel) -> tuple[tuple[LocalParameter, ...], ...]:
+    """Returns what a rank holds of the adapters of each layer, by what it was given; those around layers are none."""
+    own = {name for name, _ in short.model.named_parameters()}
+    held: list[list[LocalParameter]] = [[] for _ in short.names]
+    units, state = short.unit_of_module, parallel_state(model)
+    assert state is not None
+    for name, parameter in own_parameters(model):
+        if parameter.requires_grad and name.replace(".base_layer.", ".") not in own:
+            unit = next(unit for prefix, unit in units.items() if name.startswith(f"{prefix}."))
+            average = state.claims[name].gradient.average
+            size = parameter.dtype.itemsize
+            held[unit].append(LocalParameter(tuple(local_tensor(parameter).shape), size, average))
+    return tuple(map(tuple, held))
+
+
+def _costs(ledger: UnitLedger, short: ShortModel, adapters: tuple[tuple[LocalParameter, ...], ...]) -> UnitCosts:
     ledger.end_step()
     none = UnitFigures()
     layers = [
         functools.reduce(_joined, (ledger.units.get(name, none) for name in names), none) for names in short.names
     ]
-    return UnitCosts(ledger.units.get(BEFORE, none), tuple(layers), ledger.units.get(AFTER, none))
+    return UnitCosts(ledger.units.get(BEFORE, none), tuple(layers), ledger.units.get(AFTER, none), adapters)
 
 
 def _recomputed(layer: UnitFigures, hidden: int) -> UnitFigures:

@@ -19,7 +19,7 @@ from ..parallel_state import parallel_state
 from ..registry.features import is_rate, random_sites
 from ..upstream import local_tensor
 from .measure import loss_of_batch, on_device
-from .parity import Twin
+from .parity import UNBUILDABLE, Twin
 from .ranks import first_reason, run_ranks
 
 # Of some sites each draws one number a layer: ranks that draw apart agree half of the time.
@@ -59,7 +59,7 @@ def check_draws(
     together = sorted(rates(twin.model_on_meta().config))
     if not together:
         return frozenset(), ""
-    alone = [[name] for name in together if _sites_of(twin, name)]
+    alone = [[name] for name in together if _is_read(twin, name)]
     if len(alone) < 2:
         # Then it is alone with those that nothing reads.
         alone = []
@@ -80,14 +80,17 @@ def check_draws(
     return (frozenset() if last.problem else last.sites), problem
 
 
-def _sites_of(twin: Twin, name: str) -> frozenset[str]:
-    """Finds what one rate alone has the twin draw."""
+def _is_read(twin: Twin, name: str) -> bool:
+    """Tells whether one rate alone has the twin draw anything, or refuse it."""
     model = twin.model_on_meta()
     config = model.config
     set_rates(config, 0.0, rates(config))
     set_rates(config, _RATE, frozenset([name]))
-    with torch.device("meta"):
-        return random_sites(type(model)(config))
+    try:
+        with torch.device("meta"):
+            return bool(random_sites(type(model)(config)))
+    except UNBUILDABLE:
+        return True
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from transformers import (
     GPTJConfig,
     LlamaConfig,
     OPTConfig,
+    Qwen3MoeConfig,
     XGLMConfig,
 )
 
@@ -18,7 +19,10 @@ from hf_megatron import ConfigError, MegatronConfig, RankError
 from hf_megatron.communication.watch import running_watch
 from hf_megatron.data_parallel import buckets, optimizer, weight_gathering
 from hf_megatron.data_parallel.bucket_making import default_capacity
+from hf_megatron.expert_parallel.dispatch import AllToAll
 from hf_megatron.pipeline_parallel import training
+from hf_megatron.pipeline_parallel.schedules import SCHEDULES
+from hf_megatron.planner.balanced_experts import even_choices, even_sizes
 from hf_megatron.planner.dry_run import _require_positions, dry_run, measured_run
 from hf_megatron.planner.fake_world import run_fake_ranks
 
@@ -37,28 +41,80 @@ def llama(layers=4, **changes):
 
 
 BATCH = {"batch_size": 4, "sequence_length": 64}
+EXPERTS = Qwen3MoeConfig(
+    **{"vocab_size": 512, "hidden_size": 128, "moe_intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16},
+    **{"num_attention_heads": 8, "num_key_value_heads": 8, "num_experts": 8, "num_experts_per_tok": 2},
+)
+FLAT = {"pp_size": 2, "num_microbatches": 4}
 # Layout, and how far the peak may be from what the allocator saw: gloo lets go of some a little late.
 COMPARED = {
     "tp2": ({"tp_size": 2}, 2e-2),
     "tp2+sp": ({"tp_size": 2, "sequence_parallel": True}, 5e-2),
-    "pp2": ({"pp_size": 2, "num_microbatches": 4}, 1e-2),
+    "tp2+sp, full": ({"tp_size": 2, "sequence_parallel": True, "recompute": "full"}, 5e-2),
+    "tp2+sp, selective": ({"tp_size": 2, "sequence_parallel": True, "recompute": "selective"}, 5e-2),
+    "cp2": ({"cp_size": 2}, 5e-2),
+    "ep2": ({"dp_size": 2, "ep_size": 2}, 5e-2),
+    **{f"pp2, {name}": ({**FLAT, "pipeline_schedule": name}, 5e-2) for name in SCHEDULES},
+    "dp2, stage 0": ({"zero_stage": 0}, 1e-3),
     "dp2": ({"zero_stage": 1}, 1e-3),
     "dp2, stage 2": ({"zero_stage": 2}, 1e-3),
     "dp2, stage 3": ({"zero_stage": 3}, 1e-3),
 }
 
 
+def model_for(layout):
+    return EXPERTS if "ep_size" in layout else llama()
+
+
 def predicted(layout, rank=0, ranks=2, **kwargs):
-    [figures] = dry_run(llama(), MegatronConfig(**layout), [rank], ranks, **BATCH, **kwargs)
+    [figures] = dry_run(model_for(layout), MegatronConfig(**layout), [rank], ranks, **BATCH, **kwargs)
     return figures
 
 
 @pytest.mark.parametrize(("layout", "limit"), COMPARED.values(), ids=COMPARED)
 def test_predicts_what_gloo_ranks_have(layout, limit):
     figures = predicted(layout, as_gloo=True, dtype=torch.float32)
-    measured = measured_run(llama(), MegatronConfig(**layout), 2, **BATCH, dtype=torch.float32)[0]
+    measured = measured_run(model_for(layout), MegatronConfig(**layout), 2, **BATCH, dtype=torch.float32)[0]
     assert {name: figures.kept.get(name) for name in measured.kept} == measured.kept
     assert figures.dynamic_peak == pytest.approx(measured.dynamic_peak, rel=limit)
+    assert figures.collectives == measured.collectives
+
+
+FOUR = {
+    "tp2, dp2": {"tp_size": 2, "sequence_parallel": True},
+    "tp2, pp2": {"tp_size": 2, **FLAT},
+    "cp2, dp2": {"cp_size": 2},
+    "dp4, ep2": {"dp_size": 4, "ep_size": 2},
+    "tp2, dp2, ep4": {"tp_size": 2, "sequence_parallel": True, "dp_size": 2, "ep_size": 4},
+    "dp4, stage 3": {"zero_stage": 3},
+}
+
+
+@pytest.mark.parametrize("layout", FOUR.values(), ids=FOUR)
+def test_collectives_are_those_of_four_ranks(layout):
+    measured = measured_run(model_for(layout), MegatronConfig(**layout), 4, **BATCH, dtype=torch.float32)
+    for rank in (0, 3):
+        figures = predicted(layout, rank, 4, as_gloo=True, dtype=torch.float32)
+        assert figures.collectives == measured[rank].collectives
+
+
+def test_a_collective_that_is_missing_is_noticed(monkeypatch):
+    layout = FOUR["dp4, ep2"]
+    measured = measured_run(EXPERTS, MegatronConfig(**layout), 4, **BATCH, dtype=torch.float32)[0]
+    monkeypatch.setattr(AllToAll, "exchange_sizes", lambda self, sizes, chosen: None)
+    assert predicted(layout, 0, 4, as_gloo=True, dtype=torch.float32).collectives != measured.collectives
+
+
+@pytest.mark.parametrize(("tokens", "choices", "experts", "ranks"), [(64, 2, 8, 4), (96, 8, 128, 8), (60, 3, 8, 2)])
+def test_experts_are_chosen_evenly(tokens, choices, experts, ranks):
+    chosen = torch.from_numpy(even_choices(tokens, choices, experts))
+    assert all(len(set(row.tolist())) == choices for row in chosen)
+    counts = chosen.flatten().bincount(minlength=experts)
+    assert counts.max() - counts.min() <= 1
+    table = even_sizes(tokens, choices, experts // ranks, ranks, ranks - 1)
+    assert sum(row[1] for row in table) == tokens * choices
+    assert all(row[0] <= min(tokens, row[1]) for row in table)
+    assert len({tuple(row[2:]) for row in table}) == 1
 
 
 def test_half_precision_keeps_what_gloo_ranks_keep():

@@ -5,6 +5,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+import torch
 import yaml
 from transformers import CONFIG_MAPPING, GPT2Config, LlamaConfig, Qwen3MoeConfig
 from typer.testing import CliRunner
@@ -17,8 +18,9 @@ from hf_megatron.errors import ConfigError
 from hf_megatron.integrations.launch_keys import LAUNCH_KEYS
 from hf_megatron.planner.candidates import Bounds
 from hf_megatron.planner.devices import device
-from hf_megatron.planner.dry_run import StepSizes, dry_run
+from hf_megatron.planner.dry_run import StepSizes, dry_run, step_figures
 from hf_megatron.planner.estimate import Estimator
+from hf_megatron.planner.fake_world import run_fake_ranks
 from hf_megatron.planner.job import Job
 from hf_megatron.planner.local_parameters import parameters_of_units
 from hf_megatron.planner.plan_output import launch_as_yaml, layout_as_yaml, plan_as_dict, plan_as_text, write_plan
@@ -26,6 +28,7 @@ from hf_megatron.planner.plan_picture import draw_plan
 from hf_megatron.planner.predicted_ranks import predict_ranks
 from hf_megatron.planner.search import search
 from hf_megatron.planner.short_model import shorten
+from hf_megatron.planner.training import Training
 from hf_megatron.planner.unit_book import UnitBook
 from hf_megatron.planner.unit_costs import measure_units
 from hf_megatron.planner.unit_time import seconds
@@ -85,6 +88,7 @@ def test_what_is_kept_is_what_is_allocated(config, sizes):
     [
         ({"tp_size": 2, "sequence_parallel": True}, 0.03),
         ({"tp_size": 2, "sequence_parallel": True, "recompute": "full"}, 0.08),
+        ({"tp_size": 2, "sequence_parallel": True, "recompute": "selective"}, 0.03),
         ({"zero_stage": 1}, 0.03),
         ({"zero_stage": 3}, 0.16),
         ({"tp_size": 2, "sequence_parallel": True, "pp_size": 4}, 0.05),
@@ -100,11 +104,107 @@ def test_memory_is_near_the_dry_runs(config, sizes, limit):
     microbatches = 8 if "pp_size" in sizes else 1
     layout = MegatronConfig(dp_size=DP, num_microbatches=8 if "pp_size" in sizes else None, **sizes)
     book = UnitBook(shorten(config), Job(DP * layout.ranks_per_replica, device("h100"), LENGTH, DP * microbatches))
-    book.measure({layout.tp_size}, {1})
+    book.measure({layout.tp_size}, {1}, {layout.recompute})
     found = Estimator(book).memory.categories(layout, 1, microbatches)
     predicted = predict_ranks(config, layout, DP * layout.ranks_per_replica, sequence_length=LENGTH)
     for rank, expected in zip(found, predicted, strict=True):
         assert sum(rank.values()) == pytest.approx(expected.peak.size, rel=limit)
+
+
+TRAINED = {
+    "lora": Training(lora_rank=8),
+    "frozen": Training(frozen=("embed_tokens", r"layers\.[0-2]\.")),
+    "frozen norms": Training(frozen=("norm",)),
+}
+
+
+@pytest.mark.parametrize("training", TRAINED.values(), ids=TRAINED)
+@pytest.mark.parametrize("sizes", [{"tp_size": 2, "sequence_parallel": True}, {"zero_stage": 0}], ids=["tp2", "dp4"])
+def test_what_is_trained_is_what_is_kept_and_costs(training, sizes):
+    layout = MegatronConfig(dp_size=DP, **sizes)
+    ranks = DP * layout.ranks_per_replica
+    book = UnitBook(shorten(LLAMA, training), Job(ranks, device("h100"), LENGTH, DP, training=training))
+    book.measure({layout.tp_size}, {1}, {None})
+    [found] = Estimator(book).memory.categories(layout, 1, 1)
+
+    def on_rank(world):
+        return step_figures(world, LLAMA, layout, StepSizes(1, LENGTH), adapt=training.adapt)
+
+    [figures] = run_fake_ranks(on_rank, [0], ranks)
+    names = ("weights", "main weights", "moments")
+    buffers = sum(buffer.nbytes for buffer in book.short.model.buffers())
+    kept = Counter(figures.kept)
+    kept["weights"] -= buffers
+    assert {name: found[name] for name in names} == {name: kept[name] for name in names}
+    assert sum(found.values()) == pytest.approx(figures.peak, rel=0.06)
+
+
+def test_a_frozen_beginning_has_no_backward():
+    training = TRAINED["frozen"]
+    book = UnitBook(shorten(LLAMA, training), Job(8, device("h100"), LENGTH, 8, training=training))
+    assert len({*book.short.layers}) == 3
+    book.measure({1}, {1}, {None})
+    frozen, _, first, trained = (book.costs(MegatronConfig(dp_size=8)).layers[layer] for layer in (0, 1, 3, 4))
+    assert frozen.backward.flops == 0 and frozen.left < trained.left / 4
+    # Its norm is trained, which takes all gradients but those of what it reads.
+    assert 0 < first.backward.flops == trained.backward.flops and first.backward.moved < trained.backward.moved
+
+
+def test_few_bits_are_what_bitsandbytes_keeps():
+    functional = pytest.importorskip("bitsandbytes").functional
+    weight = torch.randn(96, 160)
+    codes, state = functional.quantize_4bit(weight, quant_type="nf4")
+    assert Training(8, quantized="nf4").code_bytes(96, 160) == codes.nbytes + state.absmax.nbytes
+    codes, scales, _ = functional.int8_vectorwise_quant(weight.half())
+    assert Training(8, quantized="int8").code_bytes(96, 160) == codes.nbytes + scales.nbytes
+    job = Job(8, device("h100"), LENGTH, 8)
+    peaks = {}
+    for name in (None, "nf4"):
+        coded = replace(job, training=Training(8, quantized=name))
+        book = UnitBook(shorten(LLAMA, coded.training), coded)
+        book.measure({1}, {1}, {None})
+        estimate = Estimator(book).estimate(MegatronConfig(dp_size=8), 1, 1)
+        peaks[name] = estimate.memory[0]["weights"], estimate.compute
+    linears = sum(p.numel() for name, p in book.short.model.named_parameters() if "_proj" in name) // 2 * 8
+    assert peaks[None][0] - peaks["nf4"][0] == linears * 2 - linears // 2 - linears // 16
+    assert peaks["nf4"][1] > peaks[None][1]
+
+
+def test_packed_documents_and_offloaded_states_are_priced():
+    # So small a model is bound by launches.
+    job = Job(8, replace(device("h100"), launch_us=1e-6), LENGTH, 8)
+    book = UnitBook(shorten(LLAMA), job)
+    book.measure({1}, {1}, {None})
+    packed = UnitBook(book.short, replace(job, document_length=LENGTH / 4))
+    packed._costs = book._costs
+    layout = MegatronConfig(dp_size=8)
+    whole, short = (Estimator(one).estimate(layout, 1, 1) for one in (book, packed))
+    assert short.compute < whole.compute and short.memory == whole.memory
+    offloaded = Estimator(book).estimate(replace(layout, offload_optimizer=True), 1, 1)
+    assert not {"main weights", "moments"} & offloaded.memory[0].keys()
+    assert offloaded.seconds > whole.seconds
+    with pytest.raises(ConfigError, match="Job.document_length = 1000: expected 1 to 512"):
+        replace(job, document_length=1000)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"lora_rank": -1}, "Training.lora_rank = -1: expected 0 or more"),
+        ({"lora_rank": 8, "quantized": "nf3"}, "Training.quantized = 'nf3': expected one of nf4, int8"),
+        ({"quantized": "nf4"}, "are not trained; needs LoRA"),
+        ({"frozen": ("(",)}, "no regular expression"),
+    ],
+)
+def test_what_cannot_be_trained_says_so(values, message):
+    with pytest.raises(ConfigError, match=message):
+        Training(**values)
+
+
+@pytest.mark.parametrize(("pattern", "message"), [("nowhere", "no parameter of LlamaForCausalLM"), (".", "nothing of")])
+def test_patterns_that_leave_nothing_say_so(pattern, message):
+    with pytest.raises(ConfigError, match=message):
+        shorten(LLAMA, Training(frozen=(pattern,)))
 
 
 def test_layers_that_run_again_cost_what_they_are_measured_to():
@@ -193,7 +293,7 @@ def test_fixed_sizes_and_what_does_not_fit():
 
 def test_more_work_takes_longer():
     book = UnitBook(shorten(LLAMA), Job(8, device("h100"), LENGTH, 64))
-    book.measure({1, 2}, {1, 2})
+    book.measure({1, 2}, {1, 2}, {None})
     estimator = Estimator(book)
     one = estimator.estimate(MegatronConfig(dp_size=8), 1, 8)
     assert estimator.estimate(MegatronConfig(dp_size=8), 1, 16).seconds > 1.5 * one.seconds
@@ -223,4 +323,11 @@ def test_the_command_searches_and_still_prints_claims(tmp_path):
     assert found.exit_code == 0, found.output
     answer = json.loads(found.output[found.output.index("{") :])
     assert answer["best"][0]["tokens_per_second_and_device"] > 0
+    lora = runner.invoke(
+        app,
+        ["plan", str(tmp_path / "model"), *arguments[:-5], "--lora", "8", "--quantized", "nf4", "--document", "64"]
+        + ["--offload", "--recompute", "none", "--tp", "1", "--cp", "1"],
+    )
+    assert lora.exit_code == 0, lora.output
+    assert "LoRA of rank 8 beside a frozen base in nf4, packed with documents of 64 tokens" in lora.output
     assert MegatronConfig.from_yaml(tmp_path / "layout.yaml").tp_size == 1
