@@ -1,9 +1,12 @@
 """The benchmarks run, and every variant starts with one process's loss; megatron-core in processes of its own."""
 
+import importlib
 import json
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 
@@ -79,3 +82,13 @@ def test_constants_of_the_planner(tmp_path):
     assert result.returncode == 0, result.stderr[-3000:]
     assert "21 of 21 within 15%" in result.stdout and "! fails (held out)" in result.stdout
     assert len(json.loads(out.read_text())["rows"]) == 22
+
+
+@pytest.mark.parametrize(("model", "devices"), [("meta-llama/Llama-3.1-8B", 8), ("mistralai/Mixtral-8x7B-v0.1", 64)])
+def test_the_page_of_layouts_has_what_is_found(model, devices, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    which_layout = importlib.import_module("which_layout")
+    row = which_layout.row_of(which_layout.answer(which_layout.known_models()[model], devices))
+    page = which_layout.PAGE.read_text(encoding="utf-8")
+    assert row in page.partition(f"## {model}\n")[2].partition("\n## ")[0]
+    assert all(f"## {name}\n" in page for name in which_layout.known_models())
