@@ -170,7 +170,7 @@ def kept_tensors(model: Any, optimizer: torch.optim.Optimizer | None = None) -> 
 
 
 def _replaced(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    """Stands in the place of `Module._apply`, which cannot exchange what is in a fake parameter that others refer to."""
+    """Stands in the place of `Module._apply`, which cannot exchange what is in a fake parameter that others know."""
     for child in module.children() if recurse else ():
         child._apply(function)
     for name, parameter in module._parameters.items():
