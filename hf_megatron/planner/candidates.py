@@ -143,37 +143,31 @@ class Candidates:
                         )
 
     def steps(self, mesh: MegatronConfig) -> Iterator[Candidate]:
-        """Yields the schedules and microbatches of a mesh whose stage of ZeRO and recomputation are set."""
-        rows_of_rank = self.job.global_batch // (mesh.dp_size or 1)
-        for rows in _ROWS:
-            if rows_of_rank % rows:
-                break
-            microbatches = rows_of_rank // rows
-            if mesh.pp_size == 1:
-                yield Candidate(mesh, rows, microbatches)
-                continue
-            for name in self.bounds.schedules:
-                yield from self._schedules(mesh, name, rows, microbatches)
+        """Yields the schedules and microbatches of a mesh whose stage of ZeRO and recomputation are set.
 
-    def _schedules(self, mesh: MegatronConfig, name: str, rows: int, microbatches: int) -> Iterator[Candidate]:
+        Fewer rows come first; layouts do not say their number of microbatches yet.
+        """
+        rows_of_rank = self.job.global_batch // (mesh.dp_size or 1)
+        splits = [(rows, rows_of_rank // rows) for rows in _ROWS if rows_of_rank % rows == 0]
+        if mesh.pp_size == 1:
+            yield from (Candidate(mesh, rows, microbatches) for rows, microbatches in splits)
+            return
+        for name in self.bounds.schedules:
+            yield from self._schedules(mesh, name, splits)
+
+    def _schedules(self, mesh: MegatronConfig, name: str, splits: list[tuple[int, int]]) -> Iterator[Candidate]:
         found, layers = schedule(name), len(self.book.short.layers)
         if found.splits_backward and mesh.zero_stage == 3:
             return
         even = [virtual for virtual in _VIRTUAL if layers % (mesh.pp_size * virtual) == 0] or _UNEVEN
         for virtual in even if found.fixed is None else (found.fixed,):
-            fits = mesh.pp_size * virtual <= layers and found.runs(mesh.pp_size, virtual, microbatches)
-            if not fits or microbatches < mesh.pp_size:
+            if mesh.pp_size * virtual > layers:
                 continue
-            yield Candidate(
-                replace(
-                    mesh,
-                    pipeline_schedule=name,
-                    virtual_stages=None if virtual == found.stages_per_rank else virtual,
-                    num_microbatches=microbatches,
-                ),
-                rows,
-                microbatches,
-            )
+            stated = None if virtual == found.stages_per_rank else virtual
+            layout = replace(mesh, pipeline_schedule=name, virtual_stages=stated)
+            for rows, microbatches in splits:
+                if microbatches >= mesh.pp_size and found.runs(mesh.pp_size, virtual, microbatches):
+                    yield Candidate(layout, rows, microbatches)
 
 
 def _exist(layout: MegatronConfig) -> bool:

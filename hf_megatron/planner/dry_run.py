@@ -98,6 +98,8 @@ def step_figures(
     sizes: StepSizes,
     *,
     adapt: Callable[[Any], Any] | None = None,
+    optimizes: bool = True,
+    steps: int = _STEPS,
     ledger_of: Callable[[Any], StepLedger] = StepLedger,
     watching: Callable[[StepLedger], AbstractContextManager[Any]] = lambda ledger: nullcontext(),
 ) -> StepFigures:
@@ -105,6 +107,8 @@ def step_figures(
 
     Args:
         adapt (`Callable`, *optional*): freezes parts of a model, or puts an adapter into it, and returns it.
+        optimizes (`bool`, defaults to `True`): whether the optimizer steps.
+        steps (`int`, defaults to 2): how many; the second finds what the first one has made.
         ledger_of (`Callable`, *optional*): makes what counts the steps of a model.
         watching (`Callable`, *optional*): makes a context around the last step of the ledger that counts it.
     """
@@ -113,10 +117,10 @@ def step_figures(
     with balanced_experts(), world.running(inner, ledger_of(inner)) as ledger:
         ids = torch.zeros(sizes.batch_size, sizes.sequence_length, dtype=torch.int64)
         given = {name: make(ids) for name, make in _INPUTS.items() if name in sizes.inputs}
-        for step in range(_STEPS):
+        for step in range(steps):
             ledger.begin_step(kept_tensors(inner, optimizer))
-            with watching(ledger) if step == _STEPS - 1 else nullcontext():
-                _step(model, optimizer, ids, **given)
+            with watching(ledger) if step == steps - 1 else nullcontext():
+                _step(model, optimizer, ids, optimizes=optimizes, **given)
     ledger.figures.parameters = _parameters(inner)
     return ledger.figures
 
@@ -236,9 +240,12 @@ def _model_and_optimizer(
     return model, prepare_optimizer(torch.optim.AdamW(trained))
 
 
-def _step(model: Any, optimizer: torch.optim.Optimizer, ids: Tensor, **given: Tensor) -> None:
+def _step(
+    model: Any, optimizer: torch.optim.Optimizer, ids: Tensor, *, optimizes: bool = True, **given: Tensor
+) -> None:
     model(input_ids=ids, labels=ids, **given).loss.backward()
-    optimizer.step()
+    if optimizes:
+        optimizer.step()
     optimizer.zero_grad()
 
 

@@ -154,18 +154,21 @@ class Estimator:
         # Who is beyond a link hangs on ep's and dp's places.
         key = *sizes, *shape, layout.recompute, rows, self._links(layout)["ep"]
         if key not in self._times:
-            table = self.memory.table(layout)
-            costs, ranks = [], [Times() for _ in range(layout.pp_size)]
-            for rank, runs in zip(table.rank_of, self.book.runs(len(table.rank_of)), strict=True):
-                cost, times = self._stage(layout, rows, runs)
-                costs.append(cost)
-                ranks[rank] += times
-            self._times[key] = _StageTimes(tuple(costs), tuple(ranks))
+            rank_of, links = self.memory.table(layout).rank_of, self._links(layout)
+            costs = tuple(self._stage(layout, rows, runs, links)[0] for runs in self.book.runs(len(rank_of)))
+            ranks = []
+            for held in self.book.runs_of_ranks(rank_of):
+                times = Times()
+                for runs, count in held:
+                    times += self._stage(layout, rows, runs, links)[1].repeated(count)
+                ranks.append(times)
+            self._times[key] = _StageTimes(costs, tuple(ranks))
         return self._times[key]
 
-    def _stage(self, layout: MegatronConfig, rows: int, runs: Runs) -> tuple[StageCosts, Times]:
+    def _stage(
+        self, layout: MegatronConfig, rows: int, runs: Runs, links: Mapping[str, str]
+    ) -> tuple[StageCosts, Times]:
         """Returns the seconds of a stage's microbatch, and both directions of it together."""
-        links = self._links(layout)
         key = layout.tp_size, layout.cp_size, layout.ep_size, layout.recompute, rows, runs, *links.values()
         if key not in self._stages:
             forward = backward = Times()
@@ -234,12 +237,11 @@ class Estimator:
     def _traffic(self, layout: MegatronConfig, rows: int, microbatches: int, rank: int) -> dict[str, float]:
         found: dict[str, float] = {}
         table = self.memory.table(layout)
-        stages = self.book.runs(len(table.rank_of))
-        for runs in (runs for runs, owner in zip(stages, table.rank_of, strict=True) if owner == rank):
+        for runs, stages in self.book.runs_of_ranks(table.rank_of)[rank]:
             for unit, count in runs:
                 for work in self._unit_work(layout, rows, unit):
                     for axis, (_, size) in work.traffic.items():
-                        found[axis] = found.get(axis, 0.0) + size * count * microbatches
+                        found[axis] = found.get(axis, 0.0) + size * count * stages * microbatches
         return found
 
 

@@ -91,24 +91,19 @@ class RankMemory:
         return tuple(found)
 
     def _make(self, layout: MegatronConfig, per_rank: int) -> RankTable:
-        rank_of = rank_of_stage(layout.pipeline_schedule, layout.pp_size, per_rank)
-        stages = self.book.runs(len(rank_of))
-        measured = [self._stage(layout, runs) for runs in stages]
-        ranks: list[list[KeptUnit]] = [[] for _ in range(layout.pp_size)]
-        peaks = [0] * layout.pp_size
-        for rank, runs, (_, peak) in zip(rank_of, stages, measured, strict=True):
-            ranks[rank].append(self._kept_stage(layout, runs))
-            peaks[rank] = max(peaks[rank], peak)
-        kept = [functools.reduce(operator.add, found) for found in ranks]
+        rank_of = tuple(rank_of_stage(layout.pipeline_schedule, layout.pp_size, per_rank))
+        stages, of_ranks = self.book.runs(len(rank_of)), self.book.runs_of_ranks(rank_of)
+        peaks = tuple(max(0, *(self._stage(layout, runs)[1] for runs, _ in held)) for held in of_ranks)
+        kept = [self._kept_rank(layout, held) for held in of_ranks]
         static = tuple(self._static(layout, found) for found in kept)
         if len(stages) == 1:
             static[0].subtract(self.book.kept(layout)[1].kept)
         return RankTable(
-            tuple(rank_of),
+            rank_of,
             static,
             tuple(sum(found.values()) for found in static),
-            tuple(left for left, _ in measured),
-            tuple(peaks),
+            tuple(self._stage(layout, runs)[0] for runs in stages),
+            peaks,
             tuple(unit.entries for unit in kept),
             tuple(unit.trained for unit in kept),
             tuple(unit.owned for unit in kept),
@@ -124,13 +119,16 @@ class RankMemory:
             self._stages[key] = left, _peak(units) - left
         return self._stages[key]
 
-    def _kept_stage(self, layout: MegatronConfig, runs: Runs) -> KeptUnit:
+    def _kept_rank(self, layout: MegatronConfig, held: tuple[tuple[Runs, int], ...]) -> KeptUnit:
         sizes = layout.tp_size, layout.cp_size, layout.pp_size, layout.dp_size, layout.ep_size, layout.etp_size
-        key = *sizes, layout.zero_stage, layout.offload_optimizer, runs
+        key = *sizes, layout.zero_stage, layout.offload_optimizer, held
         if key not in self._kept:
             units, _ = self.book.kept(layout)
-            parts = [units[number].repeated(count) for number, count in runs]
-            self._kept[key] = functools.reduce(operator.add, parts)
+            counts: Counter[int] = Counter()
+            for runs, stages in held:
+                for unit, count in runs:
+                    counts[unit] += count * stages
+            self._kept[key] = functools.reduce(operator.add, (units[unit].repeated(n) for unit, n in counts.items()))
         return self._kept[key]
 
     def _static(self, layout: MegatronConfig, kept: KeptUnit) -> Counter[str]:

@@ -18,8 +18,9 @@ from .unit_book import UnitBook
 
 # Estimates that differ by less are not told apart.
 NOISE = 0.05
-_SIMULATED, _SHOWN = 40, 3
-_SELECTIVE = "selective"
+_SIMULATED, _SHOWN = 20, 3
+# Recomputation that leaves more than this share of activations is not tried: flash attention keeps no scores.
+_SELECTIVE, _FREED = "selective", 0.95
 
 
 @dataclass(frozen=True)
@@ -82,17 +83,25 @@ def search(config: PreTrainedConfig, job: Job, bounds: Bounds | None = None) -> 
 
 
 def _measure(candidates: Candidates, tensor_sizes: set[int], context_sizes: set[int]) -> None:
-    """Runs the model's units, without the recomputation that it refuses."""
+    """Runs the model's units, without a recomputation that the model refuses or that frees next to nothing."""
     book, bounds = candidates.book, candidates.bounds
+    book.measure(tensor_sizes, context_sizes, {None})
+    if _SELECTIVE not in bounds.recomputes:
+        return
+    plain, selective = (MegatronConfig(tp_size=min(tensor_sizes), recompute=mode) for mode in (None, _SELECTIVE))
     try:
-        book.measure(tensor_sizes, context_sizes, bounds.recomputes)
+        book.measure({plain.tp_size}, {1}, {_SELECTIVE})
     except RankError as error:
-        if _SELECTIVE not in bounds.recomputes:
-            raise
+        reason = first_reason(str(error))
+    else:
+        kept = [sum(layer.left for layer in book.costs(layout).layers) for layout in (plain, selective)]
+        reason = f"frees {1 - kept[1] / kept[0]:.1%} of what layers keep" if kept[1] > _FREED * kept[0] else ""
+    if reason and len(bounds.recomputes) > 1:
         others = tuple(mode for mode in bounds.recomputes if mode != _SELECTIVE)
-        book.measure(tensor_sizes, context_sizes, others)
         candidates.bounds = replace(bounds, recomputes=others)
-        candidates.leave_out(f"recompute {_SELECTIVE}: {first_reason(str(error))}")
+        candidates.leave_out(f"recompute {_SELECTIVE}: {reason}")
+    else:
+        book.measure(tensor_sizes, {1}, {_SELECTIVE})
 
 
 @dataclass(frozen=True)
@@ -107,7 +116,10 @@ class _Quick:
         return self.seconds, self.peak
 
     def estimated(self, estimator: Estimator) -> Estimate:
-        return estimator.estimate(self.candidate.layout, self.candidate.rows, self.candidate.microbatches)
+        layout, microbatches = self.candidate.layout, self.candidate.microbatches
+        if layout.pp_size > 1:
+            layout = replace(layout, num_microbatches=microbatches)
+        return estimator.estimate(layout, self.candidate.rows, microbatches)
 
 
 def _quick(estimator: Estimator, candidates: Candidates, meshes: Iterable[MegatronConfig]) -> Iterator[_Quick]:

@@ -82,6 +82,7 @@ class UnitBook:
         self._kept: dict[tuple, tuple[dict[int, KeptUnit], KeptUnit]] = {}
         self._partitions: dict[int, tuple[int, ...]] = {}
         self._runs: dict[int, tuple[Runs, ...]] = {}
+        self._of_ranks: dict[tuple[int, ...], tuple[tuple[tuple[Runs, int], ...], ...]] = {}
 
     def measure(self, tp_sizes: Iterable[int], cp_sizes: Iterable[int], recomputes: Iterable[str | None]) -> None:
         """Runs the units of all these; raises `RankError` where one does not run.
@@ -170,6 +171,19 @@ class UnitBook:
             after = 0.0 if head is None else estimate_cost(head, text)
             self._partitions[stages] = partition([costs[layer] for layer in self.short.layers], stages, after=after)
         return self._partitions[stages]
+
+    def runs_of_ranks(self, rank_of: tuple[int, ...]) -> tuple[tuple[tuple[Runs, int], ...], ...]:
+        """Returns what each rank holds: the stages that differ, and how many it has of each.
+
+        Args:
+            rank_of: rank of each stage.
+        """
+        if rank_of not in self._of_ranks:
+            found: list[Counter[Runs]] = [Counter() for _ in range(max(rank_of) + 1)]
+            for rank, runs in zip(rank_of, self.runs(len(rank_of)), strict=True):
+                found[rank][runs] += 1
+            self._of_ranks[rank_of] = tuple(tuple(counts.items()) for counts in found)
+        return self._of_ranks[rank_of]
 
     def runs(self, stages: int) -> tuple[Runs, ...]:
         """Returns the units of each stage; raises `ConfigError` for too many stages."""

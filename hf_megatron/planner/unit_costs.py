@@ -76,7 +76,10 @@ def measure_units(
             made.append((UnitLedger(model, ranks), model))
             return made[-1][0]
 
-        step_figures(world, short.config, layout, sizes, adapt=training.adapt, ledger_of=ledger_of)
+        # Of ranks that share a row nothing is asked but what they send.
+        steps = 2 if layout.cp_size == 1 else 1
+        how = {"adapt": training.adapt, "optimizes": False, "steps": steps}
+        step_figures(world, short.config, layout, sizes, ledger_of=ledger_of, **how)
         [(ledger, model)] = made
         return _costs(ledger, short, _adapters(model, short))
 
