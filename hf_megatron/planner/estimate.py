@@ -155,12 +155,14 @@ class Estimator:
         key = *sizes, *shape, layout.recompute, rows, self._links(layout)["ep"]
         if key not in self._times:
             rank_of, links = self.memory.table(layout).rank_of, self._links(layout)
-            costs = tuple(self._stage(layout, rows, runs, links)[0] for runs in self.book.runs(len(rank_of)))
+            stages = self.book.runs(len(rank_of))
+            of_runs = {runs: self._stage(layout, rows, runs, links) for runs in dict.fromkeys(stages)}
+            costs = tuple(of_runs[runs][0] for runs in stages)
             ranks = []
             for held in self.book.runs_of_ranks(rank_of):
                 times = Times()
                 for runs, count in held:
-                    times += self._stage(layout, rows, runs, links)[1].repeated(count)
+                    times += of_runs[runs][1].repeated(count)
                 ranks.append(times)
             self._times[key] = _StageTimes(costs, tuple(ranks))
         return self._times[key]

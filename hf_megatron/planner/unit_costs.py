@@ -78,8 +78,13 @@ def measure_units(
 
         # Of ranks that share a row nothing is asked but what they send.
         steps = 2 if layout.cp_size == 1 else 1
-        how = {"adapt": training.adapt, "optimizes": False, "steps": steps}
-        step_figures(world, short.config, layout, sizes, ledger_of=ledger_of, **how)
+        step_figures(
+            *(world, short.config, layout, sizes),
+            adapt=training.adapt,
+            optimizes=False,
+            steps=steps,
+            ledger_of=ledger_of,
+        )
         [(ledger, model)] = made
         return _costs(ledger, short, _adapters(model, short))
 
