@@ -1,5 +1,6 @@
 """One step of a pipeline schedule played on what its stages cost: when each rank computes and waits; what it holds."""
 
+import dataclasses
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -229,7 +230,11 @@ def simulated_seconds(
         return simulate(name, ranks, stages_per_rank, microbatches, costs, sends).duration
     rest = simulate(name, ranks, stages_per_rank, few, costs, sends).duration
     full = simulate(name, ranks, stages_per_rank, more, costs, sends).duration
-    return full + (microbatches - more) * (full - rest) / (more - few)
+    # Of unequal stages a pipeline may fill longer than that; its busiest rank is never faster.
+    own = [0.0] * ranks
+    for stage, rank in enumerate(rank_of_stage(name, ranks, stages_per_rank)):
+        own[rank] += sum(dataclasses.astuple(costs[stage]))
+    return max(full + (microbatches - more) * (full - rest) / (more - few), microbatches * max(own))
 
 
 def bubble(

@@ -154,6 +154,17 @@ def test_long_steps_from_short_ones(sizes):
         assert found == pytest.approx(exact, rel=0.01)
 
 
+def test_a_long_step_takes_no_less_than_its_busiest_rank():
+    """Stages so unequal that the pipeline fills for longer than what a long step is told by."""
+    forwards = [1.81, 1.51, 0.76, 0.9, 1.55, 1.35, 1.03, 1.05]
+    halves = [1.31, 1.7, 1.24, 1.38, 0.8, 1.54, 0.8, 1.21]
+    costs = [StageCosts(forward, half, half) for forward, half in zip(forwards, halves, strict=True)]
+    own = [0.0] * 4
+    for stage, rank in enumerate(rank_of_stage("zbv", 4, 2)):
+        own[rank] += forwards[stage] + 2 * halves[stage]
+    assert simulated_seconds("zbv", 4, 2, 64, costs, 0.3) >= 64 * max(own)
+
+
 def test_a_simulated_step_is_drawn(tmp_path):
     step = simulate("1f1b", 4, 1, 8, [COSTS] * 4, sends=0.25)
     timeline = simulated_timeline(step, "1f1b", 8)
