@@ -19,7 +19,7 @@ from ..parallelize import plan
 from ..pipeline_parallel.stage_counts import layers_with_features
 from ..registry import own_spec
 from ..registry.features import Features, describe_model
-from ..registry.recorded import layout_kind, tested_versions, write_results
+from ..registry.recorded import layout_kind, recorded_draw, tested_versions, write_results
 from ..spec import ModelSpec
 from .adapters import adapted
 from .cases import case_of, cases_of
@@ -196,8 +196,17 @@ def _check_changed(
     # Every dp rank needs one, and some have more.
     rows = max(_ROWS, max(layout.dp_size or 1 for layout in layouts) + 1)
     reason, results = "", []
+    made_of = {"task": task, "layers": layers, "rows": rows}
     try:
-        twin = make_twin(config, task=task, class_name=class_name, microbatches=2, min_layers=layers, batch_size=rows)
+        twin = make_twin(
+            config,
+            task=task,
+            class_name=class_name,
+            microbatches=2,
+            min_layers=layers,
+            batch_size=rows,
+            known_draw=recorded_draw(config.model_type, changes, made_of),
+        )
         twin = twin if adapter is None else adapted(twin, adapter)
     except UNBUILDABLE as error:
         reason = f"its tiny twin cannot be built: {type(error).__name__}: {error}"
@@ -211,6 +220,8 @@ def _check_changed(
                 # Wrong usage, unless it has some that are refused by name, which makes a row.
                 plan(twin.model_on_meta(), layout, Axes.of(layout, 0))
         row = _check_layout(config, twin, layout, timeout, device, reason, adapter) | {"changes": changes}
+        if twin is not None and twin.draw:
+            row["draw"] = {**made_of, "number": twin.draw}
         results.append(row)
         refused = row.pop("refused", False) or row["worst"].startswith(("UnsupportedError", "ConfigError"))
         verdict = "equal" if row["passed"] else "refused" if refused else "DIFFERS"

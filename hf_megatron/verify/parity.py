@@ -48,6 +48,7 @@ class Twin:
         build_full (`Callable`, *optional*): makes that one, on the device that is the default.
         adapt (`Callable`, *optional*): puts an adapter into a model that was loaded, and returns the model.
         arguments (`Mapping`, *optional*): of `from_pretrained`, beside the layout.
+        draw (`int`): which of the draws of its parameters it is.
         frozen_norms (`Measurement`, *optional*): its numbers with norms by the statistics of a batch in evaluation
             mode, for layouts that split batches; taken when the first of these asks.
     """
@@ -61,6 +62,7 @@ class Twin:
     build_full: Callable[[], Any] | None = None
     adapt: Callable[[Any], Any] | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
+    draw: int = 0
     frozen_norms: Measurement | None = None
 
     def model_on_meta(self) -> Any:
@@ -96,6 +98,7 @@ def make_twin(
     sequence_length: int = 13,
     batch_size: int = 3,
     min_layers: int = 2,
+    known_draw: int | None = None,
 ) -> Twin:
     """Builds a twin and measures it in this process.
 
@@ -111,6 +114,7 @@ def make_twin(
         microbatches (`int`): batches per optimizer step, with unequal numbers of labels.
         seed, sequence_length, batch_size (`int`): of the parameters and the batches.
         min_layers (`int`): layers of the twin, as far as the config has them; more, if it has more kinds of them.
+        known_draw (`int`, *optional*): the draw that was chosen before; no other is made.
     """
     build_full = functools.partial(build, full_config(config), task, class_name)
     with torch.device("meta"):
@@ -124,27 +128,34 @@ def make_twin(
         setattr(text, name, value)
     length = max(sequence_length, LONG_ROWS.get(config.model_type, 0))
     sizes = {"batch_size": batch_size, "sequence_length": length}
-    best, others = best_draw(lambda draw, best: _draw(tiny, task, class_name, microbatches, seed + draw, sizes, best))
+    best, others = best_draw(
+        lambda draw, best: _draw(tiny, task, class_name, microbatches, seed + draw, sizes, best), known_draw
+    )
     for twin in others:
         twin.delete()
     best.full, best.build_full = full, build_full
     return best
 
 
-def best_draw(draw: Callable[[int, float], Twin]) -> tuple[Twin, list[Twin]]:
+def best_draw(draw: Callable[[int, float], Twin], known: int | None = None) -> tuple[Twin, list[Twin]]:
     """Returns the first of several draws that is well-conditioned, or the best of them; and the others.
 
     Args:
         draw (`Callable`): (number of the draw, the smallest round-off of those before) makes a twin.
+        known (`int`, *optional*): which one it is, from before.
     """
     threads = torch.get_num_threads()
+    numbers = range(_DRAWS) if known is None else [known]
     draws: list[Twin] = []
     try:
         # As ranks compute; several wait for each other longer than they work on tensors of this size.
         torch.set_num_threads(1)
-        while len(draws) < _DRAWS and not (draws and draws[-1].reference.round_off <= WELL_CONDITIONED):
+        for number in numbers:
             best = min((twin.reference.round_off for twin in draws), default=math.inf)
-            draws.append(draw(len(draws), best))
+            draws.append(draw(number, best))
+            draws[-1].draw = number
+            if draws[-1].reference.round_off <= WELL_CONDITIONED:
+                break
     finally:
         torch.set_num_threads(threads)
     chosen = min(draws, key=lambda twin: twin.reference.round_off)
