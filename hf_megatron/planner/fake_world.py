@@ -40,7 +40,7 @@ from ..data_parallel.optimizer import sharded
 from ..errors import PlanError, UnsupportedError
 from ..parallel_state import parallel_state
 from ..pipeline_parallel.transport import Shapes
-from ..upstream import fake_mode, join_fake_job, take_fakes_for_real
+from ..upstream import fake_mode, is_fake, join_fake_job, take_fakes_for_real
 from ..verify.ranks import run_forks, set_rank_environment
 from .step_ledger import StepLedger
 
@@ -140,6 +140,9 @@ def run_fake_places(
         if as_gloo:
             dist.get_backend = lambda group=None: dist.Backend("gloo")
             watch.watch_ranks = lambda *args, **kwargs: None  # type: ignore[assignment]
+        else:
+            attend = functools.partial(_attended, nn.functional.scaled_dot_product_attention)
+            nn.functional.scaled_dot_product_attention = attend  # type: ignore[assignment]
         original = initialize.initialize
 
         def draw_nothing(*args: Any, **kwargs: Any) -> None:
@@ -180,6 +183,26 @@ def _replaced(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: 
         if buffer is not None:
             module._buffers[name] = function(buffer)
     return module
+
+
+def _attended(
+    original: Callable[..., Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **settings: Any,
+) -> Tensor:
+    """Stands in the place of torch's attention where a CPU writes scores `[queries, keys]` and an accelerator does not.
+
+    That is with heads of other widths in values than in keys (DeepSeek), which CPUs have no fused kernel for.
+    """
+    if not is_fake(query) or query.shape[-1] == value.shape[-1] or query.shape[1] != key.shape[1]:
+        return original(query, key, value, attn_mask, dropout_p, is_causal, **settings)
+    fused = torch.ops.aten._scaled_dot_product_efficient_attention.default
+    return fused(query, key, value, attn_mask, True, dropout_p, is_causal, scale=settings.get("scale"))[0]
 
 
 def _all_say_the_same(gathered: list[Any], value: Any, group: Any = None) -> None:

@@ -7,6 +7,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
+    DeepseekV3Config,
     GPT2Config,
     GPTJConfig,
     LlamaConfig,
@@ -126,6 +127,22 @@ def test_experts_are_chosen_evenly(tokens, choices, experts, ranks):
     assert sum(row[1] for row in table) == tokens * choices
     assert all(row[0] <= min(tokens, row[1]) for row in table)
     assert len({tuple(row[2:]) for row in table}) == 1
+
+
+@pytest.mark.parametrize(("as_gloo", "limits"), [(False, (1.8, 2.2)), (True, (3.0, 4.0))], ids=["gpu", "cpu"])
+def test_attention_with_narrow_values_writes_no_scores_on_accelerators(as_gloo, limits):
+    """Bytes grow with tokens, where a CPU's grow with their square."""
+    config = DeepseekV3Config(
+        **{"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "v_head_dim": 16},
+        **{"first_k_dense_replace": 2, "num_attention_heads": 8, "num_key_value_heads": 8, "q_lora_rank": 32},
+        **{"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "n_routed_experts": 8, "n_group": 1},
+    )
+    short, long = (
+        dry_run(config, MegatronConfig(tp_size=2), [0], 2, batch_size=1, sequence_length=tokens, as_gloo=as_gloo)[0]
+        for tokens in (2048, 4096)
+    )
+    least, most = limits
+    assert least < long.dynamic_peak / short.dynamic_peak < most
 
 
 def test_half_precision_keeps_what_gloo_ranks_keep():
