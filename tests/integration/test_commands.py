@@ -47,6 +47,8 @@ ELSEWHERE = {
     r"(accelerate launch|torchrun) .*examples/(dpo|grpo)\.py.*": "tests/integration/test_launch.py",
     r"trl grpo --config recipe\.yaml": "tests/integration/test_launch.py",
     r"accelerate launch( --cpu --num_processes 2)?": "tests/integration/test_launch.py",
+    # The page of ten models.
+    r"hf-megatron plan \S+ --gpus 64 --gpu h100 --seq 8192 --global-batch 256": "tests/integration/test_benchmarks.py",
     r"hf-megatron dry-run meta-llama.*": "tests/integration/test_predicted_ranks.py",
     r"hf-megatron convert (llava-hf|llava-core).*": "tests/integration/test_multimodal_conversion.py",
     r"hf-megatron convert-adapter .*": "tests/integration/test_adapter_conversion.py",
