@@ -66,6 +66,14 @@ class Candidates:
         fixed = self.bounds.fixed.get(name)
         return [size for size in sizes if fixed in (None, size)]
 
+    def zero_stages(self) -> tuple[int, ...]:
+        """Returns the stages of ZeRO that the model's weights can be loaded with."""
+        quantized = self.job.training.quantized
+        if quantized is None or 3 not in self.bounds.zero_stages:
+            return self.bounds.zero_stages
+        self.leave_out(f"zero 3: rows of {quantized} codes cannot be split, only the adapter has gradients to share")
+        return tuple(stage for stage in self.bounds.zero_stages if stage != 3)
+
     def tensor_sizes(self) -> list[int]:
         """Returns the tp sizes that links connect and the model can be split over."""
         device, found = self.job.device, []

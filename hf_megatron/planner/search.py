@@ -124,8 +124,9 @@ class _Quick:
 
 def _quick(estimator: Estimator, candidates: Candidates, meshes: Iterable[MegatronConfig]) -> Iterator[_Quick]:
     bounds, memory = candidates.bounds, estimator.job.memory
+    stages = candidates.zero_stages()
     for mesh in meshes:
-        for stage in bounds.zero_stages:
+        for stage in stages:
             # Computing layers again is slower: where all fits without it, it is not looked at.
             fits: set[tuple] = set()
             for recompute in bounds.recomputes:

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 from torch import nn
@@ -26,7 +27,7 @@ class Training:
             the weights of a frozen base's linears are kept.
 
     Raises:
-        ConfigError: a value out of its range, or weights in few bits that are trained.
+        ConfigError: a value out of its range, weights in few bits that are trained, or LoRA without PEFT.
     """
 
     lora_rank: int = 0
@@ -42,6 +43,8 @@ class Training:
             raise ConfigError(
                 f"Training.quantized = {self.quantized!r}: weights in few bits are not trained; needs LoRA."
             )
+        if self.lora_rank and find_spec("peft") is None:
+            raise ConfigError(f"Training.lora_rank = {self.lora_rank}: adapters are PEFT's: pip install peft.")
         for pattern in self.frozen:
             try:
                 re.compile(pattern)

@@ -201,6 +201,20 @@ def test_what_cannot_be_trained_says_so(values, message):
         Training(**values)
 
 
+def test_lora_without_peft_says_so(monkeypatch):
+    monkeypatch.setattr("hf_megatron.planner.training.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="pip install peft"):
+        Training(lora_rank=8)
+
+
+def test_codes_are_not_planned_with_stage_three():
+    bounds = Bounds(recomputes=(None,), fixed={"tp_size": 1, "cp_size": 1, "pp_size": 1})
+    job = Job(8, device("h100"), LENGTH, 64)
+    coded = search(LLAMA, replace(job, training=Training(8, quantized="nf4")), bounds)
+    assert any(reason.startswith("zero 3: rows of nf4 codes") for reason in coded.reasons)
+    assert coded.considered < search(LLAMA, replace(job, training=Training(8)), bounds).considered
+
+
 @pytest.mark.parametrize(("pattern", "message"), [("nowhere", "no parameter of LlamaForCausalLM"), (".", "nothing of")])
 def test_patterns_that_leave_nothing_say_so(pattern, message):
     with pytest.raises(ConfigError, match=message):
