@@ -177,7 +177,11 @@ def _replaced(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: 
     for child in module.children() if recurse else ():
         child._apply(function)
     for name, parameter in module._parameters.items():
-        if parameter is not None and (changed := function(parameter.detach())) is not parameter:
+        if parameter is None:
+            continue
+        values = parameter.detach()
+        # What stays as it is stays the same parameter, which others may be tied to.
+        if (changed := function(values)) is not values:
             module._parameters[name] = nn.Parameter(changed, parameter.requires_grad)
     for name, buffer in module._buffers.items():
         if buffer is not None:
