@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 
 from .auxiliary_loss import router_losses_of
 from .call_targets import LABELS, is_target, of_codebook, scalar
@@ -91,7 +92,7 @@ class BatchLabels(Tensor):
         given = [value for value in (*args, *kwargs.values()) if isinstance(value, cls)]
         args, kwargs = tuple(map(_plain, args)), {name: _plain(value) for name, value in kwargs.items()}
         if function in _MEANS and given:
-            return _mean(given[0], function, args, kwargs)
+            return _mean(given[0].batch, given[0].argument, function, args, kwargs)
         result = function(*args, **kwargs)
         # Of more dims than labels it is room for several copies of them; of their own shape, a decoder's inputs.
         is_room = function is Tensor.new_zeros and given and result.dim() > given[0].dim()
@@ -136,8 +137,9 @@ def _signature(function: Callable) -> inspect.Signature:
     return inspect.signature(function)
 
 
-def _mean(labels: BatchLabels, function: Callable[..., Tensor], args: tuple, kwargs: dict[str, Any]) -> Tensor:
-    batch = labels.batch
+def _mean(
+    batch: BatchLoss, argument: str, function: Callable[..., Tensor], args: tuple, kwargs: dict[str, Any]
+) -> Tensor:
     bound = _signature(function).bind(*args, **kwargs)
     bound.apply_defaults()
     values = bound.arguments
@@ -157,7 +159,28 @@ def _mean(labels: BatchLabels, function: Callable[..., Tensor], args: tuple, kwa
         values["input"] = values["input"].float()
     values["reduction"] = "sum"
     total = function(**values)
-    return batch.mean(total, terms, name=labels.argument)
+    return batch.mean(total, terms, name=argument)
+
+
+class MeansOfBatch(TorchFunctionMode):
+    """Takes every mean of a loss over its batch, for labels that cannot know it: fake tensors are of no other class.
+
+    Args:
+        batch: of the model's calls.
+    """
+
+    def __init__(self, batch: BatchLoss):
+        super().__init__()
+        self.batch = batch
+
+    def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        """Calls a function, of a loss for the batch's mean."""
+        kwargs = kwargs or {}
+        in_batch = self.batch.over_ranks or self.batch.share is not None
+        # What is no mean was made by who divides it.
+        if function not in _MEANS or not in_batch or kwargs.get("reduction", "mean") != "mean":
+            return function(*args, **kwargs)
+        return _mean(self.batch, "labels", function, args, kwargs)
 
 
 class _PlainGradient(torch.autograd.Function):

@@ -375,10 +375,18 @@ def is_fake(tensor: torch.Tensor) -> bool:
 
 
 def take_fakes_for_real() -> None:
-    """Lets transformers go the ways of a training step with fake tensors, not those of a trace (`is_fake_tensor`)."""
+    """Lets transformers go the ways of a training step with fake tensors, not those of a trace (`is_fake_tensor`).
+
+    A truncated normal distribution is drawn until all of it is within its limits, which no fake tensor can say.
+    """
     from transformers.utils import import_utils
 
     import_utils.is_fake_tensor = lambda x: False
+    init: Any = torch.nn.init
+    drawn = init._no_grad_trunc_normal_
+    init._no_grad_trunc_normal_ = lambda tensor, *args, **kwargs: (
+        tensor if is_fake(tensor) else drawn(tensor, *args, **kwargs)
+    )
 
 
 def without_fakes() -> Any:

@@ -16,6 +16,9 @@ def plan(
     gpus: Annotated[int, typer.Option(help="Devices to search layouts for; 0: print the plan of one.", min=0)] = 0,
     gpu: Annotated[str, typer.Option(help="What they are: a name such as h100, or a YAML of `measure`.")] = "h100",
     seq: Annotated[int, typer.Option("--seq", "--seq-length", help="Tokens of a row.", min=1)] = 4096,
+    target_seq: Annotated[
+        int, typer.Option(help="Tokens of a row of labels of an encoder-decoder; 0: as many as --seq.", min=0)
+    ] = 0,
     global_batch: Annotated[
         int, typer.Option("--global-batch", "--global-batch-size", help="Rows of an optimizer step.", min=1)
     ] = 256,
@@ -96,7 +99,9 @@ def plan(
             bounds = replace(bounds, recomputes=tuple(map(recompute_mode, recompute)))
         training = Training(lora, tuple(frozen or ()), quantized)
         efficiency = PUBLISHED if fused else STOCK
-        job = Job(gpus, device(gpu), seq, global_batch, precision, efficiency, training, document or None)
+        job = Job(
+            gpus, device(gpu), seq, global_batch, precision, efficiency, training, document or None, target_seq or None
+        )
         found = search(resolve_config(model), job, bounds)
         if as_json:
             typer.echo(json.dumps(plan_as_dict(found, tokens or None), indent=1))
@@ -117,6 +122,9 @@ def dry_run_kinds(
     ranks: Annotated[int, typer.Option(help="Ranks of the job.", min=2)],
     layout: Annotated[str, typer.Option(help="Such as `tp8+sp+pp16+zero1`; the rest of the ranks is data parallel.")],
     seq: Annotated[int, typer.Option(help="Tokens of a row.", min=1)] = 4096,
+    target_seq: Annotated[
+        int, typer.Option(help="Tokens of a row of labels of an encoder-decoder; 0: as many as --seq.", min=0)
+    ] = 0,
     microbatch: Annotated[int, typer.Option(help="Rows of a microbatch on a data parallel rank.", min=1)] = 1,
     microbatches: Annotated[
         int, typer.Option(help="Microbatches of a step with pipeline stages; 0: two for each of them.", min=0)
@@ -156,6 +164,7 @@ def dry_run_kinds(
             ranks,
             microbatch_size=microbatch,
             sequence_length=seq,
+            target_length=target_seq or None,
             dtype=dtypes[dtype],
         )
         typer.echo(json.dumps(as_rows(found), indent=1) if as_json else as_text(found, config, device_memory or None))

@@ -47,23 +47,9 @@ def require_verified(model: Any, state: ParallelState, description: Description)
     if config.pp_size > 1:
         # Loads go on without: a pipeline refuses videos and sounds by name as they come.
         state.media = compared_media(name, model_type, "pp")
-    lines = []
-    for kind in layout_kinds(config):
-        features = features_on(kind, description, state)
-        if splits_weights(kind):
-            _warn_of_whole_layers(model, config, features)
-        found = differences(name, model_type, kind, features, _base_prefix(model))
-        if (worst := failed(name, model_type, config, kind, features)) is not None:
-            lines.append(f"{kind}: compared on as many ranks it differed ({worst})")
-        elif found is None:
-            lines.append(f"{kind}: no parity result is recorded for {name}")
-        elif found:
-            further = f"\n    and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-            lines.append(
-                f"{kind}: it differs from every {name} that was compared in\n    "
-                + "\n    ".join(found[:_SHOWN])
-                + further
-            )
+    for kind in filter(splits_weights, layout_kinds(config)):
+        _warn_of_whole_layers(model, config, features_on(kind, description, state))
+    lines = why_unverified(model, config, state, description)
     if not lines:
         return
     if not has_labels(type(model)) and not is_base_model(model):
@@ -86,6 +72,30 @@ def require_verified(model: Any, state: ParallelState, description: Description)
     code, report = verdict[0]
     if code:
         raise UnverifiedLayoutError(f"{what}\nIts parity check failed (`{command}`):\n{report}")
+
+
+def why_unverified(model: Any, config: MegatronConfig, state: ParallelState, description: Description) -> list[str]:
+    """Says of each kind of a layout what of a model was not compared on it; nothing where all was.
+
+    Args:
+        model, state, description: as of `require_verified`; planned on the same layout, with or without its pipeline.
+    """
+    lines, name, model_type = [], type(model).__name__, model.config.model_type
+    for kind in layout_kinds(config):
+        features = features_on(kind, description, state)
+        found = differences(name, model_type, kind, features, _base_prefix(model))
+        if (worst := failed(name, model_type, config, kind, features)) is not None:
+            lines.append(f"{kind}: compared on as many ranks it differed ({worst})")
+        elif found is None:
+            lines.append(f"{kind}: no parity result is recorded for {name}")
+        elif found:
+            further = f"\n    and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+            lines.append(
+                f"{kind}: it differs from every {name} that was compared in\n    "
+                + "\n    ".join(found[:_SHOWN])
+                + further
+            )
+    return lines
 
 
 def with_compared_scheme(model: Any, config: MegatronConfig, description: Description) -> MegatronConfig:

@@ -37,7 +37,7 @@ from .around_layers import (
 )
 from .boundary import StageBoundary
 from .crossings import Carried
-from .cuttable import require_cuttable, require_schedule
+from .cuttable import row_to_cut
 from .layers_in_parts import stand_for_parts
 from .partition import Stages
 from .placeholder import Placeholder, first_dtype, replace_module
@@ -165,10 +165,8 @@ def cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> Cut:
 
     Raises `UnsupportedError` for a model that is no single stack, `ConfigError` for stages that do not fit its layers.
     """
-    require_cuttable(model, spec, config)
-    row = LayerRow.of(model, spec, "pp_size")
+    row = row_to_cut(model, spec, config, axes)
     layers = [model.get_submodule(name) for name in row.names]
-    require_schedule(spec, config, axes, layers[row.decoder :] if row.decoder else [])
     put_head_last(model, row.lists[0])
     in_parts = [nn.ModuleList(map(model.get_submodule, row.parts_of(layer))) for layer in range(len(layers))]
     stages = make_stages(model, in_parts if row.parts else layers, config)

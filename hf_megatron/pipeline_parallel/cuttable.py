@@ -8,6 +8,7 @@ from torch import nn
 from ..axes import Axes
 from ..config import MegatronConfig
 from ..errors import UnsupportedError
+from ..layer_list import LayerRow
 from ..rows_of_media import reads_media
 from ..spec import ModelSpec
 from ..upstream import splits_python_functions
@@ -33,6 +34,16 @@ def require_cuttable(model: Any, spec: ModelSpec | None, config: MegatronConfig)
             f"MegatronConfig.pp_size = {config.pp_size}: {type(model).__name__} takes {model.main_input_name}, and a "
             f"pipeline cuts models that take {_TOKENS}. Load it with pp_size=1."
         )
+
+
+def row_to_cut(model: Any, spec: ModelSpec, config: MegatronConfig, axes: Axes) -> LayerRow:
+    """Returns the layers that a pipeline cuts; raises `UnsupportedError` for a model or schedule that cannot be."""
+    require_cuttable(model, spec, config)
+    row = LayerRow.of(model, spec, "pp_size")
+    require_schedule(
+        spec, config, axes, [model.get_submodule(name) for name in row.names[row.decoder :]] if row.decoder else []
+    )
+    return row
 
 
 def require_schedule(spec: ModelSpec, config: MegatronConfig, axes: Axes, decoder: list[nn.Module]) -> None:

@@ -28,18 +28,27 @@ def make_stages(model: Any, layers: Sequence[nn.Module], config: MegatronConfig)
     elif config.pipeline_partition == "layers":
         counts = even(len(layers), count)
     else:
-        text = model.config.get_text_config()
-        head = model.get_output_embeddings()
-        after = 0.0 if head is None else estimate_cost(head, text)
-        # As if of patches of images there were as many as tokens.
-        before = sum(estimate_cost(model.get_submodule(tower)) for tower in find_towers(model))
-        costs = estimate_costs(layers, text)
-        counts = partition(costs, count, before=before, after=after)
-        least = layers_with_features(model.config) + 1
-        if counts[0] < least <= len(layers) - count + 1 and count > 1:
-            counts = (least, *partition(costs[least:], count - 1, after=after))
+        counts = share_out(model, estimate_costs(layers, model.config.get_text_config()), count)
     check_partition(counts, len(layers), count)
     return Stages.of(counts, rank_of_stage(config.pipeline_schedule, config.pp_size, per_rank))
+
+
+def share_out(model: Any, costs: Sequence[float], stages: int) -> tuple[int, ...]:
+    """Returns the layers of each stage by what they and the model's ends cost; raises `ConfigError` for too many.
+
+    Args:
+        model: its head, and its towers of images; its layers may be fewer.
+        costs: of each layer.
+    """
+    head = model.get_output_embeddings()
+    after = 0.0 if head is None else estimate_cost(head, model.config.get_text_config())
+    # As if of patches of images there were as many as tokens.
+    before = sum(estimate_cost(model.get_submodule(tower)) for tower in find_towers(model))
+    counts = partition(costs, stages, before=before, after=after)
+    least = layers_with_features(model.config) + 1
+    if counts[0] < least <= len(costs) - stages + 1 and stages > 1:
+        counts = (least, *partition(costs[least:], stages - 1, after=after))
+    return counts
 
 
 def layers_with_features(config: Any) -> int:

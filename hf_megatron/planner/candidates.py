@@ -7,6 +7,7 @@ from ..axes import Axes
 from ..config import MegatronConfig
 from ..errors import ConfigError
 from ..pipeline_parallel.schedules import schedule
+from .loading_rules import why_not_cut
 from .unit_book import UnitBook
 
 _ROWS = (1, 2, 4, 8, 16)
@@ -57,6 +58,7 @@ class Candidates:
     def __init__(self, book: UnitBook, bounds: Bounds):
         self.book, self.job, self.bounds = book, book.job, bounds
         self.reasons: dict[str, int] = {}
+        self._not_cut: dict[tuple[bool, bool, str], str] = {}
 
     def leave_out(self, reason: str) -> None:
         """Notes what is not tried."""
@@ -83,6 +85,9 @@ class Candidates:
                 break
             if reason := self.book.why_not(MegatronConfig(tp_size=size)):
                 self.leave_out(f"tp {size}: {reason}")
+            elif size > 1 and (reason := self.book.why_not_sequence_parallel):
+                self.leave_out(f"sequences shared by ranks of tp: {reason}")
+                found.append(size)
             else:
                 found.append(size)
         return found
@@ -132,6 +137,9 @@ class Candidates:
                     inner = tp * cp * pp
                     if self.job.devices % inner:
                         continue
+                    if reason := self._why_not_cut(tp, pp):
+                        self.leave_out(f"pp: {reason}")
+                        continue
                     if pp > layers:
                         self.leave_out(f"pp {pp}: there are {layers} layers")
                         continue
@@ -142,13 +150,25 @@ class Candidates:
                     for ep in self.expert_sizes(tp, cp, dp):
                         yield MegatronConfig(
                             tp_size=tp,
-                            sequence_parallel=tp > 1,
+                            sequence_parallel=self.book.shares_sequences(tp),
                             cp_size=cp,
                             pp_size=pp,
                             dp_size=dp,
                             ep_size=ep,
                             offload_optimizer=self.bounds.offload_optimizer,
                         )
+
+    def _why_not_cut(self, tp: int, pp: int, schedule: str = "1f1b") -> str:
+        if pp == 1:
+            return ""
+        if self.book.short.config.is_encoder_decoder:
+            return "what travels from an encoder to its decoder is not priced"
+        # No more ranks of tp or pp change what is said.
+        key = self.book.shares_sequences(tp), tp > 1, schedule
+        if key not in self._not_cut:
+            layout = MegatronConfig(tp_size=min(tp, 2), sequence_parallel=key[0], pp_size=2, pipeline_schedule=schedule)
+            self._not_cut[key] = why_not_cut(self.book.short, layout)
+        return self._not_cut[key]
 
     def steps(self, mesh: MegatronConfig) -> Iterator[Candidate]:
         """Yields the schedules and microbatches of a mesh whose stage of ZeRO and recomputation are set.
@@ -166,6 +186,8 @@ class Candidates:
     def _schedules(self, mesh: MegatronConfig, name: str, splits: list[tuple[int, int]]) -> Iterator[Candidate]:
         found, layers = schedule(name), len(self.book.short.layers)
         if found.splits_backward and mesh.zero_stage == 3:
+            return
+        if self._why_not_cut(mesh.tp_size, mesh.pp_size, name):
             return
         even = [virtual for virtual in _VIRTUAL if layers % (mesh.pp_size * virtual) == 0] or _UNEVEN
         for virtual in even if found.fixed is None else (found.fixed,):

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from ..absent_weights import own_parameters
+from ..auto_class import auto_class
 from ..config import MegatronConfig
 from ..data_parallel.optimizer import prepare_optimizer
 from ..errors import ConfigError
@@ -21,6 +22,7 @@ from ..upstream import allocated_bytes, local_tensor, storage_key
 from ..verify.ranks import run_ranks
 from .balanced_experts import balanced_experts
 from .fake_world import FakeWorld, kept_tensors, run_fake_ranks
+from .model_class import model_on_meta
 from .step_figures import StepFigures
 from .step_ledger import StepLedger
 
@@ -45,6 +47,7 @@ def dry_run(
     sequence_length: int,
     dtype: torch.dtype = torch.bfloat16,
     inputs: Sequence[str] = (),
+    target_length: int | None = None,
     as_gloo: bool = False,
     timeout: float = 600.0,
 ) -> list[StepFigures]:
@@ -53,13 +56,15 @@ def dry_run(
     Experts that are split over ranks get as many tokens each.
 
     Args:
-        config: of a causal language model; nothing is read but its config.
+        config: of the model, of the class that `auto_class` says; nothing else is read.
         layout (`MegatronConfig`): need not be verified: nothing is trained.
         ranks: to predict, such as one of each kind of pipeline stage.
         world_size (`int`): ranks of the job.
         batch_size, sequence_length (`int`): rows, and tokens of a row, of one call on one dp rank.
         dtype (`torch.dtype`, defaults to bf16): of the weights.
         inputs: what the model is given beside tokens and labels, of `attention_mask` and `position_ids`.
+        target_length (`int`, *optional*): tokens of a row of labels, which an encoder-decoder's decoder reads; by
+            default as many as its encoder reads.
         as_gloo (`bool`, defaults to `False`): as CPU ranks do, in place of accelerators.
         timeout (`float`): seconds.
 
@@ -72,7 +77,7 @@ def dry_run(
             told apart.
         RankError: the layout does not fit the model or the job; it has the rank's own error.
     """
-    sizes = StepSizes(batch_size, sequence_length, dtype, tuple(inputs))
+    sizes = StepSizes(batch_size, sequence_length, dtype, tuple(inputs), target_length)
     require_possible(config, layout, ranks, world_size, sizes)
 
     def on_rank(world: FakeWorld) -> StepFigures:
@@ -89,6 +94,7 @@ class StepSizes:
     sequence_length: int
     dtype: torch.dtype = torch.bfloat16
     inputs: tuple[str, ...] = ()
+    target_length: int | None = None
 
 
 def step_figures(
@@ -115,12 +121,18 @@ def step_figures(
     model, optimizer = _model_and_optimizer(config, layout, sizes.dtype, adapt, world.mode)
     inner = laid_out_model(model)
     with balanced_experts(), world.running(inner, ledger_of(inner)) as ledger:
-        ids = torch.zeros(sizes.batch_size, sizes.sequence_length, dtype=torch.int64)
+        ids, labels = (
+            torch.zeros(sizes.batch_size, length, dtype=torch.int64)
+            for length in (sizes.sequence_length, sizes.target_length or sizes.sequence_length)
+        )
         given = {name: make(ids) for name, make in _INPUTS.items() if name in sizes.inputs}
+        if config.is_encoder_decoder:
+            # Configs need not say what labels are shifted by.
+            given["decoder_input_ids"] = labels
         for step in range(steps):
             ledger.begin_step(kept_tensors(inner, optimizer))
             with watching(ledger) if step == steps - 1 else nullcontext():
-                _step(model, optimizer, ids, optimizes=optimizes, **given)
+                _step(model, optimizer, ids, labels, optimizes=optimizes, **given)
     ledger.figures.parameters = _parameters(inner)
     return ledger.figures
 
@@ -146,21 +158,29 @@ def require_possible(
             raise ConfigError(f"dry_run({name}={value}): expected 1 or more.")
     if unknown := sorted(set(sizes.inputs) - _INPUTS.keys()):
         raise ConfigError(f"dry_run(inputs={unknown}): expected some of {', '.join(_INPUTS)}.")
-    _require_positions(config, sizes.sequence_length)
+    require_lengths(config, sizes.sequence_length, sizes.target_length)
 
 
-def _require_positions(config: PreTrainedConfig, sequence_length: int) -> None:
-    """Refuses tokens beyond a table of positions: nothing is looked up in it here. Rotary ones go on without end."""
-    text = config.get_text_config()
-    most, rotary = getattr(text, "max_position_embeddings", None), getattr(text, "rope_parameters", None)
-    if not isinstance(most, int) or not 0 < most < sequence_length or rotary is not None:
-        return
-    with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(config)
-    if (name := _table_of(model, most)) is not None:
+def require_lengths(config: PreTrainedConfig, sequence_length: int, target_length: int | None) -> None:
+    """Refuses rows that a model does not take, by the names of what is asked.
+
+    Tokens beyond a table of positions are refused here, since nothing is looked up in it; rotary ones have no end.
+
+    Raises:
+        ConfigError: more tokens than positions, or labels of another length without a decoder behind an encoder.
+    """
+    if target_length is not None and not (config.is_encoder_decoder and target_length >= 1):
         raise ConfigError(
-            f"dry_run(sequence_length={sequence_length}): {type(model).__name__} has {most} positions ({name})."
+            f"target_length = {target_length}: model type {config.model_type!r} "
+            + ("expects 1 or more." if config.is_encoder_decoder else "has a label for each token; leave it out.")
         )
+    text, length = config.get_text_config(), max(sequence_length, target_length or 0)
+    most, rotary = getattr(text, "max_position_embeddings", None), getattr(text, "rope_parameters", None)
+    if not isinstance(most, int) or not 0 < most < length or rotary is not None:
+        return
+    model = model_on_meta(config)
+    if (name := _table_of(model, most)) is not None:
+        raise ConfigError(f"sequence_length = {length}: {type(model).__name__} has {most} positions ({name}).")
 
 
 def _table_of(model: Any, positions: int) -> str | None:
@@ -195,14 +215,14 @@ def measured_run(
         model, optimizer = _model_and_optimizer(config, layout, dtype)
         ids = torch.zeros(batch_size, sequence_length, dtype=torch.int64, device=device)
         for _ in range(_STEPS - 1):
-            _step(model, optimizer, ids)
+            _step(model, optimizer, ids, ids)
         kept = _bytes(kept_tensors(model, optimizer))
         # gloo's threads let go of tensors a little late, in some steps more of them at once than in others.
         peak_of = _peak if device == "cpu" else _peak_of_gpu
-        peak = min(peak_of(lambda: _step(model, optimizer, ids)) for _ in range(_MEASURED_STEPS))
+        peak = min(peak_of(lambda: _step(model, optimizer, ids, ids)) for _ in range(_MEASURED_STEPS))
         with StepLedger(model) as ledger:
             ledger.begin_step({})
-            _step(model, optimizer, ids)
+            _step(model, optimizer, ids, ids)
         calls = ledger.figures.collectives
         return StepFigures(kept=kept, peak=sum(kept.values()) + peak, collectives=calls, parameters=_parameters(model))
 
@@ -232,7 +252,7 @@ def _model_and_optimizer(
     mode: AbstractContextManager[Any] | None = None,
 ) -> tuple[Any, torch.optim.Optimizer]:
     under_test = ConfigUnderTest(**layout.to_dict())
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype, megatron_config=under_test).train()
+    model = auto_class(config).from_config(config, dtype=dtype, megatron_config=under_test).train()
     if adapt is not None:
         with mode or nullcontext():
             model = adapt(model)
@@ -241,9 +261,15 @@ def _model_and_optimizer(
 
 
 def _step(
-    model: Any, optimizer: torch.optim.Optimizer, ids: Tensor, *, optimizes: bool = True, **given: Tensor
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    ids: Tensor,
+    labels: Tensor,
+    *,
+    optimizes: bool = True,
+    **given: Tensor,
 ) -> None:
-    model(input_ids=ids, labels=ids, **given).loss.backward()
+    model(input_ids=ids, labels=labels, **given).loss.backward()
     if optimizes:
         optimizer.step()
     optimizer.zero_grad()

@@ -215,7 +215,8 @@ class Estimator:
 
     def _hidden_bytes(self, layout: MegatronConfig, rows: int) -> float:
         """Returns the bytes of a rank's hidden states of one microbatch."""
-        tokens = rows * self.job.sequence_length / layout.cp_size / layout.tp_size
+        shared = layout.cp_size * (layout.tp_size if layout.sequence_parallel else 1)
+        tokens = rows * self.job.sequence_length / shared
         return tokens * self.book.short.config.get_text_config().hidden_size * self.job.itemsize
 
     def _links(self, layout: MegatronConfig) -> dict[str, str]:

@@ -23,7 +23,7 @@ blocks.
 import functools
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..absent_weights import own_parameters
+from ..batch_labels import MeansOfBatch
 from ..checkpoint import initialize
 from ..communication import random_streams, watch
 from ..communication.collectives import bounds
@@ -71,7 +72,8 @@ class FakeWorld:
         transport = getattr(None if state is None else state.pipeline, "transport", None)
         if transport is not None:
             transport.learn = functools.partial(_shapes_received, model)
-        with self.mode, ledger or StepLedger(model) as counting:
+        losses = nullcontext() if state is None else MeansOfBatch(state.loss)
+        with self.mode, losses, ledger or StepLedger(model) as counting:
             yield counting
         known = {} if transport is None else transport.known
         for (stage, kind), shapes in known.items():
@@ -217,6 +219,11 @@ def _shapes_received(model: nn.Module, peer: int, tag: int, kind: Hashable) -> t
     """Returns what a stage receives of a microbatch: hidden states `[rows, sequence, hidden]`, its share under sp."""
     state: Any = parallel_state(model)
     config: Any = model.config
+    if config.is_encoder_decoder:
+        raise UnsupportedError(
+            f"A pipeline of {type(model).__name__}: what travels beside hidden states from an encoder to its decoder "
+            "is not known without the other ranks. Predict it with pp_size=1."
+        )
     if getattr(config.get_text_config(), "output_router_logits", False):
         raise UnsupportedError("output_router_logits with a pipeline: what travels beside hidden states is not known.")
     # (stage, (flags, what decides the shapes)): see `Execution` and `microbatches.describe`.

@@ -26,6 +26,8 @@ class Job:
         training (`Training`, *optional*): what of the model is trained; all of it by default.
         document_length (`float`, *optional*): tokens of a document on average, where rows are packed and documents do
             not attend to each other; by default a row is one.
+        target_length (`int`, *optional*): tokens of a row of labels, which an encoder-decoder's decoder reads; by
+            default as many as its encoder reads, of `sequence_length`.
         memory_share (`float`, defaults to 0.9): of a device's memory that may be planned for; the rest is what NCCL,
             cuBLAS and the allocator take.
 
@@ -41,6 +43,7 @@ class Job:
     efficiency: Efficiency = STOCK
     training: Training = WHOLE
     document_length: float | None = None
+    target_length: int | None = None
     memory_share: float = 0.9
 
     def __post_init__(self) -> None:
@@ -79,5 +82,5 @@ class Job:
 
     @property
     def tokens(self) -> int:
-        """Tokens of an optimizer step."""
+        """Tokens of an optimizer step; those that an encoder reads, where there is one."""
         return self.sequence_length * self.global_batch

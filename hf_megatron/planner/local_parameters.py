@@ -7,6 +7,7 @@ from ..axes import Axes
 from ..config import MegatronConfig
 from ..data_parallel.kept_bytes import LocalParameter
 from ..parallelize import plan
+from ..pipeline_parallel.around_layers import find_towers
 from .short_model import ShortModel
 from .training import WHOLE, Training
 
@@ -48,6 +49,8 @@ def parameters_of_units(
     model = copy.deepcopy(short.model)
     state = plan(model, layout, axes)
     units = short.unit_of_module
+    # Some are defined behind the layers of the text model that they come before.
+    towers = tuple(f"{tower}." for tower in find_towers(short.model))
     before: list[LocalParameter] = []
     after: list[LocalParameter] = []
     tied: list[LocalParameter] = []
@@ -62,7 +65,8 @@ def parameters_of_units(
         unit = next((units[prefix] for prefix in _prefixes(name) if prefix in units), None)
         if unit is None:
             is_tied = id(parameter) in seen
-            (after if is_tied or any(layers) else before).append(held)
+            is_before = not any(layers) or name.startswith(towers)
+            (after if is_tied or not is_before else before).append(held)
             if is_tied:
                 tied.append(held)
         elif id(parameter) not in seen:

@@ -28,12 +28,16 @@ def plan_as_dict(found: SearchResult, tokens: float | None = None) -> dict[str, 
         "devices": found.job.devices,
         "device": found.job.device.name,
         "sequence_length": found.job.sequence_length,
+        "target_length": found.job.target_length,
         "global_batch": found.job.global_batch,
         "training": dataclasses.asdict(found.job.training),
         "document_length": found.job.document_length,
         "considered": found.considered,
         "fits": found.fits,
-        "best": [_as_dict(found, one, tokens) for one in found.best],
+        "best": [
+            _as_dict(found, one, tokens) | {"not_compared": list(lines)}
+            for one, lines in zip(found.best, found.uncompared, strict=True)
+        ],
         "nearest": None if found.nearest is None else _as_dict(found, found.nearest, tokens),
         "left_out": found.reasons,
     }
@@ -71,7 +75,7 @@ def plan_as_text(found: SearchResult, name: str, tokens: float | None = None) ->
     job = found.job
     lines = [
         f"{name} on {job.devices} {job.device.name} of {job.device.memory_gib:g} GiB, {job.precision}: "
-        f"{job.global_batch} rows of {job.sequence_length} tokens a step{_trained(job)}",
+        f"{job.global_batch} rows of {job.sequence_length} tokens{_of_labels(job)} a step{_trained(job)}",
         f"{found.considered} layouts, {found.fits} of them within {job.memory / _GIB:.1f} GiB, "
         f"{job.memory_share:.0%} of a device",
         "",
@@ -85,6 +89,10 @@ def plan_as_text(found: SearchResult, name: str, tokens: float | None = None) ->
     for reason, count in found.reasons.items():
         lines.append(f"left out: {reason}" + (f" ({count} times)" if count > 1 else ""))
     return "\n".join(lines)
+
+
+def _of_labels(job: Job) -> str:
+    return "" if job.target_length is None else f", and of {job.target_length} labels,"
 
 
 def _trained(job: Job) -> str:
@@ -109,7 +117,7 @@ def _cells(found: SearchResult, one: Estimate, tokens: float | None) -> list[str
     )
     cells = [layout.layout(), schedule, layout.recompute or "none", str(one.rows), str(one.microbatches)]
     cells += [f"{one.peak / _GIB:.1f}", f"{one.seconds:.2f}", f"{_rate(found, one):.0f}"]
-    cells += [f"{one.bubble / one.seconds:.0%}", waits or "none"]
+    cells += [f"{max(0.0, one.bubble) / one.seconds:.0%}", waits or "none"]
     return cells + ([f"{_hours(found, one, tokens) / 24:.1f}"] if tokens is not None else [])
 
 
@@ -130,6 +138,10 @@ def _reasons(found: SearchResult) -> list[str]:
             lines.append(f"{place} takes {slower:.0%} longer: {_difference(first, one)}")
     if found.nearest is not None:
         lines.append(_what_would_help(found, found.nearest))
+    for place, kinds in enumerate(found.uncompared, start=1):
+        if kinds:
+            what = "; ".join(" ".join(line.split()) for line in kinds)
+            lines.append(f"{place} was not compared with one process, loading asks for a check first: {what}")
     if first.is_small:
         lines.append("launching kernels takes longer than running them: the work of a rank is small, 1 will be slower")
     return lines

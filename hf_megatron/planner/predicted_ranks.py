@@ -49,6 +49,7 @@ def predict_ranks(
     sequence_length: int,
     dtype: torch.dtype = torch.bfloat16,
     inputs: Sequence[str] = (),
+    target_length: int | None = None,
     as_gloo: bool = False,
     timeout: float = 600.0,
 ) -> list[PredictedRank]:
@@ -58,13 +59,15 @@ def predict_ranks(
     played on what each action was seen to allocate.
 
     Args:
-        config: of a causal language model; nothing is read but its config.
+        config: of the model, of the class that `auto_class` says; nothing else is read.
         layout (`MegatronConfig`): need not be verified; without `num_microbatches` as many as a pipeline takes by
             default.
         world_size (`int`): ranks of the job.
         microbatch_size, sequence_length (`int`): rows of a microbatch, and tokens of a row, of one dp rank.
         dtype (`torch.dtype`, defaults to bf16): of the weights.
         inputs: what the model is given beside tokens and labels, of `attention_mask` and `position_ids`.
+        target_length (`int`, *optional*): tokens of a row of labels, which an encoder-decoder's decoder reads; by
+            default as many as its encoder reads.
         as_gloo (`bool`, defaults to `False`): as CPU ranks do, in place of accelerators.
         timeout (`float`): seconds.
 
@@ -76,7 +79,7 @@ def predict_ranks(
         RankError: the layout does not fit the model; it has the rank's own error.
     """
     layout = replace(layout, dp_size=validate_world_size(layout, world_size))
-    sizes = StepSizes(microbatch_size, sequence_length, dtype, tuple(inputs))
+    sizes = StepSizes(microbatch_size, sequence_length, dtype, tuple(inputs), target_length)
     require_possible(config, layout, [0], world_size, sizes)
     played, to_measure = _actions(layout), microbatches_to_measure(schedule(layout.pipeline_schedule))
     measured, is_played = layout, False

@@ -3,14 +3,16 @@
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from torch import nn
+from transformers import PreTrainedConfig
 
 from ..config import MegatronConfig
 from ..pipeline_parallel.stage_counts import make_stages
 from ..registry.features import Part, describe_model
+from .model_class import layers_in_order, model_on_meta
 
 # Parts leave sizes out, which layers of one model may differ in.
-_Layer = tuple[Part, tuple[torch.Size, ...]]
+_Layer = tuple[tuple[Part | None, tuple[torch.Size, ...]], ...]
 # First and last stage or not, and the layers, of each stage of a rank.
 _Held = tuple[tuple[bool, bool, tuple[_Layer, ...]], ...]
 
@@ -22,17 +24,10 @@ def kinds_of_ranks(config: PreTrainedConfig, layout: MegatronConfig) -> list[lis
     """
     if layout.pp_size == 1:
         return [[0]]
-    with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(config)
-    layers = describe_model(model).layers({})
-    if len({name.rpartition(".")[0] for name in layers}) > 1:
-        # What is cut is not each list by itself: every rank is run.
-        return [[rank] for rank in range(layout.pp_size)]
-    row = [
-        (part, tuple(parameter.shape for parameter in model.get_submodule(name).parameters()))
-        for name, part in layers.items()
-    ]
-    stages = make_stages(model, [model.get_submodule(name) for name in layers], layout)
+    model = model_on_meta(config)
+    described, names = describe_model(model).layers({}), layers_in_order(model)
+    row = [tuple((described.get(part), _shapes(model.get_submodule(part))) for part in parts) for parts in names]
+    stages = make_stages(model, [_in_one(model, parts) for parts in names], layout)
     last = len(stages.rank_of) - 1
     kinds: dict[_Held, list[int]] = {}
     for rank in range(layout.pp_size):
@@ -41,6 +36,15 @@ def kinds_of_ranks(config: PreTrainedConfig, layout: MegatronConfig) -> list[lis
         )
         kinds.setdefault(held, []).append(rank)
     return list(kinds.values())
+
+
+def _shapes(module: nn.Module) -> tuple[torch.Size, ...]:
+    return tuple(parameter.shape for parameter in module.parameters())
+
+
+def _in_one(model: Any, parts: tuple[str, ...]) -> nn.Module:
+    modules = [model.get_submodule(name) for name in parts]
+    return modules[0] if len(modules) == 1 else nn.ModuleList(modules)
 
 
 def world_rank(layout: MegatronConfig, pipeline_rank: int) -> int:

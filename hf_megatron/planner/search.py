@@ -11,8 +11,10 @@ from ..config import MegatronConfig
 from ..errors import ConfigError, RankError
 from ..verify.ranks import first_reason
 from .candidates import Bounds, Candidate, Candidates
+from .dry_run import require_lengths
 from .estimate import Estimate, Estimator
 from .job import Job
+from .loading_rules import what_was_not_compared
 from .short_model import shorten
 from .unit_book import UnitBook
 
@@ -33,6 +35,7 @@ class SearchResult:
         nearest (*optional*): the layout that does not fit and is fastest, or with `best` empty the smallest.
         fits, considered (`int`): how many layouts there were.
         reasons: what was left out -> how often.
+        uncompared: of each of `best`, what of it was not compared with one process, for which loading asks a check.
     """
 
     job: Job
@@ -41,13 +44,14 @@ class SearchResult:
     fits: int
     considered: int
     reasons: dict[str, int] = field(default_factory=dict)
+    uncompared: tuple[tuple[str, ...], ...] = ()
 
 
 def search(config: PreTrainedConfig, job: Job, bounds: Bounds | None = None) -> SearchResult:
-    """Searches the layouts of a causal language model.
+    """Searches the layouts of a model.
 
     Args:
-        config: of the model; nothing is read but its config.
+        config: of the model, of the class that `auto_class` says; nothing else is read.
         job: what it is trained on.
         bounds (`Bounds`, *optional*): what may be chosen.
 
@@ -55,7 +59,8 @@ def search(config: PreTrainedConfig, job: Job, bounds: Bounds | None = None) -> 
         ConfigError: no model can be made of the config, or no layout is left.
     """
     bounds = bounds or Bounds()
-    book = UnitBook(shorten(config, job.training), job)
+    require_lengths(config, job.sequence_length, job.target_length)
+    book = UnitBook(shorten(config, job.training, job.dtype), job)
     candidates = Candidates(book, bounds)
     estimator = Estimator(book)
     meshes = [*candidates.meshes()]
@@ -79,6 +84,7 @@ def search(config: PreTrainedConfig, job: Job, bounds: Bounds | None = None) -> 
         len(fitting),
         len(quick),
         candidates.reasons,
+        tuple(tuple(what_was_not_compared(book.short, one.layout)) for one in fastest[:_SHOWN]),
     )
 
 

@@ -1,22 +1,24 @@
 """A model with fewer layers that has every kind of them, by which a long one is measured."""
 
 import copy
-from collections.abc import Iterator, Sequence
+import itertools
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from ..errors import ConfigError
 from ..registry.features import describe_model
-from ..shown import first_line
-from ..upstream import without_output
+from .model_class import layers_in_order, model_on_meta
 from .training import WHOLE, Training
 
 # What two layers agree in that cost the same.
 _Kind = tuple[Any, ...]
+_LAYERS = re.compile(r"^(num|n|encoder|decoder)_.*layers?$|_layers$")
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,80 +43,80 @@ class ShortModel:
         return {name: number for number, names in enumerate(self.names) for name in names}
 
 
-def shorten(config: PreTrainedConfig, training: Training = WHOLE) -> ShortModel:
-    """Returns the shortest beginning of a causal model's layers that has every kind of them.
+def shorten(config: PreTrainedConfig, training: Training = WHOLE, dtype: torch.dtype = torch.bfloat16) -> ShortModel:
+    """Returns the shortest beginning of a model's layers that has every kind of them.
 
     Args:
         training (`Training`, *optional*): what of the model is trained: layers of which other parts are frozen are
             other kinds, and so are those before anything that is trained, which no gradient reaches.
+        dtype (`torch.dtype`, defaults to bf16): of the weights.
 
     Raises:
-        ConfigError: no causal language model can be made of the config, or nothing of it is trained.
+        ConfigError: no model that reads tokens can be made of the config, or nothing of it is trained.
     """
-    model = causal_model_on_meta(config)
+    model = model_on_meta(config, dtype)
     training.freeze(model)
     names, kinds = _row_of(model, training)
     if not names:
         raise ConfigError(f"{type(model).__name__} has no list of layers to plan by.")
-    first: dict[_Kind, int] = {}
-    for number, kind in enumerate(kinds):
-        first.setdefault(kind, number)
-    layers = tuple(first[kind] for kind in kinds)
+    stacks = _stacks(names)
     # Some layers read what the first one has made, as a mask: two at least.
-    for length in range(max(2, 1 + max(first.values())), len(kinds)):
-        short = _with_layers(config, len(kinds), length)
+    least = max(2, *(1 + max(map(kinds[stack].index, kinds[stack])) for stack in stacks))
+    for length in range(least, max(stack.stop - stack.start for stack in stacks)):
+        short = _with_layers(config, {stack.stop - stack.start for stack in stacks}, length)
         if short is None:
             break
-        other = causal_model_on_meta(short)
+        other = model_on_meta(short, dtype)
         training.freeze(other)
         other_names, other_kinds = _row_of(other, training)
-        if other_kinds == kinds[:length]:
-            return ShortModel(short, other, layers, tuple(other_names))
-    return ShortModel(config, model, layers, tuple(names))
+        if other_kinds == [kind for stack in stacks for kind in kinds[stack][:length]]:
+            return ShortModel(short, other, tuple(map(other_kinds.index, kinds)), tuple(other_names))
+    return ShortModel(config, model, tuple(map(kinds.index, kinds)), tuple(names))
 
 
-def causal_model_on_meta(config: PreTrainedConfig) -> Any:
-    """Makes a causal language model without weights; raises `ConfigError` where there is none."""
-    try:
-        with torch.device("meta"), without_output():
-            return AutoModelForCausalLM.from_config(config)
-    except Exception as error:  # noqa: BLE001 - whatever a model class says of its config
-        raise ConfigError(
-            f"MODEL of type {config.model_type!r}: no causal language model can be made of it: {first_line(error)}"
-        ) from error
+def _stacks(names: Sequence[tuple[str, ...]]) -> list[slice]:
+    """Returns where the layers of each list are, those of an encoder and of its decoder."""
+    found, start = [], 0
+    for _, layers in itertools.groupby(names, lambda parts: parts[-1].rpartition(".")[0]):
+        found.append(slice(start, start := start + len([*layers])))
+    return found
 
 
 def _row_of(model: Any, training: Training) -> tuple[list[tuple[str, ...]], list[_Kind]]:
     """Returns the names of each layer's parts, and what it costs by: modules, shapes, and what of it is trained."""
-    names: dict[str, list[str]] = {}
-    parts: dict[str, list[Any]] = {}
+    names, described = layers_in_order(model), describe_model(model).layers({})
     embedding = model.get_input_embeddings()
     reached = any(parameter.requires_grad for parameter in embedding.parameters())
-    for name, part in describe_model(model).layers({}).items():
-        number = name.rpartition(".")[2]
-        names.setdefault(number, []).append(name)
-        module: nn.Module = model.get_submodule(name)
-        shapes = tuple((own, tuple(p.shape), p.requires_grad) for own, p in module.named_parameters())
-        parts.setdefault(number, []).append((part, shapes, reached))
-        reached = reached or training.lora_rank > 0 or any(p.requires_grad for p in module.parameters())
-    return [tuple(found) for found in names.values()], [tuple(found) for found in parts.values()]
+    kinds = []
+    for parts in names:
+        kind = []
+        for name in parts:
+            module: nn.Module = model.get_submodule(name)
+            shapes = tuple((own, tuple(p.shape), p.requires_grad) for own, p in module.named_parameters())
+            kind.append((described.get(name, type(module)), shapes, reached))
+            reached = reached or training.lora_rank > 0 or any(p.requires_grad for p in module.parameters())
+        kinds.append(tuple(kind))
+    return names, kinds
 
 
-def _with_layers(config: PreTrainedConfig, layers: int, fewer: int) -> PreTrainedConfig | None:
-    """Returns the config with fewer layers, and lists of so many entries cut; `None` where it does not count them."""
+def _with_layers(config: PreTrainedConfig, lengths: set[int], fewer: int) -> PreTrainedConfig | None:
+    """Returns the config with fewer layers, and lists of so many entries cut; `None` where it does not count them.
+
+    Args:
+        lengths: how many the stacks of the model have.
+    """
     short = copy.deepcopy(config)
-    text = short.get_text_config()
-    if getattr(text, "num_hidden_layers", None) != layers:
+    text = short if config.is_encoder_decoder else short.get_text_config()
+    names = [
+        name
+        for name, value in vars(text).items()
+        if _LAYERS.search(name) and isinstance(value, int) and value in lengths
+    ]
+    if not names:
         return None
-    for name, value in _lists(text, layers):
-        setattr(text, name, value[:fewer])
-    text.num_hidden_layers = fewer
+    for name, value in [*vars(text).items()]:
+        if isinstance(value, (list, tuple)) and len(value) in lengths:
+            setattr(text, name, value[:fewer])
+    for name in names:
+        setattr(text, name, fewer)
     return short
-
-
-def _lists(config: PreTrainedConfig, length: int) -> Iterator[tuple[str, Sequence[Any]]]:
-    yield from (
-        (name, value)
-        for name, value in [*vars(config).items()]
-        if isinstance(value, (list, tuple)) and len(value) == length
-    )

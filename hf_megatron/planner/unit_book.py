@@ -1,17 +1,20 @@
 """What units of a model cost on each layout of a search: measured once for each way to split them."""
 
+import functools
 import itertools
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ..axes import Axes
 from ..config import MegatronConfig
 from ..data_parallel.kept_bytes import LocalParameter, gradient_bytes, kept_bytes
 from ..errors import MegatronError
-from ..pipeline_parallel.partition import estimate_cost, partition
+from ..pipeline_parallel.partition import estimate_cost
+from ..pipeline_parallel.stage_counts import share_out
 from .dry_run import StepSizes
 from .job import Job
+from .loading_rules import without_pipeline
 from .local_parameters import UnitParameters, parameters_of_units
 from .short_model import ShortModel
 from .unit_costs import AFTER_LAYERS, BEFORE_LAYERS, Runs, UnitCosts, measure_units
@@ -78,7 +81,7 @@ class UnitBook:
     def __init__(self, short: ShortModel, job: Job):
         self.short, self.job = short, job
         self._costs: dict[tuple[int, int, str | None], UnitCosts] = {}
-        self._parameters: dict[tuple[int, int, int, int], UnitParameters] = {}
+        self._parameters: dict[tuple, UnitParameters] = {}
         self._kept: dict[tuple, tuple[dict[int, KeptUnit], KeptUnit]] = {}
         self._partitions: dict[int, tuple[int, ...]] = {}
         self._runs: dict[int, tuple[Runs, ...]] = {}
@@ -96,19 +99,31 @@ class UnitBook:
         wanted = [key for key in wanted if key not in self._costs and (key[1] == 1 or key[2] is None)]
         layouts = [
             # Two data parallel ranks: what is kept of gradients is there already.
-            MegatronConfig(tp_size=tp, sequence_parallel=tp > 1, cp_size=cp, dp_size=2, recompute=mode)
+            MegatronConfig(
+                tp_size=tp, sequence_parallel=self.shares_sequences(tp), cp_size=cp, dp_size=2, recompute=mode
+            )
             for tp, cp, mode in wanted
         ]
-        sizes = StepSizes(1, self.job.sequence_length, self.job.dtype)
+        sizes = StepSizes(1, self.job.sequence_length, self.job.dtype, target_length=self.job.target_length)
         found = measure_units(self.short, layouts, sizes, self.job.training)
         self._costs |= dict(zip(wanted, found, strict=True))
+
+    def shares_sequences(self, tp_size: int) -> bool:
+        """Tells whether ranks of tp share sequences: wherever the model can."""
+        return tp_size > 1 and not self.why_not_sequence_parallel
+
+    @functools.cached_property
+    def why_not_sequence_parallel(self) -> str:
+        """Returns why no ranks of tp can share sequences of the model, or nothing."""
+        return self.why_not(MegatronConfig(tp_size=2, sequence_parallel=True))
 
     def costs(self, layout: MegatronConfig) -> UnitCosts:
         """Returns what units do with one row on one rank that has all of its tokens."""
         key = layout.tp_size, 1, layout.recompute
         if key not in self._costs and layout.recompute == "full":
             width = self.short.config.get_text_config().hidden_size
-            hidden = self.job.sequence_length * width * self.job.itemsize // layout.tp_size
+            shared = layout.tp_size if self.shares_sequences(layout.tp_size) else 1
+            hidden = self.job.sequence_length * width * self.job.itemsize // shared
             self._costs[key] = self._costs[layout.tp_size, 1, None].recomputed(hidden)
         return self._costs[key]
 
@@ -118,10 +133,10 @@ class UnitBook:
 
     def parameters(self, layout: MegatronConfig) -> UnitParameters:
         """Returns what a rank holds of units; raises what says why the layout does not fit the model."""
-        key = layout.tp_size, layout.cp_size, layout.ep_size, layout.etp_size or 1
+        key = layout.tp_size, layout.sequence_parallel, layout.cp_size, layout.ep_size, layout.etp_size or 1
         if key not in self._parameters:
-            flat = replace(layout, pp_size=1, pipeline_schedule="1f1b", virtual_stages=None, num_microbatches=None)
-            self._parameters[key] = parameters_of_units(self.short, flat, self.job.itemsize, self.job.training)
+            flat, training = without_pipeline(layout), self.job.training
+            self._parameters[key] = parameters_of_units(self.short, flat, self.job.itemsize, training)
         return self._parameters[key]
 
     def why_not(self, layout: MegatronConfig) -> str:
@@ -167,9 +182,7 @@ class UnitBook:
             costs = [
                 sum(estimate_cost(model.get_submodule(name), text) for name in names) for names in self.short.names
             ]
-            head = model.get_output_embeddings()
-            after = 0.0 if head is None else estimate_cost(head, text)
-            self._partitions[stages] = partition([costs[layer] for layer in self.short.layers], stages, after=after)
+            self._partitions[stages] = share_out(model, [costs[layer] for layer in self.short.layers], stages)
         return self._partitions[stages]
 
     def runs_of_ranks(self, rank_of: tuple[int, ...]) -> tuple[tuple[tuple[Runs, int], ...], ...]:

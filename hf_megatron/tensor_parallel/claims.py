@@ -63,6 +63,8 @@ def shared_heads(model: nn.Module, styles: Mapping[str, str], tp_size: int) -> d
     copies: dict[str, int] = {}
     for name, module in model.named_modules():
         parent_name, _, leaf = name.rpartition(".")
+        if styles.get(name) == "fused_qkv":
+            _require_whole_heads(name, module, model.get_submodule(parent_name), tp_size)
         if styles.get(name) != "column" or leaf not in ("q_proj", "k_proj", "v_proj"):
             continue
         parent = model.get_submodule(parent_name)
@@ -82,6 +84,17 @@ def shared_heads(model: nn.Module, styles: Mapping[str, str], tp_size: int) -> d
             )
         copies[name] = tp_size // heads
     return copies
+
+
+def _require_whole_heads(name: str, linear: nn.Module, attention: nn.Module, tp_size: int) -> None:
+    """Raises where a third of what one linear makes of queries, keys and values would be cut within a head."""
+    head_dim, width = vars(attention).get("head_dim"), vars(linear).get("out_features", 0) // 3
+    if isinstance(head_dim, int) and width % head_dim == 0 and (heads := width // head_dim) % tp_size:
+        valid = [size for size in range(1, heads + 1) if heads % size == 0]
+        raise ConfigError(
+            f"MegatronConfig.tp_size = {tp_size}: {name} has {heads} attention heads, which cannot be split; valid tp "
+            f"sizes divide them: {valid}."
+        )
 
 
 def claim_all(

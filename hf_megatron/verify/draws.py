@@ -16,7 +16,7 @@ from ..config import MegatronConfig
 from ..errors import RankError
 from ..integrations.gate import ConfigUnderTest
 from ..parallel_state import parallel_state
-from ..registry.features import is_rate, random_sites
+from ..registry.features import is_rate, random_sites, take_rates
 from ..upstream import local_tensor
 from .measure import loss_of_batch, on_device
 from .parity import UNBUILDABLE, Twin
@@ -110,15 +110,32 @@ def _train_alone(twin: Twin, layout: MegatronConfig, trial: list[str], timeout: 
 
 
 def _train(twin: Twin, layout: MegatronConfig, trials: list[list[str]], timeout: float, device: str) -> list[_Outcome]:
-    """Trains the twin once for each list of rates."""
+    """Trains the twin once for each list of rates, of which the last has all others."""
     under_test = ConfigUnderTest(**layout.to_dict())
-    configs = []
+    models = []
     for trial in trials:
-        configs.append(twin.model_on_meta().config)
-        set_rates(configs[-1], _RATE, frozenset(trial))
+        config = twin.model_on_meta().config
+        set_rates(config, _RATE, frozenset(trial))
+        with torch.device("meta"):
+            models.append(type(twin.model_on_meta())(config))
 
     def on_rank() -> list[tuple[frozenset[str], dict[str, torch.Tensor]]]:
-        return [_trained(twin.load(config=config, megatron_config=under_test), twin.batches) for config in configs]
+        model = twin.load(config=models[-1].config, megatron_config=under_test)
+        start = [parameter.detach().clone() for parameter in model.parameters()]
+        found = []
+        for other in models:
+            take_rates(model, other)
+            if random_sites(model) != random_sites(other):
+                # A class that is made otherwise where a rate is zero.
+                loaded = twin.load(config=other.config, megatron_config=under_test)
+                found.append(_trained(loaded, twin.batches))
+                continue
+            found.append(_trained(model, twin.batches))
+            with torch.no_grad():
+                for parameter, value in zip(model.parameters(), start, strict=True):
+                    parameter.copy_(value)
+            model.zero_grad()
+        return found
 
     results = run_ranks(on_rank, layout.ranks_per_replica, timeout=timeout * len(trials), device=device)
     return [_outcome([rank[index] for rank in results]) for index in range(len(trials))]

@@ -10,6 +10,7 @@ import transformers
 from huggingface_hub import hf_hub_download
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
+from ..auto_class import auto_class
 from ..axes import Axes
 from ..checkpoint.config_file import CONFIG, read_config
 from ..config import MegatronConfig
@@ -60,8 +61,7 @@ def print_plan(model: str, layout: MegatronConfig) -> str:
 def _without_weights(model: str, config: PreTrainedConfig) -> Any:
     names = config.architectures or []
     named = getattr(transformers, names[0], None) if len(names) == 1 and isinstance(names[0], str) else None
-    kind = "AutoModelForSeq2SeqLM" if config.is_encoder_decoder else "AutoModelForCausalLM"
-    make = getattr(transformers, kind).from_config if named is None else named._from_config
+    make = auto_class(config).from_config if named is None else named._from_config
     try:
         with torch.device("meta"), without_output():
             return make(config)

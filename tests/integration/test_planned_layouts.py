@@ -7,7 +7,16 @@ from dataclasses import replace
 import pytest
 import torch
 import yaml
-from transformers import CONFIG_MAPPING, GPT2Config, LlamaConfig, Qwen3MoeConfig
+from transformers import (
+    CONFIG_MAPPING,
+    BartConfig,
+    BertConfig,
+    GPT2Config,
+    LlamaConfig,
+    Qwen2_5_VLConfig,
+    Qwen3MoeConfig,
+    T5Config,
+)
 from typer.testing import CliRunner
 
 from hf_megatron.axes import Axes
@@ -54,6 +63,44 @@ EXPERTS = Qwen3MoeConfig(
     head_dim=64,
 )
 TIED = GPT2Config(n_layer=3, n_embd=256, n_head=8, vocab_size=1000, n_positions=LENGTH)
+MASKED = BertConfig(
+    vocab_size=1000,
+    hidden_size=256,
+    intermediate_size=512,
+    num_hidden_layers=6,
+    num_attention_heads=8,
+    architectures=["BertForMaskedLM"],
+)
+ENCODER_DECODER = T5Config(
+    vocab_size=1000, d_model=256, d_kv=32, d_ff=512, num_layers=4, num_decoder_layers=6, num_heads=8
+)
+SHIFTED = BartConfig(
+    vocab_size=1000,
+    d_model=256,
+    encoder_layers=4,
+    decoder_layers=4,
+    encoder_ffn_dim=512,
+    decoder_ffn_dim=512,
+    encoder_attention_heads=8,
+    decoder_attention_heads=8,
+)
+# The tower is held, and sees nothing.
+IMAGES = Qwen2_5_VLConfig(
+    text_config={
+        "vocab_size": 8000,
+        "hidden_size": 512,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [8, 12, 12]},
+    },
+    vision_config={"hidden_size": 64, "intermediate_size": 128, "depth": 2, "num_heads": 4, "out_hidden_size": 512},
+    vision_start_token_id=1,
+    vision_end_token_id=2,
+    image_token_id=3,
+    video_token_id=4,
+)
 # A device of which a handful holds these models.
 TINY = replace(device("h100"), name="tiny", memory_gib=0.25)
 
@@ -65,6 +112,7 @@ SIZES = [{"zero_stage": stage} for stage in range(4)] + [{"tp_size": 2}]
     ("config", "sizes"),
     [
         *((config, sizes) for config in (LLAMA, EXPERTS, TIED) for sizes in SIZES),
+        *((config, {"tp_size": 2}) for config in (MASKED, ENCODER_DECODER, SHIFTED, IMAGES)),
         (EXPERTS, {"tp_size": 2, "ep_size": 4}),
     ],
     ids=lambda value: "+".join(map(str, value.items())) if isinstance(value, dict) else value.model_type,
@@ -109,6 +157,31 @@ def test_memory_is_near_the_dry_runs(config, sizes, limit):
     predicted = predict_ranks(config, layout, DP * layout.ranks_per_replica, sequence_length=LENGTH)
     for rank, expected in zip(found, predicted, strict=True):
         assert sum(rank.values()) == pytest.approx(expected.peak.size, rel=limit)
+
+
+@pytest.mark.parametrize(
+    ("config", "sizes"),
+    [
+        *((config, {"tp_size": 2}) for config in (MASKED, ENCODER_DECODER, SHIFTED, IMAGES)),
+        *((config, {"pp_size": 2}) for config in (MASKED, IMAGES)),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else value.model_type,
+)
+def test_memory_of_other_kinds_is_near_the_dry_runs(config, sizes):
+    """Encoders, two stacks with labels of another length, and a model of images that reads text."""
+    microbatches = 8 if "pp_size" in sizes else 1
+    target = 128 if config.is_encoder_decoder else None
+    layout = MegatronConfig(
+        dp_size=2, sequence_parallel="tp_size" in sizes, num_microbatches=8 if "pp_size" in sizes else None, **sizes
+    )
+    short = shorten(config)
+    assert len(short.names) < len(short.layers)
+    book = UnitBook(short, Job(4, device("h100"), LENGTH, 2 * microbatches, target_length=target))
+    book.measure({layout.tp_size}, {1}, {None})
+    found = Estimator(book).memory.categories(layout, 1, microbatches)
+    predicted = predict_ranks(config, layout, 4, sequence_length=LENGTH, target_length=target)
+    for rank, expected in zip(found, predicted, strict=True):
+        assert sum(rank.values()) == pytest.approx(expected.peak.size, rel=0.06)
 
 
 TRAINED = {
@@ -345,3 +418,40 @@ def test_the_command_searches_and_still_prints_claims(tmp_path):
     assert lora.exit_code == 0, lora.output
     assert "LoRA of rank 8 beside a frozen base in nf4, packed with documents of 64 tokens" in lora.output
     assert MegatronConfig.from_yaml(tmp_path / "layout.yaml").tp_size == 1
+
+
+@pytest.mark.parametrize("config", [MASKED, ENCODER_DECODER, IMAGES], ids=lambda config: config.model_type)
+def test_other_kinds_are_searched(config):
+    found = search(config, Job(4, device("h100"), LENGTH, 16), Bounds(recomputes=(None,)))
+    assert found.best and found.uncompared[0] == ()
+    assert any("from an encoder to its decoder" in reason for reason in found.reasons) == config.is_encoder_decoder
+    with pytest.raises(RankError, match="what travels beside hidden states") if config.is_encoder_decoder else nullcontext():
+        predict_ranks(config, MegatronConfig(pp_size=2), 2, sequence_length=LENGTH)
+
+
+def test_what_loading_refuses_is_left_out_and_what_it_asks_to_check_is_said():
+    layouts = {"tp_size": 2, "pp_size": 1}
+    without_sp = XLMConfig(vocab_size=1000, emb_dim=256, n_layers=4, n_heads=8, max_position_embeddings=LENGTH)
+    found = search(without_sp, Job(4, device("h100"), LENGTH, 16), Bounds(fixed=layouts, recomputes=(None,)))
+    assert not found.best[0].layout.sequence_parallel
+    assert any(reason.startswith("sequences shared by ranks of tp") for reason in found.reasons)
+    whole = search(AlbertConfig(**SMALL), Job(4, device("h100"), LENGTH, 16), Bounds(recomputes=(None,)))
+    assert {one.layout.pp_size for one in whole.best} == {1} and any(r.startswith("pp: ") for r in whole.reasons)
+    changed = search(replace_of(LLAMA, attention_bias=True), Job(4, device("h100"), LENGTH, 16), Bounds(fixed=layouts))
+    assert "attention_bias" in changed.uncompared[0][0] or "bias" in changed.uncompared[0][0]
+    assert "was not compared with one process" in plan_as_text(changed, "llama")
+
+
+@pytest.mark.parametrize(
+    ("config", "job", "message"),
+    [
+        (MASKED, {"sequence_length": 1024}, r"BertForMaskedLM has 512 positions"),
+        (LLAMA, {"target_length": 8}, "'llama' has a label for each token"),
+        (WhisperConfig(architectures=["WhisperForConditionalGeneration"]), {}, "reads input_features"),
+        (CLIPConfig(), {}, "no class of it with a loss on tokens"),
+    ],
+    ids=["positions", "labels", "sounds", "no loss"],
+)
+def test_what_no_plan_is_of_says_so(config, job, message):
+    with pytest.raises(ConfigError, match=message):
+        search(config, Job(**{"devices": 4, "device": device("h100"), "sequence_length": 512, "global_batch": 8} | job))

@@ -1,0 +1,58 @@
+"""The model that a plan is of, and how its layers follow each other."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+from ..auto_class import auto_class
+from ..errors import ConfigError, UnsupportedError
+from ..layer_list import LayerRow
+from ..registry import spec_for
+from ..registry.features import describe_model
+from ..shown import first_line
+from ..upstream import without_output
+
+_TOKENS = "input_ids"
+
+
+def model_on_meta(config: PreTrainedConfig, dtype: torch.dtype = torch.bfloat16) -> Any:
+    """Makes the model that is planned, without weights; buffers that follow its weights' dtype have it.
+
+    Raises:
+        ConfigError: transformers has none of the config, or it reads no tokens.
+    """
+    auto = auto_class(config)
+    try:
+        with torch.device("meta"), without_output():
+            model = auto.from_config(config, dtype=dtype)
+    except Exception as error:  # noqa: BLE001 - whatever a model class says of its config
+        raise ConfigError(
+            f"MODEL of type {config.model_type!r}: no model can be made of its config: {first_line(error)}"
+        ) from error
+    if model.main_input_name != _TOKENS:
+        raise ConfigError(
+            f"MODEL of type {config.model_type!r}: {type(model).__name__} reads {model.main_input_name}, and what is "
+            "planned are rows of tokens."
+        )
+    return model
+
+
+def layers_in_order(model: Any) -> list[tuple[str, ...]]:
+    """Returns what the parts of each layer are called, in the order in which the layers run, an encoder's first.
+
+    They are those that a pipeline cuts; of a model that has none of these, equal numbers of all lists are one layer.
+    """
+    try:
+        row = LayerRow.of(model, spec_for(model), "pp_size")
+    except UnsupportedError:
+        return _by_number(describe_model(model).layers({}))
+    return [row.parts_of(layer) for layer in range(len(row.names))]
+
+
+def _by_number(names: Iterable[str]) -> list[tuple[str, ...]]:
+    found: dict[str, list[str]] = {}
+    for name in names:
+        found.setdefault(name.rpartition(".")[2], []).append(name)
+    return [*map(tuple, found.values())]
