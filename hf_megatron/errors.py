@@ -37,6 +37,10 @@ class NonFiniteGradientError(MegatronError):
     """More optimizer steps in a row than allowed had a gradient that is not finite."""
 
 
+class ReplicaError(MegatronError):
+    """Something that ranks repeat is no longer equal on all of them."""
+
+
 class RankError(MegatronError):
     """One or more ranks of a forked group failed, disagreed or got stuck."""
 
@@ -48,6 +52,7 @@ __all__ = [
     "NonFiniteGradientError",
     "PlanError",
     "RankError",
+    "ReplicaError",
     "UnsupportedError",
     "UnverifiedLayoutError",
 ]

@@ -24,6 +24,7 @@ import torch.distributed._functional_collectives as functional
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .errors import CheckpointError
 
@@ -578,6 +579,14 @@ def restore_state(tensor: torch.Tensor, state: Any) -> None:
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a DTensor's storage, of any shape, without the autograd node of `to_local`; a plain tensor is its own."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Lists the tensors, of any shape, that a quantised weight is made of; a plain one is its own."""
+    if is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        return [part for name in names for part in plain_parts(getattr(tensor, name))]
+    return [tensor.detach().as_subclass(torch.Tensor)]
 
 
 def adapter_prefix(model: Any) -> str | None:

@@ -1,0 +1,1 @@
+"""What names the rank, the layer and the operation where a run misbehaves."""

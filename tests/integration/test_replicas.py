@@ -1,0 +1,205 @@
+"""Whatever ranks repeat is compared, and who differs is named: faults by seed, on layouts of all axes."""
+
+import random
+from functools import partial
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    Qwen3MoeConfig,
+    Trainer,
+    TrainingArguments,
+    default_data_collator,
+)
+
+from hf_megatron.absent_weights import own_parameters
+from hf_megatron.config import MegatronConfig
+from hf_megatron.data_parallel.optimizer import prepare_optimizer, sharded
+from hf_megatron.debug.replicas import ReplicaCheck
+from hf_megatron.errors import ConfigError, RankError
+from hf_megatron.integrations.gate import ConfigUnderTest
+from hf_megatron.integrations.trainer_replicas import ReplicaCallback
+from hf_megatron.parallel_state import parallel_state
+from hf_megatron.upstream import local_tensor
+from hf_megatron.verify.ranks import run_ranks
+
+SIZES = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64}
+LLAMA = LlamaConfig(**SIZES, intermediate_size=48, num_hidden_layers=2)
+EXPERTS = Qwen3MoeConfig(
+    **SIZES, moe_intermediate_size=16, num_hidden_layers=2, num_experts=4, num_experts_per_tok=2, head_dim=8
+)
+DRAWS = LlamaConfig(**SIZES, intermediate_size=48, num_hidden_layers=2, attention_dropout=0.1)
+TIED = LlamaConfig(**SIZES, intermediate_size=48, num_hidden_layers=2, tie_word_embeddings=True)
+# Of each, how many ranks there are; tp4 has copies of two heads of keys.
+LAYOUTS = [
+    (DRAWS, {"tp_size": 2, "dp_size": 2}),
+    (LLAMA, {"tp_size": 4}),
+    (LLAMA, {"dp_size": 4, "zero_stage": 0}),
+    (LLAMA, {"dp_size": 4, "zero_stage": 1}),
+    (LLAMA, {"dp_size": 4, "zero_stage": 3, "dp_replicate_size": 2}),
+    (LLAMA, {"cp_size": 2, "dp_size": 2}),
+    (TIED, {"pp_size": 2, "dp_size": 2}),
+    (TIED, {"pp_size": 2, "tp_size": 2, "sequence_parallel": True}),
+    (EXPERTS, {"dp_size": 4, "ep_size": 2}),
+    (EXPERTS, {"tp_size": 2, "dp_size": 2, "ep_size": 2}),
+]
+
+
+def _flip(tensor, generator):
+    """Flips one bit of one entry."""
+    entries = local_tensor(tensor).detach().view(-1).view(torch.int32)
+    entry = int(torch.randint(len(entries), (), generator=generator))
+    entries[entry] ^= 1 << int(torch.randint(31, (), generator=generator))
+
+
+def _trained(config, sizes, steps=2, dtype=torch.float32):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, megatron_config=ConfigUnderTest(**sizes)).train()
+    optimizer = prepare_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
+    ids = torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(0))
+    for _ in range(steps):
+        rows = ids.tensor_split(sizes.get("dp_size", 1))[model_rank(model)]
+        model(input_ids=rows, labels=rows).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def model_rank(model):
+    return parallel_state(model).mesh.dp_rank
+
+
+def _found_on_rank(config, sizes, seeds):
+    """Returns for each seed what was changed, where it may be, and what was found, and what was found without."""
+    model, optimizer = _trained(config, sizes)
+    check = ReplicaCheck(model, optimizer)
+    clean = check.differences()
+    found = []
+    for seed in seeds:
+        generator = torch.Generator().manual_seed(seed)
+        rank = random.Random(seed).randrange(torch.distributed.get_world_size())
+        changed = None
+        if torch.distributed.get_rank() == rank:
+            tensors = {("weight", name): parameter for name, parameter in own_parameters(model)}
+            for leaf in sharded(optimizer).leaves:
+                moments = optimizer.state[leaf.tensor].items()
+                tensors |= {("moment", f"{kind} of {leaf.name}"): value for kind, value in moments if kind != "step"}
+            tensors |= {("buffer", name): buffer for name, buffer in model.named_buffers()}
+            changed = random.Random(seed).choice(sorted(name for name in tensors if tensors[name].numel()))
+            tensor = tensors[changed]
+            before = local_tensor(tensor).detach().clone()
+            _flip(tensor, generator)
+        found.append((rank, changed, check.differences()))
+        if changed is not None:
+            local_tensor(tensor).detach().copy_(before)
+    return clean, found, check.differences()
+
+
+@pytest.mark.parametrize(
+    ("config", "sizes"),
+    LAYOUTS,
+    ids=lambda value: getattr(value, "model_type", None) or MegatronConfig(**value).layout(),
+)
+def test_a_flipped_bit_is_named(config, sizes):
+    ranks = run_ranks(_found_on_rank, 4, config, sizes, range(20))
+    clean, trials, after = ranks[0]
+    assert clean == after == []
+    holders = set()
+    for seed, (rank, _, found) in enumerate(trials):
+        kind, name = ranks[rank][1][seed][1]
+        assert all(other[1][seed][2] == found for other in ranks)
+        if not found:
+            # Nobody else has these entries.
+            holders.add(1)
+            continue
+        [one] = found
+        holders.add(len(one.holders))
+        assert one.kind == kind and name in (one.name, _untied(one.name))
+        assert rank in one.ranks and (one.ranks == (rank,) if len(one.holders) > 2 else one.ranks == one.holders)
+        assert one.kind in str(one) and one.name in str(one)
+    assert holders - {1}
+
+
+def _untied(name):
+    return name.replace("model.embed_tokens.weight", "lm_head.weight")
+
+
+def test_ranks_that_hold_other_entries_are_not_compared():
+    """Every rank of stage 3, tp and ep has parts of its own: nothing is told from another rank's."""
+    for config, sizes in ((LLAMA, {"dp_size": 4, "zero_stage": 3}), (LLAMA, {"tp_size": 2, "pp_size": 2})):
+        clean, trials, _ = run_ranks(_found_on_rank, 4, config, sizes, ())[0]
+        assert clean == [] and trials == []
+
+
+def _raises_on_rank(kind):
+    model, optimizer = _trained(LLAMA, {"dp_size": 2, "tp_size": 2}, dtype=torch.bfloat16)
+    check = ReplicaCheck(model, optimizer)
+    check()
+    first = torch.distributed.get_rank() == 1
+    if first and kind == "main weight":
+        leaf = next(leaf for leaf in sharded(optimizer).leaves if leaf.name == "model.norm.weight")
+        leaf.tensor[0] += 1
+    if first and kind == "random state":
+        torch.rand(3)
+    check()
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("main weight", r"main weight model.norm.weight: ranks 0, 1 differ"),
+        ("random state", r"random state torch: ranks 0, 1"),
+    ],
+)
+def test_it_raises_on_all_ranks(kind, message):
+    with pytest.raises(RankError, match=message) as error:
+        run_ranks(_raises_on_rank, 4, kind)
+    assert str(error.value).count("ReplicaError") >= 4
+
+
+def test_ranks_of_a_changed_model_are_compared():
+    """What ranks hold may change between two checks."""
+
+    def on_rank():
+        model, optimizer = _trained(LLAMA, {"tp_size": 2})
+        check = ReplicaCheck(model, optimizer)
+        check()
+        model.register_buffer("counted", torch.zeros(3))
+        check()
+        if torch.distributed.get_rank() == 1:
+            model.counted += 1
+        return check.differences()
+
+    [one] = run_ranks(on_rank, 2)[0]
+    assert (one.kind, one.name, one.ranks) == ("buffer", "counted", (0, 1))
+
+
+def test_trainer_ends_at_the_step(tmp_path):
+    ids = torch.randint(3, 64, (32, 9), generator=torch.Generator().manual_seed(0))
+    rows = [{"input_ids": row, "labels": row} for row in ids]
+
+    class Flips(ReplicaCallback):
+        def on_step_begin(self, args, state, control, model=None, **kwargs):
+            if state.global_step == 3 and torch.distributed.get_rank() == 1:
+                with torch.no_grad():
+                    local_tensor(model.model.norm.weight)[0] *= 1.5
+
+    def train(callback):
+        model = AutoModelForCausalLM.from_config(LLAMA, megatron_config=ConfigUnderTest(tp_size=2))
+        arguments = TrainingArguments(
+            str(tmp_path), per_device_train_batch_size=2, max_steps=6, save_strategy="no", report_to=[], use_cpu=True
+        )
+        Trainer(model, arguments, train_dataset=rows, data_collator=default_data_collator, callbacks=[callback]).train()
+
+    run_ranks(partial(train, ReplicaCallback(2)), 2)
+    with pytest.raises(RankError, match=r"weight model.norm.weight: ranks 0, 1 differ"):
+        run_ranks(partial(train, Flips(2)), 2)
+
+
+def test_what_cannot_be_compared_says_so():
+    with pytest.raises(ConfigError, match="expected 1 or more"):
+        ReplicaCallback(0)
+    with pytest.raises(ConfigError, match="was not laid out"):
+        ReplicaCallback().on_train_begin(None, None, None, model=torch.nn.Linear(2, 2))
