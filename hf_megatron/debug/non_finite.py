@@ -1,0 +1,334 @@
+"""Where the first number that is not finite came from: the step's calls run again, and every module is looked at.
+
+A step whose gradients are not finite was skipped on all ranks alike. The watch has kept what the model was called with,
+and its random state; it calls it again with hooks on every module. The first module in the order of execution that
+returns something that is not finite, or gets such a gradient, is the smallest one, since parts return before what is
+around them. What other ranks find spreads to them later, so that the earliest of all ranks' findings names the rank.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_iter
+
+from ..absent_weights import own_parameters
+from ..communication.host_streams import host_state, set_host_state
+from ..communication.random_streams import default_generator
+from ..data_parallel.optimizer import sharded
+from ..errors import ConfigError
+from ..parallel_state import ParallelState, laid_out_model, parallel_state
+from ..parts import works_on_parts
+from ..upstream import in_backward, local_tensor
+
+WEIGHT, INPUT, OUTPUT, LOSS, GRADIENT = "weight", "input", "output", "loss", "gradient"
+_SAID = {INPUT: "argument", OUTPUT: "output of", LOSS: "loss of", GRADIENT: "gradient of the output of"}
+# In the order in which a step comes to them.
+_PHASES = {WEIGHT: 0, INPUT: 1, OUTPUT: 1, LOSS: 2, GRADIENT: 3}
+
+
+@dataclass(frozen=True)
+class NonFinite:
+    """The first number of a step that is not finite.
+
+    Attributes:
+        kind: `"weight"`, `"input"` (of the model), `"output"` (of a module), `"loss"`, `"gradient"` (of an output).
+        name: of the parameter, the argument or the module; `""` is the model itself.
+        rank: of the job.
+        call: of the model, in the step.
+        microbatch: of the call, in a pipeline; 0 without.
+        stage: of the pipeline.
+        entry: of a weight, where its first such entry is in the whole model's; of experts' it begins with their number.
+    """
+
+    kind: str
+    name: str
+    rank: int
+    call: int = 0
+    microbatch: int = 0
+    stage: int = 0
+    entry: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        name = self.name or "the model"
+        if self.kind == WEIGHT:
+            return f"rank {self.rank}: weight {name} at {list(self.entry)}"
+        where = f"call {self.call} of the step, microbatch {self.microbatch}, stage {self.stage}"
+        what = {INPUT: "argument", OUTPUT: "output of", LOSS: "loss of", GRADIENT: "gradient of the output of"}[
+            self.kind
+        ]
+        return f"rank {self.rank}: {what} {name}, {where}"
+
+
+@dataclass(frozen=True)
+class NonFiniteReport:
+    """What a rerun showed.
+
+    Attributes:
+        step: optimizer steps before.
+        first (*optional*): what was not finite first; `None` where the rerun was finite.
+        also: the same of the other ranks, each rank's first.
+    """
+
+    step: int
+    first: NonFinite | None
+    also: tuple[NonFinite, ...] = ()
+
+    def __str__(self) -> str:
+        if self.first is None:
+            return (
+                f"step {self.step} had a gradient that is not finite, and the same calls again were finite on all "
+                "ranks: a fault of a machine, or what a loop did to the gradients or made of the outputs."
+            )
+        others = ", ".join(str(one.rank) for one in self.also)
+        return f"step {self.step}, first not finite, found by the same calls again: {self.first}" + (
+            f"; later on ranks {others}" if others else ""
+        )
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What a model was called with, and the random states before."""
+
+    args: tuple
+    kwargs: dict[str, Any]
+    states: tuple[Tensor, ...]
+
+
+class NonFiniteWatch:
+    """Runs a skipped step again and says which rank, microbatch, stage and module was not finite first.
+
+        watch = NonFiniteWatch(model, optimizer)
+        ...  # the usual loop; a report is printed on rank 0 when a step was skipped
+        watch.reports
+
+    The arguments of a step's calls are kept until the next one.
+
+    Args:
+        model: laid out, with adapters or without.
+        optimizer: of the model; prepared.
+        limit (`int`, defaults to 3): reports of a run; a rerun takes as long as a few steps.
+        say (`Callable`, *optional*): called with each report on rank 0 of the job; prints it by default.
+
+    Raises:
+        ConfigError: the model or the optimizer was not laid out.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        optimizer: torch.optim.Optimizer,
+        *,
+        limit: int = 3,
+        say: Callable[[NonFiniteReport], None] | None = None,
+    ):
+        state, held = parallel_state(model), sharded(optimizer)
+        if state is None or held is None:
+            raise ConfigError(
+                "NonFiniteWatch follows a model that was loaded with megatron_config= and an optimizer that "
+                "prepare_optimizer, Trainer or Accelerate has prepared."
+            )
+        self.model, self.optimizer, self.limit = model, optimizer, limit
+        self.reports: list[NonFiniteReport] = []
+        self._state: ParallelState = state
+        self._held = held
+        self._say = say or _print
+        self._calls: list[_Call] = []
+        self._steps = 0
+        self._is_rerun = False
+        self._hooks = [
+            model.register_forward_pre_hook(self._keep, with_kwargs=True),
+            optimizer.register_step_post_hook(self._after_step),
+        ]
+
+    def stop(self) -> None:
+        """Takes the hooks away and lets go of what was kept."""
+        for hook in self._hooks:
+            hook.remove()
+        self._calls.clear()
+
+    def _keep(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        if self._is_rerun or not (model.training and torch.is_grad_enabled()) or in_backward():
+            return
+        self._calls.append(_Call(args, dict(kwargs), _random_states(self._state.mesh.device)))
+
+    def _after_step(self, *args: Any) -> None:
+        if self._held.step_was_skipped and len(self.reports) < self.limit:
+            report = self._rerun()
+            self.reports.append(report)
+            if dist.get_rank() == 0:
+                self._say(report)
+        self._calls.clear()
+        self._steps += 1
+
+    def _rerun(self) -> NonFiniteReport:
+        found = [*_weights(self.model, self._state)]
+        before = _random_states(self._state.mesh.device)
+        self._is_rerun = True
+        try:
+            for number, call in enumerate(self._calls):
+                found += self._run_again(number, call)
+        finally:
+            self._is_rerun = False
+            _set_random_states(self._state.mesh.device, before)
+            # Nothing of it may be in the next step.
+            self._held.zero_grad(True)
+        of_ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, min(found, key=lambda one: one[0], default=None))
+        firsts = sorted((one for one in of_ranks if one is not None), key=lambda one: one[0])
+        if not firsts:
+            return NonFiniteReport(self._steps, None)
+        return NonFiniteReport(self._steps, firsts[0][1], tuple(one for _, one in firsts[1:]))
+
+    def _run_again(self, number: int, call: _Call) -> list["_Found"]:
+        """Calls the model as before, and returns what is not finite; gradients go nowhere."""
+        _set_random_states(self._state.mesh.device, call.states)
+        recorder = _Recorder(laid_out_model(self.model), self._state, number)
+        with ExitStack() as stack:
+            if "no_sync" in vars(laid_out_model(self.model)):
+                stack.enter_context(laid_out_model(self.model).no_sync())
+            stack.enter_context(recorder.recording())
+            recorder.inputs(call.args, call.kwargs)
+            output = self.model(*call.args, **call.kwargs)
+            loss = output.get("loss") if isinstance(output, dict) else None
+            if isinstance(loss, Tensor) and loss.requires_grad:
+                recorder.loss(loss)
+                loss.backward()
+        return recorder.found()
+
+
+# What comes first in a step sorts first.
+_Found = tuple[tuple[int, ...], NonFinite]
+
+
+class _Recorder:
+    """Looks at what every module of a model returns in one call, and at the gradients of that."""
+
+    def __init__(self, model: nn.Module, state: ParallelState, call: int):
+        self.model, self.state, self.call = model, state, call
+        self._seen: list[tuple[str, str, int, Tensor]] = []
+        self._calls: Counter[str] = Counter()
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        hooks = [
+            module.register_forward_hook(self._hook_of(name), always_call=False)
+            for name, module in self.model.named_modules()
+            if module is not self.model
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _hook_of(self, name: str) -> Callable[..., None]:
+        @works_on_parts
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            # What is computed again in backward was seen before.
+            if in_backward():
+                return
+            # A pipeline calls a module once for each; others may share one between layers.
+            microbatch = self._calls[name] if self.state.pipeline is not None else 0
+            self._calls[name] += 1
+            for value in _floats(output):
+                self._look(OUTPUT, name, microbatch, value.detach())
+                if value.requires_grad:
+                    value.register_hook(lambda gradient: self._look(GRADIENT, name, microbatch, gradient))
+
+        return hook
+
+    def _look(self, kind: str, name: str, microbatch: int, value: Tensor) -> None:
+        self._seen.append((kind, name, microbatch, torch.isfinite(local_tensor(value)).all()))
+
+    def inputs(self, args: tuple, kwargs: dict[str, Any]) -> None:
+        named = {str(place): value for place, value in enumerate(args)} | kwargs
+        for name, value in named.items():
+            for tensor in _floats(value):
+                self._look(INPUT, name, 0, tensor.detach())
+
+    def loss(self, value: Tensor) -> None:
+        self._look(LOSS, "", 0, value.detach())
+
+    def found(self) -> list[_Found]:
+        if not self._seen:
+            return []
+        devices = {flag.device for *_, flag in self._seen}
+        finite = {
+            id(flag): value
+            for device in devices
+            for flag, value in _values([flag for *_, flag in self._seen if flag.device == device])
+        }
+        rank, found = dist.get_rank(), []
+        for place, (kind, name, microbatch, flag) in enumerate(self._seen):
+            if not finite[id(flag)]:
+                one = NonFinite(kind, name, rank, self.call, microbatch, self._stage_of(name))
+                found.append((_order(one, place), one))
+        return found
+
+    def _stage_of(self, name: str) -> int:
+        cut: Any = self.state.cut
+        return 0 if cut is None or not name else int(cut.stage_of(f"{name}."))
+
+
+def _order(one: NonFinite, place: int) -> tuple[int, ...]:
+    """Sorts by when a step comes to what was found; `place` is that on its rank."""
+    phase = _PHASES[one.kind]
+    stage = -one.stage if one.kind == GRADIENT else one.stage
+    return int(one.kind != WEIGHT), one.call, phase, one.microbatch, stage, place, one.rank
+
+
+def _values(flags: Sequence[Tensor]) -> Iterator[tuple[Tensor, bool]]:
+    """Reads flags of one device with one wait."""
+    return zip(flags, torch.stack([*flags]).tolist(), strict=True)
+
+
+def _floats(values: Any) -> Iterator[Tensor]:
+    for value in tree_iter(values):
+        if isinstance(value, Tensor) and value.is_floating_point() and value.numel():
+            yield value
+
+
+def _weights(model: Any, state: ParallelState) -> Iterator[_Found]:
+    """Yields the weights of this rank that are not finite, with the entry of the whole weight."""
+    rank = dist.get_rank()
+    for place, (name, parameter) in enumerate(own_parameters(model)):
+        local = local_tensor(parameter).detach()
+        if not local.is_floating_point() or bool(torch.isfinite(local).all()):
+            continue
+        entry = [int(number) for number in torch.nonzero(~torch.isfinite(local))[0]]
+        if name in state.claims and not state.shards(name):
+            held = state.placement(name).intervals(state.claims[name].shape, state.axes)
+            entry = [_global(index, ranges) for index, ranges in zip(entry, held, strict=True)]
+        cut: Any = state.cut
+        one = NonFinite(WEIGHT, name, rank, stage=0 if cut is None else cut.stage_of(name), entry=tuple(entry))
+        yield _order(one, place), one
+
+
+def _global(index: int, ranges: Sequence[tuple[int, int]]) -> int:
+    for start, stop in ranges:
+        if index < stop - start:
+            return start + index
+        index -= stop - start
+    return index
+
+
+def _random_states(device: torch.device) -> tuple[Tensor, ...]:
+    generators = dict.fromkeys((torch.default_generator, default_generator(device)))
+    return (*(generator.get_state() for generator in generators), host_state())
+
+
+def _set_random_states(device: torch.device, states: tuple[Tensor, ...]) -> None:
+    generators = dict.fromkeys((torch.default_generator, default_generator(device)))
+    for generator, state in zip(generators, states, strict=False):
+        generator.set_state(state)
+    set_host_state(states[-1])
+
+
+def _print(report: NonFiniteReport) -> None:
+    print(f"hf_megatron: {report}", flush=True)

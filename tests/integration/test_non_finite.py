@@ -1,0 +1,269 @@
+"""Where a step was not finite first: faults by seed, on layouts of all axes, named by a rerun of the same calls."""
+
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    Qwen3MoeConfig,
+    Trainer,
+    TrainingArguments,
+    default_data_collator,
+)
+
+from hf_megatron.absent_weights import own_parameters
+from hf_megatron.config import MegatronConfig
+from hf_megatron.data_parallel.optimizer import prepare_optimizer
+from hf_megatron.debug.non_finite import NonFiniteWatch
+from hf_megatron.errors import ConfigError
+from hf_megatron.integrations.gate import ConfigUnderTest
+from hf_megatron.integrations.trainer_non_finite import NonFiniteCallback
+from hf_megatron.parallel_state import parallel_state
+from hf_megatron.parts import works_on_parts
+from hf_megatron.upstream import local_tensor
+from hf_megatron.verify.ranks import run_ranks
+
+SIZES = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64}
+LLAMA = LlamaConfig(**SIZES, intermediate_size=48, num_hidden_layers=4)
+EXPERTS = Qwen3MoeConfig(
+    **SIZES, moe_intermediate_size=16, num_hidden_layers=2, num_experts=4, num_experts_per_tok=2, head_dim=8
+)
+LAYOUTS = [
+    (LLAMA, {"tp_size": 2, "dp_size": 2}),
+    (LLAMA, {"tp_size": 2, "sequence_parallel": True, "pp_size": 2, "num_microbatches": 2}),
+    (LLAMA, {"pp_size": 2, "dp_size": 2, "num_microbatches": 2}),
+    (LLAMA, {"pp_size": 2, "virtual_stages": 2, "pipeline_schedule": "interleaved_1f1b", "num_microbatches": 2}),
+    (LLAMA, {"cp_size": 2, "dp_size": 2}),
+    (LLAMA, {"dp_size": 2, "zero_stage": 3}),
+    (EXPERTS, {"dp_size": 4, "ep_size": 2}),
+]
+# Modules of a layer that are called on every rank that has it.
+PARTS = ["input_layernorm", "self_attn.q_proj", "self_attn.v_proj", "self_attn.o_proj", "self_attn", "mlp"]
+
+
+class Poison:
+    """Has a module return what is not finite, or its output get such a gradient, on one rank from one step on."""
+
+    def __init__(self, module, kind, microbatch, *, once=False):
+        self.kind, self.microbatch, self.once = kind, microbatch, once
+        self.calls, self.is_on = 0, False
+        module.register_forward_hook(works_on_parts(lambda *called: self(*called)))
+
+    def start(self):
+        self.is_on, self.calls = True, 0
+
+    def __call__(self, module, args, output):
+        if not self.is_on:
+            return None
+        found, self.calls = self.calls, self.calls + 1
+        if found != self.microbatch:
+            return None
+        self.is_on = not self.once
+        first, *others = output if isinstance(output, tuple) else (output,)
+        if self.kind == "output":
+            first = first.clone()
+            local_tensor(first).view(-1)[0] = float("nan")
+        else:
+            # Below the hooks of whoever looks at this output.
+            first = _Spoilt.apply(first)
+        return (first, *others) if isinstance(output, tuple) else first
+
+
+class _Spoilt(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, value):
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return torch.full_like(gradient, float("inf"))
+
+
+def _step(model, optimizer, calls=1):
+    state = parallel_state(model)
+    ids = torch.randint(0, 64, (8, 16), generator=torch.Generator().manual_seed(0))
+    rows = ids.tensor_split(state.mesh.dp_size)[state.mesh.dp_rank]
+    for part in rows.chunk(calls):
+        model(input_ids=part, labels=part).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _loaded(config, sizes):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, megatron_config=ConfigUnderTest(**sizes)).train()
+    optimizer = prepare_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
+    return model, optimizer
+
+
+def _named_on_rank(config, sizes, seeds):
+    """Returns for each seed what was poisoned and what was reported."""
+    model, optimizer = _loaded(config, sizes)
+    state, world = parallel_state(model), dist.get_world_size()
+    weights = {name: parameter.detach().clone() for name, parameter in own_parameters(model)}
+    found = []
+    for seed in seeds:
+        watch = NonFiniteWatch(model, optimizer, say=lambda report: None)
+        _step(model, optimizer)
+        assert watch.reports == []
+        drawn = random.Random(seed)
+        kind = drawn.choice(["output", "gradient"])
+        layer, part, rank = drawn.randrange(config.num_hidden_layers), drawn.choice(PARTS), drawn.randrange(world)
+        microbatch = drawn.randrange(2) if state.pipeline is not None else 0
+        name = f"model.layers.{layer}.{part}"
+        has_it = state.cut is None or state.cut.owner(f"{name}.") == state.mesh.pp_rank
+        stage = 0 if state.cut is None else state.cut.stage_of(f"{name}.")
+        poison = Poison(model.get_submodule(name), kind, microbatch) if rank == dist.get_rank() and has_it else None
+        if poison is not None:
+            poison.start()
+            # The rerun calls the model again.
+            model.register_forward_pre_hook(lambda *args, poison=poison: poison.start() if poison.is_on else None)
+        _step(model, optimizer)
+        if poison is not None:
+            poison.is_on = False
+        watch.stop()
+        found.append((poison is not None, (kind, name, rank, microbatch, stage), watch.reports))
+        with torch.no_grad():
+            for name, parameter in own_parameters(model):
+                parameter.copy_(weights[name])
+    return found
+
+
+def _name(value):
+    return MegatronConfig(**value).layout() if isinstance(value, dict) else value.model_type
+
+
+@pytest.mark.parametrize(("config", "sizes"), LAYOUTS, ids=_name)
+def test_modules_are_named(config, sizes):
+    layout = MegatronConfig(**sizes)
+    ranks = run_ranks(_named_on_rank, layout.ranks_per_replica * (layout.dp_size or 1), config, sizes, range(20))
+    poisoned = 0
+    for number, trials in enumerate(zip(*ranks, strict=True)):
+        (_, drawn, reports) = trials[0]
+        assert all(other[2] == reports for other in trials)
+        if not any(is_poisoned for is_poisoned, *_ in trials):
+            # The rank that was drawn does not hold the layer.
+            assert reports == [], number
+            continue
+        poisoned += 1
+        [report] = reports
+        kind, name, rank, microbatch, stage = drawn
+        one = report.first
+        assert (one.kind, one.rank, one.microbatch, one.stage, one.call) == (kind, rank, microbatch, stage, 0), report
+        assert one.name == name, (report, drawn)
+    assert poisoned >= 5
+
+
+def _weights_on_rank(config, sizes, seeds):
+    model, optimizer = _loaded(config, sizes)
+    found = []
+    for seed in seeds:
+        watch = NonFiniteWatch(model, optimizer, say=lambda report: None)
+        drawn, rank = random.Random(seed), random.Random(seed).randrange(dist.get_world_size())
+        changed = None
+        if dist.get_rank() == rank:
+            named = {n: p for n, p in own_parameters(model) if "experts" in n or "norm" not in n and "embed" not in n}
+            name = drawn.choice(sorted(named))
+            local = local_tensor(named[name]).detach()
+            entry = drawn.randrange(local.numel())
+            before = float(local.view(-1)[entry])
+            local.view(-1)[entry] = float("nan")
+            changed = name, entry
+        _step(model, optimizer)
+        if changed is not None:
+            local.view(-1)[entry] = before
+        watch.stop()
+        found.append((rank, changed, watch.reports))
+    return found
+
+
+def test_an_experts_weight_is_named_with_its_number():
+    ranks = run_ranks(_weights_on_rank, 4, EXPERTS, {"dp_size": 4, "ep_size": 2}, range(20))
+    for trials in zip(*ranks, strict=True):
+        rank, _, [report] = trials[0]
+        name, entry = trials[rank][1]
+        assert (report.first.kind, report.first.name, report.first.rank) == ("weight", name, rank)
+        if "experts" in name:
+            # Rank and half of the experts: ep is the inner half of dp.
+            per_rank = 2
+            assert report.first.entry[0] // per_rank == rank % 2
+            assert f"weight {name} at [{report.first.entry[0]}, " in str(report)
+
+
+def test_what_does_not_come_again_is_a_machines():
+    def on_rank():
+        model, optimizer = _loaded(LLAMA, {"tp_size": 2})
+        watch, said = None, []
+        watch = NonFiniteWatch(model, optimizer, say=said.append)
+        poison = Poison(model.model.layers[1].mlp, "output", 0, once=True)
+        start = [parameter.detach().clone() for parameter in model.parameters()]
+        if dist.get_rank() == 1:
+            poison.start()
+        _step(model, optimizer)
+        same = all(torch.equal(one, other) for one, other in zip(start, model.parameters(), strict=True))
+        _step(model, optimizer)
+        return [str(report) for report in watch.reports], len(said), same
+
+    for rank, (reports, said, same) in enumerate(run_ranks(on_rank, 2)):
+        [text] = reports
+        assert "step 0" in text and "finite on all ranks: a fault of a machine" in text
+        assert said == (rank == 0) and same
+
+
+def test_a_rerun_changes_nothing_after_it():
+    """Random numbers, gradients and weights go on as without a watch; the second of two calls is named."""
+
+    def on_rank(watched):
+        config = LlamaConfig(**LLAMA.to_dict() | {"attention_dropout": 0.2})
+        model, optimizer = _loaded(config, {"dp_size": 2})
+        watch = NonFiniteWatch(model, optimizer, say=lambda report: None) if watched else None
+        poison = Poison(model.model.layers[2].mlp, "gradient", 1)
+        torch.manual_seed(dist.get_rank())
+        _step(model, optimizer, calls=2)
+        poison.start()
+        if watched:
+            model.register_forward_pre_hook(lambda *args: None)
+        _step(model, optimizer, calls=2)
+        poison.is_on = False
+        _step(model, optimizer, calls=2)
+        return [parameter.detach().clone() for parameter in model.parameters()], watch and watch.reports
+
+    plain, watched = (run_ranks(on_rank, 2, watch) for watch in (False, True))
+    for (one, _), (other, _) in zip(plain, watched, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_trainer_reports(tmp_path, capfd):
+    ids = torch.randint(3, 64, (32, 9), generator=torch.Generator().manual_seed(0))
+    rows = [{"input_ids": row, "labels": row} for row in ids]
+
+    def train():
+        model = AutoModelForCausalLM.from_config(LLAMA, megatron_config=ConfigUnderTest(tp_size=2))
+        poison = Poison(model.model.layers[1].self_attn.o_proj, "output", 0)
+        original = model.register_forward_pre_hook(lambda *args: poison.start() if poison.is_on else None)
+
+        class Starts(NonFiniteCallback):
+            def on_step_begin(self, args, state, control, **kwargs):
+                poison.is_on = state.global_step == 2 and dist.get_rank() == 1
+
+        callback = Starts()
+        arguments = TrainingArguments(
+            str(tmp_path), per_device_train_batch_size=2, max_steps=4, save_strategy="no", report_to=[], use_cpu=True
+        )
+        Trainer(model, arguments, train_dataset=rows, data_collator=default_data_collator, callbacks=[callback]).train()
+        original.remove()
+        return callback.reports
+
+    for reports in run_ranks(train, 2):
+        [report] = reports
+        assert (report.step, report.first.rank, report.first.name) == (2, 1, "model.layers.1.self_attn.o_proj")
+    assert "step 2, first not finite, found by the same calls again: rank 1" in capfd.readouterr().out
+
+
+def test_what_cannot_be_watched_says_so():
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match="loaded with megatron_config="):
+        NonFiniteWatch(model, torch.optim.SGD(model.parameters()))
