@@ -89,6 +89,9 @@ class DataParallelEngine(Protocol):
     def refresh_main_weights(self) -> None:
         """Takes the parameters' present values over into the optimizers' own copies."""
 
+    def gradients_apart(self) -> AbstractContextManager[None]:
+        """Has backwards inside leave no gradients behind, and reduce none."""
+
     def whole_root(self) -> AbstractContextManager[None]:
         """Puts the weights around the layers together for what calls modules without gradients, in stage 3."""
 

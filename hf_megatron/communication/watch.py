@@ -80,6 +80,19 @@ def operation(frames: list[FrameType]) -> str | None:
     return f"{name}{over}{f' in {_name(caller)}' if caller else ''}{_user_line(frames)}"
 
 
+def is_in_communication(frame: FrameType) -> bool:
+    """Tells whether a stack's innermost frame, but for torch's calls of operators, is in a collective."""
+    inner: FrameType | None = frame
+    while inner is not None and _is_part_of(inner, ("torch._ops",)):
+        inner = inner.f_back
+    return inner is not None and _is_part_of(inner, _COMMUNICATION)
+
+
+def where(frame: FrameType) -> str:
+    """Says in which function and line a stack's innermost frame is."""
+    return f"{_name(frame)} ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno})"
+
+
 def _user_line(frames: list[FrameType]) -> str:
     """Names the innermost line outside the libraries."""
     lines = ((frame.f_code.co_filename, frame.f_lineno) for frame in frames if not _is_part_of(frame, _LIBRARIES))

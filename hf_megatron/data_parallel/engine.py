@@ -215,6 +215,19 @@ class DataParallel(Shared):
         """Where the gradients of the trainable parameters are added up."""
         return self.reducer or PlainGradients(p for p in self._marked if p.requires_grad)
 
+    @contextmanager
+    def gradients_apart(self) -> Iterator[None]:
+        """Has backwards inside leave no gradients behind, and reduce none; those that are there stay."""
+        store = self.gradients
+        store.complete()
+        before, synchronise = store.put_aside(), store.synchronise
+        store.synchronise = False
+        try:
+            yield
+        finally:
+            store.take_back(before)
+            store.synchronise = synchronise
+
     def check_before_step(self) -> None:
         """Raises `ConfigError` if the gradients are not what a loop takes them for."""
         for guard in self.guards:

@@ -171,13 +171,15 @@ class NonFiniteWatch:
         before = _random_states(self._state.mesh.device)
         self._is_rerun = True
         try:
-            for number, call in enumerate(self._calls):
-                found += self._run_again(number, call)
+            with ExitStack() as stack:
+                stack.enter_context(self._held.engine.gradients_apart())
+                if self._state.pipeline is not None:
+                    stack.enter_context(self._state.pipeline.loss_scale.unnoticed())
+                for number, call in enumerate(self._calls):
+                    found += self._run_again(number, call)
         finally:
             self._is_rerun = False
             _set_random_states(self._state.mesh.device, before)
-            # Nothing of it may be in the next step.
-            self._held.zero_grad(True)
         of_ranks: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(of_ranks, min(found, key=lambda one: one[0], default=None))
         firsts = sorted((one for one in of_ranks if one is not None), key=lambda one: one[0])
@@ -189,10 +191,7 @@ class NonFiniteWatch:
         """Calls the model as before, and returns what is not finite; gradients go nowhere."""
         _set_random_states(self._state.mesh.device, call.states)
         recorder = _Recorder(laid_out_model(self.model), self._state, number)
-        with ExitStack() as stack:
-            if "no_sync" in vars(laid_out_model(self.model)):
-                stack.enter_context(laid_out_model(self.model).no_sync())
-            stack.enter_context(recorder.recording())
+        with recorder.recording():
             recorder.inputs(call.args, call.kwargs)
             output = self.model(*call.args, **call.kwargs)
             loss = output.get("loss") if isinstance(output, dict) else None

@@ -46,6 +46,16 @@ class LossScale:
         finally:
             self.announced = before
 
+    @contextmanager
+    def unnoticed(self) -> Iterator[None]:
+        """Learns nothing of the losses inside, which no loop has announced."""
+        before = dict(vars(self))
+        self.announced = None
+        try:
+            yield
+        finally:
+            vars(self).update(before)
+
     def expected(self) -> float:
         """Returns what the next loss will receive, as far as anybody knows."""
         if self.announced is not None and not self._was_wrong:

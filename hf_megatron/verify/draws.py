@@ -82,15 +82,20 @@ def check_draws(
 
 def _is_read(twin: Twin, name: str) -> bool:
     """Tells whether one rate alone has the twin draw anything, or refuse it."""
-    model = twin.model_on_meta()
-    config = model.config
+    config = twin.model_on_meta().config
     set_rates(config, 0.0, rates(config))
     set_rates(config, _RATE, frozenset([name]))
+    model = _on_meta(twin, config)
+    return model is None or bool(random_sites(model))
+
+
+def _on_meta(twin: Twin, config: PreTrainedConfig) -> Any:
+    """Makes the twin's model of another config, without weights; `None` where its class refuses that."""
     try:
         with torch.device("meta"):
-            return bool(random_sites(type(model)(config)))
+            return type(twin.model_on_meta())(config)
     except UNBUILDABLE:
-        return True
+        return None
 
 
 @dataclass(frozen=True)
@@ -112,22 +117,22 @@ def _train_alone(twin: Twin, layout: MegatronConfig, trial: list[str], timeout: 
 def _train(twin: Twin, layout: MegatronConfig, trials: list[list[str]], timeout: float, device: str) -> list[_Outcome]:
     """Trains the twin once for each list of rates, of which the last has all others."""
     under_test = ConfigUnderTest(**layout.to_dict())
-    models = []
+    configs = []
     for trial in trials:
-        config = twin.model_on_meta().config
-        set_rates(config, _RATE, frozenset(trial))
-        with torch.device("meta"):
-            models.append(type(twin.model_on_meta())(config))
+        configs.append(twin.model_on_meta().config)
+        set_rates(configs[-1], _RATE, frozenset(trial))
+    others = [_on_meta(twin, config) for config in configs]
 
     def on_rank() -> list[tuple[frozenset[str], dict[str, torch.Tensor]]]:
-        model = twin.load(config=models[-1].config, megatron_config=under_test)
+        model = twin.load(config=configs[-1], megatron_config=under_test)
         start = [parameter.detach().clone() for parameter in model.parameters()]
         found = []
-        for other in models:
-            take_rates(model, other)
-            if random_sites(model) != random_sites(other):
-                # A class that is made otherwise where a rate is zero.
-                loaded = twin.load(config=other.config, megatron_config=under_test)
+        for config, other in zip(configs, others, strict=True):
+            if other is not None:
+                take_rates(model, other)
+            if other is None or random_sites(model) != random_sites(other):
+                # A class that is made otherwise where a rate is zero, or not at all.
+                loaded = twin.load(config=config, megatron_config=under_test)
                 found.append(_trained(loaded, twin.batches))
                 continue
             found.append(_trained(model, twin.batches))

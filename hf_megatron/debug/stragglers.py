@@ -1,0 +1,252 @@
+"""Which rank is slow, and where: told by what each does itself, never by how long it waits.
+
+A slow rank makes the others wait, so that collectives take long everywhere else. On hosts a thread looks at the main
+thread many times a second: whether it is in a collective, and if not, in which module and function. On accelerators a
+short piece of fixed work is timed by the device's own events. What a rank took in a window of steps is compared with
+the other ranks of its pipeline stage; who takes longer in several windows one after the other is named.
+"""
+
+import statistics
+import sys
+import threading
+import time
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..communication.watch import is_in_communication, where
+from ..data_parallel.optimizer import sharded
+from ..errors import ConfigError
+from ..parallel_state import laid_out_model, parallel_state
+
+# Modules that a sample says nothing about: torch's own call of a module.
+_CALLS = ("_call_impl", "_wrapped_call_impl")
+# Multiplications of a device's piece of work, and their size; some milliseconds on the accelerators of today.
+_PROBE_PRODUCTS, _PROBE_SIZE = 20, 4096
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A rank that takes longer than it should.
+
+    Attributes:
+        rank: of the job.
+        stage: of the pipeline, with whose other ranks it is compared.
+        seconds: of its own in a step; on an accelerator, of the piece of work.
+        usual: what the others take; where it is alone in its stage, what it took in earlier windows.
+        place: where most of the difference is: module, function and line; `""` on an accelerator.
+        step: optimizer steps until then.
+    """
+
+    rank: int
+    stage: int
+    seconds: float
+    usual: float
+    place: str
+    step: int
+
+    def __str__(self) -> str:
+        text = (
+            f"after {self.step} steps: rank {self.rank} (stage {self.stage}) takes {self.seconds / self.usual:.2f} x "
+            f"what is usual in its stage, {1e3 * self.seconds:.1f} ms in place of {1e3 * self.usual:.1f}"
+        )
+        return text + (f", most of it in {self.place}" if self.place else "")
+
+
+@dataclass(frozen=True)
+class _Window:
+    """What a rank did in a window of steps: seconds of its own in one, and of these in each place."""
+
+    stage: int
+    seconds: float
+    places: Mapping[str, float]
+
+
+class StragglerWatch:
+    """Names ranks that take longer than the others of their stage; every rank of the job makes one.
+
+        watch = StragglerWatch(model, optimizer)
+        ...  # the usual loop; what is found is printed on rank 0
+        watch.reports
+
+    Ranks exchange a few numbers at the end of each window.
+
+    Args:
+        model: laid out.
+        optimizer: of the model; prepared. Its steps are counted.
+        steps (`int`, defaults to 20): of a window.
+        windows (`int`, defaults to 3): one after the other in which a rank has to be slow.
+        factor (`float`, defaults to 1.25): times what is usual, from which on a rank is slow.
+        interval (`float`, defaults to 0.02): seconds between two looks at the main thread.
+        say (`Callable`, *optional*): called with each report on rank 0 of the job; prints it by default.
+
+    Raises:
+        ConfigError: the model or the optimizer was not laid out, or a number is out of its range.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        optimizer: torch.optim.Optimizer,
+        *,
+        steps: int = 20,
+        windows: int = 3,
+        factor: float = 1.25,
+        interval: float = 0.02,
+        say: Callable[[Straggler], None] | None = None,
+    ):
+        state = parallel_state(model)
+        if state is None or sharded(optimizer) is None:
+            raise ConfigError(
+                "StragglerWatch follows a model that was loaded with megatron_config= and an optimizer that "
+                "prepare_optimizer, Trainer or Accelerate has prepared."
+            )
+        for name, value, least in (("steps", steps, 1), ("windows", windows, 1)):
+            if value < least:
+                raise ConfigError(f"StragglerWatch({name}={value}): expected {least} or more.")
+        if factor <= 1 or interval <= 0:
+            raise ConfigError(
+                f"StragglerWatch(factor={factor}, interval={interval}): expected more than 1, and than 0."
+            )
+        self.steps, self.windows, self.factor = steps, windows, factor
+        self.reports: list[Straggler] = []
+        self._stage = state.mesh.pp_rank
+        self._say = say or _print
+        self._device = state.mesh.device
+        self._done = 0
+        self._slow: Counter[int] = Counter()
+        self._earlier: dict[int, deque[float]] = {}
+        self._since = time.monotonic()
+        self._sampler = None if self._device.type != "cpu" else _Sampler(laid_out_model(model), interval)
+        self._hook = optimizer.register_step_post_hook(self._after_step)
+
+    def stop(self) -> None:
+        """Ends the thread and takes the hook away."""
+        self._hook.remove()
+        if self._sampler is not None:
+            self._sampler.stop()
+
+    def _after_step(self, *args: Any) -> None:
+        self._done += 1
+        if self._done % self.steps == 0:
+            self._end_window()
+
+    def _end_window(self) -> None:
+        now = time.monotonic()
+        if self._sampler is None:
+            own = _Window(self._stage, _probe(self._device), {})
+        else:
+            places = self._sampler.take((now - self._since) / self.steps)
+            own = _Window(self._stage, sum(places.values()), places)
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, own)
+        self._judge(found)
+        self._since = time.monotonic()
+        if self._sampler is not None:
+            # What happened while ranks told each other is no step's.
+            self._sampler.take(0.0)
+
+    def _judge(self, found: Sequence[_Window]) -> None:
+        for rank, window in enumerate(found):
+            others = [other for place, other in enumerate(found) if other.stage == window.stage and place != rank]
+            earlier = self._earlier.setdefault(rank, deque(maxlen=50))
+            usual = statistics.median(other.seconds for other in others) if others else None
+            if usual is None and len(earlier) >= self.windows:
+                usual = statistics.median(earlier)
+            is_slow = usual is not None and window.seconds > self.factor * usual
+            if not is_slow:
+                earlier.append(window.seconds)
+            self._slow[rank] = self._slow[rank] + 1 if is_slow else 0
+            if usual is not None and self._slow[rank] == self.windows:
+                place = _largest_difference(window, others)
+                report = Straggler(rank, window.stage, window.seconds, usual, place, self._done)
+                self.reports.append(report)
+                if dist.get_rank() == 0:
+                    self._say(report)
+
+
+def _largest_difference(window: _Window, others: Sequence[_Window]) -> str:
+    """Names the place in which a rank was longer than others were."""
+
+    def more(place: str) -> float:
+        usual = statistics.median([other.places.get(place, 0.0) for other in others] or [0.0])
+        return window.places[place] - usual
+
+    return max(window.places, key=more, default="")
+
+
+class _Sampler(threading.Thread):
+    """Looks at the thread that made it, and counts where it finds it."""
+
+    def __init__(self, model: nn.Module, interval: float):
+        super().__init__(name="hf_megatron straggler watch", daemon=True)
+        self._thread, self._interval = threading.get_ident(), interval
+        self._model = weakref.ref(model)
+        self._names: dict[int, str] = {}
+        self._places: Counter[str] = Counter()
+        self._total = 0
+        self._lock, self._stopped = threading.Lock(), threading.Event()
+        self.start()
+
+    def run(self) -> None:
+        """Looks until it is stopped."""
+        while not self._stopped.wait(self._interval):
+            frame = sys._current_frames().get(self._thread)
+            if frame is None:
+                return
+            place = None if is_in_communication(frame) else self._place(frame)
+            with self._lock:
+                self._total += 1
+                if place is not None:
+                    self._places[place] += 1
+
+    def stop(self) -> None:
+        """Ends the thread."""
+        self._stopped.set()
+        self.join()
+
+    def take(self, seconds: float) -> dict[str, float]:
+        """Returns how many of these seconds the thread was in each place, out of collectives, since the last time."""
+        with self._lock:
+            places, total = self._places, self._total
+            self._places, self._total = Counter(), 0
+        return {place: seconds * count / total for place, count in places.items()}
+
+    def _place(self, frame: FrameType) -> str:
+        """Names the innermost module that is called, and the function."""
+        outer: FrameType | None = frame
+        while outer is not None and outer.f_code.co_name not in _CALLS:
+            outer = outer.f_back
+        module = None if outer is None else outer.f_locals.get("self")
+        name = self._name_of(module) if isinstance(module, nn.Module) else None
+        return f"{name}: {where(frame)}" if name else where(frame)
+
+    def _name_of(self, module: nn.Module) -> str | None:
+        if id(module) not in self._names and (model := self._model()) is not None:
+            self._names = {id(other): name for name, other in model.named_modules()}
+        return self._names.get(id(module))
+
+
+def _probe(device: torch.device) -> float:
+    """Times a piece of work that is the same on all ranks, in seconds, by a device's events."""
+    one = torch.ones(_PROBE_SIZE, _PROBE_SIZE, dtype=torch.bfloat16, device=device)
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    # What was launched before is not of it.
+    torch.cuda.synchronize(device)
+    start.record()
+    for _ in range(_PROBE_PRODUCTS):
+        torch.mm(one, one)
+    stop.record()
+    stop.synchronize()
+    return float(start.elapsed_time(stop)) / 1e3
+
+
+def _print(report: Straggler) -> None:
+    print(f"hf_megatron: {report}", flush=True)
