@@ -32,17 +32,22 @@ _OTHERS = (
 def auto_class(config: PreTrainedConfig) -> Any:
     """Returns the auto class whose model of a config is planned: it has a loss on tokens.
 
-    Of several it is that of the one class which the config names; without one an encoder-decoder's, a causal one, the
-    others.
+    Of several it is that of the one class which the config names; else an encoder-decoder's or a causal one, then one
+    of masked tokens, of images, of all media.
 
     Raises:
         ConfigError: the config's type has none.
     """
-    common = (_ENCODER_DECODER, _CAUSAL) if config.is_encoder_decoder else (_CAUSAL, _ENCODER_DECODER)
-    found = {auto: kind for auto, mapping in (*common, *_OTHERS) if (kind := mapping.get(type(config), None))}
-    if not found:
+    named, usual = config.architectures or [], (_ENCODER_DECODER if config.is_encoder_decoder else _CAUSAL, *_OTHERS)
+    for auto, mapping in (_CAUSAL, _ENCODER_DECODER, *_OTHERS):
+        kind = mapping.get(type(config), None)
+        if kind is not None and named == [kind.__name__]:
+            return auto
+    # The decoder of an encoder-decoder alone is another model.
+    found = next((auto for auto, mapping in usual if mapping.get(type(config), None) is not None), None)
+    if found is None:
         raise ConfigError(
-            f"MODEL of type {config.model_type!r}: transformers has no class of it with a loss on tokens."
+            f"MODEL of type {config.model_type!r}: transformers has no class of it that reads tokens and has a loss on "
+            "them."
         )
-    names = config.architectures or []
-    return next((auto for auto, kind in found.items() if names == [kind.__name__]), next(iter(found)))
+    return found

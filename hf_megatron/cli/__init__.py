@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from . import checks, conversion, environment, fuzz, hub, measuring, planning, timeline
+from . import checks, conversion, debugging, environment, fuzz, hub, measuring, planning, timeline
 from .failure import saying_interrupted
 
 app = typer.Typer(
@@ -36,6 +36,7 @@ for command in (
 ):
     app.command()(command)
 app.command("dry-run")(planning.dry_run_kinds)
+app.add_typer(debugging.app, name="debug")
 app.command("measure")(measuring.measure_this_machine)
 
 

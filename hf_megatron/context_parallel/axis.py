@@ -19,6 +19,8 @@ from .stack import ContextStack
 from .whole_blocks import WholeBlock, find_whole_blocks
 
 NAME = "cp"
+# What knows which tokens of a row each rank has.
+STACK = "context stack"
 # Of a layer, those with an entry for each token.
 _ARGUMENTS = ("position_ids", "position_embeddings", "moe_mm_token_type_ids")
 
@@ -61,6 +63,7 @@ def install(model: Any, state: ParallelState) -> None:
     whole_arguments = {name for names in state.spec.local_arguments.values() for name in names}
     stack = ContextStack(context_groups(state), group, arguments, whole_arguments, random)
     stack.install(model, layers)
+    state.placed[STACK] = stack
     state.whole_between.append((name, stack.whole_for))
     modules, regions = dict(model.named_modules()), state.placed.get(REGIONS)
     for block in whole_blocks & modules.keys():

@@ -28,6 +28,8 @@ from ..parallel_state import laid_out_model, parallel_state
 
 # Modules that a sample says nothing about: torch's own call of a module.
 _CALLS = ("_call_impl", "_wrapped_call_impl")
+# Windows of a rank that is alone in its stage, with which later ones are compared.
+_REMEMBERED = 50
 # Multiplications of a device's piece of work, and their size; some milliseconds on the accelerators of today.
 _PROBE_PRODUCTS, _PROBE_SIZE = 20, 4096
 
@@ -61,7 +63,7 @@ class Straggler:
 
 
 @dataclass(frozen=True)
-class _Window:
+class Window:
     """What a rank did in a window of steps: seconds of its own in one, and of these in each place."""
 
     stage: int
@@ -115,14 +117,13 @@ class StragglerWatch:
             raise ConfigError(
                 f"StragglerWatch(factor={factor}, interval={interval}): expected more than 1, and than 0."
             )
-        self.steps, self.windows, self.factor = steps, windows, factor
+        self.steps = steps
         self.reports: list[Straggler] = []
         self._stage = state.mesh.pp_rank
         self._say = say or _print
         self._device = state.mesh.device
         self._done = 0
-        self._slow: Counter[int] = Counter()
-        self._earlier: dict[int, deque[float]] = {}
+        self._ranks = SlowRanks(windows, factor)
         self._since = time.monotonic()
         self._sampler = None if self._device.type != "cpu" else _Sampler(laid_out_model(model), interval)
         self._hook = optimizer.register_step_post_hook(self._after_step)
@@ -141,22 +142,45 @@ class StragglerWatch:
     def _end_window(self) -> None:
         now = time.monotonic()
         if self._sampler is None:
-            own = _Window(self._stage, _probe(self._device), {})
+            own = Window(self._stage, _probe(self._device), {})
         else:
             places = self._sampler.take((now - self._since) / self.steps)
-            own = _Window(self._stage, sum(places.values()), places)
+            own = Window(self._stage, sum(places.values()), places)
         found: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(found, own)
-        self._judge(found)
+        reports = self._ranks.judge(found, self._done)
+        self.reports += reports
+        for report in reports if dist.get_rank() == 0 else ():
+            self._say(report)
         self._since = time.monotonic()
         if self._sampler is not None:
             # What happened while ranks told each other is no step's.
             self._sampler.take(0.0)
 
-    def _judge(self, found: Sequence[_Window]) -> None:
+
+class SlowRanks:
+    """Judges windows of steps one after the other.
+
+    Args:
+        windows, factor: as of `StragglerWatch`.
+    """
+
+    def __init__(self, windows: int, factor: float):
+        self.windows, self.factor = windows, factor
+        self._slow: Counter[int] = Counter()
+        self._earlier: dict[int, deque[float]] = {}
+
+    def judge(self, found: Sequence[Window], step: int) -> list[Straggler]:
+        """Returns who has been slow in as many windows as it takes, with this one.
+
+        Args:
+            found: of every rank of the job.
+            step (`int`): optimizer steps until then.
+        """
+        reports = []
         for rank, window in enumerate(found):
             others = [other for place, other in enumerate(found) if other.stage == window.stage and place != rank]
-            earlier = self._earlier.setdefault(rank, deque(maxlen=50))
+            earlier = self._earlier.setdefault(rank, deque(maxlen=_REMEMBERED))
             usual = statistics.median(other.seconds for other in others) if others else None
             if usual is None and len(earlier) >= self.windows:
                 usual = statistics.median(earlier)
@@ -166,13 +190,11 @@ class StragglerWatch:
             self._slow[rank] = self._slow[rank] + 1 if is_slow else 0
             if usual is not None and self._slow[rank] == self.windows:
                 place = _largest_difference(window, others)
-                report = Straggler(rank, window.stage, window.seconds, usual, place, self._done)
-                self.reports.append(report)
-                if dist.get_rank() == 0:
-                    self._say(report)
+                reports.append(Straggler(rank, window.stage, window.seconds, usual, place, step))
+        return reports
 
 
-def _largest_difference(window: _Window, others: Sequence[_Window]) -> str:
+def _largest_difference(window: Window, others: Sequence[Window]) -> str:
     """Names the place in which a rank was longer than others were."""
 
     def more(place: str) -> float:

@@ -24,7 +24,7 @@ from hf_megatron.expert_parallel.dispatch import AllToAll
 from hf_megatron.pipeline_parallel import training
 from hf_megatron.pipeline_parallel.schedules import SCHEDULES
 from hf_megatron.planner.balanced_experts import even_choices, even_sizes
-from hf_megatron.planner.dry_run import _require_positions, dry_run, measured_run
+from hf_megatron.planner.dry_run import dry_run, measured_run, require_lengths
 from hf_megatron.planner.fake_world import run_fake_ranks
 
 
@@ -323,7 +323,7 @@ LEARNED = {
 def test_tokens_beyond_a_table_of_positions_say_so(named):
     """Nothing is looked up in a fake world: every number was predicted for steps that cannot be."""
     config, table = LEARNED[named]
-    with pytest.raises(ConfigError, match=rf"sequence_length=17\): {named} has 16 positions \({re.escape(table)}\)"):
+    with pytest.raises(ConfigError, match=rf"sequence_length = 17: {named} has 16 positions \({re.escape(table)}\)"):
         dry_run(config, MegatronConfig(tp_size=2), [0], 2, batch_size=1, sequence_length=17)
     model = AutoModelForCausalLM.from_config(config)
     model(input_ids=torch.zeros(1, 16, dtype=torch.int64))
@@ -343,4 +343,4 @@ def test_tokens_beyond_a_table_of_positions_say_so(named):
 )
 def test_tokens_that_transformers_takes_are_predicted(config):
     AutoModelForCausalLM.from_config(config)(input_ids=torch.zeros(1, 17, dtype=torch.int64))
-    _require_positions(config, 17)
+    require_lengths(config, 17, None)

@@ -115,7 +115,7 @@ def test_a_gradient_that_is_not_let_go_of_is_in_the_peak(monkeypatch):
 
 
 def test_says_which_numbers_are_wrong():
-    with pytest.raises(ConfigError, match=r"sequence_length=2000\): GPT2LMHeadModel has 1024 positions"):
+    with pytest.raises(ConfigError, match=r"sequence_length = 2000: GPT2LMHeadModel has 1024 positions"):
         predict_ranks(GPT2Config(), MegatronConfig(tp_size=2), 2, sequence_length=2000)
     with pytest.raises(ConfigError, match="does not divide the job's 3 ranks"):
         predict_ranks(llama(), MegatronConfig(tp_size=2), 3, sequence_length=TOKENS)

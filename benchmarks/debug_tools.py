@@ -1,0 +1,169 @@
+"""What the tools that may stay on cost, and whether they raise false alarms.
+
+    python benchmarks/debug_tools.py --out benchmarks/results/debug_tools_cpu.json
+    python benchmarks/debug_tools.py --steps 4 --rounds 1
+
+A step is forward, backward and AdamW's of a 61M Llama on tp2, two CPU ranks. Each variant runs the same steps in a job
+of its own, in turns; CPU seconds of a step of the busier rank are compared, medians over the rounds. `replicas` is one
+comparison, over its usual 100 steps. Then all tools watch clean steps on several layouts, by themselves and beside four
+processes that do nothing but compute.
+"""
+
+import argparse
+import multiprocessing
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import transformers
+from train_step import versions, write_report
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from hf_megatron import MegatronConfig, prepare_optimizer
+from hf_megatron.debug.non_finite import NonFiniteWatch
+from hf_megatron.debug.replicas import ReplicaCheck
+from hf_megatron.debug.stragglers import StragglerWatch
+from hf_megatron.integrations.gate import ConfigUnderTest
+from hf_megatron.verify.ranks import run_ranks
+
+MODEL = {
+    "hidden_size": 768,
+    "intermediate_size": 2048,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 8,
+    "vocab_size": 8192,
+    "tie_word_embeddings": True,
+}
+SMALL = MODEL | {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 12}
+TOKENS, EVERY = 256, 100
+VARIANTS = ("off", "non-finite", "stragglers")
+LAYOUTS = ({"tp_size": 2}, {"dp_size": 2}, {"pp_size": 2, "num_microbatches": 2}, {"cp_size": 2})
+
+
+def load(folder, sizes):
+    layout = ConfigUnderTest(**MegatronConfig(**sizes).to_dict())
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, megatron_config=layout).train()
+    return model, prepare_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=False))
+
+
+def take_step(model, optimizer, ids):
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def cost(folder, variant, steps):
+    """CPU seconds of a step on this rank, and of one comparison of replicas."""
+    model, optimizer = load(folder, {"tp_size": 2})
+    ids = torch.randint(1, MODEL["vocab_size"], (1, TOKENS), generator=torch.Generator().manual_seed(0))
+    watch = None
+    if variant == "non-finite":
+        watch = NonFiniteWatch(model, optimizer)
+    elif variant == "stragglers":
+        watch = StragglerWatch(model, optimizer)
+    take_step(model, optimizer, ids)
+    dist.barrier()
+    began = time.process_time()
+    for _ in range(steps):
+        take_step(model, optimizer, ids)
+    step = (time.process_time() - began) / steps
+    if watch is not None:
+        watch.stop()
+    check = ReplicaCheck(model, optimizer)
+    check()
+    began = time.process_time()
+    check()
+    return step, time.process_time() - began
+
+
+def alarms(folder, sizes, steps):
+    """What the tools report in clean steps."""
+    model, optimizer = load(folder, sizes)
+    generator = torch.Generator().manual_seed(0)
+    stragglers = StragglerWatch(model, optimizer, say=lambda report: None)
+    non_finite = NonFiniteWatch(model, optimizer, say=lambda report: None)
+    replicas, found = ReplicaCheck(model, optimizer), []
+    for step in range(steps):
+        ids = torch.randint(1, SMALL["vocab_size"], (4, 128), generator=generator)
+        rows = ids.chunk(2)[dist.get_rank()] if "dp_size" in sizes else ids
+        take_step(model, optimizer, rows)
+        if step % 10 == 9:
+            found += map(str, replicas.differences())
+    found += map(str, (*stragglers.reports, *non_finite.reports))
+    stragglers.stop()
+    return found
+
+
+def compute():
+    one = torch.rand(256, 256)
+    while True:
+        one = (one @ one).clamp(0, 1)
+
+
+def clean_runs(given):
+    rows = {}
+    with tempfile.TemporaryDirectory() as folder:
+        AutoModelForCausalLM.from_config(LlamaConfig(**SMALL)).save_pretrained(folder)
+        for beside in (0, 4):
+            busy = [multiprocessing.Process(target=compute, daemon=True) for _ in range(beside)]
+            for process in busy:
+                process.start()
+            for sizes in LAYOUTS:
+                found = run_ranks(alarms, 2, folder, sizes, given.clean, timeout=3000)[0]
+                name = MegatronConfig(**sizes).layout() + (f", beside {beside} busy processes" if beside else "")
+                rows[name] = {"steps": given.clean, "alarms": found}
+                print(f"{name}: {found}", flush=True)
+            for process in busy:
+                process.terminate()
+    return rows
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--clean", type=int, default=100)
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    samples = {variant: [] for variant in VARIANTS}
+    comparisons = []
+    with tempfile.TemporaryDirectory() as folder:
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(LlamaConfig(**MODEL)).save_pretrained(folder)
+        for _ in range(given.rounds):
+            for variant in VARIANTS:
+                ranks = run_ranks(cost, 2, folder, variant, given.steps, timeout=900)
+                samples[variant].append(max(step for step, _ in ranks))
+                comparisons.append(max(check for _, check in ranks))
+    step = {variant: statistics.median(taken) for variant, taken in samples.items()}
+    shares = {variant: round(step[variant] / step["off"] - 1, 4) for variant in VARIANTS[1:]}
+    shares["replicas"] = round(statistics.median(comparisons) / EVERY / step["off"], 4)
+    results = {
+        "cpu_seconds_of_a_step": {variant: round(value, 4) for variant, value in step.items()},
+        "cpu_seconds_of_a_comparison": round(statistics.median(comparisons), 4),
+        "share_of_a_step": shares,
+        "clean": clean_runs(given),
+    }
+    print(results, flush=True)
+    report = {
+        "versions": versions(),
+        "machine": {"cores": os.cpu_count(), "threads_per_rank": 1},
+        "model": MODEL | {"tokens": TOKENS},
+        "rounds": given.rounds,
+        "steps": given.steps,
+        "results": results,
+    }
+    if given.out:
+        write_report(given.out, report)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""A recording of all ranks, read back: tensors put together from what ranks have of them, or told by their pieces."""
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from ..errors import ConfigError
+from .recording import Piece
+
+# What a tensor is of: kind, name, call.
+Event = tuple[str, str, int]
+# Shares of ranks that differ by more than this, relatively, are not the same thing twice.
+_ALIKE = 0.1
+
+
+@dataclass(frozen=True)
+class OfRank:
+    """A piece, and whose it is."""
+
+    rank: int
+    piece: Piece
+
+
+class Recording:
+    """What `StepRecorder` wrote.
+
+    Args:
+        directory: with the files of all ranks.
+
+    Raises:
+        ConfigError: there is no recording, or a rank's files are missing.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]):
+        self.directory = Path(directory)
+        files = sorted(self.directory.glob("rank*.json"))
+        if not files:
+            raise ConfigError(f"{str(directory)!r} has no recording of StepRecorder.")
+        said = {int(file.stem.removeprefix("rank")): json.loads(file.read_text(encoding="utf-8")) for file in files}
+        first = said[min(said)]
+        if missing := sorted({*range(first["ranks"])} - said.keys()):
+            raise ConfigError(f"{str(directory)!r} is of {first['ranks']} ranks, and rank {missing[0]}'s is missing.")
+        self.model, self.layout, self.version = first["model"], first["layout"] or "one process", first["version"]
+        self.factor: float = first["factor"]
+        self.losses: dict[int, float] = {rank: values["loss"] for rank, values in said.items()}
+        self.depth = max((values["depth"] for values in said.values()), default=0)
+        self._files: dict[int, Any] = {}
+        # In the order in which ranks came to them: of a pipeline, those of later stages behind.
+        self.events: dict[Event, list[OfRank]] = {}
+        for rank, values in said.items():
+            for piece in map(_piece, values["pieces"]):
+                event = piece.kind, first["tied"].get(piece.name, piece.name), piece.call
+                self.events.setdefault(event, []).append(OfRank(rank, piece))
+
+    def _stored(self, found: OfRank) -> Tensor:
+        if found.rank not in self._files:
+            file = self.directory / f"rank{found.rank:05}.safetensors"
+            self._files[found.rank] = safe_open(file, "pt").__enter__()
+        stored: Tensor = self._files[found.rank].get_tensor(found.piece.key)
+        return stored
+
+    def dtype(self, found: OfRank) -> torch.dtype:
+        """Returns the type that a piece was computed in."""
+        return self._stored(found).dtype
+
+    def read(self, found: OfRank) -> Tensor:
+        """Reads a piece, of any shape, in fp64; rows and tokens of hidden states are two dims."""
+        values = self._stored(found).double()
+        if len(found.piece.held) == 3 and values.dim() == 2:
+            rows = sum(stop - start for start, stop in found.piece.held[0] or ())
+            values = values.view(rows, -1, values.shape[-1])
+        return values
+
+    def whole(self, event: Event) -> Tensor:
+        """Puts a tensor together; what no rank has is NaN, and of pieces that overlap the first counts."""
+        pieces = self.events[event]
+        values = [self.read(one) for one in pieces]
+        width = _width(pieces, values)
+        places = [places_of(one.piece, value, width) for one, value in zip(pieces, values, strict=True)]
+        dims = range(len(places[0]))
+        sizes = [1 + max((int(place[dim].max()) for place in places if len(place[dim])), default=-1) for dim in dims]
+        whole = torch.full(sizes, torch.nan, dtype=torch.float64)
+        for value, place in reversed([*zip(values, places, strict=True)]):
+            whole[_crossed(place)] = value
+        return whole
+
+
+def places_of(piece: Piece, values: Tensor, width: int) -> list[Tensor]:
+    """Returns for each dim of a piece where its entries are in the whole tensor.
+
+    Args:
+        width (`int`): entries of the whole's last dim, by which it is told whether a piece has all of them.
+    """
+    places = []
+    for dim, held in enumerate(piece.held):
+        if held is not None:
+            places.append(torch.cat([torch.arange(0), *(torch.arange(start, stop) for start, stop in held)]))
+            continue
+        (share, shares), size = piece.share, values.shape[dim]
+        places.append(torch.arange(size) + (share * size if size * shares == width and shares > 1 else 0))
+    return places
+
+
+def part_of(whole: Tensor, places: Sequence[Tensor]) -> Tensor | None:
+    """Returns the entries of a tensor at the crossings of places; `None` where it has no such ones."""
+    if len(places) != whole.dim():
+        return None
+    if any(len(place) and int(place.max()) >= size for place, size in zip(places, whole.shape, strict=True)):
+        return None
+    return whole[_crossed(places)]
+
+
+def _crossed(places: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return tuple(
+        place.view([-1 if dim == other else 1 for other in range(len(places))]) for dim, place in enumerate(places)
+    )
+
+
+def _width(pieces: Sequence[OfRank], values: Sequence[Tensor]) -> int:
+    """Tells how wide the whole is: as what a rank has, unless ranks that may share it have other things."""
+    own = values[0].shape[-1] if values[0].dim() else 1
+    first = pieces[0].piece
+    if not first.held or first.held[-1] is not None or first.share[1] == 1:
+        return own
+    for one, value in zip(pieces, values, strict=True):
+        if one.piece.share[0] != first.share[0] and one.piece.held == first.held and value.shape == values[0].shape:
+            difference = (value - values[0]).norm() / values[0].norm().clamp(min=1e-30)
+            return own if float(difference) < _ALIKE else own * first.share[1]
+    return own
+
+
+def _piece(values: dict[str, Any]) -> Piece:
+    held = tuple(None if part is None else tuple((start, stop) for start, stop in part) for part in values["held"])
+    return Piece(**values | {"held": held, "share": tuple(values["share"])})

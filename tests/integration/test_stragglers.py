@@ -1,0 +1,156 @@
+"""A rank that sleeps is named with the module and function it sleeps in, on layouts of all axes; no other one is."""
+
+import random
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    Qwen3MoeConfig,
+    Trainer,
+    TrainingArguments,
+    default_data_collator,
+)
+
+from hf_megatron.config import MegatronConfig
+from hf_megatron.data_parallel.optimizer import prepare_optimizer
+from hf_megatron.debug.stragglers import SlowRanks, StragglerWatch, Window
+from hf_megatron.errors import ConfigError
+from hf_megatron.integrations.gate import ConfigUnderTest
+from hf_megatron.integrations.trainer_stragglers import StragglerCallback
+from hf_megatron.parallel_state import parallel_state
+from hf_megatron.parts import works_on_parts
+from hf_megatron.verify.ranks import run_ranks
+
+SIZES = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64}
+LLAMA = LlamaConfig(**SIZES, intermediate_size=48, num_hidden_layers=4)
+EXPERTS = Qwen3MoeConfig(
+    **SIZES, moe_intermediate_size=16, num_hidden_layers=2, num_experts=4, num_experts_per_tok=2, head_dim=8
+)
+LAYOUTS = [
+    (LLAMA, {"tp_size": 2}),
+    (LLAMA, {"tp_size": 2, "sequence_parallel": True}),
+    (LLAMA, {"dp_size": 2}),
+    (LLAMA, {"cp_size": 2}),
+    (LLAMA, {"pp_size": 2, "num_microbatches": 2}),
+    (EXPERTS, {"dp_size": 2, "ep_size": 2}),
+]
+# Seconds in each call: several times what a step takes, whatever else the machine does.
+NAP, STEPS, WINDOWS = 0.15, 3, 2
+
+
+@works_on_parts
+def _nap(*args):
+    time.sleep(NAP)
+
+
+def _steps(model, optimizer, number):
+    state = parallel_state(model)
+    ids = torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(0))
+    rows = ids.tensor_split(state.mesh.dp_size)[state.mesh.dp_rank]
+    for _ in range(number):
+        model(input_ids=rows, labels=rows).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _found_on_rank(config, sizes, seeds):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, megatron_config=ConfigUnderTest(**sizes)).train()
+    optimizer = prepare_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
+    _steps(model, optimizer, 2)
+    found = []
+    for seed in seeds:
+        watch = StragglerWatch(
+            model, optimizer, steps=STEPS, windows=WINDOWS, factor=3.0, interval=0.005, say=lambda report: None
+        )
+        if sizes.get("pp_size", 1) > 1:
+            # A rank that is alone in its stage is compared with what it took before.
+            _steps(model, optimizer, STEPS * WINDOWS)
+        assert watch.reports == []
+        drawn = random.Random(seed)
+        layer, rank = drawn.randrange(config.num_hidden_layers), drawn.randrange(dist.get_world_size())
+        name, state = f"model.layers.{layer}.mlp", parallel_state(model)
+        if state.cut is not None:
+            rank = state.cut.owner(f"{name}.")
+        hook = model.get_submodule(name).register_forward_hook(_nap) if rank == dist.get_rank() else None
+        _steps(model, optimizer, STEPS * WINDOWS)
+        if hook is not None:
+            hook.remove()
+        watch.stop()
+        found.append((rank, name, watch.reports))
+    return found
+
+
+def _name(value):
+    return MegatronConfig(**value).layout() if isinstance(value, dict) else value.model_type
+
+
+@pytest.mark.parametrize(("config", "sizes"), LAYOUTS, ids=_name)
+def test_a_rank_that_sleeps_is_named(config, sizes):
+    for trials in zip(*run_ranks(_found_on_rank, 2, config, sizes, range(4)), strict=True):
+        rank, name, [report] = trials[0]
+        assert all(other == trials[0] for other in trials)
+        assert report.rank == rank and report.seconds > 3 * report.usual
+        assert report.place.startswith(f"{name}: ") and "_nap (test_stragglers.py:" in report.place
+        assert f"rank {rank} (stage {report.stage}) takes" in str(report)
+
+
+def test_one_slow_window_is_no_straggler():
+    """Whoever is slow in some windows, but not one after the other, is not named; peers are of the same stage."""
+    ranks = SlowRanks(windows=2, factor=1.5)
+
+    def windows(*seconds):
+        found = [Window(stage, value, {"here": value}) for stage, value in zip((0, 0, 1, 1), seconds, strict=True)]
+        return ranks.judge(found, 7)
+
+    # The last stage takes longer: it has the head.
+    assert windows(1, 2, 5, 5) == windows(1, 1, 5, 5) == windows(1, 2, 5, 5) == []
+    [report] = windows(1, 2, 5, 5)
+    assert (report.rank, report.stage, report.usual, report.place, report.step) == (1, 0, 1, "here", 7)
+    assert windows(1, 2, 5, 5) == []
+
+
+def test_trainer_names_the_rank(tmp_path, capfd):
+    ids = torch.randint(3, 64, (64, 9), generator=torch.Generator().manual_seed(0))
+    rows = [{"input_ids": row, "labels": row} for row in ids]
+
+    def train():
+        model = AutoModelForCausalLM.from_config(LLAMA, megatron_config=ConfigUnderTest(tp_size=2))
+        if dist.get_rank() == 1:
+            model.model.layers[2].self_attn.register_forward_hook(_nap)
+        callback = StragglerCallback(steps=STEPS, windows=WINDOWS, factor=3.0, interval=0.005)
+        arguments = TrainingArguments(
+            str(tmp_path), per_device_train_batch_size=2, max_steps=7, save_strategy="no", report_to=[], use_cpu=True
+        )
+        Trainer(model, arguments, train_dataset=rows, data_collator=default_data_collator, callbacks=[callback]).train()
+        return callback.reports
+
+    for reports in run_ranks(train, 2):
+        assert [(report.rank, report.place.partition(": ")[0]) for report in reports] == [
+            (1, "model.layers.2.self_attn")
+        ]
+    assert "rank 1 (stage 0) takes" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [({"steps": 0}, "steps=0"), ({"windows": 0}, "windows=0"), ({"factor": 1.0}, "factor=1.0")],
+)
+def test_numbers_out_of_range_say_so(values, message):
+    def on_rank():
+        model = AutoModelForCausalLM.from_config(LLAMA, megatron_config=ConfigUnderTest(tp_size=2))
+        optimizer = prepare_optimizer(torch.optim.SGD(model.parameters()))
+        with pytest.raises(ConfigError, match=message):
+            StragglerWatch(model, optimizer, **values)
+
+    run_ranks(on_rank, 2)
+
+
+def test_what_cannot_be_followed_says_so():
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match="loaded with megatron_config="):
+        StragglerWatch(model, torch.optim.SGD(model.parameters()))
