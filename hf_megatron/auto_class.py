@@ -40,7 +40,7 @@ def auto_class(config: PreTrainedConfig) -> Any:
     """
     named, usual = config.architectures or [], (_ENCODER_DECODER if config.is_encoder_decoder else _CAUSAL, *_OTHERS)
     for auto, mapping in (_CAUSAL, _ENCODER_DECODER, *_OTHERS):
-        kind = mapping.get(type(config), None)
+        kind: Any = mapping.get(type(config), None)
         if kind is not None and named == [kind.__name__]:
             return auto
     # The decoder of an encoder-decoder alone is another model.

@@ -38,6 +38,13 @@ _STORE_SECONDS = 3.0
 _GRACE_SECONDS = 10.0
 
 _COMMUNICATION = ("torch.distributed", "hf_megatron.communication", "hf_megatron.upstream")
+# Who waits for what another rank sends, beside those.
+_WAITING = (
+    *_COMMUNICATION,
+    "hf_megatron.pipeline_parallel.transport",
+    "hf_megatron.data_parallel.bucket_reduction",
+    "hf_megatron.data_parallel.weight_gathering",
+)
 _LIBRARIES = ("torch", "hf_megatron", "transformers", "accelerate", "trl", "peft", "contextlib", "threading", "runpy")
 
 
@@ -85,7 +92,7 @@ def is_in_communication(frame: FrameType) -> bool:
     inner: FrameType | None = frame
     while inner is not None and _is_part_of(inner, ("torch._ops",)):
         inner = inner.f_back
-    return inner is not None and _is_part_of(inner, _COMMUNICATION)
+    return inner is not None and _is_part_of(inner, _WAITING)
 
 
 def where(frame: FrameType) -> str:

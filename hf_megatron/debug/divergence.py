@@ -14,6 +14,8 @@ from .recording import AFTER, BEFORE, GRADIENT, LOSS, OUTPUT, OUTPUT_GRADIENT
 _ROUND_OFF = 32
 # Of gradients and weights, of the largest entry; smaller gradients are compared with a share of the largest of all.
 _LIMIT, _FLOOR = 2e-5, 5e-3
+# Of what a step adds to a weight.
+_UPDATE = 0.01
 # Differences that a report lists behind the first.
 _SHOWN = 5
 
@@ -98,8 +100,9 @@ def compare_recordings(first: str | os.PathLike[str], second: str | os.PathLike[
         difference for event in common if event[0] == OUTPUT_GRADIENT for difference in _hidden(one, other, event)
     ]
     largest = max((float(one.whole(event).abs().max()) for event in common if event[0] == GRADIENT), default=0.0)
-    for kind, floor in ((GRADIENT, _FLOOR * largest), (AFTER, 0.0)):
-        found += [one_ for event in common if event[0] == kind for one_ in _weights(one, other, event, floor=floor)]
+    floor = _FLOOR * largest
+    found += [d for event in common if event[0] == GRADIENT for d in _weights(one, other, event, floor=floor)]
+    found += [d for event in common if event[0] == AFTER for d in _updates(one, other, event)]
     return Divergence(
         tuple(found),
         tuple(f"{kind} {name}" for kind, name, _ in one.events if (kind, name, _) not in other.events),
@@ -173,6 +176,29 @@ def _weights(one: Recording, other: Recording, event: Event, floor: float = 0.0)
     if ranks:
         like = _same_weight(one, event, other.whole(event)) if event[0] == BEFORE else ""
         yield Difference(event[0], event[1], tuple(ranks), worst, limit, like=like)
+
+
+def _updates(one: Recording, other: Recording, event: Event) -> Iterator[Difference]:
+    """Compares what a step added to a weight, on average: an entry with next to no gradient may go either way."""
+    before = (BEFORE, *event[1:])
+    if before not in one.events or before not in other.events:
+        return
+    whole = one.whole(event) - one.whole(before)
+    scale = float(whole.square().mean().sqrt()) if whole.numel() else 0.0
+    ranks, worst = [], 0.0
+    starts = {piece.rank: piece for piece in other.events[before]}
+    for piece in other.events[event]:
+        values = other.read(piece) - other.read(starts[piece.rank])
+        expected = part_of(whole, places_of(piece.piece, values, whole.shape[-1] if whole.dim() else 1))
+        if expected is None or expected.shape != values.shape:
+            yield Difference(event[0], event[1], (piece.rank,), float("inf"), _UPDATE)
+            continue
+        error = float((values - expected).square().mean().sqrt().nan_to_num(nan=float("inf"))) if values.numel() else 0
+        if error > _UPDATE * (scale or 1e-30):
+            ranks.append(piece.rank)
+            worst = max(worst, error / (scale or 1e-30))
+    if ranks:
+        yield Difference(event[0], event[1], tuple(ranks), worst, _UPDATE)
 
 
 def _same_weight(one: Recording, event: Event, values: Tensor) -> str:

@@ -6,10 +6,9 @@ returns something that is not finite, or gets such a gradient, is the smallest o
 around them. What other ranks find spreads to them later, so that the earliest of all ranks' findings names the rank.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,12 +23,20 @@ from ..data_parallel.optimizer import sharded
 from ..errors import ConfigError
 from ..parallel_state import ParallelState, laid_out_model, parallel_state
 from ..parts import works_on_parts
+from ..registry.features import layer_patterns
 from ..upstream import in_backward, local_tensor
 
 WEIGHT, INPUT, OUTPUT, LOSS, GRADIENT = "weight", "input", "output", "loss", "gradient"
-_SAID = {INPUT: "argument", OUTPUT: "output of", LOSS: "loss of", GRADIENT: "gradient of the output of"}
+INPUT_GRADIENT = "gradient of the input"
+_SAID = {
+    INPUT: "argument",
+    OUTPUT: "output of",
+    LOSS: "loss of",
+    GRADIENT: "gradient of the output of",
+    INPUT_GRADIENT: "gradient of the input of",
+}
 # In the order in which a step comes to them.
-_PHASES = {WEIGHT: 0, INPUT: 1, OUTPUT: 1, LOSS: 2, GRADIENT: 3}
+_PHASES = {WEIGHT: 0, INPUT: 1, OUTPUT: 1, LOSS: 2, GRADIENT: 3, INPUT_GRADIENT: 3}
 
 
 @dataclass(frozen=True)
@@ -37,13 +44,16 @@ class NonFinite:
     """The first number of a step that is not finite.
 
     Attributes:
-        kind: `"weight"`, `"input"` (of the model), `"output"` (of a module), `"loss"`, `"gradient"` (of an output).
+        kind: `"weight"`, `"input"` (of the model), `"output"` (of a module), `"loss"`, `"gradient"` (of an output), or
+            `"gradient of the input"` (of a layer).
         name: of the parameter, the argument or the module; `""` is the model itself.
         rank: of the job.
         call: of the model, in the step.
         microbatch: of the call, in a pipeline; 0 without.
         stage: of the pipeline.
         entry: of a weight, where its first such entry is in the whole model's; of experts' it begins with their number.
+        after: of a gradient, the module whose output's gradient was the last before: the backward of what is between
+            this and that made it; of several that read the same input it is one.
     """
 
     kind: str
@@ -53,16 +63,15 @@ class NonFinite:
     microbatch: int = 0
     stage: int = 0
     entry: tuple[int, ...] = ()
+    after: str = ""
 
     def __str__(self) -> str:
         name = self.name or "the model"
         if self.kind == WEIGHT:
             return f"rank {self.rank}: weight {name} at {list(self.entry)}"
         where = f"call {self.call} of the step, microbatch {self.microbatch}, stage {self.stage}"
-        what = {INPUT: "argument", OUTPUT: "output of", LOSS: "loss of", GRADIENT: "gradient of the output of"}[
-            self.kind
-        ]
-        return f"rank {self.rank}: {what} {name}, {where}"
+        after = f", in the backward behind the output of {self.after}" if self.after else ""
+        return f"rank {self.rank}: {_SAID[self.kind]} {name}{after}, {where}"
 
 
 @dataclass(frozen=True)
@@ -79,16 +88,24 @@ class NonFiniteReport:
     first: NonFinite | None
     also: tuple[NonFinite, ...] = ()
 
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Who has found the same first: one, or all between which a gradient was added up before any module saw it."""
+        first = [one for one in (self.first, *self.also) if one is not None]
+        same = [one for one in first if replace(one, rank=0) == replace(first[0], rank=0)]
+        return tuple(one.rank for one in same)
+
     def __str__(self) -> str:
         if self.first is None:
             return (
                 f"step {self.step} had a gradient that is not finite, and the same calls again were finite on all "
                 "ranks: a fault of a machine, or what a loop did to the gradients or made of the outputs."
             )
-        others = ", ".join(str(one.rank) for one in self.also)
-        return f"step {self.step}, first not finite, found by the same calls again: {self.first}" + (
-            f"; later on ranks {others}" if others else ""
-        )
+        text = f"step {self.step}, first not finite, found by the same calls again: {self.first}"
+        if len(self.ranks) > 1:
+            text += f"; ranks {', '.join(map(str, self.ranks))} alike, between which it was added up before"
+        others = [str(one.rank) for one in self.also if one.rank not in self.ranks]
+        return text + (f"; later on ranks {', '.join(others)}" if others else "")
 
 
 @dataclass(frozen=True)
@@ -210,8 +227,9 @@ class _Recorder:
 
     def __init__(self, model: nn.Module, state: ParallelState, call: int):
         self.model, self.state, self.call = model, state, call
-        self._seen: list[tuple[str, str, int, Tensor]] = []
-        self._calls: Counter[str] = Counter()
+        # Kind, name, microbatch, stage, and whether all is finite.
+        self._seen: list[tuple[str, str, int, int, Tensor]] = []
+        self._followed: set[Any] = set()
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -219,6 +237,10 @@ class _Recorder:
             module.register_forward_hook(self._hook_of(name), always_call=False)
             for name, module in self.model.named_modules()
             if module is not self.model
+        ]
+        hooks += [
+            self.model.get_submodule(name).register_forward_pre_hook(self._hook_of_inputs(name))
+            for name in layer_patterns(self.model)
         ]
         try:
             yield
@@ -230,29 +252,51 @@ class _Recorder:
         @works_on_parts
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             # What is computed again in backward was seen before.
-            if in_backward():
+            if in_backward() or (place := self._place()) is None:
                 return
-            # A pipeline calls a module once for each; others may share one between layers.
-            microbatch = self._calls[name] if self.state.pipeline is not None else 0
-            self._calls[name] += 1
             for value in _floats(output):
-                self._look(OUTPUT, name, microbatch, value.detach())
-                if value.requires_grad:
-                    value.register_hook(lambda gradient: self._look(GRADIENT, name, microbatch, gradient))
+                self._look(OUTPUT, name, *place, value.detach())
+                # What a part has returned as it is was seen there.
+                if value.requires_grad and value.grad_fn not in self._followed:
+                    self._followed.add(value.grad_fn)
+                    value.register_hook(lambda gradient: self._look(GRADIENT, name, *place, gradient))
 
         return hook
 
-    def _look(self, kind: str, name: str, microbatch: int, value: Tensor) -> None:
-        self._seen.append((kind, name, microbatch, torch.isfinite(local_tensor(value)).all()))
+    def _hook_of_inputs(self, name: str) -> Callable[..., None]:
+        """Makes a hook of a layer: what a stage receives is no module's output there."""
+
+        @works_on_parts
+        def hook(module: nn.Module, args: Any) -> None:
+            if in_backward() or (place := self._place()) is None:
+                return
+            for value in _floats(args):
+                if value.requires_grad:
+                    value.register_hook(lambda gradient: self._look(INPUT_GRADIENT, name, *place, gradient))
+
+        return hook
+
+    def _place(self) -> tuple[int, int] | None:
+        """Returns the microbatch and the stage under way; `None` where a pipeline runs no microbatch."""
+        if self.state.pipeline is None:
+            return 0, 0
+        part, cut = self.state.part, self.state.cut
+        if part is None or part.is_repeated:
+            return None
+        rows = part.first_token // part.tokens if part.tokens else 0
+        return rows // max(part.rows, 1), cut.boundary.stage  # type: ignore[union-attr]
+
+    def _look(self, kind: str, name: str, microbatch: int, stage: int, value: Tensor) -> None:
+        self._seen.append((kind, name, microbatch, stage, torch.isfinite(local_tensor(value)).all()))
 
     def inputs(self, args: tuple, kwargs: dict[str, Any]) -> None:
         named = {str(place): value for place, value in enumerate(args)} | kwargs
         for name, value in named.items():
             for tensor in _floats(value):
-                self._look(INPUT, name, 0, tensor.detach())
+                self._look(INPUT, name, 0, 0, tensor.detach())
 
     def loss(self, value: Tensor) -> None:
-        self._look(LOSS, "", 0, value.detach())
+        self._look(LOSS, "", 0, 0, value.detach())
 
     def found(self) -> list[_Found]:
         if not self._seen:
@@ -263,22 +307,20 @@ class _Recorder:
             for device in devices
             for flag, value in _values([flag for *_, flag in self._seen if flag.device == device])
         }
-        rank, found = dist.get_rank(), []
-        for place, (kind, name, microbatch, flag) in enumerate(self._seen):
+        rank, found, last = dist.get_rank(), [], ""
+        for place, (kind, name, microbatch, stage, flag) in enumerate(self._seen):
             if not finite[id(flag)]:
-                one = NonFinite(kind, name, rank, self.call, microbatch, self._stage_of(name))
+                after = last if kind in (GRADIENT, INPUT_GRADIENT) else ""
+                one = NonFinite(kind, name, rank, self.call, microbatch, stage, after=after)
                 found.append((_order(one, place), one))
+            last = name if kind == GRADIENT else last
         return found
-
-    def _stage_of(self, name: str) -> int:
-        cut: Any = self.state.cut
-        return 0 if cut is None or not name else int(cut.stage_of(f"{name}."))
 
 
 def _order(one: NonFinite, place: int) -> tuple[int, ...]:
     """Sorts by when a step comes to what was found; `place` is that on its rank."""
     phase = _PHASES[one.kind]
-    stage = -one.stage if one.kind == GRADIENT else one.stage
+    stage = -one.stage if phase == _PHASES[GRADIENT] else one.stage
     return int(one.kind != WEIGHT), one.call, phase, one.microbatch, stage, place, one.rank
 
 

@@ -103,10 +103,13 @@ class StepRecorder:
         self.rank = 0 if self.state is None else dist.get_rank()
         if self._file("json").exists():
             raise ConfigError(f"StepRecorder({str(directory)!r}): has a recording already; name another folder.")
+        named = dict(self.inner.named_modules())
+        own = {id(parameter) for _, parameter in own_parameters(self.inner)}
         self.modules = {
             name: module
-            for name, module in self.inner.named_modules()
-            if module is not self.inner and re.search(modules, name)
+            for name, module in named.items()
+            # What has no weights here is a part of what has, or stands for what another stage has.
+            if name and re.search(modules, name) and any(id(weight) in own for weight in module.parameters())
         }
         if not self.modules:
             raise ConfigError(f"StepRecorder(modules={modules!r}): is in no module's name.")
@@ -155,7 +158,7 @@ class StepRecorder:
         @works_on_parts
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             # What is computed again in backward was seen before.
-            if in_backward():
+            if in_backward() or self._calls.is_rehearsal(self.state):
                 return
             value = next((value for value in tree_iter(output) if _is_hidden(value)), None)
             place = None if value is None else self._calls.place(self.state, name, value)
@@ -166,7 +169,7 @@ class StepRecorder:
             if share[0] is not None:
                 held = (*held[:2], share[0])
             self._add(OUTPUT, name, call, value, held, share[1], depth)
-            if value.requires_grad:
+            if value.requires_grad and not self._is_copied(name) and not self._is_shared_out(held):
                 value.register_hook(
                     lambda gradient: self._add(OUTPUT_GRADIENT, name, call, gradient, held, share[1], depth)
                 )
@@ -183,6 +186,15 @@ class StepRecorder:
             if sum(stop - start for start, stop in intervals) == value.shape[-1]:
                 return tuple(intervals), (0, 1)
         return None, (self.state.axes.rank("tp"), self.state.axes.size("tp"))
+
+    def _is_copied(self, name: str) -> bool:
+        """Tells whether ranks have copies of heads, each with the gradient of its own queries."""
+        claim = None if self.state is None else self.state.claims.get(f"{name}.weight")
+        return claim is not None and any(split.copies > 1 for split in claim.placement.splits)
+
+    def _is_shared_out(self, held: Sequence[tuple[Interval, ...] | None]) -> bool:
+        """Tells whether a rank has whole rows of which the gradients of its own tokens alone come back."""
+        return self.state is not None and self.state.axes.size("cp") > 1 and held[1] == ((0, self._calls.lengths[0]),)
 
     def _add(
         self,
@@ -229,7 +241,7 @@ class StepRecorder:
             "model": type(self.inner).__name__,
             "layout": "" if self.state is None else self.state.config.layout(),
             "ranks": 1 if self.state is None else dist.get_world_size(),
-            "factor": 1 if self.state is None else self.state.axes.size("dp"),
+            "factor": 1 if self.state is None else self.state.axes.size("dp_cp"),
             "loss": sum(self._losses) / max(1, len(self._losses)),
             "depth": self._calls.depth,
             "tied": tied,
@@ -251,7 +263,7 @@ class _Calls:
         first: of the call's rows among those of the step.
         rows: of the call on this rank.
         lengths: tokens of a row, of an encoder's and a decoder's.
-        done: of each module, rows that it has returned.
+        done: of each module, how often it was called.
         depth: layers passed through.
     """
 
@@ -276,6 +288,12 @@ class _Calls:
 
     _of_ranks: list[int] = field(default_factory=list)
 
+    def is_rehearsal(self, state: ParallelState | None) -> bool:
+        """Tells whether a pipeline runs a module for what it shows, and not for a microbatch."""
+        if state is None or state.pipeline is None:
+            return False
+        return state.part is None or state.part.is_repeated
+
     def place(
         self, state: ParallelState | None, name: str, value: Tensor
     ) -> tuple[tuple[tuple[Interval, ...] | None, ...], int, int] | None:
@@ -285,12 +303,15 @@ class _Calls:
         rows = self.microbatch
         if not rows or value.shape[0] % rows or rows > self.rows:
             return None
+        part = None if state is None else state.part
         tokens = _tokens(state, self.lengths, value.shape[1] if value.dim() == 3 else value.shape[0] // rows)
         if tokens is None:
             return None
-        passed = self.done.get(name, 0)
-        self.done[name] = passed + rows
-        call, offset = divmod(passed, self.rows)
+        if part is None:
+            call = self.done.get(name, 0)
+            self.done[name], offset = call + 1, 0
+        else:
+            call, offset = 0, part.first_token // part.tokens if part.tokens else 0
         # Layers of a later stage keep their numbers; behind the last one it is as deep.
         if (layer := _LAYER.search(name)) is not None:
             self.depth = max(self.depth, 1 + int(layer[1]))

@@ -226,8 +226,9 @@ class UserHooks:
                     _refuse_cut_arguments(module, what)
                 hooks[number] = _After(hooks[number], what, forms, self.streams, self.calls)
         self.seen.update(users)
-        # Behind this library's; what transformers records with, from the first forward on, comes where it was put.
-        for number in [n for n in hooks if n in users or (n >= self.end and is_of_checked_library(hooks[n]))]:
+        # Behind those of the layout; what transformers records with, from the first forward on, and tools that look at
+        # what a module returned come where they were put.
+        for number in [n for n in hooks if n in users or n >= self.end]:
             hooks.move_to_end(number)
 
 

@@ -66,7 +66,7 @@ def _record(model_folder, folder, sizes, fault=None, calls=1):
     rows = slice(None)
     if state is not None:
         optimizer = prepare_optimizer(optimizer)
-        rows = list(torch.arange(4).tensor_split(state.mesh.dp_size)[state.mesh.dp_rank])
+        rows = torch.arange(4).tensor_split(state.mesh.dp_size)[state.mesh.dp_rank]
     done = fault(model) if fault is not None else None
     with StepRecorder(folder, model, optimizer):
         model(input_ids=ids[rows], labels=labels[rows]).loss.backward()
