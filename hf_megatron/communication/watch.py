@@ -42,6 +42,8 @@ _COMMUNICATION = ("torch.distributed", "hf_megatron.communication", "hf_megatron
 _WAITING = (
     *_COMMUNICATION,
     "hf_megatron.pipeline_parallel.transport",
+    "hf_megatron.pipeline_parallel.tied_gradients",
+    "hf_megatron.expert_parallel.exchange",
     "hf_megatron.data_parallel.bucket_reduction",
     "hf_megatron.data_parallel.weight_gathering",
 )

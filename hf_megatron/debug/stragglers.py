@@ -30,6 +30,8 @@ from ..parallel_state import laid_out_model, parallel_state
 _CALLS = ("_call_impl", "_wrapped_call_impl")
 # Windows of a rank that is alone in its stage, with which later ones are compared.
 _REMEMBERED = 50
+# Share of a step that a rank has to be longer by.
+_NOTICEABLE = 0.1
 # Multiplications of a device's piece of work, and their size; some milliseconds on the accelerators of today.
 _PROBE_PRODUCTS, _PROBE_SIZE = 20, 4096
 
@@ -55,20 +57,22 @@ class Straggler:
     step: int
 
     def __str__(self) -> str:
+        times = f"{self.seconds / self.usual:.2f} x " if self.usual else ""
         text = (
-            f"after {self.step} steps: rank {self.rank} (stage {self.stage}) takes {self.seconds / self.usual:.2f} x "
-            f"what is usual in its stage, {1e3 * self.seconds:.1f} ms in place of {1e3 * self.usual:.1f}"
+            f"after {self.step} steps: rank {self.rank} (stage {self.stage}) takes {times}what is usual in its stage, "
+            f"{1e3 * self.seconds:.1f} ms of a step in place of {1e3 * self.usual:.1f}"
         )
         return text + (f", most of it in {self.place}" if self.place else "")
 
 
 @dataclass(frozen=True)
 class Window:
-    """What a rank did in a window of steps: seconds of its own in one, and of these in each place."""
+    """What a rank did in a window of steps: seconds of its own in one, of these in each place, and of a step in all."""
 
     stage: int
     seconds: float
     places: Mapping[str, float]
+    whole: float = 0.0
 
 
 class StragglerWatch:
@@ -145,7 +149,7 @@ class StragglerWatch:
             own = Window(self._stage, _probe(self._device), {})
         else:
             places = self._sampler.take((now - self._since) / self.steps)
-            own = Window(self._stage, sum(places.values()), places)
+            own = Window(self._stage, sum(places.values()), places, (now - self._since) / self.steps)
         found: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(found, own)
         reports = self._ranks.judge(found, self._done)
@@ -184,7 +188,9 @@ class SlowRanks:
             usual = statistics.median(other.seconds for other in others) if others else None
             if usual is None and len(earlier) >= self.windows:
                 usual = statistics.median(earlier)
-            is_slow = usual is not None and window.seconds > self.factor * usual
+            is_slow = usual is not None and window.seconds > max(
+                self.factor * usual, usual + _NOTICEABLE * window.whole
+            )
             if not is_slow:
                 earlier.append(window.seconds)
             self._slow[rank] = self._slow[rank] + 1 if is_slow else 0

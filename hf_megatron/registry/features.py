@@ -150,27 +150,6 @@ def silence(model: nn.Module) -> None:
                     setattr(owner, name, type(value)(0))
 
 
-def take_rates(model: nn.Module, other: nn.Module) -> None:
-    """Sets the rates of all sites of a model to those of another one of the same class, of another config."""
-    others = dict(other.named_modules())
-    for name, module in model.named_modules():
-        # A rate of zero may leave the module out.
-        source = others.get(name)
-        if isinstance(module, nn.modules.dropout._DropoutNd):
-            module.p = float(getattr(source, "p", 0.0))
-        if source is not None:
-            _take_numbers(module, source)
-            if isinstance(config := vars(module).get("config"), PreTrainedConfig):
-                _take_numbers(config, vars(source).get("config"))
-
-
-def _take_numbers(owner: Any, source: Any) -> None:
-    values = vars(source) if source is not None else {}
-    for name, value in list(vars(owner).items()):
-        if is_rate(name, value) and is_rate(name, values.get(name)):
-            setattr(owner, name, values[name])
-
-
 def is_rate(name: str, value: Any) -> bool:
     """Tells whether an attribute is the rate at which something is dropped or disturbed."""
     return bool(_RATE.search(name)) and isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -9,6 +9,7 @@ import numpy
 import torch
 import torch.distributed as dist
 from huggingface_hub.errors import StrictDataclassError
+from torch import nn
 from transformers import PreTrainedConfig
 
 from ..absent_weights import own_parameters
@@ -16,7 +17,7 @@ from ..config import MegatronConfig
 from ..errors import RankError
 from ..integrations.gate import ConfigUnderTest
 from ..parallel_state import parallel_state
-from ..registry.features import is_rate, random_sites, take_rates
+from ..registry.features import is_rate, random_sites
 from ..upstream import local_tensor
 from .measure import loss_of_batch, on_device
 from .parity import UNBUILDABLE, Twin
@@ -43,6 +44,27 @@ def set_rates(config: PreTrainedConfig, rate: float, names: frozenset[str]) -> N
             # Some are whole numbers, by what their classes allow.
             with contextlib.suppress(StrictDataclassError):
                 setattr(config, name, rate)
+
+
+def _take_rates(model: nn.Module, other: nn.Module) -> None:
+    """Sets the rates of all sites of a model to those of another one of the same class, of another config."""
+    others = dict(other.named_modules())
+    for name, module in model.named_modules():
+        # A rate of zero may leave the module out.
+        source = others.get(name)
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = float(getattr(source, "p", 0.0))
+        if source is not None:
+            _take_numbers(module, source)
+            if isinstance(config := vars(module).get("config"), PreTrainedConfig):
+                _take_numbers(config, vars(source).get("config"))
+
+
+def _take_numbers(owner: Any, source: Any) -> None:
+    values = vars(source) if source is not None else {}
+    for name, value in list(vars(owner).items()):
+        if is_rate(name, value) and is_rate(name, values.get(name)):
+            setattr(owner, name, values[name])
 
 
 def check_draws(
@@ -129,7 +151,7 @@ def _train(twin: Twin, layout: MegatronConfig, trials: list[list[str]], timeout:
         found = []
         for config, other in zip(configs, others, strict=True):
             if other is not None:
-                take_rates(model, other)
+                _take_rates(model, other)
             if other is None or random_sites(model) != random_sites(other):
                 # A class that is made otherwise where a rate is zero, or not at all.
                 loaded = twin.load(config=config, megatron_config=under_test)

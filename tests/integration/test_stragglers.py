@@ -96,7 +96,7 @@ def test_a_rank_that_sleeps_is_named(config, sizes):
         assert all(other == trials[0] for other in trials)
         assert report.rank == rank and report.seconds > 3 * report.usual
         assert report.place.startswith(f"{name}: ") and "_nap (test_stragglers.py:" in report.place
-        assert f"rank {rank} (stage {report.stage}) takes" in str(report)
+        assert f"rank {rank} (stage {report.stage}) takes" in str(report) and "usual in its stage" in str(report)
 
 
 def test_one_slow_window_is_no_straggler():
