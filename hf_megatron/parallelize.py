@@ -24,7 +24,7 @@ from .errors import ConfigError, UnsupportedError
 from .expert_parallel import axis as expert_parallel
 from .known_rows import RowsOfCalls
 from .largest_position import LargestPosition
-from .memory.training_cache import leave_out_in_training
+from .memory.training_cache import leave_out_in_training, refuse_cache
 from .mesh import ParallelMesh
 from .parallel_state import ParallelState, StageCut, attach_state, parallel_state
 from .pipeline_parallel import axis as pipeline_parallel
@@ -120,6 +120,8 @@ def install(model: Any) -> None:
     LossHooks(state.loss, model, pipelined=state.axes.size("pp") > 1, has_dtensors=state.has_dtensors).install(model)
     # Before what asks whether a call keeps a cache.
     leave_out_in_training(model, pipelined=state.axes.size("pp") > 1, always=state.axes.size("cp") > 1)
+    if state.spec.no_cache is not None and state.axes.size("tp") > 1:
+        refuse_cache(model, state.spec.no_cache)
     for axis in AXES:
         axis.install(model, state)
     _hand_whole_between_layers(model, state)

@@ -70,6 +70,7 @@ class ModelSpec:
             why.
         keeps_states (`str`, *optional*): method of the module around the layers that keeps its first argument, the
             hidden states between them.
+        no_cache (`str`, *optional*): why ranks of tp cannot keep what a call hands to the next one; a sentence.
         stacks (`tuple[str, ...]`): the layer stacks whose residual stream sequence parallelism splits; empty means
             that they are found by structure.
         plain_linear_classes (`tuple[str, ...]`): subclasses of nn.Linear whose forward is the plain product.
@@ -127,6 +128,7 @@ class ModelSpec:
     streams_before: bool = False
     whole_arguments: Mapping[str, str] = field(default_factory=dict)
     keeps_states: str | None = None
+    no_cache: str | None = None
     stacks: tuple[str, ...] = ()
     plain_linear_classes: tuple[str, ...] = ()
     no_sequence_parallel: str | None = None

@@ -83,6 +83,9 @@ def plan(
             typer.echo(print_plan(model, parse_layouts(layout_of_sizes(*sizes))[0]))
             return
 
+        for path in (yaml, accelerate, picture):
+            if path is not None and not path.absolute().parent.is_dir():
+                raise ConfigError(f"{path}: there is no folder {path.parent}.")
         from ..planner.candidates import Bounds
         from ..planner.devices import device
         from ..planner.job import Job
@@ -139,11 +142,12 @@ def dry_run_kinds(
     """Run a training step of MODEL on every kind of rank of a job that is nowhere: bytes, collectives, waits."""
     import torch
 
-    from ..errors import ConfigError
+    from ..errors import ConfigError, RankError
     from ..planner.predicted_ranks import predict_ranks
     from ..planner.report import as_rows, as_text
     from ..verify.check import parse_layouts
     from ..verify.named_models import resolve_config
+    from ..verify.ranks import refusal
 
     dtypes = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
     with failing():
@@ -152,21 +156,31 @@ def dry_run_kinds(
         layouts = parse_layouts(layout)
         if len(layouts) != 1:
             raise ConfigError(f"--layout {layout}: expected one layout.")
+        stated = layouts[0].num_microbatches
+        if microbatches and stated not in (None, microbatches):
+            raise ConfigError(f"--microbatches {microbatches} and --layout {layout}: two numbers of microbatches.")
+        if layouts[0].pp_size == 1 and schedule != "1f1b":
+            raise ConfigError(f"--schedule {schedule}: --layout {layout} has no pipeline stages.")
         config = replace(
             layouts[0],
             pipeline_schedule=schedule,
             recompute=recompute_mode(recompute),
             num_microbatches=microbatches or layouts[0].num_microbatches,
         )
-        found = predict_ranks(
-            resolve_config(model),
-            config,
-            ranks,
-            microbatch_size=microbatch,
-            sequence_length=seq,
-            target_length=target_seq or None,
-            dtype=dtypes[dtype],
-        )
+        try:
+            found = predict_ranks(
+                resolve_config(model),
+                config,
+                ranks,
+                microbatch_size=microbatch,
+                sequence_length=seq,
+                target_length=target_seq or None,
+                dtype=dtypes[dtype],
+            )
+        except RankError as error:
+            if (reason := refusal(str(error))) is None:
+                raise
+            raise ConfigError(f"--layout {layout}: {reason}") from None
         typer.echo(json.dumps(as_rows(found), indent=1) if as_json else as_text(found, config, device_memory or None))
         if picture is not None:
             from ..planner.plan_picture import draw_predicted_ranks

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from ..errors import ConfigError
-from .recording import Piece
+from .recording import RecordedPiece
 
 # What a tensor is of: kind, name, call.
 Event = tuple[str, str, int]
@@ -25,7 +25,7 @@ class OfRank:
     """A piece, and whose it is."""
 
     rank: int
-    piece: Piece
+    piece: RecordedPiece
 
 
 class Recording:
@@ -92,7 +92,7 @@ class Recording:
         return whole
 
 
-def places_of(piece: Piece, values: Tensor, width: int) -> list[Tensor]:
+def places_of(piece: RecordedPiece, values: Tensor, width: int) -> list[Tensor]:
     """Returns for each dim of a piece where its entries are in the whole tensor.
 
     Args:
@@ -136,6 +136,6 @@ def _width(pieces: Sequence[OfRank], values: Sequence[Tensor]) -> int:
     return own
 
 
-def _piece(values: dict[str, Any]) -> Piece:
+def _piece(values: dict[str, Any]) -> RecordedPiece:
     held = tuple(None if part is None else tuple((start, stop) for start, stop in part) for part in values["held"])
-    return Piece(**values | {"held": held, "share": tuple(values["share"])})
+    return RecordedPiece(**values | {"held": held, "share": tuple(values["share"])})

@@ -39,7 +39,7 @@ BEFORE, OUTPUT, LOSS, OUTPUT_GRADIENT, GRADIENT, AFTER = (
 
 
 @dataclass(frozen=True)
-class Piece:
+class RecordedPiece:
     """What one rank has of one tensor.
 
     Attributes:
@@ -111,7 +111,7 @@ class StepRecorder:
         if not self.modules:
             raise ConfigError(f"StepRecorder(modules={modules!r}): is in no module's name.")
         self._tensors: dict[str, Tensor] = {}
-        self._pieces: list[Piece] = []
+        self._pieces: list[RecordedPiece] = []
         self._losses: list[float] = []
         self._calls = PlaceInBatch()
         self._hooks: list[Any] = []
@@ -205,7 +205,7 @@ class StepRecorder:
     ) -> None:
         key = f"{len(self._pieces)}"
         self._tensors[key] = local_tensor(value).detach().to("cpu", copy=True).contiguous()
-        self._pieces.append(Piece(kind, name, call, len(self._pieces), key, tuple(held), share, depth))
+        self._pieces.append(RecordedPiece(kind, name, call, len(self._pieces), key, tuple(held), share, depth))
 
     def _weights(self, kind: str) -> None:
         for name, parameter in own_parameters(self.model):

@@ -66,7 +66,7 @@ class Straggler:
 
 
 @dataclass(frozen=True)
-class Window:
+class StepWindow:
     """What a rank did in a window of steps: seconds of its own in one, of these in each place, and of a step in all."""
 
     stage: int
@@ -146,10 +146,10 @@ class StragglerWatch:
     def _end_window(self) -> None:
         now = time.monotonic()
         if self._sampler is None:
-            own = Window(self._stage, _probe(self._device), {})
+            own = StepWindow(self._stage, _probe(self._device), {})
         else:
             places = self._sampler.take((now - self._since) / self.steps)
-            own = Window(self._stage, sum(places.values()), places, (now - self._since) / self.steps)
+            own = StepWindow(self._stage, sum(places.values()), places, (now - self._since) / self.steps)
         found: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(found, own)
         reports = self._ranks.judge(found, self._done)
@@ -174,7 +174,7 @@ class SlowRanks:
         self._slow: Counter[int] = Counter()
         self._earlier: dict[int, deque[float]] = {}
 
-    def judge(self, found: Sequence[Window], step: int) -> list[Straggler]:
+    def judge(self, found: Sequence[StepWindow], step: int) -> list[Straggler]:
         """Returns who has been slow in as many windows as it takes, with this one.
 
         Args:
@@ -200,7 +200,7 @@ class SlowRanks:
         return reports
 
 
-def _largest_difference(window: Window, others: Sequence[Window]) -> str:
+def _largest_difference(window: StepWindow, others: Sequence[StepWindow]) -> str:
     """Names the place in which a rank was longer than others were."""
 
     def more(place: str) -> float:

@@ -25,7 +25,8 @@ class AbsentCache(AbsentValue):
 
     message = (
         "Keys and values were not kept: a training forward, and any of a pipeline or with cp_size > 1, keeps them only "
-        "where the call asks with use_cache=True, and a pipeline in training with labels never does."
+        "where the call asks with use_cache=True, and a pipeline in training with labels never does. Where it has "
+        "asked, states of this kind cannot be kept: call generate() with use_cache=False."
     )
 
 
@@ -44,6 +45,26 @@ def leave_out_in_training(model: Any, *, pipelined: bool, always: bool = False) 
         hook = _Hook(names, pipelined, always)
         model.register_forward_pre_hook(hook.before, with_kwargs=True)
         model.register_forward_hook(hook.after)
+
+
+def refuse_cache(model: Any, why: str) -> None:
+    """Makes a model's calls go without a cache, and raise `UnsupportedError` where one is asked for or given.
+
+    Args:
+        why (`str`): a sentence.
+    """
+    names = list(inspect.signature(type(model).forward).parameters)[1:]
+
+    def before(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        given = dict(zip(names, args, strict=False)) | kwargs
+        if given.get("use_cache") or given.get("state") is not None:
+            raise UnsupportedError(
+                f"{type(model).__name__} with states from call to call: {why} Call it, and generate(), with "
+                "use_cache=False."
+            )
+        return args, kwargs if "use_cache" in given else kwargs | {"use_cache": False}
+
+    model.register_forward_pre_hook(before, with_kwargs=True)
 
 
 class _Hook(Shared):

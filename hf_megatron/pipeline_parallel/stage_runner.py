@@ -35,7 +35,7 @@ from .packed_rows import PackedRow, count_tokens
 from .rehearsal import Rehearsal
 from .schedules import Action, schedule, valid_microbatches
 from .stage_counts import stages_per_rank
-from .tied_gradients import held_at_either_end, trained_of
+from .tied_gradients import held_at_either_end, of_several_stages, trained_of
 from .transport import Transport
 
 if TYPE_CHECKING:
@@ -279,8 +279,10 @@ class StageRunner(Shared):
         return trained_of(self.model, self.cut.tied if self.mesh.pp_rank in self.holders else ())
 
     def tied(self) -> list[nn.Parameter]:
-        """Lists the trained parameters of this rank that another one of the pipeline holds too."""
-        return [parameter for _, parameter in self._tied()]
+        """Lists the trained parameters that another rank of the pipeline holds too, or several stages of this one."""
+        own = self.boundary.stages.of_rank(self.mesh.pp_rank)
+        repeated = of_several_stages([self.cut.parameters_of(self.model, stage) for stage in own])
+        return [*{id(p): p for p in (*(p for _, p in self._tied()), *repeated)}.values()]
 
     def sum_tied(self) -> None:
         """Adds up the gradients of tied parameters over the two ranks that hold them."""

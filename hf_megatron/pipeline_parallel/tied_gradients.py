@@ -1,5 +1,6 @@
 """Which weights that both ends of a pipeline hold have a gradient at either of them."""
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +25,16 @@ def trained_of(model: nn.Module, names: Sequence[str]) -> list[tuple[str, nn.Par
             "train its own. Leave its module out of target_modules, or load the model with pp_size=1."
         )
     return [(name, parameters[name]) for name in names if parameters[name].requires_grad]
+
+
+def of_several_stages(stages: Sequence[Sequence[nn.Parameter]]) -> list[nn.Parameter]:
+    """Lists the trained parameters, of any shape, that several stages of one rank have, as both ends of V-shaped ones.
+
+    The backward of one of these is not the last that adds to their gradients.
+    """
+    counts = Counter(key for stage in stages for key in {id(parameter) for parameter in stage})
+    found = {id(parameter): parameter for stage in stages for parameter in stage if parameter.requires_grad}
+    return [parameter for key, parameter in found.items() if counts[key] > 1]
 
 
 def held_at_either_end(

@@ -64,6 +64,18 @@ class Candidates:
         """Notes what is not tried."""
         self.reasons[reason] = self.reasons.get(reason, 0) + 1
 
+    def require_possible(self) -> None:
+        """Raises `ConfigError` for fixed sizes that no layout of the model and the devices has."""
+        for name, size in self.bounds.fixed.items():
+            if size < 1:
+                raise ConfigError(f"{name} = {size}: expected 1 or more.")
+            if name != "ep_size" and self.job.devices % size:
+                raise ConfigError(f"{name} = {size}: does not divide {self.job.devices} devices.")
+            if name == "ep_size" and size > 1 and (self.experts or 1) % size:
+                kind = self.book.short.config.model_type
+                has = f"{self.experts} experts, which {size} ranks cannot share" if self.experts else "no experts"
+                raise ConfigError(f"ep_size = {size}: model type {kind!r} has {has}.")
+
     def _allowed(self, name: str, sizes: Iterable[int]) -> list[int]:
         fixed = self.bounds.fixed.get(name)
         return [size for size in sizes if fixed in (None, size)]
@@ -79,7 +91,7 @@ class Candidates:
     def tensor_sizes(self) -> list[int]:
         """Returns the tp sizes that links connect and the model can be split over."""
         device, found = self.job.device, []
-        for size in self._allowed("tp_size", _powers(self.job.devices)):
+        for size in self._allowed("tp_size", _divisors(self.job.devices)):
             if size > device.devices_per_link:
                 self.leave_out(f"tp {size} and more: links connect {device.devices_per_link} of {device.name}")
                 break
@@ -95,7 +107,7 @@ class Candidates:
     def context_sizes(self) -> list[int]:
         """Returns the cp sizes that leave a rank enough tokens and that the model takes."""
         found = []
-        for size in self._allowed("cp_size", _powers(self.job.devices)):
+        for size in self._allowed("cp_size", _divisors(self.job.devices)):
             if size > 1 and self.job.sequence_length < size * _LEAST_TOKENS and "cp_size" not in self.bounds.fixed:
                 break
             if self.job.sequence_length % (2 * size) and size > 1:
@@ -112,9 +124,9 @@ class Candidates:
         if not experts:
             return [1]
         found = []
-        for size in self._allowed("ep_size", _powers(min(experts, tp * cp * dp))):
-            if experts % size:
-                continue
+        for size in self._allowed("ep_size", _divisors(experts)):
+            if size > tp * cp * dp:
+                break
             if size > 1 and not _exist(MegatronConfig(tp_size=tp, cp_size=cp, dp_size=dp, ep_size=size)):
                 continue
             found.append(size)
@@ -207,10 +219,6 @@ def _exist(layout: MegatronConfig) -> bool:
     except ConfigError:
         return False
     return True
-
-
-def _powers(most: int) -> list[int]:
-    return [1 << exponent for exponent in range(most.bit_length())]
 
 
 def _divisors(number: int) -> list[int]:

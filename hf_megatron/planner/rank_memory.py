@@ -111,7 +111,7 @@ class RankMemory:
 
     def _stage(self, layout: MegatronConfig, runs: Runs) -> tuple[int, int]:
         """Returns what a microbatch's forward leaves of a stage, and the most above that while it is at work."""
-        key = layout.tp_size, layout.recompute, runs
+        key = layout.tp_size, layout.ep_size > 1, layout.recompute, runs
         if key not in self._stages:
             costs = self.book.costs(layout)
             units = [(costs.unit(number), count) for number, count in runs]

@@ -62,6 +62,7 @@ def search(config: PreTrainedConfig, job: Job, bounds: Bounds | None = None) -> 
     require_lengths(config, job.sequence_length, job.target_length)
     book = UnitBook(shorten(config, job.training, job.dtype), job)
     candidates = Candidates(book, bounds)
+    candidates.require_possible()
     estimator = Estimator(book)
     meshes = [*candidates.meshes()]
     if not meshes:
@@ -70,7 +71,8 @@ def search(config: PreTrainedConfig, job: Job, bounds: Bounds | None = None) -> 
         )
     tensor_sizes = {mesh.tp_size for mesh in meshes}
     context_sizes = {1, 2} if any(mesh.cp_size > 1 for mesh in meshes) else {1}
-    _measure(candidates, tensor_sizes, context_sizes)
+    dispatches = any(mesh.ep_size > 1 for mesh in meshes)
+    _measure(candidates, tensor_sizes, context_sizes, dispatches=dispatches)
     quick = [*_quick(estimator, candidates, meshes)]
     fitting = [found for found in quick if found.peak <= job.memory]
     fastest = _different(heapq.nsmallest(_SIMULATED, fitting, key=_Quick.order), estimator)
@@ -88,10 +90,10 @@ def search(config: PreTrainedConfig, job: Job, bounds: Bounds | None = None) -> 
     )
 
 
-def _measure(candidates: Candidates, tensor_sizes: set[int], context_sizes: set[int]) -> None:
+def _measure(candidates: Candidates, tensor_sizes: set[int], context_sizes: set[int], *, dispatches: bool) -> None:
     """Runs the model's units, without a recomputation that the model refuses or that frees next to nothing."""
     book, bounds = candidates.book, candidates.bounds
-    book.measure(tensor_sizes, context_sizes, {None})
+    book.measure(tensor_sizes, context_sizes, {None}, dispatches=dispatches)
     if _SELECTIVE not in bounds.recomputes:
         return
     plain, selective = (MegatronConfig(tp_size=min(tensor_sizes), recompute=mode) for mode in (None, _SELECTIVE))

@@ -4,7 +4,7 @@ import functools
 import itertools
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..axes import Axes
 from ..config import MegatronConfig
@@ -18,6 +18,7 @@ from .loading_rules import without_pipeline
 from .local_parameters import UnitParameters, parameters_of_units
 from .short_model import ShortModel
 from .unit_costs import AFTER_LAYERS, BEFORE_LAYERS, Runs, UnitCosts, measure_units
+from .unit_ledger import UnitFigures
 
 _SHARED = ("dp", "dp_cp", "edp")
 # Of how many units whole weights are there at a time under stage 3: one that computes, and the next.
@@ -70,6 +71,24 @@ class KeptUnit:
         )
 
 
+def _more_bytes(one: UnitFigures, other: UnitFigures, shared: int) -> tuple[int, int, int]:
+    """Returns how much more a layer leaves and has at its most, forward and backward, on one of so many ranks."""
+    names = "left", "forward_peak", "backward_peak"
+    left, forward, backward = (shared * (getattr(one, name) - getattr(other, name)) for name in names)
+    return left, forward, backward
+
+
+def _with_bytes(layer: UnitFigures, more: tuple[int, int, int], shared: int) -> UnitFigures:
+    left, forward, backward = (size // shared for size in more)
+    return replace(
+        layer,
+        left=layer.left + left,
+        forward_peak=layer.forward_peak + forward,
+        backward_left=layer.backward_left - left,
+        backward_peak=layer.backward_peak + backward,
+    )
+
+
 class UnitBook:
     """Costs and parameters of a short model's units, by layout.
 
@@ -81,17 +100,28 @@ class UnitBook:
     def __init__(self, short: ShortModel, job: Job):
         self.short, self.job = short, job
         self._costs: dict[tuple[int, int, str | None], UnitCosts] = {}
+        # Of each layer, on a rank with all tokens of a row: what more is there where rows are sent to experts.
+        self._dispatched: tuple[tuple[int, int, int], ...] | None = None
+        self._made: dict[tuple[int, bool, str | None], UnitCosts] = {}
         self._parameters: dict[tuple, UnitParameters] = {}
         self._kept: dict[tuple, tuple[dict[int, KeptUnit], KeptUnit]] = {}
         self._partitions: dict[int, tuple[int, ...]] = {}
         self._runs: dict[int, tuple[Runs, ...]] = {}
         self._of_ranks: dict[tuple[int, ...], tuple[tuple[tuple[Runs, int], ...], ...]] = {}
 
-    def measure(self, tp_sizes: Iterable[int], cp_sizes: Iterable[int], recomputes: Iterable[str | None]) -> None:
+    def measure(
+        self,
+        tp_sizes: Iterable[int],
+        cp_sizes: Iterable[int],
+        recomputes: Iterable[str | None],
+        *,
+        dispatches: bool = False,
+    ) -> None:
         """Runs the units of all these; raises `RankError` where one does not run.
 
         Args:
             recomputes: of `MegatronConfig.recompute`; `"full"` is made of what is measured without.
+            dispatches (`bool`): whether experts may be split over ranks of their own, which rows are sent to.
         """
         modes = sorted({None if mode == "full" else mode for mode in recomputes} | {None}, key=str)
         wanted = [(tp, cp, mode) for tp in sorted(tp_sizes) for cp in sorted(cp_sizes) for mode in modes]
@@ -104,9 +134,18 @@ class UnitBook:
             )
             for tp, cp, mode in wanted
         ]
+        smallest = min(tp_sizes)
+        if dispatches and self._dispatched is None:
+            shares = self.shares_sequences(smallest)
+            layouts.append(MegatronConfig(tp_size=smallest, sequence_parallel=shares, dp_size=2, ep_size=2))
         sizes = StepSizes(1, self.job.sequence_length, self.job.dtype, target_length=self.job.target_length)
         found = measure_units(self.short, layouts, sizes, self.job.training)
-        self._costs |= dict(zip(wanted, found, strict=True))
+        self._costs |= dict(zip(wanted, found, strict=False))
+        if len(found) > len(wanted):
+            plain = self._costs[smallest, 1, None].layers
+            shared = smallest if self.shares_sequences(smallest) else 1
+            more = zip(found[-1].layers, plain, strict=True)
+            self._dispatched = tuple(_more_bytes(one, other, shared) for one, other in more)
 
     def shares_sequences(self, tp_size: int) -> bool:
         """Tells whether ranks of tp share sequences: wherever the model can."""
@@ -119,13 +158,20 @@ class UnitBook:
 
     def costs(self, layout: MegatronConfig) -> UnitCosts:
         """Returns what units do with one row on one rank that has all of its tokens."""
-        key = layout.tp_size, 1, layout.recompute
-        if key not in self._costs and layout.recompute == "full":
-            width = self.short.config.get_text_config().hidden_size
+        measured = layout.tp_size, 1, None if layout.recompute == "full" else layout.recompute
+        key = layout.tp_size, layout.ep_size > 1, layout.recompute
+        if key not in self._made:
+            costs = self._costs[measured]
             shared = layout.tp_size if self.shares_sequences(layout.tp_size) else 1
-            hidden = self.job.sequence_length * width * self.job.itemsize // shared
-            self._costs[key] = self._costs[layout.tp_size, 1, None].recomputed(hidden)
-        return self._costs[key]
+            if layout.ep_size > 1 and self._dispatched is not None:
+                # What is sent to experts elsewhere grows with the tokens that a rank has.
+                layers = zip(costs.layers, self._dispatched, strict=True)
+                costs = replace(costs, layers=tuple(_with_bytes(layer, more, shared) for layer, more in layers))
+            if layout.recompute == "full":
+                width = self.short.config.get_text_config().hidden_size
+                costs = costs.recomputed(self.job.sequence_length * width * self.job.itemsize // shared)
+            self._made[key] = costs
+        return self._made[key]
 
     def ring(self, layout: MegatronConfig) -> UnitCosts:
         """Returns the same of two ranks that share a row: what they exchange."""

@@ -12,6 +12,7 @@ import importlib
 import importlib.util
 import io
 import os
+import re
 import shutil
 import signal
 import tempfile
@@ -221,6 +222,12 @@ def _collect(directory: Path, ranks: Sequence[int], stuck: list[int], timeout: f
     if failures:
         raise RankError("\n".join(failures))
     return results
+
+
+def refusal(text: str) -> str | None:
+    """Returns the reason of this library's that is the last line of a rank of a `RankError`; `None` without one."""
+    reasons = re.findall(r"^hf_megatron\.errors\.\w+: (.*)$", text, re.MULTILINE)
+    return reasons[0] if reasons else None
 
 
 def first_reason(text: str) -> str:

@@ -423,6 +423,34 @@ def test_the_command_searches_and_still_prints_claims(tmp_path):
     assert MegatronConfig.from_yaml(tmp_path / "layout.yaml").tp_size == 1
 
 
+def test_sizes_that_no_layout_has_say_so():
+    for sizes, message in (
+        ({"tp_size": 0}, "tp_size = 0: expected 1 or more"),
+        ({"tp_size": 3}, "tp_size = 3: does not divide 8 devices"),
+        ({"ep_size": 2}, "ep_size = 2: model type 'llama' has no experts"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            search(LLAMA, Job(8, device("h100"), LENGTH, 16), Bounds(fixed=sizes, recomputes=(None,)))
+
+
+def test_sizes_that_are_no_powers_of_two_are_tried():
+    odd = LlamaConfig(**LLAMA.to_dict() | {"hidden_size": 192, "num_attention_heads": 3, "num_key_value_heads": 3})
+    found = search(odd, Job(6, device("h100"), LENGTH, 12), Bounds(fixed={"tp_size": 3}, recomputes=(None,)))
+    assert {one.layout.tp_size for one in found.best} == {3}
+
+
+@pytest.mark.parametrize("recompute", [None, "full"])
+@pytest.mark.parametrize("sizes", [{"ep_size": 2}, {"ep_size": 4}, {"tp_size": 2, "ep_size": 4}], ids=str)
+def test_what_is_sent_to_experts_takes_room(sizes, recompute):
+    layout = MegatronConfig(dp_size=DP, sequence_parallel="tp_size" in sizes, recompute=recompute, **sizes)
+    ranks = DP * layout.ranks_per_replica
+    book = UnitBook(shorten(EXPERTS), Job(ranks, device("h100"), LENGTH, DP))
+    book.measure({layout.tp_size}, {1}, {recompute}, dispatches=True)
+    [found] = Estimator(book).memory.categories(layout, 1, 1)
+    [predicted] = predict_ranks(EXPERTS, layout, ranks, sequence_length=LENGTH)
+    assert sum(found.values()) == pytest.approx(predicted.peak.size, rel=0.05 if recompute is None else 0.09)
+
+
 @pytest.mark.parametrize("config", [MASKED, ENCODER_DECODER, IMAGES], ids=lambda config: config.model_type)
 def test_other_kinds_are_searched(config):
     found = search(config, Job(4, device("h100"), LENGTH, 16), Bounds(recomputes=(None,)))

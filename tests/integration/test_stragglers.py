@@ -17,7 +17,7 @@ from transformers import (
 
 from hf_megatron.config import MegatronConfig
 from hf_megatron.data_parallel.optimizer import prepare_optimizer
-from hf_megatron.debug.stragglers import SlowRanks, StragglerWatch, Window
+from hf_megatron.debug.stragglers import SlowRanks, StepWindow, StragglerWatch
 from hf_megatron.errors import ConfigError
 from hf_megatron.integrations.gate import ConfigUnderTest
 from hf_megatron.integrations.trainer_stragglers import StragglerCallback
@@ -104,7 +104,7 @@ def test_one_slow_window_is_no_straggler():
     ranks = SlowRanks(windows=2, factor=1.5)
 
     def windows(*seconds):
-        found = [Window(stage, value, {"here": value}) for stage, value in zip((0, 0, 1, 1), seconds, strict=True)]
+        found = [StepWindow(stage, value, {"here": value}) for stage, value in zip((0, 0, 1, 1), seconds, strict=True)]
         return ranks.judge(found, 7)
 
     # The last stage takes longer: it has the head.
