@@ -92,16 +92,19 @@ def search(config: PreTrainedConfig, job: Job, bounds: Bounds | None = None) -> 
 
 def _measure(candidates: Candidates, tensor_sizes: set[int], context_sizes: set[int], *, dispatches: bool) -> None:
     """Runs the model's units, without a recomputation that the model refuses or that frees next to nothing."""
-    book, bounds = candidates.book, candidates.bounds
-    book.measure(tensor_sizes, context_sizes, {None}, dispatches=dispatches)
-    if _SELECTIVE not in bounds.recomputes:
-        return
-    plain, selective = (MegatronConfig(tp_size=min(tensor_sizes), recompute=mode) for mode in (None, _SELECTIVE))
+    book, bounds, reason = candidates.book, candidates.bounds, ""
+    tries = [_SELECTIVE] if _SELECTIVE in bounds.recomputes else []
     try:
-        book.measure({plain.tp_size}, {1}, {_SELECTIVE})
+        book.measure(tensor_sizes, context_sizes, {None}, dispatches=dispatches, on_smallest=tries)
     except RankError as error:
+        if not tries:
+            raise
         reason = first_reason(str(error))
-    else:
+        book.measure(tensor_sizes, context_sizes, {None}, dispatches=dispatches)
+    if not tries:
+        return
+    if not reason:
+        plain, selective = (MegatronConfig(tp_size=min(tensor_sizes), recompute=mode) for mode in (None, _SELECTIVE))
         kept = [sum(layer.left for layer in book.costs(layout).layers) for layout in (plain, selective)]
         reason = f"frees {1 - kept[1] / kept[0]:.1%} of what layers keep" if kept[1] > _FREED * kept[0] else ""
     if reason and len(bounds.recomputes) > 1:

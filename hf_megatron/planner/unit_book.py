@@ -116,15 +116,19 @@ class UnitBook:
         recomputes: Iterable[str | None],
         *,
         dispatches: bool = False,
+        on_smallest: Iterable[str] = (),
     ) -> None:
         """Runs the units of all these; raises `RankError` where one does not run.
 
         Args:
             recomputes: of `MegatronConfig.recompute`; `"full"` is made of what is measured without.
+            on_smallest: further ones, on the smallest tp size alone.
             dispatches (`bool`): whether experts may be split over ranks of their own, which rows are sent to.
         """
         modes = sorted({None if mode == "full" else mode for mode in recomputes} | {None}, key=str)
         wanted = [(tp, cp, mode) for tp in sorted(tp_sizes) for cp in sorted(cp_sizes) for mode in modes]
+        smallest = min(tp_sizes)
+        wanted += [(smallest, 1, mode) for mode in on_smallest]
         # What travels around a ring is the same.
         wanted = [key for key in wanted if key not in self._costs and (key[1] == 1 or key[2] is None)]
         layouts = [
@@ -134,7 +138,6 @@ class UnitBook:
             )
             for tp, cp, mode in wanted
         ]
-        smallest = min(tp_sizes)
         if dispatches and self._dispatched is None:
             shares = self.shares_sequences(smallest)
             layouts.append(MegatronConfig(tp_size=smallest, sequence_parallel=shares, dp_size=2, ep_size=2))

@@ -1,228 +1,146 @@
-"""Where a step beside one process parts from it: nothing on clean layouts, and faults by seed are named."""
+"""The divergence of a student from a teacher over split vocabularies, against full logits in one process."""
 
-import random
-import shutil
+import functools
 
 import pytest
 import torch
-import torch.distributed as dist
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
-from typer.testing import CliRunner
+import torch.nn.functional as F
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from hf_megatron.cli import app
-from hf_megatron.config import MegatronConfig
-from hf_megatron.data_parallel.optimizer import prepare_optimizer
-from hf_megatron.debug.divergence import compare_recordings
-from hf_megatron.debug.recording import StepRecorder
-from hf_megatron.errors import ConfigError
-from hf_megatron.integrations.gate import ConfigUnderTest
-from hf_megatron.parallel_state import parallel_state
-from hf_megatron.parts import works_on_parts
-from hf_megatron.upstream import local_tensor
+from hf_megatron import ConfigError, UnsupportedError, token_divergences
+from hf_megatron.tensor_parallel import vocab_divergence
+from hf_megatron.verify.measure import Measurement, _full, _gradients
+from hf_megatron.verify.metric import gradient_errors
 from hf_megatron.verify.ranks import run_ranks
+from tests.shared_twins import make_twin
 
-SIZES = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64}
-LLAMA = LlamaConfig(**SIZES, intermediate_size=48, num_hidden_layers=4)
-EXPERTS = Qwen3MoeConfig(
-    **SIZES, moe_intermediate_size=16, num_hidden_layers=2, num_experts=4, num_experts_per_tok=2, head_dim=8
+from .dp_training import ranks_of
+from .test_trl import layout
+
+
+@functools.lru_cache(maxsize=2)
+def twin(model_type):
+    return make_twin(CONFIG_MAPPING[model_type](), batch_size=5, min_layers=4)
+
+
+def plain_divergences(student, teacher, labels, beta, temperature, **batch):
+    """As the definition says, of whole logits."""
+    own = F.log_softmax(student(**batch).logits[:, :-1].float() / temperature, -1)
+    with torch.no_grad():
+        other = F.log_softmax(teacher(**batch).logits[:, :-1].float() / temperature, -1)
+    if beta == 0:
+        found = (other.exp() * (other - own)).sum(-1)
+    elif beta == 1:
+        found = (own.exp() * (own - other)).sum(-1)
+    else:
+        mixture = (beta * other.exp() + (1 - beta) * own.exp()).log()
+        found = (beta * other.exp() * (other - mixture) + (1 - beta) * own.exp() * (own - mixture)).sum(-1)
+    return found.masked_fill(labels[:, 1:] == -100, 0)
+
+
+def measured(twin, config, of_teacher, divergences_of, beta, temperature, sabotage=lambda: None):
+    """A loss that weighs tokens, and the student's gradients."""
+    sabotage()
+    student, teacher = twin.load(megatron_config=config).train(), twin.load(megatron_config=of_teacher).eval()
+    with torch.no_grad():
+        for number, parameter in enumerate(teacher.parameters()):
+            parameter.mul_(1 - 0.4 * (number % 3))
+    [batch] = twin.batches
+    values = divergences_of(student, teacher, beta=beta, temperature=temperature, **batch)
+    assert values.dtype == torch.float32
+    loss = (values * torch.linspace(0.5, 1.5, values.numel()).view_as(values)).sum()
+    loss.backward()
+    assert all(parameter.grad is None for parameter in teacher.parameters())
+    with torch.no_grad():
+        again = divergences_of(student.eval(), teacher, beta=beta, temperature=temperature, **batch)
+        torch.testing.assert_close(again, values.detach(), rtol=0, atol=1e-4)
+    return Measurement(loss.item(), 0, 0, _full(student, _gradients(student))), values.detach()
+
+
+def worst_error(model_type, text, beta, temperature=1.0, of_teacher=None, **kwargs):
+    config, other = layout(text), layout(of_teacher or text)
+    source = twin(model_type)
+    [(expected, numbers)] = run_ranks(measured, 1, source, None, None, plain_divergences, beta, temperature)
+    found = run_ranks(measured, ranks_of(config), source, config, other, token_divergences, beta, temperature, **kwargs)
+    for measurement, values in found:
+        torch.testing.assert_close(values, numbers, rtol=1e-4, atol=1e-5)
+        assert measurement.loss == found[0][0].loss
+    errors = [error.value for error in gradient_errors(found[0][0], expected)]
+    return max(*errors, abs(found[0][0].loss / expected.loss - 1) / 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "text", "beta", "temperature", "of_teacher"),
+    [
+        ("gemma2", "tp2", 0.0, 1.0, None),
+        ("gemma2", "tp2", 1.0, 0.7, None),
+        ("gemma2", "tp2", 0.3, 1.0, None),
+        ("gemma2", "tp2+sp+pp2", 0.5, 2.0, None),
+        ("gemma2", "pp2", 0.5, 1.0, None),
+        ("llama", "cp2", 0.5, 1.0, None),
+        ("llama", "tp2", 0.5, 1.0, "dp2+zero3"),
+        ("llama", "pp2", 1.0, 1.0, "dp2+zero3"),
+        ("llama", "pp2", 0.0, 1.0, "dp2+zero0"),
+        ("llama", "tp2+pp2", 0.5, 1.0, "tp2+sp+pp2"),
+        ("gpt2", "tp2+pp2", 0.5, 1.0, None),
+        ("llama", "pp2 zbv", 0.5, 1.0, None),
+        ("llama", "tp2+cp2", 0.5, 1.0, "tp2+dp2"),
+    ],
 )
-LAYOUTS = [
-    (LLAMA, {"tp_size": 2}),
-    (LLAMA, {"tp_size": 4}),
-    (LLAMA, {"tp_size": 2, "sequence_parallel": True}),
-    (LLAMA, {"dp_size": 2}),
-    (LLAMA, {"cp_size": 2}),
-    (LLAMA, {"cp_size": 2, "tp_size": 2, "sequence_parallel": True}),
-    (LLAMA, {"pp_size": 2, "num_microbatches": 2}),
-    (LLAMA, {"pp_size": 2, "virtual_stages": 2, "pipeline_schedule": "interleaved_1f1b", "num_microbatches": 2}),
-    (LLAMA, {"pp_size": 2, "dp_size": 2, "num_microbatches": 2}),
-    (LLAMA, {"tp_size": 2, "dp_size": 2}),
-    (EXPERTS, {"dp_size": 2, "ep_size": 2}),
-    (EXPERTS, {"tp_size": 2, "dp_size": 2, "ep_size": 2}),
-]
+def test_divergences(model_type, text, beta, temperature, of_teacher):
+    assert worst_error(model_type, text, beta, temperature, of_teacher) <= 1
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    """Each model's folder, and a recording of its step in one process."""
-    found = {}
-    for config in (LLAMA, EXPERTS):
-        folder = tmp_path_factory.mktemp(config.model_type)
-        torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
-        run_ranks(_record, 1, folder / "model", folder / "one", None)
-        found[config.model_type] = folder
-    return found
+@pytest.mark.parametrize("text", ["dp2+zero3", "pp2+dp2+zero3"])
+def test_divergences_where_weights_are_split(text):
+    """The loss is the same on all ranks, so that their average is one process's."""
+    assert worst_error("llama", text, 0.5) <= 1
 
 
-def _record(model_folder, folder, sizes, fault=None, calls=1):
-    layout = {} if sizes is None else {"megatron_config": ConfigUnderTest(**sizes)}
-    model = AutoModelForCausalLM.from_pretrained(model_folder, **layout).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    state = parallel_state(model)
-    ids = torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(0))
-    labels = ids.clone()
-    labels[0, :9] = -100
-    rows = slice(None)
-    if state is not None:
-        optimizer = prepare_optimizer(optimizer)
-        rows = torch.arange(4).tensor_split(state.mesh.dp_size)[state.mesh.dp_rank]
-    done = fault(model) if fault is not None else None
-    with StepRecorder(folder, model, optimizer):
-        model(input_ids=ids[rows], labels=labels[rows]).loss.backward()
-        optimizer.step()
-    return done
+def unreduced():
+    vocab_divergence.reduce_over_vocabulary = lambda *args: None
 
 
-def _ranks(sizes):
-    layout = MegatronConfig(**sizes)
-    return layout.ranks_per_replica * (layout.dp_size or 1)
+def forward_in_place_of_reverse():
+    original = vocab_divergence._terms
+    vocab_divergence._terms = lambda student, teacher, beta: original(student, teacher, 1 - beta)
 
 
-def _name(value):
-    return MegatronConfig(**value).layout() if isinstance(value, dict) else value.model_type
+@pytest.mark.parametrize("sabotage", [unreduced, forward_in_place_of_reverse])
+def test_faults_are_found(sabotage):
+    with pytest.raises(AssertionError):
+        assert worst_error("llama", "tp2", 1.0, sabotage=sabotage) <= 1
 
 
-@pytest.mark.parametrize(("config", "sizes"), LAYOUTS, ids=_name)
-def test_a_clean_step_parts_nowhere(models, tmp_path, config, sizes):
-    folder = models[config.model_type]
-    run_ranks(_record, _ranks(sizes), folder / "model", tmp_path / "ranks", sizes)
-    found = compare_recordings(folder / "one", tmp_path / "ranks")
-    assert found.first is None, str(found)
-    assert found.only_second == (), str(found)
-    # Of what one process returns next to all is compared; a pipeline's later stages leave out what is before.
-    assert len(found.only_first) <= 0.1 * found.compared, str(found)
+def test_nothing_of_vocabulary_size_is_kept(stories):
+    """Of two models in one process, in chunks of tokens."""
+    models = [AutoModelForCausalLM.from_pretrained(stories) for _ in range(2)]
+    ids = torch.arange(3, 403).view(4, 100)
+    sizes = []
+
+    def pack(tensor):
+        sizes.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        token_divergences(*models, ids, input_ids=ids).sum().backward()
+    assert max(sizes) < 400 * 512
 
 
-PARTS = ["input_layernorm", "self_attn.q_proj", "self_attn.o_proj", "self_attn", "mlp"]
+def test_what_is_refused(stories, tiny):
+    student, teacher = AutoModelForCausalLM.from_pretrained(stories), AutoModelForCausalLM.from_pretrained(tiny)
+    ids = torch.ones(1, 4, dtype=torch.long)
+    with pytest.raises(ConfigError, match="512 tokens of the student's and 64 of the teacher's"):
+        token_divergences(student, teacher, ids, input_ids=ids)
+    with pytest.raises(ConfigError, match="beta = 2, temperature = 1.0: expected 0 to 1"):
+        token_divergences(student, student, ids, beta=2, input_ids=ids)
 
+    def split(text, of_teacher, message):
+        models = [
+            AutoModelForCausalLM.from_pretrained(stories, megatron_config=layout(one)) for one in (text, of_teacher)
+        ]
+        with pytest.raises(UnsupportedError, match=message):
+            token_divergences(*models, ids, input_ids=ids)
 
-def _scaled_output(name, rank, factor=1.01):
-    """A rank's module returns a little more: what a reduction that lost a part looks like."""
-
-    def fault(model):
-        state = parallel_state(model)
-        has_it = state.cut is None or state.cut.owner(f"{name}.") == state.mesh.pp_rank
-        if dist.get_rank() == rank and has_it:
-
-            @works_on_parts
-            def hook(module, args, output):
-                first, *others = output if isinstance(output, tuple) else (output,)
-                return (first * factor, *others) if isinstance(output, tuple) else first * factor
-
-            model.get_submodule(name).register_forward_hook(hook)
-            return True
-        return False
-
-    return fault
-
-
-class _Scaled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, value):
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * 1.01
-
-
-def _scaled_gradient(name, rank):
-    def fault(model):
-        state = parallel_state(model)
-        has_it = state.cut is None or state.cut.owner(f"{name}.") == state.mesh.pp_rank
-        if dist.get_rank() == rank and has_it:
-
-            @works_on_parts
-            def hook(module, args, output):
-                first, *others = output if isinstance(output, tuple) else (output,)
-                return (_Scaled.apply(first), *others) if isinstance(output, tuple) else _Scaled.apply(first)
-
-            model.get_submodule(name).register_forward_hook(hook)
-            return True
-        return False
-
-    return fault
-
-
-def _stale(name, rank):
-    def fault(model):
-        found = dict(model.named_parameters())
-        if dist.get_rank() == rank and name in found and not found[name].is_meta:
-            with torch.no_grad():
-                local_tensor(found[name])[0] += 0.01
-            return True
-        return False
-
-    return fault
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_faults_are_named(models, tmp_path, seed):
-    drawn = random.Random(seed)
-    config, sizes = drawn.choice(LAYOUTS)
-    folder, ranks = models[config.model_type], _ranks(sizes)
-    layer, part, rank = drawn.randrange(config.num_hidden_layers), drawn.choice(PARTS), drawn.randrange(ranks)
-    kind = drawn.choice(["output", "gradient of the output", "weight before the step"])
-    name = f"model.layers.{layer}.{part}"
-    if sizes.get("pp_size", 1) > 1:
-        # The rank that has the layer, of the replica that was drawn.
-        rank = _owner(folder / "model", sizes, name, rank)
-    if kind == "output":
-        fault = _scaled_output(name, rank)
-    elif kind == "weight before the step":
-        name = f"model.layers.{layer}.{drawn.choice(['input_layernorm', 'self_attn.k_proj'])}.weight"
-        fault = _stale(name, rank)
-    else:
-        fault = _scaled_gradient(name, rank)
-    done = run_ranks(_record, ranks, folder / "model", tmp_path / "ranks", sizes, fault)
-    assert done[rank] and sum(done) == 1
-    found = compare_recordings(folder / "one", tmp_path / "ranks").first
-    assert found is not None and found.kind == kind, str(found)
-    assert rank in found.ranks, str(found)
-    if kind == "weight before the step":
-        assert (found.name, found.ranks) == (name, (rank,))
-    elif kind == "output":
-        assert found.name == name and found.ranks == (rank,), str(found)
-    else:
-        # What is below it: its own inputs' gradients are the first that differ.
-        assert found.name.startswith(f"model.layers.{layer}."), str(found)
-
-
-def _owner(model_folder, sizes, name, drawn):
-    def on_rank():
-        model = AutoModelForCausalLM.from_pretrained(model_folder, megatron_config=ConfigUnderTest(**sizes))
-        state = parallel_state(model)
-        return state.cut.owner(f"{name}.") == state.mesh.pp_rank
-
-    having = [rank for rank, has_it in enumerate(run_ranks(on_rank, _ranks(sizes))) if has_it]
-    return having[drawn % len(having)]
-
-
-def test_swapped_layers_of_a_checkpoint_are_named(models, tmp_path):
-    folder = models["llama"]
-    shutil.copytree(folder / "model", tmp_path / "swapped")
-    model = AutoModelForCausalLM.from_pretrained(folder / "model")
-    layers = model.model.layers
-    layers[1], layers[3] = layers[3], layers[1]
-    model.save_pretrained(tmp_path / "swapped")
-    run_ranks(_record, 2, tmp_path / "swapped", tmp_path / "ranks", {"tp_size": 2})
-    found = compare_recordings(folder / "one", tmp_path / "ranks")
-    assert (found.first.kind, found.first.ranks) == ("weight before the step", (0, 1))
-    assert found.first.name.startswith("model.layers.1.") and "it is model.layers.3." in str(found.first)
-
-
-def test_the_command_and_what_is_no_recording(models, tmp_path):
-    folder = models["llama"]
-    run_ranks(_record, 2, folder / "model", tmp_path / "ranks", {"tp_size": 2})
-    same = CliRunner().invoke(app, ["debug", "compare", str(folder / "one"), str(tmp_path / "ranks")])
-    assert same.exit_code == 0 and "0 differ" in same.output
-    wrong = CliRunner().invoke(app, ["debug", "compare", str(folder / "one"), str(tmp_path)])
-    assert wrong.exit_code == 2 and "has no recording" in wrong.output
-    with pytest.raises(ConfigError, match="has a recording already"):
-        StepRecorder(folder / "one", AutoModelForCausalLM.from_config(LLAMA))
-    with pytest.raises(ConfigError, match="is in no module's name"):
-        StepRecorder(tmp_path / "new", AutoModelForCausalLM.from_config(LLAMA), modules="nothing")
-    (tmp_path / "ranks" / "rank00001.json").unlink()
-    with pytest.raises(ConfigError, match="rank 1's is missing"):
-        compare_recordings(folder / "one", tmp_path / "ranks")
+    run_ranks(split, 2, "pp2", "tp2", "pp_size=2, .*1f1b.* from a teacher with tp_size=2, pp_size=1: lay")
+    run_ranks(split, 2, "pp2", "pp2 zbv", "1f1b.* from a teacher with .*'zbv': lay")

@@ -1,0 +1,228 @@
+"""Where a step beside one process parts from it: nothing on clean layouts, and faults by seed are named."""
+
+import random
+import shutil
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
+from typer.testing import CliRunner
+
+from hf_megatron.cli import app
+from hf_megatron.config import MegatronConfig
+from hf_megatron.data_parallel.optimizer import prepare_optimizer
+from hf_megatron.debug.divergence import compare_recordings
+from hf_megatron.debug.recording import StepRecorder
+from hf_megatron.errors import ConfigError
+from hf_megatron.integrations.gate import ConfigUnderTest
+from hf_megatron.parallel_state import parallel_state
+from hf_megatron.parts import works_on_parts
+from hf_megatron.upstream import local_tensor
+from hf_megatron.verify.ranks import run_ranks
+
+SIZES = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64}
+LLAMA = LlamaConfig(**SIZES, intermediate_size=48, num_hidden_layers=4)
+EXPERTS = Qwen3MoeConfig(
+    **SIZES, moe_intermediate_size=16, num_hidden_layers=2, num_experts=4, num_experts_per_tok=2, head_dim=8
+)
+LAYOUTS = [
+    (LLAMA, {"tp_size": 2}),
+    (LLAMA, {"tp_size": 4}),
+    (LLAMA, {"tp_size": 2, "sequence_parallel": True}),
+    (LLAMA, {"dp_size": 2}),
+    (LLAMA, {"cp_size": 2}),
+    (LLAMA, {"cp_size": 2, "tp_size": 2, "sequence_parallel": True}),
+    (LLAMA, {"pp_size": 2, "num_microbatches": 2}),
+    (LLAMA, {"pp_size": 2, "virtual_stages": 2, "pipeline_schedule": "interleaved_1f1b", "num_microbatches": 2}),
+    (LLAMA, {"pp_size": 2, "dp_size": 2, "num_microbatches": 2}),
+    (LLAMA, {"tp_size": 2, "dp_size": 2}),
+    (EXPERTS, {"dp_size": 2, "ep_size": 2}),
+    (EXPERTS, {"tp_size": 2, "dp_size": 2, "ep_size": 2}),
+]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Each model's folder, and a recording of its step in one process."""
+    found = {}
+    for config in (LLAMA, EXPERTS):
+        folder = tmp_path_factory.mktemp(config.model_type)
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
+        run_ranks(_record, 1, folder / "model", folder / "one", None)
+        found[config.model_type] = folder
+    return found
+
+
+def _record(model_folder, folder, sizes, fault=None, calls=1):
+    layout = {} if sizes is None else {"megatron_config": ConfigUnderTest(**sizes)}
+    model = AutoModelForCausalLM.from_pretrained(model_folder, **layout).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    state = parallel_state(model)
+    ids = torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(0))
+    labels = ids.clone()
+    labels[0, :9] = -100
+    rows = slice(None)
+    if state is not None:
+        optimizer = prepare_optimizer(optimizer)
+        rows = torch.arange(4).tensor_split(state.mesh.dp_size)[state.mesh.dp_rank]
+    done = fault(model) if fault is not None else None
+    with StepRecorder(folder, model, optimizer):
+        model(input_ids=ids[rows], labels=labels[rows]).loss.backward()
+        optimizer.step()
+    return done
+
+
+def _ranks(sizes):
+    layout = MegatronConfig(**sizes)
+    return layout.ranks_per_replica * (layout.dp_size or 1)
+
+
+def _name(value):
+    return MegatronConfig(**value).layout() if isinstance(value, dict) else value.model_type
+
+
+@pytest.mark.parametrize(("config", "sizes"), LAYOUTS, ids=_name)
+def test_a_clean_step_parts_nowhere(models, tmp_path, config, sizes):
+    folder = models[config.model_type]
+    run_ranks(_record, _ranks(sizes), folder / "model", tmp_path / "ranks", sizes)
+    found = compare_recordings(folder / "one", tmp_path / "ranks")
+    assert found.first is None, str(found)
+    assert found.only_second == (), str(found)
+    # Of what one process returns next to all is compared; a pipeline's later stages leave out what is before.
+    assert len(found.only_first) <= 0.1 * found.compared, str(found)
+
+
+PARTS = ["input_layernorm", "self_attn.q_proj", "self_attn.o_proj", "self_attn", "mlp"]
+
+
+def _scaled_output(name, rank, factor=1.01):
+    """A rank's module returns a little more: what a reduction that lost a part looks like."""
+
+    def fault(model):
+        state = parallel_state(model)
+        has_it = state.cut is None or state.cut.owner(f"{name}.") == state.mesh.pp_rank
+        if dist.get_rank() == rank and has_it:
+
+            @works_on_parts
+            def hook(module, args, output):
+                first, *others = output if isinstance(output, tuple) else (output,)
+                return (first * factor, *others) if isinstance(output, tuple) else first * factor
+
+            model.get_submodule(name).register_forward_hook(hook)
+            return True
+        return False
+
+    return fault
+
+
+class _Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, value):
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 1.01
+
+
+def _scaled_gradient(name, rank):
+    def fault(model):
+        state = parallel_state(model)
+        has_it = state.cut is None or state.cut.owner(f"{name}.") == state.mesh.pp_rank
+        if dist.get_rank() == rank and has_it:
+
+            @works_on_parts
+            def hook(module, args, output):
+                first, *others = output if isinstance(output, tuple) else (output,)
+                return (_Scaled.apply(first), *others) if isinstance(output, tuple) else _Scaled.apply(first)
+
+            model.get_submodule(name).register_forward_hook(hook)
+            return True
+        return False
+
+    return fault
+
+
+def _stale(name, rank):
+    def fault(model):
+        found = dict(model.named_parameters())
+        if dist.get_rank() == rank and name in found and not found[name].is_meta:
+            with torch.no_grad():
+                local_tensor(found[name])[0] += 0.01
+            return True
+        return False
+
+    return fault
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_faults_are_named(models, tmp_path, seed):
+    drawn = random.Random(seed)
+    config, sizes = drawn.choice(LAYOUTS)
+    folder, ranks = models[config.model_type], _ranks(sizes)
+    layer, part, rank = drawn.randrange(config.num_hidden_layers), drawn.choice(PARTS), drawn.randrange(ranks)
+    kind = drawn.choice(["output", "gradient of the output", "weight before the step"])
+    name = f"model.layers.{layer}.{part}"
+    if sizes.get("pp_size", 1) > 1:
+        # The rank that has the layer, of the replica that was drawn.
+        rank = _owner(folder / "model", sizes, name, rank)
+    if kind == "output":
+        fault = _scaled_output(name, rank)
+    elif kind == "weight before the step":
+        name = f"model.layers.{layer}.{drawn.choice(['input_layernorm', 'self_attn.k_proj'])}.weight"
+        fault = _stale(name, rank)
+    else:
+        fault = _scaled_gradient(name, rank)
+    done = run_ranks(_record, ranks, folder / "model", tmp_path / "ranks", sizes, fault)
+    assert done[rank] and sum(done) == 1
+    found = compare_recordings(folder / "one", tmp_path / "ranks").first
+    assert found is not None and found.kind == kind, str(found)
+    assert rank in found.ranks, str(found)
+    if kind == "weight before the step":
+        assert (found.name, found.ranks) == (name, (rank,))
+    elif kind == "output":
+        assert found.name == name and found.ranks == (rank,), str(found)
+    else:
+        # What is below it: its own inputs' gradients are the first that differ.
+        assert found.name.startswith(f"model.layers.{layer}."), str(found)
+
+
+def _owner(model_folder, sizes, name, drawn):
+    def on_rank():
+        model = AutoModelForCausalLM.from_pretrained(model_folder, megatron_config=ConfigUnderTest(**sizes))
+        state = parallel_state(model)
+        return state.cut.owner(f"{name}.") == state.mesh.pp_rank
+
+    having = [rank for rank, has_it in enumerate(run_ranks(on_rank, _ranks(sizes))) if has_it]
+    return having[drawn % len(having)]
+
+
+def test_swapped_layers_of_a_checkpoint_are_named(models, tmp_path):
+    folder = models["llama"]
+    shutil.copytree(folder / "model", tmp_path / "swapped")
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    layers = model.model.layers
+    layers[1], layers[3] = layers[3], layers[1]
+    model.save_pretrained(tmp_path / "swapped")
+    run_ranks(_record, 2, tmp_path / "swapped", tmp_path / "ranks", {"tp_size": 2})
+    found = compare_recordings(folder / "one", tmp_path / "ranks")
+    assert (found.first.kind, found.first.ranks) == ("weight before the step", (0, 1))
+    assert found.first.name.startswith("model.layers.1.") and "it is model.layers.3." in str(found.first)
+
+
+def test_the_command_and_what_is_no_recording(models, tmp_path):
+    folder = models["llama"]
+    run_ranks(_record, 2, folder / "model", tmp_path / "ranks", {"tp_size": 2})
+    same = CliRunner().invoke(app, ["debug", "compare", str(folder / "one"), str(tmp_path / "ranks")])
+    assert same.exit_code == 0 and "0 differ" in same.output
+    wrong = CliRunner().invoke(app, ["debug", "compare", str(folder / "one"), str(tmp_path)])
+    assert wrong.exit_code == 2 and "has no recording" in wrong.output
+    with pytest.raises(ConfigError, match="has a recording already"):
+        StepRecorder(folder / "one", AutoModelForCausalLM.from_config(LLAMA))
+    with pytest.raises(ConfigError, match="is in no module's name"):
+        StepRecorder(tmp_path / "new", AutoModelForCausalLM.from_config(LLAMA), modules="nothing")
+    (tmp_path / "ranks" / "rank00001.json").unlink()
+    with pytest.raises(ConfigError, match="rank 1's is missing"):
+        compare_recordings(folder / "one", tmp_path / "ranks")
