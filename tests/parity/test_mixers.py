@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING
 
-from hf_megatron.errors import RankError
+from hf_megatron.errors import RankError, UnsupportedError
 from hf_megatron.integrations.gate import ConfigUnderTest
 from hf_megatron.tensor_parallel import heads_of_rank
 from hf_megatron.verify.adapters import adapted
@@ -135,3 +135,29 @@ def test_weights_are_split_at_rest():
 
     for rank in run_ranks(sizes, 2):
         assert all(local * 2 == size for size, local in rank)
+
+
+def test_states_that_ranks_cannot_keep_are_refused_and_left_out_where_nobody_asks():
+    """RWKV's model makes states as wide as hidden states: calls without say nothing of them, as in evaluation."""
+    made = make_twin(CONFIG_MAPPING["rwkv"]())
+
+    def on_rank(layout):
+        model = made.load(megatron_config=ConfigUnderTest(**layout)) if layout else made.load()
+        model.eval()
+        ids = made.batches[0]["input_ids"][:2, :6]
+        with torch.no_grad():
+            loss = float(model(input_ids=ids, labels=ids).loss)
+            tokens = model.generate(ids, max_new_tokens=3, do_sample=False, use_cache=False).tolist()
+            for call in (
+                lambda: model(input_ids=ids, use_cache=True),
+                lambda: model.generate(ids, max_new_tokens=3, use_cache=True),
+            ):
+                if layout:
+                    with pytest.raises(UnsupportedError, match="has its own channels. Call it, and generate"):
+                        call()
+        return loss, tokens
+
+    [(loss, tokens)] = run_ranks(on_rank, 1, {})
+    for layout in ({"tp_size": 2}, {"tp_size": 2, "sequence_parallel": True}):
+        for other, written in run_ranks(on_rank, 2, layout):
+            assert other == pytest.approx(loss, rel=1e-5) and written == tokens

@@ -135,6 +135,17 @@ def test_fewer_rows_than_a_schedule_needs():
     assert comparison.passed, comparison.report()
 
 
+@pytest.mark.parametrize("zero_stage", [0, 1, 2])
+@pytest.mark.parametrize("schedule", ["zbv", "dualpipev"])
+def test_both_ends_on_one_rank_share_a_table_over_replicas(schedule, zero_stage):
+    """The head's backward is not the last that adds to a table's gradient, and no reduction may begin with it."""
+    config = CONFIG_MAPPING["llama"](tie_word_embeddings=True)
+    twin = make_twin(config, changes={"tie_word_embeddings": True}, microbatches=2, min_layers=4, batch_size=8)
+    layout = MegatronConfig(pp_size=2, dp_size=2, pipeline_schedule=schedule, num_microbatches=4, zero_stage=zero_stage)
+    comparison = check_twin(twin, layout)
+    assert comparison.passed, comparison.report()
+
+
 # What a step communicates
 
 
