@@ -8,7 +8,7 @@ may be of one process and of any layout, of two versions or of two checkpoints.
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -100,7 +100,7 @@ class StepRecorder:
         self.rank = 0 if self.state is None else dist.get_rank()
         if self._file("json").exists():
             raise ConfigError(f"StepRecorder({str(directory)!r}): has a recording already; name another folder.")
-        named = dict(self.inner.named_modules())
+        named = {_name_beside_adapters(name): module for name, module in self.inner.named_modules()}
         own = {id(parameter) for _, parameter in own_parameters(self.inner)}
         self.modules = {
             name: module
@@ -166,7 +166,7 @@ class StepRecorder:
             if share[0] is not None:
                 held = (*held[:2], share[0])
             self._add(OUTPUT, name, call, value, held, share[1], depth)
-            if value.requires_grad and not self._is_copied(name) and not self._is_shared_out(held):
+            if value.requires_grad and self._is_complete(name, held):
                 value.register_hook(
                     lambda gradient: self._add(OUTPUT_GRADIENT, name, call, gradient, held, share[1], depth)
                 )
@@ -184,14 +184,17 @@ class StepRecorder:
                 return tuple(intervals), (0, 1)
         return None, (self.state.axes.rank("tp"), self.state.axes.size("tp"))
 
-    def _is_copied(self, name: str) -> bool:
-        """Tells whether ranks have copies of heads, each with the gradient of its own queries."""
-        claim = None if self.state is None else self.state.claims.get(f"{name}.weight")
-        return claim is not None and any(split.copies > 1 for split in claim.placement.splits)
+    def _is_complete(self, name: str, held: Sequence[tuple[Interval, ...] | None]) -> bool:
+        """Tells whether the gradient of an output is there as a whole, and not a part that ranks add up later.
 
-    def _is_shared_out(self, held: Sequence[tuple[Interval, ...] | None]) -> bool:
-        """Tells whether a rank has whole rows of which the gradients of its own tokens alone come back."""
-        return self.state is not None and self.state.axes.size("cp") > 1 and held[1] == ((0, self._calls.lengths[0]),)
+        Such are those of copies of heads, of factors of adapters, and of rows whose tokens ranks share from there on.
+        """
+        if self.state is None:
+            return True
+        claim, has_rows = self.state.claims.get(f"{name}.weight"), held[1] == ((0, self._calls.lengths[0]),)
+        is_copied = claim is not None and any(split.copies > 1 for split in claim.placement.splits)
+        is_added_up = claim is not None and claim.gradient.sum is not None and has_rows
+        return not is_copied and not is_added_up and not (self.state.axes.size("cp") > 1 and has_rows)
 
     def _add(
         self,
@@ -208,8 +211,12 @@ class StepRecorder:
         self._pieces.append(RecordedPiece(kind, name, call, len(self._pieces), key, tuple(held), share, depth))
 
     def _weights(self, kind: str) -> None:
-        for name, parameter in own_parameters(self.model):
+        for name, parameter in self._own():
             self._add(kind, name, 0, parameter, self._held(name, parameter))
+
+    def _own(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for name, parameter in own_parameters(self.model):
+            yield _name_beside_adapters(name), parameter
 
     def _gradients(self) -> None:
         """Takes the gradients as the optimizer will, each in the shape of what this rank has of its parameter."""
@@ -217,7 +224,7 @@ class StepRecorder:
         reducer = None if engine is None else engine.reducer
         if reducer is not None:
             reducer.finish()
-        for name, parameter in own_parameters(self.model):
+        for name, parameter in self._own():
             if parameter.requires_grad:
                 gradient = parameter.grad if reducer is None else reducer.full_gradient(parameter)
                 if gradient is not None:
@@ -246,6 +253,11 @@ class StepRecorder:
         }
         # Last: a folder without it has no recording.
         self._file("json").write_text(json.dumps(said), encoding="utf-8")
+
+
+def _name_beside_adapters(name: str) -> str:
+    """Returns a name in a `PeftModel` as it is inside of the model that was loaded."""
+    return name.removeprefix("base_model.model.")
 
 
 def _is_hidden(value: Any) -> bool:

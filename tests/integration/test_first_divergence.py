@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 from typer.testing import CliRunner
 
@@ -13,6 +14,7 @@ from hf_megatron.cli import app
 from hf_megatron.config import MegatronConfig
 from hf_megatron.data_parallel.optimizer import prepare_optimizer
 from hf_megatron.debug.divergence import compare_recordings
+from hf_megatron.debug.pieces import Recording
 from hf_megatron.debug.recording import StepRecorder
 from hf_megatron.errors import ConfigError
 from hf_megatron.integrations.gate import ConfigUnderTest
@@ -92,6 +94,33 @@ def test_a_clean_step_parts_nowhere(models, tmp_path, config, sizes):
     assert found.only_second == (), str(found)
     # Of what one process returns next to all is compared; a pipeline's later stages leave out what is before.
     assert len(found.only_first) <= 0.1 * found.compared, str(found)
+
+
+def _record_adapted(model_folder, folder, sizes, fault=None):
+    layout = {} if sizes is None else {"megatron_config": ConfigUnderTest(**sizes)}
+    model = AutoModelForCausalLM.from_pretrained(model_folder, **layout)
+    torch.manual_seed(1)
+    adapter = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+    model = get_peft_model(model, adapter).train()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    optimizer = optimizer if sizes is None else prepare_optimizer(optimizer)
+    if fault is not None:
+        fault(model.base_model.model)
+    ids = torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(0))
+    with StepRecorder(folder, model, optimizer):
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("sizes", [{"tp_size": 2}, {"pp_size": 2, "num_microbatches": 2}], ids=["tp2", "pp2"])
+def test_adapters_are_compared(models, tmp_path, sizes):
+    folder = models["llama"]
+    run_ranks(_record_adapted, 1, folder / "model", tmp_path / "one", None)
+    run_ranks(_record_adapted, 2, folder / "model", tmp_path / "ranks", sizes)
+    found = compare_recordings(tmp_path / "one", tmp_path / "ranks")
+    assert found.first is None and found.only_second == (), str(found)
+    kinds = {kind for kind, name, _ in Recording(tmp_path / "ranks").events if "lora_A" in name}
+    assert {"weight before the step", "output", "gradient", "weight after the step"} <= kinds
 
 
 PARTS = ["input_layernorm", "self_attn.q_proj", "self_attn.o_proj", "self_attn", "mlp"]
