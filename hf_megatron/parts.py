@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from .upstream import CHECKED
 
 F = TypeVar("F", bound=Callable[..., Any])
-_MARK = "_hf_megatron_works_on_parts"
+_MARK, _LAST = "_hf_megatron_works_on_parts", "_hf_megatron_comes_last"
 
 
 def works_on_parts(function: F) -> F:
@@ -22,6 +22,17 @@ def works_on_parts(function: F) -> F:
     """
     setattr(function, _MARK, True)
     return function
+
+
+def comes_last(function: F) -> F:
+    """Says that a forward hook looks at what all others have made of an output, and works on parts; a decorator."""
+    setattr(function, _LAST, True)
+    return works_on_parts(function)
+
+
+def is_to_come_last(function: Any) -> bool:
+    """Tells whether a hook was said to come behind those of users."""
+    return getattr(function, _LAST, False)
 
 
 def is_marked(function: Any) -> bool:

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_iter
 
 from ..absent_weights import own_parameters
 from ..parallel_state import ParallelState
-from ..parts import works_on_parts
+from ..parts import comes_last
 from ..registry.features import layer_patterns
 from ..upstream import in_backward, local_tensor
 
@@ -96,7 +96,7 @@ class CallCheck:
                 hook.remove()
 
     def _hook_of(self, name: str) -> Callable[..., None]:
-        @works_on_parts
+        @comes_last
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             # What is computed again in backward was seen before.
             if in_backward() or (place := self._place()) is None:
@@ -113,7 +113,7 @@ class CallCheck:
     def _hook_of_inputs(self, name: str) -> Callable[..., None]:
         """Makes a hook of a layer: what a stage receives is no module's output there."""
 
-        @works_on_parts
+        @comes_last
         def hook(module: nn.Module, args: Any) -> None:
             if in_backward() or (place := self._place()) is None:
                 return

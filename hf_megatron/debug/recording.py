@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_iter
 from ..absent_weights import own_parameters
 from ..errors import ConfigError, UnsupportedError
 from ..parallel_state import laid_out_model, parallel_state
-from ..parts import works_on_parts
+from ..parts import comes_last
 from ..upstream import in_backward, local_tensor
 from ..version import __version__
 from .places import Interval, PlaceInBatch
@@ -145,14 +145,14 @@ class StepRecorder:
         if not in_backward():
             self._calls.begin(self.state, args, kwargs)
 
-    @works_on_parts
+    @comes_last
     def _end_call(self, model: nn.Module, args: Any, output: Any) -> None:
         loss = output.get("loss") if isinstance(output, Mapping) else None
         if isinstance(loss, Tensor) and not in_backward():
             self._losses.append(float(loss.detach()))
 
     def _hook_of(self, name: str) -> Any:
-        @works_on_parts
+        @comes_last
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             # What is computed again in backward was seen before.
             if in_backward() or self._calls.is_rehearsal(self.state):

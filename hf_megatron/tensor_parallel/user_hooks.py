@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..communication.random_streams import RandomStreams
 from ..errors import UnsupportedError
-from ..parts import is_marked, is_of_checked_library, origin, works_on_parts
+from ..parts import is_marked, is_of_checked_library, is_to_come_last, origin, works_on_parts
 from ..upstream import global_forward_hooks, leave_uncompiled
 from .activations import Activations, Forms, unknown
 from .calls_in_hooks import CallsInHooks
@@ -226,10 +226,14 @@ class UserHooks:
                     _refuse_cut_arguments(module, what)
                 hooks[number] = _After(hooks[number], what, forms, self.streams, self.calls)
         self.seen.update(users)
-        # Behind those of the layout; what transformers records with, from the first forward on, and tools that look at
-        # what a module returned come where they were put.
-        for number in [n for n in hooks if n in users or n >= self.end]:
+        # Behind this library's; what transformers records with, from the first forward on, and tools that look at what
+        # a module returned come where they were put.
+        for number in [n for n in hooks if n in users or (n >= self.end and _is_of_a_library(hooks[n]))]:
             hooks.move_to_end(number)
+
+
+def _is_of_a_library(hook: Any) -> bool:
+    return is_of_checked_library(hook) or is_to_come_last(hook)
 
 
 def _mark_alike(wrapper: Any, hook: Any) -> None:

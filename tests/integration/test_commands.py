@@ -41,6 +41,7 @@ HERE = {
     "all": "gpt2",
 }
 ELSEWHERE = {
+    r"hf-megatron debug compare .*": "tests/integration/test_first_divergence.py",
     r"(HF_MEGATRON\S+ )?(accelerate|torchrun|python) (.* )?-m hf_megatron( .*)?": "tests/integration/test_launched.py",
     r"(accelerate launch|torchrun|python) .*train\.py.*": "tests/integration/test_launch.py",
     r"(accelerate launch|torchrun) .*examples/lora\.py.*": "tests/integration/test_launch.py",
