@@ -281,7 +281,8 @@ class StageRunner(Shared):
     def tied(self) -> list[nn.Parameter]:
         """Lists the trained parameters that another rank of the pipeline holds too, or several stages of this one."""
         own = self.boundary.stages.of_rank(self.mesh.pp_rank)
-        repeated = of_several_stages([self.cut.parameters_of(self.model, stage) for stage in own])
+        modules = [nn.ModuleList(self.cut.modules_of(self.model, stage)) for stage in own]
+        repeated = of_several_stages([list(stage.parameters()) for stage in modules])
         return [*{id(p): p for p in (*(p for _, p in self._tied()), *repeated)}.values()]
 
     def sum_tied(self) -> None:
