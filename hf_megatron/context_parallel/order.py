@@ -76,7 +76,7 @@ class SequenceOrder:
         """Shares out what each rank holds over so many neighbouring ranks, in its order."""
         parts = []
         for part, size in zip(self.parts, self.sizes, strict=True):
-            parts += [_slice(part, *_chunk(0, size, rank, ranks)) for rank in range(ranks)]
+            parts += [cut_intervals(part, *_chunk(0, size, rank, ranks)) for rank in range(ranks)]
         return SequenceOrder(tuple(parts))
 
     @property
@@ -108,7 +108,7 @@ class SequenceOrder:
         return found
 
 
-def _slice(part: Sequence[Interval], first: int, last: int) -> tuple[Interval, ...]:
+def cut_intervals(part: Sequence[Interval], first: int, last: int) -> tuple[Interval, ...]:
     """Cuts the tokens `[first, last)` out of those that intervals hold, counted within them."""
     found, passed = [], 0
     for start, stop in part:

@@ -9,9 +9,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..communication.collectives import bounds
+from ..context_parallel.axis import STACK
+from ..context_parallel.order import Interval, cut_intervals
 from ..parallel_state import ParallelState
 
-Interval = tuple[int, int]
 # The outermost number in a name: that of a layer.
 _LAYER = re.compile(r"\.(\d+)(\.|$)")
 
@@ -102,21 +103,10 @@ def _ways(state: ParallelState | None, length: int) -> Iterator[tuple[Interval, 
     if state is None:
         return
     whole: tuple[Interval, ...] = ((0, length),)
-    stack = state.placed.get("context stack")
+    stack = state.placed.get(STACK)
     if stack is not None and stack.row is not None and stack.row.order.length == length:
         whole = stack.row.order.parts[stack.groups.rank]
         yield whole
     if state.config.sequence_parallel and state.axes.size("tp") > 1:
         size = sum(stop - start for start, stop in whole)
-        yield _cut(whole, *bounds(size, state.axes.size("tp"), state.axes.rank("tp")))
-
-
-def _cut(parts: Sequence[Interval], first: int, last: int) -> tuple[Interval, ...]:
-    """Cuts the tokens `[first, last)` out of those of intervals, counted within them."""
-    found, passed = [], 0
-    for start, stop in parts:
-        low, high = max(first - passed, 0), min(last - passed, stop - start)
-        if low < high:
-            found.append((start + low, start + high))
-        passed += stop - start
-    return tuple(found)
+        yield cut_intervals(whole, *bounds(size, state.axes.size("tp"), state.axes.rank("tp")))

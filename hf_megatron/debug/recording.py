@@ -21,12 +21,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
 from ..absent_weights import own_parameters
+from ..context_parallel.order import Interval
 from ..errors import ConfigError, UnsupportedError
 from ..parallel_state import laid_out_model, parallel_state
 from ..parts import comes_last
 from ..upstream import in_backward, local_tensor
 from ..version import __version__
-from .places import Interval, PlaceInBatch
+from .places import PlaceInBatch
 
 BEFORE, OUTPUT, LOSS, OUTPUT_GRADIENT, GRADIENT, AFTER = (
     "weight before the step",
