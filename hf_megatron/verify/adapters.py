@@ -42,7 +42,7 @@ class Targets:
 
 
 def find_targets(model: Any, twin: Twin) -> Targets:
-    """Finds what adapters can be put on that a forward calls and that has a gradient in the reference.
+    """Finds what adapters can be put on: what a forward calls and returns a tensor, and has a gradient in the reference.
 
     Modules whose owners read their weights themselves are never called, and adapters around them are not, either.
     """
@@ -79,11 +79,14 @@ def find_targets(model: Any, twin: Twin) -> Targets:
 
 
 def _called(model: Any, batch: dict[str, Any]) -> set[str]:
-    """Names the modules that a forward calls."""
+    """Names the modules that a forward calls and that return a tensor alone: PEFT adds to nothing else."""
     found: set[str] = set()
-    hooks = [
-        module.register_forward_hook(lambda *args, name=name: found.add(name)) for name, module in model.named_modules()
-    ]
+
+    def note(name: str, module: nn.Module, args: Any, output: Any) -> None:
+        if isinstance(output, torch.Tensor):
+            found.add(name)
+
+    hooks = [module.register_forward_hook(functools.partial(note, name)) for name, module in model.named_modules()]
     with torch.no_grad():
         model(**batch)
     for hook in hooks:

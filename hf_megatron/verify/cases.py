@@ -134,10 +134,15 @@ def _class_of_text(config: PreTrainedConfig) -> str | None:
 def _part_with_causal_class(config: PreTrainedConfig) -> PreTrainedConfig | None:
     """Returns the part of a config that its type's causal class is made of, where Auto classes do not find it."""
     name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
-    kind = getattr(transformers, name or "", None)
-    if kind is None or "text_config" in config.sub_configs or isinstance(config, kind.config_class):
+    return None if name is None or "text_config" in config.sub_configs else _part_of_class(config, name)
+
+
+def _part_of_class(config: PreTrainedConfig, class_name: str) -> PreTrainedConfig | None:
+    """Returns the part of a config that a class is made of, where it does not take the whole."""
+    kind = getattr(getattr(transformers, class_name, None), "config_class", None)
+    if kind is None or isinstance(config, kind):
         return None
-    return next((part for part in vars(config).values() if isinstance(part, kind.config_class)), None)
+    return next((part for part in vars(config).values() if isinstance(part, kind)), None)
 
 
 def case_of(config: PreTrainedConfig, task: str, class_name: str | None) -> tuple[PreTrainedConfig, str, str | None]:
@@ -148,6 +153,7 @@ def case_of(config: PreTrainedConfig, task: str, class_name: str | None) -> tupl
         class_name (`str`, *optional*): a transformers class, whose task it is then.
     """
     if class_name is not None:
+        config = _part_of_class(config, class_name) or config
         return config, task_of_class(class_name, config), class_name
     if task == "sound":
         return config, task, _class_of_sounds(config.model_type)
