@@ -42,7 +42,7 @@ class Targets:
 
 
 def find_targets(model: Any, twin: Twin) -> Targets:
-    """Finds what adapters can be put on: what a forward calls and returns a tensor, and has a gradient in the reference.
+    """Finds what adapters can be put on: modules that return a tensor and have a gradient in the reference.
 
     Modules whose owners read their weights themselves are never called, and adapters around them are not, either.
     """
