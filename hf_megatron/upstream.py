@@ -379,9 +379,18 @@ def take_fakes_for_real() -> None:
     """Lets transformers go the ways of a training step with fake tensors, not those of a trace (`is_fake_tensor`).
 
     A truncated normal distribution is drawn until all of it is within its limits, which no fake tensor can say.
+    Lists of values are made of one, as all stand for the same; torch asks for each (private).
     """
+    from torch._subclasses.fake_tensor import FakeTensor
     from transformers.utils import import_utils
 
+    def listed(tensor: Any) -> Any:
+        value: Any = tensor.flatten()[0].item() if tensor.numel() else None
+        for size in reversed(tensor.shape):
+            value = [value] * size
+        return value
+
+    FakeTensor.tolist = listed  # type: ignore[method-assign]
     import_utils.is_fake_tensor = lambda x: False
     init: Any = torch.nn.init
     drawn = init._no_grad_trunc_normal_

@@ -15,6 +15,7 @@ from .dry_run import require_lengths
 from .estimate import Estimate, Estimator
 from .job import Job
 from .loading_rules import what_was_not_compared
+from .rank_memory import RankMemory
 from .short_model import shorten
 from .unit_book import UnitBook
 
@@ -73,12 +74,13 @@ def search(config: PreTrainedConfig, job: Job, bounds: Bounds | None = None) -> 
     context_sizes = {1, 2} if any(mesh.cp_size > 1 for mesh in meshes) else {1}
     dispatches = any(mesh.ep_size > 1 for mesh in meshes)
     _measure(candidates, tensor_sizes, context_sizes, dispatches=dispatches)
-    quick = [*_quick(estimator, candidates, meshes)]
+    quick = [*_quick(estimator.memory, candidates, meshes)]
     fitting = [found for found in quick if found.peak <= job.memory]
-    fastest = _different(heapq.nsmallest(_SIMULATED, fitting, key=_Quick.order), estimator)
+    fastest = _different(heapq.nsmallest(_SIMULATED, fitting, key=lambda found: found.order(estimator)), estimator)
     limit = fastest[0].seconds * (1 - NOISE) if fastest else math.inf
-    too_large = [found for found in quick if found.peak > job.memory and found.seconds < limit]
-    nearest = min(too_large, key=lambda found: found.peak, default=None)
+    too_large = sorted((found for found in quick if found.peak > job.memory), key=lambda found: found.peak)
+    # Of most of these the seconds are not asked for.
+    nearest = next((found for found in too_large if found.seconds(estimator) < limit), None)
     return SearchResult(
         job,
         tuple(fastest[:_SHOWN]),
@@ -117,14 +119,17 @@ def _measure(candidates: Candidates, tensor_sizes: set[int], context_sizes: set[
 
 @dataclass(frozen=True)
 class _Quick:
-    """A candidate, its seconds by its schedule's usual bubble, and bytes of its fullest rank."""
+    """A candidate, and bytes of its fullest rank."""
 
     candidate: Candidate
-    seconds: float
     peak: float
 
-    def order(self) -> tuple[float, float]:
-        return self.seconds, self.peak
+    def seconds(self, estimator: Estimator) -> float:
+        """Returns its seconds by its schedule's usual bubble."""
+        return estimator.quick_seconds(self.candidate.layout, self.candidate.rows, self.candidate.microbatches)
+
+    def order(self, estimator: Estimator) -> tuple[float, float]:
+        return self.seconds(estimator), self.peak
 
     def estimated(self, estimator: Estimator) -> Estimate:
         layout, microbatches = self.candidate.layout, self.candidate.microbatches
@@ -133,8 +138,8 @@ class _Quick:
         return estimator.estimate(layout, self.candidate.rows, microbatches)
 
 
-def _quick(estimator: Estimator, candidates: Candidates, meshes: Iterable[MegatronConfig]) -> Iterator[_Quick]:
-    bounds, memory = candidates.bounds, estimator.job.memory
+def _quick(ranks: RankMemory, candidates: Candidates, meshes: Iterable[MegatronConfig]) -> Iterator[_Quick]:
+    bounds, memory = candidates.bounds, candidates.job.memory
     stages = candidates.zero_stages()
     for mesh in meshes:
         for stage in stages:
@@ -148,12 +153,12 @@ def _quick(estimator: Estimator, candidates: Candidates, meshes: Iterable[Megatr
                     schedule = layout.pipeline_schedule, layout.virtual_stages
                     if schedule in full or (*schedule, candidate.rows) in fits:
                         continue
-                    peak = estimator.memory.peak(layout, *sizes)
+                    peak = ranks.peak(layout, *sizes)
                     if peak <= memory:
                         fits.add((*schedule, candidate.rows))
                     else:
                         full.add(schedule)
-                    yield _Quick(candidate, estimator.quick_seconds(layout, *sizes), peak)
+                    yield _Quick(candidate, peak)
 
 
 def _different(found: Iterable[_Quick], estimator: Estimator) -> list[Estimate]:
