@@ -16,7 +16,7 @@ from datetime import timedelta
 from functools import cache, wraps
 from importlib import metadata
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -390,7 +390,7 @@ def take_fakes_for_real() -> None:
             value = [value] * size
         return value
 
-    FakeTensor.tolist = listed  # type: ignore[method-assign]
+    FakeTensor.tolist = listed  # type: ignore[assignment]
     import_utils.is_fake_tensor = lambda x: False
     init: Any = torch.nn.init
     drawn = init._no_grad_trunc_normal_
@@ -1409,3 +1409,62 @@ def chosen_functions(config: Any) -> dict[str, Callable[..., Any]]:
     chosen = {option: getattr(config, f"_{option}", None) for option in tables}
     found = {f"{option}={name!r}": tables[option].get(name) for option, name in chosen.items()}
     return {option: function for option, function in found.items() if function is not None}
+
+
+# Methods of a process group that send something; which of them there are says the version.
+_SENDING = (
+    "allreduce",
+    "allreduce_coalesced",
+    "allgather",
+    "allgather_coalesced",
+    "allgather_into_tensor_coalesced",
+    "_allgather_base",
+    "all_gather_single",
+    "all_gather_single_coalesced",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor_coalesced",
+    "_reduce_scatter_base",
+    "reduce_scatter_single",
+    "reduce_scatter_single_coalesced",
+    "alltoall",
+    "alltoall_base",
+    "all_to_all_single",
+    "broadcast",
+    "gather",
+    "scatter",
+    "barrier",
+    "send",
+    "recv",
+)
+
+
+@contextmanager
+def communication_through(
+    call: Callable[[Callable[[], Any], Any, str, tuple], Any], wait: Callable[[Callable[[], Any], Any], Any]
+) -> Iterator[None]:
+    """Has calls of process groups and waits for their works go through functions, which call what they are given.
+
+    Args:
+        call: takes the call itself, the group, the method's name and its arguments.
+        wait: takes the waiting itself and the work.
+
+    torch's own functions call these methods, which are attributes of classes (private in torch 2.11 to 2.13).
+    """
+    group, work = dist.ProcessGroup, cast(Any, dist.Work)
+
+    def sending(name: str, original: Any) -> Any:
+        return lambda own, *args, **kwargs: call(lambda: original(own, *args, **kwargs), own, name, args)
+
+    # What a class hands out of them is bound to no instance, and cannot be put back.
+    found, own_wait = {name: vars(group)[name] for name in _SENDING if name in vars(group)}, vars(work)["wait"]
+    waits = work.wait
+    for name in found:
+        setattr(group, name, sending(name, getattr(group, name)))
+    work.wait = lambda own, *args, **kwargs: wait(lambda: waits(own, *args, **kwargs), own)
+    try:
+        yield
+    finally:
+        for name, original in found.items():
+            setattr(group, name, original)
+        work.wait = own_wait

@@ -23,3 +23,22 @@ def compare_steps(
         typer.echo(str(found))
     if found.differences:
         raise typer.Exit(1)
+
+
+@app.command("trace")
+def merge_traces(
+    directory: Annotated[Path, typer.Argument(help="Folder of the traces of a step by StepTrace, of all ranks.")],
+    output: Annotated[
+        Path | None, typer.Option(help="Merged trace for ui.perfetto.dev; by default trace.json in the folder.")
+    ] = None,
+) -> None:
+    """Say what each rank computed, communicated and waited for in a step, and merge their traces."""
+    from ..debug.rank_trace import traces_in
+    from ..debug.trace_shares import as_table, shares_of, write_merged
+
+    with failing():
+        traces = traces_in(directory)
+        path = output or directory / "trace.json"
+        write_merged(traces, path)
+        typer.echo(as_table(shares_of(traces)))
+        typer.echo(f"{path}: open it in ui.perfetto.dev")

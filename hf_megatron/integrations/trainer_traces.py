@@ -1,0 +1,55 @@
+"""Trainer traces steps: what each rank computed, communicated and waited for."""
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
+
+from ..debug.rank_trace import traces_in
+from ..debug.step_trace import StepTrace
+from ..debug.trace_shares import as_table, shares_of
+
+
+class TraceCallback(TrainerCallback):
+    """Writes the traces of some optimizer steps into folders `step{N}`, which `hf-megatron debug trace` merges.
+
+    On rank 0 the shares of each kind of time are printed, as far as all ranks write to one file system.
+
+    Args:
+        directory (`str` or `Path`): where the folders go.
+        steps (`Iterable[int]`, defaults to `(2,)`): optimizer steps, counted from 0. The first ones of a run are slower
+            than the rest.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], steps: Iterable[int] = (2,)) -> None:
+        self.directory, self.steps = Path(directory), frozenset(steps)
+        self._trace: StepTrace | None = None
+
+    def on_step_begin(
+        self,
+        args: Any,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any = None,
+        optimizer: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        if state.global_step in self.steps:
+            # Accelerate's is around the one that steps.
+            steps = getattr(optimizer, "optimizer", optimizer)
+            self._trace = StepTrace(self.directory / f"step{state.global_step}", model, steps)
+            self._trace.__enter__()
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self._trace is None:
+            return
+        trace, self._trace = self._trace, None
+        trace.__exit__(None, None, None)
+        if trace.ranks > 1:
+            dist.barrier()
+        files = [*trace.directory.glob("rank*.json")]
+        if trace.rank == 0 and len(files) == trace.ranks:
+            print(f"hf_megatron: {trace.directory}\n{as_table(shares_of(traces_in(trace.directory)))}", flush=True)

@@ -1,0 +1,183 @@
+"""Traces of a step on layouts of all axes: who slept, who waited for it along which axis, in one merged timeline."""
+
+import json
+import random
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    Qwen3MoeConfig,
+    Trainer,
+    TrainingArguments,
+    default_data_collator,
+)
+from typer.testing import CliRunner
+
+from hf_megatron.cli import app
+from hf_megatron.config import MegatronConfig
+from hf_megatron.data_parallel.optimizer import prepare_optimizer
+from hf_megatron.debug.kernel_spans import with_kernels
+from hf_megatron.debug.rank_trace import Communication, RankTrace, traces_in
+from hf_megatron.debug.step_trace import StepTrace
+from hf_megatron.debug.trace_shares import shares_of, write_merged
+from hf_megatron.errors import ConfigError
+from hf_megatron.integrations.gate import ConfigUnderTest
+from hf_megatron.integrations.trainer_traces import TraceCallback
+from hf_megatron.parallel_state import parallel_state
+from hf_megatron.parts import works_on_parts
+from hf_megatron.verify.ranks import run_ranks
+
+SIZES = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64}
+LLAMA = LlamaConfig(**SIZES, intermediate_size=48, num_hidden_layers=4)
+EXPERTS = Qwen3MoeConfig(
+    **SIZES, moe_intermediate_size=16, num_hidden_layers=2, num_experts=4, num_experts_per_tok=2, head_dim=8
+)
+# With the axes along which ranks communicate.
+LAYOUTS = {
+    "tp2": (LLAMA, {"tp_size": 2}, {"tp"}),
+    "tp2+sp": (LLAMA, {"tp_size": 2, "sequence_parallel": True}, {"tp"}),
+    "dp2": (LLAMA, {"dp_size": 2}, {"dp"}),
+    "dp2+zero3": (LLAMA, {"dp_size": 2, "zero_stage": 3}, {"dp"}),
+    "cp2": (LLAMA, {"cp_size": 2}, {"cp"}),
+    "pp2": (LLAMA, {"pp_size": 2, "num_microbatches": 2}, {"pp"}),
+    "dp2+ep2": (EXPERTS, {"dp_size": 2, "ep_size": 2}, {"dp", "ep"}),
+    "tp2+pp2": (LLAMA, {"tp_size": 2, "pp_size": 2, "num_microbatches": 2}, {"tp", "pp"}),
+    "tp2+dp2": (LLAMA, {"tp_size": 2, "dp_size": 2}, {"tp", "dp"}),
+}
+NAP, DRAWS = 0.2, 3
+
+
+@works_on_parts
+def _nap(*args):
+    time.sleep(NAP)
+
+
+def _step(model, optimizer):
+    state = parallel_state(model)
+    ids = torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(0))
+    rows = ids.tensor_split(state.mesh.dp_size)[state.mesh.dp_rank]
+    model(input_ids=rows, labels=rows).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _traced_on_rank(config, sizes, folder):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, megatron_config=ConfigUnderTest(**sizes)).train()
+    optimizer = prepare_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
+    _step(model, optimizer)
+    slept = []
+    for draw in range(DRAWS):
+        drawn = random.Random(f"{sizes} {draw}")
+        layer, rank = drawn.randrange(config.num_hidden_layers), drawn.randrange(dist.get_world_size())
+        name, state = f"model.layers.{layer}", parallel_state(model)
+        if state.cut is not None:
+            # A rank of the stage that has the layer.
+            rank += (state.cut.owner(f"{name}.") - state.axes.of_rank(rank).rank("pp")) * sizes.get("tp_size", 1)
+        hook = model.get_submodule(name).mlp.register_forward_hook(_nap) if rank == dist.get_rank() else None
+        with StepTrace(folder / str(draw), model, optimizer):
+            _step(model, optimizer)
+        if hook is not None:
+            hook.remove()
+        slept.append((rank, name))
+    return slept
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_sleeping_rank_is_waited_for(layout, tmp_path):
+    config, sizes, axes = LAYOUTS[layout]
+    ranks = 4 if layout in ("tp2+pp2", "tp2+dp2") else 2
+    [slept, *_] = run_ranks(lambda: _traced_on_rank(config, sizes, tmp_path), ranks)
+    for draw, (rank, name) in enumerate(slept):
+        traces = traces_in(tmp_path / str(draw))
+        shares = shares_of(traces)
+        assert axes <= set(shares[0].communicating) <= {*axes, "job", "dp_cp", "dp_shard"}
+        # Along chains of others too, so that one of them is enough; nobody waits so long for another rank.
+        waited = {one.rank: one.waited_for[rank] for one in shares if one.rank != rank}
+        assert max(waited.values()) > 0.8 * NAP, (draw, rank, waited)
+        assert shares[rank].waited_for == {} or max(shares[rank].waited_for.values()) < 0.8 * NAP
+        # Several times in a pipeline; within it computing, with the layer's name.
+        most = max(traces[rank].computed, key=lambda span: span[2] - span[1])
+        assert most[0] == f"forward {name}"
+        for one in shares:
+            parts = one.computing + sum(one.communicating.values()) + sum(one.waiting.values())
+            assert parts == pytest.approx(one.step, rel=0.02)
+
+
+def test_layouts_in_one_picture(tmp_path):
+    """Two ranks: the second comes 0.3 s late to what both do, and its clock is 5 s ahead."""
+    calls = [Communication("tp", "allreduce", (0, 1), 0, 1.0, [(1.0, 1.4)])]
+    late = [Communication("tp", "allreduce", (0, 1), 0, 6.3, [(6.3, 6.4)])]
+    RankTrace(0, 2, "tp2", 0.0, 0.0, 2.0, [("forward", 0.0, 1.0), ("backward", 1.4, 2.0)], calls).write(tmp_path)
+    RankTrace(1, 2, "tp2", 5.0, 5.0, 7.0, [("forward", 5.0, 6.3), ("backward", 6.4, 7.0)], late).write(tmp_path)
+    first, second = shares_of(traces_in(tmp_path))
+    assert (first.waiting["tp"], first.communicating["tp"]) == pytest.approx((0.3, 0.1))
+    assert (second.waiting["tp"], second.communicating["tp"]) == pytest.approx((0.0, 0.1))
+    assert first.waited_for[1] == pytest.approx(0.3)
+    assert not second.waited_for
+    result = CliRunner().invoke(app, ["debug", "trace", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    assert "rank 1, 300.0 ms" in result.output
+    events = json.loads((tmp_path / "trace.json").read_text("utf-8"))["traceEvents"]
+    [waiting] = [event for event in events if event["name"] == "tp allreduce: waits for rank 1"]
+    assert (waiting["pid"], waiting["ts"], waiting["dur"]) == pytest.approx((0, 1e6, 3e5))
+    (tmp_path / "rank00001.json").unlink()
+    with pytest.raises(ConfigError, match="ranks 1 are missing"):
+        traces_in(tmp_path)
+
+
+def test_kernels_of_an_accelerator():
+    """Events as Kineto writes them for NCCL; communication beside computing is told from what is not."""
+    group = {"pg_name": "7", "pg_desc": "mesh_dp", "ranks": [0, 1]}
+    facts = {"Process Group Name": "7", "Collective name": "_allgather_base"}
+    traces = []
+    for rank, arrives in ((0, 100.0), (1, 400.0)):
+        events = [
+            {"cat": "kernel", "name": "void gemm<float>(int)", "ts": 0.0, "dur": 300.0, "args": {}},
+            {"cat": "kernel", "name": "ncclDevKernel_AllGather", "ts": arrives, "dur": 600.0 - arrives, "args": facts},
+            {"cat": "cpu_op", "name": "aten::mm", "ts": 0.0, "dur": 1.0},
+        ]
+        said = {"traceEvents": events, "baseTimeNanoseconds": 10**9, "distributedInfo": {"pg_config": [group]}}
+        host = RankTrace(rank, 2, "", 0.0, 1.0, 1.0005, [("forward", 1.0, 1.0005)], [])
+        traces.append(with_kernels(said, host))
+    assert [span[0] for span in traces[0].computed] == ["gemm"]
+    first, second = shares_of(traces)
+    assert first.computing == pytest.approx(3e-4)
+    assert first.hidden["dp"] == pytest.approx(2e-4)
+    assert (first.waiting["dp"], first.communicating["dp"]) == pytest.approx((1e-4, 2e-4))
+    assert (second.waiting["dp"], second.communicating["dp"]) == pytest.approx((0.0, 2e-4))
+
+
+def _trained_on_rank(folder):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(LLAMA, megatron_config=MegatronConfig(tp_size=2))
+    rows = [{"input_ids": [place] * 8, "labels": [place] * 8} for place in range(8)]
+    settings = {"per_device_train_batch_size": 2, "max_steps": 3, "report_to": "none", "save_strategy": "no"}
+    arguments = TrainingArguments(str(folder / "out"), use_cpu=True, **settings)
+    trainer = Trainer(model, arguments, default_data_collator, rows, callbacks=[TraceCallback(folder / "traces", [1])])
+    trainer.train()
+
+
+def test_trainer(tmp_path):
+    run_ranks(lambda: _trained_on_rank(tmp_path), 2)
+    traces = traces_in(tmp_path / "traces" / "step1")
+    assert {"optimizer", "forward model.layers.3", "backward model.layers.0"} <= {
+        span[0] for span in traces[0].computed
+    }
+    write_merged(traces, tmp_path / "merged.json")
+
+
+def test_one_process(tmp_path):
+    model = AutoModelForCausalLM.from_config(LLAMA)
+    ids = torch.zeros(1, 8, dtype=torch.int64)
+    with StepTrace(tmp_path, model):
+        model(input_ids=ids, labels=ids).loss.backward()
+    [trace] = traces_in(tmp_path)
+    assert trace.communications == []
+    assert "backward model.layers.3" in {span[0] for span in trace.computed}
+    with pytest.raises(ConfigError, match="has a trace already"):
+        StepTrace(tmp_path, model)
