@@ -122,6 +122,8 @@ _ROWS: tuple[tuple[str, str, str, str], ...] = (
      _RANKS_PER_BATCH),
     (f"{_TRAINER}._finalize_training", "trainer:finalize_training", "adds this rank's loss since the last log",
      "Trainer gathers it as it does for a log"),
+    (f"{_TRAINER}.log", "trainer_logs:log", "tells logs to those it reports to before callbacks can add to them",
+     "Trainer asks callbacks for what they add"),
     (f"{_TRAINER}.get_batch_samples", "repeated_rows:get_batch_samples",
      "trains on rows that fill up the last batch of several ranks", "Accelerate says which rows are repeated"),
     (f"{_TRAINER}._track_num_input_tokens", "repeated_rows:track_num_input_tokens",

@@ -6,17 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
+from transformers.trainer_callback import TrainerState
 
 from ..errors import ConfigError
 from ..expert_parallel.load import ExpertLoad, expert_load
 from ..parallel_state import parallel_state
 from ..profile.timeline import require_plots
+from .trainer_logs import LoggingCallback
 
 _MIB = 2**20
 
 
-class ExpertLoadCallback(TrainerCallback):
+class ExpertLoadCallback(LoggingCallback):
     """Adds to each log of training how the tokens since the last one were shared out over experts.
 
     | logged | |
@@ -43,28 +44,18 @@ class ExpertLoadCallback(TrainerCallback):
         if self.directory is not None:
             require_plots()
 
-    def on_log(
-        self,
-        args: Any,
-        state: TrainerState,
-        control: TrainerControl,
-        model: Any = None,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def numbers(self, args: Any, state: TrainerState, model: Any, logs: dict[str, Any]) -> dict[str, float]:
+        """Returns what was counted since the last log of training."""
         # A script's one process has nothing to count.
-        if logs is None or "loss" not in logs or parallel_state(model) is None:
-            return
+        if "loss" not in logs or parallel_state(model) is None:
+            return {}
         load = expert_load(model)
-        found = _numbers(load)
-        logs.update(found)
-        state.log_history[-1].update(found)
-        if dist.get_rank() != 0:
-            return
-        self._warn(load)
-        if self.directory is not None:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            load.draw(self.directory / f"experts-step{state.global_step}.png")
+        if dist.get_rank() == 0:
+            self._warn(load)
+            if self.directory is not None:
+                self.directory.mkdir(parents=True, exist_ok=True)
+                load.draw(self.directory / f"experts-step{state.global_step}.png")
+        return _numbers(load)
 
     def _warn(self, load: ExpertLoad) -> None:
         ranks = load.ranks_over_mean
