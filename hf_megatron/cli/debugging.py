@@ -42,3 +42,25 @@ def merge_traces(
         write_merged(traces, path)
         typer.echo(as_table(shares_of(traces)))
         typer.echo(f"{path}: open it in ui.perfetto.dev")
+
+
+@app.command("memory")
+def compare_memory(
+    directory: Annotated[Path, typer.Argument(help="Folder of what StepMemory counted in a step, of all ranks.")],
+) -> None:
+    """Say what the ranks of a run held in memory in a step, and what was planned for them."""
+    from ..debug.step_memory import memory_in
+    from ..errors import RankError
+    from ..planner.memory_report import memory_table, plan_for
+    from ..verify.ranks import first_reason
+
+    with failing():
+        found, planned, reason = memory_in(directory), None, "some of the model is frozen"
+        if found[0].trains_all:
+            try:
+                planned = plan_for(found[0])
+            except RankError as error:
+                reason = first_reason(str(error))
+        typer.echo(memory_table(found, planned))
+        if planned is None:
+            typer.echo(f"nothing was planned: {reason}")

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
+from ..memory.step_ledger import StepLedger
 from ..pipeline_parallel import transport
 from ..pipeline_parallel.executor import Execution
 from ..pipeline_parallel.schedules import Action, Kind, Plan, Schedule, rank_of_stage
-from .step_ledger import StepLedger
 
 Collectives = Mapping[tuple[str, str], tuple[int, int]]
 _SENDS = (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)

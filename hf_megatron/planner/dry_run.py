@@ -15,16 +15,17 @@ from ..absent_weights import own_parameters
 from ..auto_class import auto_class
 from ..config import MegatronConfig
 from ..data_parallel.optimizer import prepare_optimizer
+from ..debug.kept_tensors import kept_tensors
 from ..errors import ConfigError
 from ..integrations.gate import ConfigUnderTest
+from ..memory.step_figures import StepFigures
+from ..memory.step_ledger import StepLedger
 from ..parallel_state import laid_out_model, parallel_state
 from ..upstream import allocated_bytes, local_tensor, storage_key
 from ..verify.ranks import run_ranks
 from .balanced_experts import balanced_experts
-from .fake_world import FakeWorld, kept_tensors, run_fake_ranks
+from .fake_world import FakeWorld, run_fake_ranks
 from .model_class import model_on_meta
-from .step_figures import StepFigures
-from .step_ledger import StepLedger
 
 # The second step finds what the first one has made.
 _STEPS = 2

@@ -37,13 +37,12 @@ from ..checkpoint import initialize
 from ..communication import random_streams, watch
 from ..communication.collectives import bounds
 from ..data_parallel import norm_lists
-from ..data_parallel.optimizer import sharded
 from ..errors import PlanError, UnsupportedError
+from ..memory.step_ledger import StepLedger
 from ..parallel_state import parallel_state
 from ..pipeline_parallel.transport import Shapes
 from ..upstream import fake_mode, is_fake, join_fake_job, take_fakes_for_real
 from ..verify.ranks import run_forks, set_rank_environment
-from .step_ledger import StepLedger
 
 
 class FakeWorld:
@@ -158,21 +157,6 @@ def run_fake_places(
     # What a fork is: each has a list of its own.
     joined: list[int] = []
     return run_forks(be_rank, range(len(places)), len(places), join, timeout)
-
-
-def kept_tensors(model: Any, optimizer: torch.optim.Optimizer | None = None) -> dict[str, list[Tensor]]:
-    """Lists what is kept from step to step on this rank, of any shape, by what it is for.
-
-    Args:
-        model: laid out by this library.
-        optimizer (*optional*): prepared.
-    """
-    kept: dict[str, list[Tensor]] = {"weights": [*(p for _, p in own_parameters(model)), *model.buffers()]}
-    state = parallel_state(model)
-    reducer = None if state is None or state.data_parallel is None else state.data_parallel.reducer
-    kept |= {} if reducer is None else reducer.memory()
-    attached = None if optimizer is None else sharded(optimizer)
-    return kept | ({} if attached is None else attached.memory())
 
 
 def _replaced(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:

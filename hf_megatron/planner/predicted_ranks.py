@@ -8,14 +8,14 @@ import torch
 from transformers import PreTrainedConfig
 
 from ..config import MegatronConfig, validate_world_size
+from ..memory.step_figures import HostRead, StepFigures
+from ..memory.step_ledger import FORWARD, MOMENTS
 from ..pipeline_parallel.schedules import Action, rank_actions, register_schedule, schedule, valid_microbatches
 from ..pipeline_parallel.stage_counts import stages_per_rank
 from .action_bytes import Peak, StepOfActions, measured_actions, microbatches_to_measure, one_at_a_time
 from .dry_run import StepSizes, require_possible, step_figures
 from .fake_world import FakeWorld, run_fake_ranks
 from .rank_kinds import kinds_of_ranks, world_rank
-from .step_figures import HostRead, StepFigures
-from .step_ledger import FORWARD, MOMENTS
 
 
 @dataclass(frozen=True)

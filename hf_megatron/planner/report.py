@@ -4,9 +4,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ..config import MegatronConfig
+from ..memory.step_figures import HostRead
 from ..pipeline_parallel.schedules import Action, Kind
 from .predicted_ranks import PredictedRank
-from .step_figures import HostRead
 
 _GIB = 2**30
 _WORDS = {

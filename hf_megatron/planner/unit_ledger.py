@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
+from ..memory.step_ledger import StepLedger
 from ..parts import works_on_parts
 from ..upstream import group_of_operation, in_backward, is_fake, storage_key
-from .step_ledger import StepLedger
 from .work import Work
 
 # Units that are no layers.

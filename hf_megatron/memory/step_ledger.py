@@ -1,8 +1,8 @@
 """What a step allocates, sends and asks a device for: a dispatch mode that sees every operation.
 
-It works on real tensors and in a fake world (`fake_world.py`), where fake tensors stand for a device's memory and real
-ones for the host's. Storages are counted: views and operations in place add nothing. What a kernel allocates inside of
-itself is not seen.
+It works on real tensors and in a fake world (`planner/fake_world.py`), where fake tensors stand for a device's memory
+and real ones for the host's. Storages are counted: views and operations in place add nothing. What a kernel allocates
+inside of itself is not seen.
 """
 
 import functools
