@@ -1486,3 +1486,26 @@ def out_of_memory_observed(path: Path) -> Iterator[None]:
         yield
     finally:
         memory._record_memory_history(enabled=None)
+
+
+def flight_record() -> str | None:
+    """Returns what torch's flight recorder has as JSON; `None` where it records nothing (private in torch 2.13).
+
+    gloo's collectives are recorded from torch 2.13 on.
+    """
+    from torch._C import _distributed_c10d
+
+    own = "_dump_nccl_trace_json" if "nccl" in str(dist.get_backend()) else "_dump_fr_trace_json"
+    dump: Any = getattr(_distributed_c10d, own, None)
+    if dump is None:
+        return None
+    text = dump().decode()
+    return text if '"entries":[{' in text.replace(" ", "") else None
+
+
+def group_members() -> dict[str, list[int]]:
+    """Returns the ranks of each process group of this rank, by its name (private in torch 2.11 to 2.13)."""
+    from torch.distributed.distributed_c10d import _world
+
+    own = ((group, ranks) for group, ranks in _world.pg_group_ranks.items() if group in _world.pg_names)
+    return {_world.pg_names[group]: sorted(ranks) for group, ranks in own}

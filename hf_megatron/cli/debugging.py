@@ -64,3 +64,17 @@ def compare_memory(
         typer.echo(memory_table(found, planned))
         if planned is None:
             typer.echo(f"nothing was planned: {reason}")
+
+
+@app.command("hang")
+def read_hang(
+    directory: Annotated[Path, typer.Argument(help="Folder of the flight records of a job that stood still.")],
+) -> None:
+    """Say which ranks are missing in which collective: exits with 1 where some are."""
+    from ..debug.hang import find_discords, read_flight_records, tell_hang
+
+    with failing():
+        records = read_flight_records(directory)
+        typer.echo(tell_hang(records))
+    if find_discords(records):
+        raise typer.Exit(1)

@@ -21,6 +21,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from functools import partial
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -28,6 +29,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..upstream import default_store, group_description, set_group_timeouts
+from .flight_record import record_path, write_flight_record
 
 # Seconds between heartbeats; a rank is silent after missing two.
 INTERVAL = 1.0
@@ -124,15 +126,16 @@ class RankWatch(threading.Thread):
         store (`dist.Store`): a client of the job's store that nobody else uses.
         timeout (`float`): seconds a collective may take.
         store_host (`int`, *optional*): the rank with which the store ends; by default a launcher holds it.
+        records (`Path`, *optional*): where the flight record goes of a rank that stands still.
     """
 
-    def __init__(self, store: dist.Store, timeout: float, store_host: int | None):
+    def __init__(self, store: dist.Store, timeout: float, store_host: int | None, records: Path | None = None):
         super().__init__(name="hf_megatron rank watch", daemon=True)
         self.timeout = timeout
         self.group = dist.group.WORLD
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.steps = 0
-        self._store, self._store_host = store, store_host
+        self._store, self._store_host, self._records = store, store_host, records
         self._process = os.getpid()
         self._requests: queue.Queue[tuple[Callable[[], Any], Future]] = queue.Queue()
         self._stopped = self._leaving = False
@@ -228,12 +231,25 @@ class RankWatch(threading.Thread):
             self._early_beats = self._read_beats()
         elif self._early_beats is not None and not self._warned and now - self._stack_since > 0.85 * self.timeout:
             self._warned = True
+            self._write_record(waits)
             beats = self._read_beats()
             silent = [rank for rank, beat in beats.items() if beat == self._early_beats.get(rank)]
             if waits or silent:
                 where = waits or stack[1][0].co_name
                 found = self._missing(silent, beats, self._read_names("ended"))
                 self._say(f"rank {self.rank} has waited {now - self._stack_since:.0f} s in {where}. {found}")
+
+    def _write_record(self, waits: str | None) -> None:
+        """Writes what torch recorded of this rank's collectives, while the others' wait can still be told from it."""
+        if self._records is None:
+            return
+        try:
+            path = write_flight_record(self._records, self.steps, waits)
+        except OSError as error:
+            self._say(f"rank {self.rank}: its flight record was not written: {error}")
+            return
+        if path is not None:
+            self._say(f"rank {self.rank} stands still: {path}; read all ranks': hf-megatron debug hang {self._records}")
 
     def _read_beats(self) -> dict[int, dict[str, Any]]:
         return {rank: json.loads(self._store.get(f"beat/{rank}")) for rank in self._read_names("beat")}
@@ -432,7 +448,7 @@ def running_watch() -> RankWatch | None:
     return None
 
 
-def watch_ranks(timeout: float, store_host: int | None) -> None:
+def watch_ranks(timeout: float, store_host: int | None, records: Path | None = None) -> None:
     """Gives every process group `timeout` and starts this rank's watch, once per default process group.
 
     A fake process group has no other ranks that could fail.
@@ -440,6 +456,7 @@ def watch_ranks(timeout: float, store_host: int | None) -> None:
     Args:
         timeout (`float`): seconds a collective may take.
         store_host (`int`, *optional*): the rank in whose process the job's store lives; `None` for a launcher's.
+        records (`Path`, *optional*): where the flight record goes of a rank that stands still.
     """
     if dist.get_backend() == "fake":
         return
@@ -451,4 +468,7 @@ def watch_ranks(timeout: float, store_host: int | None) -> None:
     for thread in threading.enumerate():
         if isinstance(thread, RankWatch):
             thread.stop()
-    RankWatch(default_store("hf_megatron/watch"), timeout, store_host).start()
+    if records is not None:
+        # An earlier job's.
+        record_path(records, dist.get_rank()).unlink(missing_ok=True)
+    RankWatch(default_store("hf_megatron/watch"), timeout, store_host, records).start()

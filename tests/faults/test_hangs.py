@@ -1,0 +1,171 @@
+"""Flight records of ranks that stand still: who is missing in which collective, on groups of every axis."""
+
+import json
+import os
+import random
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, LlamaConfig
+from typer.testing import CliRunner
+
+from hf_megatron.cli import app
+from hf_megatron.communication.flight_record import write_flight_record
+from hf_megatron.config import MegatronConfig
+from hf_megatron.debug.hang import find_discords, read_flight_records, tell_hang
+from hf_megatron.errors import ConfigError
+from hf_megatron.integrations.accelerate import ensure_process_group
+from hf_megatron.parts import works_on_parts
+from hf_megatron.verify.ranks import run_ranks
+
+LLAMA = LlamaConfig(
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+)
+LAYOUTS = {"tp": {"tp_size": 2}, "cp": {"cp_size": 2}}
+# A look at each rank's stack falls into the last 15 % of a timeout.
+DRAWS, TIMEOUT = 20, 10.0
+
+
+def _has_recorder():
+    import torch
+
+    return tuple(map(int, torch.__version__.partition("+")[0].split(".")[:2])) >= (2, 13)
+
+
+pytestmark = pytest.mark.skipif(not _has_recorder(), reason="gloo's collectives are recorded from torch 2.13 on")
+
+
+@pytest.fixture(autouse=True)
+def _recording(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "200")
+    monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", str(tmp_path / "records" / "nccl"))
+
+
+def _missing_on_rank(folder):
+    """Has a drawn rank stay away from one collective of a drawn axis; all catch up when everybody has written."""
+    ensure_process_group(60.0)
+    mesh = {"tp": [[0, 1], [2, 3]], "dp": [[0, 2], [1, 3]]}
+    groups = {
+        name: [dist.new_group(ranks, group_desc=f"mesh_{name}") for ranks in lists] for name, lists in mesh.items()
+    }
+    drawn_all = []
+    for draw in range(DRAWS):
+        drawn = random.Random(draw)
+        axis, missing, calls = drawn.choice([*mesh]), drawn.randrange(4), drawn.randrange(1, 4)
+        place = next(place for place, ranks in enumerate(mesh[axis]) if missing in ranks)
+        members, group, rank = mesh[axis][place], groups[axis][place], dist.get_rank()
+        size, works = drawn.randrange(1, 9), []
+        if rank in members:
+            for _ in range(calls):
+                dist.all_reduce(torch.ones(size, 3), group=group)
+            if rank != missing:
+                works.append(dist.all_reduce(torch.ones(size, 5), group=group, async_op=True))
+        write_flight_record(folder / str(draw), draw, None if rank == missing else "all_reduce")
+        # Nobody reads before all have written.
+        dist.barrier()
+        if rank == missing:
+            works.append(dist.all_reduce(torch.ones(size, 5), group=group, async_op=True))
+        for work in works:
+            work.wait()
+        drawn_all.append((axis, members, missing, size))
+    return drawn_all
+
+
+def test_who_stays_away(tmp_path):
+    [drawn, *_] = run_ranks(lambda: _missing_on_rank(tmp_path), 4)
+    for draw, (axis, members, missing, size) in enumerate(drawn):
+        records = read_flight_records(tmp_path / str(draw))
+        # All are in the barrier when the last has written, and some were before.
+        found = [one for one in find_discords(records) if one.axis == axis]
+        [one] = found
+        assert (one.ranks, one.missing) == (tuple(members), (missing,))
+        [call] = one.called.values()
+        assert (call.operation, call.sizes) == ("all_reduce", ((size, 5),))
+        assert f"rank {missing} did not come to collective" in str(one)
+        assert f"all_reduce(Float[{size}, 5])" in str(one)
+
+
+def _differing_on_rank(folder):
+    ensure_process_group(60.0)
+    dist.all_reduce(torch.ones(2))
+    # Recorded as they are called; what gloo makes of them is not waited for.
+    if dist.get_rank() == 0:
+        dist.all_reduce(torch.ones(4), async_op=True)
+    else:
+        dist.broadcast(torch.ones(4), 1, async_op=True)
+    time.sleep(0.5)
+    write_flight_record(folder, 0, None)
+
+
+def test_who_calls_something_else(tmp_path):
+    run_ranks(lambda: _differing_on_rank(tmp_path), 2)
+    text = tell_hang(read_flight_records(tmp_path))
+    assert "differs: all_reduce(Float[4]) on rank 0; broadcast(Float[4]) on rank 1" in text
+    result = CliRunner().invoke(app, ["debug", "hang", str(tmp_path)])
+    assert result.exit_code == 1
+    assert "differs" in result.output
+
+
+@works_on_parts
+def _sleep(*args):
+    time.sleep(TIMEOUT + 3)
+
+
+def _hanging_on_rank(sizes):
+    model = AutoModelForCausalLM.from_config(LLAMA, megatron_config=MegatronConfig(**sizes, timeout=TIMEOUT)).train()
+    ids = torch.zeros(2, 8, dtype=torch.int64)
+    model(input_ids=ids, labels=ids).loss.backward()
+    if dist.get_rank() == 1:
+        model.model.layers[1].mlp.register_forward_hook(_sleep)
+    # Of both ranks, as the other one has left when the second wakes up.
+    with pytest.raises(RuntimeError):
+        model(input_ids=ids, labels=ids).loss.backward()
+
+
+@pytest.mark.parametrize("axis", LAYOUTS)
+def test_ranks_that_stand_still_write_their_records(axis, tmp_path):
+    run_ranks(lambda: _hanging_on_rank(LAYOUTS[axis]), 2, timeout=90)
+    records = read_flight_records(tmp_path / "records")
+    assert {one.rank for one in records} == {0, 1}
+    [found] = find_discords(records)
+    assert found.missing == (1,)
+    text = tell_hang(records)
+    assert "rank 1 did not come to collective" in text
+    assert "rank 0: after 0 optimizer steps, in " in text
+
+
+def test_nothing_recorded(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "0")
+
+    def on_rank():
+        ensure_process_group(60.0)
+        dist.barrier()
+        return write_flight_record(tmp_path, 0, None)
+
+    assert run_ranks(on_rank, 2) == [None, None]
+    with pytest.raises(ConfigError, match="has no rank"):
+        read_flight_records(tmp_path)
+
+
+def test_ranks_without_a_record(tmp_path):
+    entry = {
+        "process_group": ["0", "default_pg"],
+        "is_p2p": False,
+        "collective_seq_id": 1,
+        "profiling_name": "nccl:all_gather",
+        "input_sizes": [[2]],
+        "input_dtypes": ["Float"],
+    }
+    said = {"rank": 0, "ranks": 2, "steps": 3, "waits": "all_gather", "groups": {"0": [0, 1]}, "entries": [entry]}
+    Path(tmp_path, "rank00000.json").write_text(json.dumps(said), encoding="utf-8")
+    text = tell_hang(read_flight_records(tmp_path))
+    assert "rank 1: no record" in text
+    assert os.listdir(tmp_path) == ["rank00000.json"]
