@@ -79,7 +79,9 @@ class Discord:
         [(waited, waiting), *_] = kinds.items()
         lasts = ", ".join(f"{_ranks([rank])} last called {call}" for rank, call in self.last.items())
         text = f"{group}: {_ranks(self.missing)} did not come to collective {self.number}, {waited}"
-        return f"{text}, in which {_ranks(waiting)} wait" + (f" ({lasts})" if lasts else "")
+        return f"{text}, in which {_ranks(waiting)} wait{'' if len(waiting) > 1 else 's'}" + (
+            f" ({lasts})" if lasts else ""
+        )
 
 
 def read_flight_records(directory: str | os.PathLike[str]) -> list[FlightRecord]:

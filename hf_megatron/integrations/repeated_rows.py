@@ -16,6 +16,7 @@ from transformers.trainer_pt_utils import find_batch_size
 from ..call_targets import LABELS, without_targets
 from ..communication.whole_tensors import whole_of
 from ..parallel_state import ParallelState, parallel_state
+from ..rows_of_media import names_of_media, rows_with_media
 from .accelerate_gathering import EvaluationLoss, gather_evaluated
 from .batch_shards import collecting, last_rows, read_ahead
 from .uneven_batches import require_full_batch, takes_any_rows
@@ -95,7 +96,10 @@ def own_rows(trainer: Any, state: ParallelState, inputs: Any, batch_size: int) -
         return inputs
     if not takes_any_rows(trainer):
         return _with_targets_of(inputs, counted)
-    kept = {name: _first(value, rows, max(counted, 1)) for name, value in inputs.items()}
+    count, config = max(counted, 1), trainer.model.config
+    media = names_of_media(inputs, config)
+    kept = {name: _first(value, rows, count) for name, value in inputs.items() if name not in media}
+    kept |= rows_with_media(inputs, slice(0, count), config) if media else {}
     return kept if counted else EmptyBatch(without_targets(kept))
 
 
