@@ -78,3 +78,28 @@ def read_hang(
         typer.echo(tell_hang(records))
     if find_discords(records):
         raise typer.Exit(1)
+
+
+@app.command("page")
+def make_page(
+    directory: Annotated[Path, typer.Argument(help="Folder of a run that RunCallback recorded.")],
+    output: Annotated[Path | None, typer.Option(help="HTML file; by default page.html in the folder.")] = None,
+    plan: Annotated[bool, typer.Option(help="Plan the recorded step's memory, to be shown beside it.")] = True,
+) -> None:
+    """Write the page of a run: layout, losses, speed, where a step's time and memory go, slow ranks."""
+    from ..debug.run_page import write_page
+    from ..debug.run_record import read_run
+    from ..errors import RankError
+    from ..planner.memory_report import plan_for
+    from ..verify.ranks import first_reason
+
+    with failing():
+        run, planned = read_run(directory), {}
+        if plan and run.memory and run.memory[0].trains_all:
+            try:
+                planned = {one.pipeline_rank: one.peak.size for one in plan_for(run.memory[0])}
+            except RankError as error:
+                typer.echo(f"nothing was planned: {first_reason(str(error))}")
+        path = output or directory / "page.html"
+        write_page(run, path, planned)
+        typer.echo(path)

@@ -21,7 +21,7 @@ from .kept_tensors import kept_tensors
 
 
 @dataclass(frozen=True)
-class RankMemory:
+class MeasuredMemory:
     """What one rank held in a step, in bytes.
 
     Attributes:
@@ -115,7 +115,7 @@ class StepMemory:
         if isinstance(ids, Tensor) and ids.dim() == 2 and not in_backward():
             self._shape = max(self._shape, (ids.shape[0], ids.shape[1]))
 
-    def _found(self) -> RankMemory:
+    def _found(self) -> MeasuredMemory:
         figures, (rows, length) = self._ledger.figures, self._shape
         config, pipeline = self.model.config, self.state.pipeline
         layout = self.state.config.to_dict()
@@ -126,7 +126,7 @@ class StepMemory:
         allocator = {}
         if self._is_on_device:
             allocator = {"peak": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
-        return RankMemory(
+        return MeasuredMemory(
             dist.get_rank(),
             dist.get_world_size(),
             self.state.mesh.pp_rank,
@@ -147,14 +147,14 @@ class StepMemory:
         )
 
 
-def memory_in(directory: str | os.PathLike[str]) -> list[RankMemory]:
+def memory_in(directory: str | os.PathLike[str]) -> list[MeasuredMemory]:
     """Reads what the ranks of a job wrote, in their order.
 
     Raises:
         ConfigError: there is nothing.
     """
     found = [
-        RankMemory(**json.loads(path.read_text(encoding="utf-8")))
+        MeasuredMemory(**json.loads(path.read_text(encoding="utf-8")))
         for path in sorted(Path(directory).glob("rank*.json"))
     ]
     if not found:

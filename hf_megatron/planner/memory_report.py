@@ -7,7 +7,7 @@ import torch
 from transformers import CONFIG_MAPPING
 
 from ..config import MegatronConfig
-from ..debug.step_memory import RankMemory
+from ..debug.step_memory import MeasuredMemory
 from .predicted_ranks import PredictedRank, predict_ranks
 
 _MIB = 2**20
@@ -16,7 +16,7 @@ PEAK = "peak of the step"
 _SMALL = 1e-3
 
 
-def plan_for(found: RankMemory) -> list[PredictedRank]:
+def plan_for(found: MeasuredMemory) -> list[PredictedRank]:
     """Returns what is planned for every pipeline rank of a run's layout, batch and model.
 
     Raises:
@@ -39,7 +39,7 @@ def plan_for(found: RankMemory) -> list[PredictedRank]:
     )
 
 
-def memory_table(found: Sequence[RankMemory], planned: Sequence[PredictedRank] | None) -> str:
+def memory_table(found: Sequence[MeasuredMemory], planned: Sequence[PredictedRank] | None) -> str:
     """Returns a line for each rank and category: MiB that were there, that were planned, and the difference."""
     by_place = {} if planned is None else {one.pipeline_rank: one for one in planned}
     lines = [f"{'rank':>5}  {'MiB':32} {'measured':>12} {'planned':>12} {'difference':>11}"]

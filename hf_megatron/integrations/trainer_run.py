@@ -1,0 +1,170 @@
+"""Trainer records a run for its page: its logs, how fast it is, slow ranks, a step's memory and another one's trace."""
+
+import math
+import os
+import socket
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers.trainer_callback import TrainerControl, TrainerState
+
+from ..debug.run_record import RunFacts, add_logs, add_straggler, memory_folder, trace_folder
+from ..debug.step_memory import StepMemory
+from ..debug.step_trace import StepTrace
+from ..debug.stragglers import Straggler, StragglerWatch
+from ..debug.throughput import Throughput
+from ..errors import ConfigError
+from ..parallel_state import ParallelState, laid_out_model, parallel_state
+from .trainer_logs import LoggingCallback
+
+_PACKAGES = ("hf_megatron", "torch", "transformers", "accelerate", "trl", "peft")
+_AXES = ("dp", "pp", "cp", "tp")
+
+
+class RunCallback(LoggingCallback):
+    """Records a run into a folder, of which `hf-megatron debug page` makes one HTML file.
+
+    Adds `tokens_per_second`, `tflops_per_device` and `mfu` to the logs, as `ThroughputCallback` does, and names slow
+    ranks, as `StragglerCallback` does. A run that goes on from a checkpoint goes on in the same folder.
+
+    Args:
+        directory (`str` or `Path`): of the run, seen by all ranks.
+        peak_tflops (`float`, *optional*): as of `ThroughputCallback`.
+        memory_step (`int`, *optional*, defaults to 1): whose memory is counted, from 0; it takes several times as long.
+        trace_step (`int`, *optional*, defaults to 2): that is traced.
+        stragglers (`bool`, defaults to `True`): whether slow ranks are looked for.
+
+    Raises:
+        ConfigError: one step for both records; when training begins, a model that was not laid out.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        peak_tflops: float | None = None,
+        memory_step: int | None = 1,
+        trace_step: int | None = 2,
+        stragglers: bool = True,
+    ) -> None:
+        if memory_step is not None and memory_step == trace_step:
+            raise ConfigError(f"RunCallback(memory_step={memory_step}, trace_step={trace_step}): expected two steps.")
+        self.directory, self.peak_tflops = Path(directory), peak_tflops
+        self.memory_step, self.trace_step, self.stragglers = memory_step, trace_step, stragglers
+        self._throughput: Throughput | None = None
+        self._watch: StragglerWatch | None = None
+        self._recorder: Any = None
+
+    def on_train_begin(
+        self,
+        args: Any,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any = None,
+        optimizer: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        parallel = parallel_state(model)
+        if parallel is None:
+            raise ConfigError("RunCallback records a model that was loaded with megatron_config=; leave it out.")
+        facts = _facts(model, parallel)
+        if dist.get_rank() == 0:
+            facts.write(self.directory)
+        self._throughput = Throughput(model)
+        if self.stragglers:
+            # Accelerate's optimizer is around the one that steps.
+            steps = getattr(optimizer, "optimizer", optimizer)
+            self._watch = StragglerWatch(model, steps, say=self._tell)
+        # The folder is there for all.
+        dist.barrier()
+
+    def _tell(self, report: Straggler) -> None:
+        print(f"hf_megatron: {report}", flush=True)
+        add_straggler(self.directory, report.step, str(report))
+
+    def on_step_begin(
+        self,
+        args: Any,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any = None,
+        optimizer: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        steps = getattr(optimizer, "optimizer", optimizer)
+        kinds = (self.memory_step, memory_folder, StepMemory), (self.trace_step, trace_folder, StepTrace)
+        for wanted, folder, recorder in kinds:
+            if state.global_step == wanted and not folder(self.directory).exists():
+                self._recorder = recorder(folder(self.directory), model, steps)
+        if self._recorder is not None:
+            # Before one of them has made the folder.
+            dist.barrier()
+            self._recorder.__enter__()
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self._recorder is not None:
+            recorder, self._recorder = self._recorder, None
+            recorder.__exit__(None, None, None)
+        if self._throughput is not None:
+            self._throughput.end_step()
+
+    def _pause(self, *args: Any, **kwargs: Any) -> None:
+        if self._throughput is not None:
+            self._throughput.begin_pause()
+
+    on_evaluate = on_save = on_predict = _pause
+
+    def numbers(self, args: Any, state: TrainerState, model: Any, logs: dict[str, Any]) -> dict[str, float]:
+        """Returns what was reached since the last log of training."""
+        if self._throughput is None or "loss" not in logs:
+            return {}
+        return {name: round(value, 6) for name, value in self._throughput.take(self.peak_tflops).items()}
+
+    def on_log(
+        self,
+        args: Any,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if logs and dist.get_rank() == 0:
+            add_logs(self.directory, {"step": state.global_step, "time": time.time(), **logs})
+
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        for one in (self._throughput, self._watch):
+            if one is not None:
+                one.stop()
+        if dist.get_rank() == 0:
+            print(f"hf_megatron: hf-megatron debug page {self.directory}", flush=True)
+
+
+def _facts(model: Any, state: ParallelState) -> RunFacts:
+    inner, axes = laid_out_model(model), state.axes
+    sizes = {name: axes.size(name) for name in _AXES}
+    hosts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(hosts, socket.gethostname())
+    tied = dict(getattr(inner, "all_tied_weights_keys", {}))
+    is_device = state.mesh.device_type == "cuda"
+    device = torch.cuda.get_device_properties(torch.cuda.current_device()) if is_device else None
+    return RunFacts(
+        type(inner).__name__,
+        sum(math.prod(claim.shape) for name, claim in state.claims.items() if name not in tied),
+        state.config.layout(),
+        len(hosts),
+        sizes | ({"ep": axes.size("ep")} if axes.size("ep") > 1 else {}),
+        [[axes.of_rank(rank).rank(name) for name in _AXES] for rank in range(len(hosts))],
+        hosts,
+        state.mesh.device_type if device is None else device.name,
+        None if device is None else device.total_memory,
+        {name: metadata.version(name) for name in _PACKAGES if _is_there(name)},
+        time.time(),
+    )
+
+
+def _is_there(name: str) -> bool:
+    return any(True for _ in metadata.distributions(name=name))
