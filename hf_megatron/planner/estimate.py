@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from ..config import MegatronConfig
 from ..pipeline_parallel.schedules import schedule
 from ..pipeline_parallel.simulation import StageCosts, simulated_seconds
-from ..pipeline_parallel.stage_counts import stages_per_rank
 from .rank_memory import RankMemory
 from .unit_book import UnitBook
 from .unit_costs import Runs
@@ -91,7 +90,7 @@ class Estimator:
         times = self._stage_times(layout, rows)
         most = times.ranks[times.slowest].total
         splits = schedule(layout.pipeline_schedule).splits_backward
-        bubble = most * (layout.pp_size - 1) / stages_per_rank(layout) / (3 if splits else 1)
+        bubble = most * (layout.pp_size - 1) / self.memory.per_rank(layout) / (3 if splits else 1)
         return self._with_step(layout, microbatches, most * microbatches + bubble)[0]
 
     def estimate(self, layout: MegatronConfig, rows: int, microbatches: int) -> Estimate:
@@ -108,7 +107,7 @@ class Estimator:
         hidden, send, duration = self._hidden_bytes(layout, rows), 0.0, own.total
         traffic = self._traffic(layout, rows, microbatches, slowest)
         if layout.pp_size > 1:
-            per_rank = stages_per_rank(layout)
+            per_rank = self.memory.per_rank(layout)
             send = communication_seconds("pp", 1, hidden, job.device, job.efficiency, self._links(layout))
             send *= job.efficiency.exposed["pp"]
             sizes = layout.pp_size, per_rank, microbatches
@@ -149,7 +148,7 @@ class Estimator:
         return duration + waiting + step, waiting, step
 
     def _stage_times(self, layout: MegatronConfig, rows: int) -> _StageTimes:
-        shape = schedule(layout.pipeline_schedule).v_shaped, stages_per_rank(layout)
+        shape = schedule(layout.pipeline_schedule).v_shaped, self.memory.per_rank(layout)
         sizes = layout.tp_size, layout.cp_size, layout.ep_size, layout.pp_size
         # Who is beyond a link hangs on ep's and dp's places.
         key = *sizes, *shape, layout.recompute, rows, self._links(layout)["ep"]
@@ -158,13 +157,12 @@ class Estimator:
             stages = self.book.runs(len(rank_of))
             of_runs = {runs: self._stage(layout, rows, runs, links) for runs in dict.fromkeys(stages)}
             costs = tuple(of_runs[runs][0] for runs in stages)
-            ranks = []
-            for held in self.book.runs_of_ranks(rank_of):
-                times = Times()
-                for runs, count in held:
-                    times += of_runs[runs][1].repeated(count)
-                ranks.append(times)
-            self._times[key] = _StageTimes(costs, tuple(ranks))
+            # Ranks between the first and the last hold the same.
+            times: dict[tuple, Times] = {}
+            held_by = self.book.runs_of_ranks(rank_of)
+            for held in dict.fromkeys(held_by):
+                times[held] = sum((of_runs[runs][1].repeated(count) for runs, count in held), Times())
+            self._times[key] = _StageTimes(costs, tuple(times[held] for held in held_by))
         return self._times[key]
 
     def _stage(
@@ -188,7 +186,8 @@ class Estimator:
         figures, share = self.book.costs(layout).unit(unit), rows / layout.cp_size
         # What data parallel ranks exchange once a step is counted apart.
         works = [_within_replica(work.scaled(share)) for work in (figures.forward, figures.backward)]
-        works = [replace(work, attention=work.attention * self.job.attended) for work in works]
+        if self.job.attended != 1:
+            works = [replace(work, attention=work.attention * self.job.attended) for work in works]
         if decoded := self._decoding(layout, unit):
             works = [work + decoded for work in works]
         if layout.cp_size > 1:

@@ -58,10 +58,18 @@ class RankMemory:
         self._tables: dict[tuple, RankTable] = {}
         self._stages: dict[tuple, tuple[int, int]] = {}
         self._kept: dict[tuple, KeptUnit] = {}
+        self._per_rank: dict[tuple[str, int | None, int], int] = {}
+
+    def per_rank(self, layout: MegatronConfig) -> int:
+        """Returns the stages of each rank, as `stages_per_rank`: a search asks for a few layouts' many times."""
+        key = layout.pipeline_schedule, layout.virtual_stages, layout.pp_size
+        if key not in self._per_rank:
+            self._per_rank[key] = stages_per_rank(layout)
+        return self._per_rank[key]
 
     def table(self, layout: MegatronConfig) -> RankTable:
         """Returns what is the same for any number of rows and microbatches."""
-        per_rank = stages_per_rank(layout)
+        per_rank = self.per_rank(layout)
         shape = schedule(layout.pipeline_schedule).v_shaped, per_rank
         sizes = layout.tp_size, layout.cp_size, layout.pp_size, layout.dp_size, layout.ep_size, layout.etp_size
         key = *sizes, *shape, layout.zero_stage, layout.recompute, layout.offload_optimizer
@@ -71,7 +79,7 @@ class RankMemory:
 
     def held(self, layout: MegatronConfig, microbatches: int) -> tuple[float, ...]:
         """Returns the most bytes of activations that each rank holds at a time, with one row in a microbatch."""
-        sizes = layout.pp_size, stages_per_rank(layout), microbatches
+        sizes = layout.pp_size, self.per_rank(layout), microbatches
         return _held(layout.pipeline_schedule, *sizes, self.table(layout).kept)
 
     def peak(self, layout: MegatronConfig, rows: int, microbatches: int) -> float:
@@ -93,9 +101,14 @@ class RankMemory:
     def _make(self, layout: MegatronConfig, per_rank: int) -> RankTable:
         rank_of = tuple(rank_of_stage(layout.pipeline_schedule, layout.pp_size, per_rank))
         stages, of_ranks = self.book.runs(len(rank_of)), self.book.runs_of_ranks(rank_of)
-        peaks = tuple(max(0, *(self._stage(layout, runs)[1] for runs, _ in held)) for held in of_ranks)
-        kept = [self._kept_rank(layout, held) for held in of_ranks]
-        static = tuple(self._static(layout, found) for found in kept)
+        # Ranks between the first and the last hold the same.
+        kinds = {held: number for number, held in enumerate(dict.fromkeys(of_ranks))}
+        kept_by = [self._kept_rank(layout, held) for held in kinds]
+        static_by = [self._static(layout, found) for found in kept_by]
+        peak_by = [max(0, *(self._stage(layout, runs)[1] for runs, _ in held)) for held in kinds]
+        numbers = [kinds[held] for held in of_ranks]
+        kept = [kept_by[number] for number in numbers]
+        static = tuple(static_by[number] for number in numbers)
         if len(stages) == 1:
             static[0].subtract(self.book.kept(layout)[1].kept)
         return RankTable(
@@ -103,7 +116,7 @@ class RankMemory:
             static,
             tuple(sum(found.values()) for found in static),
             tuple(self._stage(layout, runs)[0] for runs in stages),
-            peaks,
+            tuple(peak_by[number] for number in numbers),
             tuple(unit.entries for unit in kept),
             tuple(unit.trained for unit in kept),
             tuple(unit.owned for unit in kept),

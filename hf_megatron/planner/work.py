@@ -1,6 +1,5 @@
 """What a unit of a model computes, moves and sends, apart from any device."""
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -29,14 +28,15 @@ class Work:
         return sum(self.matmuls.values()) + self.attention
 
     def __add__(self, other: "Work") -> "Work":
-        matmuls = Counter(self.matmuls)
-        matmuls.update(other.matmuls)
+        matmuls = dict(self.matmuls)
+        for width, flops in other.matmuls.items():
+            matmuls[width] = matmuls.get(width, 0.0) + flops
         traffic = dict(self.traffic)
         for axis, (calls, size) in other.traffic.items():
             before = traffic.get(axis, (0, 0))
             traffic[axis] = before[0] + calls, before[1] + size
         return Work(
-            dict(matmuls),
+            matmuls,
             self.attention + other.attention,
             self.moved + other.moved,
             self.kernels + other.kernels,
