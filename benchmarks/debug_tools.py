@@ -6,13 +6,16 @@
 A step is forward, backward and AdamW's of a 61M Llama on tp2, two CPU ranks. Each variant runs the same steps in a job
 of its own, in turns; CPU seconds of a step of the busier rank are compared, medians over the rounds. `replicas` is one
 comparison, over its usual 100 steps. Then all tools watch clean steps on several layouts, by themselves and beside four
-processes that do nothing but compute.
+processes that do nothing but compute. Last, the page of a made run of 64 ranks and 10,000 steps: its size, and seconds
+of a headless browser to open and draw it, beyond those for an empty page.
 """
 
 import argparse
 import multiprocessing
 import os
+import shutil
 import statistics
+import subprocess
 import tempfile
 import time
 from pathlib import Path
@@ -20,13 +23,17 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import transformers
+from made_run import make_run
 from train_step import versions, write_report
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from hf_megatron import MegatronConfig, prepare_optimizer
 from hf_megatron.debug.non_finite import NonFiniteWatch
 from hf_megatron.debug.replicas import ReplicaCheck
+from hf_megatron.debug.run_page import write_page
+from hf_megatron.debug.run_record import read_run
 from hf_megatron.debug.stragglers import StragglerWatch
+from hf_megatron.debug.throughput import Throughput
 from hf_megatron.integrations.gate import ConfigUnderTest
 from hf_megatron.verify.ranks import run_ranks
 
@@ -41,7 +48,7 @@ MODEL = {
 }
 SMALL = MODEL | {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 12}
 TOKENS, EVERY = 256, 100
-VARIANTS = ("off", "non-finite", "stragglers")
+VARIANTS = ("off", "non-finite", "stragglers", "throughput")
 LAYOUTS = ({"tp_size": 2}, {"dp_size": 2}, {"pp_size": 2, "num_microbatches": 2}, {"cp_size": 2})
 
 
@@ -66,11 +73,15 @@ def cost(folder, variant, steps):
         watch = NonFiniteWatch(model, optimizer)
     elif variant == "stragglers":
         watch = StragglerWatch(model, optimizer)
+    elif variant == "throughput":
+        watch = Throughput(model)
     take_step(model, optimizer, ids)
     dist.barrier()
     began = time.process_time()
     for _ in range(steps):
         take_step(model, optimizer, ids)
+        if variant == "throughput":
+            watch.end_step()
     step = (time.process_time() - began) / steps
     if watch is not None:
         watch.stop()
@@ -123,6 +134,28 @@ def clean_runs(given):
     return rows
 
 
+def opened_page(folder, rounds=5):
+    """The size of a large run's page, seconds to make it, and to open it in a browser beyond an empty page."""
+    make_run(folder / "run")
+    began = time.monotonic()
+    write_page(read_run(folder / "run"), folder / "page.html")
+    found = {"bytes": (folder / "page.html").stat().st_size, "seconds_to_make": round(time.monotonic() - began, 2)}
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        return found
+    (folder / "empty.html").write_text("<!DOCTYPE html><title>empty</title>", encoding="utf-8")
+    taken = {"page": [], "empty": []}
+    for _ in range(rounds):
+        for name, times in taken.items():
+            options = ["--headless=new", "--no-sandbox", "--disable-gpu", f"--screenshot={folder / 'shot.png'}"]
+            began = time.monotonic()
+            command = [browser, *options, (folder / f"{name}.html").as_uri()]
+            subprocess.run(command, check=True, capture_output=True, timeout=120)
+            times.append(time.monotonic() - began)
+    medians = {name: statistics.median(times) for name, times in taken.items()}
+    return found | {"seconds_to_open_and_draw": round(medians["page"] - medians["empty"], 2)}
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=20)
@@ -146,7 +179,10 @@ def main():
     step = {variant: statistics.median(taken) for variant, taken in samples.items()}
     shares = {variant: round(step[variant] / step["off"] - 1, 4) for variant in VARIANTS[1:]}
     shares["replicas"] = round(statistics.median(comparisons) / EVERY / step["off"], 4)
+    with tempfile.TemporaryDirectory() as folder:
+        page = opened_page(Path(folder))
     results = {
+        "page_of_64_ranks_and_10000_steps": page,
         "cpu_seconds_of_a_step": {variant: round(value, 4) for variant, value in step.items()},
         "cpu_seconds_of_a_comparison": round(statistics.median(comparisons), 4),
         "share_of_a_step": shares,

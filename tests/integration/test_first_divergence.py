@@ -19,8 +19,8 @@ from hf_megatron.debug.recording import StepRecorder
 from hf_megatron.errors import ConfigError
 from hf_megatron.integrations.gate import ConfigUnderTest
 from hf_megatron.parallel_state import parallel_state
-from hf_megatron.parts import works_on_parts
-from hf_megatron.upstream import local_tensor
+from hf_megatron.parts import comes_last, works_on_parts
+from hf_megatron.upstream import communication_through, local_tensor
 from hf_megatron.verify.ranks import run_ranks
 
 SIZES = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64}
@@ -217,6 +217,73 @@ def test_faults_are_named(models, tmp_path, seed):
         # What is below it: its own inputs' gradients are the first that differ.
         below = (f"model.layers.{layer}.", f"model.layers.{layer - 1}", "model.embed_tokens")
         assert found.name.startswith(below), str(found)
+
+
+# What of a layer ends in a reduction or an exchange over an axis, by layout.
+REDUCED = [
+    (LLAMA, {"tp_size": 2}, ["self_attn.o_proj", "mlp.down_proj"]),
+    (LLAMA, {"tp_size": 4}, ["self_attn.o_proj", "mlp.down_proj"]),
+    (LLAMA, {"tp_size": 2, "dp_size": 2}, ["self_attn.o_proj", "mlp.down_proj"]),
+    (LLAMA, {"tp_size": 2, "pp_size": 2, "num_microbatches": 2}, ["self_attn.o_proj", "mlp.down_proj"]),
+    (EXPERTS, {"dp_size": 2, "ep_size": 2}, ["mlp.experts"]),
+]
+
+
+def _dropped(name):
+    """What ranks send each other in a module's forward does not arrive: each goes on with what it has itself."""
+
+    def fault(model):
+        state = parallel_state(model)
+        if state.cut is not None and state.cut.owner(f"{name}.") != state.mesh.pp_rank:
+            return False
+        inside = []
+
+        def call(original, group, method, args):
+            if not inside or method not in ("allreduce", "alltoall_base", "all_to_all_single"):
+                return original()
+            own = [tensor.clone() for tensor in args[0]] if method == "allreduce" else []
+            work = original()
+            work.wait()
+            for tensor, value in zip(args[0], own, strict=False):
+                tensor.copy_(value)
+            if not own and args[0].is_floating_point():
+                # Rows came back that nobody has computed.
+                args[0].mul_(1.01)
+            return work
+
+        @works_on_parts
+        def enter(module, args):
+            inside.append(module)
+
+        # Behind the library's own, which reduces what the module has returned.
+        @comes_last
+        def leave(module, args, output):
+            inside.clear()
+
+        module = model.get_submodule(name)
+        module.register_forward_pre_hook(enter)
+        module.register_forward_hook(leave)
+        # For as long as the rank lives.
+        fault.through = communication_through(call, lambda wait, work: wait())
+        fault.through.__enter__()
+        return True
+
+    return fault
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_dropped_reductions_are_named(models, tmp_path, seed):
+    drawn = random.Random(f"dropped {seed}")
+    config, sizes, parts = drawn.choice(REDUCED)
+    folder = models[config.model_type]
+    layer, part = drawn.randrange(config.num_hidden_layers), drawn.choice(parts)
+    name = f"model.layers.{layer}.{part}"
+    done = run_ranks(_record, _ranks(sizes), folder / "model", tmp_path / "ranks", sizes, _dropped(name))
+    assert any(done)
+    found = compare_recordings(folder / "one", tmp_path / "ranks").first
+    assert found is not None and found.kind == "output", str(found)
+    assert found.name == name, str(found)
+    assert set(found.ranks) <= {rank for rank, has_it in enumerate(done) if has_it}
 
 
 def _owner(model_folder, sizes, name, drawn):
