@@ -1440,11 +1440,45 @@ _SENDING = (
 )
 
 
+class _Through:
+    """What stands in the place of a class's method while it is active; others may stand above it when it ends."""
+
+    def __init__(self, owner: Any, name: str, below: Any):
+        # What a class hands out is bound to no instance, and could not be put back.
+        self.owner, self.name, self.below = owner, name, below
+        self.is_active = True
+
+    def install(self, function: Callable[..., Any]) -> None:
+        """Puts a function in the place of what is there."""
+        original = getattr(self.owner, self.name)
+
+        def stand_in(own: Any, *args: Any, **kwargs: Any) -> Any:
+            if not self.is_active:
+                return original(own, *args, **kwargs)
+            return function(lambda: original(own, *args, **kwargs), own, self.name, args)
+
+        vars(stand_in)[_THROUGH] = self
+        setattr(self.owner, self.name, stand_in)
+
+    def remove(self) -> None:
+        """Takes it away, and what has ended below it."""
+        self.is_active = False
+        found = vars(self.owner)[self.name]
+        while (through := getattr(found, _THROUGH, None)) is not None and not through.is_active:
+            found = through.below
+        setattr(self.owner, self.name, found)
+
+
+_THROUGH = "_hf_megatron_through"
+
+
 @contextmanager
 def communication_through(
     call: Callable[[Callable[[], Any], Any, str, tuple], Any], wait: Callable[[Callable[[], Any], Any], Any]
 ) -> Iterator[None]:
     """Has calls of process groups and waits for their works go through functions, which call what they are given.
+
+    Several may be under way, and end in any order.
 
     Args:
         call: takes the call itself, the group, the method's name and its arguments.
@@ -1452,23 +1486,17 @@ def communication_through(
 
     torch's own functions call these methods, which are attributes of classes (private in torch 2.11 to 2.13).
     """
-    group, work = dist.ProcessGroup, cast(Any, dist.Work)
-
-    def sending(name: str, original: Any) -> Any:
-        return lambda own, *args, **kwargs: call(lambda: original(own, *args, **kwargs), own, name, args)
-
-    # What a class hands out of them is bound to no instance, and cannot be put back.
-    found, own_wait = {name: vars(group)[name] for name in _SENDING if name in vars(group)}, vars(work)["wait"]
-    waits = work.wait
-    for name in found:
-        setattr(group, name, sending(name, getattr(group, name)))
-    work.wait = lambda own, *args, **kwargs: wait(lambda: waits(own, *args, **kwargs), own)
+    group, work = dist.ProcessGroup, dist.Work
+    throughs = [_Through(group, name, vars(group)[name]) for name in _SENDING if name in vars(group)]
+    waiting = _Through(work, "wait", vars(work)["wait"])
+    for through in throughs:
+        through.install(call)
+    waiting.install(lambda own_wait, own, name, args: wait(own_wait, own))
     try:
         yield
     finally:
-        for name, original in found.items():
-            setattr(group, name, original)
-        work.wait = own_wait
+        for through in (*throughs, waiting):
+            through.remove()
 
 
 @contextmanager
@@ -1509,3 +1537,10 @@ def group_members() -> dict[str, list[int]]:
 
     own = ((group, ranks) for group, ranks in _world.pg_group_ranks.items() if group in _world.pg_names)
     return {_world.pg_names[group]: sorted(ranks) for group, ranks in own}
+
+
+def dispatch_modes() -> list[Any]:
+    """Lists the modes that see operations on tensors now (private in torch 2.11 to 2.13)."""
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    return list(_get_current_dispatch_mode_stack())

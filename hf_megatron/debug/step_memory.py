@@ -16,7 +16,7 @@ from ..errors import ConfigError
 from ..files.paths import replace_file
 from ..memory.step_ledger import StepLedger
 from ..parallel_state import laid_out_model, parallel_state
-from ..upstream import in_backward
+from ..upstream import dispatch_modes, in_backward
 from .kept_tensors import kept_tensors
 
 
@@ -76,7 +76,8 @@ class StepMemory:
         optimizer: prepared.
 
     Raises:
-        ConfigError: a model that was not laid out, or a folder that has a record.
+        ConfigError: a model that was not laid out, a folder that has a record, or, when it is entered, a step that is
+            counted already.
     """
 
     def __init__(self, directory: str | os.PathLike[str], model: Any, optimizer: torch.optim.Optimizer):
@@ -92,6 +93,11 @@ class StepMemory:
         self._shape = (0, 0)
 
     def __enter__(self) -> "StepMemory":
+        if any(isinstance(mode, StepLedger) for mode in dispatch_modes()):
+            raise ConfigError(
+                "StepMemory: this step is counted already. Leave MemoryCallback out beside RunCallback, or give it "
+                "other steps."
+            )
         self._hook = self.model.register_forward_pre_hook(self._note_batch, with_kwargs=True)
         self._is_on_device = self.state.mesh.device_type != "cpu"
         if self._is_on_device:

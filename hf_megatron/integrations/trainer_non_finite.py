@@ -2,13 +2,14 @@
 
 from typing import Any
 
-from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
+from ..debug.non_finite import NonFiniteWatch
+from .trainer_tools import WatchCallback
 
-from ..debug.non_finite import NonFiniteReport, NonFiniteWatch
 
-
-class NonFiniteCallback(TrainerCallback):
+class NonFiniteCallback(WatchCallback):
     """Runs skipped steps again, and prints on rank 0 which rank, microbatch, stage and module was not finite first.
+
+    `reports` has what was found.
 
     Args:
         limit (`int`, defaults to 3): reports of a run.
@@ -18,26 +19,8 @@ class NonFiniteCallback(TrainerCallback):
     """
 
     def __init__(self, limit: int = 3) -> None:
-        self.limit = limit
-        self._watch: NonFiniteWatch | None = None
+        super().__init__(limit=limit)
 
-    @property
-    def reports(self) -> list[NonFiniteReport]:
-        """What was found so far, the same on every rank."""
-        return [] if self._watch is None else self._watch.reports
-
-    def on_train_begin(
-        self,
-        args: Any,
-        state: TrainerState,
-        control: TrainerControl,
-        model: Any = None,
-        optimizer: Any = None,
-        **kwargs: Any,
-    ) -> None:
-        # Accelerate's is around the one that steps.
-        self._watch = NonFiniteWatch(model, getattr(optimizer, "optimizer", optimizer), limit=self.limit)
-
-    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if self._watch is not None:
-            self._watch.stop()
+    def make_watch(self, model: Any, optimizer: Any, **arguments: Any) -> NonFiniteWatch:
+        """Returns what looks at skipped steps."""
+        return NonFiniteWatch(model, optimizer, **arguments)

@@ -5,12 +5,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
-
 from ..debug.recording import StepRecorder
+from .trainer_tools import StepToolCallback
 
 
-class RecordStepCallback(TrainerCallback):
+class RecordStepCallback(StepToolCallback):
     """Writes some optimizer steps into folders `step{N}`, which `hf-megatron debug compare` takes.
 
     Args:
@@ -20,26 +19,9 @@ class RecordStepCallback(TrainerCallback):
     """
 
     def __init__(self, directory: str | os.PathLike[str], steps: Iterable[int] = (0,), *, modules: str = "") -> None:
-        self.directory, self.steps, self.modules = Path(directory), frozenset(steps), modules
-        self._recorder: StepRecorder | None = None
+        super().__init__(directory, steps)
+        self.modules = modules
 
-    def on_step_begin(
-        self,
-        args: Any,
-        state: TrainerState,
-        control: TrainerControl,
-        model: Any = None,
-        optimizer: Any = None,
-        **kwargs: Any,
-    ) -> None:
-        if state.global_step in self.steps:
-            # Accelerate's is around the one that steps.
-            steps = getattr(optimizer, "optimizer", optimizer)
-            folder = self.directory / f"step{state.global_step}"
-            self._recorder = StepRecorder(folder, model, steps, modules=self.modules)
-            self._recorder.__enter__()
-
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if self._recorder is not None:
-            self._recorder.__exit__(None, None, None)
-            self._recorder = None
+    def make_tool(self, folder: Path, model: Any, optimizer: Any) -> StepRecorder:
+        """Returns what records a step."""
+        return StepRecorder(folder, model, optimizer, modules=self.modules)

@@ -16,16 +16,15 @@ from ..debug.run_record import RunFacts, add_logs, add_straggler, memory_folder,
 from ..debug.step_memory import StepMemory
 from ..debug.step_trace import StepTrace
 from ..debug.stragglers import Straggler, StragglerWatch
-from ..debug.throughput import Throughput
 from ..errors import ConfigError
 from ..parallel_state import ParallelState, laid_out_model, parallel_state
-from .trainer_logs import LoggingCallback
+from .trainer_throughput import ThroughputCallback
 
 _PACKAGES = ("hf_megatron", "torch", "transformers", "accelerate", "trl", "peft")
 _AXES = ("dp", "pp", "cp", "tp")
 
 
-class RunCallback(LoggingCallback):
+class RunCallback(ThroughputCallback):
     """Records a run into a folder, of which `hf-megatron debug page` makes one HTML file.
 
     Adds `tokens_per_second`, `tflops_per_device` and `mfu` to the logs, as `ThroughputCallback` does, and names slow
@@ -53,9 +52,9 @@ class RunCallback(LoggingCallback):
     ) -> None:
         if memory_step is not None and memory_step == trace_step:
             raise ConfigError(f"RunCallback(memory_step={memory_step}, trace_step={trace_step}): expected two steps.")
-        self.directory, self.peak_tflops = Path(directory), peak_tflops
+        super().__init__(peak_tflops)
+        self.directory = Path(directory)
         self.memory_step, self.trace_step, self.stragglers = memory_step, trace_step, stragglers
-        self._throughput: Throughput | None = None
         self._watch: StragglerWatch | None = None
         self._recorder: Any = None
 
@@ -74,7 +73,8 @@ class RunCallback(LoggingCallback):
         facts = _facts(model, parallel)
         if dist.get_rank() == 0:
             facts.write(self.directory)
-        self._throughput = Throughput(model)
+        super().on_train_begin(args, state, control, model=model)
+        self._leave(is_done=False)
         if self.stragglers:
             # Accelerate's optimizer is around the one that steps.
             steps = getattr(optimizer, "optimizer", optimizer)
@@ -95,34 +95,25 @@ class RunCallback(LoggingCallback):
         optimizer: Any = None,
         **kwargs: Any,
     ) -> None:
+        self._leave(is_done=False)
         steps = getattr(optimizer, "optimizer", optimizer)
         kinds = (self.memory_step, memory_folder, StepMemory), (self.trace_step, trace_folder, StepTrace)
         for wanted, folder, recorder in kinds:
-            if state.global_step == wanted and not folder(self.directory).exists():
-                self._recorder = recorder(folder(self.directory), model, steps)
-        if self._recorder is not None:
-            # Before one of them has made the folder.
-            dist.barrier()
-            self._recorder.__enter__()
+            # A run that goes on has one already, on the hosts that it ran on.
+            if state.global_step == wanted and not _on_any_rank(folder(self.directory).exists()):
+                made = recorder(folder(self.directory), model, steps)
+                made.__enter__()
+                self._recorder = made
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if self._recorder is not None:
-            recorder, self._recorder = self._recorder, None
-            recorder.__exit__(None, None, None)
-        if self._throughput is not None:
-            self._throughput.end_step()
+        self._leave(is_done=True)
+        super().on_step_end(args, state, control)
 
-    def _pause(self, *args: Any, **kwargs: Any) -> None:
-        if self._throughput is not None:
-            self._throughput.begin_pause()
-
-    on_evaluate = on_save = on_predict = _pause
-
-    def numbers(self, args: Any, state: TrainerState, model: Any, logs: dict[str, Any]) -> dict[str, float]:
-        """Returns what was reached since the last log of training."""
-        if self._throughput is None or "loss" not in logs:
-            return {}
-        return {name: round(value, 6) for name, value in self._throughput.take(self.peak_tflops).items()}
+    def _leave(self, *, is_done: bool) -> None:
+        recorder, self._recorder = self._recorder, None
+        if recorder is not None:
+            error = None if is_done else RuntimeError("the step did not end")
+            recorder.__exit__(None if error is None else RuntimeError, error, None)
 
     def on_log(
         self,
@@ -136,9 +127,9 @@ class RunCallback(LoggingCallback):
             add_logs(self.directory, {"step": state.global_step, "time": time.time(), **logs})
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        for one in (self._throughput, self._watch):
-            if one is not None:
-                one.stop()
+        super().on_train_end(args, state, control)
+        if self._watch is not None:
+            self._watch.stop()
         if dist.get_rank() == 0:
             print(f"hf_megatron: hf-megatron debug page {self.directory}", flush=True)
 
@@ -164,6 +155,12 @@ def _facts(model: Any, state: ParallelState) -> RunFacts:
         {name: metadata.version(name) for name in _PACKAGES if _is_there(name)},
         time.time(),
     )
+
+
+def _on_any_rank(found: bool) -> bool:
+    answers: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(answers, found)
+    return any(answers)
 
 
 def _is_there(name: str) -> bool:

@@ -6,14 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
+from transformers.trainer_callback import TrainerControl, TrainerState
 
 from ..debug.rank_trace import traces_in
 from ..debug.step_trace import StepTrace
 from ..debug.trace_shares import as_table, shares_of
+from .trainer_tools import StepToolCallback
 
 
-class TraceCallback(TrainerCallback):
+class TraceCallback(StepToolCallback):
     """Writes the traces of some optimizer steps into folders `step{N}`, which `hf-megatron debug trace` merges.
 
     On rank 0 the shares of each kind of time are printed, as far as all ranks write to one file system.
@@ -25,29 +26,16 @@ class TraceCallback(TrainerCallback):
     """
 
     def __init__(self, directory: str | os.PathLike[str], steps: Iterable[int] = (2,)) -> None:
-        self.directory, self.steps = Path(directory), frozenset(steps)
-        self._trace: StepTrace | None = None
+        super().__init__(directory, steps)
 
-    def on_step_begin(
-        self,
-        args: Any,
-        state: TrainerState,
-        control: TrainerControl,
-        model: Any = None,
-        optimizer: Any = None,
-        **kwargs: Any,
-    ) -> None:
-        if state.global_step in self.steps:
-            # Accelerate's is around the one that steps.
-            steps = getattr(optimizer, "optimizer", optimizer)
-            self._trace = StepTrace(self.directory / f"step{state.global_step}", model, steps)
-            self._trace.__enter__()
+    def make_tool(self, folder: Path, model: Any, optimizer: Any) -> StepTrace:
+        """Returns what traces a step."""
+        return StepTrace(folder, model, optimizer)
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if self._trace is None:
+        trace = self._leave(is_done=True)
+        if trace is None:
             return
-        trace, self._trace = self._trace, None
-        trace.__exit__(None, None, None)
         if trace.ranks > 1:
             dist.barrier()
         files = [*trace.directory.glob("rank*.json")]

@@ -20,6 +20,7 @@ from hf_megatron.debug.run_page import write_page
 from hf_megatron.debug.run_record import add_logs, read_run
 from hf_megatron.errors import ConfigError
 from hf_megatron.integrations.trainer_run import RunCallback
+from hf_megatron.integrations.trainer_traces import TraceCallback
 from hf_megatron.verify.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -82,8 +83,9 @@ def _train_on_rank(folder, resume=None):
     settings = {"per_device_train_batch_size": 2, "max_steps": 6 if resume else 4, "report_to": "none"}
     settings |= {"save_steps": 2, "logging_steps": 1, "disable_tqdm": True}
     arguments = TrainingArguments(str(folder / "out"), use_cpu=True, **settings)
-    callback = RunCallback(folder / "run", peak_tflops=0.1)
-    Trainer(model, arguments, default_data_collator, rows, callbacks=[callback]).train(resume_from_checkpoint=resume)
+    # Beside others, one of them at the same step.
+    callbacks = [RunCallback(folder / "run", peak_tflops=0.1), TraceCallback(folder / f"traces{resume is None}", [2])]
+    Trainer(model, arguments, default_data_collator, rows, callbacks=callbacks).train(resume_from_checkpoint=resume)
 
 
 def test_a_run_is_recorded_and_goes_on(tmp_path):

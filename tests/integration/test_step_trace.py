@@ -12,6 +12,7 @@ from transformers import (
     LlamaConfig,
     Qwen3MoeConfig,
     Trainer,
+    TrainerCallback,
     TrainingArguments,
     default_data_collator,
 )
@@ -22,10 +23,12 @@ from hf_megatron.config import MegatronConfig
 from hf_megatron.data_parallel.optimizer import prepare_optimizer
 from hf_megatron.debug.kernel_spans import with_kernels
 from hf_megatron.debug.rank_trace import Communication, RankTrace, traces_in
+from hf_megatron.debug.step_memory import memory_in
 from hf_megatron.debug.step_trace import StepTrace
 from hf_megatron.debug.trace_shares import shares_of, write_merged
 from hf_megatron.errors import ConfigError
 from hf_megatron.integrations.gate import ConfigUnderTest
+from hf_megatron.integrations.trainer_memory import MemoryCallback
 from hf_megatron.integrations.trainer_traces import TraceCallback
 from hf_megatron.parallel_state import parallel_state
 from hf_megatron.parts import works_on_parts
@@ -169,6 +172,66 @@ def test_trainer(tmp_path):
         span[0] for span in traces[0].computed
     }
     write_merged(traces, tmp_path / "merged.json")
+
+
+def _own_methods():
+    return [vars(dist.ProcessGroup)["allreduce"], vars(dist.Work)["wait"]]
+
+
+def _several_on_rank(folder):
+    """Callbacks end in the order in which they began."""
+    model = AutoModelForCausalLM.from_config(LLAMA, megatron_config=ConfigUnderTest(tp_size=2)).train()
+    optimizer = prepare_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
+    own = _own_methods()
+    first, second = StepTrace(folder / "first", model, optimizer), StepTrace(folder / "second", model, optimizer)
+    first.__enter__()
+    second.__enter__()
+    model(input_ids=torch.zeros(1, 8, dtype=torch.int64)).logits.sum().backward()
+    first.__exit__(None, None, None)
+    dist.all_reduce(torch.ones(1))
+    second.__exit__(None, None, None)
+    assert _own_methods() == own
+    with pytest.raises(ZeroDivisionError), StepTrace(folder / "ended", model, optimizer):
+        _ = 1 / 0
+    assert _own_methods() == own
+
+
+def test_several_at_a_time(tmp_path):
+    run_ranks(lambda: _several_on_rank(tmp_path), 2)
+    first, second = (traces_in(tmp_path / name)[0] for name in ("first", "second"))
+    # The one sees what the other told the ranks, and nothing behind its own end.
+    assert first.communications[-1].start < first.stop < second.communications[-1].start
+    assert not list(tmp_path.glob("ended/*"))
+
+
+class _Fails(TrainerCallback):
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        if state.global_step == 1:
+            raise OverflowError("as when memory ends")
+
+
+def _trained_again_on_rank(folder):
+    model = AutoModelForCausalLM.from_config(LLAMA, megatron_config=MegatronConfig(tp_size=2))
+    rows = [{"input_ids": [place] * 8, "labels": [place] * 8} for place in range(8)]
+    settings = {"per_device_train_batch_size": 2, "max_steps": 3, "report_to": "none", "save_strategy": "no"}
+    arguments = TrainingArguments(str(folder / "out"), use_cpu=True, **settings)
+    tools = [TraceCallback(folder / "traces", [1]), MemoryCallback(folder / "memory", [1])]
+    failing = _Fails()
+    trainer = Trainer(model, arguments, default_data_collator, rows, callbacks=[*tools, failing])
+    own = _own_methods()
+    with pytest.raises(OverflowError):
+        trainer.train()
+    trainer.remove_callback(failing)
+    trainer.train()
+    assert _own_methods() == own
+
+
+def test_a_step_that_fails(tmp_path):
+    """Training goes on after an error, as with `auto_find_batch_size`; the step is traced when it is taken."""
+    run_ranks(lambda: _trained_again_on_rank(tmp_path), 2)
+    assert len(traces_in(tmp_path / "traces" / "step1")) == len(memory_in(tmp_path / "memory" / "step1")) == 2
+    with pytest.raises(ConfigError, match=r"TraceCallback\(steps=\[-1\]\): expected optimizer steps"):
+        TraceCallback(tmp_path, [-1])
 
 
 def test_one_process(tmp_path):

@@ -1,0 +1,110 @@
+"""What Trainer's callbacks of debugging tools have in common: a tool around some steps, or one for all of training."""
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
+
+from ..errors import ConfigError
+
+
+class StepToolCallback(TrainerCallback):
+    """Puts a tool that is a context manager around some optimizer steps, each with a folder `step{N}`.
+
+    Args:
+        directory (`str` or `Path`): where the folders go.
+        steps (`Iterable[int]`): optimizer steps, counted from 0.
+
+    Raises:
+        ConfigError: steps that are no whole numbers of 0 or more.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], steps: Iterable[int]) -> None:
+        self.directory, self.steps = Path(directory), frozenset([steps] if isinstance(steps, int | str) else steps)
+        wrong = [step for step in self.steps if not isinstance(step, int) or isinstance(step, bool) or step < 0]
+        if wrong:
+            raise ConfigError(f"{type(self).__name__}(steps={wrong}): expected optimizer steps, counted from 0.")
+        self._tool: Any = None
+
+    def make_tool(self, folder: Path, model: Any, optimizer: Any) -> Any:
+        """Returns what is put around a step."""
+        raise NotImplementedError
+
+    def on_step_begin(
+        self,
+        args: Any,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any = None,
+        optimizer: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        self._leave(is_done=False)
+        if state.global_step in self.steps:
+            # Accelerate's is around the one that steps.
+            steps = getattr(optimizer, "optimizer", optimizer)
+            tool = self.make_tool(self.directory / f"step{state.global_step}", model, steps)
+            tool.__enter__()
+            self._tool = tool
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._leave(is_done=True)
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        # An earlier training may have ended within a step.
+        self._leave(is_done=False)
+
+    def _leave(self, *, is_done: bool) -> Any:
+        """Leaves the tool around a step, which an error may have ended long before; returns it."""
+        tool, self._tool = self._tool, None
+        if tool is not None:
+            error = None if is_done else RuntimeError("the step did not end")
+            tool.__exit__(None if error is None else RuntimeError, error, None)
+        return tool
+
+
+class WatchCallback(TrainerCallback):
+    """Has a tool look on from the beginning of training to its end.
+
+    Args:
+        arguments: of the tool.
+
+    Raises:
+        ConfigError: when training begins, a model that was not laid out, or what the tool refuses of its arguments.
+    """
+
+    def __init__(self, **arguments: Any) -> None:
+        self._arguments = arguments
+        self._watch: Any = None
+
+    def make_watch(self, model: Any, optimizer: Any, **arguments: Any) -> Any:
+        """Returns the tool, with a `stop()` and its `reports`."""
+        raise NotImplementedError
+
+    @property
+    def reports(self) -> list[Any]:
+        """What was found so far, the same on every rank."""
+        return [] if self._watch is None else list(self._watch.reports)
+
+    def on_train_begin(
+        self,
+        args: Any,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any = None,
+        optimizer: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        self.stop()
+        # Accelerate's is around the one that steps.
+        self._watch = self.make_watch(model, getattr(optimizer, "optimizer", optimizer), **self._arguments)
+
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Ends the tool, whose reports stay."""
+        if self._watch is not None:
+            self._watch.stop()
