@@ -3,8 +3,8 @@
     python benchmarks/debug_tools.py --out benchmarks/results/debug_tools_cpu.json
     python benchmarks/debug_tools.py --steps 4 --rounds 1
 
-A step is forward, backward and AdamW's of a 61M Llama on tp2, two CPU ranks. Each variant runs the same steps in a job
-of its own, in turns; CPU seconds of a step of the busier rank are compared, medians over the rounds. `replicas` is one
+A step is forward, backward and AdamW's of a 61M Llama on tp2, two CPU ranks. Each variant runs blocks of the same steps
+in one job, in turns; CPU seconds of a step are compared within a round, medians of the ratios. `replicas` is one
 comparison, over its usual 100 steps. Then all tools watch clean steps on several layouts, by themselves and beside four
 processes that do nothing but compute. Last, the page of a made run of 64 ranks and 10,000 steps: its size, and seconds
 of a headless browser to open and draw it, beyond those for an empty page.
@@ -64,32 +64,39 @@ def take_step(model, optimizer, ids):
     optimizer.zero_grad()
 
 
-def cost(folder, variant, steps):
-    """CPU seconds of a step on this rank, and of one comparison of replicas."""
+def tool_of(variant, model, optimizer):
+    """Starts a tool; returns what is called after each step, and what stops it."""
+    if variant == "non-finite":
+        return (lambda: None), NonFiniteWatch(model, optimizer).stop
+    if variant == "stragglers":
+        return (lambda: None), StragglerWatch(model, optimizer).stop
+    if variant == "throughput":
+        counting = Throughput(model)
+        return counting.end_step, counting.stop
+    return (lambda: None), (lambda: None)
+
+
+def cost(folder, blocks, steps):
+    """CPU seconds of a step with each tool and without, in blocks of one job in turns, and of comparisons."""
     model, optimizer = load(folder, {"tp_size": 2})
     ids = torch.randint(1, MODEL["vocab_size"], (1, TOKENS), generator=torch.Generator().manual_seed(0))
-    watch = None
-    if variant == "non-finite":
-        watch = NonFiniteWatch(model, optimizer)
-    elif variant == "stragglers":
-        watch = StragglerWatch(model, optimizer)
-    elif variant == "throughput":
-        watch = Throughput(model)
     take_step(model, optimizer, ids)
-    dist.barrier()
-    began = time.process_time()
-    for _ in range(steps):
-        take_step(model, optimizer, ids)
-        if variant == "throughput":
-            watch.end_step()
-    step = (time.process_time() - began) / steps
-    if watch is not None:
-        watch.stop()
-    check = ReplicaCheck(model, optimizer)
-    check()
-    began = time.process_time()
-    check()
-    return step, time.process_time() - began
+    check, taken, comparisons = ReplicaCheck(model, optimizer), {variant: [] for variant in VARIANTS}, []
+    for block in range(blocks):
+        # The order turns, so that none is always behind the same one.
+        for variant in (*VARIANTS[block % len(VARIANTS) :], *VARIANTS[: block % len(VARIANTS)]):
+            after_step, stop = tool_of(variant, model, optimizer)
+            dist.barrier()
+            began = time.process_time()
+            for _ in range(steps):
+                take_step(model, optimizer, ids)
+                after_step()
+            taken[variant].append((time.process_time() - began) / steps)
+            stop()
+        began = time.process_time()
+        check()
+        comparisons.append(time.process_time() - began)
+    return taken, comparisons
 
 
 def alarms(folder, sizes, steps):
@@ -158,26 +165,26 @@ def opened_page(folder, rounds=5):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=16)
     parser.add_argument("--clean", type=int, default=100)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     torch.set_num_threads(1)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    samples = {variant: [] for variant in VARIANTS}
-    comparisons = []
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(LlamaConfig(**MODEL)).save_pretrained(folder)
-        for _ in range(given.rounds):
-            for variant in VARIANTS:
-                ranks = run_ranks(cost, 2, folder, variant, given.steps, timeout=900)
-                samples[variant].append(max(step for step, _ in ranks))
-                comparisons.append(max(check for _, check in ranks))
-    step = {variant: statistics.median(taken) for variant, taken in samples.items()}
-    shares = {variant: round(step[variant] / step["off"] - 1, 4) for variant in VARIANTS[1:]}
+        ranks = run_ranks(cost, 2, folder, given.rounds, given.steps, timeout=3000)
+    # Of the blocks of a round, on one rank: what the machine did meanwhile was much the same.
+    ratios = {
+        variant: [one / off for taken, _ in ranks for one, off in zip(taken[variant], taken["off"], strict=True)]
+        for variant in VARIANTS
+    }
+    step = {variant: statistics.median(s for taken, _ in ranks for s in taken[variant]) for variant in VARIANTS}
+    comparisons = [seconds for _, found in ranks for seconds in found]
+    shares = {variant: round(statistics.median(ratios[variant]) - 1, 4) for variant in VARIANTS[1:]}
     shares["replicas"] = round(statistics.median(comparisons) / EVERY / step["off"], 4)
     with tempfile.TemporaryDirectory() as folder:
         page = opened_page(Path(folder))

@@ -6,12 +6,14 @@ short piece of fixed work is timed by the device's own events. What a rank took 
 the other ranks of its pipeline stage; who takes longer in several windows one after the other is named.
 """
 
+import contextlib
+import os
 import statistics
 import sys
 import threading
 import time
 import weakref
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
@@ -210,41 +212,70 @@ def _largest_difference(window: StepWindow, others: Sequence[StepWindow]) -> str
     return max(window.places, key=more, default="")
 
 
+class _QueuedTime:
+    """How long a thread was ready to run and the machine ran others: Linux says it, elsewhere it is nothing."""
+
+    def __init__(self, native_id: int):
+        self._file: int | None = None
+        with contextlib.suppress(OSError):
+            self._file = os.open(f"/proc/self/task/{native_id}/schedstat", os.O_RDONLY)
+
+    def seconds(self) -> float:
+        """Returns it, since the thread began."""
+        # Nanoseconds of running and of waiting for a processor, and how often it ran.
+        return 0.0 if self._file is None else int(os.pread(self._file, 100, 0).split()[1]) / 1e9
+
+    def close(self) -> None:
+        """Closes the file that says it."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+
 class _Sampler(threading.Thread):
-    """Looks at the thread that made it, and counts where it finds it."""
+    """Looks at the thread that made it, and counts where it finds it, less the share in which others ran in its place.
+
+    Processes of others on a host take time from all of its ranks, unequally and by chance.
+    """
 
     def __init__(self, model: nn.Module, interval: float):
         super().__init__(name="hf_megatron straggler watch", daemon=True)
         self._thread, self._interval = threading.get_ident(), interval
+        self._queued = _QueuedTime(threading.get_native_id())
         self._model = weakref.ref(model)
         self._names: dict[int, str] = {}
-        self._places: Counter[str] = Counter()
+        self._places: dict[str, float] = defaultdict(float)
         self._total = 0
         self._lock, self._stopped = threading.Lock(), threading.Event()
         self.start()
 
     def run(self) -> None:
         """Looks until it is stopped."""
+        before, queued_before = time.monotonic(), self._queued.seconds()
         while not self._stopped.wait(self._interval):
             frame = sys._current_frames().get(self._thread)
             if frame is None:
                 return
+            now, queued = time.monotonic(), self._queued.seconds()
+            share = 1 - min(1.0, (queued - queued_before) / max(now - before, 1e-9))
+            before, queued_before = now, queued
             place = None if is_in_communication(frame) else self._place(frame)
             with self._lock:
                 self._total += 1
                 if place is not None:
-                    self._places[place] += 1
+                    self._places[place] += share
 
     def stop(self) -> None:
         """Ends the thread."""
         self._stopped.set()
         self.join()
+        self._queued.close()
 
     def take(self, seconds: float) -> dict[str, float]:
         """Returns how many of these seconds the thread was in each place, out of collectives, since the last time."""
         with self._lock:
             places, total = self._places, self._total
-            self._places, self._total = Counter(), 0
+            self._places, self._total = defaultdict(float), 0
         return {place: seconds * count / total for place, count in places.items()}
 
     def _place(self, frame: FrameType) -> str:

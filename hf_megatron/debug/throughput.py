@@ -5,11 +5,13 @@ two, half of it where it is causal, three times for forward and backward; nothin
 experts those that see a token.
 """
 
+import copy
 import time
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..absent_weights import own_parameters
@@ -50,13 +52,15 @@ def work_of_model(config: Any) -> ModelWork | None:
     """Returns what a causal model of text computes for a token; `None` for others, whose inputs are more than that.
 
     Args:
-        config: of the model; it is made once more without weights.
+        config: of the model; it is made once more without weights, and without codes in their place.
     """
     if config.is_encoder_decoder:
         return None
+    plain = copy.deepcopy(config)
+    vars(plain).pop("quantization_config", None)
     with torch.device("meta"):
-        model = auto_class(config).from_config(config)
-    if reads_media(model):
+        model = auto_class(plain).from_config(plain)
+    if reads_media(model) or not model.can_generate():
         return None
     text, head = config.get_text_config(), model.get_output_embeddings()
     per_token = estimate_cost(model.base_model, text) + (0.0 if head is None else estimate_cost(head, text))
@@ -89,8 +93,9 @@ class Throughput:
     def __init__(self, model: Any):
         inner, state = laid_out_model(model), parallel_state(model)
         self.work = work_of_model(inner.config)
-        self.devices = 1 if state is None else state.config.ranks_per_replica * state.mesh.dp_size
-        self._replicas = 1 if state is None else state.mesh.dp_size
+        # Of a stock model every process has rows of its own.
+        self.devices = dist.get_world_size() if dist.is_initialized() else 1
+        self._replicas = self.devices if state is None else state.mesh.dp_size
         self._model = model
         self._seconds, self._since = 0.0, time.monotonic()
         self._tokens = self._flops = 0.0

@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    BertConfig,
     DeepseekV3Config,
     LlamaConfig,
     Qwen3MoeConfig,
@@ -77,6 +78,14 @@ def test_windows_and_other_models():
     pairs, tokens = 256 * 256 / 2, 256
     assert whole.flops(1, 256) - half.flops(1, 256) == 2 * half.per_pair * (pairs - tokens * 16)
     assert work_of_model(T5Config(num_layers=2, d_model=32, d_ff=64)) is None
+    masked = BertConfig(
+        num_hidden_layers=2,
+        hidden_size=32,
+        intermediate_size=64,
+        num_attention_heads=4,
+        architectures=["BertForMaskedLM"],
+    )
+    assert work_of_model(masked) is None
 
 
 def test_frozen_weights_need_one_pass_of_backward():
