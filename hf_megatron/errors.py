@@ -33,6 +33,13 @@ class CheckpointError(MegatronError):
         super().__init__(clean(str(message), _LONGEST))
 
 
+class DataError(MegatronError):
+    """Files of training data that are missing, damaged or of another kind, or an order that they do not give."""
+
+    def __init__(self, message: object = ""):
+        super().__init__(clean(str(message), _LONGEST))
+
+
 class NonFiniteGradientError(MegatronError):
     """More optimizer steps in a row than allowed had a gradient that is not finite."""
 

@@ -60,6 +60,7 @@ ORDER = (
     ("sounds", "videos"),
     ("media",),
     ("spec", "patterns", "config", "parts", "auto_class"),
+    ("data",),
     ("files",),
     ("upstream",),
     ("absent_value", "errors", "inference_mode", "version", "shown"),
