@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hf_megatron.data.indexed import IndexedDataset, IndexedWriter, merge_datasets, token_dtype
+from hf_megatron.data.indexed import IndexedDataset, token_dtype
+from hf_megatron.data.indexed_writer import IndexedWriter, merge_datasets
 from hf_megatron.errors import DataError
 
 DATA = Path(__file__).parents[1] / "data" / "megatron_indexed"
