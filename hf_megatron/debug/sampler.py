@@ -38,7 +38,7 @@ class QueuedTime:
 
 
 class ThreadSampler(threading.Thread):
-    """Looks at the thread that made it, and counts where it finds it, less the share in which others ran in its place.
+    """Looks at the thread that made it, and adds up where it finds it, less the time in which others ran in its place.
 
     Processes of others on a host take time from all of its ranks, unequally and by chance.
     """
@@ -50,7 +50,6 @@ class ThreadSampler(threading.Thread):
         self._model = weakref.ref(model)
         self._names: dict[int, str] = {}
         self._places: dict[str, float] = defaultdict(float)
-        self._total = 0
         self._lock, self._stopped = threading.Lock(), threading.Event()
         self.start()
 
@@ -62,13 +61,12 @@ class ThreadSampler(threading.Thread):
             if frame is None:
                 return
             now, queued = time.monotonic(), self._queued.seconds()
-            share = 1 - min(1.0, (queued - queued_before) / max(now - before, 1e-9))
+            own = max(0.0, now - before - (queued - queued_before))
             before, queued_before = now, queued
             place = None if is_in_communication(frame) else self._place(frame)
-            with self._lock:
-                self._total += 1
-                if place is not None:
-                    self._places[place] += share
+            if place is not None:
+                with self._lock:
+                    self._places[place] += own
 
     def stop(self) -> None:
         """Ends the thread."""
@@ -76,12 +74,11 @@ class ThreadSampler(threading.Thread):
         self.join()
         self._queued.close()
 
-    def take(self, seconds: float) -> dict[str, float]:
-        """Returns how many of these seconds the thread was in each place, out of collectives, since the last time."""
+    def take(self) -> dict[str, float]:
+        """Returns the seconds that the thread was in each place, out of collectives, since the last time."""
         with self._lock:
-            places, total = self._places, self._total
-            self._places, self._total = defaultdict(float), 0
-        return {place: seconds * count / total for place, count in places.items()}
+            places, self._places = self._places, defaultdict(float)
+        return dict(places)
 
     def _place(self, frame: FrameType) -> str:
         """Names the innermost module that is called, and the function."""

@@ -141,7 +141,7 @@ class StragglerWatch:
         if self._sampler is None:
             own = StepWindow(self._stage, _probe(self._device), {})
         else:
-            places = self._sampler.take((now - self._since) / self.steps)
+            places = {place: seconds / self.steps for place, seconds in self._sampler.take().items()}
             own = StepWindow(self._stage, sum(places.values()), places, (now - self._since) / self.steps)
         found: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(found, own)
@@ -152,7 +152,7 @@ class StragglerWatch:
         self._since = time.monotonic()
         if self._sampler is not None:
             # What happened while ranks told each other is no step's.
-            self._sampler.take(0.0)
+            self._sampler.take()
 
 
 class SlowRanks:
