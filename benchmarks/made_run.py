@@ -10,12 +10,19 @@ import random
 from dataclasses import asdict
 from pathlib import Path
 
+from hf_megatron.config import MegatronConfig
+from hf_megatron.debug.rank_files import rank_file, write_rank_file
 from hf_megatron.debug.rank_trace import Communication, RankTrace
 from hf_megatron.debug.run_record import RunFacts, add_straggler, memory_folder, trace_folder
-from hf_megatron.debug.step_memory import MeasuredMemory
+from hf_megatron.debug.step_memory import MEMORY, MeasuredMemory
 
 LAYERS, EXPERT_LAYERS, MICROBATCHES = 48, 48, 16
 HELD = {"weights": 4e9, "gradients": 8e9, "main weights": 4e9, "moments": 8e9, "activations of layers": 3e10}
+
+
+def layout_of(ranks):
+    """tp4 x pp4, the rest dp."""
+    return MegatronConfig(tp_size=4, pp_size=4, dp_size=ranks // 16)
 
 
 def make_run(directory, ranks=64, steps=10_000, broken=None, slow=None):
@@ -25,16 +32,17 @@ def make_run(directory, ranks=64, steps=10_000, broken=None, slow=None):
     places = [[rank // 4 % replicas, rank // 4 // replicas, 0, rank % 4] for rank in range(ranks)]
     axes = {"dp": replicas, "pp": 4, "cp": 1, "tp": 4}
     hosts = [f"node{rank // 8:02}" for rank in range(ranks)]
-    layout, device = f"tp4+pp4+dp{replicas}+zero1", ("NVIDIA H100 80GB HBM3", 85 * 10**9)
+    layout, device = layout_of(ranks), ("NVIDIA H100 80GB HBM3", 85 * 10**9)
     versions = {"hf_megatron": "0.1.0", "torch": "2.13.0", "transformers": "5.23.0"}
-    facts = RunFacts("Qwen3MoeForCausalLM", 30_500_000_000, layout, ranks, axes, places, hosts, *device, versions, 0.0)
+    facts = RunFacts(
+        "Qwen3MoeForCausalLM", 30_500_000_000, layout.layout(), ranks, axes, places, hosts, *device, versions, 0.0
+    )
     facts.write(folder)
     with open(folder / "logs.jsonl", "w", encoding="utf-8") as file:
         for step in range(1, steps + 1):
             file.write(json.dumps(_logged(step, steps, drawn, broken)) + "\n")
     if slow is not None:
         add_straggler(folder, steps // 2, f"after {steps // 2} steps: rank {slow} (stage 2) takes 1.61 x what is usual")
-    memory_folder(folder).mkdir()
     for rank, place in enumerate(places):
         _write_memory(folder, rank, ranks, place[1])
         _write_trace(folder, rank, ranks, place[1], is_slow=rank == slow)
@@ -66,7 +74,7 @@ def _write_memory(folder, rank, ranks, stage):
         rank,
         ranks,
         stage,
-        {},
+        layout_of(ranks).to_dict(),
         {},
         "sdpa",
         "bfloat16",
@@ -78,8 +86,7 @@ def _write_memory(folder, rank, ranks, stage):
         layers={"model.layers.0": 10**9},
         allocator={"peak": peak + 10**9, "reserved": peak + 2 * 10**9},
     )
-    path = memory_folder(folder) / f"rank{rank:05}.json"
-    path.write_text(json.dumps(asdict(found)), encoding="utf-8")
+    write_rank_file(rank_file(memory_folder(folder), rank), MEMORY, asdict(found))
 
 
 def _write_trace(folder, rank, ranks, stage, *, is_slow):
@@ -95,7 +102,7 @@ def _write_trace(folder, rank, ranks, stage, *, is_slow):
                 )
                 time = stop + 0.001
     computed.append(("optimizer", time, time + 0.02))
-    RankTrace(rank, ranks, "tp4+pp4", 0.0, 0.0, 2.3, computed, calls).write(trace_folder(folder))
+    RankTrace(rank, ranks, layout_of(ranks).layout(), 0.0, 0.0, 2.3, computed, calls).write(trace_folder(folder))
 
 
 def main():

@@ -79,6 +79,8 @@ class DataParallelEngine(Protocol):
     on_stepped: list[Callable[[], None]]
     on_discarded: list[Callable[[], None]]
     reducer: Any
+    # Whether what is computed now is a step's again, of which nothing is to stay.
+    is_rerun: bool
 
     def scan(self) -> None:
         """Takes note of modules and parameters that were added or replaced since."""

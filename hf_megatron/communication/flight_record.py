@@ -12,6 +12,9 @@ import torch.distributed as dist
 from ..files.paths import replace_file
 from ..upstream import flight_record, group_members
 
+# What its file says that it is.
+FLIGHT_RECORD = "flight record"
+
 
 def record_path(directory: Path, rank: int) -> Path:
     """Names the record of a rank."""
@@ -30,6 +33,7 @@ def write_flight_record(directory: Path, steps: int, waits: str | None) -> Path 
         return None
     rank = dist.get_rank()
     found = {
+        "kind": FLIGHT_RECORD,
         "rank": rank,
         "ranks": dist.get_world_size(),
         "steps": steps,

@@ -85,6 +85,7 @@ class DataParallel(Shared):
         self.config, self.mesh = state.config, state.mesh
         self._splits_weights = state.splits_weights
         self.reducer: GradientReducer | None = None
+        self.is_rerun = False
         self.guards: list[Callable[[], None]] = []
         self.on_stepped: list[Callable[[], None]] = []
         self.on_cleared: list[Callable[[], None]] = []
@@ -221,12 +222,12 @@ class DataParallel(Shared):
         store = self.gradients
         store.complete()
         before, synchronise = store.put_aside(), store.synchronise
-        store.synchronise = False
+        store.synchronise, self.is_rerun = False, True
         try:
             yield
         finally:
             store.take_back(before)
-            store.synchronise = synchronise
+            store.synchronise, self.is_rerun = synchronise, False
 
     def check_before_step(self) -> None:
         """Raises `ConfigError` if the gradients are not what a loop takes them for."""

@@ -381,6 +381,12 @@ def sharded(optimizer: Any) -> ShardedOptimizer | None:
     return vars(optimizer).get("_hf_megatron")
 
 
+def stepping_optimizer(optimizer: Any) -> Any:
+    """Returns the optimizer that steps: the one inside of Accelerate's, or itself."""
+    inner = getattr(optimizer, "optimizer", None)
+    return inner if isinstance(inner, torch.optim.Optimizer) else optimizer
+
+
 def is_elementwise(optimizer_class: type) -> bool:
     package = optimizer_class.__module__.partition(".")[0]
     return optimizer_class.__name__ in ELEMENTWISE.get(package, ())

@@ -15,6 +15,7 @@ from ..parallel_state import ParallelState
 from ..parts import comes_last
 from ..registry.features import layer_patterns
 from ..upstream import in_backward, local_tensor
+from .names import name_beside_adapters
 
 WEIGHT, INPUT, OUTPUT, LOSS, GRADIENT = "weight", "input", "output", "loss", "gradient"
 INPUT_GRADIENT = "gradient of the input"
@@ -188,7 +189,8 @@ def _floats(values: Any) -> Iterator[Tensor]:
 def weights_not_finite(model: Any, state: ParallelState) -> Iterator[Found]:
     """Yields the weights of this rank that are not finite, with the entry of the whole weight."""
     rank = dist.get_rank()
-    for place, (name, parameter) in enumerate(own_parameters(model)):
+    for place, (outer_name, parameter) in enumerate(own_parameters(model)):
+        name = name_beside_adapters(outer_name)
         local = local_tensor(parameter).detach()
         if not local.is_floating_point() or bool(torch.isfinite(local).all()):
             continue

@@ -1,13 +1,13 @@
 """Who is missing in a collective: the flight records of a job's ranks, read together."""
 
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError
+from ..communication.flight_record import FLIGHT_RECORD
+from .rank_files import read_rank_files
 
 
 @dataclass(frozen=True)
@@ -90,11 +90,7 @@ def read_flight_records(directory: str | os.PathLike[str]) -> list[FlightRecord]
     Raises:
         ConfigError: there are none.
     """
-    paths = sorted(Path(directory).glob("rank*.json"))
-    found = [_record(json.loads(path.read_text(encoding="utf-8"))) for path in paths]
-    if not found:
-        raise ConfigError(f"{str(directory)!r}: has no rank*.json of a flight recorder.")
-    return found
+    return read_rank_files(Path(directory), FLIGHT_RECORD, _record)
 
 
 def _record(said: dict[str, Any]) -> FlightRecord:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..data_parallel.optimizer import stepping_optimizer
 from ..files.paths import replace_file
 from ..parallel_state import laid_out_model, parallel_state
 from ..upstream import local_tensor, out_of_memory_observed, storage_key
@@ -43,7 +44,11 @@ class MemorySnapshot:
     """
 
     def __init__(self, directory: str | os.PathLike[str], model: Any, optimizer: torch.optim.Optimizer | None = None):
-        self.directory, self.model, self.optimizer = Path(directory), laid_out_model(model), optimizer
+        self.directory, self.model, self.optimizer = (
+            Path(directory),
+            laid_out_model(model),
+            stepping_optimizer(optimizer),
+        )
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         state = parallel_state(model)
         device = next(self.model.parameters()).device if state is None else state.mesh.device

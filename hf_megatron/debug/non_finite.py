@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..communication.host_streams import host_state, set_host_state
 from ..communication.random_streams import default_generator
-from ..data_parallel.optimizer import sharded
+from ..data_parallel.optimizer import sharded, stepping_optimizer
 from ..errors import ConfigError
 from ..parallel_state import ParallelState, laid_out_model, parallel_state
 from ..upstream import in_backward
@@ -60,11 +60,12 @@ class NonFiniteReport:
 
 @dataclass(frozen=True)
 class _Call:
-    """What a model was called with, and the random states before."""
+    """What a model was called with, the random states before, and the type that autocast computed in, if any."""
 
     args: tuple
     kwargs: dict[str, Any]
     states: tuple[Tensor, ...]
+    autocast: torch.dtype | None
 
 
 class NonFiniteWatch:
@@ -94,6 +95,7 @@ class NonFiniteWatch:
         limit: int = 3,
         say: Callable[[NonFiniteReport], None] | None = None,
     ):
+        optimizer = stepping_optimizer(optimizer)
         state, held = parallel_state(model), sharded(optimizer)
         if state is None or held is None:
             raise ConfigError(
@@ -122,7 +124,9 @@ class NonFiniteWatch:
     def _keep(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if self._is_rerun or not (model.training and torch.is_grad_enabled()) or in_backward():
             return
-        self._calls.append(_Call(args, dict(kwargs), _random_states(self._state.mesh.device)))
+        kind = self._state.mesh.device_type
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        self._calls.append(_Call(args, dict(kwargs), _random_states(self._state.mesh.device), autocast))
 
     def _after_step(self, *args: Any) -> None:
         if self._held.step_was_skipped and len(self.reports) < self.limit:
@@ -160,7 +164,9 @@ class NonFiniteWatch:
         check = CallCheck(laid_out_model(self.model), self._state, number)
         with check.looking():
             check.look_at_inputs(call.args, call.kwargs)
-            output = self.model(*call.args, **call.kwargs)
+            # Accelerate's own autocast is inside of the model, a loop's around it.
+            with torch.autocast(self._state.mesh.device_type, call.autocast, enabled=call.autocast is not None):
+                output = self.model(*call.args, **call.kwargs)
             loss = output.get("loss") if isinstance(output, dict) else None
             if isinstance(loss, Tensor) and loss.requires_grad:
                 check.look_at_loss(loss)

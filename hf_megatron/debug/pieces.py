@@ -1,6 +1,5 @@
 """A recording of all ranks, read back: tensors put together from what ranks have of them, or told by their pieces."""
 
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +11,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from ..errors import ConfigError
-from .recording import RecordedPiece
+from .rank_files import read_json
+from .recording import RECORDING, RecordedPiece
 
 # What a tensor is of: kind, name, call.
 Event = tuple[str, str, int]
@@ -43,7 +43,7 @@ class Recording:
         files = sorted(self.directory.glob("rank*.json"))
         if not files:
             raise ConfigError(f"{str(directory)!r} has no recording of StepRecorder.")
-        said = {int(file.stem.removeprefix("rank")): json.loads(file.read_text(encoding="utf-8")) for file in files}
+        said = {int(file.stem.removeprefix("rank")): read_json(file, RECORDING, dict) for file in files}
         first = said[min(said)]
         if missing := sorted({*range(first["ranks"])} - said.keys()):
             raise ConfigError(f"{str(directory)!r} is of {first['ranks']} ranks, and rank {missing[0]}'s is missing.")

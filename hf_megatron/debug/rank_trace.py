@@ -1,13 +1,15 @@
 """What a rank did in a step, as a file of its own."""
 
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from ..errors import ConfigError
-from ..files.paths import replace_file
+from .rank_files import rank_file, read_rank_files, write_rank_file
+
+TRACE = "trace"
 
 
 @dataclass
@@ -57,14 +59,11 @@ class RankTrace:
 
     def write(self, directory: Path) -> None:
         """Writes `rank{N}.json`."""
-        directory.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(asdict(self))
-        replace_file(directory / f"rank{self.rank:05}.json", lambda path: path.write_text(text, encoding="utf-8"))
+        write_rank_file(rank_file(directory, self.rank), TRACE, asdict(self))
 
     @classmethod
-    def read(cls, path: Path) -> "RankTrace":
-        """Reads what `write` wrote."""
-        said = json.loads(path.read_text(encoding="utf-8"))
+    def of(cls, said: dict[str, Any]) -> "RankTrace":
+        """Makes one of what `write` wrote."""
         calls = [
             Communication(**{**call, "ranks": tuple(call["ranks"]), "waits": [tuple(wait) for wait in call["waits"]]})
             for call in said["communications"]
@@ -78,9 +77,7 @@ def traces_in(directory: str | os.PathLike[str]) -> Sequence[RankTrace]:
     Raises:
         ConfigError: there are none, or some ranks' are missing.
     """
-    found = [RankTrace.read(path) for path in sorted(Path(directory).glob("rank*.json"))]
-    if not found:
-        raise ConfigError(f"{str(directory)!r}: has no rank*.json of StepTrace.")
+    found = read_rank_files(Path(directory), TRACE, RankTrace.of)
     if missing := sorted({*range(found[0].ranks)} - {one.rank for one in found}):
         raise ConfigError(f"{str(directory)!r}: the traces of ranks {', '.join(map(str, missing))} are missing.")
     return found

@@ -22,13 +22,17 @@ from torch.utils._pytree import tree_iter
 
 from ..absent_weights import own_parameters
 from ..context_parallel.order import Interval
+from ..data_parallel.optimizer import stepping_optimizer
 from ..errors import ConfigError, UnsupportedError
 from ..parallel_state import laid_out_model, parallel_state
 from ..parts import comes_last
 from ..upstream import in_backward, local_tensor
 from ..version import __version__
+from .names import name_beside_adapters
 from .places import PlaceInBatch
 
+# What its files say that they are.
+RECORDING = "recording"
 BEFORE, OUTPUT, LOSS, OUTPUT_GRADIENT, GRADIENT, AFTER = (
     "weight before the step",
     "output",
@@ -94,14 +98,14 @@ class StepRecorder:
         *,
         modules: str = "",
     ):
-        self.directory, self.model, self.optimizer = Path(directory), model, optimizer
+        self.directory, self.model, self.optimizer = Path(directory), model, stepping_optimizer(optimizer)
         self.inner, self.state = laid_out_model(model), parallel_state(model)
         if self.state is not None and self.state.shards_weights:
             raise UnsupportedError("StepRecorder with zero_stage=3: weights are whole for moments. Use stage 0 to 2.")
         self.rank = 0 if self.state is None else dist.get_rank()
         if self._file("json").exists():
             raise ConfigError(f"StepRecorder({str(directory)!r}): has a recording already; name another folder.")
-        named = {_name_beside_adapters(name): module for name, module in self.inner.named_modules()}
+        named = {name_beside_adapters(name): module for name, module in self.inner.named_modules()}
         own = {id(parameter) for _, parameter in own_parameters(self.inner)}
         self.modules = {
             name: module
@@ -217,7 +221,7 @@ class StepRecorder:
 
     def _own(self) -> Iterator[tuple[str, nn.Parameter]]:
         for name, parameter in own_parameters(self.model):
-            yield _name_beside_adapters(name), parameter
+            yield name_beside_adapters(name), parameter
 
     def _gradients(self) -> None:
         """Takes the gradients as the optimizer will, each in the shape of what this rank has of its parameter."""
@@ -242,6 +246,7 @@ class StepRecorder:
         save_file(self._tensors, self._file("safetensors"))
         tied = dict(getattr(self.inner, "all_tied_weights_keys", {}))
         said = {
+            "kind": RECORDING,
             "version": __version__,
             "model": type(self.inner).__name__,
             "layout": "" if self.state is None else self.state.config.layout(),
@@ -254,11 +259,6 @@ class StepRecorder:
         }
         # Last: a folder without it has no recording.
         self._file("json").write_text(json.dumps(said), encoding="utf-8")
-
-
-def _name_beside_adapters(name: str) -> str:
-    """Returns a name in a `PeftModel` as it is inside of the model that was loaded."""
-    return name.removeprefix("base_model.model.")
 
 
 def _is_hidden(value: Any) -> bool:

@@ -17,14 +17,17 @@ from torch import Tensor, nn
 from ..absent_weights import is_absent, own_parameters
 from ..communication.host_streams import host_state
 from ..communication.random_streams import default_generator
-from ..data_parallel.optimizer import Leaf, sharded
+from ..data_parallel.optimizer import Leaf, sharded, stepping_optimizer
 from ..errors import ReplicaError
 from ..parallel_state import ParallelState, laid_out_model, parallel_state
 from ..upstream import local_tensor, plain_parts
+from .names import name_beside_adapters
 
 WEIGHT, MAIN_WEIGHT, MOMENT, BUFFER, RANDOM = "weight", "main weight", "moment", "buffer", "random state"
 # Integers of as many bytes, by which a tensor's bits are added up.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# Entries whose bits are added up at a time.
+_BLOCK = 1 << 20
 # Differences that an error shows.
 _SHOWN = 8
 
@@ -73,7 +76,7 @@ class ReplicaCheck:
     """
 
     def __init__(self, model: Any, *optimizers: torch.optim.Optimizer):
-        self.model, self.optimizers = model, optimizers
+        self.model, self.optimizers = model, tuple(map(stepping_optimizer, optimizers))
         # What ranks hold changes when a model does; all ranks know the same.
         self._keys: dict[bytes, list[_Key]] = {}
 
@@ -114,7 +117,7 @@ def _of_all_ranks(value: Any) -> list[Any]:
 
 
 def _sums(tensors: Sequence[Tensor]) -> list[int]:
-    """Adds up the bits of tensors of any shapes; a device is waited for once."""
+    """Sums up the bits of tensors of any shapes; a device is waited for once."""
     sums = [_sum_of_bits(tensor) for tensor in tensors]
     found = [0] * len(sums)
     for device in {value.device for value in sums}:
@@ -125,8 +128,18 @@ def _sums(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def _sum_of_bits(tensor: Tensor) -> Tensor:
-    parts = [part.view(_BITS[part.itemsize]).sum(dtype=torch.int64) for part in plain_parts(tensor)]
-    return torch.stack(parts).sum()
+    """Adds up the bits of a tensor of any shape, each entry's times an odd number of its own: moved ones are others."""
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    done = 0
+    for part in plain_parts(tensor):
+        bits = part.contiguous().view(_BITS[part.itemsize]).flatten()
+        for start in range(0, len(bits), _BLOCK):
+            block = bits[start : start + _BLOCK].to(torch.int64)
+            factors = torch.arange(1, 2 * len(block), 2, device=block.device)
+            # Whole numbers of 64 bits go round.
+            total = total + (block * factors).sum() + 2 * done * block.sum()
+            done += len(block)
+    return total
 
 
 def _held(model: Any, optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[tuple[_Key, Tensor]]:
@@ -135,9 +148,10 @@ def _held(model: Any, optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[t
     assert state is not None
     tied = getattr(inner, "all_tied_weights_keys", {})
     places: dict[str, Hashable] = {}
-    for name, parameter in own_parameters(model):
+    for outer_name, parameter in own_parameters(model):
         if is_absent(parameter):
             continue
+        name = name_beside_adapters(outer_name)
         places[name] = _place(state, name, parameter)
         # Of one weight the name that holds on all stages.
         yield (WEIGHT, tied.get(name, name), places[name]), local_tensor(parameter)
@@ -163,9 +177,10 @@ def _held_by_optimizer(
     of_model = sharded(optimizer)
     leaves: list[Leaf] = [] if of_model is None else of_model.leaves
     for leaf in leaves:
-        if leaf.name not in places:
+        inner_name = name_beside_adapters(leaf.name)
+        if inner_name not in places:
             continue
-        name, place = tied.get(leaf.name, leaf.name), (number, places[leaf.name], leaf.start, leaf.stop)
+        name, place = tied.get(inner_name, inner_name), (number, places[inner_name], leaf.start, leaf.stop)
         if leaf.separate:
             yield (MAIN_WEIGHT, name, place), leaf.tensor
         for kind, value in sorted(optimizer.state.get(leaf.tensor, {}).items()):

@@ -11,6 +11,8 @@ from .trace_shares import TraceShares, waits_of
 # Points of a line: more steps are drawn as their mean and the band that they lie in.
 _POINTS = 240
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 460, 170, 56, 22
+# From here on numbers are written with an exponent.
+_LARGEST = 1e15
 # Rows of ranks that are drawn, and the narrowest span of a step's picture, in pixels.
 _RANKS, _NARROWEST = 64, 0.4
 
@@ -95,6 +97,8 @@ def _ticks(low: float, high: float) -> list[float]:
 
 
 def _short(value: float) -> str:
+    if abs(value) >= _LARGEST:
+        return f"{value:.1e}"
     for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
         if abs(value) >= size:
             return f"{value / (1e3 if letter == 'k' else size):.3g}{letter}"

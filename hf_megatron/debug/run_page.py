@@ -61,10 +61,20 @@ def write_page(run: RunRecord, path: str | os.PathLike[str], planned: Mapping[in
         experts=_experts(run),
         mesh=mesh_table(run.facts.axes, run.facts.places, _noted(run)),
         stragglers=run.stragglers[-_SHOWN:],
+        notes=run.notes,
+        looked_at=_looked_at(run),
         versions=", ".join(f"{name} {version}" for name, version in run.facts.versions.items()),
         hosts=_hosts(run.facts.hosts),
     )
     replace_file(Path(path), lambda partial: partial.write_text(page, encoding="utf-8"))
+
+
+def _looked_at(run: RunRecord) -> str:
+    """Says what was recorded, in which nothing stands out."""
+    losses = len(run.series("loss"))
+    parts = [f"{losses} logged losses"] if losses else []
+    parts += [f"a step's {name}" for name, there in (("trace", run.traces), ("memory", run.memory)) if there]
+    return ", ".join(parts)
 
 
 def _one_of_each_stage(places: Sequence[Sequence[int]]) -> list[int]:
@@ -130,6 +140,9 @@ def _findings(run: RunRecord, shares: Sequence[TraceShares], planned: Mapping[in
     speeds = _tenths(run.series("tokens_per_second"))
     if speeds and speeds[-1] < _SLOWER * max(speeds):
         found.append(f"Slower than before: {speeds[-1]:,.0f} tokens per second of late, {max(speeds):,.0f} at best.")
+    if run.skipped:
+        more = f" and {len(run.skipped) - 1} more times" if len(run.skipped) > 1 else ""
+        found.append(f"Step {run.skipped[0]} was skipped{more}: gradients were not finite.")
     found += [f"{text[:1].upper()}{text[1:]}." for text in run.stragglers[-3:]]
     worst = max(shares, key=lambda one: max(one.waited_for.values(), default=0.0) / one.step, default=None)
     if worst is not None and worst.waited_for:

@@ -2,17 +2,26 @@
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..config import MegatronConfig
 from ..errors import ConfigError
-from ..files.paths import replace_file
+from .rank_files import read_json, write_rank_file
 from .rank_trace import RankTrace, traces_in
 from .step_memory import MeasuredMemory, memory_in
 
-_RUN, _LOGS, _STRAGGLERS, _MEMORY, _TRACE = "run.json", "logs.jsonl", "stragglers.jsonl", "memory", "trace"
+_RUN, _LOGS, _STRAGGLERS, _SKIPPED, _MEMORY, _TRACE = (
+    "run.json",
+    "logs.jsonl",
+    "stragglers.jsonl",
+    "skipped.jsonl",
+    "memory",
+    "trace",
+)
+_KIND = "run"
 
 
 @dataclass(frozen=True)
@@ -46,9 +55,7 @@ class RunFacts:
 
     def write(self, directory: Path) -> None:
         """Writes them."""
-        directory.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(asdict(self))
-        replace_file(directory / _RUN, lambda path: path.write_text(text, encoding="utf-8"))
+        write_rank_file(directory / _RUN, _KIND, asdict(self))
 
 
 @dataclass(frozen=True)
@@ -59,14 +66,18 @@ class RunRecord:
         facts: of its beginning.
         logs: what Trainer logged, by steps; of steps that were taken twice the later ones.
         stragglers: reports.
+        skipped: steps that were skipped for gradients that are not finite.
         memory, traces: of ranks, where they were recorded.
+        notes: what of these is not there or of another layout.
     """
 
     facts: RunFacts
     logs: list[dict[str, Any]]
     stragglers: list[str] = field(default_factory=list)
+    skipped: list[int] = field(default_factory=list)
     memory: list[MeasuredMemory] = field(default_factory=list)
     traces: Sequence[RankTrace] = ()
+    notes: list[str] = field(default_factory=list)
 
     def series(self, name: str) -> list[tuple[float, float]]:
         """Returns (step, value) of what was logged under a name."""
@@ -91,6 +102,23 @@ def add_logs(directory: Path, logs: dict[str, Any]) -> None:
 def add_straggler(directory: Path, step: int, text: str) -> None:
     """Adds a report of a slow rank."""
     _add(directory / _STRAGGLERS, {"step": step, "text": text})
+
+
+def add_skipped(directory: Path, step: int) -> None:
+    """Adds a step that was skipped."""
+    _add(directory / _SKIPPED, {"step": step})
+
+
+def why_not_another(directory: Path, layout: str, step: int) -> str:
+    """Returns why a run cannot be recorded into a folder, or nothing: one that goes on can, where it was.
+
+    Args:
+        layout: of the run.
+        step (`int`): that it begins with.
+    """
+    if step == 0 and (directory / _LOGS).exists():
+        return f"{directory}: has a run already, and this one begins anew; name another folder."
+    return ""
 
 
 def _add(path: Path, values: dict[str, Any]) -> None:
@@ -120,16 +148,39 @@ def read_run(directory: str | os.PathLike[str]) -> RunRecord:
     folder = Path(directory)
     if not (folder / _RUN).exists():
         raise ConfigError(f"{str(directory)!r}: has no {_RUN} of RunCallback.")
-    facts = RunFacts(**json.loads((folder / _RUN).read_text(encoding="utf-8")))
-    by_step: dict[tuple[int, bool], dict[str, Any]] = {}
+    facts = read_json(folder / _RUN, _KIND, lambda said: RunFacts(**said))
+    by_step: dict[tuple[int, tuple[str, ...]], dict[str, Any]] = {}
     for line in _lines(folder / _LOGS):
-        # An evaluation is logged beside its step.
-        by_step[line["step"], "loss" in line] = line
+        # Evaluations and the summary at the end are logged beside a step.
+        by_step[line["step"], tuple(sorted(line))] = line
     logs = [by_step[key] for key in sorted(by_step)]
-    return RunRecord(
-        facts,
-        logs,
-        [line["text"] for line in _lines(folder / _STRAGGLERS)],
-        memory_in(memory_folder(folder)) if memory_folder(folder).exists() else [],
-        traces_in(trace_folder(folder)) if trace_folder(folder).exists() else (),
-    )
+    notes: list[str] = []
+    memory = _there(memory_folder(folder), memory_in, "memory", facts, notes)
+    traces = _there(trace_folder(folder), traces_in, "trace", facts, notes)
+    skipped = sorted({line["step"] for line in _lines(folder / _SKIPPED)})
+    stragglers = [line["text"] for line in _lines(folder / _STRAGGLERS)]
+    return RunRecord(facts, logs, stragglers, skipped, list(memory), traces, notes)
+
+
+def _there(
+    folder: Path, read: Callable[[Path], Sequence[Any]], name: str, facts: RunFacts, notes: list[str]
+) -> Sequence[Any]:
+    """Returns what ranks recorded, and notes what of it is missing: a run may have been killed meanwhile."""
+    if not folder.exists():
+        return ()
+    try:
+        found = read(folder)
+    except ConfigError as error:
+        notes.append(f"No {name}: {error}")
+        return ()
+    if len(found) < found[0].ranks:
+        notes.append(f"The {name} is of {len(found)} of {found[0].ranks} ranks.")
+    layout = found[0].layout
+    of = layout if isinstance(layout, str) else MegatronConfig.from_dict(_as_fields(layout)).layout()
+    if (of, found[0].ranks) != (facts.layout, facts.ranks):
+        notes.append(f"The {name} is of {found[0].ranks} ranks with {of}, before the run went on with {facts.layout}.")
+    return found
+
+
+def _as_fields(layout: dict[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in layout.items()}

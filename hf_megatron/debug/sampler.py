@@ -63,7 +63,10 @@ class ThreadSampler(threading.Thread):
             now, queued = time.monotonic(), self._queued.seconds()
             own = max(0.0, now - before - (queued - queued_before))
             before, queued_before = now, queued
-            place = None if is_in_communication(frame) else self._place(frame)
+            model = self._model()
+            # An evaluation between steps is no part of them.
+            is_evaluation = model is not None and not model.training
+            place = None if is_evaluation or is_in_communication(frame) else self._place(frame)
             if place is not None:
                 with self._lock:
                     self._places[place] += own

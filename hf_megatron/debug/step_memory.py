@@ -1,6 +1,5 @@
 """What a step of a real run holds in memory on this rank, by what it is for, in a file that a plan is compared with."""
 
-import json
 import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -12,12 +11,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..absent_weights import own_parameters
+from ..data_parallel.optimizer import stepping_optimizer
 from ..errors import ConfigError
-from ..files.paths import replace_file
 from ..memory.step_ledger import StepLedger
 from ..parallel_state import laid_out_model, parallel_state
 from ..upstream import dispatch_modes, in_backward
 from .kept_tensors import kept_tensors
+from .rank_files import rank_file, read_rank_files, write_rank_file
+
+MEMORY = "memory of a step"
 
 
 @dataclass(frozen=True)
@@ -81,12 +83,12 @@ class StepMemory:
     """
 
     def __init__(self, directory: str | os.PathLike[str], model: Any, optimizer: torch.optim.Optimizer):
-        self.directory, self.optimizer = Path(directory), optimizer
+        self.directory, self.optimizer = Path(directory), stepping_optimizer(optimizer)
         self.model, state = laid_out_model(model), parallel_state(model)
         if state is None:
             raise ConfigError(f"StepMemory counts a model that was loaded with megatron_config=, not {type(model)}.")
         self.state = state
-        self.path = self.directory / f"rank{dist.get_rank():05}.json"
+        self.path = rank_file(self.directory, dist.get_rank())
         if self.path.exists():
             raise ConfigError(f"StepMemory({str(directory)!r}): has a record already; name another folder.")
         self._ledger = StepLedger(self.model)
@@ -112,9 +114,7 @@ class StepMemory:
         self._ledger.__exit__(kind, error, trace)
         self._hook.remove()
         if kind is None:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            text = json.dumps(asdict(self._found()))
-            replace_file(self.path, lambda partial: partial.write_text(text, encoding="utf-8"))
+            write_rank_file(self.path, MEMORY, asdict(self._found()))
 
     def _note_batch(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         ids = kwargs.get("input_ids", args[0] if args else None)
@@ -157,12 +157,6 @@ def memory_in(directory: str | os.PathLike[str]) -> list[MeasuredMemory]:
     """Reads what the ranks of a job wrote, in their order.
 
     Raises:
-        ConfigError: there is nothing.
+        ConfigError: there is nothing, or something else.
     """
-    found = [
-        MeasuredMemory(**json.loads(path.read_text(encoding="utf-8")))
-        for path in sorted(Path(directory).glob("rank*.json"))
-    ]
-    if not found:
-        raise ConfigError(f"{str(directory)!r}: has no rank*.json of StepMemory.")
-    return found
+    return read_rank_files(Path(directory), MEMORY, lambda said: MeasuredMemory(**said))

@@ -21,12 +21,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
 from ..data_parallel.fully_sharded import outermost_layers
+from ..data_parallel.optimizer import stepping_optimizer
 from ..errors import ConfigError
 from ..parallel_state import laid_out_model, parallel_state
 from ..parts import comes_last, works_on_parts
 from ..profile.spans import clock_offset
 from ..upstream import communication_through, group_description, in_backward
 from .kernel_spans import device_profiler, kernels_of
+from .rank_files import rank_file
 from .rank_trace import Communication, RankTrace
 
 # What a rank does beside the layers, and in no forward, backward or step of an optimizer.
@@ -64,9 +66,13 @@ class StepTrace:
         model: Any,
         optimizer: torch.optim.Optimizer | None = None,
     ):
-        self.directory, self.model, self.optimizer = Path(directory), laid_out_model(model), optimizer
+        self.directory, self.model, self.optimizer = (
+            Path(directory),
+            laid_out_model(model),
+            stepping_optimizer(optimizer),
+        )
         self.rank, self.ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        if (self.directory / f"rank{self.rank:05}.json").exists():
+        if rank_file(self.directory, self.rank).exists():
             raise ConfigError(f"StepTrace({str(directory)!r}): has a trace already; name another folder.")
         state = parallel_state(model)
         self.layout = "" if state is None else state.config.layout()

@@ -9,14 +9,14 @@ the other ranks of its pipeline stage; who takes longer in several windows one a
 import statistics
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ..data_parallel.optimizer import sharded
+from ..data_parallel.optimizer import sharded, stepping_optimizer
 from ..errors import ConfigError
 from ..parallel_state import laid_out_model, parallel_state
 from .sampler import ThreadSampler
@@ -101,7 +101,7 @@ class StragglerWatch:
         interval: float = 0.02,
         say: Callable[[Straggler], None] | None = None,
     ):
-        state = parallel_state(model)
+        state, optimizer = parallel_state(model), stepping_optimizer(optimizer)
         if state is None or sharded(optimizer) is None:
             raise ConfigError(
                 "StragglerWatch follows a model that was loaded with megatron_config= and an optimizer that "
@@ -165,7 +165,7 @@ class SlowRanks:
     def __init__(self, windows: int, factor: float):
         self.windows, self.factor = windows, factor
         self._slow: Counter[int] = Counter()
-        self._earlier: dict[int, deque[float]] = {}
+        self._earlier: dict[int, deque[StepWindow]] = {}
 
     def judge(self, found: Sequence[StepWindow], step: int) -> list[Straggler]:
         """Returns who has been slow in as many windows as it takes, with this one.
@@ -180,24 +180,26 @@ class SlowRanks:
             earlier = self._earlier.setdefault(rank, deque(maxlen=_REMEMBERED))
             usual = statistics.median(other.seconds for other in others) if others else None
             if usual is None and len(earlier) >= self.windows:
-                usual = statistics.median(earlier)
+                usual = statistics.median(before.seconds for before in earlier)
             is_slow = usual is not None and window.seconds > max(
                 self.factor * usual, usual + _NOTICEABLE * window.whole
             )
             if not is_slow:
-                earlier.append(window.seconds)
+                earlier.append(window)
             self._slow[rank] = self._slow[rank] + 1 if is_slow else 0
             if usual is not None and self._slow[rank] == self.windows:
-                place = _largest_difference(window, others)
+                place = _largest_difference(window, others or earlier)
                 reports.append(Straggler(rank, window.stage, window.seconds, usual, place, step))
         return reports
 
 
-def _largest_difference(window: StepWindow, others: Sequence[StepWindow]) -> str:
-    """Names the place in which a rank was longer than others were."""
+def _largest_difference(window: StepWindow, others: Iterable[StepWindow]) -> str:
+    """Names the place in which a rank was longer than others were, or than it was itself."""
+
+    compared = list(others)
 
     def more(place: str) -> float:
-        usual = statistics.median([other.places.get(place, 0.0) for other in others] or [0.0])
+        usual = statistics.median([other.places.get(place, 0.0) for other in compared] or [0.0])
         return window.places[place] - usual
 
     return max(window.places, key=more, default="")

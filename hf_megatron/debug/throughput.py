@@ -96,7 +96,7 @@ class Throughput:
         # Of a stock model every process has rows of its own.
         self.devices = dist.get_world_size() if dist.is_initialized() else 1
         self._replicas = self.devices if state is None else state.mesh.dp_size
-        self._model = model
+        self._model, self._state = model, state
         self._seconds, self._since = 0.0, time.monotonic()
         self._tokens = self._flops = 0.0
         self._hook = inner.register_forward_pre_hook(self._count, with_kwargs=True)
@@ -117,6 +117,9 @@ class Throughput:
     def _count(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         ids = kwargs.get("input_ids", args[0] if args else None)
         if not model.training or in_backward() or not isinstance(ids, Tensor) or ids.dim() != 2:
+            return
+        if self._state is not None and self._state.data_parallel is not None and self._state.data_parallel.is_rerun:
+            # The same calls again, which look for what was not finite.
             return
         rows, length = ids.shape
         self._tokens += rows * length

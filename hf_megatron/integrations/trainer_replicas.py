@@ -39,8 +39,7 @@ class ReplicaCallback(TrainerCallback):
                 "ReplicaCallback compares ranks, and the model was not laid out: load it with megatron_config=, or "
                 "leave the callback out."
             )
-        # Accelerate's is around the one that steps.
-        self._check = ReplicaCheck(model, getattr(optimizer, "optimizer", optimizer))
+        self._check = ReplicaCheck(model, optimizer)
         self._check()
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

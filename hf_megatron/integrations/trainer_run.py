@@ -12,7 +12,16 @@ import torch
 import torch.distributed as dist
 from transformers.trainer_callback import TrainerControl, TrainerState
 
-from ..debug.run_record import RunFacts, add_logs, add_straggler, memory_folder, trace_folder
+from ..data_parallel.optimizer import sharded, stepping_optimizer
+from ..debug.run_record import (
+    RunFacts,
+    add_logs,
+    add_skipped,
+    add_straggler,
+    memory_folder,
+    trace_folder,
+    why_not_another,
+)
 from ..debug.step_memory import StepMemory
 from ..debug.step_trace import StepTrace
 from ..debug.stragglers import Straggler, StragglerWatch
@@ -38,7 +47,8 @@ class RunCallback(ThroughputCallback):
         stragglers (`bool`, defaults to `True`): whether slow ranks are looked for.
 
     Raises:
-        ConfigError: one step for both records; when training begins, a model that was not laid out.
+        ConfigError: a step that is none, or one for both records; when training begins, a model that was not laid out,
+            or a folder that has another run.
     """
 
     def __init__(
@@ -50,6 +60,9 @@ class RunCallback(ThroughputCallback):
         trace_step: int | None = 2,
         stragglers: bool = True,
     ) -> None:
+        for name, step in (("memory_step", memory_step), ("trace_step", trace_step)):
+            if step is not None and (not isinstance(step, int) or isinstance(step, bool) or step < 0):
+                raise ConfigError(f"RunCallback({name}={step!r}): expected an optimizer step, counted from 0, or None.")
         if memory_step is not None and memory_step == trace_step:
             raise ConfigError(f"RunCallback(memory_step={memory_step}, trace_step={trace_step}): expected two steps.")
         super().__init__(peak_tflops)
@@ -57,6 +70,7 @@ class RunCallback(ThroughputCallback):
         self.memory_step, self.trace_step, self.stragglers = memory_step, trace_step, stragglers
         self._watch: StragglerWatch | None = None
         self._recorder: Any = None
+        self._held: Any = None
 
     def on_train_begin(
         self,
@@ -71,14 +85,20 @@ class RunCallback(ThroughputCallback):
         if parallel is None:
             raise ConfigError("RunCallback records a model that was loaded with megatron_config=; leave it out.")
         facts = _facts(model, parallel)
+        # What rank 0 finds holds for all.
+        answer = [""]
+        if dist.get_rank() == 0:
+            answer = [why_not_another(self.directory, facts.layout, state.global_step)]
+        dist.broadcast_object_list(answer)
+        if answer[0]:
+            raise ConfigError(f"RunCallback: {answer[0]}")
         if dist.get_rank() == 0:
             facts.write(self.directory)
+        self._held = sharded(stepping_optimizer(optimizer))
         super().on_train_begin(args, state, control, model=model)
         self._leave(is_done=False)
         if self.stragglers:
-            # Accelerate's optimizer is around the one that steps.
-            steps = getattr(optimizer, "optimizer", optimizer)
-            self._watch = StragglerWatch(model, steps, say=self._tell)
+            self._watch = StragglerWatch(model, optimizer, say=self._tell)
         # The folder is there for all.
         dist.barrier()
 
@@ -96,18 +116,20 @@ class RunCallback(ThroughputCallback):
         **kwargs: Any,
     ) -> None:
         self._leave(is_done=False)
-        steps = getattr(optimizer, "optimizer", optimizer)
         kinds = (self.memory_step, memory_folder, StepMemory), (self.trace_step, trace_folder, StepTrace)
         for wanted, folder, recorder in kinds:
             # A run that goes on has one already, on the hosts that it ran on.
             if state.global_step == wanted and not _on_any_rank(folder(self.directory).exists()):
-                made = recorder(folder(self.directory), model, steps)
+                made = recorder(folder(self.directory), model, optimizer)
                 made.__enter__()
                 self._recorder = made
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._leave(is_done=True)
         super().on_step_end(args, state, control)
+        if self._held is not None and self._held.step_was_skipped and dist.get_rank() == 0:
+            # Trainer leaves losses that are not finite out of what it logs.
+            add_skipped(self.directory, state.global_step)
 
     def _leave(self, *, is_done: bool) -> None:
         recorder, self._recorder = self._recorder, None

@@ -43,9 +43,7 @@ class StepToolCallback(TrainerCallback):
     ) -> None:
         self._leave(is_done=False)
         if state.global_step in self.steps:
-            # Accelerate's is around the one that steps.
-            steps = getattr(optimizer, "optimizer", optimizer)
-            tool = self.make_tool(self.directory / f"step{state.global_step}", model, steps)
+            tool = self.make_tool(self.directory / f"step{state.global_step}", model, optimizer)
             tool.__enter__()
             self._tool = tool
 
@@ -98,8 +96,7 @@ class WatchCallback(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         self.stop()
-        # Accelerate's is around the one that steps.
-        self._watch = self.make_watch(model, getattr(optimizer, "optimizer", optimizer), **self._arguments)
+        self._watch = self.make_watch(model, optimizer, **self._arguments)
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self.stop()

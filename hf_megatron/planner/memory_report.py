@@ -25,7 +25,8 @@ def plan_for(found: MeasuredMemory) -> list[PredictedRank]:
     values = dict(found.config)
     config = CONFIG_MAPPING[values.pop("model_type")].from_dict(values)
     config._attn_implementation = found.attention
-    layout = MegatronConfig.from_dict({k: tuple(v) if isinstance(v, list) else v for k, v in found.layout.items()})
+    fields = {name: tuple(value) if isinstance(value, list) else value for name, value in found.layout.items()}
+    layout = MegatronConfig.from_dict(fields)
     if layout.pp_size > 1:
         layout = replace(layout, num_microbatches=found.microbatches)
     return predict_ranks(

@@ -164,7 +164,15 @@ def test_ranks_without_a_record(tmp_path):
         "input_sizes": [[2]],
         "input_dtypes": ["Float"],
     }
-    said = {"rank": 0, "ranks": 2, "steps": 3, "waits": "all_gather", "groups": {"0": [0, 1]}, "entries": [entry]}
+    said = {
+        "kind": "flight record",
+        "rank": 0,
+        "ranks": 2,
+        "steps": 3,
+        "waits": "all_gather",
+        "groups": {"0": [0, 1]},
+        "entries": [entry],
+    }
     Path(tmp_path, "rank00000.json").write_text(json.dumps(said), encoding="utf-8")
     text = tell_hang(read_flight_records(tmp_path))
     assert "rank 1: no record" in text

@@ -18,6 +18,7 @@ from hf_megatron.absent_weights import own_parameters
 from hf_megatron.config import MegatronConfig
 from hf_megatron.data_parallel.optimizer import prepare_optimizer
 from hf_megatron.debug.non_finite import NonFiniteWatch
+from hf_megatron.debug.throughput import Throughput
 from hf_megatron.errors import ConfigError
 from hf_megatron.integrations.gate import ConfigUnderTest
 from hf_megatron.integrations.trainer_non_finite import NonFiniteCallback
@@ -274,3 +275,32 @@ def test_what_cannot_be_watched_says_so():
     model = torch.nn.Linear(2, 2)
     with pytest.raises(ConfigError, match="loaded with megatron_config="):
         NonFiniteWatch(model, torch.optim.SGD(model.parameters()))
+
+
+@works_on_parts
+def _overflows_in_autocast(module, args, output):
+    return output * torch.nan if torch.is_autocast_enabled("cpu") else output
+
+
+def _autocast_on_rank():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
+    )
+    model = AutoModelForCausalLM.from_config(config, megatron_config=ConfigUnderTest(tp_size=2)).train()
+    optimizer = prepare_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
+    watch, throughput = NonFiniteWatch(model, optimizer, say=lambda report: None), Throughput(model)
+    model.model.layers[1].mlp.register_forward_hook(_overflows_in_autocast)
+    ids = torch.zeros(2, 8, dtype=torch.int64)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    optimizer.step()
+    return [str(report) for report in watch.reports], throughput._tokens
+
+
+def test_a_rerun_is_under_the_loops_autocast_and_trains_no_tokens():
+    for reports, tokens in run_ranks(_autocast_on_rank, 2):
+        [report] = reports
+        assert "output of model.layers.1.mlp" in report
+        assert tokens == 16

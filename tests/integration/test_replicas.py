@@ -5,6 +5,8 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -17,7 +19,8 @@ from transformers import (
 from hf_megatron.absent_weights import own_parameters
 from hf_megatron.config import MegatronConfig
 from hf_megatron.data_parallel.optimizer import prepare_optimizer, sharded
-from hf_megatron.debug.replicas import ReplicaCheck
+from hf_megatron.debug.finite_check import weights_not_finite
+from hf_megatron.debug.replicas import RANDOM, WEIGHT, ReplicaCheck
 from hf_megatron.errors import ConfigError, RankError
 from hf_megatron.integrations.gate import ConfigUnderTest
 from hf_megatron.integrations.trainer_replicas import ReplicaCallback
@@ -203,3 +206,78 @@ def test_what_cannot_be_compared_says_so():
         ReplicaCallback(0)
     with pytest.raises(ConfigError, match="was not laid out"):
         ReplicaCallback().on_train_begin(None, None, None, model=torch.nn.Linear(2, 2))
+
+
+def _changed_on_rank(sizes, change):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(LLAMA, megatron_config=ConfigUnderTest(**sizes)).train()
+    check = ReplicaCheck(model)
+    if dist.get_rank() == 1:
+        weight = local_tensor(model.model.layers[1].input_layernorm.weight)
+        with torch.no_grad():
+            weight.copy_(torch.arange(len(weight)))
+            change(weight)
+    elif sizes.get("pp_size", 1) == 1:
+        with torch.no_grad():
+            weight = local_tensor(model.model.layers[1].input_layernorm.weight)
+            weight.copy_(torch.arange(len(weight)))
+    return [str(one) for one in check.differences() if one.kind == WEIGHT]
+
+
+def _opposite(weight):
+    bits = weight.view(torch.int32)
+    bits[3] += 1 << 10
+    bits[9] -= 1 << 10
+
+
+MOVED = {
+    "swapped": lambda weight: weight.copy_(weight[[1, 0, *range(2, len(weight))]]),
+    "reversed": lambda weight: weight.copy_(weight.flip(0)),
+    "opposite": _opposite,
+}
+
+
+@pytest.mark.parametrize("sizes", [{"tp_size": 2}, {"dp_size": 2}], ids=["tp2", "dp2"])
+@pytest.mark.parametrize("change", MOVED)
+def test_values_in_other_places(sizes, change):
+    found = run_ranks(_changed_on_rank, 2, sizes, MOVED[change])
+    name = "weight model.layers.1.input_layernorm.weight: ranks 0, 1 differ, none of them from most"
+    assert found == [[name]] * 2
+
+
+def _adapted_on_rank(sizes):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(LLAMA, megatron_config=ConfigUnderTest(**sizes))
+    torch.manual_seed(1)
+    adapter = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+    model = get_peft_model(model, adapter).train()
+    optimizer = prepare_optimizer(torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3))
+    ids = torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(0))
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    check = ReplicaCheck(model, optimizer)
+    clean = [str(one) for one in check.differences() if one.kind != RANDOM]
+    name = "model.layers.1.mlp.down_proj.lora_B.default.weight"
+    parameter = dict(model.named_parameters())[f"base_model.model.{name}"]
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            local_tensor(parameter)[0, 0] += 1
+            state = parallel_state(model)
+            local_tensor(dict(model.named_parameters())[f"base_model.model.{KEY}"])[2, 5] = torch.nan
+        [(_, found)] = weights_not_finite(model, state)
+        return clean, list(map(str, check.differences())), str(found)
+    return clean, list(map(str, check.differences())), ""
+
+
+KEY = "model.layers.0.self_attn.k_proj.weight"
+
+
+@pytest.mark.parametrize("sizes", [{"tp_size": 2}, {"tp_size": 2, "sequence_parallel": True}], ids=["tp2", "tp2+sp"])
+def test_adapters(sizes):
+    (clean, first, _), (_, second, found) = run_ranks(_adapted_on_rank, 2, sizes)
+    assert clean == []
+    assert first == second
+    assert any("model.layers.1.mlp.down_proj.lora_B.default.weight" in one for one in first)
+    assert all(KEY not in one for one in first)
+    # Rank 1 has the second half of its eight rows.
+    assert f"weight {KEY} at [10, 5]" in found

@@ -10,17 +10,25 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainingArguments, default_data_collator
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    default_data_collator,
+)
 from typer.testing import CliRunner
 
 from hf_megatron.cli import app
 from hf_megatron.config import MegatronConfig
 from hf_megatron.debug.run_charts import line_chart
 from hf_megatron.debug.run_page import write_page
-from hf_megatron.debug.run_record import add_logs, read_run
+from hf_megatron.debug.run_record import add_logs, add_skipped, read_run
 from hf_megatron.errors import ConfigError
 from hf_megatron.integrations.trainer_run import RunCallback
 from hf_megatron.integrations.trainer_traces import TraceCallback
+from hf_megatron.parts import works_on_parts
 from hf_megatron.verify.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -135,7 +143,7 @@ def test_what_stands_out_is_said(tmp_path, made_run):
 def test_a_clean_run_says_so(tmp_path, made_run):
     made_run(tmp_path, ranks=16, steps=100)
     _, text = _page(read_run(tmp_path), tmp_path / "page.html")
-    assert "Nothing stands out" in text
+    assert "Nothing stands out in what was recorded: 100 logged losses, a step's trace, a step's memory" in text
 
 
 def test_names_are_no_markup(tmp_path, made_run):
@@ -164,9 +172,81 @@ def test_charts_of_odd_series():
     assert "1M" not in one
 
 
+def test_a_run_that_was_killed_or_went_on_elsewhere(tmp_path, made_run):
+    made_run(tmp_path, ranks=16, steps=40)
+    (tmp_path / "trace" / "rank00003.json").unlink()
+    (tmp_path / "memory" / "rank00015.json").unlink()
+    _, text = _page(read_run(tmp_path), tmp_path / "page.html")
+    assert "No trace:" in text and "the traces of ranks 3 are missing" in text
+    assert "The memory is of 15 of 16 ranks." in text
+    said = json.loads((tmp_path / "run.json").read_text("utf-8"))
+    (tmp_path / "run.json").write_text(json.dumps(said | {"layout": "tp2"}), "utf-8")
+    _, text = _page(read_run(tmp_path), tmp_path / "page.html")
+    assert "The memory is of 16 ranks with tp4+pp4, before the run went on with tp2." in text
+    cut = (tmp_path / "memory" / "rank00002.json").read_text("utf-8")[:300]
+    (tmp_path / "memory" / "rank00002.json").write_text(cut, "utf-8")
+    _, text = _page(read_run(tmp_path), tmp_path / "page.html")
+    assert "rank00002.json: is damaged" in text
+    for command, folder in (("memory", "trace"), ("trace", "memory"), ("hang", "memory"), ("compare", "trace")):
+        arguments = [str(tmp_path / folder)] * (2 if command == "compare" else 1)
+        result = CliRunner().invoke(app, ["debug", command, *arguments])
+        assert result.exit_code == 2 and "rank0000" in result.output.replace("\n", ""), result.output
+
+
+def test_evaluations_and_skipped_steps(tmp_path, made_run):
+    made_run(tmp_path, ranks=16, steps=40)
+    for values in ({"eval_loss": 3.5}, {"eval_other_loss": 4.5}, {"train_runtime": 1.0, "train_loss": 2.0}):
+        add_logs(tmp_path, {"step": 40, **values})
+    add_skipped(tmp_path, 7)
+    add_skipped(tmp_path, 9)
+    run = read_run(tmp_path)
+    assert run.series("eval_loss") == [(40, 3.5)] and run.series("train_loss") == [(40, 2.0)]
+    _, text = _page(run, tmp_path / "page.html")
+    assert "Step 7 was skipped and 1 more times: gradients were not finite." in text
+
+
+@works_on_parts
+def _not_finite(module, args, output):
+    return output * torch.nan
+
+
+class _NoNumber(TrainerCallback):
+    """Gradients of one step are not finite, whose loss Trainer leaves out of its logs."""
+
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        if state.global_step == 3:
+            self.hook = model.model.norm.register_forward_hook(_not_finite)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 4:
+            self.hook.remove()
+
+
+def _train_in_used_folder(folder):
+    model = AutoModelForCausalLM.from_config(LLAMA, megatron_config=MegatronConfig(dp_size=2, zero_stage=0))
+    rows = [{"input_ids": [place % 64] * 32, "labels": [place % 64] * 32} for place in range(64)]
+    settings = {"per_device_train_batch_size": 2, "max_steps": 5, "report_to": "none", "save_strategy": "no"}
+    arguments = TrainingArguments(str(folder / "out"), use_cpu=True, logging_steps=5, **settings)
+    run = RunCallback(folder / "run", memory_step=None, trace_step=None)
+    trainer = Trainer(model, arguments, default_data_collator, rows, callbacks=[run, _NoNumber()])
+    trainer.train()
+    with pytest.raises(ConfigError, match="has a run already, and this one begins anew"):
+        trainer.train()
+
+
+def test_one_folder_for_a_run(tmp_path):
+    run_ranks(lambda: _train_in_used_folder(tmp_path), 2)
+    run = read_run(tmp_path / "run")
+    assert run.skipped == [4]
+    assert len(run.series("loss")) == 1
+
+
 def test_what_is_no_run(tmp_path):
     with pytest.raises(ConfigError, match=r"has no run.json"):
         read_run(tmp_path)
+    for wrong in ({"memory_step": -1}, {"trace_step": "2"}, {"peak_tflops": 0}):
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
+            RunCallback(tmp_path, **wrong)
     with pytest.raises(ConfigError, match="expected two steps"):
         RunCallback(tmp_path, memory_step=2, trace_step=2)
     result = CliRunner().invoke(app, ["debug", "page", str(tmp_path)])

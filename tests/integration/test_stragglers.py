@@ -114,6 +114,17 @@ def test_one_slow_window_is_no_straggler():
     assert windows(1, 2, 5, 5) == []
 
 
+def test_a_rank_alone_in_its_stage_is_compared_with_itself():
+    """What it always spends most on is not what has changed."""
+    ranks = SlowRanks(windows=2, factor=1.25)
+    usual, slow = {"mlp": 4.0, "loading": 0.1}, {"mlp": 4.0, "loading": 2.1}
+    for _ in range(3):
+        assert ranks.judge([StepWindow(0, 4.1, usual)], 0) == []
+    assert ranks.judge([StepWindow(0, 6.1, slow)], 0) == []
+    [report] = ranks.judge([StepWindow(0, 6.1, slow)], 0)
+    assert report.place == "loading"
+
+
 def test_trainer_names_the_rank(tmp_path, capfd):
     ids = torch.randint(3, 64, (64, 9), generator=torch.Generator().manual_seed(0))
     rows = [{"input_ids": row, "labels": row} for row in ids]
