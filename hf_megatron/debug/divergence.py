@@ -128,7 +128,9 @@ def _depth(pieces: Sequence[OfRank]) -> int:
 def _hidden(one: Recording, other: Recording, event: Event) -> Iterator[Difference]:
     """Compares hidden states, or their gradients, token by token."""
     whole = one.whole(event)
-    scale = float(whole.nan_to_num().square().mean().sqrt()) or 1e-30
+    finite = whole[whole.isfinite()]
+    scale = float(finite.square().mean().sqrt()) if finite.numel() else 0.0
+    scale = scale or 1e-30
     ratio = one.factor / other.factor if event[0] == OUTPUT_GRADIENT else 1.0
     depth = _depth(one.events[event])
     if event[0] == OUTPUT_GRADIENT:
@@ -144,7 +146,7 @@ def _hidden(one: Recording, other: Recording, event: Event) -> Iterator[Differen
             continue
         # What the first recording has no rank for.
         known = ~expected.isnan().any(-1)
-        errors = (values * ratio - expected.nan_to_num()).square().mean(-1).sqrt() / scale
+        errors = _difference(values * ratio, expected).square().mean(-1).sqrt() / scale
         errors = errors.nan_to_num(nan=float("inf"), posinf=float("inf")) * known
         if bool((errors > limit).any()):
             ranks.append(piece.rank)
@@ -157,10 +159,16 @@ def _hidden(one: Recording, other: Recording, event: Event) -> Iterator[Differen
         yield Difference(event[0], event[1], tuple(dict.fromkeys(ranks)), worst, limit, *where)
 
 
+def _difference(values: Tensor, expected: Tensor) -> Tensor:
+    """Takes tensors from each other; entries that are finite in neither are alike."""
+    return torch.where(values.isfinite() | expected.isfinite(), values - expected, 0.0)
+
+
 def _weights(one: Recording, other: Recording, event: Event, floor: float = 0.0) -> Iterator[Difference]:
     """Compares weights, or their gradients, by the largest entry."""
     whole = one.whole(event)
-    scale = max(float(whole.abs().max()) if whole.numel() else 0.0, floor) or 1e-30
+    finite = whole[whole.isfinite()]
+    scale = max(float(finite.abs().max()) if finite.numel() else 0.0, floor) or 1e-30
     limit = 0.0 if event[0] == BEFORE else _LIMIT
     ranks, worst = [], 0.0
     for piece in other.events[event]:
@@ -169,7 +177,8 @@ def _weights(one: Recording, other: Recording, event: Event, floor: float = 0.0)
         if expected is None or expected.shape != values.shape:
             yield Difference(event[0], event[1], (piece.rank,), float("inf"), limit)
             continue
-        error = (values - expected).abs().max().nan_to_num(nan=float("inf")) / scale if values.numel() else 0.0
+        apart = _difference(values, expected).abs()
+        error = apart.max().nan_to_num(nan=float("inf")) / scale if values.numel() else 0.0
         if float(error) > limit:
             ranks.append(piece.rank)
             worst = max(worst, float(error))
@@ -184,7 +193,8 @@ def _updates(one: Recording, other: Recording, event: Event) -> Iterator[Differe
     if before not in one.events or before not in other.events:
         return
     whole = one.whole(event) - one.whole(before)
-    scale = float(whole.square().mean().sqrt()) if whole.numel() else 0.0
+    finite = whole[whole.isfinite()]
+    scale = float(finite.square().mean().sqrt()) if finite.numel() else 0.0
     ranks, worst = [], 0.0
     starts = {piece.rank: piece for piece in other.events[before]}
     for piece in other.events[event]:
@@ -193,7 +203,8 @@ def _updates(one: Recording, other: Recording, event: Event) -> Iterator[Differe
         if expected is None or expected.shape != values.shape:
             yield Difference(event[0], event[1], (piece.rank,), float("inf"), _UPDATE)
             continue
-        error = float((values - expected).square().mean().sqrt().nan_to_num(nan=float("inf"))) if values.numel() else 0
+        apart = _difference(values, expected).square()
+        error = float(apart.mean().sqrt().nan_to_num(nan=float("inf"))) if values.numel() else 0
         if error > _UPDATE * (scale or 1e-30):
             ranks.append(piece.rank)
             worst = max(worst, error / (scale or 1e-30))

@@ -79,7 +79,10 @@ class Recording:
         return values
 
     def whole(self, event: Event) -> Tensor:
-        """Puts a tensor together; what no rank has is NaN, and of pieces that overlap the first counts."""
+        """Puts a tensor together; what no rank has is NaN, and of pieces that overlap the first counts.
+
+        NaN that a rank has is infinite there, to be told from what nobody has.
+        """
         pieces = self.events[event]
         values = [self.read(one) for one in pieces]
         width = _width(pieces, values)
@@ -88,7 +91,7 @@ class Recording:
         sizes = [1 + max((int(place[dim].max()) for place in places if len(place[dim])), default=-1) for dim in dims]
         whole = torch.full(sizes, torch.nan, dtype=torch.float64)
         for value, place in reversed([*zip(values, places, strict=True)]):
-            whole[_crossed(place)] = value
+            whole[_crossed(place)] = torch.where(value.isnan(), torch.inf, value)
         return whole
 
 

@@ -296,6 +296,19 @@ def _owner(model_folder, sizes, name, drawn):
     return having[drawn % len(having)]
 
 
+def test_numbers_that_are_not_finite(models, tmp_path):
+    """In either recording; in both they are alike."""
+    folder, name = models["llama"], "model.layers.2.self_attn.o_proj"
+    fault = _scaled_output(name, 1, factor=float("nan"))
+    run_ranks(_record, 2, folder / "model", tmp_path / "broken", {"tp_size": 2}, fault)
+    found = compare_recordings(folder / "one", tmp_path / "broken")
+    assert (found.first.kind, found.first.name) == ("output", name), str(found)
+    # Of what ranks of the first recording have twice the first rank's counts, which gets it with the next sum.
+    found = compare_recordings(tmp_path / "broken", folder / "one")
+    assert found.first.kind == "output" and found.first.name.startswith("model.layers.2."), str(found)
+    assert compare_recordings(tmp_path / "broken", tmp_path / "broken").first is None
+
+
 def test_swapped_layers_of_a_checkpoint_are_named(models, tmp_path):
     folder = models["llama"]
     shutil.copytree(folder / "model", tmp_path / "swapped")
