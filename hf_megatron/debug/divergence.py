@@ -147,7 +147,7 @@ def _hidden(one: Recording, other: Recording, event: Event) -> Iterator[Differen
         # What the first recording has no rank for.
         known = ~expected.isnan().any(-1)
         errors = _difference(values * ratio, expected).square().mean(-1).sqrt() / scale
-        errors = errors.nan_to_num(nan=float("inf"), posinf=float("inf")) * known
+        errors = torch.where(known, errors.nan_to_num(nan=float("inf"), posinf=float("inf")), 0.0)
         if bool((errors > limit).any()):
             ranks.append(piece.rank)
             worst = max(worst, float(errors.max()))

@@ -306,7 +306,13 @@ def test_numbers_that_are_not_finite(models, tmp_path):
     # Of what ranks of the first recording have twice the first rank's counts, which gets it with the next sum.
     found = compare_recordings(tmp_path / "broken", folder / "one")
     assert found.first.kind == "output" and found.first.name.startswith("model.layers.2."), str(found)
-    assert compare_recordings(tmp_path / "broken", tmp_path / "broken").first is None
+
+    def broken(model):
+        model.get_submodule(name).register_forward_hook(lambda module, args, output: output * torch.nan)
+        return True
+
+    run_ranks(_record, 1, folder / "model", tmp_path / "alone", None, broken)
+    assert compare_recordings(tmp_path / "alone", tmp_path / "alone").first is None
 
 
 def test_swapped_layers_of_a_checkpoint_are_named(models, tmp_path):
