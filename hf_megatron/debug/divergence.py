@@ -1,5 +1,6 @@
 """Where two recordings of a step part first: in the weights they begin with, on the way forward, backward, or after."""
 
+import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -225,7 +226,9 @@ def _same_weight(one: Recording, event: Event, values: Tensor) -> str:
 def _losses(one: Recording, other: Recording) -> list[Difference]:
     expected = sum(one.losses.values()) / len(one.losses)
     limit = _LIMIT
-    errors = {rank: abs(value - expected) / max(abs(expected), 1e-30) for rank, value in other.losses.items()}
+    # One that is not finite is like another such one.
+    losses = {rank: value for rank, value in other.losses.items() if math.isfinite(value) or math.isfinite(expected)}
+    errors = {rank: abs(value - expected) / max(abs(expected), 1e-30) for rank, value in losses.items()}
     ranks = tuple(rank for rank, error in errors.items() if not error <= limit)
     return [Difference(LOSS, "", ranks, max(errors.values()), limit)] if ranks else []
 
