@@ -42,6 +42,10 @@ HERE = {
 }
 ELSEWHERE = {
     r"hf-megatron debug compare .*": "tests/integration/test_first_divergence.py",
+    r"hf-megatron debug trace .*": "tests/integration/test_step_trace.py",
+    r"hf-megatron debug memory .*": "tests/integration/test_step_memory.py",
+    r"hf-megatron debug hang .*": "tests/faults/test_hangs.py",
+    r"hf-megatron debug page .*": "tests/integration/test_run_page.py",
     r"(HF_MEGATRON\S+ )?(accelerate|torchrun|python) (.* )?-m hf_megatron( .*)?": "tests/integration/test_launched.py",
     r"(accelerate launch|torchrun|python) .*train\.py.*": "tests/integration/test_launch.py",
     r"(accelerate launch|torchrun) .*examples/lora\.py.*": "tests/integration/test_launch.py",
