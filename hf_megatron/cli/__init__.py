@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from . import checks, conversion, debugging, environment, fuzz, hub, measuring, planning, timeline
+from . import checks, conversion, datasets, debugging, environment, fuzz, hub, measuring, planning, timeline
 from .failure import saying_interrupted
 
 app = typer.Typer(
@@ -37,6 +37,7 @@ for command in (
     app.command()(command)
 app.command("dry-run")(planning.dry_run_kinds)
 app.add_typer(debugging.app, name="debug")
+app.add_typer(datasets.app, name="data")
 app.command("measure")(measuring.measure_this_machine)
 
 

@@ -17,7 +17,7 @@ from ..errors import DataError
 _SEPARATE = 0.80
 # Documents whose ends are added up at a time.
 _BLOCK = 1 << 24
-_SPLITS = ("train", "valid", "test")
+SPLITS = ("train", "valid", "test")
 # More samples of each dataset than its weight asks for, of a blend.
 _SURPLUS = 0.005
 
@@ -70,9 +70,9 @@ def parse_split(split: str) -> tuple[tuple[float, float] | None, ...]:
         DataError: no weight, or more than three.
     """
     weights = [float(weight) for weight in re.findall(r"[.0-9]+", split) if re.fullmatch(r"\d*\.?\d*", weight)]
-    if not weights or len(weights) > len(_SPLITS) or sum(weights) <= 0:
+    if not weights or len(weights) > len(SPLITS) or sum(weights) <= 0:
         raise DataError(f"split = {split!r}: expected one to three weights, such as '969,30,1'.")
-    weights += [0.0] * (len(_SPLITS) - len(weights))
+    weights += [0.0] * (len(SPLITS) - len(weights))
     shares = [weight / sum(weights) for weight in weights]
     ends = [0.0]
     for share in shares:

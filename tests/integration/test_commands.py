@@ -41,6 +41,7 @@ HERE = {
     "all": "gpt2",
 }
 ELSEWHERE = {
+    r"hf-megatron data .*": "tests/integration/test_data_commands.py",
     r"hf-megatron debug compare .*": "tests/integration/test_first_divergence.py",
     r"hf-megatron debug trace .*": "tests/integration/test_step_trace.py",
     r"hf-megatron debug memory .*": "tests/integration/test_step_memory.py",
