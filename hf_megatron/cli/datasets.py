@@ -14,7 +14,7 @@ _Multimodal = Annotated[bool, typer.Option(help="Whether each sequence has a mod
 
 
 @app.command("info")
-def describe(prefix: _Prefix, multimodal: _Multimodal = False) -> None:
+def say_what_it_holds(prefix: _Prefix, multimodal: _Multimodal = False) -> None:
     """Say what a pair holds, as its index tells it."""
     from ..data.indexed import IndexedDataset
 
