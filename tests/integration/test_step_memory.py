@@ -98,7 +98,8 @@ def test_beside_its_plan(layout, tmp_path):
         assert sum(one.at_peak.values()) == one.peak
     assert "+0.0%" in memory_table(found, [*planned.values()])
     for one, before, leak in zip(memory_in(tmp_path / "leak"), found, leaks, strict=True):
-        assert leak * LEAK * 0.4 < one.peak - before.peak <= leak * LEAK * 1.01
+        # And some that gloo lets go of late in one of the two steps.
+        assert leak * LEAK * 0.4 < one.peak - before.peak <= leak * LEAK + 0.05 * before.peak
     result = CliRunner().invoke(app, ["debug", "memory", str(tmp_path / "leak")])
     assert result.exit_code == 0, result.output
     assert "peak of the step" in result.output
