@@ -109,11 +109,10 @@ def add_skipped(directory: Path, step: int) -> None:
     _add(directory / _SKIPPED, {"step": step})
 
 
-def why_not_another(directory: Path, layout: str, step: int) -> str:
+def why_not_another(directory: Path, step: int) -> str:
     """Returns why a run cannot be recorded into a folder, or nothing: one that goes on can, where it was.
 
     Args:
-        layout: of the run.
         step (`int`): that it begins with.
     """
     if step == 0 and (directory / _LOGS).exists():

@@ -88,7 +88,7 @@ class RunCallback(ThroughputCallback):
         # What rank 0 finds holds for all.
         answer = [""]
         if dist.get_rank() == 0:
-            answer = [why_not_another(self.directory, facts.layout, state.global_step)]
+            answer = [why_not_another(self.directory, state.global_step)]
         dist.broadcast_object_list(answer)
         if answer[0]:
             raise ConfigError(f"RunCallback: {answer[0]}")
