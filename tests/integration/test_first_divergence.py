@@ -62,7 +62,7 @@ def _record(model_folder, folder, sizes, fault=None, calls=1):
     model = AutoModelForCausalLM.from_pretrained(model_folder, **layout).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     state = parallel_state(model)
-    ids = torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(0)).to(model.device)
     labels = ids.clone()
     labels[0, :9] = -100
     rows = slice(None)

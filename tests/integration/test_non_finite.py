@@ -85,7 +85,7 @@ class _Spoilt(torch.autograd.Function):
 
 def _step(model, optimizer, calls=1):
     state = parallel_state(model)
-    ids = torch.randint(0, 64, (8, 16), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(0, 64, (8, 16), generator=torch.Generator().manual_seed(0)).to(model.device)
     rows = ids.tensor_split(state.mesh.dp_size)[state.mesh.dp_rank]
     for part in rows.chunk(calls):
         model(input_ids=part, labels=part).loss.backward()

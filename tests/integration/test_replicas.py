@@ -61,7 +61,7 @@ def _trained(config, sizes, steps=2, dtype=torch.float32):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype, megatron_config=ConfigUnderTest(**sizes)).train()
     optimizer = prepare_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
-    ids = torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(0)).to(model.device)
     for _ in range(steps):
         rows = ids.tensor_split(sizes.get("dp_size", 1))[model_rank(model)]
         model(input_ids=rows, labels=rows).loss.backward()

@@ -51,7 +51,7 @@ LEAK = 3 * 2**20
 
 def _step(model, optimizer):
     state = parallel_state(model)
-    ids = torch.randint(0, 128, (4, 64), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(0, 128, (4, 64), generator=torch.Generator().manual_seed(0)).to(model.device)
     rows = ids.tensor_split(state.mesh.dp_size)[state.mesh.dp_rank]
     model(input_ids=rows, labels=rows).loss.backward()
     optimizer.step()

@@ -61,7 +61,7 @@ def _nap(*args):
 
 def _step(model, optimizer):
     state = parallel_state(model)
-    ids = torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(0)).to(model.device)
     rows = ids.tensor_split(state.mesh.dp_size)[state.mesh.dp_rank]
     model(input_ids=rows, labels=rows).loss.backward()
     optimizer.step()
