@@ -2,14 +2,12 @@
 
     python benchmarks/debug_tools.py --out benchmarks/results/debug_tools_cpu.json
     python benchmarks/debug_tools.py --steps 4 --rounds 1
-    python benchmarks/debug_tools.py --device cuda --out benchmarks/results/debug_tools_cuda.json
 
 A step is forward, backward and AdamW's of a 61M Llama on tp2, two CPU ranks. Each variant runs blocks of the same steps
 in one job, in turns; CPU seconds of a step are compared within a round, medians of the ratios. `replicas` is one
 comparison, over its usual 100 steps. Then all tools watch clean steps on several layouts, by themselves and beside four
 processes that do nothing but compute. Last, the page of a made run of 64 ranks and 10,000 steps: its size, and seconds
-of a headless browser to open and draw it, beyond those for an empty page. With `--device cuda` one rank takes steps of
-a 1B Llama in bf16, whose seconds are compared; nothing else is done there.
+of a headless browser to open and draw it, beyond those for an empty page.
 """
 
 import argparse
@@ -26,7 +24,6 @@ import torch
 import torch.distributed as dist
 import transformers
 from made_run import make_run
-from single_gpu import SHAPES
 from train_step import versions, write_report
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -50,19 +47,14 @@ MODEL = {
     "tie_word_embeddings": True,
 }
 SMALL = MODEL | {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 12}
-EVERY = 100
-# What costs are measured with: model, its dtype, tokens, ranks and their layout.
-MEASURED = {
-    "cpu": (MODEL, torch.float32, 256, 2, {"tp_size": 2}),
-    "cuda": (SHAPES["1B"], torch.bfloat16, 4096, 1, {"tp_size": 1}),
-}
+TOKENS, EVERY = 256, 100
 VARIANTS = ("off", "non-finite", "stragglers", "throughput")
 LAYOUTS = ({"tp_size": 2}, {"dp_size": 2}, {"pp_size": 2, "num_microbatches": 2}, {"cp_size": 2})
 
 
-def load(folder, sizes, dtype=torch.float32):
+def load(folder, sizes):
     layout = ConfigUnderTest(**MegatronConfig(**sizes).to_dict())
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, megatron_config=layout).train()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, megatron_config=layout).train()
     return model, prepare_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=False))
 
 
@@ -84,39 +76,26 @@ def tool_of(variant, model, optimizer):
     return (lambda: None), (lambda: None)
 
 
-def cost(folder, blocks, steps, device):
-    """Seconds of a step with each tool and without, in blocks of one job in turns, and of comparisons.
-
-    Of the process's CPU time, or on a device of the time that all of it takes.
-    """
-    sizes, dtype, tokens, _, layout = MEASURED[device]
-    model, optimizer = load(folder, layout, dtype)
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(1, sizes["vocab_size"], (1, tokens), generator=generator).to(model.device)
-
-    def now():
-        if device == "cpu":
-            return time.process_time()
-        torch.cuda.synchronize()
-        return time.perf_counter()
-
-    for _ in range(1 if device == "cpu" else 3):
-        take_step(model, optimizer, ids)
+def cost(folder, blocks, steps):
+    """CPU seconds of a step with each tool and without, in blocks of one job in turns, and of comparisons."""
+    model, optimizer = load(folder, {"tp_size": 2})
+    ids = torch.randint(1, MODEL["vocab_size"], (1, TOKENS), generator=torch.Generator().manual_seed(0))
+    take_step(model, optimizer, ids)
     check, taken, comparisons = ReplicaCheck(model, optimizer), {variant: [] for variant in VARIANTS}, []
     for block in range(blocks):
         # The order turns, so that none is always behind the same one.
         for variant in (*VARIANTS[block % len(VARIANTS) :], *VARIANTS[: block % len(VARIANTS)]):
             after_step, stop = tool_of(variant, model, optimizer)
             dist.barrier()
-            began = now()
+            began = time.process_time()
             for _ in range(steps):
                 take_step(model, optimizer, ids)
                 after_step()
-            taken[variant].append((now() - began) / steps)
+            taken[variant].append((time.process_time() - began) / steps)
             stop()
-        began = now()
+        began = time.process_time()
         check()
-        comparisons.append(now() - began)
+        comparisons.append(time.process_time() - began)
     return taken, comparisons
 
 
@@ -189,19 +168,15 @@ def main():
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=16)
     parser.add_argument("--clean", type=int, default=100)
-    parser.add_argument("--device", choices=MEASURED, default="cpu")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     torch.set_num_threads(1)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    model, dtype, tokens, world_size, _ = MEASURED[given.device]
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
-        config = LlamaConfig(**model, max_position_embeddings=8192)
-        AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(folder)
-        measured = folder, given.rounds, given.steps, given.device
-        ranks = run_ranks(cost, world_size, *measured, timeout=3000, device=given.device)
+        AutoModelForCausalLM.from_config(LlamaConfig(**MODEL)).save_pretrained(folder)
+        ranks = run_ranks(cost, 2, folder, given.rounds, given.steps, timeout=3000)
     # Of the blocks of a round, on one rank: what the machine did meanwhile was much the same.
     ratios = {
         variant: [one / off for taken, _ in ranks for one, off in zip(taken[variant], taken["off"], strict=True)]
@@ -211,24 +186,20 @@ def main():
     comparisons = [seconds for _, found in ranks for seconds in found]
     shares = {variant: round(statistics.median(ratios[variant]) - 1, 4) for variant in VARIANTS[1:]}
     shares["replicas"] = round(statistics.median(comparisons) / EVERY / step["off"], 4)
-    seconds = "cpu_seconds" if given.device == "cpu" else "seconds"
+    with tempfile.TemporaryDirectory() as folder:
+        page = opened_page(Path(folder))
     results = {
-        f"{seconds}_of_a_step": {variant: round(value, 4) for variant, value in step.items()},
-        f"{seconds}_of_a_comparison": round(statistics.median(comparisons), 4),
+        "page_of_64_ranks_and_10000_steps": page,
+        "cpu_seconds_of_a_step": {variant: round(value, 4) for variant, value in step.items()},
+        "cpu_seconds_of_a_comparison": round(statistics.median(comparisons), 4),
         "share_of_a_step": shares,
+        "clean": clean_runs(given),
     }
-    if given.device == "cpu":
-        with tempfile.TemporaryDirectory() as folder:
-            results = {"page_of_64_ranks_and_10000_steps": opened_page(Path(folder))} | results
-        results["clean"] = clean_runs(given)
     print(results, flush=True)
-    machine = {"cores": os.cpu_count(), "threads_per_rank": 1}
-    if given.device == "cuda":
-        machine["gpu"] = torch.cuda.get_device_name()
     report = {
         "versions": versions(),
-        "machine": machine,
-        "model": model | {"tokens": tokens},
+        "machine": {"cores": os.cpu_count(), "threads_per_rank": 1},
+        "model": MODEL | {"tokens": TOKENS},
         "rounds": given.rounds,
         "steps": given.steps,
         "results": results,

@@ -88,7 +88,8 @@ class ParallelMesh(Shared):
             return group
         if axis not in self._host_groups:
             groups = [list(ranks) for ranks in self.axes.groups(name)]
-            self._host_groups[axis] = dist.new_subgroups_by_enumeration(groups, backend="gloo")[0]
+            made = dist.new_subgroups_by_enumeration(groups, backend="gloo", group_desc=f"hosts of {name}")
+            self._host_groups[axis] = made[0]
         return self._host_groups[axis]
 
     def of(self, placement: Placement, copies: int = 1) -> DeviceMesh:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..data_parallel.optimizer import stepping_optimizer
+from ..data_parallel.reduced_gradient import ReducedGradient
 from ..files.paths import replace_file
 from ..parallel_state import laid_out_model, parallel_state
 from ..upstream import local_tensor, out_of_memory_observed, storage_key
@@ -128,8 +129,9 @@ def _live() -> Iterator[tuple[int, Tensor]]:
     """Yields the storages that Python knows of, with a tensor of each."""
     seen: set[int] = set()
     for one in gc.get_objects():
-        # Proxies say of themselves what they stand for, and raise when that is gone.
-        if issubclass(type(one), Tensor):
+        # Proxies say of themselves what they stand for, and raise when that is gone. What stands for a gradient holds
+        # none, and to look at it is a collective.
+        if issubclass(type(one), Tensor) and not issubclass(type(one), ReducedGradient):
             tensor = local_tensor(one)
             if tensor.layout is torch.strided and tensor.device.type != "meta" and storage_key(tensor) not in seen:
                 seen.add(storage_key(tensor))

@@ -171,8 +171,7 @@ def _flight_records(*, is_nccl: bool) -> Path | None:
     """
     size, older = "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"
     if is_nccl and size not in os.environ:
-        # torch 2.11 reads the older name.
-        os.environ[size] = os.environ.setdefault(older, _RECORDED)
+        os.environ[size] = os.environ.get(older, _RECORDED)
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     if os.environ.get(size, "0") == "0":
         return None

@@ -176,6 +176,10 @@ def _replaced(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: 
     return module
 
 
+# What CUDA has flash kernels for, which know heads that share keys.
+_FLASH = (torch.float16, torch.bfloat16)
+
+
 def _attended(
     original: Callable[..., Tensor],
     query: Tensor,
@@ -186,10 +190,15 @@ def _attended(
     is_causal: bool = False,
     **settings: Any,
 ) -> Tensor:
-    """Stands in the place of torch's attention where a CPU writes scores `[queries, keys]` and an accelerator does not.
+    """Stands in the place of torch's attention where either a CPU or an accelerator writes scores `[queries, keys]`.
 
-    That is with heads of other widths in values than in keys (DeepSeek), which CPUs have no fused kernel for.
+    CPUs do with heads of other widths in values than in keys (DeepSeek), which they have no fused kernel for; CUDA
+    does in fp32 where several heads share one of keys, which its kernel of that precision does not know.
     """
+    if is_fake(query) and settings.get("enable_gqa") and query.dtype not in _FLASH and query.shape[1] != key.shape[1]:
+        written: Any = torch.ops.aten._scaled_dot_product_attention_math.default
+        scale = settings.get("scale")
+        return written(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=True)[0]
     if not is_fake(query) or query.shape[-1] == value.shape[-1] or query.shape[1] != key.shape[1]:
         return original(query, key, value, attn_mask, dropout_p, is_causal, **settings)
     fused = torch.ops.aten._scaled_dot_product_efficient_attention.default

@@ -7,6 +7,7 @@ is one without using it. Where there are fewer GPUs than ranks, some share one.
 """
 
 import functools
+import os
 
 import pytest
 import torch
@@ -33,6 +34,19 @@ from .test_trl import completions, layout, preferences, train
 from .test_trl_online import REWARDS, SIZES, prompts
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() == 0, reason="needs a GPU")
+
+
+@pytest.fixture(autouse=True)
+def forks_can_use_the_gpu(monkeypatch):
+    """They cannot when this process has used it: says what did."""
+    process, use = os.getpid(), torch.cuda._lazy_init
+
+    def refuse():
+        assert os.getpid() != process, "the process that forks ranks must not use a GPU"
+        use()
+
+    monkeypatch.setattr(torch.cuda, "_lazy_init", refuse)
+
 
 SCHEDULES = ("gpipe", "interleaved_1f1b", "interleaved_zero_bubble", "zbv")
 CASES = [

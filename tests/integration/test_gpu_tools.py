@@ -6,6 +6,7 @@ As in test_gpu.py, ranks are forked from this process, and some share a GPU wher
 """
 
 import json
+import time
 from dataclasses import asdict
 
 import pytest
@@ -31,6 +32,7 @@ from hf_megatron.planner.memory_report import memory_table, plan_for
 from hf_megatron.verify.ranks import run_ranks
 
 from . import test_first_divergence, test_non_finite, test_replicas, test_step_trace
+from .test_gpu import forks_can_use_the_gpu  # noqa: F401  (a fixture)
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() == 0, reason="needs a GPU")
 
@@ -160,46 +162,50 @@ def test_where_memory_ended(layout, tmp_path):
 
 
 def test_a_hang_of_nccl(tmp_path, monkeypatch):
-    """A rank that stays away from a step: the others' kernels stand still, and so do their hosts when they look."""
+    """A rank that stays away in a layer: the others' kernels stand still, and their hosts when they read a number."""
     monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", str(tmp_path / "nccl"))
 
-    def on_rank():
-        import time
+    @works_on_parts
+    def sleep(*args):
+        time.sleep(TIMEOUT + 10)
 
+    def on_rank():
         model = AutoModelForCausalLM.from_config(LLAMA, megatron_config=MegatronConfig(tp_size=2, timeout=TIMEOUT))
         ids = torch.zeros(2, 8, dtype=torch.int64, device=model.device)
         model(input_ids=ids, labels=ids).loss.item()
         if torch.distributed.get_rank() == 1:
-            time.sleep(TIMEOUT + 10)
+            model.model.layers[1].mlp.register_forward_hook(sleep)
         model(input_ids=ids, labels=ids).loss.item()
 
     with pytest.raises(RankError) as raised:
         run_ranks(on_rank, 2, timeout=90, device="cuda")
-    records = read_flight_records(tmp_path)
-    text = tell_hang(records)
+    text = tell_hang(read_flight_records(tmp_path))
     assert "rank 1 did not come to collective" in text, (text, str(raised.value))
 
 
-def test_a_device_that_turns_slow(capfd):
-    """Alone in its stage, so that it is compared with itself; something else works on the device from then on."""
+def test_a_device_that_turns_slow():
+    """Ranks alone in their stages are compared with themselves; something else works on one's device from then on."""
 
     def on_rank():
-        model, optimizer = _load({"tp_size": 1})
+        model, optimizer = _load(LAYOUTS["pp2"][0])
         watch = StragglerWatch(model, optimizer, steps=4, windows=3)
         for _ in range(40):
             _step(model, optimizer)
-        assert watch.reports == []
-        other, one = torch.cuda.Stream(), torch.ones(4096, 4096, dtype=torch.bfloat16, device="cuda")
+        clean, other = list(watch.reports), torch.cuda.Stream()
+        one = torch.ones(4096, 4096, dtype=torch.bfloat16, device="cuda")
         for _ in range(24):
-            with torch.cuda.stream(other):
-                for _ in range(100):
-                    torch.mm(one, one)
+            if torch.distributed.get_rank() == 1:
+                with torch.cuda.stream(other):
+                    for _ in range(200):
+                        torch.mm(one, one)
             _step(model, optimizer)
         watch.stop()
-        return watch.reports
+        return clean, watch.reports
 
-    [reports] = run_ranks(on_rank, 1, device="cuda")
-    assert [report.rank for report in reports] == [0], reports
+    [(clean, reports), _] = run_ranks(on_rank, 2, device="cuda")
+    assert clean == []
+    # The other one has its turns of the same device.
+    assert 1 in {report.rank for report in reports}, reports
 
 
 def test_clean_devices_raise_no_alarm():

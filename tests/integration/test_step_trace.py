@@ -133,26 +133,65 @@ def test_layouts_in_one_picture(tmp_path):
         traces_in(tmp_path)
 
 
+def _kernel(name, ts, stop, launched, number):
+    """A kernel and its launch, as Kineto writes them."""
+    facts = {"args": {"correlation": number}}
+    return [
+        {"cat": "cuda_driver", "name": "cuLaunchKernelEx", "ts": launched, "dur": 5.0, **facts},
+        {"cat": "kernel", "name": name, "ts": ts, "dur": stop - ts, **facts},
+    ]
+
+
 def test_kernels_of_an_accelerator():
-    """Events as Kineto writes them for NCCL; communication beside computing is told from what is not."""
-    group = {"pg_name": "7", "pg_desc": "mesh_dp", "ranks": [0, 1]}
-    facts = {"Process Group Name": "7", "Collective name": "_allgather_base"}
+    """Communication beside computing is told from what is not."""
     traces = []
     for rank, arrives in ((0, 100.0), (1, 400.0)):
         events = [
-            {"cat": "kernel", "name": "void gemm<float>(int)", "ts": 0.0, "dur": 300.0, "args": {}},
-            {"cat": "kernel", "name": "ncclDevKernel_AllGather", "ts": arrives, "dur": 600.0 - arrives, "args": facts},
+            *_kernel("void gemm<float>(int)", 0.0, 300.0, 0.0, 1),
+            *_kernel("ncclDevKernel_AllGather", arrives, 600.0, 20.0, 2),
             {"cat": "cpu_op", "name": "aten::mm", "ts": 0.0, "dur": 1.0},
         ]
-        said = {"traceEvents": events, "baseTimeNanoseconds": 10**9, "distributedInfo": {"pg_config": [group]}}
-        host = RankTrace(rank, 2, "", 0.0, 1.0, 1.0005, [("forward", 1.0, 1.0005)], [])
+        said = {"traceEvents": events, "baseTimeNanoseconds": 10**9}
+        # Over the host; then what the kernel is of, for which the host waited as well.
+        calls = [
+            Communication("tp", "allgather", (0, 1), 3, 1.000001, [(1.000001, 1.000002)]),
+            Communication("dp", "allgather_base", (0, 1), 7, 1.00001, [(1.00001, 1.00004), (1.0003, 1.0004)]),
+        ]
+        host = RankTrace(rank, 2, "", 0.0, 1.0, 1.0005, [("forward", 1.0, 1.0005)], calls)
         traces.append(with_kernels(said, host))
+    [call] = traces[0].communications
+    assert (call.axis, call.operation, call.ranks, call.number) == ("dp", "allgather_base", (0, 1), 7)
     assert [span[0] for span in traces[0].computed] == ["gemm"]
     first, second = shares_of(traces)
     assert first.computing == pytest.approx(3e-4)
     assert first.hidden["dp"] == pytest.approx(2e-4)
     assert (first.waiting["dp"], first.communicating["dp"]) == pytest.approx((1e-4, 2e-4))
     assert (second.waiting["dp"], second.communicating["dp"]) == pytest.approx((0.0, 2e-4))
+
+
+def test_kernels_of_sends_and_receives():
+    """Those that go together are one kernel, started after both; a long call has several."""
+    calls = [
+        Communication("pp", "send", (0, 1), 0, 1.00001, [(1.00001, 1.00002)]),
+        Communication("pp", "recv", (1, 0), 0, 1.00002, [(1.00002, 1.00003)]),
+        Communication("tp", "allreduce", (0, 2), 0, 1.0001, [(1.0001, 1.0002)]),
+        Communication("pp", "send", (0, 1), 1, 1.0003, [(1.0003, 1.0004)]),
+    ]
+    events = [
+        *_kernel("ncclDevKernel_SendRecv", 50.0, 90.0, 40.0, 1),
+        *_kernel("ncclDevKernel_AllReduce", 150.0, 160.0, 110.0, 2),
+        *_kernel("ncclDevKernel_AllReduce", 160.0, 170.0, 120.0, 3),
+        *_kernel("ncclDevKernel_SendRecv", 400.0, 410.0, 350.0, 4),
+    ]
+    host = RankTrace(0, 3, "", 0.0, 1.0, 1.0005, [], calls)
+    found = with_kernels({"traceEvents": events[::-1], "baseTimeNanoseconds": 10**9}, host).communications
+    assert [(call.axis, call.operation, call.number, len(call.waits)) for call in found] == [
+        ("pp", "send", 0, 1),
+        ("pp", "recv", 0, 1),
+        ("tp", "allreduce", 0, 2),
+        ("pp", "send", 1, 1),
+    ]
+    assert [call.start for call in found] == pytest.approx([1.00005, 1.00005, 1.00015, 1.0004])
 
 
 def _trained_on_rank(folder):
