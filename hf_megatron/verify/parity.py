@@ -234,16 +234,18 @@ def result_of_fork(function: Callable[[], Any]) -> Any:
         RuntimeError: the function failed as a model does that cannot be built.
     """
 
-    def outcome() -> tuple[Any, str]:
+    def outcome() -> tuple[Any, str, str]:
         try:
-            return function(), ""
+            return function(), "", ""
         except UNBUILDABLE as error:
             # Some exceptions cannot be handed over.
-            return None, "".join(traceback.format_exception_only(error)).strip()
+            return None, "".join(traceback.format_exception_only(error)).strip(), traceback.format_exc()
 
-    [(found, problem)] = run_forks(outcome, [0], 1, lambda *_: None, timeout=1200)
+    [(found, problem, trace)] = run_forks(outcome, [0], 1, lambda *_: None, timeout=1200)
     if problem:
-        raise RuntimeError(problem)
+        error = RuntimeError(problem)
+        error.add_note(trace)
+        raise error
     return found
 
 

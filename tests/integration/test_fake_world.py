@@ -35,9 +35,8 @@ def llama(layers=4, **changes):
         intermediate_size=352,
         num_hidden_layers=layers,
         num_attention_heads=8,
-        num_key_value_heads=8,
         use_cache=False,
-        **{"tie_word_embeddings": False, **changes},
+        **{"num_key_value_heads": 8, "tie_word_embeddings": False, **changes},
     )
 
 
@@ -143,6 +142,18 @@ def test_attention_with_narrow_values_writes_no_scores_on_accelerators(as_gloo, 
     )
     least, most = limits
     assert least < long.dynamic_peak / short.dynamic_peak < most
+
+
+@pytest.mark.parametrize(
+    ("heads", "dtype", "writes"), [(8, torch.float32, False), (4, torch.float32, True), (4, torch.bfloat16, False)]
+)
+def test_shared_heads_in_fp32_write_scores_on_accelerators(heads, dtype, writes):
+    """CUDA's kernel of that precision does not know heads that share keys: as measured on one."""
+    config, tokens = llama(num_key_value_heads=heads), 512
+    [found] = dry_run(config, MegatronConfig(tp_size=2), [0], 2, batch_size=1, sequence_length=tokens, dtype=dtype)
+    scores = tokens * tokens * config.num_attention_heads // 2 * dtype.itemsize
+    kept = max(sum(causes.values()) for causes in found.layers.values())
+    assert (kept > scores) == writes
 
 
 def test_half_precision_keeps_what_gloo_ranks_keep():
