@@ -149,7 +149,7 @@ def test_attention_with_narrow_values_writes_no_scores_on_accelerators(as_gloo, 
 )
 def test_shared_heads_in_fp32_write_scores_on_accelerators(heads, dtype, writes):
     """CUDA's kernel of that precision does not know heads that share keys: as measured on one."""
-    config, tokens = llama(num_key_value_heads=heads), 512
+    config, tokens = llama(num_key_value_heads=heads), 2048
     [found] = dry_run(config, MegatronConfig(tp_size=2), [0], 2, batch_size=1, sequence_length=tokens, dtype=dtype)
     scores = tokens * tokens * config.num_attention_heads // 2 * dtype.itemsize
     kept = max(sum(causes.values()) for causes in found.layers.values())
