@@ -1,7 +1,8 @@
 """A recording of all ranks, read back: tensors put together from what ranks have of them, or told by their pieces."""
 
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,7 @@ class Recording:
             raise ConfigError(f"{str(directory)!r} is of {first['ranks']} ranks, and rank {missing[0]}'s is missing.")
         self.model, self.layout, self.version = first["model"], first["layout"] or "one process", first["version"]
         self.factor: float = first["factor"]
-        self.losses: dict[int, float] = {rank: values["loss"] for rank, values in said.items()}
+        self.losses = _losses(said)
         self.depth = max((values["depth"] for values in said.values()), default=0)
         self._files: dict[int, Any] = {}
         # In the order in which ranks came to them: of a pipeline, those of later stages behind.
@@ -142,3 +143,10 @@ def _width(pieces: Sequence[OfRank], values: Sequence[Tensor]) -> int:
 def _piece(values: dict[str, Any]) -> RecordedPiece:
     held = tuple(None if part is None else tuple((start, stop) for start, stop in part) for part in values["held"])
     return RecordedPiece(**values | {"held": held, "share": tuple(values["share"])})
+
+
+def _losses(said: Mapping[int, Mapping[str, Any]]) -> dict[int, float]:
+    """Returns the loss of each rank, which of a share is the sum of what each replica has."""
+    shares = {values["share_of_loss"]: values["loss"] for values in said.values()}
+    total = math.fsum(shares.values())
+    return {rank: values["loss"] if values["share_of_loss"] is None else total for rank, values in said.items()}

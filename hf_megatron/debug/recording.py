@@ -118,6 +118,7 @@ class StepRecorder:
         self._tensors: dict[str, Tensor] = {}
         self._pieces: list[RecordedPiece] = []
         self._losses: list[float] = []
+        self._is_share = False
         self._calls = PlaceInBatch()
         self._hooks: list[Any] = []
 
@@ -148,6 +149,8 @@ class StepRecorder:
 
     def _begin_call(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if not in_backward():
+            # Of all replicas' tokens, as Trainer says how many these are.
+            self._is_share = self.state is not None and kwargs.get("num_items_in_batch") is not None
             self._calls.begin(self.state, args, kwargs)
 
     @comes_last
@@ -253,6 +256,7 @@ class StepRecorder:
             "ranks": 1 if self.state is None else dist.get_world_size(),
             "factor": 1 if self.state is None else self.state.axes.size("dp_cp"),
             "loss": sum(self._losses) / max(1, len(self._losses)),
+            "share_of_loss": self.state.mesh.dp_rank if self._is_share and self.state is not None else None,
             "depth": self._calls.depth,
             "tied": tied,
             "pieces": [asdict(piece) for piece in self._pieces],

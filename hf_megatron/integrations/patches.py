@@ -124,6 +124,8 @@ _ROWS: tuple[tuple[str, str, str, str], ...] = (
      "Trainer gathers it as it does for a log"),
     (f"{_TRAINER}.log", "trainer_logs:log", "tells logs to those it reports to before callbacks can add to them",
      "Trainer asks callbacks for what they add"),
+    (f"{_TRAINER}._inner_training_loop", "trainer_tools:inner_training_loop",
+     "tells no callback that an error ended training", "Trainer tells callbacks"),
     (f"{_TRAINER}.get_batch_samples", "repeated_rows:get_batch_samples",
      "trains on rows that fill up the last batch of several ranks", "Accelerate says which rows are repeated"),
     (f"{_TRAINER}._track_num_input_tokens", "repeated_rows:track_num_input_tokens",

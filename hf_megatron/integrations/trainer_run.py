@@ -28,12 +28,13 @@ from ..debug.stragglers import Straggler, StragglerWatch
 from ..errors import ConfigError
 from ..parallel_state import ParallelState, laid_out_model, parallel_state
 from .trainer_throughput import ThroughputCallback
+from .trainer_tools import ToolCallback, ToolOfStep
 
 _PACKAGES = ("hf_megatron", "torch", "transformers", "accelerate", "trl", "peft")
 _AXES = ("dp", "pp", "cp", "tp")
 
 
-class RunCallback(ThroughputCallback):
+class RunCallback(ThroughputCallback, ToolCallback):
     """Records a run into a folder, of which `hf-megatron debug page` makes one HTML file.
 
     Adds `tokens_per_second`, `tflops_per_device` and `mfu` to the logs, as `ThroughputCallback` does, and names slow
@@ -69,7 +70,7 @@ class RunCallback(ThroughputCallback):
         self.directory = Path(directory)
         self.memory_step, self.trace_step, self.stragglers = memory_step, trace_step, stragglers
         self._watch: StragglerWatch | None = None
-        self._recorder: Any = None
+        self._recorder = ToolOfStep()
         self._held: Any = None
 
     def on_train_begin(
@@ -96,7 +97,6 @@ class RunCallback(ThroughputCallback):
             facts.write(self.directory)
         self._held = sharded(stepping_optimizer(optimizer))
         super().on_train_begin(args, state, control, model=model)
-        self._leave(is_done=False)
         if self.stragglers:
             self._watch = StragglerWatch(model, optimizer, say=self._tell)
         # The folder is there for all.
@@ -115,27 +115,18 @@ class RunCallback(ThroughputCallback):
         optimizer: Any = None,
         **kwargs: Any,
     ) -> None:
-        self._leave(is_done=False)
         kinds = (self.memory_step, memory_folder, StepMemory), (self.trace_step, trace_folder, StepTrace)
         for wanted, folder, recorder in kinds:
             # A run that goes on has one already, on the hosts that it ran on.
             if state.global_step == wanted and not _on_any_rank(folder(self.directory).exists()):
-                made = recorder(folder(self.directory), model, optimizer)
-                made.__enter__()
-                self._recorder = made
+                self._recorder.begin(recorder(folder(self.directory), model, optimizer))
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._leave(is_done=True)
+        self._recorder.end(is_done=True)
         super().on_step_end(args, state, control)
         if self._held is not None and self._held.step_was_skipped and dist.get_rank() == 0:
             # Trainer leaves losses that are not finite out of what it logs.
             add_skipped(self.directory, state.global_step)
-
-    def _leave(self, *, is_done: bool) -> None:
-        recorder, self._recorder = self._recorder, None
-        if recorder is not None:
-            error = None if is_done else RuntimeError("the step did not end")
-            recorder.__exit__(None if error is None else RuntimeError, error, None)
 
     def on_log(
         self,
@@ -149,11 +140,17 @@ class RunCallback(ThroughputCallback):
             add_logs(self.directory, {"step": state.global_step, "time": time.time(), **logs})
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        super().on_train_end(args, state, control)
-        if self._watch is not None:
-            self._watch.stop()
+        self.abandon()
         if dist.get_rank() == 0:
             print(f"hf_megatron: hf-megatron debug page {self.directory}", flush=True)
+
+    def abandon(self) -> None:
+        """Lets go of all that looks on."""
+        super().abandon()
+        self._recorder.end(is_done=False)
+        if self._watch is not None:
+            self._watch.stop()
+            self._watch = None
 
 
 def _facts(model: Any, state: ParallelState) -> RunFacts:

@@ -7,9 +7,10 @@ from transformers.trainer_callback import TrainerControl, TrainerState
 from ..debug.throughput import Throughput
 from ..errors import ConfigError
 from .trainer_logs import LoggingCallback
+from .trainer_tools import ToolCallback
 
 
-class ThroughputCallback(LoggingCallback):
+class ThroughputCallback(LoggingCallback, ToolCallback):
     """Adds to each log of training what it reached since the last one.
 
     | logged | |
@@ -54,6 +55,10 @@ class ThroughputCallback(LoggingCallback):
         return {name: round(value, 6) for name, value in self._throughput.take(self.peak_tflops).items()}
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Ends the counting."""
         if self._throughput is not None:
             self._throughput.stop()
             self._throughput = None

@@ -7,16 +7,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
+from transformers.trainer_callback import TrainerControl, TrainerState
 
 from ..errors import ConfigError
 from ..parallel_state import parallel_state
 from ..pipeline_parallel.simulation import bubble
 from ..profile.spans import SpanRecorder
 from ..profile.timeline import gather_timeline, require_plots, write_pictures
+from .trainer_tools import ToolCallback
 
 
-class TimelineCallback(TrainerCallback):
+class TimelineCallback(ToolCallback):
     """Writes `timeline-step{N}.png`, `.html` and `.json` for some steps, on rank 0 of the job.
 
     On GPUs a recorded step waits for the device before and after everything it does, and takes longer than others.
@@ -83,4 +84,9 @@ class TimelineCallback(TrainerCallback):
         self._step = None
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._pipeline.recorder = None
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Ends the recording."""
+        if self._pipeline is not None:
+            self._pipeline.recorder = None

@@ -1,7 +1,7 @@
 """What Trainer's callbacks of debugging tools have in common: a tool around some steps, or one for all of training."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,47 @@ from transformers.trainer_callback import TrainerCallback, TrainerControl, Train
 from ..errors import ConfigError
 
 
-class StepToolCallback(TrainerCallback):
+class ToolCallback(TrainerCallback):
+    """A callback whose tool changes the process while training runs, and lets go of it when an error ends that."""
+
+    def abandon(self) -> None:
+        """Takes the tool away; the step that it was in did not end."""
+        raise NotImplementedError
+
+
+def inner_training_loop(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Has tools of callbacks let go when an error ends training."""
+    try:
+        return original(self, *args, **kwargs)
+    except BaseException:
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, ToolCallback):
+                callback.abandon()
+        raise
+
+
+class ToolOfStep:
+    """Holds a tool that is a context manager while a step runs."""
+
+    def __init__(self) -> None:
+        self._tool: Any = None
+
+    def begin(self, tool: Any) -> None:
+        """Enters a tool, and leaves one whose step did not end."""
+        self.end(is_done=False)
+        tool.__enter__()
+        self._tool = tool
+
+    def end(self, *, is_done: bool) -> Any:
+        """Leaves the tool, if there is one, and returns it; without `is_done` as after an error in the step."""
+        tool, self._tool = self._tool, None
+        if tool is not None:
+            error = None if is_done else RuntimeError("the step did not end")
+            tool.__exit__(None if error is None else RuntimeError, error, None)
+        return tool
+
+
+class StepToolCallback(ToolCallback):
     """Puts a tool that is a context manager around some optimizer steps, each with a folder `step{N}`.
 
     Args:
@@ -26,7 +66,7 @@ class StepToolCallback(TrainerCallback):
         wrong = [step for step in self.steps if not isinstance(step, int) or isinstance(step, bool) or step < 0]
         if wrong:
             raise ConfigError(f"{type(self).__name__}(steps={wrong}): expected optimizer steps, counted from 0.")
-        self._tool: Any = None
+        self._tool = ToolOfStep()
 
     def make_tool(self, folder: Path, model: Any, optimizer: Any) -> Any:
         """Returns what is put around a step."""
@@ -41,29 +81,18 @@ class StepToolCallback(TrainerCallback):
         optimizer: Any = None,
         **kwargs: Any,
     ) -> None:
-        self._leave(is_done=False)
         if state.global_step in self.steps:
-            tool = self.make_tool(self.directory / f"step{state.global_step}", model, optimizer)
-            tool.__enter__()
-            self._tool = tool
+            self._tool.begin(self.make_tool(self.directory / f"step{state.global_step}", model, optimizer))
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._leave(is_done=True)
+        self._tool.end(is_done=True)
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        # An earlier training may have ended within a step.
-        self._leave(is_done=False)
-
-    def _leave(self, *, is_done: bool) -> Any:
-        """Leaves the tool around a step, which an error may have ended long before; returns it."""
-        tool, self._tool = self._tool, None
-        if tool is not None:
-            error = None if is_done else RuntimeError("the step did not end")
-            tool.__exit__(None if error is None else RuntimeError, error, None)
-        return tool
+    def abandon(self) -> None:
+        """Leaves the tool without a record."""
+        self._tool.end(is_done=False)
 
 
-class WatchCallback(TrainerCallback):
+class WatchCallback(ToolCallback):
     """Has a tool look on from the beginning of training to its end.
 
     Args:
@@ -99,6 +128,10 @@ class WatchCallback(TrainerCallback):
         self._watch = self.make_watch(model, optimizer, **self._arguments)
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self.stop()
+
+    def abandon(self) -> None:
+        """Ends the tool."""
         self.stop()
 
     def stop(self) -> None:

@@ -33,7 +33,7 @@ class TraceCallback(StepToolCallback):
         return StepTrace(folder, model, optimizer)
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        trace = self._leave(is_done=True)
+        trace = self._tool.end(is_done=True)
         if trace is None:
             return
         if trace.ranks > 1:

@@ -1,15 +1,23 @@
 """Where a step beside one process parts from it: nothing on clean layouts, and faults by seed are named."""
 
 import random
-import shutil
 
 import pytest
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    Qwen3MoeConfig,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    default_data_collator,
+)
 from typer.testing import CliRunner
 
+from hf_megatron.absent_weights import own_parameters
 from hf_megatron.cli import app
 from hf_megatron.config import MegatronConfig
 from hf_megatron.data_parallel.optimizer import prepare_optimizer
@@ -18,6 +26,7 @@ from hf_megatron.debug.pieces import Recording
 from hf_megatron.debug.recording import StepRecorder
 from hf_megatron.errors import ConfigError
 from hf_megatron.integrations.gate import ConfigUnderTest
+from hf_megatron.integrations.trainer_recording import RecordStepCallback
 from hf_megatron.parallel_state import parallel_state
 from hf_megatron.parts import comes_last, works_on_parts
 from hf_megatron.upstream import communication_through, local_tensor
@@ -315,17 +324,102 @@ def test_numbers_that_are_not_finite(models, tmp_path):
     assert compare_recordings(tmp_path / "alone", tmp_path / "alone").first is None
 
 
-def test_swapped_layers_of_a_checkpoint_are_named(models, tmp_path):
-    folder = models["llama"]
-    shutil.copytree(folder / "model", tmp_path / "swapped")
+@pytest.mark.parametrize("seed", range(20))
+def test_swapped_layers_of_a_checkpoint_are_named(models, tmp_path, seed):
+    drawn = random.Random(seed)
+    config, sizes = drawn.choice(LAYOUTS)
+    folder = models[config.model_type]
+    one, other = sorted(drawn.sample(range(config.num_hidden_layers), 2))
     model = AutoModelForCausalLM.from_pretrained(folder / "model")
     layers = model.model.layers
-    layers[1], layers[3] = layers[3], layers[1]
+    layers[one], layers[other] = layers[other], layers[one]
     model.save_pretrained(tmp_path / "swapped")
-    run_ranks(_record, 2, tmp_path / "swapped", tmp_path / "ranks", {"tp_size": 2})
-    found = compare_recordings(folder / "one", tmp_path / "ranks")
-    assert (found.first.kind, found.first.ranks) == ("weight before the step", (0, 1))
-    assert found.first.name.startswith("model.layers.1.") and "it is model.layers.3." in str(found.first)
+    run_ranks(_record, _ranks(sizes), tmp_path / "swapped", tmp_path / "ranks", sizes)
+    found = compare_recordings(folder / "one", tmp_path / "ranks").first
+    # Norms are all ones when a model is new, whichever layer's they are.
+    assert found.kind == "weight before the step" and found.name.startswith(f"model.layers.{one}."), str(found)
+    assert f"it is model.layers.{other}." in str(found), str(found)
+
+
+RESUMED = {
+    "tp2": {"tp_size": 2},
+    "tp2+sp+pp2": {"tp_size": 2, "sequence_parallel": True, "pp_size": 2, "num_microbatches": 2},
+    "dp2": {"dp_size": 2},
+    "cp2": {"cp_size": 2},
+    "tp2+dp2": {"tp_size": 2, "dp_size": 2},
+}
+
+
+class _StaleShard(TrainerCallback):
+    """Puts back what a rank held of a weight before the checkpoint was read."""
+
+    def __init__(self, model, name):
+        self.name, self.before = name, local_tensor(dict(model.named_parameters())[name]).detach().clone()
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        with torch.no_grad():
+            local_tensor(dict(model.named_parameters())[self.name]).copy_(self.before)
+
+
+def _resume(model_folder, folder, sizes, draws=(None,), stop=False):
+    """Trains two steps, or goes on from there for a third, which is recorded, once for each draw."""
+    told = []
+    rows = [{"input_ids": [place, 5, place, 9] * 4, "labels": [place, 5, place, 9] * 4} for place in range(12)]
+    for draw in draws:
+        layout = {} if sizes is None else {"megatron_config": ConfigUnderTest(**sizes)}
+        model = AutoModelForCausalLM.from_pretrained(model_folder, **layout)
+        state, callbacks = parallel_state(model), []
+        if not stop:
+            callbacks.append(RecordStepCallback(folder / str(draw), [2]))
+        if draw is not None:
+            drawn = random.Random(f"{sizes} {draw}")
+            held = {name for name, _ in own_parameters(model)}
+            name = f"model.layers.{drawn.randrange(4)}.{drawn.choice(['self_attn.v_proj', 'mlp.up_proj'])}.weight"
+            rank = drawn.randrange(dist.get_world_size())
+            if rank == dist.get_rank() and name in held:
+                callbacks.append(_StaleShard(model, name))
+            told.append((name, rank, rank == dist.get_rank() and name in held))
+        arguments = TrainingArguments(
+            str(folder.parent / "run"),
+            per_device_train_batch_size=4 // (1 if state is None else state.mesh.dp_size),
+            max_steps=2 if stop else 3,
+            learning_rate=1e-2,
+            save_steps=2,
+            save_strategy="steps" if stop else "no",
+            report_to=[],
+            use_cpu=True,
+        )
+        Trainer(model, arguments, default_data_collator, rows, callbacks=callbacks).train(
+            resume_from_checkpoint=None if stop else str(folder.parent / "run" / "checkpoint-2")
+        )
+    return told
+
+
+@pytest.fixture(scope="module")
+def resumed(models, tmp_path_factory):
+    """A run that was stopped on tp2 after two steps, and a recording of its third in one process."""
+    folder = tmp_path_factory.mktemp("resumed")
+    run_ranks(_resume, 2, models["llama"] / "model", folder / "first", RESUMED["tp2"], stop=True)
+    run_ranks(_resume, 1, models["llama"] / "model", folder / "one", None)
+    return folder
+
+
+@pytest.mark.parametrize("layout", RESUMED)
+def test_stale_shards_after_a_resume_are_named(models, resumed, layout):
+    sizes, folder = RESUMED[layout], resumed / layout
+    draws = [None, *range(4)]
+    ranks = run_ranks(_resume, _ranks(sizes), models["llama"] / "model", folder, sizes, draws)
+    one = resumed / "one" / "None" / "step2"
+    clean = compare_recordings(one, folder / "None" / "step2")
+    assert clean.first is None, str(clean)
+    for draw, told in enumerate(zip(*ranks, strict=True)):
+        name, rank, _ = told[0]
+        found = compare_recordings(one, folder / str(draw) / "step2").first
+        if not told[rank][2]:
+            # Another stage has the layer.
+            assert found is None, str(found)
+        else:
+            assert (found.kind, found.name, found.ranks) == ("weight before the step", name, (rank,)), str(found)
 
 
 def test_the_command_and_what_is_no_recording(models, tmp_path):

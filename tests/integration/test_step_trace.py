@@ -2,6 +2,7 @@
 
 import json
 import random
+import threading
 import time
 
 import pytest
@@ -29,9 +30,14 @@ from hf_megatron.debug.trace_shares import shares_of, write_merged
 from hf_megatron.errors import ConfigError
 from hf_megatron.integrations.gate import ConfigUnderTest
 from hf_megatron.integrations.trainer_memory import MemoryCallback
+from hf_megatron.integrations.trainer_non_finite import NonFiniteCallback
+from hf_megatron.integrations.trainer_recording import RecordStepCallback
+from hf_megatron.integrations.trainer_run import RunCallback
+from hf_megatron.integrations.trainer_stragglers import StragglerCallback
 from hf_megatron.integrations.trainer_traces import TraceCallback
 from hf_megatron.parallel_state import parallel_state
 from hf_megatron.parts import works_on_parts
+from hf_megatron.upstream import dispatch_modes
 from hf_megatron.verify.ranks import run_ranks
 
 SIZES = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64}
@@ -211,6 +217,40 @@ def test_trainer(tmp_path):
         span[0] for span in traces[0].computed
     }
     write_merged(traces, tmp_path / "merged.json")
+
+
+class _Broken(TrainerCallback):
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        if state.global_step == 1:
+            model.model.layers[1].register_forward_pre_hook(works_on_parts(lambda *called: 1 // 0))
+
+
+def _broken_on_rank(folder):
+    """All tools are on while a step ends in an error."""
+    own = _own_methods()
+    model = AutoModelForCausalLM.from_config(LLAMA, megatron_config=MegatronConfig(tp_size=2))
+    rows = [{"input_ids": [place] * 8, "labels": [place] * 8} for place in range(8)]
+    settings = {"per_device_train_batch_size": 2, "max_steps": 3, "report_to": "none", "save_strategy": "no"}
+    arguments = TrainingArguments(str(folder / "out"), use_cpu=True, **settings)
+    hooks = len(model._forward_pre_hooks)
+    tools = [
+        TraceCallback(folder / "traces", [1]),
+        NonFiniteCallback(),
+        StragglerCallback(),
+        RecordStepCallback(folder / "recorded", [1]),
+        RunCallback(folder / "run", memory_step=1, trace_step=None),
+        _Broken(),
+    ]
+    threads = threading.active_count()
+    with pytest.raises(ZeroDivisionError):
+        Trainer(model, arguments, default_data_collator, rows, callbacks=tools).train()
+    assert _own_methods() == own and dispatch_modes() == []
+    assert threading.active_count() <= threads and len(model._forward_pre_hooks) == hooks
+    return sorted(path.name for path in folder.rglob("rank*"))
+
+
+def test_an_error_ends_all_tools(tmp_path):
+    assert run_ranks(_broken_on_rank, 2, tmp_path) == [[], []]
 
 
 def _own_methods():

@@ -17,6 +17,7 @@ from transformers import (
 
 from hf_megatron.config import MegatronConfig
 from hf_megatron.data_parallel.optimizer import prepare_optimizer
+from hf_megatron.debug.sampler import ThreadSampler
 from hf_megatron.debug.stragglers import SlowRanks, StepWindow, StragglerWatch
 from hf_megatron.errors import ConfigError
 from hf_megatron.integrations.gate import ConfigUnderTest
@@ -145,6 +146,21 @@ def test_trainer_names_the_rank(tmp_path, capfd):
             (1, "model.layers.2.self_attn")
         ]
     assert "rank 1 (stage 0) takes" in capfd.readouterr().out
+
+
+def test_an_evaluation_is_no_part_of_a_step():
+    model = AutoModelForCausalLM.from_config(LLAMA)
+    sampler = ThreadSampler(model, 0.002)
+    model.eval()
+    time.sleep(0.02)
+    sampler.take()
+    time.sleep(0.3)
+    evaluating = sum(sampler.take().values())
+    model.train()
+    time.sleep(0.3)
+    training = sum(sampler.take().values())
+    sampler.stop()
+    assert evaluating == 0 and training > 0.1
 
 
 @pytest.mark.parametrize(
