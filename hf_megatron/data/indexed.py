@@ -5,6 +5,7 @@ all sequences, and the document array (int64), which says with which sequence ea
 number; multimodal files have a mode (int8) for each sequence behind it.
 """
 
+import hashlib
 import os
 import struct
 from pathlib import Path
@@ -34,6 +35,10 @@ DTYPES: dict[int, np.dtype] = {
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 # Megatron's writer takes two bytes for a token of a vocabulary below this.
 _SMALL_VOCABULARY = 65500
+
+
+# What is hashed of an index: so many places of so many bytes.
+_SAMPLES, _SAMPLED = 64, 4096
 
 
 def token_dtype(vocab_size: int | None) -> np.dtype:
@@ -142,6 +147,24 @@ class IndexedDataset:
             raise IndexError(f"tokens {start} to {stop} of sequence {number}, which has {length}")
         place = int(self.offsets[number]) // self.dtype.itemsize
         return self._data[place + start : place + stop]
+
+    def tokens_between(self, first: int, stop: int) -> int:
+        """Returns the tokens of sequences `[first, stop)`."""
+        ends = [
+            int(self.offsets[one]) if one < len(self) else self.tokens * self.dtype.itemsize for one in (first, stop)
+        ]
+        return (ends[1] - ends[0]) // self.dtype.itemsize
+
+    def facts(self) -> dict[str, Any]:
+        """Returns what tells this dataset from another one, wherever its files lie, without reading all of them.
+
+        Of the lengths, offsets and documents a hash is taken of both ends and of places between.
+        """
+        found = hashlib.sha256(self._index[: HEADER.size].tobytes())
+        size = len(self._index)
+        for place in np.linspace(0, max(0, size - _SAMPLED), _SAMPLES).astype(np.int64).tolist():
+            found.update(self._index[place : place + _SAMPLED].tobytes())
+        return {"sequences": len(self), "tokens": self.tokens, "index": found.hexdigest()[:16]}
 
     # Workers of a loader are given paths, and map the files for themselves.
 

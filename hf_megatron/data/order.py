@@ -85,6 +85,25 @@ def documents_of_split(share: tuple[float, float], sequences: int) -> np.ndarray
     return np.arange(int(round(share[0] * float(sequences))), int(round(share[1] * float(sequences))), dtype=np.int32)
 
 
+def epochs_of(tokens: int, sequence_length: int, samples: int | None, extra: int) -> tuple[int, int | None]:
+    """Returns how many epochs give so many samples, and how many samples those before the last give.
+
+    Of the last epoch so few samples may be needed that it is shuffled apart; `None` where it is not.
+
+    Args:
+        tokens (`int`): of an epoch.
+        sequence_length (`int`): tokens of a sample.
+        samples (`int`, *optional*): one epoch by default.
+        extra (`int`): as of `SampleOrder`.
+    """
+    if samples is None:
+        return 1, None
+    epochs = max(1, -(-(samples * sequence_length + extra) // tokens))
+    before = ((epochs - 1) * tokens - extra) // sequence_length
+    separate = epochs > 1 and samples - before < int(_SEPARATE * ((tokens - extra) // sequence_length))
+    return epochs, before if separate else None
+
+
 def sample_order(
     lengths: np.ndarray,
     documents: np.ndarray,
@@ -116,20 +135,14 @@ def sample_order(
     tokens = int(lengths[documents].sum(dtype=np.int64)) if len(documents) else 0
     if tokens == 0:
         raise DataError(f"{len(documents)} documents without a token: no sample can be made of them.")
-    epochs = 1
-    if samples is not None:
-        epochs = max(1, -(-(samples * sequence_length + extra) // tokens))
+    epochs, before = epochs_of(tokens, sequence_length, samples, extra)
     if (epochs * tokens - extra) // sequence_length < 1 and drop_last_partial:
         raise DataError(f"{tokens} tokens make no sample of {sequence_length}{' and one more' if extra else ''}.")
-    before, separate = 0, False
-    if epochs > 1:
-        assert samples is not None
-        before = ((epochs - 1) * tokens - extra) // sequence_length
-        separate = samples - before < int(_SEPARATE * ((tokens - extra) // sequence_length))
     stream = np.random.RandomState(seed)
-    read = _shuffled_documents(documents, epochs, stream, separate=separate)
+    read = _shuffled_documents(documents, epochs, stream, separate=before is not None)
     starts = _starts(lengths, read, sequence_length, extra, epochs * tokens, drop_last_partial=drop_last_partial)
-    shuffle = _shuffled_samples(before if separate else len(starts) - 1, len(starts) - 1, stream)
+    count = len(starts) - 1
+    shuffle = _shuffled_samples(count if before is None else before, count, stream)
     return SampleOrder(read, starts, shuffle, sequence_length, extra, epochs)
 
 

@@ -153,6 +153,14 @@ def shard_of(loader: Any) -> Any:
     return sampler
 
 
+def sampler_of(loader: Any) -> Any:
+    """Finds what says in which order a loader takes rows, behind what makes batches of them."""
+    found = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
+    while (inner := getattr(found, "batch_sampler", None) or getattr(found, "sampler", None)) is not None:
+        found = inner
+    return found
+
+
 def batches_are_ours() -> bool:
     """Tells whether this library has set the Accelerator in use up."""
     from accelerate.state import AcceleratorState

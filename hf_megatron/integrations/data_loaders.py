@@ -11,7 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .batch_shards import data_parallel_group, mesh_of_batches, shard_of
+from ..errors import DataError
+from .batch_shards import data_parallel_group, mesh_of_batches, sampler_of, shard_of
 
 
 def make_dispatcher(original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
@@ -28,6 +29,7 @@ def iterate(original: Callable, self: Any) -> Iterator[Any]:
     """
     group = data_parallel_group()
     base = self.base_dataloader
+    _require_own_order(base)
     if group is not None and "_hf_megatron_seen" not in vars(base):
         from .whole_batches import draw_for_all_ranks, read_whole_stream
 
@@ -38,6 +40,18 @@ def iterate(original: Callable, self: Any) -> Iterator[Any]:
         base._hf_megatron_group = group
         base.__class__ = _agreed_class(type(base))
     return original(self)
+
+
+def _require_own_order(loader: Any) -> None:
+    from torch.utils.data import RandomSampler
+
+    from ..data.pretraining import OrderedDataset
+
+    if isinstance(loader.dataset, OrderedDataset) and isinstance(sampler_of(loader), RandomSampler):
+        raise DataError(
+            f"{type(loader.dataset).__name__} has an order of its own, and this loader shuffles it again: make it with "
+            "shuffle=False."
+        )
 
 
 def _may_differ(loader: Any) -> bool:

@@ -130,11 +130,13 @@ _ROWS: tuple[tuple[str, str, str, str], ...] = (
      "trains on rows that fill up the last batch of several ranks", "Accelerate says which rows are repeated"),
     (f"{_TRAINER}._track_num_input_tokens", "repeated_rows:track_num_input_tokens",
      "counts tokens of rows that fill up a batch", "Accelerate says which rows are repeated"),
-    *(
-        (f"{_TRAINER}.{name}", "length_samplers:get_sampler", "sorts rows by length for one device or all processes",
-         _RANKS_PER_BATCH)
-        for name in ("_get_train_sampler", "_get_eval_sampler")
-    ),
+    (f"{_TRAINER}._get_eval_sampler", "length_samplers:get_sampler",
+     "sorts rows by length for one device or all processes", _RANKS_PER_BATCH),
+    (f"{_TRAINER}._get_train_sampler", "ordered_data:get_train_sampler",
+     "sorts rows by length for one device or all processes, and shuffles data that has an order of its own",
+     "Trainer keeps the order of such data, and Accelerate's samplers know of ranks that share rows"),
+    (f"{_TRAINER}._set_signature_columns_if_needed", "ordered_data:set_signature_columns",
+     "leaves out labels that are shifted already, and shifts the others again", "Trainer keeps shift_labels"),
     (f"{_TRAINER}.call_model_init", "trainer:call_model_init", "makes a model after its Accelerator, and again",
      _RANKS_PER_BATCH),
     ("transformers.trainer_seq2seq:Seq2SeqTrainer.prediction_step", "repeated_rows:sequence_prediction_step",

@@ -1,0 +1,198 @@
+"""The datasets of a run of Megatron-LM, from its arguments: the same files, blends, splits and seeds."""
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import DataError
+from .indexed import IndexedDataset
+from .order import SPLITS, parse_split, samples_of_blend
+from .pretraining import BlendedDataset, OrderedDataset, PretrainingDataset
+
+# Argument -> its default in Megatron-LM (`megatron/training/arguments.py`).
+_DEFAULTS: dict[str, Any] = {
+    "data_path": None,
+    "data_args_path": None,
+    "train_data_path": None,
+    "valid_data_path": None,
+    "test_data_path": None,
+    "per_split_data_args_path": None,
+    "data_cache_path": None,
+    "split": None,
+    "seed": 1234,
+    "seq_length": None,
+    "train_iters": None,
+    "train_samples": None,
+    "global_batch_size": None,
+    "eval_interval": 1000,
+    "eval_iters": 100,
+    "eod_mask_loss": False,
+    "reset_position_ids": False,
+    "reset_attention_mask": False,
+}
+_SPLIT = "969,30,1"
+_OWN_PATHS = {f"{split}_data_path": split for split in SPLITS}
+
+
+@dataclass(frozen=True)
+class PretrainingSplits:
+    """The datasets of a run; `None` for a split without any documents or samples."""
+
+    train: OrderedDataset | None
+    valid: OrderedDataset | None
+    test: OrderedDataset | None
+
+
+def datasets_from_megatron_args(
+    arguments: Mapping[str, Any], *, pad_token: int | None = None, eod_token: int | None = None
+) -> PretrainingSplits:
+    """Builds the datasets that Megatron-LM builds of its arguments; each is as long as its run needs.
+
+    `--data-path` or `--data-args-path` with `--split`, or `--train-data-path`, `--valid-data-path` and
+    `--test-data-path`, or `--per-split-data-args-path`: one prefix, prefixes, or weights and prefixes in turns.
+    `--train-iters` or `--train-samples`, `--global-batch-size`, `--eval-interval` and `--eval-iters` say how many
+    samples there are. `--seq-length`, `--seed`, `--data-cache-path` and `--eod-mask-loss`; `--reset-position-ids` with
+    `--reset-attention-mask`.
+
+    Args:
+        arguments: by name, with or without leading dashes; numbers may be text.
+        pad_token (`int`, *optional*): as of `PretrainingDataset`.
+        eod_token (`int`, *optional*): as of `PretrainingDataset`.
+
+    Raises:
+        DataError: an argument that is none, that is missing, or that excludes another one.
+    """
+    given = dict(_DEFAULTS)
+    for name, value in arguments.items():
+        key = name.lstrip("-").replace("-", "_")
+        if key not in given:
+            raise DataError(f"Megatron argument {name!r} (value {value!r}) is none of data: {', '.join(given)}.")
+        given[key] = value
+    if given["reset_position_ids"] != given["reset_attention_mask"]:
+        raise DataError(
+            "reset_position_ids and reset_attention_mask: expected both or neither; models of transformers attend "
+            "within documents where positions begin again."
+        )
+    made = {
+        "sequence_length": _number(given, "seq_length"),
+        "seed": _number(given, "seed"),
+        "pad_token": pad_token,
+        "eod_token": eod_token,
+        "eod_mask_loss": bool(given["eod_mask_loss"]),
+        "restart": "eod" if given["reset_position_ids"] else None,
+        "cache": given["data_cache_path"],
+    }
+    wanted, whole = _samples(given), _blend(given, "data_path", "data_args_path")
+    own = _blends_of_splits(given)
+    if (whole is None) == (own is None):
+        raise DataError("expected data_path (or data_args_path), or paths of each split; " + _present(given))
+    if own is not None:
+        if given["split"] is not None:
+            raise DataError(f"split = {given['split']!r} goes with data_path; each split has files of its own here.")
+        found = [_dataset(own[split], (0.0, 1.0), wanted[split], made) for split in SPLITS]
+    else:
+        shares = parse_split(given["split"] or _SPLIT)
+        found = [_dataset(whole, share, wanted[split], made) for split, share in zip(SPLITS, shares, strict=True)]
+    return PretrainingSplits(*found)
+
+
+def _number(given: Mapping[str, Any], name: str) -> int:
+    try:
+        return int(given[name])
+    except (TypeError, ValueError):
+        raise DataError(f"{name} = {given[name]!r}: expected a whole number.") from None
+
+
+def _present(given: Mapping[str, Any]) -> str:
+    named = [name for name in given if name.endswith(("data_path", "args_path")) and given[name] is not None]
+    return f"given are {', '.join(named)}." if named else "none of them is given."
+
+
+def _samples(given: Mapping[str, Any]) -> dict[str, int]:
+    """Counts the samples of each split as Megatron's trainer does."""
+    if (given["train_iters"] is None) == (given["train_samples"] is None):
+        raise DataError("expected either train_iters or train_samples.")
+    batch = _number(given, "global_batch_size")
+    if given["train_samples"] is not None:
+        train = _number(given, "train_samples")
+        iterations = train // batch
+    else:
+        iterations = _number(given, "train_iters")
+        train = iterations * batch
+    interval, rounds = _number(given, "eval_interval"), _number(given, "eval_iters")
+    return {
+        "train": train,
+        "valid": (iterations // interval + 1) * rounds * batch if rounds else 0,
+        "test": rounds * batch,
+    }
+
+
+Blend = tuple[list[str], list[float] | None]
+
+
+def _blend(given: Mapping[str, Any], name: str, file: str) -> Blend | None:
+    if given[name] is not None and given[file] is not None:
+        raise DataError(f"{name} and {file}: expected one of them.")
+    words = given[name]
+    if given[file] is not None:
+        words = Path(given[file]).read_text(encoding="utf-8")
+    return None if words is None else _parsed(words, name)
+
+
+def _parsed(words: str | os.PathLike[str] | Sequence[Any], name: str) -> Blend:
+    """Reads prefixes, or weights and prefixes in turns (`get_blend_from_list`)."""
+    listed = words.split() if isinstance(words, str) else [words] if isinstance(words, os.PathLike) else list(words)
+    texts = [os.fspath(word).strip() if isinstance(word, str | os.PathLike) else str(word) for word in listed]
+    if not texts:
+        raise DataError(f"{name}: names no files.")
+    weights = [_weight(text) for text in texts[::2]]
+    if len(texts) % 2 or all(weight is None for weight in weights):
+        return texts, None
+    if any(weight is None for weight in weights):
+        raise DataError(f"{name} = {' '.join(texts)}: expected prefixes alone, or a weight before each of them.")
+    return texts[1::2], [weight for weight in weights if weight is not None]
+
+
+def _weight(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def _blends_of_splits(given: Mapping[str, Any]) -> dict[str, Blend | None] | None:
+    file = given["per_split_data_args_path"]
+    named = {split: given[name] for name, split in _OWN_PATHS.items()}
+    if file is not None:
+        if any(value is not None for value in named.values()):
+            raise DataError("per_split_data_args_path and paths of splits: expected one of them.")
+        said = json.loads(Path(file).read_text(encoding="utf-8"))
+        named = {split: said.get(split) for split in SPLITS}
+    if all(value is None for value in named.values()):
+        return None
+    return {split: None if value is None else _parsed(value, f"{split}_data_path") for split, value in named.items()}
+
+
+def _dataset(
+    blend: Blend | None, share: tuple[float, float] | None, samples: int, made: Mapping[str, Any]
+) -> OrderedDataset | None:
+    """Builds what `BlendedMegatronDatasetBuilder` builds of one split."""
+    if blend is None or share is None or samples == 0:
+        return None
+    prefixes, weights = blend
+    if weights is None and len(prefixes) == 1:
+        return PretrainingDataset(IndexedDataset(prefixes[0]), samples=samples, share=share, **made)
+    sizes: list[int | None] = [None] * len(prefixes)
+    if weights is not None:
+        if not all(math.isfinite(weight) and weight > 0 for weight in weights):
+            raise DataError(f"weights {weights} of a blend: expected numbers above 0.")
+        sizes = [*samples_of_blend(weights, samples)[1]]
+    datasets = [
+        PretrainingDataset(IndexedDataset(prefix), samples=size, share=share, **made)
+        for prefix, size in zip(prefixes, sizes, strict=True)
+    ]
+    return BlendedDataset(datasets, weights, samples, cache=made["cache"])

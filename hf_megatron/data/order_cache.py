@@ -1,0 +1,103 @@
+"""Indices of orders in files, so that whoever opens the same data again maps them instead of making them.
+
+A folder has the name of a hash of everything that the indices are made of, which its `key.json` says too. One process
+makes what is missing while others of the host wait for it; where nothing can be written each makes its own in memory.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import uuid
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+Arrays = Mapping[str, np.ndarray]
+# Of what is in the folders; files of another number are not read.
+_FORMAT = 1
+_KEY = "key.json"
+
+
+def cached_arrays(key: Mapping[str, Any], directory: Path | None, make: Callable[[], Arrays]) -> Arrays:
+    """Returns arrays from the folder of their key, or makes them and leaves them there.
+
+    Args:
+        key: all that the arrays depend on, as JSON holds it.
+        directory (`Path`, *optional*): of all folders; without one the arrays are made.
+        make (`Callable`): makes the arrays, by their names.
+    """
+    if directory is None:
+        return make()
+    said = json.dumps({"format": _FORMAT, **key}, sort_keys=True)
+    folder = directory / hashlib.sha256(said.encode()).hexdigest()[:32]
+    found = _read(folder, said)
+    if found is not None:
+        return found
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with _alone(folder):
+            # Whoever was before may have made it.
+            found = _read(folder, said)
+            return _written(folder, said, make()) if found is None else found
+    except _NotWritten as error:
+        warnings.warn(f"{directory}: the order of samples is kept in memory: {error.reason}", stacklevel=2)
+        return error.arrays
+    except OSError as error:
+        # A folder of others, or a disk that takes nothing.
+        warnings.warn(f"{directory}: the order of samples is kept in memory: {error}", stacklevel=2)
+        return make()
+
+
+class _NotWritten(Exception):
+    """Has the arrays of a folder that could not be written."""
+
+    def __init__(self, reason: OSError, arrays: Arrays):
+        self.reason, self.arrays = reason, arrays
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Waits until no other process of the host, or of the file system where it knows locks, makes the same folder."""
+    with open(folder.with_name(f".{folder.name}.lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _read(folder: Path, said: str) -> Arrays | None:
+    """Maps the arrays of a folder; `None` where there is none that is whole."""
+    try:
+        # Another key of the same hash would be another folder's.
+        if (folder / _KEY).read_text(encoding="utf-8") != said:
+            return None
+        names = [path.stem for path in folder.glob("*.npy")]
+        return {name: np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in names}
+    except (OSError, ValueError, EOFError):
+        return None
+
+
+def _written(folder: Path, said: str, arrays: Arrays) -> Arrays:
+    """Writes a folder, which gets its name when it is whole, and maps what it holds."""
+    partial = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}")
+    try:
+        try:
+            partial.mkdir()
+            for name, array in arrays.items():
+                with open(partial / f"{name}.npy", "wb") as file:
+                    np.save(file, array, allow_pickle=False)
+                    file.flush()
+                    os.fsync(file.fileno())
+            (partial / _KEY).write_text(said, encoding="utf-8")
+            # One that was there is damaged.
+            shutil.rmtree(folder, ignore_errors=True)
+            partial.rename(folder)
+        except OSError as error:
+            raise _NotWritten(error, arrays) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return _read(folder, said) or arrays

@@ -1,0 +1,256 @@
+"""Datasets of samples in Megatron's order, for Trainer, Accelerate and plain loops."""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from ..errors import DataError
+from .indexed import IndexedDataset
+from .order import (
+    BlendOrder,
+    SampleOrder,
+    blend_order,
+    documents_of_split,
+    epochs_of,
+    exhaustive_order,
+    sample_order,
+    samples_of_blend,
+)
+from .order_cache import cached_arrays
+
+_IGNORED = -100
+# Of a sample whose documents end early, where the tokenizer has no token for it.
+_NOTHING = -1
+_RESTARTS = ("eod", "documents")
+
+
+class OrderedDataset(Dataset):
+    """A dataset whose order is its own: sample 0 comes first, and nobody shuffles it again.
+
+    Attributes:
+        order_key (`dict`): what the order is made of; two datasets with the same one have the same samples in the same
+            order.
+    """
+
+    order_key: dict[str, Any]
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def __getitem__(self, sample: int) -> dict[str, Tensor]:
+        raise NotImplementedError
+
+
+class PretrainingDataset(OrderedDataset):
+    """Samples of a fixed length from a pair of `.bin` and `.idx`, as `GPTDataset` of Megatron-Core makes them.
+
+    A sample has `input_ids` `[sequence_length]`, and `labels` and `shift_labels`, both the tokens that follow these:
+    models of transformers shift what they get as `labels` alone. Ignored (-100) are labels that fill up a sample.
+
+        PretrainingDataset("corpus_text_document", sequence_length=4096, samples=steps * global_batch_size)
+
+    Args:
+        source: path of both files without `.bin` and `.idx`, or an `IndexedDataset`.
+        sequence_length (`int`): tokens of a sample.
+        samples (`int`, *optional*): how many are needed; all of one epoch by default. It is part of the order where
+            more than one epoch is needed.
+        seed (`int`, defaults to 1234): Megatron's `--seed`.
+        share (`tuple[float, float]`, defaults to all): of the sequences, as `parse_split` returns it.
+        extra_token (`bool`, defaults to `True`): Megatron's `add_extra_token_to_sequence`.
+        drop_last_partial (`bool`, defaults to `True`): Megatron's `drop_last_partial_validation_sequence`.
+        pad_token (`int`, *optional*): labels of it are ignored. Leave it out where it is the token that ends documents.
+        eod_token (`int`, *optional*): ends documents; needed for the next two.
+        eod_mask_loss (`bool`, defaults to `False`): whether labels that follow that token are ignored.
+        restart (`str`, *optional*): `"eod"` has `position_ids` begin again behind each such token, `"documents"` where
+            another document begins; models then attend within documents.
+        cache (`str` or `Path`, *optional*): folder for the indices, which are otherwise made in memory.
+
+    Raises:
+        DataError: numbers out of their ranges, files that are damaged, or no sample.
+    """
+
+    def __init__(
+        self,
+        source: IndexedDataset | str | os.PathLike[str],
+        sequence_length: int,
+        samples: int | None = None,
+        *,
+        seed: int = 1234,
+        share: tuple[float, float] = (0.0, 1.0),
+        extra_token: bool = True,
+        drop_last_partial: bool = True,
+        pad_token: int | None = None,
+        eod_token: int | None = None,
+        eod_mask_loss: bool = False,
+        restart: str | None = None,
+        cache: str | os.PathLike[str] | None = None,
+    ):
+        self.source = source if isinstance(source, IndexedDataset) else IndexedDataset(source)
+        if self.source.dtype.kind not in "iu":
+            raise DataError(f"{self.source.data_path}: has {self.source.dtype}, which are no tokens.")
+        if restart is not None and restart not in _RESTARTS:
+            raise DataError(f"restart = {restart!r}: expected None, 'eod' or 'documents'.")
+        if eod_token is None and (eod_mask_loss or restart == "eod"):
+            raise DataError("eod_mask_loss and restart='eod' need eod_token=, the token that ends documents.")
+        self.sequence_length, self.pad_token, self.eod_token = sequence_length, pad_token, eod_token
+        self.eod_mask_loss, self.restart = eod_mask_loss, restart
+        self._asked: dict[str, Any] = {
+            "sequence_length": sequence_length,
+            "samples": samples,
+            "seed": seed,
+            "extra_token": extra_token,
+            "drop_last_partial": drop_last_partial,
+        }
+        self._share = share
+        documents = documents_of_split(share, len(self.source))
+        if not len(documents):
+            raise DataError(f"{self.source.prefix}: nothing of {len(self.source)} sequences lies in {share}.")
+        self._cache = None if cache is None else Path(cache)
+        self.order = self._ordered(documents)
+        self.order_key = {
+            "kind": "pretraining",
+            "files": self.source.facts(),
+            "split": [int(documents[0]), int(documents[-1]) + 1],
+            "epochs": self._made_of["epochs"],
+            **{name: value for name, value in self._asked.items() if name != "samples"},
+        }
+
+    def _ordered(self, documents: np.ndarray) -> SampleOrder:
+        asked, index = dict(self._asked), self.source.index_path.stat()
+        extra, length = int(asked["extra_token"]), asked["sequence_length"]
+        tokens = self.source.tokens_between(int(documents[0]), int(documents[-1]) + 1)
+        if length < 1 or (asked["samples"] is not None and asked["samples"] < 1) or tokens == 0:
+            # Said by what would make it.
+            sample_order(self.source.lengths, documents, length, asked["samples"], asked["seed"])
+        epochs, before = epochs_of(tokens, length, asked.pop("samples"), extra)
+        # Runs of other lengths have one order as long as they need as many epochs.
+        self._made_of = {"epochs": [epochs, before], "split": [int(documents[0]), len(documents)], **asked}
+
+        def make() -> Mapping[str, np.ndarray]:
+            found = sample_order(self.source.lengths, documents, **self._asked)
+            return {"documents": found.documents, "starts": found.starts, "shuffle": found.shuffle}
+
+        key = {"of": "samples", "files": self.source.facts(), "written": index.st_mtime_ns, **self._made_of}
+        arrays = cached_arrays(key, self._cache, make)
+        return SampleOrder(arrays["documents"], arrays["starts"], arrays["shuffle"], length, extra, epochs)
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def tokens(self, sample: int) -> tuple[np.ndarray, list[int]]:
+        """Returns the tokens of a sample `[sequence_length + 1]` or fewer, and how many each of its documents gives."""
+        read = self.source.read
+        parts = [
+            read(document, start, None if count < 0 else count) for document, start, count in self.order.pieces(sample)
+        ]
+        return np.concatenate(parts).astype(np.int64), [len(part) for part in parts]
+
+    def __getitem__(self, sample: int) -> dict[str, Tensor]:
+        if not 0 <= sample < len(self):
+            raise IndexError(f"sample {sample} of {len(self)}")
+        tokens, sizes = self.tokens(sample)
+        length, extra = self.sequence_length, self.order.extra
+        pad = _NOTHING if self.pad_token is None else self.pad_token
+        missing = length + extra - len(tokens)
+        if missing > 0:
+            tokens = np.concatenate([tokens, np.full(missing, pad, np.int64)])
+        if extra:
+            inputs, labels = tokens[:-1], tokens[1:]
+        else:
+            inputs, labels = tokens, np.append(tokens[1:], pad)
+        labels = np.where(labels == pad, _IGNORED, labels)
+        if self.eod_mask_loss:
+            labels[inputs == self.eod_token] = _IGNORED
+        found = {
+            "input_ids": torch.from_numpy(np.where(inputs == pad, 0, inputs)),
+            "labels": torch.from_numpy(labels),
+            "shift_labels": torch.from_numpy(labels),
+        }
+        if self.restart is not None:
+            found["position_ids"] = torch.from_numpy(self._positions(inputs, sizes))
+        return found
+
+    def _positions(self, inputs: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
+        places = np.arange(len(inputs), dtype=np.int64)
+        begins = np.flatnonzero(inputs == self.eod_token) + 1 if self.restart == "eod" else np.cumsum(sizes)
+        begins = np.unique(begins[begins < len(inputs)])
+        if not len(begins):
+            return places
+        starts = np.zeros(len(inputs), dtype=np.int64)
+        starts[begins] = begins
+        return places - np.maximum.accumulate(starts)
+
+
+class BlendedDataset(OrderedDataset):
+    """Samples of several datasets in turns, as `BlendedDataset` of Megatron-Core takes them.
+
+    Args:
+        datasets: of one kind; each in an order of its own.
+        weights (*optional*): how often each comes; by default as their sizes say.
+        samples (`int`, *optional*): of the blend; by default each dataset is taken to its end, without weights.
+        cache (`str` or `Path`, *optional*): as of `PretrainingDataset`.
+
+    Raises:
+        DataError: as many weights as there are no datasets, weights that are not above 0, or a dataset that has fewer
+            samples than are taken of it.
+    """
+
+    def __init__(
+        self,
+        datasets: Sequence[OrderedDataset],
+        weights: Sequence[float] | None = None,
+        samples: int | None = None,
+        *,
+        cache: str | os.PathLike[str] | None = None,
+    ):
+        self.datasets = list(datasets)
+        sizes = [len(dataset) for dataset in self.datasets]
+        if not sizes or (weights is not None and len(weights) != len(sizes)):
+            raise DataError(f"a blend of {len(sizes)} datasets with {len(weights or ())} weights.")
+        if weights is not None and (samples is None or min(weights) <= 0):
+            raise DataError(f"weights = {list(weights)}, samples = {samples}: expected weights above 0, and samples.")
+        if samples is not None and samples < 1:
+            raise DataError(f"samples = {samples}: expected 1 or more.")
+        if weights is not None and samples is not None:
+            samples = sum(samples_of_blend(weights, samples)[0])
+        elif samples is not None:
+            samples = min(samples, sum(sizes))
+        self.order_key = {
+            "kind": "blend",
+            "datasets": [dataset.order_key for dataset in self.datasets],
+            "weights": sizes if weights is None else [float(weight) for weight in weights],
+            "samples": samples,
+        }
+
+        def make() -> Mapping[str, np.ndarray]:
+            if samples is None:
+                return _with_taken(exhaustive_order(sizes), len(sizes))
+            # Weights that are given are divided by their sum before `BlendedDataset` does it, which is not the same.
+            shares = np.asarray(sizes if weights is None else weights / np.sum(weights))
+            return _with_taken(blend_order(shares.tolist(), samples), len(sizes))
+
+        key = {"of": "blend", "weights": self.order_key["weights"], "samples": samples}
+        arrays = cached_arrays(key, None if cache is None else Path(cache), make)
+        self.order = BlendOrder(arrays["dataset"], arrays["sample"])
+        for number, (size, taken) in enumerate(zip(sizes, arrays["taken"].tolist(), strict=True)):
+            if taken > size:
+                raise DataError(f"dataset {number} of the blend has {size} samples, of which {taken} are taken.")
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __getitem__(self, sample: int) -> dict[str, Tensor]:
+        if not 0 <= sample < len(self):
+            raise IndexError(f"sample {sample} of {len(self)}")
+        return self.datasets[int(self.order.dataset[sample])][int(self.order.sample[sample])]
+
+
+def _with_taken(order: BlendOrder, datasets: int) -> Mapping[str, np.ndarray]:
+    taken = np.bincount(order.dataset, minlength=datasets)
+    return {"dataset": order.dataset, "sample": order.sample, "taken": taken}

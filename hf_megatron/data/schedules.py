@@ -1,0 +1,245 @@
+"""Learning rates and weight decays of a run of Megatron-LM, which count samples, as a stock scheduler.
+
+The formulas are those of `megatron/core/optimizer_param_scheduler.py`, whose steps are samples.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from ..errors import DataError
+
+
+def _linear(passed: float) -> float:
+    return 1.0 - passed
+
+
+def _cosine(passed: float) -> float:
+    return 0.5 * (math.cos(math.pi * passed) + 1.0)
+
+
+# What is left of a decay when a share of it has passed.
+_DECAYS: dict[str, Callable[[float], float]] = {"linear": _linear, "cosine": _cosine}
+_WSD_DECAYS: dict[str, Callable[[float], float]] = {
+    **_DECAYS,
+    "exponential": lambda passed: 2.0 * math.pow(0.5, passed) - 1.0,
+    "minus_sqrt": lambda passed: 1.0 - math.sqrt(passed),
+}
+_STYLES = ("constant", *_DECAYS, "inverse-square-root", "WSD")
+_WEIGHT_DECAY_STYLES = ("constant", *_DECAYS)
+
+
+@dataclass(frozen=True)
+class MegatronSchedule:
+    """A learning rate and a weight decay for each number of samples.
+
+    Attributes:
+        max_lr, min_lr, init_lr (`float`): after the warm-up, at the end, and with the first sample.
+        warmup (`float`), decay (`int`): samples until the largest and until the smallest learning rate.
+        style (`str`): `"constant"`, `"linear"`, `"cosine"`, `"inverse-square-root"` or `"WSD"`.
+        wsd_decay (`int`, *optional*): samples at the end of WSD in which it falls.
+        wsd_style (`str`): `"linear"`, `"cosine"`, `"exponential"` or `"minus_sqrt"`.
+        start_weight_decay, end_weight_decay (`float`): at the beginning and the end.
+        weight_decay_samples (`int`): until the last of these.
+        weight_decay_style (`str`): `"constant"`, `"linear"` or `"cosine"`.
+    """
+
+    max_lr: float
+    min_lr: float = 0.0
+    init_lr: float = 0.0
+    warmup: float = 0
+    decay: int = 1
+    style: str = "linear"
+    wsd_decay: int | None = None
+    wsd_style: str = "exponential"
+    start_weight_decay: float = 0.01
+    end_weight_decay: float = 0.01
+    weight_decay_samples: int = 1
+    weight_decay_style: str = "constant"
+
+    def __post_init__(self) -> None:
+        for name, value, known in (
+            ("style", self.style, _STYLES),
+            ("wsd_style", self.wsd_style, _WSD_DECAYS),
+            ("weight_decay_style", self.weight_decay_style, _WEIGHT_DECAY_STYLES),
+        ):
+            if value not in known:
+                raise DataError(f"{name} = {value!r}: expected one of {', '.join(known)}.")
+        if not (0 <= self.min_lr <= self.max_lr and self.init_lr <= self.max_lr):
+            raise DataError(
+                f"max_lr = {self.max_lr}, min_lr = {self.min_lr}, init_lr = {self.init_lr}: expected the first to be "
+                "the largest."
+            )
+        if not 0 <= self.warmup < self.decay:
+            raise DataError(f"warmup = {self.warmup}, decay = {self.decay} samples: expected a warm-up before its end.")
+        if self.style == "WSD" and not 0 < (self.wsd_decay or 0) <= self.decay:
+            raise DataError(f"wsd_decay = {self.wsd_decay}: expected samples, at most decay = {self.decay}.")
+        if not 0 <= self.start_weight_decay <= self.end_weight_decay:
+            raise DataError(
+                f"start_weight_decay = {self.start_weight_decay}, end_weight_decay = {self.end_weight_decay}: "
+                "expected no fall."
+            )
+
+    def learning_rate(self, samples: int) -> float:
+        """Returns the learning rate after so many samples."""
+        if self.warmup > 0 and samples <= self.warmup:
+            return self.init_lr + (self.max_lr - self.init_lr) * float(samples) / float(self.warmup)
+        if self.style == "constant":
+            return self.max_lr
+        if samples > self.decay:
+            return self.min_lr
+        if self.style == "inverse-square-root":
+            return max(self.min_lr, self.max_lr * max(self.warmup, 1) ** 0.5 / max(samples, 1) ** 0.5)
+        if self.style == "WSD":
+            assert self.wsd_decay is not None
+            passed = samples - (self.decay - self.wsd_decay)
+            left = 1.0 if passed <= 0 else _WSD_DECAYS[self.wsd_style](float(passed) / float(self.wsd_decay))
+        else:
+            left = _DECAYS[self.style](float(samples - self.warmup) / float(self.decay - self.warmup))
+        return self.min_lr + left * (self.max_lr - self.min_lr)
+
+    def weight_decay(self, samples: int) -> float:
+        """Returns the weight decay after so many samples."""
+        if self.weight_decay_style == "constant" or samples > self.weight_decay_samples:
+            return self.end_weight_decay
+        passed = float(samples) / float(self.weight_decay_samples)
+        share = passed if self.weight_decay_style == "linear" else 0.5 * (math.cos(math.pi * (1 - passed)) + 1.0)
+        return self.start_weight_decay + share * (self.end_weight_decay - self.start_weight_decay)
+
+
+class MegatronScheduler(LRScheduler):
+    """Sets an optimizer's learning rates and weight decays as Megatron-LM does, by the samples that were seen.
+
+        scheduler = MegatronScheduler(optimizer, schedule, samples_per_step=512)
+        Trainer(..., optimizers=(optimizer, scheduler))
+
+    Groups without weight decay keep none. Checkpoints say the samples, so that a run goes on with another batch size.
+
+    Args:
+        optimizer: its groups' learning rates are replaced.
+        schedule: what they are after so many samples.
+        samples_per_step (`int`): rows of all replicas and of all calls in a step.
+        samples (`int`, defaults to 0): seen before, as of a run of Megatron-LM that is taken over.
+    """
+
+    def __init__(self, optimizer: Optimizer, schedule: MegatronSchedule, samples_per_step: int, samples: int = 0):
+        if samples_per_step < 1 or samples < 0:
+            raise DataError(f"samples_per_step = {samples_per_step}, samples = {samples}: expected 1 or more, and 0.")
+        self.schedule, self.samples_per_step, self.samples = schedule, samples_per_step, samples - samples_per_step
+        self._decays = [group.get("weight_decay", 0.0) != 0 for group in optimizer.param_groups]
+        # It takes a step itself.
+        super().__init__(optimizer)
+
+    def step(self, epoch: int | None = None) -> None:
+        """Counts the samples of a step, and sets what follows."""
+        self.samples += self.samples_per_step
+        super().step()
+        for group, has_decay in zip(self.optimizer.param_groups, self._decays, strict=True):
+            if has_decay:
+                group["weight_decay"] = self.schedule.weight_decay(self.samples)
+
+    def get_lr(self) -> list[float | Any]:
+        """Returns the learning rate of each group."""
+        return [self.schedule.learning_rate(self.samples)] * len(self.optimizer.param_groups)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what a checkpoint says."""
+        return {"samples": self.samples, "last_epoch": self.last_epoch, "_last_lr": self._last_lr}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on after as many samples as a checkpoint says."""
+        if "samples" not in state_dict:
+            raise DataError("the checkpoint has a scheduler that does not count samples.")
+        self.samples, self.last_epoch = int(state_dict["samples"]), int(state_dict["last_epoch"])
+        self._last_lr = self.get_lr()
+        for group, rate, has_decay in zip(self.optimizer.param_groups, self._last_lr, self._decays, strict=True):
+            group["lr"] = rate
+            if has_decay:
+                group["weight_decay"] = self.schedule.weight_decay(self.samples)
+
+
+# Argument -> its default in Megatron-LM (`megatron/training/arguments.py`).
+_DEFAULTS: dict[str, Any] = {
+    "lr": None,
+    "min_lr": 0.0,
+    "lr_warmup_init": 0.0,
+    "lr_decay_style": "linear",
+    "lr_wsd_decay_style": "exponential",
+    "lr_warmup_fraction": None,
+    "lr_warmup_iters": 0,
+    "lr_warmup_samples": 0,
+    "lr_decay_iters": None,
+    "lr_decay_samples": None,
+    "lr_wsd_decay_iters": None,
+    "lr_wsd_decay_samples": None,
+    "weight_decay": 0.01,
+    "start_weight_decay": None,
+    "end_weight_decay": None,
+    "weight_decay_incr_style": "constant",
+    "train_iters": None,
+    "train_samples": None,
+    "global_batch_size": None,
+}
+
+
+def schedule_from_megatron_args(arguments: Mapping[str, Any]) -> MegatronSchedule:
+    """Returns the schedule of Megatron-LM's arguments, as `get_optimizer_param_scheduler` makes it.
+
+    Args:
+        arguments: by name, with or without leading dashes; numbers may be text.
+
+    Raises:
+        DataError: an argument that is none of a schedule, or that is missing.
+    """
+    given = dict(_DEFAULTS)
+    for name, value in arguments.items():
+        key = name.lstrip("-").replace("-", "_")
+        if key not in given:
+            raise DataError(f"Megatron argument {name!r} (value {value!r}) is none of a schedule: {', '.join(given)}.")
+        given[key] = value
+    if (given["train_iters"] is None) == (given["train_samples"] is None):
+        raise DataError("expected either train_iters or train_samples.")
+    unit, batch = ("samples", 1) if given["train_iters"] is None else ("iters", _number(given, "global_batch_size"))
+    total = _number(given, f"train_{unit}") * batch
+    decay = total if given[f"lr_decay_{unit}"] is None else _number(given, f"lr_decay_{unit}") * batch
+    if given["lr_warmup_fraction"] is not None:
+        warmup = float(given["lr_warmup_fraction"]) * decay
+    else:
+        warmup = _number(given, f"lr_warmup_{unit}") * batch
+    wsd = given[f"lr_wsd_decay_{unit}"]
+    style, end = given["weight_decay_incr_style"], float(given["weight_decay"])
+    start = end
+    if style != "constant":
+        start, end = (_float(given, name) for name in ("start_weight_decay", "end_weight_decay"))
+    return MegatronSchedule(
+        max_lr=_float(given, "lr"),
+        min_lr=_float(given, "min_lr"),
+        init_lr=_float(given, "lr_warmup_init"),
+        warmup=warmup,
+        decay=decay,
+        style=given["lr_decay_style"],
+        wsd_decay=None if wsd is None else int(wsd) * batch,
+        wsd_style=given["lr_wsd_decay_style"],
+        start_weight_decay=start,
+        end_weight_decay=end,
+        weight_decay_samples=total,
+        weight_decay_style=style,
+    )
+
+
+def _number(given: Mapping[str, Any], name: str) -> int:
+    try:
+        return int(given[name])
+    except (TypeError, ValueError):
+        raise DataError(f"{name} = {given[name]!r}: expected a whole number.") from None
+
+
+def _float(given: Mapping[str, Any], name: str) -> float:
+    try:
+        return float(given[name])
+    except (TypeError, ValueError):
+        raise DataError(f"{name} = {given[name]!r}: expected a number.") from None

@@ -1,0 +1,263 @@
+"""Trainer takes Megatron's samples in Megatron's order, on all layouts, and goes on with the next after a resume."""
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    default_data_collator,
+)
+
+from hf_megatron import MegatronConfig
+from hf_megatron.data.indexed_writer import IndexedWriter
+from hf_megatron.data.pretraining import BlendedDataset, PretrainingDataset
+from hf_megatron.errors import DataError
+from hf_megatron.parallel_state import parallel_state
+from hf_megatron.verify.ranks import run_ranks
+
+LLAMA = LlamaConfig(
+    vocab_size=96,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    tie_word_embeddings=False,
+)
+LAYOUTS = {
+    "one process": None,
+    "tp2": {"tp_size": 2},
+    "dp2": {"dp_size": 2},
+    "dp4": {"dp_size": 4},
+    "cp2": {"cp_size": 2},
+    "tp2+dp2": {"tp_size": 2, "dp_size": 2},
+    "pp2+dp2": {"pp_size": 2, "dp_size": 2, "num_microbatches": 2},
+}
+LENGTH, SAMPLES = 16, 48
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory):
+    prefix = tmp_path_factory.mktemp("data") / "corpus_text_document"
+    drawn = random.Random(0)
+    with IndexedWriter(prefix, "uint16") as writer:
+        for _ in range(60):
+            writer.add_document([[drawn.randrange(1, 96) for _ in range(drawn.randrange(0, 40))] + [0]])
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(LLAMA).save_pretrained(prefix.parent / "model")
+    return str(prefix)
+
+
+def dataset_of(prefix, samples=SAMPLES, **options):
+    return PretrainingDataset(prefix, LENGTH, samples, eod_token=0, **options)
+
+
+def ranks_of(sizes):
+    layout = MegatronConfig(**sizes or {})
+    return layout.ranks_per_replica * (layout.dp_size or 1)
+
+
+class Seen(TrainerCallback):
+    """Notes the tokens that this rank's replica was given in each step."""
+
+    def __init__(self, kill_at=None):
+        self.steps, self.kill_at = {}, kill_at
+        self._ids = []
+
+    def watch(self, trainer):
+        original = trainer.compute_loss
+
+        def compute_loss(model, inputs, *args, **kwargs):
+            assert inputs["shift_labels"] is not None
+            self._ids += [row.tolist() for row in inputs["input_ids"]]
+            return original(model, inputs, *args, **kwargs)
+
+        trainer.compute_loss = compute_loss
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.steps[state.global_step], self._ids = self._ids, []
+
+    def on_save(self, args, state, control, **kwargs):
+        if state.global_step == self.kill_at:
+            control.should_training_stop = True
+
+
+def train(prefix, output, sizes, *, rows, steps, accumulate=1, stop=None, resume=None, samples=SAMPLES, **options):
+    """Returns what each step of this rank's replica was given, its dp rank, and the losses and weights."""
+    layout = {} if sizes is None else {"megatron_config": MegatronConfig(**sizes)}
+    model = AutoModelForCausalLM.from_pretrained(Path(prefix).parent / "model", **layout)
+    state, seen = parallel_state(model), Seen(stop)
+    arguments = TrainingArguments(
+        str(output),
+        per_device_train_batch_size=rows,
+        gradient_accumulation_steps=accumulate,
+        max_steps=steps,
+        save_strategy="no" if stop is None else "steps",
+        save_steps=1,
+        logging_steps=1,
+        learning_rate=1e-2,
+        report_to=[],
+        use_cpu=True,
+        **options,
+    )
+    trainer = Trainer(model, arguments, default_data_collator, dataset_of(prefix, samples), callbacks=[seen])
+    seen.watch(trainer)
+    trainer.train(resume_from_checkpoint=resume)
+    losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+    return seen.steps, 0 if state is None else state.mesh.dp_rank, losses
+
+
+def given(ranks):
+    """Returns the rows of each step over all replicas, in the order of Megatron's sampler: rank by rank."""
+    replicas = {}
+    for steps, rank, _ in ranks:
+        assert replicas.setdefault(rank, steps) == steps
+    return {step: [replicas[rank][step] for rank in sorted(replicas)] for step in replicas[0]}
+
+
+def expected(prefix, first, steps, dp_size, rows, accumulate, samples=SAMPLES):
+    """What `MegatronPretrainingSampler` gives each rank: consecutive blocks of rows, microbatch by microbatch."""
+    dataset, found = dataset_of(prefix, samples), {}
+    for step in steps:
+        found[step] = [[] for _ in range(dp_size)]
+        for _ in range(accumulate):
+            for rank in range(dp_size):
+                found[step][rank] += [dataset[first + row]["input_ids"].tolist() for row in range(rows)]
+                first += rows
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ranks_are_given_what_megatron_gives_them(prefix, tmp_path, layout):
+    sizes = LAYOUTS[layout]
+    dp_size = (sizes or {}).get("dp_size", 1)
+    options = {"rows": 4 // dp_size, "accumulate": 2, "steps": 4}
+    one = train if sizes is None else None
+    ranks = (
+        [one(prefix, tmp_path, None, **options)]
+        if one
+        else run_ranks(train, ranks_of(sizes), prefix, tmp_path, sizes, **options)
+    )
+    assert given(ranks) == expected(prefix, 0, range(1, 5), dp_size, 4 // dp_size, 2)
+    [(_, _, losses)] = run_ranks(train, 1, prefix, tmp_path / "one", None, rows=4, accumulate=2, steps=4)
+    assert ranks[0][2] == pytest.approx(losses, abs=2e-4)
+
+
+def test_labels_are_shifted_once(prefix):
+    """The loss over a batch is that of predicting each next token, the one behind the last included."""
+    torch.manual_seed(0)
+    model, dataset = AutoModelForCausalLM.from_config(LLAMA), dataset_of(prefix)
+    batch = default_data_collator([dataset[0], dataset[1]])
+    tokens = torch.stack([torch.from_numpy(dataset.tokens(sample)[0]) for sample in (0, 1)])
+    whole = model(input_ids=tokens, labels=tokens).loss
+    torch.testing.assert_close(model(**batch).loss, whole)
+
+
+def draws():
+    """Layouts and batches of a run that is stopped and goes on otherwise; stock's own checkpoints have one layout."""
+    drawn = random.Random(0)
+    for number in range(20):
+        yield (
+            number,
+            [
+                (
+                    layout := drawn.choice([*LAYOUTS][0 if part == 2 else 1 :]),
+                    drawn.choice([1, 2]) * (2 if layout == "pp2+dp2" else 1),
+                    drawn.choice([1, 2]),
+                    drawn.choice([1, 2]),
+                )
+                for part in range(3)
+            ],
+        )
+
+
+@pytest.mark.parametrize(("number", "parts"), draws(), ids=lambda value: str(value) if isinstance(value, int) else "")
+def test_stopped_runs_see_every_sample_once(prefix, tmp_path, number, parts):
+    """Three parts of one run, of other layouts, accumulation and batch sizes: the same sequence as without a stop."""
+    done, resume, found, first = 0, None, [], 0
+    for layout, rows, accumulate, steps in parts:
+        sizes = LAYOUTS[layout]
+        done += steps
+        ranks = run_ranks(
+            train, ranks_of(sizes), prefix, tmp_path, sizes, rows=rows, accumulate=accumulate, steps=done + 1,
+            stop=done, resume=resume,
+        )  # fmt: skip
+        dp_size = (sizes or {}).get("dp_size", 1)
+        steps_seen = {step: rows for step, rows in given(ranks).items() if step <= done}
+        assert steps_seen == expected(prefix, first, steps_seen, dp_size, rows, accumulate)
+        assert list(steps_seen) == list(range(done - steps + 1, done + 1))
+        first += steps * dp_size * rows * accumulate
+        resume = str(tmp_path / f"checkpoint-{done}")
+        found.append(first)
+
+
+def test_a_resume_with_other_samples_says_what_changed(prefix, tmp_path):
+    train(prefix, tmp_path, None, rows=4, steps=3, stop=2)
+    go_on = {"rows": 4, "steps": 4, "resume": str(tmp_path / "checkpoint-2")}
+    with pytest.raises(DataError, match=r"epochs\[0\] was \d+ and is \d+"):
+        train(prefix, tmp_path, None, samples=400, **go_on)
+    other = Path(prefix).with_name("other")
+    with IndexedWriter(other, "uint16") as writer:
+        writer.add_document([list(range(1, 90)) * 12])
+    with pytest.raises(DataError, match="files.sequences was 60 and is 1"):
+        train(str(other), tmp_path, None, **go_on)
+    steps, *_ = train(str(other), tmp_path, None, ignore_data_skip=True, **go_on)
+    assert steps == {key: rows[0] for key, rows in expected(str(other), 0, [3, 4], 1, 4, 1).items()}
+
+
+def test_more_steps_than_samples_say_so(prefix, tmp_path):
+    size = len(dataset_of(prefix, None))
+    steps = -(-size // 4)
+    with pytest.raises(DataError, match=f"{steps + 1} steps of 4 samples need more than the {size}"):
+        train(prefix, tmp_path, None, rows=4, steps=steps + 1, samples=None)
+    seen, *_ = train(prefix, tmp_path, None, rows=4, steps=steps, samples=None)
+    assert sum(map(len, seen.values())) == size
+
+
+def test_who_shuffles_again_is_refused(prefix, tmp_path):
+    with pytest.raises(DataError, match="train_sampling_strategy='group_by_length'"):
+        train(prefix, tmp_path, None, rows=4, steps=2, train_sampling_strategy="group_by_length")
+
+    def on_rank():
+        from accelerate import Accelerator
+
+        model = AutoModelForCausalLM.from_config(LLAMA, megatron_config=MegatronConfig(tp_size=2))
+        accelerator = Accelerator(cpu=True)
+        _, loader = accelerator.prepare(model, DataLoader(dataset_of(prefix), 4, shuffle=True))
+        with pytest.raises(DataError, match="shuffles it again"):
+            next(iter(loader))
+        loader = accelerator.prepare(DataLoader(dataset_of(prefix), 4))
+        return next(iter(loader))["input_ids"].tolist()
+
+    dataset = dataset_of(prefix)
+    for rows in run_ranks(on_rank, 2):
+        assert rows == [dataset[sample]["input_ids"].tolist() for sample in range(4)]
+
+
+def test_models_that_shift_again_are_refused(prefix, tmp_path):
+    model = AutoModelForCausalLM.from_config(LLAMA)
+    arguments = TrainingArguments(str(tmp_path), max_steps=1, report_to=[], use_cpu=True)
+    trainer = Trainer(model, arguments, default_data_collator, dataset_of(prefix))
+    trainer.model_accepts_loss_kwargs = False
+    with pytest.raises(DataError, match="takes no shift_labels"):
+        trainer.train()
+
+
+def test_blends_are_taken_in_turns(prefix, tmp_path):
+    datasets = [dataset_of(prefix, 40, seed=seed) for seed in (1, 2)]
+    blend = BlendedDataset(datasets, [0.3, 0.7], 20, cache=tmp_path)
+    again = BlendedDataset(datasets, [0.3, 0.7], 20, cache=tmp_path)
+    assert len(blend) == len(again) == 20
+    assert blend.order.dataset[:10].tolist() == [1, 0, 1, 1, 0, 1, 1, 0, 1, 1]
+    assert [blend[k]["input_ids"].tolist() for k in range(3)] == [
+        datasets[one][sample]["input_ids"].tolist() for one, sample in ((1, 0), (0, 0), (1, 1))
+    ]
+    with pytest.raises(DataError, match="has .* samples, of which"):
+        BlendedDataset(datasets, [0.3, 0.7], 10_000)

@@ -1,0 +1,110 @@
+"""Learning rates and weight decays after each step are those of Megatron-Core's own scheduler."""
+
+import logging
+import random
+import types
+
+import pytest
+import torch
+
+from hf_megatron.data.schedules import MegatronSchedule, MegatronScheduler, schedule_from_megatron_args
+from hf_megatron.errors import DataError
+
+STYLES = ["constant", "linear", "cosine", "inverse-square-root", "WSD"]
+WSD_STYLES = ["linear", "cosine", "exponential", "minus_sqrt"]
+
+
+def drawn(seed):
+    """A schedule, and samples of a step."""
+    one = random.Random(seed)
+    batch, iterations = one.randrange(1, 9), one.randrange(4, 40)
+    decay = one.randrange(2, iterations + 4)
+    end = one.choice([0.1, 0.3])
+    style = one.choice(["constant", "linear", "cosine"])
+    given = {
+        "lr": one.choice([3e-4, 1.0]),
+        "min-lr": one.choice([0.0, 1e-5]),
+        "lr-warmup-init": one.choice([0.0, 1e-6]),
+        "lr-decay-style": one.choice(STYLES),
+        "lr-wsd-decay-style": one.choice(WSD_STYLES),
+        "lr-warmup-iters": one.randrange(0, decay),
+        "lr-decay-iters": decay,
+        "lr-wsd-decay-iters": one.randrange(1, decay + 1),
+        "weight-decay": end,
+        "start-weight-decay": 0.01,
+        "end-weight-decay": end,
+        "weight-decay-incr-style": style,
+        "train-iters": iterations,
+        "global-batch-size": batch,
+    }
+    return given, batch, iterations
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_equals_megatron_core(seed):
+    module = pytest.importorskip("megatron.core.optimizer_param_scheduler")
+    logging.getLogger(module.__name__).setLevel(logging.ERROR)
+    given, batch, iterations = drawn(seed)
+    groups = [{"wd_mult": 1.0}, {"wd_mult": 0.0}]
+    constant = given["weight-decay-incr-style"] == "constant"
+    peer = module.OptimizerParamScheduler(
+        types.SimpleNamespace(param_groups=groups),
+        given["lr-warmup-init"],
+        given["lr"],
+        given["min-lr"],
+        given["lr-warmup-iters"] * batch,
+        given["lr-decay-iters"] * batch,
+        given["lr-decay-style"],
+        given["weight-decay"] if constant else given["start-weight-decay"],
+        given["end-weight-decay"],
+        iterations * batch,
+        given["weight-decay-incr-style"],
+        wsd_decay_steps=given["lr-wsd-decay-iters"] * batch,
+        lr_wsd_decay_style=given["lr-wsd-decay-style"],
+    )
+    weights = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
+    optimizer = torch.optim.AdamW([{"params": weights[:1]}, {"params": weights[1:], "weight_decay": 0.0}], lr=7.0)
+    scheduler = MegatronScheduler(optimizer, schedule_from_megatron_args(given), batch)
+    for _ in range(iterations + 6):
+        for group, other in zip(optimizer.param_groups, groups, strict=True):
+            assert (group["lr"], group["weight_decay"]) == (other["lr"], other["weight_decay"])
+        optimizer.step()
+        scheduler.step()
+        peer.step(batch)
+
+
+def test_goes_on_with_another_batch():
+    def made(batch):
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+        return optimizer, MegatronScheduler(optimizer, MegatronSchedule(1.0, decay=64, style="cosine"), batch)
+
+    optimizer, scheduler = made(4)
+    for _ in range(6):
+        optimizer.step()
+        scheduler.step()
+    other, again = made(8)
+    again.load_state_dict(scheduler.state_dict())
+    assert other.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"] == again.schedule.learning_rate(24)
+    other.step()
+    again.step()
+    assert again.samples == 32 and again.get_last_lr() == [again.schedule.learning_rate(32)]
+    with pytest.raises(DataError, match="does not count samples"):
+        again.load_state_dict(torch.optim.lr_scheduler.LambdaLR(other, lambda step: 1.0).state_dict())
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"lr": 1.0, "train-iters": 10}, "global_batch_size = None"),
+        ({"lr": 1.0}, "either train_iters or train_samples"),
+        ({"lr": 1.0, "train-samples": 10, "lr-decay-style": "cubic"}, "style = 'cubic'"),
+        ({"lr": 1.0, "train-samples": 10, "lr-warmup-samples": 10}, "expected a warm-up before its end"),
+        ({"lr": 1.0, "train-samples": 10, "lr-decay-style": "WSD"}, "wsd_decay = None"),
+        ({"lr": 1.0, "train-samples": 10, "min-lr": 2.0}, "expected the first to be the largest"),
+        ({"lr": 1.0, "train-samples": 10, "tensor-parallel-size": 2}, "none of a schedule"),
+        ({"train-samples": 10}, "lr = None"),
+    ],
+)
+def test_what_is_wrong_says_so(given, message):
+    with pytest.raises(DataError, match=message):
+        schedule_from_megatron_args(given)

@@ -1,0 +1,325 @@
+"""Samples are those of Megatron-Core's GPTDataset; kept indices are read where they fit; arguments are Megatron's."""
+
+import hashlib
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from hf_megatron.data import order_cache
+from hf_megatron.data.indexed import IndexedDataset
+from hf_megatron.data.indexed_writer import IndexedWriter
+from hf_megatron.data.megatron_arguments import datasets_from_megatron_args
+from hf_megatron.data.order_cache import cached_arrays
+from hf_megatron.data.pretraining import BlendedDataset, PretrainingDataset
+from hf_megatron.errors import DataError
+
+DATA = Path(__file__).parents[1] / "data" / "megatron_indexed"
+NAMES = [str(DATA / f"ag_news_prompt_{name}_document") for name in ("inputs", "targets")]
+EOD = 7
+
+
+def _pair(path, seed=0, documents=40, longest=30, vocabulary=50):
+    """A pair with empty documents, and tokens that end documents within them."""
+    drawn = random.Random(seed)
+    with IndexedWriter(path, "uint16") as writer:
+        for _ in range(documents):
+            writer.add_document([[drawn.randrange(vocabulary) for _ in range(drawn.randrange(longest))]])
+    return str(path)
+
+
+def _digest(values):
+    return hashlib.sha256(np.ascontiguousarray(values).tobytes()).hexdigest()[:16]
+
+
+class _Tokenizer:
+    """What Megatron-Core's datasets ask a tokenizer."""
+
+    vocab_size, eod, unique_identifiers = 50, EOD, {}
+
+    @property
+    def pad(self):
+        raise NotImplementedError
+
+    eos = pad
+
+
+def _peer(prefixes, weights, split, length, samples, seed, cache, **options):
+    """The three datasets that megatron-core builds, as lists."""
+    builder = pytest.importorskip("megatron.core.datasets.blended_megatron_dataset_builder")
+    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+
+    config = GPTDatasetConfig(
+        random_seed=seed,
+        sequence_length=length,
+        blend=(list(prefixes), weights),
+        split=split,
+        path_to_cache=str(cache),
+        tokenizer=_Tokenizer(),
+        create_attention_mask=False,
+        **{"reset_position_ids": False, "reset_attention_mask": False, "eod_mask_loss": False, **options},
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return builder.BlendedMegatronDatasetBuilder(GPTDataset, samples, lambda: True, config).build()
+
+
+@pytest.fixture(scope="module")
+def one_process():
+    """Blends of megatron-core ask for the rank."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_samples_equal_megatron_core(tmp_path, one_process, seed):
+    """Twenty draws each of files, splits, weights, lengths and masks: every token, label, mask and position."""
+    drawn = random.Random(seed)
+    for draw in range(20):
+        folder = tmp_path / str(draw)
+        folder.mkdir()
+        count = drawn.choice([1, 1, 2, 3])
+        prefixes = [
+            _pair(folder / f"{number}", drawn.random(), drawn.randrange(8, 50), drawn.randrange(8, 40))
+            for number in range(count)
+        ]
+        weights = [drawn.choice([0.2, 0.5, 3.0, 7.0]) for _ in prefixes] if drawn.random() < 0.6 else None
+        split, length = drawn.choice(["90,5,5", "80,20,0", "1", "60,30,10"]), drawn.randrange(2, 24)
+        masked, restarts = drawn.random() < 0.5, drawn.random() < 0.5
+        given = {
+            "data-path": [word for pair in zip(weights, prefixes, strict=True) for word in pair]
+            if weights
+            else prefixes,
+            "split": split,
+            "seq-length": length,
+            "seed": drawn.randrange(1, 100),
+            "global-batch-size": drawn.randrange(1, 5),
+            "train-iters": drawn.randrange(1, 80),
+            "eval-interval": drawn.randrange(1, 40),
+            "eval-iters": drawn.randrange(1, 3),
+            "eod-mask-loss": masked,
+            "reset-position-ids": restarts,
+            "reset-attention-mask": restarts,
+        }
+        if count == 2 and weights is None:
+            # Two names would be a weight and a name to Megatron only where the first is a number.
+            assert not any(name.replace(".", "").isdigit() for name in prefixes)
+        batch = given["global-batch-size"]
+        rounds = (given["train-iters"] // given["eval-interval"] + 1) * given["eval-iters"] * batch
+        sizes = [given["train-iters"] * batch, rounds, given["eval-iters"] * batch]
+        try:
+            found = datasets_from_megatron_args(given, eod_token=EOD)
+        except DataError:
+            # A part without a sample, of which megatron-core tries to make epochs for ever.
+            continue
+        options = {"eod_mask_loss": masked, "reset_position_ids": restarts}
+        peers = _peer(prefixes, weights, split, length, sizes, given["seed"], folder / "cache", **options)
+        for ours, peer, size in zip((found.train, found.valid, found.test), peers, sizes, strict=True):
+            if not size:
+                continue
+            assert (ours is None) == (peer is None)
+            if ours is None:
+                continue
+            assert len(ours) == len(peer)
+            for number in {0, 1, len(ours) // 2, len(ours) - 1} & set(range(len(ours))):
+                sample, other = ours[number], peer[number]
+                assert sample["input_ids"].tolist() == other["tokens"].tolist()
+                is_counted = other["loss_mask"] == 1
+                assert sample["labels"][is_counted].tolist() == other["labels"][is_counted].tolist()
+                assert ((sample["shift_labels"] == -100) == ~is_counted).all()
+                places = sample.get("position_ids", torch.arange(length))
+                assert places.tolist() == other["position_ids"].tolist()
+        shutil.rmtree(folder)
+
+
+def test_blends_equal_golden_vectors(tmp_path):
+    given = {
+        "data-path": ["0.3", NAMES[0], "0.7", NAMES[1]],
+        "split": "90,10,0",
+        "seq-length": 32,
+        "train-samples": 200,
+        "eval-iters": 1,
+        "global-batch-size": 20,
+    }
+    found = datasets_from_megatron_args(given)
+    assert [len(dataset) for dataset in found.train.datasets] == [166, 146]
+    assert _digest(found.train.order.dataset) == "7c3b0fd5bba97b22"
+    assert _digest(found.train.order.sample) == "4fd38226e3db3581"
+    assert found.test is None
+    datasets = [PretrainingDataset(name, 32, share=(0.0, 0.9)) for name in NAMES]
+    whole = BlendedDataset(datasets)
+    assert (len(whole), _digest(whole.order.dataset)) == (172, "a4018939a6d700b9")
+    assert _digest(whole.order.sample) == "f354d01ac35fe15f"
+
+
+def test_the_last_sample_is_filled_up(tmp_path):
+    prefix = tmp_path / "pair"
+    with IndexedWriter(prefix, "uint16") as writer:
+        writer.add_document([list(range(1, 8))])
+    dataset = PretrainingDataset(prefix, 4, drop_last_partial=False)
+    assert len(dataset) == 2
+    rows = sorted((dataset[number] for number in range(2)), key=lambda row: -int(row["input_ids"][0] == 1))
+    assert rows[0]["input_ids"].tolist() == [1, 2, 3, 4] and rows[0]["labels"].tolist() == [2, 3, 4, 5]
+    assert rows[1]["input_ids"].tolist() == [5, 6, 7, 0] and rows[1]["labels"].tolist() == [6, 7, -100, -100]
+
+
+def test_positions_begin_again_with_documents(tmp_path):
+    prefix = tmp_path / "pair"
+    with IndexedWriter(prefix, "uint16") as writer:
+        for document in ([1, 2, 3], [], [4, EOD], [5, 6, 8, 9, 10, 11]):
+            writer.add_document([document])
+    for restart in ("documents", "eod"):
+        dataset = PretrainingDataset(prefix, 10, restart=restart, eod_token=EOD)
+        [(_, sizes), row] = dataset.tokens(0), dataset[0]
+        if restart == "documents":
+            expected = [place for size in sizes for place in range(size)][:10]
+        else:
+            tokens = row["input_ids"].tolist()
+            behind = tokens.index(EOD) + 1
+            expected = [*range(behind), *range(10 - behind)]
+        assert row["position_ids"].tolist() == expected
+
+
+# Kept indices
+
+
+def _arrays():
+    return {"one": np.arange(5), "two": np.ones((2, 3), np.int16)}
+
+
+def test_kept_indices_are_read_only_where_their_key_fits(tmp_path):
+    made = []
+
+    def make():
+        made.append(1)
+        return _arrays()
+
+    for key in ({"a": 1}, {"a": 1}, {"a": 2}, {"a": 1}):
+        found = cached_arrays(key, tmp_path, make)
+        assert {name: array.tolist() for name, array in found.items()} == {
+            name: array.tolist() for name, array in _arrays().items()
+        }
+    assert len(made) == 2
+    # What is damaged is made again.
+    [folder] = [path for path in tmp_path.iterdir() if path.is_dir() and '"a": 2' in (path / "key.json").read_text()]
+    content = (folder / "one.npy").read_bytes()
+    (folder / "one.npy").write_bytes(content[:-8])
+    assert cached_arrays({"a": 2}, tmp_path, make)["one"].tolist() == [0, 1, 2, 3, 4]
+    assert len(made) == 3 and (folder / "one.npy").read_bytes() == content
+
+
+def _build(folder, log):
+    def make():
+        with open(log, "a") as file:
+            file.write("made\n")
+        return {"one": np.arange(1_000_000)}
+
+    assert cached_arrays({"a": 1}, folder, make)["one"][-1] == 999_999
+
+
+def test_one_of_several_builders_makes_them(tmp_path):
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=_build, args=(tmp_path / "cache", tmp_path / "log")) for _ in range(6)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0] * 6
+    assert (tmp_path / "log").read_text() == "made\n"
+
+
+def test_disks_that_take_nothing_cost_no_run(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    with pytest.warns(UserWarning, match="kept in memory"):
+        assert cached_arrays({"a": 1}, tmp_path / "file" / "cache", _arrays)["one"].tolist() == [0, 1, 2, 3, 4]
+
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(order_cache.np, "save", full)
+    with pytest.warns(UserWarning, match="No space left"):
+        assert cached_arrays({"a": 1}, tmp_path / "cache", _arrays)["one"].tolist() == [0, 1, 2, 3, 4]
+    assert [path for path in (tmp_path / "cache").iterdir() if path.is_dir()] == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"seed": 2},
+        {"sequence_length": 9},
+        {"samples": 500},
+        {"share": (0.0, 0.5)},
+        {"extra_token": False},
+        {"drop_last_partial": False},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_whatever_an_order_depends_on_makes_another_folder(tmp_path, change):
+    prefix, cache = _pair(tmp_path / "pair"), tmp_path / "cache"
+    given = {"sequence_length": 8, "samples": 20, "seed": 1}
+    first, other = PretrainingDataset(prefix, **given, cache=cache), {**given, **change}
+    found, plain = PretrainingDataset(prefix, **other, cache=cache), PretrainingDataset(prefix, **other)
+    assert len([path for path in cache.iterdir() if path.is_dir()]) == 2
+    assert found.order_key == plain.order_key != first.order_key
+    for name in ("documents", "starts", "shuffle"):
+        assert np.array_equal(getattr(found.order, name), getattr(plain.order, name))
+
+
+def test_runs_of_as_many_epochs_share_a_folder(tmp_path):
+    prefix, cache = _pair(tmp_path / "pair"), tmp_path / "cache"
+    tokens = IndexedDataset(prefix).tokens
+    for samples in (tokens // 8 // 2, tokens // 8 // 2 + 3):
+        PretrainingDataset(prefix, 8, samples, cache=cache)
+    assert len([path for path in cache.iterdir() if path.is_dir()]) == 1
+    # Another file of the same name and size.
+    os.utime(f"{prefix}.idx", ns=(1, 1))
+    PretrainingDataset(prefix, 8, 20, cache=cache)
+    assert len([path for path in cache.iterdir() if path.is_dir()]) == 2
+
+
+# Arguments
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"data-path": None}, "expected data_path"),
+        ({"train-data-path": "x"}, "expected data_path"),
+        ({"data-path": ["0.3", "a", "b", "c"]}, "a weight before each"),
+        ({"data-path": ["0", "a", "1", "b"]}, "expected numbers above 0"),
+        ({"split": "0,1,0,4"}, "one to three weights"),
+        ({"train-samples": 4}, "either train_iters or train_samples"),
+        ({"seq-length": None}, "seq_length = None"),
+        ({"reset-position-ids": True}, "expected both or neither"),
+        ({"eod-mask-loss": True}, "need eod_token="),
+        ({"hidden-size": 4}, "is none of data"),
+        ({"data-path": "nowhere"}, "no such file"),
+    ],
+)
+def test_arguments_that_are_wrong_say_so(tmp_path, change, message):
+    given = {"data-path": NAMES[0], "seq-length": 8, "train-iters": 2, "global-batch-size": 2}
+    with pytest.raises(DataError, match=message):
+        datasets_from_megatron_args({**given, **change})
+
+
+def test_paths_of_each_split_and_files_of_arguments(tmp_path):
+    given = {"seq-length": 8, "train-iters": 2, "global-batch-size": 2, "eval-iters": 1}
+    named = datasets_from_megatron_args({**given, "train-data-path": NAMES[0], "valid-data-path": NAMES})
+    assert named.test is None and len(named.valid.datasets) == 2
+    file = tmp_path / "splits.json"
+    file.write_text(json.dumps({"train": [NAMES[0]], "valid": NAMES}))
+    again = datasets_from_megatron_args({**given, "per-split-data-args-path": file})
+    assert again.train.order_key == named.train.order_key and again.valid.order_key == named.valid.order_key
+    (tmp_path / "data.txt").write_text(f"0.3 {NAMES[0]}\n0.7 {NAMES[1]}\n")
+    blend = datasets_from_megatron_args({**given, "data-args-path": tmp_path / "data.txt", "split": "1"}).train
+    assert blend.order_key["weights"] == [0.3, 0.7] and blend[0]["input_ids"].shape == (8,)
+    with pytest.raises(DataError, match="goes with data_path"):
+        datasets_from_megatron_args({**given, "train-data-path": NAMES[0], "split": "1"})
