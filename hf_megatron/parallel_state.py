@@ -259,6 +259,11 @@ def _require_enabled(model: nn.Module, args: tuple) -> None:
         )
 
 
+def computes_again(state: "ParallelState | None") -> bool:
+    """Tells whether what a model computes now is a step's again, of which nothing is to stay."""
+    return state is not None and state.data_parallel is not None and state.data_parallel.is_rerun
+
+
 def parallel_state(model: Any) -> ParallelState | None:
     """Returns the parallel state of a model, or `None` for a model this library did not lay out."""
     return vars(model).get(_STATE)

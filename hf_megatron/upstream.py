@@ -11,7 +11,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import cache, wraps
 from importlib import metadata
@@ -1544,3 +1544,10 @@ def dispatch_modes() -> list[Any]:
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
     return list(_get_current_dispatch_mode_stack())
+
+
+def without_dispatch_modes() -> AbstractContextManager[Any]:
+    """Keeps modes from seeing operations on tensors inside (private in torch 2.11 to 2.13)."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    return cast(AbstractContextManager[Any], _disable_current_modes())

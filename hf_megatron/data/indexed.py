@@ -183,17 +183,7 @@ class IndexedDataset:
         Raises:
             DataError: offsets that are no running sum of the lengths, documents out of order, or tokens out of range.
         """
-        if int(self.lengths.min()) < 0:
-            raise DataError(f"{self.index_path}: sequence {int(self.lengths.argmin())} has a negative length.")
-        sums = np.cumsum(self.lengths, dtype=np.int64) * self.dtype.itemsize
-        wrong = np.flatnonzero(self.offsets[1:] != sums[:-1])
-        if len(wrong):
-            raise DataError(
-                f"{self.index_path}: sequence {int(wrong[0]) + 1} does not begin where the one before it ends."
-            )
-        if int(np.diff(self.documents).min()) < 0:
-            place = int(np.diff(self.documents).argmin())
-            raise DataError(f"{self.index_path}: document {place + 1} begins before document {place}.")
+        self.verify_index()
         smallest, largest = self._range()
         if vocab_size is not None and not 0 <= smallest <= largest < vocab_size:
             raise DataError(
@@ -207,6 +197,24 @@ class IndexedDataset:
             "smallest token": smallest,
             "largest token": largest,
         }
+
+    def verify_index(self) -> None:
+        """Reads the whole index.
+
+        Raises:
+            DataError: offsets that are no running sum of the lengths, or documents out of order.
+        """
+        if int(self.lengths.min()) < 0:
+            raise DataError(f"{self.index_path}: sequence {int(self.lengths.argmin())} has a negative length.")
+        sums = np.cumsum(self.lengths, dtype=np.int64) * self.dtype.itemsize
+        wrong = np.flatnonzero(self.offsets[1:] != sums[:-1])
+        if len(wrong):
+            raise DataError(
+                f"{self.index_path}: sequence {int(wrong[0]) + 1} does not begin where the one before it ends."
+            )
+        if int(np.diff(self.documents).min()) < 0:
+            place = int(np.diff(self.documents).argmin())
+            raise DataError(f"{self.index_path}: document {place + 1} begins before document {place}.")
 
     def _range(self, block: int = 1 << 24) -> tuple[int, int]:
         ends = [

@@ -37,7 +37,9 @@ class IndexedWriter:
             raise DataError(f"IndexedWriter(dtype={self.dtype}): expected one of {', '.join(map(str, CODES))}.")
         self.index_path, self.data_path = Path(f"{self.prefix}.idx"), Path(f"{self.prefix}.bin")
         if not overwrite and (found := next((p for p in (self.index_path, self.data_path) if p.exists()), None)):
-            raise DataError(f"{found}: is there already; name another prefix, or pass overwrite=True.")
+            raise DataError(
+                f"{found}: is there already; name another prefix, or say that it may be replaced (overwrite)."
+            )
         self._partial = self.data_path.with_name(f"{self.data_path.name}.partial-{os.getpid()}")
         self._file: Any = None
         self._lengths: list[int] = []
@@ -52,26 +54,28 @@ class IndexedWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        index = self.index_path.with_name(f"{self.index_path.name}.partial-{os.getpid()}")
         try:
-            if kind is None:
+            with self._file:
                 self._file.flush()
                 os.fsync(self._file.fileno())
+            if kind is None:
+                self._publish(index)
         finally:
-            self._file.close()
-            if kind is not None:
-                self._partial.unlink(missing_ok=True)
-        if kind is None:
-            self._publish()
+            # Nothing is left of what could not be written: the disk may be full.
+            self._partial.unlink(missing_ok=True)
+            index.unlink(missing_ok=True)
 
-    def _publish(self) -> None:
-        """Gives the data its name, and after it the index, without which nobody takes it for a dataset."""
+    def _publish(self, index: Path) -> None:
+        """Gives both files their names when both are written; what had these stays until then."""
         if not self._lengths:
-            self._partial.unlink()
             raise DataError(f"{self.prefix}: nothing was written.")
+        write_index(index, self.dtype, self._lengths, self._ends, self._modes if self.multimodal else None)
+        # Without an index nobody takes the data for a dataset.
         self.index_path.unlink(missing_ok=True)
         os.replace(self._partial, self.data_path)
+        os.replace(index, self.index_path)
         sync_directory(self.data_path.parent)
-        write_index(self.index_path, self.dtype, self._lengths, self._ends, self._modes if self.multimodal else None)
 
     def add_document(self, sequences: Iterable[Any], modes: Sequence[int] | None = None) -> None:
         """Adds a document of some sequences of tokens.
@@ -79,29 +83,36 @@ class IndexedWriter:
         Raises:
             DataError: tokens that the type does not hold, or another number of modes.
         """
-        count = len(self._lengths)
-        for tokens in sequences:
-            self._add(tokens)
-        added = len(self._lengths) - count
-        if self.multimodal != (modes is not None) or (modes is not None and len(modes) != added):
-            raise DataError(f"{self.prefix}: a document of {added} sequences has modes {modes}.")
-        self._modes += modes or ()
+        made = [self._tokens(tokens) for tokens in sequences]
+        given = None if modes is None else list(modes)
+        if self.multimodal != (given is not None) or (given is not None and len(given) != len(made)):
+            raise DataError(f"{self.prefix}: a document of {len(made)} sequences has modes {given}.")
+        for tokens in made:
+            self._file.write(tokens.tobytes(order="C"))
+            self._lengths.append(tokens.size)
+        self._modes += given or ()
         self._ends.append(len(self._lengths))
 
-    def _add(self, tokens: Any) -> None:
+    def _tokens(self, tokens: Any) -> np.ndarray:
         given = np.asarray(tokens)
+        if given.ndim != 1:
+            raise DataError(
+                f"{self.prefix}: a sequence of {given.ndim} dims: expected one, of tokens; a document is a list of "
+                "sequences."
+            )
         made = given.astype(self.dtype)
         if not np.array_equal(given, made):
-            raise DataError(f"{self.prefix}: tokens up to {given.max()} in {self.dtype}, which does not hold them.")
-        self._file.write(made.tobytes(order="C"))
-        self._lengths.append(made.size)
+            wrong = given[given != made][0]
+            raise DataError(f"{self.prefix}: token {wrong} in {self.dtype}, which does not hold it.")
+        return made
 
     def add_dataset(self, other: IndexedDataset) -> None:
         """Adds all documents of another dataset of the same type.
 
         Raises:
-            DataError: the types differ.
+            DataError: the types differ, or the other's index is damaged.
         """
+        other.verify_index()
         if other.dtype != self.dtype or other.multimodal != self.multimodal:
             raise DataError(f"{other.prefix}: has {other.dtype}, and {self.prefix} is written in {self.dtype}.")
         with open(other.data_path, "rb") as file:

@@ -69,8 +69,10 @@ def parse_split(split: str) -> tuple[tuple[float, float] | None, ...]:
     Raises:
         DataError: no weight, or more than three.
     """
-    weights = [float(weight) for weight in re.findall(r"[.0-9]+", split) if re.fullmatch(r"\d*\.?\d*", weight)]
-    if not weights or len(weights) > len(SPLITS) or sum(weights) <= 0:
+    texts = re.split(r"[,/\s]+", split.strip(" ,/"))
+    # Megatron takes what looks like a number out of whatever is between.
+    weights = [float(text) for text in texts if re.fullmatch(r"\d+\.?\d*|\.\d+", text)]
+    if len(weights) != len(texts) or not weights or len(weights) > len(SPLITS) or sum(weights) <= 0:
         raise DataError(f"split = {split!r}: expected one to three weights, such as '969,30,1'.")
     weights += [0.0] * (len(SPLITS) - len(weights))
     shares = [weight / sum(weights) for weight in weights]

@@ -20,7 +20,7 @@ from ..communication.random_streams import default_generator
 from ..data_parallel.optimizer import sharded, stepping_optimizer
 from ..errors import ConfigError
 from ..parallel_state import ParallelState, laid_out_model, parallel_state
-from ..upstream import in_backward
+from ..upstream import in_backward, without_dispatch_modes
 from .finite_check import CallCheck, Found, NonFinite, weights_not_finite
 
 
@@ -48,10 +48,10 @@ class NonFiniteReport:
     def __str__(self) -> str:
         if self.first is None:
             return (
-                f"step {self.step} had a gradient that is not finite, and the same calls again were finite on all "
-                "ranks: a fault of a machine, or what a loop did to the gradients or made of the outputs."
+                f"step {self.step}, counted from 0, had a gradient that is not finite, and the same calls again were "
+                "finite on all ranks: a fault of a machine, or what a loop did to the gradients or made of the outputs."
             )
-        text = f"step {self.step}, first not finite, found by the same calls again: {self.first}"
+        text = f"step {self.step}, counted from 0, first not finite, found by the same calls again: {self.first}"
         if len(self.ranks) > 1:
             text += f"; ranks {', '.join(map(str, self.ranks))} alike, between which it was added up before"
         others = [str(one.rank) for one in self.also if one.rank not in self.ranks]
@@ -122,7 +122,8 @@ class NonFiniteWatch:
         self._calls.clear()
 
     def _keep(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        if self._is_rerun or not (model.training and torch.is_grad_enabled()) or in_backward():
+        # What is trained may be in eval mode, as models are when they are loaded.
+        if self._is_rerun or not torch.is_grad_enabled() or in_backward():
             return
         kind = self._state.mesh.device_type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
@@ -143,6 +144,8 @@ class NonFiniteWatch:
         self._is_rerun = True
         try:
             with ExitStack() as stack:
+                # Who counts the step's memory counts it once.
+                stack.enter_context(without_dispatch_modes())
                 stack.enter_context(self._held.engine.gradients_apart())
                 if self._state.pipeline is not None:
                     stack.enter_context(self._state.pipeline.loss_scale.unnoticed())

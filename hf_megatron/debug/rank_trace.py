@@ -45,6 +45,7 @@ class RankTrace:
         computed: what, and `[start, stop)`.
         communications: in the order of their calls.
         overlaps: whether communication may run beside computing, as on accelerators.
+        queued: seconds in which the host ran others in this rank's place.
     """
 
     rank: int
@@ -56,6 +57,7 @@ class RankTrace:
     computed: list[tuple[str, float, float]]
     communications: list[Communication]
     overlaps: bool = False
+    queued: float = 0.0
 
     def write(self, directory: Path) -> None:
         """Writes `rank{N}.json`."""

@@ -24,7 +24,7 @@ from ..absent_weights import own_parameters
 from ..context_parallel.order import Interval
 from ..data_parallel.optimizer import stepping_optimizer
 from ..errors import ConfigError, UnsupportedError
-from ..parallel_state import laid_out_model, parallel_state
+from ..parallel_state import computes_again, laid_out_model, parallel_state
 from ..parts import comes_last
 from ..upstream import in_backward, local_tensor
 from ..version import __version__
@@ -148,7 +148,7 @@ class StepRecorder:
     # What is seen
 
     def _begin_call(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        if not in_backward():
+        if not in_backward() and not computes_again(self.state):
             # Of all replicas' tokens, as Trainer says how many these are.
             self._is_share = self.state is not None and kwargs.get("num_items_in_batch") is not None
             self._calls.begin(self.state, args, kwargs)
@@ -156,14 +156,14 @@ class StepRecorder:
     @comes_last
     def _end_call(self, model: nn.Module, args: Any, output: Any) -> None:
         loss = output.get("loss") if isinstance(output, Mapping) else None
-        if isinstance(loss, Tensor) and not in_backward():
+        if isinstance(loss, Tensor) and not in_backward() and not computes_again(self.state):
             self._losses.append(float(loss.detach()))
 
     def _hook_of(self, name: str) -> Any:
         @comes_last
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             # What is computed again in backward was seen before.
-            if in_backward() or self._calls.is_rehearsal(self.state):
+            if in_backward() or computes_again(self.state) or self._calls.is_rehearsal(self.state):
                 return
             value = next((value for value in tree_iter(output) if _is_hidden(value)), None)
             place = None if value is None else self._calls.place(self.state, name, value)

@@ -44,16 +44,19 @@ class UnequalReplica:
         name: the parameter's or buffer's; of a moment, behind what the optimizer calls it.
         ranks: of the job, those that differ from most; all holders, where no value is that of most of them.
         holders: all ranks that have the same entries.
+        alike: of these, those of each value.
     """
 
     kind: str
     name: str
     ranks: tuple[int, ...]
     holders: tuple[int, ...]
+    alike: tuple[tuple[int, ...], ...] = ()
 
     def __str__(self) -> str:
         if self.ranks == self.holders:
-            return f"{self.kind} {self.name}: ranks {_listed(self.holders)} differ, none of them from most"
+            sides = " against ".join(map(_listed, self.alike))
+            return f"{self.kind} {self.name}: ranks {_listed(self.holders)} differ, none of them from most: {sides}"
         named = "rank" if len(self.ranks) == 1 else "ranks"
         return f"{self.kind} {self.name}: {named} {_listed(self.ranks)} of {_listed(self.holders)}"
 
@@ -107,7 +110,11 @@ def _unequal(key: _Key, values: dict[int, int]) -> UnequalReplica:
     [(usual, count)] = Counter(values.values()).most_common(1)
     apart = [rank for rank, value in values.items() if value != usual]
     is_known = 2 * count > len(values)
-    return UnequalReplica(key[0], key[1], tuple(apart if is_known else values), tuple(values))
+    sides: dict[int, list[int]] = {}
+    for rank, value in values.items():
+        sides.setdefault(value, []).append(rank)
+    alike = tuple(map(tuple, sides.values()))
+    return UnequalReplica(key[0], key[1], tuple(apart if is_known else values), tuple(values), alike)
 
 
 def _of_all_ranks(value: Any) -> list[Any]:

@@ -10,7 +10,7 @@ from typing import Any
 from ..files.paths import replace_file
 from .run_charts import Bar, line_chart, mesh_table, shares_chart, stacked_bars, step_picture
 from .run_record import RunRecord
-from .trace_shares import TraceShares, shares_of
+from .trace_shares import TraceShares, held_up, shares_of
 
 _TEMPLATE = Path(__file__).with_name("run_page.html")
 # Logged under a name -> its title and unit.
@@ -144,12 +144,9 @@ def _findings(run: RunRecord, shares: Sequence[TraceShares], planned: Mapping[in
         more = f" and {len(run.skipped) - 1} more times" if len(run.skipped) > 1 else ""
         found.append(f"Step {run.skipped[0]} was skipped{more}: gradients were not finite.")
     found += [f"{text[:1].upper()}{text[1:]}." for text in run.stragglers[-3:]]
-    worst = max(shares, key=lambda one: max(one.waited_for.values(), default=0.0) / one.step, default=None)
-    if worst is not None and worst.waited_for:
-        last = max(worst.waited_for, key=worst.waited_for.__getitem__)
-        share = worst.waited_for[last] / worst.step
-        if share > _WAITING:
-            found.append(f"Rank {worst.rank} waits {share:.0%} of a step for rank {last}.")
+    slowest = held_up(shares)
+    if slowest is not None and slowest[1] > _WAITING:
+        found.append(f"Others wait {slowest[1]:.0%} of a step for rank {slowest[0]}.")
     for one in run.memory:
         plan = planned.get(one.pipeline_rank)
         if plan is not None and one.peak > _OVER_PLAN * plan:

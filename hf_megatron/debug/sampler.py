@@ -9,6 +9,7 @@ import weakref
 from collections import defaultdict
 from types import FrameType
 
+import torch
 from torch import nn
 
 from ..communication.watch import is_in_communication, where
@@ -48,6 +49,9 @@ class ThreadSampler(threading.Thread):
         self._thread, self._interval = threading.get_ident(), interval
         self._queued = QueuedTime(threading.get_native_id())
         self._model = weakref.ref(model)
+        # Of the last call: an evaluation between steps is no part of them, whichever mode a model is trained in.
+        self._evaluates = False
+        self._hook = model.register_forward_pre_hook(self._note_call)
         self._names: dict[int, str] = {}
         self._places: dict[str, float] = defaultdict(float)
         self._lock, self._stopped = threading.Lock(), threading.Event()
@@ -63,16 +67,17 @@ class ThreadSampler(threading.Thread):
             now, queued = time.monotonic(), self._queued.seconds()
             own = max(0.0, now - before - (queued - queued_before))
             before, queued_before = now, queued
-            model = self._model()
-            # An evaluation between steps is no part of them.
-            is_evaluation = model is not None and not model.training
-            place = None if is_evaluation or is_in_communication(frame) else self._place(frame)
+            place = None if self._evaluates or is_in_communication(frame) else self._place(frame)
             if place is not None:
                 with self._lock:
                     self._places[place] += own
 
+    def _note_call(self, model: nn.Module, args: tuple) -> None:
+        self._evaluates = not torch.is_grad_enabled()
+
     def stop(self) -> None:
         """Ends the thread."""
+        self._hook.remove()
         self._stopped.set()
         self.join()
         self._queued.close()

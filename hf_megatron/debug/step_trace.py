@@ -23,13 +23,14 @@ from torch.utils._pytree import tree_iter
 from ..data_parallel.fully_sharded import outermost_layers
 from ..data_parallel.optimizer import stepping_optimizer
 from ..errors import ConfigError
-from ..parallel_state import laid_out_model, parallel_state
+from ..parallel_state import computes_again, laid_out_model, parallel_state
 from ..parts import comes_last, works_on_parts
 from ..profile.spans import clock_offset
 from ..upstream import communication_through, group_description, in_backward
 from .kernel_spans import device_profiler, kernels_of
 from .rank_files import rank_file
 from .rank_trace import Communication, RankTrace
+from .sampler import QueuedTime
 
 # What a rank does beside the layers, and in no forward, backward or step of an optimizer.
 FORWARD, BACKWARD, STEP, AROUND = "forward", "backward", "optimizer", "around the step"
@@ -76,7 +77,7 @@ class StepTrace:
             raise ConfigError(f"StepTrace({str(directory)!r}): has a trace already; name another folder.")
         state = parallel_state(model)
         self.layout = "" if state is None else state.config.layout()
-        self._axes = None if state is None else state.axes
+        self._state, self._axes = state, None if state is None else state.axes
         layers = {id(layer) for layer in outermost_layers(self.model)}
         self.layers = {name: module for name, module in self.model.named_modules() if id(module) in layers}
         # Those of a laid out model know it; what another stage has lies nowhere.
@@ -108,6 +109,8 @@ class StepTrace:
         self._undo = [*(handle.remove for handle in handles), lambda: through.__exit__(None, None, None)]
         if self._profiler is not None:
             self._profiler.__enter__()
+        self._queue = QueuedTime(threading.get_native_id())
+        self._queued = self._queue.seconds()
         self._start = self._since = time.time()
         return self
 
@@ -115,7 +118,8 @@ class StepTrace:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._turn_to(AROUND)
-        stop = time.time()
+        stop, queued = time.time(), self._queue.seconds() - self._queued
+        self._queue.close()
         for undo in self._undo:
             undo()
         if self._profiler is not None:
@@ -123,7 +127,15 @@ class StepTrace:
         if kind is not None:
             return
         found = RankTrace(
-            self.rank, self.ranks, self.layout, self._offset, self._start, stop, self._computed, self._calls
+            self.rank,
+            self.ranks,
+            self.layout,
+            self._offset,
+            self._start,
+            stop,
+            self._computed,
+            self._calls,
+            queued=queued,
         )
         if self._profiler is not None:
             found = kernels_of(self._profiler, found)
@@ -133,6 +145,8 @@ class StepTrace:
 
     def _turn_to(self, label: str) -> None:
         """Closes the span of what was computed, and opens one."""
+        if computes_again(self._state):
+            return
         with self._lock:
             now = time.time()
             if now > self._since:
@@ -179,7 +193,7 @@ class StepTrace:
 
     def _call(self, call: Callable[[], Any], group: Any, name: str, args: tuple) -> Any:
         ranks = tuple(dist.get_process_group_ranks(group))
-        if len(ranks) == 1:
+        if len(ranks) == 1 or computes_again(self._state):
             return call()
         if name in _POINT_TO_POINT:
             other = ranks[args[1]]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..absent_weights import own_parameters
 from ..auto_class import auto_class
-from ..parallel_state import laid_out_model, parallel_state
+from ..parallel_state import computes_again, laid_out_model, parallel_state
 from ..pipeline_parallel.partition import estimate_cost
 from ..rows_of_media import reads_media
 from ..upstream import in_backward
@@ -116,10 +116,10 @@ class Throughput:
 
     def _count(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         ids = kwargs.get("input_ids", args[0] if args else None)
-        if not model.training or in_backward() or not isinstance(ids, Tensor) or ids.dim() != 2:
+        if not torch.is_grad_enabled() or in_backward() or not isinstance(ids, Tensor) or ids.dim() != 2:
             return
-        if self._state is not None and self._state.data_parallel is not None and self._state.data_parallel.is_rerun:
-            # The same calls again, which look for what was not finite.
+        if computes_again(self._state):
+            # The same calls, which look for what was not finite.
             return
         rows, length = ids.shape
         self._tokens += rows * length

@@ -28,6 +28,7 @@ class TraceShares:
         waiting: axis -> for ranks that were not there yet, while nothing was computed.
         hidden: axis -> of communication beside computing.
         waited_for: rank -> how long this one waited for it.
+        queued: in which the host ran others in this rank's place.
     """
 
     rank: int
@@ -37,6 +38,7 @@ class TraceShares:
     waiting: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     hidden: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     waited_for: dict[int, float] = field(default_factory=lambda: defaultdict(float))
+    queued: float = 0.0
 
     @property
     def rest(self) -> float:
@@ -84,7 +86,7 @@ def shares_of(traces: Sequence[RankTrace]) -> list[TraceShares]:
     """Adds up the traces of all ranks of a job."""
     waits, found = waits_of(traces), []
     for trace in traces:
-        shares = TraceShares(trace.rank, trace.stop - trace.start)
+        shares = TraceShares(trace.rank, trace.stop - trace.start, queued=trace.queued)
         busy = _union((start - trace.offset, stop - trace.offset) for _, start, stop in trace.computed)
         shares.computing = sum(stop - start for start, stop in busy)
         # Of two communications at a time the first counts.
@@ -104,6 +106,19 @@ def shares_of(traces: Sequence[RankTrace]) -> list[TraceShares]:
                 shares.waited_for[wait.last] += idle
         found.append(shares)
     return found
+
+
+def held_up(shares: Sequence[TraceShares]) -> tuple[int, float] | None:
+    """Returns whom the others waited for most, and the share of a step: `None` where nobody did.
+
+    Not its own are the time in which it waited itself, and that in which the host ran others in its place.
+    """
+    found = []
+    for one in shares:
+        caused = max((other.waited_for.get(one.rank, 0.0) for other in shares), default=0.0)
+        found.append(((caused - sum(one.waited_for.values()) - one.queued) / one.step, one.rank))
+    share, rank = max(found, default=(0.0, 0))
+    return (rank, share) if share > 0 else None
 
 
 def _union(spans: Iterable[Span]) -> list[Span]:

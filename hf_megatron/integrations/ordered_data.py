@@ -98,7 +98,8 @@ class SamplesCallback(TrainerCallback, ExportableState):
             return
         size = len(sampler.dataset)
         if state.global_step and not args.ignore_data_skip:
-            self._go_on(state.stateful_callbacks.get(type(self).__name__))
+            said: Any = state.stateful_callbacks
+            self._go_on(said.get(type(self).__name__))
         last = state.global_step + -(-(size - self.consumed) // self._batch)
         if args.max_steps <= 0 and self.consumed != state.global_step * self._batch:
             raise DataError(

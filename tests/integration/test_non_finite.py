@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -18,6 +19,10 @@ from hf_megatron.absent_weights import own_parameters
 from hf_megatron.config import MegatronConfig
 from hf_megatron.data_parallel.optimizer import prepare_optimizer
 from hf_megatron.debug.non_finite import NonFiniteWatch
+from hf_megatron.debug.rank_trace import traces_in
+from hf_megatron.debug.recording import StepRecorder
+from hf_megatron.debug.step_memory import StepMemory, memory_in
+from hf_megatron.debug.step_trace import StepTrace
 from hf_megatron.debug.throughput import Throughput
 from hf_megatron.errors import ConfigError
 from hf_megatron.integrations.gate import ConfigUnderTest
@@ -268,7 +273,7 @@ def test_trainer_reports(tmp_path, capfd):
     for reports in run_ranks(train, 2):
         [report] = reports
         assert (report.step, report.first.rank, report.first.name) == (2, 1, "model.layers.1.self_attn.o_proj")
-    assert "step 2, first not finite, found by the same calls again: rank 1" in capfd.readouterr().out
+    assert "step 2, counted from 0, first not finite, found by the same calls again: rank 1" in capfd.readouterr().out
 
 
 def test_what_cannot_be_watched_says_so():
@@ -304,3 +309,38 @@ def test_a_rerun_is_under_the_loops_autocast_and_trains_no_tokens():
         [report] = reports
         assert "output of model.layers.1.mlp" in report
         assert tokens == 16
+
+
+def _looked_at_on_rank(sizes, folder, watched):
+    """A step that is not finite, recorded, counted and traced; with a rerun or without."""
+    model, optimizer = _loaded(LLAMA, sizes)
+    _step(model, optimizer)
+    watch = NonFiniteWatch(model, optimizer, say=lambda report: None) if watched else None
+    poison = Poison(model.model.layers[1].mlp, "output", 0) if dist.get_rank() == 0 else None
+    if poison is not None:
+        poison.start()
+        model.register_forward_pre_hook(lambda *args: poison.start())
+    with (
+        StepRecorder(folder / "recorded", model, optimizer),
+        StepTrace(folder / "traced", model, optimizer),
+        StepMemory(folder / "counted", model, optimizer),
+    ):
+        _step(model, optimizer)
+    assert watch is None or len(watch.reports) == 1
+
+
+@pytest.mark.parametrize("sizes", [{"tp_size": 2}, {"pp_size": 2, "num_microbatches": 2}], ids=_name)
+def test_a_rerun_is_in_no_other_record(tmp_path, sizes):
+    for watched in (False, True):
+        run_ranks(_looked_at_on_rank, 2, sizes, tmp_path / str(watched), watched)
+    plain, rerun = tmp_path / "False", tmp_path / "True"
+    for rank in range(2):
+        files = [load_file(folder / "recorded" / f"rank{rank:05}.safetensors") for folder in (plain, rerun)]
+        assert files[0].keys() == files[1].keys()
+        for name, tensor in files[0].items():
+            torch.testing.assert_close(files[1][name], tensor, rtol=0, atol=0, equal_nan=True)
+    for one, other in zip(memory_in(plain / "counted"), memory_in(rerun / "counted"), strict=True):
+        assert other.peak == pytest.approx(one.peak, rel=0.02) and other.layers == one.layers
+    for one, other in zip(traces_in(plain / "traced"), traces_in(rerun / "traced"), strict=True):
+        # Ranks tell each other of the rerun.
+        assert len(one.communications) <= len(other.communications) <= len(one.communications) + 3

@@ -150,13 +150,15 @@ def test_trainer_names_the_rank(tmp_path, capfd):
 
 def test_an_evaluation_is_no_part_of_a_step():
     model = AutoModelForCausalLM.from_config(LLAMA)
-    sampler = ThreadSampler(model, 0.002)
-    model.eval()
+    sampler, ids = ThreadSampler(model, 0.002), torch.zeros(1, 4, dtype=torch.int64)
+    with torch.no_grad():
+        model(ids)
     time.sleep(0.02)
     sampler.take()
     time.sleep(0.3)
     evaluating = sum(sampler.take().values())
-    model.train()
+    # In eval mode, as it was loaded.
+    model(ids)
     time.sleep(0.3)
     training = sum(sampler.take().values())
     sampler.stop()

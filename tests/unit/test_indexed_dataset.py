@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hf_megatron.data import indexed_writer
 from hf_megatron.data.indexed import IndexedDataset, token_dtype
 from hf_megatron.data.indexed_writer import IndexedWriter, merge_datasets
 from hf_megatron.errors import DataError
@@ -98,7 +99,7 @@ def test_all_types(tmp_path, dtype):
 
 def test_types_of_vocabularies(tmp_path):
     assert [str(token_dtype(size)) for size in (65_499, 65_500, 65_537, None)] == ["uint16", "int32", "int32", "int32"]
-    with pytest.raises(DataError, match="tokens up to 65536 in uint16"):
+    with pytest.raises(DataError, match="token 65536 in uint16"):
         _write(tmp_path / "large", [[[1, 65_536]]], "uint16")
     with pytest.raises(DataError, match="dtype=complex64"):
         IndexedWriter(tmp_path / "large", "complex64")
@@ -175,3 +176,42 @@ def test_damage_inside_is_named_when_all_is_read(tmp_path, place, form, value, m
     _set(tmp_path / "pair.idx", place, form, value)
     with pytest.raises(DataError, match=message):
         IndexedDataset(tmp_path / "pair").verify()
+
+
+def test_a_document_that_is_refused_leaves_nothing(tmp_path):
+    with IndexedWriter(tmp_path / "pair", "uint16") as writer:
+        for document in ([[1, 2], [3]], [[7, 7], [70000]], [5, 6], [[[1, 2]]], [[4, 5]]):
+            if document in ([[1, 2], [3]], [[4, 5]]):
+                writer.add_document(document)
+            else:
+                with pytest.raises(DataError, match="token 70000 in uint16|a sequence of . dims"):
+                    writer.add_document(document)
+    found = IndexedDataset(tmp_path / "pair")
+    assert [row.tolist() for row in found] == [[1, 2], [3], [4, 5]] and found.documents.tolist() == [0, 2, 3]
+    with IndexedWriter(tmp_path / "modes", "uint16", multimodal=True) as writer:
+        with pytest.raises(DataError, match="of 1 sequences has modes"):
+            writer.add_document([[1]], modes=[0, 1])
+        writer.add_document([[1], [2]], modes=np.array([0, 1]))
+    assert IndexedDataset(tmp_path / "modes", multimodal=True).modes.tolist() == [0, 1]
+
+
+def test_a_pair_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch):
+    for name in ("old", "broken"):
+        with IndexedWriter(tmp_path / name, "uint16") as writer:
+            writer.add_document([[1, 2, 3]])
+            writer.add_document([[4]])
+    before = sorted((path.name, path.read_bytes()) for path in tmp_path.glob("old*"))
+    content = bytearray((tmp_path / "broken.idx").read_bytes())
+    content[34:38] = (100).to_bytes(4, "little")
+    (tmp_path / "broken.idx").write_bytes(bytes(content))
+    with pytest.raises(DataError, match="broken.idx: sequence 1 does not begin where the one before it ends"):
+        merge_datasets(tmp_path / "old", [tmp_path / "broken"], overwrite=True)
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(indexed_writer, "write_index", full)
+    with pytest.raises(OSError, match="No space left"):
+        merge_datasets(tmp_path / "old", [tmp_path / "old"], overwrite=True)
+    assert sorted((path.name, path.read_bytes()) for path in tmp_path.glob("old*")) == before
+    assert not [path for path in tmp_path.iterdir() if "partial" in path.name]
