@@ -42,6 +42,24 @@ def read_all(
         typer.echo(f"{prefix}: " + ", ".join(f"{name} {value:,}" for name, value in counted.items()))
 
 
+@app.command("build")
+def tokenise(
+    prefix: _Prefix,
+    sources: Annotated[list[str], typer.Argument(help="Files: .jsonl, .parquet, .txt (.gz), or datasets' folders.")],
+    tokenizer: Annotated[str, typer.Option(help="Name on the Hub, or a folder.")],
+    key: Annotated[str, typer.Option(help="Of a line's object, or the column.")] = "text",
+    append_eod: Annotated[bool, typer.Option("--append-eod", help="End each document with the eos_token.")] = False,
+) -> None:
+    """Write the tokens of texts into a pair; after a kill the same command goes on."""
+    from transformers import AutoTokenizer
+
+    from ..data.build import build_pair
+
+    with failing():
+        made = AutoTokenizer.from_pretrained(tokenizer)
+        typer.echo(f"{prefix}: {build_pair(prefix, sources, made, key=key, append_eod=append_eod, say=typer.echo)}")
+
+
 @app.command("merge")
 def join(
     target: Annotated[str, typer.Argument(help="Path of both files that are written, without .bin and .idx.")],

@@ -160,10 +160,11 @@ class IndexedDataset:
 
         Of the lengths, offsets and documents a hash is taken of both ends and of places between.
         """
-        found = hashlib.sha256(self._index[: HEADER.size].tobytes())
-        size = len(self._index)
-        for place in np.linspace(0, max(0, size - _SAMPLED), _SAMPLES).astype(np.int64).tolist():
-            found.update(self._index[place : place + _SAMPLED].tobytes())
+        found = hashlib.sha256()
+        with open(self.index_path, "rb") as file:
+            for place in np.linspace(0, max(0, len(self._index) - _SAMPLED), _SAMPLES).astype(np.int64).tolist():
+                file.seek(place)
+                found.update(file.read(_SAMPLED))
         return {"sequences": len(self), "tokens": self.tokens, "index": found.hexdigest()[:16]}
 
     # Workers of a loader are given paths, and map the files for themselves.

@@ -126,7 +126,11 @@ class IndexedWriter:
 
 
 def write_index(
-    path: Path, dtype: np.dtype, lengths: Sequence[int], ends: Sequence[int], modes: Sequence[int] | None = None
+    path: Path,
+    dtype: np.dtype,
+    lengths: Sequence[int] | np.ndarray,
+    ends: Sequence[int] | np.ndarray,
+    modes: Sequence[int] | None = None,
 ) -> None:
     """Writes an index.
 

@@ -82,9 +82,14 @@ def parse_split(split: str) -> tuple[tuple[float, float] | None, ...]:
     return tuple((low, high) if low != high else None for low, high in zip(ends, ends[1:], strict=False))
 
 
+def bounds_of_split(share: tuple[float, float], sequences: int) -> tuple[int, int]:
+    """Returns the first sequence of a split and the one behind its last; Python's rounding to even is Megatron's."""
+    return int(round(share[0] * float(sequences))), int(round(share[1] * float(sequences)))
+
+
 def documents_of_split(share: tuple[float, float], sequences: int) -> np.ndarray:
-    """Returns the sequences of a split; Python's rounding to even is Megatron's."""
-    return np.arange(int(round(share[0] * float(sequences))), int(round(share[1] * float(sequences))), dtype=np.int32)
+    """Returns the sequences of a split."""
+    return np.arange(*bounds_of_split(share, sequences), dtype=np.int32)
 
 
 def epochs_of(tokens: int, sequence_length: int, samples: int | None, extra: int) -> tuple[int, int | None]:

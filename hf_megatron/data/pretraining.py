@@ -16,7 +16,7 @@ from .order import (
     BlendOrder,
     SampleOrder,
     blend_order,
-    documents_of_split,
+    bounds_of_split,
     epochs_of,
     exhaustive_order,
     sample_order,
@@ -108,37 +108,40 @@ class PretrainingDataset(OrderedDataset):
             "drop_last_partial": drop_last_partial,
         }
         self._share = share
-        documents = documents_of_split(share, len(self.source))
-        if not len(documents):
+        first, stop = bounds_of_split(share, len(self.source))
+        if not 0 <= first < stop <= len(self.source):
             raise DataError(f"{self.source.prefix}: nothing of {len(self.source)} sequences lies in {share}.")
         self._cache = None if cache is None else Path(cache)
-        self.order = self._ordered(documents)
+        self.order = self._ordered(first, stop)
         self.order_key = {
             "kind": "pretraining",
             "files": self.source.facts(),
-            "split": [int(documents[0]), int(documents[-1]) + 1],
+            "split": [first, stop],
             "epochs": self._made_of["epochs"],
             **{name: value for name, value in self._asked.items() if name != "samples"},
         }
 
-    def _ordered(self, documents: np.ndarray) -> SampleOrder:
+    def _ordered(self, first: int, stop: int) -> SampleOrder:
         asked, index = dict(self._asked), self.source.index_path.stat()
         extra, length = int(asked["extra_token"]), asked["sequence_length"]
-        tokens = self.source.tokens_between(int(documents[0]), int(documents[-1]) + 1)
+        tokens = self.source.tokens_between(first, stop)
         if length < 1 or (asked["samples"] is not None and asked["samples"] < 1) or tokens == 0:
             # Said by what would make it.
-            sample_order(self.source.lengths, documents, length, asked["samples"], asked["seed"])
+            self._made(first, stop)
         epochs, before = epochs_of(tokens, length, asked.pop("samples"), extra)
         # Runs of other lengths have one order as long as they need as many epochs.
-        self._made_of = {"epochs": [epochs, before], "split": [int(documents[0]), len(documents)], **asked}
+        self._made_of = {"epochs": [epochs, before], "split": [first, stop], **asked}
 
         def make() -> Mapping[str, np.ndarray]:
-            found = sample_order(self.source.lengths, documents, **self._asked)
+            found = self._made(first, stop)
             return {"documents": found.documents, "starts": found.starts, "shuffle": found.shuffle}
 
         key = {"of": "samples", "files": self.source.facts(), "written": index.st_mtime_ns, **self._made_of}
         arrays = cached_arrays(key, self._cache, make)
         return SampleOrder(arrays["documents"], arrays["starts"], arrays["shuffle"], length, extra, epochs)
+
+    def _made(self, first: int, stop: int) -> SampleOrder:
+        return sample_order(self.source.lengths, np.arange(first, stop, dtype=np.int32), **self._asked)
 
     def __len__(self) -> int:
         return len(self.order)

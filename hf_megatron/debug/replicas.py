@@ -55,8 +55,11 @@ class UnequalReplica:
 
     def __str__(self) -> str:
         if self.ranks == self.holders:
-            sides = " against ".join(map(_listed, self.alike))
-            return f"{self.kind} {self.name}: ranks {_listed(self.holders)} differ, none of them from most: {sides}"
+            text = f"{self.kind} {self.name}: ranks {_listed(self.holders)} differ, none of them from most"
+            # Of values that several have.
+            return text + (
+                f": {' against '.join(map(_listed, self.alike))}" if len(self.alike) < len(self.holders) else ""
+            )
         named = "rank" if len(self.ranks) == 1 else "ranks"
         return f"{self.kind} {self.name}: {named} {_listed(self.ranks)} of {_listed(self.holders)}"
 

@@ -1,0 +1,142 @@
+"""Texts out of files, one document after the other, from any of them on."""
+
+import gzip
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..errors import DataError
+
+# Read at a time out of a table.
+_ROWS = 1024
+
+
+def texts_of(paths: Sequence[Path], key: str, start: int = 0) -> Iterator[str]:
+    """Yields the documents of files in their order.
+
+    | | a document is |
+    |---|---|
+    | `.jsonl`, `.json`, `.jsonl.gz` | what each line has under the key |
+    | `.parquet` | what each row has in the column |
+    | `.txt`, `.txt.gz` | the whole file |
+    | a folder of `datasets.save_to_disk` | what each row has in the column |
+
+    Args:
+        paths: in the order in which they are read.
+        key (`str`): of a line's object, or a column.
+        start (`int`, defaults to 0): documents that are left out.
+
+    Raises:
+        DataError: a file of another kind, a line that is no object with a text under the key, or a missing column.
+    """
+    for path in paths:
+        kind = "".join(path.suffixes[-2:]) if path.suffix == ".gz" else path.suffix
+        if path.is_dir():
+            found, size = _rows_of_dataset(path, key, start)
+        elif kind == ".parquet":
+            found, size = _rows_of_parquet(path, key, start)
+        elif kind in (".jsonl", ".json", ".jsonl.gz", ".json.gz"):
+            yield from (lines := _Lines(path, key, start))
+            found, size = iter(()), lines.count
+        elif kind in (".txt", ".txt.gz"):
+            found, size = iter([] if start else [_whole(path)]), 1
+        else:
+            raise DataError(f"{path}: expected .jsonl, .parquet, .txt or a folder of datasets.save_to_disk.")
+        yield from found
+        start = max(0, start - size)
+
+
+def _open(path: Path) -> Any:
+    return gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb")
+
+
+def _whole(path: Path) -> str:
+    with _open(path) as file:
+        return _decoded(file.read(), path)
+
+
+def _decoded(content: bytes, place: Any) -> str:
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{place}: is no UTF-8 ({error.reason} at byte {error.start}).") from None
+
+
+class _Lines:
+    """The texts of a file of JSON lines; counts its documents while it is read."""
+
+    def __init__(self, path: Path, key: str, start: int):
+        self.path, self.key, self.start, self.count = path, key, start, 0
+
+    def __iter__(self) -> Iterator[str]:
+        with _open(self.path) as file:
+            for number, line in enumerate(file, 1):
+                if not line.strip():
+                    continue
+                self.count += 1
+                if self.count > self.start:
+                    yield self._text(line, f"{self.path}:{number}")
+
+    def _text(self, line: bytes, place: str) -> str:
+        try:
+            said = json.loads(line)
+        except ValueError as error:
+            raise DataError(f"{place}: is no JSON ({error}).") from None
+        if not isinstance(said, dict) or self.key not in said:
+            known = ", ".join(said) if isinstance(said, dict) else type(said).__name__
+            raise DataError(f"{place}: has no {self.key!r}, but {known}.")
+        return _text(said[self.key], place)
+
+
+def _text(value: Any, place: str) -> str:
+    if not isinstance(value, str):
+        raise DataError(f"{place}: expected a text, got {type(value).__name__}.")
+    return value
+
+
+def _rows_of_parquet(path: Path, key: str, start: int) -> tuple[Iterator[str], int]:
+    # With datasets; tables of other kinds of files are not read here.
+    from pyarrow import ArrowInvalid
+    from pyarrow.parquet import ParquetFile
+
+    try:
+        file = ParquetFile(path)
+    except (ArrowInvalid, OSError) as error:
+        raise DataError(f"{path}: {error}") from None
+    if key not in file.schema_arrow.names:
+        raise DataError(f"{path}: has no column {key!r}, but {', '.join(file.schema_arrow.names)}.")
+
+    def rows() -> Iterator[str]:
+        number = 0
+        for group in range(file.num_row_groups):
+            size = file.metadata.row_group(group).num_rows
+            if number + size > start:
+                for batch in file.iter_batches(_ROWS, row_groups=[group], columns=[key]):
+                    for value in batch.column(0).to_pylist():
+                        number += 1
+                        if number > start:
+                            yield _text(value, f"{path}: row {number}")
+            else:
+                number += size
+
+    return rows(), file.metadata.num_rows
+
+
+def _rows_of_dataset(path: Path, key: str, start: int) -> tuple[Iterator[str], int]:
+    from datasets import Dataset, load_from_disk
+
+    try:
+        dataset = load_from_disk(str(path))
+    except FileNotFoundError as error:
+        raise DataError(f"{path}: {error}") from None
+    if not isinstance(dataset, Dataset) or key not in dataset.column_names:
+        has = f"columns {', '.join(dataset.column_names)}" if isinstance(dataset, Dataset) else "several splits"
+        raise DataError(f"{path}: expected a dataset with a column {key!r}; it has {has}.")
+
+    def rows() -> Iterator[str]:
+        for first in range(start, len(dataset), _ROWS):
+            for place, value in enumerate(dataset[first : first + _ROWS][key], first + 1):
+                yield _text(value, f"{path}: row {place}")
+
+    return rows(), len(dataset)

@@ -1,0 +1,197 @@
+"""Pairs from texts: what Megatron-LM's script writes, however often the build is killed."""
+
+import gzip
+import json
+import os
+import random
+import signal
+import time
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from hf_megatron.data import build as building
+from hf_megatron.data.build import build_pair
+from hf_megatron.data.indexed import IndexedDataset
+from hf_megatron.data.indexed_writer import IndexedWriter
+from hf_megatron.errors import DataError
+
+WORDS = [f"w{number}" for number in range(200)]
+
+
+def make_tokenizer():
+    vocabulary = {word: number for number, word in enumerate(["<unk>", "<eos>", *WORDS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="<eos>")
+
+
+def make_texts(count=300, seed=0):
+    drawn = random.Random(seed)
+    return [" ".join(drawn.choices(WORDS, k=drawn.randrange(0, 12))) for _ in range(count)]
+
+
+def write_lines(path, texts):
+    opened = gzip.open if path.suffix == ".gz" else open
+    with opened(path, "wt", encoding="utf-8") as file:
+        file.writelines(json.dumps({"text": text, "id": 1}) + "\n" for text in texts)
+    return path
+
+
+def as_megatron_writes(prefix, texts, tokenizer, *, append_eod):
+    """`tools/preprocess_data.py` document by document: one sequence each, none where there is no token."""
+    with IndexedWriter(prefix, "uint16") as writer:
+        for text in texts:
+            ids = tokenizer(text, add_special_tokens=False).input_ids
+            writer.add_document([ids + [tokenizer.eos_token_id] * append_eod] if ids else [])
+
+
+def same_files(one, other):
+    return all(open(f"{one}.{kind}", "rb").read() == open(f"{other}.{kind}", "rb").read() for kind in ("bin", "idx"))
+
+
+@pytest.mark.parametrize("append_eod", [False, True])
+@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "parquet", "folder", "txt"])
+def test_all_kinds_of_files(tmp_path, kind, append_eod):
+    tokenizer, texts = make_tokenizer(), make_texts()
+    parts = [texts[:130], texts[130:]]
+    if kind == "txt":
+        parts = [[text] for text in texts[:20]]
+        texts = texts[:20]
+    sources = []
+    for number, part in enumerate(parts):
+        path = tmp_path / f"part{number}.{kind}"
+        if kind.startswith("jsonl"):
+            write_lines(path, part)
+        elif kind == "parquet":
+            pyarrow.parquet.write_table(pyarrow.table({"id": [1] * len(part), "text": part}), path, row_group_size=50)
+        elif kind == "txt":
+            path.write_text(part[0], encoding="utf-8")
+        else:
+            Dataset.from_dict({"text": part}).save_to_disk(path)
+        sources.append(path)
+    found = build_pair(tmp_path / "ours", sources, tokenizer, append_eod=append_eod)
+    as_megatron_writes(tmp_path / "theirs", texts, tokenizer, append_eod=append_eod)
+    assert same_files(tmp_path / "ours", tmp_path / "theirs")
+    dataset = IndexedDataset(tmp_path / "ours")
+    assert (found.documents, found.tokens) == (len(texts), dataset.tokens) == (len(dataset.documents) - 1, found.tokens)
+    assert not (tmp_path / "ours.building").exists()
+
+
+def test_a_killed_build_goes_on(tmp_path, monkeypatch):
+    """Killed five times at places that are drawn, what was written beyond the last known place included."""
+    tokenizer, texts = make_tokenizer(), make_texts(3000)
+    sources = [write_lines(tmp_path / "one.jsonl", texts[:1700]), write_lines(tmp_path / "two.jsonl", texts[1700:])]
+    as_megatron_writes(tmp_path / "whole", texts, tokenizer, append_eod=True)
+    monkeypatch.setattr(building, "_BATCH", 100)
+    monkeypatch.setattr(building, "_KEPT_EVERY", 0.0)
+    original, drawn = building._encoded, random.Random(0)
+    for _ in range(5):
+        stop = drawn.randrange(2, 7)
+        child = os.fork()
+        if child == 0:
+            calls = []
+
+            def encoded(*args, calls=calls, stop=stop):
+                calls.append(1)
+                if len(calls) == stop:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return original(*args)
+
+            building._encoded = encoded
+            build_pair(tmp_path / "ours", sources, tokenizer, append_eod=True)
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == signal.SIGKILL
+        # Half a batch that reached the disk.
+        with open(tmp_path / "ours.building" / "bin", "ab") as file:
+            file.write(b"123")
+    again = build_pair(tmp_path / "ours", sources, tokenizer, append_eod=True)
+    assert again.documents == 3000 and again.new_tokens < again.tokens
+    assert same_files(tmp_path / "ours", tmp_path / "whole")
+
+
+def test_what_was_begun_otherwise_says_so(tmp_path):
+    tokenizer = make_tokenizer()
+    source = write_lines(tmp_path / "one.jsonl", [*make_texts(), 7])
+    with pytest.raises(DataError, match=r"one.jsonl:301: expected a text, got int"):
+        build_pair(tmp_path / "ours", [source], tokenizer)
+    building_folder = tmp_path / "ours.building"
+    (building_folder / "progress.json").write_text(
+        json.dumps({"documents": 0, "tokens": 0, "sequences": 0, "said": {"key": "other"}})
+    )
+    with pytest.raises(DataError, match="was begun with other sources and key and tokenizer"):
+        build_pair(tmp_path / "ours", [source], tokenizer)
+
+
+def test_two_builders_of_one_pair(tmp_path):
+    tokenizer, source = make_tokenizer(), write_lines(tmp_path / "one.jsonl", make_texts())
+    child = os.fork()
+    if child == 0:
+        original = building._encoded
+        building._encoded = lambda *args: time.sleep(3) or original(*args)
+        build_pair(tmp_path / "ours", [source], tokenizer)
+        os._exit(0)
+    while not (tmp_path / "ours.building" / "bin").exists():
+        time.sleep(0.01)
+    with pytest.raises(DataError, match="another process builds it"):
+        build_pair(tmp_path / "ours", [source], tokenizer)
+    assert os.waitpid(child, 0)[1] == 0
+    assert IndexedDataset(tmp_path / "ours").verify(202)["documents"] == 300
+
+
+def test_a_full_disk_costs_no_work(tmp_path, monkeypatch):
+    tokenizer, source = make_tokenizer(), write_lines(tmp_path / "one.jsonl", make_texts(1000))
+    monkeypatch.setattr(building, "_KEPT_EVERY", 0.0)
+    original, calls = np.concatenate, []
+
+    def full(arrays):
+        calls.append(1)
+        if len(calls) == 3:
+            raise OSError(28, "No space left on device")
+        return original(arrays)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(building.np, "concatenate", full)
+        with pytest.raises(OSError, match="No space left"):
+            build_pair(tmp_path / "ours", [source], tokenizer)
+    assert not (tmp_path / "ours.bin").exists()
+    found = build_pair(tmp_path / "ours", [source], tokenizer)
+    assert found.documents == 1000 and found.new_tokens < found.tokens
+    as_megatron_writes(tmp_path / "theirs", make_texts(1000), tokenizer, append_eod=False)
+    assert same_files(tmp_path / "ours", tmp_path / "theirs")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "options", "message"),
+    [
+        ("a.jsonl", '{"body": "x"}\n', {}, "a.jsonl:1: has no 'text', but body"),
+        ("a.jsonl", '{"text": "x"}\n[1]\n', {}, "a.jsonl:2: has no 'text', but list"),
+        ("a.jsonl", '{"text": \n', {}, "a.jsonl:1: is no JSON"),
+        ("a.csv", "x", {}, "a.csv: expected .jsonl"),
+        ("a.txt", "", {}, "the texts have no token"),
+        ("a.parquet", "x", {}, "a.parquet: "),
+        ("a.jsonl", '{"text": "w1"}\n', {"key": "body"}, "has no 'body', but text"),
+    ],
+)
+def test_files_that_are_wrong_say_so(tmp_path, name, content, options, message):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(DataError, match=message):
+        build_pair(tmp_path / "ours", [tmp_path / name], make_tokenizer(), **options)
+    assert not (tmp_path / "ours.bin").exists() and not (tmp_path / "ours.idx").exists()
+
+
+def test_what_is_there_stays(tmp_path):
+    tokenizer, source = make_tokenizer(), write_lines(tmp_path / "one.jsonl", ["w1 w2"])
+    build_pair(tmp_path / "ours", [source], tokenizer)
+    with pytest.raises(DataError, match="is there already"):
+        build_pair(tmp_path / "ours", [source], tokenizer)
+    with pytest.raises(DataError, match="no such file"):
+        build_pair(tmp_path / "other", [tmp_path / "nowhere.jsonl"], tokenizer)
+    tokenizer.eos_token = None
+    with pytest.raises(DataError, match="has no eos_token"):
+        build_pair(tmp_path / "other", [source], tokenizer, append_eod=True)
