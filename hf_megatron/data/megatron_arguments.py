@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import DataError
+from .blended import BlendedDataset
 from .indexed import IndexedDataset
 from .order import SPLITS, parse_split, samples_of_blend
-from .pretraining import BlendedDataset, OrderedDataset, PretrainingDataset
+from .ordered import OrderedDataset
+from .pretraining import PretrainingDataset
 
 # Argument -> its default in Megatron-LM (`megatron/training/arguments.py`).
 _DEFAULTS: dict[str, Any] = {

@@ -45,7 +45,7 @@ def iterate(original: Callable, self: Any) -> Iterator[Any]:
 def _require_own_order(loader: Any) -> None:
     from torch.utils.data import RandomSampler
 
-    from ..data.pretraining import OrderedDataset
+    from ..data.ordered import OrderedDataset
 
     if isinstance(loader.dataset, OrderedDataset) and isinstance(sampler_of(loader), RandomSampler):
         raise DataError(

@@ -10,7 +10,7 @@ from typing import Any
 from torch.utils.data import Sampler
 from transformers.trainer_callback import ExportableState, TrainerCallback, TrainerControl, TrainerState
 
-from ..data.pretraining import OrderedDataset
+from ..data.ordered import OrderedDataset
 from ..errors import DataError
 from . import length_samplers
 
@@ -88,18 +88,21 @@ class SamplesCallback(TrainerCallback, ExportableState):
 
     def state(self) -> dict[str, Any]:
         """Returns what a checkpoint says."""
-        return {"args": {}, "attributes": {"consumed": self.consumed, "order_key": self.order_key}}
+        # Where nothing is left out: what is left out later does not move it.
+        place = self.consumed if self._sampler is None else self._sampler.dataset.place_of(self.consumed)
+        return {"args": {}, "attributes": {"consumed": place, "order_key": self.order_key}}
 
     def on_train_begin(
         self, args: Any, state: TrainerState, control: TrainerControl, train_dataloader: Any = None, **kwargs: Any
     ) -> None:
-        sampler, self.consumed = self._sampler, 0
+        sampler = self._sampler
         if sampler is None:
             return
+        self.consumed = sampler.dataset.sample_at(sampler.dataset.seen)
         size = len(sampler.dataset)
         if state.global_step and not args.ignore_data_skip:
             said: Any = state.stateful_callbacks
-            self._go_on(said.get(type(self).__name__))
+            self._go_on(said.get(type(self).__name__), sampler.dataset)
         last = state.global_step + -(-(size - self.consumed) // self._batch)
         if args.max_steps <= 0 and self.consumed != state.global_step * self._batch:
             raise DataError(
@@ -118,7 +121,7 @@ class SamplesCallback(TrainerCallback, ExportableState):
             updates = max(1, -(-len(train_dataloader) // args.gradient_accumulation_steps))
             self._skipped = state.global_step % updates * self._batch
 
-    def _go_on(self, said: Any) -> None:
+    def _go_on(self, said: Any, dataset: OrderedDataset) -> None:
         if not isinstance(said, Mapping):
             raise DataError(
                 "the checkpoint does not say which samples it has seen: its run had other data. Pass "
@@ -130,7 +133,7 @@ class SamplesCallback(TrainerCallback, ExportableState):
                 "the samples are not those of the checkpoint, in its order: " + "; ".join(changed) + ". Pass "
                 "ignore_data_skip=True to begin with the first one."
             )
-        self.consumed = int(found["consumed"])
+        self.consumed = dataset.sample_at(int(found["consumed"]))
 
     def on_epoch_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self._sampler is not None:

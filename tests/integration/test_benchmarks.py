@@ -92,3 +92,13 @@ def test_the_page_of_layouts_has_what_is_found(model, devices, monkeypatch):
     page = which_layout.PAGE.read_text(encoding="utf-8")
     assert row in page.partition(f"## {model}\n")[2].partition("\n## ")[0]
     assert all(f"## {name}\n" in page for name in which_layout.known_models())
+
+
+def test_data_in_small(tmp_path):
+    words = "--documents", "10000", "--blended", "1000", "--rounds", "1", "--out", str(tmp_path / "data.json")
+    command = [sys.executable, "benchmarks/data.py", *words]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert result.returncode == 0, result.stderr[-3000:]
+    found = json.loads((tmp_path / "data.json").read_text())["results"]
+    assert found["open_100_gb"]["bytes"] < 2**20
+    assert set(found["order"]) == {"documents", "numpy", "megatron", "ratio"}

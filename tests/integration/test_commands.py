@@ -52,6 +52,7 @@ ELSEWHERE = {
     r"(accelerate launch|torchrun) .*examples/lora\.py.*": "tests/integration/test_launch.py",
     r"(accelerate launch|torchrun) .*examples/(dpo|grpo)\.py.*": "tests/integration/test_launch.py",
     r"trl grpo --config recipe\.yaml": "tests/integration/test_launch.py",
+    r"(torchrun|python) .*examples/pretrain\.py.*": "tests/integration/test_launch.py",
     r"accelerate launch( --cpu --num_processes 2)?": "tests/integration/test_launch.py",
     # The page of ten models.
     r"hf-megatron plan \S+ --gpus 64 --gpu h100 --seq 8192 --global-batch 256": "tests/integration/test_benchmarks.py",

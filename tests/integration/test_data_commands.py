@@ -63,3 +63,14 @@ def test_order():
 def test_what_cannot_be_shown(words, message):
     code, text = _run(*words)
     assert code == 2 and message in text
+
+
+def test_built(tmp_path, stories):
+    (tmp_path / "texts.jsonl").write_text('{"text": "Once upon a time"}\n{"text": ""}\n{"text": "a dog"}\n')
+    words = "build", tmp_path / "pair", tmp_path / "texts.jsonl", "--tokenizer", stories, "--append-eod"
+    code, text = _run(*words)
+    assert code == 0 and "3 documents" in text
+    assert "2 sequences in 3 documents" in _run("info", tmp_path / "pair")[1]
+    assert _run("verify", tmp_path / "pair", "--vocab-size", 512)[0] == 0
+    code, text = _run(*words)
+    assert code == 2 and "is there already" in text

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -269,3 +270,17 @@ def test_one_rank_draws_bars(stories, tmp_path, layout):
     assert result.stderr.count("Writing model shards: 100%") <= 1 and not re.search(r"(?<![\d.])0it", result.stderr), (
         result.stderr
     )
+
+
+def test_pretraining_goes_on_on_another_layout(tmp_path):
+    """examples/pretrain.py, shortened: two processes that share a model, then two that see other samples."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0"]
+    script = [*launch, "examples/pretrain.py", "--output_dir", str(tmp_path / "out"), "--train_iters", "24"]
+    result = run([*script, "--tp_size", "2"], tmp_path)
+    assert result.returncode == 0, result.stderr[-3000:]
+    whole = re.search(r"evaluation loss ([\d.]+) after 24 steps", result.stdout).group(1)
+    shutil.rmtree(tmp_path / "out" / "checkpoint-24")
+    result = run([*script, "--resume"], tmp_path)
+    assert result.returncode == 0, result.stderr[-3000:]
+    again = re.search(r"evaluation loss ([\d.]+) after 24 steps", result.stdout).group(1)
+    assert float(again) == pytest.approx(float(whole), abs=2e-3)

@@ -16,8 +16,10 @@ from transformers import (
 )
 
 from hf_megatron import MegatronConfig
+from hf_megatron.data.blended import BlendedDataset
 from hf_megatron.data.indexed_writer import IndexedWriter
-from hf_megatron.data.pretraining import BlendedDataset, PretrainingDataset
+from hf_megatron.data.ordered import WithoutSamples
+from hf_megatron.data.pretraining import PretrainingDataset
 from hf_megatron.errors import DataError
 from hf_megatron.parallel_state import parallel_state
 from hf_megatron.verify.ranks import run_ranks
@@ -261,3 +263,34 @@ def test_blends_are_taken_in_turns(prefix, tmp_path):
     ]
     with pytest.raises(DataError, match="has .* samples, of which"):
         BlendedDataset(datasets, [0.3, 0.7], 10_000)
+
+
+def test_samples_are_left_out_from_where_a_run_goes_on(prefix, tmp_path, monkeypatch):
+    """Of a run that was stopped after 8 samples, 12 to 17 are left out; another begins where Megatron-LM had ended."""
+    train(prefix, tmp_path, None, rows=4, steps=3, stop=2)
+    whole = dataset_of(prefix)
+    rows = [whole[sample]["input_ids"].tolist() for sample in range(30)]
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            "tests.integration.test_ordered_data.dataset_of",
+            lambda *args: WithoutSamples(PretrainingDataset(prefix, LENGTH, SAMPLES, eod_token=0), [(12, 17)]),
+        )
+        steps, *_ = train(prefix, tmp_path, None, rows=4, steps=4, resume=str(tmp_path / "checkpoint-2"))
+    assert steps == {3: rows[8:12], 4: rows[17:21]}
+    whole.seen = 6
+    monkeypatch.setattr("tests.integration.test_ordered_data.dataset_of", lambda *args: whole)
+    steps, *_ = train(prefix, tmp_path / "other", None, rows=4, steps=2, accumulate=2)
+    assert steps == {1: rows[6:14], 2: rows[14:22]}
+
+
+def test_ranges_that_are_left_out(prefix):
+    dataset = dataset_of(prefix)
+    left = WithoutSamples(dataset, [(0, 2), (5, 6), (40, 48)])
+    kept = [place for place in range(len(dataset)) if not (place < 2 or place == 5 or 40 <= place < 48)]
+    assert len(left) == len(kept) and [left.place_of(sample) for sample in range(len(left))] == kept
+    assert [left.sample_at(place) for place in kept] == list(range(len(kept)))
+    assert left.sample_at(5) == left.sample_at(6)
+    assert left[3]["input_ids"].tolist() == dataset[kept[3]]["input_ids"].tolist()
+    for ranges in ([(5, 5)], [(5, 9), (7, 12)], [(0, 10_000)], [(-1, 2)]):
+        with pytest.raises(DataError, match="expected .first, stop. in their order"):
+            WithoutSamples(dataset, ranges)

@@ -14,11 +14,12 @@ import pytest
 import torch
 
 from hf_megatron.data import order_cache
+from hf_megatron.data.blended import BlendedDataset
 from hf_megatron.data.indexed import IndexedDataset
 from hf_megatron.data.indexed_writer import IndexedWriter
 from hf_megatron.data.megatron_arguments import datasets_from_megatron_args
 from hf_megatron.data.order_cache import cached_arrays
-from hf_megatron.data.pretraining import BlendedDataset, PretrainingDataset
+from hf_megatron.data.pretraining import PretrainingDataset
 from hf_megatron.errors import DataError
 
 DATA = Path(__file__).parents[1] / "data" / "megatron_indexed"

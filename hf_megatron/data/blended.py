@@ -1,0 +1,82 @@
+"""Samples of several datasets in turns, as their weights say."""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from torch import Tensor
+
+from ..errors import DataError
+from .order import BlendOrder, blend_order, exhaustive_order, samples_of_blend
+from .order_cache import cached_arrays
+from .ordered import OrderedDataset
+
+
+class BlendedDataset(OrderedDataset):
+    """Samples of several datasets in turns, as `BlendedDataset` of Megatron-Core takes them.
+
+    Args:
+        datasets: of one kind; each in an order of its own.
+        weights (*optional*): how often each comes; by default as their sizes say.
+        samples (`int`, *optional*): of the blend; by default each dataset is taken to its end, without weights.
+        cache (`str` or `Path`, *optional*): as of `PretrainingDataset`.
+
+    Raises:
+        DataError: as many weights as there are no datasets, weights that are not above 0, or a dataset that has fewer
+            samples than are taken of it.
+    """
+
+    def __init__(
+        self,
+        datasets: Sequence[OrderedDataset],
+        weights: Sequence[float] | None = None,
+        samples: int | None = None,
+        *,
+        cache: str | os.PathLike[str] | None = None,
+    ):
+        self.datasets = list(datasets)
+        sizes = [len(dataset) for dataset in self.datasets]
+        if not sizes or (weights is not None and len(weights) != len(sizes)):
+            raise DataError(f"a blend of {len(sizes)} datasets with {len(weights or ())} weights.")
+        if weights is not None and (samples is None or min(weights) <= 0):
+            raise DataError(f"weights = {list(weights)}, samples = {samples}: expected weights above 0, and samples.")
+        if samples is not None and samples < 1:
+            raise DataError(f"samples = {samples}: expected 1 or more.")
+        if weights is not None and samples is not None:
+            samples = sum(samples_of_blend(weights, samples)[0])
+        elif samples is not None:
+            samples = min(samples, sum(sizes))
+        self.order_key = {
+            "kind": "blend",
+            "datasets": [dataset.order_key for dataset in self.datasets],
+            "weights": sizes if weights is None else [float(weight) for weight in weights],
+            "samples": samples,
+        }
+
+        def make() -> Mapping[str, np.ndarray]:
+            if samples is None:
+                return _with_taken(exhaustive_order(sizes), len(sizes))
+            # Weights that are given are divided by their sum before `BlendedDataset` does it, which is not the same.
+            shares = np.asarray(sizes if weights is None else weights / np.sum(weights))
+            return _with_taken(blend_order(shares.tolist(), samples), len(sizes))
+
+        key = {"of": "blend", "weights": self.order_key["weights"], "samples": samples}
+        arrays = cached_arrays(key, None if cache is None else Path(cache), make)
+        self.order = BlendOrder(arrays["dataset"], arrays["sample"])
+        for number, (size, taken) in enumerate(zip(sizes, arrays["taken"].tolist(), strict=True)):
+            if taken > size:
+                raise DataError(f"dataset {number} of the blend has {size} samples, of which {taken} are taken.")
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __getitem__(self, sample: int) -> dict[str, Tensor]:
+        if not 0 <= sample < len(self):
+            raise IndexError(f"sample {sample} of {len(self)}")
+        return self.datasets[int(self.order.dataset[sample])][int(self.order.sample[sample])]
+
+
+def _with_taken(order: BlendOrder, datasets: int) -> Mapping[str, np.ndarray]:
+    taken = np.bincount(order.dataset, minlength=datasets)
+    return {"dataset": order.dataset, "sample": order.sample, "taken": taken}
