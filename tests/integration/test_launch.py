@@ -274,7 +274,7 @@ def test_one_rank_draws_bars(stories, tmp_path, layout):
 
 def test_pretraining_goes_on_on_another_layout(tmp_path):
     """examples/pretrain.py, shortened: two processes that share a model, then two that see other samples."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0"]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"]
     script = [*launch, "examples/pretrain.py", "--output_dir", str(tmp_path / "out"), "--train_iters", "24"]
     result = run([*script, "--tp_size", "2"], tmp_path)
     assert result.returncode == 0, result.stderr[-3000:]
