@@ -147,7 +147,9 @@ def sample_order(
         raise DataError(f"{tokens} tokens make no sample of {sequence_length}{' and one more' if extra else ''}.")
     stream = np.random.RandomState(seed)
     read = _shuffled_documents(documents, epochs, stream, separate=before is not None)
-    starts = _starts(lengths, read, sequence_length, extra, epochs * tokens, drop_last_partial=drop_last_partial)
+    starts = starts_of_samples(
+        lengths, read, sequence_length, extra, epochs * tokens, drop_last_partial=drop_last_partial
+    )
     count = len(starts) - 1
     shuffle = _shuffled_samples(count if before is None else before, count, stream)
     return SampleOrder(read, starts, shuffle, sequence_length, extra, epochs)
@@ -175,18 +177,22 @@ def _shuffled_samples(first: int, count: int, stream: np.random.RandomState) -> 
     return np.concatenate(parts) if len(parts) > 1 else parts[0]
 
 
-def _starts(
+def count_of_samples(tokens: int, sequence_length: int, extra: int, *, drop_last_partial: bool) -> int:
+    """Returns how many samples so many tokens make."""
+    if drop_last_partial:
+        return (tokens - extra) // sequence_length
+    # In Megatron's C++ a division of float32.
+    return math.ceil(np.float32(tokens - extra) / np.float32(sequence_length))
+
+
+def starts_of_samples(
     lengths: np.ndarray, read: np.ndarray, sequence_length: int, extra: int, tokens: int, *, drop_last_partial: bool
 ) -> np.ndarray:
-    """Returns where samples begin: the document of a token, and the token in it.
+    """Returns where samples begin `[samples + 1, 2]`: the place of a document in `read`, and the token in it.
 
     Without the extra token a row points behind the last token of the sample before.
     """
-    if drop_last_partial:
-        count = (tokens - extra) // sequence_length
-    else:
-        # In Megatron's C++ a division of float32.
-        count = math.ceil(np.float32(tokens - extra) / np.float32(sequence_length))
+    count = count_of_samples(tokens, sequence_length, extra, drop_last_partial=drop_last_partial)
     wide = max(len(read), int(lengths.max(initial=0))) > np.iinfo(np.int32).max
     found = np.zeros((count + 1, 2), dtype=np.int64 if wide else np.int32)
     place = passed = 0

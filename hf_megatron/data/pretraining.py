@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..errors import DataError
 from .indexed import IndexedDataset
+from .megatron_cache import default_folder, megatron_arrays
 from .order import SampleOrder, bounds_of_split, epochs_of, sample_order
 from .order_cache import cached_arrays
 from .ordered import OrderedDataset
@@ -110,6 +111,12 @@ class PretrainingDataset(OrderedDataset):
             found = self._made(first, stop)
             return {"documents": found.documents, "starts": found.starts, "shuffle": found.shuffle}
 
+        for folder in filter(None, (self._cache, default_folder(self.source.prefix))):
+            found = megatron_arrays(
+                folder, self.source.prefix, self.source.lengths, (first, stop), tokens, epochs, self._share, self._asked
+            )
+            if found is not None:
+                return SampleOrder(found["documents"], found["starts"], found["shuffle"], length, extra, epochs)
         key = {"of": "samples", "files": self.source.facts(), "written": index.st_mtime_ns, **self._made_of}
         arrays = cached_arrays(key, self._cache, make)
         return SampleOrder(arrays["documents"], arrays["starts"], arrays["shuffle"], length, extra, epochs)

@@ -13,32 +13,37 @@ from transformers.trainer_callback import ExportableState, TrainerCallback, Trai
 from ..data.ordered import OrderedDataset
 from ..errors import DataError
 from . import length_samplers
+from .batch_shards import sampler_of
 
 _OWN_ORDER = ("random", "sequential")
 # Columns that stock loss functions take, and no model's forward names.
 _SHIFTED = "shift_labels"
 
 
-class SamplesFrom(Sampler[int]):
-    """Yields the samples of a dataset in their order, from one on.
+class OwnOrder(Sampler[int]):
+    """Yields the samples of a dataset in their order; an epoch has the whole dataset's length, which is asked early.
 
     Args:
         dataset: in an order of its own.
-        start (`int`, defaults to 0): samples that were seen already.
+        batch (`int`): samples of a step.
+
+    Attributes:
+        begin (`int`): the first, those that are skipped batch by batch included; below 0 where more is skipped than was
+            seen.
+        beyond (`int`): how many follow the last, which nobody is trained on.
     """
 
-    def __init__(self, dataset: OrderedDataset, start: int = 0):
-        self.dataset = dataset
-        # What is skipped first, batch by batch; below nothing where more is skipped than there was.
-        self.begin, self.beyond = start, 0
+    def __init__(self, dataset: OrderedDataset, batch: int):
+        self.dataset, self.batch = dataset, batch
+        self.begin = self.beyond = 0
 
     def __len__(self) -> int:
-        return len(self.dataset) - max(0, self.begin)
+        return len(self.dataset)
 
     def __iter__(self) -> Iterator[int]:
         last = len(self.dataset) - 1
         for sample in range(self.begin, last + 1 + self.beyond):
-            # Those that are skipped are not read, nor those beyond the last.
+            # Those that are skipped are not read.
             yield min(max(sample, 0), last)
 
 
@@ -51,40 +56,17 @@ def get_train_sampler(original: Callable, self: Any, train_dataset: Any = None) 
     if strategy not in _OWN_ORDER:
         raise DataError(f"train_sampling_strategy={strategy!r}: {type(dataset).__name__} has an order of its own.")
     self.remove_callback(SamplesCallback)
-    # As many rows are taken in a step as the trainer says itself.
-    sampler = SamplesFrom(dataset)
     self.add_callback(SamplesCallback())
-    counting = next(one for one in self.callback_handler.callbacks if isinstance(one, SamplesCallback))
-    counting.follow(sampler, self.get_total_train_batch_size(self.args))
-    return _WholeSampler(sampler)
-
-
-class _WholeSampler(Sampler[int]):
-    """What a sampler yields, in an epoch of the whole dataset's length: trainers ask for it before it is known."""
-
-    def __init__(self, sampler: SamplesFrom):
-        self.sampler = sampler
-
-    def __len__(self) -> int:
-        return len(self.sampler.dataset)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.sampler)
+    return OwnOrder(dataset, self.get_total_train_batch_size(self.args))
 
 
 class SamplesCallback(TrainerCallback, ExportableState):
     """Counts the samples that training has seen, which its checkpoints say, with the order that they are of."""
 
     def __init__(self) -> None:
-        self.consumed = 0
+        self.consumed = self._skipped = 0
         self.order_key: dict[str, Any] = {}
-        self._sampler: SamplesFrom | None = None
-        self._batch = self._skipped = 0
-
-    def follow(self, sampler: SamplesFrom, batch: int) -> None:
-        """Counts a sampler's samples, so many in a step."""
-        self._sampler, self._batch = sampler, batch
-        self.order_key = sampler.dataset.order_key
+        self._sampler: OwnOrder | None = None
 
     def state(self) -> dict[str, Any]:
         """Returns what a checkpoint says."""
@@ -95,31 +77,34 @@ class SamplesCallback(TrainerCallback, ExportableState):
     def on_train_begin(
         self, args: Any, state: TrainerState, control: TrainerControl, train_dataloader: Any = None, **kwargs: Any
     ) -> None:
-        sampler = self._sampler
-        if sampler is None:
+        # Trainer may have made another callback of this class, of what a checkpoint says.
+        sampler = sampler_of(train_dataloader)
+        if not isinstance(sampler, OwnOrder):
+            self._sampler = None
             return
+        self._sampler, self.order_key = sampler, sampler.dataset.order_key
         self.consumed = sampler.dataset.sample_at(sampler.dataset.seen)
-        size = len(sampler.dataset)
+        size, batch = len(sampler.dataset), sampler.batch
         if state.global_step and not args.ignore_data_skip:
             said: Any = state.stateful_callbacks
             self._go_on(said.get(type(self).__name__), sampler.dataset)
-        last = state.global_step + -(-(size - self.consumed) // self._batch)
-        if args.max_steps <= 0 and self.consumed != state.global_step * self._batch:
+        last = state.global_step + -(-(size - self.consumed) // batch)
+        if args.max_steps <= 0 and self.consumed != state.global_step * batch:
             raise DataError(
                 f"{self.consumed} samples were seen in {state.global_step} steps of another batch size than "
-                f"{self._batch}, of which epochs know nothing: train for max_steps={last}."
+                f"{batch}, of which epochs know nothing: train for max_steps={last}."
             )
         if state.max_steps > last:
             raise DataError(
-                f"{state.max_steps} steps of {self._batch} samples need more than the {size} of the dataset, of which "
+                f"{state.max_steps} steps of {batch} samples need more than the {size} of the dataset, of which "
                 f"{self.consumed} were seen in {state.global_step} steps: it ends with step {last}. Build it with "
-                f"samples={self.consumed + (state.max_steps - state.global_step) * self._batch}, or train for "
+                f"samples={self.consumed + (state.max_steps - state.global_step) * batch}, or train for "
                 f"max_steps={last}."
             )
         self._skipped = 0
         if state.global_step and not args.ignore_data_skip:
             updates = max(1, -(-len(train_dataloader) // args.gradient_accumulation_steps))
-            self._skipped = state.global_step % updates * self._batch
+            self._skipped = state.global_step % updates * batch
 
     def _go_on(self, said: Any, dataset: OrderedDataset) -> None:
         if not isinstance(said, Mapping):
@@ -139,14 +124,13 @@ class SamplesCallback(TrainerCallback, ExportableState):
         if self._sampler is not None:
             # Stock skips steps of the batch size that there is now.
             self._sampler.begin = self.consumed - self._skipped
-            is_shifted = self._sampler.begin != 0
-            # Where it does not end with the last sample, neither do its batches: none is filled up.
-            self._sampler.beyond = 2 * self._batch if is_shifted else 0
+            # Batches that do not end with the last sample are not filled up either.
+            self._sampler.beyond = 2 * self._sampler.batch if self._sampler.begin else 0
             self._skipped = 0
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self._sampler is not None:
-            self.consumed = min(self.consumed + self._batch, len(self._sampler.dataset))
+            self.consumed = min(self.consumed + self._sampler.batch, len(self._sampler.dataset))
 
 
 def _changes(before: Any, now: Any, name: str = "") -> list[str]:

@@ -18,6 +18,7 @@ from hf_megatron.data.blended import BlendedDataset
 from hf_megatron.data.indexed import IndexedDataset
 from hf_megatron.data.indexed_writer import IndexedWriter
 from hf_megatron.data.megatron_arguments import datasets_from_megatron_args
+from hf_megatron.data.order import sample_order
 from hf_megatron.data.order_cache import cached_arrays
 from hf_megatron.data.pretraining import PretrainingDataset
 from hf_megatron.errors import DataError
@@ -187,6 +188,34 @@ def test_positions_begin_again_with_documents(tmp_path):
             behind = tokens.index(EOD) + 1
             expected = [*range(behind), *range(10 - behind)]
         assert row["position_ids"].tolist() == expected
+
+
+@pytest.mark.parametrize("options", [{}, {"add_extra_token_to_sequence": False}], ids=["one more", "no more"])
+@pytest.mark.parametrize("samples", [30, 400])
+def test_what_megatron_core_kept_is_read(tmp_path, one_process, monkeypatch, samples, options):
+    """Where its description and its samples are those asked for: a description does not say how they end."""
+    prefix, cache = _pair(tmp_path / "pair", documents=60), tmp_path / "cache"
+    _peer([prefix], None, "90,10,0", 8, [samples, 10, 10], 5, cache, **options)
+    given = {"sequence_length": 8, "samples": samples, "seed": 5, "share": (0.0, 0.9), "cache": cache}
+    extra = "add_extra_token_to_sequence" not in options
+    plain = PretrainingDataset(prefix, **{**given, "cache": None}, extra_token=extra)
+    made = []
+
+    def order(*args, **kwargs):
+        made.append(1)
+        return sample_order(*args, **kwargs)
+
+    monkeypatch.setattr("hf_megatron.data.pretraining.sample_order", order)
+    found = PretrainingDataset(prefix, **given, extra_token=extra)
+    assert not made and len(found) == len(plain)
+    assert found[3]["input_ids"].tolist() == plain[3]["input_ids"].tolist()
+    for change in ({"seed": 6}, {"samples": samples + 200}, {"share": (0.0, 0.8)}):
+        PretrainingDataset(prefix, **{**given, **change}, extra_token=extra)
+    PretrainingDataset(prefix, **given, extra_token=not extra)
+    # Files of another size under the same name.
+    _pair(tmp_path / "other" / "pair", seed=3, documents=60)
+    PretrainingDataset(tmp_path / "other" / "pair", **given, extra_token=extra)
+    assert len(made) == 5
 
 
 # Kept indices

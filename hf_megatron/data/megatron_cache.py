@@ -1,0 +1,113 @@
+"""Indices that Megatron-LM left in its own cache, read where they are of the same samples.
+
+`GPTDataset` leaves a description beside its three arrays. It does not say whether samples have one token more, nor how
+large the files were: the arrays are compared with what their first documents give.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .order import SPLITS, count_of_samples, starts_of_samples
+
+_DESCRIPTION = "-description.txt"
+# Megatron's file -> the array's name here.
+_ARRAYS = {"document_index": "documents", "sample_index": "starts", "shuffle_index": "shuffle"}
+# Documents whose samples are compared.
+_COMPARED = 4096
+
+
+def default_folder(prefix: str) -> Path:
+    """Names the folder that Megatron-LM takes without `--data-cache-path`."""
+    return Path(os.path.dirname(prefix), "cache", "GPTDataset_indices")
+
+
+def megatron_arrays(
+    folder: Path,
+    prefix: str,
+    lengths: np.ndarray,
+    bounds: tuple[int, int],
+    tokens: int,
+    epochs: int,
+    share: tuple[float, float],
+    asked: Mapping[str, Any],
+) -> Mapping[str, np.ndarray] | None:
+    """Returns the arrays of a folder whose description and first samples are those that are asked for; else `None`.
+
+    Args:
+        prefix (`str`): of the pair.
+        lengths: of all its sequences.
+        bounds: the first sequence of the split, and the one behind its last.
+        tokens (`int`): of the split.
+        epochs (`int`): that are read.
+        share: of the split.
+        asked: sequence length, samples and seed, and what samples are like.
+    """
+    for path in sorted(folder.glob(f"*-GPTDataset-*{_DESCRIPTION}")) if folder.is_dir() else ():
+        said = _described(path)
+        if said is None or not _is_asked_for(said, prefix, share, asked):
+            continue
+        base = str(path).removesuffix(_DESCRIPTION)
+        try:
+            arrays = {
+                name: np.load(f"{base}-{file}.npy", mmap_mode="r", allow_pickle=False) for file, name in _ARRAYS.items()
+            }
+        except (OSError, ValueError, EOFError):
+            continue
+        if _fit(arrays, lengths, bounds, epochs * tokens, epochs, asked):
+            return arrays
+    return None
+
+
+def _described(path: Path) -> dict[str, Any] | None:
+    try:
+        said = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return said if isinstance(said, dict) else None
+
+
+def _is_asked_for(said: Mapping[str, Any], prefix: str, share: tuple[float, float], asked: Mapping[str, Any]) -> bool:
+    part, shares = said.get("index_split"), said.get("split_matrix")
+    if part not in SPLITS or not isinstance(shares, list) or len(shares) != len(SPLITS):
+        return False
+    return (
+        # It may have been moved as a whole.
+        os.path.basename(str(said.get("dataset_path"))) == os.path.basename(prefix)
+        and said.get("num_samples") == asked["samples"]
+        and said.get("random_seed") == asked["seed"]
+        and said.get("sequence_length") == asked["sequence_length"]
+        and shares[SPLITS.index(part)] == list(share)
+    )
+
+
+def _fit(
+    arrays: Mapping[str, np.ndarray],
+    lengths: np.ndarray,
+    bounds: tuple[int, int],
+    tokens: int,
+    epochs: int,
+    asked: Mapping[str, Any],
+) -> bool:
+    documents, starts, shuffle = (arrays[name] for name in _ARRAYS.values())
+    extra, length = int(asked["extra_token"]), asked["sequence_length"]
+    count = count_of_samples(tokens, length, extra, drop_last_partial=asked["drop_last_partial"])
+    sizes = documents.shape, starts.shape, shuffle.shape
+    if sizes != ((epochs * (bounds[1] - bounds[0]),), (count + 1, 2), (count,)):
+        return False
+    first = np.asarray(documents[:_COMPARED])
+    if first.min() < bounds[0] or first.max() >= bounds[1]:
+        return False
+    is_all = len(first) == len(documents)
+    held = tokens if is_all else int(lengths[first].sum(dtype=np.int64))
+    drop = asked["drop_last_partial"] if is_all else True
+    if not is_all and held <= length:
+        return True
+    expected = starts_of_samples(lengths, first, length, extra, held, drop_last_partial=drop)
+    # The last row of a part is where the part ends.
+    rows = len(expected) - (0 if is_all else 1)
+    return bool(np.array_equal(expected[:rows], starts[:rows]))
