@@ -8,6 +8,7 @@ from typing import Any
 
 from ..errors import DataError
 
+_EXTRA = 'tables need datasets: pip install "hf_megatron[data]"'
 # Read at a time out of a table.
 _ROWS = 1024
 
@@ -96,10 +97,11 @@ def _text(value: Any, place: str) -> str:
 
 
 def _rows_of_parquet(path: Path, key: str, start: int) -> tuple[Iterator[str], int]:
-    # With datasets; tables of other kinds of files are not read here.
-    from pyarrow import ArrowInvalid
-    from pyarrow.parquet import ParquetFile
-
+    try:
+        from pyarrow import ArrowInvalid
+        from pyarrow.parquet import ParquetFile
+    except ImportError:
+        raise DataError(f"{path}: {_EXTRA}") from None
     try:
         file = ParquetFile(path)
     except (ArrowInvalid, OSError) as error:
@@ -124,8 +126,10 @@ def _rows_of_parquet(path: Path, key: str, start: int) -> tuple[Iterator[str], i
 
 
 def _rows_of_dataset(path: Path, key: str, start: int) -> tuple[Iterator[str], int]:
-    from datasets import Dataset, load_from_disk
-
+    try:
+        from datasets import Dataset, load_from_disk
+    except ImportError:
+        raise DataError(f"{path}: {_EXTRA}") from None
     try:
         dataset = load_from_disk(str(path))
     except FileNotFoundError as error:

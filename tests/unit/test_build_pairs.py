@@ -5,6 +5,7 @@ import json
 import os
 import random
 import signal
+import sys
 import time
 
 import numpy as np
@@ -183,6 +184,14 @@ def test_files_that_are_wrong_say_so(tmp_path, name, content, options, message):
     with pytest.raises(DataError, match=message):
         build_pair(tmp_path / "ours", [tmp_path / name], make_tokenizer(), **options)
     assert not (tmp_path / "ours.bin").exists() and not (tmp_path / "ours.idx").exists()
+
+
+@pytest.mark.parametrize(("name", "module"), [("a.parquet", "pyarrow"), ("folder", "datasets")])
+def test_tables_without_their_library_say_so(tmp_path, monkeypatch, name, module):
+    monkeypatch.setitem(sys.modules, module, None)
+    (tmp_path / name).mkdir() if name == "folder" else (tmp_path / name).write_text("x")
+    with pytest.raises(DataError, match=r'tables need datasets: pip install "hf_megatron\[data\]"'):
+        build_pair(tmp_path / "ours", [tmp_path / name], make_tokenizer())
 
 
 def test_what_is_there_stays(tmp_path):
