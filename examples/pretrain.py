@@ -61,6 +61,7 @@ def main() -> None:
         max_steps=args.train_iters,
         per_device_train_batch_size=4,
         per_device_eval_batch_size=4,
+        weight_decay=0.01,
         logging_steps=10,
         save_steps=20,
         report_to=[],
@@ -73,7 +74,9 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.tokenizer or folder / "tokenizer")
     model = AutoModelForCausalLM.from_config(new_llama_config(tokenizer), dtype="float32", megatron_config=layout)
     replicas = options.world_size // args.tp_size
-    options.gradient_accumulation_steps = args.global_batch_size // (4 * replicas)
+    options.gradient_accumulation_steps, rest = divmod(args.global_batch_size, 4 * replicas)
+    if rest or not options.gradient_accumulation_steps:
+        raise SystemExit(f"--global_batch_size {args.global_batch_size}: expected a multiple of {4 * replicas}.")
     data = datasets_from_megatron_args({
         "data-path": args.data_path or str(folder / "topics_text_document"),
         "split": "90,10,0",
@@ -82,7 +85,7 @@ def main() -> None:
         "data-cache-path": folder / "cache",
         **numbers,
     })  # fmt: skip
-    trainer = Trainer(model, options, default_data_collator, data.train, data.valid, processing_class=tokenizer)
+    trainer = Trainer(model, options, default_data_collator, data.train, data.evaluation, processing_class=tokenizer)
     schedule = schedule_from_megatron_args(
         {"lr": 6e-3, "min-lr": 6e-4, "lr-decay-style": "cosine", "lr-warmup-iters": 5, **numbers}
     )

@@ -51,7 +51,8 @@ class BlendedDataset(OrderedDataset):
             "kind": "blend",
             "datasets": [dataset.order_key for dataset in self.datasets],
             "weights": sizes if weights is None else [float(weight) for weight in weights],
-            "samples": samples,
+            # A longer blend begins as a shorter one.
+            "to the end": samples is None,
         }
 
         def make() -> Mapping[str, np.ndarray]:

@@ -4,6 +4,7 @@ What is done lies in a folder `PREFIX.building` until all is: tokens, lengths an
 documents these are of. Megatron-LM's `tools/preprocess_data.py` writes the same bytes.
 """
 
+import copy
 import fcntl
 import hashlib
 import json
@@ -86,9 +87,7 @@ def build_pair(
             raise DataError(f"{path}: no such file.")
     if not paths:
         raise DataError(f"{prefix}: no files to build it from.")
-    for kind in ("bin", "idx"):
-        if Path(f"{os.fspath(prefix)}.{kind}").exists():
-            raise DataError(f"{os.fspath(prefix)}.{kind}: is there already; name another prefix.")
+    _require_new(os.fspath(prefix))
     eod = tokenizer.eos_token_id
     if append_eod and eod is None:
         raise DataError("append_eod: the tokenizer has no eos_token.")
@@ -99,13 +98,27 @@ def build_pair(
         "tokenizer": _facts(tokenizer),
     }
     with _folder(Path(f"{os.fspath(prefix)}.building")) as folder:
+        # Another process may have ended meanwhile.
+        _require_new(os.fspath(prefix))
         build = _Build(folder, said, token_dtype(len(tokenizer)))
+        encoder = _Encoder(tokenizer)
         try:
-            found = build.run(texts_of(paths, key, build.documents), tokenizer, eod if append_eod else None, say)
+            found = build.run(texts_of(paths, key, build.documents), encoder, eod if append_eod else None, say)
         finally:
             build.close()
         build.publish(os.fspath(prefix))
     return found
+
+
+def _require_new(prefix: str) -> None:
+    """Finishes a pair whose builder ended between its two files, and refuses what is there otherwise."""
+    data, index, made = Path(f"{prefix}.bin"), Path(f"{prefix}.idx"), Path(f"{prefix}.building", "idx")
+    if data.exists() and not index.exists() and made.exists():
+        os.replace(made, index)
+        shutil.rmtree(made.parent, ignore_errors=True)
+    for path in (data, index):
+        if path.exists():
+            raise DataError(f"{path}: is there already; name another prefix.")
 
 
 def _facts(tokenizer: Any) -> str:
@@ -156,12 +169,12 @@ class _Build:
             self._files[name] = open(path, "ab")  # noqa: SIM115 - closed by close()
 
     def run(
-        self, texts: Iterator[str], tokenizer: Any, end: int | None, say: Callable[[BuildProgress], None]
+        self, texts: Iterator[str], encoder: "_Encoder", end: int | None, say: Callable[[BuildProgress], None]
     ) -> BuildProgress:
         began = kept = time.monotonic()
         characters, before = 0, self.tokens
         while batch := list(islice(texts, _BATCH)):
-            self._write(_encoded(tokenizer, batch), end)
+            self._write(encoder(batch), end)
             characters += sum(map(len, batch))
             now = time.monotonic()
             if now - kept > _KEPT_EVERY:
@@ -214,9 +227,18 @@ class _Build:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def _encoded(tokenizer: Any, texts: list[str]) -> list[Any]:
-    if tokenizer.is_fast:
-        # Without offsets, which the other one makes as well.
-        backend = tokenizer.backend_tokenizer
-        return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]
-    return list(tokenizer(texts, add_special_tokens=False).input_ids)
+class _Encoder:
+    """Encodes whole texts, whatever a tokenizer was told of lengths when it was saved."""
+
+    def __init__(self, tokenizer: Any):
+        self._tokenizer, self._fast = tokenizer, None
+        if tokenizer.is_fast:
+            # Without offsets, which its own call makes as well.
+            self._fast = copy.deepcopy(tokenizer.backend_tokenizer)
+            self._fast.no_truncation()
+            self._fast.no_padding()
+
+    def __call__(self, texts: list[str]) -> list[Any]:
+        if self._fast is None:
+            return list(self._tokenizer(texts, add_special_tokens=False).input_ids)
+        return [encoding.ids for encoding in self._fast.encode_batch_fast(texts, add_special_tokens=False)]

@@ -12,7 +12,7 @@ from ..errors import DataError
 from .blended import BlendedDataset
 from .indexed import IndexedDataset
 from .order import SPLITS, parse_split, samples_of_blend
-from .ordered import OrderedDataset
+from .ordered import OrderedDataset, WithoutSamples
 from .pretraining import PretrainingDataset
 
 # Argument -> its default in Megatron-LM (`megatron/training/arguments.py`).
@@ -42,17 +42,30 @@ _OWN_PATHS = {f"{split}_data_path": split for split in SPLITS}
 
 @dataclass(frozen=True)
 class PretrainingSplits:
-    """The datasets of a run; `None` for a split without any documents or samples."""
+    """The datasets of a run; `None` for a split without any documents or samples.
+
+    Attributes:
+        train, valid, test: as Megatron-LM builds them, whole epochs.
+        evaluated (`int`): samples that one evaluation takes there.
+    """
 
     train: OrderedDataset | None
     valid: OrderedDataset | None
     test: OrderedDataset | None
+    evaluated: int
+
+    @property
+    def evaluation(self) -> OrderedDataset | None:
+        """What Trainer evaluates on each time: the first samples of `valid`, where Megatron-LM takes the next ones."""
+        if self.valid is None or len(self.valid) <= self.evaluated:
+            return self.valid
+        return WithoutSamples(self.valid, [(self.evaluated, len(self.valid))])
 
 
 def datasets_from_megatron_args(
     arguments: Mapping[str, Any], *, pad_token: int | None = None, eod_token: int | None = None
 ) -> PretrainingSplits:
-    """Builds the datasets that Megatron-LM builds of its arguments; each is as long as its run needs.
+    """Builds the datasets that Megatron-LM builds of its arguments, whole epochs of which its run needs the beginning.
 
     `--data-path` or `--data-args-path` with `--split`, or `--train-data-path`, `--valid-data-path` and
     `--test-data-path`, or `--per-split-data-args-path`: one prefix, prefixes, or weights and prefixes in turns.
@@ -95,11 +108,13 @@ def datasets_from_megatron_args(
     if own is not None:
         if given["split"] is not None:
             raise DataError(f"split = {given['split']!r} goes with data_path; each split has files of its own here.")
-        found = [_dataset(own[split], (0.0, 1.0), wanted[split], made) for split in SPLITS]
+        # Of one prefix the weight is none there.
+        alone = {split: (blend[0], None) if blend and len(blend[0]) == 1 else blend for split, blend in own.items()}
+        found = [_dataset(alone[split], (0.0, 1.0), wanted[split], made) for split in SPLITS]
     else:
         shares = parse_split(given["split"] or _SPLIT)
         found = [_dataset(whole, share, wanted[split], made) for split, share in zip(SPLITS, shares, strict=True)]
-    return PretrainingSplits(*found)
+    return PretrainingSplits(found[0], found[1], found[2], wanted["test"])
 
 
 def _number(given: Mapping[str, Any], name: str) -> int:

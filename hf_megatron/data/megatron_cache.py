@@ -19,11 +19,13 @@ _DESCRIPTION = "-description.txt"
 _ARRAYS = {"document_index": "documents", "sample_index": "starts", "shuffle_index": "shuffle"}
 # Documents whose samples are compared.
 _COMPARED = 4096
+# Samples whose lengths are added up.
+_LOOKED_AT = 256
 
 
 def default_folder(prefix: str) -> Path:
     """Names the folder that Megatron-LM takes without `--data-cache-path`."""
-    return Path(os.path.dirname(prefix), "cache", "GPTDataset_indices")
+    return Path(prefix, "cache", "GPTDataset_indices")
 
 
 def megatron_arrays(
@@ -56,9 +58,13 @@ def megatron_arrays(
             arrays = {
                 name: np.load(f"{base}-{file}.npy", mmap_mode="r", allow_pickle=False) for file, name in _ARRAYS.items()
             }
+            written = min(os.stat(f"{base}-{file}.npy").st_mtime_ns for file in _ARRAYS)
         except (OSError, ValueError, EOFError):
             continue
-        if _fit(arrays, lengths, bounds, epochs * tokens, epochs, asked):
+        # Of files that were there before.
+        if written > os.stat(f"{prefix}.idx").st_mtime_ns and _fit(
+            arrays, lengths, bounds, epochs * tokens, epochs, asked
+        ):
             return arrays
     return None
 
@@ -102,12 +108,25 @@ def _fit(
     first = np.asarray(documents[:_COMPARED])
     if first.min() < bounds[0] or first.max() >= bounds[1]:
         return False
-    is_all = len(first) == len(documents)
-    held = tokens if is_all else int(lengths[first].sum(dtype=np.int64))
-    drop = asked["drop_last_partial"] if is_all else True
-    if not is_all and held <= length:
-        return True
-    expected = starts_of_samples(lengths, first, length, extra, held, drop_last_partial=drop)
+    if len(first) == len(documents):
+        drop = asked["drop_last_partial"]
+        return bool(
+            np.array_equal(starts_of_samples(lengths, first, length, extra, tokens, drop_last_partial=drop), starts)
+        )
+    held = int(lengths[first].sum(dtype=np.int64))
     # The last row of a part is where the part ends.
-    rows = len(expected) - (0 if is_all else 1)
-    return bool(np.array_equal(expected[:rows], starts[:rows]))
+    if held > length:
+        rows = starts_of_samples(lengths, first, length, extra, held, drop_last_partial=True)[:-1]
+        if not np.array_equal(rows, starts[: len(rows)]):
+            return False
+    return _are_as_long(documents, starts, lengths, length)
+
+
+def _are_as_long(documents: np.ndarray, starts: np.ndarray, lengths: np.ndarray, length: int) -> bool:
+    """Says whether samples from all over have the length."""
+    for row in np.linspace(0, len(starts) - 3, _LOOKED_AT).astype(np.int64).tolist():
+        (first, offset), (last, stop) = starts[row].tolist(), starts[row + 1].tolist()
+        between = int(lengths[documents[first:last]].sum(dtype=np.int64))
+        if between - offset + stop != length:
+            return False
+    return True

@@ -72,12 +72,12 @@ def _alone(folder: Path) -> Iterator[None]:
 def _read(folder: Path, said: str) -> Arrays | None:
     """Maps the arrays of a folder; `None` where there is none that is whole."""
     try:
+        found = json.loads((folder / _KEY).read_text(encoding="utf-8"))
         # Another key of the same hash would be another folder's.
-        if (folder / _KEY).read_text(encoding="utf-8") != said:
+        if found["key"] != said:
             return None
-        names = [path.stem for path in folder.glob("*.npy")]
-        return {name: np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in names}
-    except (OSError, ValueError, EOFError):
+        return {name: np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in found["arrays"]}
+    except (OSError, ValueError, EOFError, TypeError, KeyError):
         return None
 
 
@@ -92,7 +92,14 @@ def _written(folder: Path, said: str, arrays: Arrays) -> Arrays:
                     np.save(file, array, allow_pickle=False)
                     file.flush()
                     os.fsync(file.fileno())
-            (partial / _KEY).write_text(said, encoding="utf-8")
+            with open(partial / _KEY, "w", encoding="utf-8") as file:
+                json.dump({"key": said, "arrays": [*arrays]}, file)
+                file.flush()
+                os.fsync(file.fileno())
+            # Another host may have made it, where locks are each host's own: who has mapped it needs its files.
+            found = _read(folder, said)
+            if found is not None:
+                return found
             # One that was there is damaged.
             shutil.rmtree(folder, ignore_errors=True)
             partial.rename(folder)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from ..errors import DataError
 
@@ -78,3 +78,12 @@ class WithoutSamples(OrderedDataset):
             if sample >= first:
                 sample += stop - first
         return self.dataset[sample]
+
+
+def has_own_order(dataset: Any) -> bool:
+    """Tells whether a dataset is one with an order of its own, or a part or a chain of such."""
+    if isinstance(dataset, Subset):
+        return has_own_order(dataset.dataset)
+    if isinstance(dataset, ConcatDataset):
+        return any(map(has_own_order, dataset.datasets))
+    return isinstance(dataset, OrderedDataset)

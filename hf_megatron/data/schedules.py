@@ -131,6 +131,11 @@ class MegatronScheduler(LRScheduler):
             raise DataError(f"samples_per_step = {samples_per_step}, samples = {samples}: expected 1 or more, and 0.")
         self.schedule, self.samples_per_step, self.samples = schedule, samples_per_step, samples - samples_per_step
         self._decays = [group.get("weight_decay", 0.0) != 0 for group in optimizer.param_groups]
+        if schedule.end_weight_decay and not any(self._decays):
+            raise DataError(
+                f"no group of the optimizer has weight decay, and the schedule has {schedule.end_weight_decay}: give "
+                "those that are to have it one above 0 (weight_decay of TrainingArguments or of the optimizer)."
+            )
         # It takes a step itself.
         super().__init__(optimizer)
 

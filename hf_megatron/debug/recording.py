@@ -149,8 +149,8 @@ class StepRecorder:
 
     def _begin_call(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if not in_backward() and not computes_again(self.state):
-            # Of all replicas' tokens, as Trainer says how many these are.
-            self._is_share = self.state is not None and kwargs.get("num_items_in_batch") is not None
+            # Of all tokens of the step, as Trainer says how many these are.
+            self._is_share = kwargs.get("num_items_in_batch") is not None
             self._calls.begin(self.state, args, kwargs)
 
     @comes_last
@@ -255,8 +255,8 @@ class StepRecorder:
             "layout": "" if self.state is None else self.state.config.layout(),
             "ranks": 1 if self.state is None else dist.get_world_size(),
             "factor": 1 if self.state is None else self.state.axes.size("dp_cp"),
-            "loss": sum(self._losses) / max(1, len(self._losses)),
-            "share_of_loss": self.state.mesh.dp_rank if self._is_share and self.state is not None else None,
+            "loss": sum(self._losses) / (1 if self._is_share else max(1, len(self._losses))),
+            "share_of_loss": None if not self._is_share else 0 if self.state is None else self.state.mesh.dp_rank,
             "depth": self._calls.depth,
             "tied": tied,
             "pieces": [asdict(piece) for piece in self._pieces],

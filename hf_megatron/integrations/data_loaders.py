@@ -45,9 +45,9 @@ def iterate(original: Callable, self: Any) -> Iterator[Any]:
 def _require_own_order(loader: Any) -> None:
     from torch.utils.data import RandomSampler
 
-    from ..data.ordered import OrderedDataset
+    from ..data.ordered import has_own_order
 
-    if isinstance(loader.dataset, OrderedDataset) and isinstance(sampler_of(loader), RandomSampler):
+    if has_own_order(loader.dataset) and isinstance(sampler_of(loader), RandomSampler):
         raise DataError(
             f"{type(loader.dataset).__name__} has an order of its own, and this loader shuffles it again: make it with "
             "shuffle=False."

@@ -5,12 +5,15 @@ batch size that a run has now, shuffles, and leaves out columns that a model's f
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from torch.utils.data import Sampler
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState, TrainerCallback, TrainerControl, TrainerState
 
-from ..data.ordered import OrderedDataset
+from ..data.ordered import OrderedDataset, has_own_order
+from ..data.schedules import MegatronScheduler
 from ..errors import DataError
 from . import length_samplers
 from .batch_shards import sampler_of
@@ -21,43 +24,87 @@ _SHIFTED = "shift_labels"
 
 
 class OwnOrder(Sampler[int]):
-    """Yields the samples of a dataset in their order; an epoch has the whole dataset's length, which is asked early.
+    """Yields the samples of a dataset in their order.
 
     Args:
         dataset: in an order of its own.
         batch (`int`): samples of a step.
+        updates (`int`, defaults to 0): of an epoch that is no pass over the dataset, as of a run that goes on elsewhere
+            than its steps say; 0 for an ordinary one.
 
     Attributes:
         begin (`int`): the first, those that are skipped batch by batch included; below 0 where more is skipped than was
             seen.
-        beyond (`int`): how many follow the last, which nobody is trained on.
     """
 
-    def __init__(self, dataset: OrderedDataset, batch: int):
-        self.dataset, self.batch = dataset, batch
-        self.begin = self.beyond = 0
+    def __init__(self, dataset: OrderedDataset, batch: int, updates: int = 0):
+        self.dataset, self.batch, self.updates = dataset, batch, updates
+        self.begin = 0
 
     def __len__(self) -> int:
-        return len(self.dataset)
+        return self.batch * self.updates or len(self.dataset)
 
     def __iter__(self) -> Iterator[int]:
-        last = len(self.dataset) - 1
-        for sample in range(self.begin, last + 1 + self.beyond):
-            # Those that are skipped are not read.
-            yield min(max(sample, 0), last)
+        # Those that are skipped are not read.
+        return (max(sample, 0) for sample in range(self.begin, len(self.dataset)))
 
 
 def get_train_sampler(original: Callable, self: Any, train_dataset: Any = None) -> Any:
     """Returns a sampler that keeps a dataset's own order, and has a callback count its samples."""
     dataset = self.train_dataset if train_dataset is None else train_dataset
-    if not isinstance(dataset, OrderedDataset):
+    if not has_own_order(dataset):
         return length_samplers.get_sampler(original, self, train_dataset)
-    strategy = self.args.train_sampling_strategy
-    if strategy not in _OWN_ORDER:
-        raise DataError(f"train_sampling_strategy={strategy!r}: {type(dataset).__name__} has an order of its own.")
+    if not isinstance(dataset, OrderedDataset):
+        raise DataError(
+            f"{type(dataset).__name__} around a dataset with an order of its own would be shuffled: pass that one; "
+            "WithoutSamples leaves some of it out."
+        )
+    _require_shifted(self)
+    args = self.args
+    if args.train_sampling_strategy not in _OWN_ORDER:
+        strategy = f"train_sampling_strategy={args.train_sampling_strategy!r}"
+        raise DataError(f"{strategy}: {type(dataset).__name__} has an order of its own.")
+    if args.accelerator_config.split_batches:
+        raise DataError("split_batches=True: how many samples a step has is counted for batches of each replica.")
     self.remove_callback(SamplesCallback)
     self.add_callback(SamplesCallback())
-    return OwnOrder(dataset, self.get_total_train_batch_size(self.args))
+    batch = self.get_total_train_batch_size(args)
+    step, consumed = _told(vars(self).get("_hf_megatron_resumed"))
+    if args.ignore_data_skip or consumed is None:
+        consumed = dataset.seen
+    is_elsewhere = dataset.sample_at(consumed) != step * batch
+    return OwnOrder(dataset, batch, max(0, args.max_steps) if is_elsewhere else 0)
+
+
+def get_eval_sampler(original: Callable, self: Any, eval_dataset: Any) -> Any:
+    """Returns stock's sampler, of data whose labels the model does not shift again."""
+    if has_own_order(eval_dataset):
+        _require_shifted(self)
+    return length_samplers.get_sampler(original, self, eval_dataset)
+
+
+def _require_shifted(trainer: Any) -> None:
+    if not trainer.model_accepts_loss_kwargs:
+        raise DataError(
+            f"{type(trainer.model).__name__}: its forward takes no shift_labels, and would shift labels that are "
+            "shifted already."
+        )
+    if trainer.args.label_smoothing_factor:
+        raise DataError(
+            f"label_smoothing_factor={trainer.args.label_smoothing_factor}: Trainer's smoothing would shift labels "
+            "that are shifted already."
+        )
+
+
+def _told(checkpoint: Any) -> tuple[int, int | None]:
+    """Returns the steps and the samples that a checkpoint says, where it says them."""
+    path = None if checkpoint is None else Path(checkpoint, TRAINER_STATE_NAME)
+    if path is None or not path.is_file():
+        return 0, None
+    state = TrainerState.load_from_json(str(path))
+    said: Any = state.stateful_callbacks
+    found = said.get(SamplesCallback.__name__) or {}
+    return state.global_step, found.get("attributes", {}).get("consumed")
 
 
 class SamplesCallback(TrainerCallback, ExportableState):
@@ -84,27 +131,45 @@ class SamplesCallback(TrainerCallback, ExportableState):
             return
         self._sampler, self.order_key = sampler, sampler.dataset.order_key
         self.consumed = sampler.dataset.sample_at(sampler.dataset.seen)
-        size, batch = len(sampler.dataset), sampler.batch
-        if state.global_step and not args.ignore_data_skip:
-            said: Any = state.stateful_callbacks
-            self._go_on(said.get(type(self).__name__), sampler.dataset)
-        last = state.global_step + -(-(size - self.consumed) // batch)
-        if args.max_steps <= 0 and self.consumed != state.global_step * batch:
+        size, batch, step, name = len(sampler.dataset), sampler.batch, state.global_step, type(self).__name__
+        callbacks: Any = state.stateful_callbacks
+        if step and not args.ignore_data_skip:
+            self._go_on(callbacks.get(name), sampler.dataset)
+        # Of a checkpoint that had none; Trainer looks for it when it saves.
+        callbacks.setdefault(name, {})
+        self._require_schedule(kwargs.get("lr_scheduler"), step)
+        is_elsewhere = self.consumed != step * batch
+        whole, rest = divmod(size - self.consumed, batch)
+        last = step + whole + bool(rest and not is_elsewhere and not args.dataloader_drop_last)
+        if args.max_steps <= 0 and is_elsewhere:
             raise DataError(
-                f"{self.consumed} samples were seen in {state.global_step} steps of another batch size than "
-                f"{batch}, of which epochs know nothing: train for max_steps={last}."
+                f"{self.consumed} samples were seen in {step} steps of {batch}, of which epochs know nothing: train "
+                f"for max_steps={last}."
             )
         if state.max_steps > last:
             raise DataError(
                 f"{state.max_steps} steps of {batch} samples need more than the {size} of the dataset, of which "
-                f"{self.consumed} were seen in {state.global_step} steps: it ends with step {last}. Build it with "
-                f"samples={self.consumed + (state.max_steps - state.global_step) * batch}, or train for "
-                f"max_steps={last}."
+                f"{self.consumed} were seen in {step} steps: it ends with step {last}. Build it with "
+                f"samples={self.consumed + (state.max_steps - step) * batch}, or train for max_steps={last}."
             )
         self._skipped = 0
-        if state.global_step and not args.ignore_data_skip:
+        if step and not args.ignore_data_skip:
             updates = max(1, -(-len(train_dataloader) // args.gradient_accumulation_steps))
-            self._skipped = state.global_step % updates * batch
+            self._skipped = step % updates * batch
+
+    def _require_schedule(self, scheduler: Any, step: int) -> None:
+        if not isinstance(scheduler, MegatronScheduler) or self._sampler is None:
+            return
+        if scheduler.samples_per_step != self._sampler.batch:
+            raise DataError(
+                f"MegatronScheduler(samples_per_step={scheduler.samples_per_step}): a step has {self._sampler.batch} "
+                "samples, of all replicas and calls."
+            )
+        if step == 0 and scheduler.samples != self._sampler.dataset.seen:
+            raise DataError(
+                f"MegatronScheduler(samples={scheduler.samples}): the dataset's first {self._sampler.dataset.seen} "
+                "samples were seen."
+            )
 
     def _go_on(self, said: Any, dataset: OrderedDataset) -> None:
         if not isinstance(said, Mapping):
@@ -124,13 +189,14 @@ class SamplesCallback(TrainerCallback, ExportableState):
         if self._sampler is not None:
             # Stock skips steps of the batch size that there is now.
             self._sampler.begin = self.consumed - self._skipped
-            # Batches that do not end with the last sample are not filled up either.
-            self._sampler.beyond = 2 * self._sampler.batch if self._sampler.begin else 0
             self._skipped = 0
 
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def _count(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self._sampler is not None:
-            self.consumed = min(self.consumed + self._sampler.batch, len(self._sampler.dataset))
+            rows = self._sampler.batch // args.gradient_accumulation_steps
+            self.consumed = min(self.consumed + rows, len(self._sampler.dataset))
+
+    on_substep_end = on_step_end = _count
 
 
 def _changes(before: Any, now: Any, name: str = "") -> list[str]:
@@ -147,16 +213,5 @@ def _changes(before: Any, now: Any, name: str = "") -> list[str]:
 def set_signature_columns(original: Callable, self: Any) -> None:
     """Keeps labels that are shifted already, without which a model shifts them once more."""
     original(self)
-    datasets = [self.train_dataset, *_listed(self.eval_dataset)]
-    if any(isinstance(dataset, OrderedDataset) for dataset in datasets):
-        if not self.model_accepts_loss_kwargs:
-            raise DataError(
-                f"{type(self.model).__name__}: its forward takes no shift_labels, and would shift labels that are "
-                "shifted already."
-            )
-        if _SHIFTED not in self._signature_columns:
-            self._signature_columns.append(_SHIFTED)
-
-
-def _listed(datasets: Any) -> list[Any]:
-    return list(datasets.values()) if isinstance(datasets, Mapping) else [datasets]
+    if self.model_accepts_loss_kwargs and _SHIFTED not in self._signature_columns:
+        self._signature_columns.append(_SHIFTED)

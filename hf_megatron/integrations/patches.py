@@ -130,7 +130,7 @@ _ROWS: tuple[tuple[str, str, str, str], ...] = (
      "trains on rows that fill up the last batch of several ranks", "Accelerate says which rows are repeated"),
     (f"{_TRAINER}._track_num_input_tokens", "repeated_rows:track_num_input_tokens",
      "counts tokens of rows that fill up a batch", "Accelerate says which rows are repeated"),
-    (f"{_TRAINER}._get_eval_sampler", "length_samplers:get_sampler",
+    (f"{_TRAINER}._get_eval_sampler", "ordered_data:get_eval_sampler",
      "sorts rows by length for one device or all processes", _RANKS_PER_BATCH),
     (f"{_TRAINER}._get_train_sampler", "ordered_data:get_train_sampler",
      "sorts rows by length for one device or all processes, and shuffles data that has an order of its own",

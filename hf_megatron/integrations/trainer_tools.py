@@ -1,6 +1,7 @@
 """What Trainer's callbacks of debugging tools have in common: a tool around some steps, or one for all of training."""
 
 import os
+import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,18 @@ class ToolCallback(TrainerCallback):
 
 
 def inner_training_loop(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Has tools of callbacks let go when an error ends training."""
+    """Has tools of callbacks let go when an error ends training, and says what it goes on from."""
+    self._hf_megatron_resumed = kwargs.get("resume_from_checkpoint")
     try:
         return original(self, *args, **kwargs)
     except BaseException:
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, ToolCallback):
-                callback.abandon()
+                try:
+                    callback.abandon()
+                except (RuntimeError, OSError, ValueError) as error:
+                    # What ended training is what has to be seen.
+                    warnings.warn(f"{type(callback).__name__} was not taken away: {error}", stacklevel=2)
         raise
 
 
@@ -86,6 +92,10 @@ class StepToolCallback(ToolCallback):
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._tool.end(is_done=True)
+
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        # Training may be stopped within a step.
+        self.abandon()
 
     def abandon(self) -> None:
         """Leaves the tool without a record."""

@@ -1,11 +1,12 @@
 """Trainer takes Megatron's samples in Megatron's order, on all layouts, and goes on with the next after a resume."""
 
+import json
 import random
 from pathlib import Path
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Subset
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -20,6 +21,7 @@ from hf_megatron.data.blended import BlendedDataset
 from hf_megatron.data.indexed_writer import IndexedWriter
 from hf_megatron.data.ordered import WithoutSamples
 from hf_megatron.data.pretraining import PretrainingDataset
+from hf_megatron.data.schedules import MegatronSchedule, MegatronScheduler
 from hf_megatron.errors import DataError
 from hf_megatron.parallel_state import parallel_state
 from hf_megatron.verify.ranks import run_ranks
@@ -210,7 +212,12 @@ def test_a_resume_with_other_samples_says_what_changed(prefix, tmp_path):
         writer.add_document([list(range(1, 90)) * 12])
     with pytest.raises(DataError, match="files.sequences was 60 and is 1"):
         train(str(other), tmp_path, None, **go_on)
-    steps, *_ = train(str(other), tmp_path, None, ignore_data_skip=True, **go_on)
+    said = json.loads((tmp_path / "checkpoint-2" / "trainer_state.json").read_text())
+    del said["stateful_callbacks"]["SamplesCallback"]
+    (tmp_path / "checkpoint-2" / "trainer_state.json").write_text(json.dumps(said))
+    with pytest.raises(DataError, match="does not say which samples it has seen"):
+        train(prefix, tmp_path, None, **go_on)
+    steps, *_ = train(str(other), tmp_path, None, ignore_data_skip=True, stop=4, **go_on)
     assert steps == {key: rows[0] for key, rows in expected(str(other), 0, [3, 4], 1, 4, 1).items()}
 
 
@@ -243,13 +250,59 @@ def test_who_shuffles_again_is_refused(prefix, tmp_path):
         assert rows == [dataset[sample]["input_ids"].tolist() for sample in range(4)]
 
 
-def test_models_that_shift_again_are_refused(prefix, tmp_path):
-    model = AutoModelForCausalLM.from_config(LLAMA)
-    arguments = TrainingArguments(str(tmp_path), max_steps=1, report_to=[], use_cpu=True)
-    trainer = Trainer(model, arguments, default_data_collator, dataset_of(prefix))
+def stock(prefix, output, train_dataset=None, **options):
+    model = AutoModelForCausalLM.from_pretrained(Path(prefix).parent / "model")
+    arguments = TrainingArguments(str(output), max_steps=1, report_to=[], use_cpu=True, save_strategy="no", **options)
+    return Trainer(model, arguments, default_data_collator, train_dataset)
+
+
+def test_what_would_shift_again_is_refused(prefix, tmp_path):
+    trainer = stock(prefix, tmp_path, dataset_of(prefix))
     trainer.model_accepts_loss_kwargs = False
     with pytest.raises(DataError, match="takes no shift_labels"):
         trainer.train()
+    with pytest.raises(DataError, match="label_smoothing_factor=0.1"):
+        stock(prefix, tmp_path, dataset_of(prefix), label_smoothing_factor=0.1).train()
+    with pytest.raises(DataError, match="label_smoothing_factor=0.1"):
+        stock(prefix, tmp_path, label_smoothing_factor=0.1).evaluate(dataset_of(prefix))
+    with pytest.raises(DataError, match="Subset around a dataset with an order of its own"):
+        stock(prefix, tmp_path, Subset(dataset_of(prefix), range(8))).train()
+
+
+@pytest.mark.parametrize("part", [None, 6])
+def test_an_evaluation_shifts_once(prefix, tmp_path, part):
+    """Of data that the trainer was not made with, and of a part of it."""
+    dataset = dataset_of(prefix) if part is None else Subset(dataset_of(prefix), range(part))
+    trainer = stock(prefix, tmp_path, per_device_eval_batch_size=len(dataset))
+    batch = default_data_collator([dataset[number] for number in range(len(dataset))])
+    with torch.no_grad():
+        expected = trainer.model.eval()(**batch).loss.item()
+    assert trainer.evaluate(dataset)["eval_loss"] == pytest.approx(expected, abs=1e-5)
+
+
+def test_larger_batches_to_the_end_of_the_data(prefix, tmp_path):
+    """More steps than an epoch of the new batch size has; at the end fewer samples are left than a step takes."""
+    size = len(dataset_of(prefix, None))
+    train(prefix, tmp_path, None, rows=2, steps=21, stop=20, samples=None)
+    left = (size - 40) // 8
+    given_up = {"rows": 4, "accumulate": 2, "samples": None, "resume": str(tmp_path / "checkpoint-20")}
+    steps, *_ = train(prefix, tmp_path, None, steps=20 + left, **given_up)
+    planned = expected(prefix, 40, range(21, 21 + left), 1, 4, 2, samples=None)
+    assert steps == {step: rows[0] for step, rows in planned.items()}
+    with pytest.raises(DataError, match=f"it ends with step {20 + left}"):
+        train(prefix, tmp_path, None, steps=21 + left, **given_up)
+    with pytest.raises(DataError, match=f"train for max_steps={20 + left}"):
+        train(prefix, tmp_path, None, steps=-1, **given_up)
+
+
+def test_schedules_count_what_a_step_has(prefix, tmp_path):
+    trainer = stock(prefix, tmp_path, dataset_of(prefix), per_device_train_batch_size=4, weight_decay=0.01)
+    for batch, samples, message in ((8, 0, "a step has 4 samples"), (4, 4, "first 0 samples were seen")):
+        trainer.create_optimizer()
+        schedule = MegatronSchedule(1e-3, decay=100)
+        trainer.lr_scheduler = MegatronScheduler(trainer.optimizer, schedule, batch, samples)
+        with pytest.raises(DataError, match=message):
+            trainer.train()
 
 
 def test_blends_are_taken_in_turns(prefix, tmp_path):

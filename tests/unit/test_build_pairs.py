@@ -8,7 +8,6 @@ import signal
 import sys
 import time
 
-import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -91,7 +90,7 @@ def test_a_killed_build_goes_on(tmp_path, monkeypatch):
     as_megatron_writes(tmp_path / "whole", texts, tokenizer, append_eod=True)
     monkeypatch.setattr(building, "_BATCH", 100)
     monkeypatch.setattr(building, "_KEPT_EVERY", 0.0)
-    original, drawn = building._encoded, random.Random(0)
+    original, drawn = building._Encoder.__call__, random.Random(0)
     for _ in range(5):
         stop = drawn.randrange(2, 7)
         child = os.fork()
@@ -104,7 +103,7 @@ def test_a_killed_build_goes_on(tmp_path, monkeypatch):
                     os.kill(os.getpid(), signal.SIGKILL)
                 return original(*args)
 
-            building._encoded = encoded
+            building._Encoder.__call__ = encoded
             build_pair(tmp_path / "ours", sources, tokenizer, append_eod=True)
             os._exit(0)
         assert os.waitpid(child, 0)[1] == signal.SIGKILL
@@ -129,12 +128,42 @@ def test_what_was_begun_otherwise_says_so(tmp_path):
         build_pair(tmp_path / "ours", [source], tokenizer)
 
 
+def test_a_tokenizer_that_was_saved_with_limits(tmp_path):
+    """Texts are taken whole, as tokenizers of transformers do when they are called."""
+    tokenizer, texts = make_tokenizer(), make_texts()
+    tokenizer.backend_tokenizer.enable_truncation(3)
+    tokenizer.backend_tokenizer.enable_padding()
+    build_pair(tmp_path / "ours", [write_lines(tmp_path / "one.jsonl", texts)], tokenizer)
+    as_megatron_writes(tmp_path / "theirs", texts, make_tokenizer(), append_eod=False)
+    assert same_files(tmp_path / "ours", tmp_path / "theirs")
+
+
+def test_a_kill_between_the_two_files(tmp_path, monkeypatch):
+    tokenizer, source = make_tokenizer(), write_lines(tmp_path / "one.jsonl", make_texts())
+    original = os.replace
+
+    def killed(one, other):
+        if str(other).endswith("ours.idx"):
+            raise KeyboardInterrupt
+        original(one, other)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(building.os, "replace", killed)
+        with pytest.raises(KeyboardInterrupt):
+            build_pair(tmp_path / "ours", [source], tokenizer)
+    assert not (tmp_path / "ours.idx").exists()
+    with pytest.raises(DataError, match="is there already"):
+        build_pair(tmp_path / "ours", [source], tokenizer)
+    as_megatron_writes(tmp_path / "theirs", make_texts(), tokenizer, append_eod=False)
+    assert same_files(tmp_path / "ours", tmp_path / "theirs") and not (tmp_path / "ours.building").exists()
+
+
 def test_two_builders_of_one_pair(tmp_path):
     tokenizer, source = make_tokenizer(), write_lines(tmp_path / "one.jsonl", make_texts())
     child = os.fork()
     if child == 0:
-        original = building._encoded
-        building._encoded = lambda *args: time.sleep(3) or original(*args)
+        original = building._Encoder.__call__
+        building._Encoder.__call__ = lambda *args: time.sleep(3) or original(*args)
         build_pair(tmp_path / "ours", [source], tokenizer)
         os._exit(0)
     while not (tmp_path / "ours.building" / "bin").exists():
@@ -148,16 +177,19 @@ def test_two_builders_of_one_pair(tmp_path):
 def test_a_full_disk_costs_no_work(tmp_path, monkeypatch):
     tokenizer, source = make_tokenizer(), write_lines(tmp_path / "one.jsonl", make_texts(1000))
     monkeypatch.setattr(building, "_KEPT_EVERY", 0.0)
-    original, calls = np.concatenate, []
+    calls = []
 
-    def full(arrays):
+    def full(self):
         calls.append(1)
         if len(calls) == 3:
+            # Half of what was written has reached the disk.
+            self._files["lengths"].flush()
             raise OSError(28, "No space left on device")
-        return original(arrays)
+        return original(self)
 
+    original = building._Build._keep
     with monkeypatch.context() as patched:
-        patched.setattr(building.np, "concatenate", full)
+        patched.setattr(building._Build, "_keep", full)
         with pytest.raises(OSError, match="No space left"):
             build_pair(tmp_path / "ours", [source], tokenizer)
     assert not (tmp_path / "ours.bin").exists()

@@ -75,7 +75,7 @@ def test_equals_megatron_core(seed):
 
 def test_goes_on_with_another_batch():
     def made(batch):
-        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0, weight_decay=0.01)
         return optimizer, MegatronScheduler(optimizer, MegatronSchedule(1.0, decay=64, style="cosine"), batch)
 
     optimizer, scheduler = made(4)
@@ -108,3 +108,10 @@ def test_goes_on_with_another_batch():
 def test_what_is_wrong_says_so(given, message):
     with pytest.raises(DataError, match=message):
         schedule_from_megatron_args(given)
+
+
+def test_a_decay_that_nobody_has_says_so():
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    with pytest.raises(DataError, match="no group of the optimizer has weight decay"):
+        MegatronScheduler(optimizer, MegatronSchedule(1.0), 1)
+    MegatronScheduler(optimizer, MegatronSchedule(1.0, start_weight_decay=0.0, end_weight_decay=0.0), 1)

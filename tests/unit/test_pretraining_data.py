@@ -5,7 +5,9 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import shutil
+import time
 import warnings
 from pathlib import Path
 
@@ -84,7 +86,7 @@ def one_process():
 @pytest.mark.parametrize("seed", range(25))
 def test_samples_equal_megatron_core(tmp_path, one_process, seed):
     """Twenty draws each of files, splits, weights, lengths and masks: every token, label, mask and position."""
-    drawn = random.Random(seed)
+    drawn, compared = random.Random(seed), 0
     for draw in range(20):
         folder = tmp_path / str(draw)
         folder.mkdir()
@@ -119,9 +121,11 @@ def test_samples_equal_megatron_core(tmp_path, one_process, seed):
         sizes = [given["train-iters"] * batch, rounds, given["eval-iters"] * batch]
         try:
             found = datasets_from_megatron_args(given, eod_token=EOD)
-        except DataError:
-            # A part without a sample, of which megatron-core tries to make epochs for ever.
+        except DataError as error:
+            # A part of which megatron-core tries to make epochs for ever, or whose samples it does not have.
+            assert re.search("no sample can be made|make no sample of|nothing of .* lies in", str(error)), error
             continue
+        compared += 1
         options = {"eod_mask_loss": masked, "reset_position_ids": restarts}
         peers = _peer(prefixes, weights, split, length, sizes, given["seed"], folder / "cache", **options)
         for ours, peer, size in zip((found.train, found.valid, found.test), peers, sizes, strict=True):
@@ -140,6 +144,7 @@ def test_samples_equal_megatron_core(tmp_path, one_process, seed):
                 places = sample.get("position_ids", torch.arange(length))
                 assert places.tolist() == other["position_ids"].tolist()
         shutil.rmtree(folder)
+    assert compared >= 10
 
 
 def test_blends_equal_golden_vectors(tmp_path):
@@ -214,8 +219,13 @@ def test_what_megatron_core_kept_is_read(tmp_path, one_process, monkeypatch, sam
     PretrainingDataset(prefix, **given, extra_token=not extra)
     # Files of another size under the same name.
     _pair(tmp_path / "other" / "pair", seed=3, documents=60)
+    os.utime(tmp_path / "other" / "pair.idx", ns=(1, 1))
     PretrainingDataset(tmp_path / "other" / "pair", **given, extra_token=extra)
     assert len(made) == 5
+    # The same files, written again after Megatron's.
+    os.utime(f"{prefix}.idx")
+    PretrainingDataset(prefix, **given, extra_token=extra)
+    assert len(made) == 6
 
 
 # Kept indices
@@ -239,17 +249,22 @@ def test_kept_indices_are_read_only_where_their_key_fits(tmp_path):
         }
     assert len(made) == 2
     # What is damaged is made again.
-    [folder] = [path for path in tmp_path.iterdir() if path.is_dir() and '"a": 2' in (path / "key.json").read_text()]
+    [folder] = [
+        path for path in tmp_path.iterdir() if path.is_dir() and '\\"a\\": 2' in (path / "key.json").read_text()
+    ]
     content = (folder / "one.npy").read_bytes()
     (folder / "one.npy").write_bytes(content[:-8])
     assert cached_arrays({"a": 2}, tmp_path, make)["one"].tolist() == [0, 1, 2, 3, 4]
-    assert len(made) == 3 and (folder / "one.npy").read_bytes() == content
+    (folder / "two.npy").unlink()
+    assert cached_arrays({"a": 2}, tmp_path, make)["two"].shape == (2, 3)
+    assert len(made) == 4 and (folder / "one.npy").read_bytes() == content
 
 
 def _build(folder, log):
     def make():
         with open(log, "a") as file:
             file.write("made\n")
+        time.sleep(1)
         return {"one": np.arange(1_000_000)}
 
     assert cached_arrays({"a": 1}, folder, make)["one"][-1] == 999_999
@@ -338,6 +353,24 @@ def test_arguments_that_are_wrong_say_so(tmp_path, change, message):
     given = {"data-path": NAMES[0], "seq-length": 8, "train-iters": 2, "global-batch-size": 2}
     with pytest.raises(DataError, match=message):
         datasets_from_megatron_args({**given, **change})
+
+
+def test_one_prefix_with_a_weight(tmp_path):
+    """Megatron forgets the weight where each split has its own files, and takes a blend of one elsewhere."""
+    given = {"seq-length": 8, "train-iters": 2, "global-batch-size": 2, "eval-iters": 1}
+    assert isinstance(
+        datasets_from_megatron_args({**given, "train-data-path": ["1.0", NAMES[0]]}).train, PretrainingDataset
+    )
+    whole = datasets_from_megatron_args({**given, "data-path": ["1.0", NAMES[0]], "split": "80,10,10"})
+    assert isinstance(whole.train, BlendedDataset)
+    assert len(whole.evaluation) == 2 and whole.evaluation[1]["labels"].tolist() == whole.valid[1]["labels"].tolist()
+
+
+def test_longer_blends_begin_as_shorter_ones(tmp_path):
+    datasets = [PretrainingDataset(_pair(tmp_path / name, seed), 8, 60) for seed, name in enumerate("ab")]
+    short, long = (BlendedDataset(datasets, [0.3, 0.7], samples) for samples in (20, 40))
+    assert short.order_key == long.order_key != BlendedDataset(datasets).order_key
+    assert long.order.dataset[: len(short)].tolist() == short.order.dataset.tolist()
 
 
 def test_paths_of_each_split_and_files_of_arguments(tmp_path):
