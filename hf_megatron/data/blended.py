@@ -10,7 +10,7 @@ from torch import Tensor
 from ..errors import DataError
 from .order import BlendOrder, blend_order, exhaustive_order, samples_of_blend
 from .order_cache import cached_arrays
-from .ordered import OrderedDataset
+from .ordered import OrderedDataset, WithoutSamples
 
 
 class BlendedDataset(OrderedDataset):
@@ -39,6 +39,11 @@ class BlendedDataset(OrderedDataset):
         sizes = [len(dataset) for dataset in self.datasets]
         if not sizes or (weights is not None and len(weights) != len(sizes)):
             raise DataError(f"a blend of {len(sizes)} datasets with {len(weights or ())} weights.")
+        if any(isinstance(dataset, WithoutSamples) or dataset.seen for dataset in self.datasets):
+            raise DataError(
+                "a blend of datasets of which samples are left out or were seen: a run that goes on counts those of "
+                "the blend. Leave them out of it, WithoutSamples(BlendedDataset(...), ...), or set its seen."
+            )
         if weights is not None and (samples is None or min(weights) <= 0):
             raise DataError(f"weights = {list(weights)}, samples = {samples}: expected weights above 0, and samples.")
         if samples is not None and samples < 1:

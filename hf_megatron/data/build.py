@@ -100,6 +100,9 @@ def build_pair(
     with _folder(Path(f"{os.fspath(prefix)}.building")) as folder:
         # Another process may have ended meanwhile.
         _require_new(os.fspath(prefix))
+        if Path(f"{os.fspath(prefix)}.bin").exists():
+            # Its builder ended between the two files.
+            return _ended(folder, said, os.fspath(prefix))
         build = _Build(folder, said, token_dtype(len(tokenizer)))
         encoder = _Encoder(tokenizer)
         try:
@@ -111,13 +114,10 @@ def build_pair(
 
 
 def _require_new(prefix: str) -> None:
-    """Finishes a pair whose builder ended between its two files, and refuses what is there otherwise."""
-    data, index, made = Path(f"{prefix}.bin"), Path(f"{prefix}.idx"), Path(f"{prefix}.building", "idx")
-    if data.exists() and not index.exists() and made.exists():
-        os.replace(made, index)
-        shutil.rmtree(made.parent, ignore_errors=True)
-    for path in (data, index):
-        if path.exists():
+    data, index = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
+    is_ending = not index.exists() and Path(f"{prefix}.building", "idx").exists()
+    for path in (index, data):
+        if path.exists() and not is_ending:
             raise DataError(f"{path}: is there already; name another prefix.")
 
 
@@ -139,6 +139,24 @@ def _folder(folder: Path) -> Iterator[Path]:
         yield folder
 
 
+def _begun(folder: Path, said: dict[str, Any]) -> dict[str, Any]:
+    """Reads how far a build is, which was begun with the same arguments."""
+    before: dict[str, Any] = json.loads((folder / "progress.json").read_text(encoding="utf-8"))
+    changed = [name for name in said if before["said"].get(name) != said[name]]
+    if changed:
+        raise DataError(
+            f"{folder}: was begun with other {' and '.join(changed)}. Give it these again, or remove the folder."
+        )
+    return before
+
+
+def _ended(folder: Path, said: dict[str, Any], prefix: str) -> BuildProgress:
+    before = _begun(folder, said)
+    os.replace(folder / "idx", f"{prefix}.idx")
+    shutil.rmtree(folder, ignore_errors=True)
+    return BuildProgress(before["documents"], before["tokens"], 0, 0.0, 0)
+
+
 class _Build:
     """The files of a build, and how far they are whole."""
 
@@ -147,13 +165,7 @@ class _Build:
         self.documents = self.tokens = self.sequences = 0
         self._progress = folder / "progress.json"
         if self._progress.exists():
-            before = json.loads(self._progress.read_text(encoding="utf-8"))
-            changed = [name for name in said if before["said"].get(name) != said[name]]
-            if changed:
-                raise DataError(
-                    f"{folder}: was begun with other {' and '.join(changed)}. Give it these again, or remove the "
-                    "folder."
-                )
+            before = _begun(folder, said)
             self.documents, self.tokens, self.sequences = (
                 before[name] for name in ("documents", "tokens", "sequences")
             )

@@ -66,7 +66,8 @@ class IndexedDataset:
     def _open(self) -> None:
         for path in (self.index_path, self.data_path):
             if not path.is_file():
-                raise DataError(f"{path}: no such file; an indexed dataset is a pair of .bin and .idx.")
+                named = " Leave .bin and .idx out of its name." if self.prefix.endswith((".bin", ".idx")) else ""
+                raise DataError(f"{path}: no such file; an indexed dataset is a pair of .bin and .idx.{named}")
         self.dtype, sequences, ends = self._header()
         self._index = np.memmap(self.index_path, mode="r", dtype=np.uint8)
         expected = HEADER.size + 12 * sequences + 8 * ends + (sequences if self.multimodal else 0)
@@ -158,14 +159,10 @@ class IndexedDataset:
     def facts(self) -> dict[str, Any]:
         """Returns what tells this dataset from another one, wherever its files lie, without reading all of them.
 
-        Of the lengths, offsets and documents a hash is taken of both ends and of places between.
+        Of either file a hash is taken of both ends and of places between.
         """
-        found = hashlib.sha256()
-        with open(self.index_path, "rb") as file:
-            for place in np.linspace(0, max(0, len(self._index) - _SAMPLED), _SAMPLES).astype(np.int64).tolist():
-                file.seek(place)
-                found.update(file.read(_SAMPLED))
-        return {"sequences": len(self), "tokens": self.tokens, "index": found.hexdigest()[:16]}
+        hashes = {"index": _sampled(self.index_path), "data": _sampled(self.data_path)}
+        return {"sequences": len(self), "tokens": self.tokens, **hashes}
 
     # Workers of a loader are given paths, and map the files for themselves.
 
@@ -224,3 +221,14 @@ class IndexedDataset:
             if len(part := self._data[start : start + block])
         ]
         return (int(min(low for low, _ in ends)), int(max(high for _, high in ends))) if ends else (0, -1)
+
+
+def _sampled(path: Path) -> str:
+    """Hashes places all over a file, in a time that does not depend on its size."""
+    found = hashlib.sha256()
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        for place in np.linspace(0, max(0, size - _SAMPLED), _SAMPLES).astype(np.int64).tolist():
+            file.seek(place)
+            found.update(file.read(_SAMPLED))
+    return found.hexdigest()[:16]

@@ -87,6 +87,8 @@ def datasets_from_megatron_args(
         if key not in given:
             raise DataError(f"Megatron argument {name!r} (value {value!r}) is none of data: {', '.join(given)}.")
         given[key] = value
+    for name in ("eod_mask_loss", "reset_position_ids", "reset_attention_mask"):
+        given[name] = _truth(given, name)
     if given["reset_position_ids"] != given["reset_attention_mask"]:
         raise DataError(
             "reset_position_ids and reset_attention_mask: expected both or neither; models of transformers attend "
@@ -97,7 +99,7 @@ def datasets_from_megatron_args(
         "seed": _number(given, "seed"),
         "pad_token": pad_token,
         "eod_token": eod_token,
-        "eod_mask_loss": bool(given["eod_mask_loss"]),
+        "eod_mask_loss": given["eod_mask_loss"],
         "restart": "eod" if given["reset_position_ids"] else None,
         "cache": given["data_cache_path"],
     }
@@ -117,11 +119,28 @@ def datasets_from_megatron_args(
     return PretrainingSplits(found[0], found[1], found[2], wanted["test"])
 
 
-def _number(given: Mapping[str, Any], name: str) -> int:
+def _number(given: Mapping[str, Any], name: str, least: int = 0) -> int:
     try:
-        return int(given[name])
+        number = int(given[name])
     except (TypeError, ValueError):
         raise DataError(f"{name} = {given[name]!r}: expected a whole number.") from None
+    if number < least:
+        raise DataError(f"{name} = {number}: expected {least} or more.")
+    return number
+
+
+def _truth(given: Mapping[str, Any], name: str) -> bool:
+    text = str(given[name]).lower()
+    if text not in ("true", "false"):
+        raise DataError(f"{name} = {given[name]!r}: expected True or False.")
+    return text == "true"
+
+
+def _content(file: Any, name: str) -> str:
+    try:
+        return Path(file).read_text(encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"{name} = {str(file)!r}: {error.strerror}.") from None
 
 
 def _present(given: Mapping[str, Any]) -> str:
@@ -133,14 +152,14 @@ def _samples(given: Mapping[str, Any]) -> dict[str, int]:
     """Counts the samples of each split as Megatron's trainer does."""
     if (given["train_iters"] is None) == (given["train_samples"] is None):
         raise DataError("expected either train_iters or train_samples.")
-    batch = _number(given, "global_batch_size")
+    batch = _number(given, "global_batch_size", 1)
     if given["train_samples"] is not None:
         train = _number(given, "train_samples")
         iterations = train // batch
     else:
         iterations = _number(given, "train_iters")
         train = iterations * batch
-    interval, rounds = _number(given, "eval_interval"), _number(given, "eval_iters")
+    interval, rounds = _number(given, "eval_interval", 1), _number(given, "eval_iters")
     return {
         "train": train,
         "valid": (iterations // interval + 1) * rounds * batch if rounds else 0,
@@ -156,7 +175,7 @@ def _blend(given: Mapping[str, Any], name: str, file: str) -> Blend | None:
         raise DataError(f"{name} and {file}: expected one of them.")
     words = given[name]
     if given[file] is not None:
-        words = Path(given[file]).read_text(encoding="utf-8")
+        words = _content(given[file], file)
     return None if words is None else _parsed(words, name)
 
 
@@ -187,7 +206,9 @@ def _blends_of_splits(given: Mapping[str, Any]) -> dict[str, Blend | None] | Non
     if file is not None:
         if any(value is not None for value in named.values()):
             raise DataError("per_split_data_args_path and paths of splits: expected one of them.")
-        said = json.loads(Path(file).read_text(encoding="utf-8"))
+        said = json.loads(_content(file, "per_split_data_args_path"))
+        if unknown := set(said) - set(SPLITS):
+            raise DataError(f"{file}: has {', '.join(sorted(unknown))}; expected {', '.join(SPLITS)}.")
         named = {split: said.get(split) for split in SPLITS}
     if all(value is None for value in named.values()):
         return None

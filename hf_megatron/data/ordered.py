@@ -19,7 +19,7 @@ class OrderedDataset(Dataset):
     """
 
     order_key: dict[str, Any]
-    seen = 0
+    seen: int = 0
 
     def place_of(self, sample: int) -> int:
         """Returns where a sample is when none is left out."""
@@ -56,7 +56,16 @@ class WithoutSamples(OrderedDataset):
         ends = [0, *(end for pair in self.ranges for end in pair), len(dataset)]
         if ends != sorted(ends) or any(first == stop for first, stop in self.ranges):
             raise DataError(f"ranges {self.ranges} of {len(dataset)} samples: expected [first, stop) in their order.")
-        self.order_key, self.seen = dataset.order_key, dataset.seen
+        self.order_key = dataset.order_key
+
+    @property
+    def seen(self) -> int:  # type: ignore[override]
+        """Samples that an earlier run had, of the dataset with all of them."""
+        return self.dataset.seen
+
+    @seen.setter
+    def seen(self, samples: int) -> None:
+        self.dataset.seen = samples
 
     def __len__(self) -> int:
         return len(self.dataset) - sum(stop - first for first, stop in self.ranges)

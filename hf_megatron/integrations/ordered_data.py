@@ -60,6 +60,12 @@ def get_train_sampler(original: Callable, self: Any, train_dataset: Any = None) 
             "WithoutSamples leaves some of it out."
         )
     _require_shifted(self)
+    collated = self.data_collator([dataset[0]])
+    if isinstance(collated, Mapping) and "labels" in collated and _SHIFTED not in collated:
+        raise DataError(
+            f"the data collator leaves {_SHIFTED} out, and the model would shift labels that are shifted already: "
+            "default_data_collator keeps them."
+        )
     args = self.args
     if args.train_sampling_strategy not in _OWN_ORDER:
         strategy = f"train_sampling_strategy={args.train_sampling_strategy!r}"
@@ -67,7 +73,8 @@ def get_train_sampler(original: Callable, self: Any, train_dataset: Any = None) 
     if args.accelerator_config.split_batches:
         raise DataError("split_batches=True: how many samples a step has is counted for batches of each replica.")
     self.remove_callback(SamplesCallback)
-    self.add_callback(SamplesCallback())
+    # Before those that save at the end of a step.
+    self.callback_handler.callbacks.insert(0, SamplesCallback())
     batch = self.get_total_train_batch_size(args)
     step, consumed = _told(vars(self).get("_hf_megatron_resumed"))
     if args.ignore_data_skip or consumed is None:
@@ -88,6 +95,11 @@ def _require_shifted(trainer: Any) -> None:
         raise DataError(
             f"{type(trainer.model).__name__}: its forward takes no shift_labels, and would shift labels that are "
             "shifted already."
+        )
+    if trainer.compute_loss_func is not None:
+        raise DataError(
+            "compute_loss_func: it gets labels that are shifted already. Override Trainer.compute_loss with a loss "
+            "that does not shift them."
         )
     if trainer.args.label_smoothing_factor:
         raise DataError(
@@ -111,7 +123,7 @@ class SamplesCallback(TrainerCallback, ExportableState):
     """Counts the samples that training has seen, which its checkpoints say, with the order that they are of."""
 
     def __init__(self) -> None:
-        self.consumed = self._skipped = 0
+        self.consumed = self._skipped = self._in_step = 0
         self.order_key: dict[str, Any] = {}
         self._sampler: OwnOrder | None = None
 
@@ -191,12 +203,17 @@ class SamplesCallback(TrainerCallback, ExportableState):
             self._sampler.begin = self.consumed - self._skipped
             self._skipped = 0
 
-    def _count(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if self._sampler is not None:
-            rows = self._sampler.batch // args.gradient_accumulation_steps
-            self.consumed = min(self.consumed + rows, len(self._sampler.dataset))
+    def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._in_step = 0
 
-    on_substep_end = on_step_end = _count
+    def on_substep_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._in_step += 1
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        # What is saved within a step does not have its samples.
+        if self._sampler is not None:
+            rows = self._sampler.batch // args.gradient_accumulation_steps * (self._in_step + 1)
+            self.consumed = min(self.consumed + rows, len(self._sampler.dataset))
 
 
 def _changes(before: Any, now: Any, name: str = "") -> list[str]:

@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from hf_megatron.data.ordered import WithoutSamples
 from hf_megatron.data.pretraining import PretrainingDataset
 from hf_megatron.data.schedules import MegatronSchedule, MegatronScheduler
 from hf_megatron.errors import DataError
+from hf_megatron.integrations.ordered_data import SamplesCallback
 from hf_megatron.parallel_state import parallel_state
 from hf_megatron.verify.ranks import run_ranks
 
@@ -265,6 +267,16 @@ def test_what_would_shift_again_is_refused(prefix, tmp_path):
         stock(prefix, tmp_path, dataset_of(prefix), label_smoothing_factor=0.1).train()
     with pytest.raises(DataError, match="label_smoothing_factor=0.1"):
         stock(prefix, tmp_path, label_smoothing_factor=0.1).evaluate(dataset_of(prefix))
+    trainer = stock(prefix, tmp_path, dataset_of(prefix))
+    trainer.compute_loss_func = lambda outputs, labels, num_items_in_batch=None: outputs.loss
+    with pytest.raises(DataError, match="compute_loss_func: it gets labels that are shifted already"):
+        trainer.train()
+    trainer = stock(prefix, tmp_path, dataset_of(prefix))
+    trainer.data_collator = lambda rows: {
+        name: torch.stack([row[name] for row in rows]) for name in ("input_ids", "labels")
+    }
+    with pytest.raises(DataError, match="collator leaves shift_labels out"):
+        trainer.train()
     with pytest.raises(DataError, match="Subset around a dataset with an order of its own"):
         stock(prefix, tmp_path, Subset(dataset_of(prefix), range(8))).train()
 
@@ -347,3 +359,53 @@ def test_ranges_that_are_left_out(prefix):
     for ranges in ([(5, 5)], [(5, 9), (7, 12)], [(0, 10_000)], [(-1, 2)]):
         with pytest.raises(DataError, match="expected .first, stop. in their order"):
             WithoutSamples(dataset, ranges)
+
+
+class _SavesWithin(TrainerCallback):
+    """Saves where a signal has stock save: before an optimizer's step, and at the end of one before other callbacks."""
+
+    def __init__(self):
+        self.said = []
+
+    def _save(self, args, state, control, **kwargs):
+        [count] = [one for one in self.counting.callback_handler.callbacks if isinstance(one, SamplesCallback)]
+        self.said.append((state.global_step, count.state()["attributes"]["consumed"]))
+
+    on_pre_optimizer_step = on_step_end = on_substep_end = _save
+
+
+def test_what_is_saved_within_a_step_has_its_steps_samples(prefix, tmp_path):
+    trainer = stock(prefix, tmp_path, dataset_of(prefix), per_device_train_batch_size=2, gradient_accumulation_steps=3)
+    trainer.args.max_steps = 2
+    saves = _SavesWithin()
+    saves.counting = trainer
+    trainer.add_callback(saves)
+    # As stock's own, it comes before what users add.
+    trainer.callback_handler.callbacks.insert(0, trainer.callback_handler.callbacks.pop())
+    trainer.train()
+    assert saves.said == [(0, 0)] * 3 + [(1, 6)] * 4 + [(2, 12)]
+
+
+def test_files_of_the_same_lengths_are_others(prefix, tmp_path):
+    places = [tmp_path / name / "pair" for name in "ab"]
+    for seed, place in enumerate(places):
+        drawn = random.Random(seed)
+        with IndexedWriter(place, "uint16") as writer:
+            for _ in range(30):
+                writer.add_document([[drawn.randrange(1, 96) for _ in range(17)]])
+        shutil.copytree(Path(prefix).parent / "model", place.parent / "model")
+    train(str(places[0]), tmp_path / "out", None, rows=4, steps=3, stop=2, samples=None)
+    with pytest.raises(DataError, match="files.data was"):
+        train(str(places[1]), tmp_path / "out", None, rows=4, steps=4, samples=None,
+              resume=str(tmp_path / "out" / "checkpoint-2"))  # fmt: skip
+
+
+def test_what_is_left_out_or_seen_is_so_of_the_whole(prefix):
+    dataset = dataset_of(prefix)
+    with pytest.raises(DataError, match="a run that goes on counts those of the blend"):
+        BlendedDataset([WithoutSamples(dataset, [(1, 3)]), dataset])
+    left = WithoutSamples(dataset, [(1, 3)])
+    dataset.seen = 10
+    assert left.seen == 10
+    with pytest.raises(DataError, match="a run that goes on counts those of the blend"):
+        BlendedDataset([dataset])

@@ -152,8 +152,10 @@ def test_a_kill_between_the_two_files(tmp_path, monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             build_pair(tmp_path / "ours", [source], tokenizer)
     assert not (tmp_path / "ours.idx").exists()
-    with pytest.raises(DataError, match="is there already"):
-        build_pair(tmp_path / "ours", [source], tokenizer)
+    other = write_lines(tmp_path / "two.jsonl", make_texts(3))
+    with pytest.raises(DataError, match="was begun with other sources"):
+        build_pair(tmp_path / "ours", [other], tokenizer)
+    assert build_pair(tmp_path / "ours", [source], tokenizer).documents == 300
     as_megatron_writes(tmp_path / "theirs", make_texts(), tokenizer, append_eod=False)
     assert same_files(tmp_path / "ours", tmp_path / "theirs") and not (tmp_path / "ours.building").exists()
 

@@ -346,6 +346,11 @@ def test_runs_of_as_many_epochs_share_a_folder(tmp_path):
         ({"reset-position-ids": True}, "expected both or neither"),
         ({"eod-mask-loss": True}, "need eod_token="),
         ({"hidden-size": 4}, "is none of data"),
+        ({"eod-mask-loss": "no"}, "expected True or False"),
+        ({"eval-interval": 0}, "eval_interval = 0: expected 1 or more"),
+        ({"global-batch-size": 0}, "global_batch_size = 0: expected 1 or more"),
+        ({"data-path": None, "data-args-path": "nowhere"}, "data_args_path = 'nowhere': No such file"),
+        ({"data-path": NAMES[0] + ".bin"}, "Leave .bin and .idx out"),
         ({"data-path": "nowhere"}, "no such file"),
     ],
 )
